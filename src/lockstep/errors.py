@@ -23,6 +23,8 @@ from __future__ import annotations
 
 import errno
 
+from lockstep.log import printable
+
 
 class LockstepError(Exception):
     """`what` happened, `where` its values came from, `hint`: what to try. The last two may be ""."""
@@ -34,8 +36,8 @@ class LockstepError(Exception):
         self.what, self.where, self.hint = what, where, hint
 
     def __str__(self) -> str:
-        more = [line for part in (self.where, self.hint) for line in part.splitlines() if line]
-        return "\n  ".join([f"{type(self).__name__}: {self.what}", *more])
+        more = [line for part in (self.where, self.hint) for line in printable(part).splitlines() if line]
+        return "\n  ".join([f"{type(self).__name__}: {printable(self.what)}", *more])
 
 
 class UsageError(LockstepError):

@@ -18,6 +18,7 @@ from typing import Any, BinaryIO
 from lockstep.errors import DamagedFileError
 
 CHECKSUM = "sha256"
+MAX_DIGITS = 308  # of the largest float
 SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # one half of a character above U+FFFF in JSON
 # By the first letter of the mode in `ls -l`.
 KINDS = {"p": "a named pipe", "d": "a folder", "s": "a socket", "c": "a device", "b": "a device", "l": "a symbolic link"}
@@ -137,10 +138,21 @@ def sha256_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def parse_integer(digits: str) -> int:
+    """Return an integer of JSON. ValueError for one that no float can hold: arithmetic would fail."""
+    if len(digits) > MAX_DIGITS:
+        raise ValueError(f"an integer has {len(digits):,} digits")
+    return int(digits)
+
+
+DECODER = json.JSONDecoder(parse_int=parse_integer)
+
+
 def parse_json(text: str) -> Any:
-    """Parse JSON. ValueError if it is truncated, nested too deeply, or has a lone surrogate."""
+    """Parse JSON. ValueError if it is truncated, nested too deeply, or has a lone surrogate or an
+    integer of more than MAX_DIGITS digits."""
     try:
-        value = json.loads(text)
+        value = DECODER.decode(text)
         if SURROGATE.search(text):
             json.dumps(value, ensure_ascii=False).encode()
     except RecursionError:

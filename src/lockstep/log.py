@@ -1,6 +1,7 @@
 """Configure the logger `lockstep`: rank 0 logs to stderr, every rank to a separate file.
 
-Only the command and the workers call `set_up_logging`.
+Only the command and the workers call `set_up_logging`. Text of files passes `printable` before a
+terminal, a log or a report shows it.
 A thread writes the log file, so a run disk that does not answer for minutes blocks no log call.
 """
 
@@ -8,13 +9,26 @@ from __future__ import annotations
 
 import logging
 import queue
+import re
 import sys
 import threading
 from logging.handlers import QueueHandler
 from pathlib import Path
 
 FLUSH_TIMEOUT_S = 1.0
+# C0 and C1 except tab and newline, overrides of the direction of text, and lone surrogates.
+UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 log = logging.getLogger("lockstep")
+
+
+def printable(text: str) -> str:
+    """Replace control characters, which a terminal obeys, and what UTF-8 cannot encode."""
+    return UNPRINTABLE.sub("\ufffd", text.replace("\r\n", "\n"))
+
+
+class PrintableFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
 
 
 def set_up_logging(*, rank: int = 0, file: Path | None = None) -> None:
@@ -27,11 +41,11 @@ def set_up_logging(*, rank: int = 0, file: Path | None = None) -> None:
     if rank == 0:
         terminal = logging.StreamHandler(sys.stderr)
         terminal.setLevel(logging.INFO)
-        terminal.setFormatter(logging.Formatter("%(message)s"))
+        terminal.setFormatter(PrintableFormatter("%(message)s"))
         log.addHandler(terminal)
     if file is not None:
         lines = logging.FileHandler(file, encoding="utf-8")
-        lines.setFormatter(logging.Formatter(f"%(asctime)s %(levelname).1s rank {rank}: %(message)s"))
+        lines.setFormatter(PrintableFormatter(f"%(asctime)s %(levelname).1s rank {rank}: %(message)s"))
         log.addHandler(BackgroundHandler(lines))
 
 

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.log import FLUSH_TIMEOUT_S, flush_log, set_up_logging
+from lockstep.errors import DataError
+from lockstep.log import FLUSH_TIMEOUT_S, flush_log, printable, set_up_logging
 
 log = logging.getLogger("lockstep")
 COUNT, LINE = 2000, 100  # far more than a pipe holds
@@ -56,3 +57,27 @@ def test_all_records_are_written_at_exit(tmp_path: Path) -> None:
     assert subprocess.run([sys.executable, "-c", script, str(tmp_path / "log")], check=False).returncode == 3
     lines = (tmp_path / "log").read_text().splitlines()
     assert [line.rpartition(": ")[2] for line in lines] == [f"line {number}" for number in range(COUNT)]
+
+
+CLIPBOARD = "\x1b]52;c;bHMgfg==\x07"  # sets the clipboard of a terminal
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        (CLIPBOARD, "\ufffd]52;c;bHMgfg==\ufffd"),
+        ("\x9b2J\x00\x7f", "\ufffd2J\ufffd\ufffd"),
+        ("over\rwritten", "over\ufffdwritten"),
+        ("\ud800", "\ufffd"),
+        ("\u202egnp.exe", "\ufffdgnp.exe"),
+        ("two\r\nlines\tand é 👩\u200d🚀", "two\nlines\tand é 👩\u200d🚀"),
+    ],
+)
+def test_control_characters_are_replaced(text: str, shown: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert printable(text) == shown
+    assert str(DataError(text, text)) == f"DataError: {shown}\n  " + "\n  ".join(shown.splitlines())
+    set_up_logging(file=tmp_path / "log")
+    log.warning("%s", text)
+    flush_log()
+    assert capsys.readouterr().err == f"{shown}\n" and (tmp_path / "log").read_text().endswith(f": {shown}\n")
+    set_up_logging()

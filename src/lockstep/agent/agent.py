@@ -41,7 +41,7 @@ from lockstep.agent.worker_pool import RETRY_S, PendingWorker, WorkerPool
 from lockstep.elastic import waiting_room
 from lockstep.elastic.generation_log import Generation
 from lockstep.errors import LockstepError, UsageError
-from lockstep.log import log
+from lockstep.log import log, printable
 from lockstep.runtime.environment import check_worker_count
 from lockstep.runtime.exit_report import ExitReport, WorkerExit, exit_kind, summarize_exits
 from lockstep.runtime.processes import PR_SET_CHILD_SUBREAPER, now_s, open_worker_log, prctl
@@ -83,7 +83,7 @@ def run_agent(program: WorkerProgram, folder: Path, config: AgentConfig) -> int:
         finally:
             agent.close()
     if text:
-        print(text, file=sys.stderr, flush=True)
+        print(printable(text), file=sys.stderr, flush=True)
     return code
 
 

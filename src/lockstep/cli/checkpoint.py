@@ -4,6 +4,7 @@ import argparse
 
 from lockstep.checkpoint import commands
 from lockstep.errors import UsageError
+from lockstep.log import printable
 from lockstep.units import parse_bytes
 
 
@@ -11,14 +12,14 @@ def main(args: argparse.Namespace, rest: list[str]) -> int:
     if args.action == "import" or (args.action == "export" and (args.adapter or (args.folder / "model.json").is_file())):
         print(convert_llama(args))
     elif args.action == "list":
-        print(commands.list_table(args.folder))
+        print(printable(commands.list_table(args.folder)))
     elif args.action == "digest":
         print(commands.digest_line(args.folder, args.step))
     elif args.action == "export":
         print(commands.export(args.folder, args.step, args.out or args.folder / "model.safetensors"))
     else:
         intact, lines = commands.verify(args.folder)
-        print("\n".join(lines))
+        print(printable("\n".join(lines)))
         return 0 if intact else 3
     return 0
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from lockstep.agent.hosts import run_on_all_hosts, ssh_command
 from lockstep.cli.launch import find_hosts
 from lockstep.doctor.findings import findings, report
+from lockstep.log import printable
 from lockstep.object_store.address import parse_address
 from lockstep.runtime.worker_env import SHARED_TERMINAL
 
@@ -26,5 +27,5 @@ def main(args: argparse.Namespace, rest: list[str]) -> int:
     facts = examine(hosts.find(name, f"{source}; {args.hosts}"), hosts.host, run, args.wait)
     found = findings(facts)
     if os.environ.get(SHARED_TERMINAL) != "1" or facts[0].host == name:
-        print(report(facts, found), flush=True)
+        print(printable(report(facts, found)), flush=True)
     return int(any(finding.level == "FAIL" for finding in found))

@@ -27,7 +27,7 @@ from lockstep.config.schema import RunConfig
 from lockstep.elastic.control import stop_run
 from lockstep.elastic.stored_folder import store_address
 from lockstep.errors import UsageError
-from lockstep.log import log
+from lockstep.log import log, printable
 from lockstep.object_store.address import parse_address
 from lockstep.object_store.bucket import RunBucket
 from lockstep.remote.host_copy import driver_copy
@@ -45,7 +45,7 @@ CONFLICTS = {
 def main(args: argparse.Namespace, rest: list[str]) -> int:
     if args.stop:
         refuse_other_options(args, rest)
-        print(stop_run(args.stop))
+        print(printable(stop_run(args.stop)))
         return 0
     if args.parent:
         die_with_parent(args.parent)

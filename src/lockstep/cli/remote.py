@@ -22,7 +22,7 @@ from lockstep.agent.hosts import read_hosts
 from lockstep.checkpoint.policy import choose_step
 from lockstep.cli import launch
 from lockstep.errors import CheckpointError, FencedError, LockstepError, StoreError, UsageError
-from lockstep.log import log
+from lockstep.log import log, printable
 from lockstep.object_store.address import Address, parse_address
 from lockstep.object_store.bucket import RunBucket
 from lockstep.remote.download import download
@@ -182,7 +182,7 @@ def run_on_snapshots(args: argparse.Namespace, addresses: Sequence[Address], wor
             if snapshot is None and args.command != "plan":
                 raise CheckpointError("there is no run", str(address), "give the address of a run, as with --out")
             if snapshot and getattr(args, "action", "") == "list":
-                print("\n".join(list_table(snapshot)))
+                print(printable("\n".join(list_table(snapshot))))
                 return 0
             folder = stack.enter_context(temporary_copy(address))
             if snapshot:
@@ -192,7 +192,7 @@ def run_on_snapshots(args: argparse.Namespace, addresses: Sequence[Address], wor
         if problems and not verifies:
             raise CheckpointError("the checkpoint is damaged", "\n".join(problems), f"see lockstep checkpoint verify {addresses[0]}")
         code = subprocess.run([sys.executable, "-m", "lockstep", *words], check=False).returncode
-        print(*problems, sep="\n", end="\n" * bool(problems))
+        print(*map(printable, problems), sep="\n", end="\n" * bool(problems))
     return 3 if problems else code if code >= 0 else 128 - code
 
 

@@ -24,6 +24,7 @@ from rich.text import Text
 from lockstep.checkpoint.folder import COMMITTED, committed_steps, folder_name
 from lockstep.elastic.control import generation_line, run_status, worker_rows
 from lockstep.errors import UsageError
+from lockstep.log import printable
 from lockstep.object_store.address import parse_address
 from lockstep.record.follow import Curve
 from lockstep.record.step_timer import format_step_line
@@ -101,12 +102,12 @@ def frame(data: RunData, status: dict[str, Any], rows: int = 1 << 16) -> Rendera
     now_s = time.time()
     parts: list[RenderableType] = [state_line(data, status), progress_line(data)]
     numbers = {key: value for key, value in data.last.items() if type(value) in (int, float)}
-    parts += [Text(format_step_line(data.step, {**numbers, "shares": status.get("shares", ())}))] if numbers else []
+    parts += [plain(format_step_line(data.step, {**numbers, "shares": status.get("shares", ())}))] if numbers else []
     curves = {name: data.curves[key] for name, key in CURVES.items() if key in data.curves}
     parts.append(table([], [(name, sparkline(curve), f"{curve.last[1]:.4g}") for name, curve in curves.items()]))
     if "members" in status and not status["ended"]:
         head, *workers = worker_rows(status)
-        parts += [Text(f"\n{generation_line(status)}"), table(head, workers[:rows])]
+        parts += [plain(f"\n{generation_line(status)}"), table(head, workers[:rows])]
         parts += [Text(f"and {len(workers) - rows} more workers")] if len(workers) > rows else []
     formed = [(str(g.number), ago(now_s - g.time_s), f"{g.step:,}", str(len(g.workers)), g.why) for g in data.generations]
     notes = [(ago(now_s - note.time_s), note.event, note.text) for note in data.notes if note.event in FAILURES]
@@ -130,7 +131,7 @@ def state_line(data: RunData, status: dict[str, Any]) -> Text:
     else:
         hosts = len({member["host"] for member in members})
         state, style = f"{len(members)} workers on {hosts} host{'s' * (hosts != 1)}", "green"
-    return Text.assemble((status.get("run") or str(data.folder), "bold"), "  ", (state, style))
+    return Text.assemble((printable(status.get("run") or str(data.folder)), "bold"), "  ", (printable(state), style))
 
 
 def progress_line(data: RunData) -> Text:
@@ -166,8 +167,13 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], style: str = "") -
     for name in head or [*rows, ()][0]:
         grid.add_column(name, overflow="fold")
     for row in rows:
-        grid.add_row(*map(Text, row), style=style)
+        grid.add_row(*map(plain, row), style=style)
     return grid
+
+
+def plain(text: str) -> Text:
+    """Return text of a file for the terminal: the console would pass escape sequences on."""
+    return Text(printable(text))
 
 
 def ago(seconds: float) -> str:

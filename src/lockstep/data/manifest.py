@@ -25,6 +25,8 @@ from lockstep.files import add_checksum, open_regular, read_json, sha256_file, v
 from lockstep.log import log
 
 MANIFEST = "prepared.json"
+KEYS = {"corpus", "tokenizer", "asked", "report", "files"}
+OPTIONAL_KEYS = {"too_long"}
 CLOCK_TICK_S = 0.02
 THREADS = min(8, os.cpu_count() or 1)
 Known = dict[str, list[int | str]]  # path -> identity of the file, then its digest
@@ -90,16 +92,34 @@ NOT_SHARED = FileDigests()
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
+    """Return the manifest without verifying the files that it lists. DataError."""
     try:
-        manifest = read_json(folder / MANIFEST)
-        if isinstance(manifest, dict) and {"corpus", "tokenizer", "asked", "report", "files"} <= manifest.keys():
-            return manifest
-        raise ValueError("keys are missing")
+        manifest = verify_checksum(read_json(folder / MANIFEST))  # older data was prepared without one
+        if KEYS - manifest.keys():
+            raise ValueError("keys are missing")
+        if unknown := sorted(manifest.keys() - KEYS - OPTIONAL_KEYS):  # perhaps the damaged name of the checksum
+            raise ValueError(f"the key {unknown[0][:40]!r} is not known")
+        if not all(isinstance(manifest[key], dict) for key in ("asked", "report", "files")):
+            raise ValueError("a value has the wrong type")
+        return manifest
     except FileNotFoundError:
         what = f"no data was prepared in {folder}"
         raise DataError(what, f"{MANIFEST} is missing", "start the training run once: it prepares the data") from None
     except ValueError as error:
-        raise DataError(f"{folder / MANIFEST} is damaged: {error}", "", "remove the folder to prepare the data again") from None
+        raise damaged_manifest(folder, error) from None
+
+
+def damaged_manifest(folder: Path, error: Exception) -> DataError:
+    return DataError(f"{folder / MANIFEST} is damaged: {error}", str(folder), "remove this folder to prepare the data again")
+
+
+@contextmanager
+def explain_damage(folder: Path) -> Iterator[None]:
+    """Turn the errors of a reader that misses a value of an older manifest, without a checksum, into a DataError."""
+    try:
+        yield
+    except (LookupError, TypeError, AttributeError) as error:
+        raise damaged_manifest(folder, error) from error
 
 
 def matches_prepared(folder: Path, settings: dict[str, Any], key: str, source: Callable[[], Any]) -> bool:
@@ -127,7 +147,8 @@ def matches_prepared(folder: Path, settings: dict[str, Any], key: str, source: C
 
 def write_manifest(folder: Path, files: Iterable[Path], digests: FileDigests, **fields: Any) -> None:
     """Write the fields that `read_manifest` expects, and the sha256 of `files`."""
-    write_json(folder / MANIFEST, {**fields, "files": {path.name: digest for path, digest in digests.of(files).items()}})
+    listed = {path.name: digest for path, digest in digests.of(files).items()}
+    write_json(folder / MANIFEST, add_checksum({**fields, "files": listed}))
 
 
 def verify_files(expected: Mapping[Path, str], folder: Path, digests: FileDigests) -> None:

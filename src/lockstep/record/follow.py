@@ -9,6 +9,7 @@ from pathlib import Path
 from lockstep.files import open_regular
 
 BINS = 600  # of a curve
+LARGEST = 1e290  # drawn value: sums, differences and percents of larger ones overflow
 
 
 class LineFollower:
@@ -47,11 +48,11 @@ class Curve:
         self.width = 1  # steps of a bin
         self.bins: dict[int, list[float]] = {}  # by step // width: sum, count, lowest, highest
         self.last, self.lowest, self.highest = (0, math.nan), (0, math.inf), (0, -math.inf)  # (step, value)
-        self.not_finite: tuple[int, int] = (0, 0)  # (first step, count)
+        self.not_finite: tuple[int, int] = (0, 0)  # (first step, count) of NaN, infinities and what is beyond LARGEST
 
     def add(self, step: int, value: float) -> None:
         self.last = (step, value)
-        if not math.isfinite(value):
+        if not abs(value) < LARGEST:
             self.not_finite = (self.not_finite[0] or step, self.not_finite[1] + 1)
             return
         cell = self.bins.get(step // self.width)

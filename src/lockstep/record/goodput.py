@@ -26,6 +26,7 @@ Category = Literal[
     "down",  # no worker was running
 ]
 CATEGORIES: tuple[Category, ...] = get_args(Category)
+MAX_SECONDS = 1e12  # 30,000 years: more is damage, and shares of it may overflow
 NAMES: dict[Category, str] = {"communication": "exposed communication", "data": "data wait", "lost": "lost work"}
 
 
@@ -96,6 +97,6 @@ class Ledger:
 
 def valid_seconds(seconds: Any) -> float:
     number = float(seconds)
-    if not 0.0 <= number < math.inf:
+    if not 0.0 <= number < MAX_SECONDS:
         raise ValueError(f"{seconds!r} is not a valid number of seconds")
     return number

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import DataError, LockstepError
-from lockstep.files import open_regular
+from lockstep.files import open_regular, parse_json
 from lockstep.log import log
 
 NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -39,14 +39,15 @@ def to_json_value(value: Any) -> Any:
 
 
 def encode_line(line: Mapping[str, Any]) -> bytes:
-    return json.dumps(to_json_value(line), ensure_ascii=False, allow_nan=False).encode() + b"\n"
+    """Encode one line. A name of a file that is not UTF-8 has lone surrogates: they become "?"."""
+    return json.dumps(to_json_value(line), ensure_ascii=False, allow_nan=False).encode(errors="replace") + b"\n"
 
 
 def decode_line(line: bytes) -> dict[str, Any] | None:
-    """Decode one line, with non-finite numbers; None when it is torn or not an object."""
+    """Decode one line, with non-finite numbers; None when it is torn or damaged, or not an object."""
     try:
-        value = json.loads(line)
-    except (ValueError, RecursionError):
+        value = parse_json(line.decode())
+    except ValueError:
         return None
     if not isinstance(value, dict):
         return None

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from lockstep.log import printable
 from lockstep.report.run_data import Stretch
 from lockstep.units import format_count, format_duration
 
@@ -42,7 +43,8 @@ class Mark(NamedTuple):
 
 def hide_secrets(value: object) -> str:
     """Return the text of `value` without what looks like a secret, or user:password@ in a URL."""
-    return SECRET_TEXT.sub(lambda match: f"{match[1] or ''}(hidden)", re.sub(r"://[^/@\s]+@", "://", str(value)))
+    shown = re.sub(r"://[^/@\s]+@", "://", printable(str(value)))
+    return SECRET_TEXT.sub(lambda match: f"{match[1] or ''}(hidden)", shown)
 
 
 def text(value: object) -> str:

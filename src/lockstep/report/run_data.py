@@ -93,7 +93,7 @@ class RunData:
     @property
     def total_steps(self) -> int:
         """Steps of the whole run; 0: unknown."""
-        with suppress(OSError, ValueError, KeyError, TypeError):
+        with suppress(OSError, ValueError, KeyError, TypeError, OverflowError):
             return int(read_json(self.folder / "run.json")["values"]["steps"])
         return 0
 
@@ -187,7 +187,7 @@ def read_facts(folder: Path) -> Facts:
             return function()
         except FileNotFoundError:
             return default
-        except (LockstepError, OSError, ValueError, KeyError, TypeError) as error:
+        except (LockstepError, OSError, ValueError, KeyError, TypeError, OverflowError) as error:
             problems.append(f"{name} cannot be read: {error.what if isinstance(error, LockstepError) else error}")
             return default
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from lockstep.errors import LockstepError, PeersLostError
 from lockstep.files import write_atomic
+from lockstep.log import printable
 from lockstep.runtime.processes import now_s
 from lockstep.runtime.signals import EXIT_INTERRUPTED
 from lockstep.runtime.worker_env import EXIT_REPORT, exit_report_path, read_worker_env
@@ -82,7 +83,7 @@ def worker_main(function: Callable[[], int | None], about: Callable[[], Mapping[
     about: called at the end, returns further fields of the ExitReport."""
     report = replace(run_and_report(function), **about())
     if not send_exit_report(report) and report.text:
-        print(report.text, file=sys.stderr, flush=True)
+        print(printable(report.text), file=sys.stderr, flush=True)
     return report.code
 
 

@@ -30,7 +30,7 @@ from lockstep.elastic.collectives import all_gather_json, run_in_run_folder, run
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import CheckpointError, DamagedFileError, LockstepError, UsageError
 from lockstep.files import read_json, write_json
-from lockstep.log import log
+from lockstep.log import log, printable
 from lockstep.models.llama_io import CHECKPOINTS, export_run, is_llama_run, refuse_no_model
 from lockstep.models.load_translator import read_run
 from lockstep.record.metrics import append_json, iter_steps, last_newline
@@ -116,7 +116,7 @@ def evaluate_at_end(folder: Path, run: RunConfig, runtime: ElasticRuntime) -> No
         if runtime.world.leader and result.samples:
             write_json(folder / SAMPLES, {"step": step, "lines": result.samples})
         if runtime.shows_progress():
-            print("\n".join(["", evaluator.summary(result.record), *result.samples]))
+            print(printable("\n".join(["", evaluator.summary(result.record), *result.samples])))
     if runtime.world.leader:
         write_json(folder / FINISHED, {"step": run.steps})
     if runtime.shows_progress():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pty
+import re
 import signal
 import subprocess
 import termios
@@ -15,10 +16,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 from support.launching import lockstep_command, run_lockstep
-from support.written_run import write_run_folder
+from support.written_run import append_note, write_run_folder
 
 from lockstep.cli.watch import TAIL_BYTES, frame, refresh, ssh_words
 from lockstep.elastic.generation_log import Generation, GenerationLog, RunResult
+from lockstep.report.page import write_report
 from lockstep.report.run_data import RunData
 
 MEMBER = {"rank": 0, "host": "a", "slot": 1, "pid": 12, "role": "leader", "step": 61, "phase": "backward"}
@@ -59,6 +61,44 @@ def test_a_refresh_reads_only_the_tail_and_then_what_is_new(tmp_path: Path, byte
     read = data.metrics.bytes_read
     assert bytes_ - 1000 < read <= bytes_
     assert refresh(data) == {} and data.metrics.bytes_read == read and data.last["loss"] > 0
+
+
+def test_control_characters_of_a_folder_do_not_reach_the_terminal(tmp_path: Path) -> None:
+    run = write_run_folder(tmp_path / "run\x1b[2J", 60)
+    append_note(run, "killed \x1b]52;c;bHMgfg==\x07")
+    status = {**STATUS, "run": str(run), "reason": "\x1b[2J", "members": [MEMBER | {"host": "\x9b2J", "phase": "\x1bc\ud800"}]}
+    text = text_of(RunData(run, TAIL_BYTES).update(), status)
+    assert not set("\x1b\x07\x9b\ud800") & set(text)
+    assert "killed \ufffd]52;c;bHMgfg==\ufffd" in text
+    (run / "generations").mkdir()
+    reason = Generation(1, "t", (), "", 60, "the run ended", end=RunResult(4, "NaN\x1b]52;c;bHMgfg==\x07"))
+    GenerationLog(run / "generations").propose(reason)
+    for command in ("watch", "status"):
+        done = run_lockstep(command, run)
+        assert done.returncode == 0 and "NaN\ufffd]52;c" in done.stdout
+        assert not set("\x1b\x07") & set(done.stdout + done.stderr)
+    assert run_lockstep("report", run, "--out", tmp_path / "report.html").returncode == 0
+    assert not set("\x1b\x07\x9b") & set((tmp_path / "report.html").read_text())
+
+
+ODD_VALUES = {"400 digits": "9" * 400, "1e308": "1e308", "a lone surrogate": '"\\ud800"', "infinity": "1e999", "a list": "[]"}
+
+
+@pytest.mark.parametrize("odd", ODD_VALUES.values(), ids=ODD_VALUES.keys())
+def test_odd_values_in_a_folder_are_skipped_or_shown(tmp_path: Path, odd: str) -> None:
+    run = write_run_folder(tmp_path, 6)
+    for name, key in (
+        *(("metrics.jsonl", "loss"), ("metrics.jsonl", "seconds"), ("metrics.jsonl", "step"), ("run.json", "steps")),
+        *(("events.jsonl", "step"), ("events.jsonl", "why"), ("events.jsonl", "training_s"), ("events.jsonl", "generation")),
+    ):
+        path, text = run / name, (run / name).read_text()
+        changed = re.sub(rf'"{key}": ("[^"]*"|[^,}}\s]+)', lambda match, key=key: f'"{key}": {odd}', text)
+        assert changed != text
+        path.write_text(changed)
+        data = RunData(run, TAIL_BYTES)
+        text_of(data, refresh(data)).encode()
+        write_report([run], tmp_path / "report.html")
+        path.write_text(text)
 
 
 def test_piped_output_is_one_plain_frame(tmp_path: Path) -> None:

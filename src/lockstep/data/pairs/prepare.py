@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from lockstep.config import schema as config
-from lockstep.data.manifest import NOT_SHARED, FileDigests, matches_prepared, open_manifest, write_manifest
+from lockstep.data.manifest import NOT_SHARED, FileDigests, explain_damage, matches_prepared, open_manifest, write_manifest
 from lockstep.data.pairs import corpus
 from lockstep.data.pairs.corpus import SPLITS, Corpus, CorpusReport
 from lockstep.data.pairs.encoded import SIDES, EncodedPairs, write_side
@@ -102,10 +102,12 @@ def open_prepared(folder: Path, digests: FileDigests = NOT_SHARED) -> PreparedPa
     """Open the corpus under `folder` and verify every file: about 1 s per gigabyte. DataError."""
     manifest = open_manifest(folder, digests)
     settings = json.dumps(manifest["asked"], sort_keys=True)
+    with explain_damage(folder):
+        report = CorpusReport(**manifest["report"])
     return PreparedPairs(
         folder=folder,
         tokenizer=Tokenizer.load(folder / "tokenizer.json"),
         **{split: EncodedPairs.open(folder, split) for split in SPLITS},
         fingerprints={"corpus": manifest["corpus"], "tokenizer": manifest["tokenizer"], "asked": settings},
-        report=CorpusReport(**manifest["report"]),
+        report=report,
     )

@@ -21,7 +21,7 @@ from typing import Any
 import tokenizers
 
 from lockstep.config.schema import RunConfig, TokenizerOptions
-from lockstep.data.manifest import NOT_SHARED, FileDigests, matches_prepared, open_manifest, verify_files, write_manifest
+from lockstep.data.manifest import NOT_SHARED, FileDigests, explain_damage, matches_prepared, open_manifest, verify_files, write_manifest
 from lockstep.data.text.chat_tokenizer import ChatTokenizer
 from lockstep.data.text.documents import SPLITS, Document, Split, in_groups, source_of
 from lockstep.data.text.token_stream import TokenStream, TokenStreamWriter
@@ -123,12 +123,14 @@ def prepare(
 def open_prepared(folder: Path, tokenizer: ChatTokenizer, digests: FileDigests = NOT_SHARED) -> PreparedText:
     """Open the data under `folder` and verify every file: about 1 s per gigabyte. DataError."""
     manifest = open_manifest(folder, digests)
+    with explain_damage(folder):
+        text_bytes: dict[str, int] = {split: manifest["report"][split]["bytes"] for split in SPLITS}
     verify_files({tokenizer.folder / "tokenizer.json": manifest["tokenizer"]}, folder, digests)
     return PreparedText(
         folder,
         tokenizer,
         **{split: TokenStream.open(folder, split) for split in SPLITS},
-        bytes={split: manifest["report"][split]["bytes"] for split in SPLITS},
+        bytes=text_bytes,
         fingerprints={"data": json.dumps(manifest["files"], sort_keys=True), "tokenizer": manifest["tokenizer"]},
     )
 
