@@ -13,6 +13,7 @@ from lockstep.checkpoint.policy import choose_step, show_steps
 from lockstep.checkpoint.shards import StoredTensors, inference_weights, open_tensors
 from lockstep.errors import CheckpointError, UsageError
 from lockstep.files import read_json, write_atomic
+from lockstep.record.tracker import metrics_damage
 from lockstep.units import format_bytes
 
 
@@ -37,8 +38,9 @@ def list_table(folder: Path) -> str:
 
 
 def verify(folder: Path) -> tuple[bool, list[str]]:
-    """Return (True when checkpoints exist and all are whole; findings). Reads every byte."""
-    folder = checkpoints_folder(folder)
+    """Return (True when checkpoints exist and all are whole, and the metrics up to the newest are as
+    they were written; findings). Reads every byte."""
+    run, folder = folder, checkpoints_folder(folder)
     lines, whole = [], True
     for step in committed_steps(folder):
         with commit.explain_read_errors(folder), pinned(folder, step) as path:
@@ -49,6 +51,9 @@ def verify(folder: Path) -> tuple[bool, list[str]]:
         lines += [f"step {step} is damaged: {problem}" for problem in problems] or [f"step {step} is whole"]
     if not lines:
         return False, [f"there is no committed checkpoint in {folder}"]
+    damage = metrics_damage(run, max(committed_steps(folder), default=0)) if folder != run else []
+    lines += [f"metrics.jsonl: {problem}" for problem in damage]
+    whole = whole and not damage
     return whole, lines + [f"not a checkpoint: {name}" for name in uncommitted_folders(folder)]
 
 

@@ -101,6 +101,7 @@ def frame(data: RunData, status: dict[str, Any], rows: int = 1 << 16) -> Rendera
     """Return the display. rows: how many workers fit."""
     now_s = time.time()
     parts: list[RenderableType] = [state_line(data, status), progress_line(data)]
+    parts += [Text(f"metrics.jsonl: {problem}", "yellow") for problem in data.missing()]
     numbers = {key: value for key, value in data.last.items() if type(value) in (int, float)}
     parts += [plain(format_step_line(data.step, {**numbers, "shares": status.get("shares", ())}))] if numbers else []
     curves = {name: data.curves[key] for name, key in CURVES.items() if key in data.curves}

@@ -4,6 +4,9 @@ A process that resumes at step s first truncates what follows s (steps of a kill
 checkpoint has), so a resumed run has the same lines as an uninterrupted one. The truncation is one
 ftruncate(); if the process is killed first, the next start does it.
 
+What the file held at a checkpoint is in tracker.json (`FileState`), so a line that was changed,
+lost or exchanged since is noticed.
+
 NaN and infinities are strings, as in the JSON form of protocol buffers; readers convert them back.
 Floats have their shortest exact form: equal bits give equal text.
 """
@@ -12,17 +15,28 @@ import json
 import math
 import os
 import re
+import zlib
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lockstep.errors import DataError, LockstepError
 from lockstep.files import open_regular, parse_json
 from lockstep.log import log
+from lockstep.units import MAX_NAMES
 
 NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+MAX_STATES = 64  # kept of a file; the older half is thinned
 STEP = re.compile(rb'\{"step": (\d+)[,}]')  # start of our lines: much faster than parsing the line
+
+
+class FileState(NamedTuple):
+    """What metrics.jsonl was before a checkpoint was committed."""
+
+    step: int  # of the last line; of an empty file: at which the run resumed
+    bytes: int
+    crc: int  # crc32 of these bytes
 
 
 def to_json_value(value: Any) -> Any:
@@ -65,15 +79,22 @@ def step_of(line: bytes) -> int | None:
 
 
 def offset_after(path: Path, step: int) -> int:
-    """Return the size in bytes of the steps up to `step`; what follows is to be truncated.
+    """Return the size in bytes of the steps up to `step`; what follows is to be truncated."""
+    return state_after(path, step).bytes
+
+
+def state_after(path: Path, step: int, known: Iterable[FileState] = ()) -> FileState:
+    """Return the state of the file up to `step`.
 
     The file may start at any step (an earlier part was moved aside). DataError when a step up to
-    `step` is missing, torn or repeated. One pass in constant memory, about 1 s per million lines.
+    `step` is missing, torn or repeated, or the file is not as it was at a known state. One pass in
+    constant memory, about 1 s per million lines.
     """
     if step == 0:
-        return 0
-    offset = 0
+        return FileState(0, 0, 0)
+    offset = crc = 0
     last: int | None = None
+    checks = StateChecks(state for state in known if state.step <= step)
     with open(path, "rb", opener=open_regular) as file:
         for number, line in enumerate(file, 1):
             if last == step:
@@ -84,10 +105,59 @@ def offset_after(path: Path, step: int) -> int:
             if current is None or (last is not None and current != last + 1):
                 problem = "is torn" if current is None else f"is step {current}, after step {last}"
                 raise missing_steps_error(path, f"line {number} {problem}", step)
-            offset, last = offset + len(line), current
+            offset, last, crc = offset + len(line), current, zlib.crc32(line, crc)
+            checks.pass_line(FileState(current, offset, crc))
     if last is not None and last < step:
         raise missing_steps_error(path, f"the last line is step {last}", step)
-    return offset
+    if problem := checks.problem():
+        what = f"the metrics up to step {step}, at which the run resumes, are not those that it wrote: {problem}"
+        raise DataError(what, str(path), f"restore the file, or move {path.name} aside: the new file starts at step {step + 1}")
+    return FileState(step, offset, crc)
+
+
+class StateChecks:
+    """Compares a file, line by line, with the states that it had."""
+
+    def __init__(self, known: Iterable[FileState]) -> None:
+        self.expected = deque(sorted(state for state in known if state.bytes))
+        self.last = 0  # step up to which the file is as it was
+        self.changed = False
+
+    def pass_line(self, state: FileState) -> None:
+        """state: of the file up to the end of a line"""
+        while not self.changed and self.expected and self.expected[0].bytes <= state.bytes:
+            self.changed = self.expected[0][1:] != state[1:]
+            if not self.changed:
+                self.last = self.expected.popleft().step
+
+    def problem(self) -> str:
+        """Return what differs, "" if nothing does. Call it after the last line."""
+        if not self.expected:
+            return ""
+        differs = "was changed after it was written" if self.changed else "is missing"
+        return f"a line of steps {self.last + 1} to {self.expected[0].step} {differs}"
+
+
+def find_damage(path: Path, known: Iterable[FileState], saved_step: int) -> list[str]:
+    """Return which steps of a file are missing or were changed, up to the newest checkpoint."""
+    known = [state for state in known if state.step <= saved_step]
+    checks, problems, offset, crc = StateChecks(known), list[str](), 0, 0
+    last = next((state.step for state in known if not state.bytes), 0)  # an earlier part was moved aside
+    for line in read_lines(path):
+        offset, crc, step = offset + len(line), zlib.crc32(line, crc), step_of(line)
+        if step is None:
+            continue
+        if step > last + 1 and len(problems) < MAX_NAMES:
+            problems.append(missing_steps(last + 1, step - 1))
+        last = max(last, step)
+        checks.pass_line(FileState(step, offset, crc))
+    if last < saved_step:
+        problems.append(missing_steps(last + 1, saved_step))
+    return problems or list(filter(None, [checks.problem()]))
+
+
+def missing_steps(first: int, last: int) -> str:
+    return f"step {first:,} is missing" if first == last else f"steps {first:,} to {last:,} are missing"
 
 
 def missing_steps_error(path: Path, problem: str, step: int) -> DataError:
@@ -131,13 +201,16 @@ def last_step(path: Path, below: int) -> int:
 
 def iter_steps(path: Path, after: int = 0) -> Iterator[dict[str, Any]]:
     """Yield the lines of `path` with steps above `after`; skip torn lines. No file: no lines."""
-    if not path.exists():
-        return
-    with open(path, "rb", opener=open_regular) as file:
-        for line in file:
-            step = step_of(line)
-            if step is not None and step > after and (values := decode_line(line)) is not None:
-                yield values
+    for line in read_lines(path):
+        step = step_of(line)
+        if step is not None and step > after and (values := decode_line(line)) is not None:
+            yield values
+
+
+def read_lines(path: Path) -> Iterator[bytes]:
+    if path.exists():
+        with open(path, "rb", opener=open_regular) as file:
+            yield from file
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -148,16 +221,18 @@ class MetricsFile:
     """Writer of metrics.jsonl: every committed step once, in order. One process at a time.
 
     from_step  step at which the run resumes (0 for a new run); later lines are truncated
+    known      states of the file, to be compared up to `from_step`
     A failed or partial write is undone by a truncation, and its lines stay in memory until a later
     step writes them: a full disk loses nothing. DataError when a step up to `from_step` is missing.
     """
 
-    def __init__(self, path: Path, from_step: int) -> None:
+    def __init__(self, path: Path, from_step: int, known: Iterable[FileState] = ()) -> None:
         self.path, self.last_step = path, from_step
         self.pending: deque[bytes] = deque()
         self.problem = ""
         try:
-            self.size = offset_after(path, from_step) if path.exists() else 0
+            state = state_after(path, from_step, known) if path.exists() else FileState(from_step, 0, 0)
+            self.size, self.crc = state.bytes, state.crc
             path.parent.mkdir(parents=True, exist_ok=True)
             self.descriptor: int | None = self._open()
         except DataError:
@@ -203,6 +278,7 @@ class MetricsFile:
         self.problem = ""
         self.pending.clear()
         self.size += len(data)
+        self.crc = zlib.crc32(data, self.crc)
 
     def _fail(self, error: OSError) -> None:
         if not self.problem:
@@ -226,6 +302,10 @@ class MetricsFile:
                 os.fsync(self.descriptor)
         except OSError as error:
             self._fail(error)
+
+    def state(self) -> FileState | None:
+        """Return the state of the file; None while lines are pending."""
+        return None if self.pending else FileState(self.last_step, self.size, self.crc)
 
     def after(self, step: int) -> Iterator[dict[str, Any]]:
         """Yield the lines above `step`, including those pending in memory."""

@@ -19,19 +19,48 @@ from types import TracebackType
 from typing import Any, Literal
 
 from lockstep.errors import ConfigError, DataError, LockstepError, UsageError
-from lockstep.files import open_regular, read_json, try_lock, write_json
+from lockstep.files import add_checksum, open_regular, read_json, try_lock, verify_checksum, write_json
 from lockstep.log import log
 from lockstep.record.backends import Axis, Backend, Cursor, TensorBoard, WeightsAndBiases, load_backend, without_secrets
 from lockstep.record.events import append_event
-from lockstep.record.metrics import MetricsFile, append_json, decode_line, iter_steps, last_step, to_json_value
+from lockstep.record.metrics import (
+    MAX_STATES,
+    FileState,
+    MetricsFile,
+    append_json,
+    decode_line,
+    find_damage,
+    iter_steps,
+    last_step,
+    to_json_value,
+)
 
 REMEMBERED_STEPS = 10_000  # newest steps that a rank other than the leader keeps in memory
+STATE, STATES = "tracker.json", "metrics"  # file, and its key of the states of metrics.jsonl
 LOCK_TIMEOUT_S = 30.0  # for an evaluator that is forwarding its lines when training starts
 
 
 def numeric_values(values: Mapping[str, Any]) -> dict[str, float]:
     scalars = {key: to_json_value(value) if hasattr(value, "item") else value for key, value in values.items() if key != "step"}
     return {key: value for key, value in scalars.items() if isinstance(value, (int, float)) and not isinstance(value, bool)}
+
+
+def read_states(state: Mapping[str, Any]) -> list[FileState]:
+    """Return the states of metrics.jsonl in tracker.json. ValueError, TypeError."""
+    return [FileState(*map(int, fields)) for fields in state.get(STATES, [])]
+
+
+def metrics_damage(folder: Path, saved_step: int) -> list[str]:
+    """Return which steps of a run's metrics.jsonl are missing or were changed, up to its newest
+    checkpoint, `saved_step`: later states may belong to a run that has resumed meanwhile."""
+    try:
+        known = read_states(verify_checksum(read_json(folder / STATE)))
+    except FileNotFoundError:
+        known = []  # of an earlier version
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        return [f"{STATE} is damaged, so changed lines are not noticed: {error}"]
+    path = folder / "metrics.jsonl"
+    return find_damage(path, known, saved_step) if path.exists() or known else []
 
 
 def wait_for_lock(path: Path, timeout_s: float) -> int:
@@ -87,13 +116,17 @@ class Tracker(AbstractContextManager["Tracker"]):
     def leader(self) -> bool:
         return self.lock is not None
 
-    def _open_record(self, lock: int, from_step: int | None) -> None:
-        """Open files and backends, to continue after `from_step`."""
+    def _open_record(self, lock: int, from_step: int | None, *, verifies: bool = True) -> None:
+        """Open files and backends, to continue after `from_step`.
+        verifies: refuse a metrics.jsonl that was changed. A run that trains continues."""
         folder, (tensorboard, wandb, project, own) = self.folder, self.backend_options
         self.lock = lock
         try:
             self.state = self._read_state()
-            self.metrics = MetricsFile(folder / "metrics.jsonl", from_step) if from_step is not None else None
+            if from_step is not None:
+                known = [state for state in read_states(self.state) if state.step <= from_step]
+                self.metrics = MetricsFile(folder / "metrics.jsonl", from_step, known if verifies else ())
+                self._store_states(known if self.metrics.size else [])
             self.evaluated = {(line["step"], frozenset(line)) for line in iter_steps(self.evaluations)}
             if tensorboard:
                 self.factories["tensorboard"] = partial(TensorBoard, folder, from_step=from_step, note=self._store)
@@ -124,7 +157,7 @@ class Tracker(AbstractContextManager["Tracker"]):
             return
         path = self.folder / "metrics.jsonl"
         written = last_step(path, below=step)
-        self._open_record(lock, written)
+        self._open_record(lock, written, verifies=False)
         for number, values in self.recent_steps:
             if number == written + 1:
                 written = number
@@ -190,6 +223,7 @@ class Tracker(AbstractContextManager["Tracker"]):
             return
         if self.metrics is not None:
             self.metrics.sync()
+            self._store_states(read_states(self.state))
         for name in self.factories.keys() - self.backends.keys() - {"wandb"}:  # its process cannot be restarted
             self._open(name)
         self.forward_evaluations()
@@ -285,11 +319,22 @@ class Tracker(AbstractContextManager["Tracker"]):
             self.warnings_logged.add(problem)
             log.warning("%s", problem)
 
+    def _store_states(self, known: list[FileState]) -> None:
+        """Store the states of metrics.jsonl: the known ones and the present one."""
+        assert self.metrics is not None
+        if (state := self.metrics.state()) and state.step and state not in known:
+            known = [*known, state]
+        if len(known) > MAX_STATES:
+            known = known[: MAX_STATES // 2 : 2] + known[MAX_STATES // 2 :]
+        self._store(STATES, [list(state) for state in known])
+
     def _read_state(self) -> dict[str, Any]:
-        path = self.folder / "tracker.json"
+        path = self.folder / STATE
         try:
-            return dict(read_json(path)) if path.exists() else {}
-        except (ValueError, TypeError) as error:
+            state = verify_checksum(read_json(path)) if path.exists() else {}
+            read_states(state)
+            return state
+        except (ValueError, TypeError, AttributeError) as error:
             hint = "move it aside; the backends are then filled from the start"
             raise DataError(f"{path.name} is damaged: {error}", str(path), hint) from error
 
@@ -298,9 +343,9 @@ class Tracker(AbstractContextManager["Tracker"]):
             return
         self.state[name] = value
         try:
-            write_json(self.folder / "tracker.json", self.state)
+            write_json(self.folder / STATE, add_checksum(self.state))
         except OSError as error:
-            self._warn(f"{self.folder / 'tracker.json'} cannot be written ({error.strerror}); training continues")
+            self._warn(f"{self.folder / STATE} cannot be written ({error.strerror}); training continues")
 
 
 class BackgroundTracker(AbstractContextManager["BackgroundTracker"]):

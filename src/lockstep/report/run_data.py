@@ -14,13 +14,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lockstep.checkpoint.fingerprints import newest_facts
+from lockstep.checkpoint.folder import committed_steps
 from lockstep.elastic.generation_log import GenerationLog
 from lockstep.errors import LockstepError, UsageError
 from lockstep.files import read_json, verify_checksum
 from lockstep.record.events import is_event
 from lockstep.record.follow import Curve, LineFollower
 from lockstep.record.goodput import CATEGORIES, valid_seconds
-from lockstep.record.metrics import decode_line, iter_steps
+from lockstep.record.metrics import decode_line, iter_steps, missing_steps
+from lockstep.record.tracker import metrics_damage
+from lockstep.units import MAX_NAMES
 
 FILES = ("metrics.jsonl", "events.jsonl", "run.json", "generations")  # one of them makes a folder a run
 KEPT = 1000
@@ -88,7 +91,8 @@ class RunData:
         self.metrics = LineFollower(self.folder / "metrics.jsonl", self.tail_bytes)
         self.curves: dict[str, Curve] = {}
         self.last: dict[str, Any] = {}  # the line of the last step
-        self.step = self.steps_read = self.damaged_lines = 0
+        self.step = self.steps_read = self.damaged_lines = self.saved_step = 0
+        self.gaps: deque[str] = deque(maxlen=MAX_NAMES)  # newest ones: steps without a line
 
     @property
     def total_steps(self) -> int:
@@ -97,7 +101,15 @@ class RunData:
             return int(read_json(self.folder / "run.json")["values"]["steps"])
         return 0
 
+    def missing(self) -> list[str]:
+        """Return which steps have no line, as far as the lines were read."""
+        is_short = self.step < self.saved_step and self.metrics.path.exists()
+        return [*self.gaps, *([missing_steps(self.step + 1, self.saved_step)] if is_short else [])]
+
     def update(self) -> RunData:
+        saved_step = 0
+        with suppress(OSError):  # read before the lines: they are written before a checkpoint
+            saved_step = max(committed_steps(self.folder / "checkpoints"), default=0)
         for line in self.events.read():
             try:
                 if (event := decode_line(line)) is None or not is_event(event):
@@ -115,9 +127,12 @@ class RunData:
                 return self.update()
             else:
                 self.damaged_lines += 1
+        self.saved_step = saved_step
         return self
 
     def _add_step(self, step: int, values: dict[str, Any]) -> None:
+        if self.step and step > self.step + 1:
+            self.gaps.append(missing_steps(self.step + 1, step - 1))
         self.step, self.last, self.steps_read = step, values, self.steps_read + 1
         for key, value in values.items():
             if type(value) is float or (type(value) is int and abs(value) < MAX_STEP):
@@ -195,6 +210,11 @@ def read_facts(folder: Path) -> Facts:
         newest = GenerationLog(folder / "generations").newest()
         return f"ended with exit code {newest.end.code}: {newest.end.text}".removesuffix(": ") if newest and newest.end else ""
 
+    def damage() -> list[str]:
+        saved_step = max(committed_steps(folder / "checkpoints"), default=0)
+        return [f"metrics.jsonl: {problem}" for problem in metrics_damage(folder, saved_step)]
+
+    problems += read("metrics.jsonl", damage, [])
     return Facts(
         read("run.json", lambda: verify_checksum(read_json(folder / "run.json")), {}),
         read("the newest checkpoint", lambda: (newest_facts(folder / "checkpoints") or (0, {}))[1], {}),

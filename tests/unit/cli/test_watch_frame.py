@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from support.checkpoints import save
 from support.launching import lockstep_command, run_lockstep
 from support.written_run import append_note, write_run_folder
 
@@ -46,6 +47,21 @@ def test_a_frame_has_workers_speed_generations_failures_and_progress(tmp_path: P
     assert "0 a 1 12 leader 61 backward" in lines and "1 b 1 12 leader 61 timed out" in lines
     assert any(line.startswith("2 ") and line.endswith("30 2 a/0: exited") for line in lines)
     assert any("worker ended a/0: killed by SIGKILL" in line for line in lines)
+
+
+def test_missing_steps_are_named(tmp_path: Path) -> None:
+    run = write_run_folder(tmp_path, 60)
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join(lines[:10] + lines[13:40]))
+    save(run / "checkpoints", 50)
+    text = text_of(RunData(run).update(), {})
+    assert "metrics.jsonl: steps 11 to 13 are missing" in text and "metrics.jsonl: steps 41 to 50 are missing" in text
+    write_report([run], tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    assert "metrics.jsonl: steps 11 to 13 are missing" in page and "metrics.jsonl: steps 41 to 50 are missing" in page
+    verified = run_lockstep("checkpoint", "verify", run)
+    assert verified.returncode == 3 and "step 50 is whole" in verified.stdout
+    assert "metrics.jsonl: steps 41 to 50 are missing" in verified.stdout
 
 
 def test_what_does_not_fit_is_counted(tmp_path: Path) -> None:

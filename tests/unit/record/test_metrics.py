@@ -17,7 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.errors import DataError, LockstepError
-from lockstep.record.metrics import MetricsFile, offset_after, read_metrics
+from lockstep.record.metrics import MAX_STATES, MetricsFile, offset_after, read_metrics
+from lockstep.record.tracker import Tracker, metrics_damage
 
 SUPPORT = Path(__file__).parents[2] / "support"
 
@@ -178,3 +179,74 @@ def test_long_file_is_opened_in_constant_memory(tmp_path: Path) -> None:
     tracemalloc.stop()
     metrics.close()
     assert peak_bytes < 1_000_000 < path.stat().st_size
+
+
+def record(run: Path, from_step: int, to_step: int, sync_every: int = 10) -> None:
+    """Record steps as a run does that saves every `sync_every` steps."""
+    with Tracker(run, leader=True, from_step=from_step) as tracker:
+        for step in range(from_step + 1, to_step + 1):
+            tracker.step(step, values(step))
+            if step % sync_every == 0:
+                tracker.sync()
+
+
+def flip(content: bytes, line: int) -> bytes:
+    """Flip a bit of the loss, so that the line remains JSON."""
+    lines = content.splitlines(keepends=True)
+    lines[line] = lines[line].replace(b'"tokens": 1', b'"tokens": 3')
+    return b"".join(lines)
+
+
+DAMAGE = {
+    "a flipped bit": (lambda content: flip(content, 14), "a line of steps 11 to 20 was changed after it was written"),
+    "an emptied file": (lambda content: b"", "steps 1 to 30 are missing"),
+    "another run's file": (lambda content: content.replace(b"0.25", b"0.26"), "a line of steps 1 to 10 was changed after it was written"),
+    "a lost line": (
+        lambda content: b"".join(content.splitlines(keepends=True)[:4] + content.splitlines(keepends=True)[5:]),
+        "step 5 is missing",
+    ),
+    "an earlier copy": (lambda content: b"".join(content.splitlines(keepends=True)[:17]), "steps 18 to 30 are missing"),
+    "a file of later steps": (lambda content: content[content.index(b'{"step": 25') :], "steps 1 to 24 are missing"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_changed_file_is_noticed_at_resume_and_in_the_report(tmp_path: Path, name: str) -> None:
+    damage, problem = DAMAGE[name]
+    record(tmp_path, 0, 30)
+    path = tmp_path / "metrics.jsonl"
+    content = path.read_bytes()
+    assert metrics_damage(tmp_path, 30) == []
+    path.write_bytes(damage(content))
+    assert metrics_damage(tmp_path, 30) == [problem]
+    before = path.read_bytes()
+    with pytest.raises(DataError, match="at which (it|the run) resumes") as caught:
+        Tracker(tmp_path, leader=True, from_step=30)
+    assert "move metrics.jsonl aside: the new file starts at step 31" in caught.value.hint
+    assert path.read_bytes() == before, "an invalid file is not changed"
+    path.rename(tmp_path / "aside.jsonl")
+    record(tmp_path, 30, 40)
+    Tracker(tmp_path, leader=True, from_step=40).close()
+    assert metrics_damage(tmp_path, 40) == []
+
+
+def test_a_run_that_resumes_from_any_checkpoint_has_the_states_of_its_file(tmp_path: Path) -> None:
+    record(tmp_path, 0, 30)
+    for from_step, to_step in ((20, 25), (20, 33), (10, 12), (10, 10), (0, 5), (0, 0), (0, 30)):
+        record(tmp_path, from_step, to_step)
+        assert metrics_damage(tmp_path, to_step) == []
+    (tmp_path / "tracker.json").unlink()  # of an earlier version
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(flip(path.read_bytes(), 25))
+    assert metrics_damage(tmp_path, 30) == []
+    record(tmp_path, 30, 40)
+    path.write_bytes(flip(path.read_bytes(), 35))
+    assert metrics_damage(tmp_path, 40) == ["a line of steps 31 to 40 was changed after it was written"]
+
+
+def test_a_long_run_keeps_few_states(tmp_path: Path) -> None:
+    steps = 4 * MAX_STATES
+    record(tmp_path, 0, steps, sync_every=1)
+    states = json.loads((tmp_path / "tracker.json").read_text())["metrics"]
+    assert MAX_STATES // 2 < len(states) <= MAX_STATES and states[0][0] == 1 and states[-1][0] == steps
+    assert metrics_damage(tmp_path, steps) == []
