@@ -51,7 +51,8 @@ class Recording(TorchDispatchMode):
         generator = (inputs[1].get("generator") or torch.default_generator) if is_random else None
         state: Any = generator and generator.get_state()
         inputs = tree_map(lambda leaf: leaf.detach() if storages_in(leaf) else leaf.clone() if isinstance(leaf, Tensor) else leaf, inputs)
-        result = function(*arguments, **inputs[1] | ({"device": "meta"} if device.startswith("cpu") else {}))
+        on_meta = tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, arguments)  # tensors of data
+        result = function(*on_meta, **inputs[1] | ({"device": "meta"} if device.startswith("cpu") else {}))
         results = [tensor.detach() for tensor in tensors_in(result)]
 
         def run(memory: Memory) -> None:
@@ -132,6 +133,8 @@ def on_cpu(tensor: Any, memory: Memory) -> Any:
 
 def call_on_cpu(function: Any, inputs: Any, memory: Memory) -> Any:
     arguments, named = tree_map(lambda leaf: on_cpu(leaf, memory), inputs)
+    if str(named.get("device")) == "meta":  # torch took it from a tensor, as in tensor[0] = 1
+        named["device"] = torch.device("cpu")
     return function(*arguments, **named)
 
 

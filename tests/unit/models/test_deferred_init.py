@@ -78,6 +78,18 @@ class ReadsValues(nn.Module):
             torch.tensor([1.0, 2.0]).copy_(self.norm.weight[:2])
 
 
+class MixesData(nn.Module):
+    """Tensors of data beside computed ones, as in the rotary frequencies of Phi-3 and positions of XGLM."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 4)
+        exponents = torch.arange(0, 8, 2).float() / 8
+        self.register_buffer("frequencies", 1.0 / (torch.tensor([1.0, 1.5, 2.0, 4.0]) * 1e4**exponents))
+        self.register_buffer("positions", torch.arange(6).float().unsqueeze(1) * torch.tensor([[1.0, 0.5]]))
+        self.positions[2, :] = 0
+
+
 FUNCTIONS: list[Callable[[], nn.Module]] = [
     OwnInit,
     ReadsValues,
@@ -85,6 +97,7 @@ FUNCTIONS: list[Callable[[], nn.Module]] = [
     lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.ConvTranspose1d(8, 4, 2), nn.PReLU()),
     lambda: nn.LSTM(7, 9, num_layers=2, bidirectional=True),
     lambda: nn.Linear(5, 6, dtype=torch.bfloat16).to(torch.float64),
+    MixesData,
 ]
 
 
@@ -92,7 +105,7 @@ def tensors(module: nn.Module) -> dict[str, Tensor]:
     return {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers())}
 
 
-@pytest.mark.parametrize("function", FUNCTIONS, ids=["own init", "reads values", "gemma", "convolutions", "lstm", "casts"])
+@pytest.mark.parametrize("function", FUNCTIONS, ids=["own init", "reads values", "gemma", "convolutions", "lstm", "casts", "data"])
 def test_deferred_weights_have_the_bits_of_a_module_built_at_once(function: Callable[[], nn.Module]) -> None:
     torch.manual_seed(5)
     expected = function()
