@@ -17,16 +17,17 @@ import torch.nn.functional as F
 from distributed.test_llama_training import CHATS, TEXT, evaluated, losses, trained
 from support.plain_fine_tuning import plain_losses, write_corpus
 from support.ranks import run_ranks
-from unit.models.test_families import SIZES, random_model
+from unit.models.test_families import LONG, SIZES, random_model, rope
 
 from lockstep.cli.main import main
 from lockstep.config.resolve import resolve
 from lockstep.errors import CheckpointError, ConfigError, UsageError
 from lockstep.models.hub import CONFIG_FILE, open_hub
 from lockstep.models.llama_io import load_llama
-from lockstep.models.transformers_model import TransformersConfig
+from lockstep.models.transformers_model import TransformersConfig, TransformersModel
 from lockstep.parallel.plans import plan_of
 from lockstep.record.metrics import read_metrics
+from lockstep.tasks.language_model import draw_greedily, refuse_long_rows
 
 BACKEND = {**TEXT, "llama.backend": "transformers", "compute.precision": "fp32", "optim.learning_rate": "3e-3"}
 BACKEND = {key: value for key, value in BACKEND.items() if key not in ("tokenizer.vocab_size", "llama.size")}
@@ -36,6 +37,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 8},
     "gemma2": {"head_dim": 8, "sliding_window": 8, "tie_word_embeddings": True},  # final_logit_softcapping: no chunks
     "gemma3_text": {"head_dim": 8, "sliding_window": 8, "tie_word_embeddings": True},
+    "llama4_text": {"head_dim": 8, "intermediate_size_mlp": 48, "num_local_experts": 2},
 }
 ORACLES = [  # kind, backend, task, more of its config
     ("qwen3", "lockstep", "sft", {}),
@@ -49,8 +51,10 @@ ORACLES = [  # kind, backend, task, more of its config
             ("mistral", "transformers", "sft"),
             ("gemma2", "transformers", "pretrain"),
             ("gemma3_text", "transformers", "pretrain"),
+            ("llama4_text", "transformers", "pretrain"),
         ]
     ),
+    pytest.param("phi3", "transformers", "pretrain", LONG, marks=pytest.mark.long),
 ]
 LAYOUTS = [(2, 1), (2, 2), (4, 2)]  # workers, shards of a replica
 
@@ -228,11 +232,28 @@ def test_a_run_of_chats_is_scored_and_exported(start: Path, tmp_path: Path, caps
     assert "checkpoint export" in capsys.readouterr().err
 
 
+DYNAMIC = rope(rope_type="dynamic", factor=2.0)
+MORE = {
+    "granite": {"logits_scaling": 2.0},
+    "gemma2": {"head_dim": 8},
+    "llama4_text": FAMILIES["llama4_text"],
+}
+
+
 @pytest.mark.parametrize(
-    "kind", ["llama", "gemma", "gemma2", "phi", "phi3", "gpt2", "cohere", "granite", "olmo2", "stablelm", "starcoder2"]
+    ("kind", "ropes"),
+    [
+        *(
+            (kind, {})
+            for kind in ("llama", "gemma", "gemma2", "phi", "phi3", "gpt2", "cohere", "granite", "olmo2", "stablelm", "starcoder2")
+        ),
+        ("llama4_text", {}),
+        ("phi3", LONG),
+        ("llama", DYNAMIC),
+    ],
 )
-def test_every_family_has_the_loss_of_its_documents_alone(kind: str, tmp_path: Path) -> None:
-    more = {"granite": {"logits_scaling": 2.0}, "gemma2": {"head_dim": 8}}.get(kind, {})
+def test_every_family_has_the_loss_of_its_documents_alone(kind: str, ropes: dict[str, Any], tmp_path: Path) -> None:
+    more = MORE.get(kind, {}) | ropes
     plain = random_model(kind, {**more, "tie_word_embeddings": False}, tmp_path)
     folder = open_hub(tmp_path, "transformers")
     assert isinstance(folder.config, TransformersConfig)
@@ -250,17 +271,85 @@ def test_every_family_has_the_loss_of_its_documents_alone(kind: str, tmp_path: P
                 inside = documents[row] == document
                 expected += float(F.cross_entropy(plain(tokens[row, inside][None]).logits[0], labels[row, inside], reduction="sum"))
         loss = float(model(tokens, labels, documents))
-    assert math.isclose(loss, expected, rel_tol=1e-5) and model.chunked == (kind not in ("phi", "cohere", "granite", "gemma2"))
+    assert math.isclose(loss, expected, rel_tol=1e-5)
+    assert model.chunked == (kind not in ("phi", "cohere", "granite", "gemma2", "llama4_text"))
+
+
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8}
+GRANITE_4 = {
+    **MAMBA,
+    "layer_types": ["mamba", "attention"],
+    "num_local_experts": 0,
+    "num_experts_per_tok": 0,
+    "shared_intermediate_size": 48,
+}
 
 
 @pytest.mark.parametrize(
-    ("kind", "more"), [("mamba", {"state_size": 4}), ("bloom", {}), ("falcon", {}), ("opt", {"ffn_dim": 48, "word_embed_proj_dim": 32})]
+    ("kind", "more"),
+    [
+        ("mamba", {"state_size": 4}),
+        ("mamba2", {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 1}),
+        ("bamba", {**MAMBA, "attn_layer_indices": [1]}),
+        ("falcon_h1", {**MAMBA, "mamba_d_ssm": 64, "mamba_n_groups": 1, "head_dim": 8}),
+        ("granitemoehybrid", GRANITE_4),
+        ("xglm", {"d_model": 32, "num_layers": 2, "attention_heads": 4, "ffn_dim": 48}),
+        ("bloom", {}),
+        ("falcon", {}),
+        ("opt", {"ffn_dim": 48, "word_embed_proj_dim": 32}),
+    ],
 )
 def test_models_that_mix_the_documents_of_a_row_are_refused(kind: str, more: dict[str, Any], tmp_path: Path) -> None:
     random_model(kind, more, tmp_path)
     model = load_llama(tmp_path, device=torch.device("cpu"), backend="transformers").model
     with pytest.raises(UsageError, match="mixes the documents of a row"):
         model(torch.arange(8)[None], torch.arange(8)[None])
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "positions", "message"),
+    [
+        ("gpt2", {"n_positions": 64}, 64, "above the 64 positions"),
+        ("llama", {}, 64, "above the 64 positions"),
+        ("llama", DYNAMIC, 64, "beyond 64 positions a rope of type dynamic"),
+        ("phi3", {**LONG, "original_max_position_embeddings": 32}, 32, "beyond 32 positions a rope of type longrope"),
+        ("llama", rope(rope_type="linear", factor=2.0), 128, "above the 128 positions"),
+        ("llama", rope(rope_type="yarn", factor=4.0, original_max_position_embeddings=32), 128, "above the 128 positions"),
+        ("gemma3_text", {"head_dim": 8, "sliding_window": 8}, 64, "above the 64 positions"),
+        ("mamba", {"state_size": 4}, 0, ""),
+    ],
+)
+def test_rows_longer_than_the_context_after_scaling_are_refused(
+    kind: str, more: dict[str, Any], positions: int, message: str, tmp_path: Path
+) -> None:
+    more = more if kind != "mamba" else more | {"max_position_embeddings": None}
+    random_model(kind, more, tmp_path)
+    config = open_hub(tmp_path, "transformers").config
+    assert config.max_seq_len == positions
+    for length in (32, 64, 128, 256):
+        flags = {"batch.seq_len": str(length), "batch.tokens": "256", "data.train": "x", "llama.init_from": str(tmp_path)}
+        run = resolve({}, {**BACKEND, **flags}).run
+        if not positions or length <= positions:
+            refuse_long_rows(run, config)
+            continue
+        with pytest.raises(ConfigError, match=message) as caught:
+            refuse_long_rows(run, config)
+        assert f"batch.seq_len={length}" in caught.value.what and f"batch.seq_len={positions}" in caught.value.hint
+
+
+def test_a_rope_that_depends_on_earlier_batches_is_refused_before_training(corpus: Path, start: Path, tmp_path: Path) -> None:
+    """transformers changes its frequencies with the longest document so far."""
+    hub = hub_folder("llama", tmp_path / "hub", start, **DYNAMIC)
+    flags = {**BACKEND, "data.train": str(corpus), "llama.init_from": str(hub), "batch.seq_len": "128", "batch.tokens": "128"}
+    with pytest.raises(AssertionError, match="beyond 64 positions a rope of type dynamic follows the longest document"):
+        run_ranks(trained, 1, str(tmp_path / "run"), flags, 1)
+
+
+def test_an_answer_ends_at_the_last_position_of_the_model(tmp_path: Path) -> None:
+    random_model("gpt2", {"n_positions": 64}, tmp_path)
+    model = load_llama(tmp_path, device=torch.device("cpu"), backend="transformers").model
+    assert isinstance(model, TransformersModel)
+    assert len(list(draw_greedily(model, [5] * 60, tokens=20))) == 5, "the last one follows position 63"
 
 
 def test_values_that_the_backend_does_not_support_are_refused(tmp_path: Path) -> None:

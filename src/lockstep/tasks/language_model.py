@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lockstep.checkpoint import state_dict
 from lockstep.config.schema import RunConfig
@@ -36,13 +36,15 @@ from lockstep.data.text.token_stream import Ints, TokenStream
 from lockstep.data.tokenizer import CHAT_SPECIALS, CHAT_TEMPLATE
 from lockstep.elastic.collectives import assert_equal_on_all_ranks, run_in_run_folder
 from lockstep.elastic.runtime import ElasticRuntime
-from lockstep.errors import DataError, UsageError
+from lockstep.errors import ConfigError, DataError, UsageError
 from lockstep.files import write_atomic, write_json
 from lockstep.generation.decoder import Decoder
 from lockstep.generation.sampling import CONTEXT_TOKENS, TextStream, sample_tokens, stream_continuations
 from lockstep.log import log
 from lockstep.models.llama import Llama
+from lockstep.models.llama_config import LLAMA_CONFIGS, LlamaConfig
 from lockstep.models.llama_io import TOKENIZER, InitialWeights, LoadedLlama, load_llama, open_weights, write_model_json
+from lockstep.models.transformers_model import TransformersConfig, TransformersModel, limit_of_ropes
 from lockstep.record.step_timer import flops_per_token
 from lockstep.tasks.evaluator import EvalResult, EvalSpec, Split, batches_of_rank, loss_record, merge_results
 from lockstep.units import format_count
@@ -128,6 +130,7 @@ def tokenizer_of(run: RunConfig, folder: Path, texts: Iterable[str]) -> ChatToke
     """For rank 0: write the tokenizer of llama.init_from, or one trained on `texts`; return it."""
     start = open_weights(Path(run.llama.init_from), backend=run.llama.backend) if run.llama.init_from else None
     if not (folder / "data" / MANIFEST).exists():
+        refuse_long_rows(run, start.config if start else LLAMA_CONFIGS[run.llama.size])
         if start:
             (folder / TOKENIZER).mkdir(parents=True, exist_ok=True)
             for path in start.companions:
@@ -141,6 +144,22 @@ def tokenizer_of(run: RunConfig, folder: Path, texts: Iterable[str]) -> ChatToke
         hint = "resize it with transformers (model.resize_token_embeddings, save_pretrained), or remove the added tokens"
         raise DataError(what, f"{start.folder}; llama.init_from", hint)
     return tokenizer
+
+
+def refuse_long_rows(run: RunConfig, config: LlamaConfig | TransformersConfig) -> None:
+    """ConfigError: a row has more tokens than the model has positions."""
+    length, limit = run.batch.seq_len, run.llama.max_seq_len or config.max_seq_len
+    if not limit or length <= limit:
+        return
+    what = f"batch.seq_len={length:,} is above the {limit:,} positions of the model"
+    hint = f"try batch.seq_len={limit}"
+    if isinstance(config, LlamaConfig):
+        hint += f", or llama.max_seq_len={length} to train the model for longer rows"
+    elif config.following_ropes:
+        what = f"batch.seq_len={length:,}: {limit_of_ropes(config.following_ropes, limit)}"
+        hint += ', or a rope_type that scales all rows alike, such as "yarn" or "linear"'
+    where = f"{run.llama.init_from}/config.json; llama.init_from" if run.llama.init_from else f"llama.size={run.llama.size}"
+    raise ConfigError(what, where, hint)
 
 
 def with_template(tokenizer: ChatTokenizer, folder: Path) -> ChatTokenizer:
@@ -270,7 +289,10 @@ def generate_answers(
         texts = ["" for _ in batch]
         tokens = max(len(questions[i][1]) for i in batch) + 8  # a longer answer cannot match the reference
         prompts = [questions[i][0] for i in batch]
-        drawn = sample_tokens(decoder, prompts, tokens=tokens) if decoder else draw_greedily(loaded.model, prompts[0], tokens)
+        if decoder:
+            drawn = sample_tokens(decoder, prompts, tokens=tokens)
+        else:
+            drawn = draw_greedily(cast(TransformersModel, loaded.model), prompts[0], tokens)
         for row, text in stream_continuations(tokenizer, prompts, drawn):
             texts[row] += text
         answers |= dict(zip(batch, texts, strict=True))
@@ -278,10 +300,15 @@ def generate_answers(
 
 
 @torch.inference_mode()
-def draw_greedily(model: nn.Module, prompt: Sequence[int], tokens: int) -> Iterator[list[int]]:
-    """Yield the next id of one prompt, computed without a cache: for a model without a Decoder."""
+def draw_greedily(model: TransformersModel, prompt: Sequence[int], tokens: int) -> Iterator[list[int]]:
+    """Yield the next id of one prompt, computed without a cache: for a model without a Decoder.
+
+    At the last position of the model the answer ends.
+    """
     ids = torch.tensor([prompt], device=next(model.parameters()).device)
     for _ in range(tokens):
+        if model.max_seq_len and ids.shape[1] > model.max_seq_len:
+            return
         ids = torch.cat([ids, model(ids)[:, -1:].argmax(dim=-1)], dim=1)
         yield [int(ids[0, -1])]
 

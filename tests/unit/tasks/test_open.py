@@ -16,7 +16,7 @@ from lockstep.data.text import packing
 from lockstep.data.text.packing import IGNORE_INDEX
 from lockstep.data.tokenizer import PAD
 from lockstep.elastic.runtime import ElasticRuntime
-from lockstep.errors import DataError
+from lockstep.errors import ConfigError, DataError
 from lockstep.tasks.evaluator import merge_results
 from lockstep.tasks.open import Evaluator, Task, open_evaluator, open_task
 
@@ -114,7 +114,16 @@ def test_prepared_data_of_other_settings_is_refused(text: dict[str, Any], tmp_pa
 
 def test_a_text_shorter_than_a_row_is_refused(text: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(DataError, match="fewer than 65536 tokens"):
-        open_alone(run_of(text | {"batch.seq_len": 65536, "batch.tokens": 65536}), tmp_path / "run")
+        longer = {"batch.seq_len": 65536, "batch.tokens": 65536, "llama.max_seq_len": 65536}
+        open_alone(run_of(text | longer), tmp_path / "run")
+
+
+@pytest.mark.parametrize("task", ["pretrain", "sft"])
+def test_rows_longer_than_the_context_are_refused_before_the_data_is_prepared(task: str, text: dict[str, Any], tmp_path: Path) -> None:
+    values = (text if task == "pretrain" else CHATS) | {"batch.seq_len": 2048, "batch.tokens": 2048}
+    with pytest.raises(ConfigError, match=r"batch\.seq_len=2,048 is above the 1,024 positions[\s\S]*llama\.max_seq_len=2048"):
+        open_alone(run_of(values), tmp_path / "run")
+    assert not (tmp_path / "run" / "data").exists()
 
 
 def test_an_evaluator_needs_prepared_data(tmp_path: Path) -> None:
