@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import random
@@ -29,7 +30,7 @@ from lockstep.config.resolve import resolve
 from lockstep.config.schema import LoraOptions, RunConfig
 from lockstep.data.text.chat_samples import Chat, chat_samples, drills, encode
 from lockstep.data.text.chat_tokenizer import ChatTokenizer
-from lockstep.data.text.packing import IGNORE_INDEX, CutRows, PackedRows, batch_of, pack, pack_rows
+from lockstep.data.text.packing import IGNORE_INDEX, CutRows, PackedRows, RowLoader, batch_of, pack, pack_rows
 from lockstep.data.text.prepare import open_prepared
 from lockstep.data.text.token_stream import TokenStream, TokenStreamWriter
 from lockstep.elastic.runtime import ElasticRuntime
@@ -127,6 +128,20 @@ def test_the_logged_loss_equals_that_of_a_plain_loop(corpus: Path, tmp_path: Pat
     assert sum("run" in line.split() for line in shown[:-1]) == 20 and "over 20 steps" in shown[-1], shown
     line = [loss for loss, _ in losses(tmp_path)]
     assert line[-1] < line[0] - 1 and float(shown[-1].split()[-1]) < 2e-5, shown
+
+
+def trained_on_a_stream(runtime: ElasticRuntime, folder: str, flags: dict[str, str]) -> str:
+    """Train on rows that are consumed: each call of the loader takes the next ones."""
+    read, calls = RowLoader.micro_batch, itertools.count()
+    RowLoader.micro_batch = lambda self, step, k: read(self, step + next(calls), k)  # type: ignore[method-assign]
+    return trained(runtime, folder, flags, 1)
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_a_recipe_whose_data_do_not_follow_from_the_step_is_refused(shards: int, corpus: Path, tmp_path: Path) -> None:
+    flags = {**TEXT, "data.train": str(corpus), "layout.shard": str(shards)}
+    with pytest.raises(AssertionError, match=r"the loss of micro-batch 0 of step 0 is [\d.]+ the first time and"):
+        run_ranks(trained_on_a_stream, shards, str(tmp_path), flags)
 
 
 # -- rows -------------------------------------------------------------------------------------------------------------

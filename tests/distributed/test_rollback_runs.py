@@ -135,6 +135,14 @@ def test_the_weights_are_those_of_a_healthy_model_that_never_had_these_micro_bat
     assert digest_line(tmp_path) == digest_line(reference) and losses(tmp_path) == losses(reference)
 
 
+@pytest.mark.parametrize("shards", [1, 2])
+def test_a_start_that_skips_its_first_micro_batch_trains(shards: int, case: Poisoned, tmp_path: Path) -> None:
+    """The rehearsal takes the first one that is not skipped."""
+    more = {"llama__init_from": str(case.healthy), "divergence__skip": "1:0,1:1", "on_divergence": "stop", "layout__shard": str(shards)}
+    run_ranks(trained, shards, str(tmp_path), case.flags(**more), 1)
+    assert len(losses(tmp_path)) == 1
+
+
 def test_replicas_of_two_shards_have_the_same_bits(case: Poisoned, reference: Path, tmp_path: Path) -> None:
     run_ranks(trained, 2, str(tmp_path), case.flags(layout__shard="2"), STEPS)
     assert digest_line(tmp_path) == digest_line(reference) and losses(tmp_path) == losses(reference)

@@ -268,7 +268,7 @@ class FakeReplica:
         return self.model(*inputs)
 
     def micro_batches(
-        self, step: int, meanwhile: Callable[[], None], shares: tuple[int, ...], *, hash_first: bool = False
+        self, step: int, meanwhile: Callable[[], None], shares: tuple[int, ...], *, hash_leaf: int | None = None
     ) -> Iterator[int]:
         world = self.runtime.world
         self.own_leaves = leaves_of_rank(world.rank, shares or equal_shares(world.size, self.leaves))

@@ -45,7 +45,7 @@ class TransformersConfig:
 
         try:
             parsed = type(AutoConfig.for_model(str(kind))).from_dict(decode_floats(self.hf_config))
-        except Exception as error:  # its strict dataclasses raise classes of their own
+        except Exception as error:  # strict dataclasses raise others than ValueError
             what = f"transformers cannot read the config of model_type {kind}: {error}"
             raise CheckpointError(what, "config.json", "copy the file again") from error
         if type(parsed) not in AutoModelForCausalLM._model_mapping:
@@ -194,7 +194,7 @@ class TransformersModel(nn.Module):
                 # Not self(...), whose hooks would free the root's weights in shards.
                 packed = self.inner(**inputs_of(tokens, documents)).logits
                 alone = self.inner(**inputs_of(tokens[:, PROBE_TOKENS:])).logits
-                # Some have no base model of their own, such as Llama 4.
+                # In Llama 4 the base model is the model itself.
                 has_base = self.inner.base_model is not self.inner
                 states = self.inner.base_model(input_ids=tokens[:, PROBE_TOKENS:], use_cache=False).last_hidden_state if has_base else None
         except (AttributeError, IndexError, KeyError, NotImplementedError, TypeError, ValueError) as error:

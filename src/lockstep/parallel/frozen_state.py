@@ -51,7 +51,7 @@ class FrozenState:
         return snapshots
 
     def refuse_changes(self, before: dict[str, BufferSnapshot], step: int) -> None:
-        """UsageError: `step` changed buffers in place, or replaced persistent ones."""
+        """UsageError: `step` changed buffers, in place or by replacing them."""
         now = {name: snapshot for name, snapshot in self.buffers().items() if name not in self.followed | self.local}
         changed = [name for name, snapshot in now.items() if name in before and is_changed(before[name], snapshot)]
         if changed:
@@ -84,8 +84,16 @@ class FrozenState:
 
 def is_changed(before: BufferSnapshot, now: BufferSnapshot) -> bool:
     if now.tensor is not before.tensor:
-        return now.persistent
+        return now.persistent or not is_same_cache(before.tensor, now.tensor)
     return now.version != before.version or (before.value is not None and not torch.equal(as_bytes(before.value), as_bytes(now.tensor)))
+
+
+def is_same_cache(before: Tensor, now: Tensor) -> bool:
+    """Return whether a cache has only been computed for other sizes: equal where both have values."""
+    if (before.dtype, before.device, before.dim()) != (now.dtype, now.device, now.dim()):
+        return False
+    common = tuple(slice(min(sizes)) for sizes in zip(before.shape, now.shape, strict=True))
+    return torch.equal(as_bytes(before[common]), as_bytes(now[common]))
 
 
 def group_into_slices(sizes: Sequence[int]) -> list[list[tuple[int, int, int]]]:

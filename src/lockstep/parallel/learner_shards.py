@@ -85,14 +85,14 @@ class LearnerShards(ShardedReplica):
         meanwhile: Callable[[], None] = lambda: None,
         shares: tuple[int, ...] = (),
         *,
-        hash_first: bool = False,
+        hash_leaf: int | None = None,
     ) -> Iterator[int]:
         """Collective. Yield this replica's learners of the outer step that starts at `step`.
 
         After the loop .grad is this worker's rows of the sum of all differences.
 
         meanwhile, shares  see ShardedReplica; a share counts learners
-        hash_first         without effect: a learner has no gradient of its own
+        hash_leaf          without effect: a learner has no gradient of its own
         """
         if not self.groups.formed:
             self.groups.form()

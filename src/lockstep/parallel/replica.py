@@ -100,7 +100,7 @@ class Replica:
         self._slice_sums: list[torch.Tensor] = []  # of the slices that this rank has summed
         self.rehearsed: float | None = None  # loss of the micro-batch in `rehearsal`
         self.rehearsed_finite = True  # its gradient
-        self.first_gradient: int | None = None  # 64 bits over the newest gradient of micro-batch 0
+        self.hashed_gradient: int | None = None  # 64 bits over the gradient of the newest micro-batch that was hashed
         self._group: dist.ProcessGroup | None = None  # all replicas, once they agree on the buckets
         if init_sync:
             self._join_group()
@@ -201,7 +201,7 @@ class Replica:
         meanwhile: Callable[[], None] = lambda: None,
         shares: tuple[int, ...] = (),
         *,
-        hash_first: bool = False,
+        hash_leaf: int | None = None,
     ) -> Iterator[int]:
         """Collective. Yield this replica's micro-batches of `step`, each for forward and backward.
 
@@ -209,7 +209,7 @@ class Replica:
 
         meanwhile  called after the last micro-batch, while gradients are still being sent
         shares     number of micro-batches by rank, the same on all ranks; (): equal shares
-        hash_first  set `first_gradient` on the rank of micro-batch 0
+        hash_leaf  set `hashed_gradient` on the rank of this micro-batch; None: of none
         """
         if self._reducer.start_step() and self.buckets:
             self._collect_parameters(self.buckets.order)
@@ -234,10 +234,10 @@ class Replica:
             self._current = Subtree(self._current.first, self._current.leaves + 1) if self._current else leaf
             self._watch.start(step, k)
             sends = k == own[-1] or bool(self._wire_sums)
-            buckets.start_pass(fill=k >= first_filled, send=sends, sums=hash_first and k == 0)
+            buckets.start_pass(fill=k >= first_filled, send=sends, sums=k == hash_leaf)
             yield k
-            if hash_first and k == 0:
-                self.first_gradient = total_of(buckets.word_sums)
+            if k == hash_leaf:
+                self.hashed_gradient = total_of(buckets.word_sums)
             if reason := self.waits.generation_error():
                 raise PeersLostError(reason, "Replica.micro_batches")
             self._watch.end()
@@ -275,7 +275,7 @@ class Replica:
         if reason := self.waits.generation_error():
             raise PeersLostError(reason, "Replica.rehearsal")
         self._watch.end()
-        self.first_gradient = total_of(buckets.word_sums)
+        self.hashed_gradient = total_of(buckets.word_sums)
         self.rehearsed_finite = all(bool(p.grad.isfinite().all()) for p in self.parameters if p.grad is not None)
         self.rehearsed = float(self._losses[0])
         for p in self.parameters:

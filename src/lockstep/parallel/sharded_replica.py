@@ -118,8 +118,9 @@ class ShardedReplica:
         self._micro_batch_s: float | None = None
         self.rehearsed: float | None = None  # loss of the micro-batch in `rehearsal`
         self.rehearsed_finite = True  # this worker's gradient of it
-        self.first_gradient: int | None = None  # 64 bits over the newest gradient of micro-batch 0
-        self._hash_first, self._word_sums = False, list[Tensor]()  # of the units of micro-batch 0
+        self.hashed_gradient: int | None = None  # 64 bits over the gradient of the newest micro-batch that was hashed
+        self._hash_leaf: int | None = None  # the micro-batch whose gradient is hashed
+        self._word_sums: list[Tensor] = []  # of its units
         self._skipping = False  # the gradients of this pass become zero
         self._backwards, self._scaled = 0, False  # in this pass; by a GradScaler, in this step
         self._is_compared = False  # the trained parameters are those of the other ranks of this generation
@@ -204,7 +205,7 @@ class ShardedReplica:
         meanwhile: Callable[[], None] = lambda: None,
         shares: tuple[int, ...] = (),
         *,
-        hash_first: bool = False,
+        hash_leaf: int | None = None,
     ) -> Iterator[int]:
         """Collective. Yield this worker's micro-batches of `step`, each for a forward and backward.
 
@@ -212,10 +213,10 @@ class ShardedReplica:
 
         meanwhile  called after the last micro-batch, while gradients are still being sent
         shares     number of micro-batches by replica, the same on all ranks; (): equal shares
-        hash_first  set `first_gradient` on the worker of micro-batch 0; not in a pipeline, and with
-                   tensor parallelism only over this worker's part of it
+        hash_leaf  set `hashed_gradient` on the worker of this micro-batch; not in a pipeline, and with
+                   tensor parallelism only over this worker's part of it; None: of none
         """
-        self._hash_first, self._word_sums = hash_first, []
+        self._hash_leaf, self._word_sums = hash_leaf, []
         if not self.groups.formed:
             self.groups.form()
         layout = self.groups.current_layout()
@@ -249,7 +250,7 @@ class ShardedReplica:
             self._refuse_missing(f"micro-batch {self._pass.k} of step {step}", () if self.local.stage else self._names)
             if self.local.stage is None:
                 self._compare_with_whole()
-                self._end_first()
+                self._end_hash()
                 self.statistics.end_micro_batch(self._pass.k, counts=self._pass.counts and coordinates.tensor == 0)
         if self.local.stage is not None and not self._failure():
             self._run_pipeline(self.local.stage, step, passes)
@@ -303,7 +304,7 @@ class ShardedReplica:
             self._refuse_missing(f"micro-batch {k} of step {step}", ())
             self._run_pipeline(self.local.stage, step, [shard_pass])
             self.rehearsed = next(iter(self.losses()), None)
-        self._end_first()
+        self._end_hash()
         self._rehearsing = False
         if failure := self._failure():
             raise failure
@@ -311,13 +312,13 @@ class ShardedReplica:
         self._compare_with_whole()
 
     @property
-    def _is_first(self) -> bool:
-        """Whether the gradient of this pass is hashed: that of micro-batch 0."""
-        return self._rehearsing or (self._hash_first and self._pass.k == 0 and self._pass.counts)
+    def _is_hashed(self) -> bool:
+        """Whether the gradient of this pass is hashed."""
+        return self._rehearsing or (self._pass.k == self._hash_leaf and self._pass.counts)
 
-    def _end_first(self) -> None:
-        if self._is_first:
-            self.first_gradient = total_of(self._word_sums)
+    def _end_hash(self) -> None:
+        if self._is_hashed:
+            self.hashed_gradient = total_of(self._word_sums)
 
     def _failure(self) -> Exception | None:
         return self.groups.failure or self._reducer.failure
@@ -424,7 +425,7 @@ class ShardedReplica:
             hint = "leave it out of the units that are gathered one by one: session.prepare(..., units=...), () for none"
             raise UsageError(what, f"layout {self.local.layout}", hint)
         self._reduced_units.add(unit)
-        if self._is_first:
+        if self._is_hashed:
             self._word_sums.append(word_sum(sent))
         if self._rehearsing:
             self.rehearsed_finite = self.rehearsed_finite and bool(sent.isfinite().all())

@@ -1,7 +1,7 @@
-"""Compute micro-batch 0 once more and compare: loops whose loss depends on more than the step, the
-micro-batch and what a checkpoint holds.
+"""Compute a micro-batch once more and compare: loops whose loss depends on more than the step, the
+micro-batch and what a checkpoint holds. It is the first one of a step that is not skipped.
 
-    at a start      every rank computes micro-batch 0: all get the same, and again in the step itself
+    at a start      every rank computes it: all get the same, and again in the step itself
     after a resume  as the run that saved the checkpoint (witness.py)
     at a join       the joiner as the ranks that kept training
 """
@@ -52,39 +52,40 @@ class Rehearsal:
         self._file = WitnessFile(checkpointer.store.folder.parent) if checkpointer else None
         self._rehearsed: FirstMicroBatch | None = None  # in this attempt; equal on all ranks
 
-    def run(self, step: int) -> Iterator[int]:
-        """Collective. Yield micro-batch 0. Errors, on all ranks, when its loss or gradient differs
-        between ranks (UsageError), or from the run that saved this state (CheckpointError)."""
+    def run(self, step: int, first: int = 0) -> Iterator[int]:
+        """Collective. Yield micro-batch `first`. Errors, on all ranks, when its loss or gradient
+        differs between ranks (UsageError), or from the run that saved this state (CheckpointError)."""
         statistics = self.replica.statistics
         before = statistics.declared_values()
         if before and self.slices[1] == 1:  # in a pipeline forward passes follow the loop
-            after = yield from self._pass(step, before)
-            again = yield from self._pass(step, after)
+            after = yield from self._pass(step, first, before)
+            again = yield from self._pass(step, first, after)
             statistics.refuse_wrong_kinds(before, after, again)
-        yield from self._pass(step, before)
+        yield from self._pass(step, first, before)
         self.runtime.board.enter("voting")
         self.runtime.board.enter_collective()
         rehearsed = self.replica.rehearsed  # None: a stage without the loss
         row: dict[str, Any] = {"loss": None if rehearsed is None else str(rehearsed)}
-        row["gradient"] = self.replica.first_gradient
+        row["gradient"] = self.replica.hashed_gradient
         if self.runtime.world.leader and self._file and self._follows_save(step):
             record = self._file.read().get(step)
             row["saved"] = asdict(record) if record else None
             row["differences"] = self.checkpointer.differences if self.checkpointer else []
         rows = all_gather_json(self.runtime, row)
-        self._refuse_unequal(step, rows)
+        self._refuse_unequal(f"micro-batch {first} of step {step}", rows)
         loss = next(row["loss"] for row in rows if row["loss"] is not None)
-        self._rehearsed = FirstMicroBatch(loss, rows[0]["gradient"] if self._hashes else None, self.slices)
+        gradient = rows[0]["gradient"] if self._has_whole_gradients else None
+        self._rehearsed = FirstMicroBatch(first, loss, gradient, self.slices)
         if saved := rows[0].get("saved"):
             self._compare_with_saved(step, FirstMicroBatch.from_json(saved), rows[0]["differences"])
         elif self._file and "saved" in row:
             self._file.write(step, self._rehearsed, self._steps())
 
-    def _pass(self, step: int, buffers: dict[str, Tensor]) -> Generator[int, None, dict[str, Tensor]]:
-        """Collective. Yield micro-batch 0, with these values of declared buffers; return their values
-        after it. UsageError for a collective in the loop."""
+    def _pass(self, step: int, first: int, buffers: dict[str, Tensor]) -> Generator[int, None, dict[str, Tensor]]:
+        """Collective. Yield the micro-batch, with these values of declared buffers; return their
+        values after it. UsageError for a collective in the loop."""
         after = buffers
-        for k in self.replica.rehearsal(step):
+        for k in self.replica.rehearsal(step, first):
             self.runtime.board.enter("forward", step + 1)
             self.replica.statistics.set_declared(buffers)
             before = collectives_of(dist.group.WORLD)
@@ -99,14 +100,11 @@ class Rehearsal:
                 )
         return after
 
-    def compare(self, step: int, *, skipped: bool) -> None:
-        """Collective in the attempt that rehearsed. UsageError, on all ranks, when micro-batch 0 was
-        another one in the rehearsal. In a step after a save: record it.
-
-        skipped  the step trains without micro-batch 0
-        """
+    def compare(self, step: int, first: int) -> None:
+        """Collective in the attempt that rehearsed. UsageError, on all ranks, when micro-batch `first`
+        was another one in the rehearsal. In a step after a save: record it."""
         before, self._rehearsed = self._rehearsed, None
-        own = None if skipped else self._own()
+        own = self._own(first)
         if own and self._file and before is None and self._follows_save(step):
             self._file.write(step, own, self._steps())
         if before is None:
@@ -115,17 +113,17 @@ class Rehearsal:
             again = FirstMicroBatch.from_json(values) if values else before
             if again.loss != before.loss:
                 what = f"is {before.loss} the first time and {again.loss} the second time"
-                raise _nondeterministic(f"the loss of micro-batch 0 of step {step} {what}")
+                raise _nondeterministic(f"the loss of micro-batch {first} of step {step} {what}")
             if again != before:
                 what = "has another gradient the second time, with the same loss"
-                raise _nondeterministic(f"micro-batch 0 of step {step} {what}")
+                raise _nondeterministic(f"micro-batch {first} of step {step} {what}")
 
-    def hashes_first(self, step: int) -> bool:
-        """Return whether this attempt hashes the gradient of micro-batch 0."""
-        return self._hashes and (self._rehearsed is not None or self._follows_save(step))
+    def hashes(self, step: int) -> bool:
+        """Return whether this attempt hashes the gradient of its first micro-batch."""
+        return self._has_whole_gradients and (self._rehearsed is not None or self._follows_save(step))
 
     @property
-    def _hashes(self) -> bool:
+    def _has_whole_gradients(self) -> bool:
         return self.slices == (1, 1)
 
     def _follows_save(self, step: int) -> bool:
@@ -134,14 +132,15 @@ class Rehearsal:
     def _steps(self) -> list[int]:
         return self.checkpointer.store.steps() if self.checkpointer else []
 
-    def _own(self) -> FirstMicroBatch | None:
-        """Return micro-batch 0 of this attempt, on the rank that reports its loss."""
-        losses = self.replica.losses() if self.replica.own_leaves[0] == 0 else []
+    def _own(self, first: int) -> FirstMicroBatch | None:
+        """Return micro-batch `first` of this attempt, on the rank that reports its loss."""
+        losses = self.replica.losses() if first in self.replica.own_leaves else []
         if not losses:
             return None
-        return FirstMicroBatch(str(losses[0]), self.replica.first_gradient if self._hashes else None, self.slices)
+        gradient = self.replica.hashed_gradient if self._has_whole_gradients else None
+        return FirstMicroBatch(first, str(losses[0]), gradient, self.slices)
 
-    def _refuse_unequal(self, step: int, rows: Sequence[dict[str, Any]]) -> None:
+    def _refuse_unequal(self, where: str, rows: Sequence[dict[str, Any]]) -> None:
         """UsageError when ranks got other losses, or other gradients of the same slices."""
         losses = {rank: row["loss"] for rank, row in enumerate(rows) if row["loss"] is not None}
         what = "loss" if len(set(losses.values())) > 1 else ""
@@ -152,11 +151,11 @@ class Rehearsal:
             listed = ", ".join(f"hash {row['gradient'] % 2**64:016x} on rank {rank}" for rank, row in enumerate(rows))
         if not what:
             return
-        unequal = f"the {what} of micro-batch 0 of step {step} is not the same on all workers: {listed}"
+        unequal = f"the {what} of {where} is not the same on all workers: {listed}"
         if self.runtime.first_generation:
             raise _nondeterministic(unequal)
-        where = "a worker has joined, with everything that a checkpoint holds, and computed it like the others"
-        raise UsageError(unequal, where, f"{BELONGS}; rehearse=False skips the comparison")
+        joined = "a worker has joined, with everything that a checkpoint holds, and computed it like the others"
+        raise UsageError(unequal, joined, f"{BELONGS}; rehearse=False skips the comparison")
 
     def _compare_with_saved(self, step: int, saved: FirstMicroBatch, differences: Sequence[str]) -> None:
         """CheckpointError when the step begins otherwise than in the run that saved this state. With
@@ -171,7 +170,7 @@ class Rehearsal:
             return
         raise CheckpointError(
             f"{what}; something that decides the loss is not in the checkpoint",
-            "micro-batch 0 was computed again with the state of the checkpoint; code and machine are the same: "
+            "its first micro-batch was computed again with the state of the checkpoint; code and machine are the same: "
             "data of equal length may have changed, or an attribute, a variable or a draw from before the loop",
             f"{BELONGS}; to continue with other bits: rehearse=False",
         )

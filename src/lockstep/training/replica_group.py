@@ -247,19 +247,21 @@ class ReplicaGroup:
 
     def _attempt(self, step: int) -> Generator[int, None, bool]:
         """Collective. Compute `step`, vote and commit. False: replicas differ and were evicted."""
+        skipped = self.rollback.start(step) if self.rollback else []
+        first = next(k for k in range(self.replica.leaves) if k not in skipped)
         if self.rehearsal and self.rehearsal_due:
-            yield from self._rehearse(self.rehearsal, step)
-        start_s, skipped = time.monotonic(), self.rollback.start(step) if self.rollback else []
+            yield from self._rehearse(self.rehearsal, step, first)
+        start_s = time.monotonic()
         compared, due = ALL_WEIGHTS if self.compare_all else WEIGHTS, self.comparison.is_due(step)
         self._counts, self._samples, digests = [], [], [0]
-        hash_first = self.rehearsal is not None and self.rehearsal.hashes_first(step)
+        hash_leaf = first if self.rehearsal and self.rehearsal.hashes(step) else None
         for carried in self.carried:
             carried.start_attempt()
 
         def compute_digest() -> None:
             digests.append(self._digest(compared, step) if due else 0)
 
-        for k in self.replica.micro_batches(step, compute_digest, self.balance.shares, hash_first=hash_first):
+        for k in self.replica.micro_batches(step, compute_digest, self.balance.shares, hash_leaf=hash_leaf):
             self._update_trained_parameters()
             if not self._counts:
                 self.loop_changes.start(self.frozen_state)
@@ -270,7 +272,7 @@ class ReplicaGroup:
                 yield next(other for other in range(self.replica.leaves) if other not in skipped)
         self.loop_changes.refuse(self.frozen_state, step)
         if self.rehearsal:
-            self.rehearsal.compare(step, skipped=0 in skipped)
+            self.rehearsal.compare(step, first)
         for carried in self.carried:
             carried.exchange(dist.group.WORLD, self.runtime.group.wait)
         self.grad_norm_squared = self.replica.grad_norm_squared()
@@ -296,11 +298,11 @@ class ReplicaGroup:
         self.balance.decide(decision, step)
         return True
 
-    def _rehearse(self, rehearsal: Rehearsal, step: int) -> Iterator[int]:
+    def _rehearse(self, rehearsal: Rehearsal, step: int, first: int) -> Iterator[int]:
         """Collective. Rehearse `step`. When a joiner differs, save what the others hold: the error
         ends the run."""
         try:
-            yield from rehearsal.run(step)
+            yield from rehearsal.run(step, first)
         except UsageError:
             if self.checkpointer and step and not self.runtime.first_generation:
                 self.unfinished = None

@@ -127,7 +127,8 @@ def make_replica_group(
         reduce_once_per_step=run.fsdp.reduce == "per_step",
         commit_steps=run.diloco.every if run.diloco.learners else 0,
         rollback=Rollback(run, loader, checkpointer),
-        rehearse=False,  # the data of a task follow from the step
+        # A leaf of DiLoCo trains its learner, so a rehearsal would be an update.
+        rehearse=run.diloco.learners == 0,
         on_nonfinite="ignore",  # refuse_nonfinite_norm uses the norm, which the loop computes in any case
     )
 

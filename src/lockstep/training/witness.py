@@ -20,13 +20,15 @@ NAME = "witness.json"  # in the run folder
 
 @dataclass(frozen=True)
 class FirstMicroBatch:
-    """The passes of micro-batch 0 of a step. Equal passes have equal values.
+    """The passes of the first micro-batch of a step that is not skipped. Equal passes have equal values.
 
+    number    of the micro-batch
     loss      decimals that restore its bits
     gradient  64 bits over the gradient; None: in slices of a tensor or pipeline layout
     slices    sizes of the tensor and pipeline axes, which change the bits
     """
 
+    number: int
     loss: str
     gradient: int | None
     slices: tuple[int, int] = (1, 1)
@@ -35,13 +37,14 @@ class FirstMicroBatch:
     def from_json(cls, values: Any) -> FirstMicroBatch:
         """ValueError, KeyError or TypeError for other values than those of `asdict`."""
         tensor, pipeline = values["slices"]
-        gradient = values["gradient"]
-        return cls(str(float(values["loss"])), None if gradient is None else int(gradient), (int(tensor), int(pipeline)))
+        gradient = None if values["gradient"] is None else int(values["gradient"])
+        return cls(int(values["number"]), str(float(values["loss"])), gradient, (int(tensor), int(pipeline)))
 
 
 def describe_difference(saved: FirstMicroBatch, now: FirstMicroBatch) -> str:
-    """Return what differs, "loss 0.5, now 0.7"; "" for equal passes, or passes of other layouts."""
-    if saved.slices != now.slices:
+    """Return what differs, "loss 0.5, now 0.7"; "" for equal passes, and for passes of
+    other layouts or micro-batches, which cannot be compared."""
+    if (saved.slices, saved.number) != (now.slices, now.number):
         return ""
     if saved.loss != now.loss:
         return f"loss {saved.loss}, now {now.loss}"

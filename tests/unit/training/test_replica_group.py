@@ -211,7 +211,7 @@ def test_nonfinite_state_is_not_saved_and_the_last_checkpoint_stays(runtime: Ela
 
 
 class Counting(nn.Module):
-    """A buffer that is replaced in each forward pass: persistent, or a cache."""
+    """A buffer that is replaced in each forward pass, and counts them."""
 
     def __init__(self, persistent: bool) -> None:
         super().__init__()
@@ -223,16 +223,29 @@ class Counting(nn.Module):
         return self.inner(rows)
 
 
-def test_buffers_changed_by_the_forward_pass_are_refused_by_name(runtime: ElasticRuntime) -> None:
+class Cached(Counting):
+    """A cache that is computed again for a longer input, equal where it had values."""
+
+    def forward(self, rows: torch.Tensor) -> Any:
+        self.seen = torch.arange(len(self.seen) + 1.0)
+        return self.inner(rows)
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_buffers_changed_by_the_forward_pass_are_refused_by_name(persistent: bool, runtime: ElasticRuntime) -> None:
     with (
         pytest.raises(UsageError, match=r"passes of step 1: seen \(Counting\)"),
-        ReplicaGroup(runtime, persistent := Counting(True), micro_batches=2) as replicas,
+        ReplicaGroup(runtime, model := Counting(persistent), micro_batches=2) as replicas,
     ):
-        before = persistent.inner.weight.detach().clone()
-        one_step(replicas, 0, torch.optim.SGD(persistent.parameters()))
-    assert torch.equal(before, persistent.inner.weight)
-    with ReplicaGroup(runtime, cache := Counting(False), micro_batches=2) as replicas:
+        before = model.inner.weight.detach().clone()
+        one_step(replicas, 0, torch.optim.SGD(model.parameters()))
+    assert torch.equal(before, model.inner.weight)
+
+
+def test_a_cache_that_grows_in_the_forward_pass_is_accepted(runtime: ElasticRuntime) -> None:
+    with ReplicaGroup(runtime, cache := Cached(False), micro_batches=2) as replicas:
         one_step(replicas, 0, torch.optim.SGD(cache.parameters()))
+    assert len(cache.seen) == 3, "the rehearsal leaves no trace"
 
 
 def test_every_byte_of_frozen_weights_and_buffers_is_hashed_in_one_cycle_of_slices(

@@ -139,8 +139,9 @@ def test_damaged_record_is_named_and_compares_nothing(tmp_path: Path, caplog: py
 
 
 def test_passes_of_other_slices_are_not_compared() -> None:
-    whole = FirstMicroBatch("0.5", 1)
-    assert not describe_difference(whole, FirstMicroBatch("0.7", None, (2, 1)))
-    assert describe_difference(whole, FirstMicroBatch("0.7", 1)) == "loss 0.5, now 0.7"
-    assert describe_difference(whole, FirstMicroBatch("0.5", 2)) == "loss 0.5 as now, and another gradient"
-    assert not describe_difference(whole, FirstMicroBatch("0.5", 1))
+    whole = FirstMicroBatch(0, "0.5", 1)
+    assert not describe_difference(whole, FirstMicroBatch(0, "0.7", None, (2, 1)))
+    assert describe_difference(whole, FirstMicroBatch(0, "0.7", 1)) == "loss 0.5, now 0.7"
+    assert describe_difference(whole, FirstMicroBatch(0, "0.5", 2)) == "loss 0.5 as now, and another gradient"
+    assert not describe_difference(whole, FirstMicroBatch(0, "0.5", 1))
+    assert not describe_difference(whole, FirstMicroBatch(1, "0.7", 1))
