@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
+from contextlib import chdir
+from tempfile import TemporaryDirectory
 
 import pytest
 from hypothesis import settings
@@ -23,6 +25,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.get_closest_marker("long"):
                 item.add_marker(pytest.mark.skip(reason="long: set LOCKSTEP_CHAOS=1"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def working_folder_of_fixtures() -> Iterator[None]:
+    """Run the fixtures of sessions and modules in an empty folder, as `working_folder` does for tests."""
+    with TemporaryDirectory(ignore_cleanup_errors=True) as folder, chdir(folder):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def working_folder() -> Iterator[None]:
+    """Run the test in an empty folder: commands read and write runs/ of their working folder, and a
+    user may have a run there."""
+    with TemporaryDirectory(ignore_cleanup_errors=True) as folder, chdir(folder):
+        yield
 
 
 @pytest.fixture(autouse=True)
