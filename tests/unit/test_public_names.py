@@ -7,12 +7,14 @@ import inspect
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 import lockstep
 from lockstep.cli.script import arguments_of, call, folder_of, given_out, imports_lockstep, session_folder, split_at_script
+from lockstep.config.resolve import parse_flags
 from lockstep.errors import ERRORS_BY_NAME, LockstepError, UsageError
 
 SOURCE = Path(lockstep.__file__).parent
@@ -111,3 +113,39 @@ def test_flags_are_the_arguments_of_main() -> None:
         call(main, ["--stepz", "3"])
     with pytest.raises(UsageError, match="--steps 'many': Input should be a valid integer"):
         arguments_of(main, "main", {"steps": "many"})
+
+
+def plain(augment=True, steps=60, rate=1e-3, name="a", data=None, out="runs/a", *, size):  # type: ignore[no-untyped-def]
+    """A main function without annotations."""
+
+
+def annotated(augment: bool | None = None, verbose: bool = False, name: str = "a") -> None:
+    """A main function with annotations."""
+
+
+@pytest.mark.parametrize(
+    ("function", "words", "arguments"),
+    [
+        (plain, "--augment false --steps 100 --rate 1 --size 3", {"augment": False, "steps": 100, "rate": 1.0, "size": "3"}),
+        (plain, "--no-augment --data d.txt --out b --size=3", {"augment": False, "data": "d.txt", "out": "b", "size": "3"}),
+        (plain, "--size 3 --augment=yes --name 7", {"size": "3", "augment": True, "name": "7"}),
+        (annotated, "--no-augment --no-verbose", {"augment": False, "verbose": False}),
+        (plain, "--size 3 --steps many", "--steps 'many': Input should be a valid integer"),
+        (plain, "--size 3 --steps 1.5", "--steps '1.5': Input should be a valid integer"),
+        (plain, "--size 3 --augment maybe", "--augment 'maybe': Input should be a valid boolean"),
+        (plain, "--size 3 --augment", "--augment has no value"),
+        (plain, "--size 3 --no-name", "plain takes no --no-name"),
+        (annotated, "--no-name", "annotated takes no --no-name"),
+    ],
+)
+def test_type_of_a_flag_follows_the_annotation_or_the_default(
+    function: Callable[..., None], words: str, arguments: dict[str, object] | str
+) -> None:
+    if isinstance(arguments, str):
+        with pytest.raises(UsageError, match=arguments):
+            arguments_of(function, function.__name__, parse_flags(words.split()))
+        return
+    given = arguments_of(function, function.__name__, parse_flags(words.split()))
+    assert given == arguments and {name: type(value) for name, value in given.items()} == {
+        name: type(value) for name, value in arguments.items()
+    }

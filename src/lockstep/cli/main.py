@@ -19,6 +19,7 @@ import lockstep
 from lockstep import log
 from lockstep.cli.options import EXIT_CODES, Parser, build_parser, refuse_unknown
 from lockstep.cli.script import folder_of, read_script, split_at_script
+from lockstep.config.variables import takes_no_value
 from lockstep.errors import LockstepError, OutOfMemoryError, UsageError
 from lockstep.files import scheme_of
 from lockstep.runtime.environment import RESERVED_VARIABLES
@@ -136,7 +137,7 @@ def split_values(command: Parser, words: list[str]) -> tuple[list[str], list[str
         if not word.startswith("--") or word.partition("=")[0] in command._option_string_actions:
             ours.append(word)
         else:
-            values += [word] if "=" in word else [word, *islice(rest, 1)]
+            values += [word] if "=" in word or takes_no_value(word) else [word, *islice(rest, 1)]
     return ours, values
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from types import GenericAlias
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 from lockstep import log
 from lockstep.errors import UsageError
@@ -32,7 +32,7 @@ def launch(main: Callable[..., object], *, workers: int | None = None) -> None:
     Call it in the last line of a script, under `if __name__ == "__main__":`.
 
     main     a function of this script; command-line flags are its keyword arguments, converted by
-             its annotations: --steps 100
+             its annotations, else to the type of the default: --steps 100 --no-augment
     workers  processes; None: one for each GPU, two on a CPU
 
     In a worker (of lockstep, torchrun or srun) it calls main. Otherwise it does not return: this
@@ -92,7 +92,8 @@ def asks_for_help(words: Sequence[str]) -> bool:
 def print_help(function: Callable[..., object]) -> None:
     print(inspect.getdoc(function) or f"usage: {Path(sys.argv[0]).name} [--NAME VALUE]", end="\n\n")
     for name, parameter in parameters_of(function).items():
-        print(f"  --{name}", "(required)" if parameter.default is parameter.empty else f"(default: {parameter.default!r})")
+        spelled = f"--{name} | --no-{name}" if isinstance(parameter.default, bool) else f"--{name}"
+        print(f"  {spelled}", "(required)" if parameter.default is parameter.empty else f"(default: {parameter.default!r})")
 
 
 def parameters_of(function: Callable[..., object]) -> dict[str, inspect.Parameter]:
@@ -103,7 +104,7 @@ def parameters_of(function: Callable[..., object]) -> dict[str, inspect.Paramete
 
 
 def arguments_of(function: Callable[..., object], spelled: str, flags: Mapping[str, str], folder: Path | None = None) -> dict[str, object]:
-    """Return a user's function's keyword arguments from flags, checked against its annotations.
+    """Return a user's function's keyword arguments from flags, checked against `types_of` it.
 
     spelled  the function, as the user wrote it
     folder   of the run, for the parameter `out` if no flag sets it
@@ -111,26 +112,36 @@ def arguments_of(function: Callable[..., object], spelled: str, flags: Mapping[s
     """
     from pydantic import TypeAdapter, ValidationError  # --help does not need it
 
-    parameters = parameters_of(function)
+    parameters, types = parameters_of(function), types_of(function, spelled)
+    switched_off = {f"no-{name}": name for name, kind in types.items() if bool in (kind, *get_args(kind))}
+    flags = {switched_off.get(name, name): "false" if name in switched_off else text for name, text in flags.items()}
     hint = f"it takes {', '.join('--' + name for name in parameters) or 'nothing'}"
     texts = ({"out": str(folder)} if folder and "out" in parameters else {}) | dict(flags)
     if unknown := [name for name in flags if name not in parameters]:
         raise UsageError(f"{spelled} takes no --{unknown[0]}", "command line", hint)
     if missing := [name for name, parameter in parameters.items() if parameter.default is parameter.empty and name not in texts]:
         raise UsageError(f"{spelled} needs --{missing[0]}", "command line", hint)
-    try:
-        hints = {"out": Path} | get_type_hints(function, include_extras=True)
-    except NameError as error:
-        what = f"an annotation of {spelled} cannot be read: {error}"
-        raise UsageError(what, "command line", "import it outside of TYPE_CHECKING") from None
     arguments: dict[str, object] = {}
     for name, text in texts.items():
         try:
-            listed: Any = GenericAlias(list, (hints.get(name, str),))  # in a list: pydantic accepts no config beside a dataclass
+            listed: Any = GenericAlias(list, (types.get(name, str),))  # in a list: pydantic accepts no config beside a dataclass
             arguments[name] = TypeAdapter(listed, config={"arbitrary_types_allowed": True}).validate_python([text])[0]
         except ValidationError as error:
-            raise UsageError(f"--{name} {text!r}: {error.errors()[0]['msg']}", "command line", f"see {spelled}") from None
+            what = f"--{name} {text!r}: {error.errors()[0]['msg']}"
+            raise UsageError(what, "command line", f"see {spelled}: the type is the annotation, else that of the default") from None
     return arguments
+
+
+def types_of(function: Callable[..., object], spelled: str) -> dict[str, Any]:
+    """Return the types of parameters by name: the annotation, else the type of a default that is not
+    None. A parameter that is not in it takes text, and `out` a path."""
+    defaults = {name: parameter.default for name, parameter in parameters_of(function).items()}
+    types = {name: type(default) for name, default in defaults.items() if default is not None and default is not inspect.Parameter.empty}
+    try:
+        return {"out": Path} | types | get_type_hints(function, include_extras=True)
+    except NameError as error:
+        what = f"an annotation of {spelled} cannot be read: {error}"
+        raise UsageError(what, "command line", "import it outside of TYPE_CHECKING") from None
 
 
 def run_file(file: Path, arguments: list[str]) -> int:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from lockstep.config.adapter_config import ADAPTER_CONFIG, read_adapter_config
 from lockstep.config.rules import DECAY_STEPS, conflicts
 from lockstep.config.schema import ResolvedRun, build_config, config_fields, flatten
-from lockstep.config.variables import environment_variable
+from lockstep.config.variables import environment_variable, takes_no_value
 from lockstep.errors import ConfigError
 from lockstep.log import log
 from lockstep.units import shorten
@@ -84,7 +84,8 @@ def is_run_file(path: Path) -> bool:
 
 
 def parse_flags(words: list[str]) -> dict[str, str]:
-    """Return `--key value` and `--key=value` as a mapping. ConfigError for anything else."""
+    """Return `--key value` and `--key=value` as a mapping, and `--no-key`, which takes no value, with
+    an empty text. ConfigError for anything else."""
     flags: dict[str, str] = {}
     rest = list(words)
     while rest:
@@ -92,7 +93,7 @@ def parse_flags(words: list[str]) -> dict[str, str]:
         if not word.startswith("--"):
             raise ConfigError(f"{word!r} is neither an option nor the value of one", "command line", "write --section.key value")
         key, equals, text = word[2:].partition("=")
-        if not equals:
+        if not equals and not takes_no_value(word):
             if not rest or rest[0].startswith("--"):
                 raise ConfigError(f"--{key} has no value", "command line", f"write --{key} VALUE")
             text = rest.pop(0)

@@ -3,3 +3,8 @@
 
 def environment_variable(key: str) -> str:
     return "LOCKSTEP_" + key.upper().replace(".", "_")
+
+
+def takes_no_value(word: str) -> bool:
+    """Whether a flag of a user's function switches a boolean off: --no-augment. No key begins so."""
+    return word.startswith("--no-")

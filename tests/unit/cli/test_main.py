@@ -104,6 +104,8 @@ def test_values_of_a_run_are_separated_from_options() -> None:
         ["run.toml", "--out", "a", "--resume=never"],
         ["--steps", "3", "--optim.clip_norm=0", "--seed"],
     )
+    words = ["loop.py:main", "--no-augment", "--workers", "2"]
+    assert split_values(train, words) == (["loop.py:main", "--workers", "2"], ["--no-augment"])
 
 
 def test_arguments_behind_a_script_are_its_own() -> None:
