@@ -143,6 +143,17 @@ def test_second_session_under_an_agent_is_refused(tmp_path: Path) -> None:
     result = lockstep("run", "--out", tmp_path / "run", TWO_SESSIONS, "--workers", "1")
     assert digest_line(tmp_path / "run").startswith("step 2 ")
     assert result.returncode == 2 and "UsageError: an agent runs one Session per start" in result.stderr, result.stderr
+    assert f"lockstep run --out {tmp_path / 'run'} FILE.py ..., or start it with torchrun" in result.stderr
+
+
+def test_sessions_follow_each_other_under_torchrun(tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    words = [*torchrun, str(TWO_SESSIONS), "--out", str(tmp_path / "two"), "--case", "folds"]
+    result = subprocess.run(words, capture_output=True, text=True, timeout=200, env=one_thread(), check=False)
+    assert result.returncode == 0, result.stderr
+    assert run_loop(TWO_SESSIONS, tmp_path / "one", 1, case="folds") == LoopResult(0, "")
+    digests = [[digest_line(tmp_path / run / fold) for fold in "01"] for run in ("one", "two")]
+    assert digests[0] == digests[1] and len(set(digests[0])) == 2
 
 
 def test_folder_with_the_rank_is_refused_under_torchrun(tmp_path: Path) -> None:

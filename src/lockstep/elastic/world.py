@@ -19,10 +19,12 @@ from lockstep.errors import UsageError
 from lockstep.log import log
 from lockstep.runtime.device import select_device
 from lockstep.runtime.environment import RankInfo, read_rank_info
-from lockstep.runtime.rendezvous import init_static_group, rendezvous
+from lockstep.runtime.rendezvous import StoreConnection, init_static_group, rendezvous
 from lockstep.runtime.sockets import choose_interface, open_sockets
 from lockstep.runtime.status_board import StatusBoard
 from lockstep.runtime.worker_env import WorkerEnv, is_loopback_reachable
+
+LAUNCH_STORE = StoreConnection()  # of this process: its launcher gives it one address for all of its groups
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ def join_static_group(threads: int, timeout_s: float) -> tuple[World, Generation
     info, source = read_rank_info(os.environ)
     device, reason = select_device(info)
     info = info or RankInfo(0, 1, 0, 1, "", 0, "no launcher")
-    store = rendezvous(info, timeout_s, source)
+    store = rendezvous(info, timeout_s, source, LAUNCH_STORE)
     if info.size > 1:
         interface, route = choose_interface(os.environ, info)
         if interface:

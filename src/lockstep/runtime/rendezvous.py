@@ -9,6 +9,7 @@ import ipaddress
 import os
 import socket
 import time
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -21,27 +22,35 @@ from lockstep.runtime.exit_report import error_summary, is_peer_loss
 from lockstep.runtime.process_group import init_default_group
 
 
-def rendezvous(info: RankInfo, timeout_s: float, source: str) -> Store:
+@dataclass
+class StoreConnection:
+    """A process's connection to the store of its launch, kept for its later groups.
+
+    Rank 0 keeps serving: another rank may form the next group before rank 0 has left this one.
+    """
+
+    info: RankInfo | None = None
+    store: Store | None = None
+    groups: int = 0  # formed so far; each has separate keys
+
+
+def rendezvous(info: RankInfo, timeout_s: float, source: str, connection: StoreConnection | None = None) -> Store:
     """Collective. Return a store that all workers share, after all of them have connected.
-    timeout_s: for missing workers
-    source: where `info` comes from, for messages."""
+
+    timeout_s   for missing workers
+    source      where `info` comes from, for messages
+    connection  of this process, if it may form several groups, one after the other
+    """
     if info.size == 1:
         return HashStore()
+    connection = connection or StoreConnection()
+    if connection.info != info:
+        connection.info, connection.store, connection.groups = info, None, 0
     deadline_s = time.monotonic() + timeout_s
-    is_master = info.rank == 0 and not info.launcher_has_store
-    listen_fd = listen_on_master_port(info) if is_master else None
     try:
-        wait_for_master(info, deadline_s, timeout_s)
-        store: Store = TCPStore(
-            info.master_addr,
-            info.master_port,
-            info.size,
-            is_master=is_master,
-            timeout=timedelta(seconds=timeout_s),
-            wait_for_workers=False,
-            master_listen_fd=listen_fd,
-        )
-        store = PrefixStore(f"lockstep-{info.attempt}", store)
+        connection.store = connection.store or connect(info, deadline_s, timeout_s)
+        connection.groups += 1
+        store = PrefixStore(f"lockstep-{info.attempt}-{connection.groups}", connection.store)
         wait_for_all_ranks(info, store, deadline_s, timeout_s, source)
     except RuntimeError as error:
         if not is_peer_loss(error):
@@ -49,6 +58,22 @@ def rendezvous(info: RankInfo, timeout_s: float, source: str) -> Store:
         what = f"rank 0's store at {info.master_addr}:{info.master_port} failed during the rendezvous of {info.size} workers"
         raise PeersLostError(what, source, "another worker failed first, see its log") from error
     return store
+
+
+def connect(info: RankInfo, deadline_s: float, timeout_s: float) -> Store:
+    """Return the store at the master's address; rank 0 serves it, unless the launcher does."""
+    is_master = info.rank == 0 and not info.launcher_has_store
+    listen_fd = listen_on_master_port(info) if is_master else None
+    wait_for_master(info, deadline_s, timeout_s)
+    return TCPStore(
+        info.master_addr,
+        info.master_port,
+        info.size,
+        is_master=is_master,
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+        master_listen_fd=listen_fd,
+    )
 
 
 def listen_on_master_port(info: RankInfo) -> int:

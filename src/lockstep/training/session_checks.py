@@ -70,7 +70,7 @@ def refuse_second_session(out: Path, opened: Sequence[Path], entered: bool, work
         raise UsageError(
             "an agent runs one Session per start, and this is the second one",
             f"a second Session({str(out)!r}) in this process",
-            "train everything in one Session, or write one script for each run",
+            f"start the script once for each of them, lockstep run --out {out} FILE.py ..., or start it with torchrun",
         )
 
 

@@ -1,4 +1,5 @@
-"""Sessions that are refused: a second one in a script (`second`), or a folder for each rank."""
+"""Several Sessions in a script: a second one in the same folder (`second`), one for each fold
+(`folds`), or a folder for each rank, which is refused."""
 
 from __future__ import annotations
 
@@ -13,9 +14,10 @@ import lockstep
 def train(out: str = "runs/sessions", case: str = "second") -> None:
     if case == "rank":
         out = f"{out}-{os.environ['RANK']}"
-    for _ in range(2 if case == "second" else 1):
+    for fold in range(1 if case == "rank" else 2):
+        torch.manual_seed(fold)
         model = nn.Linear(2, 1)
-        with lockstep.Session(out, micro_batches=2) as session:
+        with lockstep.Session(f"{out}/{fold}" if case == "folds" else out, micro_batches=2) as session:
             prepared, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
             for step in session.steps(2):
                 for _ in session.micro_batches(step):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import socket
 import threading
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 
 from lockstep.errors import UsageError
 from lockstep.runtime.environment import RankInfo
-from lockstep.runtime.rendezvous import listen_on_master_port, rendezvous
+from lockstep.runtime.rendezvous import StoreConnection, listen_on_master_port, rendezvous
 from lockstep.runtime.sockets import choose_interface, reserve_port
 
 
@@ -28,14 +29,17 @@ def free_port() -> int:
         return port
 
 
-def rendezvous_in_threads(*infos: RankInfo, timeout_s: float) -> list[BaseException | None]:
+def rendezvous_in_threads(
+    *infos: RankInfo, timeout_s: float, connections: Sequence[StoreConnection | None] = ()
+) -> list[BaseException | None]:
     """Return the error of each worker in a rendezvous; None: no error."""
     errors: list[BaseException | None] = [None] * len(infos)
     stores: list[Any] = [None] * len(infos)  # keep rank 0's store alive until all are done, as a process does
 
     def join(index: int) -> None:
         try:
-            stores[index] = rendezvous(infos[index], timeout_s, f"worker {index} of the test")
+            connection = connections[index] if connections else None
+            stores[index] = rendezvous(infos[index], timeout_s, f"worker {index} of the test", connection)
         except Exception as error:
             errors[index] = error
 
@@ -60,6 +64,15 @@ def test_a_duplicate_rank_is_an_error() -> None:
     errors = rendezvous_in_threads(rank_info(0, 2, port), rank_info(1, 2, port), rank_info(1, 2, port), timeout_s=20.0)
     assert errors[0] is None
     assert sorted(str(error).split("\n")[0] for error in errors[1:]) == ["None", "UsageError: another worker already has rank 1"]
+
+
+def test_the_same_processes_form_further_groups_and_an_extra_rank_stays_an_error() -> None:
+    infos = [rank_info(rank, 2, port) for port in [free_port()] for rank in (0, 1)]
+    connections = [StoreConnection() for _ in infos]
+    for _ in range(3):
+        assert rendezvous_in_threads(*infos, timeout_s=20.0, connections=connections) == [None, None]
+    (error,) = rendezvous_in_threads(infos[1], timeout_s=1.0)
+    assert "UsageError: another worker already has rank 1" in str(error)
 
 
 def test_different_world_sizes_are_an_error() -> None:
