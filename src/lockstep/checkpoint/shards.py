@@ -195,6 +195,11 @@ def parameter_of(name: str) -> str:
     return rest if kind == "model" else rest.rpartition(".")[0] if kind == "optim" else name
 
 
+def is_text(name: str) -> bool:
+    """Return whether a tensor in a state is JSON text (checkpoint/json_tree.py): never sliced."""
+    return name.endswith(":json") and not name.startswith("model.")
+
+
 def inference_weights(tensors: Mapping[str, T]) -> dict[str, T]:
     """Return the weights to evaluate and export by parameter: averaged ones (`ema` of the optimizer)
     where the run has them."""
@@ -205,7 +210,7 @@ def inference_weights(tensors: Mapping[str, T]) -> dict[str, T]:
 def slice_of(name: str, shape: tuple[int, ...], slices: Mapping[str, TensorSlice]) -> TensorSlice:
     """Return the slice of tensor `name` (of whole shape `shape`) that a worker holds: that of its
     parameter (`slices`: parameter name -> slice) if the shapes are equal, else all of it."""
-    parameter_slice = slices.get(parameter_of(name))
+    parameter_slice = None if is_text(name) else slices.get(parameter_of(name))
     if parameter_slice is not None and parameter_slice.shape == tuple(shape):
         return parameter_slice
     if parameter_slice is not None and shape and parameter_slice.local_shape == tuple(shape):

@@ -3,12 +3,18 @@
     model.<name of parameter or buffer>                    model.encoder.0.norm.weight
     optim.<name of parameter>.<key>                        optim.encoder.0.norm.weight.exp_avg
     optim.<name of parameter>.<key>:int | :float | :bool   a number of the optimizer, 0-dim
+    optim.<name of parameter>.<key>:json                   a list, tuple, dict, ... (json_tree.py)
+    optim.<name of parameter>.<key>:json:<path>            a tensor in it
+    optimizers:json                                        what an optimizer keeps besides
+                                                           (optimizer_state.py)
 
 Names are those of the unwrapped model, without the prefixes of torch.compile and
 DistributedDataParallel. A tied parameter is saved once, under its first name; it stays tied on
 loading, since tensors are filled in place. Parameter groups and stateful objects: stateful.py.
+A "." or ":" in a key is written as %2E or %3A.
 """
 
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -18,13 +24,17 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from lockstep.checkpoint import safetensors_io
+from lockstep.checkpoint.json_tree import JSON_SUFFIX, decode, encode, pack, spec_of, text_of, tree_of
+from lockstep.checkpoint.optimizer_state import load_own_state, own_state, unsupported_state
 from lockstep.checkpoint.safetensors_io import TensorSpec
-from lockstep.errors import CheckpointError
-from lockstep.runtime.tensor_bytes import DTYPES, TORCH_DTYPES, bytes_of
+from lockstep.errors import CheckpointError, UsageError
+from lockstep.runtime.tensor_bytes import TORCH_DTYPES, bytes_of
 from lockstep.runtime.torch_private import non_persistent_buffers, own_buffers, own_parameters
 from lockstep.units import join_names
 
 NUMBER_DTYPES: dict[type, torch.dtype] = {bool: torch.bool, int: torch.int64, float: torch.float64}
+OWN_STATE = "optimizers"
+ESCAPES = {"%": "%25", ".": "%2E", ":": "%3A"}
 
 Model = nn.Module | Mapping[str, Tensor]
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
@@ -95,29 +105,46 @@ def get_state_dict(model: Model, optimizers: Optimizers = None, saved: Callable[
     """Return the state by name. The tensors share memory with the model and the optimizers.
 
     saved  filter on the names of parameters and buffers in the model
-    CheckpointError when an optimizer's state has more than tensors and numbers, as LBFGS does.
+    CheckpointError when an optimizer's state has more than tensors, numbers, strings, and lists,
+    tuples, deques and dicts of them.
     """
     tensors = {f"model.{name}": tensor.detach() for name, tensor in named_tensors(model).items() if saved(name)}
     parameters = optimizer_parameters(model, optimizers) if optimizers else {}
     for name, (parameter, _, optimizer) in parameters.items():
         for key, value in optimizer.state.get(parameter, {}).items():
-            if isinstance(value, Tensor) and "." not in key:
-                tensors[f"optim.{name}.{key}"] = value.detach()
-            elif type(value) in NUMBER_DTYPES and "." not in key:
-                tensors[f"optim.{name}.{key}:{type(value).__name__}"] = torch.tensor(value, dtype=NUMBER_DTYPES[type(value)])
-            elif value is not None:
-                raise unsupported_state(f"{type(optimizer).__name__} keeps {key!r} as a {type(value).__name__}", f"state of {name}")
+            try:
+                tensors |= pack_entry(f"optim.{name}", key, value)
+            except (UsageError, CheckpointError) as error:
+                what = f"{type(optimizer).__name__} keeps {key!r} as a {type(value).__name__}"
+                raise unsupported_state(what, f"state of {name}; {key}{error.what}") from None
     known = {id(parameter) for parameter, _, _ in parameters.values()}
-    for optimizer in as_tuple(optimizers):
-        if foreign := [key for key, value in optimizer.state.items() if value and id(key) not in known]:
-            what = f"{type(optimizer).__name__} keeps state that belongs to no parameter"
-            raise unsupported_state(what, f"key {str(foreign[0])[:40]!r} of its state")
-    return tensors
+    own = [own_state(optimizer, known) for optimizer in as_tuple(optimizers)]
+    return tensors | pack(OWN_STATE, own) if any(own) else tensors
 
 
-def unsupported_state(what: str, where: str) -> CheckpointError:
-    hint = "use an optimizer whose state is tensors and numbers by parameter (AdamW, SGD, ...)"
-    return CheckpointError(f"{what}, which a checkpoint cannot hold", where, hint)
+def pack_entry(prefix: str, key: Any, value: Any) -> dict[str, Tensor]:
+    """Return one entry of an optimizer's state by name; None is left out."""
+    if value is None:
+        return {}
+    if not isinstance(key, str):
+        raise UsageError(f" is a {type(key).__name__}, not a string", prefix, "name it by a string")
+    name = f"{prefix}.{escape(key)}"
+    if isinstance(value, Tensor):
+        return {name: value.detach()}
+    if type(value) in NUMBER_DTYPES and (type(value) is not int or value.bit_length() < 64):
+        return {f"{name}:{type(value).__name__}": torch.tensor(value, dtype=NUMBER_DTYPES[type(value)])}
+    tensors: dict[str, Tensor] = {}
+    text = text_of(encode(value, "", tensors))
+    return {name + JSON_SUFFIX: text} | {f"{name}{JSON_SUFFIX}:{escape(path)}": tensor for path, tensor in tensors.items()}
+
+
+def escape(key: str) -> str:
+    """Return `key` without "." and ":", which separate the parts of a name."""
+    return re.sub("%(?=25|2E|3A)|[.:]", lambda match: ESCAPES[match[0]], key)
+
+
+def unescape(key: str) -> str:
+    return re.sub("%(25|2E|3A)", lambda match: chr(int(match[1], 16)), key)
 
 
 @torch.no_grad()
@@ -155,28 +182,51 @@ def set_state_dict(
         optimizer.state.pop(parameter, None)
         if name in states:
             optimizer.state[parameter] = {}
+    trees: dict[tuple[str, str], dict[str, Tensor]] = {}  # of a parameter and key: the text as "", tensors by path
     for name, tensor in tensors.items():
         kind, _, rest = name.partition(".")
         if kind == "model":
             own[rest].copy_(tensor)
         elif kind == "optim" and optimizers:
-            parameter_name, _, key = rest.rpartition(".")
+            parameter_name, _, entry = rest.rpartition(".")
             parameter, group, optimizer = parameters[parameter_name]
-            key, value = place_like_torch(key, tensor, parameter, group)
-            optimizer.state[parameter][key] = value
+            key, _, form = entry.partition(":")
+            form, _, path = form.partition(":")
+            key = unescape(key)
+            if form == "json":
+                part = place_like_torch("", tensor, parameter, group) if path else tensor.clone()
+                trees.setdefault((parameter_name, key), {})[unescape(path)] = part
+            else:
+                optimizer.state[parameter][key] = tensor.item() if form else place_like_torch(key, tensor, parameter, group)
+    for (parameter_name, key), parts in trees.items():
+        parameter, _, optimizer = parameters[parameter_name]
+        optimizer.state[parameter][key] = decode(tree_of(parts[""]), parts.__getitem__)
+    if optimizers:
+        set_own_states(as_tuple(optimizers), parameters, tensors)
 
 
-def place_like_torch(key: str, value: Tensor, parameter: Tensor, group: Mapping[str, Any]) -> tuple[str, Tensor | float]:
-    """Place an entry of optimizer state as torch does: with the parameter, steps on the CPU."""
-    key, _, number = key.partition(":")
-    if number:
-        return key, value.item()
+def set_own_states(optimizers: Sequence[torch.optim.Optimizer], parameters: OptimizedParameters, tensors: Mapping[str, Tensor]) -> None:
+    """Restore what the optimizers keep besides their state by parameter."""
+    known = {id(parameter) for parameter, _, _ in parameters.values()}
+    device = next((parameter.device for parameter, _, _ in parameters.values()), torch.device("cpu"))
+
+    def place(name: str) -> Tensor:  # counters on the host, as torch places steps
+        return tensors[name].to("cpu" if tensors[name].numel() == 1 else device, copy=True)
+
+    text = tensors.get(OWN_STATE + JSON_SUFFIX)
+    states = [{} for _ in optimizers] if text is None else decode(tree_of(text), place)
+    for optimizer, state in zip(optimizers, states, strict=True):
+        load_own_state(optimizer, state, known)
+
+
+def place_like_torch(key: str, value: Tensor, parameter: Tensor, group: Mapping[str, Any]) -> Tensor:
+    """Place a tensor of optimizer state as torch does: with the parameter, steps on the CPU."""
     if key == "step":  # torch/optim/optimizer.py, _process_value_according_to_param_policy
         on_device = group.get("capturable") or group.get("fused")
-        return key, value.to(device=parameter.device if on_device else "cpu", copy=True)
+        return value.to(device=parameter.device if on_device else "cpu", copy=True)
     if value.shape == parameter.shape:  # with the strides of the parameter, so that foreach kernels see equal layouts
-        return key, torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
-    return key, value.to(parameter.device, copy=True)
+        return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
+    return value.to(parameter.device, copy=True)
 
 
 def tensor_differences(own: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> list[str]:
@@ -205,7 +255,7 @@ def optimizer_differences(parameters: OptimizedParameters, states: Mapping[str, 
     for name, (parameter, _, optimizer) in parameters.items():
         state = optimizer.state.get(parameter, {})
         if state and name in states:
-            own |= {f"optim.{name}.{key}": value for key, value in state.items() if isinstance(value, Tensor)}
+            own |= {f"optim.{name}.{escape(key)}": value for key, value in state.items() if isinstance(value, Tensor)}
             saved |= {f"optim.{name}.{key}": value for key, value in states[name].items() if ":" not in key}
     return lines + tensor_differences(own, saved)
 
@@ -225,12 +275,6 @@ def nonfinite_tensors(tensors: Mapping[str, Tensor]) -> list[str]:
     if all(bool(torch.stack(device_sums).isfinite().all()) for device_sums in sums.values()):
         return []
     return [name for name, tensor in floats.items() if not bool(tensor.isfinite().all())]
-
-
-def spec_of(name: str, tensor: Tensor) -> TensorSpec:
-    if tensor.dtype not in DTYPES or tensor.layout != torch.strided:
-        raise CheckpointError(f"a checkpoint cannot hold a tensor of {tensor.dtype}, {tensor.layout}", name)
-    return TensorSpec(name, DTYPES[tensor.dtype], tuple(tensor.shape))
 
 
 def tensor_from_bytes(spec: TensorSpec, data: memoryview) -> Tensor:

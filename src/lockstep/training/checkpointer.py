@@ -21,7 +21,9 @@ from torch import nn
 from lockstep.checkpoint import state_dict, stateful
 from lockstep.checkpoint.async_save import AsyncSaver, do_nothing
 from lockstep.checkpoint.fingerprints import fingerprint_changes, make_run_id, read_run_id, refuse_other_run, tolerated_changes
-from lockstep.checkpoint.shards import ShardWriter, parameter_of
+from lockstep.checkpoint.json_tree import JSON_SUFFIX
+from lockstep.checkpoint.optimizer_state import refuse_inner_optimizers
+from lockstep.checkpoint.shards import ShardWriter, is_text, parameter_of
 from lockstep.checkpoint.store import Checkpoint, CheckpointStore
 from lockstep.elastic.collectives import assert_equal_on_all_ranks, run_on_rank0
 from lockstep.elastic.progress import Progress, transfer_roles
@@ -133,6 +135,8 @@ class Checkpointer:
             raise UsageError(f"not an optimizer of torch: {', '.join(wrong)}", "Checkpointer(optimizer=...)", hint)
         if self.runtime.has_own_folder:
             self._refuse_unpublished()
+        for optimizer in self.optimizers:
+            refuse_inner_optimizers(optimizer)
         stateful.refuse_unsupported_state(state)
         trained_parameters.refuse_misplaced_parameters(self.model, self.optimizers)
         self.state_dict()
@@ -153,12 +157,21 @@ class Checkpointer:
         """Return this worker's state by name. Tensors share memory with model and optimizers."""
         tensors = state_dict.get_state_dict(self.model, self.optimizers, self.saved)
         extra = stateful.pack_extra_state(self.model, self.optimizers, self.state) if self.state is not None else {}
-        names = [name for name in extra if name.startswith("state.") and not name.endswith(stateful.JSON_SUFFIX)]
-        if self.local_model and (unknown := [name for name in names if name not in self.local_model.slices]):
+        if self.local_model:
+            self._refuse_unsliced(tensors | extra, self.local_model)
+        return tensors | extra
+
+    def _refuse_unsliced(self, tensors: Mapping[str, torch.Tensor], local_model: LocalModel) -> None:
+        """UsageError, in shards, for tensors of which no worker knows the slices."""
+        names = [name for name in tensors if name.startswith("state.") and not name.endswith(JSON_SUFFIX)]
+        if unknown := [name for name in names if name not in local_model.slices]:
             what = f"state with tensors is not supported in shards, except copies of the model: {join_names(unknown)}"
             hint = "average the model with torch.optim.swa_utils.AveragedModel, or train with whole replicas"
             raise UsageError(what, "session.state(...) or Checkpointer(state=...)", hint)
-        return tensors | extra
+        own = [name for name in tensors if name.startswith("optimizers.") and tensors[name].numel() > 1]
+        if own:
+            what = f"tensors that an optimizer keeps besides its state by parameter are not supported in shards: {join_names(own)}"
+            raise UsageError(what, f"layout {local_model.layout}", "keep them in optimizer.state[parameter], or train with whole replicas")
 
     def load_state_dict(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Fill model, optimizers and state. CheckpointError, without changes, for a misfit."""
@@ -171,8 +184,8 @@ class Checkpointer:
     def optimizer_digest(self) -> int:
         """Return 64 bits over all state except the model; equal on the same rank of replicas."""
         tensors = [(name, tensor) for name, tensor in sorted(self.state_dict().items()) if not name.startswith("model.")]
-        texts = b"".join(bytes(bytes_of(tensor)) for name, tensor in tensors if name.endswith(stateful.JSON_SUFFIX))
-        numbers = [tensor for name, tensor in tensors if not name.endswith(stateful.JSON_SUFFIX)]
+        texts = b"".join(bytes(bytes_of(tensor)) for name, tensor in tensors if name.endswith(JSON_SUFFIX))
+        numbers = [tensor for name, tensor in tensors if not name.endswith(JSON_SUFFIX)]
         return digest_of(numbers) ^ int.from_bytes(hashlib.sha256(texts).digest()[:8])
 
     def _sharded_state_dict(self, local_model: LocalModel) -> dict[str, torch.Tensor]:
@@ -181,7 +194,9 @@ class Checkpointer:
         rank = runtime.world.rank
         coordinates = local_model.layout.coordinates(rank)
         slices = {name: local_model.slices[parameter_of(name)] for name in tensors if parameter_of(name) in local_model.slices}
-        shaped_slices = {name: part for name, part in slices.items() if tuple(tensors[name].shape) == part.local_shape}
+        shaped_slices = {
+            name: part for name, part in slices.items() if tuple(tensors[name].shape) == part.local_shape and not is_text(name)
+        }
 
         def writes(name: str) -> bool:
             if local_model.is_tied_copy(parameter_of(name)):

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lockstep.checkpoint import stateful
+from lockstep.checkpoint.json_tree import pack
 from lockstep.errors import UsageError
 from lockstep.parallel.digest import digest_of
 from lockstep.parallel.frozen_state import FrozenState
@@ -69,7 +69,7 @@ class LoopChanges:
                 values |= {f"{key} {where}": _comparable(value) for key, value in group.items() if key != "params"}
         if self.first_step:
             for name, value in (self.checkpointer.state or {}).items():
-                packed = stateful.pack(f"state.{name}", value.state_dict())
+                packed = pack(f"state.{name}", value.state_dict())
                 values[f"session state {name!r}"] = digest_of(packed.values())
         return values
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.checkpoint import state_dict, stateful
+from lockstep.checkpoint.json_tree import JSON_SUFFIX, unpack
 from lockstep.errors import CheckpointError, UsageError
 from lockstep.units import join_names
 
@@ -33,9 +34,9 @@ def warn_of_other_options(model: Model, optimizers: Sequence[torch.optim.Optimiz
 
     Where a scheduler changes lr, momentum and betas, these are not compared.
     """
-    if f"{stateful.GROUPS}{stateful.JSON_SUFFIX}" not in tensors:
+    if f"{stateful.GROUPS}{JSON_SUFFIX}" not in tensors:
         return
-    loaded, own = stateful.unpack(stateful.GROUPS, tensors), stateful.describe_groups(model, optimizers)
+    loaded, own = unpack(stateful.GROUPS, tensors), stateful.describe_groups(model, optimizers)
     for saved_optimizer, optimizer in zip(loaded, own, strict=False):
         differences: dict[str, None] = {}  # ordered, without repetitions
         for saved, group in zip(saved_optimizer["groups"], optimizer["groups"], strict=False):
