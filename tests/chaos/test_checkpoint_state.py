@@ -135,19 +135,38 @@ def test_numbers_of_an_optimizer_keep_their_types(tmp_path: Path) -> None:
     assert {key: type(value) for key, value in state.items()} == {"calls": int, "scale": float, "warm": bool, "tensor": Tensor}
 
 
+def test_lists_of_an_optimizer_are_restored(tmp_path: Path) -> None:
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        def closure() -> float:
+            optimizer.zero_grad()
+            loss = (model(torch.ones(2)).exp() - 3).square().sum()
+            loss.backward()
+            return float(loss.detach())
+
+        optimizer.step(closure)
+
+    torch.manual_seed(1)
+    model = nn.Linear(2, 2)
+    lbfgs = torch.optim.LBFGS(model.parameters(), max_iter=3)
+    step(model, lbfgs)
+    CheckpointStore(tmp_path).save(1, get_state_dict(model, lbfgs), {})
+    step(model, lbfgs)
+    restored = nn.Linear(2, 2)
+    restored_lbfgs = torch.optim.LBFGS(restored.parameters(), max_iter=3)
+    set_state_dict(restored, restored_lbfgs, CheckpointStore(tmp_path).load(1).tensors)
+    step(restored, restored_lbfgs)
+    assert digest(get_state_dict(restored, restored_lbfgs)) == digest(get_state_dict(model, lbfgs))
+
+
 def test_unsupported_state_is_refused_by_name() -> None:
     model = nn.Linear(2, 2)
-    lbfgs = torch.optim.LBFGS(model.parameters())
-
-    def closure() -> Tensor:
-        lbfgs.zero_grad()
-        loss = model(torch.ones(2)).square().sum()
-        loss.backward()
-        return loss
-
-    lbfgs.step(closure)
-    with pytest.raises(CheckpointError, match=r"LBFGS keeps '.*' as a list, which a checkpoint cannot hold\n  state of weight"):
-        get_state_dict(model, lbfgs)
+    optimizer = Odd(model.parameters())
+    optimizer.state[model.weight] = {"seen": {1, 2}}
+    with pytest.raises(CheckpointError, match=r"Odd keeps 'seen' as a set, which a checkpoint cannot hold\n  state of weight"):
+        get_state_dict(model, optimizer)
+    optimizer.state[model.weight] = {"seen": [{1, 2}]}
+    with pytest.raises(CheckpointError, match=r"Odd keeps 'seen' as a list, which a checkpoint cannot hold\n  state of weight; seen.0 is a set"):
+        get_state_dict(model, optimizer)
 
     class Extra(nn.Linear):
         def get_extra_state(self) -> int:

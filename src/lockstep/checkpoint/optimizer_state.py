@@ -57,7 +57,7 @@ def own_state(optimizer: Optimizer, known: Collection[int]) -> dict[str, dict[An
         found["state"] = entries
     if overrides(optimizer, "state_dict"):
         returned = optimizer.state_dict()
-        if own := {key: value for key, value in returned.items() if key not in TORCH_KEYS}:
+        if own := sorted_by_key({key: value for key, value in returned.items() if key not in TORCH_KEYS}):
             found["state_dict"] = own
     for source, values in found.items():
         for key, value in values.items():
@@ -67,6 +67,15 @@ def own_state(optimizer: Optimizer, known: Collection[int]) -> dict[str, dict[An
                 where = f"{kind}.state_dict()" if source == "state_dict" else "state that belongs to no parameter"
                 raise unsupported_state(f"{kind} keeps {key!r} as a {type(value).__name__}", f"{where}; {error.what}") from None
     return found
+
+
+def sorted_by_key(value: Any) -> Any:
+    """Return nested dicts in the order of their keys: load_state_dict of torch changes that order."""
+    if type(value) is list:
+        return [sorted_by_key(item) for item in value]
+    if type(value) is not dict:
+        return value
+    return {key: sorted_by_key(value[key]) for key in sorted(value, key=repr)}
 
 
 def load_own_state(optimizer: Optimizer, saved: Mapping[str, dict[Any, Any]], known: Collection[int]) -> None:

@@ -4,7 +4,8 @@
     optim.<name of parameter>.<key>                        optim.encoder.0.norm.weight.exp_avg
     optim.<name of parameter>.<key>:int | :float | :bool   a number of the optimizer, 0-dim
     optim.<name of parameter>.<key>:json                   a list, tuple, dict, ... (json_tree.py)
-    optim.<name of parameter>.<key>:json:<path>            a tensor in it
+    optim.<name of parameter>.<key>:json:<path>:<order>    a tensor in it
+    optim.<name of parameter>.<key>:strided:<order>        a tensor with other strides than its parameter
     optimizers:json                                        what an optimizer keeps besides
                                                            (optimizer_state.py)
 
@@ -113,7 +114,7 @@ def get_state_dict(model: Model, optimizers: Optimizers = None, saved: Callable[
     for name, (parameter, _, optimizer) in parameters.items():
         for key, value in optimizer.state.get(parameter, {}).items():
             try:
-                tensors |= pack_entry(f"optim.{name}", key, value)
+                tensors |= pack_entry(f"optim.{name}", key, value, parameter)
             except (UsageError, CheckpointError) as error:
                 what = f"{type(optimizer).__name__} keeps {key!r} as a {type(value).__name__}"
                 raise unsupported_state(what, f"state of {name}; {key}{error.what}") from None
@@ -122,7 +123,7 @@ def get_state_dict(model: Model, optimizers: Optimizers = None, saved: Callable[
     return tensors | pack(OWN_STATE, own) if any(own) else tensors
 
 
-def pack_entry(prefix: str, key: Any, value: Any) -> dict[str, Tensor]:
+def pack_entry(prefix: str, key: Any, value: Any, parameter: Tensor) -> dict[str, Tensor]:
     """Return one entry of an optimizer's state by name; None is left out."""
     if value is None:
         return {}
@@ -130,12 +131,28 @@ def pack_entry(prefix: str, key: Any, value: Any) -> dict[str, Tensor]:
         raise UsageError(f" is a {type(key).__name__}, not a string", prefix, "name it by a string")
     name = f"{prefix}.{escape(key)}"
     if isinstance(value, Tensor):
-        return {name: value.detach()}
+        order = "" if value.shape == parameter.shape else order_of(value)
+        return {f"{name}:strided:{order}" if order else name: value.detach()}
     if type(value) in NUMBER_DTYPES and (type(value) is not int or value.bit_length() < 64):
         return {f"{name}:{type(value).__name__}": torch.tensor(value, dtype=NUMBER_DTYPES[type(value)])}
     tensors: dict[str, Tensor] = {}
     text = text_of(encode(value, "", tensors))
-    return {name + JSON_SUFFIX: text} | {f"{name}{JSON_SUFFIX}:{escape(path)}": tensor for path, tensor in tensors.items()}
+    named = {f"{name}{JSON_SUFFIX}:{escape(path)}:{order_of(tensor)}": tensor for path, tensor in tensors.items()}
+    return {name + JSON_SUFFIX: text} | named
+
+
+def order_of(tensor: Tensor) -> str:
+    """Return the dimensions from the largest stride to the smallest, "1,0"; "" for a contiguous
+    tensor. The bits of a product depend on it."""
+    order = sorted(range(tensor.dim()), key=lambda dim: -tensor.stride()[dim])
+    dense = tensor.layout == torch.strided and tensor.permute(order).is_contiguous()
+    return ",".join(map(str, order)) if dense and not tensor.is_contiguous() else ""
+
+
+def in_order(tensor: Tensor, order: str) -> Tensor:
+    """Return the tensor with the strides of this order of dimensions."""
+    dims = [int(dim) for dim in order.split(",")] if order else list(range(tensor.dim()))
+    return tensor.permute(dims).contiguous().permute([dims.index(dim) for dim in range(len(dims))])
 
 
 def escape(key: str) -> str:
@@ -190,12 +207,12 @@ def set_state_dict(
         elif kind == "optim" and optimizers:
             parameter_name, _, entry = rest.rpartition(".")
             parameter, group, optimizer = parameters[parameter_name]
-            key, _, form = entry.partition(":")
-            form, _, path = form.partition(":")
-            key = unescape(key)
+            key, form, path, order = (*map(unescape, entry.split(":")), "", "", "")[:4]
             if form == "json":
-                part = place_like_torch("", tensor, parameter, group) if path else tensor.clone()
-                trees.setdefault((parameter_name, key), {})[unescape(path)] = part
+                part = in_order(tensor.to(parameter.device, copy=True), order) if path else tensor.clone()
+                trees.setdefault((parameter_name, key), {})[path] = part
+            elif form == "strided":
+                optimizer.state[parameter][key] = in_order(tensor.to(parameter.device, copy=True), path)
             else:
                 optimizer.state[parameter][key] = tensor.item() if form else place_like_torch(key, tensor, parameter, group)
     for (parameter_name, key), parts in trees.items():
@@ -246,7 +263,8 @@ def tensor_differences(own: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -
 
 def optimizer_differences(parameters: OptimizedParameters, states: Mapping[str, Mapping[str, Tensor]]) -> list[str]:
     """Return why the saved optimizer state cannot replace the current one. Parameters without state
-    on one side are not compared: a new optimizer has none, and neither has an unused parameter."""
+    on one side are not compared: a new optimizer has none, and neither has an unused parameter; some
+    optimizers create one entry when they are constructed, and the others in their first step."""
     lines = []
     if unexpected := sorted(f"optim.{name}" for name in states.keys() - parameters.keys()):
         lines.append(f"unexpected in the checkpoint: {join_names(unexpected)}")
@@ -256,7 +274,7 @@ def optimizer_differences(parameters: OptimizedParameters, states: Mapping[str, 
         state = optimizer.state.get(parameter, {})
         if state and name in states:
             own |= {f"optim.{name}.{escape(key)}": value for key, value in state.items() if isinstance(value, Tensor)}
-            saved |= {f"optim.{name}.{key}": value for key, value in states[name].items() if ":" not in key}
+            saved |= {f"optim.{name}.{key}": value for key, value in states[name].items() if key in map(escape, state)}
     return lines + tensor_differences(own, saved)
 
 
