@@ -12,6 +12,7 @@ A message has three parts: what happened with the values, where they came from, 
         StoreError                       3   the object store does not answer, or refuses a request
       DivergedError                      4   the loss or the gradient is no longer finite
       OutOfMemoryError                   1   the model or a batch does not fit into memory
+      CollectiveMismatchError            1   workers are in different collectives
       PeersLostError                    76   other workers of this run exited or do not answer
         FencedError                     77   evicted from the run; its agent restarts it
           RunFolderUnavailableError     77   run folder unusable: the next worker waits
@@ -77,6 +78,10 @@ class DivergedError(LockstepError):
 
 
 class OutOfMemoryError(LockstepError):
+    pass
+
+
+class CollectiveMismatchError(LockstepError):
     pass
 
 

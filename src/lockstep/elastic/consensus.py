@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.errors import UsageError
+from lockstep.errors import CollectiveMismatchError, UsageError
 
 STOP_REQUEST = "stop"  # the loop itself asks to stop
 SIGNALS = ("", STOP_REQUEST, "SIGTERM", "SIGUSR1", "SIGINT")  # by precedence: if ranks received several, the last one listed here wins
@@ -34,6 +34,7 @@ class Vote:
     gradient_finite: bool = True  # no sum over its part of the gradient is infinite or NaN
     micro_batch_us: int | None = None  # microseconds that it computes a micro-batch for; None: unknown
     exchange_us: int = 0  # microseconds that it waited for communication
+    step: int = 0  # that it votes on
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,8 @@ def vote_to_row(vote: Vote, rank: int, replica_size: int, replicas: int = 1) -> 
 
     The first SUMS are added: the count, and the loss in units of 2**-1074, of which every float is
     a multiple, in limbs of 32 bits. So the sum is exact in any order. Of the others, each is the
-    maximum over all votes. Digests are there as d and ~d, at the vote's position in its replica, and
-    the numbers of samples as n and ~n. Times are negative.
+    maximum over all votes. Digests are there as d and ~d, at the vote's position in its replica; the
+    step and the numbers of samples as n and ~n. Times are negative.
     """
     replica, position = divmod(rank, replica_size)
     finite, digests = all(map(math.isfinite, vote.losses)), [-(2**63)] * 2 * replica_size
@@ -74,20 +75,29 @@ def vote_to_row(vote: Vote, rank: int, replica_size: int, replicas: int = 1) -> 
     samples = [max(vote.samples), ~min(vote.samples)] if vote.samples else [-(2**63)] * 2
     times = [-(2**63)] * replicas
     times[replica] = -(2**63) if vote.micro_batch_us is None else -vote.micro_batch_us
-    facts = [SIGNALS.index(vote.stop_signal), *map(int, flags + counts), *samples, *digests, -vote.exchange_us, *times]
-    return [(vote.count or 0) * has_losses, *limbs, *facts]
+    sums = [(vote.count or 0) * has_losses, *limbs]
+    facts = [SIGNALS.index(vote.stop_signal), *map(int, flags + counts), vote.step, ~vote.step]
+    return [*sums, *facts, *samples, *digests, -vote.exchange_us, *times]
 
 
 def row_to_decision(row: Sequence[int], replica_size: int, gather_digests: Callable[[], Sequence[int]]) -> StepDecision:
     """Return the decision from the combined rows of all votes.
 
     gather_digests  Collective; returns the digests of all ranks. Called if some differ
+    CollectiveMismatchError, on all ranks, if they vote on different steps.
     UsageError, on all ranks, if only some votes with losses have a count, if counts add up to 0, or
     if losses are means over different numbers of samples.
     """
     count, limbs = row[0], row[1:SUMS]
-    stop, save_failed, regroup, some_stay, not_finite, gradient_not_finite, some_count, some_without, most, not_least, *rest = row[SUMS:]
+    stop, save_failed, regroup, some_stay, not_finite, gradient_not_finite, *rest = row[SUMS:]
+    some_count, some_without, last_step, not_first_step, most, not_least, *rest = rest
     digests, (exchange, *times) = rest[: 2 * replica_size], rest[2 * replica_size :]
+    if last_step != ~not_first_step:
+        raise CollectiveMismatchError(
+            f"ranks vote on different steps: {~not_first_step} to {last_step}",
+            "each vote carries its step",
+            "this is a bug of Lockstep: report it with events.jsonl and logs/",
+        )
     if some_count and (some_without or count < 1):
         raise UsageError(
             "some workers gave counts and others none" if some_without else f"the counts of a step add up to {count}",

@@ -295,7 +295,7 @@ class Membership:
         end = self.protocol.generation.end
         if end and end.code in AGREED_CODES:
             return  # the run is complete, but some ranks may still be in the last collective
-        is_ending = self.protocol.limits.max_workers == 0  # `stop_admitting`: members leave when they are done
+        is_ending = self.protocol.is_ending  # members leave when they are done
         log.log(logging.DEBUG if is_ending else logging.INFO, "generation %d ended: %s", self.protocol.number, why)
         self.aborter.abort()
 

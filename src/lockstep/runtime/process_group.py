@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from itertools import accumulate, pairwise
@@ -11,10 +12,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]  # public at run time
 
+from lockstep.errors import CollectiveMismatchError
 from lockstep.runtime.torch_private import backend_timeout, reset_group_count, set_group_timeout
 
 FORM_TIMEOUT_S = 10.0
 FORM_NCCL_TIMEOUT_S = 60.0  # loading NCCL and creating a CUDA context on each GPU comes first
+# Modules whose functions pass collectives on for their callers.
+PASSED_ON_BY = (
+    "lockstep.runtime.process_group",
+    "lockstep.elastic.generation_group",
+    "lockstep.elastic.collectives",
+)
 TAG = 1  # of messages in rounds; another thread may send gradients, with tag 0, at the same time
 Message = tuple[torch.Tensor, int]  # a buffer, and the rank that it is sent to or received from
 Round = tuple[list[Message], list[Message]]  # sent, received
@@ -65,17 +73,42 @@ def run_rounds(rounds: Iterable[Round], wait: Callable[[list[dist.Work | None]],
 
 
 def gather_json(size: int, value: Any, wait: Callable[[list[dist.Work | None]], None]) -> list[Any]:
-    """Collective. Return the JSON values of all ranks, in rank order."""
+    """Collective. Return the JSON values of all ranks, in rank order. CollectiveMismatchError, on all
+    of them, if some are in another gather: each message carries the name of its collective."""
     if size == 1:
         return [value]
-    rank, text = dist.get_rank(), json.dumps(value).encode()
+    rank, text = dist.get_rank(), json.dumps([collective_name(), value]).encode()
     lengths = torch.full((size,), len(text))
     run_rounds(gather_rounds(lengths, range(size + 1), rank), wait)
     starts = [0, *accumulate(lengths.tolist())]
     texts = torch.frombuffer(bytearray(text).ljust(starts[-1]), dtype=torch.uint8)
     run_rounds(gather_rounds(texts, starts, rank), wait)
-    values = [json.loads(texts[start:end].numpy().tobytes()) for start, end in pairwise(starts)]
-    return values[-rank:] + values[:-rank]
+    messages = [json.loads(texts[start:end].numpy().tobytes()) for start, end in pairwise(starts)]
+    messages = messages[-rank:] + messages[:-rank]
+    refuse_other_collectives([name for name, _ in messages])
+    return [received for _, received in messages]
+
+
+def collective_name() -> str:
+    """Return the function and the line that this collective is in, by the call stack: so none can be
+    without a name, and no two have the same one. All workers of a run have the same sources."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__") in PASSED_ON_BY:
+        frame = frame.f_back
+    return f"{frame.f_globals.get('__name__')}.{frame.f_code.co_qualname}, line {frame.f_lineno}"
+
+
+def refuse_other_collectives(names: Sequence[str]) -> None:
+    """CollectiveMismatchError unless all ranks are in one collective. names: by rank"""
+    if len(set(names)) == 1:
+        return
+    listed = [f"rank {rank} in {name}" for rank, name in enumerate(names)]
+    raise CollectiveMismatchError(
+        f"ranks are in different collectives: {'; '.join(listed)}",
+        "each message of a gather carries the name of its collective",
+        "every worker must call Lockstep's functions in the same order: save and evaluate on all ranks, "
+        "not under `if rank == 0`. If the loop does, report a bug of Lockstep, with events.jsonl and logs/",
+    )
 
 
 def group_timeout(group: dist.ProcessGroup | None = None) -> timedelta:

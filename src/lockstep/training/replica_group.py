@@ -392,6 +392,7 @@ class ReplicaGroup:
             leaving=self.leaving,
             digest=digest,
             gradient_finite=self.replica.is_gradient_finite() and (squared is None or bool(squared.isfinite())),
+            step=self.unfinished or 0,
             **self.balance.measured_us(),
         )
 

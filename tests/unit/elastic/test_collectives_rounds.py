@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -21,7 +22,7 @@ from support.ranks import run_ranks
 from lockstep.elastic.collectives import all_gather_json, combine_rows, vote_on_step
 from lockstep.elastic.consensus import SIGNALS, StepDecision, Vote, find_divergent_ranks, row_to_decision, vote_to_row
 from lockstep.elastic.runtime import ElasticRuntime
-from lockstep.errors import PeersLostError, UsageError
+from lockstep.errors import CollectiveMismatchError, PeersLostError, UsageError
 from lockstep.runtime import process_group
 from lockstep.runtime.process_group import Round, gather_rounds, reduce_rounds
 from lockstep.runtime.work import WorkWaiter
@@ -148,7 +149,7 @@ def test_a_vote_takes_at_most_2_rounds_more_than_log2_and_decides_as_all_votes_d
         whole_rounds = size.bit_length() - 1
         assert max(rounds) == whole_rounds + 2 * (size != 1 << whole_rounds)
         assert max(messages) <= whole_rounds + 1
-        assert all(torch.equal(row, rows[0]) for row in rows) and len(rows[0]) == 79 + 2 * replica_size + size // replica_size
+        assert all(torch.equal(row, rows[0]) for row in rows) and len(rows[0]) == 81 + 2 * replica_size + size // replica_size
         decision = decide(rows[0], votes, replica_size)
         assert repr(decision) == repr(expected)  # NaN is not equal to itself
         seen.add(decision if isinstance(decision, str) else "divergent" if decision.divergent_ranks else decision.finite)
@@ -237,8 +238,42 @@ def test_real_ranks_vote_and_gather_with_few_messages(size: int) -> None:
         assert {gathered for _, _, gathered in of_ranks} == {2 * (size - 1).bit_length()}
         for decision, sent, _ in of_ranks:
             rows = [number for number in sent if number > 600]
-            assert len(rows) <= size.bit_length() and set(rows) <= {8 * (81 + size), 8 * (83 + size // 2)}
+            assert len(rows) <= size.bit_length() and set(rows) <= {8 * (83 + size), 8 * (85 + size // 2)}
             assert ("divergent_ranks=()" in decision or "StepDecision" not in decision) == (rows == sent) or size == 1
+
+
+def compare_weights(runtime: ElasticRuntime) -> list[Any]:
+    return all_gather_json(runtime, runtime.world.rank)
+
+
+def share_scores(runtime: ElasticRuntime) -> list[Any]:
+    return all_gather_json(runtime, runtime.world.rank)
+
+
+def vote_on(runtime: ElasticRuntime, step: int) -> StepDecision:
+    return vote_on_step(runtime, Vote([1.0], step=step))
+
+
+def pair_wrongly(runtime: ElasticRuntime) -> list[str]:
+    """Enter another gather, and then a vote on another step, on the last rank; return the errors."""
+    is_last, errors = runtime.world.rank == runtime.world.size - 1, []
+    gather = share_scores if is_last else compare_weights
+    works: list[Callable[[], Any]] = [lambda: gather(runtime), lambda: vote_on(runtime, 7 + is_last)]
+    for work in works:
+        with pytest.raises(CollectiveMismatchError) as error:
+            work()
+        errors.append(error.value.what)
+    return [*errors, str(compare_weights(runtime))]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_in_different_collectives_are_refused_by_name(size: int) -> None:
+    results = run_ranks(pair_wrongly, size)
+    assert all(result == results[0] for result in results)
+    gathers, votes, gathered = results[0]
+    named = r"rank 0 in \S+\.compare_weights, line \d+; .*rank \d in \S+\.share_scores, line \d+"
+    assert re.fullmatch(f"ranks are in different collectives: {named}", gathers), gathers
+    assert votes == "ranks vote on different steps: 7 to 8" and gathered == str(list(range(size)))
 
 
 def vote_without_rank_1(runtime: ElasticRuntime) -> str:

@@ -685,6 +685,27 @@ def test_stop_request_of_a_member_that_has_left_reaches_the_coordinator() -> Non
     assert proposal.generation.members == (member(0), member(1)) and proposal.generation.step == 7
 
 
+@pytest.mark.parametrize("ends", [True, False])
+def test_no_joiner_is_admitted_once_a_member_has_ended_its_loop(ends: bool) -> None:
+    """It sends no state: it waits in the end of the run for the members that missed the last vote."""
+    other, coordinator = protocol(1), started(0, 1, 2)
+    other.request_join(0.0, {})
+    other.on_log_read(generation(1, 0, 1, 2), [], 0.0)
+    other.on_link_up("a/0/x", 0.0)
+    if ends:
+        other.stop_admitting()
+    other.on_message("a/0/x", {"kind": "ended", "number": 1, "why": "lost", "dead": {"a/2/x": "exited"}, "partition_suspected": False}, 1.0)
+    (sent,) = other.on_group_left(LeaveReport(1, 7, why="lost"), 1.0)
+    assert isinstance(sent, Send) and sent.message["kind"] == "left"
+    coordinator.limits = replace(coordinator.limits, min_workers=3)
+    coordinator.dead["a/2/x"] = "exited"
+    coordinator.joiners["a/3/x"] = Joiner(member(3), {}, frozenset({"a/0/x", "a/1/x"}))
+    coordinator.last_heard_s["a/3/x"] = 1.0
+    coordinator.on_group_left(LeaveReport(1, 6, why="lost"), 1.0)
+    (proposal,) = [effect for effect in coordinator.on_message("a/1/x", sent.message, 1.0) if isinstance(effect, Propose)]
+    assert proposal.generation.members == ((member(0), member(1)) if ends else (member(0), member(1), member(3)))
+
+
 def test_stop_request_of_a_worker_on_standby_reaches_the_members() -> None:
     other = protocol(1)
     other.request_join(0.0, {})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from lockstep.elastic.generation_log import Generation, Member, Removed
@@ -38,6 +38,7 @@ class LeaveReport:
     leaving: bool = False  # the member leaves the run, because its host is drained
     why: str = ""
     lost: tuple[str, ...] = ()  # ids of members that it cannot reach; filled in by the protocol
+    ending: bool = False  # its loop is over: it would send no state to a joiner; filled in by the protocol
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,9 @@ def next_generation(view: CoordinatorView, limits: ElasticLimits, token: str) ->
     number = view.generation.number + 1
     if missing := sum(member.id not in view.reports and member.id not in view.dead for member in view.generation.members):
         return None, f"waiting for {missing} members to leave generation {view.generation.number}"
+    if any(report.ending for id, report in view.reports.items() if id not in view.dead):
+        # A member may have missed the vote after which the others ended the run. They meet in the end.
+        limits = replace(limits, min_workers=limits.replica_size, max_workers=0)
     survivors = split_members(view, limits)
     if survivors is None:
         return None, "no member would stay"

@@ -29,6 +29,7 @@ class MembershipState:
     is_joining: bool = False  # it asked while others trained, and starts with no other worker
     generation_error: str = ""  # why the generation is over, until its successor exists
     partition_suspected: bool = False  # the generation stalled and no rank was to blame: some members may not reach each other
+    is_ending: bool = False  # the main thread's loop is over
     stop_signal: str = ""  # the signal with which the run shall stop, as far as known
     reports: dict[str, LeaveReport] = field(default_factory=dict)  # by id, of members that have left the generation
     joiners: dict[str, Joiner] = field(default_factory=dict)  # by id, workers that asked this worker to join

@@ -71,7 +71,7 @@ class Protocol(MembershipState):
         if self.phase != "in" or report.number != self.number:
             return []
         self.phase = "left"
-        self.reports[self.me.id] = report
+        self.reports[self.me.id] = replace(report, ending=self.is_ending)
         self.generation_error = self.generation_error or report.why or "left"
         return self._note_change()
 
@@ -92,7 +92,7 @@ class Protocol(MembershipState):
 
     def stop_admitting(self) -> list[Effect]:
         """Admit no more joiners and wait for no workers: the run is about to end."""
-        self.limits = replace(self.limits, min_workers=1, max_workers=0)
+        self.limits, self.is_ending = replace(self.limits, min_workers=1, max_workers=0), True
         return []
 
     def abort_start(self) -> list[Effect]:
@@ -156,7 +156,8 @@ class Protocol(MembershipState):
         self.partition_suspected = self.partition_suspected or bool(message["partition_suspected"])
         if kind == "left":
             leaving, why, lost = bool(message["leaving"]), str(message["why"]), tuple(message["lost"])
-            self.reports[id] = LeaveReport(number, int(message["step"]), leaving, why, lost)
+            step, ending = int(message["step"]), bool(message.get("ending"))
+            self.reports[id] = LeaveReport(number, step, leaving, why, lost, ending)
         return [*self._end_generation(str(message["why"]) or f"{id} left"), *self._note_change()]
 
     # -- disk events ----------------------------------------------------------------------------------------------------
