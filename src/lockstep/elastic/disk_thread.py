@@ -20,6 +20,7 @@ from lockstep.elastic.protocol.effects import Effect
 from lockstep.elastic.protocol.transitions import Protocol
 from lockstep.elastic.waiting_room import WaitingRoom
 from lockstep.log import log
+from lockstep.record.recorder_lock import RECORDER_LOCK, is_recorded
 from lockstep.runtime.worker_env import is_loopback_reachable
 
 STORE_PAUSE_S = 0.5  # at least, between two reads by a waiting worker of a log in an object store, which charges for each
@@ -42,7 +43,8 @@ class DiskThread:
         call: Call,
         on_second_training: Callable[[Member], Sequence[Effect]],
     ) -> None:
-        self.room, self.generation_log, self.protocol, self.call = WaitingRoom(run), generation_log, protocol, call
+        self.run, self.room, self.generation_log = run, WaitingRoom(run), generation_log
+        self.protocol, self.call = protocol, call
         self.me, self.on_second_training = protocol.me, on_second_training
         self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._reading_log = False
@@ -50,6 +52,7 @@ class DiskThread:
         self._registered = False  # in the waiting room
         self._waiting: dict[str, Member] = {}  # file name -> worker in the waiting room
         self._liveness: Mapping[str, str] = {}  # id -> newest content of its liveness file
+        self._has_logged_recorder = False
         self._store: TCPStore | None = None  # of the generation that this worker proposed last
         self.thread = threading.Thread(target=self._run, name="lockstep-disk", daemon=True)
         self.thread.start()
@@ -86,9 +89,19 @@ class DiskThread:
         self.submit(read)
 
     def propose(self, generation: Generation, address: str) -> None:
-        """Propose a generation with a store at `address`, which listens before the proposal is visible."""
+        """Propose a generation with a store at `address`, which listens before the proposal is visible.
+
+        A start waits while a process records the run: the members of the newest generation are silent
+        or unreachable, but one of them is paused and not dead. It could not record its steps, and its
+        failure would end the run of that one, too.
+        """
+        is_start = self.protocol.phase == "out" and bool(generation.members)
 
         def propose() -> None:
+            if is_start and is_recorded(self.run):
+                self._log_recorder()
+                self.call(lambda: self.protocol.on_disk_error(time.monotonic()))
+                return
             with socket.create_server((address, 0), backlog=1024) as listener:
                 host, port = listener.getsockname()[:2]
                 proposal = replace(generation, store=f"{host}:{port}")
@@ -102,6 +115,15 @@ class DiskThread:
             self.call(lambda: self.protocol.on_proposed(winner, time.monotonic()))
 
         self.submit(propose)
+
+    def _log_recorder(self) -> None:
+        if not self._has_logged_recorder:
+            self._has_logged_recorder = True
+            log.warning(
+                "waiting: another process records this run: it holds %s and is paused, cut off, or an "
+                "evaluator; the run starts when it has exited",
+                self.run / RECORDER_LOCK,
+            )
 
     def record_end(self, end: RunResult) -> threading.Event:
         """Record the end of the run in the log. The returned event is set after the attempt."""

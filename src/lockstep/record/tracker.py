@@ -34,6 +34,7 @@ from lockstep.record.metrics import (
     last_step,
     to_json_value,
 )
+from lockstep.record.recorder_lock import RECORDER_LOCK
 
 REMEMBERED_STEPS = 10_000  # newest steps that a rank other than the leader keeps in memory
 STATE, STATES = "tracker.json", "metrics"  # file, and its key of the states of metrics.jsonl
@@ -110,7 +111,8 @@ class Tracker(AbstractContextManager["Tracker"]):
         self.lock: int | None = None
         if self.is_leader():
             folder.mkdir(parents=True, exist_ok=True)
-            self._open_record(wait_for_lock(folder / "tracker.lock", LOCK_TIMEOUT_S if from_step is not None else 0.0), from_step)
+            timeout_s = LOCK_TIMEOUT_S if from_step is not None else 0.0
+            self._open_record(wait_for_lock(folder / RECORDER_LOCK, timeout_s), from_step)
 
     @property
     def leader(self) -> bool:
@@ -151,7 +153,7 @@ class Tracker(AbstractContextManager["Tracker"]):
         record from `step` on. While that leader holds the lock, steps stay in memory."""
         if self.leader or not self.is_leader():
             return
-        lock = try_lock(self.folder / "tracker.lock")
+        lock = try_lock(self.folder / RECORDER_LOCK)
         if lock is None:
             self._warn("the previous leader still holds tracker.lock; steps stay in memory")
             return
