@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 from support.processes import SRC, SUPPORT, children, is_alive, processes_in, state_of
@@ -631,6 +632,19 @@ def test_slot_0_writes_to_the_terminal_and_others_to_their_logs(start: Callable[
     agent = start("print_slot")
     assert agent.wait() == (0, "out 0\n", "err 0\n")
     assert (agent.run / "logs/here-1.log").read_text() == "out 1\nerr 1\n"
+
+
+def test_the_terminal_shows_what_rank_0_prints_in_another_slot(start: Callable[..., AgentRun]) -> None:
+    agent = start("slot_1_prints_when_told")
+    pids = agent.ready()
+    members = [Member(f"here/{slot}/a", "here", slot, pid, "127.0.0.1:1") for slot, pid in enumerate(pids)]
+    publish(agent, tuple(members))
+    os.kill(pids[0], signal.SIGKILL)
+    replacement = Member("here/0/b", "here", 0, agent.restarted(0, pids[0]), "127.0.0.1:1")
+    publish(agent, (members[1], replacement), (Removed("here/0/a", "exited"),))
+    (agent.folder / "go").touch()
+    wait_until((agent.folder / "printed").exists)
+    assert agent.stop() == (75, "step 30 loss 0.5\n", ANY)
 
 
 @pytest.mark.parametrize("name", ["run", "run/logs"])

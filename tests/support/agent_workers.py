@@ -97,6 +97,19 @@ def print_slot_and_wait() -> int:
     return polite()
 
 
+def slot_1_prints_when_told() -> int:
+    """Print in slot 1 what a user's loop prints, between lines of the logger."""
+    slot = worker_env().slot
+    if slot == 1:
+        print("before rank 0 was lost")
+        mark_ready(1)
+        wait_until(Path("go").exists)
+        print("2026-11-26 02:05:49,120 W rank 1: a warning\n  with its second line")
+        print("step 30 loss 0.5")
+        Path("printed").touch()
+    return polite()
+
+
 def train_one_step() -> int:
     """Check that the real forkserver has loaded what an optimizer needs."""
     from lockstep.agent.forkserver import PRELOAD

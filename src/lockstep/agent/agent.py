@@ -23,6 +23,7 @@ from lockstep.agent import restart_policy
 from lockstep.agent.config import LOOPBACK, AgentConfig, AgentTimeouts
 from lockstep.agent.evaluator_process import EvaluatorProcess
 from lockstep.agent.forkserver import WorkerProgram
+from lockstep.agent.leader_output import LeaderOutput
 from lockstep.agent.lock import PriorState, agent_lock, kill_all
 from lockstep.agent.run_logs import EventLog, GenerationReader
 from lockstep.agent.slots import (
@@ -110,6 +111,7 @@ class Agent:
         self.evaluator = EvaluatorProcess(folder, self.host, config.environ, self.events, enabled=config.evaluator)
         self.stops = StopRequests(self.folder, self.host, self.events, self.timeouts, drains=worker_env.drain)
         self.generations = GenerationReader(self.folder, prior, self.events)
+        self.leader_output = LeaderOutput(self.folder, self.host)
         self.run_end: RunEnd | None = None
         self.finishers: set[int] = set()  # pids of the local workers that trained until the end of the run
         self.has_trained = False  # a worker of this agent was a member of a generation
@@ -150,6 +152,8 @@ class Agent:
             exited_workers = [worker for worker in self.workers if worker.pidfd in ready]
             for record, before in self.generations.read_new():
                 self.apply_generation(record, before)
+                self.leader_output.follow(record)
+            self.leader_output.copy()
             for worker in exited_workers:
                 self.on_worker_exit(worker)
             if not self.run_end:
@@ -209,7 +213,8 @@ class Agent:
         self.run_end = RunEnd(code, text, now_s())
         self.stop_starting()
         self.events.add("run ended", reason)
-        if not restart_policy.fails_only_here(code, self.generations.active_hosts(), self.host, at_start=decision.at_start):
+        active_hosts = self.generations.active_hosts()
+        if not restart_policy.fails_only_here(code, active_hosts, self.host, at_start=decision.at_start):
             self.generations.record_end(code, text, reason)
 
     def escalate_signals(self) -> None:
@@ -237,12 +242,13 @@ class Agent:
                 leaving = removed.why == EXITED or signal.SIGUSR1 in self.stops.received
                 delay_s = self.timeouts.exit_s if leaving else 0.0
                 slot.worker.kill_at = now_s() + delay_s, f"removed from generation {record.number}: {removed.why}"
-        local_pids = {member.pid for member in (*before.members, *record.members) if member.host == self.host}
-        self.has_trained = self.has_trained or not local_pids.isdisjoint(worker.pid for worker in self.workers)
+        own_pids = {worker.pid for worker in self.workers}
+        local_members = [member for member in (*before.members, *record.members) if member.host == self.host]
+        self.has_trained = self.has_trained or any(member.pid in own_pids for member in local_members)
         if record.end and not self.run_end:
             self.finishers = {member.pid for member in members.values() if member.host == self.host}
-            text = record.end.text if record.end.text or self.has_trained else restart_policy.describe_missed_run(record, self.host)
-            self.run_end = RunEnd(record.end.code, text, now_s())
+            missed = "" if self.has_trained else restart_policy.describe_missed_run(record, self.host)
+            self.run_end = RunEnd(record.end.code, record.end.text or missed, now_s())
             self.stop_starting()
 
     # -- workers --------------------------------------------------------------------------------------------------------------
@@ -258,7 +264,8 @@ class Agent:
                     slot.start_at_s = now_s() + RETRY_S
 
     def request_worker(self, slot: Slot) -> None:
-        """Request a worker. Slot 0 writes to the agent's terminal, the others to their logs."""
+        """Request a worker. Slot 0 writes to the agent's terminal, the others to their logs; what rank 0
+        prints there is shown, too (leader_output.py)."""
         with suppress(OSError):
             exit_report_path(self.state, slot.number).unlink(missing_ok=True)
             waiting_room.remove_stale_files(self.folder, self.host, slot.number)
@@ -305,6 +312,7 @@ class Agent:
         """Collect the exit of a worker, remove what it left behind, and restart it or end the run."""
         slot = self.slots[worker.slot]
         slot.worker = None
+        self.leader_output.on_exit(slot.number)
         last_exit = slot.last_exit = self.collect_exit(slot, worker)
         with suppress(OSError):
             waiting_room.remove_stale_files(self.folder, self.host, worker.slot)

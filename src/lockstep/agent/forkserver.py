@@ -18,6 +18,7 @@ imports nothing starts them, and each worker imports everything after execve(2).
 
 import gc
 import importlib
+import io
 import json
 import os
 import select
@@ -230,6 +231,8 @@ def run_worker(spec: WorkerSpec, gate: int) -> int:
         die_with_parent(spec.agent)
     os.environ.update(spec.environ)
     sys.argv = ["lockstep", *spec.argv]
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # the agent may copy lines to its terminal
     module, _, name = spec.entry.partition(":")
     return int(getattr(importlib.import_module(module), name)(list(spec.argv)) or 0)
 
