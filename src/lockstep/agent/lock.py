@@ -81,7 +81,7 @@ def hold_lock(state: Path, folder: Path, host: str) -> Iterator[None]:
 
 
 def read_record(state: Path) -> dict[str, Any]:
-    """Return what the last agent told about its workers; {} if it told nothing, or the file is damaged."""
+    """Return how the last agent started its workers; {} if the record is missing or damaged."""
     path = state / RECORD
     try:
         return verify_checksum(read_json(path))
@@ -107,7 +107,7 @@ def unknown_workers(running: Mapping[int, ProcessIdentity], state: Path, folder:
     return DataError(
         f"workers are training in {folder} (pid {pids}), and it is unknown how they were started",
         f"{state / RECORD}, which their agent wrote, is missing or damaged",
-        f"they keep training; to start them again, stop them first: lockstep launch --stop {folder}",
+        f"they keep training; stop them before another start: lockstep launch --stop {folder}",
     )
 
 
@@ -175,6 +175,7 @@ def kill_all(running: Mapping[int, ProcessIdentity]) -> None:
 def remove_stale_files(state: Path) -> None:
     """Delete the files of exited workers, also partly written ones, from the state folder."""
     if not running_workers(state):
-        for pattern in ("[0-9]*.*", ".[0-9]*.*", "file_digests.*", ".file_digests.*", RECORD, f".{RECORD}.*"):
+        patterns = ("[0-9]*.*", "file_digests.*", RECORD)
+        for pattern in (*patterns, *(f".{pattern}" for pattern in patterns), f".{RECORD}.*"):
             for path in state.glob(pattern):
                 path.unlink()

@@ -43,6 +43,7 @@ class RestartPolicy:
     script: str = ""  # name of a plain script, whose steps are unknown; "": the steps are known
 
 
+START_HINT = "fix the error above and give the same command"
 RESUME_HINT = "the same command resumes from the newest checkpoint"
 PLAIN_SCRIPT_POLICY = RestartPolicy(crash_reset_s=600.0)
 
@@ -88,7 +89,7 @@ def decide_restart(
 
     if report and report.program_error and not report.joined:
         what = f"{worker_exit} failed before it joined the run, and would fail again: {summary}"
-        return end_the_run(worker_exit, what, "fix the error above and give the same command", at_start=True), history
+        return end_the_run(worker_exit, what, START_HINT, at_start=True), history
     step = report.step if report else step
     progress = step > history.step
     crashes = (0 if progress or lived_s >= policy.crash_reset_s else history.crashes) + is_own_fault(worker_exit)
@@ -131,7 +132,7 @@ def decide_first_exit(decision: RestartDecision, worker_exit: WorkerExit, errors
     if len(errors) < workers:
         return restart_after(worker_exit, START_ERROR_WAIT_S)
     what = f"all {workers} workers failed with this error" if workers > 1 else f"{worker_exit} failed"
-    return end_the_run(worker_exit, f"{what} before the first step", "fix the error above and give the same command")
+    return end_the_run(worker_exit, f"{what} before the first step", START_HINT)
 
 
 def restart_after(worker_exit: WorkerExit, delay_s: float) -> RestartDecision:
@@ -162,11 +163,12 @@ def fails_at_end(worker_exit: WorkerExit, finishers: Collection[int]) -> bool:
 
 
 def describe_missed_run(record: Generation, host: str) -> str:
-    """Describe the end of a run, recorded by `record`, to a host whose workers were in no generation."""
+    """Describe the end of a run in `record` to a host whose workers were in no generation."""
     assert record.end is not None
-    what = f"the run ended with exit code {record.end.code} while the workers of {host} were starting or waiting: they trained no step"
+    what = f"the run ended with exit code {record.end.code}"
+    when = f"while the workers of {host} were starting or waiting: they trained no step"
     hints = [RESUME_HINT] if record.end.code else []
-    return "\n  ".join([what, f"generation {record.number}: {record.reason}", *hints])
+    return "\n  ".join([f"{what} {when}", f"generation {record.number}: {record.reason}", *hints])
 
 
 def restart_delay(restarts: int, policy: RestartPolicy) -> float:

@@ -96,7 +96,7 @@ def of_peers(hosts: Sequence[HostFacts]) -> Iterator[Finding]:
         refused = all("refused" in error for error in errors)
         hint = "let a firewall pass all TCP ports between the hosts; is the host up, and the address right?"
         hint = f"start lockstep doctor on {name} too; if it runs there, see its own output" if refused else hint
-        hint = "give each host of the hosts file an address of its own" if SHARED_ADDRESS in errors[0] else hint
+        hint = "give each host another address in the hosts file" if SHARED_ADDRESS in errors[0] else hint
         what = f"does not answer {join_words(errors)}" + ("" if name in names else "; nothing is known about it")
         yield Finding("ports", name, "FAIL", what, "hosts file; each host answers at this port while its doctor runs", hint)
 

@@ -33,7 +33,7 @@ PEER_LOSS = re.compile(
     r"|wait timeout after \d+ms|client socket has timed out|timed out connecting"
     r"|ncclRemoteError|remote process exited|NCCL communicator was aborted|Watchdog caught collective operation timeout"
 )
-# The text of the program is wrong. Other errors may have a cause that passes: a disk, a download, a device.
+# The text of the program is wrong. Other errors may pass: those of a disk, a download, a device.
 PROGRAM_ERRORS = (ImportError, SyntaxError, NameError, AttributeError, TypeError)
 # Out-of-memory messages of torch, oneDNN and Python. A new thread needs address space.
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "bad_alloc", "could not create a primitive", "can't start new thread")
@@ -101,8 +101,8 @@ def run_and_report(function: Callable[[], int | None]) -> ExitReport:
     except BaseException as error:
         trace = traceback.format_exc()
         lost = is_peer_loss(error)
-        code, is_program_error = PeersLostError.exit_code if lost else 1, isinstance(error, PROGRAM_ERRORS)
-        return ExitReport(code, now_s(), trace, trace, lost_peers=lost, program_error=is_program_error)
+        code, in_program = PeersLostError.exit_code if lost else 1, isinstance(error, PROGRAM_ERRORS)
+        return ExitReport(code, now_s(), trace, trace, lost_peers=lost, program_error=in_program)
 
 
 def send_exit_report(report: ExitReport) -> bool:
