@@ -25,11 +25,11 @@ from lockstep.files import scheme_of
 from lockstep.runtime.environment import RESERVED_VARIABLES
 from lockstep.runtime.exit_report import error_summary, is_out_of_memory
 
-RUN_COMMANDS = ("train", "launch", "drill", "plan")  # accept every key of a run as an option
+RUN_COMMANDS = ("train", "launch", "drill", "plan", "render")  # accept every key of a run as an option
 STORE_COMMANDS = ("bench", "doctor", "drill", "watch")  # take an address as their run folder by themselves
 # Accept only the words that argparse knows.
 STRICT_COMMANDS = (
-    *("bench", "checkpoint", "completion", "doctor", "evaluate", "lab", "recipes", "render", "report", "status", "translate", "watch"),
+    *("bench", "checkpoint", "completion", "doctor", "evaluate", "lab", "recipes", "report", "status", "translate", "watch"),
 )
 
 

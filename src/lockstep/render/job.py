@@ -8,17 +8,20 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import tomli_w
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+import lockstep
 from lockstep.config.resolve import read_toml, resolve
 from lockstep.config.schema import RunConfig
 from lockstep.errors import ConfigError, UsageError
 from lockstep.record.backends import without_secrets
 
 PATH = re.compile(r"[\w./][\w.:@+=/-]*")
+VALUE = re.compile(r"[\w.:@+=/,%-]+")
 IMAGE = re.compile(r"([a-z0-9][\w.-]*(:\d+)?/)?[a-z0-9][\w./-]*(:[\w.-]+)?(@sha256:[0-9a-f]{64})?", re.ASCII)
 # Tokens of Hugging Face, OpenAI, Weights & Biases, GitHub, GitLab, Slack, AWS and Google.
 TOKEN = re.compile(r"\b(hf_|sk-|wandb_v1_|gh[opsu]_|github_pat_|glpat-|xox[abp]-|AKIA|AIza)[A-Za-z0-9_-]{12,}|\b[0-9a-f]{40}\b")
@@ -37,6 +40,7 @@ class Job:
     stored    in an object store: the nodes share no disk
     gpus      of each node; 0: the workers train on CPUs
     secrets   names of the environment variables with secrets that the run reads
+    flags     keys of the run on the command line, as " --section.key=VALUE"
     """
 
     name: str
@@ -50,16 +54,27 @@ class Job:
     stored: bool
     image: str
     secrets: tuple[str, ...]
+    flags: str = ""
 
 
 def make_job(
-    file: Path, nodes: tuple[int, int], *, gpus: int, workers: int, run_folder: str, image: str, stored: bool = False
+    file: Path,
+    nodes: tuple[int, int],
+    *,
+    gpus: int,
+    workers: int,
+    run_folder: str,
+    image: str,
+    stored: bool = False,
+    flags: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[Job, RunConfig]:
     """Return the job and its run. ConfigError for an invalid run file or a secret in it, UsageError
     for names that cannot be written into every file.
-    stored: `run_folder` is an address in an object store."""
-    run, values = resolve(file).run, read_toml(file)
-    refuse_secrets(values, file)
+    stored: `run_folder` is an address in an object store
+    flags: keys of the run on the command line"""
+    run, values = resolve(file, flags).run, read_toml(file)
+    refuse_secrets(values, str(file))
+    refuse_secrets(flags, "command line")
     name = re.sub(r"[^a-z0-9]+", "-", file.stem.lower()).strip("-")[:40].strip("-")
     name = f"run-{name}" if NOT_TEXT.fullmatch(name) else name
     checks = {"RUN.toml": (str(file), PATH), "--run": (run_folder, PATH), "--image": (image, IMAGE)}
@@ -67,18 +82,23 @@ def make_job(
         if not pattern.fullmatch(text):
             hint = "use letters, digits and . _ - / only" if pattern is PATH else "write [HOST[:PORT]/]NAME[:TAG][@sha256:DIGEST]"
             raise UsageError(f"{text[:200]!r} cannot be written into a job file", option, hint)
+    for key, text in flags.items():
+        if not VALUE.fullmatch(text):
+            what = f"{text[:200]!r} cannot be written into the command of a job file"
+            raise UsageError(what, f"--{key}", f"set it in the run file {file}, or use letters, digits and . _ - / : , = only")
+    words = "".join(f" --{key}={text}" for key, text in flags.items())
     if not name:
         raise UsageError(f"{file.name!r} gives the job no name", "RUN.toml", "jobs are named with a-z, 0-9 and -: rename the run file")
-    return Job(name, str(file), to_toml(values), *nodes, gpus, workers, run_folder, stored, image, secrets_of(run)), run
+    return Job(name, str(file), to_toml(values), *nodes, gpus, workers, run_folder, stored, image, secrets_of(run), words), run
 
 
-def refuse_secrets(values: Mapping[str, Any], file: Path) -> None:
-    """ConfigError if a value of a run file looks like a secret: others can read job files."""
+def refuse_secrets(values: Mapping[str, Any], where: str) -> None:
+    """ConfigError if a value of a run looks like a secret: others can read job files."""
     public = without_secrets(values)
     secret = [key for key, value in values.items() if public[key] != value or TOKEN.search(str(value))]
     if secret:
-        hint = f"remove it from the file, and set LOCKSTEP_{secret[0].upper().replace('.', '_')} where the job runs, from a secret store"
-        raise ConfigError(f"the value of {', '.join(secret)} looks like a secret; it is not shown or rendered", str(file), hint)
+        hint = f"remove it there, and set LOCKSTEP_{secret[0].upper().replace('.', '_')} where the job runs, from a secret store"
+        raise ConfigError(f"the value of {', '.join(secret)} looks like a secret; it is not shown or rendered", where, hint)
 
 
 def secrets_of(run: RunConfig) -> tuple[str, ...]:
@@ -100,8 +120,9 @@ def render(target: str, job: Job) -> str:
     """Return the file that starts the job on `target`."""
     loader = FileSystemLoader(Path(__file__).parent / "templates")
     environment = Environment(loader=loader, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
-    sizes = f"--nodes {job.fewest}:{job.most} --workers {job.workers}"
-    values = {**asdict(job), "title": title(target, job), "sizes": sizes, "workdir": "/work" if job.stored else "/shared"}
+    sizes = f"--nodes {job.fewest}:{job.most} --workers {job.workers}{job.flags}"
+    wheel = f"lockstep_train-{lockstep.__version__}-py3-none-any.whl"
+    values = {**asdict(job), "title": title(target, job), "sizes": sizes, "wheel": wheel, "workdir": "/work" if job.stored else "/shared"}
     text = environment.get_template(target).render(values, store_variables=STORE_VARIABLES * job.stored)
     return "".join(f"{line.rstrip()}\n" for line in text.rstrip().split("\n"))
 
@@ -113,4 +134,5 @@ def title(target: str, job: Job) -> str:
     options = f"--nodes {job.fewest}:{job.most}" + f" --gpus {job.gpus}" * bool(job.gpus)
     options += f" --workers {job.workers}" * (job.workers != (job.gpus or 2))
     options += f" --run {job.run}" * (job.run != f"runs/{Path(job.run_file).stem}")
+    options += job.flags
     return f"# {job.name}: {nodes} with {devices} each\n# lockstep render {target} {job.run_file} {options}"

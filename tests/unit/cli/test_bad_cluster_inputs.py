@@ -50,7 +50,7 @@ RENDER = {
     "slurm good.toml --nodes 2 --gpus many": "'many' is not an integer",
     "slurm good.toml --nodes 2 --workers 0": "'0' is not an integer from 1",
     "slurm good.toml --nodes 2 --gpus 2 --workers 4": "--workers 4 with --gpus 2",
-    "slurm good.toml --nodes 2 --steps 3": "unknown option '--steps'",
+    "slurm good.toml --nodes 2 --stepz 3": "unknown key 'stepz'",
     "slurm good.toml --nodes 2:4 --gpus 8": "16 workers, but a step has work for 8",
     "slurm good.toml --nodes 2 --run 'a b'": "'a b' cannot be written",
     "slurm good.toml --nodes 2 --run 'runs/$(reboot)'": "cannot be written",

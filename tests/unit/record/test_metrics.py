@@ -220,7 +220,7 @@ def test_a_changed_file_is_noticed_at_resume_and_in_the_report(tmp_path: Path, n
     path.write_bytes(damage(content))
     assert metrics_damage(tmp_path, 30) == [problem]
     before = path.read_bytes()
-    with pytest.raises(DataError, match="at which (it|the run) resumes") as caught:
+    with pytest.raises(DataError, match=r"at which (it|the run) resumes") as caught:
         Tracker(tmp_path, leader=True, from_step=30)
     assert "move metrics.jsonl aside: the new file starts at step 31" in caught.value.hint
     assert path.read_bytes() == before, "an invalid file is not changed"

@@ -16,6 +16,7 @@ import pytest
 import yaml
 from kubeflow_trainer_api import models
 
+import lockstep
 from lockstep.cli.main import main
 from lockstep.cli.options import TARGETS, build_parser
 
@@ -127,8 +128,11 @@ def test_files_for_compose_are_valid(rendered: dict[str, str]) -> None:
 def test_a_file_for_skypilot_starts_one_node(rendered: dict[str, str]) -> None:
     """SkyPilot's own schema needs the whole package with its clouds."""
     task = yaml.safe_load(rendered["skypilot"])
-    assert task["num_nodes"] == 1 and set(task["file_mounts"]) == {"/tmp/lockstep/run.toml"}
+    assert task["num_nodes"] == 1 and "/tmp/lockstep/run.toml" in task["file_mounts"]
     assert task["resources"]["job_recovery"]["recover_on_exit_codes"] == [75, 76, 137]
+    wheel = f"lockstep_train-{lockstep.__version__}-py3-none-any.whl"
+    assert task["file_mounts"][f"/tmp/lockstep/{wheel}"] == f"dist/{wheel}"
+    assert task["setup"].startswith(f'pip install "/tmp/lockstep/{wheel}')  # no index has the package
     assert not task.get("secrets") or set(task["secrets"].values()) == {None}
 
 
@@ -138,6 +142,37 @@ def test_every_file_starts_a_command_that_lockstep_accepts(rendered: dict[str, s
         words = shlex.split(line.rstrip("& "))
         args = build_parser().parse_args(words[1:])
         assert args.workers and str(args.out) in ("runs/tiny", "$run", "s3:/runs/team/tiny"), (target, words)
+
+
+def test_keys_of_the_run_are_in_the_command_of_every_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "tiny.toml"
+    file.write_text("steps = 40")
+    for target in TARGETS:
+        words = ["render", target, str(file), "--nodes", "1:16", "--batch.micro_batches", "32", "--optim.learning_rate=5e-4"]
+        assert main(words) == 0
+        text = capsys.readouterr().out
+        (line,) = re.findall(r"^[^#\n]*?(lockstep launch /\S+ .*)$", text, re.MULTILINE)
+        assert " --batch.micro_batches=32 --optim.learning_rate=5e-4" in line
+        command = next(line for line in text.splitlines() if line.startswith("# lockstep render"))
+        assert main([*shlex.split(command)[2:]]) == 0 and capsys.readouterr().out == text
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["--track.project", "$(id)"], "'$(id)' cannot be written into the command of a job file"),
+        (["--track.project", "a b"], "cannot be written"),
+        (["--track.project", "hf_abcdefghijklmnopqrstuvwx"], "looks like a secret"),
+        (["--batch.micro_batch", "32"], "unknown key 'batch.micro_batch'"),
+        (["--nodse", "2"], "unknown key 'nodse'"),
+    ],
+)
+def test_a_key_that_cannot_be_rendered_is_refused(
+    words: list[str], problem: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "tiny.toml").write_text("steps = 40")
+    assert main(["render", "slurm", str(tmp_path / "tiny.toml"), "--nodes", "2", *words]) == 2
+    assert problem in capsys.readouterr().err
 
 
 def test_nodes_share_a_disk_or_have_the_credentials_of_a_store(rendered: dict[str, str]) -> None:
