@@ -151,7 +151,12 @@ def add_training_commands(commands: Commands) -> None:
     add("--layout", choices=["auto"], help="auto: choose layout.* by lockstep plan for the devices of this machine")
 
     add = add_command(commands, "plan", "rank the layouts of a run on given devices by memory and time", takes_target=True)
-    add("--devices", required=True, metavar="HxD:KIND-MEMORY", help="hosts x devices of each, as 4x8:H100-80GB or 2x1:cpu-4GiB")
+    add(
+        "--devices",
+        required=True,
+        metavar="HxD:KIND-MEMORY",
+        help="hosts x devices of each, as 4x8:H100-80GB or 2x1:cpu-4GiB; another GPU: -MEMORY@TFLOPS[,GB/s]",
+    )
     add("--link", default="", metavar="RATE[,LATENCY]", help="of a host, shared by its workers, such as 100Gbit/s or 1Gbit/s,200us")
     add("--host-link", default="", metavar="RATE[,LATENCY]", help="between two devices of a host (default: an assumption)")
     add("--profile", type=Path, metavar="FILE.json", help="links as lockstep bench comm measured them, instead of --link")

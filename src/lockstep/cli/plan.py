@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 from dataclasses import asdict, replace
@@ -27,6 +28,9 @@ from lockstep.runtime.environment import default_worker_count, read_rank_info
 from lockstep.tasks.layout_limits import llama_config
 from lockstep.units import format_bytes, format_count, format_duration, parse_seconds
 
+# Of memory per parameter: AdamW reads a gradient, and reads and writes a weight and two moments; a
+# micro-batch of a replica of several workers copies weights and gradients, and adds gradients.
+UPDATE_BYTES, COPY_BYTES = 28, 28
 PAIR_TOKENS = 24  # of a sentence, where the data is not known
 
 
@@ -75,7 +79,11 @@ def goodput_of(args: argparse.Namespace, best: PlannedLayout, model: ModelCost, 
 
 def assumed_timing(model: ModelCost, cluster: Cluster, run: RunConfig) -> Timing:
     flops, source = cluster.flops(run.compute.precision)
-    return timing_from_flops(model, flops, cluster.device_type, source)
+    timing = timing_from_flops(model, flops, cluster.device_type, source)
+    if not cluster.memory_bytes_per_s:
+        return timing
+    rate, text = cluster.memory_bytes_per_s, f"{cluster.memory_bytes_per_s / 1e9:g} GB/s of memory"
+    return replace(timing, update_s=UPDATE_BYTES / rate, copy_s=COPY_BYTES / rate, source=f"{source}; {text}")
 
 
 def possible(model: ModelCost, tensor: int, cluster: Cluster) -> bool:
@@ -118,7 +126,7 @@ def this_device() -> tuple[str, str]:
     query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
     lines = subprocess.run(query, capture_output=True, text=True, check=False).stdout.splitlines()
     name, _, mebibytes = lines[0].partition(",") if lines else ("cpu", "", "")
-    known = next((kind for kind in GPUS if kind in name), "cpu")
+    known = next((kind for kind in GPUS if re.search(rf"\b{kind}\b", name)), "cpu")
     return known, f"{mebibytes.strip()}MiB" if known != "cpu" else ""
 
 

@@ -20,18 +20,22 @@ EFFICIENCY = 0.4  # of a GPU's peak that training reaches: assumed; `--measure` 
 CPU_FLOPS = {"fp32": 20e9, "bf16": 60e9}  # of one core: assumed
 SAME_HOST = {"gpu": Link(20e-6, 100e9), "cpu": Link(100e-6, 1e9)}  # assumed: NVLink; gloo over the loopback device
 LATENCY_S = 100e-6  # between hosts, if none is given: assumed
-GPUS = ("A100", "H100", "H200", "L4", "T4", "RTX 4090", "RTX 3090")
+GPUS = (*("A100", "H100", "H200", "B200", "MI300X", "L40S", "L4", "A10", "V100", "T4", "P4000", "RTX 4090", "RTX 3090"),)
 MAX_DEVICES = 1 << 14
 DEVICES_HINT = "write HOSTSxDEVICES:KIND-MEMORY, such as 4x8:H100-80GB or 2x1:cpu-4GiB"
+OTHER_HINT = "of another GPU write its dense peak, too, as KIND-MEMORY@TFLOPS[,GB/s]: 2x8:H800-80GB@989,3350"
+DEVICES = re.compile(r"(\d{1,6})x(\d{1,6}):([A-Za-z][\w ]*?)(?:-(\d[\w.]*))?(?:@(\d{1,7}(?:\.\d{1,7})?)(?:,(\d{1,7}(?:\.\d{1,7})?))?)?")
 
 
 @dataclass(frozen=True)
 class Cluster:
     """Hosts with equal devices, ranks host by host.
 
-    kind         "cpu", or a GPU of record/step_timer.py
+    kind         "cpu", or the name of a GPU: of record/step_timer.py unless its peak is given
     memory       bytes of a device; of a CPU, of one worker
     other_host   of a host, shared by its workers
+    peak         FLOP/s of a device in the run's precision; 0: that of its kind
+    memory_bytes_per_s   of a GPU; 0: not given
     """
 
     hosts: int
@@ -40,6 +44,8 @@ class Cluster:
     memory: int
     same_host: Link
     other_host: Link
+    peak: float = 0.0
+    memory_bytes_per_s: float = 0.0
 
     @property
     def devices(self) -> int:
@@ -50,14 +56,17 @@ class Cluster:
         return "cpu" if self.kind == "cpu" else "cuda"
 
     def precision(self) -> Literal["bf16", "fp32"]:
-        """Return what compute.precision = auto means there; a CPU is this machine's."""
+        """Return what compute.precision = auto means there; a CPU is this machine's, and a GPU whose
+        peak is given has bf16 units."""
+        if self.peak:
+            return "bf16"
         return "bf16" if (bf16_flag() if self.kind == "cpu" else peak_flops(self.kind, "bf16")) else "fp32"
 
     def flops(self, precision: str) -> tuple[float, str]:
         """Return the assumed FLOP/s of a device in training, and the assumption."""
         if self.kind == "cpu":
             return CPU_FLOPS[precision], f"{CPU_FLOPS[precision] / 1e9:g} GFLOP/s per worker, assumed"
-        peak = peak_flops(self.kind, precision)
+        peak = self.peak or peak_flops(self.kind, precision)
         assert peak is not None
         return peak * EFFICIENCY, f"{EFFICIENCY:.0%} of the peak of {peak / 1e12:g} TFLOP/s, assumed"
 
@@ -70,16 +79,21 @@ class Cluster:
 
 def parse_cluster(devices: str, link: str, host_link: str, profile: Path | None) -> Cluster:
     """Return the cluster of --devices, --link, --host-link and --profile. UsageError."""
-    match = re.fullmatch(r"(\d{1,6})x(\d{1,6}):([A-Za-z][\w ]*?)(?:-(\d[\w.]*))?", devices)
+    match = DEVICES.fullmatch(devices)
     if not match:
-        raise UsageError(f"{devices!r} names no devices", "--devices", DEVICES_HINT)
+        raise UsageError(f"{devices!r} names no devices", "--devices", f"{DEVICES_HINT}; {OTHER_HINT}")
     hosts, per_host, kind = int(match[1]), int(match[2]), match[3]
     if not (hosts and per_host and hosts * per_host <= MAX_DEVICES):
         raise UsageError(f"{hosts * per_host:,} devices", f"--devices {devices}", f"give 1 to {MAX_DEVICES:,}")
     is_cpu = kind.lower() == "cpu"
-    if not is_cpu and (peak_flops(kind, "fp32") is None or not match[4]):
-        what = f"the device {kind!r} is not known" if match[4] else f"the memory of {kind} is not given"
-        raise UsageError(what, f"--devices {devices}", f"{DEVICES_HINT}; known GPUs: {', '.join(GPUS)}")
+    peak, memory_rate = 1e12 * float(match[5] or 0), 1e9 * float(match[6] or 0)
+    if (match[5] and not peak) or (match[6] and not memory_rate) or (is_cpu and match[5]):
+        what = "the speed of a CPU is given" if is_cpu else "a speed is zero"
+        raise UsageError(what, f"--devices {devices}", "time the model on this CPU: --measure" if is_cpu else OTHER_HINT)
+    if not is_cpu and not match[4]:
+        raise UsageError(f"the memory of {kind} is not given", f"--devices {devices}", DEVICES_HINT)
+    if not is_cpu and not peak and peak_flops(kind, "fp32") is None:
+        raise UsageError(f"the device {kind!r} is not known", f"--devices {devices}", f"{OTHER_HINT}; known GPUs: {', '.join(GPUS)}")
     own = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // per_host
     memory = parsed(parse_bytes, match[4], f"--devices {devices}") if match[4] else own
     links = read_profile(profile) if profile else {}
@@ -91,7 +105,8 @@ def parse_cluster(devices: str, link: str, host_link: str, profile: Path | None)
         hint = "give --link RATE, such as 100Gbit/s or 1Gbit/s,200us, or --profile FILE.json of lockstep bench comm"
         raise UsageError(f"{hosts} hosts, and the link between them is not known", "command line", hint)
     same = links.get("same_host", SAME_HOST["cpu" if is_cpu else "gpu"])
-    return Cluster(hosts, per_host, "cpu" if is_cpu else kind, memory, same, links.get("other_host", same))
+    kind = "cpu" if is_cpu else kind
+    return Cluster(hosts, per_host, kind, memory, same, links.get("other_host", same), peak, memory_rate)
 
 
 def parse_link(text: str, where: str) -> Link:

@@ -109,14 +109,22 @@ def flops_per_token(parameters: int, layers: int, width: int, length: int) -> fl
 
 # Dense peaks in TFLOP/s (without sparsity): bf16 with fp32 accumulation, fp32 without TF32. The
 # first pattern found in the device name counts. None: no bf16 units. Sources: NVIDIA's data sheets
-# and white papers (Ampere GA102 for the RTX 3090, Ada for the RTX 4090).
+# and white papers (Ampere GA102 for the RTX 3090, Ada for the RTX 4090; of the B200, an eighth of an
+# HGX board), and AMD's for the MI300X.
 PEAKS_TFLOPS: tuple[tuple[str, float | None, float], ...] = (
     (r"\bA100\b", 312.0, 19.5),
     (r"\bH100\b.*\bPCIE\b", 756.0, 51.0),
     (r"\bH[12]00\b.*\bNVL\b", 835.0, 60.0),
     (r"\bH[12]00\b", 989.0, 67.0),
+    (r"\bB200\b", 2250.0, 75.0),
+    (r"\bMI300X\b", 1307.4, 163.4),
+    (r"\bL40S\b", 362.0, 91.6),
     (r"\bL4\b", 121.0, 30.3),
+    (r"\bA10\b", 125.0, 31.2),
+    (r"\bV100\b.*\bPCIE\b", None, 14.0),
+    (r"\bV100\b", None, 15.7),
     (r"\bT4\b", None, 8.1),
+    (r"\bP4000\b", None, 5.3),
     (r"\bRTX 4090\b(?! (D|LAPTOP)\b)", 165.2, 82.6),
     (r"\bRTX 3090\b(?! TI\b)", 71.0, 35.6),
 )

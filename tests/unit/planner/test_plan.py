@@ -35,6 +35,19 @@ def test_devices_and_links_are_read() -> None:
     assert (cluster.devices, cluster.memory, cluster.other_host) == (32, 24 * 10**9, Link(pytest.approx(5e-6), 12.5e9))
     assert (cluster.link(0, 7), cluster.link(0, 8, 2).bytes_per_s) == (cluster.same_host, 6.25e9)
     assert parse_cluster("1x2:cpu", "", "", None).device_type == "cpu"
+    other = parse_cluster("1x8:H800-80GB@989.5,3350", "", "", None)
+    assert (other.kind, other.memory, other.memory_bytes_per_s) == ("H800", 80 * 10**9, 3350e9)
+    assert other.precision() == "bf16" and other.flops("bf16")[0] == pytest.approx(0.4 * 989.5e12)
+    for kind, precision in (("P4000", "fp32"), ("V100", "fp32"), ("A10", "bf16"), ("L40S", "bf16"), ("B200", "bf16"), ("MI300X", "bf16")):
+        assert parse_cluster(f"1x8:{kind}-16GB", "", "", None).precision() == precision
+
+
+def test_a_gpu_with_given_speeds_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    times = [
+        plan(capsys, "--devices", f"1x8:{device}", "--compute.precision", "bf16")["layouts"][0]["seconds"]
+        for device in ("H100-80GB", "H800-80GB@989", "H800-80GB@494.5", "H800-80GB@989,3350")
+    ]
+    assert times[0] == times[1] < times[2] and times[3] != times[1]
 
 
 @pytest.mark.parametrize(
@@ -44,6 +57,11 @@ def test_devices_and_links_are_read() -> None:
         ("0x8:H100-80GB", "", "0 devices"),
         ("99999x99999:cpu", "", "devices"),
         ("1x8:H900-80GB", "", "'H900' is not known"),
+        ("1x8:H900@989", "", "memory of H900 is not given"),
+        ("1x8:H900-80GB@0", "", "a speed is zero"),
+        ("1x8:H900-80GB@989,0", "", "a speed is zero"),
+        ("1x8:H900-80GB@fast", "", "names no devices"),
+        ("1x8:cpu-4GiB@1", "", "the speed of a CPU is given"),
         ("1x8:H100", "", "memory of H100 is not given"),
         ("1x8:H100-80parsecs", "", "unknown unit 'parsecs'"),
         ("2x8:H100-80GB", "", "link between them is not known"),
