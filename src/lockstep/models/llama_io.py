@@ -50,12 +50,17 @@ def is_llama_run(folder: Path) -> bool:
 
 
 def read_model(folder: Path) -> tuple[LlamaConfig | TransformersConfig, dict[str, Any]]:
-    """Read model.json: (config, its config.json or {}). DataError: it is damaged."""
+    """Read model.json: (config, its config.json or {}). DataError: it is damaged. CheckpointError:
+    the run has not written it yet, or is of another model."""
     try:
         value = read_json(folder / MODEL)
         if value.get("backend") == "transformers":
             return TransformersConfig(dict(value["config"])), dict(value["config"])
         return config_from_json(value["shape"]), dict(value["config"] or {})
+    except FileNotFoundError:
+        what = f"there is no {MODEL}: the run has not started to train, or its model is no Llama"
+        hint = "wait for its first save; without --adapter, export also writes the weights of other models"
+        raise CheckpointError(what, str(folder), hint) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, CheckpointError) as error:
         raise DataError(f"{MODEL} cannot be read: {error}", str(folder / MODEL), "import the model again") from error
 

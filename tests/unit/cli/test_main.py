@@ -140,3 +140,21 @@ def test_a_stop_signal_during_the_imports_ends_process_1_of_a_container(tmp_path
     finally:
         outer.kill()
         outer.wait()
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        ([], "there is no checkpoint yet"),
+        (["--adapter"], "there is no model.json: the run has not started to train"),
+    ],
+)
+def test_a_run_that_never_started_has_nothing_to_export(
+    words: list[str], what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("generations", "logs", "waiting"):
+        (tmp_path / "run" / name).mkdir(parents=True)
+    assert main(["checkpoint", "export", str(tmp_path / "run"), "--out", str(tmp_path / "out"), *words]) == 3
+    error = capsys.readouterr().err
+    assert what in error and "wait for" in error and len(error.splitlines()) == 3
+    assert not (tmp_path / "out").exists()
