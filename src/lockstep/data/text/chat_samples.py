@@ -1,6 +1,6 @@
 """Training samples from chats: token ids, and a loss mask over exactly the answers.
 
-    chat    JSONL, plain or .gz; one record in one of CHAT_FORMS per line
+    chat    JSONL or a JSON array, plain or .gz, Parquet, a dataset on disk; records in one of CHAT_FORMS
     drills  generated questions with one correct answer each, to try fine-tuning without a download
 
 The chat template of the model renders a chat, which is tokenized as a whole. The ids before an
@@ -26,8 +26,9 @@ from lockstep.data.order import splitmix64
 from lockstep.data.pairs.textfiles import parse_json_line
 from lockstep.data.text.chat_template import GENERATION, MARKS
 from lockstep.data.text.chat_tokenizer import ChatTokenizer, Message
-from lockstep.data.text.documents import Split, choose_split, files_of, records_of, splits_of
+from lockstep.data.text.documents import Split, choose_split, files_of, splits_of
 from lockstep.data.text.prepare import Sample
+from lockstep.data.text.record_files import records_of
 from lockstep.errors import DataError
 from lockstep.log import log
 
@@ -101,6 +102,7 @@ def parse_chat(line: bytes, where: str) -> Chat:
     """Return the chat in a line of JSON. Null and empty keys count as absent. DataError."""
     record = parse_json_line(line, where)
     messages = messages_of(record)
+    messages = messages and [with_text(message, where) for message in messages]
     if messages is None or not all(map(is_message, messages)):
         keys = f"an object with the keys {', '.join(record) or 'none'}" if isinstance(record, dict) else f"a {type(record).__name__}"
         what = f"not a chat, but {keys}: {line[:80].decode(errors='replace')!r}"
@@ -118,6 +120,21 @@ def parse_chat(line: bytes, where: str) -> Chat:
             what = f"message {number} of role {message['role']!r} has the weight {json.dumps(message['weight'])}"
             raise DataError(what, where, "set a weight only for answers: 1 to train on it, 0 to skip it")
     return Chat(cleaned, where, tools)
+
+
+def with_text(message: Any, where: str) -> Any:
+    """Return a message whose content is a list of text parts with their text. DataError: other parts."""
+    parts = message.get("content") if isinstance(message, dict) else None
+    if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
+        return message
+    texts = []
+    for part in parts:
+        more = [key for key, value in part.items() if key not in ("type", "text") and value]
+        if part.get("type") != "text" or more or not isinstance(part.get("text"), str):
+            what = f"the content of a message has the part {json.dumps(part)[:80]}"
+            raise DataError(what, where, 'only parts {"type": "text", "text": "..."} are read: remove the others')
+        texts.append(part["text"])
+    return message | {"content": "".join(texts)} if texts else message
 
 
 def is_message(value: Any) -> bool:
@@ -167,9 +184,9 @@ def refuse_unrendered(tokenizer: ChatTokenizer, chat: Chat) -> None:
 def encode(tokenizer: ChatTokenizer, chat: Chat) -> tuple[list[int], list[bool]]:
     """Return (ids, loss mask) of a chat up to the end of its last answer.
 
-    DataError: the template rewrites earlier turns and has no `{% generation %}` tags, or it does not
-    end an answer with an eos token. SplitTokenError: the ids before an answer differ from the ids of
-    its prompt.
+    DataError: the template writes only a part of an answer, it rewrites earlier turns and has no
+    `{% generation %}` tags, or it does not end an answer with an eos token. SplitTokenError: the ids
+    before an answer differ from the ids of its prompt.
     """
     inner, last = tokenizer.inner, max(chat.answers)
     whole = render(tokenizer, chat.messages[: last + 1], chat.tools)
@@ -184,8 +201,10 @@ def encode(tokenizer: ChatTokenizer, chat: Chat) -> tuple[list[int], list[bool]]
     for number in chat.answers:
         prompt = tokenizer.render(chat.messages[:number], now=lambda: RENDER_DATE, tools=chat.tools)
         turn = render(tokenizer, chat.messages[: number + 1], chat.tools)
+        refuse_cut_answer(tokenizer, chat, number, turn, prompt)
         if not turn.startswith(prompt) or not whole.startswith(turn):
             if spans is not None and number < last:
+                refuse_cut_answer(tokenizer, chat, number, whole, prompt)
                 continue  # rewritten in later turns, and trained as the tags mark it there
             what = f"the chat template does not append answer {number + 1} to the turns before it"
             raise DataError(what, f"{chat.where}; {tokenizer.folder}", "use a template that does not rewrite earlier turns")
@@ -204,6 +223,23 @@ def encode(tokenizer: ChatTokenizer, chat: Chat) -> tuple[list[int], list[bool]]
         if spans is None:
             loss_mask[len(prompt_ids) : end + 1] = [True] * (end + 1 - len(prompt_ids))
     return ids, loss_mask
+
+
+def refuse_cut_answer(tokenizer: ChatTokenizer, chat: Chat, number: int, rendered: str, prompt: str) -> None:
+    """DataError: `rendered` has only a part of the answer's text; white space may differ."""
+    text = (chat.messages[number].get("content") or "").strip()
+    if text in rendered.removeprefix(prompt):
+        return
+    before = render(tokenizer, chat.messages[:number], chat.tools)  # a prompt may end with words of the answer
+    position = len(before) if rendered.startswith(before) else 0
+    for word in re.finditer(r"\w+|[^\w\s]", text):
+        found = rendered.find(word.group(), position)
+        if found < 0:
+            part = text[: word.end()].split()[-1] + text[word.end() :]
+            what = f"the chat template drops a part of answer {number + 1}: {part[:60]!r} is not written"
+            hint = "remove it from the chat, or use a template that writes it"
+            raise DataError(what, f"{chat.where}; {tokenizer.folder}", hint)
+        position = found + len(word.group())
 
 
 def tagged_spans(tokenizer: ChatTokenizer, chat: Chat, whole: str) -> list[tuple[int, int]]:

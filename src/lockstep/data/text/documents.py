@@ -23,6 +23,7 @@ from typing import Any, Literal, TypeVar
 
 from lockstep.config import schema as config
 from lockstep.data.pairs.textfiles import decode_text, lines_of, parse_json_line
+from lockstep.data.text.record_files import dataset_files, json_lines
 from lockstep.errors import DataError
 
 T = TypeVar("T")
@@ -152,6 +153,9 @@ def files_of(data: config.DataOptions, split: Split) -> list[Path]:
     """Return the files of a split, sorted within each pattern. DataError: no match."""
     files: list[Path] = []
     for pattern in getattr(data, split):
+        if data.kind == "chat" and Path(pattern).is_dir():
+            files += dataset_files(Path(pattern), f"data.{split}")
+            continue
         paths = sorted(path for path in map(Path, glob.glob(pattern, recursive=True)) if path.is_file())
         if not paths:
             raise DataError(f"there is no file {pattern}", f"data.{split}", "check the path; * matches any name, ** any folders")
@@ -175,7 +179,7 @@ def read_stdlib(root: Path) -> Iterator[Document]:
 
 def read_file(path: Path, column: str) -> Iterator[Document]:
     if path.name.removesuffix(".gz").endswith((".jsonl", ".ndjson")):
-        for where, line in records_of(path):
+        for where, line in json_lines(path):
             record = parse_json_line(line, where)
             text = record.get(column) if isinstance(record, dict) else None
             if not isinstance(text, str):
@@ -186,13 +190,6 @@ def read_file(path: Path, column: str) -> Iterator[Document]:
     for number, lines in enumerate(in_groups(lines_of(path), PIECE_BYTES, size=len), start=1):
         name = f"{path}, piece {number:,}" if number > 1 else str(path)
         yield Document(name, decode_text(b"".join(lines), name))
-
-
-def records_of(path: Path) -> Iterator[tuple[str, bytes]]:
-    """Yield (file and line number for messages, line) for each line that is not empty."""
-    for number, line in enumerate(lines_of(path), start=1):
-        if line := line.removeprefix(b"\xef\xbb\xbf").strip():
-            yield f"{path}, line {number:,}", line
 
 
 def in_groups(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import logging
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,9 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
 from lockstep.config.resolve import resolve
 from lockstep.config.schema import DataOptions
-from lockstep.data.text.chat_samples import Chat, chat_samples, encode, last_answer, parse_chat
+from lockstep.data.text.chat_samples import Chat, chat_samples, chats, encode, last_answer, parse_chat
 from lockstep.data.text.chat_tokenizer import ChatTokenizer
+from lockstep.data.text.documents import source_of
 from lockstep.errors import ConfigError, DataError
 
 ASK, ANSWER = {"role": "user", "content": "Which one?"}, {"role": "assistant", "content": "The cat."}
@@ -60,6 +63,10 @@ def tokenizer_of(inner: tokenizers.Tokenizer, template: str) -> ChatTokenizer:
     return ChatTokenizer(inner, template, {}, frozenset([inner.token_to_id("<|im_end|>")]), Path("here"))
 
 
+def text_part(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}
+
+
 def parsed(**record: Any) -> list[Any]:
     return parse_chat(json.dumps(record).encode(), "chats.jsonl, line 3").messages
 
@@ -85,6 +92,8 @@ def parsed(**record: Any) -> list[Any]:
         ({"instruction": "Which", "input": "one?", "output": "The cat."}, [{**ASK, "content": "Which\n\none?"}, ANSWER]),
         ({"prompt": "Which one?", "completion": "The cat."}, [ASK, ANSWER]),
         ({"prompt": [ASK, ANSWER, ASK], "completion": [ANSWER]}, [ASK, {**ANSWER, "weight": 0}, ASK, ANSWER]),
+        ({"messages": [{**ASK, "content": [text_part("Which "), text_part("one?")]}, ANSWER]}, [ASK, ANSWER]),
+        ({"conversations": [{"from": "human", "value": [text_part("Which one?")]}, ANSWER]}, [ASK, ANSWER]),
     ],
 )
 def test_a_record_is_recognized_by_its_keys(record: dict[str, Any], messages: list[Any]) -> None:
@@ -108,6 +117,80 @@ def test_a_record_of_another_form_is_refused_with_its_line_and_keys(record: dict
         parsed(**record)
     assert all(key in caught.value.what for key in record) and "line 3" in caught.value.where
     assert all(f'"{key}"' in caught.value.hint for key in ("messages", "conversations", "instruction", "completion"))
+
+
+@pytest.mark.parametrize(
+    "part", [{"type": "image_url", "image_url": {"url": "x.png"}}, {"type": "text"}, {**text_part("a"), "annotations": [1]}]
+)
+def test_a_part_that_is_not_text_is_refused(part: dict[str, Any]) -> None:
+    with pytest.raises(DataError, match=r'the content of a message has the part \{"type": ') as caught:
+        parsed(messages=[{**ASK, "content": [text_part("Look:"), part]}, ANSWER])
+    assert "line 3" in caught.value.where
+
+
+TWO_CHATS = [{"messages": [ASK, ANSWER]}, {"messages": [SYSTEM, ASK, {**ANSWER, "tool_calls": [CALL]}]}]
+
+
+def write_array(folder: Path) -> list[Path]:
+    (folder / "chats.json").write_text("\ufeff" + json.dumps(TWO_CHATS, indent=1))
+    with gzip.open(folder / "more.json.gz", "wt") as file:
+        file.write(json.dumps(TWO_CHATS))
+    return [folder / "chats.json", folder / "more.json.gz"]
+
+
+def write_parquet(folder: Path) -> list[Path]:
+    pyarrow = pytest.importorskip("pyarrow.parquet")
+    import pyarrow as arrow
+
+    pyarrow.write_table(arrow.Table.from_pylist(TWO_CHATS), folder / "chats.parquet", row_group_size=1)
+    return [folder / "chats.parquet"]
+
+
+def write_dataset(folder: Path) -> list[Path]:
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_list(TWO_CHATS).save_to_disk(folder / "set", num_shards=2)
+    return [folder / "set"]
+
+
+@pytest.mark.parametrize("write", [write_array, write_parquet, write_dataset])
+def test_chats_are_read_from_other_files(write: Callable[[Path], list[Path]], tmp_path: Path) -> None:
+    """Arrow adds a null key to the chat without tool calls."""
+    paths = write(tmp_path)
+    data = DataOptions(kind="chat", train=tuple(map(str, paths)), held_out_share=0.0)
+    assert [chat.messages for _, chat in chats(data, Counter())] == [record["messages"] for record in TWO_CHATS] * len(paths)
+    assert len(source_of(data)["train"]) == (2 if write is write_dataset else len(paths))
+
+
+def write_splits(folder: Path) -> Path:
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_list(TWO_CHATS)
+    datasets.DatasetDict({"train": rows, "test": rows}).save_to_disk(folder / "set")
+    return folder / "set"
+
+
+def write_text(name: str, text: str) -> Callable[[Path], Path]:
+    def write(folder: Path) -> Path:
+        (folder / name).write_text(text)
+        return folder / name
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("write", "message"),
+    [
+        (write_text("cut.json", json.dumps(TWO_CHATS)[:-9]), "starts as a JSON array, and is not one"),
+        (write_text("of.json", json.dumps([[ASK, ANSWER]])), "not a chat, but a list"),
+        (write_text("damaged.parquet", "PAR1 and no more"), "damaged.parquet cannot be read after row 0"),
+        (write_text("damaged.arrow", "nothing"), "damaged.arrow cannot be read after row 0"),
+        (write_splits, r"has the splits train, test[\s\S]*data\.train=.*set/train"),
+        (lambda folder: folder, "is a folder, and no dataset"),
+    ],
+)
+def test_files_without_chats_are_refused_in_their_own_words(write: Callable[[Path], Path], message: str, tmp_path: Path) -> None:
+    data = DataOptions(kind="chat", train=(str(write(tmp_path)),))
+    with pytest.raises(DataError, match=message):
+        list(chats(data, Counter()))
 
 
 def test_earlier_turns_of_an_alpaca_record_are_not_dropped() -> None:
@@ -151,6 +234,38 @@ def test_an_answer_of_weight_zero_is_not_trained_inside_tags(inner: tokenizers.T
     twice = TAGGED.replace("{{- m.content or '' }}", "{%- endgeneration -%}{%- generation -%}{{- m.content or '' }}")
     with pytest.raises(DataError, match="marks 4 texts of 2 answers, of which some have the weight 0"):
         encode(tokenizer_of(inner, twice), Chat(talk, "here"))
+
+
+THOUGHT = {**ANSWER, "content": "<think>\nA dog?\n</think>\n\nThe cat."}
+WITH_CALL = {**ANSWER, "tool_calls": [CALL]}
+
+
+LAST_PART = "(m.content or '').split('</think>')[-1]"
+
+
+@pytest.mark.parametrize("template", [CHATML.replace("(m.content or '')", "(CONTENT)"), TAGGED.replace("m.content or ''", "CONTENT")])
+@pytest.mark.parametrize(
+    ("content", "talk", "dropped"),
+    [
+        (LAST_PART, [ASK, THOUGHT], r"<think>\\nA dog\?"),
+        (LAST_PART, [{**ASK, "content": "<think> A dog? </think> The cat."}, THOUGHT], "<think>"),
+        (f"m.content if loop.last else {LAST_PART}", [ASK, THOUGHT, ASK, ANSWER], "<think>"),
+        ("(m.content or '')[:7]", [{**ASK, "content": "Which"}, ANSWER], r"cat\."),
+        ("m.content if not m.tool_calls else m.tool_calls | tojson", [ASK, WITH_CALL], "The cat"),
+    ],
+)
+def test_a_part_of_an_answer_that_the_template_drops_is_refused(
+    inner: tokenizers.Tokenizer, template: str, content: str, talk: list[Any], dropped: str
+) -> None:
+    tokenizer = tokenizer_of(inner, template.replace("CONTENT", content))
+    with pytest.raises(DataError, match=f"drops a part of answer 2: .{dropped}|does not append answer 2"):
+        encode(tokenizer, Chat(list(talk), "here"))
+
+
+def test_white_space_that_the_template_changes_is_accepted(inner: tokenizers.Tokenizer) -> None:
+    tokenizer = tokenizer_of(inner, CHATML.replace("(m.content or '')", "(m.content | replace('\\n', ' ') | trim)"))
+    ids, _ = encode(tokenizer, Chat([ASK, THOUGHT], "here"))
+    assert "<think> A dog? </think>  The cat." in inner.decode(ids, skip_special_tokens=False)
 
 
 END = "{{- '<|im_end|>\n' }}\n    "
