@@ -96,6 +96,7 @@ STARTS = {
     "run": ["-m", "lockstep", "run", SCRIPT, "--workers", "3", "--steps", "12"],
     "launch": ["-m", "lockstep", "launch", SCRIPT, "--workers", "2", "--steps=12"],
     "python": [SCRIPT, "--steps", "12"],
+    "module": ["-m", "session", "--steps", "12"],
     "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", SCRIPT, "--steps", "12"],
 }
 
@@ -103,7 +104,8 @@ STARTS = {
 @pytest.mark.parametrize("start", STARTS)
 def test_each_way_to_start_a_script_gives_the_same_sha256(start: str, digest: str, tmp_path: Path) -> None:
     command = [sys.executable, *map(str, STARTS[start])]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=200, env=one_thread(), cwd=tmp_path, check=False)
+    environ = one_thread(PYTHONPATH=str(SCRIPT.parent))
+    result = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environ, cwd=tmp_path, check=False)
     assert result.returncode == 0, result.stderr
     assert digest_line(tmp_path / "runs" / "session") == digest
     sizes = [line["workers"] for line in metrics.iter_steps(tmp_path / "runs" / "session" / "metrics.jsonl")]
@@ -117,6 +119,41 @@ def test_worker_of_a_script_is_replaced_in_place(tmp_path: Path) -> None:
     result = lockstep("run", "--out", folder, SCRIPT, "--workers", "3")
     assert result.returncode == 75, result.stderr
     assert any(event.get("joined") for event in events.read_events(folder) if event["event"] == "regrouped")
+
+
+# A command whose loop is in a module beside it, and its folder an argument.
+PACKAGE = {
+    "jobs/__init__.py": "",
+    "jobs/train.py": """from pathlib import Path
+import click
+from .loops import train
+@click.command()
+@click.argument("folder")
+def main(folder):
+    Path("runs/train/of-user").mkdir(parents=True, exist_ok=True)
+    train(folder)
+main()
+""",
+    "jobs/loops.py": f"import sys\nsys.path.insert(0, {str(SCRIPT.parent)!r})\nfrom session import train\n",
+}
+
+
+@pytest.mark.parametrize("is_named", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_run_follows_the_session_of_an_imported_module(is_named: bool, tmp_path: Path) -> None:
+    for name, text in PACKAGE.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    if is_named:
+        (tmp_path / "jobs/loops.py").write_text(PACKAGE["jobs/loops.py"] + "from lockstep import Session\nSession\n")
+    folder = tmp_path / "a folder"
+    folder.mkdir()
+    (folder / "disturb").write_text(json.dumps({"kill": 5, "stop": 20}))
+    result = lockstep("run", "--workers", "3", "-m", "jobs.train", folder, cwd=tmp_path)
+    assert result.returncode == 75, result.stderr
+    assert f"opens a Session in {folder}; starting again: lockstep run --restart one --out '{folder}'" in result.stderr
+    assert any(event.get("joined") for event in events.read_events(folder) if event["event"] == "regrouped")
+    left = [path.name for path in (tmp_path / "runs" / "train").iterdir()]
+    assert left == ["of-user"], "only what the script wrote is left of the first start"
 
 
 @pytest.mark.parametrize(
@@ -139,11 +176,13 @@ def test_script_that_cannot_run_is_refused(words: list[str | Path], message: str
 TWO_SESSIONS = SCRIPT.with_name("two_sessions.py")
 
 
-def test_second_session_under_an_agent_is_refused(tmp_path: Path) -> None:
-    result = lockstep("run", "--out", tmp_path / "run", TWO_SESSIONS, "--workers", "1")
-    assert digest_line(tmp_path / "run").startswith("step 2 ")
+@pytest.mark.parametrize("case", ["second", pytest.param("folds", marks=pytest.mark.long)])
+def test_second_session_under_an_agent_is_refused(case: str, tmp_path: Path) -> None:
+    first, second = {"second": ("run", "run"), "folds": ("run/0", "run/1")}[case]
+    result = lockstep("run", TWO_SESSIONS, "--workers", "1", "--", "--case", case, "--out", "run", cwd=tmp_path)
+    assert digest_line(tmp_path / first).startswith("step 2 ")
     assert result.returncode == 2 and "UsageError: an agent runs one Session per start" in result.stderr, result.stderr
-    assert f"lockstep run --out {tmp_path / 'run'} FILE.py ..., or start it with torchrun" in result.stderr
+    assert f"lockstep run --out {second} FILE.py ..., or start it with torchrun" in result.stderr
 
 
 def test_sessions_follow_each_other_under_torchrun(tmp_path: Path) -> None:

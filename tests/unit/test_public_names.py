@@ -8,14 +8,20 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import lockstep
-from lockstep.cli.script import arguments_of, call, folder_of, given_out, imports_lockstep, session_folder, split_at_script
+from lockstep.cli.main import split_script
+from lockstep.cli.options import build_parser
+from lockstep.cli.script import arguments_of, call, folder_of, given_out, imports_lockstep, module_file, session_folder, split_at_script
+from lockstep.cli.start import read_script_request
 from lockstep.config.resolve import parse_flags
 from lockstep.errors import ERRORS_BY_NAME, LockstepError, UsageError
+from lockstep.runtime.session_start import ERROR_FILE, SessionStart, StartAgainError, ask_for_start
+from lockstep.runtime.worker_env import WorkerEnv
 
 SOURCE = Path(lockstep.__file__).parent
 
@@ -81,10 +87,92 @@ def test_arguments_after_the_script_belong_to_it(words: str, ours: str, script: 
 )
 def test_folder_of_a_script_is_that_of_its_session(source: str, folder: str) -> None:
     script = ast.parse(source)
-    assert folder_of(Path("code/loop.py"), script, None, []) == Path(folder)
-    assert folder_of(Path("code/loop.py"), script, None, ["--steps", "3", "--out=given"]) == Path("given")
-    assert folder_of(Path("code/loop.py"), script, Path("ours"), ["--out", "given"]) == Path("ours")
+    assert folder_of(Path("code/loop.py"), [script], None, []) == Path(folder)
+    assert folder_of(Path("code/loop.py"), [script], None, ["--steps", "3", "--out=given"]) == Path("given")
+    assert folder_of(Path("code/loop.py"), [script], Path("ours"), ["--out", "given"]) == Path("ours")
     assert session_folder(script) in (folder, "") and given_out(["--out", "x"]) == "x"
+
+
+FILES = {
+    "train.py": "import loops\nloops.train()",
+    "loops.py": "import os, code.deep",
+    "code/__init__.py": "",
+    "code/deep.py": "from .core import train",
+    "code/core.py": "import lockstep, loops\ndef train(): lockstep.Session('runs/deep', micro_batches=2)",
+    "plain.py": "from code import order",
+    "code/order.py": "from lockstep import UniformOrder",
+    "broken.py": "import torn",
+    "torn.py": "def",
+    "code/__main__.py": "from . import core",
+    "names/space/train.py": "from ..space import loops",
+    "names/space/loops.py": "from lockstep import ElasticRuntime\nElasticRuntime.join()",
+}
+
+
+@pytest.fixture
+def folder_of_scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    for name, text in FILES.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("words", "restart", "folder", "follows"),
+    [
+        ("run train.py", "one", "runs/deep", True),
+        ("run plain.py", "all", "runs/plain", True),
+        ("run broken.py", "all", "runs/broken", True),
+        ("run -m train", "one", "runs/deep", True),
+        ("launch -m code --workers 2", "one", "runs/deep", True),
+        ("run -m names.space.train --steps 3", "one", "runs/train", True),
+        ("run plain.py --out given", "all", "given", True),
+        ("run --out given train.py", "one", "given", False),
+        ("run --restart all train.py", "all", "runs/deep", False),
+        ("run --restart all --out a --follow-session train.py", "all", "a", True),
+    ],
+)
+def test_a_session_in_an_imported_module_decides_how_workers_restart(
+    words: str, restart: str, folder: str, follows: bool, folder_of_scripts: Path
+) -> None:
+    parser = build_parser()
+    ours, script, arguments = split_script(parser, words.split())
+    request = read_script_request(parser.parse_args([*ours, script]), script, arguments)
+    expected = Path("given") if arguments[:1] == ["--out"] else Path(folder)
+    assert (request.restart, request.folder, request.follows_session) == (restart, expected, follows)
+    worker = ["run", *request.command_words("auto")[1:]]
+    ours, script, again = split_script(parser, worker)
+    args = parser.parse_args([*ours, script])
+    assert replace(read_script_request(args, script, again), is_folder_given=request.is_folder_given) == request
+
+
+def test_a_missing_module_is_refused(folder_of_scripts: Path) -> None:
+    for name in ("trian", "code.missing", "names.space", "code..deep", ""):
+        with pytest.raises(UsageError, match=f"there is no module '{name}' to run"):
+            module_file(name)
+    assert module_file("code.deep") == folder_of_scripts / "code/deep.py" and module_file("json.tool").name == "tool.py"
+
+
+@pytest.mark.parametrize("out", ["/data/runs/my run", ""])
+def test_a_session_asks_only_its_own_worker_for_another_start(out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker_env = WorkerEnv("runs/plain", str(tmp_path), "host", 0, 1, 1, 1, 1, "127.0.0.1")
+    start = SessionStart.of_worker(worker_env, "all")
+    for elsewhere in ("", str(tmp_path / "0.session-1"), "/tmp/torchelastic/error.json"):
+        monkeypatch.setenv(ERROR_FILE, elsewhere)
+        ask_for_start(Path(out) if out else None)
+    start.check()
+    for content in ("", '{"message": "an error that torch recorded"}'):
+        start.path.write_text(content)
+        start.check()
+    monkeypatch.setenv(ERROR_FILE, start.environ()[ERROR_FILE])
+    with pytest.raises(SystemExit, match="2"):
+        ask_for_start(Path(out) if out else None)
+    with pytest.raises(StartAgainError) as caught:
+        start.check()
+    again = StartAgainError.parse(str(caught.value))
+    assert again and again.out == out and again.options == ("--restart one --out '/data/runs/my run'" if out else "--restart one")
+    assert StartAgainError.parse(str(UsageError("a", "b", "give c"))) is StartAgainError.parse("") is None
 
 
 @pytest.mark.parametrize(

@@ -483,8 +483,9 @@ def test_second_session_is_refused_inside_another_or_under_an_agent(tmp_path: Pa
     worker_env = WorkerEnv(str(tmp_path), str(tmp_path / "state"), "host", 0, 1, 1, 1, 1, "127.0.0.1")
     for name, value in worker_env.environ().items():
         monkeypatch.setenv(name, value)
-    with refused("an agent runs one Session per start"), Session(tmp_path, micro_batches=2):
-        pass
+    for folder in (tmp_path, tmp_path / "fold-1"):
+        with refused("an agent runs one Session per start"), Session(folder, micro_batches=2):
+            pass
 
 
 def test_folders_that_differ_between_ranks_are_refused() -> None:

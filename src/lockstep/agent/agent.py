@@ -58,7 +58,15 @@ EXITED = "exited"  # the reason of a removal because connections are closed and 
 
 
 def run_agent(program: WorkerProgram, folder: Path, config: AgentConfig) -> int:
-    """Run this host's workers until the run ends; print the first failure, return the exit code.
+    """Run this host's workers as `run_until_end`; print the first failure, return the exit code."""
+    code, text = run_until_end(program, folder, config)
+    if text:
+        print(printable(text), file=sys.stderr, flush=True)
+    return code
+
+
+def run_until_end(program: WorkerProgram, folder: Path, config: AgentConfig) -> tuple[int, str]:
+    """Run this host's workers until the run ends; return (exit code, text for stderr or "").
     Call it from the main thread. Errors: UsageError, before anything was started."""
     if sys.platform != "linux":
         hint = "start the workers with torchrun -m lockstep COMMAND"
@@ -80,12 +88,9 @@ def run_agent(program: WorkerProgram, folder: Path, config: AgentConfig) -> int:
         )
         agent = Agent(program, folder, config, worker_env, prior)
         try:
-            code, text = agent.run(inbox)
+            return agent.run(inbox)
         finally:
             agent.close()
-    if text:
-        print(printable(text), file=sys.stderr, flush=True)
-    return code
 
 
 def run_static_group(program: WorkerProgram, workers: int, timeouts: AgentTimeouts = STATIC_TIMEOUTS) -> int:

@@ -56,10 +56,11 @@ def main(args: argparse.Namespace, rest: list[str]) -> int:
     run = request.validate()
     address = parse_address(request.folder) or store_address(request.folder)
     if address and restarts_all(request):
-        hint = "save with lockstep.Session, or give --out on a disk that all hosts share"
+        hint = "save with lockstep.Session, or give --out on a disk that all hosts share; --restart one if it opens a Session"
         raise UsageError("a script without lockstep is not supported where hosts share no disk", f"--out {address}", hint)
     if args.ray:
         return launch_by_ray(args, request, run)
+    limits = limit_words(args)  # as given: each host has the same defaults
     name, source = (args.host, "--host") if args.host else (socket.gethostname(), "hostname of this machine")
     hosts = find_hosts(args, run, name, source, args.address or (name if args.nodes else LOOPBACK))
     for host in hosts.host if address else ():
@@ -72,7 +73,7 @@ def main(args: argparse.Namespace, rest: list[str]) -> int:
         args.min = fewest if args.nodes or restarts_all(request) else 1
     most = check_limits(args, run, planned)
     if (args.ssh or hosts.ssh) and not args.host:
-        return launch_by_ssh(args, request, hosts)
+        return launch_by_ssh(args, request, hosts, limits)
     host = hosts.find(name, f"{source}; {args.hosts}")
     config = AgentConfig(
         host=name,
@@ -148,15 +149,15 @@ def check_limits(args: argparse.Namespace, run: RunConfig | None, workers: int) 
     return most
 
 
-def launch_by_ssh(args: argparse.Namespace, request: RunRequest, hosts: Hosts) -> int:
+def launch_by_ssh(args: argparse.Namespace, request: RunRequest, hosts: Hosts, limits: list[str]) -> int:
     """Start the agent of every host by ssh; return their combined exit code."""
-    command = [sys.executable, "-m", "lockstep", "launch", "--hosts", str(args.hosts), *limit_words(args)]
+    command = [sys.executable, "-m", "lockstep", "launch", "--hosts", str(args.hosts), *limits]
     environ = {**os.environ, SHARED_TERMINAL: "1"}
     ssh_commands = []
     is_stored = parse_address(request.folder) is not None  # then only the host of rank 0 has new checkpoints
     for index, host in enumerate(hosts.host):
         evaluator = ["--with-evaluator"] if args.with_evaluator and (index == 0 or is_stored) else []
-        words = [*command, *evaluator, "--host", host.name, *request.command_words(request.resume)[1:]]
+        words = [*command, *evaluator, "--host", host.name, *request.launch_words()]
         ssh_commands.append(ssh_command(host, words, Path.cwd(), environ))
     return run_on_all_hosts(ssh_commands)
 
@@ -173,10 +174,11 @@ def launch_by_ray(args: argparse.Namespace, request: RunRequest, run: RunConfig 
         if address:
             refuse_split_replicas(run, wanted.workers, f"--workers; --out {address}")
         sizes = ["--nodes", str(wanted.nodes), "--workers", str(wanted.workers)]
-        words = [*sizes, *limit_words(args), *request.command_words(request.resume)[1:]]
+        words = [*sizes, *limit_words(args), *request.launch_words(has_folder=True)]
         return ray_nodes.run_agents(ray, wanted, words, folder, evaluator=args.with_evaluator, wait_s=args.wait)
 
 
 def limit_words(args: argparse.Namespace) -> list[str]:
     """Return --min and --max for the agents of other hosts."""
-    return ["--min", str(args.min), *(["--max", str(args.max)] if args.max is not None else [])]
+    limits = {"--min": args.min, "--max": args.max}
+    return [word for name, number in limits.items() if number is not None for word in (name, str(number))]

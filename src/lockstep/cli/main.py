@@ -18,12 +18,13 @@ from types import FrameType
 import lockstep
 from lockstep import log
 from lockstep.cli.options import EXIT_CODES, Parser, build_parser, refuse_unknown
-from lockstep.cli.script import folder_of, read_script, split_at_script
+from lockstep.cli.script import folder_of, read_sources, split_at_script
 from lockstep.config.variables import takes_no_value
 from lockstep.errors import LockstepError, OutOfMemoryError, UsageError
 from lockstep.files import scheme_of
 from lockstep.runtime.environment import RESERVED_VARIABLES
 from lockstep.runtime.exit_report import error_summary, is_out_of_memory
+from lockstep.runtime.session_start import StartAgainError
 
 RUN_COMMANDS = ("train", "launch", "drill", "plan", "render")  # accept every key of a run as an option
 STORE_COMMANDS = ("bench", "doctor", "drill", "watch")  # take an address as their run folder by themselves
@@ -94,14 +95,20 @@ def run_command(given: list[str]) -> int:
     from lockstep.config.resolve import refuse_unknown_variables  # loads pydantic, which --help does not need
 
     refuse_unknown_variables(os.environ, RESERVED_VARIABLES)
-    return int(import_module(f"lockstep.cli.{args.command}").main(args, [*rest, *arguments]))
+    start = import_module(f"lockstep.cli.{args.command}").main
+    try:
+        return int(start(argparse.Namespace(**vars(args)), [*rest, *arguments]))
+    except StartAgainError as again:  # of a script with a Session, before its first step
+        log.log.info("%s; starting again: lockstep %s %s", again.what, args.command, again.options)
+        args.restart, args.out = "one", args.out or (Path(again.out) if again.out else None)
+        return int(start(args, [*rest, *arguments]))
 
 
 def find_addresses(args: argparse.Namespace, script: str, arguments: list[str]) -> list[Path]:
     """Return the run folders that are addresses, s3://BUCKET/RUN; [] for folders of this host."""
     paths = [vars(args).get(name) for name in ("folder", "compare", "out", "stop")]
     if script and args.out is None:
-        paths = [folder_of(Path(script), read_script(Path(script)), None, arguments)]
+        paths = [folder_of(Path(script), read_sources(Path(script), args.module or ""), None, arguments)]
     return [path for path in paths if isinstance(path, Path) and scheme_of(path)]
 
 

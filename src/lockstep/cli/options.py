@@ -95,8 +95,9 @@ PARENT: dict[str, Any] = {
 RESTART: dict[str, Any] = {
     "choices": ["one", "all"],
     "help": "for scripts: replace a lost worker in place (one), or restart all workers as torchrun does (all); "
-    "default: one if the script imports lockstep",
+    "default: one if the script imports lockstep or opens a Session",
 }
+MODULE: dict[str, Any] = {"dest": "module", "metavar": "MODULE", "help": "run this module as a script, as python -m MODULE does"}
 
 
 def build_parser() -> Parser:
@@ -172,8 +173,10 @@ def add_training_commands(commands: Commands) -> None:
     add("--workers", **WORKERS, help="worker processes on this machine (default: one per GPU, two on a CPU)")
     for axis, split in (("shard", "the rows of each parameter"), ("tensor", "each layer"), ("pipeline", "the layers")):
         add(f"--layout.{axis}", **WORKERS, dest=axis, help=f"workers that share {split} (default: Session({axis}=...), or 1)")
+    add("-m", **MODULE)
     add("--restart", **RESTART)
     add("--parent", **PARENT)
+    add("--follow-session", action="store_true", help="set by the agent: a Session may ask for another start, in its folder")
 
     add = add_command(commands, "launch", "train on one or more hosts, and recover from lost workers and hosts", takes_target=True)
     add("--out", type=Path, help="run folder, on a disk that all hosts share, or s3://BUCKET/RUN (default: as for train)")
@@ -189,6 +192,7 @@ def add_training_commands(commands: Commands) -> None:
     add("--max", type=LIMIT, help="maximum number of workers that train, others wait on standby (default: batch.micro_batches)")
     add("--resume", **RESUME)
     add("--override", **OVERRIDE)
+    add("-m", **MODULE)
     add("--restart", **RESTART)
     add(
         "--with-evaluator",

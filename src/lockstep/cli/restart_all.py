@@ -21,6 +21,7 @@ from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import LockstepError, PeersLostError
 from lockstep.log import log
 from lockstep.runtime.processes import die_with_parent, last_lines
+from lockstep.runtime.session_start import SessionStart
 from lockstep.runtime.signals import STOP_EXIT_CODES, HostDrained, StopSignals
 from lockstep.runtime.sockets import reserve_port
 from lockstep.runtime.worker_env import WorkerEnv
@@ -31,9 +32,14 @@ PEER_FAILURE_S = 1.0  # a script that fails this soon before its generation ends
 NO_LIMIT_S = 1e8  # for the wait until all scripts are done: a lost worker ends it at once
 
 
-def supervise(file: Path, arguments: Sequence[str], worker_env: WorkerEnv) -> int:
-    """Run the script in each generation until it exits with 0 on all workers; return the exit code."""
+def supervise(file: Path, words: Sequence[str], worker_env: WorkerEnv, start: SessionStart | None = None) -> int:
+    """Run the script in each generation until it exits with 0 on all workers; return the exit code.
+
+    words  of Python: FILE.py or -m MODULE, and the script's arguments
+    start  if a Session in the script may ask for a start under an agent
+    """
     environ = {name: text for name, text in os.environ.items() if not name.startswith("LOCKSTEP_")}
+    environ |= start.environ() if start else {}
     os.environ["LOCKSTEP_DEVICE"] = "cpu"  # the GPU is the script's
     limits = ElasticLimits(rendezvous_timeout_s=60.0)
     with StopSignals() as signals, ElasticRuntime.join(timeout_s=NO_LIMIT_S, limits=limits) as runtime:
@@ -49,7 +55,7 @@ def supervise(file: Path, arguments: Sequence[str], worker_env: WorkerEnv) -> in
         while True:
             with runtime.catch_peer_loss() as loss:
                 attempt = max(all_gather_json(runtime, attempt))
-                runtime.set_exit_code(run_once([str(file), *arguments], environ, runtime, worker_env, signals, attempt))
+                runtime.set_exit_code(run_once(words, environ, runtime, worker_env, signals, attempt, start))
                 return runtime.exit_code
             attempt += 1
             runtime.leave_group(loss.why)
@@ -60,13 +66,19 @@ def supervise(file: Path, arguments: Sequence[str], worker_env: WorkerEnv) -> in
 
 
 def run_once(
-    command: Sequence[str], environ: Mapping[str, str], runtime: ElasticRuntime, worker_env: WorkerEnv, signals: StopSignals, attempt: int
+    command: Sequence[str],
+    environ: Mapping[str, str],
+    runtime: ElasticRuntime,
+    worker_env: WorkerEnv,
+    signals: StopSignals,
+    attempt: int,
+    start: SessionStart | None,
 ) -> int:
     """Collective. Run the script once. Return the exit code of the run: finished or stopped.
 
-    command  the script file and its arguments
+    command  words of Python
     PeersLostError when all workers have to restart. A script that fails ends this worker with the
-    same exit code or signal.
+    same exit code or signal, one with a Session that asks for another start with StartAgainError.
     """
     with reserve_port(worker_env.address) as reserved:
         address, port = run_on_rank0(runtime, lambda: reserved.getsockname()[:2])
@@ -82,7 +94,7 @@ def run_once(
         )
         runtime.ledger.switch("training", time.monotonic())
         try:
-            stopped = wait(process, runtime, worker_env, signals)
+            stopped = wait(process, runtime, worker_env, signals, start)
         finally:
             terminate(process)
     if stopped:
@@ -93,17 +105,26 @@ def run_once(
             if why := runtime.generation_error():
                 raise PeersLostError(why)
             time.sleep(POLL_S)
-        command = [Path(command[0]).name, *command[1:]]
-        exit_like(process.returncode, f"{command[0]} of rank {runtime.world.rank}", command, log_size)
+        name = command[1] if command[0] == "-m" else Path(command[0]).name
+        words = command if command[0] == "-m" else [name, *command[1:]]
+        exit_like(process.returncode, f"{name} of rank {runtime.world.rank}", words, log_size)
     all_gather_json(runtime, "done")
     return 0
 
 
-def wait(process: subprocess.Popen[bytes], runtime: ElasticRuntime, worker_env: WorkerEnv, signals: StopSignals) -> str:
+def wait(
+    process: subprocess.Popen[bytes], runtime: ElasticRuntime, worker_env: WorkerEnv, signals: StopSignals, start: SessionStart | None
+) -> str:
     """Wait until the script exits; return the name of the signal that stopped it, or "".
-    PeersLostError if the generation ends first. HostDrained if only this host leaves."""
+    PeersLostError if the generation ends first. HostDrained if only this host leaves.
+    StartAgainError if a Session asks for another start."""
     assert runtime.membership is not None
-    while process.poll() is None:
+    while True:
+        exited = process.poll() is not None
+        if start:
+            start.check()
+        if exited:
+            return ""
         if why := runtime.generation_error() or ("other workers wait to join" if runtime.membership.joiner_count else ""):
             raise PeersLostError(why)
         name = signals.received or runtime.membership.stop_signal
@@ -115,7 +136,6 @@ def wait(process: subprocess.Popen[bytes], runtime: ElasticRuntime, worker_env: 
             runtime.membership.request_stop(name)  # on the other hosts
             return name
         time.sleep(POLL_S)
-    return ""
 
 
 def is_drain(signals: StopSignals, worker_env: WorkerEnv) -> bool:

@@ -26,6 +26,6 @@ def main(args: argparse.Namespace, rest: list[str]) -> int:
     if code is not None:
         return code
     if asks_for_help(rest):
-        os.execv(sys.executable, [sys.executable, args.file, *rest])
+        os.execv(sys.executable, [sys.executable, *request.script_words, *rest])
     workers, _ = choose_worker_count(args.workers, None)
     return start_local_agent(request, None, workers, workers if request.restart == "all" else 1)

@@ -1,7 +1,9 @@
 """A user's script: `lockstep run FILE.py`, `lockstep launch FILE.py`, and lockstep.launch(main).
 
-Every worker runs the file as `python FILE.py` would. If the script imports lockstep, a lost worker
-is replaced while the others keep their state.
+Every worker runs the file as `python FILE.py` would, or `python -m MODULE`. If the script imports
+lockstep, or a module beside it opens a Session, a lost worker is replaced while the others keep
+their state. What the text does not tell, a Session decides when it opens
+(runtime/session_start.py).
 """
 
 import ast
@@ -9,10 +11,12 @@ import inspect
 import os
 import runpy
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from importlib.machinery import PathFinder
 from itertools import pairwise
 from pathlib import Path
-from types import GenericAlias
+from types import GenericAlias, ModuleType
 from typing import Any, get_args, get_type_hints
 
 from lockstep import log
@@ -53,7 +57,10 @@ def launch(main: Callable[..., object], *, workers: int | None = None) -> None:
         return
     script = sys.modules["__main__"]
     file = getattr(script, "__file__", None)
-    if file and getattr(script, "__spec__", None) is not None:
+    module = module_of(script)
+    from lockstep.runtime.sources import is_user_code  # hashes all sources, which --help does not need
+
+    if file and module and (module.partition(".")[0] in sys.stdlib_module_names or not is_user_code(script)):
         what = "lockstep.launch in a program that is not a script file"
         raise UsageError(what, str(file), "write the loop to FILE.py and start python FILE.py")
     parameters = parameters_of(main)
@@ -64,12 +71,13 @@ def launch(main: Callable[..., object], *, workers: int | None = None) -> None:
         from lockstep.cli import notebook
 
         text = notebook.script_of(main)
-        folder = folder_of(Path("notebook.py"), ast.parse(text), Path(out) if isinstance(out, str | os.PathLike) else None, [])
+        folder = folder_of(Path("notebook.py"), [ast.parse(text)], Path(out) if isinstance(out, str | os.PathLike) else None, [])
         notebook.run_script(folder / "notebook.py", text, words)
         return
+    target = ["-m", module] if module else [str(file)]
     sys.stdout.flush()
     sys.stderr.flush()
-    os.execv(sys.executable, [sys.executable, "-m", "lockstep", "run", *words, str(file), "--", *sys.argv[1:]])
+    os.execv(sys.executable, [sys.executable, "-m", "lockstep", "run", *words, *target, "--", *sys.argv[1:]])
 
 
 def call(function: Callable[..., object], words: list[str], folder: Path | None = None) -> None:
@@ -144,15 +152,25 @@ def types_of(function: Callable[..., object], spelled: str) -> dict[str, Any]:
         raise UsageError(what, "command line", "import it outside of TYPE_CHECKING") from None
 
 
-def run_file(file: Path, arguments: list[str]) -> int:
-    """Run the script in this worker as `python FILE.py ARGUMENTS` does; return the exit code."""
+def module_of(script: ModuleType) -> str:
+    """Return the name of the module that python -m runs as `script`; "" for python FILE.py."""
+    spec = getattr(script, "__spec__", None)
+    return spec.name if spec else ""
+
+
+def run_file(file: Path, arguments: list[str], module: str = "") -> int:
+    """Run the script in this worker as `python FILE.py ARGUMENTS` does, or `python -m MODULE`; return
+    the exit code."""
     from lockstep.runtime.numerics import seed_unseeded_generators  # loads torch
 
     seed_unseeded_generators()
     sys.argv = [str(file), *arguments]
-    sys.path.insert(0, str(file.resolve().parent))
+    sys.path.insert(0, str(search_folder(file, module)))
     try:
-        runpy.run_path(str(file), run_name="__main__")
+        if module:
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(str(file), run_name="__main__")
     except SystemExit as error:
         if error.code not in (None, 0):
             raise
@@ -167,13 +185,16 @@ def split_at_script(words: list[str], values: Mapping[str, int]) -> tuple[list[s
 
     values  Lockstep's options, each with the number of its values
     They precede FILE.py, or follow it directly (OPTIONS_AFTER_SCRIPT). What follows them, or --, is
-    the script's.
+    the script's. Of -m MODULE, FILE.py is the file. UsageError if there is no such module.
     """
     ours: list[str] = []
     script, rest = "", list(words)
     while rest:
         name, equals, _ = rest[0].partition("=")
-        if name in (values if not script else set(OPTIONS_AFTER_SCRIPT) & set(values)):
+        if name == "-m" in values and not script and len(rest) > 1:
+            script = str(module_file(rest[1]))
+            ours, rest = ours + rest[:2], rest[2:]
+        elif name in (values if not script else set(OPTIONS_AFTER_SCRIPT) & set(values)):
             taken = 1 if equals else 1 + values[name]
             ours, rest = ours + rest[:taken], rest[taken:]
         elif script or not name.endswith(".py"):
@@ -201,6 +222,61 @@ def read_script(file: Path) -> ast.Module:
         raise UsageError(f"{file} is not Python: {error}", "command line", "python FILE.py shows the place") from None
 
 
+def module_file(name: str) -> Path:
+    """Return the file that python -m NAME runs, without importing anything. UsageError if none."""
+    top, *rest = name.split(".")
+    spec = PathFinder.find_spec(top, [os.getcwd(), *sys.path]) if all([top, *rest]) else None
+    places = [Path(folder, *rest) for folder in spec.submodule_search_locations or ()] if spec else []
+    files = [place / "__main__.py" for place in places]
+    files += [place.with_name(f"{place.name}.py") for place in places if rest]
+    files += [Path(spec.origin)] if spec and spec.origin and not places and not rest else []
+    for file in files:
+        if file.suffix == ".py" and file.is_file():
+            return file
+    raise UsageError(f"there is no module {name!r} to run", f"command line, in {Path.cwd()}", "python -m MODULE shows the reason")
+
+
+def search_folder(file: Path, module: str) -> Path:
+    """Return the folder that Python puts first on the search path for a script or for -m MODULE."""
+    return Path.cwd() if module else file.resolve().parent
+
+
+def read_sources(file: Path, module: str = "") -> list[ast.Module]:
+    """Parse the script and the modules that it imports, directly or not, from the folder of the script
+    or of -m MODULE. UsageError for the script; modules that are not Python are skipped."""
+    folder, script = search_folder(file, module), read_script(file)
+    package = module.rpartition(".")[0] if file.stem != "__main__" else module.removesuffix(".__main__")
+    waiting = [module, *imported_names(script, package)] if module else list(imported_names(script, package))
+    sources: dict[Path, ast.Module] = {file.resolve(): script}
+    while waiting:
+        parts = waiting.pop().split(".")
+        for number in range(1, len(parts) + 1):
+            stem = folder.joinpath(*parts[:number])
+            for path in (stem.with_name(f"{stem.name}.py"), stem / "__init__.py"):
+                if path.is_file() and path.resolve() not in sources:
+                    with suppress(UsageError, OSError):
+                        tree = sources[path.resolve()] = read_script(path)
+                        waiting += imported_names(tree, ".".join(parts[: number if path.stem == "__init__" else number - 1]))
+    return list(sources.values())
+
+
+def imported_names(tree: ast.Module, package: str) -> Iterator[str]:
+    """Yield the absolute names of what a module of `package` imports, of modules and their attributes."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parents = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            base = ".".join([part for part in [*parents, node.module or ""] if part])
+            yield from (f"{base}.{alias.name}" if base else alias.name for alias in node.names)
+
+
+def opens_session(module: ast.Module) -> bool:
+    """Return whether an imported module imports lockstep and names what joins the workers."""
+    names = {getattr(node, "id", "") or getattr(node, "attr", "") for node in ast.walk(module)}
+    return imports_lockstep(module) and bool(names & {"Session", "ElasticRuntime"})
+
+
 def imports_lockstep(script: ast.Module) -> bool:
     """Return whether the script itself imports lockstep, anywhere."""
     names = [alias.name for node in ast.walk(script) if isinstance(node, ast.Import) for alias in node.names]
@@ -209,7 +285,7 @@ def imports_lockstep(script: ast.Module) -> bool:
 
 
 def session_folder(script: ast.Module) -> str:
-    """Return the folder of the script's Session if it is a literal; "" otherwise.
+    """Return the folder of a module's Session if it is a literal; "" otherwise.
     Session("a"), Session(Path("a")), or the name of a constant or of a parameter with a default."""
     functions = [node for node in ast.walk(script) if isinstance(node, ast.FunctionDef)]
     for scope in [*functions, script]:
@@ -243,6 +319,8 @@ def text_of(node: ast.AST | None) -> str:
     return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
 
 
-def folder_of(file: Path, script: ast.Module, given: Path | None, arguments: Collection[str]) -> Path:
+def folder_of(file: Path, sources: Iterable[ast.Module], given: Path | None, arguments: Collection[str]) -> Path:
     """Return the run's folder: --out (`given`, or among `arguments`), the Session's, or runs/NAME."""
-    return given or Path(given_out(list(arguments)) or session_folder(script) or Path("runs") / file.stem)
+    literals = filter(None, map(session_folder, sources))
+    name = file.resolve().parent.name if file.stem == "__main__" else file.stem
+    return given or Path(given_out(list(arguments)) or next(literals, "") or Path("runs") / name)

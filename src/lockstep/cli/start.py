@@ -8,12 +8,13 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lockstep.agent.agent import run_agent
+from lockstep.agent.agent import run_until_end
 from lockstep.agent.config import AgentConfig
 from lockstep.agent.forkserver import WorkerProgram
 from lockstep.agent.restart_policy import PLAIN_SCRIPT_POLICY
@@ -21,17 +22,19 @@ from lockstep.checkpoint.fingerprints import newest_facts
 from lockstep.checkpoint.folder import committed_steps
 from lockstep.checkpoint.policy import choose_resume_step
 from lockstep.cli.report import write_at_end
-from lockstep.cli.script import folder_of, imports_lockstep, read_script
+from lockstep.cli.script import folder_of, imports_lockstep, opens_session, read_script, read_sources
 from lockstep.config import rules
 from lockstep.config.resolve import AS_STEPS, find_run_file, parse_flags, resolve, with_precision
 from lockstep.config.rules import shared_values
 from lockstep.config.saved_run import from_json, has_output, read_run
 from lockstep.config.schema import ResolvedRun, RunConfig, ScheduleOverride
+from lockstep.elastic.run_folder import remove_untrained_run
 from lockstep.errors import ConfigError, UsageError
 from lockstep.layout import Layout, choose_layout
 from lockstep.log import log
 from lockstep.runtime.environment import check_worker_count, default_worker_count, read_rank_info
 from lockstep.runtime.exit_report import worker_main
+from lockstep.runtime.session_start import StartAgainError
 from lockstep.runtime.signals import STOP_EXIT_CODES, SignalInbox
 from lockstep.runtime.worker_env import read_worker_env
 from lockstep.tasks.layout_limits import layout_limits
@@ -61,17 +64,27 @@ def start_local_agent(request: RunRequest, run: RunConfig | None, workers: int, 
 
 def start_agent(request: RunRequest, run: RunConfig | None, config: AgentConfig) -> int:
     """Be the agent of this machine; return the exit code of the run.
-    config: where and with how many workers; this function adds the settings of the run."""
+    config: where and with how many workers; this function adds the settings of the run.
+    StartAgainError if a Session of a script needs another start."""
     check_worker_count(config.slots, config.host)
     # "auto" is resolved once, by the workers: the resolved precision is no part of the request.
     values = {key: text for key, text in shared_values(run).items() if key != "compute.precision"} if run else request.flags
     command = {"script": request.script} | {f"--{key}": text for key, text in values.items()}
+    command |= {"--restart": request.restart} if request.is_whole_script else {}
     script = "" if request.is_whole_script else request.script
     # A restarted worker resumes from the newest checkpoint, regardless of --resume.
     program = WorkerProgram(request.command_words(request.resume), request.command_words("auto"), script=script)
     policy = replace(PLAIN_SCRIPT_POLICY, script=Path(request.script).name) if request.restart == "all" else config.policy
     config = replace(config, flags=request.flags if request.script else {}, command=command, policy=policy)
-    code = run_agent(program, request.folder, config)
+    is_new = not request.folder.exists()
+    code, text = run_until_end(program, request.folder, config)
+    if again := StartAgainError.parse(text) if request.follows_session else None:
+        is_alone = config.slots == config.expected_workers
+        if is_new and is_alone and again.out and not request.is_folder_given and Path(again.out) != request.folder.resolve():
+            remove_untrained_run(request.folder)
+        raise again
+    if text:
+        print(text, file=sys.stderr, flush=True)
     with SignalInbox():  # a late signal does not change the exit code
         write_at_end(request.folder, config.host, is_preempted=code == STOP_EXIT_CODES["SIGTERM"])
     return code
@@ -141,10 +154,18 @@ class RunRequest:
     overrides: tuple[str, ...] = ()  # the KEY=VALUE words of --override
     profile: str = ""  # steps to profile, as `ProfiledSteps` parses them; "": none
     restart: str = "one"  # workers to restart when a script loses one: "one" or "all"
+    module: str = ""  # name of the whole script for python -m; "": python FILE.py
+    is_folder_given: bool = False  # by --out, for a whole script
+    follows_session: bool = False  # a Session in a whole script may ask for a start under an agent, or in its folder
 
     @property
     def is_whole_script(self) -> bool:
         return self.script.endswith(".py")
+
+    @property
+    def script_words(self) -> tuple[str, ...]:
+        """The words of Python that run the whole script."""
+        return ("-m", self.module) if self.module else (self.script,)
 
     def open(self, resume: str) -> ResolvedRun:
         """Return the configuration, with overrides from the checkpoint that `resume` names."""
@@ -167,11 +188,24 @@ class RunRequest:
     def command_words(self, resume: str) -> tuple[str, ...]:
         """Return the words with which `lockstep` starts a worker of this run."""
         if self.is_whole_script:
-            return "run", "--restart", self.restart, "--out", str(self.folder), self.script, "--", *self.values
+            follow = ["--follow-session"] if self.follows_session else []
+            return "run", "--restart", self.restart, "--out", str(self.folder), *follow, *self.script_words, "--", *self.values
         target = [self.script] if self.script else [str(self.run_file)] if self.run_file else []
         target += ["--profile", self.profile] if self.profile else []
         target += [f"--override={word}" for word in self.overrides]
         return "train", *target, "--out", str(self.folder), "--resume", resume, *self.values
+
+    def launch_words(self, *, has_folder: bool = False) -> tuple[str, ...]:
+        """Return the words for `lockstep launch` on another host, after its options about hosts.
+
+        Without what a Session may still change, so that each host starts again by itself.
+        has_folder: with the folder in any case, because the caller watches it
+        """
+        if not self.is_whole_script or not self.follows_session:
+            return self.command_words(self.resume)[1:]
+        restart = ["--restart", self.restart] if self.restart == "one" else []
+        out = ["--out", str(self.folder)] if has_folder or self.is_folder_given else []
+        return *restart, *out, *self.script_words, "--", *self.values
 
 
 def read_request(args: argparse.Namespace, rest: list[str]) -> RunRequest:
@@ -192,11 +226,24 @@ def read_script_request(args: argparse.Namespace, name: str, arguments: list[str
     if args.command not in ("run", "launch"):
         hint = f"write FILE.py:FUNCTION, such as examples/own_loop.py:main; a whole script: lockstep run {name}"
         raise UsageError(f"{name!r} names no function", "command line", hint)
-    file = Path(name)
-    script = read_script(file)
-    folder = folder_of(file, script, args.out, arguments)
-    restart = args.restart or ("one" if imports_lockstep(script) else "all")
-    return RunRequest(name, None, folder, "auto", arguments, {"arguments": shlex.join(arguments)}, restart=restart)
+    file, module = Path(name), args.module or ""
+    is_decided = args.restart and args.out  # as for workers
+    script, *imported = [read_script(file)] if is_decided else read_sources(file, module)
+    folder = folder_of(file, [script, *imported], args.out, arguments)
+    restart = args.restart or ("one" if imports_lockstep(script) or any(map(opens_session, imported)) else "all")
+    may_change = args.restart is None if restart == "all" else args.out is None
+    return RunRequest(
+        name,
+        None,
+        folder,
+        "auto",
+        arguments,
+        {"arguments": shlex.join(arguments)},
+        restart=restart,
+        module=module,
+        is_folder_given=args.out is not None,
+        follows_session=may_change or getattr(args, "follow_session", False),
+    )
 
 
 def is_script(target: str | None) -> bool:

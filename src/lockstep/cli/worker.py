@@ -19,6 +19,7 @@ from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import RunFolderUnavailableError, UsageError
 from lockstep.runtime.exit_report import worker_main
 from lockstep.runtime.numerics import seed_unseeded_generators
+from lockstep.runtime.session_start import SessionStart
 from lockstep.runtime.signals import STOP_EXIT_CODES, HostDrained, Stopped
 from lockstep.runtime.sources import load_function
 from lockstep.runtime.status_board import read_status
@@ -63,11 +64,8 @@ def run_under_agent(request: RunRequest, worker_env: WorkerEnv) -> int:
 
 def run_worker(request: RunRequest) -> int:
     """Run the script, the function or the built-in loop in this worker; return its exit code."""
-    script = Path(request.script)
-    if request.is_whole_script and request.restart == "all" and (worker_env := read_worker_env(os.environ)):
-        return supervise(script, request.values, worker_env)
     if request.is_whole_script:
-        return run_file(script, request.values)
+        return run_script(request)
     if request.script:
         return run_function(request.script, request.folder, request.flags)
     try:
@@ -75,6 +73,21 @@ def run_worker(request: RunRequest) -> int:
     except (FileExistsError, NotADirectoryError, IsADirectoryError) as error:  # a restart cannot fix it
         hint = "move the existing file aside, or give another folder with --out"
         raise UsageError(f"{error.filename}: {error.strerror}", f"the run folder {request.folder}", hint) from error
+
+
+def run_script(request: RunRequest) -> int:
+    """Run the whole script in this worker, or in a child process with torchrun's variables."""
+    script, worker_env = Path(request.script), read_worker_env(os.environ)
+    start = SessionStart.of_worker(worker_env, request.restart) if worker_env and request.follows_session else None
+    if request.restart == "all" and worker_env:
+        return supervise(script, [*request.script_words, *request.values], worker_env, start)
+    if start is None:
+        return run_file(script, request.values, request.module)
+    os.environ.update(start.environ())
+    try:
+        return run_file(script, request.values, request.module)
+    finally:
+        start.check()  # the script may have caught the SystemExit of its Session
 
 
 def run_function(spelled: str, folder: Path, flags: dict[str, str]) -> int:

@@ -6,5 +6,6 @@ def environment_variable(key: str) -> str:
 
 
 def takes_no_value(word: str) -> bool:
-    """Whether a flag of a user's function switches a boolean off: --no-augment. No key begins so."""
+    """Whether a flag of a user's function switches a boolean off: --no-augment. No key of a run
+    starts like that."""
     return word.startswith("--no-")

@@ -14,6 +14,7 @@ import errno
 import hashlib
 import os
 import secrets
+import shutil
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -36,6 +37,17 @@ def create_run_folder(run: Path, host: str) -> str:
     make_token(run)
     check_writable(run, host, 0)
     return folder_id(read_token(run))
+
+
+def remove_untrained_run(run: Path) -> None:
+    """Delete what a start has created in a new run folder in which nothing trained, and the folder if
+    nothing else is in it: the user's script may have written there."""
+    for name in SUBFOLDERS:
+        shutil.rmtree(run / name, ignore_errors=True)
+    with suppress(OSError):
+        for name in ("token", "events.jsonl"):
+            (run / name).unlink(missing_ok=True)
+        run.rmdir()
 
 
 def folder_id(token: bytes) -> str:

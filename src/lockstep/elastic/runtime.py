@@ -36,6 +36,7 @@ from lockstep.runtime.device import select_device
 from lockstep.runtime.environment import RankInfo
 from lockstep.runtime.exit_report import error_summary, is_out_of_memory, is_peer_loss
 from lockstep.runtime.numerics import seed_unseeded_generators
+from lockstep.runtime.session_start import ask_for_start
 from lockstep.runtime.signals import Stopped
 from lockstep.runtime.sockets import interface_with_address
 from lockstep.runtime.status_board import StatusBoard
@@ -103,6 +104,7 @@ class ElasticRuntime(AbstractContextManager["ElasticRuntime"]):
         seed_unseeded_generators()
         if worker_env := read_worker_env(os.environ):
             return cls.join_under_agent(worker_env, timeout_s, limits or ElasticLimits())
+        ask_for_start()
         world, group = join_static_group(threads, timeout_s)
         return cls(world, group)
 

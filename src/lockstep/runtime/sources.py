@@ -51,7 +51,7 @@ def lockstep_version() -> str:
 def record_user_code(module: ModuleType) -> None:
     """Record a user's loop: its file, and its imports from the same folder or package."""
     file = Path(module.__file__ or "").resolve()
-    folder, package = f"{file.parent}{os.sep}", module.__name__.partition(".")[0]
+    folder, package = f"{file.parent}{os.sep}", (module.__package__ or module.__name__).partition(".")[0]
     names = {str(file): file.name}
     for name, other in list(sys.modules.items()):
         if other is module:  # its __file__ may be relative (runpy)

@@ -18,6 +18,7 @@ from lockstep.errors import UsageError
 from lockstep.layout import Layout
 from lockstep.network.wire_format import Wire
 from lockstep.parallel.running_statistics import BufferKinds
+from lockstep.runtime.session_start import ask_for_start
 from lockstep.runtime.torch_private import collectives_of, version_of
 from lockstep.runtime.worker_env import WorkerEnv
 from lockstep.training.replica_group import ReplicaGroup
@@ -56,15 +57,20 @@ def refuse_wrong_options(micro_batches: int, options: Mapping[str, Any]) -> None
 
 
 def refuse_second_session(out: Path, opened: Sequence[Path], entered: bool, worker_env: WorkerEnv | None) -> None:
-    """UsageError when this process has a Session open, or has `entered` one and has an agent."""
+    """UsageError when this process has a Session open, or has an agent and `entered` one before or is
+    in another run folder. SystemExit where `lockstep run` then starts again (ask_for_start)."""
     if opened:
         where = f"Session({str(out)!r}) inside Session({str(opened[0])!r})"
         raise UsageError("a second Session is open in this process", where, "close the first one, or start another process")
-    if worker_env and Path(worker_env.folder) != out.resolve():
+    is_elsewhere = worker_env is not None and Path(worker_env.folder) != out.resolve()
+    if not entered and (worker_env is None or is_elsewhere):
+        ask_for_start(out)
+    if worker_env and is_elsewhere and not entered:
         raise UsageError(
             f"this Session's folder is {out}, the run's is {worker_env.folder}",
             "Session(out, ...), and the folder that lockstep was started with",
-            f"start it with --out {out}: lockstep run --out {out} FILE.py, or let the script take --out",
+            f"start it with --out {out}: lockstep run --out {out} FILE.py, or let the script take --out; "
+            "a folder with the time in its name is another one in each worker",
         )
     if worker_env and entered:
         raise UsageError(
