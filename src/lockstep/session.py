@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -123,6 +123,7 @@ class Session:
         self._total = 0
         self._collectives: int | None = None  # of the group so far, at the end of the micro-batch loop
         self._warned = False  # of collectives of the loop's own
+        self._zero_rates = session_checks.ZeroRates()
         self._exit = ExitStack()
 
     def __enter__(self) -> Session:
@@ -317,6 +318,7 @@ class Session:
             if self._stopped:
                 raise self._stopped
             self._collectives = collectives_of(dist.group.WORLD)
+            self._zero_rates.record(self.optimizers, step)
         finally:
             self.in_micro_batches, self._micro_batch = False, None
 
@@ -396,7 +398,8 @@ class Session:
         if self._stopped:
             raise self._stopped
         sharing = {"seed": self.seed, "replica_size": self.replicas.replica.workers_per_replica if "replicas" in self.__dict__ else 1}
-        with in_eval_mode(self.model, *self._state.values()):
+        unsaved = self.checkpointer.attributes.unsaved_changes() if "checkpointer" in self.__dict__ else nullcontext()
+        with unsaved, in_eval_mode(self.model, *self._state.values()):
             means = mean_over(dataset, function, self.runtime, batch_size=batch_size, collate_fn=collate_fn, **sharing)
         self._seed(AFTER_EVALUATION)
         self._collectives = None

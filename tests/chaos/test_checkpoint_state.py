@@ -165,7 +165,9 @@ def test_unsupported_state_is_refused_by_name() -> None:
     with pytest.raises(CheckpointError, match=r"Odd keeps 'seen' as a set, which a checkpoint cannot hold\n  state of weight"):
         get_state_dict(model, optimizer)
     optimizer.state[model.weight] = {"seen": [{1, 2}]}
-    with pytest.raises(CheckpointError, match=r"Odd keeps 'seen' as a list, which a checkpoint cannot hold\n  state of weight; seen.0 is a set"):
+    with pytest.raises(
+        CheckpointError, match=r"Odd keeps 'seen' as a list, which a checkpoint cannot hold\n  state of weight; seen.0 is a set"
+    ):
         get_state_dict(model, optimizer)
 
     class Extra(nn.Linear):

@@ -7,7 +7,7 @@ state.ema.w                  one of its tensors
 
 import gc
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -20,6 +20,8 @@ from lockstep.errors import CheckpointError, UsageError
 from lockstep.units import join_names
 
 GROUPS = "groups"
+MOVING = ("last_epoch", "_step_count", "_last_lr", "_get_lr_called_within_step", "_is_initial")
+LONG = 100  # items of a list that holds data rather than constants
 
 
 class Stateful(Protocol):
@@ -53,6 +55,17 @@ def unregistered_schedulers(optimizers: Sequence[torch.optim.Optimizer], state: 
     optimizer_ids = set(map(id, optimizers))
     schedulers = [value for value in gc.get_objects() if issubclass(type(value), LRScheduler)]  # isinstance would call proxies
     return [value for value in schedulers if id(getattr(value, "optimizer", None)) in optimizer_ids and id(value) not in registered]
+
+
+def plain_values(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (path, value) of the numbers and strings in a state_dict, except those that every
+    scheduler of torch changes and those in long lists."""
+    if isinstance(tree, bool | int | float | str):
+        yield path, tree
+    elif isinstance(tree, Mapping | list | tuple) and len(tree) <= LONG:
+        for key, value in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
+            if key not in MOVING:
+                yield from plain_values(value, f"{path}.{key}".lstrip("."))
 
 
 def describe_groups(model: Model, optimizers: Sequence[torch.optim.Optimizer]) -> list[dict[str, Any]]:

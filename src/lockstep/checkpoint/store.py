@@ -28,9 +28,9 @@ from torch import Tensor
 from lockstep.checkpoint import commit, safetensors_io, shards
 from lockstep.checkpoint.commit import FACTS
 from lockstep.checkpoint.folder import FailPoint, committed_steps, folder_name, no_fail_point, pinned, retire, set_aside, sweep
+from lockstep.checkpoint.json_tree import spec_of
 from lockstep.checkpoint.policy import missing_checkpoint, show_steps, steps_to_delete
 from lockstep.checkpoint.safetensors_io import TensorSpec
-from lockstep.checkpoint.json_tree import spec_of
 from lockstep.checkpoint.state_dict import fingerprints, tensor_from_bytes
 from lockstep.errors import CheckpointError, UsageError
 from lockstep.files import scheme_of

@@ -58,6 +58,16 @@ def has_forward_hooks(module: nn.Module) -> bool:
     return any(map(bool, hooks))
 
 
+# What torch itself sets on an optimizer while it trains; a scheduler and a fused step do.
+OPTIMIZER_FLAGS = (
+    "_opt_called",
+    "_warned_capturable_if_run_uncaptured",
+    "_need_device_dtype_check_for_fused",
+    "_step_supports_amp_scaling",
+    "_zero_grad_profile_name",
+)
+
+
 # -- operators --------------------------------------------------------------------------------------------------------
 
 aten = torch.ops.aten

@@ -21,7 +21,7 @@ from torch import nn
 from lockstep.checkpoint import state_dict, stateful
 from lockstep.checkpoint.async_save import AsyncSaver, do_nothing
 from lockstep.checkpoint.fingerprints import fingerprint_changes, make_run_id, read_run_id, refuse_other_run, tolerated_changes
-from lockstep.checkpoint.json_tree import JSON_SUFFIX
+from lockstep.checkpoint.json_tree import JSON_SUFFIX, spec_of
 from lockstep.checkpoint.optimizer_state import refuse_inner_optimizers
 from lockstep.checkpoint.shards import ShardWriter, is_text, parameter_of
 from lockstep.checkpoint.store import Checkpoint, CheckpointStore
@@ -36,6 +36,7 @@ from lockstep.remote.host_copy import wait_until_published
 from lockstep.runtime import numerics, sources
 from lockstep.runtime.tensor_bytes import bytes_of
 from lockstep.training import trained_parameters
+from lockstep.training.attributes import ATTRIBUTES, Attributes
 from lockstep.training.loading import load_checkpoint
 from lockstep.training.nonfinite import refuse_nonfinite_state
 from lockstep.training.state_transfer import transfer_state
@@ -94,12 +95,18 @@ class Checkpointer:
             self.model = {**self.local_model.local_params, **self.local_model.buffers, **self.local_model.placeholders}
             elsewhere = self.local_model.placeholders
             self.saved = lambda name: name not in elsewhere and saved(name)
+        is_tracked = self.state is not None and not (self.local_model and self.local_model.layout.pipeline > 1)
+        self.attributes = Attributes(module if is_tracked else None, self.optimizers if is_tracked else ())
         self._refuse_unsupported(state or {})
+        self._constants = {name: dict(stateful.plain_values(value.state_dict())) for name, value in (self.state or {}).items()}
         self.saver: AsyncSaver | None = None  # on processes that write
         self.loaded = False  # a checkpoint, or the state of other workers
         self.facts: dict[str, Any] = {}  # of the checkpoint that was resumed
         self.run_facts: dict[str, Any] = {}  # written to each checkpoint
         self.differences: list[str] = []  # between this start and the run that was resumed
+        self._groups: list[list[list[int]]] = []  # ids of the parameters in each group, in the first step
+        self._first_step: int | None = None  # of this start
+        self._is_saveable = False  # the state was built once after an update
         self._saved_step = 0
         self._request: SaveRequest | None = None  # the last save on any process, until the state changes
         self._failure: Exception | None = None
@@ -153,13 +160,27 @@ class Checkpointer:
         """UsageError for trained parameters and schedulers that no checkpoint would hold."""
         trained_parameters.refuse_unsaved(self.model, self.optimizers, self.state)
 
+    def begin_step(self, step: int) -> None:
+        """Refuse, before the micro-batches of `step`, what a save would refuse. CheckpointError or
+        UsageError: after the first update of a start the optimizers have their state."""
+        groups = [[list(map(id, group["params"])) for group in optimizer.param_groups] for optimizer in self.optimizers]
+        self._groups = self._groups or groups
+        if self._groups != groups:
+            trained_parameters.refuse_new_groups(self.model, self.optimizers, self._groups, step)
+        if self._first_step in (None, step):
+            self._first_step = step
+        elif not self._is_saveable:
+            for name, tensor in (self._state_to_write() if self.writes else self.state_dict()).items():
+                spec_of(name, tensor)
+            self._is_saveable = True
+
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return this worker's state by name. Tensors share memory with model and optimizers."""
         tensors = state_dict.get_state_dict(self.model, self.optimizers, self.saved)
         extra = stateful.pack_extra_state(self.model, self.optimizers, self.state) if self.state is not None else {}
         if self.local_model:
             self._refuse_unsliced(tensors | extra, self.local_model)
-        return tensors | extra
+        return tensors | extra | self.attributes.state_dict()
 
     def _refuse_unsliced(self, tensors: Mapping[str, torch.Tensor], local_model: LocalModel) -> None:
         """UsageError, in shards, for tensors of which no worker knows the slices."""
@@ -176,14 +197,17 @@ class Checkpointer:
     def load_state_dict(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Fill model, optimizers and state. CheckpointError, without changes, for a misfit."""
         problems = stateful.extra_state_problems(self.model, self.optimizers, self.state, tensors) if self.state is not None else []
+        problems += self.attributes.problems(tensors)
         state_dict.set_state_dict(self.model, self.optimizers, tensors, self.saved, problems)
+        self.attributes.load_state_dict(tensors, self.runtime.world.device)
         if self.state is not None:
             stateful.load_extra_state(self.model, self.optimizers, self.state, tensors)
         self.loaded = True
 
     def optimizer_digest(self) -> int:
-        """Return 64 bits over all state except the model; equal on the same rank of replicas."""
-        tensors = [(name, tensor) for name, tensor in sorted(self.state_dict().items()) if not name.startswith("model.")]
+        """Return 64 bits over all state except model and attributes; equal on the same rank of replicas."""
+        others = ("model.", f"{ATTRIBUTES}.", f"{ATTRIBUTES}:")
+        tensors = [(name, tensor) for name, tensor in sorted(self.state_dict().items()) if not name.startswith(others)]
         texts = b"".join(bytes(bytes_of(tensor)) for name, tensor in tensors if name.endswith(JSON_SUFFIX))
         numbers = [tensor for name, tensor in tensors if not name.endswith(JSON_SUFFIX)]
         return digest_of(numbers) ^ int.from_bytes(hashlib.sha256(texts).digest()[:8])
@@ -252,6 +276,7 @@ class Checkpointer:
                 trained_parameters.warn_of_other_options(self.model, self.optimizers, checkpoint.tensors)
             self.load_state_dict(checkpoint.tensors)
             self.facts = checkpoint.facts
+            self._constants = trained_parameters.warn_of_other_constants(self.state or {}, self._constants, self.facts.get("constants", {}))
         self._saved_step = checkpoint.step if checkpoint else 0
         world = self.runtime.world
         if world.leader:
@@ -331,13 +356,13 @@ class Checkpointer:
         waits    wait for the previous save, however long it takes. False: skip this one after
                  SAVE_TIMEOUT_S (replicas of several workers always wait)
         """
-        if reserved := sorted({*self.run_facts, "trained"} & (facts or {}).keys()):
+        if reserved := sorted({*self.run_facts, "trained", "constants"} & (facts or {}).keys()):
             what = f"facts of the names {', '.join(reserved)} are Lockstep's own"
             raise UsageError(what, "Checkpointer.save(facts=...)", "use other names")
         if step == self._saved_step:
             return
-        trained = {} if self.state is None else {"trained": trained_parameters.trained_names(self.model)}
-        self._saved_step, self._request = step, SaveRequest(step, {**self.run_facts, **trained, **(facts or {})}, first, protect)
+        described = {} if self.state is None else self._describe_state()
+        self._saved_step, self._request = step, SaveRequest(step, {**self.run_facts, **described, **(facts or {})}, first, protect)
         if self._replicas_identical and not self._replicas_identical(step):
             self._undecided_generation = self.runtime.world.generation
             return
@@ -350,6 +375,17 @@ class Checkpointer:
             self._start_save(self._request)
         elif not skipped_before:
             log.warning("the save of step %d is skipped: the previous one is still being written (logged once per delay)", step)
+
+    def _describe_state(self) -> dict[str, Any]:
+        """Return facts about the state: what is trained, and which values of the objects in `state`
+        are those of their construction."""
+        self.attributes.announce()
+        constants: dict[str, list[str]] = {}
+        for name, value in (self.state or {}).items():
+            now = dict(stateful.plain_values(value.state_dict()))
+            constants[name] = [path for path, constructed in self._constants[name].items() if now.get(path) == constructed]
+        trained = {"trained": trained_parameters.trained_names(self.model)}
+        return trained | ({"constants": constants} if constants else {})
 
     def save_if_due(self, step: int) -> None:
         """Call `save` when due; skip it while the previous one is still being written."""

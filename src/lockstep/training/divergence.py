@@ -107,8 +107,13 @@ class ReplicaComparison:
         """
         if self.runtime.world.size <= self.replica_size or self.runtime.is_late:
             return True
+        attributes = self.checkpointer.attributes if self.checkpointer else None
         with self.runtime.catch_peer_loss() as loss:
-            digests = all_gather_json(self.runtime, self.get_digest(STATE, step))
+            own = {"digest": self.get_digest(STATE, step), "attributes": attributes.describe() if attributes else None}
+            answers = all_gather_json(self.runtime, own)
+            digests = [answer["digest"] for answer in answers]
+            if attributes:
+                attributes.agree([answer["attributes"] for answer in answers])
             divergent = find_divergent_ranks(digests, self.replica_size)
             if divergent:
                 self.refuse_repeated(step)

@@ -216,8 +216,13 @@ class ReplicaGroup:
             self._regroup(step, "members change", voted=False)
         self.runtime.ledger.switch("training", time.monotonic())
         self.unfinished = step
+        if self.checkpointer:
+            self.checkpointer.begin_step(step)
+            self.checkpointer.attributes.begin_loop()
         try:
             yield from self._until_committed(step)
+            if self.checkpointer:
+                self.checkpointer.attributes.end_loop(self.statistics.names)
         except GeneratorExit:
             for p in self.replica.parameters:
                 p.grad = None
@@ -456,9 +461,9 @@ class ReplicaGroup:
         def synchronize() -> None:
             if self.tracker:
                 self.tracker.take_over(step + 1)
-            get_state = self.checkpointer.state_dict if self.checkpointer else None
+            get_state, attributes = (self.checkpointer.state_dict, self.checkpointer.attributes) if self.checkpointer else (None, None)
             try:
-                transfer_state(self.runtime, get_state, self.replica.workers_per_replica, partial(self._digest, STATE))
+                transfer_state(self.runtime, get_state, self.replica.workers_per_replica, partial(self._digest, STATE), attributes)
             except StateMismatchError as error:
                 divergent = find_divergent_ranks(error.digests, self.replica.workers_per_replica)
                 self.comparison.evict(transfer_roles(self.runtime.member_progress)[0], divergent, error.digests, STATE)

@@ -202,4 +202,26 @@ def refuse_early_use(name: str) -> None:
 
 
 def highest_rate(optimizers: Sequence[Optimizer]) -> float:
-    return max((float(group.get("lr", 1.0)) for optimizer in optimizers for group in optimizer.param_groups), default=1.0)
+    """Return the highest learning rate of all groups; 1.0 where an optimizer has none."""
+    rates = [group.get("lr", 1.0) for optimizer in optimizers for group in optimizer.param_groups]
+    return max((1.0 if rate is None else float(rate) for rate in rates), default=1.0)
+
+
+class ZeroRates:
+    """Warns once when the learning rate is 0 in two steps in a row: a warm-up may start at 0."""
+
+    def __init__(self) -> None:
+        self.last_step: int | None = None  # with a rate of 0
+        self.warned = False
+
+    def record(self, optimizers: Sequence[Optimizer], step: int) -> None:
+        if self.warned or highest_rate(optimizers):
+            return
+        if self.last_step == step - 1:
+            self.warned = True
+            log.warning(
+                "the learning rate of all parameter groups is 0 in steps %d and %d, which train nothing: has the schedule ended before "
+                "the run? A scheduler keeps its length (T_max, total_iters) from the checkpoint",
+                *(step - 1, step),
+            )
+        self.last_step = step

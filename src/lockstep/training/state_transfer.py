@@ -32,6 +32,7 @@ from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import PeersLostError
 from lockstep.files import open_regular
 from lockstep.runtime.tensor_bytes import DTYPES, as_bytes
+from lockstep.training.attributes import Attributes
 
 log = logging.getLogger("lockstep")
 ALIGNMENT = 64  # bytes, as torch aligns tensors
@@ -50,6 +51,7 @@ def transfer_state(
     get_state: Callable[[], Mapping[str, Tensor]] | None = None,
     replica_size: int = 1,
     get_digest: Callable[[], int] | None = None,
+    attributes: Attributes | None = None,
 ) -> dict[str, Tensor] | None:
     """Collective. Send the state to the ranks that need it; return it there, and None on the
     others.
@@ -58,6 +60,7 @@ def transfer_state(
     replica_size  workers per replica: each receives the state from workers with the same position
                   in their replica
     get_digest    returns 64 bits over the state, on a rank that has it
+    attributes    part of the state where all sources agree on them
     Errors: RuntimeError when a peer is lost meanwhile; StateMismatchError; PeersLostError when the
     received state is not the sent one.
     """
@@ -72,6 +75,9 @@ def transfer_state(
     if one_source := any(member.one_source for member in runtime.member_progress):
         sources = sources[:1]
     is_source, is_joiner = world.rank in sources, world.rank in joiners
+    described = group.gather_json(world.size, attributes.describe() if attributes and world.rank in all_sources else None)
+    if attributes:
+        attributes.agree(described)
     state = dict(get_state()) if is_source and get_state else {}
     specs = [[name, DTYPES[tensor.dtype], list(tensor.shape)] for name, tensor in state.items()]
     specs_hash = hashlib.sha256(json.dumps(specs).encode()).hexdigest() if is_source else ""

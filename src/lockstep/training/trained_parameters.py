@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from lockstep.units import join_names
 
 log = logging.getLogger("lockstep")
 Model = nn.Module | Mapping[str, Tensor]
+GroupIds = Sequence[Sequence[Sequence[int]]]  # of each optimizer and group the ids of the parameters
 
 
 def trained_names(model: Model) -> list[str]:
@@ -49,6 +51,24 @@ def warn_of_other_options(model: Model, optimizers: Sequence[torch.optim.Optimiz
             log.warning("optimizer %s: %s", optimizer["class"], "; ".join(differences))
 
 
+def warn_of_other_constants(
+    state: Mapping[str, stateful.Stateful], constructed: Mapping[str, Mapping[str, Any]], paths: Mapping[str, Sequence[str]]
+) -> dict[str, dict[str, Any]]:
+    """Warn of values that the loaded state has replaced, and that training does not change: those
+    at `paths`. Return the loaded ones, and of objects without paths those `constructed`."""
+    constants = {name: dict(values) for name, values in constructed.items()}
+    for name in state.keys() & paths.keys():
+        loaded = dict(stateful.plain_values(state[name].state_dict()))
+        constants[name] = {path: loaded[path] for path in paths[name] if path in loaded}
+        own = constructed[name]
+        differing = [path for path, value in constants[name].items() if path in own and own[path] != value]
+        if differing:
+            described = [f"{path} is {loaded[path]} from the checkpoint, {own[path]} as constructed" for path in differing]
+            hint = "for another schedule set the rate in each step before optimizer.step(): group['lr'] = rate(step)"
+            log.warning("%s: %s; the checkpoint's values hold; %s", name, join_names(described), hint)
+    return constants
+
+
 def refuse_unsaved(model: Model, optimizers: Sequence[torch.optim.Optimizer], state: Mapping[str, stateful.Stateful] | None) -> None:
     """UsageError for trained parameters and schedulers that no checkpoint would hold."""
     known = state_dict.optimizer_parameters(model, optimizers)
@@ -66,6 +86,21 @@ def refuse_unsaved(model: Model, optimizers: Sequence[torch.optim.Optimizer], st
             "after a resume, and in a worker that joins, the scheduler would start from the beginning",
             'name it: Checkpointer(..., state={"scheduler": scheduler})',
         )
+
+
+def refuse_new_groups(model: Model, optimizers: Sequence[torch.optim.Optimizer], before: GroupIds, step: int) -> None:
+    """UsageError: parameter groups have changed since the first step."""
+    refuse_misplaced_parameters(model, optimizers)
+    names = {id(tensor): name for name, tensor in state_dict.named_tensors(model).items()}
+    old = {number for groups in before for group in groups for number in group}
+    now = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+    new = [names.get(id(p), f"shape {tuple(p.shape)}") for p in now if id(p) not in old]
+    raise UsageError(
+        f"the parameter groups changed during the run, before step {step}: {join_names(new) or 'some were removed or reordered'}",
+        "a resumed run builds its optimizers without this change, and could not load the checkpoints",
+        "give all parameters to the optimizers before the loop, and let the step decide what is trained: "
+        "layer.requires_grad_(step >= 300), or group['lr'] = rate(step)",
+    )
 
 
 def warn_if_changed(before: Sequence[str] | None, model: Model) -> None:

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler as schedulers
 from torch.optim.swa_utils import AveragedModel
 
-from lockstep.checkpoint.state_dict import digest
 from lockstep.checkpoint.json_tree import differing_paths, pack, unpack
+from lockstep.checkpoint.state_dict import digest
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.elastic.world import World
