@@ -1,0 +1,71 @@
+"""Loops with state in many places: each is exact through a kill, a stop, a resume and an extension,
+or is named before the first checkpoint. None is silently different."""
+
+from __future__ import annotations
+
+import re
+import socket
+from pathlib import Path
+
+import pytest
+from support.fork_loop import run_loop
+from support.launching import one_thread, run_lockstep
+from support.state_places import PLACES, write
+
+from lockstep.checkpoint.commands import digest_line
+from lockstep.elastic.fault_injection import DRILL_VARIABLE, request_fault
+from lockstep.runtime.worker_env import state_folder
+
+STEPS = 8
+SHORT = ("a local number", "an environment that acts", "a number of a module", "plain values of session.state")
+
+
+def named(log: str, word: str) -> bool:
+    """Return whether a warning or an error has named the place before the first checkpoint."""
+    before = log.partition("saved ")[0]
+    return bool(re.search(word, before))
+
+
+def verdict(script: Path, folder: Path, word: str) -> str:
+    """Return "exact", "named", "refused", or what is silently different."""
+    alone = run_loop(script, folder / "alone", 1, steps=STEPS)
+    if alone.code:
+        return "refused" if word and re.search(word, alone.text) else f"failed: {alone.text}"
+    digest = digest_line(folder / "alone")
+    log = (folder / "alone" / "0.log").read_text()
+    different = []
+    if run_loop(script, folder / "two", 2, steps=STEPS).code or digest_line(folder / "two") != digest:
+        different.append("2 workers")
+    run_loop(script, folder / "killed", 1, kill_in=6, steps=STEPS)
+    result = run_loop(script, folder / "killed", 2, steps=STEPS)
+    if result.code or digest_line(folder / "killed") != digest:
+        different.append("killed and resumed" + f" ({result.text.splitlines()[0]})" * bool(result.text))
+    run_loop(script, folder / "extended", 1, steps=5)
+    if run_loop(script, folder / "extended", 1, steps=STEPS).code or digest_line(folder / "extended") != digest:
+        different.append("extended")
+    if healed(script, folder / "healed") != digest:
+        different.append("killed and healed")
+    if not different:
+        return "exact"
+    return "named" if word and named(log, word) else f"silent: {', '.join(different)}"
+
+
+def healed(script: Path, folder: Path) -> str:
+    """Kill one of two workers, which is replaced while the other keeps its state; return the digest."""
+    request_fault(state_folder(folder, socket.gethostname()), 1, "kill", at="forward", step=4)
+    words = ["launch", "--out", folder, "--workers", 2, "--min", 2, f"{script}:train", "--steps", STEPS]
+    result = run_lockstep(*words, env=one_thread(**{DRILL_VARIABLE: "1"}))
+    return digest_line(folder) if result.returncode == 0 else result.stderr
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in SHORT else [pytest.mark.long]) for name in PLACES])
+def test_state_is_exact_or_named_before_the_first_checkpoint(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCKSTEP_TMP", str(tmp_path))
+    place = PLACES[name]
+    found = verdict(write(name, tmp_path / "script"), tmp_path, place.word)
+    print(f"{name}: {found}")
+    assert found in (("named", "refused", "exact") if place.word else ("exact",)), found
+
+
+def test_the_table_has_at_least_40_places() -> None:
+    assert len(PLACES) >= 40
