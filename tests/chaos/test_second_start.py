@@ -18,7 +18,7 @@ from lockstep.record.metrics import iter_steps
 
 
 class Start:
-    """`lockstep launch` on one host, in a working directory of its own."""
+    """`lockstep launch` on one host. Each start has another working directory."""
 
     def __init__(self, host: Host, run: Path) -> None:
         self.run, self.folder = run, run.parent / host.name

@@ -266,14 +266,13 @@ def pair_wrongly(runtime: ElasticRuntime) -> list[str]:
     return [*errors, str(compare_weights(runtime))]
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_ranks_in_different_collectives_are_refused_by_name(size: int) -> None:
-    results = run_ranks(pair_wrongly, size)
+def test_ranks_in_different_collectives_are_refused_by_name() -> None:
+    results = run_ranks(pair_wrongly, 3)
     assert all(result == results[0] for result in results)
     gathers, votes, gathered = results[0]
     named = r"rank 0 in \S+\.compare_weights, line \d+; .*rank \d in \S+\.share_scores, line \d+"
     assert re.fullmatch(f"ranks are in different collectives: {named}", gathers), gathers
-    assert votes == "ranks vote on different steps: 7 to 8" and gathered == str(list(range(size)))
+    assert votes == "ranks vote on different steps: 7 to 8" and gathered == "[0, 1, 2]"
 
 
 def vote_without_rank_1(runtime: ElasticRuntime) -> str:
