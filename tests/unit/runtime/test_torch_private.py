@@ -102,6 +102,19 @@ def test_foreach_operations_change_their_first_operand() -> None:
     assert [tensor.tolist() for tensor in sums] == [[0.0] * 2, [1.0] * 3]
 
 
+def test_what_torch_sets_on_an_optimizer_while_it_trains_is_listed() -> None:
+    for fused in (False, True):
+        weight = nn.Parameter(torch.ones(2))
+        optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9, fused=fused)
+        before = dict(vars(optimizer))
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        weight.grad = torch.ones(2)
+        optimizer.step()
+        scheduler.step()
+        changed = {name for name, value in vars(optimizer).items() if name not in before or before[name] is not value}
+        assert changed - {"step"} <= set(private.OPTIMIZER_FLAGS)
+
+
 def test_version_of_counts_changes_in_place() -> None:
     tensor = torch.zeros(2)
     before = private.version_of(tensor)

@@ -230,6 +230,19 @@ def test_joiner_receives_the_state_and_trains_with_the_others(tmp_path: Path, ex
     assert len(joiner.losses) < STEPS + 2
 
 
+def test_joiner_receives_attributes_that_the_loop_changes(tmp_path: Path) -> None:
+    def forward(worker: Worker, step: int, k: int) -> None:
+        wait_for_joiner(worker, step, k)
+        worker.model.last = (worker.slot, k)
+
+    def halve(worker: Worker, step: int) -> None:
+        worker.model.tau = 0.5 * getattr(worker.model, "tau", 1.0)
+
+    run, _ = train(tmp_path, 3, on_micro_batch=forward, after_update=halve, joiners=(2,), steps=STEPS + 2)
+    assert [worker.model.tau for worker in run.workers.values()] == [0.5 ** (STEPS + 2)] * 3
+    assert all(list(worker.checkpointer.attributes.changed()) == ["tau"] for worker in run.workers.values())
+
+
 def test_joiner_is_lost_during_the_transfer_and_the_others_continue(
     tmp_path: Path, expected: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,115 @@
+"""Attributes of modules and optimizers, and non-persistent buffers, as part of the state."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lockstep.training.attributes import Attributes
+
+CPU = torch.device("cpu")
+
+
+class Model(nn.Module):
+    """A model with what users and torch keep as attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # deprecated, and in use
+            self.first = nn.utils.weight_norm(nn.Linear(2, 2))
+        self.lstm, self.norm = nn.LSTM(2, 2), nn.BatchNorm1d(2)
+        self.tau, self.view, self.unused = torch.ones(2), self.norm.weight.data, {"a": [1, 2.0]}
+        self.register_buffer("mask", torch.zeros(2), persistent=False)
+        self.hook = print
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = getattr(self, "calls", 0) + 1
+        self.last = self.lstm(self.norm(self.first(x)))[0]
+        return self.last * self.tau
+
+
+def make() -> tuple[Model, torch.optim.Optimizer, Attributes]:
+    torch.manual_seed(0)
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
+    return model, optimizer, Attributes(model, [optimizer])
+
+
+@contextmanager
+def loop(attributes: Attributes) -> Iterator[None]:
+    attributes.begin_loop()
+    yield
+    attributes.end_loop()
+
+
+def train(model: Model, optimizer: Any, attributes: Attributes, steps: int = 2) -> None:
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    for _ in range(steps):
+        with loop(attributes):
+            model(torch.rand(3, 2)).sum().backward()
+        optimizer.step()
+        scheduler.step()
+
+
+def test_training_alone_changes_nothing_that_is_saved() -> None:
+    model, optimizer, attributes = make()
+    train(model, optimizer, attributes)
+    assert attributes.state_dict() == {}
+    assert {"calls", "last", "first.weight"} <= attributes.excluded
+    with attributes.unsaved_changes():
+        model.score = torch.tensor(0.5)
+    assert attributes.state_dict() == {}
+
+
+def change(model: Model, optimizer: Any) -> None:
+    model.tau.mul_(0.5)
+    model.mask.add_(1)
+    model.unused["a"].append(3)
+    model.norm.momentum, model.new, optimizer.k = 0.3, torch.arange(3), 7
+
+
+def test_what_the_loop_changes_is_restored() -> None:
+    model, optimizer, attributes = make()
+    train(model, optimizer, attributes)
+    change(model, optimizer)
+    state = attributes.state_dict()
+    other, other_optimizer, restored = make()
+    tau = other.tau
+    assert restored.problems(state) == []
+    restored.load_state_dict(state, CPU)
+    assert other.tau is tau and other.tau.tolist() == [0.5, 0.5] and other.mask.tolist() == [1.0, 1.0]
+    assert other.unused == {"a": [1, 2.0, 3]} and other.norm.momentum == 0.3 and other.new.tolist() == [0, 1, 2]
+    assert vars(other_optimizer)["k"] == 7
+    assert {name: tensor.tolist() for name, tensor in restored.state_dict().items()} == {n: t.tolist() for n, t in state.items()}
+
+
+def test_attributes_of_missing_modules_are_named() -> None:
+    model, optimizer, attributes = make()
+    change(model, optimizer)
+    (problem,) = Attributes(nn.Linear(2, 2), []).problems(attributes.state_dict())
+    assert problem == "attributes in the checkpoint of modules that the model lacks: norm.momentum, optimizer 0.k"
+
+
+def test_what_differs_between_workers_is_named_and_not_saved(caplog: pytest.LogCaptureFixture) -> None:
+    workers = [make() for _ in range(3)]
+    for rank, (model, optimizer, attributes) in enumerate(workers):
+        if rank:  # rank 0 has just joined
+            train(model, optimizer, attributes)
+        else:
+            model(torch.rand(3, 2))
+        change(model, optimizer)
+        model.norm.momentum = (0.1, 0.25, 0.5)[rank]
+    described = [attributes.describe() for _, _, attributes in workers]
+    for _, _, attributes in workers:
+        attributes.agree([*described, None])
+    saved = [set(attributes.changed()) for _, _, attributes in workers]
+    assert saved == [{"tau", "mask", "unused", "new", "optimizer 0.k"}] * 3
+    messages = {record.getMessage() for record in caplog.records}
+    assert len(messages) == 1 and "no checkpoint holds them: norm.momentum (norm.momentum: 0.25, 0.5, as constructed)" in messages.pop()
