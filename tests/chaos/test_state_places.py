@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 import socket
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,9 @@ from support.launching import one_thread, run_lockstep
 from support.state_places import PLACES, write
 
 from lockstep.checkpoint.commands import digest_line
+from lockstep.checkpoint.folder import committed_steps
 from lockstep.elastic.fault_injection import DRILL_VARIABLE, request_fault
+from lockstep.record.events import read_events
 from lockstep.runtime.worker_env import state_folder
 
 STEPS = 8
@@ -51,11 +54,16 @@ def verdict(script: Path, folder: Path, word: str) -> str:
 
 
 def healed(script: Path, folder: Path) -> str:
-    """Kill one of two workers, which is replaced while the other keeps its state; return the digest."""
+    """Kill one of two workers, which is replaced; return the digest of the run, or its error."""
+    result = kill_one_worker(script, folder)
+    return digest_line(folder) if result.returncode == 0 else result.stderr
+
+
+def kill_one_worker(script: Path, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Train on two workers, one of which is killed and replaced while the other keeps its state."""
     request_fault(state_folder(folder, socket.gethostname()), 1, "kill", at="forward", step=4)
     words = ["launch", "--out", folder, "--workers", 2, "--min", 2, f"{script}:train", "--steps", STEPS]
-    result = run_lockstep(*words, env=one_thread(**{DRILL_VARIABLE: "1"}))
-    return digest_line(folder) if result.returncode == 0 else result.stderr
+    return run_lockstep(*words, env=one_thread(**{DRILL_VARIABLE: "1"}))
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in SHORT else [pytest.mark.long]) for name in PLACES])
@@ -65,6 +73,16 @@ def test_state_is_exact_or_named_before_the_first_checkpoint(name: str, tmp_path
     found = verdict(write(name, tmp_path / "script"), tmp_path, place.word)
     print(f"{name}: {found}")
     assert found in (("named", "refused", "exact") if place.word else ("exact",)), found
+
+
+def test_joiner_that_differs_ends_the_run_after_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCKSTEP_TMP", str(tmp_path))
+    result = kill_one_worker(write("a local number", tmp_path / "script"), tmp_path / "run")
+    assert result.returncode == 2, result.stderr
+    assert re.search(r"the (loss|gradient) of micro-batch 0 of step \d is not the same on all workers", result.stderr)
+    assert "a worker has joined, with everything that a checkpoint holds" in result.stderr
+    joined = next(event for event in read_events(tmp_path / "run") if event["event"] == "regrouped" and event["joined"])
+    assert committed_steps(tmp_path / "run" / "checkpoints")[-1] == joined["step"], "what the others had is saved"
 
 
 def test_the_table_has_at_least_40_places() -> None:
