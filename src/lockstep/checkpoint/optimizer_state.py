@@ -1,8 +1,7 @@
-"""What an optimizer keeps besides its state by parameter and its parameter groups.
+"""State of an optimizer besides that by parameter and its parameter groups.
 
-Entries of `optimizer.state` whose key is no parameter, such as a counter, and what a `state_dict`
-of its own returns. An optimizer that overrides `state_dict` or `load_state_dict` knows its state;
-the other attributes of an optimizer: training/attributes.py.
+Entries of `optimizer.state` whose key is no parameter, such as a counter, and the further entries
+that an overridden `state_dict` returns. Attributes of other optimizers: training/attributes.py.
 """
 
 from collections.abc import Collection, Mapping

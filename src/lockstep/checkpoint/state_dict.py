@@ -5,7 +5,7 @@
     optim.<name of parameter>.<key>:int | :float | :bool   a number of the optimizer, 0-dim
     optim.<name of parameter>.<key>:json                   a list, tuple, dict, ... (json_tree.py)
     optim.<name of parameter>.<key>:json:<path>:<order>    a tensor in it
-    optim.<name of parameter>.<key>:strided:<order>        a tensor with other strides than its parameter
+    optim.<name of parameter>.<key>:strided:<order>        a tensor that is not contiguous
     optimizers:json                                        what an optimizer keeps besides
                                                            (optimizer_state.py)
 
@@ -124,7 +124,7 @@ def get_state_dict(model: Model, optimizers: Optimizers = None, saved: Callable[
 
 
 def pack_entry(prefix: str, key: Any, value: Any, parameter: Tensor) -> dict[str, Tensor]:
-    """Return one entry of an optimizer's state by name; None is left out."""
+    """Return one entry of an optimizer's state by name; {} for None."""
     if value is None:
         return {}
     if not isinstance(key, str):

@@ -58,8 +58,8 @@ def unregistered_schedulers(optimizers: Sequence[torch.optim.Optimizer], state: 
 
 
 def plain_values(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (path, value) of the numbers and strings in a state_dict, except those that every
-    scheduler of torch changes and those in long lists."""
+    """Yield (path, value) of the numbers and strings in a state_dict, without the values
+    that every scheduler of torch changes, and without long lists."""
     if isinstance(tree, bool | int | float | str):
         yield path, tree
     elif isinstance(tree, Mapping | list | tuple) and len(tree) <= LONG:

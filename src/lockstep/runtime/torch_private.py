@@ -58,7 +58,7 @@ def has_forward_hooks(module: nn.Module) -> bool:
     return any(map(bool, hooks))
 
 
-# What torch itself sets on an optimizer while it trains; a scheduler and a fused step do.
+# Attributes that a scheduler and a fused step of torch set on an optimizer.
 OPTIMIZER_FLAGS = (
     "_opt_called",
     "_warned_capturable_if_run_uncaptured",

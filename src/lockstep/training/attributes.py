@@ -37,14 +37,14 @@ OPTIMIZER_INTERNALS = frozenset(("defaults", "state", "param_groups", *OPTIMIZER
 SHOWN_CHARS = 40  # of a value in a warning
 
 
-class Place(NamedTuple):
+class Holder(NamedTuple):
     """Where an attribute or a buffer is kept: holder[key]."""
 
     holder: dict[str, Any]
     key: str
 
 
-class Snapshot(NamedTuple):
+class AttributeValue(NamedTuple):
     """An attribute at a moment. mark: equal for equal values; None: not part of the state."""
 
     value: Any
@@ -52,7 +52,7 @@ class Snapshot(NamedTuple):
 
 
 class Attributes:
-    """The attributes of `module` and of optimizers without a state_dict of their own.
+    """The attributes of `module` and of optimizers whose state_dict is torch's.
 
     excluded  names that are not part of the state
     """
@@ -62,28 +62,28 @@ class Attributes:
         self.optimizers = {f"optimizer {i}": o for i, o in enumerate(optimizers) if not overrides(o, "state_dict")}
         self.excluded: set[str] = set()
         self.initial = {name: snapshot.mark for name, snapshot in self._snapshots()}
-        self._before_loop: dict[str, Snapshot] | None = None
+        self._before_loop: dict[str, AttributeValue] | None = None
         self._is_observed = False
         self._announced: set[str] = set()
 
-    def _places(self) -> Iterator[tuple[str, Place]]:
+    def _places(self) -> Iterator[tuple[str, Holder]]:
         for path, module in self._modules():
             for key in vars(module).keys() - MODULE_INTERNALS:
-                yield f"{path}.{key}".lstrip("."), Place(vars(module), key)
+                yield f"{path}.{key}".lstrip("."), Holder(vars(module), key)
             for key in non_persistent_buffers(module) & own_buffers(module).keys():
-                yield f"{path}.{key}".lstrip("."), Place(own_buffers(module), key)
+                yield f"{path}.{key}".lstrip("."), Holder(own_buffers(module), key)
         for path, optimizer in self.optimizers.items():
             for key in vars(optimizer).keys() - OPTIMIZER_INTERNALS:
-                yield f"{path}.{key}", Place(vars(optimizer), key)
+                yield f"{path}.{key}", Holder(vars(optimizer), key)
 
     def _modules(self) -> Iterator[tuple[str, nn.Module]]:
         for path, module in self.module.named_modules() if self.module else ():
             yield ".".join(part for part in path.split(".") if part != "_orig_mod"), module
 
-    def _snapshots(self) -> Iterator[tuple[str, Snapshot]]:
+    def _snapshots(self) -> Iterator[tuple[str, AttributeValue]]:
         weights = self._weight_storages()
         for name, (holder, key) in self._places():
-            yield name, Snapshot(holder[key], mark_of(holder[key], weights))
+            yield name, AttributeValue(holder[key], mark_of(holder[key], weights))
 
     def _weight_storages(self) -> set[int]:
         """Return the addresses of what checkpoints hold as weights: views of it are not state."""
@@ -111,13 +111,13 @@ class Attributes:
         yield
         self._exclude_changes(before)
 
-    def _exclude_changes(self, before: Mapping[str, Snapshot], followed: Collection[str] = ()) -> None:
+    def _exclude_changes(self, before: Mapping[str, AttributeValue], followed: Collection[str] = ()) -> None:
         changed = {name for name, now in self._snapshots() if is_changed(before.get(name), now)}
         self.excluded |= changed - set(followed)
 
     # -- the state ----------------------------------------------------------------------------------------------------
 
-    def changed(self) -> dict[str, Snapshot]:
+    def changed(self) -> dict[str, AttributeValue]:
         """Return by name what differs from its value as constructed."""
         snapshots = {name: now for name, now in self._snapshots() if name not in self.excluded}
         return {name: now for name, now in sorted(snapshots.items()) if now.mark not in (None, self._initial(name))}
@@ -191,7 +191,7 @@ def persistent_buffers(module: nn.Module) -> Iterator[Tensor]:
         yield from (b for name, b in own_buffers(child).items() if b is not None and name not in non_persistent_buffers(child))
 
 
-def is_changed(before: Snapshot | None, now: Snapshot) -> bool:
+def is_changed(before: AttributeValue | None, now: AttributeValue) -> bool:
     """Return whether an attribute has another value, or is another tensor: weight_norm replaces the
     weight in each forward pass, in the first one by an equal tensor."""
     if before is None or before.mark != now.mark:
