@@ -143,7 +143,7 @@ def context_of(parsed: Any) -> int:
         if follows_documents(rope.get("rope_type")):
             constant.append(min(original, positions) if rope["rope_type"] == "longrope" else positions)
         elif rope.get("rope_type") in SCALED_ROPES:
-            scaled.append(int(original * rope["factor"]))
+            scaled.append(int(original * (rope.get("factor") or 1)))
     return min(constant, default=max(scaled))
 
 

@@ -158,7 +158,7 @@ def refuse_long_rows(run: RunConfig, config: LlamaConfig | TransformersConfig) -
     elif config.following_ropes:
         what = f"batch.seq_len={length:,}: {limit_of_ropes(config.following_ropes, limit)}"
         hint += ', or a rope_type that scales all rows alike, such as "yarn" or "linear"'
-    where = f"{run.llama.init_from}/config.json; llama.init_from" if run.llama.init_from else f"llama.size={run.llama.size}"
+    where = f"llama.init_from={run.llama.init_from}" if run.llama.init_from else f"llama.size={run.llama.size}"
     raise ConfigError(what, where, hint)
 
 
