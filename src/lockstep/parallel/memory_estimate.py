@@ -8,6 +8,7 @@ whole. Activations depend on the micro-batch, so a layout counts as fitting if i
 from __future__ import annotations
 
 import logging
+import math
 import os
 import resource
 from collections.abc import Callable, Iterator
@@ -72,21 +73,28 @@ def memory_limit(device: torch.device) -> tuple[int, str]:
 
 
 def refuse_too_large(
-    parameters: int, frozen: bool, memory: MemoryOptions, layout: Layout, device: torch.device, optim: OptimOptions = DEFAULT_OPTIM
+    parameters: int,
+    frozen: bool,
+    memory: MemoryOptions,
+    layout: Layout,
+    device: torch.device,
+    optim: OptimOptions = DEFAULT_OPTIM,
+    adamw_share: float = 0.0,
 ) -> None:
     """ConfigError: a worker's weights, gradients and optimizer state exceed its memory limit.
 
     parameters  lower bound of the model's parameters
     frozen      True: only adapters are trained
+    adamw_share of the parameters, with Muon: see `bytes_per_parameter`
     """
-    weight, state = bytes_per_parameter(memory, optim, device.type)
+    weight, state = bytes_per_parameter(memory, optim, device.type, adamw_share)
     each = weight if frozen else 2 * weight + state
-    need, (limit, source) = each * parameters // layout.workers_per_replica, memory_limit(device)
+    need, (limit, source) = int(each * parameters) // layout.workers_per_replica, memory_limit(device)
     if need > limit:
         raise ConfigError(
             f"a model of at least {format_count(parameters)} parameters takes {format_bytes(need)} per worker, without activations",
             f"[model], llama.size, [memory] and [layout] of the run; the limit is {format_bytes(limit)}, from {source}",
-            f"choose a smaller model, or shard it over at least {-(-each * parameters // limit)} workers: layout.shard",
+            f"choose a smaller model, or shard it over at least {math.ceil(each * parameters / limit)} workers: layout.shard",
         )
 
 

@@ -61,7 +61,7 @@ def stage_memory(model: ModelCost, run: RunConfig, layout: Layout, device_type: 
     root = embedding + (model.output.elements(tensor) if is_last else 0)
     elements = sum(unit.elements(tensor) for unit in blocks) + root
     own = elements / shards
-    weight, state = bytes_per_parameter(run.memory, run.optim, device_type)
+    weight, state = bytes_per_parameter(run.memory, run.optim, device_type, adamw_share=root / max(1, elements))
     return MemoryCost(
         runtime=runtime_bytes(model, run, layout) if device_type == "cpu" else 0,
         weights=(weight + learner_bytes(run, layout)) * own,
@@ -73,10 +73,12 @@ def stage_memory(model: ModelCost, run: RunConfig, layout: Layout, device_type: 
     )
 
 
-def bytes_per_parameter(memory: MemoryOptions, optim: OptimOptions, device_type: str) -> tuple[int, int]:
-    """Return the bytes of a weight, and of the optimizer's state, on the device."""
+def bytes_per_parameter(memory: MemoryOptions, optim: OptimOptions, device_type: str, adamw_share: float = 0.0) -> tuple[int, float]:
+    """Return the bytes of a weight, and of the optimizer's state, on the device.
+    adamw_share: of the parameters that Muon leaves to AdamW: embedding, output and norms"""
     weight, moment = (2 if dtype == "bf16" else 4 for dtype in (memory.weights, memory.optimizer_state))
-    moments = {"adamw": 2, "adafactor": 0}.get(optim.kind, 1)
+    moments: float = {"adamw": 2, "adafactor": 0}.get(optim.kind, 1)
+    moments += adamw_share * (optim.kind == "muon")
     state = moments * moment + (4 if weight == 2 else 0) + (4 if optim.ema_decay else 0)  # moments, master and averaged weights
     return weight, 0 if memory.offload == "optimizer" and device_type == "cuda" else state
 

@@ -29,6 +29,7 @@ from lockstep.tasks.evaluate import BEST, EVALUATIONS, best_of
 from lockstep.tasks.layout_limits import min_parameters
 from lockstep.tasks.open import Task, open_task
 from lockstep.training.initial_values import deferred
+from lockstep.training.optim import adamw_share
 from lockstep.training.profiler import measure_matmul_flops
 
 
@@ -47,6 +48,9 @@ def task_that_fits(run: RunConfig, folder: Path, runtime: ElasticRuntime) -> Ite
     task = open_task(run, folder, runtime)
     model = task.meta_model()
     limits, device = plan_of(model).layout_limits(run.data_parallel_limit), runtime.world.device
+    if not frozen:  # now with the embedding
+        parameters = sum(p.numel() for p in model.parameters())
+        refuse_too_large(parameters, frozen, run.memory, layout, device, run.optim, adamw_share(model, run.optim))
     with explain_out_of_memory(model, layout, limits, device, lambda: folder / "oom" / f"rank-{runtime.world.rank}.txt"):
         yield task
 

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch
 
 from lockstep.config.schema import RunConfig
 from lockstep.layout import Layout
+from lockstep.models.llama import Llama
 from lockstep.models.llama_config import LLAMA_CONFIGS
 from lockstep.network.links import Link
 from lockstep.planner.devices import Cluster
 from lockstep.planner.exchange_cost import all_to_all_seconds, halving_seconds, tree_all_reduce_cost
-from lockstep.planner.memory_cost import memory_cost
+from lockstep.planner.memory_cost import bytes_per_parameter, memory_cost
 from lockstep.planner.model_cost import CHECKPOINT_MODES, MicroBatch, llama_cost
 from lockstep.planner.step_cost import StepCost, Timeline, Timing, mean_timing, play_pipeline, step_cost
+from lockstep.training.optim import adamw_share, make_optimizers
 
 MODEL = llama_cost(LLAMA_CONFIGS["5M"], MicroBatch(2, 256), "fp32")
 RUN = replace(RunConfig(), compute=replace(RunConfig().compute, precision="fp32"))  # 8 micro-batches
@@ -141,3 +145,22 @@ def test_shards_take_less_memory_than_replicas_and_checkpoints_less_than_none() 
     assert activations == sorted(activations, reverse=True)
     whole = memory_cost(MODEL, RUN, Layout(1), "cuda")
     assert (whole.weights, whole.optimizer) == (4 * MODEL.parameters, 8 * MODEL.parameters)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "sgd", "lion", "muon"])
+@pytest.mark.parametrize("size", ["1M", "5M"])
+def test_the_optimizer_takes_the_bytes_of_its_state(kind: Any, size: str) -> None:
+    with torch.device("meta"):
+        module = Llama(LLAMA_CONFIGS[size])
+    optim = replace(RUN.optim, kind=kind)
+    optimizers = make_optimizers(module, optim)
+    for parameter in module.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    for optimizer in optimizers:
+        optimizer.step()
+    states = [value for optimizer in optimizers for state in optimizer.state.values() for value in state.values()]
+    real = sum(value.nbytes for value in states if isinstance(value, torch.Tensor) and value.dim())
+    model = llama_cost(LLAMA_CONFIGS[size], MicroBatch(2, 256), "fp32")
+    assert memory_cost(model, replace(RUN, optim=optim), Layout(1), "cuda").optimizer == pytest.approx(real, rel=0.005)
+    per_parameter = bytes_per_parameter(RUN.memory, optim, "cuda", adamw_share(module, optim))[1]
+    assert per_parameter * model.parameters == pytest.approx(real)
