@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import subprocess
 import sys
 from collections.abc import Callable
@@ -178,6 +179,14 @@ def test_stochastic_rounding_is_unbiased() -> None:
     for step in range(1000):
         fading = stochastic_round(fading.float() * 0.999, torch.randn(2000) * 1e-6, step)
     assert float(fading.float().mean()) == pytest.approx(0.999**1000, rel=0.02), "rounding to nearest would stay at 1"
+
+
+def test_stochastic_rounding_keeps_nan_and_infinities() -> None:
+    bits = torch.tensor([0x7FFFFFFF, 0x7FFF0001, 0x7F800001, -1, 0x7FC00000, 0x7F800000, -0x800000], dtype=torch.int32)
+    rounded = [
+        stochastic_round(bits.view(torch.float32), torch.full((7,), noise), step) for noise in (0.0, 1.5, -3e38) for step in range(8)
+    ]
+    assert all(row[:5].isnan().all() and row[5:].tolist() == [math.inf, -math.inf] for row in rounded)
 
 
 def test_logits_of_a_large_vocabulary_never_exist_at_once() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
+import math
 from collections import namedtuple
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 import lockstep
 from lockstep.checkpoint.commands import digest_line
-from lockstep.errors import CheckpointError, UsageError
+from lockstep.errors import CheckpointError, DivergedError, UsageError
 from lockstep.record import metrics
 from lockstep.runtime.worker_env import WorkerEnv
 from lockstep.session import Session
@@ -187,6 +188,29 @@ def test_an_evaluation_is_the_mean_over_the_samples_and_leaves_no_trace(tmp_path
         assert set(named) == {"a", "b"} and named["b"] == 0.0 and model.training
         model.eval()
         assert named["a"] == pytest.approx(model(INPUTS).mean().item(), rel=1e-6), "without dropout"
+
+
+def test_an_evaluation_of_extreme_values_or_of_nothing(tmp_path: Path) -> None:
+    huge = TensorDataset(torch.full((6, 1), 1.5e308, dtype=torch.float64))
+    with Session(tmp_path, micro_batches=1) as session:
+        session.prepare(model := nn.Linear(1, 1), torch.optim.SGD(model.parameters(), lr=0.1))
+        for batch_size in (1, 4):
+            assert session.evaluate(lambda batch: batch[0][0], huge, batch_size=batch_size) == 1.5e308
+        assert math.isnan(session.evaluate(lambda batch: batch[0][0] * math.inf, huge))
+        with pytest.raises(UsageError, match="there is no sample to evaluate") as error:
+            session.evaluate(lambda batch: batch[0].mean(), [])
+        assert "session.evaluate" in error.value.where and error.value.hint
+
+
+def test_finite_losses_whose_sum_overflows_end_the_run_in_words(tmp_path: Path) -> None:
+    model = nn.Linear(1, 1).double()
+    with pytest.raises(DivergedError, match="loss inf in step 1"), Session(tmp_path, micro_batches=2) as session:
+        prepared, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        loader = session.loader(TensorDataset(torch.ones(8, 1, dtype=torch.float64)), batch_size=2)
+        for step in session.steps(1):
+            for (rows,) in loader(step):
+                session.backward(prepared(rows).sum() * 0 + 1.5e308, count=2)
+            optimizer.step()
 
 
 def test_an_evaluation_puts_an_ema_in_the_state_into_eval_mode(tmp_path: Path) -> None:

@@ -24,9 +24,7 @@ def main(args: argparse.Namespace, rest: list[str]) -> int:
     workers = args.workers or args.gpus or 2
     folder = args.run or f"runs/{file.stem}"
     stored, image = parse_address(folder) is not None, args.image or f"lockstep:{__version__}"  # a malformed address is not repeated
-    job, run = make_job(
-        file, args.nodes, gpus=args.gpus, workers=workers, run_folder=folder, image=image, stored=stored, flags=parse_flags(rest)
-    )
+    job, run = make_job(file, args.nodes, gpus=args.gpus, workers=workers, run_folder=folder, image=image, flags=parse_flags(rest))
     if stored:
         refuse_split_replicas(run, workers, f"--workers or --gpus; --run {folder}")
     refuse_sizes(run, args.nodes, workers, f"--nodes {job.fewest}:{job.most}, {workers} workers per node")

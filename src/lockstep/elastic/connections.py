@@ -6,6 +6,7 @@ import os
 import resource
 import selectors
 import socket
+import threading
 import time
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
@@ -51,6 +52,7 @@ class Connections:
         self._exiting_since_s: dict[str, float] = {}
         self._refusals = LogLimiter(REFUSAL_LOG_S)
         self._listener_paused = False  # until the next turn
+        self._wake_lock = threading.RLock()  # after `close`, another file may have the descriptor of the pipe
         self._wake_reader, self._wake_writer = os.pipe()
         os.set_blocking(self._wake_reader, False)
         os.set_blocking(self._wake_writer, False)
@@ -64,7 +66,7 @@ class Connections:
 
     def wake(self) -> None:
         """Make `serve` return soon; for any thread."""
-        with suppress(BlockingIOError, OSError):
+        with self._wake_lock, suppress(OSError):
             os.write(self._wake_writer, b".")
 
     def serve(self, timeout_s: float) -> None:
@@ -119,7 +121,10 @@ class Connections:
             self._drop(link)
         self._selector.close()
         self._listener.close()
-        os.close(self._wake_reader)
+        with self._wake_lock:
+            os.close(self._wake_reader)
+            os.close(self._wake_writer)
+            self._wake_writer = -1
 
     def _accept(self) -> None:
         """Accept waiting connections. Unauthenticated peers may use an eighth of the descriptors.

@@ -80,6 +80,16 @@ def vote_to_row(vote: Vote, rank: int, replica_size: int, replicas: int = 1) -> 
     return [*sums, *facts, *samples, *digests, -vote.exchange_us, *times]
 
 
+def sum_of_limbs(limbs: Sequence[int]) -> float:
+    """Return the sum of the losses, rounded once; an infinity if finite losses add up to more than a
+    float holds."""
+    total = sum(limb << 32 * i for i, limb in enumerate(limbs))
+    try:
+        return total / 2**1074
+    except OverflowError:
+        return math.inf if total > 0 else -math.inf
+
+
 def row_to_decision(row: Sequence[int], replica_size: int, gather_digests: Callable[[], Sequence[int]]) -> StepDecision:
     """Return the decision from the combined rows of all votes.
 
@@ -113,10 +123,11 @@ def row_to_decision(row: Sequence[int], replica_size: int, gather_digests: Calla
         )
     differ = any(highest != ~inverse for highest, inverse in zip(digests[::2], digests[1::2], strict=True))
     by_rank = tuple(gather_digests()) if differ else ()
+    loss = math.nan if not_finite else sum_of_limbs(limbs)
     return StepDecision(
-        loss=math.nan if not_finite else sum(limb << 32 * i for i, limb in enumerate(limbs)) / 2**1074,  # rounded once
+        loss=loss,
         count=count,
-        finite=not not_finite,
+        finite=math.isfinite(loss),
         gradient_finite=not gradient_not_finite,
         stop=SIGNALS[stop] or "SIGUSR1" * (not some_stay),
         save_failed=bool(save_failed),

@@ -39,7 +39,7 @@ from lockstep.errors import DamagedFileError
 from lockstep.files import add_checksum, parse_json, read_json, read_text, verify_checksum, write_if_absent, write_json
 from lockstep.log import log
 
-GENERATION_FILE = re.compile(r"(\d{6,})\.json")
+GENERATION_FILE = re.compile(r"x*(\d{6,})\.json")
 KEEP = 1000  # newest generations that stay in the folder
 RETRY_S = 20.0  # how long a member tries to read whether its state is trusted, when a store does not answer
 
@@ -148,6 +148,13 @@ def new_token() -> str:
     return secrets.token_hex(8)
 
 
+def name_of(number: int) -> str:
+    """Return the name of a generation's file, without its end. A store lists names as text, so from
+    1,000,000 on each further digit has an "x" before the number."""
+    digits = f"{number:06d}"
+    return "x" * (len(digits) - 6) + digits
+
+
 class GenerationLog:
     """The log of generations in `folder`. Every method raises OSError when the disk fails.
     It never creates the folder. A missing generation that was seen before, here or by another
@@ -179,7 +186,7 @@ class GenerationLog:
                 raise ValueError(f"it holds generation {generation.number}")
         except (ValueError, KeyError, TypeError) as error:
             raise DamagedFileError(
-                f"{number:06d}.json, the record of generation {number}, is damaged: {error}",
+                f"{name_of(number)}.json, the record of generation {number}, is damaged: {error}",
                 str(source if isinstance(source, Path) else where),
                 f"stop the workers of this run on all hosts, then move {where} aside; the next start resumes from a checkpoint",
             ) from error
@@ -218,11 +225,11 @@ class GenerationLog:
 
     def mark_untrusted(self, number: int, why: str, facts: dict[str, Any]) -> None:
         """Make every member restart from a checkpoint. facts: digests of each worker."""
-        write_json(self.folder / f"{number:06d}.suspects.json", add_checksum({"why": why, **facts}))
+        write_json(self.folder / f"{name_of(number)}.suspects.json", add_checksum({"why": why, **facts}))
 
     def untrusted_reason(self, number: int) -> str:
         """Return why a generation's state is untrusted, also for a damaged file; else ""."""
-        path = self.folder / f"{number:06d}.suspects.json"
+        path = self.folder / f"{name_of(number)}.suspects.json"
         try:
             return str(verify_checksum(read_json(path))["why"])
         except FileNotFoundError:
@@ -246,10 +253,10 @@ class GenerationLog:
         return records
 
     def _path(self, number: int) -> Path:
-        return self.folder / f"{number:06d}.json"
+        return self.folder / f"{name_of(number)}.json"
 
     def _archived(self, number: int) -> Path:
-        return self.folder / "archive" / f"{number:06d}.json"
+        return self.folder / "archive" / f"{name_of(number)}.json"
 
     def _require(self, number: int) -> None:
         if number and not self._path(number).exists():
@@ -265,29 +272,29 @@ class StoredGenerationLog(GenerationLog):
 
     def newest(self, known: int = 0) -> Generation | None:
         oldest = max(known, self.seen)
-        names = self.stored.names(after=f"{oldest - 1:06d}.json" if oldest > 1 else "")
+        names = self.stored.names(after=f"{name_of(oldest - 1)}.json" if oldest > 1 else "")
         newest = max((int(match[1]) for match in map(GENERATION_FILE.fullmatch, names) if match), default=0)
         if newest < oldest:
             raise FileNotFoundError(errno.ENOENT, f"the log lacks generation {oldest}", self.where)
         return self.read(newest) if newest > known else None
 
     def read(self, number: int) -> Generation:
-        return self._parse(number, self.stored.read(f"{number:06d}.json"), self.where)
+        return self._parse(number, self.stored.read(f"{name_of(number)}.json"), self.where)
 
     def propose(self, generation: Generation) -> Generation:
         number = generation.number
         self.newest(max(number - 1, self.seen))  # which requires that one
         text = json.dumps(add_checksum(generation.to_json()), indent=1)
-        return self._parse(number, self.stored.create(f"{number:06d}.json", text), self.where)
+        return self._parse(number, self.stored.create(f"{name_of(number)}.json", text), self.where)
 
     def mark_untrusted(self, number: int, why: str, facts: dict[str, Any]) -> None:
-        self.stored.write(f"{number:06d}.suspects.json", json.dumps(add_checksum({"why": why, **facts})))
+        self.stored.write(f"{name_of(number)}.suspects.json", json.dumps(add_checksum({"why": why, **facts})))
 
     def untrusted_reason(self, number: int) -> str:
         until_s = time.monotonic() + RETRY_S
         while True:
             try:
-                self._copy_suspects([f"{number:06d}.suspects.json"])
+                self._copy_suspects([f"{name_of(number)}.suspects.json"])
                 return super().untrusted_reason(number)
             except OSError:
                 if time.monotonic() > until_s:

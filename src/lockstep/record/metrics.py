@@ -4,8 +4,8 @@ A process that resumes at step s first truncates what follows s (steps of a kill
 checkpoint has), so a resumed run has the same lines as an uninterrupted one. The truncation is one
 ftruncate(); if the process is killed first, the next start does it.
 
-What the file held at a checkpoint is in tracker.json (`FileState`), so a line that was changed,
-lost or exchanged since is noticed.
+tracker.json has the size and the crc32 of the file at each checkpoint (`FileState`), so a line that
+was changed, lost or exchanged since is noticed.
 
 NaN and infinities are strings, as in the JSON form of protocol buffers; readers convert them back.
 Floats have their shortest exact form: equal bits give equal text.
@@ -32,7 +32,7 @@ STEP = re.compile(rb'\{"step": (\d+)[,}]')  # start of our lines: much faster th
 
 
 class FileState(NamedTuple):
-    """What metrics.jsonl was before a checkpoint was committed."""
+    """The state of metrics.jsonl when a checkpoint was committed."""
 
     step: int  # of the last line; of an empty file: at which the run resumed
     bytes: int
@@ -110,7 +110,7 @@ def state_after(path: Path, step: int, known: Iterable[FileState] = ()) -> FileS
     if last is not None and last < step:
         raise missing_steps_error(path, f"the last line is step {last}", step)
     if problem := checks.problem():
-        what = f"the metrics up to step {step}, at which the run resumes, are not those that it wrote: {problem}"
+        what = f"the metrics up to step {step}, at which the run resumes, were changed: {problem}"
         raise DataError(what, str(path), f"restore the file, or move {path.name} aside: the new file starts at step {step + 1}")
     return FileState(step, offset, crc)
 

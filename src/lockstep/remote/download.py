@@ -12,7 +12,7 @@ from pathlib import Path
 
 from lockstep.checkpoint.folder import COMMITTED
 from lockstep.errors import DamagedFileError
-from lockstep.files import open_regular, write_atomic
+from lockstep.files import fsync_folder, open_regular, write_atomic
 from lockstep.object_store.bucket import RunBucket
 from lockstep.remote.snapshots import BLOBS, Blob, Files, Snapshot, newest
 
@@ -37,6 +37,8 @@ def download(
                 for path, blobs in files.items():
                     (folder / path).parent.mkdir(parents=True, exist_ok=True)
                     write_atomic(folder / path, contents(pool, bucket, blobs, earlier and earlier / path))
+                if name:
+                    fsync_folder((folder / name).parent)  # write_atomic has flushed the folder itself
             except DamagedFileError as error:
                 latest = newest(bucket)
                 if latest and latest.number > snapshot.number and not latest.blobs >= snapshot.blobs:

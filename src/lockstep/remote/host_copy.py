@@ -26,8 +26,8 @@ from lockstep.data.manifest import locked
 from lockstep.elastic.generation_log import NO_GENERATION, GenerationLog, StoredGenerationLog, open_generation_log
 from lockstep.elastic.link import TOKEN_BYTES
 from lockstep.elastic.stored_folder import MEMBERSHIP, STORE_FILE, store_address
-from lockstep.errors import CheckpointError, DamagedFileError, FencedError, StoreError, UsageError
-from lockstep.files import open_regular, parse_json, read_bytes, read_text, try_lock, write_if_absent, write_json
+from lockstep.errors import CheckpointError, DamagedFileError, FencedError, LockstepError, StoreError, UsageError
+from lockstep.files import fsync_folder, open_regular, parse_json, read_bytes, read_text, try_lock, write_if_absent, write_json
 from lockstep.log import log
 from lockstep.object_store.bucket import RunBucket
 from lockstep.remote.download import download, is_blob
@@ -249,6 +249,7 @@ def update_copy(bucket: RunBucket, snapshot: Snapshot, copy: Path, wanted: Calla
             (copy / "checkpoints").mkdir(exist_ok=True)
             if not (copy / "checkpoints" / step.name).exists():  # else the run has just saved this step
                 os.rename(step, copy / "checkpoints" / step.name)
+                fsync_folder(copy / "checkpoints")
         if (folder / EVENTS).exists():
             add_lines(copy / EVENTS, read_bytes(folder / EVENTS))
             (folder / EVENTS).unlink()

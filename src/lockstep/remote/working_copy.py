@@ -19,7 +19,7 @@ from lockstep.checkpoint.folder import set_aside
 from lockstep.elastic.generation_log import GenerationLog, RunResult
 from lockstep.elastic.stored_folder import MEMBERSHIP
 from lockstep.errors import CheckpointError, FencedError, UsageError
-from lockstep.files import read_text, try_lock, write_atomic
+from lockstep.files import fsync_folder, read_text, try_lock, write_atomic
 from lockstep.log import log
 from lockstep.object_store.address import Address
 from lockstep.object_store.bucket import RunBucket
@@ -146,4 +146,5 @@ def download_copy(bucket: RunBucket, snapshot: Snapshot, copy: Path) -> Snapshot
     if generations.folder.is_dir() and (last := generations.newest()) and not last.end:
         generations.record_end(RunResult(0, ""), f"continued from {bucket.address}", after=0)
     os.rename(partial, copy)
+    fsync_folder(copy.parent)
     return snapshot

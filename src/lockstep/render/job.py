@@ -18,6 +18,7 @@ import lockstep
 from lockstep.config.resolve import read_toml, resolve
 from lockstep.config.schema import RunConfig
 from lockstep.errors import ConfigError, UsageError
+from lockstep.files import scheme_of
 from lockstep.record.backends import without_secrets
 
 PATH = re.compile(r"[\w./][\w.:@+=/-]*")
@@ -65,12 +66,10 @@ def make_job(
     workers: int,
     run_folder: str,
     image: str,
-    stored: bool = False,
     flags: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[Job, RunConfig]:
     """Return the job and its run. ConfigError for an invalid run file or a secret in it, UsageError
     for names that cannot be written into every file.
-    stored: `run_folder` is an address in an object store
     flags: keys of the run on the command line"""
     run, values = resolve(file, flags).run, read_toml(file)
     refuse_secrets(values, str(file))
@@ -89,7 +88,9 @@ def make_job(
     words = "".join(f" --{key}={text}" for key, text in flags.items())
     if not name:
         raise UsageError(f"{file.name!r} gives the job no name", "RUN.toml", "jobs are named with a-z, 0-9 and -: rename the run file")
-    return Job(name, str(file), to_toml(values), *nodes, gpus, workers, run_folder, stored, image, secrets_of(run), words), run
+    return Job(
+        name, str(file), to_toml(values), *nodes, gpus, workers, run_folder, bool(scheme_of(run_folder)), image, secrets_of(run), words
+    ), run
 
 
 def refuse_secrets(values: Mapping[str, Any], where: str) -> None:

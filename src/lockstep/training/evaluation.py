@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.utils.data import default_collate
 from lockstep.data.order import splitmix64
 from lockstep.elastic.collectives import all_gather_json
 from lockstep.elastic.runtime import ElasticRuntime
-from lockstep.errors import PeersLostError
+from lockstep.errors import PeersLostError, UsageError
 from lockstep.runtime.numerics import seed_generators
 from lockstep.training.loader import Collate, get_samples, number_of_samples, to_device
 
@@ -35,6 +36,9 @@ def mean_over(
 ) -> Any:
     """Collective. Return the mean of function(batch), weighted by samples; see Session.evaluate."""
     count, device = number_of_samples(dataset, "session.evaluate(function, dataset)"), runtime.world.device
+    if not count:
+        hint = "give it samples, or leave the call out where there are none"
+        raise UsageError("there is no sample to evaluate", "session.evaluate(function, dataset)", hint)
     batches = [range(first, min(first + batch_size, count)) for first in range(0, count, batch_size)]
 
     def compute_scores(numbers: Iterable[int]) -> Scores:
@@ -91,5 +95,11 @@ def to_numbers(value: Any) -> dict[str, float]:
 
 def weighted_mean(rows: list[tuple[int, float]]) -> float:
     """Return the mean of (weight, value) rows. Sums are exactly rounded, in any order."""
+    if not all(math.isfinite(value) for _, value in rows):
+        return math.nan
+    total = sum(weight for weight, _ in rows)
     values = [weight * value for weight, value in rows]
-    return math.fsum(values) / sum(weight for weight, _ in rows) if all(map(math.isfinite, values)) else math.nan
+    if all(map(math.isfinite, values)):
+        with suppress(OverflowError):
+            return math.fsum(values) / total
+    return float(sum(weight * Fraction(value) for weight, value in rows) / total)  # the mean lies between the values

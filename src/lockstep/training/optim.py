@@ -58,6 +58,17 @@ def make_optimizers(
     return [optimizer for optimizer in (muon, rest) if optimizer]
 
 
+def adamw_share(model: nn.Module, values: OptimOptions) -> float:
+    """Return the share of the trained parameters that AdamW updates beside Muon; 0 without Muon.
+    The model may be on the meta device."""
+    if values.kind != "muon":
+        return 0.0
+    counts: dict[type, int] = {}
+    for optimizer in make_optimizers(model, values):
+        counts[type(optimizer)] = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
+    return 1.0 - counts.get(torch.optim.Muon, 0) / max(1, sum(counts.values()))
+
+
 def trained_parameters(model: nn.Module | LocalModel) -> list[tuple[str, nn.Parameter]]:
     named = model.local_params.items() if isinstance(model, LocalModel) else model.named_parameters()
     return [(name, p) for name, p in named if p.requires_grad]
@@ -217,12 +228,15 @@ def stochastic_round(wide: Tensor, noise: Tensor, step: int) -> Tensor:
     noise  float32 gradient of the same shape, whose bits with the step seed the rounding: equal
            gradients give equal bits, wherever an element is and however the tensor is sharded
 
+    NaN remains NaN: the addition would carry 0x7fffffff into the sign.
+
     Rounding to nearest would never let a mean of squares fall: at beta2 = 0.999 a step removes a
     thousandth, and neighbors in bfloat16 are 1/128 to 1/256 apart.
     """
     chance = noise.view(torch.int32).to(torch.int64).bitwise_xor_(step * 0x9E3779B1 % 2**32).mul_(0x5851F42D4C957F2D)
     chance = (chance >> 40).bitwise_and_(0xFFFF).to(torch.int32)
-    return ((wide.view(torch.int32) + chance) & -0x10000).view(torch.float32).to(torch.bfloat16)
+    rounded = ((wide.view(torch.int32) + chance) & -0x10000).view(torch.float32)
+    return torch.where(wide.isnan(), wide, rounded).to(torch.bfloat16)
 
 
 def learning_rate(update: int, values: OptimOptions) -> float:

@@ -181,6 +181,13 @@ def test_the_loss_of_extreme_values_is_that_of_fsum(losses: list[float]) -> None
     assert isinstance(decision, StepDecision) and repr(decision.loss) == repr(math.fsum(losses))
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+def test_finite_losses_whose_sum_no_float_holds_are_not_finite(sign: int) -> None:
+    rows, _, _ = combined_rows([Vote([sign * HUGE]), Vote([sign * HUGE])], 1)
+    decision = decide(rows[0], [], 1)
+    assert isinstance(decision, StepDecision) and not decision.finite and decision.loss == sign * math.inf
+
+
 def test_limbs_hold_the_largest_losses_of_a_million_ranks() -> None:
     """Each number of a row must stay below 2**63 when 2**20 equal rows are added."""
     for loss in (math.nextafter(math.inf, 0), -math.nextafter(math.inf, 0), -5e-324):

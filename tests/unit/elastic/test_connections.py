@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import time
+from pathlib import Path
 
 from lockstep.elastic.connections import MAX_REFUSAL_KEYS, REJECTING_S, Connections, LogLimiter
 from lockstep.elastic.generation_log import Member
@@ -40,3 +42,17 @@ def test_rejecting_peer_is_forgotten() -> None:
     connections.retry(time.monotonic() + REJECTING_S)
     assert not connections._exiting_since_s
     connections.close()
+
+
+def test_closed_connections_leave_no_descriptor_and_never_write_to_another(tmp_path: Path) -> None:
+    protocol = Protocol(Member("a/0/x", "a", 0, 1, "127.0.0.1:1"), ElasticLimits(), lambda: "token", 0.0)
+    before = sorted(os.listdir("/proc/self/fd"))
+    connections = Connections(socket.create_server(("127.0.0.1", 0)), b"token", protocol, lambda effects: None, lambda link, message: None)
+    connections.wake()
+    connections.close()
+    assert sorted(os.listdir("/proc/self/fd")) == before
+    files = [open(tmp_path / str(number), "wb") for number in range(8)]  # they get the numbers of the closed descriptors  # noqa: SIM115
+    connections.wake()
+    for file in files:
+        file.close()
+    assert not any(path.stat().st_size for path in tmp_path.iterdir())

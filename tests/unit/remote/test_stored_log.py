@@ -14,6 +14,7 @@ from lockstep.elastic import waiting_room
 from lockstep.elastic.generation_log import Generation, GenerationLog, Member, RunResult, StoredGenerationLog, open_generation_log
 from lockstep.elastic.stored_folder import STORE_FILE, stored_folder
 from lockstep.errors import DamagedFileError
+from lockstep.files import add_checksum
 from lockstep.object_store.bucket import RunBucket
 
 
@@ -71,6 +72,28 @@ def test_a_copy_gets_the_newest_generation_and_those_after_it(hosts: tuple[Path,
     copy.copy_new()
     assert sorted(path.name for path in hosts[1].glob("generations/*")) == ["000002.json", "000003.json", "000004.json"]
     assert GenerationLog(hosts[1] / "generations").newest() == generation(4)
+
+
+def test_generations_from_a_million_on_are_in_order(hosts: tuple[Path, Path]) -> None:
+    for log in map(open_generation_log, (hosts[0], hosts[0] / "on-disk")):
+        log.folder.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(add_checksum(generation(999_998).to_json()))
+        if isinstance(log, StoredGenerationLog):
+            log.stored.create("999998.json", text)
+        else:
+            (log.folder / "999998.json").write_text(text)
+        copy = open_generation_log(hosts[1])
+        for number in range(999_999, 1_000_003):
+            if isinstance(copy, StoredGenerationLog):
+                copy.copy_new()
+            assert log.propose(generation(number)).number == number
+            for known in (0, number - 1):
+                newest = type(log)(log.folder, *([log.stored] if isinstance(log, StoredGenerationLog) else [])).newest(known)
+                assert newest and newest.number == number
+    assert isinstance(copy, StoredGenerationLog)
+    copy.copy_new()
+    newest = GenerationLog(copy.folder).newest()
+    assert newest and newest.number == 1_000_002
 
 
 def test_the_end_of_the_run_is_recorded_once(hosts: tuple[Path, Path]) -> None:
