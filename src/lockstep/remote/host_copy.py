@@ -26,7 +26,7 @@ from lockstep.data.manifest import locked
 from lockstep.elastic.generation_log import NO_GENERATION, GenerationLog, StoredGenerationLog, open_generation_log
 from lockstep.elastic.link import TOKEN_BYTES
 from lockstep.elastic.stored_folder import MEMBERSHIP, STORE_FILE, store_address
-from lockstep.errors import CheckpointError, DamagedFileError, FencedError, LockstepError, StoreError, UsageError
+from lockstep.errors import CheckpointError, DamagedFileError, FencedError, StoreError, UsageError
 from lockstep.files import fsync_folder, open_regular, parse_json, read_bytes, read_text, try_lock, write_if_absent, write_json
 from lockstep.log import log
 from lockstep.object_store.bucket import RunBucket
