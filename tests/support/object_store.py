@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import http.client
 import os
 import signal
@@ -14,10 +15,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 from support.launching import one_thread, run_lockstep, start_lockstep
-from support.processes import processes_in
+from support.processes import SUPPORT, processes_in
 from support.waiting import wait_until
 
 from lockstep.object_store.address import parse_address
@@ -26,7 +28,12 @@ from lockstep.remote.snapshots import Snapshot, newest
 
 SERVER = "import sys; from moto.server import main; main(['-H', sys.argv[1], '-p', sys.argv[2]])"
 REQUEST = "import sys; from urllib.request import *; urlopen(Request(sys.argv[1], method=sys.argv[2]), timeout=5)"
-Fault = Callable[[str, str], str]  # (method, path) -> "", "503", "slow", "torn", "cut" or "lost"
+Fault = Callable[[str, str], str]  # (method, path) -> "", "slow", "torn", "cut", "lost", "swallowed" or one of REFUSALS
+REFUSALS = {
+    "503": (503, "SlowDown", "Please reduce your request rate."),
+    "denied": (403, "AccessDenied", "Access Denied"),
+    "skewed": (403, "RequestTimeTooSkewed", "The difference between the request time and the current time is too large."),
+}
 
 
 def free_port() -> int:
@@ -81,11 +88,12 @@ def reached_at(address: str, copies: object) -> Iterator[None]:
 class Proxy:
     """Forwards HTTP requests to `server`; `fault` decides what goes wrong with each.
 
-    503   the reply of an overloaded store, without forwarding
+    503   the reply of an overloaded store, without forwarding; likewise the others of REFUSALS
     slow  forwards after 0.1 s
     torn  forwards half of the body, as if it were all, and passes the reply on
     cut   closes the connection without forwarding
     lost  forwards, and closes the connection without a reply
+    swallowed  replies as if the object had been stored, without forwarding
     """
 
     def __init__(self, server: str) -> None:
@@ -100,8 +108,12 @@ class Proxy:
                 fault = proxy.fault(self.command, self.path)
                 if fault:
                     proxy.faults.append((fault, self.command, self.path))
-                if fault == "503":
-                    self.reply(503, b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>", {})
+                if fault in REFUSALS:
+                    status, code, message = REFUSALS[fault]
+                    self.reply(status, f"<Error><Code>{code}</Code><Message>{message}</Message></Error>".encode(), {})
+                    return
+                if fault == "swallowed":
+                    self.reply(200, b"", {"ETag": f'"{hashlib.md5(body, usedforsecurity=False).hexdigest()}"'})
                     return
                 if fault == "slow":
                     time.sleep(0.1)
@@ -159,12 +171,22 @@ class StoreHost:
     def __init__(self, folder: Path, proxy: Proxy) -> None:
         folder.mkdir()
         self.folder, self.output = folder, ""
-        self.options = {"cwd": folder, "env": one_thread(**environment(proxy.address, folder / "cache") | {"LOCKSTEP_STORE_BEAT_S": "1"})}
+        self.options: dict[str, Any] = {
+            "cwd": folder,
+            "env": one_thread(**environment(proxy.address, folder / "cache") | {"LOCKSTEP_STORE_BEAT_S": "1"}),
+        }
 
     def run(self, *words: object) -> subprocess.CompletedProcess[str]:
         done = run_lockstep(*words, **self.options)
         self.output += done.stdout + done.stderr
         return done
+
+    def start_writer(self, *words: object) -> subprocess.Popen[str]:
+        """Start stored_writer.py: a mirror whose training needs no torch."""
+        environ = self.options["env"] | {"PYTHONPATH": str(SUPPORT.parent)}
+        command = [sys.executable, "-m", "support.stored_writer", *map(str, words)]
+        options = self.options | {"env": environ, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        return subprocess.Popen(command, text=True, **options)
 
     def start(self, *words: object) -> subprocess.Popen[str]:
         return start_lockstep(*words, **self.options)

@@ -117,7 +117,7 @@ def run_mirrored(mirror: Mirror | HostMirror, words: Sequence[str], stop_signal:
 
     def follow() -> None:
         for thread in os.listdir("/proc/self/task"):
-            with suppress(ProcessLookupError):  # it has ended
+            with suppress(ProcessLookupError):  # a thread that has exited
                 os.setpriority(os.PRIO_PROCESS, int(thread), LOW_PRIORITY)
         try:
             while not ended.wait(POLL_S):
@@ -125,7 +125,7 @@ def run_mirrored(mirror: Mirror | HostMirror, words: Sequence[str], stop_signal:
             mirror.finish()
         except LockstepError as error:
             errors.append(error)
-        except BaseException as error:  # this thread must not end without a word
+        except BaseException as error:  # this thread never ends without a report
             log.error("the mirror failed", exc_info=error)
             what = f"the mirror failed: {type(error).__name__}: {error}"
             errors.append(StoreError(what, str(mirror.bucket.address), f"the run is in {mirror.folder}; report this"))
@@ -153,7 +153,7 @@ def run_mirrored(mirror: Mirror | HostMirror, words: Sequence[str], stop_signal:
         print(error, file=sys.stderr)
         if isinstance(error, FencedError):
             code = error.exit_code
-        elif code in STOP_EXIT_CODES.values():  # which say that the run is saved
+        elif code in STOP_EXIT_CODES.values():  # of a run that is saved
             code = StoreError.exit_code
     return code
 

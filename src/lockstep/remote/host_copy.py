@@ -303,7 +303,7 @@ class HostMirror:
                 self.follow()
         except FencedError:  # the next generation, led by another host, is about to be read
             self.mirror = None
-        except Exception as error:  # of any type: training goes on, and `finish` decides on the exit code
+        except Exception as error:  # of any type: training continues, and `finish` decides on the exit code
             if not self.problem:
                 warn_of_failure(error, "training continues; the store is tried again")
             self.problem = str(error)

@@ -7,7 +7,7 @@ metrics are read after the checkpoints were listed, so they reach at least as fa
 A snapshot with a new checkpoint, or the last one, is put after a listing of the store has shown all
 of its blobs, with their sizes. Blobs that the store lacks, such as expired ones, are uploaded again. Files that Lockstep did not write
 are mirrored, too, but none of them can keep a checkpoint out of the store: what cannot be read or
-named there is left out, with one warning.
+named there is omitted, with one warning.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ FINAL_BEATS = 40  # how long the last upload is tried again
 # The token is a secret. The others belong to the processes of this host.
 LOCAL = re.compile(r"token|store\.json|run\.lock|waiting|evaluators|state|checkpoints|.*/\..*|\..*", re.DOTALL)
 LIST_PAUSE = 20  # times as long as the last listing of the blobs, which takes a request for 1000
+NAME_BYTES = 240  # of a file that can be written beside its temporary file
 UPLOAD_TRIES = 3  # of blobs that are missing in the store after their upload
 
 
@@ -62,7 +63,7 @@ class Mirror:
         self.known = {blob.rpartition("/")[2]: blob for blob in ownership.newest.blobs}  # sha256 -> blob in the store
         self.files: dict[str, tuple[Signature, tuple[Blob, ...]]] = {}  # whose blobs are in the store
         self.whole: dict[Signature, list[str]] = {}  # of a marker -> files of its checkpoint; none: it is damaged
-        self.left_out: set[str] = set()  # paths with a warning
+        self.omitted: set[str] = set()  # paths with a warning
         self.uploaded_bytes = 0
         self.superseded: deque[tuple[float, int, set[str]]] = deque()  # when, number and blobs of earlier snapshots
         self.retained_s = -RETENTION_S
@@ -83,7 +84,7 @@ class Mirror:
                     self.beat()
         except FencedError:
             raise
-        except Exception as error:  # of any type: training goes on, and `finish` decides on the exit code
+        except Exception as error:  # of any type: training continues, and `finish` decides on the exit code
             if not self.problem:
                 warn_of_failure(error, "training continues; uploads are tried again")
             self.problem = str(error)
@@ -128,7 +129,7 @@ class Mirror:
                     if path and marker not in self.whole:
                         self.whole[marker] = self._result(self.pool.submit(self._verify, path, step))
             except OSError as error:  # rights; tried again
-                self._leave_out(f"checkpoints/{folder_name(step)}", error.strerror or str(error))
+                self._omit(f"checkpoints/{folder_name(step)}", error.strerror or str(error))
             if files := self.whole.get(marker):
                 steps[step] = files
         return steps
@@ -140,7 +141,7 @@ class Mirror:
             log.warning("%s is damaged and is not uploaded: %s", path, ", ".join(problems))
             return []
         for name in unlisted_files(path, files):
-            self._leave_out(f"checkpoints/{path.name}/{name}", "the manifest of this checkpoint does not list it")
+            self._omit(f"checkpoints/{path.name}/{name}", "the manifest of this checkpoint does not list it")
         return [f"checkpoints/{path.name}/{name}" for name in (*files, MANIFEST, COMMITTED)]
 
     def publish(self, *, released: bool = False) -> bool:
@@ -182,7 +183,7 @@ class Mirror:
             except OSError as error:
                 if path in consistent:
                     raise
-                self._leave_out(path, error.strerror or str(error))
+                self._omit(path, error.strerror or str(error))
                 continue
             self.files[path] = files[path]
         after = self._list(checkpoint_paths)
@@ -192,16 +193,16 @@ class Mirror:
         return {path: blobs for path, (_, blobs) in files.items()}
 
     def _list(self, checkpoint_paths: set[str]) -> dict[str, Signature]:
-        listed, left_out = list_files(self.folder)
-        for path, why in left_out.items():
-            self._leave_out(path, why)
+        listed, omitted = list_files(self.folder)
+        for path, why in omitted.items():
+            self._omit(path, why)
         return listed | {path: signature_of(self.folder / path) for path in checkpoint_paths}
 
-    def _leave_out(self, path: str, why: str) -> None:
-        if path not in self.left_out:
-            self.left_out.add(path)
+    def _omit(self, path: str, why: str) -> None:
+        if path not in self.omitted:
+            self.omitted.add(path)
             # Escaped: a name may have any bytes.
-            log.warning("%s is left out of the snapshots: %s", ascii(f"{self.folder}/{path}").strip("'"), why)
+            log.warning("%s is omitted from the snapshots: %s", ascii(f"{self.folder}/{path}").strip("'"), why)
 
     def _lost_blobs(self, files: Files) -> set[str]:
         """Return the blobs that the store lacks, or has with another size. One listing is cheaper than a
@@ -293,37 +294,38 @@ def data_paths(folder: Path) -> set[str]:
 
 
 def list_files(folder: Path) -> tuple[dict[str, Signature], dict[str, str]]:
-    """Return (the files to mirror without checkpoints, why others are left out), by path in `folder`.
+    """Return (the files to mirror without checkpoints, why others are omitted), by path in `folder`.
     LOCAL ones and links are in neither."""
     listed: dict[str, Signature] = {}
-    left_out: dict[str, str] = {}
+    omitted: dict[str, str] = {}
 
     def refuse_folder(error: OSError) -> None:
         if not isinstance(error, FileNotFoundError):
-            left_out[os.path.relpath(error.filename, folder)] = error.strerror or str(error)
+            omitted[os.path.relpath(error.filename, folder)] = error.strerror or str(error)
 
     for parent, folders, names in os.walk(folder, onerror=refuse_folder):
         prefix = "" if parent == str(folder) else f"{os.path.relpath(parent, folder)}/"
-        left_out |= {prefix + name: "its name is not UTF-8" for name in (*folders, *names) if not is_utf8(name)}
-        folders[:] = [name for name in folders if not LOCAL.fullmatch(prefix + name) and is_utf8(name)]
-        for path in [prefix + name for name in names if not LOCAL.fullmatch(prefix + name) and is_utf8(name)]:
+        omitted |= {prefix + name: problem for name in (*folders, *names) if (problem := problem_of(name))}
+        folders[:] = [name for name in folders if not LOCAL.fullmatch(prefix + name) and not problem_of(name)]
+        for path in [prefix + name for name in names if not LOCAL.fullmatch(prefix + name) and not problem_of(name)]:
             try:
                 signature, kind = signature_of(folder / path), kind_of(folder / path)
             except OSError as error:
-                left_out[path] = error.strerror or str(error)
+                omitted[path] = error.strerror or str(error)
                 continue
             if signature.inode:
                 listed[path] = signature
             elif kind:
-                left_out[path] = f"it is {kind}"
-    return listed, left_out
+                omitted[path] = f"it is {kind}"
+    return listed, omitted
 
 
-def is_utf8(name: str) -> bool:
+def problem_of(name: str) -> str:
+    """Return why another host could not create a file of this name; "" if it can."""
     try:
-        return bool(name.encode())
+        return "its name is too long" if len(name.encode()) > NAME_BYTES else ""
     except UnicodeEncodeError:
-        return False
+        return "its name is not UTF-8"
 
 
 def kind_of(path: Path) -> str:

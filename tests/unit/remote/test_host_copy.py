@@ -318,12 +318,50 @@ def test_other_objects_a_lost_store_and_a_second_agent_are_refused(start: Start,
         joined_copy(bucket, "a"),
     ):
         pass
-    bucket.put(IDENTITY, b"{")
-    with pytest.raises(DamagedFileError, match="identity of the run is damaged"):
-        start("b")
+    for identity in (b"{", b"[]", b'{"token": 5, "run_id": []}', b'{"token": "../../x", "run_id": "00000000"}', b"\xff"):
+        bucket.put(IDENTITY, identity)
+        with pytest.raises(DamagedFileError, match="identity of the run is damaged"):
+            start("b")
     bucket.delete([IDENTITY])
     with pytest.raises(UsageError, match="is empty, and this host has a copy"):
         start("a")
+
+
+def test_a_new_host_does_not_start_anew_when_the_snapshots_are_gone(start: Start, bucket: RunBucket) -> None:
+    a = start("a")
+    form(a, 1, "a")
+    train(a, 10)
+    poll(a)
+    bucket.delete(bucket.list("snapshots"))
+    with pytest.raises(CheckpointError, match="blobs of a run and no snapshot"):
+        start("b")
+    assert a.mirror and a.mirror.publish()
+    assert committed_steps(start("b").folder / "checkpoints") == [10]
+
+
+def test_a_generation_that_is_no_text_is_an_error_that_is_tried_again(start: Start, bucket: RunBucket) -> None:
+    a = start("a")
+    form(a, 1, "a")
+    bucket.put("membership/generations/000002.json", b"\xff\xfe")
+    with pytest.raises(DamagedFileError, match=r"000002\.json is damaged"):
+        open_generation_log(a.folder).newest()
+    with pytest.raises(DamagedFileError, match=r"000002\.json is damaged"):
+        open_generation_log(a.folder).copy_new()  # type: ignore[attr-defined]
+
+
+def test_any_failure_of_a_poll_is_a_warning_and_of_the_end_an_error(
+    start: Start, bucket: RunBucket, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a = start("a")
+    form(a, 1, "a")
+    poll(a)
+    train(a, 10)
+    monkeypatch.setattr(a, "read_generations", mock.Mock(side_effect=IndexError("list index out of range")))
+    a.poll()
+    a.poll()
+    assert caplog.text.count("the mirror failed: IndexError: list index out of range") == 1
+    with pytest.raises(IndexError):
+        a.finish()
 
 
 def test_a_copy_of_another_run_is_set_aside(start: Start, bucket: RunBucket) -> None:

@@ -95,6 +95,113 @@ def test_a_snapshot_cannot_name_files_elsewhere(path: str) -> None:
     assert Snapshot.from_bytes(replace(Snapshot(1, "a", 1.0, {}), files={path: ()}).to_bytes()) is None
 
 
+WRONG = [
+    ("number", "1"),
+    ("number", -1),
+    ("number", 10**400),
+    ("number", True),
+    ("owner", 5),
+    ("owner", ""),
+    ("owner", None),
+    ("beat_s", float("inf")),
+    ("beat_s", float("nan")),
+    ("beat_s", "15"),
+    ("beat_s", 0),
+    ("beat_s", 10**400),
+    ("files", []),
+    ("files", {"a": [["a/1"]]}),
+    ("files", {"a": [["a/1", "3"]]}),
+    ("files", {"a": [["a/1", -3]]}),
+    ("files", {"a": [["../../x", 3]]}),
+    ("files", {"a": "blob"}),
+    ("files", {"a": [], "a/b": []}),
+    ("files", {"": []}),
+    ("files", {"a//b": []}),
+    ("files", {"a\0": []}),
+    ("files", {"x" * 300: []}),
+    ("files", {"\udcff": []}),
+    ("released", "no"),
+    ("released", 1),
+    ("host", ["a"]),
+    ("host", "a\x1b[31m"),
+    ("pid", 1.5),
+    ("generation", "1"),
+    ("generation", None),
+    ("format", "1"),
+    ("color", "red"),
+]
+
+
+def changed_snapshot(number: int, name: str, value: object) -> bytes:
+    """Return a snapshot with another value and a checksum that fits."""
+    fields = json.loads(Snapshot(number, "a", 1.0, {}).to_bytes()) | {name: value}
+    del fields["sha256"]
+    return json.dumps(add_checksum(fields)).encode()
+
+
+@pytest.mark.parametrize(("name", "value"), WRONG)
+def test_a_whole_snapshot_with_a_wrong_value_is_damaged(name: str, value: object) -> None:
+    assert Snapshot.from_bytes(changed_snapshot(2, name, value)) is None
+
+
+@pytest.mark.parametrize(("name", "value"), [("beat_s", float("inf")), ("files", {"a": [["a/1", "3"]]}), ("owner", 5)])
+def test_a_wrong_value_is_named_and_its_number_is_skipped(name: str, value: object, bucket: RunBucket) -> None:
+    owner = Ownership(bucket, "a", None)
+    bucket.put(name_of(2), changed_snapshot(2, name, value))
+    with pytest.raises(CheckpointError, match=f"snapshot 2 is damaged: {name} is"):
+        newest(bucket)
+    owner.put(FILES)
+    assert newest(bucket) == owner.newest and owner.newest.number == 3
+
+
+def test_a_changed_snapshot_is_no_torn_upload(bucket: RunBucket, caplog: pytest.LogCaptureFixture) -> None:
+    owner = Ownership(bucket, "a", None)
+    owner.put(FILES)
+    content = bucket.get(name_of(2))
+    bucket.put(name_of(2), content.replace(b"run.json", b"rum.json"))
+    with pytest.raises(CheckpointError, match="snapshot 2 is damaged: its checksum does not fit"):
+        newest(bucket)
+    bucket.put(name_of(2), content[:-30])
+    stored = newest(bucket, warns=True)
+    assert stored and stored.number == 1 and "snapshot 2 is damaged and is skipped" in caplog.text
+    bucket.put(name_of(2), bucket.get(name_of(1)))
+    with pytest.raises(CheckpointError, match="snapshot 2 is damaged: it holds snapshot 1"):
+        newest(bucket)
+
+
+def test_stray_objects_are_no_snapshots(bucket: RunBucket) -> None:
+    for name in ("5", "notes.txt", "9999999999", "٣"):
+        bucket.put(f"snapshots/{name}", b"stray")
+    with pytest.raises(CheckpointError, match="every snapshot"):
+        newest(bucket)
+    owner = Ownership(bucket, "a", None)
+    owner.put(FILES)
+    assert newest(bucket) == owner.newest and owner.newest.number == 2
+
+
+def test_blobs_without_snapshots_are_no_new_run(bucket: RunBucket) -> None:
+    assert newest(bucket) is None
+    bucket.put("blobs/a/1", b"x")
+    with pytest.raises(CheckpointError, match="blobs of a run and no snapshot"):
+        newest(bucket)
+
+
+def test_a_snapshot_that_is_gone_at_once_was_not_put(bucket: RunBucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner = Ownership(bucket, "a", None)
+    read = bucket.put_if_absent
+
+    def put_and_delete(name: str, content: bytes) -> bytes:
+        stored = read(name, content)
+        bucket.delete(bucket.list("snapshots"))
+        return stored
+
+    with monkeypatch.context() as patch, pytest.raises(StoreError, match="snapshot 2 was stored, and was gone at once"):
+        patch.setattr(bucket, "put_if_absent", put_and_delete)
+        owner.put(FILES)
+    owner.put(FILES)
+    assert newest(bucket) == owner.newest
+
+
 def test_a_later_format_is_refused(bucket: RunBucket) -> None:
     value = json.loads(Snapshot(1, "a", 1.0, {}).to_bytes()) | {"format": 2}
     del value["sha256"]

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
+import re
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +15,8 @@ from support import checkpoints
 from support.object_store import Proxy
 
 from lockstep.checkpoint.folder import committed_steps, retire, set_aside
-from lockstep.errors import FencedError
+from lockstep.cli import remote
+from lockstep.errors import CheckpointError, FencedError, StoreError
 from lockstep.object_store.bucket import RunBucket
 from lockstep.remote import upload
 from lockstep.remote.snapshots import BLOBS, Ownership, Snapshot, newest
@@ -125,6 +129,110 @@ def test_a_damaged_checkpoint_of_this_host_is_not_uploaded(host: Host, bucket: R
     checkpoints.save(mirror.folder / "checkpoints", 20)
     mirror.poll()
     assert steps_of(stored(bucket).files) == [10, 20]
+
+
+def add_file(name: bytes) -> Callable[[Path], object]:
+    return lambda folder: Path(os.fsdecode(os.fsencode(folder) + b"/" + name)).write_text("stray")
+
+
+STRAYS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "not UTF-8": (add_file(b"caf\xe9.txt"), r"caf\\udce9.txt is omitted .* not UTF-8"),
+    "a folder that is not UTF-8": (lambda folder: os.mkdir(os.fsencode(folder) + b"/caf\xe9"), "not UTF-8"),
+    "a pipe": (lambda folder: os.mkfifo(folder / "pipe"), "pipe is omitted .* a named pipe"),
+    "in a checkpoint": (add_file(b"checkpoints/step-00000010/notes.txt"), "notes.txt is omitted .* manifest"),
+    "hidden, in a checkpoint": (add_file(b"checkpoints/step-00000010/.nfs01"), ".nfs01 is omitted .* manifest"),
+}
+
+
+@pytest.mark.parametrize("stray", STRAYS)
+def test_a_stray_file_is_omitted_with_one_warning(stray: str, host: Host, bucket: RunBucket, caplog: pytest.LogCaptureFixture) -> None:
+    add, warning = STRAYS[stray]
+    mirror = host("a")
+    checkpoints.save(mirror.folder / "checkpoints", 10)
+    add(mirror.folder)
+    mirror.poll()
+    mirror.finish()
+    assert set(stored(bucket).files) - {"events.jsonl"} == {
+        f"checkpoints/step-00000010/{name}" for name in ("COMMITTED", "facts.json", "manifest.json", "tensors-00000.safetensors")
+    }
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == 1 and re.search(warning, warnings[0])
+
+
+def test_a_stray_file_that_always_changes_blocks_no_checkpoint(host: Host, bucket: RunBucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    mirror, numbers = host("a"), itertools.count()
+    checkpoints.save(mirror.folder / "checkpoints", 10)
+    (mirror.folder / "data").mkdir()
+    (mirror.folder / "data/prepared.json").write_text('{"files": {"train.bin": ""}}')
+    read = mirror._upload
+
+    def upload_and_change(path: str) -> object:
+        (mirror.folder / "data/notes.txt").write_text("x" * next(numbers))
+        return read(path)
+
+    monkeypatch.setattr(mirror, "_upload", upload_and_change)
+    assert mirror.publish() and steps_of(stored(bucket).files) == [10]
+
+
+@pytest.mark.parametrize("loss", ["deleted", "truncated"])
+def test_blobs_that_the_store_has_lost_are_uploaded_again(
+    loss: str, host: Host, bucket: RunBucket, caplog: pytest.LogCaptureFixture
+) -> None:
+    mirror = host("a")
+    checkpoints.save(mirror.folder / "checkpoints", 10)
+    (mirror.folder / "run.json").write_text("{}")
+    mirror.poll()
+    for name in bucket.list(BLOBS):
+        bucket.put(name, bucket.get(name)[:-1])
+        if loss == "deleted":
+            bucket.delete([name])
+    mirror.list_s = 0.0
+    assert mirror.publish()
+    snapshot = stored(bucket)
+    for path in snapshot.files:
+        assert content(bucket, snapshot, path) == (mirror.folder / path).read_bytes()
+    assert "blobs of s3://runs/team/first are gone from the store, and are uploaded again" in caplog.text
+
+
+def test_the_end_finds_blobs_that_were_never_stored(proxy: Proxy, host: Host, bucket: RunBucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(upload, "FINAL_BEATS", 1)
+    mirror = host("a")
+    checkpoints.save(mirror.folder / "checkpoints", 10)
+    proxy.fault = lambda method, path: "swallowed" if method == "PUT" and f"/{BLOBS}/" in path else ""
+    with pytest.raises(StoreError, match="blobs are missing right after their upload"):
+        mirror.finish()
+    assert steps_of(stored(bucket).files) == []
+
+
+def test_the_end_of_a_run_whose_last_checkpoint_is_damaged_here_is_an_error(host: Host, bucket: RunBucket) -> None:
+    mirror = host("a")
+    for step in (10, 20):
+        path = checkpoints.save(mirror.folder / "checkpoints", step)
+    (path / "tensors-00000.safetensors").write_bytes(b"other")
+    with pytest.raises(CheckpointError, match="step 20 is damaged on this host, so it is not in the store"):
+        mirror.finish()
+    assert steps_of(stored(bucket).files) == [10] and stored(bucket).released
+
+
+@pytest.mark.parametrize("failure", [ValueError("x"), IndexError("x"), MemoryError(), PermissionError(13, "Permission denied")])
+def test_a_failed_mirror_is_the_exit_code(
+    failure: Exception, host: Host, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also of a type that nothing expects, and also when the run itself has exited with 75: saved."""
+    monkeypatch.setattr(upload, "FINAL_BEATS", 1)
+    monkeypatch.setattr(remote, "POLL_S", 0.05)
+    mirror, polls = host("a"), list[float]()
+
+    def fail(**_: object) -> bool:
+        polls.append(time.monotonic())
+        raise failure
+
+    monkeypatch.setattr(mirror, "publish", fail)
+    checkpoints.save(mirror.folder / "checkpoints", 10)
+    for code in (0, 75, 4):
+        monkeypatch.setattr(remote, "CHILD", f"import sys, time; time.sleep(0.3); sys.exit({code})")
+        assert remote.run_mirrored(mirror, [], signal.SIGTERM) == (4 if code == 4 else 3)
+    assert len(polls) > 6 and "Error: " in capsys.readouterr().err
 
 
 def test_no_snapshot_mixes_two_moments(host: Host, bucket: RunBucket, monkeypatch: pytest.MonkeyPatch) -> None:
