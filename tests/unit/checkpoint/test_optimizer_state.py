@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lockstep.checkpoint.state_dict import digest, escape, get_state_dict, unescape
+from lockstep.checkpoint.state_dict import digest, escape, get_state_dict, set_state_dict, unescape
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.elastic.world import World
 from lockstep.errors import CheckpointError, UsageError
@@ -226,3 +226,14 @@ def test_names_without_separators_are_unchanged_and_others_are_distinct() -> Non
     optimizer.step()
     names = {f"optim.{p}.{key}" for p in ("weight", "bias") for key in ("step", "exp_avg", "exp_avg_sq")}
     assert set(get_state_dict(model, optimizer)) == names | {"model.weight", "model.bias"}
+
+
+def test_strides_of_matrices_are_restored() -> None:
+    """A product of a transposed matrix may have other bits."""
+    model, restored = nn.Linear(2, 3), nn.Linear(2, 3)
+    optimizer, restored_optimizer = MADGRAD(model.parameters()), MADGRAD(restored.parameters())
+    optimizer.state[model.weight] = {"basis": torch.rand(4, 2).t(), "q": [torch.rand(2, 3, 4).permute(2, 0, 1)], "s": torch.rand(3, 2)}
+    set_state_dict(restored, restored_optimizer, get_state_dict(model, optimizer))
+    state = restored_optimizer.state[restored.weight]
+    assert (state["basis"].stride(), state["q"][0].stride(), state["s"].stride()) == ((1, 2), (1, 12, 4), (2, 1))
+    assert digest(get_state_dict(restored, restored_optimizer)) == digest(get_state_dict(model, optimizer))
