@@ -57,11 +57,10 @@ def metrics_damage(folder: Path, saved_step: int) -> list[str]:
     try:
         known = read_states(verify_checksum(read_json(folder / STATE)))
     except FileNotFoundError:
-        known = []  # of an earlier version
+        return []  # of an earlier version
     except (OSError, ValueError, TypeError, AttributeError) as error:
         return [f"{STATE} is damaged, so changed lines are not noticed: {error}"]
-    path = folder / "metrics.jsonl"
-    return find_damage(path, known, saved_step) if path.exists() or known else []
+    return find_damage(folder / "metrics.jsonl", known, saved_step) if known else []
 
 
 def wait_for_lock(path: Path, timeout_s: float) -> int:

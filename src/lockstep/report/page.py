@@ -117,7 +117,8 @@ def problems(run: Run) -> Iterator[str]:
             yield f"{name} is not finite at {curve.not_finite[1]:,} steps, first at step {curve.not_finite[0]:,}"
     if not run.data.steps_read:
         yield "no step has been committed"
-    yield from run.facts.problems
+    missing = [f"metrics.jsonl: {problem}" for problem in run.data.missing()]
+    yield from dict.fromkeys([*run.facts.problems, *missing])
 
 
 def summary(run: Run) -> dict[str, str]:

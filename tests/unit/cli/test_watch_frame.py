@@ -59,9 +59,6 @@ def test_missing_steps_are_named(tmp_path: Path) -> None:
     write_report([run], tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text()
     assert "metrics.jsonl: steps 11 to 13 are missing" in page and "metrics.jsonl: steps 41 to 50 are missing" in page
-    verified = run_lockstep("checkpoint", "verify", run)
-    assert verified.returncode == 3 and "step 50 is whole" in verified.stdout
-    assert "metrics.jsonl: steps 41 to 50 are missing" in verified.stdout
 
 
 def test_what_does_not_fit_is_counted(tmp_path: Path) -> None:

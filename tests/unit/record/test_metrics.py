@@ -15,7 +15,9 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.checkpoints import save
 
+from lockstep.checkpoint import commands
 from lockstep.errors import DataError, LockstepError
 from lockstep.record.metrics import MAX_STATES, MetricsFile, offset_after, read_metrics
 from lockstep.record.tracker import Tracker, metrics_damage
@@ -219,6 +221,8 @@ def test_a_changed_file_is_noticed_at_resume_and_in_the_report(tmp_path: Path, n
     assert metrics_damage(tmp_path, 30) == []
     path.write_bytes(damage(content))
     assert metrics_damage(tmp_path, 30) == [problem]
+    save(tmp_path / "checkpoints", 30)
+    assert commands.verify(tmp_path) == (False, ["step 30 is whole", f"metrics.jsonl: {problem}"])
     before = path.read_bytes()
     with pytest.raises(DataError, match=r"at which (it|the run) resumes") as caught:
         Tracker(tmp_path, leader=True, from_step=30)
