@@ -59,7 +59,7 @@ class Coupling(torch.optim.SGD):
 def optimizers_of(kind: str, local: LocalModel) -> list[torch.optim.Optimizer]:
     if kind == "shampoo":
         return [Shampoo(local.parameters(), lr=1e-2)]
-    if kind == "fused":
+    if kind in ("fused", "reversed"):
         return make_optimizers(local, OptimOptions(learning_rate=1e-2, fused=True))
     return make_optimizers(local, OptimOptions(kind=kind, learning_rate=1e-2, groups=("*norm*:2:0",)))  # type: ignore[arg-type]
 
@@ -76,6 +76,8 @@ def train_with(runtime: ElasticRuntime, layout: Layout, folder: str, kind: str, 
             one_step(local, replica, model, step)
             divide_and_clip(local.parameters(), divisor=72, clip_norm=1.0, grad_norm_squared=replica.grad_norm_squared())
             for optimizer in optimizers:
+                if kind == "reversed" and runtime.world.rank:
+                    optimizer.state.update({p: dict(reversed(state.items())) for p, state in optimizer.state.items()})
                 optimizer.step()
             update_average(optimizers, 0.9, step + 1)
         checkpointer.save(steps)
@@ -83,7 +85,7 @@ def train_with(runtime: ElasticRuntime, layout: Layout, folder: str, kind: str, 
 
 # The others in CI: tests/distributed/test_own_layouts.py trains them in a Session.
 @pytest.mark.parametrize(
-    "kind", ["muon", "lion", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("adafactor", "shampoo", "fused", "sgd"))]
+    "kind", ["muon", "lion", "reversed", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("adafactor", "shampoo", "fused", "sgd"))]
 )
 def test_bits_do_not_depend_on_the_layout(kind: str, tmp_path: Path) -> None:
     run_ranks(train_with, 1, Layout(), str(tmp_path / "whole"), kind, 4)

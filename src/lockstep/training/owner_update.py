@@ -122,7 +122,9 @@ class OwnerUpdate:
             p = whole.local
             self.states[whole.name] = optimizer.state.pop(p, {})
             state = {key: value for key, value in self.states[whole.name].items() if key not in LOCAL_STATE}
-            sharded = {key: value for key, value in state.items() if isinstance(value, Tensor) and value.shape == p.shape}
+            tensors_by_key = {key: state[key] for key in sorted(state) if isinstance(state[key], Tensor)}
+            # In the order of the keys: shards may have made their state in another order.
+            sharded = {key: value for key, value in tensors_by_key.items() if value.shape == p.shape}
             assert p.grad is not None
             parts = [p.detach(), p.grad, *sharded.values()]
             if whole.owner != self.own:
