@@ -9,7 +9,8 @@ import math
 from collections import namedtuple
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -541,3 +542,44 @@ def test_keys_start_at_the_requested_micro_batch_and_tensors_move_to_the_device(
     Pair = namedtuple("Pair", "left right")
     moved = to_device({"a": [INPUTS, "text"], "b": Pair(INPUTS, (INPUTS, 1))}, torch.device("meta"))
     assert moved["a"][0].is_meta and moved["a"][1] == "text" and moved["b"].left.is_meta and moved["b"].right[0].is_meta
+
+
+class Named(dict[str, Any]):
+    """A dict with attributes and other arguments."""
+
+    def __init__(self, label: str, **items: Any) -> None:
+        super().__init__(**items)
+        self.label = label
+
+
+class Row(tuple[Any, ...]):
+    def __new__(cls, left: Any, right: Any) -> Row:
+        return super().__new__(cls, (left, right))
+
+
+class Rows(list[Any]):
+    label = ""
+
+
+class HasTo(NamedTuple):
+    to: Tensor  # such as the end of an edge
+
+
+def test_classes_of_a_batch_are_kept() -> None:
+    meta = torch.device("meta")
+    rows = Rows([INPUTS])
+    rows.label = "rows"
+    named = to_device(Named("names", x=INPUTS), meta)
+    assert type(named) is Named and named.label == "names" and named["x"].is_meta
+    row = to_device(Row(INPUTS, 1), meta)
+    assert type(row) is Row and row[0].is_meta and row[1] == 1
+    moved = to_device(rows, meta)
+    assert type(moved) is Rows and moved.label == "rows" and moved[0].is_meta and not rows[0].is_meta
+    assert to_device(HasTo(INPUTS), meta).to.is_meta
+    frozen = to_device(MappingProxyType({"x": INPUTS}), meta)
+    assert type(frozen) is MappingProxyType and frozen["x"].is_meta
+
+
+def test_batch_of_which_no_tensor_has_to_move_is_not_touched() -> None:
+    batch = {"pair": (INPUTS, [INPUTS, {"text": ["a", "b"]}]), "row": Row(INPUTS, None)}
+    assert to_device(batch, torch.device("cpu")) is batch

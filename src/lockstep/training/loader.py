@@ -7,9 +7,11 @@ changes nothing. Worker processes only prefetch the keys that come next.
 
 from __future__ import annotations
 
+import copy
 import logging
+import operator
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -223,15 +225,44 @@ class MeanSizes:
 
 def to_device(value: Any, device: torch.device) -> Any:
     """Return `value` with every tensor on `device`: tensors, objects with `to`, and mappings, lists
-    and tuples of them."""
+    and tuples of them, which keep their classes. What needs no copy is returned itself."""
     if isinstance(value, torch.Tensor):
         return value.to(device, non_blocking=True)
-    if hasattr(value, "to"):
+    if callable(getattr(value, "to", None)):
         return value.to(device)
     if isinstance(value, Mapping):
-        return {key: to_device(item, device) for key, item in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(to_device(item, device) for item in value))
+        moved = {key: to_device(item, device) for key, item in value.items()}
+        is_same = all(moved[key] is item for key, item in value.items())
+        return value if is_same else with_items(value, moved)
     if isinstance(value, list | tuple):
-        return type(value)(to_device(item, device) for item in value)
+        items = [to_device(item, device) for item in value]
+        is_same = all(map(operator.is_, items, value))
+        return value if is_same else with_sequence(value, items)
     return value
+
+
+def with_items(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    """Return a mapping of the same class with other values, as torch's pin_memory does."""
+    if isinstance(mapping, MutableMapping):
+        clone = copy.copy(mapping)
+        clone.update(items)
+        return clone
+    try:
+        return type(mapping)(items)  # type: ignore[call-arg]
+    except TypeError:
+        return items
+
+
+def with_sequence(sequence: list[Any] | tuple[Any, ...], items: list[Any]) -> Any:
+    """Return a list or tuple of the same class and attributes with other items.
+
+    The class of a tuple is not called: it may take other arguments.
+    """
+    if isinstance(sequence, list):
+        clone = copy.copy(sequence)
+        clone[:] = items
+        return clone
+    moved = tuple.__new__(type(sequence), items)
+    if attributes := getattr(sequence, "__dict__", {}):
+        vars(moved).update(attributes)
+    return moved
