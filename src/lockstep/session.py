@@ -58,6 +58,7 @@ from lockstep.training.sample_order import make_order
 from lockstep.training.saved_state import PerMicroBatch, SavedState
 from lockstep.training.session_checks import ReplicaOptions
 from lockstep.training.session_words import in_session_words
+from lockstep.training.update_checks import scaler_watch
 
 AFTER_EVALUATION, BEFORE_STEP = 1, 2  # separate the random numbers of these places
 
@@ -78,7 +79,7 @@ class Session:
                    one copy of the model together. `lockstep run --layout.shard` and the variable
                    LOCKSTEP_LAYOUT_SHARD replace `shard`, and so for the other axes
     options        keyword arguments for ReplicaGroup: reduce, wire, bucket_bytes, verify_every,
-                   rehearse, on_nonfinite, buffers, balance
+                   rehearse, on_nonfinite, buffers, unused, balance
 
     Attributes: `runtime` and `world` exist inside the `with` block; `replicas`, `checkpointer` and
     `tracker` exist once `steps` has yielded. `step` is the number of committed steps.
@@ -424,7 +425,7 @@ class Session:
         options = {name: str(value) for name, value in values.items()}
         model: nn.Module | LocalModel = module
         if self.layout.workers_per_replica > 1:
-            how = self._splits | {"verify": self.options.get("rehearse", True)}
+            how = self._splits | {"verify": self.options.get("rehearse", True), "unused": self.options.get("unused", "raise")}
             model = sharding.shard_session(runtime, module, self.optimizers, self.layout, facts | options, self._state, **how)
         checkpointer = Checkpointer(
             self.out / "checkpoints", runtime, model, self.optimizers, state=self._state, every_steps=self.save_every, keep=self.keep
@@ -439,6 +440,7 @@ class Session:
         group: Any = {"micro_batches": self.micro_batches_per_step, "seed": self.seed, "signals": signals, "tracker": self._record}
         group["carried"] = self._carried
         self.replicas = enter(ReplicaGroup(runtime, model, checkpointer, **group, **self.options))
+        enter(scaler_watch(self.optimizers, lambda: self.replicas.scaler))
         self.checkpointer, self.tracker = checkpointer, tracker
         self._updates = session_checks.UpdateWatch(self.replicas, self.optimizers)
 

@@ -253,6 +253,30 @@ def test_parameter_without_a_gradient_is_refused_by_name(at: int) -> None:
     assert f"no gradient arrived for 2 of 6 parameters in micro-batch {at} of step 2: side.weight, side.bias" in text
 
 
+def gradients_with_a_layer_left_out(runtime: ElasticRuntime, unused: str) -> str:
+    """Return the digest of the gradients of two steps, in which `side` takes part in some micro-batches.
+
+    unused  "" to give the gradient of zero by hand
+    """
+    model, seen = Branches(), ""
+    options: Any = {"unused": unused} if unused else {}
+    with Replica(model, micro_batches=5, bucket_bytes=20, **options) as replica:
+        for step in range(2):
+            for k in replica.micro_batches(step):
+                x = torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * step + k))
+                loss = replica(x, side=step == 1 and k in (1, 3))
+                replica.backward(loss if unused else loss + 0.0 * sum(p.sum() for p in model.side.parameters()))
+            assert step or not model.side.weight.grad.any(), "no micro-batch has used it"  # type: ignore[union-attr]
+            seen += digest(gradients_of(model))
+    return seen
+
+
+def test_parameter_without_a_gradient_has_zeros_on_request_on_1_to_3_workers() -> None:
+    expected = run_ranks(gradients_with_a_layer_left_out, 1, "")[0]
+    for size in (1, 2, 3):
+        assert set(run_ranks(gradients_with_a_layer_left_out, size, "zero")) == {expected}
+
+
 class Checkpointed(Branches):
     """`side` is recomputed in two reentrant backward passes inside the backward pass."""
 

@@ -6,7 +6,7 @@
                one worker on any number of workers and through a resume
     warned     text of a warning, for a use whose bits depend on the number of workers
     committed  steps before the error
-    workers    that the error needs
+    workers    that the error needs; shard of them hold one copy of the model
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ class Loop:
     warned: ClassVar[str] = ""
     committed: ClassVar[int] = 0
     workers: ClassVar[int] = 1
+    shard: ClassVar[int] = 1
 
     def __init__(self, out: Path, steps: int) -> None:
         self.out, self.total, self.rank = out, steps, int(os.environ["RANK"])
@@ -139,7 +140,7 @@ class CountingAttribute(Loop):
 
 @use("an unused parameter")
 class UnusedParameter(Loop):
-    refused = r"no gradient arrived for 1 of 5 parameters in micro-batch 0 of step 0: unused"
+    refused = r"(?s)no gradient arrived for 1 of 5 parameters in micro-batch 0 of step 0: unused\n.*Session\(\.\.\., unused=\"zero\"\)"
 
     def make_model(self) -> nn.Module:
         model = super().make_model()
@@ -153,6 +154,83 @@ class SometimesUnused(UnusedParameter):
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         return super().loss(x, y) + (self.plain.unused.square().sum() if self.step < 2 else 0.0)
+
+
+@use("new values through .data after the micro-batch loop")
+class NewMemory(Loop):
+    def update(self) -> None:
+        super().update()
+        for p in self.plain.parameters():
+            p.data = 0.99 * p.data
+
+
+@use("new values through .data after the micro-batch loop, in shards")
+class NewMemoryInShards(NewMemory):
+    refused, committed = r"(?s)have left the memory that the shards gather: 0\.weight.*in place: p\.data\.copy_", 1
+    workers = shard = 2
+
+
+@use("a parameter replaced between two steps, in shards")
+class ReplacedInShards(NewMemoryInShards):
+    def update(self) -> None:
+        Loop.update(self)
+        self.plain[0].weight = nn.Parameter(self.plain[0].weight.detach().clone())
+
+
+@use("functional_call with other weights, in shards")
+class FunctionalInShards(Loop):
+    refused = r"(?s)called with other parameters, in shards: 0\.weight.*move it into forward"
+    workers = shard = 2
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        weights = {name: 0.9 * p for name, p in self.plain.named_parameters()}
+        return mse_loss(torch.func.functional_call(self.plain, weights, (x,)), y)
+
+
+@use("an unused parameter in shards")
+class UnusedInShards(UnusedParameter):
+    workers = shard = 2
+
+
+class Skipping(nn.Module):
+    """Blocks, the second of which some forward passes leave out."""
+
+    skips = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 8)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3))
+        self.last = nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for i, block in enumerate(self.blocks):
+            if not (self.skips and i == 1 and float(torch.rand(())) < 0.5):
+                x = block(x)
+        return self.last(x).flatten(0)
+
+
+@use("a block in shards that some micro-batches leave out")
+class SkippedBlock(Loop):
+    refused, committed = r"(?s)blocks\.1 did not run before blocks\.2 in micro-batch \d of step 2.*unused=\"zero\"", 2
+    workers = shard = 2
+
+    def make_model(self) -> nn.Module:
+        torch.manual_seed(0)
+        return Skipping()
+
+    def before(self) -> None:
+        self.plain.skips = self.step >= 2
+
+
+@use("a block that some micro-batches leave out, with gradients of zero")
+class SkippedBlockWithZeros(SkippedBlock):
+    refused = ""
+
+    def __init__(self, out: Path, steps: int) -> None:
+        super().__init__(out, steps)
+        self.options["unused"] = "zero"
 
 
 @use("a model in DistributedDataParallel")
@@ -484,12 +562,17 @@ class AddedGroup(Loop):
             self.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
 
 
-@use("an optimizer with a closure")
-class Closure(Loop):
-    refused = r"backward\(\) was called outside of the micro-batch loop"
+@use("an optimizer that needs a closure")
+class NeedsClosure(Loop):
+    refused = r"LBFGS\.step needs a closure"
 
     def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.LBFGS(model.parameters())
+
+
+@use("an update with a closure")
+class Closure(Loop):
+    refused = r"SGD\.step was called with a closure"
 
     def update(self) -> None:
         def closure() -> Tensor:

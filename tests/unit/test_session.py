@@ -342,11 +342,15 @@ def test_wrong_arguments_are_refused_at_once(tmp_path: Path) -> None:
         Session(tmp_path, micro_batches=2, verify_evry=2)  # type: ignore[call-arg]
     with refused('balance=\'uneven\'\n.*\n.*"auto", or "off"'):
         Session(tmp_path, micro_batches=2, balance="uneven")  # type: ignore[arg-type]
+    with refused('unused=\'none\'\n.*\n.*"raise", or "zero"'):
+        Session(tmp_path, micro_batches=2, unused="none")  # type: ignore[arg-type]
     with refused("micro_batches=0"):
         Session(tmp_path, micro_batches=0)
     with Session(tmp_path, micro_batches=2) as session:
         with refused(r"takes one module, then optimizers of torch\n  session\.prepare\(SGD, Linear\)"):
             session.prepare(optimizer, model)  # type: ignore[arg-type]
+        with refused(r"LBFGS\.step needs a closure"):
+            session.prepare(model, torch.optim.LBFGS(model.parameters()))
         with refused("2 of the optimizer's parameters are not in the model"):
             session.prepare(other, optimizer)
         with refused("several optimizers hold the same parameters"):
@@ -429,6 +433,36 @@ def test_a_scaler_scales_the_gradient_but_not_the_recorded_loss(tmp_path: Path) 
         losses = [line["loss"] for line in metrics.read_metrics(out / "metrics.jsonl")]
         digests.add((digest_line(out), *losses))
     assert len(digests) == 1, "a power of two scales without rounding"
+
+
+def test_a_scaler_that_backward_has_not_received_is_refused_before_the_update(tmp_path: Path) -> None:
+    model, scaler = nn.Linear(4, 1), torch.amp.GradScaler("cpu", init_scale=4.0)
+    before = model.weight.detach().clone()
+    with Session(tmp_path, micro_batches=2, on_nonfinite="ignore") as session:
+        prepared, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        session.state(scaler=scaler)
+        with refused(r"a loss that was scaled before backward(?s:.*)backward\(loss, scaler=scaler\)"):
+            for step in session.steps(2):
+                for k in session.micro_batches(step):
+                    session.backward(scaler.scale(prepared(INPUTS[k : k + 3]).square().mean()))
+                scaler.step(optimizer)
+    assert torch.equal(before, model.weight)
+    torch.amp.GradScaler("cpu", enabled=False).step(optimizer)
+
+
+@pytest.mark.parametrize("shape", [(1,), (1, 1)])
+def test_a_loss_may_have_one_element_in_any_shape(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    for name, of_shape in (("scalar", ()), ("shaped", shape)):
+        model = nn.Linear(4, 1)
+        with torch.no_grad():
+            model.weight.fill_(0.5), model.bias.fill_(0.0)
+        with Session(tmp_path / name, micro_batches=2) as session:
+            prepared, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            for step in session.steps(2):
+                for k in session.micro_batches(step):
+                    session.backward(prepared(INPUTS[k : k + 3]).square().mean().view(of_shape))
+                optimizer.step()
+    assert digest_line(tmp_path / "scalar") == digest_line(tmp_path / "shaped")
 
 
 def test_a_changed_learning_rate_is_a_warning_at_a_resume(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

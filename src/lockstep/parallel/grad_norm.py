@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 
 import torch
 import torch.distributed as dist
@@ -49,15 +49,32 @@ def norm_squared_of_slices(local: LocalModel, groups: ProcessGroups, *, is_scale
         norms, first = row_norms(gradient), shard * -(-len(parameter_rows) // layout.shard)
         parameter_rows[first : first + len(norms)] = norms
     groups.all_reduce(rows, groups.gather_group)  # each row comes from one shard, so the sum is exact
-    for gradient, is_nonfinite in zip(own.values(), nonfinite.tolist(), strict=True) if is_scaled else ():
-        if gradient is not None and is_nonfinite:
-            gradient.fill_(torch.nan)
+    if is_scaled:
+        flags = dict(zip(own, nonfinite.tolist(), strict=True))
+        spread_nan(local, {name for name, is_nonfinite in flags.items() if is_nonfinite})
     sums = torch.stack([parameter_rows.square().sum() for parameter_rows in rows_by_parameter])
     is_split = torch.tensor([not part.is_whole for part in slices], device=rows.device)
     parts = groups.all_reduce(torch.where(is_split, sums, 0.0), groups.tensor_group)
     grad_norm_squared = sum_over_stages(local, list(own), torch.where(is_split, parts, sums))
     groups.raise_failure()
     return grad_norm_squared
+
+
+def spread_nan(local: LocalModel, nonfinite: Set[str]) -> None:
+    """Make the gradients of the parameters `nonfinite` NaN.
+
+    A shard without rows of these gets a NaN in another parameter of the same optimizer, so that its
+    GradScaler skips the update, too.
+    """
+    gradients = {name: p.grad for name, p in local.local_params.items() if p.grad is not None}
+    gradients = {name: gradient for name, gradient in gradients.items() if gradient.numel()}
+    for name in nonfinite:
+        if name in gradients:
+            gradients[name].fill_(torch.nan)
+    for names in local.updated_together:
+        here = [name for name in names if name in gradients]
+        if here and nonfinite & {*names} and not nonfinite & {*here}:
+            gradients[here[0]].fill_(torch.nan)
 
 
 def divide_and_clip(

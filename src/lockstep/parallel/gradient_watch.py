@@ -10,8 +10,9 @@ import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from hashlib import sha256
-from typing import Any
+from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -23,6 +24,12 @@ from lockstep.runtime.tensor_bytes import DTYPES
 from lockstep.runtime.torch_private import version_of
 from lockstep.units import join_names
 
+Unused = Literal["raise", "zero"]  # a parameter without a gradient in a micro-batch: error, or zeros
+UNUSED_HINT = (
+    "every trained parameter must take part in every micro-batch: "
+    "freeze it with requires_grad_(False), "
+    'or give it a gradient of zero where it does not: ReplicaGroup(..., unused="zero")'
+)
 Mark = tuple[Tensor | None, int]  # a gradient and its in-place version
 Wait = Callable[[list[dist.Work | None]], None]
 
@@ -45,6 +52,14 @@ def refuse_unsupported(model: nn.Module) -> None:
     ]:
         where = "nn.Embedding or nn.EmbeddingBag with sparse=True"
         raise UsageError(f"sparse gradients are not supported: {join_names(names)}", where, "use sparse=False")
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    sparse = [(name, tensor.layout) for name, tensor in tensors if tensor.layout != torch.strided]
+    if names := [f"{name} ({layout})" for name, layout in sparse]:
+        raise UsageError(
+            f"sparse parameters and buffers are not supported: {join_names(names)}",
+            type(model).__name__,
+            "keep indices and values as two buffers, and build the sparse tensor in forward()",
+        )
     if names := [f"{name} ({tensor.dtype})" for name, tensor in named_tensors(model).items() if tensor.dtype not in DTYPES]:
         raise UsageError(
             f"a checkpoint cannot hold these parameters or buffers: {join_names(names)}",
@@ -113,8 +128,7 @@ class GradientWatch:
             raise UsageError(
                 f"no gradient arrived for {len(missing)} of {len(self.names)} parameters in {self.where}: {names}",
                 "backward(loss)",
-                "every trained parameter must take part in every micro-batch: freeze it with requires_grad_(False), "
-                "or add 0.0 * parameter.sum() to the loss",
+                UNUSED_HINT,
             )
         if sparse := [name for name, p in zip(self.names, self.parameters, strict=True) if p.grad is not None and p.grad.is_sparse]:
             raise UsageError(f"sparse gradients are not supported: {join_names(sparse)}", self.where, "use sparse=False")

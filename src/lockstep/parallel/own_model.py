@@ -132,6 +132,8 @@ def shard_average(
     mesh = cast(DTensor, next(local.module.parameters())).device_mesh
     assert local.plan and local.groups
     apply_tensor_parallel(copy, local.plan, local.groups, position.tensor, local.layout.tensor)
+    if not all(p.is_meta for p in copy.parameters()):
+        init_param = None  # the copy has values, although those of the model are deferred
     fsdp_units = shard_units(copy, local.plan.units, mesh, reshard_after_forward=True)
     set_prefetch(fsdp_units, 1)
     if init_param:
@@ -141,6 +143,8 @@ def shard_average(
         if init_param:
             value, target = init_param(name, tensor.shape), tensor.to_local() if isinstance(tensor, DTensor) else tensor
             target.copy_(local.slices[name].of(value) if name in local.slices else value)
+    for name, sharded in copy.named_parameters():
+        local.keep_memory(prefix + name, sharded)
     local.averages.append(fsdp_units)
     path = next(name for name, module in average.named_modules() if module is copy)
     for name, tensor in average.state_dict().items():

@@ -17,13 +17,14 @@ import itertools
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import cast
+from typing import NamedTuple, cast
 from weakref import ReferenceType
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 
 from lockstep.errors import UsageError
 from lockstep.layout import Coordinates, Layout
@@ -32,13 +33,26 @@ from lockstep.parallel.groups import ProcessGroups
 from lockstep.parallel.pipeline import PipelineStage, build_stage
 from lockstep.parallel.plan_check import PlanCheck, split_layers
 from lockstep.parallel.plans import ParallelPlan, plan_of
-from lockstep.runtime.torch_private import init_fsdp, mesh_without_backend, version_of
+from lockstep.runtime.torch_private import fsdp_parameters, init_fsdp, mesh_without_backend, slice_of_dtensor, version_of
 from lockstep.tensor_slice import TensorSlice
 from lockstep.units import join_names
 
 GROUP_NUMBERS = itertools.count()
 InitParam = Callable[[str, torch.Size], Tensor]
 Marks = tuple[int, bool, bool]
+
+
+class SliceMemory(NamedTuple):
+    """Where the values of a slice are. storage: of a sharded tensor, it has no memory; an assignment
+    to .data replaces it, and not the slice."""
+
+    name: str
+    tensor: Tensor
+    storage: torch.UntypedStorage
+    address: int
+
+    def has_moved(self) -> bool:
+        return self.tensor.untyped_storage() is not self.storage or address_of(self.tensor) != self.address
 
 
 @dataclass
@@ -61,6 +75,9 @@ class LocalModel:
     # name -> whole parameter of a user's model, of any stage, alive where the user has kept it, and its marks before the cut
     originals: dict[str, tuple[ReferenceType[nn.Parameter], Marks]] = field(default_factory=dict)
     placeholders: dict[str, nn.Parameter] = field(default_factory=dict)  # empty, of other stages: optimizers list all parameters
+    updated_together: list[list[str]] = field(default_factory=list)  # parameters of each optimizer
+    memory: list[SliceMemory] = field(default_factory=list)  # see `keep_memory`
+    _known: set[int] = field(default_factory=set)  # ids of FSDP's parameters
 
     def parameters(self) -> Iterator[nn.Parameter]:
         return iter(self.local_params.values())
@@ -74,9 +91,39 @@ class LocalModel:
             hint = "take them from the model in each step; set requires_grad of its layers before the micro-batches, not in a pipeline"
             raise UsageError(what, "parameters from an optimizer, or from the model before it was sharded", hint)
 
+    def keep_memory(self, name: str, *tensors: Tensor) -> None:
+        """Remember where the values of a slice are, which FSDP and the optimizer share."""
+        for tensor in tensors:
+            self.memory.append(SliceMemory(name, tensor, tensor.untyped_storage(), address_of(tensor)))
+
+    def refuse_replaced(self) -> None:
+        """UsageError: the values of a parameter are no longer where FSDP gathers them."""
+        moved = [slice_memory.name for slice_memory in self.memory if slice_memory.has_moved()]
+        moved += self.foreign_parameters(self.module)
+        if moved:
+            names = join_names(list(dict.fromkeys(moved)))
+            raise UsageError(
+                f"parameters have left the memory that the shards gather: {names}",
+                "an assignment to .data, or of a new nn.Parameter: passes would not see the new values",
+                "change them in place: p.data.copy_(...), p.data.mul_(...)",
+            )
+
+    def foreign_parameters(self, module: nn.Module) -> list[str]:
+        """Return the names of parameters of a module that FSDP does not know: it would replace them."""
+        foreign = [name for name, p in module.named_parameters() if id(p) not in self._known]
+        if foreign:  # or gathered for the first time
+            self._known = {id(p) for unit in self.fsdp_units for p in fsdp_parameters(unit)}
+            foreign = [name for name, p in module.named_parameters() if id(p) not in self._known]
+        return foreign
+
     def is_tied_copy(self, name: str) -> bool:
         """Return whether the parameter is a copy of the first stage's."""
         return self.stage is not None and name in self.stage.borrowed
+
+
+def address_of(tensor: Tensor) -> int:
+    """Return the address of a tensor, of this worker's slice if it is sharded."""
+    return (slice_of_dtensor(tensor) if isinstance(tensor, DTensor) else tensor).data_ptr()
 
 
 def marks_of(parameter: nn.Parameter) -> Marks:
@@ -149,6 +196,7 @@ def parallelize(  # 11 parameters: a model, its place in the layout, and three o
             with torch.no_grad():
                 shard.copy_(slices[name].of(init_param(name, torch.Size(slices[name].shape))))
         local.local_params[name] = nn.Parameter(shard, requires_grad=parameter.requires_grad)
+        local.keep_memory(name, parameter, local.local_params[name])
     return local
 
 
@@ -158,6 +206,9 @@ def shard_units(model: nn.Module, names: Sequence[str], mesh: DeviceMesh, reshar
     if scalars := [name for name, p in parameters.items() if not p.dim()]:
         hint = "give them the shape (1,), or train with whole replicas"
         raise UsageError(f"scalar parameters cannot be sharded: {join_names(scalars)}", where, hint)
+    if empty := [name for name, p in parameters.items() if not p.numel()]:
+        hint = "leave them out of the model, or train with whole replicas"
+        raise UsageError(f"parameters without elements cannot be sharded: {join_names(empty)}", where, hint)
     if strided := [name for name, p in parameters.items() if not p.is_contiguous()]:
         what = f"parameters that are not contiguous cannot be sharded: {join_names(strided)}"
         raise UsageError(what, where, "call .contiguous() on them")

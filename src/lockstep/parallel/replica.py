@@ -27,7 +27,7 @@ from lockstep.network.wire_format import Wire
 from lockstep.parallel.buckets import Bucket, GradientBuckets
 from lockstep.parallel.digest import digest_of, total_of
 from lockstep.parallel.exchange import Traffic, tree_all_reduce
-from lockstep.parallel.gradient_watch import GradientWatch, hash_of, refuse_different_parameters, refuse_unsupported
+from lockstep.parallel.gradient_watch import GradientWatch, Unused, hash_of, refuse_different_parameters, refuse_unsupported
 from lockstep.parallel.ordered_sum import SumTree
 from lockstep.parallel.reducer import Reducer, seconds_between, time_mark
 from lockstep.parallel.running_statistics import RunningStatistics
@@ -58,6 +58,7 @@ class Replica:
     reduce         "ordered": the fixed tree; "fast": the backend's all-reduce, other bits
     wire           how gradients travel (network/wire_format.py)
     bucket_bytes   gradients reduced together
+    unused         "zero": a parameter without a gradient in a micro-batch gets a gradient of zero
     statistics     of BatchNorm layers; None: the model has none
     init_sync      Collective: give all ranks rank 0's weights. False: they are equal, or received later
     board             where the current phase is recorded
@@ -69,7 +70,7 @@ class Replica:
 
     counts = True  # see ShardedReplica
 
-    def __init__(  # 11 parameters: independent values of the run, most with a default
+    def __init__(  # 12 parameters: independent values of the run, most with a default
         self,
         model: nn.Module,
         *,
@@ -78,6 +79,7 @@ class Replica:
         reduce: Literal["ordered", "fast"] = "ordered",
         wire: Wire = "fp32",
         bucket_bytes: int = 25_000_000,
+        unused: Unused = "raise",
         statistics: RunningStatistics | None = None,
         init_sync: bool = True,
         board: StatusBoard | None = None,
@@ -85,6 +87,7 @@ class Replica:
     ) -> None:
         self.leaves, self.seed, self.ordered, self.bucket_bytes = micro_batches, seed, reduce == "ordered", bucket_bytes
         self.wire, self._wire_sums = wire, dict[Bucket, WireSum]()
+        self.unused = unused
         self.model, self.statistics = model, statistics or RunningStatistics(nn.Module(), micro_batches, {})
         self.workers_per_replica = 1
         self.buckets: GradientBuckets | None = None
@@ -179,6 +182,8 @@ class Replica:
         self.board.enter("backward")
         self._watch.before_backward()
         (scaler.scale(loss) if scaler else loss).backward()
+        if self.unused == "zero":
+            self._add_zeros([self.parameters[i] for i in self.buckets.missing()])
         self._watch.refuse_missing(self.buckets.missing(), self.buckets.repeated)
         self._watch.after_backward()
         self._losses.append(loss.detach())
@@ -188,12 +193,17 @@ class Replica:
         if not self.waits.generation_error():
             self.board.enter("backward")
             self._watch.before_backward()
-            torch.autograd.backward(self.parameters, [torch.zeros_like(p) for p in self.parameters])
+            self._add_zeros(self.parameters)
             self._watch.after_backward()
         return True
 
+    def _add_zeros(self, parameters: list[nn.Parameter]) -> None:
+        """Add gradients of zero by autograd, whose hooks count them and fill and send the buckets."""
+        if parameters:
+            torch.autograd.backward(parameters, [torch.zeros_like(p) for p in parameters])
+
     def losses(self) -> list[float]:
-        return [float(loss) for loss in torch.stack(self._losses).tolist()] if self._losses else []
+        return [float(loss) for loss in torch.stack(self._losses).flatten().tolist()] if self._losses else []
 
     def micro_batches(
         self,

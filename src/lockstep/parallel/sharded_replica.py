@@ -36,7 +36,7 @@ from lockstep.parallel.digest import digest_of, total_of, word_sum
 from lockstep.parallel.exchange import Traffic, tree_all_reduce
 from lockstep.parallel.fsdp_comm import CapturedReduceScatter, GroupAllGather
 from lockstep.parallel.grad_norm import norm_squared_of_slices
-from lockstep.parallel.gradient_watch import hash_of, refuse_different_parameters
+from lockstep.parallel.gradient_watch import UNUSED_HINT, Unused, hash_of, refuse_different_parameters
 from lockstep.parallel.ordered_sum import PartialSum, SumTree
 from lockstep.parallel.parallelize import LocalModel
 from lockstep.parallel.pipeline import ChunkForward, PendingMicroBatch, PipelineRunner, PipelineStage
@@ -52,6 +52,7 @@ from lockstep.parallel.shard_passes import (
     refuse_idle_shards,
     reports_losses,
 )
+from lockstep.parallel.unit_order import UnitOrder, fill_unused_gradients
 from lockstep.parallel.wire_sum import WireSum
 from lockstep.runtime.numerics import seed_generators
 from lockstep.runtime.process_group import gather_json
@@ -69,11 +70,12 @@ class ShardedReplica:
     local                 this worker's part of the model (parallelize.py)
     wire                  how gradients travel (network/wire_format.py)
     reduce_once_per_step  after the last micro-batch: less traffic, more memory
+    unused                see Replica; "zero" needs a model that is gathered at once
     statistics            of BatchNorm layers; None: the model has none
     board, generation_error, form_context  see `ProcessGroups.connect`
     """
 
-    def __init__(  # 10 parameters: independent values of the run, most with a default
+    def __init__(  # 11 parameters: independent values of the run, most with a default
         self,
         local: LocalModel,
         *,
@@ -81,6 +83,7 @@ class ShardedReplica:
         seed: int = 0,
         wire: Wire = "fp32",
         reduce_once_per_step: bool = False,
+        unused: Unused = "raise",
         statistics: RunningStatistics | None = None,
         board: StatusBoard | None = None,
         generation_error: Callable[[], str] = static_group,
@@ -101,9 +104,13 @@ class ShardedReplica:
         self._captured: list[Tensor] = []
         self._reducer = Reducer(self.parameters[0].device, generation_error, UNITS_IN_FLIGHT, side_stream=False)
         self.traffic = Traffic()
+        if unused == "zero":
+            fill_unused_gradients(local)
         for number, unit in enumerate(unit for units in (local.fsdp_units, *local.averages) for unit in units):
             unit.set_custom_all_gather(cast(Any, GroupAllGather(self.groups, number)))
+        refuse_foreign = torch.compiler.disable(self._refuse_foreign)
         for number, unit in enumerate(local.fsdp_units):
+            cast(nn.Module, unit).register_forward_pre_hook(refuse_foreign, prepend=True)
             unit.set_custom_reduce_scatter(cast(Any, CapturedReduceScatter(self._captured)))
             unit.set_all_reduce_hook(partial(self._on_gradients, number))
             unit.set_gradient_divide_factor(1.0)
@@ -111,6 +118,9 @@ class ShardedReplica:
         for module in () if local.stage else (local.module, *(cast(nn.Module, units[-1]) for units in local.averages)):
             module.register_forward_pre_hook(self._before_forward, prepend=True)
             module.register_forward_hook(self._after_forward)
+        blocks = () if local.stage else cast(Sequence[nn.Module], local.fsdp_units[:-1])
+        name_of = {module: name for name, module in local.module.named_modules()}
+        self._unit_order = UnitOrder({name_of[block]: block for block in blocks})
         self._in_step = self._rehearsing = False
         self._reduced_units: set[int] = set()  # in this pass
         self.own_leaves, self.shares = list[int](), tuple[int, ...]()  # micro-batches of this worker; their numbers by replica
@@ -158,8 +168,20 @@ class ShardedReplica:
         if not self.groups.formed:
             self.groups.form()
 
+    def _refuse_foreign(self, module: nn.Module, _: Any) -> None:
+        """UsageError when a unit is called with other parameters, in whose place FSDP would set its own."""
+        if names := self.local.foreign_parameters(module):
+            raise UsageError(
+                f"{type(module).__name__} was called with other parameters, in shards: {join_names(names)}",
+                "torch.func.functional_call, in whose place FSDP would use the parameters of the model",
+                "move it into forward() of the model, around layers that are not gathered one by one "
+                "(session.prepare(..., units=()) gathers all at once), or train with whole replicas",
+            )
+
     def _after_forward(self, module: nn.Module, *_: Any) -> None:
         """Free the root's weights after a pass without gradients: a later one must gather new ones."""
+        if torch.is_grad_enabled():
+            self._unit_order.end()
         if not torch.is_grad_enabled():
             cast(FSDPModule, module).reshard()
             if not self._in_step:
@@ -197,7 +219,7 @@ class ShardedReplica:
 
     def losses(self) -> list[float]:
         reports = reports_losses(self.local.layout.coordinates(dist.get_rank()), self.local.layout)
-        return [float(loss) for loss in torch.stack(self._losses).tolist()] if self._losses and reports else []
+        return [float(loss) for loss in torch.stack(self._losses).flatten().tolist()] if self._losses and reports else []
 
     def micro_batches(
         self,
@@ -236,6 +258,7 @@ class ShardedReplica:
         self._losses, self.groups.waited_s, self._pending, self.traffic = [], 0.0, [], Traffic()
         self._reducer.start_step()
         self.statistics.start_step()
+        self.local.refuse_replaced()
         for local in self.parameters:
             local.grad = None  # so that nothing in the micro-batch loop uses the gradient of the last step
         self._follow_requires_grad()
@@ -281,6 +304,7 @@ class ShardedReplica:
         seed_generators(splitmix64(self.seed, step, k) >> 1, self.parameters[0].device)
         self._pass, self._backwards, self._in_step, self._skipping = shard_pass, 0, True, False
         self._reduced_units.clear()
+        self._unit_order.start(f"micro-batch {k} of step {step}")
         if shard_pass.last:
             self.groups.board.enter("reducing")
         return k
@@ -352,7 +376,7 @@ class ShardedReplica:
             raise UsageError(
                 f"no gradient arrived for {len(missing)} of {len(self._names)} parameters in {where}: {join_names(missing)}",
                 "backward(loss)" if self._backwards else "backward() was not called",
-                "call the replicas and their backward(loss) once for every micro-batch; every trained parameter must take part",
+                UNUSED_HINT if self._backwards else "call backward(loss) of the replicas once for every micro-batch",
             )
 
     def _compare_with_whole(self) -> None:

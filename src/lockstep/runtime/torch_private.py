@@ -172,6 +172,18 @@ def fsdp_shard_rows(unit: object, shards: int) -> list[tuple[int, int]]:
     return [(count * row, row) for count, row in rows]
 
 
+def fsdp_parameters(unit: object) -> list[nn.Parameter]:
+    """Return the parameters that FSDP sets in a unit's modules, sharded and gathered; not public."""
+    group = cast(Any, unit)._get_fsdp_state()._fsdp_param_group
+    params = group.fsdp_params if group else ()
+    gathered = [p._unsharded_param for p in params if hasattr(p, "_unsharded_param")]
+    return [*(p.sharded_param for p in params), *gathered]
+
+
+# The slice of a sharded tensor; publicly a new view of it, with a node of autograd.
+slice_of_dtensor: Callable[[Any], Tensor] = attrgetter("_local_tensor")
+
+
 def collectives_of(group: Any) -> int:
     """Return how many collectives this process has started on the group; no public counter."""
     return int(group._get_sequence_number_for_group())

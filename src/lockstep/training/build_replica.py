@@ -11,6 +11,7 @@ from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import UsageError
 from lockstep.layout import Layout
 from lockstep.network.wire_format import Wire, wire_conflict
+from lockstep.parallel.gradient_watch import Unused
 from lockstep.parallel.learner_shards import LearnerShards
 from lockstep.parallel.parallelize import LocalModel, unwrap_local_model
 from lockstep.parallel.replica import Replica
@@ -20,7 +21,7 @@ from lockstep.runtime.work import static_group
 from lockstep.training.checkpointer import Checkpointer
 
 
-def build_replica(  # 10 parameters: those of all kinds of replica
+def build_replica(  # 11 parameters: those of all kinds of replica
     runtime: ElasticRuntime,
     model: nn.Module | LocalModel,
     micro_batches: int,
@@ -31,6 +32,7 @@ def build_replica(  # 10 parameters: those of all kinds of replica
     bucket_bytes: int,
     reduce_once_per_step: bool,
     has_learners: bool,
+    unused: Unused,
 ) -> Replica | ShardedReplica:
     """Collective. Return this worker's replica, or its part of one that several workers hold.
 
@@ -42,7 +44,7 @@ def build_replica(  # 10 parameters: those of all kinds of replica
         raise UsageError(*conflict)
     generation_error = runtime.generation_error if runtime.membership else static_group
     shared: dict[str, Any] = {"micro_batches": micro_batches, "seed": seed, "wire": wire, "statistics": statistics}
-    shared |= {"board": runtime.board, "generation_error": generation_error}
+    shared |= {"unused": unused, "board": runtime.board, "generation_error": generation_error}
     if local_model:
         shared |= {"form_context": runtime.group.track_subgroups, "reduce_once_per_step": reduce_once_per_step}
         return LearnerShards(local_model, bucket_bytes=bucket_bytes, **shared) if has_learners else ShardedReplica(local_model, **shared)

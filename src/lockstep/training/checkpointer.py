@@ -194,6 +194,11 @@ class Checkpointer:
             what = f"tensors that an optimizer keeps besides its state by parameter are not supported in shards: {join_names(own)}"
             raise UsageError(what, f"layout {local_model.layout}", "keep them in optimizer.state[parameter], or train with whole replicas")
 
+    def common_state(self) -> dict[str, torch.Tensor]:
+        """Return the tensors that belong to no parameter: the workers of a replica hold them alike."""
+        slices = self.local_model.slices if self.local_model else {}
+        return {name: tensor for name, tensor in self.state_dict().items() if parameter_of(name) not in slices}
+
     def load_state_dict(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Fill model, optimizers and state. CheckpointError, without changes, for a misfit."""
         problems = stateful.extra_state_problems(self.model, self.optimizers, self.state, tensors) if self.state is not None else []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +15,7 @@ from lockstep.elastic.progress import transfer_roles
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import FencedError, UsageError
 from lockstep.parallel.digest import digest_of
+from lockstep.parallel.gradient_watch import hash_of
 from lockstep.record.events import append_event
 from lockstep.training.checkpointer import Checkpointer
 from lockstep.units import join_names
@@ -68,6 +69,7 @@ class ReplicaComparison:
     replica_size   workers per replica
     get_digest     returns 64 bits over WEIGHTS (of a step), ALL_WEIGHTS or STATE of this replica
     get_state      returns the tensors of this replica's state by name
+    get_common     returns the tensors which all workers of a replica hold
     verify_every   steps between two comparisons; 0: never
     identical_at   the last step after which all replicas were found equal
     """
@@ -81,10 +83,11 @@ class ReplicaComparison:
         verify_every: int,
         get_digest: Callable[[str, int], int],
         get_state: Callable[[], dict[str, Tensor]],
+        get_common: Callable[[], dict[str, Tensor]],
     ) -> None:
         self.runtime, self.checkpointer = runtime, checkpointer
         self.replica_size, self.verify_every = replica_size, verify_every
-        self.get_digest, self.get_state = get_digest, get_state
+        self.get_digest, self.get_state, self.get_common = get_digest, get_state, get_common
         self.identical_at = -1
         self.divergence = Divergence()
         membership = runtime.membership
@@ -105,11 +108,13 @@ class ReplicaComparison:
 
         False when a peer is lost, too. Replicas that differ are evicted.
         """
-        if self.runtime.world.size <= self.replica_size or self.runtime.is_late:
+        if self.runtime.world.size == 1 or self.runtime.is_late:
             return True
         attributes = self.checkpointer.attributes if self.checkpointer else None
         with self.runtime.catch_peer_loss() as loss:
-            own = {"digest": self.get_digest(STATE, step), "attributes": attributes.describe() if attributes else None}
+            common = digests_of(self.get_common()) if self.replica_size > 1 else {}
+            own = {"digest": self.get_digest(STATE, step), "common": hash_of(common)}
+            own["attributes"] = attributes.describe() if attributes else None
             answers = all_gather_json(self.runtime, own)
             digests = [answer["digest"] for answer in answers]
             if attributes:
@@ -117,6 +122,8 @@ class ReplicaComparison:
             divergent = find_divergent_ranks(digests, self.replica_size)
             if divergent:
                 self.refuse_repeated(step)
+            elif len({answer["common"] for answer in answers}) > 1:
+                self.refuse_uncommon(step, common)
         if loss.why:
             return False
         if divergent:
@@ -134,7 +141,7 @@ class ReplicaComparison:
         if not again and self.divergence.count < MAX_DIVERGENCES:
             return
         state = self.get_state()
-        digests = all_gather_json(runtime, {name: str(digest_of([tensor])) for name, tensor in state.items()})
+        digests = all_gather_json(runtime, digests_of(state))
         same_position = digests[runtime.world.rank % self.replica_size :: self.replica_size]
         names = [name for name in state if len({rank_digests.get(name) for rank_digests in same_position}) > 1]
         for path in again:
@@ -144,6 +151,16 @@ class ReplicaComparison:
             "the digest of each tensor on each worker",
             "the update must be the same on every worker: no data, state or rank that differs, random numbers only from the global "
             "generators of torch, NumPy or random, and as many on each worker. If one host alone differs, test its memory",
+        )
+
+    def refuse_uncommon(self, step: int, common: dict[str, str]) -> None:
+        """Collective. UsageError: the workers of a replica differ in what belongs to no slice."""
+        digests = all_gather_json(self.runtime, common)
+        names = [name for name in common if len({by_name.get(name) for by_name in digests}) > 1]
+        raise UsageError(
+            f"the workers of a replica hold different state after step {step}, and nothing was saved: {join_names(names)}",
+            "Checkpointer(state=...) and parameter groups, which are equal on all shards",
+            "change them alike on every worker: by no rank, no slice of a weight or gradient, and no number of micro-batches",
         )
 
     def evict(self, step: int, divergent: Sequence[int], digests: Sequence[int | None], what: str) -> None:
@@ -191,3 +208,7 @@ class ReplicaComparison:
                     append_event(path.parent.parent, "culprit found", step=step, wrong=wrong, why="the step was repeated from a checkpoint")
             path.unlink(missing_ok=True)
         self._unexplained = remaining
+
+
+def digests_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    return {name: str(digest_of([tensor])) for name, tensor in tensors.items()}

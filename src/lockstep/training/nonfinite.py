@@ -41,7 +41,8 @@ def refuse_nonfinite_gradient(decision: StepDecision, step: int, module: nn.Modu
         raise DivergedError(
             f"loss {decision.loss} in step {step + 1}" + (f", gradient not finite: {join_names(wrong)}" if wrong else ""),
             "agreed by all replicas before the update, which was not made; the checkpoints before are whole",
-            "lower the learning rate or clip the gradients; with a GradScaler: ReplicaGroup(..., on_nonfinite='ignore')",
+            "lower the learning rate or clip the gradients; with a GradScaler: ReplicaGroup(..., on_nonfinite='ignore') "
+            "and backward(loss, scaler=scaler)",
         )
 
 

@@ -36,6 +36,7 @@ from lockstep.network.wire_format import Wire
 from lockstep.parallel.digest import DIGEST_FACTOR
 from lockstep.parallel.frozen_state import FrozenState
 from lockstep.parallel.grad_norm import StepGradient, commit_gradient
+from lockstep.parallel.gradient_watch import Unused
 from lockstep.parallel.parallelize import LocalModel, unwrap_local_model
 from lockstep.parallel.replica import Replica
 from lockstep.parallel.running_statistics import BufferKinds, RunningStatistics, replace_sync_batchnorm
@@ -52,6 +53,7 @@ from lockstep.training.rehearsal import Rehearsal
 from lockstep.training.saved_state import PerMicroBatch
 from lockstep.training.share_balance import ShareBalance
 from lockstep.training.state_transfer import StateMismatchError, transfer_state
+from lockstep.training.update_checks import names_by_memory, refuse_closure, refuse_new_memory
 from lockstep.units import format_duration
 
 if TYPE_CHECKING:  # loads the tokenizer, which a user's own loop does not need
@@ -78,6 +80,8 @@ class ReplicaGroup:
                    loss or gradient differ between ranks, or from the run that saved the checkpoint
     on_nonfinite   loss or gradient not finite: "raise" before the update; "ignore", for a GradScaler
     buffers        what forward passes may change besides BatchNorm's statistics: RunningStatistics
+    unused         a trained parameter without a gradient in a micro-batch: "raise", or "zero" for a
+                   gradient of zero there, and in a step that does not use it at all
     balance        "auto": fast replicas compute more micro-batches than slow ones (ShareBalance)
     rollback       micro-batches to skip, and the rule to find them; None: none
     commit_steps   H: a leaf of the sum is a learner of H steps (diloco.py); 0: it is a micro-batch
@@ -102,6 +106,7 @@ class ReplicaGroup:
         rehearse: bool = True,
         on_nonfinite: Literal["raise", "ignore"] = "raise",
         buffers: BufferKinds | None = None,
+        unused: Unused = "raise",
         balance: Literal["auto", "off"] = "auto",
         rollback: Rollback | None = None,
         commit_steps: int = 0,
@@ -116,7 +121,7 @@ class ReplicaGroup:
         replace_sync_batchnorm(self.module)
         self.statistics = RunningStatistics(self.module, micro_batches, buffers or {})
         self.replica = build_replica(
-            runtime, model, micro_batches, seed, self.statistics, reduce, wire, bucket_bytes, reduce_once_per_step, commit_steps > 0
+            runtime, model, micro_batches, seed, self.statistics, reduce, wire, bucket_bytes, reduce_once_per_step, commit_steps > 0, unused
         )
         layout = self.local_model.layout if self.local_model else Layout(1)
         self.rehearsal: Rehearsal | None = None
@@ -129,11 +134,13 @@ class ReplicaGroup:
         self._trained, self.frozen_state = self.replica.parameters, self._make_frozen_state()
         self.loop_changes = LoopChanges(nn.Module() if commit_steps or self.local_model else self.module, checkpointer)
         self.carried = carried
+        self._shared_memory = names_by_memory(self._modules()) if not self.local_model else set()
         self.compare_all = True  # the frozen weights of a new member have not been compared yet
         self.grad_norm_squared: torch.Tensor | None = None
         self.gradient = StepGradient((), None, 1, in_slices=False)  # of the last step
-        optimizers = checkpointer.optimizers if checkpointer and self.local_model else ()
-        self._hooks = [one.register_step_pre_hook(lambda *_: self.gradient.refuse_noise()) for one in optimizers]
+        optimizers = checkpointer.optimizers if checkpointer else ()
+        self._hooks = [optimizer.register_step_pre_hook(self._before_update) for optimizer in optimizers]
+        self.scaler: torch.amp.GradScaler | None = None  # of the newest backward pass
         self.stops = signals is None and runtime.membership is not None
         self.signals = StopSignals().__enter__() if self.stops else signals  # until the process exits
         self.decision = decision_before(runtime.member_progress, checkpointer.facts if checkpointer else {})
@@ -148,8 +155,9 @@ class ReplicaGroup:
             verify_every=verify_every,
             get_digest=self._digest,
             get_state=self._state_dict,
+            get_common=checkpointer.common_state if checkpointer else dict,
         )
-        if checkpointer and verify_every:
+        if checkpointer:
             checkpointer.compare_before_saving(self.replicas_identical)
         runtime.set_stop_signal(lambda: self.signals.received if self.signals else "")
         if isinstance(self.board, FaultInjectingBoard):
@@ -181,7 +189,13 @@ class ReplicaGroup:
         if self.replica.counts:
             self._counts.append(count)
             self._samples += [] if samples is None else [samples]
+        self.scaler = scaler
         self.replica.backward(loss, scaler)
+
+    def _before_update(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Hook of `optimizer.step`. UsageError: an update that would differ between workers."""
+        refuse_closure(optimizer, args, kwargs)
+        self.gradient.refuse_noise()
 
     def __enter__(self) -> ReplicaGroup:
         return self
@@ -402,9 +416,19 @@ class ReplicaGroup:
         )
 
     def replicas_identical(self, step: int) -> bool:
-        """Collective. See ReplicaComparison.compare_state."""
+        """Collective. See ReplicaComparison.compare_state; True with verify_every=0."""
         self._refuse_unfinished()
-        return self.comparison.compare_state(step)
+        if self.local_model:
+            self.local_model.refuse_replaced()
+        else:
+            refuse_new_memory(self._shared_memory, self._modules(), step)
+        return self.comparison.compare_state(step) if self.comparison.verify_every else True
+
+    def _modules(self) -> dict[str, nn.Module]:
+        """Return the model and the modules of the state, by the prefix of their names."""
+        state = (self.checkpointer.state or {}) if self.checkpointer else {}
+        averages = {f"state.{name}.": value for name, value in state.items() if isinstance(value, nn.Module)}
+        return {"": self.module, **averages}
 
     def _state_dict(self) -> dict[str, torch.Tensor]:
         model = self.local_model.local_params if self.local_model else self.module

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
@@ -17,6 +18,7 @@ from torch.optim import Optimizer
 from lockstep.errors import UsageError
 from lockstep.layout import Layout
 from lockstep.network.wire_format import Wire
+from lockstep.parallel.gradient_watch import Unused
 from lockstep.parallel.running_statistics import BufferKinds
 from lockstep.runtime.session_start import ask_for_start
 from lockstep.runtime.torch_private import collectives_of, version_of
@@ -39,6 +41,7 @@ class ReplicaOptions(TypedDict, total=False):
     rehearse: bool
     on_nonfinite: Literal["raise", "ignore"]
     buffers: BufferKinds
+    unused: Unused
     balance: Literal["auto", "off"]
 
 
@@ -52,6 +55,8 @@ def refuse_wrong_options(micro_batches: int, options: Mapping[str, Any]) -> None
         raise UsageError(f"Session takes no {unknown[0]}", "Session(out, ...)", hint)
     if (balance := options.get("balance", "auto")) not in ("auto", "off"):
         raise UsageError(f"balance={balance!r}", "Session(balance=...)", 'give "auto", or "off" for equal shares')
+    if (unused := options.get("unused", "raise")) not in ("raise", "zero"):
+        raise UsageError(f"unused={unused!r}", "Session(unused=...)", 'give "raise", or "zero" for gradients of zero')
     if micro_batches < 1:
         raise UsageError(f"micro_batches={micro_batches}", "Session(micro_batches=...)", "give at least one for each worker")
 
@@ -96,7 +101,19 @@ def refuse_unprepared(model: Any, optimizers: Sequence[Any]) -> None:
     if isinstance(model, DistributedDataParallel | nn.DataParallel):
         what = f"the model is wrapped in {type(model).__name__}, which would sum its gradients a second time"
         raise UsageError(what, "session.prepare(...)", "pass the module itself: session.prepare(model, optimizer)")
+    for name in (type(optimizer).__name__ for optimizer in optimizers if needs_closure(optimizer)):
+        what = f"{name}.step needs a closure that computes the loss again, and a step runs its micro-batches once"
+        hint = "use an optimizer whose step() needs no argument"
+        raise UsageError(what, "session.prepare(model, optimizer)", hint)
     refuse_misplaced_parameters(model, optimizers)
+
+
+def needs_closure(optimizer: Optimizer) -> bool:
+    """Return whether `optimizer.step()` without an argument is an error."""
+    signature = inspect.signature(type(optimizer).step)  # a scheduler wraps the method of the instance
+    _, *parameters = signature.parameters.values()
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return any(p.default is p.empty and p.kind not in variable for p in parameters)
 
 
 def refuse_uneven_skips(scaler: GradScaler | None, on_nonfinite: str, state: Mapping[str, Any]) -> None:

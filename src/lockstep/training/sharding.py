@@ -19,6 +19,7 @@ from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import UsageError
 from lockstep.layout import Layout
 from lockstep.models.deferred_init import recording_of
+from lockstep.parallel.gradient_watch import Unused
 from lockstep.parallel.own_model import find_copy, shard_average, shard_module
 from lockstep.parallel.parallelize import LocalModel
 from lockstep.parallel.plans import Patterns
@@ -63,7 +64,7 @@ def refuse_incomplete_replicas(workers: int, layout: Layout) -> None:
         raise UsageError(what, "--workers; --layout or Session(...)", f"give a multiple: --workers {-(-workers // size) * size}")
 
 
-def shard_session(  # 10 parameters: what Session and Session.prepare were given
+def shard_session(  # 11 parameters: what Session and Session.prepare were given
     runtime: ElasticRuntime,
     model: nn.Module,
     optimizers: Sequence[torch.optim.Optimizer],
@@ -75,12 +76,14 @@ def shard_session(  # 10 parameters: what Session and Session.prepare were given
     tensor_plan: TensorPlan = None,
     split_points: Sequence[str] = (),
     verify: bool = True,
+    unused: Unused = "raise",
 ) -> LocalModel:
-    """Collective. Shard `model` and the averages of it in `state`; give this worker's slices to the
-    optimizers.
+    """Collective. Shard `model` and its averages in `state`; give the optimizers their slices.
 
-    facts  that are equal on all workers, also on a worker that joins others
+    facts   that are equal on all workers, also on a worker that joins others
+    unused  see ReplicaGroup; with "zero" the shards gather the model at once
     """
+    units = () if unused == "zero" and units is None else units
     if runtime.is_joining:
         runtime.join_running(facts)  # without a rank a worker does not know its slices
     else:
@@ -115,14 +118,22 @@ def shard_session(  # 10 parameters: what Session and Session.prepare were given
     for prefix, (average, copy) in averages.items():
         shard_average(prefix, average, copy, local, position, init_param)
     for optimizer in optimizers:
-        wholes = [local.tensor_slices[names[id(p)]] for group in optimizer.param_groups for p in group["params"]] if is_scaled else []
-        if is_scaled and not any(whole.split_rows(layout.shard - 1, layout.shard).rows for whole in wholes):
-            name = type(optimizer).__name__
-            what = f"the last of {layout.shard} shards has no rows of the parameters of {name}, and a GradScaler needs some"
-            raise UsageError(what, "session.state(scaler=...), in shards", "use fewer shards, or one optimizer for all parameters")
+        local.updated_together.append([names[id(p)] for group in optimizer.param_groups for p in group["params"]])
+        if is_scaled:
+            refuse_shard_without_rows(optimizer, local)
         give_slices(optimizer, local, names)
         apply_owner_rule(optimizer, local, runtime)
     return local
+
+
+def refuse_shard_without_rows(optimizer: torch.optim.Optimizer, local: LocalModel) -> None:
+    """UsageError: a GradScaler would find no gradient on the last shard."""
+    shards = local.layout.shard
+    wholes = [local.tensor_slices[name] for name in local.updated_together[-1]]
+    if not any(whole.split_rows(shards - 1, shards).rows for whole in wholes):
+        name = type(optimizer).__name__
+        what = f"the last of {shards} shards has no rows of the parameters of {name}, and a GradScaler needs some"
+        raise UsageError(what, "session.state(scaler=...), in shards", "use fewer shards, or one optimizer for all parameters")
 
 
 def give_slices(optimizer: torch.optim.Optimizer, local: LocalModel, names: Mapping[int, str]) -> None:

@@ -23,6 +23,7 @@ SRC = Path(__file__).parents[3] / "src"
 PRIVATE_ATTRIBUTES = {  # of torch's objects; a name that starts at a torch module needs no entry
     "_version", "_buffers", "_parameters", "_non_persistent_buffers_set", "_get_backend", "_timeout",
     "_get_fsdp_state", "_lazy_init", "_pg_registry", "_dim_group_names", "_get_sequence_number_for_group",
+    "_local_tensor", "_unsharded_param",
     "_backward_hooks", "_post_accumulate_grad_hooks", "_forward_hooks", "_forward_pre_hooks", "_backward_pre_hooks",
 }  # fmt: skip
 
@@ -233,6 +234,8 @@ def test_fsdp_shards_over_a_mesh_without_backend(group: dist.ProcessGroup) -> No
     private.init_fsdp(model)
     assert model.weight.to_local().shape == (2, 3)
     assert private.fsdp_shard_rows(model, 2) == [(6, 3)]
+    assert [id(p) for p in private.fsdp_parameters(model)] == [id(model.weight)]
+    assert private.slice_of_dtensor(model.weight).data_ptr() == model.weight.to_local().data_ptr()
     model.requires_grad_(False)
     assert private.fsdp_shard_rows(model, 2) == []
 

@@ -207,7 +207,40 @@ def test_nonfinite_state_is_not_saved_and_the_last_checkpoint_stays(runtime: Ela
     assert checkpointer.store.steps() == [1]
 
 
+# Memory of parameters.
+
+
+@pytest.mark.parametrize("shared_first", [False, True])
+def test_parameters_that_share_other_memory_than_at_the_start_are_refused_at_the_save(
+    runtime: ElasticRuntime, tmp_path: Path, shared_first: bool
+) -> None:
+    """A target network: after a resume it would no longer follow the other one, or follow it again."""
+    model, target = layers(), layers().requires_grad_(False)
+    if shared_first:
+        target[0].weight.data = model[0].weight.data
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with (
+        pytest.raises(UsageError, match=r"0\.weight and state\.target\.0\.weight share"),
+        Checkpointer(tmp_path, runtime, model, optimizer, state={"target": target}) as checkpointer,
+        ReplicaGroup(runtime, model, checkpointer, micro_batches=1) as replicas,
+    ):
+        one_step(replicas, 0, optimizer)
+        checkpointer.save(1)
+        one_step(replicas, 1, optimizer)
+        target[0].weight.data = target[0].weight.data.clone() if shared_first else model[0].weight.data
+        checkpointer.save(2)
+    assert checkpointer.store.steps() == [1]
+
+
 # Buffers and frozen weights.
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_sparse_buffers_are_refused_by_name(runtime: ElasticRuntime, persistent: bool) -> None:
+    model = layers()
+    model.register_buffer("adjacency", torch.eye(3).to_sparse(), persistent=persistent)
+    with pytest.raises(UsageError, match=r"sparse parameters and buffers are not supported: adjacency \(torch\.sparse_coo\)"):
+        ReplicaGroup(runtime, model, micro_batches=1)
 
 
 class Counting(nn.Module):

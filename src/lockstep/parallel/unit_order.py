@@ -1,0 +1,76 @@
+"""Refuse a pass that leaves out a unit of FSDP, before other workers wait for it.
+
+All shards of a replica gather and reduce the units together, in one order. A shard whose
+micro-batch leaves a unit out would gather the next one while the others wait for this one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.errors import UsageError
+from lockstep.parallel.parallelize import LocalModel
+from lockstep.units import join_names
+
+
+class UnitOrder:
+    """The units that run in each forward pass, compared with those of the first pass.
+
+    units  name -> module, without the root
+    """
+
+    def __init__(self, units: Mapping[str, nn.Module]) -> None:
+        self.names = list(units)
+        self._first: list[str] = []  # the order of the first pass
+        self._ran: list[str] = []
+        self._where = ""  # current micro-batch; "" outside of its forward pass
+        before_unit = torch.compiler.disable(self._before_unit)
+        for name, unit in units.items():  # the hook runs before FSDP gathers the unit
+            unit.register_forward_pre_hook(partial(before_unit, name), prepend=True)
+
+    def start(self, where: str) -> None:
+        self._where = where
+        self._ran = []
+
+    def end(self) -> None:
+        """End the forward pass. UsageError: units did not run."""
+        if self._where and (missing := [name for name in self.names if name not in self._ran]):
+            self._refuse(missing)
+        self._first = self._first or self._ran
+        self._where = ""  # a later forward pass recomputes activations
+
+    def _before_unit(self, name: str, *_: Any) -> None:
+        if not self._where or not torch.is_grad_enabled() or name in self._ran:
+            return
+        following = [other for other in self._first if other not in self._ran]
+        if following and following[0] != name:
+            self._refuse(following[: following.index(name)], f" before {name}")
+        self._ran.append(name)
+
+    def _refuse(self, missing: list[str], when: str = "") -> None:
+        what = f"{join_names(missing)} did not run{when} in {self._where}"
+        where = "modules that the shards gather one by one must run in every micro-batch, in one order"
+        hint = 'if the model leaves layers out: ReplicaGroup(..., unused="zero"); if it changes their order: session.prepare(..., units=())'
+        raise UsageError(what, where, hint)
+
+
+def fill_unused_gradients(local: LocalModel) -> None:
+    """Let FSDP reduce zeros for parameters without a gradient in a pass. UsageError: it cannot.
+
+    With several units it could not: a shard would not gather the units that it leaves out.
+    """
+    root = local.fsdp_units[-1]
+    layout = local.layout
+    if len(local.fsdp_units) > 1 or layout.workers_per_replica > layout.shard:
+        parts = len(local.fsdp_units)
+        what = f'unused="zero" needs a model that the shards gather at once, and this one has {parts} parts'
+        raise UsageError(what, f"layout {layout}", "give layout.shard only, and no units in session.prepare")
+    if not hasattr(root, "set_reduce_scatter_unused_params"):
+        what = f'torch {torch.__version__} does not support unused="zero" in shards'
+        raise UsageError(what, f"layout {layout}", "install torch 2.13, or train with whole replicas")
+    root.set_reduce_scatter_unused_params(True)
