@@ -265,6 +265,7 @@ class Session:
         self._total = total
         if self.step >= total:
             log.info("the run is finished: step %d of %d", self.step, total)
+        unsaved = session_checks.watch_variables(self.runtime, (self.model, *self.optimizers, *self._state.values()), self._loaders)
         while self.step < total:
             self._logged, start_s = {}, time.monotonic()
             step = self.step
@@ -280,6 +281,7 @@ class Session:
             values = {"loss": self.loss, **self._logged, "seconds": time.monotonic() - start_s, "workers": self.world.size}
             self._record.step(self.step, values)
             stop = self.replicas.decision.stop
+            unsaved.look(saves=bool(stop) or self.step >= total or self.checkpointer.due(self.step))
             self._save_if_due(last=bool(stop) or self.step >= total)
             if stop == STOP_REQUEST:
                 log.info("session.stop(): step %d of %d is the last one", self.step, total)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, TypedDict
@@ -15,6 +15,7 @@ from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import UsageError
 from lockstep.layout import Layout
 from lockstep.network.wire_format import Wire
@@ -23,8 +24,10 @@ from lockstep.parallel.running_statistics import BufferKinds
 from lockstep.runtime.session_start import ask_for_start
 from lockstep.runtime.torch_private import collectives_of, version_of
 from lockstep.runtime.worker_env import WorkerEnv
+from lockstep.training.loader import Loader
 from lockstep.training.replica_group import ReplicaGroup
 from lockstep.training.trained_parameters import refuse_misplaced_parameters
+from lockstep.training.unsaved_variables import UnsavedVariables
 
 log = logging.getLogger("lockstep")
 HASHED_STEPS = 10  # after a step that may have changed no weight
@@ -137,6 +140,12 @@ def warn_of_collectives(before: int | None, step: int, workers: int) -> bool:
     )
     log.warning(what, step, workers)
     return True
+
+
+def watch_variables(runtime: ElasticRuntime, held: Sequence[Any], loaders: Iterable[tuple[Loader, str]]) -> UnsavedVariables:
+    """Return what names, on rank 0, variables of the loop that no checkpoint holds."""
+    sources = [part for loader, _ in loaders for part in (loader.batches.dataset, loader.batches.collate_fn)]
+    return UnsavedVariables(held, sources, enabled=runtime.is_leader())
 
 
 def warn_of_other_bits(facts: Mapping[str, Any], layout: Layout) -> None:
