@@ -330,7 +330,7 @@ class LoopLiveness:
             target = target.value
         change = self.changes.setdefault(key, Change(ast.unparse(target), context.function.file, target.lineno))
         if change.file == context.function.file:
-            change.line = min(change.line, target.lineno)
+            change = self.changes[key] = replace(change, line=min(change.line, target.lineno))
         change.kinds.add(kind)
         change.values.append(self._inputs(value, context))
 
