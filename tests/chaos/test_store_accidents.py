@@ -166,8 +166,13 @@ def outage(scene: Scene) -> None:
 
 
 def expire_old_blobs(scene: Scene) -> None:
-    """As a lifecycle rule of two days at the end of a long run, until the run has ended."""
-    scene.repeat(lambda: scene.bucket.delete(list(scene.bucket.list("blobs"))[:2]))
+    """As a lifecycle rule of two days at the end of a long run, until its last step."""
+
+    def expire() -> None:
+        if not (scene.copy / f"checkpoints/step-{STEPS:08d}").exists():
+            scene.bucket.delete(list(scene.bucket.list("blobs"))[:2])
+
+    scene.repeat(expire)
 
 
 def expire_snapshots_at_once(scene: Scene) -> None:
@@ -302,7 +307,7 @@ def scene(server: str, tmp_path: Path, request: pytest.FixtureRequest) -> Iterat
     with Proxy(server) as proxy, mock.patch.dict(os.environ, environment(server, tmp_path / "none")):
         a, b = (StoreHost(tmp_path / name, proxy) for name in "ab")
         for host in (a, b):
-            host.options["env"] |= {"LOCKSTEP_STORE_BEAT_S": "0.2"}
+            host.options["env"] |= {"LOCKSTEP_STORE_BEAT_S": "0.5"}
             host.options["preexec_fn"] = obey_rights
         scene = Scene(proxy, a, b, RunBucket(address), request.param)
         yield scene

@@ -115,7 +115,7 @@ class Mirror:
             time.sleep(min(1.0, self.ownership.newest.beat_s))
         last, published = max(committed_steps(self.checkpoints), default=0), steps_of(self.ownership.newest.files)
         if last > max(published, default=0):
-            what = f"the checkpoint of step {last} is damaged on this host, so it is not in the store"
+            what = f"the checkpoint of step {last} is damaged or unreadable on this host, so it is not in the store"
             where = f"{self.checkpoints / folder_name(last)}; newest step in {self.bucket.address}: {max(published, default='none')}"
             raise CheckpointError(what, where, "see the warnings above; the same command resumes from the checkpoint before it")
 
