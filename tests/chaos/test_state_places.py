@@ -59,9 +59,9 @@ def healed(script: Path, folder: Path) -> str:
     return digest_line(folder) if result.returncode == 0 else result.stderr
 
 
-def kill_one_worker(script: Path, folder: Path) -> subprocess.CompletedProcess[str]:
+def kill_one_worker(script: Path, folder: Path, step: int = 4) -> subprocess.CompletedProcess[str]:
     """Train on two workers, one of which is killed and replaced while the other keeps its state."""
-    request_fault(state_folder(folder, socket.gethostname()), 1, "kill", at="forward", step=4)
+    request_fault(state_folder(folder, socket.gethostname()), 1, "kill", at="forward", step=step)
     words = ["launch", "--out", folder, "--workers", 2, "--min", 2, f"{script}:train", "--steps", STEPS]
     return run_lockstep(*words, env=one_thread(**{DRILL_VARIABLE: "1"}))
 
@@ -77,11 +77,12 @@ def test_state_is_exact_or_named_before_the_first_checkpoint(name: str, tmp_path
 
 def test_joiner_that_differs_ends_the_run_after_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCKSTEP_TMP", str(tmp_path))
-    result = kill_one_worker(write("a local number", tmp_path / "script"), tmp_path / "run")
+    result = kill_one_worker(write("a local number", tmp_path / "script"), tmp_path / "run", step=5)
     assert result.returncode == 2, result.stderr
     assert re.search(r"the (loss|gradient) of micro-batch 0 of step \d is not the same on all workers", result.stderr)
     assert "a worker has joined, with everything that a checkpoint holds" in result.stderr
     joined = next(event for event in read_events(tmp_path / "run") if event["event"] == "regrouped" and event["joined"])
+    assert joined["step"] % 3, "the step was not saved anyway"
     assert committed_steps(tmp_path / "run" / "checkpoints")[-1] == joined["step"], "what the others had is saved"
 
 

@@ -235,6 +235,7 @@ class ElasticOptions:
     evaluate_timeout_s: Seconds = option(1800.0, "the same while a worker evaluates", each_host=EACH_HOST, ge=1)
     on_hang: Literal["evict", "abort", "warn"] = option("evict", "evict: remove the blocking rank and continue; abort the run; warn only")
     verify_every: int = option(1, "steps between comparisons of the weights of all replicas; 0: never", ge=0)
+    rehearse: bool = option(True, "compute the first micro-batch of a start, and after a join, twice; compare it at a resume")
 
 
 @dataclass(frozen=True)

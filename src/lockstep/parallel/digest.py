@@ -28,7 +28,8 @@ def word_sum(tensor: Tensor) -> Tensor:
     It depends neither on the order of the elements nor on zeros beside them, so a whole gradient
     has the same sum as the flat one of an FSDP unit.
     """
-    return tensor.detach().view(INTEGERS[tensor.element_size()]).sum(dtype=torch.int64)
+    without_negative_zeros = tensor.detach() + 0.0  # a sum of gradients may have either zero
+    return without_negative_zeros.view(INTEGERS[tensor.element_size()]).sum(dtype=torch.int64)
 
 
 def total_of(sums: Sequence[Tensor]) -> int:

@@ -107,7 +107,8 @@ def refuse_other_collectives(names: Sequence[str]) -> None:
         f"ranks are in different collectives: {'; '.join(listed)}",
         "each message of a gather carries the name of its collective",
         "every worker must call Lockstep's functions in the same order: save and evaluate on all ranks, "
-        "not under `if rank == 0`. If the loop does, report a bug of Lockstep, with events.jsonl and logs/",
+        "not under `if rank == 0`, with the same version of Lockstep. If the loop does, report a bug of Lockstep, with "
+        "events.jsonl and logs/",
     )
 
 

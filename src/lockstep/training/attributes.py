@@ -23,7 +23,6 @@ from torch import Tensor, nn
 
 from lockstep.checkpoint.json_tree import encode, pack, unpack
 from lockstep.checkpoint.optimizer_state import overrides
-from lockstep.errors import CheckpointError, UsageError
 from lockstep.parallel.digest import digest_of
 from lockstep.runtime.tensor_bytes import as_bytes
 from lockstep.runtime.torch_private import OPTIMIZER_FLAGS, non_persistent_buffers, own_buffers
@@ -65,6 +64,8 @@ class Attributes:
         self._before_loop: dict[str, AttributeValue] | None = None
         self._is_observed = False
         self._announced: set[str] = set()
+        self._watched: list[tuple[str, Holder]] = []  # in later loops
+        self._identities: list[tuple[str, Holder, Any]] = []
 
     def _places(self) -> Iterator[tuple[str, Holder]]:
         for path, module in self._modules():
@@ -93,16 +94,22 @@ class Attributes:
     # -- what forward passes change -----------------------------------------------------------------------------------
 
     def begin_loop(self) -> None:
-        """Take the attributes before the first micro-batch loop of this start."""
+        """Take the attributes before a micro-batch loop; in later ones than the first only which
+        objects they are."""
         if not self._is_observed:
             self._before_loop = dict(self._snapshots())
+        self._identities = [(name, place, place.holder.get(place.key)) for name, place in self._watched]
 
     def end_loop(self, followed: Collection[str] = ()) -> None:
-        """Exclude what the first micro-batch loop has changed, except buffers that follow the
-        micro-batches on all workers alike."""
+        """Exclude what the micro-batch loop has changed, except buffers that follow the micro-batches on
+        all workers alike."""
+        replaced = {name for name, place, before in self._identities if place.holder.get(place.key) is not before}
+        self._identities = []
+        self.excluded |= replaced - set(followed)
         if self._before_loop is not None:
             self._exclude_changes(self._before_loop, followed)
             self._before_loop, self._is_observed = None, True
+            self._watched = [(name, place) for name, place in self._places() if self.initial.get(name) and name not in self.excluded]
 
     @contextmanager
     def unsaved_changes(self) -> Iterator[None]:
@@ -130,18 +137,19 @@ class Attributes:
         changed = {name: now.value for name, now in self.changed().items()}
         return pack(ATTRIBUTES, changed) if changed else {}
 
-    def problems(self, tensors: Mapping[str, Tensor]) -> list[str]:
-        """Return why saved attributes do not fit, one line per kind of problem."""
-        holders = dict(self._holders())
-        unknown = [name for name in self._unpack(tensors) if name.rpartition(".")[0] not in holders]
-        return [f"attributes in the checkpoint of modules that the model lacks: {join_names(unknown)}"] if unknown else []
-
     @torch.no_grad()
     def load_state_dict(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
-        """Set the saved attributes, tensors in place if they have the saved shape and dtype."""
+        """Set the saved attributes, tensors in place if they have the saved shape and dtype. Warn of
+        those of modules that the model lacks."""
         holders, places = dict(self._holders()), dict(self._places())
-        for name, value in self._unpack(tensors).items():
+        saved = self._unpack(tensors)
+        unknown = [name for name in saved if name.rpartition(".")[0] not in holders]
+        if unknown:
+            log.warning("the checkpoint has attributes of modules that the model lacks: %s", join_names(unknown))
+        for name, value in saved.items():
             path, _, key = name.rpartition(".")
+            if name in unknown:
+                continue
             holder = places[name].holder if name in places else holders[path]
             current = holder.get(key)
             if isinstance(value, Tensor) and isinstance(current, Tensor) and (value.shape, value.dtype) == (current.shape, current.dtype):
@@ -204,10 +212,10 @@ def mark_of(value: Any, weights: Collection[int]) -> str | None:
     tensors: dict[str, Tensor] = {}
     try:
         text = json.dumps(encode(value, "", tensors))
-    except (UsageError, CheckpointError, RecursionError):
+        if any(type(t) is not Tensor or t.untyped_storage().data_ptr() in weights for t in tensors.values()):
+            return None
+        if tensors:
+            text += f" {[(str(t.dtype), *t.shape) for t in tensors.values()]} {digest_of(as_bytes(t) for t in tensors.values())}"
+    except Exception:  # a value of any class: other byte orders, nested tensors, conjugate views
         return None
-    if any(type(t) is not Tensor or t.untyped_storage().data_ptr() in weights for t in tensors.values()):
-        return None
-    if tensors:
-        text += f" {[(str(t.dtype), *t.shape) for t in tensors.values()]} {digest_of(as_bytes(t) for t in tensors.values())}"
     return text if len(text) <= SHOWN_CHARS else hashlib.sha256(text.encode()).hexdigest()

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import shlex
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -36,7 +38,7 @@ from lockstep.remote.host_copy import wait_until_published
 from lockstep.runtime import numerics, sources
 from lockstep.runtime.tensor_bytes import bytes_of
 from lockstep.training import trained_parameters
-from lockstep.training.attributes import ATTRIBUTES, Attributes
+from lockstep.training.attributes import Attributes
 from lockstep.training.loading import load_checkpoint
 from lockstep.training.nonfinite import refuse_nonfinite_state
 from lockstep.training.state_transfer import transfer_state
@@ -176,11 +178,15 @@ class Checkpointer:
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return this worker's state by name. Tensors share memory with model and optimizers."""
+        return self._tensors() | self.attributes.state_dict()
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        """Return the state of the model, the optimizers and the objects in `state`."""
         tensors = state_dict.get_state_dict(self.model, self.optimizers, self.saved)
         extra = stateful.pack_extra_state(self.model, self.optimizers, self.state) if self.state is not None else {}
         if self.local_model:
             self._refuse_unsliced(tensors | extra, self.local_model)
-        return tensors | extra | self.attributes.state_dict()
+        return tensors | extra
 
     def _refuse_unsliced(self, tensors: Mapping[str, torch.Tensor], local_model: LocalModel) -> None:
         """UsageError, in shards, for tensors of which no worker knows the slices."""
@@ -202,7 +208,6 @@ class Checkpointer:
     def load_state_dict(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Fill model, optimizers and state. CheckpointError, without changes, for a misfit."""
         problems = stateful.extra_state_problems(self.model, self.optimizers, self.state, tensors) if self.state is not None else []
-        problems += self.attributes.problems(tensors)
         state_dict.set_state_dict(self.model, self.optimizers, tensors, self.saved, problems)
         self.attributes.load_state_dict(tensors, self.runtime.world.device)
         if self.state is not None:
@@ -211,8 +216,7 @@ class Checkpointer:
 
     def optimizer_digest(self) -> int:
         """Return 64 bits over all state except model and attributes; equal on the same rank of replicas."""
-        others = ("model.", f"{ATTRIBUTES}.", f"{ATTRIBUTES}:")
-        tensors = [(name, tensor) for name, tensor in sorted(self.state_dict().items()) if not name.startswith(others)]
+        tensors = [(name, tensor) for name, tensor in sorted(self._tensors().items()) if not name.startswith("model.")]
         texts = b"".join(bytes(bytes_of(tensor)) for name, tensor in tensors if name.endswith(JSON_SUFFIX))
         numbers = [tensor for name, tensor in tensors if not name.endswith(JSON_SUFFIX)]
         return digest_of(numbers) ^ int.from_bytes(hashlib.sha256(texts).digest()[:8])
@@ -265,7 +269,8 @@ class Checkpointer:
         damaged newest checkpoint is set aside and the one before is used.
         """
         equal, run_folder = {**(fingerprints or {}), **(options or {})}, self.store.folder.parent
-        own = {"numerics": numerics.fingerprint(self.runtime.world.device), "code": sources.fingerprint(), "flags": self.runtime.flags}
+        flags = self.runtime.flags if self.runtime.membership else {"--arguments": shlex.join(sys.argv[1:])}
+        own = {"numerics": numerics.fingerprint(self.runtime.world.device), "code": sources.fingerprint(), "flags": flags}
         self.run_facts = {"fingerprints": dict(fingerprints or {}), **own, **(facts or {})}
         if self.runtime.is_joining and (step := self._join(equal)) is not None:
             self.run_facts["run_id"] = read_run_id(run_folder)  # only now: the other workers may just have created it
@@ -347,6 +352,7 @@ class Checkpointer:
         first: Callable[[], None] = do_nothing,
         protect: Callable[[], Collection[int]] = tuple,
         waits: bool = True,
+        again: bool = False,
     ) -> None:
         """Collective. Start to save the state after `step` committed steps: it is copied now and
         written in the background.
@@ -360,11 +366,12 @@ class Checkpointer:
         protect  called in the background: steps that retention must keep, such as the best
         waits    wait for the previous save, however long it takes. False: skip this one after
                  SAVE_TIMEOUT_S (replicas of several workers always wait)
+        again    also if this worker counts the step as saved
         """
         if reserved := sorted({*self.run_facts, "trained", "constants"} & (facts or {}).keys()):
             what = f"facts of the names {', '.join(reserved)} are Lockstep's own"
             raise UsageError(what, "Checkpointer.save(facts=...)", "use other names")
-        if step == self._saved_step:
+        if step == self._saved_step and not again:
             return
         described = {} if self.state is None else self._describe_state()
         self._saved_step, self._request = step, SaveRequest(step, {**self.run_facts, **described, **(facts or {})}, first, protect)

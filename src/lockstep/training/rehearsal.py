@@ -8,7 +8,7 @@ micro-batch and what a checkpoint holds. It is the first one of a step that is n
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -36,6 +36,7 @@ class Rehearsal:
 
     checkpointer  whose run folder keeps the witnesses; None: nothing is compared after a resume
     slices        sizes of the tensor and pipeline axes; gradients are compared where both are 1
+    save          Collective: save the state of a step before an error ends the run
     """
 
     def __init__(
@@ -44,13 +45,16 @@ class Rehearsal:
         replica: Replica | ShardedReplica,
         checkpointer: Checkpointer | None,
         slices: tuple[int, int],
+        save: Callable[[int], None],
     ) -> None:
         self.runtime = runtime
         self.replica = replica
         self.checkpointer = checkpointer
         self.slices = slices
+        self._save = save
         self._file = WitnessFile(checkpointer.store.folder.parent) if checkpointer else None
         self._rehearsed: FirstMicroBatch | None = None  # in this attempt; equal on all ranks
+        self._own: FirstMicroBatch | None = None  # to be recorded when the step is committed
 
     def run(self, step: int, first: int = 0) -> Iterator[int]:
         """Collective. Yield micro-batch `first`. Errors, on all ranks, when its loss or gradient
@@ -72,7 +76,7 @@ class Rehearsal:
             row["saved"] = asdict(record) if record else None
             row["differences"] = self.checkpointer.differences if self.checkpointer else []
         rows = all_gather_json(self.runtime, row)
-        self._refuse_unequal(f"micro-batch {first} of step {step}", rows)
+        self._refuse_unequal(step, first, rows)
         loss = next(row["loss"] for row in rows if row["loss"] is not None)
         gradient = rows[0]["gradient"] if self._has_whole_gradients else None
         self._rehearsed = FirstMicroBatch(first, loss, gradient, self.slices)
@@ -102,12 +106,13 @@ class Rehearsal:
 
     def compare(self, step: int, first: int) -> None:
         """Collective in the attempt that rehearsed. UsageError, on all ranks, when micro-batch `first`
-        was another one in the rehearsal. In a step after a save: record it."""
-        before, self._rehearsed = self._rehearsed, None
-        own = self._own(first)
-        if own and self._file and before is None and self._follows_save(step):
-            self._file.write(step, own, self._steps())
+        was another one in the rehearsal."""
+        before, self._rehearsed, self._own = self._rehearsed, None, None
+        if before is None and not self._follows_save(step):
+            return
+        own = self._result_of(first)
         if before is None:
+            self._own = own
             return
         for values in all_gather_json(self.runtime, asdict(own) if own else None):
             again = FirstMicroBatch.from_json(values) if values else before
@@ -117,6 +122,12 @@ class Rehearsal:
             if again != before:
                 what = "has another gradient the second time, with the same loss"
                 raise _nondeterministic(f"micro-batch {first} of step {step} {what}")
+
+    def commit(self, step: int) -> None:
+        """Record what a committed step began with, in a step after a save."""
+        own, self._own = self._own, None
+        if own and self._file:
+            self._file.write(step, own, self._steps())
 
     def hashes(self, step: int) -> bool:
         """Return whether this attempt hashes the gradient of its first micro-batch."""
@@ -132,7 +143,7 @@ class Rehearsal:
     def _steps(self) -> list[int]:
         return self.checkpointer.store.steps() if self.checkpointer else []
 
-    def _own(self, first: int) -> FirstMicroBatch | None:
+    def _result_of(self, first: int) -> FirstMicroBatch | None:
         """Return micro-batch `first` of this attempt, on the rank that reports its loss."""
         losses = self.replica.losses() if first in self.replica.own_leaves else []
         if not losses:
@@ -140,8 +151,9 @@ class Rehearsal:
         gradient = self.replica.hashed_gradient if self._has_whole_gradients else None
         return FirstMicroBatch(first, str(losses[0]), gradient, self.slices)
 
-    def _refuse_unequal(self, where: str, rows: Sequence[dict[str, Any]]) -> None:
-        """UsageError when ranks got other losses, or other gradients of the same slices."""
+    def _refuse_unequal(self, step: int, first: int, rows: Sequence[dict[str, Any]]) -> None:
+        """UsageError when ranks got other losses, or other gradients of the same slices. Collective when
+        a joiner did: what the others hold is saved."""
         losses = {rank: row["loss"] for rank, row in enumerate(rows) if row["loss"] is not None}
         what = "loss" if len(set(losses.values())) > 1 else ""
         listed = ", ".join(f"{loss} on rank {rank}" for rank, loss in losses.items())
@@ -151,9 +163,10 @@ class Rehearsal:
             listed = ", ".join(f"hash {row['gradient'] % 2**64:016x} on rank {rank}" for rank, row in enumerate(rows))
         if not what:
             return
-        unequal = f"the {what} of {where} is not the same on all workers: {listed}"
+        unequal = f"the {what} of micro-batch {first} of step {step} is not the same on all workers: {listed}"
         if self.runtime.first_generation:
             raise _nondeterministic(unequal)
+        self._save(step)
         joined = "a worker has joined, with everything that a checkpoint holds, and computed it like the others"
         raise UsageError(unequal, joined, f"{BELONGS}; rehearse=False skips the comparison")
 
@@ -172,7 +185,7 @@ class Rehearsal:
             f"{what}; something that decides the loss is not in the checkpoint",
             "its first micro-batch was computed again with the state of the checkpoint; code and machine are the same: "
             "data of equal length may have changed, or an attribute, a variable or a draw from before the loop",
-            f"{BELONGS}; to continue with other bits: rehearse=False",
+            f"{BELONGS}; to continue with other bits: rehearse=False, elastic.rehearse=false in a recipe",
         )
 
 
@@ -182,5 +195,5 @@ def _nondeterministic(what: str) -> UsageError:
         "the first step of a start runs micro-batch 0 twice on every worker, to compare loss and gradient",
         "data and random numbers of a micro-batch must follow from its step and number alone: no DataLoader or iterator consumed in the "
         "loop, no prefetched batch, no unseeded data set, no rank in a seed, only deterministic kernels (docs/loop.md); "
-        "ReplicaGroup(rehearse=False) skips the comparison",
+        "ReplicaGroup(rehearse=False) skips the comparison, elastic.rehearse=false in a recipe",
     )

@@ -25,12 +25,12 @@ from torch import nn
 
 from lockstep.checkpoint.state_dict import get_state_dict
 from lockstep.data.order import splitmix64
-from lockstep.elastic.collectives import vote_on_step
+from lockstep.elastic.collectives import all_gather_json, vote_on_step
 from lockstep.elastic.consensus import STOP_REQUEST, StepDecision, Vote, find_divergent_ranks, parse_count
 from lockstep.elastic.fault_injection import FaultInjectingBoard, flip_bit
 from lockstep.elastic.progress import Progress, decision_before, transfer_roles
 from lockstep.elastic.runtime import ElasticRuntime
-from lockstep.errors import CheckpointError, FencedError, PeersLostError, UsageError
+from lockstep.errors import FencedError, PeersLostError, UsageError
 from lockstep.layout import Layout
 from lockstep.network.wire_format import Wire
 from lockstep.parallel.digest import DIGEST_FACTOR
@@ -127,7 +127,8 @@ class ReplicaGroup:
         self.rehearsal: Rehearsal | None = None
         if rehearse:
             saves = None if commit_steps else checkpointer  # a learner of DiLoCo has no gradient to record
-            self.rehearsal = Rehearsal(runtime, self.replica, saves, (layout.tensor, layout.pipeline))
+            slices = (layout.tensor, layout.pipeline)
+            self.rehearsal = Rehearsal(runtime, self.replica, saves, slices, self._save_before_exit)
         self.rehearsal_due = True  # a member is new, and has not rehearsed with the others
         unit, even = layout.shard, balance == "off" or reduce == "fast"
         self.balance = ShareBalance(runtime, self.replica, unit, enabled=not even)
@@ -269,7 +270,7 @@ class ReplicaGroup:
         skipped = self.rollback.start(step) if self.rollback else []
         first = next(k for k in range(self.replica.leaves) if k not in skipped)
         if self.rehearsal and self.rehearsal_due:
-            yield from self._rehearse(self.rehearsal, step, first)
+            yield from self.rehearsal.run(step, first)
         start_s = time.monotonic()
         compared, due = ALL_WEIGHTS if self.compare_all else WEIGHTS, self.comparison.is_due(step)
         self._counts, self._samples, digests = [], [], [0]
@@ -317,28 +318,25 @@ class ReplicaGroup:
         self.balance.decide(decision, step)
         return True
 
-    def _rehearse(self, rehearsal: Rehearsal, step: int, first: int) -> Iterator[int]:
-        """Collective. Rehearse `step`. When a joiner differs, save what the others hold: the error
-        ends the run."""
-        try:
-            yield from rehearsal.run(step, first)
-        except UsageError:
-            if self.checkpointer and step and not self.runtime.first_generation:
-                self.unfinished = None
-                self.checkpointer.save(step, {"loss": self.loss})
-                self.checkpointer.close()
-            raise
+    def _save_before_exit(self, step: int) -> None:
+        """Collective. Save the state before `step`. A joiner counts the step that it received as saved."""
+        if self.checkpointer is None or not step:
+            return
+        self.unfinished = None
+        if any(all_gather_json(self.runtime, self.checkpointer.saved_step != step)):
+            self.checkpointer.save(step, {"loss": self.loss}, again=True)
+        self.checkpointer.close()
 
     def leave_witness(self, step: int) -> Iterator[int]:
         """Collective. Yield micro-batch 0 of `step`, which a resume compares. A failure is logged: the
         run has been saved, and is about to exit."""
-        if self.rehearsal is None:
+        newest = max((member.step for member in self.runtime.member_progress), default=-1)
+        if self.rehearsal is None or newest >= step:  # a group that formed after the last update takes no part in passes
             return
         try:
-            with self.runtime.catch_peer_loss():
-                yield from self.rehearsal.run(step)
-        except (UsageError, CheckpointError) as error:
-            log.warning("%s", error)
+            yield from self.rehearsal.run(step)
+        except Exception as error:  # of any type: the exit code is that of a run that is saved
+            log.warning("what step %d begins with was not recorded: %s", step + 1, error)
 
     def _update_trained_parameters(self) -> None:
         """Follow frozen and unfrozen layers. UsageError for a parameter in no optimizer."""
@@ -371,6 +369,8 @@ class ReplicaGroup:
             refuse_nonfinite_gradient(decision, step, self.module if isinstance(self.replica, Replica) else None, self.grad_norm_squared)
         if self.rollback:
             self.rollback.commit(step, decision)
+        if self.rehearsal:
+            self.rehearsal.commit(step)
         self.statistics.commit()
         for carried in self.carried:
             carried.commit()

@@ -128,7 +128,7 @@ def make_replica_group(
         commit_steps=run.diloco.every if run.diloco.learners else 0,
         rollback=Rollback(run, loader, checkpointer),
         # A leaf of DiLoCo trains its learner, so a rehearsal would be an update.
-        rehearse=run.diloco.learners == 0,
+        rehearse=run.elastic.rehearse and run.diloco.learners == 0,
         on_nonfinite="ignore",  # refuse_nonfinite_norm uses the norm, which the loop computes in any case
     )
 

@@ -116,6 +116,10 @@ class UnsavedVariables:
         self.source = LoopLiveness(self.functions, aliases, fixed).run(self.function, frame.f_lineno)
         if self.source is None:
             return
+        # `helper.factor` reads a global of a module that a function of that module assigns.
+        read = {f"global:{key[1:]}" for key in self.source.live if key.startswith(".")}
+        self.of_modules = (read & self.source.assigned) - self.source.live
+        self.source.live |= self.of_modules
         self.called = {function.name for function in self.source.reached}
         self.files = files_read_and_written([path.loop, *(f.node for f in self.source.reached if f.node)])
         self.slots = self._slots(names)
@@ -292,7 +296,7 @@ class UnsavedVariables:
         assert self.source is not None
         if name.startswith("__") or isinstance(value, type | types.ModuleType) or type(value).__module__ == "typing":
             return False
-        by_source = key in self.source.assigned and not isinstance(value, TRAINED)
+        by_source = key in self.source.assigned - self.of_modules and not isinstance(value, TRAINED)
         return not by_source or (key in self.source.live and is_plain_object(value, self.module_names))
 
 

@@ -70,8 +70,9 @@ class WitnessFile:
             return {}
 
     def write(self, step: int, first: FirstMicroBatch, kept: Collection[int]) -> None:
-        """Record the step after checkpoint `step`. Only the records of the steps `kept` stay."""
-        records = {other: record for other, record in self.read().items() if other in kept}
+        """Record the step after checkpoint `step`. Records from before the steps `kept` are removed."""
+        oldest = min(kept, default=0)
+        records = {other: record for other, record in self.read().items() if other >= oldest}
         self._write(records | {step: first})
 
     def drop_after(self, step: int) -> None:

@@ -113,6 +113,15 @@ def test_refused_resume_continues_without_the_comparison(tmp_path: Path) -> None
     train(tmp_path, change=other_inputs, rehearse=False)
 
 
+def test_other_arguments_explain_the_difference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr("sys.argv", ["train.py", "--noise", "0.1"])
+    with pytest.raises(Crash):
+        train(tmp_path, crash=True)
+    monkeypatch.setattr("sys.argv", ["train.py", "--noise", "0.2"])
+    train(tmp_path, change=other_inputs)
+    assert "step 3 began otherwise" in caplog.text and "--arguments was --noise 0.1, is --noise 0.2" in caplog.text
+
+
 def test_finished_run_that_is_extended_has_no_record_and_continues(tmp_path: Path) -> None:
     train(tmp_path, steps=4)
     assert sorted(WitnessFile(tmp_path).read()) == [2]
