@@ -117,7 +117,9 @@ class UnsavedVariables:
         if self.source is None:
             return
         # `helper.factor` reads a global of a module that a function of that module assigns.
-        read = {f"global:{key[1:]}" for key in self.source.live if key.startswith(".")}
+        imported = [value for value in {**frame.f_globals, **names}.values() if isinstance(value, types.ModuleType)]
+        attributes_of_modules = {name for module in imported if module in self.modules for name in vars(module)}
+        read = {f"global:{name}" for name in attributes_of_modules if f".{name}" in self.source.live}
         self.of_modules = (read & self.source.assigned) - self.source.live
         self.source.live |= self.of_modules
         self.called = {function.name for function in self.source.reached}

@@ -20,11 +20,24 @@ from support.loops_with_state import CARRIED, ORDINARY, Case
 from torch import nn
 
 from lockstep.session import Session
+from lockstep.training import fingerprints, unsaved_variables
 from lockstep.training.fingerprints import Look
 from lockstep.training.unsaved_variables import UnsavedVariables
 
+TESTS = Path(__file__).parents[2]
 WARNING = "the loop changes what no checkpoint holds: "
 Load = Callable[..., ModuleType]
+
+
+@pytest.fixture(autouse=True)
+def without_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave the modules of the tests out of the user's program, which other files have imported."""
+
+    def user_modules(file: str) -> list[ModuleType]:
+        modules = fingerprints.user_modules(file)
+        return [module for module in modules if not str(module.__file__).startswith(str(TESTS))]
+
+    monkeypatch.setattr(unsaved_variables, "user_modules", user_modules)
 
 
 @pytest.fixture
