@@ -52,10 +52,10 @@ class Scene:
     process: subprocess.Popen[str] | None = None
     ended: threading.Event = field(default_factory=threading.Event)
 
-    def start(self, host: StoreHost, steps: int) -> subprocess.Popen[str]:
+    def start(self, host: StoreHost, steps: int, pause_s: float = PAUSE_S) -> subprocess.Popen[str]:
         if not self.trains:
-            return host.start_writer(RUN, steps, PAUSE_S)
-        return host.start("run", "--workers", 1, SUPPORT / "stored_loop.py", "--steps", steps, "--pause_s", PAUSE_S)
+            return host.start_writer(RUN, steps, pause_s)
+        return host.start("run", "--workers", 1, SUPPORT / "stored_loop.py", "--steps", steps, "--pause_s", pause_s)
 
     def run(self, host: StoreHost, steps: int) -> tuple[int, str]:
         process = self.start(host, steps)
@@ -238,12 +238,14 @@ class Accident:
     after    what happens after its end
     code     exit code of the run; after 0 another host resumes from the last step
     refused  words of the error of another host, which exits with 3 instead; "": it resumes
+    pause_s  of a step of the run
     """
 
     during: Callable[[Scene], object] | None = None
     after: Callable[[Scene], object] | None = None
     code: int = 0
     refused: str = ""
+    pause_s: float = PAUSE_S
 
 
 ACCIDENTS = {
@@ -284,7 +286,7 @@ ACCIDENTS = {
     "a skewed clock": Accident(lambda scene: scene.refuse("skewed", "PUT", "GET", "POST"), code=3),
     "files of one time": Accident(files_of_one_time),
     # owners
-    "a second start": Accident(second_start),
+    "a second start": Accident(second_start, pause_s=2.0),
     "a takeover": Accident(takeover, code=77),
     # expiry
     "blobs that expire": Accident(expire_old_blobs),
@@ -331,7 +333,7 @@ CASES = [
 @pytest.mark.parametrize(("scene", "name"), CASES, indirect=["scene"])
 def test_after_an_accident_the_run_fails_or_another_host_resumes(name: str, scene: Scene) -> None:
     accident = ACCIDENTS[name]
-    process = scene.process = scene.start(scene.a, STEPS)
+    process = scene.process = scene.start(scene.a, STEPS, accident.pause_s)
     wait_until(lambda: steps_of(newest_of(scene.proxy, RUN).files), "a checkpoint in the store", TIMEOUT_S, process=process)
     if accident.during:
         accident.during(scene)

@@ -183,7 +183,7 @@ class StoreHost:
 
     def start_writer(self, *words: object) -> subprocess.Popen[str]:
         """Start stored_writer.py: a mirror whose training needs no torch."""
-        environ = self.options["env"] | {"PYTHONPATH": str(SUPPORT.parent)}
+        environ = self.options["env"] | {"PYTHONPATH": os.pathsep.join([str(SUPPORT.parent), *sys.path])}
         command = [sys.executable, "-m", "support.stored_writer", *map(str, words)]
         options = self.options | {"env": environ, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         return subprocess.Popen(command, text=True, **options)

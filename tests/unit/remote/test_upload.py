@@ -164,6 +164,7 @@ def test_a_stray_file_that_always_changes_blocks_no_checkpoint(host: Host, bucke
     checkpoints.save(mirror.folder / "checkpoints", 10)
     (mirror.folder / "data").mkdir()
     (mirror.folder / "data/prepared.json").write_text('{"files": {"train.bin": ""}}')
+    (mirror.folder / "data/notes.txt").write_text("stray")
     read = mirror._upload
 
     def upload_and_change(path: str) -> object:
