@@ -1,4 +1,4 @@
-"""Accidents of a run in an object store: what the run says is in the store, another host finds there.
+"""Accidents of a run in an object store: another host finds every step that the run announced.
 
 Each row is an accident during or after a training. Then the exit code of the run is not 0, or a host
 with an empty cache resumes at the step that was announced, or is refused. No row ends in a traceback.
@@ -76,7 +76,7 @@ class Scene:
             self.bucket.delete(list(self.bucket.list(folder)))
 
     def refuse(self, reply: str, *methods: str, word: str = "") -> None:
-        """Let the store refuse these requests from now on, or until the run has ended."""
+        """Let the store refuse these requests from now on, until the end of the run."""
         self.proxy.fault = lambda method, path: reply if method in methods and word in path else ""
 
     def now_and_then(self, reply: str, method: str) -> None:
@@ -84,7 +84,7 @@ class Scene:
         self.proxy.fault = lambda given, path: reply if given == method and choices.random() < 0.25 else ""
 
     def repeat(self, action: Callable[[], object], pause_s: float = 0.2) -> None:
-        """Repeat an action until the run has ended."""
+        """Repeat an action until the end of the run."""
 
         def loop() -> None:
             while not self.ended.wait(pause_s):
