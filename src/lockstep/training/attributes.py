@@ -51,13 +51,19 @@ class AttributeValue(NamedTuple):
 
 
 class Attributes:
-    """The attributes of `module` and of optimizers whose state_dict is torch's.
+    """The attributes of `module`, of optimizers whose state_dict is torch's, and of modules in `state`.
 
     excluded  names that are not part of the state
     """
 
-    def __init__(self, module: nn.Module | None, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    def __init__(
+        self,
+        module: nn.Module | None,
+        optimizers: Sequence[torch.optim.Optimizer],
+        state: Mapping[str, object] | None = None,
+    ) -> None:
         self.module = module
+        self.averages = {name: value for name, value in (state or {}).items() if isinstance(value, nn.Module)}
         self.optimizers = {f"optimizer {i}": o for i, o in enumerate(optimizers) if not overrides(o, "state_dict")}
         self.excluded: set[str] = set()
         self.initial = {name: snapshot.mark for name, snapshot in self._snapshots()}
@@ -80,6 +86,8 @@ class Attributes:
     def _modules(self) -> Iterator[tuple[str, nn.Module]]:
         for path, module in self.module.named_modules() if self.module else ():
             yield ".".join(part for part in path.split(".") if part != "_orig_mod"), module
+        for name, average in self.averages.items() if self.module else ():
+            yield from average.named_modules(prefix=f"session state {name}")
 
     def _snapshots(self) -> Iterator[tuple[str, AttributeValue]]:
         weights = self._weight_storages()
@@ -88,7 +96,8 @@ class Attributes:
 
     def _weight_storages(self) -> set[int]:
         """Return the addresses of what checkpoints hold as weights: views of it are not state."""
-        tensors = [*self.module.parameters(), *persistent_buffers(self.module)] if self.module else []
+        modules = [self.module, *self.averages.values()] if self.module else []
+        tensors = [tensor for module in modules for tensor in (*module.parameters(), *persistent_buffers(module))]
         return {tensor.untyped_storage().data_ptr() for tensor in tensors if type(tensor) in (Tensor, nn.Parameter)}
 
     # -- what forward passes change -----------------------------------------------------------------------------------

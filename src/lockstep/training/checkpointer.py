@@ -98,7 +98,8 @@ class Checkpointer:
             elsewhere = self.local_model.placeholders
             self.saved = lambda name: name not in elsewhere and saved(name)
         is_tracked = self.state is not None and not (self.local_model and self.local_model.layout.pipeline > 1)
-        self.attributes = Attributes(module if is_tracked else None, self.optimizers if is_tracked else ())
+        self.attributes = Attributes(module if is_tracked else None, self.optimizers if is_tracked else (), self.state)
+        self._names = set(state_dict.named_tensors(self.model))
         self._refuse_unsupported(state or {})
         self._constants = {name: dict(stateful.plain_values(value.state_dict())) for name, value in (self.state or {}).items()}
         self.saver: AsyncSaver | None = None  # on processes that write
@@ -373,6 +374,7 @@ class Checkpointer:
             raise UsageError(what, "Checkpointer.save(facts=...)", "use other names")
         if step == self._saved_step and not again:
             return
+        self._refuse_other_names()
         described = {} if self.state is None else self._describe_state()
         self._saved_step, self._request = step, SaveRequest(step, {**self.run_facts, **described, **(facts or {})}, first, protect)
         if self._replicas_identical and not self._replicas_identical(step):
@@ -387,6 +389,14 @@ class Checkpointer:
             self._start_save(self._request)
         elif not skipped_before:
             log.warning("the save of step %d is skipped: the previous one is still being written (logged once per delay)", step)
+
+    def _refuse_other_names(self) -> None:
+        """CheckpointError: the model has other tensors than at the start, and no start could load them."""
+        if (names := set(state_dict.named_tensors(self.model))) != self._names:
+            listed = [f"new: {join_names(sorted(new))}" for new in [names - self._names] if new]
+            listed += [f"gone: {join_names(sorted(gone))}" for gone in [self._names - names] if gone]
+            what = f"the model's parameters and buffers changed during the run: {'; '.join(listed)}"
+            raise CheckpointError(what, "checkpoints before the change are whole", "make all of them before session.prepare")
 
     def _describe_state(self) -> dict[str, Any]:
         """Return facts about the state: what is trained, and which values of the objects in `state`

@@ -107,6 +107,7 @@ class LoopLiveness:
         self.recording = False
         self.implicit = False  # in a function that runs without a call by its name: forward, __getitem__
         self.calling: list[UserFunction] = []
+        self.loop: UserFunction | None = None  # the function of the loop, which its body does not call
         self.bound: set[str] = set()  # names of the comprehensions and lambdas around
         self.walked: dict[tuple[str, bool, frozenset[str]], tuple[frozenset[str], bool]] = {}
 
@@ -115,6 +116,7 @@ class LoopLiveness:
         path = find_loop(function.body, line)
         if path is None:
             return None
+        self.loop = function
         live = self._walk_loop(function, path)
         kept = {key for key in self.changes if key in live and not self._is_clock(key) and not self._is_lazy(key)}
         kept -= {key for key in kept if _ends_constant(path.loop.body, self.changes[key].label)}
@@ -513,8 +515,12 @@ class LoopLiveness:
             found = self.functions.classes.get(name) or [f for f in named if key in self.aliases or not f.in_class]
         elif isinstance(callee, ast.Attribute) and not self._is_module(callee.value, context):
             found = self.functions.by_name.get(name, [])
+            if not context.function.variable(_root_name(callee)).startswith("global:"):
+                # `model.train()` of an object is no function `train` of a file.
+                found = [f for f in found if f.in_class or (f.parent and f.parent.node)]
         else:
             found = []
+        found = [function for function in found if function is not self.loop]
         return found if len(found) <= MAX_CANDIDATES else []
 
     def _walk_named(self, names: Iterable[str], live: set[str]) -> None:
@@ -685,6 +691,13 @@ def key_of(target: ast.expr, function: UserFunction, bound: Collection[str] = ()
     if isinstance(target, ast.Name):
         return "" if target.id in bound else function.variable(target.id)
     return f".{target.attr}" if isinstance(target, ast.Attribute) else ""
+
+
+def _root_name(node: ast.expr) -> str:
+    """Return `a` of `a.b.c`; "" of other expressions."""
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else ""
 
 
 def _last_name(callee: ast.AST | None) -> str:

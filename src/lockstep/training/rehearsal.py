@@ -76,14 +76,15 @@ class Rehearsal:
             row["saved"] = asdict(record) if record else None
             row["differences"] = self.checkpointer.differences if self.checkpointer else []
         rows = all_gather_json(self.runtime, row)
-        self._refuse_unequal(step, first, rows)
         loss = next(row["loss"] for row in rows if row["loss"] is not None)
         gradient = rows[0]["gradient"] if self._has_whole_gradients else None
         self._rehearsed = FirstMicroBatch(first, loss, gradient, self.slices)
-        if saved := rows[0].get("saved"):
-            self._compare_with_saved(step, FirstMicroBatch.from_json(saved), rows[0]["differences"])
-        elif self._file and "saved" in row:
+        saved = rows[0].get("saved")
+        if self._file and "saved" in row and not saved:
             self._file.write(step, self._rehearsed, self._steps())
+        self._refuse_unequal(step, first, rows)
+        if saved:
+            self._compare_with_saved(step, FirstMicroBatch.from_json(saved), rows[0]["differences"])
 
     def _pass(self, step: int, first: int, buffers: dict[str, Tensor]) -> Generator[int, None, dict[str, Tensor]]:
         """Collective. Yield the micro-batch, with these values of declared buffers; return their
@@ -194,6 +195,7 @@ def _nondeterministic(what: str) -> UsageError:
         what,
         "the first step of a start runs micro-batch 0 twice on every worker, to compare loss and gradient",
         "data and random numbers of a micro-batch must follow from its step and number alone: no DataLoader or iterator consumed in the "
-        "loop, no prefetched batch, no unseeded data set, no rank in a seed, only deterministic kernels (docs/loop.md); "
+        "loop, no prefetched batch, no unseeded data set, no rank in a seed, only deterministic kernels (docs/loop.md); no variable or "
+        "attribute that the loop changes: update it after the loop, or keep one for each micro-batch with session.per_micro_batch; "
         "ReplicaGroup(rehearse=False) skips the comparison, elastic.rehearse=false in a recipe",
     )

@@ -76,6 +76,8 @@ class PlainValue:
             current.extend(value)
         elif isinstance(current, Tensor) and is_alike(current, value):
             current.detach().copy_(value)
+        elif isinstance(current, np.ndarray) and (current.shape, current.dtype) == (value.shape, value.dtype):
+            current[...] = value
         else:
             self.values[self.name] = value
 
@@ -94,20 +96,25 @@ class PerMicroBatch:
     """
 
     def __init__(self, initial: Tensor, micro_batches: int, get_micro_batch: Callable[[], int | None]) -> None:
-        self.rows = initial.detach().expand(micro_batches, *initial.shape).clone()  # (K, *initial.shape)
+        self._rows = initial.detach().expand(micro_batches, *initial.shape).clone()  # (K, *initial.shape)
         self._get_micro_batch = get_micro_batch
         self._assigned: dict[int, Tensor] = {}  # in this attempt, by micro-batch
 
     @property
+    def rows(self) -> Tensor:
+        """A copy of the values of all micro-batches: (micro_batches, *initial.shape)."""
+        return self._rows.clone()
+
+    @property
     def value(self) -> Tensor:
-        return self.rows[self._micro_batch()].clone()
+        return self._rows[self._micro_batch()].clone()
 
     @value.setter
     def value(self, value: Tensor) -> None:
         micro_batch = self._micro_batch()
-        if not isinstance(value, Tensor) or not is_alike(value, self.rows[0]):
+        if not isinstance(value, Tensor) or not is_alike(value, self._rows[0]):
             got = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-            what = f"the value of micro-batch {micro_batch} is {got}, the initial one {self.rows.dtype} {tuple(self.rows.shape[1:])}"
+            what = f"the value of micro-batch {micro_batch} is {got}, the initial one {self._rows.dtype} {tuple(self._rows.shape[1:])}"
             raise UsageError(what, "session.per_micro_batch(initial), value = ...", "keep shape and dtype")
         self._assigned[micro_batch] = value.detach().clone()
 
@@ -125,24 +132,24 @@ class PerMicroBatch:
         """Collective. Receive the values of the micro-batches of other workers."""
         if group is None or group.size() == 1:
             return
-        row_bytes = self.rows[0].nbytes
-        sent = torch.zeros(len(self.rows), row_bytes + 1, dtype=torch.uint8, device=self.rows.device)
+        row_bytes = self._rows[0].nbytes
+        sent = torch.zeros(len(self._rows), row_bytes + 1, dtype=torch.uint8, device=self._rows.device)
         for number, value in self._assigned.items():
             sent[number, :row_bytes] = as_bytes(value)
             sent[number, row_bytes] = 1
         wait([dist.all_reduce(sent, group=group, async_op=True)])  # exact: one worker has each row
         for number in torch.nonzero(sent[:, row_bytes]).flatten().tolist():
             content = sent[number, :row_bytes].clone()
-            self._assigned[number] = content.view(self.rows.dtype).view(self.rows.shape[1:])
+            self._assigned[number] = content.view(self._rows.dtype).view(self._rows.shape[1:])
 
     def commit(self) -> None:
         """Take the values of all micro-batches for the next step."""
         for number, value in self._assigned.items():
-            self.rows[number].copy_(value)
+            self._rows[number].copy_(value)
         self._assigned = {}
 
     def state_dict(self) -> dict[str, Tensor]:
-        return {"rows": self.rows}
+        return {"rows": self._rows}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        self.rows.copy_(state["rows"])
+        self._rows.copy_(state["rows"])

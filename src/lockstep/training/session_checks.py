@@ -101,6 +101,9 @@ def refuse_unprepared(model: Any, optimizers: Sequence[Any]) -> None:
         names = ", ".join(type(argument).__name__ for argument in (model, *optimizers))
         what = "session.prepare takes one module, then optimizers of torch"
         raise UsageError(what, f"session.prepare({names})", "write session.prepare(model, optimizer)")
+    if incomplete := [type(optimizer).__name__ for optimizer in optimizers if not hasattr(optimizer, "_optimizer_step_pre_hooks")]:
+        what = f"{incomplete[0]} has not called the constructor of torch.optim.Optimizer"
+        raise UsageError(what, "session.prepare(model, optimizer)", "call super().__init__(params, defaults) in its __init__")
     if isinstance(model, DistributedDataParallel | nn.DataParallel):
         what = f"the model is wrapped in {type(model).__name__}, which would sum its gradients a second time"
         raise UsageError(what, "session.prepare(...)", "pass the module itself: session.prepare(model, optimizer)")
