@@ -42,7 +42,7 @@ def verdict(script: Path, folder: Path, word: str) -> str:
     run_loop(script, folder / "killed", 1, kill_in=6, steps=STEPS)
     result = run_loop(script, folder / "killed", 2, steps=STEPS)
     if result.code or digest_line(folder / "killed") != digest:
-        different.append("killed and resumed" + f" ({result.text.splitlines()[0]})" * bool(result.text))
+        different.append(f"killed and resumed ({result.text.partition(chr(10))[0]})")
     run_loop(script, folder / "extended", 1, steps=5)
     if run_loop(script, folder / "extended", 1, steps=STEPS).code or digest_line(folder / "extended") != digest:
         different.append("extended")

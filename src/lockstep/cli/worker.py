@@ -101,7 +101,7 @@ def run_function(spelled: str, folder: Path, flags: dict[str, str]) -> int:
 def train_run(request: RunRequest) -> int:
     """Collective. Train with the built-in loop; return the exit code."""
     folder, run = request.folder, request.open(request.resume).run
-    values = {key: value for key, value in asdict(run.elastic).items() if key != "verify_every"}
+    values = {key: value for key, value in asdict(run.elastic).items() if key not in ("verify_every", "rehearse")}
     limits = ElasticLimits(**values, replica_size=workers_per_replica(run))
     with (
         ElasticRuntime.join(threads=run.compute.num_threads, timeout_s=run.parallel.timeout_s, limits=limits) as runtime,
