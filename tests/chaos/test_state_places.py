@@ -20,7 +20,7 @@ from lockstep.record.events import read_events
 from lockstep.runtime.worker_env import state_folder
 
 STEPS = 8
-SHORT = ("a local number", "an environment that acts", "a number of a module", "plain values of session.state")
+SHORT = ("an environment that acts", "plain values of session.state")
 
 
 def named(log: str, word: str) -> bool:

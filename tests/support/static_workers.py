@@ -144,6 +144,7 @@ def join_and_leave() -> int:
     import torch.distributed as dist
 
     from lockstep.elastic.runtime import ElasticRuntime
+    from lockstep.elastic.world import LAUNCH_STORE
 
     logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
     threads = len(os.listdir("/proc/self/task"))
@@ -153,6 +154,7 @@ def join_and_leave() -> int:
         Path(f"world-{runtime.world.rank}").write_text(
             f"{runtime.world.size} {runtime.world.local_rank} {runtime.world.local_size} {runtime.world.host} {total.tolist()}"
         )
+    LAUNCH_STORE.store = None  # which the process keeps for its next group
     wait_until(lambda: len(os.listdir("/proc/self/task")) == threads)
     assert not sockets()
     return 0
