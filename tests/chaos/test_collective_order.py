@@ -19,8 +19,6 @@ TABLE = '[[host]]\nname = "{}"\naddress = "127.0.0.1"\nworkers = {}\n'
 # Actions of the workers of host a at one vote, by slot. Slot 0 is rank 0, which admits the joiners.
 CASES = {
     "a kill in the vote, and rank 0 misses the end": (["miss"], ["end"], ["die"]),
-}
-LONG_CASES = {
     "a kill in the vote, and rank 0 misses the stop": (["miss"], ["stop"], ["die"]),
     "a kill in the vote, and rank 1 misses the stop": (["stop"], ["miss"], ["die"]),
     "a kill in the vote, and rank 0 misses the decision": (["miss"], [], ["die"]),
@@ -66,9 +64,8 @@ def assert_same_order(training: Training) -> None:
             assert is_same, f"{worker}, generation {generation}: {collectives[-5:]}, others {longest[-5:]}\n{training.report()}"
 
 
-@pytest.mark.parametrize(
-    "actions", [pytest.param(case, id=name, marks=[pytest.mark.long] * (name in LONG_CASES)) for name, case in (CASES | LONG_CASES).items()]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("actions", CASES.values(), ids=CASES.keys())
 def test_members_of_a_generation_complete_the_same_collectives(
     start_training: StartTraining, tmp_path: Path, actions: tuple[list[str], ...]
 ) -> None:

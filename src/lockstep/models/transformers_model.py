@@ -233,10 +233,10 @@ def fix_ropes(model: nn.Module) -> list[str]:
         if isinstance(rope_type, dict):
             fixed |= {kind for kind in rope_type.values() if follows_documents(kind)}
             kept = {layer: "default" if follows_documents(kind) else kind for layer, kind in rope_type.items()}
-            module.rope_type = cast(Any, kept)
+            vars(module)["rope_type"] = kept  # of a class of transformers
         elif follows_documents(rope_type):
             fixed.add(str(rope_type))
-            module.rope_type = cast(Any, "default")
+            vars(module)["rope_type"] = "default"
     return sorted(fixed)
 
 

@@ -33,6 +33,14 @@ class StoreConnection:
     store: Store | None = None
     groups: int = 0  # formed so far; each has separate keys
 
+    def next_store(self, info: RankInfo, deadline_s: float, timeout_s: float) -> Store:
+        """Return the keys of the next group in the store of this launch, which is connected once."""
+        if self.info != info:
+            self.info, self.store, self.groups = info, None, 0
+        self.store = self.store or connect(info, deadline_s, timeout_s)
+        self.groups += 1
+        return PrefixStore(f"lockstep-{info.attempt}-{self.groups}", self.store)
+
 
 def rendezvous(info: RankInfo, timeout_s: float, source: str, connection: StoreConnection | None = None) -> Store:
     """Collective. Return a store that all workers share, after all of them have connected.
@@ -44,13 +52,9 @@ def rendezvous(info: RankInfo, timeout_s: float, source: str, connection: StoreC
     if info.size == 1:
         return HashStore()
     connection = connection or StoreConnection()
-    if connection.info != info:
-        connection.info, connection.store, connection.groups = info, None, 0
     deadline_s = time.monotonic() + timeout_s
     try:
-        connection.store = connection.store or connect(info, deadline_s, timeout_s)
-        connection.groups += 1
-        store = PrefixStore(f"lockstep-{info.attempt}-{connection.groups}", connection.store)
+        store = connection.next_store(info, deadline_s, timeout_s)
         wait_for_all_ranks(info, store, deadline_s, timeout_s, source)
     except RuntimeError as error:
         if not is_peer_loss(error):

@@ -121,7 +121,7 @@ class UnsavedVariables:
         attributes_of_modules = {name for module in imported if module in self.modules for name in vars(module)}
         read = {f"global:{name}" for name in attributes_of_modules if f".{name}" in self.source.live}
         self.of_modules = (read & self.source.assigned) - self.source.live
-        self.source.live |= self.of_modules
+        self.source.live.update(self.of_modules)
         self.called = {function.name for function in self.source.reached}
         self.files = files_read_and_written([path.loop, *(f.node for f in self.source.reached if f.node)])
         self.slots = self._slots(names)
