@@ -96,7 +96,7 @@ def train_with_gradient(runtime: ElasticRuntime, reduce: Any, indices: list[int]
     model = Vector()
     model.gradient[indices if runtime.world.rank == 1 else []] = value
     try:
-        with ReplicaGroup(runtime, model, micro_batches=2, reduce=reduce) as replicas:
+        with ReplicaGroup(runtime, model, micro_batches=2, reduce=reduce, rehearse=False) as replicas:
             for _ in replicas.micro_batches(0):
                 replicas.backward(replicas().sum())
     except DivergedError as error:

@@ -148,6 +148,6 @@ def give_slices(optimizer: torch.optim.Optimizer, local: LocalModel, names: Mapp
             for key, value in state.items():
                 if isinstance(value, Tensor):
                     part = slice_of(f"optim.{name}.{key}", tuple(value.shape), local.slices)
-                    _, state[key] = place_like_torch(key, part.of(value), own, group)
+                    state[key] = place_like_torch(key, part.of(value), own, group)
             if state:
                 optimizer.state[own] = state
