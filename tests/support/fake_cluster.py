@@ -267,9 +267,7 @@ class FakeReplica:
     def __call__(self, *inputs: Any) -> Any:
         return self.model(*inputs)
 
-    def micro_batches(
-        self, step: int, meanwhile: Callable[[], None], shares: tuple[int, ...], *, hash_leaf: int | None = None
-    ) -> Iterator[int]:
+    def micro_batches(self, step: int, meanwhile: Callable[[], None], shares: tuple[int, ...]) -> Iterator[int]:
         world = self.runtime.world
         self.own_leaves = leaves_of_rank(world.rank, shares or equal_shares(world.size, self.leaves))
         self._losses: list[float] = []

@@ -76,6 +76,25 @@ class Place:
     optimizer: str = "torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)"
 
 
+DECAYING = """
+class Decaying(torch.optim.SGD):
+    steps = 0
+
+    def step(self, closure=None):
+        self.steps += 1
+        for group in self.param_groups:
+            group['lr'] = 0.1 / self.steps
+        return super().step(closure)
+"""
+OWN_STATE_DICT = """
+    def state_dict(self):
+        return super().state_dict() | {'steps': self.steps}
+
+    def load_state_dict(self, state):
+        self.steps = state.pop('steps')
+        super().load_state_dict(state)
+"""
+
 PLACES: dict[str, Place] = {
     # Local variables.
     "a local number": Place("factor", "factor", setup="factor = 1.0", after="factor *= 0.9"),
@@ -380,42 +399,9 @@ PLACES: dict[str, Place] = {
                     p.lerp_(q, 0.1)
         """,
     ),
-    "an optimizer with a counter": Place(
-        "",
-        module="""
-            class Decaying(torch.optim.SGD):
-                steps = 0
-
-                def step(self, closure=None):
-                    self.steps += 1
-                    for group in self.param_groups:
-                        group['lr'] = 0.1 / self.steps
-                    return super().step(closure)
-        """,
-        optimizer="Decaying(net.parameters(), lr=0.1)",
-    ),
-    "an optimizer with a state_dict of its own": Place(
-        "",
-        module="""
-            class Decaying(torch.optim.SGD):
-                steps = 0
-
-                def step(self, closure=None):
-                    self.steps += 1
-                    for group in self.param_groups:
-                        group['lr'] = 0.1 / self.steps
-                    return super().step(closure)
-
-                def state_dict(self):
-                    return super().state_dict() | {'steps': self.steps}
-
-                def load_state_dict(self, state):
-                    self.steps = state.pop('steps')
-                    super().load_state_dict(state)
-        """,
-        optimizer="Decaying(net.parameters(), lr=0.1)",
-    ),
-    "a scheduler of one's own that is not saved": Place(
+    "an optimizer with a counter": Place("", module=DECAYING, optimizer="Decaying(net.parameters(), lr=0.1)"),
+    "an optimizer that overrides state_dict": Place("", module=DECAYING + OWN_STATE_DICT, optimizer="Decaying(net.parameters(), lr=0.1)"),
+    "a user's scheduler that is not saved": Place(
         "schedule",
         module="""
             class Schedule:

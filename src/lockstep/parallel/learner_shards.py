@@ -79,20 +79,12 @@ class LearnerShards(ShardedReplica):
     def exposed_s(self) -> float:
         return self._waited_s
 
-    def micro_batches(
-        self,
-        step: int,
-        meanwhile: Callable[[], None] = lambda: None,
-        shares: tuple[int, ...] = (),
-        *,
-        hash_leaf: int | None = None,
-    ) -> Iterator[int]:
+    def micro_batches(self, step: int, meanwhile: Callable[[], None] = lambda: None, shares: tuple[int, ...] = ()) -> Iterator[int]:
         """Collective. Yield this replica's learners of the outer step that starts at `step`.
 
         After the loop .grad is this worker's rows of the sum of all differences.
 
         meanwhile, shares  see ShardedReplica; a share counts learners
-        hash_leaf          without effect: a learner has no gradient of its own
         """
         if not self.groups.formed:
             self.groups.form()

@@ -103,7 +103,8 @@ class Replica:
         self._slice_sums: list[torch.Tensor] = []  # of the slices that this rank has summed
         self.rehearsed: float | None = None  # loss of the micro-batch in `rehearsal`
         self.rehearsed_finite = True  # its gradient
-        self.hashed_gradient: int | None = None  # 64 bits over the gradient of the newest micro-batch that was hashed
+        self._hash_leaf: int | None = None  # the micro-batch whose gradient is hashed
+        self.hashed_gradient: int | None = None  # 64 bits over the newest gradient that was hashed
         self._group: dist.ProcessGroup | None = None  # all replicas, once they agree on the buckets
         if init_sync:
             self._join_group()
@@ -205,21 +206,17 @@ class Replica:
     def losses(self) -> list[float]:
         return [float(loss) for loss in torch.stack(self._losses).flatten().tolist()] if self._losses else []
 
-    def micro_batches(
-        self,
-        step: int,
-        meanwhile: Callable[[], None] = lambda: None,
-        shares: tuple[int, ...] = (),
-        *,
-        hash_leaf: int | None = None,
-    ) -> Iterator[int]:
+    def hash_gradient_of(self, leaf: int | None) -> None:
+        """Set `hashed_gradient` in the next step, on the rank of this micro-batch; None: of none."""
+        self._hash_leaf = leaf
+
+    def micro_batches(self, step: int, meanwhile: Callable[[], None] = lambda: None, shares: tuple[int, ...] = ()) -> Iterator[int]:
         """Collective. Yield this replica's micro-batches of `step`, each for forward and backward.
 
         After the loop .grad is the sum over all K micro-batches of all replicas.
 
         meanwhile  called after the last micro-batch, while gradients are still being sent
         shares     number of micro-batches by rank, the same on all ranks; (): equal shares
-        hash_leaf  set `hashed_gradient` on the rank of this micro-batch; None: of none
         """
         if self._reducer.start_step() and self.buckets:
             self._collect_parameters(self.buckets.order)
@@ -244,9 +241,9 @@ class Replica:
             self._current = Subtree(self._current.first, self._current.leaves + 1) if self._current else leaf
             self._watch.start(step, k)
             sends = k == own[-1] or bool(self._wire_sums)
-            buckets.start_pass(fill=k >= first_filled, send=sends, sums=k == hash_leaf)
+            buckets.start_pass(fill=k >= first_filled, send=sends, sums=k == self._hash_leaf)
             yield k
-            if k == hash_leaf:
+            if k == self._hash_leaf:
                 self.hashed_gradient = total_of(buckets.word_sums)
             if reason := self.waits.generation_error():
                 raise PeersLostError(reason, "Replica.micro_batches")

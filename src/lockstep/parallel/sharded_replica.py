@@ -128,7 +128,7 @@ class ShardedReplica:
         self._micro_batch_s: float | None = None
         self.rehearsed: float | None = None  # loss of the micro-batch in `rehearsal`
         self.rehearsed_finite = True  # this worker's gradient of it
-        self.hashed_gradient: int | None = None  # 64 bits over the gradient of the newest micro-batch that was hashed
+        self.hashed_gradient: int | None = None  # 64 bits over the newest gradient that was hashed
         self._hash_leaf: int | None = None  # the micro-batch whose gradient is hashed
         self._word_sums: list[Tensor] = []  # of its units
         self._skipping = False  # the gradients of this pass become zero
@@ -221,24 +221,21 @@ class ShardedReplica:
         reports = reports_losses(self.local.layout.coordinates(dist.get_rank()), self.local.layout)
         return [float(loss) for loss in torch.stack(self._losses).flatten().tolist()] if self._losses and reports else []
 
-    def micro_batches(
-        self,
-        step: int,
-        meanwhile: Callable[[], None] = lambda: None,
-        shares: tuple[int, ...] = (),
-        *,
-        hash_leaf: int | None = None,
-    ) -> Iterator[int]:
+    def hash_gradient_of(self, leaf: int | None) -> None:
+        """Set `hashed_gradient` in the next step, on the rank of this micro-batch; None: of none. Not
+        in a pipeline; with tensor parallelism over this worker's part of it.
+        """
+        self._hash_leaf = leaf
+        self._word_sums = []
+
+    def micro_batches(self, step: int, meanwhile: Callable[[], None] = lambda: None, shares: tuple[int, ...] = ()) -> Iterator[int]:
         """Collective. Yield this worker's micro-batches of `step`, each for a forward and backward.
 
         After the loop .grad is this worker's rows of the sum over all K micro-batches.
 
         meanwhile  called after the last micro-batch, while gradients are still being sent
         shares     number of micro-batches by replica, the same on all ranks; (): equal shares
-        hash_leaf  set `hashed_gradient` on the worker of this micro-batch; not in a pipeline, and with
-                   tensor parallelism only over this worker's part of it; None: of none
         """
-        self._hash_leaf, self._word_sums = hash_leaf, []
         if not self.groups.formed:
             self.groups.form()
         layout = self.groups.current_layout()

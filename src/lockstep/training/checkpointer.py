@@ -108,8 +108,7 @@ class Checkpointer:
         self.run_facts: dict[str, Any] = {}  # written to each checkpoint
         self.differences: list[str] = []  # between this start and the run that was resumed
         self._groups: list[list[list[int]]] = []  # ids of the parameters in each group, in the first step
-        self._first_step: int | None = None  # of this start
-        self._is_saveable = False  # the state was built once after an update
+        self._started_steps = 0  # of this start
         self._saved_step = 0
         self._request: SaveRequest | None = None  # the last save on any process, until the state changes
         self._failure: Exception | None = None
@@ -170,12 +169,10 @@ class Checkpointer:
         self._groups = self._groups or groups
         if self._groups != groups:
             trained_parameters.refuse_new_groups(self.model, self.optimizers, self._groups, step)
-        if self._first_step in (None, step):
-            self._first_step = step
-        elif not self._is_saveable:
+        self._started_steps += 1
+        if self._started_steps == 2:
             for name, tensor in (self._state_to_write() if self.writes else self.state_dict()).items():
                 spec_of(name, tensor)
-            self._is_saveable = True
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Return this worker's state by name. Tensors share memory with model and optimizers."""

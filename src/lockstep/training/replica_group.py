@@ -274,14 +274,15 @@ class ReplicaGroup:
         start_s = time.monotonic()
         compared, due = ALL_WEIGHTS if self.compare_all else WEIGHTS, self.comparison.is_due(step)
         self._counts, self._samples, digests = [], [], [0]
-        hash_leaf = first if self.rehearsal and self.rehearsal.hashes(step) else None
+        if self.rehearsal:
+            self.replica.hash_gradient_of(first if self.rehearsal.hashes(step) else None)
         for carried in self.carried:
             carried.start_attempt()
 
         def compute_digest() -> None:
             digests.append(self._digest(compared, step) if due else 0)
 
-        for k in self.replica.micro_batches(step, compute_digest, self.balance.shares, hash_leaf=hash_leaf):
+        for k in self.replica.micro_batches(step, compute_digest, self.balance.shares):
             self._update_trained_parameters()
             if not self._counts:
                 self.loop_changes.start(self.frozen_state)
