@@ -828,6 +828,20 @@ class CarriedValue(Loop):
         return loss
 
 
+@use("a count in session.state that micro-batches of later steps change")
+class CountInside(Loop):
+    refused, committed = r"session state 'seen' changed in the micro-batch loop of step 2; no update was made", 2
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        self.saved = self.session.state(seen=[])
+        return model
+
+    def micro_batch(self, x: Tensor, y: Tensor) -> None:
+        super().micro_batch(x, y)
+        if self.step == 2:
+            self.saved.seen.append(len(x))
+
+
 @use("a best loss and an early stop in session.state")
 class BestLoss(Loop):
     def wrap(self, model: nn.Module) -> nn.Module:

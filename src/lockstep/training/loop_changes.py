@@ -17,6 +17,7 @@ from lockstep.parallel.digest import digest_of
 from lockstep.parallel.frozen_state import FrozenState
 from lockstep.runtime.torch_private import version_of
 from lockstep.training.checkpointer import Checkpointer
+from lockstep.training.saved_state import PlainValue
 from lockstep.units import join_names
 
 log = logging.getLogger("lockstep")
@@ -27,7 +28,7 @@ class LoopChanges:
 
     In the first step of a start it compares the bytes of the weights, the state objects and the
     numbers that modules keep as attributes; in later steps torch's counters of in-place changes
-    of the weights, and the parameter groups.
+    of the weights, the parameter groups, and the plain values of session.state.
     """
 
     def __init__(self, module: nn.Module, checkpointer: Checkpointer | None) -> None:
@@ -67,10 +68,12 @@ class LoopChanges:
             for i, group in enumerate(optimizer.param_groups):
                 where = f"of parameter group {i} of {type(optimizer).__name__}"
                 values |= {f"{key} {where}": _comparable(value) for key, value in group.items() if key != "params"}
-        if self.first_step:
-            for name, value in (self.checkpointer.state or {}).items():
+        for name, value in (self.checkpointer.state or {}).items():
+            if self.first_step:
                 packed = pack(f"state.{name}", value.state_dict())
                 values[f"session state {name!r}"] = digest_of(packed.values())
+            elif isinstance(value, PlainValue):
+                values[f"session state {name!r}"] = value.mark()
         return values
 
     def _numbers(self) -> dict[str, float]:

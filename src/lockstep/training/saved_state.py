@@ -18,8 +18,10 @@ from torch import Tensor
 from lockstep.checkpoint.stateful import Stateful
 from lockstep.errors import UsageError
 from lockstep.runtime.tensor_bytes import as_bytes
+from lockstep.runtime.torch_private import version_of
 
 PLAIN = (bool, int, float, str, type(None), list, tuple, dict, deque, Tensor, np.ndarray, np.generic)
+MARK_CHARS = 1000  # of an array or a tuple
 
 
 class SavedState:
@@ -60,6 +62,13 @@ class PlainValue:
 
     def state_dict(self) -> Any:
         return self.values[self.name]
+
+    def mark(self) -> Any:
+        """Return what tells another value or another number of items, at no cost; not each change."""
+        value = self.values[self.name]
+        if isinstance(value, Tensor):
+            return id(value), version_of(value)
+        return (id(value), len(value)) if isinstance(value, list | dict | deque) else repr(value)[:MARK_CHARS]
 
     def load_state_dict(self, value: Any) -> None:
         """Restore the value. Containers and tensors are filled: a variable of the loop may hold them."""
