@@ -220,7 +220,8 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 class MetricsFile:
     """Writer of metrics.jsonl: every committed step once, in order. One process at a time.
 
-    from_step  step at which the run resumes (0 for a new run); later lines are truncated
+    from_step  step at which the run resumes (0 for a new run); later lines are truncated, and a warning
+               names the first repeated step whose loss is another one
     known      states of the file, to be compared up to `from_step`
     A failed or partial write is undone by a truncation, and its lines stay in memory until a later
     step writes them: a full disk loses nothing. DataError when a step up to `from_step` is missing.
@@ -232,6 +233,7 @@ class MetricsFile:
         self.problem = ""
         try:
             state = state_after(path, from_step, known) if path.exists() else FileState(from_step, 0, 0)
+            self.earlier = {line["step"]: line.get("loss") for line in iter_steps(path, from_step)}
             self.size, self.crc = state.bytes, state.crc
             path.parent.mkdir(parents=True, exist_ok=True)
             self.descriptor: int | None = self._open()
@@ -257,9 +259,20 @@ class MetricsFile:
         """Append the line of `step`, which must follow the last. Does not raise on a full disk."""
         if step != self.last_step + 1:
             raise LockstepError(f"step {step} was logged after step {self.last_step}", str(self.path), "log every step once, in order")
+        self._compare_with_earlier(step, to_json_value(values.get("loss")))
         self.pending.append(encode_line({"step": step, **values}))
         self._write_pending()
         self.last_step = step
+
+    def _compare_with_earlier(self, step: int, loss: Any) -> None:
+        before = self.earlier.pop(step, None)
+        if before is not None and str(before) != str(loss):
+            self.earlier.clear()
+            log.warning(
+                "step %d is repeated with loss %s, and had %s before this start: data, code or values differ, or "
+                "something that decides the loss is in no checkpoint",
+                *(step, loss, before),
+            )
 
     def _write_pending(self) -> None:
         if not self.pending:

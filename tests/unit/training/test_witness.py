@@ -43,12 +43,13 @@ def train(
     change: Callable[[Parts], None] = lambda parts: None,
     loss_of: Callable[[Parts, Tensor, int], Tensor] | None = None,
     steps: int = 6,
+    crash_at: int = CRASH_AT,
     **options: Any,
 ) -> None:
     parts = Parts()
     change(parts)
     optimizer = torch.optim.SGD(parts.model.parameters(), lr=0.1, momentum=0.9)
-    with Session(out, micro_batches=4, save_every=2, **options) as session:
+    with Session(out, **({"micro_batches": 4, "save_every": 2} | options)) as session:
         model, optimizer = session.prepare(parts.model, optimizer)
         loader = session.loader(TensorDataset(parts.inputs), batch_size=8)
         for step in session.steps(steps):
@@ -56,7 +57,7 @@ def train(
                 default = (parts.factor * model(x * parts.hidden + parts.offset)).square().mean()
                 session.backward(loss_of(parts, model(x), step) if loss_of else default)
             optimizer.step()
-            if crash and step == CRASH_AT - 1:
+            if crash and step == crash_at - 1:
                 raise Crash
 
 
@@ -105,6 +106,20 @@ def test_equal_loss_with_another_gradient_is_refused(tmp_path: Path) -> None:
         train(tmp_path, crash=True, loss_of=loss_of)
     with pytest.raises(CheckpointError, match=r"loss \S+ as now, and another gradient"):
         train(tmp_path, change=other_factor, loss_of=loss_of)
+
+
+def test_repeated_step_with_another_loss_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def loss_of(parts: Parts, output: Tensor, step: int) -> Tensor:
+        return output.square().mean() * (parts.factor if step == 4 else 1.0)
+
+    with pytest.raises(Crash):
+        train(tmp_path, crash=True, crash_at=6, loss_of=loss_of, save_every=3)
+    train(tmp_path, loss_of=loss_of, save_every=3, steps=4)
+    assert "is repeated with loss" not in caplog.text
+    with pytest.raises(Crash):
+        train(tmp_path / "other", crash=True, crash_at=6, loss_of=loss_of, save_every=3)
+    train(tmp_path / "other", change=other_factor, loss_of=loss_of, save_every=3)
+    assert caplog.text.count("is repeated with loss") == 1 and "step 5 is repeated with loss" in caplog.text
 
 
 def test_refused_resume_continues_without_the_comparison(tmp_path: Path) -> None:
