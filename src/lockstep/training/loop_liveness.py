@@ -13,43 +13,17 @@ result is a good guess, not a proof. It is meant for a warning.
 from __future__ import annotations
 
 import ast
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 
-from lockstep.training.user_functions import Function, UserFunction, UserFunctions, own_nodes
+from lockstep.training import loop_forms
+from lockstep.training.user_functions import UserFunction, UserFunctions
 
 MAX_EXPRESSIONS = 30_000  # 0.2 s; then calls are not followed any more
 MAX_CALLS = 6  # nested
 MAX_CANDIDATES = 6  # functions of one name
 ROUNDS = 5  # of a loop, until its live variables are complete
-
-PRINTS = {
-    *("print", "pprint", "display", "info", "debug", "warning", "warn", "error", "critical", "exception", "log", "log_metrics"),
-    *("add_scalar", "add_scalars", "add_histogram", "add_image", "add_text", "set_postfix", "set_postfix_str", "set_description"),
-    *("write", "writerow", "writerows", "writelines", "plot", "savefig", "savetxt", "to_csv", "dump", "flush", "report", "log_dict"),
-}
-PRINTERS = {"plt", "wandb", "logger", "logging", "log", "writer", "tb", "pbar", "bar", "progress", "tqdm", "mlflow", "console", "stdout"}
-CLOCKS = {
-    *("time", "perf_counter", "monotonic", "process_time", "time_ns", "perf_counter_ns", "now", "utcnow"),
-    *("elapsed_time", "default_timer"),
-}
-APPENDS = {"append", "extend"}
-MUTATORS = {
-    *("appendleft", "extendleft", "add", "update", "setdefault", "insert", "push", "put", "rotate", "sort", "reverse", "subtract"),
-    *("pop", "popleft", "popitem", "remove", "discard", "get_nowait", "send", "readline", "__next__"),
-}
-RESETS = {"clear", "zero_", "fill_", "copy_", "manual_seed", "seed", "set_state", "setstate", "seek"}
-EFFECTS = {"load_state_dict", "backward", "step", "learn", "fit", "save", "save_pretrained", "load"}
-ITERATION = ("__iter__", "__next__", "__getitem__", "__getitems__", "__len__")
-VIEWS = {
-    *("parameters", "named_parameters", "buffers", "named_buffers", "modules", "children", "state_dict"),
-    *("values", "items", "zip", "enumerate"),
-}
-CONSTANTS = {"0", "0.0", "1", "1.0", "None", "False", "True", "[]", "{}", "set()", "list()", "dict()", "()"}
-GRADIENTS = {".grad", ".data"}
-NUMBERS_OF_SESSION = {"loss", "step", "world"}
-SESSION_METHODS = {"prepare", "state", "steps", "loader", "micro_batches"}
 
 
 @dataclass
@@ -91,7 +65,7 @@ class LoopLiveness:
 
     def __init__(self, functions: UserFunctions, aliases: dict[str, str], fixed: set[str]) -> None:
         self.functions, self.aliases = functions, aliases
-        self.fixed = fixed | set(_session_variables(functions))
+        self.fixed = fixed | set(loop_forms.session_variables(functions))
         self.stems = {PurePath(file).stem for file, _ in functions.by_line}
         self.returns_count, self.prints_count = True, False
         self.changes: dict[str, Change] = {}
@@ -99,6 +73,7 @@ class LoopLiveness:
         self.targets: set[str] = set()  # of `for` loops
         self.lazy: set[int] = set()  # ids of targets that are assigned once, in their first use
         self.reached: dict[str, UserFunction] = {}
+        self.loop: UserFunction | None = None  # the function of the loop, which its body does not call
         self._reset()
 
     def _reset(self) -> None:
@@ -107,19 +82,18 @@ class LoopLiveness:
         self.recording = False
         self.implicit = False  # in a function that runs without a call by its name: forward, __getitem__
         self.calling: list[UserFunction] = []
-        self.loop: UserFunction | None = None  # the function of the loop, which its body does not call
         self.bound: set[str] = set()  # names of the comprehensions and lambdas around
         self.walked: dict[tuple[str, bool, frozenset[str]], tuple[frozenset[str], bool]] = {}
 
     def run(self, function: UserFunction, line: int) -> LoopVariables | None:
         """Return the variables of the loop over session.steps in this line; None without one."""
-        path = find_loop(function.body, line)
+        path = loop_forms.find_loop(function.body, line)
         if path is None:
             return None
         self.loop = function
         live = self._walk_loop(function, path)
         kept = {key for key in self.changes if key in live and not self._is_clock(key) and not self._is_lazy(key)}
-        kept -= {key for key in kept if _ends_constant(path.loop.body, self.changes[key].label)}
+        kept -= {key for key in kept if loop_forms.ends_constant(path.loop.body, self.changes[key].label)}
         self.returns_count = False
         in_loop = self._walk_loop(function, path)
         kept -= {key for key in kept if self.changes[key].kinds <= {"append"} and key not in in_loop}
@@ -129,7 +103,7 @@ class LoopLiveness:
         targets = {key.rpartition(":")[2] for key in self.targets}
         return LoopVariables(live, changes, set(self.changes), list(self.reached.values()), targets)
 
-    def _walk_loop(self, function: UserFunction, path: LoopPath) -> set[str]:
+    def _walk_loop(self, function: UserFunction, path: loop_forms.LoopPath) -> set[str]:
         self._reset()
         context = Context(function, returns_count=self.returns_count)
         after: set[str] = set()
@@ -221,7 +195,7 @@ class LoopLiveness:
 
     def _If(self, statement: ast.If, live: set[str], context: Context) -> set[str]:
         before = self.effects
-        self.lazy |= _filled_first(statement)
+        self.lazy |= loop_forms.filled_first(statement)
         merged = self.block(statement.body, set(live), context) | self.block(statement.orelse, set(live), context)
         self._record_extremes(statement, context)
         self.expression(statement.test, merged, context, self.effects > before)
@@ -284,8 +258,8 @@ class LoopLiveness:
         if isinstance(loop, ast.For | ast.AsyncFor):
             wanted |= self.effects > before
             self.expression(loop.iter, head, context, wanted)
-            if wanted and not _is_range(loop.iter):
-                self._walk_named(ITERATION, head)
+            if wanted and not loop_forms.is_range(loop.iter):
+                self._walk_named(loop_forms.ITERATION, head)
                 self._walk_named([name for name in self.functions.by_name if "collate" in name], head)
         return head
 
@@ -314,7 +288,7 @@ class LoopLiveness:
         wanted = key in live
         fixed = not isinstance(target, ast.Name) and self._is_fixed(target, context)
         wanted |= fixed
-        whole = isinstance(target, ast.Name | ast.Attribute) or _is_whole_slice(target)
+        whole = isinstance(target, ast.Name | ast.Attribute) or loop_forms.is_whole_slice(target)
         if whole:
             live.discard(key)
         if isinstance(target, ast.Subscript):
@@ -326,7 +300,7 @@ class LoopLiveness:
         return wanted
 
     def _record(self, key: str, target: ast.expr, context: Context, kind: str, value: ast.expr | None = None) -> None:
-        if not self.recording or not key or key in GRADIENTS:
+        if not self.recording or not key or key in loop_forms.GRADIENTS:
             return
         while isinstance(target, ast.Subscript | ast.Starred):
             target = target.value
@@ -341,12 +315,14 @@ class LoopLiveness:
         calls = (node for node in ast.walk(value) if isinstance(node, ast.Call)) if value else ()
         for call in calls:
             own = any(ast.unparse(argument) == ast.unparse(target) for argument in call.args)
-            if own and _last_name(call.func) in ("max", "min"):
+            if own and loop_forms.last_name(call.func) in ("max", "min"):
                 self.extremes.add(key)
 
     def _record_extremes(self, statement: ast.If, context: Context) -> None:
         """Record `if score > best: best = score`."""
-        compared = [ast.unparse(side) for node in ast.walk(statement.test) if isinstance(node, ast.Compare) for side in _sides(node)]
+        compared = [
+            ast.unparse(side) for node in ast.walk(statement.test) if isinstance(node, ast.Compare) for side in loop_forms.sides(node)
+        ]
         for node in statement.body:
             targets = node.targets if isinstance(node, ast.Assign) else []
             for target in targets:
@@ -355,7 +331,7 @@ class LoopLiveness:
 
     def _inputs(self, value: ast.expr | None, context: Context) -> tuple[bool, frozenset[str]]:
         nodes = list(ast.walk(value)) if value else []
-        reads_clock = any(isinstance(node, ast.Call) and _last_name(node.func) in CLOCKS for node in nodes)
+        reads_clock = any(isinstance(node, ast.Call) and loop_forms.last_name(node.func) in loop_forms.CLOCKS for node in nodes)
         keys = {self._key(node, context) for node in nodes if isinstance(node, ast.Name | ast.Attribute)}
         return reads_clock, frozenset(keys)
 
@@ -415,19 +391,19 @@ class LoopLiveness:
         self.bound = before
 
     def call(self, node: ast.Call, live: set[str], context: Context, wanted: bool, *, bare: bool) -> None:
-        name, receiver = _last_name(node.func), node.func.value if isinstance(node.func, ast.Attribute) else None
+        name, receiver = loop_forms.last_name(node.func), node.func.value if isinstance(node.func, ast.Attribute) else None
         arguments = [*node.args, *(keyword.value for keyword in node.keywords)]
-        if not wanted and (name in PRINTS or _names_in_chain(node.func) & PRINTERS):
+        if not wanted and (name in loop_forms.PRINTS or loop_forms.names_in_chain(node.func) & loop_forms.PRINTERS):
             self._read(arguments, live, context, self.prints_count)
             return
-        if name in CLOCKS and not arguments:
+        if name in loop_forms.CLOCKS and not arguments:
             return
         followed = self._follow(node, live, context, wanted)
         if name == "next" and receiver is None and node.args:
             self._mutate(node.args[0], arguments, live, context, wanted, "mutate")
             self._walk_named(("__next__",), live)
-        elif receiver is not None and _mutates(name) and not self._is_module(receiver, context):
-            kind = "append" if name in APPENDS else "reset" if name in RESETS else "mutate"
+        elif receiver is not None and loop_forms.mutates(name) and not self._is_module(receiver, context):
+            kind = "append" if name in loop_forms.APPENDS else "reset" if name in loop_forms.RESETS else "mutate"
             self._mutate(receiver, arguments, live, context, wanted, kind)
         elif not followed:
             self._call_unknown(node, arguments, live, context, wanted, bare)
@@ -451,7 +427,7 @@ class LoopLiveness:
         receiver = node.func.value if isinstance(node.func, ast.Attribute) else None
         fixed = self._is_fixed(node.func, context) or any(self._is_view(argument, context) for argument in arguments)
         elsewhere = receiver is None or self._is_module(receiver, context)
-        if not wanted and (fixed or (bare and (elsewhere or _last_name(node.func) in EFFECTS))):
+        if not wanted and (fixed or (bare and (elsewhere or loop_forms.last_name(node.func) in loop_forms.EFFECTS))):
             self.effects += 1
             wanted = True
         reaches = wanted or (receiver is not None and self._key(receiver, context) in live)
@@ -507,7 +483,7 @@ class LoopLiveness:
             self.expression(keyword.value, live, context, f"{function.key}:{keyword.arg}" in entered if known else matters)
 
     def _candidates(self, callee: ast.expr, context: Context) -> list[UserFunction]:
-        name = _last_name(callee)
+        name = loop_forms.last_name(callee)
         if isinstance(callee, ast.Name):
             key = context.function.variable(name)
             name = self.aliases.get(key, name)
@@ -515,7 +491,7 @@ class LoopLiveness:
             found = self.functions.classes.get(name) or [f for f in named if key in self.aliases or not f.in_class]
         elif isinstance(callee, ast.Attribute) and not self._is_module(callee.value, context):
             found = self.functions.by_name.get(name, [])
-            if not context.function.variable(_root_name(callee)).startswith("global:"):
+            if not context.function.variable(loop_forms.root_name(callee)).startswith("global:"):
                 # `model.train()` of an object is no function `train` of a file.
                 found = [f for f in found if f.in_class or (f.parent and f.parent.node)]
         else:
@@ -566,7 +542,7 @@ class LoopLiveness:
 
     def _key(self, target: ast.expr, context: Context) -> str:
         """Return the key of the variable that holds the target; "" without one."""
-        return key_of(target, context.function, self.bound)
+        return loop_forms.key_of(target, context.function, self.bound)
 
     def _keys_in_chain(self, node: ast.expr, context: Context) -> set[str]:
         keys = set[str]()
@@ -583,10 +559,10 @@ class LoopLiveness:
 
     def _is_view(self, node: ast.expr, context: Context) -> bool:
         """Return whether the value is a part of the trained state: model.head, model.parameters()."""
-        if _last_name(node) in NUMBERS_OF_SESSION:
+        if loop_forms.last_name(node) in loop_forms.NUMBERS_OF_SESSION:
             return False
         if isinstance(node, ast.Call):
-            parts = [node.func, *node.args] if _last_name(node.func) in VIEWS else []
+            parts = [node.func, *node.args] if loop_forms.last_name(node.func) in loop_forms.VIEWS else []
             return any(self._is_fixed(part, context) or self._is_view(part, context) for part in parts)
         return isinstance(node, ast.Name | ast.Attribute | ast.Subscript) and self._is_fixed(node, context)
 
@@ -594,7 +570,7 @@ class LoopLiveness:
         if self._is_view(node, context):
             return True
         names = (child for child in ast.walk(node) if isinstance(child, ast.Name | ast.Attribute))
-        return _last_name(getattr(node, "func", None)) in VIEWS and any(self._is_view(name, context) for name in names)
+        return loop_forms.last_name(getattr(node, "func", None)) in loop_forms.VIEWS and any(self._is_view(name, context) for name in names)
 
     def _fix(self, targets: Iterable[ast.expr], context: Context) -> None:
         names = (node for target in targets for node in ast.walk(target) if isinstance(node, ast.Name | ast.Attribute))
@@ -607,126 +583,3 @@ class LoopLiveness:
         if not isinstance(node, ast.Name) or node.id in self.stems:
             return False
         return node.id in context.function.modules and context.function.variable(node.id).startswith("global:")
-
-
-@dataclass(frozen=True)
-class LoopPath:
-    """A loop, and the statements behind it in each block around it, the innermost first."""
-
-    loop: ast.For | ast.AsyncFor | ast.While
-    following: tuple[Sequence[ast.stmt], ...]
-
-
-def find_loop(body: Sequence[ast.stmt], line: int) -> LoopPath | None:
-    """Return the loop whose `for` line (or, of a `while`, whose body) holds the line."""
-    for i, statement in enumerate(body):
-        if not statement.lineno <= line <= (statement.end_lineno or 0):
-            continue
-        if isinstance(statement, Function | ast.ClassDef):
-            return None
-        rest = body[i + 1 :]
-        blocks = [getattr(statement, name, []) for name in ("body", "orelse", "finalbody")]
-        blocks += [part.body for name in ("handlers", "cases") for part in getattr(statement, name, [])]
-        for block in blocks:
-            if (found := find_loop(block, line)) is not None:
-                return LoopPath(found.loop, (*found.following, rest))
-        if isinstance(statement, ast.For | ast.AsyncFor | ast.While):
-            return LoopPath(statement, (rest,))
-    return None
-
-
-def _filled_first(statement: ast.If) -> set[int]:
-    """Return the ids of the targets of `if table is None: table = ...`."""
-    test = statement.test
-    if not isinstance(test, ast.Compare) or not isinstance(test.ops[0], ast.Is) or statement.orelse:
-        return set()
-    checked = ast.unparse(test.left)
-    targets = [target for node in statement.body if isinstance(node, ast.Assign) for target in node.targets]
-    return {id(target) for target in targets if ast.unparse(target) == checked}
-
-
-def _ends_constant(body: Sequence[ast.stmt], label: str) -> bool:
-    """Return whether the last change of a variable in the body sets it to a constant, or clears it."""
-    for statement in reversed(body):
-        for node in own_nodes([statement]):
-            if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node) == label:
-                return isinstance(statement, ast.Assign) and _assigned_value(statement, label) in CONSTANTS
-            method = node.func if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) else None
-            if method is not None and _mutates(method.attr) and ast.unparse(method.value) == label:
-                return isinstance(statement, ast.Expr) and method.attr in ("clear", "zero_")
-    return False
-
-
-def _assigned_value(statement: ast.Assign, label: str) -> str:
-    for target in statement.targets:
-        targets = target.elts if isinstance(target, ast.Tuple) else [target]
-        values = statement.value.elts if isinstance(statement.value, ast.Tuple) else [statement.value] * len(targets)
-        for element, value in zip(targets, values, strict=False):
-            if ast.unparse(element) == label:
-                return ast.unparse(value)
-    return ""
-
-
-def _session_variables(functions: UserFunctions) -> Iterable[str]:
-    """Yield the keys of the Session, the model, the optimizers and the objects of session.state."""
-    for function in {id(f): f for f in functions.by_line.values()}.values():
-        for node in own_nodes(function.body):
-            call = node.value if isinstance(node, ast.Assign) else node
-            if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute) or call.func.attr not in SESSION_METHODS:
-                continue
-            if call.func.attr in ("state", "steps") and "session" not in ast.unparse(call.func.value).lower():
-                continue
-            parts: list[ast.expr] = [call.func.value]
-            if call.func.attr in ("prepare", "state"):
-                parts += [*call.args, *(keyword.value for keyword in call.keywords)]
-            if isinstance(node, ast.Assign) and call.func.attr in ("prepare", "loader", "state"):
-                parts += [element for target in node.targets for element in getattr(target, "elts", [target])]
-            yield from (key for part in parts if (key := key_of(part, function)))
-
-
-def key_of(target: ast.expr, function: UserFunction, bound: Collection[str] = ()) -> str:
-    """Return the key of the variable that holds the target; "" without one. bound: names of comprehensions."""
-    while isinstance(target, ast.Subscript | ast.Starred):
-        target = target.value
-    if isinstance(target, ast.Name):
-        return "" if target.id in bound else function.variable(target.id)
-    return f".{target.attr}" if isinstance(target, ast.Attribute) else ""
-
-
-def _root_name(node: ast.expr) -> str:
-    """Return `a` of `a.b.c`; "" of other expressions."""
-    while isinstance(node, ast.Attribute):
-        node = node.value
-    return node.id if isinstance(node, ast.Name) else ""
-
-
-def _last_name(callee: ast.AST | None) -> str:
-    return callee.id if isinstance(callee, ast.Name) else callee.attr if isinstance(callee, ast.Attribute) else ""
-
-
-def _names_in_chain(node: ast.expr) -> set[str]:
-    names = set[str]()
-    while isinstance(node, ast.Attribute | ast.Call | ast.Subscript):
-        if isinstance(node, ast.Attribute):
-            names.add(node.attr)
-        node = node.func if isinstance(node, ast.Call) else node.value
-    return names | {node.id} if isinstance(node, ast.Name) else names
-
-
-def _mutates(method: str) -> bool:
-    is_in_place = method.endswith("_") and not method.endswith("__")  # of tensors
-    return is_in_place or method in APPENDS | MUTATORS | RESETS
-
-
-def _is_range(node: ast.expr) -> bool:
-    if not isinstance(node, ast.Call):
-        return False
-    return _last_name(node.func) == "range" or (_last_name(node.func) == "enumerate" and bool(node.args) and _is_range(node.args[0]))
-
-
-def _is_whole_slice(target: ast.expr) -> bool:
-    return isinstance(target, ast.Subscript) and isinstance(target.slice, ast.Slice) and target.slice.lower is target.slice.upper is None
-
-
-def _sides(node: ast.Compare) -> list[ast.expr]:
-    return [node.left, *node.comparators]

@@ -35,7 +35,8 @@ from lockstep.training.fingerprints import (
     user_modules,
 )
 from lockstep.training.loop_files import files_read_and_written
-from lockstep.training.loop_liveness import LoopLiveness, LoopVariables, find_loop
+from lockstep.training.loop_forms import find_loop
+from lockstep.training.loop_liveness import LoopLiveness, LoopVariables
 from lockstep.training.user_functions import UserFunction, UserFunctions, own_nodes
 from lockstep.units import join_names
 
