@@ -145,6 +145,8 @@ class UnsavedVariables:
         return aliases, fixed
 
     def _is_held(self, value: Any) -> bool:
+        if isinstance(value, torch.amp.GradScaler) and not value.is_enabled():
+            return True  # it has no state
         module = type(value).__module__
         return id(value) in self.skipped or (isinstance(module, str) and module.partition(".")[0] == "lockstep")
 

@@ -80,6 +80,14 @@ def test_a_value_that_later_steps_use_is_named(case: Case, load: Load, tmp_path:
     assert len(named.split("), ")) == len(case.names), named
 
 
+def test_a_function_named_like_a_method_of_the_model_hides_nothing(load: Load, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    body = "model.train()\nif session.loss < best:\n    best = session.loss\n    optimizer.param_groups[0]['lr'] *= 0.9"
+    text = Case("", (), {"before": "best = 1e9", "body": body}).script()
+    module = load(text.replace("def run(", "def train(") + "\nrun = train\n")
+    [named] = run(module, tmp_path / "run", caplog)
+    assert "best (line" in named
+
+
 @pytest.mark.parametrize("case", ORDINARY, ids=lambda case: case.title)
 def test_an_ordinary_loop_is_no_warning(case: Case, load: Load, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert run(load(case.script()), tmp_path / "run", caplog) == []
