@@ -29,7 +29,7 @@ from lockstep.checkpoint import commit, safetensors_io
 from lockstep.checkpoint.commit import Attempt, FileRecord
 from lockstep.checkpoint.safetensors_io import TensorSpec
 from lockstep.errors import CheckpointError, DamagedFileError
-from lockstep.files import fsync_folder, read_json, write_json
+from lockstep.files import fsync_folder, open_unpublished, publish, read_json
 from lockstep.runtime.exit_report import error_summary
 from lockstep.tensor_slice import TensorSlice
 
@@ -69,10 +69,10 @@ class ShardWriter:
         try:
             records = {name: vars(commit.write_file(path / name, chunks, run=run)) for name, chunks in files}
             fsync_folder(path)
-            write_json(path / SHARD_LIST, {"files": records})
+            write_shard_list(path, {"files": records})
         except Exception as error:
             why = error.strerror if isinstance(error, OSError) else None
-            write_json(path / SHARD_LIST, {"error": f"{why or error_summary(error)} ({path.name})"})
+            write_shard_list(path, {"error": f"{why or error_summary(error)} ({path.name})"})
             raise
 
     def collect(self, attempt: Attempt, folder: Path, step: int) -> None:
@@ -97,6 +97,13 @@ class ShardWriter:
             match = SHARD_FOLDER.fullmatch(path.name)
             if match and int(match[1]) < step:
                 shutil.rmtree(path, ignore_errors=True)
+
+
+def write_shard_list(path: Path, listed: Mapping[str, Any]) -> None:
+    """Publish the list of a writer's folder. From then on the folder is writer 0's, who deletes it."""
+    with open_unpublished(path / SHARD_LIST) as file:
+        file.write(json.dumps(listed).encode())
+        publish(file)
 
 
 def read_shard_list(path: Path, writer: int, step: int) -> dict[str, FileRecord]:
