@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import prune
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
@@ -840,6 +841,36 @@ class CountInside(Loop):
         super().micro_batch(x, y)
         if self.step == 2:
             self.saved.seen.append(len(x))
+
+
+@use("a layer that is exchanged during the run")
+class ExchangedLayer(Loop):
+    warned = r"modules or hooks of the model changed during the run: 1"
+
+    def before(self) -> None:
+        if self.step == 4:
+            self.plain[1] = nn.Sigmoid()
+
+
+@use("a hook that is added during the run")
+class AddedHook(Loop):
+    warned = r"modules or hooks of the model changed during the run: 1"
+
+    def before(self) -> None:
+        if self.step == 4:
+            self.plain[1].register_forward_hook(lambda module, inputs, output: 0.5 * output)
+
+
+@use("parameters that get other names during the run")
+class OtherNames(Loop):
+    refused, committed = r"parameters and buffers changed during the run: new: 0\.weight_mask, 0\.weight_orig; gone: 0\.weight", 4
+
+    def before(self) -> None:
+        if self.step == 3:
+            prune.l1_unstructured(self.plain[0], "weight", 0.5)
+
+    def update(self) -> None:
+        self.optimizer.step()
 
 
 @use("a best loss and an early stop in session.state")

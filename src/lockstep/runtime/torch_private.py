@@ -53,9 +53,14 @@ def is_compiled_wrapper(module: nn.Module) -> bool:
 
 
 def has_forward_hooks(module: nn.Module) -> bool:
-    """Return whether functions are registered that run with the module; no public way to ask."""
+    """Return whether functions are registered that run with the module."""
+    return hook_count(module) > 0
+
+
+def hook_count(module: nn.Module) -> int:
+    """Return how many functions are registered that run with the module; no public way to ask."""
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return any(map(bool, hooks))
+    return sum(map(len, hooks))
 
 
 # Attributes that a scheduler and a fused step of torch set on an optimizer.

@@ -40,6 +40,7 @@ from lockstep.runtime.tensor_bytes import bytes_of
 from lockstep.training import trained_parameters
 from lockstep.training.attributes import Attributes
 from lockstep.training.loading import load_checkpoint
+from lockstep.training.model_form import ModelForm
 from lockstep.training.nonfinite import refuse_nonfinite_state
 from lockstep.training.state_transfer import transfer_state
 from lockstep.training.witness import WitnessFile
@@ -99,7 +100,7 @@ class Checkpointer:
             self.saved = lambda name: name not in elsewhere and saved(name)
         is_tracked = self.state is not None and not (self.local_model and self.local_model.layout.pipeline > 1)
         self.attributes = Attributes(module if is_tracked else None, self.optimizers if is_tracked else (), self.state)
-        self._names = set(state_dict.named_tensors(self.model))
+        self._form = ModelForm(self.model, module)
         self._refuse_unsupported(state or {})
         self._constants = {name: dict(stateful.plain_values(value.state_dict())) for name, value in (self.state or {}).items()}
         self.saver: AsyncSaver | None = None  # on processes that write
@@ -170,6 +171,8 @@ class Checkpointer:
         if self._groups != groups:
             trained_parameters.refuse_new_groups(self.model, self.optimizers, self._groups, step)
         self._started_steps += 1
+        if self._started_steps == 1:
+            self._form.note_modules()
         if self._started_steps == 2:
             for name, tensor in (self._state_to_write() if self.writes else self.state_dict()).items():
                 spec_of(name, tensor)
@@ -371,7 +374,8 @@ class Checkpointer:
             raise UsageError(what, "Checkpointer.save(facts=...)", "use other names")
         if step == self._saved_step and not again:
             return
-        self._refuse_other_names()
+        self._form.refuse_other_names()
+        self._form.warn_of_other_modules()
         described = {} if self.state is None else self._describe_state()
         self._saved_step, self._request = step, SaveRequest(step, {**self.run_facts, **described, **(facts or {})}, first, protect)
         if self._replicas_identical and not self._replicas_identical(step):
@@ -386,14 +390,6 @@ class Checkpointer:
             self._start_save(self._request)
         elif not skipped_before:
             log.warning("the save of step %d is skipped: the previous one is still being written (logged once per delay)", step)
-
-    def _refuse_other_names(self) -> None:
-        """CheckpointError: the model has other tensors than at the start, and no start could load them."""
-        if (names := set(state_dict.named_tensors(self.model))) != self._names:
-            listed = [f"new: {join_names(sorted(new))}" for new in [names - self._names] if new]
-            listed += [f"gone: {join_names(sorted(gone))}" for gone in [self._names - names] if gone]
-            what = f"the model's parameters and buffers changed during the run: {'; '.join(listed)}"
-            raise CheckpointError(what, "checkpoints before the change are whole", "make all of them before session.prepare")
 
     def _describe_state(self) -> dict[str, Any]:
         """Return facts about the state: what is trained, and which values of the objects in `state`

@@ -307,3 +307,4 @@ def test_forward_hooks_of_modules_are_found() -> None:
         assert not private.has_forward_hooks(module)
         getattr(module, registration)(lambda *_: None)
         assert private.has_forward_hooks(module), registration
+        assert private.hook_count(module) == 1
