@@ -9,9 +9,10 @@ import math
 from collections import namedtuple
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -137,6 +138,55 @@ def test_loader_processes_give_the_same_bits_and_only_the_rehearsal_loads_here(t
     assert dataset.loaded == 2, "micro-batch 0 of the first step, once more"
     train(tmp_path / "here", 3)
     assert digest_line(tmp_path / "processes") == digest_line(tmp_path / "here")
+
+
+class Augmented(Dataset[Tensor]):
+    """Samples that are shifted by parts of the data set, which the loop may change."""
+
+    def __init__(self) -> None:
+        self.shift = 0.0
+        self.scale = (torch.ones(4),)
+        self.transforms = [SimpleNamespace(offset=0.0)]
+        self.table = np.zeros(4, np.float32)
+
+    def __len__(self) -> int:
+        return len(INPUTS)
+
+    def __getitem__(self, i: int) -> Tensor:
+        return INPUTS[i] * self.scale[0] + self.shift + self.transforms[0].offset + torch.from_numpy(self.table)
+
+
+def set_table(dataset: Augmented) -> None:
+    dataset.table[0] = 3.0
+
+
+DATA_CHANGES: dict[str, Callable[[Augmented], object]] = {
+    "number": lambda dataset: setattr(dataset, "shift", 3.0),
+    "tensor of a tuple": lambda dataset: dataset.scale[0].fill_(3.0),
+    "part of a list": lambda dataset: setattr(dataset.transforms[0], "offset", 3.0),
+    "array in place": set_table,
+}
+
+
+@pytest.mark.parametrize("change", DATA_CHANGES)
+def test_loader_processes_follow_a_change_of_the_data_set(change: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    digests = set()
+    for num_workers in (0, 2):
+        dataset = Augmented()
+        with Session(tmp_path / str(num_workers), micro_batches=4) as session:
+            model = nn.Linear(4, 1, bias=False)
+            nn.init.ones_(model.weight)
+            prepared, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
+            loader = session.loader(dataset, batch_size=8, num_workers=num_workers)
+            for step in session.steps(5):
+                if step == 3:
+                    DATA_CHANGES[change](dataset)
+                for rows in loader(step):
+                    session.backward(prepared(rows).square().mean())
+                optimizer.step()
+        digests.add(digest_line(tmp_path / str(num_workers)))
+    assert len(digests) == 1
+    assert "the data set has changed at step 3: the processes that load it start again" in caplog.text
 
 
 def test_the_gradient_is_the_mean_over_the_samples_of_the_step(tmp_path: Path) -> None:

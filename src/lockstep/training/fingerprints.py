@@ -20,7 +20,7 @@ import types
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -32,6 +32,9 @@ from lockstep.runtime.torch_private import version_of
 MAX_OBJECTS = 50_000  # of a look
 MAX_DEPTH = 40
 MAX_ITEMS = 2_000  # of a list or dict that are looked at; of longer ones a sample
+MAX_MARKED = 200  # objects whose attributes get a mark
+MAX_PARTS = 32  # of a list of such objects
+MAX_MARKED_BYTES = 1 << 14  # of an array that is marked by its content
 MAX_BYTES = 1 << 18  # of a tensor or array; of larger ones a sample
 OPAQUE_PACKAGES = {
     *("lockstep", "threading", "_thread", "socket", "logging", "multiprocessing", "concurrent", "asyncio", "subprocess"),
@@ -45,6 +48,7 @@ SAMPLES_OF_ITERATORS: tuple[Any, ...] = (
 )
 BUILTIN_ITERATORS = tuple(type(iterator) for iterator in SAMPLES_OF_ITERATORS)
 ITERATORS = (*BUILTIN_ITERATORS, enumerate, zip, map, filter, reversed, itertools.count, itertools.cycle, itertools.chain, itertools.islice)
+PLAIN = (int, float, str, bytes, bool, type(None))
 SIMPLE = (int, str, bytes, bool, complex, type(None))
 
 
@@ -165,6 +169,53 @@ class Look:
             flat = values.reshape(-1)
             yield hash(flat[:: flat.size * flat.itemsize // MAX_BYTES + 1].tobytes())
             yield hash(flat[: MAX_BYTES // flat.itemsize // 4].tobytes())
+
+
+class Mark(NamedTuple):
+    """What tells cheaply whether an attribute has changed: its content where that is small, else
+    which object it is."""
+
+    name: str
+    content: Any
+    value: Any
+
+    def equals(self, other: Mark) -> bool:
+        return self.value is other.value and self.name == other.name and self.content == other.content
+
+
+class Marks:
+    """Marks of the attributes of an object, and of objects in it."""
+
+    def __init__(self, value: Any) -> None:
+        self.marks: list[Mark] = []
+        seen: set[int] = set()
+        pending = [value]
+        while pending and len(seen) < MAX_MARKED:
+            owner = pending.pop()
+            if id(owner) in seen:
+                continue
+            seen.add(id(owner))
+            for name, item in attributes(owner):
+                is_short = isinstance(item, list | tuple) and len(item) <= MAX_PARTS
+                for part in (item, *item) if is_short else (item,):
+                    self.marks.append(Mark(name, content_mark(part), None if type(part) in PLAIN else part))
+                    if not is_opaque(type(part)) and not isinstance(part, Tensor):
+                        pending.append(part)
+
+    def equal(self, other: Marks) -> bool:
+        pairs = zip(self.marks, other.marks, strict=False)
+        return len(self.marks) == len(other.marks) and all(one.equals(two) for one, two in pairs)
+
+
+def content_mark(value: Any) -> Any:
+    """Return a plain value itself, the bytes of a small array, the version of a tensor, or a length."""
+    if type(value) in PLAIN:
+        return (type(value), repr(value))
+    if isinstance(value, Tensor):
+        return None if value.is_inference() else version_of(value)
+    if isinstance(value, np.ndarray):
+        return value.tobytes() if value.nbytes <= MAX_MARKED_BYTES and not value.dtype.hasobject else None
+    return len(value) if type(value) in (list, dict, set, collections.deque) else None
 
 
 def tensor_marks(tensor: Tensor) -> Iterator[int]:

@@ -24,6 +24,7 @@ from lockstep.errors import UsageError
 from lockstep.runtime.numerics import seed_generators
 from lockstep.runtime.sockets import open_sockets
 from lockstep.runtime.tensor_bytes import tensors_of
+from lockstep.training.fingerprints import Marks
 
 log = logging.getLogger("lockstep")
 
@@ -76,6 +77,8 @@ class Loader:
         self._next: Key = (-1, -1)
         self._last: Key = (-1, -1)
         self._members: tuple[int, ...] = ()  # the generation and micro-batches for which the stream was made
+        self._marks = Marks(None)  # of the data set that the processes of the stream have
+        self._has_warned = False
         self._batch: Any = None  # the micro-batch that the loop has, before its copy to the device
         self._sizes = MeanSizes()
 
@@ -118,14 +121,32 @@ class Loader:
         own = self._own_leaves()
         members = (self.runtime.world.generation, *own)
         repeated = key[1] not in own or (members == self._members and (key == self._last or key[0] == self._next[0] != -1))
-        if not self.num_workers or (repeated and key != self._next):
-            return self.batches[key]  # the rehearsal of the first step asks out of turn
-        if self._stream is None or members != self._members or key != self._next:
+        if not self.num_workers:
+            return self.batches[key]
+        marks = Marks(self.batches.dataset)
+        is_changed = self._stream is not None and not marks.equal(self._marks)
+        if repeated and key != self._next and not is_changed:
+            batch = self.batches[key]  # the rehearsal of the first step asks out of turn
+            self._marks = Marks(self.batches.dataset)  # a data set may count or keep its samples
+            return batch
+        if is_changed:
+            self._warn_of_changes(key[0])
+        if self._stream is None or members != self._members or key != self._next or is_changed:
+            self._marks = marks
             self._members, self._keys = members, keys_from(*key, own)
             self._next = next(self._keys)
             self._stream = self._start(keys_from(*key, own))
         self._last, self._next = key, next(self._keys)
         return next(self._stream)
+
+    def _warn_of_changes(self, step: int) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            log.warning(
+                "the data set has changed at step %d: the processes that load it start again, "
+                "with its new values, and so after every change (said once)",
+                step,
+            )
 
     def _start(self, keys: Iterator[Key]) -> Iterator[Any]:
         self._stream = None  # stops the processes before others start

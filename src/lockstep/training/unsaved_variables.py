@@ -15,7 +15,7 @@ import os
 import sys
 import time
 import types
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +47,7 @@ SHARE = 0.01  # of the time of the loop that looks may take, after those before 
 MAX_SOURCES = 60
 MAX_SOURCE_BYTES = 1_000_000
 TRAINED = (nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
+UPDATES = ("step", "update_parameters")  # methods after which an object has another state
 IN_LIBRARIES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}", f"{os.path.dirname(os.__file__)}{os.sep}")
 
 
@@ -125,6 +126,7 @@ class UnsavedVariables:
         self.source.live.update(self.of_modules)
         self.called = {function.name for function in self.source.reached}
         self.files = files_read_and_written([path.loop, *(f.node for f in self.source.reached if f.node)])
+        self.updates = updating_calls(path.loop)
         self.slots = self._slots(names)
         self.looks = 1
 
@@ -203,6 +205,11 @@ class UnsavedVariables:
             key = self.function.variable(name)
             if key in self.source.live and has_position(value) and not self._is_known(value):
                 found.setdefault(name, self._describe(name, ComparedValue(key, key, kind_of(value), 0, False, False)))
+        for path, line in self.updates.items():
+            value = value_at(path, names)
+            has_state = callable(getattr(type(value), "state_dict", None)) and callable(getattr(type(value), "load_state_dict", None))
+            if has_state and not self._is_known(value):
+                found.setdefault(path, self._text(path, kind_of(value), self.function.file, line))
         return found | {f"file {line}": f"a file that the loop writes and reads (line {line})" for line in self.files}
 
     def _value_of(self, key: str, name: str, names: dict[str, Any]) -> Any:
@@ -318,6 +325,21 @@ def slots_of(look: Look, path: str, root: str, value: Any) -> Iterator[tuple[str
     elif not isinstance(value, TRAINED):
         kind = "" if is_simple(value) or type(value) in (list, dict, set, tuple) else kind_of(value)
         yield path, ComparedValue(root, root, kind, look.fingerprint(value), is_empty(value), False)
+
+
+def updating_calls(loop: ast.AST) -> dict[str, int]:
+    """Return {path: line} of the objects whose state a loop updates, though perhaps in a late step only."""
+    calls = [node.func for node in ast.walk(loop) if isinstance(node, ast.Call)]
+    return {ast.unparse(call.value): call.lineno for call in calls if isinstance(call, ast.Attribute) and call.attr in UPDATES}
+
+
+def value_at(path: str, names: Mapping[str, Any]) -> Any:
+    """Return the value of a path such as `self.ema`; None without one."""
+    first, *rest = path.split(".")
+    value = names.get(first)
+    for name in rest:
+        value = dict(attributes(value)).get(name)
+    return value
 
 
 def is_empty(value: Any) -> bool:
