@@ -33,7 +33,7 @@ from lockstep.files import KINDS, open_regular, read_json
 from lockstep.log import log
 from lockstep.record.events import append_event
 from lockstep.remote.snapshots import BLOBS, EXPIRY, Blob, Files, Ownership, name_of, numbers
-from lockstep.units import format_bytes, format_duration
+from lockstep.units import format_bytes, format_duration, join_names
 
 BLOB_BYTES, GROWING_BLOB_BYTES = 2**23, 2**18  # the last blob of a file that grows is uploaded again with each snapshot
 UPLOADS = 4  # at once
@@ -172,7 +172,9 @@ class Mirror:
     def _read(self, checkpoint_paths: set[str]) -> Files | None:
         """Upload the blobs that are new; return all files of the run, None when they are not of one moment."""
         data, listed = data_paths(self.folder), self._list(checkpoint_paths)
-        consistent = checkpoint_paths | (data & listed.keys())
+        if lost := sorted(data - listed.keys()):
+            raise StoreError(f"the run folder lacks its data: {join_names(lost)}", str(self.folder), "copy it back")
+        consistent = checkpoint_paths | data
         files: dict[str, tuple[Signature, tuple[Blob, ...]]] = {}
         for path, signature in listed.items():
             read = self.files.get(path)

@@ -164,6 +164,7 @@ def test_a_stray_file_that_always_changes_blocks_no_checkpoint(host: Host, bucke
     checkpoints.save(mirror.folder / "checkpoints", 10)
     (mirror.folder / "data").mkdir()
     (mirror.folder / "data/prepared.json").write_text('{"files": {"train.bin": ""}}')
+    (mirror.folder / "data/train.bin").write_bytes(b"rows")
     (mirror.folder / "data/notes.txt").write_text("stray")
     read = mirror._upload
 
@@ -173,6 +174,16 @@ def test_a_stray_file_that_always_changes_blocks_no_checkpoint(host: Host, bucke
 
     monkeypatch.setattr(mirror, "_upload", upload_and_change)
     assert mirror.publish() and steps_of(stored(bucket).files) == [10]
+
+
+def test_a_run_whose_prepared_data_is_gone_is_not_uploaded(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(upload, "FINAL_BEATS", 0)
+    mirror = host("a")
+    checkpoints.save(mirror.folder / "checkpoints", 10)
+    (mirror.folder / "data").mkdir()
+    (mirror.folder / "data/prepared.json").write_text('{"files": {"train.bin": ""}}')
+    with pytest.raises(StoreError, match=r"was not uploaded: the run folder lacks its data: data/train\.bin"):
+        mirror.finish()
 
 
 @pytest.mark.parametrize("loss", ["deleted", "truncated"])
