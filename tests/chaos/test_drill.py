@@ -101,6 +101,7 @@ def drill(*words: str | Path, timeout_s: float = 280) -> subprocess.CompletedPro
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env=environ, check=False)
 
 
+@pytest.mark.long
 def test_a_self_check_kills_a_worker_resumes_with_another_number_and_compares(tmp_path: Path) -> None:
     result = drill(f"{OWN_LOOP}:train", "--steps", "21", "--out", tmp_path / "drill")
     assert result.returncode == 0 and result.stdout.endswith("\nthe same bits\n"), result.stdout + result.stderr

@@ -244,7 +244,7 @@ def test_a_failure_ends_peers_that_hang_in_gloo_or_are_stopped(start: Start) -> 
 
 
 def test_a_worker_killed_in_an_all_reduce_is_the_first_failure_and_the_other_lost_its_peers(start: Start) -> None:
-    group = start("reduce_forever")
+    group = start("reduce_forever", timeouts={"exit_s": 30})
     pids = group.ready()
     os.kill(pids[1], signal.SIGKILL)
     code, _, err = group.wait()

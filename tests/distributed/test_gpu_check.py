@@ -15,6 +15,7 @@ from bench.gpu.check import Part, differences, parts
 from bench.results import TOP
 
 
+@pytest.mark.long
 def test_each_part_succeeds_on_a_cpu(tmp_path: Path) -> None:
     """All but the drill: test_drill.py runs it."""
     command = [sys.executable, "-m", "bench.gpu.check", "--device", "cpu", "--only", "chats,throughput"]

@@ -112,7 +112,7 @@ def test_fine_tuning_in_every_layout_has_the_losses_of_a_plain_loop(
 
 @pytest.mark.parametrize(
     "kind",
-    ["qwen3", "phi3", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("llama", "qwen2", "mistral", "gemma2", "gemma3_text"))],
+    ["qwen3", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("phi3", "llama", "qwen2", "mistral", "gemma2", "gemma3_text"))],
 )
 def test_split_families_have_the_losses_of_a_plain_loop(kind: str, corpus: Path, start: Path, tmp_path: Path) -> None:
     hub = hub_folder(kind, tmp_path / "hub", start)

@@ -11,7 +11,6 @@ import collections
 import functools
 import io
 import itertools
-import os
 import random
 import struct
 import sys
@@ -330,18 +329,3 @@ def is_opaque(kind: type) -> bool:
 
 def kind_of(value: Any) -> str:
     return type(value).__name__
-
-
-def user_modules(first_file: str) -> list[types.ModuleType]:
-    """Return the loaded modules of the user's program, those beside the file first."""
-    package = f"{os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))}{os.sep}lockstep{os.sep}"
-    library = f"{os.path.dirname(os.__file__)}{os.sep}"
-    folder = f"{os.path.dirname(os.path.abspath(first_file))}{os.sep}"
-    found: dict[str, types.ModuleType] = {}
-    for module in list(sys.modules.values()):
-        file = getattr(module, "__dict__", {}).get("__file__") or ""
-        path = os.path.abspath(file) if isinstance(file, str) and file.endswith(".py") else ""
-        installed = f"{os.sep}site-packages{os.sep}" in path or f"{os.sep}dist-packages{os.sep}" in path
-        if path and not installed and not path.startswith((package, library)):
-            found.setdefault(path, module)
-    return [found[path] for path in sorted(found, key=lambda path: (not path.startswith(folder), path))]

@@ -360,9 +360,10 @@ class LoopLiveness:
             self.call(node, live, context, wanted, bare=False)
         elif isinstance(node, ast.Name):
             if wanted and node.id not in self.bound:
-                live.add(context.function.variable(node.id))
-                if node.id in self.functions.by_name:  # a function that is passed on and called elsewhere
-                    self._walk_all([f for f in self.functions.by_name[node.id] if not f.in_class], live, True)
+                key = context.function.variable(node.id)
+                live.add(key)
+                passed_on = [f for f in self.functions.by_name.get(node.id, ()) if not f.in_class and f.is_value_of(key)]
+                self._walk_all(passed_on, live, True)  # called elsewhere
         elif isinstance(node, ast.Attribute):
             if wanted:
                 live.add(f".{node.attr}")
@@ -426,12 +427,12 @@ class LoopLiveness:
     ) -> None:
         receiver = node.func.value if isinstance(node.func, ast.Attribute) else None
         fixed = self._is_fixed(node.func, context) or any(self._is_view(argument, context) for argument in arguments)
-        elsewhere = receiver is None or self._is_module(receiver, context)
+        elsewhere = receiver is None or self._is_module(receiver, context)  # no object that the call changes
         if not wanted and (fixed or (bare and (elsewhere or loop_forms.last_name(node.func) in loop_forms.EFFECTS))):
             self.effects += 1
             wanted = True
-        reaches = wanted or (receiver is not None and self._key(receiver, context) in live)
-        self._read(arguments, live, context, reaches)
+        changed = "" if receiver is None or elsewhere else self._key(receiver, context)
+        self._read(arguments, live, context, wanted or changed in live)
         self.expression(node.func, live, context, wanted)
         if wanted and (receiver is None or ast.unparse(receiver) == "self"):  # a module, or another callable object
             self._walk_named(("forward", "__call__"), live)

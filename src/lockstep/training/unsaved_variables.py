@@ -32,12 +32,12 @@ from lockstep.training.fingerprints import (
     is_opaque,
     kind_of,
     locals_of,
-    user_modules,
 )
 from lockstep.training.loop_files import files_read_and_written
 from lockstep.training.loop_forms import find_loop
 from lockstep.training.loop_liveness import LoopLiveness, LoopVariables
 from lockstep.training.user_functions import UserFunction, UserFunctions, own_nodes
+from lockstep.training.user_modules import file_of, user_modules
 from lockstep.units import join_names
 
 LOOKS_AT_FIRST = 3  # before the first step, and at the end of the first two
@@ -103,7 +103,7 @@ class UnsavedVariables:
             return
         self.code = frame.f_code
         self.skipped = held_ids(self.held)
-        self.modules = user_modules(self.code.co_filename)
+        self.modules = user_modules(frame, self.others)
         if (main := sys.modules["__main__"]) not in self.modules and vars(main) is frame.f_globals:
             self.modules.insert(0, main)  # a notebook
         self.module_names = {module.__name__ for module in self.modules} | {"__main__"}
@@ -133,7 +133,7 @@ class UnsavedVariables:
     def _names_of_values(self, names: dict[str, Any], function: UserFunction) -> tuple[dict[str, str], set[str]]:
         """Return the functions that variables hold, and the variables that hold what checkpoints have."""
         aliases, fixed = dict[str, str](), set[str]()
-        outside = next((vars(module) for module in self.modules if os.path.abspath(file_of(module)) == function.file), {})
+        outside = next((vars(module) for module in self.modules if file_of(module) == function.file), {})
         known = {f"global:{name}": value for name, value in outside.items() if not name.startswith("__")}
         known |= {function.variable(name): value for name, value in names.items()}
         for key, value in known.items():
@@ -278,7 +278,7 @@ class UnsavedVariables:
 
     def _roots_of_module(self, module: types.ModuleType) -> Iterator[tuple[str, str, Any]]:
         assert self.function is not None
-        is_here = os.path.abspath(file_of(module)) == self.function.file
+        is_here = file_of(module) == self.function.file
         prefix = "" if is_here else f"{module.__name__}."
         for name, value in list(vars(module).items()):
             path = f"{prefix}{name}"
@@ -369,7 +369,7 @@ def user_frame(code: types.CodeType | None = None) -> types.FrameType | None:
 
 def sources_of(modules: Sequence[types.ModuleType], first: str) -> dict[str, str]:
     """Return the texts of the user's files, the one of the loop first."""
-    files = [first, *(os.path.abspath(file_of(module)) for module in modules)]
+    files = [first, *(file_of(module) for module in modules)]
     texts, size = dict[str, str](), 0
     for file in dict.fromkeys(files):
         if len(texts) >= MAX_SOURCES:
@@ -433,11 +433,6 @@ def first_change(functions: UserFunctions, loop: UserFunction, variable: str) ->
         return (found[0].file, found[0].node.lineno) if found and found[0].node else ("", 0)
     _, line, file = min(ranked, default=(None, 0, ""))
     return file, line
-
-
-def file_of(module: types.ModuleType) -> str:
-    file = vars(module).get("__file__")
-    return file if isinstance(file, str) else ""
 
 
 def grouped(found: dict[str, str]) -> list[str]:

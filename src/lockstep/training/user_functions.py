@@ -42,6 +42,10 @@ class UserFunction:
             scope = scope.parent
         return f"global:{name}"
 
+    def is_value_of(self, variable: str) -> bool:
+        """Return whether a variable of this function's name may hold it: not one of another function."""
+        return variable.startswith("global:") or (self.parent is not None and variable == f"{self.parent.key}:{self.name}")
+
     @cached_property
     def is_property(self) -> bool:
         decorators = self.node.decorator_list if self.node else []

@@ -8,9 +8,9 @@ import logging
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -20,9 +20,10 @@ from support.loops_with_state import CARRIED, ORDINARY, Case
 from torch import nn
 
 from lockstep.session import Session
-from lockstep.training import fingerprints, unsaved_variables
+from lockstep.training import unsaved_variables
 from lockstep.training.fingerprints import Look
 from lockstep.training.unsaved_variables import UnsavedVariables
+from lockstep.training.user_modules import user_modules
 
 TESTS = Path(__file__).parents[2]
 WARNING = "the loop changes what no checkpoint holds: "
@@ -33,11 +34,11 @@ Load = Callable[..., ModuleType]
 def without_tests(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave the modules of the tests out of the user's program, which other files have imported."""
 
-    def user_modules(file: str) -> list[ModuleType]:
-        modules = fingerprints.user_modules(file)
+    def without(frame: FrameType, others: Sequence[Any]) -> list[ModuleType]:
+        modules = user_modules(frame, others)
         return [module for module in modules if not str(module.__file__).startswith(str(TESTS))]
 
-    monkeypatch.setattr(unsaved_variables, "user_modules", user_modules)
+    monkeypatch.setattr(unsaved_variables, "user_modules", without)
 
 
 @pytest.fixture
