@@ -100,6 +100,7 @@ def test_each_hang_is_reported(training: Training, faults: tuple[str, ...]) -> N
     check_bits(training)
 
 
+@pytest.mark.long
 def test_slow_is_no_hang(training: Training) -> None:
     """Less than `hang_s` in a forward pass, longer in an evaluation and in torch.compile."""
     training.wait_for_step(30)

@@ -68,7 +68,7 @@ def test_partner_of_a_killed_shard_leaves_and_joins_again(sharded: tuple[Network
 
 
 @ONE_HOST
-@pytest.mark.parametrize("number", [pytest.param(1, id="15-a host"), pytest.param(0, id="16-the leader's host", marks=long)])
+@pytest.mark.parametrize("number", [pytest.param(1, id="15-a host", marks=long), pytest.param(0, id="16-the leader's host", marks=long)])
 def test_host_of_a_replica_is_lost_and_returns(sharded: tuple[Network, Training], number: int) -> None:
     network, training = sharded
     before, step, lost = training.newest, training.step, network.hosts[number]

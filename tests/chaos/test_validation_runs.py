@@ -6,6 +6,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import pytest
 from support.fault_matrix import StartTraining
 from support.hosts import flags
 from support.launching import run_lockstep
@@ -28,6 +29,7 @@ def results(folder: Path) -> tuple[str, int, list[Any]]:
     return digest_line(folder), best_step(folder), lines
 
 
+@pytest.mark.long  # test_validation.py has the decisions
 def test_a_healed_run_stops_early_at_the_step_of_an_undisturbed_one(start_training: StartTraining, tmp_path: Path) -> None:
     draw = random.Random(1)
     for name, count in (("train", 40), ("validation", 30)):

@@ -170,7 +170,7 @@ class Look:
             yield hash(flat[: MAX_BYTES // flat.itemsize // 4].tobytes())
 
 
-class Mark(NamedTuple):
+class AttributeMark(NamedTuple):
     """What tells cheaply whether an attribute has changed: its content where that is small, else
     which object it is."""
 
@@ -178,7 +178,7 @@ class Mark(NamedTuple):
     content: Any
     value: Any
 
-    def equals(self, other: Mark) -> bool:
+    def equals(self, other: AttributeMark) -> bool:
         return self.value is other.value and self.name == other.name and self.content == other.content
 
 
@@ -186,7 +186,7 @@ class Marks:
     """Marks of the attributes of an object, and of objects in it."""
 
     def __init__(self, value: Any) -> None:
-        self.marks: list[Mark] = []
+        self.marks: list[AttributeMark] = []
         seen: set[int] = set()
         pending = [value]
         while pending and len(seen) < MAX_MARKED:
@@ -197,7 +197,7 @@ class Marks:
             for name, item in attributes(owner):
                 is_short = isinstance(item, list | tuple) and len(item) <= MAX_PARTS
                 for part in (item, *item) if is_short else (item,):
-                    self.marks.append(Mark(name, content_mark(part), None if type(part) in PLAIN else part))
+                    self.marks.append(AttributeMark(name, content_mark(part), None if type(part) in PLAIN else part))
                     if not is_opaque(type(part)) and not isinstance(part, Tensor):
                         pending.append(part)
 

@@ -35,7 +35,7 @@ def test_link_down_longer_than_the_heartbeat_timeout_changes_the_generation(
     training.assert_same_bits(reference(120))
 
 
-@pytest.mark.parametrize("number", [pytest.param(0, id="26-the leader"), pytest.param(1, id="26-another", marks=long)])
+@pytest.mark.parametrize("number", [pytest.param(0, id="26-the leader", marks=long), pytest.param(1, id="26-another", marks=long)])
 def test_one_host_of_three_cut_off_for_good_is_evicted(
     start_training: StartTraining, reference: Reference, network: Network, number: int
 ) -> None:
