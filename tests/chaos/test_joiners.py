@@ -22,7 +22,7 @@ def shared_memory_left(training: Training) -> list[str]:
     return left
 
 
-@pytest.mark.parametrize("slot", [pytest.param(None, id="none"), 2, pytest.param(3, marks=pytest.mark.long)])
+@pytest.mark.parametrize("slot", [pytest.param(None, id="none"), *(pytest.param(slot, marks=pytest.mark.long) for slot in (2, 3))])
 def test_joiner_killed_while_two_of_a_host_receive_the_state(start_training: StartTraining, reference: Reference, slot: int | None) -> None:
     training = start_training(workers=4, words=("--min", "4"))  # so that both join in one generation
     training.wait_for_step(12)

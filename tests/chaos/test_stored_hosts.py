@@ -30,6 +30,7 @@ def training(network: Network, tmp_path: Path) -> Iterator[StoredTraining]:
         training.close()
 
 
+@pytest.mark.long  # test_store_accidents.py resumes on another host
 def test_the_host_of_rank_0_is_lost_and_replaced(training: StoredTraining, reference: Callable[[int], Truth]) -> None:
     a, b, c = training.hosts
     for host in training.hosts:
