@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -12,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+from support import state_places
 from support.hosts import living
 from support.object_store import environment, s3_server
 
@@ -111,6 +113,15 @@ def test_a_self_check_kills_a_worker_resumes_with_another_number_and_compares(tm
     assert any(event["event"] == "regrouped" and event["joined"] for event in killed), "the replacement received the state"
     starts = [(event["step"], len(event["workers"])) for event in resumed if event["event"] == "began"]
     assert starts == [(0, 2), (10, 1)]
+
+
+@pytest.mark.long
+def test_a_self_check_names_the_state_that_a_joiner_lacks(tmp_path: Path) -> None:
+    script = state_places.write("a local number", tmp_path / "script")
+    result = drill(f"{script}:train", "--steps", "8", "--out", tmp_path / "drill")
+    assert result.returncode == 2, result.stderr
+    assert re.search(r"the loop changes what no checkpoint holds: \w+ \(line \d+\)\n", result.stdout)
+    assert "is not the same on all workers" in result.stderr
 
 
 def test_a_failed_self_check_prints_the_error_and_has_the_exit_code_of_its_run(tmp_path: Path) -> None:

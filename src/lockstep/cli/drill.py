@@ -151,6 +151,8 @@ def self_check(words: Sequence[str], folder: str, *, workers: int, host: str) ->
     print(f"{words[0]}, in {folder}\n", flush=True)
     digest, saved, last = train_once(words, f"{folder}/one", "1 worker", 1, host)
     digests = [digest]
+    if named := unsaved_state(log_of(f"{folder}/one").read_text(errors="replace")):
+        print(f"  {named}", flush=True)
     if saved < last:
         print(f"  the last checkpoint is of step {saved} of {last}: save after the last step to compare all of them")
     if max(saved, last) < 2:
@@ -190,6 +192,18 @@ def train_once(
     digest = "" if expected else run.digest()
     print(f"{title:<46} {digest or f'saved, exit code {code}'}", flush=True)
     return digest, saved, last_step(run.metrics, below=sys.maxsize)
+
+
+def log_of(out: str) -> Path:
+    """Return the file with the output of a run: a working copy is made by its run, so it is beside it."""
+    folder = local_folder_of(out)
+    return (folder.parent if parse_address(out) else folder) / "drill.log"
+
+
+def unsaved_state(log: str) -> str:
+    """Return what a run has named as state that no checkpoint holds; "" without."""
+    found = re.search(r"the loop changes what no checkpoint holds: .*?(?=\. After a resume)", log)
+    return found[0] if found else ""
 
 
 def require_empty(out: str) -> None:
@@ -240,11 +254,10 @@ class DrillRun(AbstractContextManager["DrillRun"]):
         counts = ["--workers", str(workers), "--min", str(min_workers)]
         self.command = [sys.executable, "-m", "lockstep", "launch", *words, "--out", out, *counts]
         self.generations = GenerationLog(self.folder / "generations")
-        # A working copy is made by its run.
-        logs = self.folder.parent if parse_address(out) else self.folder
-        self.metrics, self.log = self.folder / "metrics.jsonl", logs / "drill.log"
+        self.metrics = self.folder / "metrics.jsonl"
+        self.log = log_of(out)
         self.stopped: list[Member] = []
-        logs.mkdir(parents=True, exist_ok=True)
+        self.log.parent.mkdir(parents=True, exist_ok=True)
         self.start_agent()
 
     def __exit__(self, *_: object) -> None:
