@@ -845,7 +845,7 @@ class CountInside(Loop):
 
 @use("a layer that is exchanged during the run")
 class ExchangedLayer(Loop):
-    warned = r"modules or hooks of the model changed during the run: 1"
+    warned = r"modules, hooks or functions of the model changed during the run: 1"
 
     def before(self) -> None:
         if self.step == 4:
@@ -854,11 +854,20 @@ class ExchangedLayer(Loop):
 
 @use("a hook that is added during the run")
 class AddedHook(Loop):
-    warned = r"modules or hooks of the model changed during the run: 1"
+    warned = r"modules, hooks or functions of the model changed during the run: 1"
 
     def before(self) -> None:
         if self.step == 4:
             self.plain[1].register_forward_hook(lambda module, inputs, output: 0.5 * output)
+
+
+@use("a function of a module that is exchanged during the run")
+class ExchangedFunction(Loop):
+    warned = r"modules, hooks or functions of the model changed during the run: 1"
+
+    def before(self) -> None:
+        if self.step == 4:
+            self.plain[1].forward = torch.sigmoid
 
 
 @use("parameters that get other names during the run")

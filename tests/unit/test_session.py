@@ -148,23 +148,29 @@ class Augmented(Dataset[Tensor]):
         self.scale = (torch.ones(4),)
         self.transforms = [SimpleNamespace(offset=0.0)]
         self.table = np.zeros(4, np.float32)
+        self.large = np.zeros(20_000, np.float32)
+        self.named = {"offset": 0.0}
 
     def __len__(self) -> int:
         return len(INPUTS)
 
     def __getitem__(self, i: int) -> Tensor:
-        return INPUTS[i] * self.scale[0] + self.shift + self.transforms[0].offset + torch.from_numpy(self.table)
-
-
-def set_table(dataset: Augmented) -> None:
-    dataset.table[0] = 3.0
+        return (
+            INPUTS[i] * self.scale[0]
+            + self.shift
+            + self.transforms[0].offset
+            + self.named["offset"]
+            + torch.from_numpy(self.table + self.large[:4])
+        )
 
 
 DATA_CHANGES: dict[str, Callable[[Augmented], object]] = {
     "number": lambda dataset: setattr(dataset, "shift", 3.0),
     "tensor of a tuple": lambda dataset: dataset.scale[0].fill_(3.0),
     "part of a list": lambda dataset: setattr(dataset.transforms[0], "offset", 3.0),
-    "array in place": set_table,
+    "array in place": lambda dataset: dataset.table.fill(3.0),
+    "large array in place": lambda dataset: dataset.large.fill(3.0),
+    "item of a dict": lambda dataset: dataset.named.update(offset=3.0),
 }
 
 

@@ -31,9 +31,9 @@ from lockstep.runtime.torch_private import version_of
 MAX_OBJECTS = 50_000  # of a look
 MAX_DEPTH = 40
 MAX_ITEMS = 2_000  # of a list or dict that are looked at; of longer ones a sample
-MAX_MARKED = 200  # objects whose attributes get a mark
-MAX_PARTS = 32  # of a list of such objects
-MAX_MARKED_BYTES = 1 << 14  # of an array that is marked by its content
+MAX_MARKS = 1_000  # of an object
+MAX_PARTS = 32  # of a container whose items are marked
+MAX_MARKED_BYTES = 1 << 14  # of an array; of a larger one a sample
 MAX_BYTES = 1 << 18  # of a tensor or array; of larger ones a sample
 OPAQUE_PACKAGES = {
     *("lockstep", "threading", "_thread", "socket", "logging", "multiprocessing", "concurrent", "asyncio", "subprocess"),
@@ -170,51 +170,67 @@ class Look:
             yield hash(flat[: MAX_BYTES // flat.itemsize // 4].tobytes())
 
 
-class AttributeMark(NamedTuple):
-    """What tells cheaply whether an attribute has changed: its content where that is small, else
-    which object it is."""
+class PartMark(NamedTuple):
+    """What tells cheaply whether a part of an object has changed: its content where that is small,
+    and which object it is."""
 
     name: str
     content: Any
     value: Any
 
-    def equals(self, other: AttributeMark) -> bool:
-        return self.value is other.value and self.name == other.name and self.content == other.content
+    def equals(self, other: PartMark) -> bool:
+        is_same = self.value is other.value
+        return is_same and self.name == other.name and self.content == other.content
 
 
 class Marks:
-    """Marks of the attributes of an object, and of objects in it."""
+    """Marks of what an object consists of: attributes, items of short containers, closures."""
 
     def __init__(self, value: Any) -> None:
-        self.marks: list[AttributeMark] = []
+        self.marks: list[PartMark] = []
         seen: set[int] = set()
-        pending = [value]
-        while pending and len(seen) < MAX_MARKED:
-            owner = pending.pop()
-            if id(owner) in seen:
+        pending = [("", value)]
+        while pending and len(self.marks) < MAX_MARKS:
+            name, part = pending.pop()
+            is_plain = type(part) in PLAIN
+            self.marks.append(PartMark(name, content_mark(part), None if is_plain else part))
+            if is_plain or id(part) in seen or is_opaque(type(part)):
                 continue
-            seen.add(id(owner))
-            for name, item in attributes(owner):
-                is_short = isinstance(item, list | tuple) and len(item) <= MAX_PARTS
-                for part in (item, *item) if is_short else (item,):
-                    self.marks.append(AttributeMark(name, content_mark(part), None if type(part) in PLAIN else part))
-                    if not is_opaque(type(part)) and not isinstance(part, Tensor):
-                        pending.append(part)
+            seen.add(id(part))
+            pending += parts_to_mark(part)
 
     def equal(self, other: Marks) -> bool:
-        pairs = zip(self.marks, other.marks, strict=False)
-        return len(self.marks) == len(other.marks) and all(one.equals(two) for one, two in pairs)
+        if len(self.marks) != len(other.marks):
+            return False
+        return all(map(PartMark.equals, self.marks, other.marks))
 
 
 def content_mark(value: Any) -> Any:
-    """Return a plain value itself, the bytes of a small array, the version of a tensor, or a length."""
+    """Return a plain value itself, bytes of an array, the version of a tensor, or a length."""
+    if type(value) is float:
+        return repr(value)  # NaN is not equal to itself
     if type(value) in PLAIN:
-        return (type(value), repr(value))
+        return type(value), value
     if isinstance(value, Tensor):
         return None if value.is_inference() else version_of(value)
-    if isinstance(value, np.ndarray):
-        return value.tobytes() if value.nbytes <= MAX_MARKED_BYTES and not value.dtype.hasobject else None
+    if isinstance(value, np.ndarray) and value.flags.c_contiguous and not value.dtype.hasobject:
+        stride = value.nbytes // MAX_MARKED_BYTES + 1
+        return value.reshape(-1)[::stride].tobytes()
     return len(value) if type(value) in (list, dict, set, collections.deque) else None
+
+
+def parts_to_mark(value: Any) -> list[tuple[str, Any]]:
+    """Return (name, part) of what an object consists of; of a long container nothing."""
+    if isinstance(value, Tensor | np.ndarray):
+        return []
+    parts = attributes(value)
+    if isinstance(value, types.FunctionType | types.MethodType | functools.partial):
+        parts += [("", part) for part in parts_of_function(value)]
+    if isinstance(value, dict) and len(value) <= MAX_PARTS:
+        parts += [(str(key), part) for key, part in dict.items(value)]
+    if isinstance(value, list | tuple | collections.deque) and len(value) <= MAX_PARTS:
+        parts += [("", part) for part in value]
+    return parts
 
 
 def tensor_marks(tensor: Tensor) -> Iterator[int]:

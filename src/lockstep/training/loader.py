@@ -85,6 +85,8 @@ class Loader:
     def __call__(self, step: int) -> Iterator[Any]:
         """Collective. Yield this worker's micro-batches; after a failure, its new share."""
         seed, device = self.order.seed, self.runtime.world.device
+        if self.num_workers:
+            self._follow_data(step)
         for k in self._micro_batches(step):
             self._batch = self._fetch((step, k))
             batch = to_device(self._batch, device)
@@ -123,30 +125,30 @@ class Loader:
         repeated = key[1] not in own or (members == self._members and (key == self._last or key[0] == self._next[0] != -1))
         if not self.num_workers:
             return self.batches[key]
-        marks = Marks(self.batches.dataset)
-        is_changed = self._stream is not None and not marks.equal(self._marks)
-        if repeated and key != self._next and not is_changed:
+        if repeated and key != self._next:
             batch = self.batches[key]  # the rehearsal of the first step asks out of turn
             self._marks = Marks(self.batches.dataset)  # a data set may count or keep its samples
             return batch
-        if is_changed:
-            self._warn_of_changes(key[0])
-        if self._stream is None or members != self._members or key != self._next or is_changed:
-            self._marks = marks
+        if self._stream is None or members != self._members or key != self._next:
             self._members, self._keys = members, keys_from(*key, own)
             self._next = next(self._keys)
             self._stream = self._start(keys_from(*key, own))
         self._last, self._next = key, next(self._keys)
         return next(self._stream)
 
-    def _warn_of_changes(self, step: int) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            log.warning(
-                "the data set has changed at step %d: the processes that load it start again, "
-                "with its new values, and so after every change (said once)",
-                step,
-            )
+    def _follow_data(self, step: int) -> None:
+        """Stop processes that hold the data set as it was before a change by the loop."""
+        marks = Marks(self.batches.dataset)
+        if self._stream is not None and not marks.equal(self._marks):
+            self._stream = None
+            if not self._has_warned:
+                self._has_warned = True
+                log.warning(
+                    "the data set has changed at step %d: the processes that load it start again, "
+                    "with its new values, and so after every change (said once)",
+                    step,
+                )
+        self._marks = marks
 
     def _start(self, keys: Iterator[Key]) -> Iterator[Any]:
         self._stream = None  # stops the processes before others start

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+import types
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -11,6 +14,21 @@ from lockstep.errors import CheckpointError
 from lockstep.log import log
 from lockstep.runtime.torch_private import hook_count
 from lockstep.units import join_names
+
+FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial, type)
+
+
+class ModulePart(NamedTuple):
+    """What a module computes with, apart from its tensors and numbers."""
+
+    kind: type
+    hooks: int
+    functions: Mapping[str, Callable[..., Any]]  # attributes: an activation, another forward
+
+    @classmethod
+    def of(cls, module: nn.Module) -> ModulePart:
+        functions = {name: value for name, value in vars(module).items() if isinstance(value, FUNCTIONS)}
+        return cls(type(module), hook_count(module), functions)
 
 
 class ModelForm:
@@ -23,7 +41,7 @@ class ModelForm:
         self.model = model
         self.module = module
         self.names = set(named_tensors(model))
-        self.parts: dict[str, tuple[type, int]] | None = None  # of the module, before the first step
+        self.parts: dict[str, ModulePart] | None = None  # of the module, before the first step
         self._warned = False
 
     def note_modules(self) -> None:
@@ -52,10 +70,10 @@ class ModelForm:
         if changed:
             self._warned = True
             log.warning(
-                "modules or hooks of the model changed during the run: %s. A resume, and a worker that joins, build it "
+                "modules, hooks or functions of the model changed during the run: %s. A resume, and a worker that joins, build it "
                 "without the change: let it follow from the step, `model.gate = step >= 300`, read in forward()",
                 join_names([name or "the model" for name in changed]),
             )
 
-    def _parts(self) -> dict[str, tuple[type, int]]:
-        return {name: (type(module), hook_count(module)) for name, module in self.module.named_modules()}
+    def _parts(self) -> dict[str, ModulePart]:
+        return {name: ModulePart.of(module) for name, module in self.module.named_modules()}
