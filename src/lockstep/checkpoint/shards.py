@@ -100,7 +100,7 @@ class ShardWriter:
 
 
 def write_shard_list(path: Path, listed: Mapping[str, Any]) -> None:
-    """Publish the list of a writer's folder. From then on the folder is writer 0's, who deletes it."""
+    """Publish the list of a writer's folder. Writer 0 may delete the folder at once."""
     with open_unpublished(path / SHARD_LIST) as file:
         file.write(json.dumps(listed).encode())
         publish(file)
