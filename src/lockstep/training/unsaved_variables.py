@@ -37,7 +37,7 @@ from lockstep.training.loop_files import files_read_and_written
 from lockstep.training.loop_forms import find_loop
 from lockstep.training.loop_liveness import LoopLiveness, LoopVariables
 from lockstep.training.user_functions import UserFunction, UserFunctions, own_nodes
-from lockstep.training.user_modules import file_of, user_modules
+from lockstep.training.user_modules import file_of, is_user_file, user_modules
 from lockstep.units import join_names
 
 LOOKS_AT_FIRST = 3  # before the first step, and at the end of the first two
@@ -48,7 +48,6 @@ MAX_SOURCES = 60
 MAX_SOURCE_BYTES = 1_000_000
 TRAINED = (nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
 UPDATES = ("step", "update_parameters")  # methods after which an object has another state
-IN_LIBRARIES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}", f"{os.path.dirname(os.__file__)}{os.sep}")
 
 
 @dataclass(frozen=True)
@@ -357,10 +356,8 @@ def roots_of_class(path: str, kind: type) -> Iterator[tuple[str, str, Any]]:
 def user_frame(code: types.CodeType | None = None) -> types.FrameType | None:
     """Return the innermost frame of the user's program that called this, or that runs `code`."""
     frame: types.FrameType | None = sys._getframe(1)
-    package = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
     while frame is not None:
-        file = os.path.abspath(frame.f_code.co_filename)
-        is_user = not file.startswith(package) and not any(part in file for part in IN_LIBRARIES)
+        is_user = is_user_file(os.path.abspath(frame.f_code.co_filename))
         if frame.f_code is code or (code is None and is_user):
             return frame
         frame = frame.f_back

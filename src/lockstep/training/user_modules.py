@@ -45,10 +45,15 @@ def loaded_modules() -> dict[str, types.ModuleType]:
     found: dict[str, types.ModuleType] = {}
     for module in list(sys.modules.values()):
         path = file_of(module)
-        is_installed = any(part in path for part in INSTALLED)
-        if path.endswith(".py") and not is_installed and not path.startswith((PACKAGE, LIBRARY)):
+        if path.endswith(".py") and is_user_file(path):
             found.setdefault(path, module)
     return found
+
+
+def is_user_file(path: str) -> bool:
+    """Return whether a file belongs to neither Python, nor Lockstep, nor an installed package."""
+    is_installed = any(part in path for part in INSTALLED)
+    return not is_installed and not path.startswith((PACKAGE, LIBRARY))
 
 
 def file_of(module: types.ModuleType) -> str:
