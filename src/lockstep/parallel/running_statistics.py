@@ -133,14 +133,7 @@ class RunningStatistics:
         """
         wrong = []
         for name, decay in self.decays.items():
-            moved = again[name].double() - after[name].double()
-            expected = decay * (after[name].double() - before[name].double())
-            # The three values are rounded; an overwritten one comes out the same each time.
-            is_rounded = decay > 0 and after[name].dtype.is_floating_point
-            ulp = torch.finfo(after[name].dtype).eps if is_rounded else 0.0
-            largest = torch.stack([before[name].abs(), after[name].abs(), again[name].abs()]).amax(0)
-            is_right = (moved - expected).abs() <= ROUNDINGS * ulp * largest.double()
-            if not bool((is_right | moved.isnan()).all()):
+            if not follows_decay(before[name], after[name], again[name], decay):
                 wrong.append(f"{name} ({decay or 'per_micro_batch'})")
         if wrong:
             raise UsageError(
@@ -152,6 +145,21 @@ class RunningStatistics:
 
     def _buffers(self) -> list[Tensor]:
         return [self.model.get_buffer(name) for name in self.names]
+
+
+def follows_decay(before: Tensor, after: Tensor, again: Tensor, decay: float) -> bool:
+    """Return whether a pass maps each value b to `decay` * b + c, up to roundings.
+
+    before, after  of a pass; again: after the same pass, which started from `after`
+    """
+    moved = again.double() - after.double()
+    expected = decay * (after.double() - before.double())
+    is_rounded = decay > 0 and after.dtype.is_floating_point
+    ulp = torch.finfo(after.dtype).eps if is_rounded else 0.0
+    largest = torch.stack([before.abs(), after.abs(), again.abs()]).amax(0)
+    is_right = (moved - expected).abs() <= ROUNDINGS * ulp * largest.double()
+    is_right |= moved.isnan() & expected.isnan()
+    return bool(is_right.all())
 
 
 def moved_statistics(start: Tensor, after: Sequence[Tensor], count: int, moves: Sequence[int], momentum: float | None) -> Tensor:

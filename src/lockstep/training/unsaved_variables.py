@@ -206,8 +206,7 @@ class UnsavedVariables:
                 found.setdefault(name, self._describe(name, ComparedValue(key, key, kind_of(value), 0, False, False)))
         for path, line in self.updates.items():
             value = value_at(path, names)
-            has_state = callable(getattr(type(value), "state_dict", None)) and callable(getattr(type(value), "load_state_dict", None))
-            if has_state and not self._is_known(value):
+            if has_state_dict(value) and not self._is_known(value):
                 found.setdefault(path, self._text(path, kind_of(value), self.function.file, line))
         return found | {f"file {line}": f"a file that the loop writes and reads (line {line})" for line in self.files}
 
@@ -330,6 +329,11 @@ def updating_calls(loop: ast.AST) -> dict[str, int]:
     """Return {path: line} of the objects whose state a loop updates, though perhaps in a late step only."""
     calls = [node.func for node in ast.walk(loop) if isinstance(node, ast.Call)]
     return {ast.unparse(call.value): call.lineno for call in calls if isinstance(call, ast.Attribute) and call.attr in UPDATES}
+
+
+def has_state_dict(value: Any) -> bool:
+    methods = (getattr(type(value), name, None) for name in ("state_dict", "load_state_dict"))
+    return all(map(callable, methods))
 
 
 def value_at(path: str, names: Mapping[str, Any]) -> Any:
