@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from pathlib import Path
 
 import pytest
 from support.fault_matrix import StartTraining
@@ -29,11 +28,12 @@ CASES = {
     "the run stops without a fault": ([], ["stop"], []),
     "the run ends without a fault": ([], [], ["end"]),
 }
+SHORT = "a kill in the vote, and rank 0 misses the decision"
 
 
-def start_with_joiners(start_training: StartTraining, workers: int) -> Training:
+def start_with_joiners(start_training: StartTraining, workers: int, function: str = "train") -> Training:
     """Start a run on host a; two workers of host b wait to join. Return once all members know it."""
-    script, words = f"{SUPPORT / 'recorded_loop.py'}:train", ("--max", str(workers))
+    script, words = f"{SUPPORT / 'recorded_loop.py'}:{function}", ("--max", str(workers))
     training = start_training((A, B), workers=workers, steps=100_000, words=words, script=script, start=())
     (training.folder / "hosts.toml").write_text(TABLE.format("a", workers) + TABLE.format("b", 2))
     training.start_agent(A)
@@ -64,15 +64,32 @@ def assert_same_order(training: Training) -> None:
             assert is_same, f"{worker}, generation {generation}: {collectives[-5:]}, others {longest[-5:]}\n{training.report()}"
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("actions", CASES.values(), ids=CASES.keys())
-def test_members_of_a_generation_complete_the_same_collectives(
-    start_training: StartTraining, tmp_path: Path, actions: tuple[list[str], ...]
-) -> None:
-    training = start_with_joiners(start_training, len(actions))
+def set_actions(training: Training, actions: tuple[list[str], ...]) -> int:
+    """Give the workers of host a their actions, in a step to come. Return the step."""
     step = training.step + 30
-    (tmp_path / "votes.tmp").write_text(json.dumps({f"a/{slot}": [step, words] for slot, words in enumerate(actions)}))
-    (tmp_path / "votes.tmp").rename(tmp_path / "votes.json")
+    votes = {f"a/{slot}": [step, words] for slot, words in enumerate(actions)}
+    (training.folder / "votes.tmp").write_text(json.dumps(votes))
+    (training.folder / "votes.tmp").rename(training.folder / "votes.json")
+    return step
+
+
+@pytest.mark.long
+def test_a_joiner_that_differs_ends_the_run_of_a_member_that_missed_the_decision(start_training: StartTraining) -> None:
+    training = start_with_joiners(start_training, 3, "train_with_state")
+    step = set_actions(training, (["miss"], [], ["die"]))
+    assert 2 in training.end().values(), training.report()
+    assert training.wrote(f"of micro-batch 0 of step {step + 1} is not the same on all workers")
+    assert not training.wrote("CollectiveMismatchError"), training.report()
+    assert_same_order(training)
+    training.assert_nothing_left()
+
+
+@pytest.mark.parametrize(
+    "actions", [pytest.param(actions, id=name, marks=[] if name == SHORT else pytest.mark.long) for name, actions in CASES.items()]
+)
+def test_members_of_a_generation_complete_the_same_collectives(start_training: StartTraining, actions: tuple[list[str], ...]) -> None:
+    training = start_with_joiners(start_training, len(actions))
+    step = set_actions(training, actions)
     words = [word for words in actions for word in words]
     goes_on = not {"stop", "end"} & set(words) or ["stop", "die"] in actions
     if goes_on:

@@ -24,6 +24,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
+import lockstep
 from lockstep.elastic.consensus import STOP_REQUEST
 from lockstep.elastic.generation_group import GenerationGroup
 from lockstep.errors import PeersLostError
@@ -31,10 +34,26 @@ from lockstep.runtime import process_group
 from lockstep.training import replica_group
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
-from own_loop import train  # noqa: F401
+from own_loop import Houses, make_model, train  # noqa: F401
 
 vote_on_step, form, refuse_other_collectives = replica_group.vote_on_step, GenerationGroup.form, process_group.refuse_other_collectives
 generation = [0]  # of this worker
+
+
+def train_with_state(out: str, steps: int) -> None:
+    """As `train`, with a loss that depends on the steps of this worker, which no checkpoint holds."""
+    dataset, model = Houses(), make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    own_steps = 0
+    with lockstep.Session(out, micro_batches=8, save_every=50) as session:
+        model, optimizer = session.prepare(model, optimizer)
+        loader = session.loader(dataset, batch_size=64)
+        for step in session.steps(steps):
+            for sizes, prices in loader(step):
+                loss = torch.nn.functional.mse_loss(model(sizes), prices)
+                session.backward(loss / (1 + own_steps))
+            optimizer.step()
+            own_steps += 1
 
 
 def worker_name() -> str:

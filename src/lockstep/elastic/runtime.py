@@ -327,9 +327,14 @@ class ElasticRuntime(AbstractContextManager["ElasticRuntime"]):
         self.board.enter("joining", generation=record.number)
         self.group.form(record, self.world.rank, self.generation_error)
         log.info("generation %d: rank %d of %d (%s)", record.number, self.world.rank, self.world.size, record.reason)
+        self.exchange_progress()
+
+    def exchange_progress(self) -> None:
+        """Collective. Receive the progress of each member."""
         spent = self.ledger.to_json(time.monotonic(), time.time())
         sent = replace(self.progress, first_generation=self.first_generation, ledger=spent, loop_state=self.loop_state)
-        self.member_progress = [Progress.from_json(values) for values in self.group.gather_json(self.world.size, asdict(sent))]
+        received = self.group.gather_json(self.world.size, asdict(sent))
+        self.member_progress = [Progress.from_json(values) for values in received]
 
     def _take_progress(self) -> None:
         """Decide from the members' progress what this generation starts with."""

@@ -167,10 +167,11 @@ class Replica:
         self.shares, self.own_leaves = shares, leaves_of_rank(group.rank(), shares)
 
     def release_groups(self) -> None:
-        """Release the group of a generation that is over, and the partial sums of its step."""
+        """Release the group of a generation that is over, and the partial sums of its step.
+
+        A complete gradient stays: the members of the next group may have committed its step.
+        """
         self._group, self._tree, self._current = None, SumTree(), None
-        for p in self.parameters:
-            p.grad = None
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         return self.model(*inputs, **named)

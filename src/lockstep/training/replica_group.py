@@ -324,6 +324,7 @@ class ReplicaGroup:
         if self.checkpointer is None or not step:
             return
         self.unfinished = None
+        self.runtime.exchange_progress()  # a member that was late is in this step, too
         if any(all_gather_json(self.runtime, self.checkpointer.saved_step != step)):
             self.checkpointer.save(step, {"loss": self.loss}, again=True)
         self.checkpointer.close()
