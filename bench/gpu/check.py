@@ -10,6 +10,7 @@ where it allows that (since 2.30, with NCCL_MULTI_RANK_GPU_ENABLE=1; start nvidi
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import subprocess
@@ -24,7 +25,7 @@ import torch
 
 from bench.results import TOP, keep, machine
 
-NCCL_THAT_SHARES_GPUS = (2, 30)
+NCCL_THAT_SHARES_GPUS = 23000
 PUBLISHED = """
 Published by torchtitan for Llama 3.1 8B on 8 H100 with FSDP in bf16: 5,762 tokens per second and GPU, 6,667 with torch.compile,
 33% and 39% of the datasheet's FLOP/s (benchmarks/llama3_h100_202412_torchtitan.md). There is no figure for the 1B shape: compare MFU.
@@ -65,6 +66,14 @@ def lockstep(*words: str | Path, **values: object) -> list[str]:
     return [sys.executable, "-m", "lockstep", *map(str, words), *options]
 
 
+def nccl_version() -> int:
+    """Return the version of the NCCL that torch has loaded, as 23004 for 2.30.4.
+    torch.cuda.nccl.version() is the one it was built with."""
+    version = ctypes.c_int()
+    ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(version))
+    return version.value
+
+
 def worker_groups(device: str) -> Iterator[tuple[str, int, dict[str, str]]]:
     """Yield (name, workers, environment) of each way in which workers can run here."""
     if device == "cpu":
@@ -73,7 +82,7 @@ def worker_groups(device: str) -> Iterator[tuple[str, int, dict[str, str]]]:
     if (gpus := torch.cuda.device_count()) > 1:
         yield "nccl", min(gpus, 4), {"LOCKSTEP_DEVICE": "cuda"}
     yield "gloo on one GPU", 2, {"LOCKSTEP_DEVICE": "cuda:0"}
-    if torch.cuda.nccl.version()[:2] >= NCCL_THAT_SHARES_GPUS:
+    if nccl_version() >= NCCL_THAT_SHARES_GPUS:
         yield "nccl on one GPU", 2, {"LOCKSTEP_DEVICE": "cuda:0", "NCCL_MULTI_RANK_GPU_ENABLE": "1"}
 
 

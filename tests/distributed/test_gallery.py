@@ -129,7 +129,7 @@ def test_one_digest_in_the_whole_table(script: str, tmp_path: Path, monkeypatch:
 
 def refuse_difference_to_the_plain_loop(script: str, folder: Path, micro_batches: int) -> None:
     tolerance = SCRIPTS[script][2].get(micro_batches)
-    if tolerance is None:
+    if tolerance is None or torch.cuda.is_available():  # the plain loops train on the CPU
         return
     module = module_of(script)
     threads = torch.get_num_threads()

@@ -34,7 +34,7 @@ def test_other_digests_and_missing_ones_are_reported() -> None:
 
 def test_a_gpu_is_checked_with_all_that_a_cpu_is_and_the_gpu_tests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
-    monkeypatch.setattr("torch.cuda.nccl.version", lambda: (2, 30, 1))
+    monkeypatch.setattr("bench.gpu.check.nccl_version", lambda: 23001)
     on_gpu = {part.name for part in parts("cuda", tmp_path)}
     ways = {"4 workers, nccl", "2 workers, gloo on one GPU", "2 workers, nccl on one GPU"}
     assert {f"{task}, {way}" for task in ("chats", "translator") for way in ways} <= on_gpu

@@ -1,7 +1,8 @@
-"""CUDA kernels and NCCL, as described in docs/gpu.md. Some tests need two GPUs."""
+"""CUDA kernels and NCCL, as described in docs/gpu.md. Two ranks share one GPU where NCCL allows it."""
 
 from __future__ import annotations
 
+import faulthandler
 import hashlib
 import os
 import time
@@ -15,6 +16,7 @@ import torch.multiprocessing as multiprocessing
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bench.gpu.check import NCCL_THAT_SHARES_GPUS, nccl_version
 from lockstep.config.schema import OptimOptions
 from lockstep.elastic.generation_group import NCCL_SETTINGS, start_aborts
 from lockstep.models.llama import attend, positions_and_mask
@@ -25,7 +27,7 @@ from lockstep.runtime.work import WorkWaiter, start_p2p
 from lockstep.training.optim import adamw
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
-two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs here")
+SHARED = {"LOCKSTEP_DEVICE": "cuda:0", "NCCL_MULTI_RANK_GPU_ENABLE": "1"}
 GPU = torch.device("cuda", 0)
 
 
@@ -35,6 +37,16 @@ def deterministic() -> Iterator[None]:
     yield
     torch.use_deterministic_algorithms(False)
     torch.utils.deterministic.fill_uninitialized_memory = True
+
+
+@pytest.fixture
+def pair() -> dict[str, str]:
+    """The environment of two ranks with NCCL: on two GPUs, or on one where NCCL allows it."""
+    if torch.cuda.device_count() > 1:
+        return {}
+    if nccl_version() < NCCL_THAT_SHARES_GPUS:
+        pytest.skip("one GPU here, and an NCCL before 2.30, which refuses two ranks on it")
+    return SHARED
 
 
 def digest(*tensors: Tensor) -> str:
@@ -123,6 +135,7 @@ def run_in_processes(function: Callable[..., Any], size: int, environ: dict[str,
 
 
 def serve_rank(function: Callable[..., Any], rank: int, size: int, port: int, environ: dict[str, str], answer: Any) -> None:
+    faulthandler.dump_traceback_later(40.0)  # what hangs is seen in the output of the test
     os.environ.update(NCCL_SETTINGS | environ)
     device = torch.device("cuda", 0 if environ else rank)
     torch.cuda.set_device(device)
@@ -143,17 +156,18 @@ def test_two_workers_on_one_gpu_exchange_through_the_cpu() -> None:
     assert run_in_processes(exchange_on_gpu, 2, {"LOCKSTEP_DEVICE": "cuda:0"}) == [1.0, 0.0]
 
 
-@two_gpus
-def test_two_gpus_send_and_receive_16_mb_at_once() -> None:
-    assert run_in_processes(exchange_on_gpu, 2, {}) == [1.0, 0.0]
+def test_two_ranks_send_and_receive_16_mb_at_once_through_nccl(pair: dict[str, str]) -> None:
+    assert run_in_processes(exchange_on_gpu, 2, pair) == [1.0, 0.0]
 
 
 def leave_a_hanging_collective(rank: int, device: torch.device) -> float:
     """Rank 1 takes no part in an all-reduce. Return how long rank 0 is blocked after the abort."""
     subgroup = new_subgroup([0, 1])
+    tensor = torch.ones(1_000_000, device=device)
+    dist.all_reduce(tensor, group=subgroup)  # NCCL connects in its first collective, on the CPU
+    torch.cuda.synchronize()
     if rank:
         time.sleep(1000)
-    tensor = torch.ones(1_000_000, device=device)
     dist.all_reduce(tensor, group=subgroup, async_op=True).wait()
     time.sleep(1.0)
     start_s = time.monotonic()
@@ -174,7 +188,6 @@ def leave_a_hanging_collective(rank: int, device: torch.device) -> float:
     return blocked_s
 
 
-@two_gpus
-def test_an_abort_wakes_a_collective_and_the_next_group_forms() -> None:
-    blocked_s, absent = run_in_processes(leave_a_hanging_collective, 2, {}, seconds=60.0)
+def test_an_abort_wakes_a_collective_and_the_next_group_forms(pair: dict[str, str]) -> None:
+    blocked_s, absent = run_in_processes(leave_a_hanging_collective, 2, pair, seconds=60.0)
     assert absent is None and blocked_s < 10.0

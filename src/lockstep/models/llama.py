@@ -18,7 +18,7 @@ from __future__ import annotations
 import hashlib
 import math
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +27,9 @@ from torch import Tensor, nn
 from lockstep.models.build import materialize
 from lockstep.models.llama_config import LlamaConfig
 from lockstep.models.loss import output_cross_entropy
+
+# torch 2.11 groups heads without being asked, and has no such argument.
+GROUPED: dict[str, Any] = {} if torch.__version__.startswith("2.11.") else {"enable_gqa": True}
 
 IGNORE_INDEX = -100  # label without a loss, as in torch.nn.functional.cross_entropy
 
@@ -123,7 +126,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | DocumentEnd
 
     rows, length, ends = len(query), mask.length, mask.ends
     query, key, value = (heads.to(mask.dtype).transpose(1, 2).flatten(0, 1) for heads in (query, key, value))  # (B * T, H or G, E)
-    attended = varlen.varlen_attn(query, key, value, ends, ends, length, length, window_size=(-1, 0), enable_gqa=True)
+    attended = varlen.varlen_attn(query, key, value, ends, ends, length, length, window_size=(-1, 0), **GROUPED)
     return cast(Tensor, cast(Tensor, attended).unflatten(0, (rows, length)).transpose(1, 2))
 
 

@@ -200,6 +200,14 @@ def parallelize(  # 11 parameters: a model, its place in the layout, and three o
     return local
 
 
+def recurrent_layers_on_gpu(model: nn.Module, device_type: str) -> list[str]:
+    """Return the names of layers whose bits in shards are others than in whole replicas: a GRU on an
+    H200 with torch 2.11 and cuDNN 9, measured with examples/gallery/lines_of_text.py."""
+    if device_type != "cuda":
+        return []
+    return [name for name, module in model.named_modules() if isinstance(module, nn.RNNBase)]
+
+
 def shard_units(model: nn.Module, names: Sequence[str], mesh: DeviceMesh, reshard_after_forward: bool) -> list[FSDPModule]:
     """Wrap the units and the model. UsageError, with names, for parameters that FSDP cannot slice."""
     where, parameters = f"{type(model).__name__}, in shards", dict(model.named_parameters())
@@ -212,6 +220,9 @@ def shard_units(model: nn.Module, names: Sequence[str], mesh: DeviceMesh, reshar
     if strided := [name for name, p in parameters.items() if not p.is_contiguous()]:
         what = f"parameters that are not contiguous cannot be sharded: {join_names(strided)}"
         raise UsageError(what, where, "call .contiguous() on them")
+    if recurrent := recurrent_layers_on_gpu(model, mesh.device_type):
+        what = f"recurrent layers on a GPU cannot be sharded: {join_names(recurrent)}"
+        raise UsageError(what, where, "train with whole replicas: in shards cuDNN gives them other bits")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # FSDP's, about CPUs
         units = [fully_shard(model.get_submodule(name), mesh=mesh, reshard_after_forward=reshard_after_forward) for name in names]

@@ -25,7 +25,7 @@ def one_document_at_a_time(
     query: Tensor, key: Tensor, value: Tensor, ends: Tensor, key_ends: Tensor, max_q: int, max_k: int, **options: Any
 ) -> Tensor:
     """Reference for varlen_attn: (positions, heads, E)."""
-    assert options == {"window_size": (-1, 0), "enable_gqa": True} and ends is key_ends and max_q == max_k
+    assert options == {"window_size": (-1, 0), **llama.GROUPED} and ends is key_ends and max_q == max_k
     spans = [slice(start, end) for start, end in zip(ends.tolist(), ends.tolist()[1:], strict=False)]
     parts = [[tensor[span].transpose(0, 1) for tensor in (query, key, value)] for span in spans]
     return torch.cat([F.scaled_dot_product_attention(*part, is_causal=True, enable_gqa=True).transpose(0, 1) for part in parts])

@@ -14,8 +14,9 @@ from lockstep.layout import Layout
 from lockstep.models.transformers_model import TransformersConfig
 from lockstep.parallel.grad_norm import StepGradient, commit_gradient
 from lockstep.parallel.own_model import refuse_unshardable, shard_module
-from lockstep.parallel.parallelize import parallelize
+from lockstep.parallel.parallelize import parallelize, shard_units
 from lockstep.parallel.plans import Patterns, find_units
+from lockstep.runtime.torch_private import mesh_without_backend
 from lockstep.training.sharding import choose_replica_layout, refuse_incomplete_replicas
 
 
@@ -105,6 +106,13 @@ def with_compiled_stages() -> nn.Module:
 def test_parameters_that_cannot_be_sharded_are_refused(make: Callable[[], nn.Module], message: str) -> None:
     with pytest.raises(UsageError, match=message.replace("(", r"\(")):
         shard_module(make(), Layout(1, 2), Layout(1, 2).coordinates(0), torch.device("cpu"))
+
+
+def test_recurrent_layers_are_refused_in_shards_on_a_gpu_only() -> None:
+    layout, model = Layout(1, 2), nn.Sequential(nn.Embedding(4, 8), nn.LSTM(8, 8))
+    with pytest.raises(UsageError, match="recurrent layers on a GPU cannot be sharded: 1\n"):
+        shard_units(model, [], mesh_without_backend("cuda", 0, 2, "gpu"), True)
+    shard_module(model, layout, layout.coordinates(0), torch.device("cpu"))
 
 
 def test_compiled_units_can_be_sharded() -> None:
