@@ -21,8 +21,14 @@ def machine(precision: str, load_before: tuple[float, float, float]) -> str:
     """Describe the machine, the packages and the load."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
-    field = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-    matrix_units = [flag for flag in field.get("flags", "").split() if flag.startswith(("amx", "avx512_bf16", "avx512f", "avx2"))]
+    field = {
+        name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)
+    }
+    matrix_units = [
+        flag
+        for flag in field.get("flags", "").split()
+        if flag.startswith(("amx", "avx512_bf16", "avx512f", "avx2"))
+    ]
 
     def installed(name: str) -> str:
         try:

@@ -45,7 +45,9 @@ def steps_of(houses: Sequence[House], accumulate: bool) -> list[Sequence[House]]
     return [houses] if accumulate else [[house] for house in houses]
 
 
-def by_hand(houses: Sequence[House] = HOUSES, *, accumulate: bool, reduce: Reduce = "sum") -> list[Step]:
+def by_hand(
+    houses: Sequence[House] = HOUSES, *, accumulate: bool, reduce: Reduce = "sum"
+) -> list[Step]:
     """Compute the steps with the derivative of (y - price)^2: 2 (y - price) times x1, x2 and 1."""
     w1, w2, b = START
     done = []
@@ -63,7 +65,9 @@ def by_hand(houses: Sequence[House] = HOUSES, *, accumulate: bool, reduce: Reduc
     return done
 
 
-def by_autograd(houses: Sequence[House] = HOUSES, *, accumulate: bool, reduce: Reduce = "sum") -> list[Step]:
+def by_autograd(
+    houses: Sequence[House] = HOUSES, *, accumulate: bool, reduce: Reduce = "sum"
+) -> list[Step]:
     """Compute the steps as a PyTorch loop: backward() adds to .grad until zero_grad()."""
     weights = torch.tensor(START, dtype=torch.float64, requires_grad=True)
     optimizer = torch.optim.SGD([weights], lr=LEARNING_RATE)
@@ -74,7 +78,9 @@ def by_autograd(houses: Sequence[House] = HOUSES, *, accumulate: bool, reduce: R
             y = weights @ torch.tensor([house.x1, house.x2, 1.0], dtype=torch.float64)
             loss = (y - house.price) ** 2
             if reduce == "mean":
-                loss = loss / len(batch)  # by the size of the whole step, which must be known before its first micro-batch
+                loss = loss / len(
+                    batch
+                )  # by the size of the whole step, which must be known before its first micro-batch
             loss.backward()
         assert weights.grad is not None
         gradient = weights.grad.tolist()
@@ -85,7 +91,10 @@ def by_autograd(houses: Sequence[House] = HOUSES, *, accumulate: bool, reduce: R
 
 def table(title: str, hand: Sequence[Step], autograd: Sequence[Step]) -> str:
     """Format both computations, line by line, with their largest difference."""
-    lines = [title, f"  {'step':>4}  {'':8}{'d/dw1':>13}{'d/dw2':>13}{'d/db':>13}    {'w1':>10}{'w2':>11}{'b':>11}"]
+    lines = [
+        title,
+        f"  {'step':>4}  {'':8}{'d/dw1':>13}{'d/dw2':>13}{'d/db':>13}    {'w1':>10}{'w2':>11}{'b':>11}",
+    ]
     for number, ways in enumerate(zip(hand, autograd, strict=True), 1):
         for name, step in zip(("by hand", "autograd"), ways, strict=True):
             gradient = "".join(f"{value:13.6f}" for value in step.gradient)
@@ -94,7 +103,9 @@ def table(title: str, hand: Sequence[Step], autograd: Sequence[Step]) -> str:
     differences = (
         abs(first - second)
         for left, right in zip(hand, autograd, strict=True)
-        for first, second in zip(left.gradient + left.weights, right.gradient + right.weights, strict=True)
+        for first, second in zip(
+            left.gradient + left.weights, right.gradient + right.weights, strict=True
+        )
     )
     return "\n".join([*lines, f"  largest difference {max(differences):.0e}"])
 
@@ -106,7 +117,9 @@ def main() -> None:
         ("With accumulation, averaged: one step for both houses", True, "mean"),
     ]
     for title, accumulate, reduce in cases:
-        hand, autograd = (way(accumulate=accumulate, reduce=reduce) for way in (by_hand, by_autograd))
+        hand, autograd = (
+            way(accumulate=accumulate, reduce=reduce) for way in (by_hand, by_autograd)
+        )
         print(table(title, hand, autograd), end="\n\n")
 
 

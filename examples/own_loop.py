@@ -23,7 +23,11 @@ class Houses(Dataset[tuple[torch.Tensor, torch.Tensor]]):
     def __init__(self, count: int = 2000) -> None:
         noise = torch.Generator().manual_seed(7)
         self.sizes = torch.rand(count, 2, generator=noise) * 6
-        self.prices = self.sizes @ torch.tensor([0.773, 0.321]) + 0.067 + 0.01 * torch.randn(count, generator=noise)
+        self.prices = (
+            self.sizes @ torch.tensor([0.773, 0.321])
+            + 0.067
+            + 0.01 * torch.randn(count, generator=noise)
+        )
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -34,7 +38,9 @@ class Houses(Dataset[tuple[torch.Tensor, torch.Tensor]]):
 
 def make_model() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(2, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 1), nn.Flatten(0))
+    return nn.Sequential(
+        nn.Linear(2, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 1), nn.Flatten(0)
+    )
 
 
 def plain(steps: int = 200) -> None:

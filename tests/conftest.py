@@ -11,13 +11,19 @@ from tempfile import TemporaryDirectory
 import pytest
 from hypothesis import settings
 
-os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_EVALUATE_OFFLINE": "1"}  # else lm-eval retries for half a minute
+os.environ |= {
+    "HF_HUB_OFFLINE": "1",
+    "HF_DATASETS_OFFLINE": "1",
+    "HF_EVALUATE_OFFLINE": "1",
+}  # else lm-eval retries for half a minute
 settings.register_profile("lockstep", deadline=None)  # a shared machine pauses a test for seconds
 settings.load_profile("lockstep")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "long: a chaos test that runs only with LOCKSTEP_CHAOS=1 (make test-chaos)")
+    config.addinivalue_line(
+        "markers", "long: a chaos test that runs only with LOCKSTEP_CHAOS=1 (make test-chaos)"
+    )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

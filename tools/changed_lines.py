@@ -23,31 +23,59 @@ PAIRS = {"tutorial": "PyTorch's DDP tutorial", "mingpt": "minGPT-ddp", "nanogpt"
 
 def code_lines(path: Path) -> list[str]:
     source = path.read_text()
-    documented = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)]
+    documented = [
+        node
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
+    ]
     first_statements = [node.body[0] for node in documented if ast.get_docstring(node) is not None]
-    docstrings = {line for first in first_statements for line in range(first.lineno, (first.end_lineno or first.lineno) + 1)}
+    docstrings = {
+        line
+        for first in first_statements
+        for line in range(first.lineno, (first.end_lineno or first.lineno) + 1)
+    }
     numbered = enumerate(source.splitlines(), 1)
-    return [line for number, line in numbered if line.strip() and not line.lstrip().startswith("#") and number not in docstrings]
+    return [
+        line
+        for number, line in numbered
+        if line.strip() and not line.lstrip().startswith("#") and number not in docstrings
+    ]
 
 
 def changed(before: str, after: str) -> tuple[int, int]:
     """Return how many lines are (added, removed) between two scripts."""
-    signs = [line[0] for line in difflib.ndiff(code_lines(FOLDER / before), code_lines(FOLDER / after))]
+    signs = [
+        line[0] for line in difflib.ndiff(code_lines(FOLDER / before), code_lines(FOLDER / after))
+    ]
     return signs.count("+"), signs.count("-")
 
 
 def table() -> str:
-    rows = ["| script | lines | from one process | from torchrun and DDP |", "| --- | --- | --- | --- |"]
+    rows = [
+        "| script | lines | from one process | from torchrun and DDP |",
+        "| --- | --- | --- | --- |",
+    ]
     for name, label in SCRIPTS.items():
-        counts = ["+{} -{}".format(*changed(before, name)) if before != name else "" for before in ("one_process.py", "ddp.py")]
-        rows.append(f"| {label}, `{name}` | {len(code_lines(FOLDER / name))} | {counts[0]} | {counts[1]} |")
+        counts = [
+            "+{} -{}".format(*changed(before, name)) if before != name else ""
+            for before in ("one_process.py", "ddp.py")
+        ]
+        rows.append(
+            f"| {label}, `{name}` | {len(code_lines(FOLDER / name))} | {counts[0]} | {counts[1]} |"
+        )
     return "\n".join(rows)
 
 
 def pair_table() -> str:
-    rows = ["| in the style of | lines with Accelerate | lines with Lockstep |", "| --- | --- | --- |"]
+    rows = [
+        "| in the style of | lines with Accelerate | lines with Lockstep |",
+        "| --- | --- | --- |",
+    ]
     for name, label in PAIRS.items():
-        counts = [len(code_lines(FOLDER / f"{name}_{library}.py")) for library in ("accelerate", "session")]
+        counts = [
+            len(code_lines(FOLDER / f"{name}_{library}.py"))
+            for library in ("accelerate", "session")
+        ]
         rows.append(f"| {label}, `{name}_*.py` | {counts[0]} | {counts[1]} |")
     return "\n".join(rows)
 

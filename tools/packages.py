@@ -41,7 +41,9 @@ LAYERS = (
 )
 LEVEL = {package: level for level, layer in enumerate(LAYERS) for package in layer}
 
-Imports = dict[tuple[str, str], list[str]]  # (importing, imported package): "module -> module" of each
+Imports = dict[
+    tuple[str, str], list[str]
+]  # (importing, imported package): "module -> module" of each
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -63,7 +65,11 @@ def modules(top: Path) -> dict[str, Path]:
     Without the root `__init__.py`: it imports modules of all layers, each on first use.
     """
     paths = {path.relative_to(top).with_suffix(""): path for path in sorted(top.rglob("*.py"))}
-    return {".".join(part for part in name.parts if part != "__init__"): path for name, path in paths.items() if str(name) != "__init__"}
+    return {
+        ".".join(part for part in name.parts if part != "__init__"): path
+        for name, path in paths.items()
+        if str(name) != "__init__"
+    }
 
 
 def package_imports(trees: dict[str, ast.Module]) -> Imports:
@@ -96,13 +102,18 @@ def imported_modules(node: ast.AST, known: dict[str, ast.Module]) -> set[str]:
 def find_problems(trees: dict[str, ast.Module], imports: Imports) -> list[str]:
     """Return one line for each package without a layer, upward import, and cycle within a layer."""
     unknown = {name.partition(".")[0] for name in trees} - set(LEVEL)
-    problems = [f"package {package} has no layer: add it to LAYERS and to docs/architecture.md" for package in sorted(unknown)]
+    problems = [
+        f"package {package} has no layer: add it to LAYERS and to docs/architecture.md"
+        for package in sorted(unknown)
+    ]
     for (source, target), statements in sorted(imports.items()):
         if LEVEL.get(target, 0) > LEVEL.get(source, len(LAYERS)):
             problems += [f"upward import: {statement}" for statement in statements]
     for layer in LAYERS:
         left = set(layer)
-        while leaves := {package for package in left if not any((package, other) in imports for other in left)}:
+        while leaves := {
+            package for package in left if not any((package, other) in imports for other in left)
+        }:
             left -= leaves
         if left:
             problems.append(f"import cycle among {', '.join(sorted(left))}")
@@ -111,10 +122,15 @@ def find_problems(trees: dict[str, ast.Module], imports: Imports) -> list[str]:
 
 def graph_lines(trees: dict[str, ast.Module], imports: Imports) -> list[str]:
     files = Counter(name.partition(".")[0] for name in trees)
-    lines = [f"{len(imports)} package arrows, {sum(map(len, imports.values()))} imports; lowest layer first"]
+    lines = [
+        f"{len(imports)} package arrows, {sum(map(len, imports.values()))} imports; lowest layer first"
+    ]
     for level, layer in enumerate(LAYERS):
         for package in (package for package in layer if files[package]):
-            targets = sorted((target for source, target in imports if source == package), key=lambda target: LEVEL.get(target, 0))
+            targets = sorted(
+                (target for source, target in imports if source == package),
+                key=lambda target: LEVEL.get(target, 0),
+            )
             arrows = ", ".join(f"{target} {len(imports[package, target])}" for target in targets)
             count = f"{files[package]:3} file" + "s" * (files[package] > 1)
             lines.append(f"{level:2}  {package:13}{count}" + f"  -> {arrows}" * bool(arrows))
@@ -123,7 +139,9 @@ def graph_lines(trees: dict[str, ast.Module], imports: Imports) -> list[str]:
 
 def sizes(paths: list[Path], trees: list[ast.Module]) -> str:
     lines = {path: path.read_text().count("\n") for path in paths}
-    functions = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    functions = [
+        node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)
+    ]
     repeated = repeated_class_names(trees)
     longest = max(lines, key=lambda path: lines[path])
     return (
@@ -135,7 +153,9 @@ def sizes(paths: list[Path], trees: list[ast.Module]) -> str:
 
 
 def repeated_class_names(trees: Iterable[ast.Module]) -> list[str]:
-    counts = Counter(node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+    counts = Counter(
+        node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)
+    )
     return sorted(name for name, count in counts.items() if count > 1)
 
 

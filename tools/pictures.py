@@ -43,19 +43,34 @@ class Picture:
     def text(self, x: float, y: float, text: str, kind: str = "") -> None:
         self.parts.append(f'<text x="{x:g}" y="{y:g}" class="{kind}">{escape(text)}</text>')
 
-    def box(self, x: float, y: float, width: float, height: float, kind: str, hint: str = "") -> None:
+    def box(
+        self, x: float, y: float, width: float, height: float, kind: str, hint: str = ""
+    ) -> None:
         title = f"<title>{escape(hint)}</title>" if hint else ""
-        self.parts.append(f'<rect x="{x:.1f}" y="{y:g}" width="{max(width, 0.5):.1f}" height="{height:g}" class="{kind}">{title}</rect>')
+        self.parts.append(
+            f'<rect x="{x:.1f}" y="{y:g}" width="{max(width, 0.5):.1f}" height="{height:g}" class="{kind}">{title}</rect>'
+        )
 
     def line(self, x1: float, y1: float, x2: float, y2: float, kind: str = "") -> None:
         self.parts.append(f'<line x1="{x1:g}" y1="{y1:g}" x2="{x2:g}" y2="{y2:g}" class="{kind}"/>')
 
     def curve(self, points: Iterable[tuple[float, float]], kind: str) -> None:
-        self.parts.append(f'<polyline class="{kind}" points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in points)}"/>')
+        self.parts.append(
+            f'<polyline class="{kind}" points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in points)}"/>'
+        )
 
     def svg(self, title: str) -> str:
         head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width} {self.height}" width="{self.width}">'
-        return "\n".join([head, f"<title>{escape(title)}</title>", f"<style>{STYLE}</style>", *self.parts, "</svg>", ""])
+        return "\n".join(
+            [
+                head,
+                f"<title>{escape(title)}</title>",
+                f"<style>{STYLE}</style>",
+                *self.parts,
+                "</svg>",
+                "",
+            ]
+        )
 
 
 @dataclass(frozen=True)
@@ -66,10 +81,20 @@ class Span:
     label: str = ""
 
 
-LEGEND = (("compute", "compute"), ("send", "communication"), ("update", "update"), ("wait", "compiler"))
+LEGEND = (
+    ("compute", "compute"),
+    ("send", "communication"),
+    ("update", "update"),
+    ("wait", "compiler"),
+)
 
 
-def draw_lanes(title: str, lanes: Sequence[tuple[str, Sequence[Span]]], notes: Sequence[str] = (), unit: str = "") -> str:
+def draw_lanes(
+    title: str,
+    lanes: Sequence[tuple[str, Sequence[Span]]],
+    notes: Sequence[str] = (),
+    unit: str = "",
+) -> str:
     """Return a time line: one lane for each name, time from left to right; with `unit`, an axis."""
     left, width, row = 130, 720, 34
     spans = [span for _, lane in lanes for span in lane]
@@ -83,7 +108,14 @@ def draw_lanes(title: str, lanes: Sequence[tuple[str, Sequence[Span]]], notes: S
         picture.text(left - 8, y + 17, name, "e")
         for span in lane:
             x, size = left + (span.start - begin) * scale, (span.end - span.start) * scale
-            picture.box(x, y, size, row - 10, span.kind, f"{span.label} {span.end - span.start:.3g} {unit}".strip())
+            picture.box(
+                x,
+                y,
+                size,
+                row - 10,
+                span.kind,
+                f"{span.label} {span.end - span.start:.3g} {unit}".strip(),
+            )
             if span.label and len(span.label) * 6.5 < size:
                 picture.text(x + size / 2, y + 16, span.label, "small m")
     if unit:
@@ -93,7 +125,9 @@ def draw_lanes(title: str, lanes: Sequence[tuple[str, Sequence[Span]]], notes: S
             picture.line(x, 30, x, bottom, "axis")
             picture.text(x, bottom + 14, f"{tick * step:g} {unit}", "small m")
         bottom += 18
-    for number, (kind, name) in enumerate(entry for entry in LEGEND if any(span.kind == entry[0] for span in spans)):
+    for number, (kind, name) in enumerate(
+        entry for entry in LEGEND if any(span.kind == entry[0] for span in spans)
+    ):
         picture.box(left + 140 * number, bottom + 6, 14, 12, kind)
         picture.text(left + 140 * number + 20, bottom + 16, name, "small")
     for number, note in enumerate(notes):
@@ -103,11 +137,17 @@ def draw_lanes(title: str, lanes: Sequence[tuple[str, Sequence[Span]]], notes: S
 
 def nice_step(rough: float) -> float:
     """Return 1, 2 or 5 times a power of ten, at least `rough`."""
-    power = 10.0 ** (len(str(int(rough))) - 1) if rough >= 1 else 10.0 ** -next(n for n in range(1, 12) if rough * 10**n >= 1)
+    power = (
+        10.0 ** (len(str(int(rough))) - 1)
+        if rough >= 1
+        else 10.0 ** -next(n for n in range(1, 12) if rough * 10**n >= 1)
+    )
     return next(step * power for step in (1, 2, 5, 10) if step * power >= rough)
 
 
-def draw_curves(title: str, axes: tuple[str, str], curves: Sequence[tuple[str, Sequence[tuple[float, float]]]]) -> str:
+def draw_curves(
+    title: str, axes: tuple[str, str], curves: Sequence[tuple[str, Sequence[tuple[float, float]]]]
+) -> str:
     """Return a plot of at most two curves, from zero; axes: names of x and y."""
     width, height, left, bottom = 720, 320, 60, 270
     largest_x = max(x for _, points in curves for x, _ in points)
@@ -129,7 +169,13 @@ def draw_curves(title: str, axes: tuple[str, str], curves: Sequence[tuple[str, S
     picture.text(12, 38, axes[1], "small")
     for number, (name, points) in enumerate(curves, 1):
         picture.curve((at(x, y) for x, y in points), f"curve{number}")
-        picture.line(left + 200 * (number - 1), bottom + 30, left + 200 * (number - 1) + 20, bottom + 30, f"curve{number}")
+        picture.line(
+            left + 200 * (number - 1),
+            bottom + 30,
+            left + 200 * (number - 1) + 20,
+            bottom + 30,
+            f"curve{number}",
+        )
         picture.text(left + 200 * (number - 1) + 26, bottom + 34, name, "small")
     return picture.svg(title)
 
@@ -163,10 +209,16 @@ def house_graph() -> str:
 
 
 def data_parallel() -> str:
-    step = [Span(0, 1, "send", "broadcast"), Span(1.1, 2.6, "compute", "forward"), Span(2.6, 5, "compute", "backward")]
+    step = [
+        Span(0, 1, "send", "broadcast"),
+        Span(1.1, 2.6, "compute", "forward"),
+        Span(2.6, 5, "compute", "backward"),
+    ]
     step += [Span(5.1, 6.6, "send", "all-reduce"), Span(6.7, 7.6, "update", "update")]
     note = "The gradients differ before the all-reduce, and are equal after it. So are the weights."
-    return draw_lanes("one step on two ranks", [("rank 0, house A", step), ("rank 1, house B", step)], [note])
+    return draw_lanes(
+        "one step on two ranks", [("rank 0, house A", step), ("rank 1, house B", step)], [note]
+    )
 
 
 def no_sync() -> str:
@@ -189,7 +241,10 @@ def layouts() -> str:
         "replicate 4": lambda worker: [*whole],
         "shard 4": lambda worker: [(worker / 4, 1 / 4)] * layers,
         "replicate 2, shard 2": lambda worker: [(worker % 2 / 2, 1 / 2)] * layers,
-        "tensor 2, pipeline 2": lambda worker: [(worker % 2 / 2, 1 / 2) if layer // 2 == worker // 2 else None for layer in range(layers)],
+        "tensor 2, pipeline 2": lambda worker: [
+            (worker % 2 / 2, 1 / 2) if layer // 2 == worker // 2 else None
+            for layer in range(layers)
+        ],
     }
     picture.text(12, 20, "what each of four workers keeps of a model with four layers")
     for number, (name, parts_of) in enumerate(held.items()):
@@ -213,11 +268,22 @@ def diloco() -> str:
     for rank in range(2):
         plain: list[Span] = []
         for step in range(6):
-            plain += [Span(step * 2, step * 2 + 1, "compute"), Span(step * 2 + 1, step * 2 + 2, "send")]
+            plain += [
+                Span(step * 2, step * 2 + 1, "compute"),
+                Span(step * 2 + 1, step * 2 + 2, "send"),
+            ]
         lanes.append((f"plain, rank {rank}", plain))
     for rank in range(2):
-        apart = [Span(step + step // 3 * 1.0, step + 1 + step // 3 * 1.0, "compute", str(step)) for step in range(6)]
-        lanes.append((f"DiLoCo, rank {rank}", [*apart, Span(3, 4, "send", "outer"), Span(7, 8, "send", "outer")]))
+        apart = [
+            Span(step + step // 3 * 1.0, step + 1 + step // 3 * 1.0, "compute", str(step))
+            for step in range(6)
+        ]
+        lanes.append(
+            (
+                f"DiLoCo, rank {rank}",
+                [*apart, Span(3, 4, "send", "outer"), Span(7, 8, "send", "outer")],
+            )
+        )
     note = "DiLoCo sends one difference of weights every H steps; plain training one gradient in every step."
     return draw_lanes("six steps on two ranks, H = 3", lanes, [note])
 
@@ -225,10 +291,19 @@ def diloco() -> str:
 def compiled() -> str:
     """Draw four operations of two steps: one kernel each, or one kernel for all after a compilation."""
     names = ("norm", "matmul", "add", "gelu")
-    eager = [Span(1.6 * n + 7.2 * step, 1.6 * n + 1 + 7.2 * step, "compute", name) for step in range(2) for n, name in enumerate(names)]
-    fused = [Span(0, 4.4, "wait", "compile"), *(Span(4.6 + 3 * step, 7.2 + 3 * step, "compute", "all four") for step in range(3))]
+    eager = [
+        Span(1.6 * n + 7.2 * step, 1.6 * n + 1 + 7.2 * step, "compute", name)
+        for step in range(2)
+        for n, name in enumerate(names)
+    ]
+    fused = [
+        Span(0, 4.4, "wait", "compile"),
+        *(Span(4.6 + 3 * step, 7.2 + 3 * step, "compute", "all four") for step in range(3)),
+    ]
     note = "Eager: each operation reads and writes memory, with Python in between. Compiled: once for all steps of this shape."
-    return draw_lanes("a layer, eager and compiled (a sketch)", [("eager", eager), ("compiled", fused)], [note])
+    return draw_lanes(
+        "a layer, eager and compiled (a sketch)", [("eager", eager), ("compiled", fused)], [note]
+    )
 
 
 DIAGRAMS = {
@@ -245,12 +320,20 @@ DIAGRAMS = {
 COMMUNICATION = re.compile(r"gloo:|c10d::|nccl:")
 OPTIMIZER = "Optimizer.step"
 BACKWARD = "autograd::engine::evaluate_function"
-SHARED = "--llama.size 5M --steps 6 --profile steps=4..5 --checkpoint.every_steps 0 --evaluate.at_end 0"
+SHARED = (
+    "--llama.size 5M --steps 6 --profile steps=4..5 --checkpoint.every_steps 0 --evaluate.at_end 0"
+)
 
 
-def run(command: str, folder: Path, enter: Sequence[str] = (), **environ: str) -> subprocess.Popen[bytes]:
+def run(
+    command: str, folder: Path, enter: Sequence[str] = (), **environ: str
+) -> subprocess.Popen[bytes]:
     words = [*enter, sys.executable, "-m", "lockstep", *shlex.split(command)]
-    return subprocess.Popen(words, cwd=folder, env=os.environ | {"OMP_NUM_THREADS": "1", "LOCKSTEP_TMP": str(folder)} | environ)
+    return subprocess.Popen(
+        words,
+        cwd=folder,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "LOCKSTEP_TMP": str(folder)} | environ,
+    )
 
 
 def run_on_two_hosts(command: str, folder: Path, rate: str) -> None:
@@ -268,7 +351,10 @@ def run_on_two_hosts(command: str, folder: Path, rate: str) -> None:
             "MASTER_ADDR": network.hosts[0].address,
             "MASTER_PORT": "29500",
         }
-        workers = [run(command, folder, host.enter, RANK=str(rank), **environ) for rank, host in enumerate(network.hosts)]
+        workers = [
+            run(command, folder, host.enter, RANK=str(rank), **environ)
+            for rank, host in enumerate(network.hosts)
+        ]
         if any(worker.wait(600) for worker in workers):
             raise SystemExit(f"failed: {command}")
 
@@ -278,22 +364,43 @@ def read_step(path: Path) -> dict[str, list[Span]]:
     A step is the time between the ends of two updates."""
     with gzip.open(path) as file:
         events = [event for event in json.load(file)["traceEvents"] if event.get("ph") == "X"]
-    timed = [(str(event["name"]), event["ts"] / 1000, (event["ts"] + event["dur"]) / 1000) for event in events]
+    timed = [
+        (str(event["name"]), event["ts"] / 1000, (event["ts"] + event["dur"]) / 1000)
+        for event in events
+    ]
     first, last = sorted(end for name, _, end in timed if name.startswith(OPTIMIZER))[-2:]
-    lanes: dict[str, list[tuple[float, float]]] = {"forward, rest": [], "backward": [], "communication": [], "update": []}
+    lanes: dict[str, list[tuple[float, float]]] = {
+        "forward, rest": [],
+        "backward": [],
+        "communication": [],
+        "update": [],
+    }
     for name, start, end in timed:
         if not first <= start < end <= last:
             continue
         if COMMUNICATION.match(name):
             lanes["communication"].append((start - first, end - first))
         elif name.startswith((OPTIMIZER, BACKWARD)):
-            lanes["update" if name.startswith(OPTIMIZER) else "backward"].append((start - first, end - first))
+            lanes["update" if name.startswith(OPTIMIZER) else "backward"].append(
+                (start - first, end - first)
+            )
         elif name.startswith("aten::"):
             lanes["forward, rest"].append((start - first, end - first))
     for lane in ("backward", "update"):
-        lanes["forward, rest"] = [(a, b) for a, b in lanes["forward, rest"] if not any(start <= a < end for start, end in lanes[lane])]
-    kinds = {"forward, rest": "compute", "backward": "compute", "communication": "send", "update": "update"}
-    return {name: [Span(a, b, kinds[name]) for a, b in merged(spans)] for name, spans in lanes.items()}
+        lanes["forward, rest"] = [
+            (a, b)
+            for a, b in lanes["forward, rest"]
+            if not any(start <= a < end for start, end in lanes[lane])
+        ]
+    kinds = {
+        "forward, rest": "compute",
+        "backward": "compute",
+        "communication": "send",
+        "update": "update",
+    }
+    return {
+        name: [Span(a, b, kinds[name]) for a, b in merged(spans)] for name, spans in lanes.items()
+    }
 
 
 def merged(spans: Iterable[tuple[float, float]], gap: float = 0.4) -> list[tuple[float, float]]:
@@ -308,7 +415,9 @@ def merged(spans: Iterable[tuple[float, float]], gap: float = 0.4) -> list[tuple
 
 
 def trace_of(words: str, folder: Path, rate: str) -> dict[str, list[Span]]:
-    run_on_two_hosts(f"train {TOP}/recipes/llama-pretrain.toml {SHARED} {words} --out {folder}/run", folder, rate)
+    run_on_two_hosts(
+        f"train {TOP}/recipes/llama-pretrain.toml {SHARED} {words} --out {folder}/run", folder, rate
+    )
     lanes = read_step(folder / "run" / "profile" / "rank-0.trace.json.gz")
     shutil.rmtree(folder / "run")
     return lanes
@@ -316,7 +425,9 @@ def trace_of(words: str, folder: Path, rate: str) -> dict[str, list[Span]]:
 
 def overlap(folder: Path) -> str:
     lanes = trace_of("--parallel.bucket_bytes '2 MB' --batch.micro_batches 2", folder, "1gbit")
-    return draw_lanes("one step of rank 0, buckets of 2 MB over 1 Gbit/s", list(lanes.items()), unit="ms")
+    return draw_lanes(
+        "one step of rank 0, buckets of 2 MB over 1 Gbit/s", list(lanes.items()), unit="ms"
+    )
 
 
 def rate_limiter(folder: Path) -> str:
@@ -327,13 +438,17 @@ def rate_limiter(folder: Path) -> str:
             (f"{units}: compute", [*step["forward, rest"], *step["backward"], *step["update"]]),
             (f"{units}: network", step["communication"]),
         ]
-    return draw_lanes("one step of rank 0 in two shards over 1 Gbit/s, by fsdp.prefetch_units", lanes, unit="ms")
+    return draw_lanes(
+        "one step of rank 0 in two shards over 1 Gbit/s, by fsdp.prefetch_units", lanes, unit="ms"
+    )
 
 
 def metrics(folder: Path, command: str) -> list[dict[str, float]]:
     if run(f"{command} --out {folder}/run", folder).wait(900):
         raise SystemExit(f"failed: {command}")
-    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     shutil.rmtree(folder / "run")
     return lines
 
@@ -341,7 +456,9 @@ def metrics(folder: Path, command: str) -> list[dict[str, float]]:
 def fine_tuning(folder: Path) -> str:
     lines = metrics(folder, f"train {TOP}/recipes/llama-sft.toml --workers 2 --evaluate.at_end 0")
     return draw_curves(
-        "recipes/llama-sft.toml", ("step", "loss per token of the answers"), [("loss", [(line["step"], line["loss"]) for line in lines])]
+        "recipes/llama-sft.toml",
+        ("step", "loss per token of the answers"),
+        [("loss", [(line["step"], line["loss"]) for line in lines])],
     )
 
 

@@ -55,7 +55,10 @@ PATTERNS = {
     r"|\b\w*(?:colour|behaviour|neighbour|favour|honour)\w*\b|\bcentre\b|\bcancelled\b|\blearnt\b|\bwhilst\b|\blicences?\b|\b(?:label|model|travel|signal)l(?:ed|ing)\b"
     r"|\b(?:analys(?:e|es|ed|ing)|artefacts?|per cent|grey)\b",
 }
-COMPILED = {name: re.compile(pattern, re.IGNORECASE if name == "vague actor" else 0) for name, pattern in PATTERNS.items()}
+COMPILED = {
+    name: re.compile(pattern, re.IGNORECASE if name == "vague actor" else 0)
+    for name, pattern in PATTERNS.items()
+}
 
 # Legitimate uses: removed before the patterns are tried.
 ALLOWED = [
@@ -75,7 +78,11 @@ def find(text: str) -> list[str]:
 def main(arguments: list[str]) -> int:
     quiet, arguments = "-q" in arguments, [argument for argument in arguments if argument != "-q"]
     requested = [Path(argument).resolve() for argument in arguments]
-    paths = [file for path in requested for file in (sorted(path.rglob("*")) if path.is_dir() else [path])] or tracked_files()
+    paths = [
+        file
+        for path in requested
+        for file in (sorted(path.rglob("*")) if path.is_dir() else [path])
+    ] or tracked_files()
     words, hits, by_pattern, by_file = 0, [], Counter[str](), Counter[str]()
     for path in paths:
         name = str(path.relative_to(TOP))
@@ -90,24 +97,42 @@ def main(arguments: list[str]) -> int:
     subjects = [] if arguments else commit_subjects()
     for subject in subjects:
         words += len(subject.split())
-        patterns = find(subject) + (["a commit subject over 72 characters"] if len(subject) > 72 else [])
+        patterns = find(subject) + (
+            ["a commit subject over 72 characters"] if len(subject) > 72 else []
+        )
         hits += [f"commit: {pattern}: {subject}" for pattern in patterns]
     wide = [place for path in paths if path.suffix == ".md" for place in wide_lines(path)]
     if not quiet:
         print("\n".join([*hits, *(f"{place}: over 100 columns" for place in wide)]))
     rate = 1000 * len(hits) / max(words, 1)
-    print(f"hits by pattern: {', '.join(f'{name} {count}' for name, count in by_pattern.most_common())}")
-    print(f"hits by file: {', '.join(f'{name} {count}' for name, count in by_file.most_common(12))}")
-    print(f"{len(hits)} hits in {words:,} words: {rate:.2f} per 1,000 (limit {LIMIT}); {len(wide)} wide lines (limit {WIDE_LIMIT})")
+    print(
+        f"hits by pattern: {', '.join(f'{name} {count}' for name, count in by_pattern.most_common())}"
+    )
+    print(
+        f"hits by file: {', '.join(f'{name} {count}' for name, count in by_file.most_common(12))}"
+    )
+    print(
+        f"{len(hits)} hits in {words:,} words: {rate:.2f} per 1,000 (limit {LIMIT}); {len(wide)} wide lines (limit {WIDE_LIMIT})"
+    )
     return 1 if rate > LIMIT or len(wide) > WIDE_LIMIT else 0
 
 
 def tracked_files() -> list[Path]:
     if (TOP / ".git").exists():
-        listed = subprocess.run(["git", "-C", str(TOP), "ls-files"], capture_output=True, text=True, check=True).stdout.splitlines()
+        listed = subprocess.run(
+            ["git", "-C", str(TOP), "ls-files"], capture_output=True, text=True, check=True
+        ).stdout.splitlines()
         return [TOP / name for name in listed if (TOP / name).is_file()]
     folders = ["src", "tests", "bench", "examples", "docs", "tools"]
-    return [*TOP.glob("*.md"), *(path for folder in folders for path in sorted((TOP / folder).rglob("*")) if path.is_file())]
+    return [
+        *TOP.glob("*.md"),
+        *(
+            path
+            for folder in folders
+            for path in sorted((TOP / folder).rglob("*"))
+            if path.is_file()
+        ),
+    ]
 
 
 def commit_subjects() -> list[str]:
@@ -118,7 +143,9 @@ def commit_subjects() -> list[str]:
 
 def texts(path: Path) -> Iterator[tuple[int, str]]:
     """Yield (line number, text) of each paragraph of prose in a Python or Markdown file, inline code replaced by X."""
-    located = python_texts(path.read_text()) if path.suffix == ".py" else markdown_texts(path.read_text())
+    located = (
+        python_texts(path.read_text()) if path.suffix == ".py" else markdown_texts(path.read_text())
+    )
     for line, text in located:
         text = re.sub(r"``?[^`]*``?", "X", " ".join(text.split()))
         if text:
@@ -129,20 +156,34 @@ def python_texts(source: str) -> Iterator[tuple[int, str]]:
     docstrings = set()
     tree = ast.parse(source)
     for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and ast.get_docstring(node) is not None:
+        if (
+            isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+            and ast.get_docstring(node) is not None
+        ):
             first = node.body[0]
             assert isinstance(first, ast.Expr)
             docstrings.add(first.value)
             yield from paragraphs(first.lineno, str(ast.literal_eval(first.value)).splitlines())
-    fragments = {part for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
+    fragments = {
+        part for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values
+    }
     for node in ast.walk(tree):
         if isinstance(node, ast.JoinedStr):
-            text = "".join(str(part.value) if isinstance(part, ast.Constant) else "X" for part in node.values)
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in docstrings and node not in fragments:
+            text = "".join(
+                str(part.value) if isinstance(part, ast.Constant) else "X" for part in node.values
+            )
+        elif (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and node not in docstrings
+            and node not in fragments
+        ):
             text = node.value
         else:
             continue
-        if len(re.findall(r"[A-Za-z']{2,}", text)) >= 4 and not re.search(r"^(?:import|from|def) |\w\(|==", text, re.MULTILINE):
+        if len(re.findall(r"[A-Za-z']{2,}", text)) >= 4 and not re.search(
+            r"^(?:import|from|def) |\w\(|==", text, re.MULTILINE
+        ):
             yield from paragraphs(node.lineno, text.splitlines())
     yield from comments(source)
 
@@ -177,14 +218,22 @@ def outside_fences(lines: Iterable[str]) -> Iterator[str]:
         fenced = fenced != fence
 
 
-def paragraphs(first_line: int, lines: Iterable[str], starts_item: re.Pattern[str] | None = None) -> Iterator[tuple[int, str]]:
+def paragraphs(
+    first_line: int, lines: Iterable[str], starts_item: re.Pattern[str] | None = None
+) -> Iterator[tuple[int, str]]:
     start, block = first_line, ""
     for number, line in enumerate(lines, first_line):
         item = starts_item.match(line) if starts_item else None
         if not line.strip() or item:
             yield start, block
             start, block = number, ""
-        block = f"{block} {line[item.end() :] if item else line}" if block else line[item.end() :] if item else line
+        block = (
+            f"{block} {line[item.end() :] if item else line}"
+            if block
+            else line[item.end() :]
+            if item
+            else line
+        )
         start = start if block.strip() else number + 1
     yield start, block
 

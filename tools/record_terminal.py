@@ -46,9 +46,17 @@ class Recording:
     def start(self, command: str) -> tuple[subprocess.Popen[str], Thread]:
         """Start `command`; a thread records what it prints."""
         self.add("command", f"$ {command}")
-        environ = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+        environ = os.environ | {
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "OMP_NUM_THREADS": "1",
+        }
         process = subprocess.Popen(
-            shlex.split(command), cwd=self.folder, env=environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+            shlex.split(command),
+            cwd=self.folder,
+            env=environ,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
         )
         assert process.stdout is not None
         reader = Thread(target=self.read, args=(process.stdout,))
@@ -87,7 +95,11 @@ def record(folder: Path) -> Recording:
 
 def wait_for_step(run: Path, step: int, process: subprocess.Popen[str]) -> None:
     while process.poll() is None:
-        lines = (run / "metrics.jsonl").read_text().splitlines() if (run / "metrics.jsonl").exists() else []
+        lines = (
+            (run / "metrics.jsonl").read_text().splitlines()
+            if (run / "metrics.jsonl").exists()
+            else []
+        )
         if len(lines) >= step:
             return
         time.sleep(0.005)
@@ -95,7 +107,13 @@ def wait_for_step(run: Path, step: int, process: subprocess.Popen[str]) -> None:
 
 def pid_of_slot(run: Path, slot: int) -> int:
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
-    return int(next(event["pid"] for event in events if event["event"] == "worker started" and event["slot"] == slot))
+    return int(
+        next(
+            event["pid"]
+            for event in events
+            if event["event"] == "worker started" and event["slot"] == slot
+        )
+    )
 
 
 def draw(lines: list[tuple[float, str, str]]) -> str:
@@ -107,9 +125,18 @@ def draw(lines: list[tuple[float, str, str]]) -> str:
         previous_s = second
         for number, part in enumerate(textwrap.wrap(text, COLUMNS, break_on_hyphens=False) or [""]):
             place = f'y="{MARGIN_PX + LINE_PX * (len(rows) + 1)}" style="animation-delay:{shown_s:.2f}s"'
-            clock = f'<text class="clock" x="{MARGIN_PX}" {place}>{second:.2f} s</text>' if not number else ""
-            rows.append(f'{clock}<text class="{kind}" x="{MARGIN_PX + CLOCK_PX}" {place}>{escape(part)}</text>')
-    width, height = int(MARGIN_PX * 2 + CLOCK_PX + COLUMNS * FONT_PX * 0.602), MARGIN_PX * 2 + LINE_PX * len(rows)
+            clock = (
+                f'<text class="clock" x="{MARGIN_PX}" {place}>{second:.2f} s</text>'
+                if not number
+                else ""
+            )
+            rows.append(
+                f'{clock}<text class="{kind}" x="{MARGIN_PX + CLOCK_PX}" {place}>{escape(part)}</text>'
+            )
+    width, height = (
+        int(MARGIN_PX * 2 + CLOCK_PX + COLUMNS * FONT_PX * 0.602),
+        MARGIN_PX * 2 + LINE_PX * len(rows),
+    )
     style = (
         f"text{{font:{FONT_PX}px 'DejaVu Sans Mono',ui-monospace,Menlo,Consolas,monospace;white-space:pre;animation:appear 1ms both}}"
         "@keyframes appear{from{opacity:0}to{opacity:1}}@media(prefers-reduced-motion){text{animation:none}}"

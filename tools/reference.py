@@ -33,7 +33,10 @@ EXIT_CODES = {
         "training failed: an error of the script, of the model, or out of memory",
         "read the first error; its log file is named below it",
     ),
-    "2": ("invalid command line, environment or configuration; nothing was started", "the third line of the error names a fix"),
+    "2": (
+        "invalid command line, environment or configuration; nothing was started",
+        "the third line of the error names a fix",
+    ),
     "3": (
         "data or a checkpoint is damaged or missing, or a checkpoint cannot be written",
         "`lockstep checkpoint verify RUN`; the error names the file",
@@ -46,8 +49,14 @@ EXIT_CODES = {
         "saved after SIGTERM or SIGUSR1, and to be started again (`EX_TEMPFAIL`)",
         "start the same command again; a scheduler may requeue",
     ),
-    "76": ("other workers exited, did not start, or do not answer", "`lockstep status RUN` and `lockstep doctor` name them"),
-    "77": ("of a worker, not of a run: it was evicted, or the run folder is unusable", "none: its agent restarts it"),
+    "76": (
+        "other workers exited, did not start, or do not answer",
+        "`lockstep status RUN` and `lockstep doctor` name them",
+    ),
+    "77": (
+        "of a worker, not of a run: it was evicted, or the run folder is unusable",
+        "none: its agent restarts it",
+    ),
     "128 + n": ("killed by signal n", ""),
     "130": ("saved after SIGINT (Ctrl-C)", "start the same command again"),
     "141": ("the reader of the output closed its pipe, as `head -1` does", ""),
@@ -100,7 +109,11 @@ def cli_page() -> str:
     ]
     lines += ["Its result is its [exit code](exit-codes.md).", ""]
     lines += table(
-        ["command", "what it does"], ([f"[`{name}`](#lockstep-{name})", str(parser.description)] for name, parser in commands.items())
+        ["command", "what it does"],
+        (
+            [f"[`{name}`](#lockstep-{name})", str(parser.description)]
+            for name, parser in commands.items()
+        ),
     )
     for name, parser in commands.items():
         lines += ["", *command_lines(name, parser)]
@@ -109,7 +122,11 @@ def cli_page() -> str:
 
 def command_lines(name: str, parser: Parser) -> list[str]:
     actions = [action for action in parser._actions if action.dest != "help"]
-    words = [f"[{word_of(action)}]" if action.nargs in ("?", "*") else word_of(action) for action in actions if not action.option_strings]
+    words = [
+        f"[{word_of(action)}]" if action.nargs in ("?", "*") else word_of(action)
+        for action in actions
+        if not action.option_strings
+    ]
     sentence = str(parser.description)
     lines = [
         f"## lockstep {name}",
@@ -120,7 +137,10 @@ def command_lines(name: str, parser: Parser) -> list[str]:
         " ".join(["lockstep", name, *words, "[OPTIONS]"]),
         "```",
     ]
-    rows = [[code(word_of(action)), prose(action.help or ", ".join(map(str, action.choices or ())))] for action in actions]
+    rows = [
+        [code(word_of(action)), prose(action.help or ", ".join(map(str, action.choices or ())))]
+        for action in actions
+    ]
     lines += ["", *table(["word", "meaning"], rows)] if rows else []
     if name in RUN_COMMANDS:
         lines += ["", "Every [key of a run](config.md) is an option too: `--section.key VALUE`."]
@@ -129,28 +149,46 @@ def command_lines(name: str, parser: Parser) -> list[str]:
 
 def word_of(action: argparse.Action) -> str:
     """Return an option with its value, or the name of an argument."""
-    name = str(action.metavar or (f"{{{','.join(map(str, action.choices))}}}" if action.choices else action.dest.upper()))
+    name = str(
+        action.metavar
+        or (f"{{{','.join(map(str, action.choices))}}}" if action.choices else action.dest.upper())
+    )
     if action.option_strings:
-        return action.option_strings[-1] if action.nargs == 0 else f"{action.option_strings[-1]} {name}"
+        return (
+            action.option_strings[-1]
+            if action.nargs == 0
+            else f"{action.option_strings[-1]} {name}"
+        )
     return name
 
 
 def config_page() -> str:
     lines = [GENERATED.format("config/schema.py"), "# Configuration keys", ""]
-    lines += ["A value of a run comes from the first of: `--section.key VALUE`, `LOCKSTEP_SECTION_KEY`, the run"]
-    lines += ["file (TOML, `[section]`), the run folder at a resume, the default. `lockstep train --show` prints"]
+    lines += [
+        "A value of a run comes from the first of: `--section.key VALUE`, `LOCKSTEP_SECTION_KEY`, the run"
+    ]
+    lines += [
+        "file (TOML, `[section]`), the run folder at a resume, the default. `lockstep train --show` prints"
+    ]
     lines += ["all of them with their origin. Sizes and times may have units: `25 MB`, `30 s`.", ""]
-    lines += ["**bits**: the key decides the trained bits, and cannot change when the run resumes. **host**: each"]
+    lines += [
+        "**bits**: the key decides the trained bits, and cannot change when the run resumes. **host**: each"
+    ]
     lines += ["host may have its own value."]
     for section, keys in groupby(config_fields().items(), lambda item: item[0].rpartition(".")[0]):
         title = SECTIONS[section]
         lines += ["", *([f"## {section}", "", title] if section else [f"## {title}"]), ""]
-        lines += table(["key", "default", "values", "", "meaning"], (key_row(key, field) for key, field in keys))
+        lines += table(
+            ["key", "default", "values", "", "meaning"],
+            (key_row(key, field) for key, field in keys),
+        )
     return "\n".join([*lines, ""])
 
 
 def key_row(key: str, field: Field) -> list[str]:
-    marks = ", ".join(word for word, holds in (("bits", field.bits), ("host", field.each_host)) if holds)
+    marks = ", ".join(
+        word for word, holds in (("bits", field.bits), ("host", field.each_host)) if holds
+    )
     anchor = f'<a id="{key}" title="{environment_variable(key)}"></a>'
     return [f"{anchor}`{key}`", default_of(field), values_of(field), marks, prose(field.doc)]
 
@@ -175,12 +213,24 @@ def values_of(field: Field) -> str:
     unit = "bytes" if field.type is Bytes else "seconds" if field.type is Seconds else ""
     kind = unit or ("integer" if isinstance(field.default, int) else "number")
     low = f" from {field.ge:g}" if field.ge is not None else ""
-    high = f" below {field.lt:g}" if field.lt is not None else "" if field.le in (MAX_VALUE, 1e30) else f" to {limit(field.le)}"
+    high = (
+        f" below {field.lt:g}"
+        if field.lt is not None
+        else ""
+        if field.le in (MAX_VALUE, 1e30)
+        else f" to {limit(field.le)}"
+    )
     return kind + low + high
 
 
 def limit(value: float) -> str:
-    return f"2^{int(value).bit_length()} - 1" if value > 10**15 else f"{value:,}" if isinstance(value, int) else f"{value:g}"
+    return (
+        f"2^{int(value).bit_length()} - 1"
+        if value > 10**15
+        else f"{value:,}"
+        if isinstance(value, int)
+        else f"{value:g}"
+    )
 
 
 def exit_codes_page(errors: Mapping[str, Any] = ERRORS_BY_NAME) -> str:
@@ -190,7 +240,10 @@ def exit_codes_page(errors: Mapping[str, Any] = ERRORS_BY_NAME) -> str:
         "worker that only lost its peers does not decide it.",
     ]
     lines += [""]
-    lines += table(["code", "meaning", "what to do"], ([code(number), *texts] for number, texts in EXIT_CODES.items()))
+    lines += table(
+        ["code", "meaning", "what to do"],
+        ([code(number), *texts] for number, texts in EXIT_CODES.items()),
+    )
     lines += [
         "",
         "An error has three parts: what happened, with the values; where they came from; what to try. Each",
@@ -198,7 +251,10 @@ def exit_codes_page(errors: Mapping[str, Any] = ERRORS_BY_NAME) -> str:
         "",
     ]
     names = {cls: name for name, cls in errors.items()}
-    rows = [[f"`lockstep.{name}`", names.get(cls.__mro__[1], ""), str(cls.exit_code)] for name, cls in errors.items()]
+    rows = [
+        [f"`lockstep.{name}`", names.get(cls.__mro__[1], ""), str(cls.exit_code)]
+        for name, cls in errors.items()
+    ]
     lines += table(["error", "is a", "code"], rows)
     lines += [
         "",
@@ -212,9 +268,18 @@ PAGES = {"cli.md": cli_page, "config.md": config_page, "exit-codes.md": exit_cod
 
 
 def main(arguments: list[str]) -> int:
-    stale = [name for name, page in PAGES.items() if not (FOLDER / name).exists() or (FOLDER / name).read_text() != page()]
+    stale = [
+        name
+        for name, page in PAGES.items()
+        if not (FOLDER / name).exists() or (FOLDER / name).read_text() != page()
+    ]
     if "--check" in arguments:
-        print("\n".join(f"stale: docs/reference/{name}; python tools/reference.py writes it" for name in stale))
+        print(
+            "\n".join(
+                f"stale: docs/reference/{name}; python tools/reference.py writes it"
+                for name in stale
+            )
+        )
         return 1 if stale else 0
     FOLDER.mkdir(exist_ok=True)
     for name in stale:

@@ -47,7 +47,9 @@ BOUND = 1.02
 LIMIT_S = 300.0  # for the first steps
 SLICE_S = 1.0  # less than elastic.heartbeat_timeout_s: no member counts as silent meanwhile
 STEPS = 1_000_000  # more than any is watched for
-SIZES: dict[str, tuple[int, dict[str, object]]] = {  # steps before the first that counts, and values
+SIZES: dict[
+    str, tuple[int, dict[str, object]]
+] = {  # steps before the first that counts, and values
     "default": (4, {"evaluate.at_end": 0, "checkpoint.every_steps": 0}),
     "small": (20, {**TINY, "checkpoint.every_steps": 0}),
 }
@@ -86,7 +88,9 @@ class Training:
 
     def failed(self, what: str) -> RuntimeError:
         """With what the run printed."""
-        return RuntimeError(f"the run {self.way}: {what}\n{(self.folder / 'log').read_text()[-4000:]}")
+        return RuntimeError(
+            f"the run {self.way}: {what}\n{(self.folder / 'log').read_text()[-4000:]}"
+        )
 
     def cpu_s(self) -> float:
         """Seconds of processor until now."""
@@ -119,11 +123,22 @@ def training(size: str, way: str, folder: Path, data: Path) -> Iterator[Training
     (out / "data").symlink_to(data)
     words = ["-m", "lockstep", "train", "--out", str(out), *as_flags(resolved_for(size))]
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(WORKERS)]
-    command = [*words, "--workers", str(WORKERS)] if way == "with" else [*torchrun, *words, "--elastic.verify_every", "0"]
-    environ = {**os.environ, **MALLOC_SETTINGS, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(TOP / "src")}
+    command = (
+        [*words, "--workers", str(WORKERS)]
+        if way == "with"
+        else [*torchrun, *words, "--elastic.verify_every", "0"]
+    )
+    environ = {
+        **os.environ,
+        **MALLOC_SETTINGS,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(TOP / "src"),
+    }
     with open(folder / "log", "w") as log:
         # start_new_session: the kernel sends SIGHUP to a stopped process whose shell exits
-        process = subprocess.Popen([sys.executable, *command], stdout=log, stderr=log, env=environ, start_new_session=True)
+        process = subprocess.Popen(
+            [sys.executable, *command], stdout=log, stderr=log, env=environ, start_new_session=True
+        )
     try:
         yield (one := Training(way, folder, process))
     finally:
@@ -135,18 +150,25 @@ def training(size: str, way: str, folder: Path, data: Path) -> Iterator[Training
 
 def resolved_for(size: str) -> ResolvedRun:
     """The run of a size."""
-    return resolve(None, {"steps": str(STEPS), **{key: str(value) for key, value in SIZES[size][1].items()}})
+    return resolve(
+        None, {"steps": str(STEPS), **{key: str(value) for key, value in SIZES[size][1].items()}}
+    )
 
 
 def one_start(size: str, number: int, seconds: float, folder: Path, data: Path) -> list[Count]:
     """Both ways from new, in turns of a slice until each was awake for `seconds`. RuntimeError when their losses differ."""
     with ExitStack() as stack:
         ways = WAYS if number % 2 else WAYS[::-1]
-        both = [stack.enter_context(training(size, way, folder / f"{way}-{number}", data)) for way in ways]
+        both = [
+            stack.enter_context(training(size, way, folder / f"{way}-{number}", data))
+            for way in ways
+        ]
         until_s = time.monotonic() + LIMIT_S
         while min(len(one.losses()) for one in both) < SIZES[size][0]:
             if time.monotonic() > until_s:
-                raise RuntimeError(f"no {SIZES[size][0]} steps within {LIMIT_S:.0f} s; logs in {folder}")
+                raise RuntimeError(
+                    f"no {SIZES[size][0]} steps within {LIMIT_S:.0f} s; logs in {folder}"
+                )
             time.sleep(0.05)
         for one in both:
             parent = psutil.Process(one.process.pid)
@@ -160,23 +182,49 @@ def one_start(size: str, number: int, seconds: float, folder: Path, data: Path) 
         counts, losses = [], [one.losses() for one in both]
         for one, done, (steps, cpu_s) in zip(both, losses, before, strict=True):
             spent_s = round(one.cpu_s() - cpu_s, 3)
-            counts.append(Count(size, one.way, number, len(done) - steps, round(awake_s[one.way], 3), spent_s, os.getloadavg()[0]))
-        if unequal := [step for step, (ours, theirs) in enumerate(zip(*losses, strict=False), 1) if ours != theirs]:
-            raise RuntimeError(f"the two ways differ in their loss from step {unequal[0]} on: not the same training")
+            counts.append(
+                Count(
+                    size,
+                    one.way,
+                    number,
+                    len(done) - steps,
+                    round(awake_s[one.way], 3),
+                    spent_s,
+                    os.getloadavg()[0],
+                )
+            )
+        if unequal := [
+            step
+            for step, (ours, theirs) in enumerate(zip(*losses, strict=False), 1)
+            if ours != theirs
+        ]:
+            raise RuntimeError(
+                f"the two ways differ in their loss from step {unequal[0]} on: not the same training"
+            )
         return counts
 
 
 def table(counts: Sequence[Count]) -> str:
     """As Markdown. A ratio is the geometric mean over the starts, with its standard error."""
-    rows = ["| size | starts | steps of each | step without | with | times | processor without | with | times |"]
+    rows = [
+        "| size | starts | steps of each | step without | with | times | processor without | with | times |"
+    ]
     rows += ["| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"]
     for size in SIZES:
-        ours, theirs = ([one for one in counts if (one.size, one.way) == (size, way)] for way in WAYS)
+        ours, theirs = (
+            [one for one in counts if (one.size, one.way) == (size, way)] for way in WAYS
+        )
         if not ours:
             continue
-        cells = [size, str(len(ours)), str(min(sum(one.steps for one in way) for way in (ours, theirs)))]
+        cells = [
+            size,
+            str(len(ours)),
+            str(min(sum(one.steps for one in way) for way in (ours, theirs))),
+        ]
         for measure in ("awake_s", "cpu_s"):
-            with_s, without_s = ([getattr(one, measure) / one.steps for one in way] for way in (ours, theirs))
+            with_s, without_s = (
+                [getattr(one, measure) / one.steps for one in way] for way in (ours, theirs)
+            )
             cells += [f"{1000 * fmean(without_s):.1f} ms", f"{1000 * fmean(with_s):.1f} ms"]
             logs = [math.log(a / b) for a, b in zip(with_s, without_s, strict=True)]
             error = stdev(logs) / math.sqrt(len(logs)) if len(logs) > 1 else math.nan
@@ -187,7 +235,9 @@ def table(counts: Sequence[Count]) -> str:
 
 def main() -> None:
     """The command."""
-    asked = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    asked = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     asked.add_argument("--size", choices=tuple(SIZES))
     asked.add_argument("--starts", type=int, default=8)
     asked.add_argument("--seconds", type=float, default=40.0, help="of each way, a start")

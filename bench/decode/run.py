@@ -57,15 +57,21 @@ def main() -> int:
     print(f"\n{table}")
     if args.keep:
         what = f"Tokens a second of CPU time, all rows together, {args.shape} parameters; median of {args.repetitions} repetitions."
-        kept = keep(args.keep, raw, f"{table}\n\n{what}", machine("fp32 and bf16, one thread", load_before))
+        kept = keep(
+            args.keep, raw, f"{table}\n\n{what}", machine("fp32 and bf16, one thread", load_before)
+        )
         print(f"\nkept in {kept}")
     return 0
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", choices=list(LLAMA_CONFIGS), default="25M")
-    parser.add_argument("--precisions", nargs="+", choices=list(PRECISIONS), default=list(PRECISIONS))
+    parser.add_argument(
+        "--precisions", nargs="+", choices=list(PRECISIONS), default=list(PRECISIONS)
+    )
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 8])
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--repetitions", type=int, default=5)
@@ -83,19 +89,34 @@ def race(folder: Path, args: argparse.Namespace, precision: str, rows: int) -> l
     shape, dtype = LLAMA_CONFIGS[args.shape], PRECISIONS[precision]
     if not folder.exists():
         model = build_llama(shape, device=CPU, seed=1, dtype=dtype)
-        write_hub(folder, shape, {name: parameter.detach() for name, parameter in model.named_parameters()})
+        write_hub(
+            folder,
+            shape,
+            {name: parameter.detach() for name, parameter in model.named_parameters()},
+        )
     ours = load_llama(folder, device=CPU).model
     theirs = transformers.LlamaForCausalLM.from_pretrained(folder, dtype=dtype).eval()
-    prompt = torch.randint(shape.vocab_size, (rows, PROMPT), generator=torch.Generator().manual_seed(rows))
+    prompt = torch.randint(
+        shape.vocab_size, (rows, PROMPT), generator=torch.Generator().manual_seed(rows)
+    )
     capacity = PROMPT + args.tokens + 1
 
     def written(decoder: Decoder, tokens: int, step: Any = None) -> Tensor:
-        return torch.tensor(list(sample_tokens(decoder, prompt.tolist(), tokens=tokens, step=step, capacity=capacity))).T
+        return torch.tensor(
+            list(
+                sample_tokens(decoder, prompt.tolist(), tokens=tokens, step=step, capacity=capacity)
+            )
+        ).T
 
     def generated(tokens: int, **other: Any) -> Tensor:
-        seen, how = torch.ones_like(prompt), {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        seen, how = (
+            torch.ones_like(prompt),
+            {"do_sample": False, "eos_token_id": None, "pad_token_id": 0},
+        )
         with torch.inference_mode():
-            return theirs.generate(prompt, attention_mask=seen, max_new_tokens=tokens, **how, **other)[:, PROMPT:]
+            return theirs.generate(
+                prompt, attention_mask=seen, max_new_tokens=tokens, **how, **other
+            )[:, PROMPT:]
 
     decoder = Decoder(ours, rows=rows)
     subjects: dict[str, Callable[[int], Tensor]] = {
@@ -113,16 +134,34 @@ def race(folder: Path, args: argparse.Namespace, precision: str, rows: int) -> l
         began_s = time.perf_counter()
         found = subject(2)
         right = found if right is None else right
-        lines.append({"subject": name, "precision": precision, "rows": rows, "first_call_s": time.perf_counter() - began_s})
+        lines.append(
+            {
+                "subject": name,
+                "precision": precision,
+                "rows": rows,
+                "first_call_s": time.perf_counter() - began_s,
+            }
+        )
         if precision == "fp32" and not torch.equal(found, right):
             raise SystemExit(f"{name} writes other tokens than ours")
     for repetition in range(args.repetitions):
         for name, subject in subjects.items():
             short, long = timed(subject, 1), timed(subject, args.tokens + 1)
             steps = [(b - a) / args.tokens for a, b in zip(short, long, strict=True)]
-            line = {"subject": name, "precision": precision, "rows": rows, "shape": args.shape, "repetition": repetition}
-            lines.append(line | {"tokens": args.tokens, "step_cpu_s": steps[0], "step_wall_s": steps[1]})
-            print(f"{precision} {rows} rows  {name:<27} {rows / steps[0]:8.1f} tokens/s (wall clock {rows / steps[1]:.1f})", flush=True)
+            line = {
+                "subject": name,
+                "precision": precision,
+                "rows": rows,
+                "shape": args.shape,
+                "repetition": repetition,
+            }
+            lines.append(
+                line | {"tokens": args.tokens, "step_cpu_s": steps[0], "step_wall_s": steps[1]}
+            )
+            print(
+                f"{precision} {rows} rows  {name:<27} {rows / steps[0]:8.1f} tokens/s (wall clock {rows / steps[1]:.1f})",
+                flush=True,
+            )
     return lines
 
 
@@ -147,9 +186,14 @@ def rows_of(raw: list[dict[str, Any]]) -> list[str]:
                 steps.setdefault(line["subject"], []).append(line["step_cpu_s"])
         first = {line["subject"]: line["first_call_s"] for line in here if "first_call_s" in line}
         for name, its in steps.items():
-            cells = [ratio(its, steps[mine]) if mine in steps and mine != name else "" for mine in ("ours", "ours, compiled")]
+            cells = [
+                ratio(its, steps[mine]) if mine in steps and mine != name else ""
+                for mine in ("ours", "ours, compiled")
+            ]
             rate = f"{rows / median(its):.1f}"
-            lines.append(f"| {precision} | {rows} | {name} | {rate} | {cells[0]} | {cells[1]} | {first[name]:.1f} s |")
+            lines.append(
+                f"| {precision} | {rows} | {name} | {rate} | {cells[0]} | {cells[1]} | {first[name]:.1f} s |"
+            )
     return lines
 
 
@@ -163,13 +207,22 @@ def layouts() -> list[str]:
     lines = []
     for precision, dtype in PRECISIONS.items():
         for size in ((512, 512), (1408, 512), (8192, 512)):
-            weights = [torch.randn(size).to(dtype) for _ in range(max(1, 120_000_000 // (4 * size[0] * size[1])))]
+            weights = [
+                torch.randn(size).to(dtype)
+                for _ in range(max(1, 120_000_000 // (4 * size[0] * size[1])))
+            ]
             for rows in (1, 8):
                 states, found = torch.randn(rows, size[1]).to(dtype), {}
                 for layout in ("plain", "columns", "packed"):
                     matrices = [Matrix(weight, layout) for weight in weights]
                     with torch.inference_mode():
-                        found[layout] = min(timed(lambda n, m=matrices: m[n % len(m)](states), n)[0] for n in range(40)) * 1e6  # noqa: B023
+                        found[layout] = (
+                            min(
+                                timed(lambda n, m=matrices: m[n % len(m)](states), n)[0]  # noqa: B023
+                                for n in range(40)
+                            )
+                            * 1e6
+                        )
                 chosen = choose_layout("cpu", dtype, rows)
                 cells = "  ".join(f"{name} {value:5.0f}" for name, value in found.items())
                 lines.append(f"{precision} {size!s:<12} {rows} rows  {cells}  chosen: {chosen}")

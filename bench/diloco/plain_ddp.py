@@ -40,7 +40,9 @@ class Training:
         corpus = open_prepared(Path(data))
         self.loader = PairLoader(corpus.train, make_order(self.run, corpus), device)
         length, size = self.loader.order.shapes[-1].length, corpus.tokenizer.vocab_size
-        self.model = build_translator(self.run.model, vocab_size=size, device=device, seed=self.run.seed, length=length)
+        self.model = build_translator(
+            self.run.model, vocab_size=size, device=device, seed=self.run.seed, length=length
+        )
         self.optimizer = adamw(self.model, self.run.optim)
 
     def leaves_of(self, rank: int, size: int) -> range:
@@ -51,7 +53,9 @@ class Training:
         batch = self.loader.micro_batch(step, k)
         seed_generators(splitmix64(self.run.seed, step, k) >> 1, torch.device("cpu"))
         with torch.autocast("cpu", torch.bfloat16, enabled=self.run.compute.precision == "bf16"):
-            return model(batch.source, batch.target, batch.labels, smoothing=self.run.optim.label_smoothing)  # type: ignore[no-any-return]
+            return model(
+                batch.source, batch.target, batch.labels, smoothing=self.run.optim.label_smoothing
+            )  # type: ignore[no-any-return]
 
     def update(self, step: int) -> None:
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.run.optim.clip_norm)
@@ -98,7 +102,9 @@ def main(data: str, folder: str, every: str, hook: str, *words: str) -> None:
             start_s, tokens = time.perf_counter(), training.loader.tokens_in_step(step)
             for k in own:
                 with nullcontext() if k == own[-1] else ddp.no_sync():
-                    (training.loss(ddp, step, k) * (size / tokens)).backward()  # DDP divides the sum by the number of processes
+                    (
+                        training.loss(ddp, step, k) * (size / tokens)
+                    ).backward()  # DDP divides the sum by the number of processes
             training.update(step)
             log.step(step + 1, time.perf_counter() - start_s, training.model)
             dist.barrier()

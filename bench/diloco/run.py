@@ -55,15 +55,25 @@ WITHIN = 1.005  # of the last loss of `ddp`
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     options.add_argument("--rates", nargs="+", default=RATES)
     options.add_argument("--contestants", nargs="+", default=CONTESTANTS)
     options.add_argument("--seeds", nargs="+", type=int, default=[1])
     options.add_argument("--steps", type=int, default=300)
     options.add_argument("--every", type=int, default=50, help="steps between saved weights")
-    options.add_argument("--workers", type=int, default=1, help="of a host, for contestants of Lockstep")
+    options.add_argument(
+        "--workers", type=int, default=1, help="of a host, for contestants of Lockstep"
+    )
     options.add_argument("--learners", type=int, default=2)
-    options.add_argument("--outer", nargs=2, default=(), metavar=("RATE", "MOMENTUM"), help="of the outer step; default: the recipe's")
+    options.add_argument(
+        "--outer",
+        nargs=2,
+        default=(),
+        metavar=("RATE", "MOMENTUM"),
+        help="of the outer step; default: the recipe's",
+    )
     options.add_argument("--torchft", metavar="PYTHON", default=sys.executable)
     options.add_argument("--keep", metavar="NAME")
     args, words = options.parse_known_args()
@@ -83,9 +93,17 @@ def main() -> None:
                     sent = sent_bytes(network.hosts[0])
                     plain_name, _, factor = name.partition("-x")
                     steps = args.steps * int(factor or 1)
-                    run_contestant(plain_name, place, network.hosts, ["--steps", str(steps), *base], args)
+                    run_contestant(
+                        plain_name, place, network.hosts, ["--steps", str(steps), *base], args
+                    )
                     sent = sent_bytes(network.hosts[0]) - sent
-                    row = {"contestant": name, "rate": rate, "seed": seed, "steps": steps, "bytes": sent}
+                    row = {
+                        "contestant": name,
+                        "rate": rate,
+                        "seed": seed,
+                        "steps": steps,
+                        "bytes": sent,
+                    }
                     row |= read_result(place, base, max(args.every, interval_of(name)))
                     rows.append(row)
                     print(json.dumps(row), flush=True)
@@ -95,22 +113,49 @@ def main() -> None:
         print(keep(args.keep, rows, table, machine("fp32", load)))
 
 
-def run_contestant(name: str, place: Path, hosts: Sequence[Host], base: Sequence[str], args: argparse.Namespace) -> None:
+def run_contestant(
+    name: str, place: Path, hosts: Sequence[Host], base: Sequence[str], args: argparse.Namespace
+) -> None:
     """Train on all hosts and wait. RuntimeError with the output if a host fails."""
     kind, *rest = name.split("-")
     processes = []
     for number, host in enumerate(hosts):
         if kind == "ddp":
-            nodes = ["--nnodes", str(len(hosts)), "--node-rank", str(number), "--nproc-per-node", "1"]
+            nodes = [
+                "--nnodes",
+                str(len(hosts)),
+                "--node-rank",
+                str(number),
+                "--nproc-per-node",
+                "1",
+            ]
             where = ["--master-addr", hosts[0].address, "--master-port", "29512"]
-            script = ["-m", "bench.diloco.plain_ddp", str(place / "run/data"), str(place), str(args.every), *(rest or ["none"]), *base]
+            script = [
+                "-m",
+                "bench.diloco.plain_ddp",
+                str(place / "run/data"),
+                str(place),
+                str(args.every),
+                *(rest or ["none"]),
+                *base,
+            ]
             command = [sys.executable, "-m", "torch.distributed.run", *nodes, *where, *script]
         elif kind == "torchft":
             where = [rest[0], str(number), ",".join(each.address for each in hosts)]
-            script = ["-m", "bench.diloco.with_torchft", str(place / "run/data"), str(place), str(args.every), *where]
+            script = [
+                "-m",
+                "bench.diloco.with_torchft",
+                str(place / "run/data"),
+                str(place),
+                str(args.every),
+                *where,
+            ]
             command = [args.torchft, *script, *base, *flags_of(f"diloco-{rest[0]}", args)]
         else:
-            tables = [f'[[host]]\nname = "{each.name}"\naddress = "{each.address}"\nworkers = {args.workers}\n' for each in hosts]
+            tables = [
+                f'[[host]]\nname = "{each.name}"\naddress = "{each.address}"\nworkers = {args.workers}\n'
+                for each in hosts
+            ]
             (place / "hosts.toml").write_text("\n".join(tables))
             values = [
                 "--checkpoint.every_steps",
@@ -121,13 +166,39 @@ def run_contestant(name: str, place: Path, hosts: Sequence[Host], base: Sequence
                 "0",
                 *flags_of(name, args),
             ]
-            command = [sys.executable, "-m", "lockstep", "launch", "--hosts", str(place / "hosts.toml"), "--host", host.name]
-            command += ["--min", str(len(hosts) * args.workers), "--out", str(place / "run"), *base, *values]
-        environ = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0", "PYTHONPATH": f"{TOP}:{TOP / 'src'}"}
+            command = [
+                sys.executable,
+                "-m",
+                "lockstep",
+                "launch",
+                "--hosts",
+                str(place / "hosts.toml"),
+                "--host",
+                host.name,
+            ]
+            command += [
+                "--min",
+                str(len(hosts) * args.workers),
+                "--out",
+                str(place / "run"),
+                *base,
+                *values,
+            ]
+        environ = os.environ | {
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "eth0",
+            "PYTHONPATH": f"{TOP}:{TOP / 'src'}",
+        }
         with open(place / f"{host.name}.out", "wb") as output:
-            processes.append(subprocess.Popen([*host.enter, *command], env=environ, stdout=output, stderr=output, cwd=TOP))
+            processes.append(
+                subprocess.Popen(
+                    [*host.enter, *command], env=environ, stdout=output, stderr=output, cwd=TOP
+                )
+            )
     if any([process.wait() for process in processes]):
-        raise RuntimeError("\n".join(path.read_text(errors="replace")[-2000:] for path in place.glob("*.out")))
+        raise RuntimeError(
+            "\n".join(path.read_text(errors="replace")[-2000:] for path in place.glob("*.out"))
+        )
 
 
 def interval_of(name: str) -> int:
@@ -138,9 +209,18 @@ def interval_of(name: str) -> int:
 def flags_of(name: str, args: argparse.Namespace) -> list[str]:
     """Return the flags of a contestant of Lockstep. `--parallel.wire fp32` is the default."""
     kind, *rest = name.split("-")
-    flags = ["--diloco.learners", str(args.learners), "--diloco.every", rest.pop(0)] if kind == "diloco" else []
+    flags = (
+        ["--diloco.learners", str(args.learners), "--diloco.every", rest.pop(0)]
+        if kind == "diloco"
+        else []
+    )
     if flags and args.outer:
-        flags += ["--diloco.outer_learning_rate", args.outer[0], "--diloco.outer_momentum", args.outer[1]]
+        flags += [
+            "--diloco.outer_learning_rate",
+            args.outer[0],
+            "--diloco.outer_momentum",
+            args.outer[1],
+        ]
     wire = rest[0] if kind == "diloco" and rest else kind
     return flags + (["--parallel.wire", wire] if wire in ("bf16", "int8") else [])
 
@@ -148,18 +228,44 @@ def flags_of(name: str, args: argparse.Namespace) -> list[str]:
 def read_result(place: Path, base: Sequence[str], every: int) -> dict[str, Any]:
     """Return seconds and validation loss after every `every` steps, and the share of time in computation."""
     plain = place / "steps.jsonl"
-    lines = [json.loads(line) for line in plain.read_text().splitlines()] if plain.exists() else read_metrics(place / "run/metrics.jsonl")
-    seconds = dict(zip((line["step"] for line in lines), accumulate(line["seconds"] for line in lines), strict=True))
-    waited = sum(line["communication_seconds"] for line in lines) if "communication_seconds" in lines[0] else None
+    lines = (
+        [json.loads(line) for line in plain.read_text().splitlines()]
+        if plain.exists()
+        else read_metrics(place / "run/metrics.jsonl")
+    )
+    seconds = dict(
+        zip(
+            (line["step"] for line in lines),
+            accumulate(line["seconds"] for line in lines),
+            strict=True,
+        )
+    )
+    waited = (
+        sum(line["communication_seconds"] for line in lines)
+        if "communication_seconds" in lines[0]
+        else None
+    )
     steps = range(every, lines[-1]["step"] + 1, every)
-    losses = [(seconds[step], loss) for step, loss in zip(steps, validation_losses(place, base, steps), strict=True)]
-    return {"curve": losses, "computing": None if waited is None else 1 - waited / seconds[lines[-1]["step"]]}
+    losses = [
+        (seconds[step], loss)
+        for step, loss in zip(steps, validation_losses(place, base, steps), strict=True)
+    ]
+    return {
+        "curve": losses,
+        "computing": None if waited is None else 1 - waited / seconds[lines[-1]["step"]],
+    }
 
 
 def validation_losses(place: Path, base: Sequence[str], steps: Sequence[int]) -> Iterator[float]:
     run, corpus = resolve(None, parse_flags(list(base))).run, open_prepared(place / "run/data")
     length = make_order(run, corpus).shapes[-1].length
-    model = build_translator(run.model, vocab_size=corpus.tokenizer.vocab_size, device=torch.device("cpu"), seed=0, length=length).eval()
+    model = build_translator(
+        run.model,
+        vocab_size=corpus.tokenizer.vocab_size,
+        device=torch.device("cpu"),
+        seed=0,
+        length=length,
+    ).eval()
     for step in steps:
         model.load_state_dict(weights_at(place, step))
         yield validation_loss(model, corpus)
@@ -169,7 +275,11 @@ def weights_at(place: Path, step: int) -> Mapping[str, torch.Tensor]:
     if (path := place / f"{step}.safetensors").exists():
         return load_file(path)
     tensors = CheckpointStore(place / "run/checkpoints").load(step).tensors
-    return {name.removeprefix("model."): tensor for name, tensor in tensors.items() if name.startswith("model.")}
+    return {
+        name.removeprefix("model."): tensor
+        for name, tensor in tensors.items()
+        if name.startswith("model.")
+    }
 
 
 @torch.inference_mode()
@@ -178,7 +288,16 @@ def validation_loss(model: torch.nn.Module, corpus: PreparedPairs) -> float:
     pairs, nats = corpus.validation, 0.0
     for rows in batches_by_length(pairs.lengths.max(axis=1).tolist(), 4096):
         lengths = pairs.lengths[rows].max(axis=0)
-        nats += float(model(*map(torch.from_numpy, pairs.gather(torch.tensor(rows).numpy(), len(rows), int(lengths[0]), int(lengths[1])))))
+        nats += float(
+            model(
+                *map(
+                    torch.from_numpy,
+                    pairs.gather(
+                        torch.tensor(rows).numpy(), len(rows), int(lengths[0]), int(lengths[1])
+                    ),
+                )
+            )
+        )
     return nats / int(pairs.lengths[:, 1].sum())
 
 
@@ -191,21 +310,45 @@ def seconds_to(curve: Sequence[tuple[float, float]], target: float) -> float | N
 
 
 def describe(rows: Sequence[Mapping[str, Any]]) -> str:
-    lines = ["| link | seed | contestant | last loss | seconds | to the target | bytes per step | computing |", "|" + " --- |" * 8]
+    lines = [
+        "| link | seed | contestant | last loss | seconds | to the target | bytes per step | computing |",
+        "|" + " --- |" * 8,
+    ]
     for row in rows:
         ddp = next(
-            (other for other in rows if (other["contestant"], other["rate"], other["seed"]) == ("ddp", row["rate"], row["seed"])), None
+            (
+                other
+                for other in rows
+                if (other["contestant"], other["rate"], other["seed"])
+                == ("ddp", row["rate"], row["seed"])
+            ),
+            None,
         )
         reached = seconds_to(row["curve"], WITHIN * ddp["curve"][-1][1]) if ddp else None
         computing = "" if row["computing"] is None else f"{row['computing']:.0%}"
-        cells = [row["rate"], row["seed"], row["contestant"], f"{row['curve'][-1][1]:.4f}", f"{row['curve'][-1][0]:.0f}"]
-        cells += ["not reached" if reached is None else f"{reached:.0f} s", f"{row['bytes'] / row['steps']:,.0f}", computing]
+        cells = [
+            row["rate"],
+            row["seed"],
+            row["contestant"],
+            f"{row['curve'][-1][1]:.4f}",
+            f"{row['curve'][-1][0]:.0f}",
+        ]
+        cells += [
+            "not reached" if reached is None else f"{reached:.0f} s",
+            f"{row['bytes'] / row['steps']:,.0f}",
+            computing,
+        ]
         lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines)
 
 
 def sent_bytes(host: Host) -> int:
-    shown = subprocess.run([*enter(host.holder), "ip", "-s", "-j", "link", "show", "eth0"], check=True, capture_output=True, text=True)
+    shown = subprocess.run(
+        [*enter(host.holder), "ip", "-s", "-j", "link", "show", "eth0"],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
     return int(json.loads(shown.stdout)[0]["stats64"]["tx"]["bytes"])
 
 

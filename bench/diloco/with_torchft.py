@@ -23,10 +23,18 @@ PORT = 29512
 CONNECT_S = 60.0
 
 
-def main(data: str, folder: str, every: str, sync_every: str, rank: str, addresses: str, *words: str) -> None:
+def main(
+    data: str, folder: str, every: str, sync_every: str, rank: str, addresses: str, *words: str
+) -> None:
     hosts, training = addresses.split(","), Training(data, words)
-    socket.gethostname = lambda: hosts[int(rank)]  # torchft announces its stores by this name, which the namespaces of a machine share
-    lighthouse = LighthouseServer(bind=f"{hosts[0]}:{PORT}", min_replicas=len(hosts)) if rank == "0" else None
+    socket.gethostname = lambda: hosts[
+        int(rank)
+    ]  # torchft announces its stores by this name, which the namespaces of a machine share
+    lighthouse = (
+        LighthouseServer(bind=f"{hosts[0]}:{PORT}", min_replicas=len(hosts))
+        if rank == "0"
+        else None
+    )
     store = TCPStore(hosts[int(rank)], 0, is_master=True, wait_for_workers=False)
     manager = Manager(
         pg=ProcessGroupGloo(timeout=timedelta(seconds=60)),
@@ -46,9 +54,14 @@ def main(data: str, folder: str, every: str, sync_every: str, rank: str, address
     )
     model, options = training.model, training.run.diloco
     outer = torch.optim.SGD(
-        model.parameters(), lr=options.outer_learning_rate, momentum=options.outer_momentum, nesterov=options.outer_momentum > 0
+        model.parameters(),
+        lr=options.outer_learning_rate,
+        momentum=options.outer_momentum,
+        nesterov=options.outer_momentum > 0,
     )
-    diloco = DiLoCo(manager, [model], training.optimizer, outer, sync_every=int(sync_every), pin_memory=False)
+    diloco = DiLoCo(
+        manager, [model], training.optimizer, outer, sync_every=int(sync_every), pin_memory=False
+    )
     with diloco, StepLog(Path(folder), int(every), is_first=rank == "0") as log:
         for step in range(training.run.steps):
             start_s = time.perf_counter()

@@ -34,7 +34,11 @@ class Trained:
         self.task = task
         self.loader = PairLoader(corpus.train, order, torch.device("cpu"))
         self.model = build_translator(
-            run.model, vocab_size=corpus.tokenizer.vocab_size, device=torch.device("cpu"), seed=run.seed, length=order.shapes[-1].length
+            run.model,
+            vocab_size=corpus.tokenizer.vocab_size,
+            device=torch.device("cpu"),
+            seed=run.seed,
+            length=order.shapes[-1].length,
         )
         self.optimizer = adamw(self.model, run.optim)
         self.mine = leaves_of_rank(task.rank, equal_shares(task.size, run.batch.micro_batches))
@@ -45,7 +49,9 @@ class Trained:
         for k in self.mine:
             batch = self.loader.micro_batch(step, k)
             with nullcontext() if k == self.mine[-1] else getattr(model, "no_sync", nullcontext)():
-                loss = model(batch.source, batch.target, batch.labels, smoothing=run.optim.label_smoothing)
+                loss = model(
+                    batch.source, batch.target, batch.labels, smoothing=run.optim.label_smoothing
+                )
                 (loss * (self.task.size / tokens)).backward()
 
     def clip(self) -> None:
@@ -54,6 +60,12 @@ class Trained:
 
     def note(self, step: int, group: int) -> None:
         """Record that `step` is committed."""
-        line = {"rank": self.task.rank, "pid": os.getpid(), "group": group, "step": step, "at_s": time.monotonic()}
+        line = {
+            "rank": self.task.rank,
+            "pid": os.getpid(),
+            "group": group,
+            "step": step,
+            "at_s": time.monotonic(),
+        }
         with open(self.task.answer / "steps.jsonl", "a") as file:
             file.write(json.dumps(line) + "\n")

@@ -54,20 +54,59 @@ class Kind:
 def kinds(torchft: str) -> list[Kind]:
     """All of them; those of torchft when there is an interpreter that has it."""
     found = [
-        Kind("lockstep", "SIGKILL: a worker that does not lead", partial(Lockstep, fault="worker", hosts=1), 0.3, 1),
-        Kind("lockstep", "SIGKILL: the leader and its agent", partial(Lockstep, fault="leader", hosts=1), 0.3, 1),
+        Kind(
+            "lockstep",
+            "SIGKILL: a worker that does not lead",
+            partial(Lockstep, fault="worker", hosts=1),
+            0.3,
+            1,
+        ),
+        Kind(
+            "lockstep",
+            "SIGKILL: the leader and its agent",
+            partial(Lockstep, fault="leader", hosts=1),
+            0.3,
+            1,
+        ),
         Kind("lockstep", "SIGSTOP: a worker", partial(Lockstep, fault="stop", hosts=1)),
-        Kind("lockstep", "SIGKILL: all of one of three hosts", partial(Lockstep, fault="host", hosts=3)),
-        Kind("lockstep", "one of three hosts falls silent", partial(Lockstep, fault="silence", hosts=3), 3.5),
+        Kind(
+            "lockstep",
+            "SIGKILL: all of one of three hosts",
+            partial(Lockstep, fault="host", hosts=3),
+        ),
+        Kind(
+            "lockstep",
+            "one of three hosts falls silent",
+            partial(Lockstep, fault="silence", hosts=3),
+            3.5,
+        ),
         Kind("torchrun", "SIGKILL: a worker; default settings", partial(Torchrun, environ={})),
-        Kind("torchrun", "SIGKILL: a worker; store not shared", partial(Torchrun, environ={"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})),
+        Kind(
+            "torchrun",
+            "SIGKILL: a worker; store not shared",
+            partial(Torchrun, environ={"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}),
+        ),
     ]
     usual = {"join_timeout_ms": 10_000, "quorum_tick_ms": 100}
     short = {"join_timeout_ms": 1_000, "quorum_tick_ms": 10, "heartbeat_timeout_ms": 1_000}
     if torchft:
-        ddp, manager = (partial(Torchft, python=torchft, reduce=reduce) for reduce in ("ddp", "manager"))
-        found.append(Kind("torchft", "SIGKILL: a replica; its DDP, usual time-outs", partial(ddp, limits=usual)))
-        found.append(Kind("torchft", "SIGKILL: a replica; by hand, short time-outs", partial(manager, limits=short)))
+        ddp, manager = (
+            partial(Torchft, python=torchft, reduce=reduce) for reduce in ("ddp", "manager")
+        )
+        found.append(
+            Kind(
+                "torchft",
+                "SIGKILL: a replica; its DDP, usual time-outs",
+                partial(ddp, limits=usual),
+            )
+        )
+        found.append(
+            Kind(
+                "torchft",
+                "SIGKILL: a replica; by hand, short time-outs",
+                partial(manager, limits=short),
+            )
+        )
     return found
 
 
@@ -97,10 +136,14 @@ def main() -> int:
 
 def arguments() -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", choices=SYSTEMS)
     parser.add_argument("--tries", type=int, default=10)
-    parser.add_argument("--torchft", metavar="PYTHON", default="", help="an interpreter that has torchft")
+    parser.add_argument(
+        "--torchft", metavar="PYTHON", default="", help="an interpreter that has torchft"
+    )
     parser.add_argument("--keep", metavar="NAME", help="add the numbers to bench/DATE-NAME")
     args = parser.parse_args()
     if args.only == "torchft" and not args.torchft:
@@ -116,7 +159,12 @@ def attempt(kind: Kind, number: int, folder: Path, data: Path) -> Try:
     whole_s  the same, until three train again
     """
     chance = random.Random(f"{kind.fault} {number}")
-    result: Try = {"system": kind.system, "fault": kind.fault, "try": number, "outcome": "continued"}
+    result: Try = {
+        "system": kind.system,
+        "fault": kind.fault,
+        "try": number,
+        "outcome": "continued",
+    }
     subject = kind.begin(folder, data)
     try:
         if not wait(subject.ready, subject.over, READY_S):
@@ -153,7 +201,19 @@ def wait(done: Callable[[], bool], over: Callable[[], bool], limit_s: float) -> 
 
 def table(raw: Sequence[Try]) -> Iterator[str]:
     """As Markdown that is also readable on a terminal. `times`: the median over that of a worker's kill under Lockstep."""
-    yield row("whose", "what happens", "tries", "median", "worst", "not", "whole", "step", "times", "goal", "met")
+    yield row(
+        "whose",
+        "what happens",
+        "tries",
+        "median",
+        "worst",
+        "not",
+        "whole",
+        "step",
+        "times",
+        "goal",
+        "met",
+    )
     yield row("---", "---", "---:", "---:", "---:", "---:", "---:", "---:", "---:", "---", "---")
     ours: float | None = None
     for kind in kinds("any"):
@@ -162,20 +222,52 @@ def table(raw: Sequence[Try]) -> Iterator[str]:
         failed = sum(one["outcome"] != "continued" for one in tries)
         if not seconds:
             if tries:
-                yield row(kind.system, kind.fault, str(len(tries)), "", "", str(failed), "", "", "", "", "")
+                yield row(
+                    kind.system,
+                    kind.fault,
+                    str(len(tries)),
+                    "",
+                    "",
+                    str(failed),
+                    "",
+                    "",
+                    "",
+                    "",
+                    "",
+                )
             continue
         step_s, middle = median(step), median(seconds)
         ours = middle if ours is None and kind.system == "lockstep" else ours
         goal_s = kind.goal_s + kind.steps * step_s
-        cells = [f"{middle:.3f} s", f"{max(seconds):.3f} s", str(failed), f"{median(whole):.1f} s" if whole else "", f"{step_s:.3f} s"]
-        promised = [f"<= {goal_s:.2f} s", "yes" if middle <= goal_s and not failed else "no"] if kind.goal_s else ["", ""]
-        yield row(kind.system, kind.fault, str(len(tries)), *cells, f"{middle / ours:.1f}" if ours else "", *promised)
+        cells = [
+            f"{middle:.3f} s",
+            f"{max(seconds):.3f} s",
+            str(failed),
+            f"{median(whole):.1f} s" if whole else "",
+            f"{step_s:.3f} s",
+        ]
+        promised = (
+            [f"<= {goal_s:.2f} s", "yes" if middle <= goal_s and not failed else "no"]
+            if kind.goal_s
+            else ["", ""]
+        )
+        yield row(
+            kind.system,
+            kind.fault,
+            str(len(tries)),
+            *cells,
+            f"{middle / ours:.1f}" if ours else "",
+            *promised,
+        )
 
 
 def row(*cells: str) -> str:
     widths = (8, 44, 5, 9, 9, 4, 7, 7, 6, 9, 4)
     left = {0, 1, 9, 10}
-    texts = [f"{cell:{'<' if place in left else '>'}{width}}" for place, (cell, width) in enumerate(zip(cells, widths, strict=True))]
+    texts = [
+        f"{cell:{'<' if place in left else '>'}{width}}"
+        for place, (cell, width) in enumerate(zip(cells, widths, strict=True))
+    ]
     return f"| {' | '.join(texts)} |"
 
 
@@ -191,8 +283,12 @@ def keep(folder: Path, raw: Sequence[Try], about: str) -> Path:
     for name, text in (("command", command_line()), ("machine", about), ("raw.jsonl", lines)):
         with open(folder / name, "a") as file:
             file.write(text)
-    shown = "\n".join(table([json.loads(line) for line in (folder / "raw.jsonl").read_text().splitlines()]))
-    (folder / "README.md").write_text(f"# {folder.name}\n\n```\n{(folder / 'machine').read_text()}```\n\n{shown}\n\n{HOW}\n")
+    shown = "\n".join(
+        table([json.loads(line) for line in (folder / "raw.jsonl").read_text().splitlines()])
+    )
+    (folder / "README.md").write_text(
+        f"# {folder.name}\n\n```\n{(folder / 'machine').read_text()}```\n\n{shown}\n\n{HOW}\n"
+    )
     return folder
 
 

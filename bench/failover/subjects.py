@@ -29,7 +29,10 @@ from support.hosts import why_no_hosts as why_no_hosts  # noqa: E402
 WORKERS = 3
 AFTER = 20  # steps, before a fault
 STEPS = 100_000  # more than any try sees
-SHARED = {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{TOP / 'src'}:{TOP}"}  # the environment of the others
+SHARED = {
+    "OMP_NUM_THREADS": "1",
+    "PYTHONPATH": f"{TOP / 'src'}:{TOP}",
+}  # the environment of the others
 
 
 def tiny() -> ResolvedRun:
@@ -89,10 +92,16 @@ class Lockstep(Subject):
     def strike(self, chance: random.Random, even: bool) -> dict[str, object]:
         training = self.training
         self.before = training.newest
-        steps = [json.loads(line) for line in (training.run / "metrics.jsonl").read_text().splitlines()]
+        steps = [
+            json.loads(line) for line in (training.run / "metrics.jsonl").read_text().splitlines()
+        ]
         self.step_s = median(step["seconds"] for step in steps[5:])
         leader, *others = self.before.members
-        met = leader if self.fault == "leader" or (even and self.fault != "worker") else chance.choice(others)
+        met = (
+            leader
+            if self.fault == "leader" or (even and self.fault != "worker")
+            else chance.choice(others)
+        )
         self.host = next(host for host in self.hosts if host.name == met.host)
         if self.fault == "leader":
             training.kill(met)
@@ -104,7 +113,11 @@ class Lockstep(Subject):
             self.network.disconnect(self.host)  # type: ignore[union-attr]
         else:
             training.kill(met, number=signal.SIGSTOP if self.fault == "stop" else signal.SIGKILL)
-        return {"met": met.id.rpartition("/")[0], "led": met == leader, "at_step": steps[-1]["step"]}
+        return {
+            "met": met.id.rpartition("/")[0],
+            "led": met == leader,
+            "at_step": steps[-1]["step"],
+        }
 
     def back(self) -> bool:
         """Whether metrics.jsonl has a step of the next generation."""
@@ -119,7 +132,11 @@ class Lockstep(Subject):
 
     def whole(self) -> bool:
         newest = self.training.newest
-        return newest.number > self.before.number and len(newest.members) == WORKERS and self.training.step > newest.step
+        return (
+            newest.number > self.before.number
+            and len(newest.members) == WORKERS
+            and self.training.step > newest.step
+        )
 
     def over(self) -> bool:
         return all(agent.poll() is not None for agent in self.training.agents.values())
@@ -141,12 +158,20 @@ class Other(Subject):
         """Start a process that lives in the folder."""
         with open(self.folder / "log", "ab") as log:
             its = {**os.environ, **SHARED, **environ}
-            self.processes.append(subprocess.Popen(command, cwd=self.folder, env=its, stdout=log, stderr=log))
+            self.processes.append(
+                subprocess.Popen(command, cwd=self.folder, env=its, stdout=log, stderr=log)
+            )
 
     def steps(self) -> list[dict[str, float]]:
         """The lines so far, without one that is being written."""
         with suppress(OSError):
-            return [json.loads(line) for line in (self.folder / "steps.jsonl").read_text().rpartition("\n")[0].splitlines()]
+            return [
+                json.loads(line)
+                for line in (self.folder / "steps.jsonl")
+                .read_text()
+                .rpartition("\n")[0]
+                .splitlines()
+            ]
         return []
 
     def last(self) -> list[dict[str, float]]:
@@ -155,14 +180,23 @@ class Other(Subject):
 
     def ready(self) -> bool:
         last = self.last()
-        together = len({line["group"] for line in last}) == 1 and len({line["rank"] for line in last}) == WORKERS
+        together = (
+            len({line["group"] for line in last}) == 1
+            and len({line["rank"] for line in last}) == WORKERS
+        )
         return together and len(last) == AFTER * WORKERS
 
     def strike(self, chance: random.Random, even: bool) -> dict[str, object]:
         last, rank = self.last(), chance.randrange(WORKERS)
         self.group = last[-1]["group"]
-        self.step_s = median(b["at_s"] - a["at_s"] for a, b in pairwise(line for line in last if line["rank"] == rank))
-        os.kill(next(int(line["pid"]) for line in reversed(last) if line["rank"] == rank), signal.SIGKILL)
+        self.step_s = median(
+            b["at_s"] - a["at_s"]
+            for a, b in pairwise(line for line in last if line["rank"] == rank)
+        )
+        os.kill(
+            next(int(line["pid"]) for line in reversed(last) if line["rank"] == rank),
+            signal.SIGKILL,
+        )
         return {"met": f"rank {rank}", "at_step": last[-1]["step"]}
 
     def back(self) -> bool:
@@ -188,7 +222,16 @@ class Torchrun(Other):
 
     def __init__(self, folder: Path, data: Path, *, environ: Mapping[str, str]) -> None:
         super().__init__(folder, data)
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(WORKERS), "--max-restarts", "10"]
+        torchrun = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            str(WORKERS),
+            "--max-restarts",
+            "10",
+        ]
         self.start([*torchrun, str(HERE / "with_torchrun.py"), *self.task], environ)
 
     def whole(self) -> bool:
@@ -198,14 +241,26 @@ class Torchrun(Other):
 class Torchft(Other):
     """The other replicas continue. The killed one is not restarted; the lighthouse stays alive."""
 
-    def __init__(self, folder: Path, data: Path, *, python: str, reduce: str, limits: Mapping[str, int]) -> None:
+    def __init__(
+        self, folder: Path, data: Path, *, python: str, reduce: str, limits: Mapping[str, int]
+    ) -> None:
         super().__init__(folder, data)
         script = str(HERE / "with_torchft.py")
         with open(folder / "lighthouse.log", "wb") as log:
             command = [python, script, "lighthouse", json.dumps(limits)]
-            self.lighthouse = subprocess.Popen(command, cwd=folder, env={**os.environ, **SHARED}, stdout=subprocess.PIPE, stderr=log)
+            self.lighthouse = subprocess.Popen(
+                command,
+                cwd=folder,
+                env={**os.environ, **SHARED},
+                stdout=subprocess.PIPE,
+                stderr=log,
+            )
         assert self.lighthouse.stdout
-        url = next(line for line in self.lighthouse.stdout if line.startswith(b"http")).decode().strip()
+        url = (
+            next(line for line in self.lighthouse.stdout if line.startswith(b"http"))
+            .decode()
+            .strip()
+        )
         for rank in range(WORKERS):
             environ = {"RANK": str(rank), "WORLD_SIZE": str(WORKERS), "TORCHFT_LIGHTHOUSE": url}
             self.start([python, script, *self.task, reduce], environ)

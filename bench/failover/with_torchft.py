@@ -56,7 +56,10 @@ def replica() -> None:
         before = manager.current_step()
         trained.backward(model, before)
         if by_hand:
-            reduce(manager, [parameter.grad for parameter in model.parameters() if parameter.grad is not None])
+            reduce(
+                manager,
+                [parameter.grad for parameter in model.parameters() if parameter.grad is not None],
+            )
         trained.clip()
         optimizer.step()  # only when all agree to commit
         if manager.current_step() > before:
@@ -67,7 +70,9 @@ def reduce(manager: Manager, gradients: list[torch.Tensor]) -> None:
     """Collective: the mean over the replicas, in place."""
     flat = torch.cat([gradient.flatten() for gradient in gradients])
     manager.allreduce(flat).wait()
-    for gradient, mean in zip(gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True):
+    for gradient, mean in zip(
+        gradients, flat.split([gradient.numel() for gradient in gradients]), strict=True
+    ):
         gradient.copy_(mean.view_as(gradient))
 
 

@@ -22,7 +22,11 @@ def main() -> None:
     dist.init_process_group("gloo")
     task = read_task()
     trained = Trained(task)
-    path, group, step = task.answer / "checkpoint.pt", int(os.environ["TORCHELASTIC_RESTART_COUNT"]), 0
+    path, group, step = (
+        task.answer / "checkpoint.pt",
+        int(os.environ["TORCHELASTIC_RESTART_COUNT"]),
+        0,
+    )
     if path.exists():
         saved = torch.load(path)
         trained.model.load_state_dict(saved["model"])
@@ -37,7 +41,11 @@ def main() -> None:
         step += 1
         trained.note(step, group)
         if step % EVERY == 0 and task.rank == 0:
-            state = {"model": trained.model.state_dict(), "optimizer": trained.optimizer.state_dict(), "step": step}
+            state = {
+                "model": trained.model.state_dict(),
+                "optimizer": trained.optimizer.state_dict(),
+                "step": step,
+            }
             torch.save(state, path.with_suffix(".new"))
             os.replace(path.with_suffix(".new"), path)
 

@@ -31,8 +31,20 @@ Published by torchtitan for Llama 3.1 8B on 8 H100 with FSDP in bf16: 5,762 toke
 33% and 39% of the datasheet's FLOP/s (benchmarks/llama3_h100_202412_torchtitan.md). There is no figure for the 1B shape: compare MFU.
 """
 Values = dict[str, object]
-TRANSLATOR: Values = {"data.pairs": 3000, "data.held_out": 50, "tokenizer.vocab_size": 500, "model.dim": 32, "batch.tokens": 256}
-CHATS: Values = {"task": "sft", "data.kind": "drills", "data.pairs": 400, "data.held_out_share": 0.1, "tokenizer.vocab_size": 400}
+TRANSLATOR: Values = {
+    "data.pairs": 3000,
+    "data.held_out": 50,
+    "tokenizer.vocab_size": 500,
+    "model.dim": 32,
+    "batch.tokens": 256,
+}
+CHATS: Values = {
+    "task": "sft",
+    "data.kind": "drills",
+    "data.pairs": 400,
+    "data.held_out_share": 0.1,
+    "tokenizer.vocab_size": 400,
+}
 CHATS |= {"llama.size": "1M", "batch.seq_len": 128, "batch.tokens": 512, "batch.micro_batches": 4}
 SMALL: Values = {"evaluate.at_end": 0, "checkpoint.every_steps": 5, "parallel.bucket_bytes": 50_000}
 
@@ -53,8 +65,19 @@ class Part:
         start_s = time.monotonic()
         environ = {**os.environ, **self.environ}
         try:
-            done = subprocess.run(self.words, cwd=TOP, env=environ, capture_output=True, text=True, timeout=limit_s, check=False)
-            self.exit_code, self.answer = done.returncode, (done.stdout if not done.returncode else done.stdout + done.stderr)[-4000:]
+            done = subprocess.run(
+                self.words,
+                cwd=TOP,
+                env=environ,
+                capture_output=True,
+                text=True,
+                timeout=limit_s,
+                check=False,
+            )
+            self.exit_code, self.answer = (
+                done.returncode,
+                (done.stdout if not done.returncode else done.stdout + done.stderr)[-4000:],
+            )
         except subprocess.TimeoutExpired:
             self.answer = f"no end within {limit_s:g} s"
         self.seconds = time.monotonic() - start_s
@@ -93,14 +116,26 @@ def parts(device: str, folder: Path) -> Iterator[Part]:
     alone = {"LOCKSTEP_DEVICE": "cuda:0" if device == "cuda" else "cpu"}
     runs = [("one worker", 1, alone, 1)]
     for name, workers, environ in worker_groups(device):
-        runs += [(f"{workers} workers, {name}", workers, environ, 1), (f"2 shards, {name}", 2, environ, 2)]
+        runs += [
+            (f"{workers} workers, {name}", workers, environ, 1),
+            (f"2 shards, {name}", 2, environ, 2),
+        ]
     tasks = {"chats": CHATS, "translator": TRANSLATOR} if device == "cuda" else {"chats": CHATS}
     for task, values in tasks.items():
         for name, workers, environ, shards in runs:
             out = folder / f"{task} {name}"
             options = {**values, **SMALL, "steps": 5, "layout.shard": shards}
-            yield Part(f"{task}, {name}", lockstep("train", "--out", out, "--workers", str(workers), **options), environ)
-            yield Part(f"digest of {task}, {name}", lockstep("checkpoint", "digest", out), alone, group=task)
+            yield Part(
+                f"{task}, {name}",
+                lockstep("train", "--out", out, "--workers", str(workers), **options),
+                environ,
+            )
+            yield Part(
+                f"digest of {task}, {name}",
+                lockstep("checkpoint", "digest", out),
+                alone,
+                group=task,
+            )
     steps, faults = ("30", "1") if device == "cpu" else ("200", "4")
     for name, workers, environ in worker_groups(device):
         words: list[str | Path] = [
@@ -115,8 +150,26 @@ def parts(device: str, folder: Path) -> Iterator[Part]:
             steps,
         ]
         yield Part(f"kills, {name}", lockstep(*words, **TRANSLATOR, **SMALL), environ)
-    size = [] if device == "cuda" else ["--shape", "1M", "--rows", "1", "--length", "64", "--steps", "2", "--warm", "1", "--no-compile"]
-    yield Part("throughput", [sys.executable, "-m", "bench.llama.gpu", "--device", device, "--json", *size])
+    size = (
+        []
+        if device == "cuda"
+        else [
+            "--shape",
+            "1M",
+            "--rows",
+            "1",
+            "--length",
+            "64",
+            "--steps",
+            "2",
+            "--warm",
+            "1",
+            "--no-compile",
+        ]
+    )
+    yield Part(
+        "throughput", [sys.executable, "-m", "bench.llama.gpu", "--device", device, "--json", *size]
+    )
 
 
 def differences(done: list[Part]) -> list[str]:
@@ -134,23 +187,40 @@ def table(done: list[Part], different: list[str]) -> str:
         last = part.answer.strip().splitlines()[-1:] or [""]
         if part.name == "throughput" and not part.exit_code:
             values = json.loads(last[0])
-            share, rate, memory = (values[key] for key in ("mfu_of_datasheet", "tokens_per_second", "peak_memory_bytes"))
-            mfu = f"{share:.1%} of the datasheet" if share else f"{values['mfu']:.1%} of a matrix product"
+            share, rate, memory = (
+                values[key]
+                for key in ("mfu_of_datasheet", "tokens_per_second", "peak_memory_bytes")
+            )
+            mfu = (
+                f"{share:.1%} of the datasheet"
+                if share
+                else f"{values['mfu']:.1%} of a matrix product"
+            )
             last = [f"{rate:,.0f} tokens/s, {mfu}, {memory / 2**30:.1f} GiB, {values['device']}"]
-        lines.append(f"| {part.name} | {part.exit_code} | {part.seconds:.0f} | {last[0][:120].replace('|', ' ')} |")
+        lines.append(
+            f"| {part.name} | {part.exit_code} | {part.seconds:.0f} | {last[0][:120].replace('|', ' ')} |"
+        )
     return "\n".join([*lines, "", "Different bits: " + ("; ".join(different) or "none"), PUBLISHED])
 
 
 def main() -> int:
     """Run all parts; return 1 if one failed or bits differ."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
-    parser.add_argument("--only", default="", help="parts whose name contains one of these words, separated by commas")
+    parser.add_argument(
+        "--only",
+        default="",
+        help="parts whose name contains one of these words, separated by commas",
+    )
     parser.add_argument("--limit", type=float, default=240.0, help="seconds for each part")
     parser.add_argument("--keep", default="", help="keep the result in bench/gpu/DATE-NAME")
     args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("torch sees no GPU: check nvidia-smi and the build of torch, or try --device cpu")
+        parser.error(
+            "torch sees no GPU: check nvidia-smi and the build of torch, or try --device cpu"
+        )
     load, done = os.getloadavg(), []
     with tempfile.TemporaryDirectory(prefix="lockstep-gpu-check-") as folder:
         for part in parts(args.device, Path(folder)):

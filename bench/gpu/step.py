@@ -1,4 +1,4 @@
-"""What a step of a Session costs on one GPU, beside the same loop without it.
+"""Time a step of a Session on one GPU, and the same loop without it.
 
     python -m bench.gpu.step                     pairs of processes in turn; prints a table
     python -m bench.gpu.step --device cpu --widths 64 --steps 6 --rounds 1
@@ -41,7 +41,9 @@ class Rows(torch.utils.data.Dataset[Tensor]):
     """Random rows of tokens."""
 
     def __init__(self) -> None:
-        self.rows = torch.randint(0, VOCABULARY, (4096, LENGTH), generator=torch.Generator().manual_seed(1))
+        self.rows = torch.randint(
+            0, VOCABULARY, (4096, LENGTH), generator=torch.Generator().manual_seed(1)
+        )
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -56,7 +58,9 @@ class Encoder(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, width)
-        layer = nn.TransformerEncoderLayer(width, max(width // 64, 1), 4 * width, dropout=0.0, batch_first=True)
+        layer = nn.TransformerEncoderLayer(
+            width, max(width // 64, 1), 4 * width, dropout=0.0, batch_first=True
+        )
         self.layers = nn.TransformerEncoder(layer, LAYERS, enable_nested_tensor=False)
         self.head = nn.Linear(width, VOCABULARY)
 
@@ -68,7 +72,9 @@ class Encoder(nn.Module):
 class Clock:
     """The seconds of each step, with the GPU done at its end, and then the places of waits."""
 
-    def __init__(self, device: torch.device, steps: int, profiler: cProfile.Profile | None = None) -> None:
+    def __init__(
+        self, device: torch.device, steps: int, profiler: cProfile.Profile | None = None
+    ) -> None:
         self.device = device
         self.profiler = profiler
         self.timed_steps = WARM_STEPS + steps
@@ -123,7 +129,10 @@ def with_session(width: int, micro_batches: int, clock: Clock) -> int:
     torch.manual_seed(0)
     model = Encoder(width)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    with tempfile.TemporaryDirectory() as folder, lockstep.Session(folder, micro_batches=micro_batches) as session:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        lockstep.Session(folder, micro_batches=micro_batches) as session,
+    ):
         model, optimizer = session.prepare(model, optimizer)
         loader = session.loader(Rows(), batch_size=ROWS * micro_batches)
         for step in session.steps(clock.all_steps):
@@ -164,14 +173,18 @@ def profile(width: int, micro_batches: int, steps: int, device: str) -> None:
 
 def main() -> None:
     """The command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--widths", type=int, nargs="+", default=[192, 768])
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--loop", choices=LOOPS, help="run one loop in this process")
-    parser.add_argument("--profile", action="store_true", help="print where a Session's main thread spends its time")
+    parser.add_argument(
+        "--profile", action="store_true", help="print where a Session's main thread spends its time"
+    )
     args = parser.parse_args()
     if args.profile:
         profile(args.widths[0], args.micro_batches[0], args.steps, args.device)
@@ -193,7 +206,16 @@ def compare(width: int, micro_batches: int, steps: int, rounds: int, device: str
     for _ in range(rounds):
         for loop in LOOPS:
             options = ["--device", device, "--steps", str(steps), "--loop", loop]
-            words = [sys.executable, "-m", "bench.gpu.step", "--widths", str(width), "--micro-batches", str(micro_batches), *options]
+            words = [
+                sys.executable,
+                "-m",
+                "bench.gpu.step",
+                "--widths",
+                str(width),
+                "--micro-batches",
+                str(micro_batches),
+                *options,
+            ]
             done = subprocess.run(words, cwd=TOP, capture_output=True, text=True, check=False)
             if done.returncode:
                 raise SystemExit(done.stdout + done.stderr)

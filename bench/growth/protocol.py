@@ -52,7 +52,11 @@ def send(effects: Iterable[Effect]) -> int:
 
 def loss(cluster: ManyMembers, *, one_by_one: bool) -> dict[str, float]:
     """One of the members exits. Return seconds of the coordinator until it proposes, and bytes that it sends."""
-    lost, protocol, now_s = cluster.members[len(cluster.members) // 2], cluster.protocol, cluster.now_s
+    lost, protocol, now_s = (
+        cluster.members[len(cluster.members) // 2],
+        cluster.protocol,
+        cluster.now_s,
+    )
     frames = [(id, json.dumps(message).encode()) for id, message in cluster.reports(lost)]
 
     def propose() -> Sequence[Effect]:
@@ -75,14 +79,21 @@ def measure(members: int) -> dict[str, float]:
     cluster = ManyMembers(members)
     start_s, _ = timed(cluster.start)
     heartbeat_s, _ = timed(lambda: send(cluster.beat()))
-    row = {"members": members, "start_s": start_s, "heartbeat_s": heartbeat_s, **loss(cluster, one_by_one=False)}
+    row = {
+        "members": members,
+        "start_s": start_s,
+        "heartbeat_s": heartbeat_s,
+        **loss(cluster, one_by_one=False),
+    }
     if members <= ONE_BY_ONE:
         row["one_by_one_s"] = loss(cluster, one_by_one=True)["proposal_s"]
     return row
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--times", type=int, default=5, help="repetitions; the medians are shown")
     parser.add_argument("--keep", metavar="NAME")
     args = parser.parse_args()
@@ -93,10 +104,19 @@ def main() -> int:
     ]
     for members in SIZES:
         rows = [row for row in raw if row["members"] == members]
-        seconds = [f"{1000 * median(row[name] for row in rows):.1f} ms" for name in ("start_s", "heartbeat_s", "proposal_s")]
-        slow = f"{1000 * median(row['one_by_one_s'] for row in rows):.0f} ms" if members <= ONE_BY_ONE else ""
+        seconds = [
+            f"{1000 * median(row[name] for row in rows):.1f} ms"
+            for name in ("start_s", "heartbeat_s", "proposal_s")
+        ]
+        slow = (
+            f"{1000 * median(row['one_by_one_s'] for row in rows):.0f} ms"
+            if members <= ONE_BY_ONE
+            else ""
+        )
         announce = f"{1000 * median(row['announce_s'] for row in rows):.1f} ms"
-        lines.append(f"| {members:,} | {' | '.join(seconds)} | {slow} | {announce} | {rows[0]['announced_bytes']:,} |")
+        lines.append(
+            f"| {members:,} | {' | '.join(seconds)} | {slow} | {announce} | {rows[0]['announced_bytes']:,} |"
+        )
     print("\n".join(lines))
     if args.keep:
         print(keep(args.keep, raw, "\n".join(lines), machine("not used", load)))

@@ -33,7 +33,11 @@ folder = ""
 
 
 def on_audit(event: str, arguments: tuple[object, ...]) -> None:
-    if event in ("open", "os.listdir", "os.scandir") and folder and str(arguments[0]).startswith(folder):
+    if (
+        event in ("open", "os.listdir", "os.scandir")
+        and folder
+        and str(arguments[0]).startswith(folder)
+    ):
         counter["opens" if event == "open" else "listings"] += 1
 
 
@@ -53,9 +57,10 @@ def rates() -> dict[str, float]:
     before, started_s, cpu_s = counter.copy(), time.monotonic(), time.process_time()
     time.sleep(COUNT_S)
     passed_s = time.monotonic() - started_s
-    return {name: (counter[name] - before[name]) / passed_s for name in ("opens", "listings", "messages")} | {
-        "cpu": (time.process_time() - cpu_s) / passed_s
-    }
+    return {
+        name: (counter[name] - before[name]) / passed_s
+        for name in ("opens", "listings", "messages")
+    } | {"cpu": (time.process_time() - cpu_s) / passed_s}
 
 
 def measure(workers: int, phase: str) -> dict[str, float | str]:
@@ -64,11 +69,16 @@ def measure(workers: int, phase: str) -> dict[str, float | str]:
     with tempfile.TemporaryDirectory() as top:
         folder = f"{top}/run"
         mark = create_run_folder(Path(folder), "h0")
-        limits = ElasticLimits(expected_workers=workers + (phase == "waiting"), min_workers=workers + (phase == "waiting"))
+        limits = ElasticLimits(
+            expected_workers=workers + (phase == "waiting"),
+            min_workers=workers + (phase == "waiting"),
+        )
         members = []
         for index in range(workers):
             host, slot = f"h{index // WORKERS_PER_HOST:03d}", index % WORKERS_PER_HOST
-            env = WorkerEnv(folder, top, host, slot, WORKERS_PER_HOST, 1, 1, 8, "127.0.0.1", folder_id=mark)
+            env = WorkerEnv(
+                folder, top, host, slot, WORKERS_PER_HOST, 1, 1, 8, "127.0.0.1", folder_id=mark
+            )
             members.append(Membership(env, limits, on_abort=lambda sockets: None))
         for member in members:
             member.request_join({}, is_joining=False)
@@ -83,14 +93,22 @@ def measure(workers: int, phase: str) -> dict[str, float | str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--workers", type=int, nargs="+", default=SIZES)
     parser.add_argument("--keep", metavar="NAME")
     args = parser.parse_args()
     sys.addaudithook(on_audit)
     count_messages()
-    load, rows = os.getloadavg(), [measure(workers, phase) for phase in ("waiting", "training") for workers in args.workers]
-    lines = ["| workers | phase | opens/s | listings/s | messages/s | processor |", "| --- | --- | --- | --- | --- | --- |"]
+    load, rows = (
+        os.getloadavg(),
+        [measure(workers, phase) for phase in ("waiting", "training") for workers in args.workers],
+    )
+    lines = [
+        "| workers | phase | opens/s | listings/s | messages/s | processor |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
     for row in rows:
         figures = " | ".join(f"{row[name]:,.0f}" for name in ("opens", "listings", "messages"))
         lines.append(f"| {row['workers']} | {row['phase']} | {figures} | {row['cpu']:.2f} |")

@@ -38,7 +38,9 @@ def compare(name: str, one_by_one: Callable[[int], Any], at_once: Callable[[int]
         assert np.array_equal(first, second), name
     before, after = (statistics.median(column) for column in zip(*seconds, strict=True))
     ratio = statistics.median(first_s / second_s for first_s, second_s in seconds)
-    print(f"{name}: one by one {1e3 * before:.1f} ms, at once {1e3 * after:.1f} ms, ratio {ratio:.1f}")
+    print(
+        f"{name}: one by one {1e3 * before:.1f} ms, at once {1e3 * after:.1f} ms, ratio {ratio:.1f}"
+    )
 
 
 def write_chats(folder: Path, count: int) -> TokenStream:
@@ -57,7 +59,9 @@ def main() -> None:
         order = BucketOrder(lengths, shapes, micro_batches=k, seed=1)
         compare(
             f"tokens of a step, {k} micro-batches",
-            lambda step, order=order, k=k: int(lengths[np.concatenate([order.ids(step, i) for i in range(k)])].sum()),
+            lambda step, order=order, k=k: int(
+                lengths[np.concatenate([order.ids(step, i) for i in range(k)])].sum()
+            ),
             lambda step, order=order: int(lengths[order.step_ids(step)].sum()),
         )
     with tempfile.TemporaryDirectory() as folder:
@@ -65,7 +69,9 @@ def main() -> None:
         spans = list(itertools.pairwise(map(int, stream.offsets)))
         compare(
             "labels of 10,000 chats",
-            lambda _: np.array([int(stream.read_loss_mask(start + 1, end).sum()) for start, end in spans]),
+            lambda _: np.array(
+                [int(stream.read_loss_mask(start + 1, end).sum()) for start, end in spans]
+            ),
             lambda _: count_labels(stream),
         )
 

@@ -28,26 +28,36 @@ from lockstep.models.llama_io import read_model
 
 def rate_at(update: int, peak: float, warmup: int, last: int) -> float:
     """A straight rise to the peak, then a straight fall to 0."""
-    return peak * update / warmup if update < warmup else peak * max(0.0, (last + 1 - update) / max(1, last + 1 - warmup))
+    return (
+        peak * update / warmup
+        if update < warmup
+        else peak * max(0.0, (last + 1 - update) / max(1, last + 1 - warmup))
+    )
 
 
 def main(folder: Path, steps: int, answer: Path | None) -> None:
     """Train and print `step loss norm` beside what the run's metrics say."""
     torch.set_num_threads(1)
     run = from_json(json.loads((folder / "run.json").read_text())).run
-    assert run.task == "pretrain" and run.optim.schedule == "linear" and not run.llama.init_from, "the recipe llama-pretrain.toml"
+    assert run.task == "pretrain" and run.optim.schedule == "linear" and not run.llama.init_from, (
+        "the recipe llama-pretrain.toml"
+    )
     shape, _ = read_model(folder)
     model = build_llama(shape, device=torch.device("cpu"), seed=run.seed)
     data = open_prepared(folder / "data", ChatTokenizer.load(folder / "tokenizer", {}))
     rows, k_all = CutRows(data.train, run.batch.seq_len), run.batch.micro_batches
-    order = UniformOrder(len(rows), k_all * (run.batch.tokens // run.batch.seq_len), k_all, run.seed)
+    order = UniformOrder(
+        len(rows), k_all * (run.batch.tokens // run.batch.seq_len), k_all, run.seed
+    )
     loader = RowLoader(rows, order, torch.device("cpu"))
     o = run.optim
     groups = [
         {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": o.weight_decay},
         {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(groups, lr=o.learning_rate, betas=(o.beta1, o.beta2), eps=o.epsilon)
+    optimizer = torch.optim.AdamW(
+        groups, lr=o.learning_rate, betas=(o.beta1, o.beta2), eps=o.epsilon
+    )
     ours = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     seconds, worst = [], 0.0
     for step in range(steps):

@@ -27,14 +27,24 @@ def xz_bits(texts: list[bytes]) -> float:
 
 def main(folder: Path) -> None:
     """Print a line for each split."""
-    lines = read_metrics(folder / "evaluations.jsonl") if (folder / "evaluations.jsonl").exists() else []
+    lines = (
+        read_metrics(folder / "evaluations.jsonl")
+        if (folder / "evaluations.jsonl").exists()
+        else []
+    )
     for split in SPLITS:
         with open(folder / "data" / f"{split}.jsonl", encoding="utf-8") as file:
             texts = [json.loads(line)["text"].encode() for line in file]
         found = [line for line in lines if line["split"] == split]
-        model = f"{found[-1]['bits_per_byte']:.4f} at step {found[-1]['step']}" if found else "not scored yet"
+        model = (
+            f"{found[-1]['bits_per_byte']:.4f} at step {found[-1]['step']}"
+            if found
+            else "not scored yet"
+        )
         print(f"{split}: {len(texts)} files, {sum(map(len, texts)):,} bytes; bits a byte:")
-        print(f"  model           {model}\n  xz -9 by file   {xz_bits(texts):.4f}\n  xz -9, a stream {xz_bits([b''.join(texts)]):.4f}")
+        print(
+            f"  model           {model}\n  xz -9 by file   {xz_bits(texts):.4f}\n  xz -9, a stream {xz_bits([b''.join(texts)]):.4f}"
+        )
 
 
 if __name__ == "__main__":

@@ -33,14 +33,18 @@ from lockstep.training.profiler import measure_matmul_flops
 
 def main() -> None:
     """The command."""
-    asked = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    asked = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     asked.add_argument("--shape", default="1B")
     asked.add_argument("--rows", type=int, default=8)
     asked.add_argument("--length", type=int, default=2048)
     asked.add_argument("--steps", type=int, default=20)
     asked.add_argument("--warm", type=int, default=3)
     asked.add_argument("--no-compile", action="store_true")
-    asked.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    asked.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu"
+    )
     asked.add_argument("--json", action="store_true", help="print one line of JSON")
     asked.add_argument("--keep", default="")
     args = asked.parse_args()
@@ -59,12 +63,21 @@ def main() -> None:
             block.compile(dynamic=False)
 
     value = lambda name, size: init_param(name, size, shape.n_layers, 1)  # noqa: E731
-    held = parallelize(model, Layout(), Coordinates(0, 0, 0, 0), value, device, prepare_blocks=None if args.no_compile else compiled)
+    held = parallelize(
+        model,
+        Layout(),
+        Coordinates(0, 0, 0, 0),
+        value,
+        device,
+        prepare_blocks=None if args.no_compile else compiled,
+    )
     optimizer = adamw(held, OptimOptions(learning_rate=3e-4), MemoryOptions(weights="bf16"))
     chance = torch.Generator(device).manual_seed(1)
     seconds = []
     for _ in range(args.warm + args.steps):
-        tokens = torch.randint(0, shape.vocab_size, (args.rows, args.length + 1), generator=chance, device=device)
+        tokens = torch.randint(
+            0, shape.vocab_size, (args.rows, args.length + 1), generator=chance, device=device
+        )
         began_s = now_s(device)
         held.module(tokens[:, :-1], tokens[:, 1:].contiguous()).backward()
         divide_and_clip(held.parameters(), divisor=args.rows * args.length, clip_norm=1.0)
@@ -72,9 +85,15 @@ def main() -> None:
         optimizer.zero_grad(set_to_none=True)
         seconds.append(now_s(device) - began_s)
     step_s, count = median(seconds[args.warm :]), args.rows * args.length
-    flops = flops_per_token(shape.num_parameters, shape.n_layers, shape.n_heads * shape.head_dim, args.length)
+    flops = flops_per_token(
+        shape.num_parameters, shape.n_layers, shape.n_heads * shape.head_dim, args.length
+    )
     memory = torch.cuda.max_memory_allocated() if device.type == "cuda" else peak_resident_bytes()
-    name = torch.cuda.get_device_name() if device.type == "cuda" else platform.processor() or "CPU, one thread"
+    name = (
+        torch.cuda.get_device_name()
+        if device.type == "cuda"
+        else platform.processor() or "CPU, one thread"
+    )
     line = {
         "device": name,
         "shape": args.shape,
@@ -84,7 +103,9 @@ def main() -> None:
         "tokens_per_second": count / step_s,
         "mfu": flops * count / step_s / ceiling,
         "ceiling_flops": ceiling,
-        "mfu_of_datasheet": flops * count / step_s / peak if (peak := peak_flops(name, "bf16")) else None,
+        "mfu_of_datasheet": flops * count / step_s / peak
+        if (peak := peak_flops(name, "bf16"))
+        else None,
         "peak_memory_bytes": memory,
         "seconds": seconds,
     }

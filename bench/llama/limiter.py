@@ -28,7 +28,12 @@ SETTINGS = {
     "one block ahead": ["--fsdp.prefetch_units", "1"],
     "two blocks ahead": ["--fsdp.prefetch_units", "2"],
     "all blocks ahead": ["--fsdp.prefetch_units", "100"],
-    "one ahead, kept until the backward pass": ["--fsdp.prefetch_units", "1", "--fsdp.reshard_after_forward", "false"],
+    "one ahead, kept until the backward pass": [
+        "--fsdp.prefetch_units",
+        "1",
+        "--fsdp.reshard_after_forward",
+        "false",
+    ],
 }
 WARM = 2
 RECIPE = TOP / "recipes" / "llama-pretrain.toml"
@@ -65,24 +70,45 @@ def shape_cable(network: Network, host: Host, rate: str) -> None:
 def train(network: Network, words: list[str], limit_s: float = 400.0) -> list[dict[str, Any]]:
     """The metrics of a run on both hosts, a line for each step."""
     with tempfile.TemporaryDirectory(prefix="lockstep-limiter-") as folder:
-        tables = [f'[[host]]\nname = "{one.name}"\naddress = "{one.address}"\nworkers = 1\n' for one in network.hosts]
+        tables = [
+            f'[[host]]\nname = "{one.name}"\naddress = "{one.address}"\nworkers = 1\n'
+            for one in network.hosts
+        ]
         (Path(folder) / "hosts.toml").write_text("\n".join(tables))
         processes = []
         for host in network.hosts:
-            command = [*host.enter, sys.executable, "-m", "lockstep", "launch", str(RECIPE), "--hosts", "hosts.toml", "--host", host.name]
+            command = [
+                *host.enter,
+                sys.executable,
+                "-m",
+                "lockstep",
+                "launch",
+                str(RECIPE),
+                "--hosts",
+                "hosts.toml",
+                "--host",
+                host.name,
+            ]
             environ = {**os.environ, "OMP_NUM_THREADS": "1", "LOCKSTEP_TMP": folder}
             with open(Path(folder) / f"{host.name}.out", "wb") as output:
                 whole = [*command, "--out", "run", *words]
-                processes.append(subprocess.Popen(whole, cwd=folder, env=environ, stdout=output, stderr=output))
+                processes.append(
+                    subprocess.Popen(whole, cwd=folder, env=environ, stdout=output, stderr=output)
+                )
         codes = [process.wait(limit_s) for process in processes]
         if any(codes):
             raise SystemExit((Path(folder) / "a.out").read_text()[-3000:])
-        return [json.loads(line) for line in (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()]
+        return [
+            json.loads(line)
+            for line in (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()
+        ]
 
 
 def main() -> None:
     """The command."""
-    asked = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    asked = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     asked.add_argument("--shape", default="25M")
     asked.add_argument("--rate", default="1gbit")
     asked.add_argument("--steps", type=int, default=6)
@@ -96,7 +122,11 @@ def main() -> None:
         for repetition in range(args.repetitions):
             for setting, words in SETTINGS.items():
                 steps = train(network, [*flags(args.shape, args.steps), *words])[WARM:]
-                line = {"setting": setting, "repetition": repetition, "seconds": [round(one["seconds"], 4) for one in steps]}
+                line = {
+                    "setting": setting,
+                    "repetition": repetition,
+                    "seconds": [round(one["seconds"], 4) for one in steps],
+                }
                 line["waited"] = [round(one["communication_seconds"], 4) for one in steps]
                 line["memory_bytes"] = max(one["memory_bytes"] for one in steps)
                 lines.append(line)
@@ -104,13 +134,24 @@ def main() -> None:
     first = next(iter(SETTINGS))
 
     def middle(setting: str, key: str, repetition: int) -> float:
-        return median(next(one[key] for one in lines if one["setting"] == setting and one["repetition"] == repetition))
+        return median(
+            next(
+                one[key]
+                for one in lines
+                if one["setting"] == setting and one["repetition"] == repetition
+            )
+        )
 
-    rows = ["| setting | step | waited for the wire | step / nothing ahead | most memory |", "| --- | ---: | ---: | ---: | ---: |"]
+    rows = [
+        "| setting | step | waited for the wire | step / nothing ahead | most memory |",
+        "| --- | ---: | ---: | ---: | ---: |",
+    ]
     for setting in SETTINGS:
         turns = range(args.repetitions)
         ratios = sorted(middle(setting, "seconds", n) / middle(first, "seconds", n) for n in turns)
-        step, waited = (median(middle(setting, key, n) for n in turns) for key in ("seconds", "waited"))
+        step, waited = (
+            median(middle(setting, key, n) for n in turns) for key in ("seconds", "waited")
+        )
         memory = max(one["memory_bytes"] for one in lines if one["setting"] == setting) / 2**20
         told = f"{median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
         rows.append(f"| {setting} | {step:.2f} s | {waited:.2f} s | {told} | {memory:.0f} MiB |")

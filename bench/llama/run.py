@@ -82,7 +82,9 @@ class Watch:
 # -- subjects -----------------------------------------------------------------------------------------------------------
 
 
-def ours(shape: str, steps: int, each: int, shard: int = 1, together: bool = False, weights: str = "fp32") -> Iterator[None]:
+def ours(
+    shape: str, steps: int, each: int, shard: int = 1, together: bool = False, weights: str = "fp32"
+) -> Iterator[None]:
     from lockstep.config.schema import MemoryOptions, OptimOptions
     from lockstep.elastic.runtime import ElasticRuntime
     from lockstep.layout import Layout
@@ -100,13 +102,17 @@ def ours(shape: str, steps: int, each: int, shard: int = 1, together: bool = Fal
             model.bfloat16()
         layout = Layout(WORKERS // shard, shard)
         value = lambda name, size: init_param(name, size, LLAMA_CONFIGS[shape].n_layers, 1)  # noqa: E731
-        local_model = parallelize(model, layout, layout.coordinates(runtime.runtime.rank), value, runtime.runtime.device)
+        local_model = parallelize(
+            model, layout, layout.coordinates(runtime.runtime.rank), value, runtime.runtime.device
+        )
         optimizer = (
             adamw_of(local_model.parameters())
             if weights == "fp32"
             else adamw(local_model, OptimOptions(learning_rate=1e-3), MemoryOptions(weights="bf16"))
         )
-        with ReplicaGroup(runtime, local_model, micro_batches=each * WORKERS, reduce_once_per_step=together) as replicas:
+        with ReplicaGroup(
+            runtime, local_model, micro_batches=each * WORKERS, reduce_once_per_step=together
+        ) as replicas:
             for step in range(steps):
                 for k in replicas.micro_batches(step):
                     tokens, labels = data(step, k, LLAMA_CONFIGS[shape].vocab_size)
@@ -155,7 +161,9 @@ def bare_fsdp2(shape: str, steps: int, each: int) -> Iterator[None]:
             tokens, labels = data(step, dist.get_rank() * each + turn, model.config.vocab_size)
             with narrow():
                 loss = model(tokens, labels)
-            (loss / (each * ROWS * LENGTH)).backward()  # it reduces every micro-batch, as we do: whole gradients would not fit
+            (
+                loss / (each * ROWS * LENGTH)
+            ).backward()  # it reduces every micro-batch, as we do: whole gradients would not fit
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -171,9 +179,14 @@ def accelerate(shape: str, steps: int, each: int, fsdp: bool = False) -> Iterato
     plugin = None
     if fsdp:
         plugin = FullyShardedDataParallelPlugin(
-            fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["Layer"], reshard_after_forward=True
+            fsdp_version=2,
+            auto_wrap_policy="transformer_based_wrap",
+            transformer_cls_names_to_wrap=["Layer"],
+            reshard_after_forward=True,
         )
-    accelerator = Accelerator(cpu=True, mixed_precision="bf16", gradient_accumulation_steps=each, fsdp_plugin=plugin)
+    accelerator = Accelerator(
+        cpu=True, mixed_precision="bf16", gradient_accumulation_steps=each, fsdp_plugin=plugin
+    )
     if plugin:
         plugin.set_mixed_precision("bf16")
         accelerator.state.fsdp_plugin = plugin
@@ -220,8 +233,12 @@ def fabric(shape: str, steps: int, each: int) -> Iterator[None]:
 RUN: dict[str, Callable[[str, int, int], Iterator[None]]] = {
     "ours": ours,
     "ours-shard": lambda shape, steps, each: ours(shape, steps, each, shard=WORKERS),
-    "ours-together": lambda shape, steps, each: ours(shape, steps, each, shard=WORKERS, together=True),
-    "ours-bf16": lambda shape, steps, each: ours(shape, steps, each, shard=WORKERS, together=True, weights="bf16"),
+    "ours-together": lambda shape, steps, each: ours(
+        shape, steps, each, shard=WORKERS, together=True
+    ),
+    "ours-bf16": lambda shape, steps, each: ours(
+        shape, steps, each, shard=WORKERS, together=True, weights="bf16"
+    ),
     "bare": bare,
     "bare-fsdp2": bare_fsdp2,
     "accelerate": accelerate,
@@ -260,8 +277,15 @@ def run(subject: str, shape: str, steps: int, each: int) -> list[float] | str:
             "MASTER_PORT": str(port),
         }
         common |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "ACCELERATE_USE_CPU": "true"}
-        common |= {"MALLOC_MMAP_THRESHOLD_": "2000000000", "MALLOC_TRIM_THRESHOLD_": "4000000000"}  # for all of them alike
-        pipes: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+        common |= {
+            "MALLOC_MMAP_THRESHOLD_": "2000000000",
+            "MALLOC_TRIM_THRESHOLD_": "4000000000",
+        }  # for all of them alike
+        pipes: dict[str, Any] = {
+            "stdout": subprocess.DEVNULL,
+            "stderr": subprocess.PIPE,
+            "text": True,
+        }
         places = [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(WORKERS)]
         processes = [subprocess.Popen(words, cwd=TOP, env=environ, **pipes) for environ in places]
         errors = [process.communicate(timeout=900)[1] for process in processes]
@@ -274,7 +298,9 @@ def run(subject: str, shape: str, steps: int, each: int) -> list[float] | str:
 
 def main() -> None:
     """The command."""
-    asked = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    asked = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     asked.add_argument("--be", default="")
     asked.add_argument("--out", type=Path)
     asked.add_argument("--shape", default="5M")
@@ -293,7 +319,14 @@ def main() -> None:
             for subject in subjects:
                 found = run(subject, args.shape, args.steps, args.each)
                 line = {"layout": layout, "subject": subject, "repetition": repetition}
-                lines.append(line | ({"error": found} if isinstance(found, str) else {"seconds": [round(s, 4) for s in found]}))
+                lines.append(
+                    line
+                    | (
+                        {"error": found}
+                        if isinstance(found, str)
+                        else {"seconds": [round(s, 4) for s in found]}
+                    )
+                )
                 print(json.dumps(lines[-1]), flush=True)
     text = told(lines, args, load[0])
     print(text)
@@ -309,17 +342,30 @@ def told(lines: list[dict[str, Any]], args: argparse.Namespace, load: float) -> 
         f"Load before {load:.1f}, after {os.getloadavg()[0]:.1f}.\n\n"
     )
     rows = ["| layout | against | its step | our step / its step |", "| --- | --- | ---: | ---: |"]
-    middle = {(one["layout"], one["subject"], one["repetition"]): median(one["seconds"]) for one in lines if "seconds" in one}
+    middle = {
+        (one["layout"], one["subject"], one["repetition"]): median(one["seconds"])
+        for one in lines
+        if "seconds" in one
+    }
     for layout, (own, *others) in SUBJECTS.items():
         for other in others:
-            both = [n for n in range(args.repetitions) if (layout, own, n) in middle and (layout, other, n) in middle]
+            both = [
+                n
+                for n in range(args.repetitions)
+                if (layout, own, n) in middle and (layout, other, n) in middle
+            ]
             if not both:
-                why = next((one["error"] for one in lines if one["subject"] == other and "error" in one), "")
+                why = next(
+                    (one["error"] for one in lines if one["subject"] == other and "error" in one),
+                    "",
+                )
                 rows.append(f"| {layout} | {other} | did not run: {why[:120]} | |")
                 continue
             ratios = sorted(middle[layout, own, n] / middle[layout, other, n] for n in both)
             step = median(middle[layout, other, n] for n in both)
-            rows.append(f"| {layout} | {other} | {step:.3f} s | {median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f}) |")
+            rows.append(
+                f"| {layout} | {other} | {step:.3f} s | {median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f}) |"
+            )
     return head + "\n".join(rows) + "\n"
 
 

@@ -50,7 +50,9 @@ print(peak() - before, time.thread_time() - began)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--keep", metavar="NAME")
     parser.add_argument("--repetitions", type=int, default=4)
     args = parser.parse_args()
@@ -69,7 +71,10 @@ def main() -> int:
 def as_table(rows: Sequence[Row]) -> str:
     """As Markdown."""
     rules = ["---" if isinstance(value, str) else "---:" for value in rows[0].values()]
-    return "\n".join(f"| {' | '.join(map(str, cells))} |" for cells in (rows[0], rules, *(row.values() for row in rows)))
+    return "\n".join(
+        f"| {' | '.join(map(str, cells))} |"
+        for cells in (rows[0], rules, *(row.values() for row in rows))
+    )
 
 
 def best_s(work: Callable[[], None], repetitions: int) -> float:
@@ -97,21 +102,41 @@ def recomputing(repetitions: int) -> Iterator[Row]:
         with TensorMemory() as living:
             both()
         peak = living.peak - sum(parameter.nbytes for parameter in model.parameters())
-        yield {"recompute": mode, "activations, MB": round(peak / 1e6), "forward and backward, s": round(best_s(both, repetitions), 2)}
+        yield {
+            "recompute": mode,
+            "activations, MB": round(peak / 1e6),
+            "forward and backward, s": round(best_s(both, repetitions), 2),
+        }
 
 
 def updating(repetitions: int) -> Iterator[Row]:
     """Weights and optimizer state of a model, in bytes a parameter, and an update."""
-    for weights, state, offload in product(("fp32", "bf16"), ("fp32", "bf16"), ("none", "optimizer")):
-        model = build_llama(SHAPE, device=CPU, seed=1, dtype=torch.bfloat16 if weights == "bf16" else torch.float32)
-        optimizer = adamw(model, OptimOptions(), MemoryOptions(weights=weights, optimizer_state=state, offload=offload))
+    for weights, state, offload in product(
+        ("fp32", "bf16"), ("fp32", "bf16"), ("none", "optimizer")
+    ):
+        model = build_llama(
+            SHAPE, device=CPU, seed=1, dtype=torch.bfloat16 if weights == "bf16" else torch.float32
+        )
+        optimizer = adamw(
+            model,
+            OptimOptions(),
+            MemoryOptions(weights=weights, optimizer_state=state, offload=offload),
+        )
         for parameter in model.parameters():
             parameter.grad = torch.randn_like(parameter)
         optimizer.step()
         took_s = best_s(optimizer.step, repetitions)
-        held = sum(tensor.nbytes for name, tensor in get_state_dict(model, optimizer).items() if not name.endswith("step"))
+        held = sum(
+            tensor.nbytes
+            for name, tensor in get_state_dict(model, optimizer).items()
+            if not name.endswith("step")
+        )
         how = {"weights": weights, "optimizer_state": state, "offload": offload}
-        yield {**how, "bytes a parameter": round(held / SHAPE.num_parameters, 1), "update, ms": round(took_s * 1e3)}
+        yield {
+            **how,
+            "bytes a parameter": round(held / SHAPE.num_parameters, 1),
+            "update, ms": round(took_s * 1e3),
+        }
 
 
 def walking(repetitions: int) -> Iterator[Row]:
@@ -120,7 +145,11 @@ def walking(repetitions: int) -> Iterator[Row]:
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
     what = f"torch's AdamW, {LLAMA_CONFIGS['25M'].num_parameters / 1e6:.0f} M parameters, fp32"
-    for name, words in (("foreach", {"foreach": True}), ("one after another", {"foreach": False}), ("fused", {"fused": True})):
+    for name, words in (
+        ("foreach", {"foreach": True}),
+        ("one after another", {"foreach": False}),
+        ("fused", {"fused": True}),
+    ):
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, **words)
         optimizer.step()
         yield {what: name, "update, ms": round(best_s(optimizer.step, 2 * repetitions) * 1e3)}
@@ -130,9 +159,15 @@ def losing(repetitions: int) -> Iterator[Row]:
     """The loss over a large vocabulary: the growth of the process at its peak."""
     what = "loss of 1,024 tokens, 128,256 words, width 256, fp32"
     for name in ("torch", "ours"):
-        done = subprocess.run([sys.executable, "-c", LOSS, name], capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            [sys.executable, "-c", LOSS, name], capture_output=True, text=True, check=True
+        )
         grown, seconds = map(float, done.stdout.split())
-        yield {what: name, "process grows by, MB": round(grown / 1e6), "forward and backward, s": round(seconds, 1)}
+        yield {
+            what: name,
+            "process grows by, MB": round(grown / 1e6),
+            "forward and backward, s": round(seconds, 1),
+        }
 
 
 if __name__ == "__main__":

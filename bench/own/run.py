@@ -40,7 +40,10 @@ from bench.results import keep, machine
 from bench.step.contestants import WORKERS, run
 from bench.step.contests import ALLOCATOR
 
-CELLS = [f"{model}-{layout}-{each}" for model, layout, each in product(("resnet", "gpt"), ("replicas", "shards"), (1, 4))]
+CELLS = [
+    f"{model}-{layout}-{each}"
+    for model, layout, each in product(("resnet", "gpt"), ("replicas", "shards"), (1, 4))
+]
 OPPONENTS = {"replicas": ("bare DDP", "Accelerate"), "shards": ("FSDP2",)}
 CLASSES, VOCABULARY, LENGTH, DIM = 10, 512, 128, 256
 MEMORY_STEPS, WARM_UP = 12, 3
@@ -51,7 +54,10 @@ Batch = tuple[Tensor, Tensor]
 class ResidualBlock(nn.Module):
     def __init__(self, inner: int, outer: int, stride: int) -> None:
         super().__init__()
-        self.first, self.second = nn.Conv2d(inner, outer, 3, stride, 1, bias=False), nn.Conv2d(outer, outer, 3, 1, 1, bias=False)
+        self.first, self.second = (
+            nn.Conv2d(inner, outer, 3, stride, 1, bias=False),
+            nn.Conv2d(outer, outer, 3, 1, 1, bias=False),
+        )
         self.norms = nn.ModuleList(nn.BatchNorm2d(outer) for _ in range(2))
         self.skip = nn.Conv2d(inner, outer, 1, stride, bias=False) if stride > 1 else nn.Identity()
 
@@ -63,9 +69,13 @@ class ResidualBlock(nn.Module):
 def make_resnet() -> nn.Module:
     """Return a ResNet for images of 32 x 32: 2.8 M parameters."""
     widths = (64, 64, 128, 128, 256, 256)
-    blocks = [ResidualBlock(inner, outer, 1 + (inner != outer)) for inner, outer in pairwise(widths)]
+    blocks = [
+        ResidualBlock(inner, outer, 1 + (inner != outer)) for inner, outer in pairwise(widths)
+    ]
     head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(256, CLASSES)]
-    return nn.Sequential(nn.Conv2d(3, 64, 3, 2, 1, bias=False), nn.BatchNorm2d(64), nn.ReLU(), *blocks, *head)
+    return nn.Sequential(
+        nn.Conv2d(3, 64, 3, 2, 1, bias=False), nn.BatchNorm2d(64), nn.ReLU(), *blocks, *head
+    )
 
 
 class AttentionBlock(nn.Module):
@@ -76,8 +86,13 @@ class AttentionBlock(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(DIM, 4 * DIM), nn.GELU(), nn.Linear(4 * DIM, DIM))
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (part.unflatten(-1, (-1, 64)).transpose(1, 2) for part in self.qkv(self.norms[0](x)).chunk(3, -1))
-        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        q, k, v = (
+            part.unflatten(-1, (-1, 64)).transpose(1, 2)
+            for part in self.qkv(self.norms[0](x)).chunk(3, -1)
+        )
+        x = x + self.out(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        )
         return x + self.mlp(self.norms[1](x))
 
 
@@ -110,7 +125,9 @@ class Cell:
     def _batch(self, k: int) -> Batch:
         random = torch.Generator().manual_seed(k)
         if self.model == "resnet":
-            return torch.randn(16, 3, 32, 32, generator=random), torch.randint(CLASSES, (16,), generator=random)
+            return torch.randn(16, 3, 32, 32, generator=random), torch.randint(
+                CLASSES, (16,), generator=random
+            )
         text = torch.randint(VOCABULARY, (4, LENGTH + 1), generator=random)
         return text[:, :-1], text[:, 1:].flatten()
 
@@ -126,9 +143,12 @@ class Cell:
         return F.cross_entropy(model(inputs), labels)
 
     def loop(self, name: str, folder: Path) -> Loop:
-        return {"bare DDP": self.bare_ddp, "Accelerate": self.accelerate, "FSDP2": self.fsdp2, "Session": lambda: self.session(folder)}[
-            name
-        ]()
+        return {
+            "bare DDP": self.bare_ddp,
+            "Accelerate": self.accelerate,
+            "FSDP2": self.fsdp2,
+            "Session": lambda: self.session(folder),
+        }[name]()
 
     def bare_ddp(self) -> Loop:
         model, optimizer = self.make()
@@ -164,7 +184,9 @@ class Cell:
         fully_shard(model)
         sgd = self.model == "resnet"
         optimizer: torch.optim.Optimizer = (
-            torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9) if sgd else torch.optim.AdamW(model.parameters(), lr=1e-4)
+            torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+            if sgd
+            else torch.optim.AdamW(model.parameters(), lr=1e-4)
         )
         while True:
             for k in self.own:
@@ -176,7 +198,9 @@ class Cell:
 
     def session(self, folder: Path) -> Loop:
         shard = WORKERS if self.layout == "shards" else 1
-        with lockstep.Session(folder / "session", micro_batches=WORKERS * self.each, shard=shard) as session:
+        with lockstep.Session(
+            folder / "session", micro_batches=WORKERS * self.each, shard=shard
+        ) as session:
             model, optimizer = session.prepare(*self.make())
             for step in session.steps(1_000_000):
                 for k in session.micro_batches(step):
@@ -249,8 +273,20 @@ def work(cell: str, folder: Path, seconds: float, contestant: str) -> NoReturn:
 
 def ask(cell: str, place: Path, seconds: float, contestant: str = "") -> Any:
     place.mkdir()
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(WORKERS)]
-    run([*torchrun, "-m", "bench.own.run", "--work", cell, str(place), str(seconds), contestant], place, ALLOCATOR, 600.0)
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(WORKERS),
+    ]
+    run(
+        [*torchrun, "-m", "bench.own.run", "--work", cell, str(place), str(seconds), contestant],
+        place,
+        ALLOCATOR,
+        600.0,
+    )
     return json.loads((place / "answer.json").read_text())
 
 
@@ -260,17 +296,25 @@ def rows(answers: list[dict[str, Any]]) -> Iterator[str]:
     for answer in answers:
         seconds, memory = answer["seconds"], answer["memory_mib"]
         for name in OPPONENTS[answer["cell"].split("-")[1]]:
-            ratios = [ours / its for ours, its in zip(seconds["Session"], seconds[name], strict=True)]
+            ratios = [
+                ours / its for ours, its in zip(seconds["Session"], seconds[name], strict=True)
+            ]
             low, _, high = quantiles(ratios, n=4)
             its = f"{median(seconds[name]):.3f} | {median(ratios):.3f} | {low:.3f} to {high:.3f} | {len(ratios)}"
             yield f"| {answer['cell']} | {name} | {its} | {memory[name]:.0f} | {memory['Session']:.0f} |"
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cells", nargs="*", metavar="CELL", help=f"{', '.join(CELLS)} (default: all)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "cells", nargs="*", metavar="CELL", help=f"{', '.join(CELLS)} (default: all)"
+    )
     parser.add_argument("--seconds", type=float, default=30.0, help="of the rounds of a cell")
-    parser.add_argument("--keep", metavar="NAME", help="write the raw numbers to bench/own/DATE-NAME")
+    parser.add_argument(
+        "--keep", metavar="NAME", help="write the raw numbers to bench/own/DATE-NAME"
+    )
     parser.add_argument("--work", nargs=4, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.work:
@@ -282,8 +326,18 @@ def main() -> int:
         for name in args.cells or CELLS:
             contestants = ("Session", *OPPONENTS[name.split("-")[1]])
             seconds = ask(name, Path(folder) / name, args.seconds)
-            memory = {one: ask(name, Path(folder) / f"{name}-{one.replace(' ', '-')}", 0, one) for one in contestants}
-            answers.append({"cell": name, "load": round(os.getloadavg()[0], 2), "seconds": seconds, "memory_mib": memory})
+            memory = {
+                one: ask(name, Path(folder) / f"{name}-{one.replace(' ', '-')}", 0, one)
+                for one in contestants
+            }
+            answers.append(
+                {
+                    "cell": name,
+                    "load": round(os.getloadavg()[0], 2),
+                    "seconds": seconds,
+                    "memory_mib": memory,
+                }
+            )
             print("\n".join(rows(answers[-1:])), flush=True)
     table = "\n".join(rows(answers))
     print(f"\n{table}")

@@ -85,27 +85,60 @@ print(link.latency_s, link.bytes_per_s)
 
 def shape(network: Network, host: Host, rate: float) -> None:
     """Limit the link of a host in each direction; the burst is what arrives in 4 ms."""
-    for pid, name in ((network.switch, f"to{network.hosts.index(host) + 1}"), (host.holder, "eth0")):
+    for pid, name in (
+        (network.switch, f"to{network.hosts.index(host) + 1}"),
+        (host.holder, "eth0"),
+    ):
         command = f"tc qdisc replace dev {name} root tbf rate {rate:.0f}bit burst {max(16_000, rate / 8 * 0.004):.0f} latency 400ms"
         subprocess.run([*enter(pid), *command.split()], check=True)
 
 
 def probe(hosts: list[Host], store: Path) -> Link:
     environ = {**os.environ, "GLOO_SOCKET_IFNAME": "eth0"}
-    commands = [[*host.enter, sys.executable, "-c", PROBE, str(rank), str(store)] for rank, host in enumerate(hosts)]
-    peers = [subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True) for command in commands]
+    commands = [
+        [*host.enter, sys.executable, "-c", PROBE, str(rank), str(store)]
+        for rank, host in enumerate(hosts)
+    ]
+    peers = [
+        subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True)
+        for command in commands
+    ]
     return Link(*map(float, next(iter([peer.communicate()[0] for peer in peers])).split()))
 
 
 def train(folder: Path, hosts: list[Host], words: list[str]) -> tuple[float, int, list[float]]:
     """Return (seconds of a step, peak bytes of the larger worker, seconds of all steps)."""
-    tables = [f'[[host]]\nname = "{host.name}"\naddress = "{host.address}"\nworkers = 1\n' for host in hosts]
+    tables = [
+        f'[[host]]\nname = "{host.name}"\naddress = "{host.address}"\nworkers = 1\n'
+        for host in hosts
+    ]
     (folder / "hosts.toml").write_text("\n".join(tables))
     environ, agents, peaks = {**os.environ, "OMP_NUM_THREADS": "1"}, [], dict[int, int]()
     for host in hosts:
-        command = [sys.executable, "-m", "lockstep", "launch", "--hosts", "hosts.toml", "--host", host.name, "--out", "run", "--min", "2"]
+        command = [
+            sys.executable,
+            "-m",
+            "lockstep",
+            "launch",
+            "--hosts",
+            "hosts.toml",
+            "--host",
+            host.name,
+            "--out",
+            "run",
+            "--min",
+            "2",
+        ]
         with open(folder / f"{host.name}.out", "wb") as output:
-            agents.append(subprocess.Popen([*host.enter, *command, *words], cwd=folder, env=environ, stdout=output, stderr=output))
+            agents.append(
+                subprocess.Popen(
+                    [*host.enter, *command, *words],
+                    cwd=folder,
+                    env=environ,
+                    stdout=output,
+                    stderr=output,
+                )
+            )
     while any(agent.poll() is None for agent in agents):
         for agent in agents:
             with suppress(psutil.Error, OSError, IndexError):
@@ -115,7 +148,9 @@ def train(folder: Path, hosts: list[Host], words: list[str]) -> tuple[float, int
         time.sleep(0.05)
     if codes := [agent.returncode for agent in agents if agent.returncode]:
         raise RuntimeError(f"exit codes {codes}: {(folder / 'a.out').read_text()[-2000:]}")
-    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     seconds = [line["seconds"] for line in lines if "seconds" in line]
     return median(seconds[SKIPPED:]), max(peaks.values()), seconds
 
@@ -124,8 +159,13 @@ def predict(model: ModelCost, timing: Timing, words: list[str], link: Link) -> t
     run = with_precision(resolve(flags=parse_flags(words)).run)
     axes = run.layout
     size = axes.shard * axes.tensor * axes.pipeline
-    layout, cluster = Layout(2 // size, axes.shard, axes.tensor, axes.pipeline), Cluster(2, 1, "cpu", 1 << 40, SAME_HOST["cpu"], link)
-    return step_cost(model, run, layout, cluster, timing).seconds, memory_cost(model, run, layout, "cpu").total
+    layout, cluster = (
+        Layout(2 // size, axes.shard, axes.tensor, axes.pipeline),
+        Cluster(2, 1, "cpu", 1 << 40, SAME_HOST["cpu"], link),
+    )
+    return step_cost(model, run, layout, cluster, timing).seconds, memory_cost(
+        model, run, layout, "cpu"
+    ).total
 
 
 def with_precision(run: RunConfig) -> RunConfig:
@@ -134,7 +174,9 @@ def with_precision(run: RunConfig) -> RunConfig:
     return replace(run, compute=replace(run.compute, precision=precision)) if auto else run
 
 
-def measure(name: str, flags: str, args: argparse.Namespace, folder: Path, network: Network) -> list[dict[str, Any]]:
+def measure(
+    name: str, flags: str, args: argparse.Namespace, folder: Path, network: Network
+) -> list[dict[str, Any]]:
     data, words, rows = folder / name, flags.split(), list[dict[str, Any]]()
     run = with_precision(resolve(flags=parse_flags(words)).run)
     model, timing = calibrate_together(run, data, "cpu", [2], 2)
@@ -148,34 +190,69 @@ def measure(name: str, flags: str, args: argparse.Namespace, folder: Path, netwo
             shutil.rmtree(work, ignore_errors=True)
             shutil.copytree(data, work / "run")
             layout_words = LAYOUTS[layout].split()
-            seconds, peak, steps = train(work, network.hosts, [*words, *layout_words, "--steps", str(args.steps)])
-            row = {"model": name, "link": link_name, "link_bytes_per_s": link.bytes_per_s, "link_latency_s": link.latency_s}
-            rows.append(row | {"layout": layout, "seconds": seconds, "bytes": peak, "steps": steps, "words": [*words, *layout_words]})
-            print(f"{name:11} {link_name:9} {layout:24} {seconds:7.3f} s {peak / 1e6:7.1f} MB", file=sys.stderr, flush=True)
+            seconds, peak, steps = train(
+                work, network.hosts, [*words, *layout_words, "--steps", str(args.steps)]
+            )
+            row = {
+                "model": name,
+                "link": link_name,
+                "link_bytes_per_s": link.bytes_per_s,
+                "link_latency_s": link.latency_s,
+            }
+            rows.append(
+                row
+                | {
+                    "layout": layout,
+                    "seconds": seconds,
+                    "bytes": peak,
+                    "steps": steps,
+                    "words": [*words, *layout_words],
+                }
+            )
+            print(
+                f"{name:11} {link_name:9} {layout:24} {seconds:7.3f} s {peak / 1e6:7.1f} MB",
+                file=sys.stderr,
+                flush=True,
+            )
     timings.append(calibrate_together(run, data, "cpu", [2], 2)[1])
     for row in rows:
         link = Link(row["link_latency_s"], row["link_bytes_per_s"])
-        row["predicted_s"], row["predicted_bytes"] = predict(model, mean_timing(timings), row.pop("words"), link)
+        row["predicted_s"], row["predicted_bytes"] = predict(
+            model, mean_timing(timings), row.pop("words"), link
+        )
     return rows
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    lines = ["| model | link | layout | step | predicted | ratio | memory | predicted | ratio |", "| --- |" + " --- |" * 8]
+    lines = [
+        "| model | link | layout | step | predicted | ratio | memory | predicted | ratio |",
+        "| --- |" + " --- |" * 8,
+    ]
     for row in rows:
-        time_ratio, memory_ratio = row["predicted_s"] / row["seconds"], row["predicted_bytes"] / row["bytes"]
+        time_ratio, memory_ratio = (
+            row["predicted_s"] / row["seconds"],
+            row["predicted_bytes"] / row["bytes"],
+        )
         times = f"{row['seconds']:.3f} s | {row['predicted_s']:.3f} s | {time_ratio:.2f}"
         sizes = f"{row['bytes'] / 1e6:.0f} MB | {row['predicted_bytes'] / 1e6:.0f} MB | {memory_ratio:.3f}"
         lines.append(f"| {row['model']} | {row['link']} | {row['layout']} | {times} | {sizes} |")
     for model, link in dict.fromkeys((row["model"], row["link"]) for row in rows):
         cell = [row for row in rows if (row["model"], row["link"]) == (model, link)]
-        chosen, best = min(cell, key=lambda row: row["predicted_s"]), min(cell, key=lambda row: row["seconds"])
+        chosen, best = (
+            min(cell, key=lambda row: row["predicted_s"]),
+            min(cell, key=lambda row: row["seconds"]),
+        )
         ratio = chosen["seconds"] / best["seconds"]
-        lines.append(f"\n{model}, {link}: the plan picks {chosen['layout']}, {ratio:.2f} times the step of the best, {best['layout']}")
+        lines.append(
+            f"\n{model}, {link}: the plan picks {chosen['layout']}, {ratio:.2f} times the step of the best, {best['layout']}"
+        )
     return "\n".join(lines)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--links", nargs="+", choices=LINKS, default=list(LINKS))
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
@@ -184,7 +261,11 @@ def main() -> int:
     args = parser.parse_args()
     load = os.getloadavg()
     with tempfile.TemporaryDirectory(prefix="plan-") as folder, Network(2) as network:
-        rows = [row for name in args.models for row in measure(name, MODELS[name], args, Path(folder), network)]
+        rows = [
+            row
+            for name in args.models
+            for row in measure(name, MODELS[name], args, Path(folder), network)
+        ]
     print(table(rows))
     if args.keep:
         print(keep(args.keep, rows, table(rows), machine("auto", load)))

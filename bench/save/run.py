@@ -60,8 +60,12 @@ def train(shape: str, saves: int, out: Path) -> None:
         model = build_llama(config, device=torch.device("cpu"), seed=1)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True)
         with (
-            Checkpointer(out / "checkpoints", runtime, model, optimizer, every_steps=CYCLE, keep=1) as checkpointer,
-            ReplicaGroup(runtime, model, checkpointer, micro_batches=WORKERS, rehearse=False) as replicas,
+            Checkpointer(
+                out / "checkpoints", runtime, model, optimizer, every_steps=CYCLE, keep=1
+            ) as checkpointer,
+            ReplicaGroup(
+                runtime, model, checkpointer, micro_batches=WORKERS, rehearse=False
+            ) as replicas,
         ):
             checkpointer.resume()
             (out / f"pid-{runtime.world.rank}").write_text(str(os.getpid()))
@@ -71,15 +75,26 @@ def train(shape: str, saves: int, out: Path) -> None:
                 start_cpu_s, start_foreign_s = time.process_time(), foreign_s(out)
                 for k in replicas.micro_batches(step):
                     generator = torch.Generator().manual_seed(1000 * step + k)
-                    tokens = torch.randint(0, config.vocab_size, (ROWS, LENGTH + 1), generator=generator)
+                    tokens = torch.randint(
+                        0, config.vocab_size, (ROWS, LENGTH + 1), generator=generator
+                    )
                     with torch.autocast("cpu", torch.bfloat16):
                         loss = replicas(tokens[:, :-1], tokens[:, 1:].contiguous())
                     replicas.backward(loss)
                 optimizer.step()
                 optimizer.zero_grad()
-                row: Row = {"step": step, "step_s": time.perf_counter() - start_s, "writing": writing}
-                row |= {"written": not (saver and saver.writing), "cpu_s": time.process_time() - start_cpu_s}
-                row["foreign"] = (foreign_s(out) - start_foreign_s) / row["step_s"] / psutil.cpu_count()
+                row: Row = {
+                    "step": step,
+                    "step_s": time.perf_counter() - start_s,
+                    "writing": writing,
+                }
+                row |= {
+                    "written": not (saver and saver.writing),
+                    "cpu_s": time.process_time() - start_cpu_s,
+                }
+                row["foreign"] = (
+                    (foreign_s(out) - start_foreign_s) / row["step_s"] / psutil.cpu_count()
+                )
                 if checkpointer.due(step + 1):
                     start_s = time.perf_counter()
                     checkpointer.save(step + 1)
@@ -132,12 +147,35 @@ def run(shape: str, saves: int) -> list[Row]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
         free.close()
-        command = [sys.executable, "-m", "bench.save.run", "--shape", shape, "--saves", str(saves), "--worker", folder]
-        common = {**os.environ, "WORLD_SIZE": str(WORKERS), "LOCAL_WORLD_SIZE": str(WORKERS), "MASTER_ADDR": "127.0.0.1"}
+        command = [
+            sys.executable,
+            "-m",
+            "bench.save.run",
+            "--shape",
+            shape,
+            "--saves",
+            str(saves),
+            "--worker",
+            folder,
+        ]
+        common = {
+            **os.environ,
+            "WORLD_SIZE": str(WORKERS),
+            "LOCAL_WORLD_SIZE": str(WORKERS),
+            "MASTER_ADDR": "127.0.0.1",
+        }
         common |= {"MASTER_PORT": str(port), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        common |= {"MALLOC_MMAP_THRESHOLD_": "2000000000", "MALLOC_TRIM_THRESHOLD_": "4000000000"}  # as the fork server sets them
-        environments = [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(WORKERS)]
-        workers = [subprocess.Popen(command, cwd=TOP, env=environment, start_new_session=True) for environment in environments]
+        common |= {
+            "MALLOC_MMAP_THRESHOLD_": "2000000000",
+            "MALLOC_TRIM_THRESHOLD_": "4000000000",
+        }  # as the fork server sets them
+        environments = [
+            {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(WORKERS)
+        ]
+        workers = [
+            subprocess.Popen(command, cwd=TOP, env=environment, start_new_session=True)
+            for environment in environments
+        ]
         if any([worker.wait() for worker in workers]):
             raise SystemExit("a worker failed")
         return list(json.loads((Path(folder) / "rows.json").read_text()))
@@ -151,14 +189,21 @@ def ratios(rows: list[Row], foreign: float) -> list[Row]:
         after = [row for row in after if row["foreign"] <= foreign]
         quiet = [row for row in after if not row["writing"]]
         if not quiet or (found and len(quiet) == len(after)):
-            print(f"the save of step {saved['step']} is ignored: {len(quiet)} quiet steps of {len(after)}", file=sys.stderr)
+            print(
+                f"the save of step {saved['step']} is ignored: {len(quiet)} quiet steps of {len(after)}",
+                file=sys.stderr,
+            )
             continue
         quiet_s = median(row["step_s"] for row in quiet)
         quiet_cpu_s = median(row["cpu_s"] for row in quiet)
         during = [row for row in after if row["writing"]]
         whole = [row for row in during if not row["written"]] or during[:1]
         line: Row = {"step": saved["step"], "quiet_s": quiet_s}
-        line |= {name: saved[f"{name}_s"] / quiet_s for name in ("save", "compare", "copy") if f"{name}_s" in saved}
+        line |= {
+            name: saved[f"{name}_s"] / quiet_s
+            for name in ("save", "compare", "copy")
+            if f"{name}_s" in saved
+        }
         line["during"] = median(row["step_s"] for row in whole) / quiet_s if whole else 1.0
         line["all steps"] = sum(row["step_s"] - quiet_s for row in during) / quiet_s
         line["steps written in"] = len(during)
@@ -170,10 +215,17 @@ def ratios(rows: list[Row], foreign: float) -> list[Row]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", default="100M")
     parser.add_argument("--saves", type=int, default=8)
-    parser.add_argument("--foreign", type=float, default=1.0, help="most processor time of other programs in a step that counts")
+    parser.add_argument(
+        "--foreign",
+        type=float,
+        default=1.0,
+        help="most processor time of other programs in a step that counts",
+    )
     parser.add_argument("--keep", metavar="NAME")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -186,10 +238,19 @@ def main() -> int:
     if not later:
         raise SystemExit("no save counts: the machine is busy with other programs; see --foreign")
     names = [name for name in first if name not in ("step", "quiet_s")]
-    lines = [f"| quiet step {median(line['quiet_s'] for line in later):.2f} s | {' | '.join(names)} |"]
-    lines += [f"| --- |{' ---: |' * len(names)}", f"| first save | {' | '.join(f'{first[name]:.3f}' for name in names)} |"]
+    lines = [
+        f"| quiet step {median(line['quiet_s'] for line in later):.2f} s | {' | '.join(names)} |"
+    ]
+    lines += [
+        f"| --- |{' ---: |' * len(names)}",
+        f"| first save | {' | '.join(f'{first[name]:.3f}' for name in names)} |",
+    ]
     cells = [sorted(line[name] for line in later) for name in names]
-    lines.append(f"| {len(later)} later saves | " + " | ".join(f"{median(c):.3f} ({c[0]:.3f} to {c[-1]:.3f})" for c in cells) + " |")
+    lines.append(
+        f"| {len(later)} later saves | "
+        + " | ".join(f"{median(c):.3f} ({c[0]:.3f} to {c[-1]:.3f})" for c in cells)
+        + " |"
+    )
     print("\n".join(lines))
     if args.keep:
         keep(args.keep, rows, "\n".join(lines), machine("bf16 products, one thread a worker", load))

@@ -40,13 +40,21 @@ def main() -> None:
     args = parser.parse_args()
     load = os.getloadavg()
     with tempfile.TemporaryDirectory(prefix="lockstep-shares-") as folder:
-        runs = [measure(Path(folder) / balance, balance, args.slower, args.steps) for balance in ("off", "auto")]
+        runs = [
+            measure(Path(folder) / balance, balance, args.slower, args.steps)
+            for balance in ("off", "auto")
+        ]
     assert runs[0]["digest"] == runs[1]["digest"], "the bits do not depend on the shares"
     ideal = LEAVES / (1 + 1 / args.slower) / (LEAVES / 2)
-    lines = ["| balance | slow / healthy step | over the ideal split | steps until new shares | shares |", "|" + " --- |" * 5]
+    lines = [
+        "| balance | slow / healthy step | over the ideal split | steps until new shares | shares |",
+        "|" + " --- |" * 5,
+    ]
     for run in runs:
         ratio = statistics.median(run["slow"]) / statistics.median(run["healthy"])
-        lines.append(f"| {run['balance']} | {ratio:.2f} | {ratio / ideal:.2f} | {run['delay']} | {run['shares']} |")
+        lines.append(
+            f"| {run['balance']} | {ratio:.2f} | {ratio / ideal:.2f} | {run['delay']} | {run['shares']} |"
+        )
     table = "\n".join(lines)
     print(table)
     if args.keep:
@@ -55,11 +63,28 @@ def main() -> None:
 
 def measure(folder: Path, balance: str, slower: float, steps: int) -> dict[str, Any]:
     """Train a run; return the seconds of its steps before and after worker 1 slows down."""
-    options = ["--workers", "2", "--steps", str(steps), "--optim.decay_steps", "300", "--evaluate.at_end", "0", "--layout.balance", balance]
+    options = [
+        "--workers",
+        "2",
+        "--steps",
+        str(steps),
+        "--optim.decay_steps",
+        "300",
+        "--evaluate.at_end",
+        "0",
+        "--layout.balance",
+        balance,
+    ]
     command = [sys.executable, "-m", "lockstep", "train", "--out", str(folder), *options]
-    process = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL
+    )
     wait_for_step(folder, WARM_UP, process)
-    status = subprocess.run([sys.executable, "-m", "lockstep", "status", "--json", str(folder)], capture_output=True, check=True)
+    status = subprocess.run(
+        [sys.executable, "-m", "lockstep", "status", "--json", str(folder)],
+        capture_output=True,
+        check=True,
+    )
     pid = json.loads(status.stdout)["members"][1]["pid"]
     cpu_s, start_s = processor_seconds(pid), time.monotonic()
     slow_from = wait_for_step(folder, SLOW_FROM, process)
@@ -67,7 +92,11 @@ def measure(folder: Path, balance: str, slower: float, steps: int) -> dict[str, 
     with limited(pid, rate / slower):
         assert process.wait() == 0
     seconds = {line["step"]: line["seconds"] for line in iter_steps(folder / "metrics.jsonl")}
-    changes = [(event["step"], event["shares"]) for event in read_events(folder) if event["event"] == "shares"]
+    changes = [
+        (event["step"], event["shares"])
+        for event in read_events(folder)
+        if event["event"] == "shares"
+    ]
     return {
         "balance": balance,
         "processor_share": rate,
@@ -82,7 +111,11 @@ def measure(folder: Path, balance: str, slower: float, steps: int) -> dict[str, 
 def wait_for_step(folder: Path, step: int, process: subprocess.Popen[bytes]) -> int:
     """Wait until the metrics have this step; return the newest step."""
     while True:
-        newest = max((line["step"] for line in iter_steps(folder / "metrics.jsonl")), default=0) if folder.exists() else 0
+        newest = (
+            max((line["step"] for line in iter_steps(folder / "metrics.jsonl")), default=0)
+            if folder.exists()
+            else 0
+        )
         if newest >= step:
             return newest
         assert process.poll() is None, f"the run ended with exit code {process.returncode}"
@@ -99,7 +132,9 @@ def limited(pid: int, share: float) -> Iterator[None]:
     """Limit a process to a share of one processor."""
     quota_us = max(1000, int(share * PERIOD_US))
     version_1 = Path("/sys/fs/cgroup/cpu")
-    group = (version_1 if version_1.is_dir() else Path("/sys/fs/cgroup")) / f"lockstep-bench-{os.getpid()}"
+    group = (
+        version_1 if version_1.is_dir() else Path("/sys/fs/cgroup")
+    ) / f"lockstep-bench-{os.getpid()}"
     group.mkdir()
     if version_1.is_dir():
         (group / "cpu.cfs_period_us").write_text(str(PERIOD_US))

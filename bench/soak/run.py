@@ -33,13 +33,25 @@ from support.hosts import Host, Network, Training, undisturbed
 
 from lockstep.elastic.generation_log import Generation
 
-FAULTS = {"worker": 8, "leader": 4, "flip": 3, "agent": 3, "stop": 1, "host": 1, "cable": 1}  # how often, in parts
+FAULTS = {
+    "worker": 8,
+    "leader": 4,
+    "flip": 3,
+    "agent": 3,
+    "stop": 1,
+    "host": 1,
+    "cable": 1,
+}  # how often, in parts
 CABLE_S = 4.0
 PAUSE_S = 0.5  # at most
 HEALED_S = 90.0  # far above what it takes, far below the 600 s of a collective
 FOR_EVER = 1_000_000  # steps
 # The weights must keep changing, or a wrong gradient would leave no trace: by default the learning rate is 0 after 300 steps.
-VALUES = {"optim__schedule": "constant", "optim__learning_rate": 5e-4, "elastic__rendezvous_timeout_s": 2.0}
+VALUES = {
+    "optim__schedule": "constant",
+    "optim__learning_rate": 5e-4,
+    "elastic__rendezvous_timeout_s": 2.0,
+}
 
 
 @dataclass(frozen=True)
@@ -60,7 +72,9 @@ class Fault:
     back_s: float
 
 
-def strike(training: Training, network: Network, before: Generation, what: str, chance: random.Random) -> str:
+def strike(
+    training: Training, network: Network, before: Generation, what: str, chance: random.Random
+) -> str:
     """Cause one fault, restart what a person or systemd would restart, and return the affected worker."""
     victim = before.members[0] if what == "leader" else chance.choice(before.members)
     host = next(one for one in network.hosts if one.name == victim.host)
@@ -103,13 +117,21 @@ def disturb(training: Training, network: Network, number: int, chance: random.Ra
     def back() -> bool:
         newest = training.newest
         someone_left = not members <= {one.id for one in newest.members}
-        return training.step > (newest.step if someone_left else step) and (someone_left or what == "agent")
+        return training.step > (newest.step if someone_left else step) and (
+            someone_left or what == "agent"
+        )
 
-    training.wait(back, HEALED_S, what=f"a step after fault {number}, {what} of {met} at step {step} of generation {before.number},")
+    training.wait(
+        back,
+        HEALED_S,
+        what=f"a step after fault {number}, {what} of {met} at step {step} of generation {before.number},",
+    )
     return Fault(number, what, met, step, len(before.members), round(time.monotonic() - began_s, 3))
 
 
-def soak(folder: Path, hosts: Sequence[Host], network: Network, faults: int, seed: int) -> tuple[list[Fault], dict[str, object]]:
+def soak(
+    folder: Path, hosts: Sequence[Host], network: Network, faults: int, seed: int
+) -> tuple[list[Fault], dict[str, object]]:
     """Disturb a run `faults` times: (what each fault cost, what came of it all). An AssertionError tells the story where it went wrong."""
     chance, felt, began_s = random.Random(seed), list[Fault](), time.monotonic()
     training = Training(folder, hosts, workers=1, steps=FOR_EVER, values=VALUES)
@@ -130,23 +152,37 @@ def soak(folder: Path, hosts: Sequence[Host], network: Network, faults: int, see
         training.assert_same_bits(truth, code=75)
     finally:
         training.close()
-    facts: dict[str, object] = {"steps": steps, "generations": training.newest.number, "seconds": round(disturbed_s)}
-    facts |= {name: round(goodput[name], 3) for name in ("goodput", "wall_s", "training_s", "communication_s", "regrouping_s", "lost_s")}
+    facts: dict[str, object] = {
+        "steps": steps,
+        "generations": training.newest.number,
+        "seconds": round(disturbed_s),
+    }
+    facts |= {
+        name: round(goodput[name], 3)
+        for name in ("goodput", "wall_s", "training_s", "communication_s", "regrouping_s", "lost_s")
+    }
     return felt, facts | {"digest": truth.digest}
 
 
 def table(felt: Sequence[Fault]) -> str:
     """As Markdown, a row for each kind of fault."""
-    rows = ["| fault | times | median until the next step | worst |", "| --- | ---: | ---: | ---: |"]
+    rows = [
+        "| fault | times | median until the next step | worst |",
+        "| --- | ---: | ---: | ---: |",
+    ]
     for what in FAULTS:
         if seconds := [one.back_s for one in felt if one.what == what]:
-            rows.append(f"| {what} | {len(seconds)} | {median(seconds):.2f} s | {max(seconds):.2f} s |")
+            rows.append(
+                f"| {what} | {len(seconds)} | {median(seconds):.2f} s | {max(seconds):.2f} s |"
+            )
     return "\n".join(rows)
 
 
 def main() -> None:
     """The command."""
-    asked = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    asked = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     asked.add_argument("--faults", type=int, default=1000)
     asked.add_argument("--seed", type=int, default=1)
     asked.add_argument("--keep", metavar="NAME", default="")

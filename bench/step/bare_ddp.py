@@ -28,10 +28,16 @@ def train(task: Task) -> Stopwatch:
     order = make_order(run, corpus)
     loader = PairLoader(corpus.train, order, device)
     model = build_translator(
-        run.model, vocab_size=corpus.tokenizer.vocab_size, device=device, seed=run.seed, length=order.shapes[-1].length
+        run.model,
+        vocab_size=corpus.tokenizer.vocab_size,
+        device=device,
+        seed=run.seed,
+        length=order.shapes[-1].length,
     )
     optimizer = adamw(model, run.optim)
-    ddp = DistributedDataParallel(model, bucket_cap_mb=run.parallel.bucket_bytes / 2**20, gradient_as_bucket_view=True)
+    ddp = DistributedDataParallel(
+        model, bucket_cap_mb=run.parallel.bucket_bytes / 2**20, gradient_as_bucket_view=True
+    )
     mine = leaves_of_rank(task.rank, equal_shares(task.size, run.batch.micro_batches))
     watch = Stopwatch()
     for step in range(run.steps):
@@ -40,14 +46,23 @@ def train(task: Task) -> Stopwatch:
             batch = loader.micro_batch(step, k)
             with nullcontext() if k == mine[-1] else ddp.no_sync():
                 with torch.autocast("cpu", torch.bfloat16, enabled=run.compute.precision == "bf16"):
-                    loss = ddp(batch.source, batch.target, batch.labels, smoothing=run.optim.label_smoothing)
-                (loss * (task.size / tokens)).backward()  # DDP divides the sum by the number of processes
+                    loss = ddp(
+                        batch.source,
+                        batch.target,
+                        batch.labels,
+                        smoothing=run.optim.label_smoothing,
+                    )
+                (
+                    loss * (task.size / tokens)
+                ).backward()  # DDP divides the sum by the number of processes
         torch.nn.utils.clip_grad_norm_(model.parameters(), run.optim.clip_norm)
         set_learning_rate(optimizer, learning_rate(step + 1, run.optim))
         optimizer.step()
         optimizer.zero_grad()
         here = [order.ids(step, k) for k in mine]
-        watch.step(sum(int(corpus.train.lengths[ids, 1].sum()) for ids in here), sum(map(len, here)))
+        watch.step(
+            sum(int(corpus.train.lengths[ids, 1].sum()) for ids in here), sum(map(len, here))
+        )
     return watch
 
 

@@ -28,7 +28,10 @@ class Translations(Dataset[Row]):
         for first in range(0, len(pairs), AT_ONCE):
             lengths = pairs.lengths[first : first + AT_ONCE].tolist()
             ids = np.arange(first, first + len(lengths))
-            sides = [torch.from_numpy(side) for side in pairs.gather(ids, len(ids), *pairs.lengths[ids].max(axis=0).tolist())]
+            sides = [
+                torch.from_numpy(side)
+                for side in pairs.gather(ids, len(ids), *pairs.lengths[ids].max(axis=0).tolist())
+            ]
             for i, (source, target) in enumerate(lengths):
                 self.rows.append((sides[0][i, :source], sides[1][i, :target], sides[2][i, :target]))
 
@@ -42,10 +45,25 @@ class Translations(Dataset[Row]):
 class LikeLengths(Sampler[list[int]]):
     """Batches of ids; process `rank` of `size` gets every size-th of them, all processes equally many."""
 
-    def __init__(self, pairs: EncodedPairs, *, tokens: int, multiple: int, seed: int, rank: int = 0, size: int = 1) -> None:
+    def __init__(
+        self,
+        pairs: EncodedPairs,
+        *,
+        tokens: int,
+        multiple: int,
+        seed: int,
+        rank: int = 0,
+        size: int = 1,
+    ) -> None:
         self.source, self.target = pairs.lengths.T
         self.longer = pairs.lengths.max(axis=1)
-        self.tokens, self.multiple, self.seed, self.rank, self.size = tokens, multiple, seed, rank, size
+        self.tokens, self.multiple, self.seed, self.rank, self.size = (
+            tokens,
+            multiple,
+            seed,
+            rank,
+            size,
+        )
         self.epoch = 0
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -76,5 +94,8 @@ class LikeLengths(Sampler[list[int]]):
 
 def pad(rows: list[Row]) -> Row:
     """Rows as three (B, T) tensors, filled up to the longest."""
-    source, target, labels = (pad_sequence(list(side), batch_first=True, padding_value=PAD) for side in zip(*rows, strict=True))
+    source, target, labels = (
+        pad_sequence(list(side), batch_first=True, padding_value=PAD)
+        for side in zip(*rows, strict=True)
+    )
     return source, target, labels

@@ -60,15 +60,26 @@ def real_text() -> Flags:
     """Return the values for Multi30k if it is on this machine, else none, which means the embedded corpus."""
     if not MULTI30K.is_dir():
         return {}
-    files = {split: ",".join(str(MULTI30K / f"{name}.{side}.gz") for side in ("en", "de")) for split, name in SPLITS.items()}
-    return {"data.kind": "files", "data.target": "de", **{f"data.{split}": paths for split, paths in files.items()}}
+    files = {
+        split: ",".join(str(MULTI30K / f"{name}.{side}.gz") for side in ("en", "de"))
+        for split, name in SPLITS.items()
+    }
+    return {
+        "data.kind": "files",
+        "data.target": "de",
+        **{f"data.{split}": paths for split, paths in files.items()},
+    }
 
 
 # How Lockstep's launcher sets glibc's allocator in its workers: memory that was freed stays mapped. Given to both sides where only
 # the loops are compared; elsewhere each contestant has what its own launcher gives it.
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "2000000000", "MALLOC_TRIM_THRESHOLD_": "4000000000"}
 SPLITS = {"train": "train", "validation": "val", "test": "test_2016_flickr"}
-BASE = {"model.dim": "512", "model.n_heads": "8", "model.ffn_dim": "2048"}  # 3 + 3 layers: 26 M parameters
+BASE = {
+    "model.dim": "512",
+    "model.n_heads": "8",
+    "model.ffn_dim": "2048",
+}  # 3 + 3 layers: 26 M parameters
 
 
 def races(*, full: bool, precision: str) -> list[Race]:
@@ -76,11 +87,22 @@ def races(*, full: bool, precision: str) -> list[Race]:
 
     precision  of Lockstep, the bare loop, Accelerate and Fabric alike; the tutorial's is fp32 by its nature
     """
-    common = {"compute.precision": precision, "checkpoint.every_steps": "0", "evaluate.at_end": "0", "data.pairs": "30000"}
+    common = {
+        "compute.precision": precision,
+        "checkpoint.every_steps": "0",
+        "evaluate.at_end": "0",
+        "data.pairs": "30000",
+    }
     found = [tutorial(full, common)]
     for size, model in (("default", {}), ("base", BASE)):
         for each in (1, 4):
-            found.append(against_bare(f"bare-{size}-{each}", common | model | {"batch.micro_batches": str(2 * each)}, full))
+            found.append(
+                against_bare(
+                    f"bare-{size}-{each}",
+                    common | model | {"batch.micro_batches": str(2 * each)},
+                    full,
+                )
+            )
     for size, model in (("default", {}), ("base", BASE)):
         found.append(against_others(f"others-{size}", common | model, full))
     return found

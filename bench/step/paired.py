@@ -29,7 +29,10 @@ class Cell:
         return f"paired-{self.width}-{self.precision}-{self.micro_batches}"
 
 
-CELLS = {cell.name: cell for cell in (Cell(*values) for values in product((128, 512), ("bf16", "fp32"), (1, 4)))}
+CELLS = {
+    cell.name: cell
+    for cell in (Cell(*values) for values in product((128, 512), ("bf16", "fp32"), (1, 4)))
+}
 
 
 def run_cell(cell: Cell, folder: Path, seconds: float, limit_s: float) -> dict[str, Any]:
@@ -39,9 +42,23 @@ def run_cell(cell: Cell, folder: Path, seconds: float, limit_s: float) -> dict[s
     """
     place = folder / cell.name
     place.mkdir()
-    (place / "cell.json").write_text(json.dumps(asdict(cell) | {"seconds": seconds * (1.5 if cell.width > 128 else 0.5)}))
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(WORKERS)]
-    run([*torchrun, str(HERE / "rounds.py"), str(place / "cell.json"), str(place)], place, ALLOCATOR, limit_s)
+    (place / "cell.json").write_text(
+        json.dumps(asdict(cell) | {"seconds": seconds * (1.5 if cell.width > 128 else 0.5)})
+    )
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(WORKERS),
+    ]
+    run(
+        [*torchrun, str(HERE / "rounds.py"), str(place / "cell.json"), str(place)],
+        place,
+        ALLOCATOR,
+        limit_s,
+    )
     answer: dict[str, Any] = json.loads((place / "rounds.json").read_text())
     return {"cell": cell.name, "load": round(os.getloadavg()[0], 2), **answer}
 
@@ -53,7 +70,10 @@ def rows_of_cells(answers: list[dict[str, Any]]) -> Iterator[str]:
     for answer in answers:
         seconds: dict[str, list[float]] = answer["seconds"]
         for name in [name for name in seconds if name not in SIDES]:
-            ratios = [[ours / its for ours, its in zip(seconds[side], seconds[name], strict=True)] for side in SIDES]
+            ratios = [
+                [ours / its for ours, its in zip(seconds[side], seconds[name], strict=True)]
+                for side in SIDES
+            ]
             columns = " | ".join(f"{median(side):.3f} | {spread(side)}" for side in ratios)
             yield f"| {answer['cell']} | {name} | {median(seconds[name]):.3f} | {columns} | {len(ratios[0])} |"
     yield ""
@@ -61,8 +81,13 @@ def rows_of_cells(answers: list[dict[str, Any]]) -> Iterator[str]:
     yield "| --- | ---: | ---: | ---: | ---: |"
     for answer in answers:
         traffic = answer["traffic"]
-        sent = [f"{traffic[key]:,}" if key in traffic else "not counted" for key in ("messages", "bytes")]
-        yield (f"| {answer['cell']} | {sent[0]} | {traffic['messages_per_bucket']:g} | {sent[1]} | {traffic['formula_bytes']:,.0f} |")
+        sent = [
+            f"{traffic[key]:,}" if key in traffic else "not counted"
+            for key in ("messages", "bytes")
+        ]
+        yield (
+            f"| {answer['cell']} | {sent[0]} | {traffic['messages_per_bucket']:g} | {sent[1]} | {traffic['formula_bytes']:,.0f} |"
+        )
 
 
 def spread(values: list[float]) -> str:

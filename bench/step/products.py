@@ -23,4 +23,10 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     for shape in ((2048, 128, 512), (2048, 512, 2048), (2048, 128, 5478)):
         found = {str(dtype): speed(dtype, *shape) for dtype in (torch.float32, torch.bfloat16)}
-        print(shape, "  ".join(f"{name.removeprefix('torch.')} {value:.0f} GFLOP/s" for name, value in found.items()))
+        print(
+            shape,
+            "  ".join(
+                f"{name.removeprefix('torch.')} {value:.0f} GFLOP/s"
+                for name, value in found.items()
+            ),
+        )

@@ -45,14 +45,22 @@ class Cell:
     def __init__(self, width: int, precision: str, micro_batches: int, seconds: float) -> None:
         self.each, self.seconds, self.bf16 = micro_batches, seconds, precision == "bf16"
         self.options = ModelOptions(
-            dim=width, n_heads=width // 32, encoder_layers=2, decoder_layers=2, ffn_dim=4 * width, dropout=0.0, attention="plain"
+            dim=width,
+            n_heads=width // 32,
+            encoder_layers=2,
+            decoder_layers=2,
+            ffn_dim=4 * width,
+            dropout=0.0,
+            attention="plain",
         )
         self.leaves = self.each * dist.get_world_size()
         self.own = range(dist.get_rank() * self.each, (dist.get_rank() + 1) * self.each)
         self.batches = [self._batch(k) for k in range(self.leaves)]
 
     def _batch(self, k: int) -> Batch:
-        tokens = torch.randint(4, VOCABULARY, (2, ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(k))
+        tokens = torch.randint(
+            4, VOCABULARY, (2, ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(k)
+        )
         return tokens[0, :, 1:], tokens[1, :, :-1].contiguous(), tokens[1, :, 1:].contiguous()
 
     def model(self) -> nn.Module:
@@ -78,7 +86,9 @@ def update(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def bare_ddp(cell: Cell) -> Step:
-    ddp = DistributedDataParallel(cell.model(), bucket_cap_mb=BUCKET_BYTES / 2**20, gradient_as_bucket_view=True)
+    ddp = DistributedDataParallel(
+        cell.model(), bucket_cap_mb=BUCKET_BYTES / 2**20, gradient_as_bucket_view=True
+    )
     optimizer = optimizer_of(ddp)
 
     def step(number: int) -> Tensor:
@@ -119,7 +129,11 @@ def bare_fsdp2(cell: Cell, per_layer: bool) -> Step:
 def with_accelerate(cell: Cell) -> Step:
     from accelerate import Accelerator
 
-    accelerator = Accelerator(cpu=True, mixed_precision="bf16" if cell.bf16 else "no", gradient_accumulation_steps=cell.each)
+    accelerator = Accelerator(
+        cpu=True,
+        mixed_precision="bf16" if cell.bf16 else "no",
+        gradient_accumulation_steps=cell.each,
+    )
     plain = cell.model()
     model, optimizer = accelerator.prepare(plain, optimizer_of(plain))
 
@@ -142,7 +156,12 @@ def with_fabric(cell: Cell) -> Step:
     from lightning_fabric.strategies import DDPStrategy
 
     strategy = DDPStrategy(process_group_backend="gloo")
-    fabric = Fabric(accelerator="cpu", devices=dist.get_world_size(), strategy=strategy, precision="bf16-mixed" if cell.bf16 else "32-true")
+    fabric = Fabric(
+        accelerator="cpu",
+        devices=dist.get_world_size(),
+        strategy=strategy,
+        precision="bf16-mixed" if cell.bf16 else "32-true",
+    )
     fabric.launch()
     plain = cell.model()
     model, optimizer = fabric.setup(plain, optimizer_of(plain))
@@ -165,10 +184,16 @@ def lockstep(cell: Cell, reduce: str, traffic: dict[str, object]) -> Step:
     rank, size = dist.get_rank(), dist.get_world_size()
     runtime = ElasticRuntime(World(rank, size, rank, size, "bench", CPU))
     model = cell.model()
-    replicas = ReplicaGroup(runtime, model, micro_batches=cell.leaves, reduce=reduce, bucket_bytes=BUCKET_BYTES)  # type: ignore[arg-type]
+    replicas = ReplicaGroup(
+        runtime, model, micro_batches=cell.leaves, reduce=reduce, bucket_bytes=BUCKET_BYTES
+    )  # type: ignore[arg-type]
     optimizer = optimizer_of(model)
     n_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
-    traffic |= {"gradient_bytes": n_bytes, "formula_bytes": 2 * (size - 1) / size * n_bytes, "messages_per_bucket": 2 * math.log2(size)}
+    traffic |= {
+        "gradient_bytes": n_bytes,
+        "formula_bytes": 2 * (size - 1) / size * n_bytes,
+        "messages_per_bucket": 2 * math.log2(size),
+    }
 
     def step(number: int) -> Tensor:
         for k in replicas.micro_batches(number):
@@ -176,7 +201,9 @@ def lockstep(cell: Cell, reduce: str, traffic: dict[str, object]) -> Step:
                 loss = cell.loss(replicas, k)
             replicas.backward(loss / cell.leaves)
         update(model, optimizer)
-        if (counted := replicas.replica.traffic).messages:  # none if gloo's all-reduce does the one addition
+        if (
+            counted := replicas.replica.traffic
+        ).messages:  # none if gloo's all-reduce does the one addition
             traffic.update(messages=counted.messages, bytes=counted.bytes)
         return loss.detach()
 

@@ -65,7 +65,9 @@ def main() -> int:
         for race in asked:
             answers = run_race(race, Path(folder), raw, args.repetitions or race.repetitions)
             results += [judge(race, claim, answers) for claim in race.claims]
-    table = "\n".join([*(rows_of_cells(cells) if cells else ()), *(rows(results) if results else ())])
+    table = "\n".join(
+        [*(rows_of_cells(cells) if cells else ()), *(rows(results) if results else ())]
+    )
     print(f"\n{table}")
     if args.keep:
         print(f"\nkept in {keep(args.keep, cells + raw, table, machine(reason, load_before))}")
@@ -76,9 +78,21 @@ def arguments() -> argparse.Namespace:
     """Parse the command line; `names` is never empty."""
     of_claims = [race.name for race in races(full=True, precision="fp32")]
     known = [*CELLS, *of_claims]
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"{', '.join(known)} (default: paired-*; --full: the others)")
-    parser.add_argument("--seconds", type=float, default=50.0, help="of a paired cell in the mean, its first steps included")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "names",
+        nargs="*",
+        metavar="NAME",
+        help=f"{', '.join(known)} (default: paired-*; --full: the others)",
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=50.0,
+        help="of a paired cell in the mean, its first steps included",
+    )
     parser.add_argument("--full", action="store_true", help="the sizes that the claims are about")
     parser.add_argument("--repetitions", type=int, help="instead of each race's own number")
     parser.add_argument("--keep", metavar="NAME", help="write the raw numbers to bench/DATE-NAME")
@@ -107,10 +121,15 @@ def faster_precision() -> tuple[str, str]:
             took_s.append(time.perf_counter() - begin)
         speed[name] = 2 * 1024 * 512 * 512 / median(took_s[5:]) / 1e9
     chosen = max(speed, key=lambda name: speed[name])
-    return chosen, f"{chosen}, as one core multiplies {speed['fp32']:.0f} GFLOP/s in fp32 and {speed['bf16']:.0f} in bf16"
+    return (
+        chosen,
+        f"{chosen}, as one core multiplies {speed['fp32']:.0f} GFLOP/s in fp32 and {speed['bf16']:.0f} in bf16",
+    )
 
 
-def run_race(race: Race, folder: Path, raw: list[dict[str, object]], repetitions: int) -> dict[str, list[Answer]]:
+def run_race(
+    race: Race, folder: Path, raw: list[dict[str, object]], repetitions: int
+) -> dict[str, list[Answer]]:
     """Return the answers of each contestant, one per repetition, and append each to `raw`."""
     data = prepared(resolve(race.file, race.flags), folder)
     answers: dict[str, list[Answer]] = {one.name: [] for one in race.contestants}
@@ -121,8 +140,18 @@ def run_race(race: Race, folder: Path, raw: list[dict[str, object]], repetitions
             begin = time.perf_counter()
             answer = start(one, resolve(race.file, flags), data, place, race.environ, LIMIT_S)
             answers[one.name].append(answer)
-            raw.append({"race": race.name, "contestant": one.name, "repetition": repetition, "flags": flags, **answer.json()})
-            shutil.rmtree(place)  # made by `start` for this one answer; holds a checkpoint of up to 600 MB
+            raw.append(
+                {
+                    "race": race.name,
+                    "contestant": one.name,
+                    "repetition": repetition,
+                    "flags": flags,
+                    **answer.json(),
+                }
+            )
+            shutil.rmtree(
+                place
+            )  # made by `start` for this one answer; holds a checkpoint of up to 600 MB
             print(line(race, one, repetition, answer, time.perf_counter() - begin), flush=True)
     return answers
 
@@ -158,7 +187,9 @@ def judge(race: Race, claim: Claim, answers: dict[str, list[Answer]]) -> Result:
     for a, b in zip(answers[claim.ours], answers[claim.theirs], strict=True):
         if claim.unit == "step time":
             first = warm[claim.ours]
-            ratios.append(median(x / y for x, y in zip(a.seconds[first:], b.seconds[first:], strict=True)))
+            ratios.append(
+                median(x / y for x, y in zip(a.seconds[first:], b.seconds[first:], strict=True))
+            )
             ours.append(median(a.seconds[first:]))
             theirs.append(median(b.seconds[first:]))
         else:
@@ -186,10 +217,21 @@ def rows(results: list[Result]) -> Iterator[str]:
         spread = f"{min(result.ratios):.3g} to {max(result.ratios):.3g}"
         what = f"{claim.unit}, {claim.ours} / {claim.theirs}"
         met = "yes" if claim.met(result.ratio) else "no"
-        yield row(result.race, what, f"{result.ours:.4g}", f"{result.theirs:.4g}", f"{result.ratio:.3g}", spread, bound, met)
+        yield row(
+            result.race,
+            what,
+            f"{result.ours:.4g}",
+            f"{result.theirs:.4g}",
+            f"{result.ratio:.3g}",
+            spread,
+            bound,
+            met,
+        )
 
 
-def row(race: str, what: str, ours: str, theirs: str, ratio: str, spread: str, bound: str, met: str) -> str:
+def row(
+    race: str, what: str, ours: str, theirs: str, ratio: str, spread: str, bound: str, met: str
+) -> str:
     return f"| {race:<15} | {what:<43} | {ours:>7} | {theirs:>7} | {ratio:>6} | {spread:<17} | {bound:<16} | {met:<3} |"
 
 

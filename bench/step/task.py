@@ -31,7 +31,13 @@ class Task:
 def read_task() -> Task:
     """Read the task from the command line, and rank and size from the environment."""
     run, data, answer = map(Path, sys.argv[1:4])
-    return Task(from_json(json.loads(run.read_text())).run, data, answer, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+    return Task(
+        from_json(json.loads(run.read_text())).run,
+        data,
+        answer,
+        int(os.environ["RANK"]),
+        int(os.environ["WORLD_SIZE"]),
+    )
 
 
 @dataclass

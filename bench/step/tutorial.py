@@ -32,7 +32,9 @@ def word_tokenizer(texts: list[str]) -> Tokenizer:
     """Whole words that occur twice."""
     tokenizer = Tokenizer(WordLevel(unk_token="[UNK]"))
     tokenizer.pre_tokenizer = Whitespace()
-    trainer = WordLevelTrainer(special_tokens=["[UNK]", "[PAD]", "[SOS]", "[EOS]"], min_frequency=2, show_progress=False)
+    trainer = WordLevelTrainer(
+        special_tokens=["[UNK]", "[PAD]", "[SOS]", "[EOS]"], min_frequency=2, show_progress=False
+    )
     tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
 
@@ -48,7 +50,10 @@ class Bilingual(Dataset[dict[str, Tensor]]):
         return len(self.pairs)
 
     def __getitem__(self, i: int) -> dict[str, Tensor]:
-        source, target = (t.encode(text).ids for t, text in zip((self.source, self.target), self.pairs[i], strict=True))
+        source, target = (
+            t.encode(text).ids
+            for t, text in zip((self.source, self.target), self.pairs[i], strict=True)
+        )
         encoder = fill([BEGIN, *source, END])
         decoder = fill([BEGIN, *target])
         return {
@@ -72,18 +77,25 @@ class Norm(nn.Module):
         self.scale, self.bias = nn.Parameter(torch.ones(WIDTH)), nn.Parameter(torch.zeros(WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.scale * (x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True) + 1e-6) + self.bias
+        return (
+            self.scale * (x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True) + 1e-6)
+            + self.bias
+        )
 
 
 class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.query, self.key, self.value, self.out = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+        self.query, self.key, self.value, self.out = (
+            nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4)
+        )
         self.dropout = nn.Dropout(DROPOUT)
 
     def forward(self, x: Tensor, memory: Tensor, mask: Tensor) -> Tensor:
         query, key, value = (
-            part.view(part.shape[0], part.shape[1], HEADS, WIDTH // HEADS).transpose(1, 2)  # (B, H, T, E)
+            part.view(part.shape[0], part.shape[1], HEADS, WIDTH // HEADS).transpose(
+                1, 2
+            )  # (B, H, T, E)
             for part in (self.query(x), self.key(memory), self.value(memory))
         )
         scores = query @ key.transpose(-2, -1) / math.sqrt(WIDTH // HEADS)
@@ -105,10 +117,18 @@ class Layer(nn.Module):
         super().__init__()
         self.self_attention = Attention()
         self.cross_attention = Attention() if decoder else None
-        self.feed_forward = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.ReLU(), nn.Dropout(DROPOUT), nn.Linear(HIDDEN, WIDTH))
+        self.feed_forward = nn.Sequential(
+            nn.Linear(WIDTH, HIDDEN), nn.ReLU(), nn.Dropout(DROPOUT), nn.Linear(HIDDEN, WIDTH)
+        )
         self.residuals = nn.ModuleList(Residual() for _ in range(3 if decoder else 2))
 
-    def forward(self, x: Tensor, mask: Tensor, memory: Tensor | None = None, memory_mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        mask: Tensor,
+        memory: Tensor | None = None,
+        memory_mask: Tensor | None = None,
+    ) -> Tensor:
         first, *middle, last = self.residuals
         y = first.norm(x)
         x = x + first.dropout(self.self_attention(y, y, mask))
@@ -121,8 +141,12 @@ class Embedding(nn.Module):
     def __init__(self, vocabulary: int) -> None:
         super().__init__()
         self.embedding, self.dropout = nn.Embedding(vocabulary, WIDTH), nn.Dropout(DROPOUT)
-        place = torch.arange(LENGTH)[:, None] * torch.exp(torch.arange(0, WIDTH, 2) * (-math.log(10_000.0) / WIDTH))  # (T, D/2)
-        self.register_buffer("positions", torch.stack((place.sin(), place.cos()), -1).view(1, LENGTH, WIDTH))
+        place = torch.arange(LENGTH)[:, None] * torch.exp(
+            torch.arange(0, WIDTH, 2) * (-math.log(10_000.0) / WIDTH)
+        )  # (T, D/2)
+        self.register_buffer(
+            "positions", torch.stack((place.sin(), place.cos()), -1).view(1, LENGTH, WIDTH)
+        )
 
     def forward(self, ids: Tensor) -> Tensor:
         return self.dropout(self.embedding(ids) * math.sqrt(WIDTH) + self.positions)

@@ -27,7 +27,9 @@ def train(task: Task) -> Stopwatch:
         dataloader_config=DataLoaderConfiguration(even_batches=False),  # batches of varying size
     )
     torch.manual_seed(run.seed)
-    model = build_translator(run.model, vocab_size=corpus.tokenizer.vocab_size, device=accelerator.device, seed=run.seed)
+    model = build_translator(
+        run.model, vocab_size=corpus.tokenizer.vocab_size, device=accelerator.device, seed=run.seed
+    )
     batches = LikeLengths(corpus.train, tokens=run.batch.tokens, multiple=k, seed=run.seed)
     loader = DataLoader(Translations(corpus.train), batch_sampler=batches, collate_fn=pad)
     optimizer = torch.optim.AdamW(
@@ -38,7 +40,9 @@ def train(task: Task) -> Stopwatch:
         weight_decay=run.optim.weight_decay,
         fused=True,
     )
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate(step + 1, run.optim) / run.optim.learning_rate)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: learning_rate(step + 1, run.optim) / run.optim.learning_rate
+    )
     model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
     model.train()
     watch, tokens, pairs = Stopwatch(), 0, 0

@@ -29,7 +29,9 @@ def train(task: Task) -> Stopwatch:
     )
     fabric.launch()
     fabric.seed_everything(run.seed, verbose=False)
-    model = build_translator(run.model, vocab_size=corpus.tokenizer.vocab_size, device=fabric.device, seed=run.seed)
+    model = build_translator(
+        run.model, vocab_size=corpus.tokenizer.vocab_size, device=fabric.device, seed=run.seed
+    )
     batches = LikeLengths(
         corpus.train,
         tokens=run.batch.tokens,
@@ -46,10 +48,13 @@ def train(task: Task) -> Stopwatch:
         weight_decay=run.optim.weight_decay,
         fused=True,
     )
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate(step + 1, run.optim) / run.optim.learning_rate)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: learning_rate(step + 1, run.optim) / run.optim.learning_rate
+    )
     wrapped, optimizer = fabric.setup(model, optimizer)
     loader = fabric.setup_dataloaders(
-        DataLoader(Translations(corpus.train), batch_sampler=batches, collate_fn=pad), use_distributed_sampler=False
+        DataLoader(Translations(corpus.train), batch_sampler=batches, collate_fn=pad),
+        use_distributed_sampler=False,
     )
     wrapped.train()
     watch = Stopwatch()

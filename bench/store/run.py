@@ -37,21 +37,50 @@ from support.object_store import environment, s3_server
 
 CYCLE, RUN = 20, "s3://runs/bench"
 FLAGS = {
-    **{"task": "translate", "data.pairs": 3000, "data.held_out": 50, "tokenizer.vocab_size": 500, "evaluate.at_end": 0},
-    **{"model.dim": 256, "model.encoder_layers": 4, "model.decoder_layers": 4, "model.ffn_dim": 1024, "batch.tokens": 256},
+    **{
+        "task": "translate",
+        "data.pairs": 3000,
+        "data.held_out": 50,
+        "tokenizer.vocab_size": 500,
+        "evaluate.at_end": 0,
+    },
+    **{
+        "model.dim": 256,
+        "model.encoder_layers": 4,
+        "model.decoder_layers": 4,
+        "model.ffn_dim": 1024,
+        "batch.tokens": 256,
+    },
     **{"checkpoint.every_steps": CYCLE, "checkpoint.keep": 1, "track.log_every": 1000},
 }
 
 
 def command(steps: int) -> list[str]:
     flags = [word for key, value in FLAGS.items() for word in (f"--{key}", str(value))]
-    return [sys.executable, "-m", "lockstep", "train", "--workers", "2", "--steps", str(steps), "--out", RUN, *flags]
+    return [
+        sys.executable,
+        "-m",
+        "lockstep",
+        "train",
+        "--workers",
+        "2",
+        "--steps",
+        str(steps),
+        "--out",
+        RUN,
+        *flags,
+    ]
 
 
 def lines(cache: Path, name: str) -> list[dict[str, Any]]:
     """Return the lines of a JSONL file of the working copy; [] before it exists."""
     paths = [path for path in cache.glob(f"*/*/{name}") if ".partial" not in str(path)]
-    return [json.loads(line) for path in paths for line in path.read_text().splitlines() if line.endswith("}")]
+    return [
+        json.loads(line)
+        for path in paths
+        for line in path.read_text().splitlines()
+        if line.endswith("}")
+    ]
 
 
 def wait_for_step(cache: Path, step: int, process: subprocess.Popen[bytes]) -> None:
@@ -76,13 +105,27 @@ def measure(pairs: int, base: Path, address: str) -> list[dict[str, Any]]:
     uploads = [line for line in lines(base / "a", "events.jsonl") if line["event"] == "uploaded"]
     for pair in range(1, pairs):
         start = 2 * pair * CYCLE
-        with_s, without_s = (mean(metrics[step] for step in range(first + 1, first + CYCLE + 1)) for first in (start, start + CYCLE))
-        rows.append({"pair": pair, "with_s": with_s, "without_s": without_s, "ratio": with_s / without_s})
-    rows.append({"uploads": len(uploads), "upload_s": median(line["seconds"] for line in uploads), "bytes": uploads[-1]["bytes"]})
+        with_s, without_s = (
+            mean(metrics[step] for step in range(first + 1, first + CYCLE + 1))
+            for first in (start, start + CYCLE)
+        )
+        rows.append(
+            {"pair": pair, "with_s": with_s, "without_s": without_s, "ratio": with_s / without_s}
+        )
+    rows.append(
+        {
+            "uploads": len(uploads),
+            "upload_s": median(line["seconds"] for line in uploads),
+            "bytes": uploads[-1]["bytes"],
+        }
+    )
     times = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
     mirror_s, *training_s = [sum(child.cpu_times()[:2]) for child in times]
     rows.append({"mirror_cpu_s": mirror_s, "training_cpu_s": sum(training_s)})
-    for child in [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]:
+    for child in [
+        *psutil.Process(process.pid).children(recursive=True),
+        psutil.Process(process.pid),
+    ]:
         child.kill()
     process.wait()
     start_s = time.monotonic()
@@ -92,7 +135,10 @@ def measure(pairs: int, base: Path, address: str) -> list[dict[str, Any]]:
         time.sleep(0.02)
     downloaded_s = time.monotonic() - start_s
     generation = max(line["generation"] for line in lines(base / "b", "metrics.jsonl"))
-    while not any(line["step"] == last + 1 and line["generation"] > generation for line in lines(base / "b", "metrics.jsonl")):
+    while not any(
+        line["step"] == last + 1 and line["generation"] > generation
+        for line in lines(base / "b", "metrics.jsonl")
+    ):
         time.sleep(0.02)
     rows.append({"resume_s": time.monotonic() - start_s, "until_downloaded_s": downloaded_s})
     other.terminate()
@@ -101,7 +147,9 @@ def measure(pairs: int, base: Path, address: str) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--pairs", type=int, default=8)
     parser.add_argument("--keep", default="", metavar="NAME")
     args = parser.parse_args()

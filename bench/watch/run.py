@@ -50,15 +50,37 @@ def time_report(folder: Path, steps: int) -> dict[str, Any]:
     write_long_metrics(run / "metrics.jsonl", steps)
     write_events(run, steps)
     command = [sys.executable, "-c", WRITE, str(run), str(run / "report.html")]
-    seconds, before, after = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
-    sizes = {"metrics_bytes": (run / "metrics.jsonl").stat().st_size, "bytes": (run / "report.html").stat().st_size}
+    seconds, before, after = subprocess.run(
+        command, check=True, capture_output=True, text=True
+    ).stdout.split()
+    sizes = {
+        "metrics_bytes": (run / "metrics.jsonl").stat().st_size,
+        "bytes": (run / "report.html").stat().st_size,
+    }
     (run / "metrics.jsonl").unlink()
-    return {"what": "report", "steps": steps, "seconds": float(seconds), **sizes, "peak_kib": int(after), "before_kib": int(before)}
+    return {
+        "what": "report",
+        "steps": steps,
+        "seconds": float(seconds),
+        **sizes,
+        "peak_kib": int(after),
+        "before_kib": int(before),
+    }
 
 
 def time_refreshes(folder: Path, count: int) -> Iterator[dict[str, Any]]:
     """Watch a run that trains; yield the cost of each refresh, the first one included."""
-    process = start_lockstep("train", OWN_LOOP, "--workers", "2", "--out", folder / "live", "--steps", "100000", stdout=subprocess.DEVNULL)
+    process = start_lockstep(
+        "train",
+        OWN_LOOP,
+        "--workers",
+        "2",
+        "--out",
+        folder / "live",
+        "--steps",
+        "100000",
+        stdout=subprocess.DEVNULL,
+    )
     try:
         wait_until((folder / "live" / "metrics.jsonl").exists, "the first step", process=process)
         data = RunData(folder / "live", TAIL_BYTES)
@@ -68,7 +90,11 @@ def time_refreshes(folder: Path, count: int) -> Iterator[dict[str, Any]]:
                 time.sleep(1.0)
                 cpu_s, read, step = time.process_time(), data.metrics.bytes_read, data.step
                 console.print(frame(data, refresh(data)))
-                cost = {"cpu_s": time.process_time() - cpu_s, "bytes": data.metrics.bytes_read - read, "steps": data.step - step}
+                cost = {
+                    "cpu_s": time.process_time() - cpu_s,
+                    "bytes": data.metrics.bytes_read - read,
+                    "steps": data.step - step,
+                }
                 yield {"what": "refresh", "number": number, **cost}
     finally:
         process.terminate()
@@ -76,16 +102,23 @@ def time_refreshes(folder: Path, count: int) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, nargs="+", default=[1_000, 100_000, 1_000_000])
     parser.add_argument("--refreshes", type=int, default=20)
-    parser.add_argument("--keep", metavar="NAME", help="keep the result under bench/watch/DATE-NAME")
+    parser.add_argument(
+        "--keep", metavar="NAME", help="keep the result under bench/watch/DATE-NAME"
+    )
     args = parser.parse_args()
     before = os.getloadavg()
     with tempfile.TemporaryDirectory() as folder:
         reports = [time_report(Path(folder), steps) for steps in args.steps]
         refreshes = list(time_refreshes(Path(folder), args.refreshes))
-    rows = ["| steps | metrics.jsonl | report | time | peak memory, of which Python |", "| ---: | ---: | ---: | ---: | ---: |"]
+    rows = [
+        "| steps | metrics.jsonl | report | time | peak memory, of which Python |",
+        "| ---: | ---: | ---: | ---: | ---: |",
+    ]
     for row in reports:
         size = f"{row['metrics_bytes'] / 1e6:.1f} MB | {row['bytes'] / 1e3:.0f} kB"
         memory = f"{row['peak_kib'] / 1024:.0f} MiB, {row['before_kib'] / 1024:.0f} MiB"

@@ -47,7 +47,9 @@ def make_replica(wire: str, leaves: int) -> Replica:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(init_param(name, parameter.shape, CONFIG.n_layers, 1))
-    return Replica(model, micro_batches=leaves, wire=cast(Any, wire), bucket_bytes=4_000_000, init_sync=False)
+    return Replica(
+        model, micro_batches=leaves, wire=cast(Any, wire), bucket_bytes=4_000_000, init_sync=False
+    )
 
 
 def train_step(replica: Replica, step: int) -> float:
@@ -55,8 +57,16 @@ def train_step(replica: Replica, step: int) -> float:
     dist.barrier()
     start_s = time.perf_counter()
     for k in replica.micro_batches(step):
-        tokens = torch.randint(CONFIG.vocab_size, (ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(k))
-        replica.backward(replica(tokens[:, :-1], tokens[:, 1:].contiguous(), torch.zeros(ROWS, LENGTH, dtype=torch.long)))
+        tokens = torch.randint(
+            CONFIG.vocab_size, (ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(k)
+        )
+        replica.backward(
+            replica(
+                tokens[:, :-1],
+                tokens[:, 1:].contiguous(),
+                torch.zeros(ROWS, LENGTH, dtype=torch.long),
+            )
+        )
     dist.barrier()
     return time.perf_counter() - start_s
 
@@ -65,15 +75,26 @@ def work(rank: int, size: int, each: int, rounds: int, folder: Path) -> None:
     """Train on one host; write (wire, round, seconds, bytes) of each step to `folder`."""
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), size)  # type: ignore[attr-defined]  # public at run time
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=120))
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=120)
+    )
     replicas = {wire: make_replica(wire, each * size) for wire in MOST_LEAVES}
     lines = []
     for number in range(WARM_UP + rounds):
         for turn in range(len(replicas)):
             wire, replica = list(replicas.items())[(number + turn) % len(replicas)]
             seconds = train_step(replica, number)
-            lines.append({"wire": wire, "round": number, "seconds": round(seconds, 4), "bytes": replica.traffic.bytes})
-    (folder / f"{rank}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines[WARM_UP * len(replicas) :]))
+            lines.append(
+                {
+                    "wire": wire,
+                    "round": number,
+                    "seconds": round(seconds, 4),
+                    "bytes": replica.traffic.bytes,
+                }
+            )
+    (folder / f"{rank}.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in lines[WARM_UP * len(replicas) :])
+    )
     dist.barrier()
     dist.destroy_process_group()
 
@@ -83,16 +104,34 @@ def measure(size: int, each: int, rate: str, rounds: int) -> list[dict[str, Any]
     with Network(size) as network, tempfile.TemporaryDirectory(prefix="lockstep-wire-") as folder:
         for host in network.hosts:
             network.limit_rate(host, rate)
-        command = [sys.executable, "-m", "bench.wire.link", "--worker", folder, "--rounds", str(rounds), "--each", str(each)]
+        command = [
+            sys.executable,
+            "-m",
+            "bench.wire.link",
+            "--worker",
+            folder,
+            "--rounds",
+            str(rounds),
+            "--each",
+            str(each),
+        ]
         environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0"}
         workers = [
-            subprocess.Popen([*host.enter, *command, "--rank", str(rank), "--size", str(size)], env=environ)
+            subprocess.Popen(
+                [*host.enter, *command, "--rank", str(rank), "--size", str(size)], env=environ
+            )
             for rank, host in enumerate(network.hosts)
         ]
         assert [worker.wait() for worker in workers] == [0] * size
-        ranks = [[json.loads(line) for line in Path(folder, f"{rank}.jsonl").read_text().splitlines()] for rank in range(size)]
+        ranks = [
+            [json.loads(line) for line in Path(folder, f"{rank}.jsonl").read_text().splitlines()]
+            for rank in range(size)
+        ]
     most = [max(line["bytes"] for line in lines) for lines in zip(*ranks, strict=True)]
-    return [line | {"hosts": size, "micro_batches": each * size, "bytes": number} for line, number in zip(ranks[0], most, strict=True)]
+    return [
+        line | {"hosts": size, "micro_batches": each * size, "bytes": number}
+        for line, number in zip(ranks[0], most, strict=True)
+    ]
 
 
 def codec_cost() -> str:
@@ -100,29 +139,44 @@ def codec_cost() -> str:
     flat, texts = torch.randn(2**22), []
     for wire, block in (("bf16", 1), ("int8", 256)):
         sections = (Section(block, len(flat)),)
-        calls = partial(encode, flat, sections, 1), partial(decode, encode(flat, sections, 1), sections)
-        encode_ns, decode_ns = (min(timeit.repeat(call, timer=time.process_time, number=1, repeat=10)) / len(flat) * 1e9 for call in calls)
+        calls = (
+            partial(encode, flat, sections, 1),
+            partial(decode, encode(flat, sections, 1), sections),
+        )
+        encode_ns, decode_ns = (
+            min(timeit.repeat(call, timer=time.process_time, number=1, repeat=10)) / len(flat) * 1e9
+            for call in calls
+        )
         texts.append(f"{wire}: encode {encode_ns:.2f} ns, decode {decode_ns:.2f} ns per element")
     return "\n".join(texts)
 
 
 def table(lines: list[dict[str, Any]], rate: str) -> str:
-    rows = ["| hosts | micro-batches | format | MB sent | step | step / fp32 |", "| ---: | ---: | --- | ---: | ---: | ---: |"]
+    rows = [
+        "| hosts | micro-batches | format | MB sent | step | step / fp32 |",
+        "| ---: | ---: | --- | ---: | ---: | ---: |",
+    ]
     for hosts, leaves in sorted({(line["hosts"], line["micro_batches"]) for line in lines}):
-        chosen = [line for line in lines if (line["hosts"], line["micro_batches"]) == (hosts, leaves)]
+        chosen = [
+            line for line in lines if (line["hosts"], line["micro_batches"]) == (hosts, leaves)
+        ]
         plain = {line["round"]: line["seconds"] for line in chosen if line["wire"] == "fp32"}
         for wire in MOST_LEAVES:
             own = [line for line in chosen if line["wire"] == wire]
             ratios = sorted(line["seconds"] / plain[line["round"]] for line in own)
             spread = f"{median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
             sent = f"{own[0]['bytes'] / 1e6:.2f}" if own[0]["bytes"] else "by gloo"
-            rows.append(f"| {hosts} | {leaves} | {wire} | {sent} | {median(line['seconds'] for line in own):.2f} s | {spread} |")
+            rows.append(
+                f"| {hosts} | {leaves} | {wire} | {sent} | {median(line['seconds'] for line in own):.2f} s | {spread} |"
+            )
     return f"Links of {rate} in each direction.\n\n" + "\n".join(rows) + "\n"
 
 
 def main() -> None:
     """The command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--hosts", default="2,4")
     parser.add_argument("--rate", default="100mbit")
     parser.add_argument("--rounds", type=int, default=8)

@@ -30,17 +30,30 @@ sys.path.insert(0, str(TOP / "tests"))
 from support.ranks import run_ranks
 
 NEAREST = "int8 to nearest"
-SMALL = {"model.dim": 64, "model.ffn_dim": 128, "model.encoder_layers": 1, "model.decoder_layers": 1}
+SMALL = {
+    "model.dim": 64,
+    "model.ffn_dim": 128,
+    "model.encoder_layers": 1,
+    "model.decoder_layers": 1,
+}
 SMALL |= {"data.pairs": 3000, "data.held_out": 50, "tokenizer.vocab_size": 500, "batch.tokens": 128}
 FORMATS = ("fp32", "bf16", "int8", NEAREST)
 
 
-def losses(runtime: ElasticRuntime, folder: str, name: str, seed: int, steps: int, small: bool) -> list[float]:
+def losses(
+    runtime: ElasticRuntime, folder: str, name: str, seed: int, steps: int, small: bool
+) -> list[float]:
     """Train the default recipe; return the loss of each step."""
     path = Path(folder)
     if name == NEAREST:
         wire_codec.NOISE = 0.0
-    values = {"steps": steps, "seed": seed, "parallel.wire": name.split()[0], "evaluate.at_end": 0, "checkpoint.every_steps": 0}
+    values = {
+        "steps": steps,
+        "seed": seed,
+        "parallel.wire": name.split()[0],
+        "evaluate.at_end": 0,
+        "checkpoint.every_steps": 0,
+    }
     values |= SMALL if small else {}
     resolved = open_run(path, None, {key: str(value) for key, value in values.items()}, {})
     with lock_run_folder(path, resolved):
@@ -55,13 +68,17 @@ def table(lines: list[dict[str, Any]]) -> str:
     for line in lines:
         at_end = mean(line["losses"][-max(1, len(line["losses"]) // 5) :])
         plain.setdefault(line["seed"], at_end)
-        rows.append(f"| {line['seed']} | {line['format']} | {at_end:.4f} | {100 * (at_end / plain[line['seed']] - 1):+.2f}% |")
+        rows.append(
+            f"| {line['seed']} | {line['format']} | {at_end:.4f} | {100 * (at_end / plain[line['seed']] - 1):+.2f}% |"
+        )
     return "\n".join(rows) + "\n"
 
 
 def main() -> None:
     """The command."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", default="1,2,3")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--small", action="store_true")
@@ -71,12 +88,21 @@ def main() -> None:
     for seed in map(int, args.seeds.split(",")):
         for name in FORMATS:
             with tempfile.TemporaryDirectory(prefix="lockstep-wire-") as folder:
-                (of_steps,) = run_ranks(losses, 1, folder, name, seed, args.steps, args.small, timeout_s=3600)
-            lines.append({"seed": seed, "format": name, "losses": [round(loss, 6) for loss in of_steps]})
+                (of_steps,) = run_ranks(
+                    losses, 1, folder, name, seed, args.steps, args.small, timeout_s=3600
+                )
+            lines.append(
+                {"seed": seed, "format": name, "losses": [round(loss, 6) for loss in of_steps]}
+            )
             print(json.dumps(lines[-1]), flush=True)
     print(table(lines))
     if args.keep:
-        keep(args.keep, lines, table(lines), machine("as chosen by compute.precision=auto", load_before))
+        keep(
+            args.keep,
+            lines,
+            table(lines),
+            machine("as chosen by compute.precision=auto", load_before),
+        )
 
 
 if __name__ == "__main__":

@@ -15,7 +15,11 @@ def main(out: str = "runs/ddp", steps: int = 192) -> None:
     dataset, model = Houses(), make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     dist.init_process_group()
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
+    device = (
+        torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        if torch.cuda.is_available()
+        else torch.device("cpu")
+    )
     model = DistributedDataParallel(model.to(device))
     sampler = DistributedSampler(dataset, drop_last=True)
     loader = DataLoader(dataset, batch_size=64 // dist.get_world_size(), sampler=sampler)
@@ -36,7 +40,11 @@ def main(out: str = "runs/ddp", steps: int = 192) -> None:
         if dist.get_rank() == 0:
             print(f"step {step}  loss {loss.item():.5f}")
             checkpoint.parent.mkdir(parents=True, exist_ok=True)
-            state = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
+            state = {
+                "model": model.module.state_dict(),
+                "optimizer": optimizer.state_dict(),
+                "step": step,
+            }
             torch.save(state, checkpoint.with_suffix(".tmp"))
             checkpoint.with_suffix(".tmp").replace(checkpoint)
     dist.destroy_process_group()

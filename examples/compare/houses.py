@@ -24,4 +24,6 @@ class Houses(Dataset[tuple[torch.Tensor, torch.Tensor]]):
 
 def make_model() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(2, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 1), nn.Flatten(0))
+    return nn.Sequential(
+        nn.Linear(2, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 1), nn.Flatten(0)
+    )

@@ -26,18 +26,28 @@ class Gpt(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.tokens, self.positions, self.head = nn.Embedding(6, 32), nn.Embedding(11, 32), nn.Linear(32, 6)
-        layer = nn.TransformerEncoderLayer(32, 4, 128, dropout=0.1, activation="gelu", batch_first=True, norm_first=True)
+        self.tokens, self.positions, self.head = (
+            nn.Embedding(6, 32),
+            nn.Embedding(11, 32),
+            nn.Linear(32, 6),
+        )
+        layer = nn.TransformerEncoderLayer(
+            32, 4, 128, dropout=0.1, activation="gelu", batch_first=True, norm_first=True
+        )
         self.blocks = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
 
     def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
         """Return the mean loss of the next letters."""
         x = self.tokens(ids) + self.positions.weight
         mask = nn.Transformer.generate_square_subsequent_mask(ids.shape[1], device=ids.device)
-        return cross_entropy(self.head(self.blocks(x, mask=mask, is_causal=True)).flatten(0, 1), targets.flatten())
+        return cross_entropy(
+            self.head(self.blocks(x, mask=mask, is_causal=True)).flatten(0, 1), targets.flatten()
+        )
 
 
 def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     decayed = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() == 1]
-    return torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}], lr=3e-3)
+    return torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}], lr=3e-3
+    )

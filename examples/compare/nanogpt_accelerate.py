@@ -22,7 +22,12 @@ def main(out: str = "runs/nanogpt-accelerate", steps: int = 96) -> None:
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
     batches = DataLoaderConfiguration(split_batches=True, use_seedable_sampler=True)
     on_cpu = not torch.cuda.is_available()
-    accelerator = Accelerator(cpu=on_cpu, dataloader_config=batches, gradient_accumulation_steps=4, step_scheduler_with_optimizer=False)
+    accelerator = Accelerator(
+        cpu=on_cpu,
+        dataloader_config=batches,
+        gradient_accumulation_steps=4,
+        step_scheduler_with_optimizer=False,
+    )
     loader = DataLoader(dataset, batch_size=16, shuffle=True, drop_last=True)
     held_out = DataLoader(validation, batch_size=64)
     model, optimizer, loader, held_out = accelerator.prepare(model, optimizer, loader, held_out)
@@ -48,7 +53,9 @@ def main(out: str = "runs/nanogpt-accelerate", steps: int = 96) -> None:
         with torch.no_grad():
             losses = [accelerator.gather(model(ids, targets)[None]) for ids, targets in held_out]
         model.train()
-        accelerator.print(f"step {step}  loss {loss.item():.5f}  validation {torch.cat(losses).mean().item():.5f}")
+        accelerator.print(
+            f"step {step}  loss {loss.item():.5f}  validation {torch.cat(losses).mean().item():.5f}"
+        )
         accelerator.save_state(str(checkpoint))
         if accelerator.is_main_process:
             (checkpoint / "step").write_text(str(step))

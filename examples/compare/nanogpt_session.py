@@ -30,7 +30,9 @@ def main(out: str = "runs/nanogpt-session", steps: int = 96) -> None:
             optimizer.step()
             scheduler.step()
             if step % 12 == 11:
-                session.log(step, validation=session.evaluate(lambda batch: model(*batch), validation))
+                session.log(
+                    step, validation=session.evaluate(lambda batch: model(*batch), validation)
+                )
 
 
 if __name__ == "__main__":

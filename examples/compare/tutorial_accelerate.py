@@ -45,7 +45,9 @@ class Trainer:
 
 def main(out="runs/tutorial-accelerate", epochs=4):
     dataset, model, optimizer = load_train_objects()
-    Trainer(dataset, model, optimizer, batch_size=64, save_every=2, snapshot=Path(out) / "snapshot").train(epochs)
+    Trainer(
+        dataset, model, optimizer, batch_size=64, save_every=2, snapshot=Path(out) / "snapshot"
+    ).train(epochs)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,9 @@ def main(out: str = "runs/fabric", steps: int = 192) -> None:
     fabric = Fabric(devices="auto" if torch.cuda.is_available() else 2, strategy="ddp")
     fabric.launch()
     model, optimizer = fabric.setup(model, optimizer)
-    loader = fabric.setup_dataloaders(DataLoader(dataset, batch_size=64 // fabric.world_size, shuffle=True, drop_last=True))
+    loader = fabric.setup_dataloaders(
+        DataLoader(dataset, batch_size=64 // fabric.world_size, shuffle=True, drop_last=True)
+    )
     state = {"model": model, "optimizer": optimizer, "step": 0}
     checkpoint = Path(out) / "checkpoint.pt"
     if checkpoint.exists():

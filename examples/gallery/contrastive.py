@@ -65,7 +65,9 @@ def plain(steps: int = 60, loader: Iterable[Any] | None = None) -> nn.Module:
     return model
 
 
-def train(out: str = "runs/contrastive", steps: int = 60, micro_batches: int = 6, save_every: int = 20) -> None:
+def train(
+    out: str = "runs/contrastive", steps: int = 60, micro_batches: int = 6, save_every: int = 20
+) -> None:
     model = Towers()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     with lockstep.Session(out, micro_batches=micro_batches, save_every=save_every) as session:

@@ -26,7 +26,9 @@ class Denoiser(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.Sequential(nn.Linear(3, 64), nn.SiLU(), nn.Linear(64, 64), nn.SiLU(), nn.Linear(64, 2))
+        self.layers = nn.Sequential(
+            nn.Linear(3, 64), nn.SiLU(), nn.Linear(64, 64), nn.SiLU(), nn.Linear(64, 2)
+        )
 
     def forward(self, points: Tensor) -> Tensor:
         """Return the loss of predicting the noise that is added to the points."""
@@ -51,7 +53,9 @@ def plain(steps: int = 60, loader: Iterable[Any] | None = None) -> nn.Module:
     return model
 
 
-def train(out: str = "runs/diffusion", steps: int = 60, micro_batches: int = 6, save_every: int = 20) -> None:
+def train(
+    out: str = "runs/diffusion", steps: int = 60, micro_batches: int = 6, save_every: int = 20
+) -> None:
     model = Denoiser()
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     with lockstep.Session(out, micro_batches=micro_batches, save_every=save_every) as session:

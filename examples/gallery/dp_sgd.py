@@ -33,21 +33,30 @@ class Private(nn.Module):
     def __init__(self, noise: float) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.noise, self.layers = noise, nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 1), nn.Flatten(0))
+        self.noise, self.layers = (
+            noise,
+            nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 1), nn.Flatten(0)),
+        )
 
     def forward(self, rows: Tensor, labels: Tensor) -> Tensor:
         """Return the mean of the samples' losses, each weighted by min(1, CLIP / norm of its
         gradient), plus the noise of these samples' share of BATCH."""
 
         def loss_of(weights: dict[str, Tensor], row: Tensor, label: Tensor) -> Tensor:
-            return binary_cross_entropy_with_logits(functional_call(self.layers, weights, row[None]), label[None])
+            return binary_cross_entropy_with_logits(
+                functional_call(self.layers, weights, row[None]), label[None]
+            )
 
         weights = {name: p.detach() for name, p in self.layers.named_parameters()}
         gradients = vmap(grad(loss_of), in_dims=(None, 0, 0))(weights, rows, labels)
         norms = torch.stack([g.flatten(1).norm(dim=1) for g in gradients.values()]).norm(dim=0)
         losses = binary_cross_entropy_with_logits(self.layers(rows), labels, reduction="none")
-        deviation = self.noise * CLIP / (len(rows) * BATCH) ** 0.5  # noise * CLIP / BATCH in the mean over the micro-batches
-        noise = torch.stack([(p * torch.randn_like(p)).sum() for p in self.layers.parameters()]).sum()
+        deviation = (
+            self.noise * CLIP / (len(rows) * BATCH) ** 0.5
+        )  # noise * CLIP / BATCH in the mean over the micro-batches
+        noise = torch.stack(
+            [(p * torch.randn_like(p)).sum() for p in self.layers.parameters()]
+        ).sum()
         loss: Tensor = (losses * (CLIP / norms).clamp(max=1.0)).mean() + deviation * noise
         return loss
 
@@ -66,7 +75,13 @@ def plain(steps: int = 60, loader: Iterable[Any] | None = None, noise: float = 0
     return model
 
 
-def train(out: str = "runs/dp_sgd", steps: int = 60, micro_batches: int = 6, save_every: int = 20, noise: float = 0.8) -> None:
+def train(
+    out: str = "runs/dp_sgd",
+    steps: int = 60,
+    micro_batches: int = 6,
+    save_every: int = 20,
+    noise: float = 0.8,
+) -> None:
     model = Private(noise)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
     with lockstep.Session(out, micro_batches=micro_batches, save_every=save_every) as session:

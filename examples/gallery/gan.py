@@ -37,7 +37,10 @@ class Gan(nn.Module):
     def forward(self, real: Tensor) -> tuple[Tensor, Tensor]:
         """Return the losses of the discriminator and of the generator."""
         samples = self.generator(torch.randn(len(real), 4, device=real.device))
-        loss_d = softplus(-self.discriminator(real)).mean() + softplus(self.discriminator(samples.detach())).mean()
+        loss_d = (
+            softplus(-self.discriminator(real)).mean()
+            + softplus(self.discriminator(samples.detach())).mean()
+        )
         constant = {name: p.detach() for name, p in self.discriminator.named_parameters()}
         return loss_d, softplus(-functional_call(self.discriminator, constant, samples)).mean()
 
@@ -63,7 +66,9 @@ def plain(steps: int = 60, loader: Iterable[Any] | None = None) -> nn.Module:
     return model
 
 
-def train(out: str = "runs/gan", steps: int = 60, micro_batches: int = 6, save_every: int = 20) -> None:
+def train(
+    out: str = "runs/gan", steps: int = 60, micro_batches: int = 6, save_every: int = 20
+) -> None:
     model = Gan()
     optimizers = make_optimizers(model)
     with lockstep.Session(out, micro_batches=micro_batches, save_every=save_every) as session:

@@ -22,7 +22,9 @@ class Sorting(Dataset[tuple[Tensor, Tensor]]):
     """Six letters, followed by the same letters in order: the task of minGPT's demo."""
 
     def __init__(self) -> None:
-        letters = torch.randint(LETTERS, (240, LENGTH // 2), generator=torch.Generator().manual_seed(1))
+        letters = torch.randint(
+            LETTERS, (240, LENGTH // 2), generator=torch.Generator().manual_seed(1)
+        )
         self.rows = torch.cat([letters, letters.sort(1).values], 1)
 
     def __len__(self) -> int:
@@ -39,11 +41,18 @@ class Block(nn.Module):
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.attention, self.projection = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH), nn.Dropout(0.1))
+        self.mlp = nn.Sequential(
+            nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH), nn.Dropout(0.1)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (part.unflatten(2, (HEADS, -1)).transpose(1, 2) for part in self.attention(self.norm1(x)).chunk(3, 2))
-        x = x + self.projection(scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        q, k, v = (
+            part.unflatten(2, (HEADS, -1)).transpose(1, 2)
+            for part in self.attention(self.norm1(x)).chunk(3, 2)
+        )
+        x = x + self.projection(
+            scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        )
         outputs: Tensor = x + self.mlp(self.norm2(x))
         return outputs
 
@@ -84,7 +93,9 @@ def plain(steps: int = 60, loader: Iterable[Any] | None = None) -> nn.Module:
     return model
 
 
-def train(out: str = "runs/gpt", steps: int = 60, micro_batches: int = 6, save_every: int = 20) -> None:
+def train(
+    out: str = "runs/gpt", steps: int = 60, micro_batches: int = 6, save_every: int = 20
+) -> None:
     model = Gpt()
     optimizer = make_optimizer(model)
     with lockstep.Session(out, micro_batches=micro_batches, save_every=save_every) as session:

@@ -39,7 +39,9 @@ class Rings(Dataset[Graph]):
 
     def __getitem__(self, i: int) -> Graph:
         nodes, numbers = self.rings[i], torch.arange(len(self.rings[i]))
-        edges = torch.cat([torch.stack([numbers, numbers.roll(1)]), torch.stack([numbers, numbers.roll(-1)])], 1)
+        edges = torch.cat(
+            [torch.stack([numbers, numbers.roll(1)]), torch.stack([numbers, numbers.roll(-1)])], 1
+        )
         return Graph(nodes, edges, (nodes.roll(1, 0) + nodes.roll(-1, 0)).sum(1))
 
 
@@ -47,7 +49,11 @@ def merge(graphs: Sequence[Graph]) -> Graph:
     """Put graphs side by side; the edges of each refer to its own nodes."""
     starts = torch.tensor([0, *(len(graph.nodes) for graph in graphs)]).cumsum(0)
     edges = [graph.edges + start for graph, start in zip(graphs, starts, strict=False)]
-    return Graph(torch.cat([graph.nodes for graph in graphs]), torch.cat(edges, 1), torch.cat([graph.targets for graph in graphs]))
+    return Graph(
+        torch.cat([graph.nodes for graph in graphs]),
+        torch.cat(edges, 1),
+        torch.cat([graph.targets for graph in graphs]),
+    )
 
 
 class Network(nn.Module):
@@ -58,7 +64,9 @@ class Network(nn.Module):
 
     def forward(self, graph: Graph) -> Tensor:
         source, target = graph.edges
-        received = torch.zeros(len(graph.nodes), 32, device=graph.nodes.device).index_add(0, target, self.message(graph.nodes)[source])
+        received = torch.zeros(len(graph.nodes), 32, device=graph.nodes.device).index_add(
+            0, target, self.message(graph.nodes)[source]
+        )
         outputs: Tensor = self.head(torch.relu(received + self.own(graph.nodes)))
         return outputs.flatten()
 
@@ -66,7 +74,9 @@ class Network(nn.Module):
 def plain(steps: int = 60, loader: Iterable[Any] | None = None) -> nn.Module:
     model, step = Network(), 0
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    loader = loader or DataLoader(Rings(), batch_size=24, shuffle=True, drop_last=True, collate_fn=merge)
+    loader = loader or DataLoader(
+        Rings(), batch_size=24, shuffle=True, drop_last=True, collate_fn=merge
+    )
     while step < steps:
         for graph in loader:
             loss = mse_loss(model(graph), graph.targets)
@@ -77,7 +87,9 @@ def plain(steps: int = 60, loader: Iterable[Any] | None = None) -> nn.Module:
     return model
 
 
-def train(out: str = "runs/graphs", steps: int = 60, micro_batches: int = 6, save_every: int = 20) -> None:
+def train(
+    out: str = "runs/graphs", steps: int = 60, micro_batches: int = 6, save_every: int = 20
+) -> None:
     model = Network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     with lockstep.Session(out, micro_batches=micro_batches, save_every=save_every) as session:
@@ -85,7 +97,9 @@ def train(out: str = "runs/graphs", steps: int = 60, micro_batches: int = 6, sav
         loader = session.loader(Rings(), batch_size=24, collate_fn=merge)
         for step in session.steps(steps):
             for graph in loader(step):
-                session.backward(mse_loss(model(graph), graph.targets, reduction="sum"), count=len(graph.nodes))
+                session.backward(
+                    mse_loss(model(graph), graph.targets, reduction="sum"), count=len(graph.nodes)
+                )
             optimizer.step()
 
 

@@ -44,7 +44,14 @@ def random_crop(image: Tensor, padding: int = 2) -> Tensor:
 
 def make_model() -> nn.Module:
     torch.manual_seed(0)
-    layers = [nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3, stride=2), nn.BatchNorm2d(8), nn.ReLU()]
+    layers = [
+        nn.Conv2d(1, 8, 3),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Conv2d(8, 8, 3, stride=2),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+    ]
     return nn.Sequential(*layers, nn.AvgPool2d(2), nn.Flatten(), nn.Linear(32, 3))
 
 
@@ -64,7 +71,12 @@ def plain(steps: int = 60, loader: Iterable[Any] | None = None) -> nn.Module:
     return model
 
 
-def train(out: str = "runs/image_classifier", steps: int = 60, micro_batches: int = 6, save_every: int = 20) -> None:
+def train(
+    out: str = "runs/image_classifier",
+    steps: int = 60,
+    micro_batches: int = 6,
+    save_every: int = 20,
+) -> None:
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-4)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=60)

@@ -68,7 +68,11 @@ class NextByte(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.bytes, self.rnn, self.head = nn.Embedding(256, 16), nn.GRU(16, 32, batch_first=True), nn.Linear(32, 256)
+        self.bytes, self.rnn, self.head = (
+            nn.Embedding(256, 16),
+            nn.GRU(16, 32, batch_first=True),
+            nn.Linear(32, 256),
+        )
 
     def forward(self, ids: Tensor) -> Tensor:
         """Return the mean loss of the next bytes."""
@@ -90,7 +94,9 @@ def plain(steps: int = 60, loader: Iterable[Any] | None = None) -> nn.Module:
     return model
 
 
-def train(out: str = "runs/lines_of_text", steps: int = 60, micro_batches: int = 6, save_every: int = 20) -> None:
+def train(
+    out: str = "runs/lines_of_text", steps: int = 60, micro_batches: int = 6, save_every: int = 20
+) -> None:
     model = NextByte()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     with lockstep.Session(out, micro_batches=micro_batches, save_every=save_every) as session:

@@ -26,7 +26,9 @@ def make_rows() -> TensorDataset:
 
 def make_model() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 32), nn.GELU(), nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 1), nn.Flatten(0))
+    return nn.Sequential(
+        nn.Linear(6, 32), nn.GELU(), nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 1), nn.Flatten(0)
+    )
 
 
 def make_optimizers(model: nn.Module) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
@@ -51,7 +53,9 @@ def plain(steps: int = 60, loader: Iterable[Any] | None = None) -> nn.Module:
     return model
 
 
-def train(out: str = "runs/muon", steps: int = 60, micro_batches: int = 6, save_every: int = 20) -> None:
+def train(
+    out: str = "runs/muon", steps: int = 60, micro_batches: int = 6, save_every: int = 20
+) -> None:
     model = make_model()
     optimizers = make_optimizers(model)
     with lockstep.Session(out, micro_batches=micro_batches, save_every=save_every) as session:

@@ -35,9 +35,17 @@ def make_model() -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+    )
     base = LlamaForCausalLM(config)
-    model: nn.Module = get_peft_model(base, LoraConfig(r=4, lora_dropout=0.1, target_modules=["q_proj", "v_proj"]))
+    model: nn.Module = get_peft_model(
+        base, LoraConfig(r=4, lora_dropout=0.1, target_modules=["q_proj", "v_proj"])
+    )
     return model
 
 
@@ -59,7 +67,9 @@ def plain(steps: int = 60, loader: Iterable[Any] | None = None) -> nn.Module:
     return model
 
 
-def train(out: str = "runs/peft_adapters", steps: int = 60, micro_batches: int = 6, save_every: int = 20) -> None:
+def train(
+    out: str = "runs/peft_adapters", steps: int = 60, micro_batches: int = 6, save_every: int = 20
+) -> None:
     model = make_model()
     optimizer = make_optimizer(model)
     with lockstep.Session(out, micro_batches=micro_batches, save_every=save_every) as session:

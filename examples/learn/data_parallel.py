@@ -10,7 +10,9 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-INPUTS = torch.tensor([[6.0, 2.0, 1.0], [5.0, 2.0, 1.0]], dtype=torch.float64)  # x1, x2, and 1 for b
+INPUTS = torch.tensor(
+    [[6.0, 2.0, 1.0], [5.0, 2.0, 1.0]], dtype=torch.float64
+)  # x1, x2, and 1 for b
 PRICES = torch.tensor([15.0, 12.0], dtype=torch.float64)
 START = torch.tensor([0.773, 0.321, 0.067], dtype=torch.float64)  # w1, w2, b
 LEARNING_RATE = 0.001
@@ -42,7 +44,9 @@ def main() -> None:
     show("after all-reduce", weights.grad)
 
     with torch.no_grad():
-        weights -= LEARNING_RATE * weights.grad  # 4. the same update on every rank: the weights stay equal
+        weights -= (
+            LEARNING_RATE * weights.grad
+        )  # 4. the same update on every rank: the weights stay equal
     show("weights", weights)
     dist.destroy_process_group()
 

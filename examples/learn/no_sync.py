@@ -35,12 +35,16 @@ def train_step(accumulate: bool) -> tuple[Traffic, torch.Tensor]:
     model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 1)).double()
     replica, traffic = DistributedDataParallel(model), Traffic()
     replica.register_comm_hook(traffic, counting_hook)
-    samples = torch.randn(MICRO_BATCHES, dist.get_world_size(), 8, 64, dtype=torch.float64)[:, dist.get_rank()]
+    samples = torch.randn(MICRO_BATCHES, dist.get_world_size(), 8, 64, dtype=torch.float64)[
+        :, dist.get_rank()
+    ]
     for number, batch in enumerate(samples):
         is_last = number == MICRO_BATCHES - 1
         with replica.no_sync() if accumulate and not is_last else nullcontext():
             (replica(batch).square().mean() / MICRO_BATCHES).backward()
-    return traffic, torch.cat([parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None])
+    return traffic, torch.cat(
+        [parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None]
+    )
 
 
 def main() -> None:
@@ -49,7 +53,9 @@ def main() -> None:
     if dist.get_rank() == 0:
         print(f"without no_sync: {often.calls} all-reduces, {often.size:,} bytes")
         print(f"with no_sync:    {once.calls} all-reduce,  {once.size:,} bytes")
-        print(f"equal gradients: {torch.allclose(first, second, rtol=1e-12)}, the same bits: {torch.equal(first, second)}")
+        print(
+            f"equal gradients: {torch.allclose(first, second, rtol=1e-12)}, the same bits: {torch.equal(first, second)}"
+        )
     dist.destroy_process_group()
 
 

@@ -37,7 +37,12 @@ class LockstepError(Exception):
         self.what, self.where, self.hint = what, where, hint
 
     def __str__(self) -> str:
-        more = [line for part in (self.where, self.hint) for line in printable(part).splitlines() if line]
+        more = [
+            line
+            for part in (self.where, self.hint)
+            for line in printable(part).splitlines()
+            if line
+        ]
         return "\n  ".join([f"{type(self).__name__}: {printable(self.what)}", *more])
 
 
@@ -97,4 +102,8 @@ class RunFolderUnavailableError(FencedError):
     pass
 
 
-ERRORS_BY_NAME = {name: value for name, value in list(globals().items()) if isinstance(value, type) and issubclass(value, LockstepError)}
+ERRORS_BY_NAME = {
+    name: value
+    for name, value in list(globals().items())
+    if isinstance(value, type) and issubclass(value, LockstepError)
+}

@@ -21,7 +21,14 @@ CHECKSUM = "sha256"
 MAX_DIGITS = 308  # of the largest float
 SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # one half of a character above U+FFFF in JSON
 # By the first letter of the mode in `ls -l`.
-KINDS = {"p": "a named pipe", "d": "a folder", "s": "a socket", "c": "a device", "b": "a device", "l": "a symbolic link"}
+KINDS = {
+    "p": "a named pipe",
+    "d": "a folder",
+    "s": "a socket",
+    "c": "a device",
+    "b": "a device",
+    "l": "a symbolic link",
+}
 
 
 def scheme_of(path: str | os.PathLike[str]) -> str:
@@ -35,7 +42,12 @@ def open_regular(path: str | Path, flags: int) -> int:
     try:
         descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, 0o644)
     except OSError as error:
-        if error.errno in (errno.ENXIO, errno.EISDIR, errno.ENODEV, errno.ELOOP):  # open(2) itself refuses these kinds
+        if error.errno in (
+            errno.ENXIO,
+            errno.EISDIR,
+            errno.ENODEV,
+            errno.ELOOP,
+        ):  # open(2) itself refuses these kinds
             require_regular_file(os.lstat(path).st_mode, path)
         raise
     try:
@@ -49,7 +61,11 @@ def open_regular(path: str | Path, flags: int) -> int:
 def require_regular_file(mode: int, path: str | Path) -> None:
     if not stat.S_ISREG(mode):
         kind = KINDS.get(stat.filemode(mode)[0], "something else")
-        raise DamagedFileError(f"{Path(path).name} is {kind}, not a regular file", str(path), "move it aside; Lockstep did not create it")
+        raise DamagedFileError(
+            f"{Path(path).name} is {kind}, not a regular file",
+            str(path),
+            "move it aside; Lockstep did not create it",
+        )
 
 
 def read_bytes(path: Path) -> bytes:
@@ -112,7 +128,9 @@ def temporary_name(path: Path) -> Path:
 
 
 @contextmanager
-def temporary_file(path: Path, content: bytes | str | Iterable[bytes | memoryview], mode: int = 0o666) -> Iterator[Path]:
+def temporary_file(
+    path: Path, content: bytes | str | Iterable[bytes | memoryview], mode: int = 0o666
+) -> Iterator[Path]:
     """Yield a flushed temporary file with `content` beside `path`; then flush the folder. An OSError
     names `path`."""
     data = content.encode() if isinstance(content, str) else content

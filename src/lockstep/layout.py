@@ -49,16 +49,25 @@ class Layout:
         return Coordinates(replica, shard, tensor, stage)
 
     def rank(self, at: Coordinates) -> int:
-        return ((at.replica * self.pipeline + at.stage) * self.shard + at.shard) * self.tensor + at.tensor
+        return (
+            (at.replica * self.pipeline + at.stage) * self.shard + at.shard
+        ) * self.tensor + at.tensor
 
     def ranks_along(self, rank: int, axis: str) -> list[int]:
         """Return the ranks that differ from `rank` only in `axis`, including `rank`, in order."""
         coordinates = self.coordinates(rank)
         name = {"replicate": "replica", "pipeline": "stage"}.get(axis, axis)
-        return [self.rank(replace(coordinates, **{name: index})) for index in range(getattr(self, axis))]
+        return [
+            self.rank(replace(coordinates, **{name: index})) for index in range(getattr(self, axis))
+        ]
 
     def __str__(self) -> str:
-        return " x ".join(f"{axis} {size}" for axis, size in zip(AXES, astuple(self), strict=True) if size > 1) or "one worker"
+        return (
+            " x ".join(
+                f"{axis} {size}" for axis, size in zip(AXES, astuple(self), strict=True) if size > 1
+            )
+            or "one worker"
+        )
 
 
 @dataclass(frozen=True)
@@ -76,7 +85,9 @@ class LayoutLimits:
     """Upper bounds on a layout, from a model and a run."""
 
     micro_batches: int  # per step: each shard of each replica needs at least one
-    tensor: tuple[int, ...] = ()  # to be divided by the tensor axis: heads, key-value heads, inner width; empty: not supported
+    tensor: tuple[
+        int, ...
+    ] = ()  # to be divided by the tensor axis: heads, key-value heads, inner width; empty: not supported
     stages: int = 0  # layers that can be split over stages; 0: not supported by the model
 
     def problem_with(self, layout: Layout) -> str:
@@ -99,12 +110,18 @@ def choose_layout(asked: Layout, workers: int, bounds: LayoutLimits, where: str)
 
     UsageError, with the nearest layouts that work: `asked`, whose source is `where`, does not fit.
     """
-    layout = asked if asked.replicate else replace(asked, replicate=max(1, workers // asked.workers_per_replica))
+    layout = (
+        asked
+        if asked.replicate
+        else replace(asked, replicate=max(1, workers // asked.workers_per_replica))
+    )
     why = bounds.problem_with(layout)
     if not why and layout.workers != workers:
         why = f"it needs {layout.workers} workers, {workers} are running"
     if why:
-        raise UsageError(f"the layout {layout} does not work: {why}", where, hint_for(layout, workers, bounds))
+        raise UsageError(
+            f"the layout {layout} does not work: {why}", where, hint_for(layout, workers, bounds)
+        )
     return layout
 
 
@@ -120,14 +137,22 @@ def hint_for(wrong: Layout, workers: int, bounds: LayoutLimits) -> str:
     if not nearest:
         return " and ".join(changes)
     hint = "these work: " + "; ".join(map(layout_flags, nearest))
-    return f"{hint}; or {changes[0]}" if wrong.workers == workers and needed > bounds.micro_batches else hint
+    return (
+        f"{hint}; or {changes[0]}"
+        if wrong.workers == workers and needed > bounds.micro_batches
+        else hint
+    )
 
 
 def nearest_layouts(wrong: Layout, workers: int, bounds: LayoutLimits) -> list[Layout]:
     """Return up to three valid layouts of `workers` processes, the closest to `wrong` first."""
     sizes = [size for size in range(1, workers + 1) if workers % size == 0]
     candidates = (Layout(*axes) for axes in product(sizes, repeat=4))
-    valid = [layout for layout in candidates if layout.workers == workers and not bounds.problem_with(layout)]
+    valid = [
+        layout
+        for layout in candidates
+        if layout.workers == workers and not bounds.problem_with(layout)
+    ]
 
     def distance(layout: Layout) -> tuple[int, int]:
         pairs = list(zip(astuple(layout), astuple(wrong), strict=True))
@@ -137,4 +162,11 @@ def nearest_layouts(wrong: Layout, workers: int, bounds: LayoutLimits) -> list[L
 
 
 def layout_flags(layout: Layout) -> str:
-    return " ".join(f"--layout.{axis} {size}" for axis, size in zip(AXES, astuple(layout), strict=True) if size > 1) or "one replica"
+    return (
+        " ".join(
+            f"--layout.{axis} {size}"
+            for axis, size in zip(AXES, astuple(layout), strict=True)
+            if size > 1
+        )
+        or "one replica"
+    )

@@ -45,7 +45,9 @@ def set_up_logging(*, rank: int = 0, file: Path | None = None) -> None:
         log.addHandler(terminal)
     if file is not None:
         lines = logging.FileHandler(file, encoding="utf-8")
-        lines.setFormatter(PrintableFormatter(f"%(asctime)s %(levelname).1s rank {rank}: %(message)s"))
+        lines.setFormatter(
+            PrintableFormatter(f"%(asctime)s %(levelname).1s rank {rank}: %(message)s")
+        )
         log.addHandler(BackgroundHandler(lines))
 
 
@@ -59,7 +61,9 @@ class BackgroundHandler(QueueHandler):
     """Formats each record at once and passes it to `handler` in a thread."""
 
     def __init__(self, handler: logging.Handler) -> None:
-        self.records: queue.SimpleQueue[logging.LogRecord | threading.Event | None] = queue.SimpleQueue()
+        self.records: queue.SimpleQueue[logging.LogRecord | threading.Event | None] = (
+            queue.SimpleQueue()
+        )
         super().__init__(self.records)
         self.handler = handler
         self.thread = threading.Thread(target=self._write, name="log", daemon=True)

@@ -108,7 +108,12 @@ class Session:
         **options: Unpack[ReplicaOptions],
     ) -> None:
         session_checks.refuse_wrong_options(micro_batches, options)
-        self.out, self.micro_batches_per_step, self.save_every, self.keep = local_folder(out), micro_batches, save_every, keep
+        self.out, self.micro_batches_per_step, self.save_every, self.keep = (
+            local_folder(out),
+            micro_batches,
+            save_every,
+            keep,
+        )
         self.seed, self.resume, self.threads, self.options = seed, resume, threads, options
         self.layout = Layout(1, shard, tensor, pipeline)  # of a replica
         self.step, self.in_micro_batches = 0, False
@@ -119,10 +124,14 @@ class Session:
         self._carried: list[PerMicroBatch] = []
         self._micro_batch: int | None = None  # that the loop is in
         self._stopped: Stopped | None = None  # raised in the next micro-batch loop
-        self._loaders: list[tuple[Loader, str]] = []  # and what a resumed run must have in common with it
+        self._loaders: list[
+            tuple[Loader, str]
+        ] = []  # and what a resumed run must have in common with it
         self._logged: dict[str, Any] = {}
         self._total = 0
-        self._collectives: int | None = None  # of the group so far, at the end of the micro-batch loop
+        self._collectives: int | None = (
+            None  # of the group so far, at the end of the micro-batch loop
+        )
         self._warned = False  # of collectives of the loop's own
         self._zero_rates = session_checks.ZeroRates()
         self._exit = ExitStack()
@@ -130,20 +139,31 @@ class Session:
     def __enter__(self) -> Session:
         worker_env = read_worker_env(os.environ)
         session_checks.refuse_second_session(self.out, self._open, bool(self._entered), worker_env)
-        self.layout = sharding.choose_replica_layout(self.layout, self.micro_batches_per_step, worker_env)
+        self.layout = sharding.choose_replica_layout(
+            self.layout, self.micro_batches_per_step, worker_env
+        )
         with ExitStack() as stack:
             limits = ElasticLimits(replica_size=self.layout.workers_per_replica)
-            self.runtime = stack.enter_context(ElasticRuntime.join(threads=self.threads, limits=limits))
+            self.runtime = stack.enter_context(
+                ElasticRuntime.join(threads=self.threads, limits=limits)
+            )
             if self.runtime.membership is None:
                 sharding.refuse_incomplete_replicas(self.world.size, self.layout)
-                session_checks.refuse_different_folders(all_gather_json(self.runtime, str(self.out)))
+                session_checks.refuse_different_folders(
+                    all_gather_json(self.runtime, str(self.out))
+                )
             log.debug(make_deterministic(self.world.device))
             self._exit = stack.pop_all()
         self._open.append(self.out)
         self._entered.append(self.out)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         """Collective, without an error: wait for the last checkpoint, then leave the run."""
         if kind is None and self.step < self._total:
             committed = max(self.step, self.replicas.last_step + 1)
@@ -187,11 +207,20 @@ class Session:
         """
         self._refuse_after_start("prepare")
         if self.model is not None:
-            raise UsageError("a second session.prepare", "one Session trains one model", "put all trained modules into one nn.ModuleDict")
+            raise UsageError(
+                "a second session.prepare",
+                "one Session trains one model",
+                "put all trained modules into one nn.ModuleDict",
+            )
         session_checks.refuse_unprepared(model, optimizers)
         is_whole = self.layout.workers_per_replica == 1
-        self.model = PreparedModel(move_to(model, self.world.device) if is_whole else model, self._replicas_in_loop)
-        self.optimizers, self._splits = optimizers, {"units": units, "tensor_plan": tensor_plan, "split_points": split_points}
+        self.model = PreparedModel(
+            move_to(model, self.world.device) if is_whole else model, self._replicas_in_loop
+        )
+        self.optimizers, self._splits = (
+            optimizers,
+            {"units": units, "tensor_plan": tensor_plan, "split_points": split_points},
+        )
         return (self.model, *optimizers) if optimizers else self.model
 
     def state(self, **objects: Any) -> SavedState:
@@ -221,7 +250,9 @@ class Session:
                 saved.hidden.value = hidden
         """
         self._refuse_after_start("per_micro_batch")
-        carried = PerMicroBatch(initial.to(self.world.device), self.micro_batches_per_step, lambda: self._micro_batch)
+        carried = PerMicroBatch(
+            initial.to(self.world.device), self.micro_batches_per_step, lambda: self._micro_batch
+        )
         self._carried.append(carried)
         return carried
 
@@ -246,8 +277,18 @@ class Session:
         A resumed run is refused when the number of samples or one of these sizes differs. Other
         content of the same length is not detected.
         """
-        order, fact = make_order(dataset, batch_size, tokens, lengths, self.micro_batches_per_step, self.seed)
-        loader = Loader(dataset, order, self.runtime, self.micro_batches, lambda: self.replicas.replica.own_leaves, collate_fn, num_workers)
+        order, fact = make_order(
+            dataset, batch_size, tokens, lengths, self.micro_batches_per_step, self.seed
+        )
+        loader = Loader(
+            dataset,
+            order,
+            self.runtime,
+            self.micro_batches,
+            lambda: self.replicas.replica.own_leaves,
+            collate_fn,
+            num_workers,
+        )
         self._exit.callback(loader.close)
         self._loaders.append((loader, fact))
         return loader
@@ -265,7 +306,9 @@ class Session:
         self._total = total
         if self.step >= total:
             log.info("the run is finished: step %d of %d", self.step, total)
-        unsaved = session_checks.watch_variables(self.runtime, (self.model, *self.optimizers, *self._state.values()), self._loaders)
+        unsaved = session_checks.watch_variables(
+            self.runtime, (self.model, *self.optimizers, *self._state.values()), self._loaders
+        )
         while self.step < total:
             self._logged, start_s = {}, time.monotonic()
             step = self.step
@@ -273,12 +316,22 @@ class Session:
             self._seed(BEFORE_STEP)
             yield step
             if self.replicas.last_step != step:
-                what, hint = f"the body of step {step} ran no micro-batches", "take all of them, `for batch in loader(step)`, in every step"
+                what, hint = (
+                    f"the body of step {step} ran no micro-batches",
+                    "take all of them, `for batch in loader(step)`, in every step",
+                )
                 raise UsageError(what, "for step in session.steps(...)", hint)
-            self._warned = self._warned or session_checks.warn_of_collectives(self._collectives, step, self.world.size)
+            self._warned = self._warned or session_checks.warn_of_collectives(
+                self._collectives, step, self.world.size
+            )
             self.step += 1
             self._updates.end(step)
-            values = {"loss": self.loss, **self._logged, "seconds": time.monotonic() - start_s, "workers": self.world.size}
+            values = {
+                "loss": self.loss,
+                **self._logged,
+                "seconds": time.monotonic() - start_s,
+                "workers": self.world.size,
+            }
             self._record.step(self.step, values)
             stop = self.replicas.decision.stop
             unsaved.look(saves=bool(stop) or self.step >= total or self.checkpointer.due(self.step))
@@ -302,7 +355,11 @@ class Session:
         one; after that loop, the next step.
         """
         if "replicas" not in self.__dict__:
-            raise UsageError("session.stop outside of the loop", "session.stop()", "call it in `for step in session.steps(...)`")
+            raise UsageError(
+                "session.stop outside of the loop",
+                "session.stop()",
+                "call it in `for step in session.steps(...)`",
+            )
         self.replicas.request_stop()
 
     def micro_batches(self, step: int) -> Iterator[int]:
@@ -311,7 +368,11 @@ class Session:
         One loop per step.
         """
         if "replicas" not in self.__dict__ or step != self.step:
-            raise UsageError(f"the micro-batches of step {step}", f"the loop is at step {self.step}", "for step in session.steps(...)")
+            raise UsageError(
+                f"the micro-batches of step {step}",
+                f"the loop is at step {self.step}",
+                "for step in session.steps(...)",
+            )
         self.in_micro_batches = True
         try:
             run = self.replicas.leave_witness if self._stopped else self.replicas.micro_batches
@@ -325,7 +386,13 @@ class Session:
         finally:
             self.in_micro_batches, self._micro_batch = False, None
 
-    def backward(self, loss: torch.Tensor, *, count: int | None = None, scaler: torch.amp.GradScaler | None = None) -> None:
+    def backward(
+        self,
+        loss: torch.Tensor,
+        *,
+        count: int | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> None:
         """Run the backward pass of a micro-batch.
 
         loss    mean over the micro-batch; the step's gradient is the mean over its micro-batches.
@@ -336,18 +403,35 @@ class Session:
         scaler  scales the gradient; `loss` is unscaled, and so is the recorded loss
         """
         if "replicas" not in self.__dict__:
-            raise UsageError("session.backward outside of the loop", "session.backward(loss)", "call it in `for batch in loader(step)`")
+            raise UsageError(
+                "session.backward outside of the loop",
+                "session.backward(loss)",
+                "call it in `for batch in loader(step)`",
+            )
         if self.layout.pipeline > 1:
             hint = "call session.forward_backward(x, y, loss_fn) for each micro-batch"
-            raise UsageError("in a pipeline only the last stage has a loss", f"session.backward, layout {self.layout}", hint)
+            raise UsageError(
+                "in a pipeline only the last stage has a loss",
+                f"session.backward, layout {self.layout}",
+                hint,
+            )
         self._backward(self._share(loss, count), count, scaler)
 
-    def forward_backward(self, inputs: Any, target: Any, loss: Callable[[Any, Any], torch.Tensor], *, count: int | None = None) -> None:
+    def forward_backward(
+        self,
+        inputs: Any,
+        target: Any,
+        loss: Callable[[Any, Any], torch.Tensor],
+        *,
+        count: int | None = None,
+    ) -> None:
         """Run the passes of a micro-batch: `backward(loss(model(inputs), target), count=count)`. A
         pipeline needs this form, and runs the micro-batches together after the loop."""
         model: Any = self.model
         if self.layout.pipeline > 1:
-            result = self.replicas(inputs, target, lambda output, target: self._share(loss(output, target), count))
+            result = self.replicas(
+                inputs, target, lambda output, target: self._share(loss(output, target), count)
+            )
         else:
             result = self._share(loss(model(inputs), target), count)
         with torch.autocast(self.world.device.type, enabled=False):
@@ -356,18 +440,31 @@ class Session:
     def _share(self, loss: torch.Tensor, count: int | None) -> torch.Tensor:
         return loss / self.micro_batches_per_step if count is None else loss
 
-    def _backward(self, loss: torch.Tensor, count: int | None, scaler: torch.amp.GradScaler | None = None) -> None:
+    def _backward(
+        self, loss: torch.Tensor, count: int | None, scaler: torch.amp.GradScaler | None = None
+    ) -> None:
         if self.layout.workers_per_replica > 1:
-            session_checks.refuse_uneven_skips(scaler, self.options.get("on_nonfinite", ""), self._state)
+            session_checks.refuse_uneven_skips(
+                scaler, self.options.get("on_nonfinite", ""), self._state
+            )
         sources: Any = (*(loader for loader, _ in self._loaders), self.model)
         samples = (source.samples_of_mean() for source in sources if count is None)
-        self.replicas.backward(loss, count, scaler=scaler, samples=next((number for number in samples if number is not None), None))
+        self.replicas.backward(
+            loss,
+            count,
+            scaler=scaler,
+            samples=next((number for number in samples if number is not None), None),
+        )
 
     @property
     def loss(self) -> float:
         """The mean loss of the newest step, also after a resume; the same bits on all workers."""
         if "replicas" not in self.__dict__ or (self.step == 0 and self.replicas.last_step < 0):
-            raise UsageError("there is no loss yet", "session.loss before the end of the first micro-batch loop", "read it after the loop")
+            raise UsageError(
+                "there is no loss yet",
+                "session.loss before the end of the first micro-batch loop",
+                "read it after the loop",
+            )
         return self.replicas.loss
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
@@ -381,7 +478,11 @@ class Session:
         The line is numbered by committed steps: step + 1. It has loss, seconds and workers anyway.
         """
         if step != self.step:
-            raise UsageError(f"session.log of step {step}", f"the loop is at step {self.step}", "call it in the body of that step")
+            raise UsageError(
+                f"session.log of step {step}",
+                f"the loop is at step {self.step}",
+                "call it in the body of that step",
+            )
         self._logged |= session_checks.numbers_to_log(values, lambda: self.loss)
 
     def evaluate(
@@ -400,37 +501,85 @@ class Session:
         """
         if self._stopped:
             raise self._stopped
-        sharing = {"seed": self.seed, "replica_size": self.replicas.replica.workers_per_replica if "replicas" in self.__dict__ else 1}
-        unsaved = self.checkpointer.attributes.unsaved_changes() if "checkpointer" in self.__dict__ else nullcontext()
+        sharing = {
+            "seed": self.seed,
+            "replica_size": self.replicas.replica.workers_per_replica
+            if "replicas" in self.__dict__
+            else 1,
+        }
+        unsaved = (
+            self.checkpointer.attributes.unsaved_changes()
+            if "checkpointer" in self.__dict__
+            else nullcontext()
+        )
         with unsaved, in_eval_mode(self.model, *self._state.values()):
-            means = mean_over(dataset, function, self.runtime, batch_size=batch_size, collate_fn=collate_fn, **sharing)
+            means = mean_over(
+                dataset,
+                function,
+                self.runtime,
+                batch_size=batch_size,
+                collate_fn=collate_fn,
+                **sharing,
+            )
         self._seed(AFTER_EVALUATION)
         self._collectives = None
         return means
 
     def _seed(self, place: int) -> None:
         """Seed the generators, equal on all workers, also on one that has resumed or joined."""
-        seed_generators(splitmix64(self.seed, self.step, self.micro_batches_per_step, place) >> 1, self.world.device)
+        seed_generators(
+            splitmix64(self.seed, self.step, self.micro_batches_per_step, place) >> 1,
+            self.world.device,
+        )
 
     def _start(self, total: int) -> None:
         """Collective. Resume, and open what the loop needs for `total` steps."""
         if self.model is None:
-            raise UsageError("session.steps without a model", "session.steps(...)", "call session.prepare(model, optimizer) before")
-        if any(all(carried is not value for value in self._state.values()) for carried in self._carried):
+            raise UsageError(
+                "session.steps without a model",
+                "session.steps(...)",
+                "call session.prepare(model, optimizer) before",
+            )
+        if any(
+            all(carried is not value for value in self._state.values()) for carried in self._carried
+        ):
             hint = "saved = session.state(hidden=session.per_micro_batch(...)), then saved.hidden.value"
-            raise UsageError("session.state has not received a per_micro_batch", "session.steps(...)", hint)
+            raise UsageError(
+                "session.state has not received a per_micro_batch", "session.steps(...)", hint
+            )
         module, runtime, enter = self.model.module, self.runtime, self._exit.enter_context
-        facts = {"micro_batches": str(self.micro_batches_per_step), "seed": str(self.seed), "wire": self.options.get("wire", "fp32")}
+        facts = {
+            "micro_batches": str(self.micro_batches_per_step),
+            "seed": str(self.seed),
+            "wire": self.options.get("wire", "fp32"),
+        }
         facts |= {f"loader {i}": fact for i, (_, fact) in enumerate(self._loaders)}
         axes = {f"--layout.{axis}": getattr(self.layout, axis) for axis in sharding.SESSION_AXES}
-        values = {"steps": total, "save_every": self.save_every, **axes, **self._splits, **self.options}
+        values = {
+            "steps": total,
+            "save_every": self.save_every,
+            **axes,
+            **self._splits,
+            **self.options,
+        }
         options = {name: str(value) for name, value in values.items()}
         model: nn.Module | LocalModel = module
         if self.layout.workers_per_replica > 1:
-            how = self._splits | {"verify": self.options.get("rehearse", True), "unused": self.options.get("unused", "raise")}
-            model = sharding.shard_session(runtime, module, self.optimizers, self.layout, facts | options, self._state, **how)
+            how = self._splits | {
+                "verify": self.options.get("rehearse", True),
+                "unused": self.options.get("unused", "raise"),
+            }
+            model = sharding.shard_session(
+                runtime, module, self.optimizers, self.layout, facts | options, self._state, **how
+            )
         checkpointer = Checkpointer(
-            self.out / "checkpoints", runtime, model, self.optimizers, state=self._state, every_steps=self.save_every, keep=self.keep
+            self.out / "checkpoints",
+            runtime,
+            model,
+            self.optimizers,
+            state=self._state,
+            every_steps=self.save_every,
+            keep=self.keep,
         )
         saved = {"tensor": self.layout.tensor} if self.layout.tensor > 1 else {}
         self.step = checkpointer.resume(self.resume, facts, saved, options=options)
@@ -439,7 +588,12 @@ class Session:
         tracker = enter(Tracker(self.out, leader=runtime.is_leader, from_step=self.step))
         self._record = enter(BackgroundTracker(tracker))
         enter(checkpointer)
-        group: Any = {"micro_batches": self.micro_batches_per_step, "seed": self.seed, "signals": signals, "tracker": self._record}
+        group: Any = {
+            "micro_batches": self.micro_batches_per_step,
+            "seed": self.seed,
+            "signals": signals,
+            "tracker": self._record,
+        }
         group["carried"] = self._carried
         self.replicas = enter(ReplicaGroup(runtime, model, checkpointer, **group, **self.options))
         enter(scaler_watch(self.optimizers, lambda: self.replicas.scaler))
@@ -448,15 +602,25 @@ class Session:
 
     def _replicas_in_loop(self) -> Callable[..., Any] | None:
         if self.layout.pipeline > 1 and "replicas" in self.__dict__:
-            return partial(evaluate_in_stages, self.replicas.local_model, in_loop=self.in_micro_batches)
+            return partial(
+                evaluate_in_stages, self.replicas.local_model, in_loop=self.in_micro_batches
+            )
         return self.replicas if self.in_micro_batches and torch.is_grad_enabled() else None
 
     def _save_if_due(self, *, last: bool) -> None:
         """Collective. Save the state and the loss after the last step, or when a save is due."""
         if last or self.checkpointer.due(self.step):
-            with self.runtime.during("saving"):  # the metrics are on disk first, so that no checkpoint is ahead of them
-                self.checkpointer.save(self.step, {"loss": self.loss}, first=self._record.sync, waits=last)
+            with self.runtime.during(
+                "saving"
+            ):  # the metrics are on disk first, so that no checkpoint is ahead of them
+                self.checkpointer.save(
+                    self.step, {"loss": self.loss}, first=self._record.sync, waits=last
+                )
 
     def _refuse_after_start(self, what: str) -> None:
         if "replicas" in self.__dict__:
-            raise UsageError(f"session.{what} after session.steps", "the run has resumed already", f"call session.{what} before the loop")
+            raise UsageError(
+                f"session.{what} after session.steps",
+                "the run has resumed already",
+                f"call session.{what} before the loop",
+            )

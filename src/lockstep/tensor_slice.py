@@ -15,7 +15,9 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any, TypeVar
 
-Array = TypeVar("Array", bound=Any)  # of numpy or torch; this module imports neither: commands that only read bytes do not need torch
+Array = TypeVar(
+    "Array", bound=Any
+)  # of numpy or torch; this module imports neither: commands that only read bytes do not need torch
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,11 @@ class TensorSlice:
     def local_shape(self) -> tuple[int, ...]:
         if not self.shape:
             return ()
-        rest = self.shape[1:] if self.columns is None else (self.columns[1] - self.columns[0], *self.shape[2:])
+        rest = (
+            self.shape[1:]
+            if self.columns is None
+            else (self.columns[1] - self.columns[0], *self.shape[2:])
+        )
         return sum(stop - start for start, stop in self.rows), *rest
 
     @property
@@ -53,7 +59,10 @@ class TensorSlice:
         total = self.local_shape[0]
         block = total // groups
         length = -(-block // parts)
-        chunks = [(g * block + min(block, part * length), g * block + min(block, (part + 1) * length)) for g in range(groups)]
+        chunks = [
+            (g * block + min(block, part * length), g * block + min(block, (part + 1) * length))
+            for g in range(groups)
+        ]
         rows = [rows for start, stop in chunks for rows in self._global_rows(start, stop)]
         return TensorSlice(self.shape, tuple(rows), self.columns)
 
@@ -66,7 +75,10 @@ class TensorSlice:
 
     def _global_rows(self, start: int, stop: int) -> list[tuple[int, int]]:
         """Return the local rows [start, stop) as ranges of global rows."""
-        ranges = [(max(first + start - local, first), min(first + stop - local, last)) for local, first, last in self._row_ranges()]
+        ranges = [
+            (max(first + start - local, first), min(first + stop - local, last))
+            for local, first, last in self._row_ranges()
+        ]
         return [(low, high) for low, high in ranges if low < high]
 
     def split_columns(self, part: int, parts: int) -> TensorSlice:
@@ -79,10 +91,18 @@ class TensorSlice:
         """Return the slice of the common elements, which may be empty."""
         columns = None
         if self.columns or other.columns:
-            (left, right), (first, last) = self.columns or (0, self.shape[1]), other.columns or (0, self.shape[1])
+            (left, right), (first, last) = (
+                self.columns or (0, self.shape[1]),
+                other.columns or (0, self.shape[1]),
+            )
             columns = max(left, first), max(left, first, min(right, last))
-        rows = [(max(start, begin), min(stop, end)) for (start, stop), (begin, end) in product(self.rows, other.rows)]
-        return TensorSlice(self.shape, tuple((start, stop) for start, stop in rows if start < stop), columns)
+        rows = [
+            (max(start, begin), min(stop, end))
+            for (start, stop), (begin, end) in product(self.rows, other.rows)
+        ]
+        return TensorSlice(
+            self.shape, tuple((start, stop) for start, stop in rows if start < stop), columns
+        )
 
     def of(self, whole: Array) -> Array:
         """Return this slice of `whole`: a view if it is one range of rows, else a copy."""
@@ -104,21 +124,35 @@ class TensorSlice:
             return
         columns: list[tuple[slice, ...]] = [(), ()]
         if self.columns or other.columns:
-            (left, right), (first, last) = self.columns or (0, self.shape[1]), other.columns or (0, self.shape[1])
+            (left, right), (first, last) = (
+                self.columns or (0, self.shape[1]),
+                other.columns or (0, self.shape[1]),
+            )
             begin, end = max(left, first), max(left, first, min(right, last))
             columns = [(slice(begin - left, end - left),), (slice(begin - first, end - first),)]
-        for (local, start, stop), (other_local, first_row, last_row) in product(self._row_ranges(), other._row_ranges()):
+        for (local, start, stop), (other_local, first_row, last_row) in product(
+            self._row_ranges(), other._row_ranges()
+        ):
             low, high = max(start, first_row), min(stop, last_row)
             if low < high:
                 source = slice(local + low - start, local + high - start), *columns[0]
-                destination = slice(other_local + low - first_row, other_local + high - first_row), *columns[1]
+                destination = (
+                    slice(other_local + low - first_row, other_local + high - first_row),
+                    *columns[1],
+                )
                 target[destination] = part[source]
 
     def to_json(self) -> dict[str, Any]:
-        return {"shape": list(self.shape), "rows": [list(rows) for rows in self.rows], "columns": self.columns and list(self.columns)}
+        return {
+            "shape": list(self.shape),
+            "rows": [list(rows) for rows in self.rows],
+            "columns": self.columns and list(self.columns),
+        }
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> TensorSlice:
         columns = value["columns"]
         rows = tuple((int(start), int(stop)) for start, stop in value["rows"])
-        return cls(tuple(value["shape"]), rows, (int(columns[0]), int(columns[1])) if columns else None)
+        return cls(
+            tuple(value["shape"]), rows, (int(columns[0]), int(columns[1])) if columns else None
+        )

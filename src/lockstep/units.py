@@ -14,7 +14,13 @@ BYTES = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 BYTES |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 SECONDS = {"US": 1e-6, "MS": 1e-3, "S": 1.0, "MIN": 60.0, "H": 3600.0, "D": 86400.0}
 RATES = {f"{unit}/S": float(size) for unit, size in BYTES.items()}
-RATES |= {"BIT/S": 1 / 8, "KBIT/S": 1e3 / 8, "MBIT/S": 1e6 / 8, "GBIT/S": 1e9 / 8, "TBIT/S": 1e12 / 8}
+RATES |= {
+    "BIT/S": 1 / 8,
+    "KBIT/S": 1e3 / 8,
+    "MBIT/S": 1e6 / 8,
+    "GBIT/S": 1e9 / 8,
+    "TBIT/S": 1e12 / 8,
+}
 
 MAX_NAMES = 5
 
@@ -23,12 +29,16 @@ def parse_quantity(text: object, units: dict[str, float], example: str) -> float
     """Return `text` in the base unit. ValueError when it is not a quantity."""
     if isinstance(text, (int, float)) and not isinstance(text, bool):
         return finite(text)
-    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]*(?:/[A-Za-z]+)?)\s*", str(text))
+    match = re.fullmatch(
+        r"\s*([0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]*(?:/[A-Za-z]+)?)\s*", str(text)
+    )
     if not match:
         raise ValueError(f"{str(text)[:40]!r} is not a quantity such as {example!r}")
     number, unit = match.groups()
     if unit and unit.upper() not in units:
-        raise ValueError(f"{str(text)[:40]!r} has the unknown unit {unit[:20]!r}; use one of {', '.join(units)}, for example {example!r}")
+        raise ValueError(
+            f"{str(text)[:40]!r} has the unknown unit {unit[:20]!r}; use one of {', '.join(units)}, for example {example!r}"
+        )
     return finite(float(number) * (units[unit.upper()] if unit else 1.0))
 
 
@@ -57,10 +67,14 @@ def parse_seconds(text: object) -> float:
 def parse_rate(text: object) -> float:
     """Return the bytes per second in "1 MB/s", "100 Mbit/s" or 1e6: from 1 B/s to 1,000 TB/s."""
     if re.search(r"b/s\s*$", str(text)):
-        raise ValueError(f"{str(text)[:40]!r} may mean bits or bytes: write bit/s or B/s, for example '100 Mbit/s'")
+        raise ValueError(
+            f"{str(text)[:40]!r} may mean bits or bytes: write bit/s or B/s, for example '100 Mbit/s'"
+        )
     rate = parse_quantity(text, RATES, "100 Mbit/s")
     if not 1 <= rate <= 1e15:
-        raise ValueError(f"{str(text)[:40]!r} is no rate from 1 B/s to 1000 TB/s, for example '100 Mbit/s'")
+        raise ValueError(
+            f"{str(text)[:40]!r} is no rate from 1 B/s to 1000 TB/s, for example '100 Mbit/s'"
+        )
     return rate
 
 
@@ -84,7 +98,9 @@ def format_duration(seconds: float) -> str:
 
 def format_seconds(seconds: float) -> str:
     """Return `seconds` with four digits in a readable unit: 35 s, 8.75 ms, 50 us."""
-    unit, size = next((pair for pair in (("s", 1.0), ("ms", 1e-3)) if seconds >= 0.99995 * pair[1]), ("us", 1e-6))
+    unit, size = next(
+        (pair for pair in (("s", 1.0), ("ms", 1e-3)) if seconds >= 0.99995 * pair[1]), ("us", 1e-6)
+    )
     value = seconds / size
     text = f"{value:.{max(0, 4 - len(f'{value:.0f}'))}f}"
     return f"{text.rstrip('0').rstrip('.') if '.' in text else text} {unit}"
@@ -102,7 +118,10 @@ def shorten(value: object) -> str:
     """Return the repr of a value, cut to a length that fits a message."""
     try:
         text = repr(value)
-    except (ValueError, RecursionError):  # an int with more digits than Python prints, or deep nesting
+    except (
+        ValueError,
+        RecursionError,
+    ):  # an int with more digits than Python prints, or deep nesting
         return f"({type(value).__name__}, too large to print)"
     return text if len(text) <= 100 else f"{text[:80]}... ({len(text):,} characters)"
 

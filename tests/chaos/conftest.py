@@ -13,7 +13,9 @@ from support.hosts import Network, Training, Truth, truth_of, undisturbed, why_n
 
 
 @pytest.fixture
-def start_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Training]]:
+def start_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., Training]]:
     """Start trainings in `tmp_path`; kill what is left of them after the test."""
     monkeypatch.setenv("LOCKSTEP_TMP", str(tmp_path))
     trainings: list[Training] = []
@@ -38,7 +40,11 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Truth
         folder.mkdir(exist_ok=True)
         with open(folder / "lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            return truth_of(folder / "run") if (folder / "run").exists() else undisturbed(folder, steps)
+            return (
+                truth_of(folder / "run")
+                if (folder / "run").exists()
+                else undisturbed(folder, steps)
+            )
 
     return result
 

@@ -25,7 +25,14 @@ from support.waiting import wait_until
 from lockstep.agent.forkserver import PRELOAD, WorkerProgram
 from lockstep.agent.run_logs import EventLog
 from lockstep.agent.worker_pool import WorkerPool
-from lockstep.elastic.generation_log import Generation, GenerationLog, Member, Removed, RunResult, new_token
+from lockstep.elastic.generation_log import (
+    Generation,
+    GenerationLog,
+    Member,
+    Removed,
+    RunResult,
+    new_token,
+)
 from lockstep.runtime.worker_env import WorkerEnv, state_folder
 
 PROGRAM = SUPPORT / "agent_program.py"
@@ -37,11 +44,26 @@ class AgentRun:
     def __init__(self, folder: Path, worker: str, **settings: Any) -> None:
         self.folder, self.run = folder, folder / "run"
         (folder / "tmp").mkdir(exist_ok=True)
-        values = {"worker": worker, "slots": 2, "lives_on": False, "timeouts": {}, "policy": {}, "script": "", "command": {}}
+        values = {
+            "worker": worker,
+            "slots": 2,
+            "lives_on": False,
+            "timeouts": {},
+            "policy": {},
+            "script": "",
+            "command": {},
+        }
         values |= {"preload": ["agent_workers"], **settings}
-        environ = {name: value for name, value in os.environ.items() if not name.startswith("LOCKSTEP_")}
+        environ = {
+            name: value for name, value in os.environ.items() if not name.startswith("LOCKSTEP_")
+        }
         temporary = str(folder / "tmp")
-        environ |= {"PYTHONPATH": f"{SRC}:{SUPPORT}:{folder}", "TMPDIR": temporary, "LOCKSTEP_TMP": temporary, "OMP_NUM_THREADS": "1"}
+        environ |= {
+            "PYTHONPATH": f"{SRC}:{SUPPORT}:{folder}",
+            "TMPDIR": temporary,
+            "LOCKSTEP_TMP": temporary,
+            "OMP_NUM_THREADS": "1",
+        }
         self.process = subprocess.Popen(
             [sys.executable, str(PROGRAM), json.dumps(values)],
             cwd=folder,
@@ -88,7 +110,11 @@ class AgentRun:
 
     def forkserver(self) -> int:
         """Return the pid of the forkserver."""
-        (pid,) = [pid for pid in children(self.process.pid) if Path(f"/proc/{pid}/comm").read_text() == "lockstep-forker\n"]
+        (pid,) = [
+            pid
+            for pid in children(self.process.pid)
+            if Path(f"/proc/{pid}/comm").read_text() == "lockstep-forker\n"
+        ]
         return pid
 
 
@@ -105,7 +131,11 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
         return started[-1]
 
     yield start_agent
-    left = [] if any(agent.process.returncode in (None, -signal.SIGKILL) for agent in started[-1:]) else processes_in(tmp_path)
+    left = (
+        []
+        if any(agent.process.returncode in (None, -signal.SIGKILL) for agent in started[-1:])
+        else processes_in(tmp_path)
+    )
     for pid in processes_in(tmp_path):
         os.kill(pid, signal.SIGKILL)
     for agent in started:
@@ -117,14 +147,20 @@ def three_parts(text: str, first_words: str) -> bool:
     """Return whether `text` contains a line with `first_words` followed by two indented lines."""
     lines = text.splitlines()
     first = next((i for i, line in enumerate(lines) if first_words in line), None)
-    return first is not None and len(lines) > first + 2 and all(line.startswith("  ") for line in lines[first + 1 : first + 3])
+    return (
+        first is not None
+        and len(lines) > first + 2
+        and all(line.startswith("  ") for line in lines[first + 1 : first + 3])
+    )
 
 
 # Kills.
 
 
 @pytest.mark.parametrize("lives_on", [False, True])
-def test_a_killed_worker_is_restarted_at_once_and_others_keep_running(start: Callable[..., AgentRun], lives_on: bool) -> None:
+def test_a_killed_worker_is_restarted_at_once_and_others_keep_running(
+    start: Callable[..., AgentRun], lives_on: bool
+) -> None:
     agent = start(lives_on=lives_on)
     first, second = agent.ready()
     os.kill(second, signal.SIGKILL)
@@ -132,9 +168,14 @@ def test_a_killed_worker_is_restarted_at_once_and_others_keep_running(start: Cal
     assert is_alive(first) and is_alive(third) and not is_alive(second)
     assert agent.stop()[0] == 75
     assert (agent.folder / "saved-0").exists() and (agent.folder / "saved-1").exists()
-    assert next(event["why"] for event in agent.events("worker ended")) == "killed by SIGKILL; restarting now"
+    assert (
+        next(event["why"] for event in agent.events("worker ended"))
+        == "killed by SIGKILL; restarting now"
+    )
     assert [event["pid"] for event in agent.events("worker started")] == [first, second, third]
-    assert list(state_folder(agent.run, "here").iterdir()) == [state_folder(agent.run, "here") / "agent.lock"]
+    assert list(state_folder(agent.run, "here").iterdir()) == [
+        state_folder(agent.run, "here") / "agent.lock"
+    ]
 
 
 def test_a_restarted_worker_gets_its_own_arguments(start: Callable[..., AgentRun]) -> None:
@@ -145,7 +186,9 @@ def test_a_restarted_worker_gets_its_own_arguments(start: Callable[..., AgentRun
     assert agent.stop()[1] == "first\nrestarted\n"
 
 
-def test_workers_of_launch_survive_their_agent_and_the_next_one_adopts_them(start: Callable[..., AgentRun]) -> None:
+def test_workers_of_launch_survive_their_agent_and_the_next_one_adopts_them(
+    start: Callable[..., AgentRun],
+) -> None:
     agent = start(lives_on=True)
     pids = agent.ready()
     forkserver = agent.forkserver()
@@ -187,7 +230,9 @@ def test_workers_of_train_exit_with_their_agent(start: Callable[..., AgentRun]) 
 
 @pytest.mark.parametrize("turn", range(4))
 @pytest.mark.parametrize("lives_on", [False, True])
-def test_an_agent_killed_while_starting_leaves_no_unrecorded_worker(start: Callable[..., AgentRun], turn: int, lives_on: bool) -> None:
+def test_an_agent_killed_while_starting_leaves_no_unrecorded_worker(
+    start: Callable[..., AgentRun], turn: int, lives_on: bool
+) -> None:
     agent = start("deaf", slots=4, lives_on=lives_on)
     wait_until(lambda: len(processes_in(agent.folder)) > 1 + turn)
     agent.process.kill()
@@ -199,11 +244,16 @@ def test_an_agent_killed_while_starting_leaves_no_unrecorded_worker(start: Calla
 
 def recorded(agent: AgentRun) -> set[int]:
     """Return the pids of the workers that an agent has recorded."""
-    return {json.loads(path.read_text())["pid"] for path in state_folder(agent.run, "here").glob("*.json")}
+    return {
+        json.loads(path.read_text())["pid"]
+        for path in state_folder(agent.run, "here").glob("*.json")
+    }
 
 
 @pytest.mark.parametrize("lives_on", [False, True])
-def test_a_killed_forkserver_is_replaced_and_its_workers_survive(start: Callable[..., AgentRun], lives_on: bool) -> None:
+def test_a_killed_forkserver_is_replaced_and_its_workers_survive(
+    start: Callable[..., AgentRun], lives_on: bool
+) -> None:
     agent = start(lives_on=lives_on)
     pids = agent.ready()
     forkserver = agent.forkserver()
@@ -211,14 +261,20 @@ def test_a_killed_forkserver_is_replaced_and_its_workers_survive(start: Callable
     os.kill(pids[0], signal.SIGKILL)
     new = agent.restarted(0, pids[0])
     assert is_alive(pids[1]) and agent.forkserver() != forkserver
-    assert [event["why"] for event in agent.events("worker started") if event["pid"] == new] == ["forked by the forkserver"]
+    assert [event["why"] for event in agent.events("worker started") if event["pid"] == new] == [
+        "forked by the forkserver"
+    ]
     assert agent.stop()[0] == 75
 
 
 def test_a_request_to_a_dead_forkserver_waits_for_its_replacement(tmp_path: Path) -> None:
     environ = {**os.environ, "PYTHONPATH": str(SRC)}
     pool = WorkerPool(
-        WorkerProgram((), entry="agent_workers:main", preload=()), environ, EventLog(tmp_path, "here"), import_s=60.0, fork_s=5.0
+        WorkerProgram((), entry="agent_workers:main", preload=()),
+        environ,
+        EventLog(tmp_path, "here"),
+        import_s=60.0,
+        fork_s=5.0,
     )
     try:
         wait_until(lambda: pool.poll() or (pool.forkserver is not None and pool.forkserver.ready))
@@ -226,7 +282,12 @@ def test_a_request_to_a_dead_forkserver_waits_for_its_replacement(tmp_path: Path
         process = pool.forkserver.process
         process.kill()
         process.wait()
-        pool.request(WorkerEnv(str(tmp_path), str(tmp_path), "here", 0, 1, 1, 1, 1, "127.0.0.1"), 1, 2, restarted=False)
+        pool.request(
+            WorkerEnv(str(tmp_path), str(tmp_path), "here", 0, 1, 1, 1, 1, "127.0.0.1"),
+            1,
+            2,
+            restarted=False,
+        )
         pool.start(pool.pending[0])  # before the pool has noticed the exit
         assert pool.forkserver and pool.forkserver.process.pid != process.pid
         assert pool.imports and not pool.pending[0].pid
@@ -249,7 +310,10 @@ def test_a_hanging_forkserver_is_replaced(start: Callable[..., AgentRun]) -> Non
 @pytest.mark.parametrize(
     ("script", "message"),
     [
-        ("import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()", "left 1 threads"),
+        (
+            "import threading; threading.Thread(target=threading.Event().wait, daemon=True).start()",
+            "left 1 threads",
+        ),
         ("raise ValueError('fish')", "ValueError: fish"),
         (  # what torch does after fork() in a process that has initialized CUDA
             "import os, torch; os.register_at_fork(after_in_child=lambda: setattr(torch.cuda, '_is_in_bad_fork', lambda: True))",
@@ -257,7 +321,9 @@ def test_a_hanging_forkserver_is_replaced(start: Callable[..., AgentRun]) -> Non
         ),
     ],
 )
-def test_workers_are_spawned_if_no_forkserver_can_run(start: Callable[..., AgentRun], tmp_path: Path, script: str, message: str) -> None:
+def test_workers_are_spawned_if_no_forkserver_can_run(
+    start: Callable[..., AgentRun], tmp_path: Path, script: str, message: str
+) -> None:
     (tmp_path / "mine.py").write_text(f"{script}\ndef train(): pass")
     agent = start(script="mine.py:train", lives_on=True)
     pids = agent.ready()
@@ -268,29 +334,41 @@ def test_workers_are_spawned_if_no_forkserver_can_run(start: Callable[..., Agent
     assert code == 75 and message in err
 
 
-def test_a_module_that_asks_for_gpus_at_import_does_not_initialize_cuda(start: Callable[..., AgentRun], tmp_path: Path) -> None:
+def test_a_module_that_asks_for_gpus_at_import_does_not_initialize_cuda(
+    start: Callable[..., AgentRun], tmp_path: Path
+) -> None:
     asks = "assert torch.cuda._nvml_based_avail(), 'torch.cuda.is_available() would initialize CUDA'; torch.cuda.is_available()"
     (tmp_path / "mine.py").write_text(f"import torch; {asks}\ndef train(): pass")
     agent = start(script="mine.py:train")
     agent.ready()
-    assert {event["why"] for event in agent.events("worker started")} == {"forked by the forkserver"}
+    assert {event["why"] for event in agent.events("worker started")} == {
+        "forked by the forkserver"
+    }
     assert agent.stop()[0] == 75
 
 
-def test_the_real_forkserver_has_one_thread_and_preloads_all_that_a_worker_needs(start: Callable[..., AgentRun]) -> None:
+def test_the_real_forkserver_has_one_thread_and_preloads_all_that_a_worker_needs(
+    start: Callable[..., AgentRun],
+) -> None:
     agent = start("train_one_step", preload=[*PRELOAD, "agent_workers"])
     pids = agent.ready()
     assert len(list(Path(f"/proc/{agent.forkserver()}/task").iterdir())) == 1
     os.kill(pids[1], signal.SIGKILL)
-    assert wait_until(lambda: (agent.folder / "ready-1").read_text() != str(pids[1])) < 1.0  # 28 ms on a quiet machine
+    assert (
+        wait_until(lambda: (agent.folder / "ready-1").read_text() != str(pids[1])) < 1.0
+    )  # 28 ms on a quiet machine
     assert agent.stop()[0] == 75
-    assert {event["why"] for event in agent.events("worker started")} == {"forked by the forkserver"}
+    assert {event["why"] for event in agent.events("worker started")} == {
+        "forked by the forkserver"
+    }
 
 
 # Failures of a worker.
 
 
-def test_three_own_errors_at_the_same_step_end_the_run_and_print_the_traceback_first(start: Callable[..., AgentRun]) -> None:
+def test_three_own_errors_at_the_same_step_end_the_run_and_print_the_traceback_first(
+    start: Callable[..., AgentRun],
+) -> None:
     agent = start("slot_1_raises", timeouts={"exit_s": 0.2}, policy={"initial_delay_s": 0.05})
     code, _, err = agent.wait()
     assert code == 1 and len(agent.events("worker started")) == 4
@@ -303,15 +381,21 @@ def test_three_own_errors_at_the_same_step_end_the_run_and_print_the_traceback_f
     assert (log.count("Traceback"), log.count("the same error again")) == (1, 2)
 
 
-def test_one_error_of_all_workers_at_the_start_ends_the_run_after_one_attempt(start: Callable[..., AgentRun]) -> None:
+def test_one_error_of_all_workers_at_the_start_ends_the_run_after_one_attempt(
+    start: Callable[..., AgentRun],
+) -> None:
     agent = start("fail_at_the_start")
     code, _, err = agent.wait()
     assert code == 1 and len(agent.events("worker started")) == 2
-    assert err.count("Traceback") == 1 and "all 2 workers failed with this error before the first step" in err
+    assert (
+        err.count("Traceback") == 1
+        and "all 2 workers failed with this error before the first step" in err
+    )
 
 
 @pytest.mark.parametrize(
-    ("worker", "code", "message"), [("raise_after_the_end", 1, "ValueError: too late"), ("exit_3_after_the_end", 3, "code 3")]
+    ("worker", "code", "message"),
+    [("raise_after_the_end", 1, "ValueError: too late"), ("exit_3_after_the_end", 3, "code 3")],
 )
 def test_an_error_after_the_end_of_the_run_gives_the_exit_code(
     start: Callable[..., AgentRun], worker: str, code: int, message: str
@@ -353,9 +437,15 @@ def test_errors_with_progress_in_between_do_not_end_the_run(start: Callable[...,
 
 @pytest.mark.parametrize(
     ("worker", "error", "code"),
-    [("usage_error", "UsageError", 2), ("checkpoint_error", "CheckpointError", 3), ("diverged_error", "DivergedError", 4)],
+    [
+        ("usage_error", "UsageError", 2),
+        ("checkpoint_error", "CheckpointError", 3),
+        ("diverged_error", "DivergedError", 4),
+    ],
 )
-def test_errors_that_no_retry_can_fix_end_the_run_at_once(start: Callable[..., AgentRun], worker: str, error: str, code: int) -> None:
+def test_errors_that_no_retry_can_fix_end_the_run_at_once(
+    start: Callable[..., AgentRun], worker: str, error: str, code: int
+) -> None:
     agent = start(worker, timeouts={"exit_s": 0.2})
     assert agent.wait() == (code, "", f"{error}: it does not fit\n  a.txt\n  fix it\n")
     record = GenerationLog(agent.run / "generations").newest()
@@ -368,11 +458,15 @@ def test_an_early_exit_with_code_0_is_a_failure(start: Callable[..., AgentRun]) 
     assert code == 1 and "exited early (code 0)" in err and len(agent.events("worker started")) == 3
 
 
-def test_a_worker_that_lost_its_peers_is_restarted_with_growing_delays(start: Callable[..., AgentRun]) -> None:
+def test_a_worker_that_lost_its_peers_is_restarted_with_growing_delays(
+    start: Callable[..., AgentRun],
+) -> None:
     agent = start("lose_peers_four_times", slots=1, policy={"initial_delay_s": 0.02})
     assert agent.wait()[0] == 0
     delays = [event["why"].partition("; ")[2] for event in agent.events("worker ended")][:-1]
-    assert delays == [f"restarting {when}" for when in ("now", "in 0.02 s", "in 0.04 s", "in 0.08 s")]
+    assert delays == [
+        f"restarting {when}" for when in ("now", "in 0.02 s", "in 0.04 s", "in 0.08 s")
+    ]
 
 
 def test_a_worker_that_failed_and_does_not_exit_is_killed(start: Callable[..., AgentRun]) -> None:
@@ -388,43 +482,66 @@ def test_a_drained_worker_is_not_restarted(start: Callable[..., AgentRun]) -> No
 # The generation log.
 
 
-def publish(agent: AgentRun, members: tuple[Member, ...] = (), out: tuple[Removed, ...] = (), end: RunResult | None = None) -> None:
+def publish(
+    agent: AgentRun,
+    members: tuple[Member, ...] = (),
+    out: tuple[Removed, ...] = (),
+    end: RunResult | None = None,
+) -> None:
     """Write the next generation."""
     log = GenerationLog(agent.run / "generations")
     newest = log.newest()
-    record = Generation(newest.number + 1 if newest else 1, new_token(), members, "", 3, "for the test", out, end)
+    record = Generation(
+        newest.number + 1 if newest else 1, new_token(), members, "", 3, "for the test", out, end
+    )
     assert log.propose(record) == record
 
 
-def test_a_stopped_worker_left_out_of_a_generation_is_killed_and_restarted(start: Callable[..., AgentRun]) -> None:
+def test_a_stopped_worker_left_out_of_a_generation_is_killed_and_restarted(
+    start: Callable[..., AgentRun],
+) -> None:
     agent = start()
     pids = agent.ready()
-    members = tuple(Member(f"here/{slot}/a", "here", slot, pid, "127.0.0.1:1") for slot, pid in enumerate(pids))
+    members = tuple(
+        Member(f"here/{slot}/a", "here", slot, pid, "127.0.0.1:1") for slot, pid in enumerate(pids)
+    )
     other = Member("there/0/a", "there", 0, pids[0], "127.0.0.1:1")
     publish(agent, (*members, other))
     os.kill(pids[1], signal.SIGSTOP)
     wait_until(lambda: state_of(pids[1]) == "T")
-    publish(agent, members[:1], (Removed("here/1/a", "silent for 3 s"), Removed("there/0/a", "silent for 3 s")))
+    publish(
+        agent,
+        members[:1],
+        (Removed("here/1/a", "silent for 3 s"), Removed("there/0/a", "silent for 3 s")),
+    )
     agent.restarted(1, pids[1])
     assert is_alive(pids[0])
     assert agent.stop()[0] == 75
     assert agent.events("SIGKILL sent")[0]["why"] == "removed from generation 2: silent for 3 s"
 
 
-def test_a_removed_worker_that_exits_has_time_for_its_exit_report(start: Callable[..., AgentRun]) -> None:
+def test_a_removed_worker_that_exits_has_time_for_its_exit_report(
+    start: Callable[..., AgentRun],
+) -> None:
     agent = start("slot_1_raises_when_told")
     pids = agent.ready()
-    members = tuple(Member(f"here/{slot}/a", "here", slot, pid, "127.0.0.1:1") for slot, pid in enumerate(pids))
+    members = tuple(
+        Member(f"here/{slot}/a", "here", slot, pid, "127.0.0.1:1") for slot, pid in enumerate(pids)
+    )
     publish(agent, members)
     publish(agent, members[:1], (Removed("here/1/a", "exited"),))
     time.sleep(0.5)
     (agent.folder / "go").touch()
     agent.restarted(1, pids[1])
     assert agent.stop()[0] == 75
-    assert agent.events("worker ended")[0]["why"] == "ValueError: bad luck; restarting now" and not agent.events("SIGKILL sent")
+    assert agent.events("worker ended")[0][
+        "why"
+    ] == "ValueError: bad luck; restarting now" and not agent.events("SIGKILL sent")
 
 
-def test_a_generation_with_a_result_ends_all_workers_within_five_seconds(start: Callable[..., AgentRun]) -> None:
+def test_a_generation_with_a_result_ends_all_workers_within_five_seconds(
+    start: Callable[..., AgentRun],
+) -> None:
     agent = start("deaf")
     pids = agent.ready()
     os.kill(pids[1], signal.SIGSTOP)
@@ -434,8 +551,12 @@ def test_a_generation_with_a_result_ends_all_workers_within_five_seconds(start: 
     assert time.monotonic() - start_s < 5 and not any(map(is_alive, pids))
 
 
-@pytest.mark.parametrize(("code", "hint"), [(75, "\n  the same command resumes from the newest checkpoint"), (0, "")])
-def test_a_host_that_never_trained_says_why_it_exits(start: Callable[..., AgentRun], code: int, hint: str) -> None:
+@pytest.mark.parametrize(
+    ("code", "hint"), [(75, "\n  the same command resumes from the newest checkpoint"), (0, "")]
+)
+def test_a_host_that_never_trained_says_why_it_exits(
+    start: Callable[..., AgentRun], code: int, hint: str
+) -> None:
     agent = start(timeouts={"exit_s": 0.1, "grace_s": 0.1})
     agent.ready()
     publish(agent, (Member("there/0/a", "there", 0, os.getpid(), "127.0.0.1:1"),))
@@ -445,7 +566,9 @@ def test_a_host_that_never_trained_says_why_it_exits(start: Callable[..., AgentR
     assert agent.wait() == (code, "", f"{what}\n  {where}{hint}\n")
 
 
-def test_a_host_with_another_config_does_not_end_the_run_of_others(start: Callable[..., AgentRun]) -> None:
+def test_a_host_with_another_config_does_not_end_the_run_of_others(
+    start: Callable[..., AgentRun],
+) -> None:
     agent = start("refuse_its_config", slots=1)
     agent.ready(1)
     publish(agent, (Member("there/0/a", "there", 0, os.getpid(), "127.0.0.1:1"),))
@@ -470,7 +593,13 @@ def test_a_result_before_this_start_is_ignored(start: Callable[..., AgentRun]) -
 def test_an_agent_that_was_suspended_catches_up(start: Callable[..., AgentRun]) -> None:
     agent = start(lives_on=True)
     pids = agent.ready()
-    publish(agent, tuple(Member(f"here/{slot}/a", "here", slot, pid, "127.0.0.1:1") for slot, pid in enumerate(pids)))
+    publish(
+        agent,
+        tuple(
+            Member(f"here/{slot}/a", "here", slot, pid, "127.0.0.1:1")
+            for slot, pid in enumerate(pids)
+        ),
+    )
     agent.process.send_signal(signal.SIGSTOP)
     wait_until(lambda: state_of(agent.process.pid) == "T")
     publish(agent, out=(Removed("here/1/a", "silent"),))
@@ -485,15 +614,21 @@ def test_an_agent_that_was_suspended_catches_up(start: Callable[..., AgentRun]) 
 
 
 @pytest.mark.parametrize("lives_on", [False, True])
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)])
-def test_a_signal_is_forwarded(start: Callable[..., AgentRun], lives_on: bool, number: int, code: int) -> None:
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)]
+)
+def test_a_signal_is_forwarded(
+    start: Callable[..., AgentRun], lives_on: bool, number: int, code: int
+) -> None:
     agent = start(lives_on=lives_on)
     agent.ready()
     assert agent.stop(number) == (code, "", "")
     assert (agent.folder / "saved-0").exists() and (agent.folder / "saved-1").exists()
 
 
-def test_a_worker_killed_while_the_run_stops_is_not_restarted(start: Callable[..., AgentRun]) -> None:
+def test_a_worker_killed_while_the_run_stops_is_not_restarted(
+    start: Callable[..., AgentRun],
+) -> None:
     agent = start("slot_0_polite")
     pids = agent.ready()
     agent.process.send_signal(signal.SIGTERM)
@@ -502,7 +637,9 @@ def test_a_worker_killed_while_the_run_stops_is_not_restarted(start: Callable[..
     assert agent.wait() == (75, "", "")
 
 
-def test_a_second_sigint_kills_all_workers_and_exits_with_130(start: Callable[..., AgentRun]) -> None:
+def test_a_second_sigint_kills_all_workers_and_exits_with_130(
+    start: Callable[..., AgentRun],
+) -> None:
     agent = start("deaf", lives_on=True)
     pids = agent.ready()
     agent.process.send_signal(signal.SIGINT)
@@ -513,7 +650,9 @@ def test_a_second_sigint_kills_all_workers_and_exits_with_130(start: Callable[..
     assert time.monotonic() - start_s < 10 and not any(map(is_alive, pids))
 
 
-def test_workers_that_do_not_stop_in_time_are_killed_and_named(start: Callable[..., AgentRun]) -> None:
+def test_workers_that_do_not_stop_in_time_are_killed_and_named(
+    start: Callable[..., AgentRun],
+) -> None:
     agent = start("deaf", timeouts={"grace_s": 0.3})
     agent.ready()
     code, _, err = agent.stop()
@@ -521,7 +660,9 @@ def test_workers_that_do_not_stop_in_time_are_killed_and_named(start: Callable[.
     assert "slots 0 and 1 did not stop within 0.3 s of SIGTERM" in err
 
 
-def test_a_signal_before_a_worker_has_started(start: Callable[..., AgentRun], tmp_path: Path) -> None:
+def test_a_signal_before_a_worker_has_started(
+    start: Callable[..., AgentRun], tmp_path: Path
+) -> None:
     (tmp_path / "mine.py").write_text("import time\nopen('importing', 'w').close()\ntime.sleep(60)")
     agent = start(script="mine.py:train")
     wait_until((tmp_path / "importing").exists)
@@ -529,11 +670,15 @@ def test_a_signal_before_a_worker_has_started(start: Callable[..., AgentRun], tm
     assert code == 128 + signal.SIGTERM and "received SIGTERM before any worker had started" in err
 
 
-def test_workers_without_state_exit_when_their_host_is_drained(start: Callable[..., AgentRun]) -> None:
+def test_workers_without_state_exit_when_their_host_is_drained(
+    start: Callable[..., AgentRun],
+) -> None:
     agent = start("without_handlers", lives_on=True)
     agent.ready()
     assert agent.stop(signal.SIGUSR1) == (0, "", "")
-    assert {event["why"] for event in agent.events("worker ended")} == {"exited with code 0: its host is drained"}
+    assert {event["why"] for event in agent.events("worker ended")} == {
+        "exited with code 0: its host is drained"
+    }
     assert len(agent.events("worker started")) == 2
 
 
@@ -544,11 +689,16 @@ def test_a_second_agent_is_refused_and_names_the_first(start: Callable[..., Agen
     agent = start()
     agent.ready()
     code, _, err = start().wait()
-    assert code == 2 and three_parts(err, f"another training is already running in run: the agent of here, pid {agent.process.pid}")
+    assert code == 2 and three_parts(
+        err,
+        f"another training is already running in run: the agent of here, pid {agent.process.pid}",
+    )
     assert agent.stop()[0] == 75
 
 
-def test_running_workers_of_launch_are_only_adopted_by_the_same_command(start: Callable[..., AgentRun]) -> None:
+def test_running_workers_of_launch_are_only_adopted_by_the_same_command(
+    start: Callable[..., AgentRun],
+) -> None:
     agent = start(lives_on=True, command={"--steps": "80"})
     pids = agent.ready()
     agent.process.kill()
@@ -556,11 +706,17 @@ def test_running_workers_of_launch_are_only_adopted_by_the_same_command(start: C
     code, _, err = start().wait()
     assert code == 2 and three_parts(err, "workers of `lockstep launch` are training in run")
     code, _, err = start(lives_on=True, slots=1).wait()
-    assert code == 2 and three_parts(err, "2 workers are training in run on this host, but 1 were requested")
+    assert code == 2 and three_parts(
+        err, "2 workers are training in run on this host, but 1 were requested"
+    )
     code, _, err = start(lives_on=True, command={"--steps": "40"}).wait()
-    assert code == 2 and three_parts(err, "another command are training in run: --steps is 80 for them and 40 here")
+    assert code == 2 and three_parts(
+        err, "another command are training in run: --steps is 80 for them and 40 here"
+    )
     code, _, err = start(lives_on=True, slots=3, command={"--steps": "80"}).wait()
-    assert code == 2 and three_parts(err, "another command are training in run: --workers is 2 for them and 3 here")
+    assert code == 2 and three_parts(
+        err, "another command are training in run: --workers is 2 for them and 3 here"
+    )
     assert all(map(is_alive, pids))
     next_agent = start(lives_on=True, command={"--steps": "80"})
     wait_until(lambda: len(next_agent.events("worker taken over")) == 2)
@@ -569,7 +725,9 @@ def test_running_workers_of_launch_are_only_adopted_by_the_same_command(start: C
 
 
 @pytest.mark.parametrize("content", ["", '{"pid": 1, "lives_'])
-def test_workers_keep_training_when_the_record_of_their_agent_is_damaged(start: Callable[..., AgentRun], content: str) -> None:
+def test_workers_keep_training_when_the_record_of_their_agent_is_damaged(
+    start: Callable[..., AgentRun], content: str
+) -> None:
     agent = start(lives_on=True)
     pids = agent.ready()
     agent.process.kill()
@@ -580,16 +738,22 @@ def test_workers_keep_training_when_the_record_of_their_agent_is_damaged(start: 
     wait_until(lambda: next_agent.process.poll() is not None or not all(map(is_alive, pids)))
     assert all(map(is_alive, pids))
     code, _, err = next_agent.wait()
-    assert code == 3 and three_parts(err, f"workers are training in run (pid {pids[0]}, {pids[1]}), and it is unknown")
+    assert code == 3 and three_parts(
+        err, f"workers are training in run (pid {pids[0]}, {pids[1]}), and it is unknown"
+    )
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
     wait_until(lambda: not any(map(is_alive, pids)))
 
 
-def test_stale_files_in_the_state_folder_are_ignored(start: Callable[..., AgentRun], tmp_path: Path) -> None:
+def test_stale_files_in_the_state_folder_are_ignored(
+    start: Callable[..., AgentRun], tmp_path: Path
+) -> None:
     (tmp_path / "tmp").mkdir()
     state = state_folder(tmp_path / "run", "here")
-    (state / "0.json").write_text(json.dumps({"pid": os.getpid(), "started": 1, "log_offset": 0}))  # another process had this pid
+    (state / "0.json").write_text(
+        json.dumps({"pid": os.getpid(), "started": 1, "log_offset": 0})
+    )  # another process had this pid
     (state / "7.json").write_text(json.dumps({"pid": 2**22 + 1, "started": 1, "log_offset": 0}))
     (state / "1.exit_report").write_text('{"code": 0, "at_s": 1.0, "finished": true}\n')
     (state / "agent.lock").write_text("torn {")
@@ -600,14 +764,18 @@ def test_stale_files_in_the_state_folder_are_ignored(start: Callable[..., AgentR
     agent.stop()
 
 
-def test_restarts_leak_no_zombies_descriptors_or_child_processes(start: Callable[..., AgentRun]) -> None:
+def test_restarts_leak_no_zombies_descriptors_or_child_processes(
+    start: Callable[..., AgentRun],
+) -> None:
     agent = start("leave_child_processes")
     pids = agent.ready()
     descriptors = len(os.listdir(f"/proc/{agent.process.pid}/fd"))
     for _ in range(4):
         os.kill(pids[1], signal.SIGKILL)
         pids[1] = agent.restarted(1, pids[1])
-    wait_until(lambda: len(children(agent.process.pid)) == 3, timeout_s=5)  # two workers and the forkserver
+    wait_until(
+        lambda: len(children(agent.process.pid)) == 3, timeout_s=5
+    )  # two workers and the forkserver
     assert set(map(state_of, children(agent.process.pid))) <= {"S", "R"}
     assert len(os.listdir(f"/proc/{agent.process.pid}/fd")) == descriptors
     assert agent.stop()[0] == 75
@@ -628,16 +796,22 @@ def test_a_worker_starts_while_its_log_cannot_be_written(start: Callable[..., Ag
     assert err.count("cannot write run/events.jsonl") == 1
 
 
-def test_slot_0_writes_to_the_terminal_and_others_to_their_logs(start: Callable[..., AgentRun]) -> None:
+def test_slot_0_writes_to_the_terminal_and_others_to_their_logs(
+    start: Callable[..., AgentRun],
+) -> None:
     agent = start("print_slot")
     assert agent.wait() == (0, "out 0\n", "err 0\n")
     assert (agent.run / "logs/here-1.log").read_text() == "out 1\nerr 1\n"
 
 
-def test_the_terminal_shows_what_rank_0_prints_in_another_slot(start: Callable[..., AgentRun]) -> None:
+def test_the_terminal_shows_what_rank_0_prints_in_another_slot(
+    start: Callable[..., AgentRun],
+) -> None:
     agent = start("slot_1_prints_when_told")
     pids = agent.ready()
-    members = [Member(f"here/{slot}/a", "here", slot, pid, "127.0.0.1:1") for slot, pid in enumerate(pids)]
+    members = [
+        Member(f"here/{slot}/a", "here", slot, pid, "127.0.0.1:1") for slot, pid in enumerate(pids)
+    ]
     publish(agent, tuple(members))
     os.kill(pids[0], signal.SIGKILL)
     replacement = Member("here/0/b", "here", 0, agent.restarted(0, pids[0]), "127.0.0.1:1")
@@ -648,7 +822,9 @@ def test_the_terminal_shows_what_rank_0_prints_in_another_slot(start: Callable[.
 
 
 @pytest.mark.parametrize("name", ["run", "run/logs"])
-def test_an_unusable_folder_is_refused_before_anything_starts(start: Callable[..., AgentRun], tmp_path: Path, name: str) -> None:
+def test_an_unusable_folder_is_refused_before_anything_starts(
+    start: Callable[..., AgentRun], tmp_path: Path, name: str
+) -> None:
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).touch()
     agent = start()
@@ -656,7 +832,9 @@ def test_an_unusable_folder_is_refused_before_anything_starts(start: Callable[..
     assert code == 2 and three_parts(err, "UsageError: ") and not agent.events("worker started")
 
 
-def test_the_token_is_created_once_and_only_its_owner_can_read_it(start: Callable[..., AgentRun]) -> None:
+def test_the_token_is_created_once_and_only_its_owner_can_read_it(
+    start: Callable[..., AgentRun],
+) -> None:
     tokens = set()
     for _ in range(2):
         agent = start("finish")
@@ -666,7 +844,9 @@ def test_the_token_is_created_once_and_only_its_owner_can_read_it(start: Callabl
     assert len(tokens) == 1 and len(tokens.pop()) >= 32
 
 
-def test_a_worker_gets_its_environment_and_no_descriptors_of_its_agent(start: Callable[..., AgentRun]) -> None:
+def test_a_worker_gets_its_environment_and_no_descriptors_of_its_agent(
+    start: Callable[..., AgentRun],
+) -> None:
     code, out, err = start("print_environment", slots=1).wait()
     assert (code, err) == (0, "")
     assert json.loads(out) == [0, 1, 1, "here", 0, True, False, ["/dev/null"]]

@@ -65,7 +65,9 @@ def test_saves_the_state_at_the_call_while_training_continues(tmp_path: Path) ->
     assert digest(store.load(2).tensors) == digest(get_state_dict(model, optimizer)) != before
 
 
-def test_second_save_waits_for_the_first_and_logs_it_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_second_save_waits_for_the_first_and_logs_it_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     gate = Gate()
     caplog.set_level(logging.WARNING)
     saver = AsyncSaver(CheckpointStore(tmp_path, keep=0, fail_point=gate))
@@ -74,11 +76,15 @@ def test_second_save_waits_for_the_first_and_logs_it_once(tmp_path: Path, caplog
         gate.open.clear()
         saver.save(step, {"model.x": torch.full((5,), float(step))}, {})
         assert gate.reached.wait(30)
-        assert [t.name for t in threading.enumerate() if t.name.startswith("save")] == [f"save step {step}"]
+        assert [t.name for t in threading.enumerate() if t.name.startswith("save")] == [
+            f"save step {step}"
+        ]
         threading.Timer(0.05, gate.open.set).start()  # while the next save waits
     saver.close()
     assert CheckpointStore(tmp_path).steps() == [1, 2, 3]
-    assert [r.getMessage() for r in caplog.records if "waited" in r.getMessage()] == [caplog.records[0].getMessage()]
+    assert [r.getMessage() for r in caplog.records if "waited" in r.getMessage()] == [
+        caplog.records[0].getMessage()
+    ]
     assert "'save step 1' before step 2 is copied; save less often to avoid this" in caplog.text
 
 
@@ -101,20 +107,33 @@ def policies_of_threads() -> set[int]:
 
 def test_hashing_and_writing_have_idle_priority_and_no_other_thread_has(tmp_path: Path) -> None:
     place_of: dict[str, str] = {}
-    saver = AsyncSaver(CheckpointStore(tmp_path, file_bytes=400, fail_point=lambda at: place_of.update({at: own_policy()})))
+    saver = AsyncSaver(
+        CheckpointStore(
+            tmp_path, file_bytes=400, fail_point=lambda at: place_of.update({at: own_policy()})
+        )
+    )
     model = nn.Linear(100, 100)
     saver.save(1, {"model.x": torch.ones(100), "model.y": torch.ones(100)}, {})
     model(torch.ones(100)).sum().backward()  # the thread of autograd may start during a save
     saved = saver._done.wait(60)
     # A joined thread may be listed for a moment; autograd's thread, had it become idle, would be listed for good.
-    wait_until(lambda: policies_of_threads() == {os.SCHED_OTHER}, "normal priority of all threads", 10)
+    wait_until(
+        lambda: policies_of_threads() == {os.SCHED_OTHER}, "normal priority of all threads", 10
+    )
     saver.close()
-    assert saved and place_of["in tensors-00000.safetensors"] == place_of["in tensors-00001.safetensors"] == "idle"
+    assert (
+        saved
+        and place_of["in tensors-00000.safetensors"]
+        == place_of["in tensors-00001.safetensors"]
+        == "idle"
+    )
     assert place_of["in facts.json"] == place_of["sealed"] == place_of["marked"] == "other"
 
 
 @pytest.mark.parametrize("reason", ["waited for", "too late"])
-def test_idle_priority_ends_when_the_save_is(tmp_path: Path, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_priority_ends_when_the_save_is(
+    tmp_path: Path, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A thread may not raise its priority again: another thread writes the rest of the file."""
     places: list[str] = []
     reached, proceed = threading.Event(), threading.Event()
@@ -178,7 +197,9 @@ def test_failures_are_reported_and_later_saves_succeed(tmp_path: Path) -> None:
     saver.close()
 
 
-def test_failed_save_does_not_hide_an_error_in_the_block(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_failed_save_does_not_hide_an_error_in_the_block(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     threads = threading.active_count()
     store = CheckpointStore(tmp_path)
     store.save(1, {"model.x": torch.ones(3)}, {})
@@ -190,7 +211,10 @@ def test_failed_save_does_not_hide_an_error_in_the_block(tmp_path: Path, caplog:
 
 
 def test_facts_that_are_not_json_fail_at_the_call(tmp_path: Path) -> None:
-    with AsyncSaver(CheckpointStore(tmp_path)) as saver, pytest.raises(TypeError, match="not JSON serializable"):
+    with (
+        AsyncSaver(CheckpointStore(tmp_path)) as saver,
+        pytest.raises(TypeError, match="not JSON serializable"),
+    ):
         saver.save(1, {}, {"path": tmp_path})
     assert CheckpointStore(tmp_path).steps() == []
 
@@ -203,7 +227,14 @@ def test_exit_without_close_finishes_the_save(tmp_path: Path) -> None:
         "raise RuntimeError('the loop broke')"
     )
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    result = subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=env, capture_output=True, text=True, timeout=240, check=False)
+    result = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
     assert result.returncode == 1 and "the loop broke" in result.stderr
     assert CheckpointStore(tmp_path).load(5).tensors["model.x"].sum() == 10**6
 
@@ -244,9 +275,13 @@ def test_gpu_copies_on_its_stream_into_pinned_memory(tmp_path: Path) -> None:
         assert bool((CheckpointStore(tmp_path).load(step).tensors["model.x"] == step).all())
 
 
-def test_due_save_is_skipped_while_the_previous_one_is_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_due_save_is_skipped_while_the_previous_one_is_written(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     gate, model = Gate(), nn.Linear(3, 3)
-    checkpointer = Checkpointer(tmp_path, alone(), model, torch.optim.SGD(model.parameters()), every_steps=1, keep=0)
+    checkpointer = Checkpointer(
+        tmp_path, alone(), model, torch.optim.SGD(model.parameters()), every_steps=1, keep=0
+    )
     checkpointer.store = CheckpointStore(tmp_path, keep=0, fail_point=gate)
     with caplog.at_level(logging.WARNING, "lockstep"), checkpointer:
         checkpointer.save_if_due(1)
@@ -259,14 +294,18 @@ def test_due_save_is_skipped_while_the_previous_one_is_written(tmp_path: Path, c
         checkpointer.save_if_due(4)
         checkpointer.save(5)
     assert CheckpointStore(tmp_path).steps() == [1, 4, 5]
-    assert [record.getMessage() for record in caplog.records if "is skipped" in record.getMessage()] == [
+    assert [
+        record.getMessage() for record in caplog.records if "is skipped" in record.getMessage()
+    ] == [
         "the save of step 2 is skipped: the previous one is still being written (logged once per delay)"
     ]
 
 
 def test_first_and_protect_are_called_in_the_writing_thread(tmp_path: Path) -> None:
     model, calls = nn.Linear(3, 3), list[tuple[str, str]]()
-    checkpointer = Checkpointer(tmp_path, alone(), model, torch.optim.SGD(model.parameters()), keep=1)
+    checkpointer = Checkpointer(
+        tmp_path, alone(), model, torch.optim.SGD(model.parameters()), keep=1
+    )
     with checkpointer:
         for step in (1, 2, 3):
 
@@ -309,7 +348,9 @@ def test_worker_that_was_not_compared_saves_nothing_in_that_generation(tmp_path:
     checkpointer.save(1)
     checkpointer.close()
     assert checkpointer.store.steps() == []
-    runtime.world = replace(runtime.world, generation=1)  # a member of the next generation: the others saw no difference
+    runtime.world = replace(
+        runtime.world, generation=1
+    )  # a member of the next generation: the others saw no difference
     checkpointer.close()
     assert checkpointer.store.steps() == [1]
 

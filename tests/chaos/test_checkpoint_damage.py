@@ -23,7 +23,12 @@ from lockstep.errors import CheckpointError
 def state(step: int) -> dict[str, Tensor]:
     """60 KB that depend on the step only."""
     generator = torch.Generator().manual_seed(step)
-    shapes = {"model.a": (100, 100), "model.b": (7,), "optim.a.exp_avg": (50, 100), "optim.a.step": ()}
+    shapes = {
+        "model.a": (100, 100),
+        "model.b": (7,),
+        "optim.a.exp_avg": (50, 100),
+        "optim.a.step": (),
+    }
     return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
 
 
@@ -81,22 +86,31 @@ def test_short_long_missing_and_unreadable_files_are_named(tmp_path: Path) -> No
     data = path / "tensors-00000.safetensors"
     content = data.read_bytes()
     data.write_bytes(content[:-1])
-    assert find_damage(tmp_path / "step-00000010", 10) == [f"{data.name} has {len(content) - 1} bytes, the manifest lists {len(content)}"]
+    assert find_damage(tmp_path / "step-00000010", 10) == [
+        f"{data.name} has {len(content) - 1} bytes, the manifest lists {len(content)}"
+    ]
     data.write_bytes(content + b"\0")
     with pytest.raises(CheckpointError, match=f"{data.name} has {len(content) + 1} bytes"):
         store.load(10)
     data.unlink()
     assert find_damage(tmp_path / "step-00000010", 10) == [f"{data.name} is missing"]
-    with pytest.raises(CheckpointError, match=rf"{data.name} is missing\n  there is no other checkpoint; nothing was deleted"):
+    with pytest.raises(
+        CheckpointError,
+        match=rf"{data.name} is missing\n  there is no other checkpoint; nothing was deleted",
+    ):
         store.load(10)
     (path / "manifest.json").unlink()
     assert find_damage(tmp_path / "step-00000010", 10) == ["manifest.json is missing"]
 
 
-def test_unlisted_file_is_reported_but_does_not_stop_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_unlisted_file_is_reported_but_does_not_stop_training(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     store = filled(tmp_path, [10])
     (tmp_path / "step-00000010" / "notes.txt").write_text("notes")
-    assert find_damage(tmp_path / "step-00000010", 10) == ["notes.txt does not belong here: the manifest does not list it"]
+    assert find_damage(tmp_path / "step-00000010", 10) == [
+        "notes.txt does not belong here: the manifest does not list it"
+    ]
     checkpoint = store.load_newest()
     assert checkpoint and digest(checkpoint.tensors) == digest(state(10))
     assert "holds files that are not part of it: notes.txt" in caplog.text
@@ -109,14 +123,21 @@ def test_error_for_a_missing_step_lists_the_available_ones(tmp_path: Path) -> No
     assert CheckpointStore(tmp_path / "new").load_newest() is None
 
 
-def test_damaged_newest_checkpoint_is_set_aside_and_the_previous_one_loaded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_damaged_newest_checkpoint_is_set_aside_and_the_previous_one_loaded(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     filled(tmp_path, [10, 20, 30])
     flip(tmp_path / "step-00000030" / "tensors-00001.safetensors", 12_345)
     flip(tmp_path / "step-00000020" / "facts.json", 3)
     caplog.set_level(logging.INFO)
     store = CheckpointStore(tmp_path)
     checkpoint = store.load_newest()
-    assert checkpoint and checkpoint.step == 10 and checkpoint.facts == {"step": 10} and digest(checkpoint.tensors) == digest(state(10))
+    assert (
+        checkpoint
+        and checkpoint.step == 10
+        and checkpoint.facts == {"step": 10}
+        and digest(checkpoint.tensors) == digest(state(10))
+    )
     lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == 2
     assert "step-00000030 is damaged (tensors-00001.safetensors has changed" in lines[0]
@@ -137,7 +158,9 @@ def test_all_checkpoints_damaged_is_an_error_and_changes_nothing(tmp_path: Path)
         flip(tmp_path / f"step-000000{step}" / "facts.json", 3)
     before = sorted(tmp_path.rglob("*"))
     for _ in range(2):
-        with pytest.raises(CheckpointError, match="damaged: the checkpoint of step 10, 20") as error:
+        with pytest.raises(
+            CheckpointError, match="damaged: the checkpoint of step 10, 20"
+        ) as error:
             CheckpointStore(tmp_path).load_newest()
         assert error.value.exit_code == 3
     assert sorted(tmp_path.rglob("*")) == before
@@ -157,7 +180,9 @@ def test_saving_other_content_for_a_step_is_refused(tmp_path: Path) -> None:
     changed = state(10) | {"model.b": state(11)["model.b"]}
     with pytest.raises(CheckpointError) as error:
         store.save(10, changed, {})
-    assert "step 10 has a checkpoint with other content, which was not overwritten" in str(error.value)
+    assert "step 10 has a checkpoint with other content, which was not overwritten" in str(
+        error.value
+    )
     assert "1 of 4 tensors differ: model.b" in str(error.value)
     assert digest(changed) in str(error.value) and digest(state(10)) in str(error.value)
     assert digest(store.load(10).tensors) == digest(state(10))
@@ -204,7 +229,9 @@ def test_retention_keeps_read_protected_and_last_verified_checkpoints(tmp_path: 
     assert store.steps() == [40, 50]
     for step in (40, 50):
         flip(tmp_path / f"step-000000{step}" / "facts.json", 3)
-    resumed = CheckpointStore(tmp_path, keep=2)  # resumed before step 40; later checkpoints have undetected damage
+    resumed = CheckpointStore(
+        tmp_path, keep=2
+    )  # resumed before step 40; later checkpoints have undetected damage
     resumed.save(35, state(35), {})
     assert resumed.steps() == [35, 40, 50]
     assert resumed.load(35).step == 35

@@ -41,11 +41,21 @@ def assert_whole(folder: Path, steps: list[int]) -> None:
 def mounted(folder: Path, options: str) -> Iterator[Callable[[str], None]]:
     """A tmpfs; yields a function that remounts it. Skips where mounting is not allowed."""
     folder.mkdir()
-    result = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)], capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if result.returncode:
         pytest.skip(f"this user may not mount a tmpfs: {result.stderr.strip()}")
     try:
-        yield lambda new_options: subprocess.run(["mount", "-o", f"remount,{new_options}", str(folder)], check=True) and None
+        yield (
+            lambda new_options: (
+                subprocess.run(["mount", "-o", f"remount,{new_options}", str(folder)], check=True)
+                and None
+            )
+        )
     finally:
         subprocess.run(["umount", str(folder)], check=True)
 
@@ -61,15 +71,22 @@ def test_too_little_disk_space_is_reported_before_writing(tmp_path: Path) -> Non
         with pytest.raises(CheckpointError) as error:
             store.save(4, state(4), {})
         lines = str(error.value).splitlines()
-        assert lines[0] == "CheckpointError: the checkpoint of step 4 was not saved: No space left on device"
+        assert (
+            lines[0]
+            == "CheckpointError: the checkpoint of step 4 was not saved: No space left on device"
+        )
         assert re.fullmatch(rf"  1\.0 MiB needed, [0-9.]+ KiB free in {folder}", lines[1])
         assert "free some space" in lines[2] and error.value.exit_code == 3
         assert not places  # no attempt was started
         assert_whole(folder, [1, 2, 3])
 
 
-@pytest.mark.parametrize("place", ["started", "in facts.json", "after facts.json", "in tensors-00000.safetensors"])
-def test_disk_that_fills_up_during_a_save_leaves_older_checkpoints_whole(tmp_path: Path, place: str) -> None:
+@pytest.mark.parametrize(
+    "place", ["started", "in facts.json", "after facts.json", "in tensors-00000.safetensors"]
+)
+def test_disk_that_fills_up_during_a_save_leaves_older_checkpoints_whole(
+    tmp_path: Path, place: str
+) -> None:
     with mounted(tmp_path / "disk", "size=8m") as _:
         folder = tmp_path / "disk" / "checkpoints"
         hog = tmp_path / "disk" / "hog"
@@ -81,8 +98,13 @@ def test_disk_that_fills_up_during_a_save_leaves_older_checkpoints_whole(tmp_pat
                         pass
 
         CheckpointStore(folder, keep=0).save(1, state(1), {})
-        with pytest.raises(CheckpointError, match=r"step 2 was not saved: No space left on device\n  1.0 MiB needed, [0-9.]+ B free"):
-            CheckpointStore(folder, keep=0, fail_point=fill, file_bytes=MIB // 2).save(2, state(2), {})
+        with pytest.raises(
+            CheckpointError,
+            match=r"step 2 was not saved: No space left on device\n  1.0 MiB needed, [0-9.]+ B free",
+        ):
+            CheckpointStore(folder, keep=0, fail_point=fill, file_bytes=MIB // 2).save(
+                2, state(2), {}
+            )
         assert_whole(folder, [1])
         hog.unlink()
         CheckpointStore(folder, keep=0).save(2, state(2), {})
@@ -93,7 +115,10 @@ def test_error_names_missing_inodes(tmp_path: Path) -> None:
     with mounted(tmp_path / "disk", "size=8m,nr_inodes=9") as _:
         folder = tmp_path / "disk" / "checkpoints"
         CheckpointStore(folder, keep=0).save(1, state(1), {})
-        with pytest.raises(CheckpointError, match=r"No space left on device\n.*but no room for another file name \(inodes\)"):
+        with pytest.raises(
+            CheckpointError,
+            match=r"No space left on device\n.*but no room for another file name \(inodes\)",
+        ):
             CheckpointStore(folder, keep=0).save(2, state(2), {})
         assert_whole(folder, [1])
 
@@ -104,7 +129,10 @@ def test_read_only_disk_is_refused_before_training_and_still_read(tmp_path: Path
         CheckpointStore(folder).save(1, state(1), {})
         remount("ro")
         store = CheckpointStore(folder)
-        with pytest.raises(CheckpointError, match=r"cannot be saved here: Read-only file system[\s\S]*mounted read-only"):
+        with pytest.raises(
+            CheckpointError,
+            match=r"cannot be saved here: Read-only file system[\s\S]*mounted read-only",
+        ):
             store.preflight()
         with pytest.raises(CheckpointError, match="step 2 was not saved: Read-only file system"):
             store.save(2, state(2), {})
@@ -120,7 +148,9 @@ def test_read_only_disk_is_refused_before_training_and_still_read(tmp_path: Path
             store.load_newest()
 
 
-def test_damaged_newest_checkpoint_on_a_read_only_disk_is_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_damaged_newest_checkpoint_on_a_read_only_disk_is_skipped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with mounted(tmp_path / "disk", "size=8m") as remount:
         folder = tmp_path / "disk" / "checkpoints"
         CheckpointStore(folder).save(1, state(1), {})
@@ -138,7 +168,10 @@ def test_folder_without_permission_is_refused_before_training(tmp_path: Path) ->
     if user == 0:
         os.seteuid(65534)  # root ignores permissions
     try:
-        with pytest.raises(CheckpointError, match=r"saved here: Permission denied[\s\S]*this user may not write there"):
+        with pytest.raises(
+            CheckpointError,
+            match=r"saved here: Permission denied[\s\S]*this user may not write there",
+        ):
             CheckpointStore(tmp_path / "checkpoints").preflight()
     finally:
         os.seteuid(user)
@@ -146,7 +179,9 @@ def test_folder_without_permission_is_refused_before_training(tmp_path: Path) ->
 
 def test_file_in_place_of_the_folder_is_refused_before_training(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("a file")
-    with pytest.raises(CheckpointError, match=r"checkpoints cannot be saved here: File exists[\s\S]*checkpoints"):
+    with pytest.raises(
+        CheckpointError, match=r"checkpoints cannot be saved here: File exists[\s\S]*checkpoints"
+    ):
         CheckpointStore(tmp_path / "checkpoints").preflight()
 
 
@@ -161,7 +196,9 @@ def test_too_few_open_files_is_refused_before_training(tmp_path: Path) -> None:
     os.close(probe)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (probe, old[1]))
-        with pytest.raises(CheckpointError, match=r"cannot be saved here: Too many open files[\s\S]*ulimit -n"):
+        with pytest.raises(
+            CheckpointError, match=r"cannot be saved here: Too many open files[\s\S]*ulimit -n"
+        ):
             CheckpointStore(tmp_path).preflight()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, old)
@@ -170,27 +207,38 @@ def test_too_few_open_files_is_refused_before_training(tmp_path: Path) -> None:
 
 def test_disk_error_at_any_point_of_a_save_leaves_nothing_partial(tmp_path: Path) -> None:
     places: list[str] = []
-    CheckpointStore(tmp_path / "rehearsal", file_bytes=MIB // 2, fail_point=places.append).save(2, state(2), {})
+    CheckpointStore(tmp_path / "rehearsal", file_bytes=MIB // 2, fail_point=places.append).save(
+        2, state(2), {}
+    )
     assert {"started", "after manifest.json", "sealed", "renamed", "marked"} <= set(places)
     for number in range(len(places)):
         folder = tmp_path / str(number)
         calls = itertools.count()
 
-        def fail(place: str, number: int = number, calls: Iterator[int] = calls, folder: Path = folder) -> None:
+        def fail(
+            place: str, number: int = number, calls: Iterator[int] = calls, folder: Path = folder
+        ) -> None:
             if next(calls) == number:
                 raise OSError(errno.EIO, os.strerror(errno.EIO))
             # A folder that is being removed has no marker.
             assert place != "removing" or not list(folder.glob("*step-00000002*/COMMITTED"))
 
         CheckpointStore(folder, keep=0).save(1, state(1), {})
-        with pytest.raises(CheckpointError, match=r"step 2 was not saved: Input/output error\n.*MiB needed[\s\S]*dmesg"):
-            CheckpointStore(folder, keep=0, file_bytes=MIB // 2, fail_point=fail).save(2, state(2), {})
+        with pytest.raises(
+            CheckpointError,
+            match=r"step 2 was not saved: Input/output error\n.*MiB needed[\s\S]*dmesg",
+        ):
+            CheckpointStore(folder, keep=0, file_bytes=MIB // 2, fail_point=fail).save(
+                2, state(2), {}
+            )
         assert_whole(folder, [1])
         CheckpointStore(folder, keep=0).save(2, state(2), {})
         assert_whole(folder, [1, 2])
 
 
-def test_disk_error_in_retention_does_not_fail_the_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_disk_error_in_retention_does_not_fail_the_save(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     def fail(place: str) -> None:
         if place == "unmarked":
             raise OSError(errno.EIO, os.strerror(errno.EIO))
@@ -204,7 +252,9 @@ def test_disk_error_in_retention_does_not_fail_the_save(tmp_path: Path, caplog: 
 
 
 @pytest.mark.parametrize("instead", ["nothing", "an empty folder"])
-def test_missing_folder_is_not_created_again_and_a_retry_works(tmp_path: Path, instead: str) -> None:
+def test_missing_folder_is_not_created_again_and_a_retry_works(
+    tmp_path: Path, instead: str
+) -> None:
     run, folder = tmp_path / "run", tmp_path / "run" / "checkpoints"
     store = CheckpointStore(folder, keep=0)
     store.preflight()
@@ -212,7 +262,9 @@ def test_missing_folder_is_not_created_again_and_a_retry_works(tmp_path: Path, i
     run.rename(tmp_path / "away")
     if instead != "nothing":
         run.mkdir()
-    with pytest.raises(CheckpointError, match="step 2 was not saved: No such file or directory") as error:
+    with pytest.raises(
+        CheckpointError, match="step 2 was not saved: No such file or directory"
+    ) as error:
         store.save(2, state(2), {})
     assert "the folder is missing and is not created again" in str(error.value)
     assert not folder.exists() and run.exists() == (instead != "nothing")

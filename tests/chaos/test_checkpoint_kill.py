@@ -68,7 +68,11 @@ def inspect(folder: Path) -> dict[str, Any]:
         "intact": checkpoint is None or digest(checkpoint.tensors) == digest(state(step)),
         "facts": checkpoint.facts if checkpoint else {"step": 0},
         "hidden": [name for name in names if name.startswith(".")],
-        "odd": [name for name in names if not STEP_FOLDER.fullmatch(name) and not HIDDEN_FOLDER.fullmatch(name)],
+        "odd": [
+            name
+            for name in names
+            if not STEP_FOLDER.fullmatch(name) and not HIDDEN_FOLDER.fullmatch(name)
+        ],
     }
 
 
@@ -87,7 +91,9 @@ def die_everywhere(folder: Path) -> None:
             if next(countdown) == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        def work(step: int = step, kill_at_countdown: Callable[[str], None] = kill_at_countdown) -> None:
+        def work(
+            step: int = step, kill_at_countdown: Callable[[str], None] = kill_at_countdown
+        ) -> None:
             store_in(folder, kill_at_countdown).save(step, state(step), {"step": step})
 
         _, status = os.waitpid(child(work), 0)
@@ -95,7 +101,15 @@ def die_everywhere(folder: Path) -> None:
         store_in(folder).save(step, state(step), {"step": step})
         after_retry = inspect(folder)
         steps = store_in(folder).steps()
-        report("everywhere", place=place, step=step, status=status, after_kill=after_kill, after_retry=after_retry, steps=steps)
+        report(
+            "everywhere",
+            place=place,
+            step=step,
+            status=status,
+            after_kill=after_kill,
+            after_retry=after_retry,
+            steps=steps,
+        )
 
 
 def die_at_random(folder: Path, deaths: int) -> None:
@@ -123,7 +137,9 @@ def die_at_random(folder: Path, deaths: int) -> None:
         time.sleep(draw.uniform(0, 2 * save_s))
         os.kill(pid, signal.SIGKILL)
         _, status = os.waitpid(pid, 0)
-        report("random", status=status, returned=struct.unpack("q", shared[:])[0], **inspect(folder))
+        report(
+            "random", status=status, returned=struct.unpack("q", shared[:])[0], **inspect(folder)
+        )
     store_in(folder).save(10**6, state(10**6), {"step": 10**6})
     report("random", names=sorted(os.listdir(folder)), **inspect(folder))
 
@@ -150,7 +166,11 @@ def die_while_reading(folder: Path) -> None:
     report("reading", steps=steps_while_read, is_whole=is_whole, then=store.steps())
 
 
-SCENES = {"everywhere": die_everywhere, "random": lambda folder: die_at_random(folder, 50), "reading": die_while_reading}
+SCENES = {
+    "everywhere": die_everywhere,
+    "random": lambda folder: die_at_random(folder, 50),
+    "reading": die_while_reading,
+}
 
 
 @pytest.fixture(scope="module")
@@ -171,7 +191,9 @@ def scenes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str,
     return {scene: [line for line in lines if line["scene"] == scene] for scene in SCENES}
 
 
-def test_kill_at_every_point_of_a_save_leaves_a_whole_checkpoint(scenes: dict[str, list[dict[str, Any]]]) -> None:
+def test_kill_at_every_point_of_a_save_leaves_a_whole_checkpoint(
+    scenes: dict[str, list[dict[str, Any]]],
+) -> None:
     lines = scenes["everywhere"]
     places = [line["place"] for line in lines]
     assert len(places) > 15
@@ -179,11 +201,29 @@ def test_kill_at_every_point_of_a_save_leaves_a_whole_checkpoint(scenes: dict[st
     for number, line in enumerate(lines):
         step, after_kill, after_retry = line["step"], line["after_kill"], line["after_retry"]
         assert line["status"] == signal.SIGKILL, line
-        assert after_kill["intact"] and after_kill["newest"] == (step if number >= marked else step - 1), line
+        assert after_kill["intact"] and after_kill["newest"] == (
+            step if number >= marked else step - 1
+        ), line
         assert after_kill["facts"] == {"step": after_kill["newest"]} and not after_kill["odd"], line
-        assert after_retry == {"newest": step, "intact": True, "facts": {"step": step}, "hidden": [], "odd": []}, line
+        assert after_retry == {
+            "newest": step,
+            "intact": True,
+            "facts": {"step": step},
+            "hidden": [],
+            "odd": [],
+        }, line
         assert line["steps"] == [step - 1, step], line
-    names = {"started", "in facts.json", "after manifest.json", "sealed", "renamed", "marked", "unmarked", "hidden", "removing"}
+    names = {
+        "started",
+        "in facts.json",
+        "after manifest.json",
+        "sealed",
+        "renamed",
+        "marked",
+        "unmarked",
+        "hidden",
+        "removing",
+    }
     assert names <= set(places)
     assert any(line["after_kill"]["hidden"] for line in lines)  # there were folders to clean up
 
@@ -193,7 +233,9 @@ def test_fifty_kills_at_random_moments_of_a_save(scenes: dict[str, list[dict[str
     assert len(deaths) == 50
     for line in deaths:
         assert line["status"] == signal.SIGKILL, line
-        assert line["intact"] and line["facts"] == {"step": line["newest"]} and not line["odd"], line
+        assert line["intact"] and line["facts"] == {"step": line["newest"]} and not line["odd"], (
+            line
+        )
         # A save that returned is committed; one that did not return may be committed too.
         assert line["returned"] <= line["newest"] <= line["returned"] + 1, line
         assert len(line["hidden"]) <= 2, line
@@ -202,8 +244,12 @@ def test_fifty_kills_at_random_moments_of_a_save(scenes: dict[str, list[dict[str
     assert last["intact"] and last["hidden"] == [] and len(last["names"]) == KEEP
 
 
-def test_checkpoint_read_by_another_process_is_not_deleted(scenes: dict[str, list[dict[str, Any]]]) -> None:
-    assert scenes["reading"] == [{"scene": "reading", "steps": [1, 2], "is_whole": True, "then": [3]}]
+def test_checkpoint_read_by_another_process_is_not_deleted(
+    scenes: dict[str, list[dict[str, Any]]],
+) -> None:
+    assert scenes["reading"] == [
+        {"scene": "reading", "steps": [1, 2], "is_whole": True, "then": [3]}
+    ]
 
 
 if __name__ == "__main__":

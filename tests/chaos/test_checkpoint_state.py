@@ -73,12 +73,18 @@ def test_restored_run_continues_with_the_same_bits(name: str, tmp_path: Path) ->
     set_state_dict(restored, restored_optimizer, checkpoint.tensors)
     assert digest(get_state_dict(restored, restored_optimizer)) == digest(checkpoint.tensors)
     train(restored, restored_optimizer, range(3, 6))
-    assert digest(get_state_dict(restored, restored_optimizer)) == digest(get_state_dict(model, optimizer))
+    assert digest(get_state_dict(restored, restored_optimizer)) == digest(
+        get_state_dict(model, optimizer)
+    )
     assert restored.out.weight is restored.embed.weight
 
-    set_state_dict(restored, restored_optimizer, checkpoint.tensors)  # and again, over existing state
+    set_state_dict(
+        restored, restored_optimizer, checkpoint.tensors
+    )  # and again, over existing state
     train(restored, restored_optimizer, range(3, 6))
-    assert digest(get_state_dict(restored, restored_optimizer)) == digest(get_state_dict(model, optimizer))
+    assert digest(get_state_dict(restored, restored_optimizer)) == digest(
+        get_state_dict(model, optimizer)
+    )
 
 
 def test_names_are_those_of_the_unwrapped_model_and_tied_weights_are_saved_once() -> None:
@@ -91,7 +97,9 @@ def test_names_are_those_of_the_unwrapped_model_and_tied_weights_are_saved_once(
         "model.norm.num_batches_tracked", "model.unused.weight", "model.unused.bias",
     }  # fmt: skip
     keys = ("exp_avg", "exp_avg_sq", "step")
-    assert names - set(get_state_dict(model)) == {f"optim.{n}.{k}" for n in ("embed.weight", "norm.weight", "norm.bias") for k in keys}
+    assert names - set(get_state_dict(model)) == {
+        f"optim.{n}.{k}" for n in ("embed.weight", "norm.weight", "norm.bias") for k in keys
+    }
     compiled = torch.compile(model)
     assert isinstance(compiled, nn.Module)
     assert set(get_state_dict(compiled, optimizer)) == names
@@ -120,7 +128,13 @@ class Odd(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             for p in group["params"]:
-                self.state[p] |= {"calls": 2**40, "scale": 0.1, "warm": True, "tensor": torch.tensor(3), "none": None}
+                self.state[p] |= {
+                    "calls": 2**40,
+                    "scale": 0.1,
+                    "warm": True,
+                    "tensor": torch.tensor(3),
+                    "none": None,
+                }
 
 
 def test_numbers_of_an_optimizer_keep_their_types(tmp_path: Path) -> None:
@@ -132,7 +146,12 @@ def test_numbers_of_an_optimizer_keep_their_types(tmp_path: Path) -> None:
     set_state_dict(model, restored, CheckpointStore(tmp_path).load(1).tensors)
     state = restored.state[model.weight]
     assert state == {"calls": 2**40, "scale": 0.1, "warm": True, "tensor": torch.tensor(3)}
-    assert {key: type(value) for key, value in state.items()} == {"calls": int, "scale": float, "warm": bool, "tensor": Tensor}
+    assert {key: type(value) for key, value in state.items()} == {
+        "calls": int,
+        "scale": float,
+        "warm": bool,
+        "tensor": Tensor,
+    }
 
 
 def test_lists_of_an_optimizer_are_restored(tmp_path: Path) -> None:
@@ -162,11 +181,15 @@ def test_unsupported_state_is_refused_by_name() -> None:
     model = nn.Linear(2, 2)
     optimizer = Odd(model.parameters())
     optimizer.state[model.weight] = {"seen": {1, 2}}
-    with pytest.raises(CheckpointError, match=r"Odd keeps 'seen' as a set, which a checkpoint cannot hold\n  state of weight"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"Odd keeps 'seen' as a set, which a checkpoint cannot hold\n  state of weight",
+    ):
         get_state_dict(model, optimizer)
     optimizer.state[model.weight] = {"seen": [{1, 2}]}
     with pytest.raises(
-        CheckpointError, match=r"Odd keeps 'seen' as a list, which a checkpoint cannot hold\n  state of weight; seen.0 is a set"
+        CheckpointError,
+        match=r"Odd keeps 'seen' as a list, which a checkpoint cannot hold\n  state of weight; seen.0 is a set",
     ):
         get_state_dict(model, optimizer)
 
@@ -177,9 +200,13 @@ def test_unsupported_state_is_refused_by_name() -> None:
     with pytest.raises(CheckpointError, match=r"Extra keeps extra state[\s\S]*module 1,"):
         get_state_dict(nn.Sequential(nn.Linear(1, 1), Extra(1, 1)))
     optimizer = torch.optim.SGD([*model.parameters(), nn.Parameter(torch.ones(7))])
-    with pytest.raises(CheckpointError, match=r"1 of the optimizer's parameters are not in the model: shape \(7,\)"):
+    with pytest.raises(
+        CheckpointError, match=r"1 of the optimizer's parameters are not in the model: shape \(7,\)"
+    ):
         get_state_dict(model, optimizer)
-    with pytest.raises(CheckpointError, match=r"cannot hold a tensor of torch.complex128[\s\S]*model.x"):
+    with pytest.raises(
+        CheckpointError, match=r"cannot hold a tensor of torch.complex128[\s\S]*model.x"
+    ):
         digest({"model.x": torch.ones(1, dtype=torch.complex128)})
 
 
@@ -246,7 +273,9 @@ def test_digest_depends_on_names_dtypes_shapes_and_bytes_only() -> None:
 
 
 @pytest.mark.parametrize("file_bytes", [1, 100, 10**9])
-def test_every_dtype_is_restored_and_the_digest_is_that_of_the_command(tmp_path: Path, file_bytes: int) -> None:
+def test_every_dtype_is_restored_and_the_digest_is_that_of_the_command(
+    tmp_path: Path, file_bytes: int
+) -> None:
     store = CheckpointStore(tmp_path, file_bytes=file_bytes)
     facts = {"run": {"seed": 1}, "text": "è", "none": None}
     path = store.save(7, EVERY_DTYPE, facts)
@@ -267,7 +296,10 @@ def test_files_are_compatible_with_the_safetensors_library(tmp_path: Path) -> No
     assert digest(loaded) == digest(EVERY_DTYPE)
     safetensors.torch.save_file(EVERY_DTYPE, tmp_path / "theirs.safetensors", metadata={"a": "b"})
     parsed = {
-        spec.name: (spec, data) for spec, data in safetensors_io.parse_file(safetensors_io.map_file(tmp_path / "theirs.safetensors"))[1]
+        spec.name: (spec, data)
+        for spec, data in safetensors_io.parse_file(
+            safetensors_io.map_file(tmp_path / "theirs.safetensors")
+        )[1]
     }
     assert parsed.keys() == EVERY_DTYPE.keys()
     assert safetensors_io.digest_of_fingerprints(
@@ -282,6 +314,8 @@ def test_safetensors_library_reads_exported_weights(tmp_path: Path) -> None:
     CheckpointStore(tmp_path, file_bytes=100).save(1, get_state_dict(model, optimizer), {})
     commands.export(tmp_path, None, tmp_path / "weights.safetensors")
     theirs = safetensors.torch.load_file(tmp_path / "weights.safetensors")
-    assert digest({f"model.{name}": tensor for name, tensor in theirs.items()}) == digest(get_state_dict(model))
+    assert digest({f"model.{name}": tensor for name, tensor in theirs.items()}) == digest(
+        get_state_dict(model)
+    )
     with safetensors.safe_open(tmp_path / "weights.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt", "step": "1"}

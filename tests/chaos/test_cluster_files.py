@@ -34,13 +34,34 @@ class Nodes:
         self.training = Training(folder, hosts, steps=STEPS, start=())
         self.processes = self.training.agents
         (folder / "run.toml").write_text(tomli_w.dumps(nested({"steps": STEPS, **TINY})))
-        (folder / "hosts").write_text("".join(f"{host.address} {host.name}\n" for host in self.hosts))
+        (folder / "hosts").write_text(
+            "".join(f"{host.address} {host.name}\n" for host in self.hosts)
+        )
 
     def script(self, target: str, nodes: str, capsys: pytest.CaptureFixture[str]) -> str:
         """Return the script in the rendered file, with the folders of this test."""
-        assert main(["render", target, str(self.folder / "run.toml"), "--nodes", nodes, "--workers", "1", "--run", "run"]) == 0
+        assert (
+            main(
+                [
+                    "render",
+                    target,
+                    str(self.folder / "run.toml"),
+                    "--nodes",
+                    nodes,
+                    "--workers",
+                    "1",
+                    "--run",
+                    "run",
+                ]
+            )
+            == 0
+        )
         *_, document = yaml.safe_load_all(capsys.readouterr().out)
-        text = document["run"] if target == "skypilot" else document["spec"]["template"]["spec"]["containers"][0]["args"][0]
+        text = (
+            document["run"]
+            if target == "skypilot"
+            else document["spec"]["template"]["spec"]["containers"][0]["args"][0]
+        )
         for mounted in ("/etc/lockstep", "/tmp/lockstep", "/shared"):
             text = text.replace(mounted, str(self.folder))
         return str(text)
@@ -52,7 +73,13 @@ class Nodes:
         with open(self.folder / f"{host.name}.out", "ab") as output:
             environ = {**os.environ, **path, "OMP_NUM_THREADS": "1", **environ}
             self.processes[host.name] = subprocess.Popen(
-                words, cwd=self.folder, env=environ, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+                words,
+                cwd=self.folder,
+                env=environ,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
             )
 
 
@@ -66,7 +93,9 @@ def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, network: Network) -> 
             os.kill(pid, signal.SIGKILL)
 
 
-def test_a_drained_pod_leaves_and_its_successor_joins(nodes: Nodes, reference: Reference, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_drained_pod_leaves_and_its_successor_joins(
+    nodes: Nodes, reference: Reference, capsys: pytest.CaptureFixture[str]
+) -> None:
     script = nodes.script("kubernetes", "1:2", capsys)
     first, second = nodes.hosts
     nodes.start(first, script)
@@ -83,10 +112,14 @@ def test_a_drained_pod_leaves_and_its_successor_joins(nodes: Nodes, reference: R
     training.assert_same_bits(reference(STEPS))
 
 
-def test_nodes_of_skypilot_find_each_other(nodes: Nodes, reference: Reference, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nodes_of_skypilot_find_each_other(
+    nodes: Nodes, reference: Reference, capsys: pytest.CaptureFixture[str]
+) -> None:
     script = nodes.script("skypilot", "2", capsys)
     nodes.training.hosts = [replace(host, name=host.address) for host in nodes.hosts]
     for host in nodes.hosts:
         nodes.start(host, script, SKYPILOT_NODE_RANK="0", SKYPILOT_NODE_IPS=f"{host.address}\n")
     nodes.training.assert_same_bits(reference(STEPS))
-    assert {member.host for member in nodes.training.generations[0].members} == {host.address for host in nodes.hosts}
+    assert {member.host for member in nodes.training.generations[0].members} == {
+        host.address for host in nodes.hosts
+    }

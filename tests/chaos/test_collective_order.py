@@ -24,17 +24,25 @@ CASES = {
     "rank 0 dies in the vote, and rank 1 misses the stop": (["die"], ["miss"], ["stop"]),
     "rank 0 dies in the vote, and rank 1 misses the end": (["die"], ["miss"], ["end"]),
     "two ranks miss the end": (["miss"], ["miss"], ["end"], ["die"]),
-    "all others miss the stop, and the rank that knows it dies": (["miss"], ["miss"], ["stop", "die"]),
+    "all others miss the stop, and the rank that knows it dies": (
+        ["miss"],
+        ["miss"],
+        ["stop", "die"],
+    ),
     "the run stops without a fault": ([], ["stop"], []),
     "the run ends without a fault": ([], [], ["end"]),
 }
 SHORT = "a kill in the vote, and rank 0 misses the decision"
 
 
-def start_with_joiners(start_training: StartTraining, workers: int, function: str = "train") -> Training:
+def start_with_joiners(
+    start_training: StartTraining, workers: int, function: str = "train"
+) -> Training:
     """Start a run on host a; two workers of host b wait to join. Return once all members know it."""
     script, words = f"{SUPPORT / 'recorded_loop.py'}:{function}", ("--max", str(workers))
-    training = start_training((A, B), workers=workers, steps=100_000, words=words, script=script, start=())
+    training = start_training(
+        (A, B), workers=workers, steps=100_000, words=words, script=script, start=()
+    )
     (training.folder / "hosts.toml").write_text(TABLE.format("a", workers) + TABLE.format("b", 2))
     training.start_agent(A)
     training.start_agent(B)
@@ -60,8 +68,12 @@ def assert_same_order(training: Training) -> None:
     for generation, of_workers in orders.items():
         longest = max(of_workers.values(), key=len)
         for worker, collectives in of_workers.items():
-            is_same = collectives == longest[: None if generation == max(orders) else len(collectives)]
-            assert is_same, f"{worker}, generation {generation}: {collectives[-5:]}, others {longest[-5:]}\n{training.report()}"
+            is_same = (
+                collectives == longest[: None if generation == max(orders) else len(collectives)]
+            )
+            assert is_same, (
+                f"{worker}, generation {generation}: {collectives[-5:]}, others {longest[-5:]}\n{training.report()}"
+            )
 
 
 def set_actions(training: Training, actions: tuple[list[str], ...]) -> int:
@@ -74,7 +86,9 @@ def set_actions(training: Training, actions: tuple[list[str], ...]) -> int:
 
 
 @pytest.mark.long
-def test_a_joiner_that_differs_ends_the_run_of_a_member_that_missed_the_decision(start_training: StartTraining) -> None:
+def test_a_joiner_that_differs_ends_the_run_of_a_member_that_missed_the_decision(
+    start_training: StartTraining,
+) -> None:
     training = start_with_joiners(start_training, 3, "train_with_state")
     step = set_actions(training, (["miss"], [], ["die"]))
     assert 2 in training.end().values(), training.report()
@@ -85,9 +99,15 @@ def test_a_joiner_that_differs_ends_the_run_of_a_member_that_missed_the_decision
 
 
 @pytest.mark.parametrize(
-    "actions", [pytest.param(actions, id=name, marks=[] if name == SHORT else pytest.mark.long) for name, actions in CASES.items()]
+    "actions",
+    [
+        pytest.param(actions, id=name, marks=[] if name == SHORT else pytest.mark.long)
+        for name, actions in CASES.items()
+    ],
 )
-def test_members_of_a_generation_complete_the_same_collectives(start_training: StartTraining, actions: tuple[list[str], ...]) -> None:
+def test_members_of_a_generation_complete_the_same_collectives(
+    start_training: StartTraining, actions: tuple[list[str], ...]
+) -> None:
     training = start_with_joiners(start_training, len(actions))
     step = set_actions(training, actions)
     words = [word for words in actions for word in words]

@@ -31,7 +31,9 @@ def why_no_compose() -> str:
     for program in ("podman", "podman-compose"):
         if not shutil.which(program):
             return f"no {program}"
-    missing = subprocess.run(["podman", "image", "exists", IMAGE], check=False, capture_output=True).returncode
+    missing = subprocess.run(
+        ["podman", "image", "exists", IMAGE], check=False, capture_output=True
+    ).returncode
     return f"podman has no image {IMAGE}" if missing else ""
 
 
@@ -42,20 +44,43 @@ class Services:
         self.folder, self.name = folder, f"lockstep-{os.getpid()}"
         # podman-compose knows no configs: the run file is mounted.
         names = [f"host-{number}" for number in range(3)]
-        mounted = {name: {"volumes": [f"{folder}/run.toml:/etc/lockstep/run.toml:ro"]} for name in names}
+        mounted = {
+            name: {"volumes": [f"{folder}/run.toml:/etc/lockstep/run.toml:ro"]} for name in names
+        }
         (folder / "podman.yaml").write_text(json.dumps({"services": mounted}))
 
     def compose(self, *words: str) -> str:
-        command = ["podman-compose", "-p", self.name, "-f", "compose.yaml", "-f", "podman.yaml", *words]
+        command = [
+            "podman-compose",
+            "-p",
+            self.name,
+            "-f",
+            "compose.yaml",
+            "-f",
+            "podman.yaml",
+            *words,
+        ]
         done = subprocess.run(command, cwd=self.folder, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
     def members(self, host: str) -> list[str]:
         """Return the hosts of the newest generation, by rank, as `lockstep status` on a host lists them."""
-        command = ["podman", "exec", f"{self.name}_{host}_1", "lockstep", "status", "/shared/run", "--json"]
+        command = [
+            "podman",
+            "exec",
+            f"{self.name}_{host}_1",
+            "lockstep",
+            "status",
+            "/shared/run",
+            "--json",
+        ]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
-        return [member["host"] for member in json.loads(done.stdout)["members"]] if done.returncode == 0 else []
+        return (
+            [member["host"] for member in json.loads(done.stdout)["members"]]
+            if done.returncode == 0
+            else []
+        )
 
     def wait_for_members(self, host: str, expected: set[str]) -> None:
         until_s = time.monotonic() + 90
@@ -65,12 +90,25 @@ class Services:
 
     def exit_codes(self) -> dict[str, int]:
         """Wait for the end of all containers."""
-        listed = subprocess.check_output(["podman", "ps", "-a", "--filter", f"name={self.name}_", "--format", "{{.Names}}"], text=True)
-        return {name: int(subprocess.check_output(["podman", "wait", name], text=True, timeout=240)) for name in listed.split()}
+        listed = subprocess.check_output(
+            ["podman", "ps", "-a", "--filter", f"name={self.name}_", "--format", "{{.Names}}"],
+            text=True,
+        )
+        return {
+            name: int(subprocess.check_output(["podman", "wait", name], text=True, timeout=240))
+            for name in listed.split()
+        }
 
     @property
     def shared(self) -> Path:
-        words = ["podman", "volume", "inspect", f"{self.name}_shared", "--format", "{{.Mountpoint}}"]
+        words = [
+            "podman",
+            "volume",
+            "inspect",
+            f"{self.name}_shared",
+            "--format",
+            "{{.Mountpoint}}",
+        ]
         return Path(subprocess.check_output(words, text=True).strip())
 
 
@@ -80,7 +118,19 @@ def services(tmp_path: Path) -> Iterator[Services]:
         pytest.skip(why_not)
     lines = [f"{key} = {value}" for key, value in TINY.items()]
     (tmp_path / "run.toml").write_text("\n".join([f"steps = {STEPS}", *lines]))
-    words = ["render", "compose", "run.toml", "--nodes", "2:3", "--workers", "1", "--run", "/shared/run", "--image", IMAGE]
+    words = [
+        "render",
+        "compose",
+        "run.toml",
+        "--nodes",
+        "2:3",
+        "--workers",
+        "1",
+        "--run",
+        "/shared/run",
+        "--image",
+        IMAGE,
+    ]
     done = run_lockstep(*words, "--out", "compose.yaml", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     created = Services(tmp_path)
@@ -88,7 +138,9 @@ def services(tmp_path: Path) -> Iterator[Services]:
     created.compose("--profile", "more", "down", "-v", "-t", "0")
 
 
-def test_hosts_of_a_compose_file_are_killed_stop_and_join(services: Services, reference: Callable[[int], Truth]) -> None:
+def test_hosts_of_a_compose_file_are_killed_stop_and_join(
+    services: Services, reference: Callable[[int], Truth]
+) -> None:
     services.compose("up", "-d")
     services.wait_for_members("host-0", {"host-0", "host-1"})
     services.compose("--profile", "more", "up", "-d")

@@ -28,14 +28,26 @@ READ_ONLY = ["rbind", "ro"]
 
 def shown_paths() -> list[str]:
     """Return the folders of this machine that Python and Lockstep need, without those inside of others."""
-    paths = {"/usr", "/etc", str(ROOT), sys.prefix, sys.base_prefix, *(path for path in sys.path if os.path.isdir(path))}
+    paths = {
+        "/usr",
+        "/etc",
+        str(ROOT),
+        sys.prefix,
+        sys.base_prefix,
+        *(path for path in sys.path if os.path.isdir(path)),
+    }
     paths |= {os.path.realpath(path) for path in paths}
-    return sorted(path for path in paths if not any(path.startswith(f"{other}/") for other in paths))
+    return sorted(
+        path for path in paths if not any(path.startswith(f"{other}/") for other in paths)
+    )
 
 
 def container_config(host: Host, command: list[str], shared: Path) -> dict[str, Any]:
     """Return the OCI configuration of a container with the network of `host` and a fresh /tmp."""
-    binds = [{"destination": path, "source": path, "type": "bind", "options": READ_ONLY} for path in shown_paths()]
+    binds = [
+        {"destination": path, "source": path, "type": "bind", "options": READ_ONLY}
+        for path in shown_paths()
+    ]
     links = [f"/{name}" for name in ("bin", "lib", "lib64") if os.path.islink(f"/{name}")]
     assert links, "a Linux whose /bin is in /usr"
     return {
@@ -51,10 +63,20 @@ def container_config(host: Host, command: list[str], shared: Path) -> dict[str, 
         "mounts": [
             {"destination": "/proc", "source": "proc", "type": "proc"},
             {"destination": "/dev", "source": "tmpfs", "type": "tmpfs"},
-            {"destination": "/dev/shm", "source": "tmpfs", "type": "tmpfs", "options": ["size=256m"]},
+            {
+                "destination": "/dev/shm",
+                "source": "tmpfs",
+                "type": "tmpfs",
+                "options": ["size=256m"],
+            },
             {"destination": "/tmp", "source": "tmpfs", "type": "tmpfs"},
             *binds,
-            {"destination": str(shared), "source": str(shared), "type": "bind", "options": ["rbind", "rw"]},
+            {
+                "destination": str(shared),
+                "source": str(shared),
+                "type": "bind",
+                "options": ["rbind", "rw"],
+            },
         ],
         "linux": {
             "namespaces": [
@@ -69,18 +91,44 @@ class Containers(Training):
     """A run whose agents are process 1 of a container each."""
 
     def start_agent(self, host: Host) -> None:  # type: ignore[override]
-        place = ["--nodes", f"1:{len(self.hosts)}", "--workers", str(self.workers), "--host", host.name, "--address", host.address]
-        command = [sys.executable, "-m", "lockstep", "launch", *place, "--out", "run", *flags(self.steps)]
+        place = [
+            "--nodes",
+            f"1:{len(self.hosts)}",
+            "--workers",
+            str(self.workers),
+            "--host",
+            host.name,
+            "--address",
+            host.address,
+        ]
+        command = [
+            sys.executable,
+            "-m",
+            "lockstep",
+            "launch",
+            *place,
+            "--out",
+            "run",
+            *flags(self.steps),
+        ]
         bundle = self.folder.parent / f"bundle-{host.name}"
         shutil.rmtree(bundle, ignore_errors=True)
         (bundle / "rootfs").mkdir(parents=True)
         for name in ("bin", "sbin", "lib", "lib64"):
             if os.path.islink(f"/{name}"):
                 (bundle / "rootfs" / name).symlink_to(os.readlink(f"/{name}"))
-        (bundle / "config.json").write_text(json.dumps(container_config(host, command, self.folder)))
+        (bundle / "config.json").write_text(
+            json.dumps(container_config(host, command, self.folder))
+        )
         with open(self.folder / f"{host.name}.out", "ab") as output:
             words = ["runc", "run", "--bundle", str(bundle), self.container(host)]
-            self.agents[host.name] = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True)
+            self.agents[host.name] = subprocess.Popen(
+                words,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
 
     def container(self, host: Host) -> str:
         return f"lockstep-test-{os.getpid()}-{host.name}"
@@ -93,7 +141,11 @@ class Containers(Training):
 
     def close(self) -> None:
         for host in self.hosts:
-            subprocess.run(["runc", "delete", "--force", self.container(host)], check=False, capture_output=True)
+            subprocess.run(
+                ["runc", "delete", "--force", self.container(host)],
+                check=False,
+                capture_output=True,
+            )
         super().close()
 
 
@@ -108,11 +160,17 @@ def containers(tmp_path: Path) -> Iterator[Containers]:
         yield created
 
 
-def test_a_killed_container_heals_like_a_host_and_joins_again(containers: Containers, reference: Reference) -> None:
-    containers.wait(lambda: containers.step > 0 and len(containers.newest.members) == 2, what="two containers")
+def test_a_killed_container_heals_like_a_host_and_joins_again(
+    containers: Containers, reference: Reference
+) -> None:
+    containers.wait(
+        lambda: containers.step > 0 and len(containers.newest.members) == 2, what="two containers"
+    )
     containers.wait_for_step(containers.step + 3)
     before = containers.newest
-    assert {member.host for member in before.members} == {"a", "b"} and {member.slot for member in before.members} == {0}
+    assert {member.host for member in before.members} == {"a", "b"} and {
+        member.slot for member in before.members
+    } == {0}
     lost = next(host for host in containers.hosts if host.name == before.members[0].host)
     containers.kill_host(lost)
     back_s = containers.wait_until_back(before, 1)
@@ -121,4 +179,7 @@ def test_a_killed_container_heals_like_a_host_and_joins_again(containers: Contai
     print_seconds(back=back_s, whole=containers.wait_until_back(one, 2))
     truth = reference(STEPS)
     assert containers.end() == {"a": 0, "b": 0}, containers.report()
-    assert digest_line(containers.run, None) == truth.digest and read_steps(containers.run) == truth.steps, containers.report()
+    assert (
+        digest_line(containers.run, None) == truth.digest
+        and read_steps(containers.run) == truth.steps
+    ), containers.report()

@@ -14,7 +14,11 @@ SHARDS = {"layout__shard": 2}
 def in_middle(training: Training, host: Host) -> bool:
     """Return whether a worker of `host` computes a learner, after its first steps."""
     status = training.doing(0, host)
-    return status.phase in ("forward", "backward") and status.step > 20 and status.step % 10 in (4, 5, 6, 7)
+    return (
+        status.phase in ("forward", "backward")
+        and status.step > 20
+        and status.step % 10 in (4, 5, 6, 7)
+    )
 
 
 @pytest.mark.long
@@ -29,7 +33,9 @@ def test_worker_killed_within_an_outer_step(start_training: Callable[..., Traini
 
 
 @pytest.mark.long
-def test_shard_killed_within_an_outer_step_joins_again(start_training: Callable[..., Training]) -> None:
+def test_shard_killed_within_an_outer_step_joins_again(
+    start_training: Callable[..., Training],
+) -> None:
     values = VALUES | {"optim__decay_steps": 200}
     training = start_training(workers=4, steps=200, values=values | SHARDS)
     training.wait_for_step(20)
@@ -46,7 +52,9 @@ def test_shard_killed_within_an_outer_step_joins_again(start_training: Callable[
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("layout", [pytest.param({}, id="replicas"), pytest.param(SHARDS, id="a replica on each host")])
+@pytest.mark.parametrize(
+    "layout", [pytest.param({}, id="replicas"), pytest.param(SHARDS, id="a replica on each host")]
+)
 def test_host_lost_in_the_middle_of_an_outer_step(
     start_training: Callable[..., Training], why_no_network: str, layout: dict[str, object]
 ) -> None:
@@ -55,7 +63,10 @@ def test_host_lost_in_the_middle_of_an_outer_step(
     with Network(2) as network:
         training = start_training(network.hosts, workers=2, steps=60, values=VALUES | layout)
         lost = network.hosts[1]
-        training.wait(lambda: training.step >= 20 and in_middle(training, lost), what="a learner in the middle of an outer step")
+        training.wait(
+            lambda: training.step >= 20 and in_middle(training, lost),
+            what="a learner in the middle of an outer step",
+        )
         before, step = training.newest, training.step
         training.kill_host(lost)
         training.wait_until_back(before)

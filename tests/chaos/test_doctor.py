@@ -20,7 +20,9 @@ import lockstep
 
 GROUP = "/sys/fs/cgroup/memory/lockstep-doctor"
 MISSING = {
-    "control group": "" if os.path.exists("/sys/fs/cgroup/memory/cgroup.procs") else "no memory controller of version 1",
+    "control group": ""
+    if os.path.exists("/sys/fs/cgroup/memory/cgroup.procs")
+    else "no memory controller of version 1",
     "wrong clock": "" if shutil.which("faketime") else "no faketime: apt-get install faketime",
 }
 ADDRESSES_OF_ONE_HOST = {"a": "127.0.0.1", "b": "localhost"}
@@ -43,8 +45,12 @@ class Hosts:
     folder: Path
 
     def write_list(self, **addresses: str) -> None:
-        tables = [(host.name, addresses.get(host.name, host.address)) for host in self.network.hosts]
-        (self.folder / "hosts.toml").write_text("".join(f'[[host]]\nname = "{n}"\naddress = "{a}"\nworkers = 2\n' for n, a in tables))
+        tables = [
+            (host.name, addresses.get(host.name, host.address)) for host in self.network.hosts
+        ]
+        (self.folder / "hosts.toml").write_text(
+            "".join(f'[[host]]\nname = "{n}"\naddress = "{a}"\nworkers = 2\n' for n, a in tables)
+        )
 
     def examine(self, plans: dict[str, Plan], *words: str) -> tuple[dict[str, int], dict[str, str]]:
         """Return the exit codes and the reports of the hosts."""
@@ -63,12 +69,28 @@ class Hosts:
                 "-m",
                 "lockstep",
             ]
-            command += ["doctor", "--hosts", "hosts.toml", "--host", host.name, "--out", plan.out, "--wait", "30", *words]
+            command += [
+                "doctor",
+                "--hosts",
+                "hosts.toml",
+                "--host",
+                host.name,
+                "--out",
+                plan.out,
+                "--wait",
+                "30",
+                *words,
+            ]
             environ = {**os.environ, "OMP_NUM_THREADS": "1", **plan.environ}
             if plan.is_started:
                 pipe = subprocess.PIPE
                 processes[host.name] = subprocess.Popen(
-                    command, cwd=self.folder, env=environ, stdout=pipe, stderr=subprocess.STDOUT, text=True
+                    command,
+                    cwd=self.folder,
+                    env=environ,
+                    stdout=pipe,
+                    stderr=subprocess.STDOUT,
+                    text=True,
                 )
         reports = {name: process.communicate(timeout=100)[0] for name, process in processes.items()}
         return {name: process.returncode for name, process in processes.items()}, reports
@@ -104,29 +126,66 @@ def test_several_faults_are_each_named_on_their_hosts(hosts: Hosts, tmp_path: Pa
     (tmp_path / "bin" / "nvidia-smi").chmod(0o755)
     hosts.network.limit_rate(hosts.network.hosts[2], "20mbit")
     path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
-    b = Plan(before="ulimit -n 64", environ={"ATEN_CPU_CAPABILITY": "default", "PATH": path, "GLOO_SOCKET_IFNAME": "lo"})
+    b = Plan(
+        before="ulimit -n 64",
+        environ={"ATEN_CPU_CAPABILITY": "default", "PATH": path, "GLOO_SOCKET_IFNAME": "lo"},
+    )
     codes, reports = hosts.examine({"b": b, "c": Plan(out="elsewhere")})
     assert codes == {"a": 1, "b": 1, "c": 1}, reports
-    wanted = {("FAIL", "limits", "b"), ("FAIL", "versions", "b"), ("FAIL", "gpu", "b"), ("warn", "interface", "b")}
-    wanted |= {("FAIL", "folder", name) for name in "abc"} | {("warn", "bandwidth", name) for name in "bc"}
+    wanted = {
+        ("FAIL", "limits", "b"),
+        ("FAIL", "versions", "b"),
+        ("FAIL", "gpu", "b"),
+        ("warn", "interface", "b"),
+    }
+    wanted |= {("FAIL", "folder", name) for name in "abc"} | {
+        ("warn", "bandwidth", name) for name in "bc"
+    }
     for report in reports.values():
         assert named(report) == wanted, report
-    assert "cpu is DEFAULT, but" in reports["a"] and "a file that c wrote does not appear here" in reports["a"]
+    assert (
+        "cpu is DEFAULT, but" in reports["a"]
+        and "a file that c wrote does not appear here" in reports["a"]
+    )
     assert "slow: host c, at best: 19" in reports["a"] or "Mbit/s to c" in reports["a"]
 
 
 FAULTS = {
-    "full disk": ({"b": Plan(before="mount -t tmpfs -o size=512k none run")}, {("FAIL", "folder", "b")}, "No space left on device"),
-    "read-only folder": ({"b": Plan(before="mount -t tmpfs -o ro none run")}, {("FAIL", "folder", "b")}, "Read-only file system"),
+    "full disk": (
+        {"b": Plan(before="mount -t tmpfs -o size=512k none run")},
+        {("FAIL", "folder", "b")},
+        "No space left on device",
+    ),
+    "read-only folder": (
+        {"b": Plan(before="mount -t tmpfs -o ro none run")},
+        {("FAIL", "folder", "b")},
+        "Read-only file system",
+    ),
     "no write permission": (
-        {"b": Plan(before='chmod 500 run/doctor; set -- setpriv --bounding-set -dac_override,-dac_read_search "$@"')},
+        {
+            "b": Plan(
+                before='chmod 500 run/doctor; set -- setpriv --bounding-set -dac_override,-dac_read_search "$@"'
+            )
+        },
         {("FAIL", "folder", "b")},
         "Permission denied",
     ),
-    "not started": ({"b": Plan(is_started=False)}, {("FAIL", "ports", "b")}, "connection refused at 10.77.0.2:"),
-    "address space": ({"b": Plan(before="ulimit -v 900000")}, {("FAIL", "memory", "b")}, "RLIMIT_AS"),
+    "not started": (
+        {"b": Plan(is_started=False)},
+        {("FAIL", "ports", "b")},
+        "connection refused at 10.77.0.2:",
+    ),
+    "address space": (
+        {"b": Plan(before="ulimit -v 900000")},
+        {("FAIL", "memory", "b")},
+        "RLIMIT_AS",
+    ),
     "control group": (
-        {"b": Plan(before=f"mkdir -p {GROUP} && echo 900M > {GROUP}/memory.limit_in_bytes && echo $$ > {GROUP}/cgroup.procs")},
+        {
+            "b": Plan(
+                before=f"mkdir -p {GROUP} && echo 900M > {GROUP}/memory.limit_in_bytes && echo $$ > {GROUP}/cgroup.procs"
+            )
+        },
         {("FAIL", "memory", "b")},
         f"limit from {GROUP}/memory.limit_in_bytes",
     ),
@@ -156,7 +215,10 @@ def test_a_planted_fault_is_named(hosts: Hosts, fault: str) -> None:
     is_fatal = any(level == "FAIL" for level, _, _ in wanted)
     assert set(codes.values()) == {int(is_fatal)} and words in reports["a"], reports["a"]
     # Without ports a host cannot connect either, so it names other hosts too.
-    assert all(named(report) == wanted or (fault == "no free ports" and wanted < named(report)) for report in reports.values()), reports
+    assert all(
+        named(report) == wanted or (fault == "no free ports" and wanted < named(report))
+        for report in reports.values()
+    ), reports
 
 
 @pytest.mark.long
@@ -164,18 +226,39 @@ def test_faults_of_an_object_store_are_named(hosts: Hosts) -> None:
     """No fault; then a host with another store; then one with a missing bucket."""
     a, b = hosts.network.hosts
     with s3_server(a.address, a.enter) as server, s3_server(b.address, b.enter) as other:
-        plans = {host.name: Plan(out=RUN, environ=environment(server, hosts.folder / f"cache-{host.name}")) for host in (a, b)}
+        plans = {
+            host.name: Plan(
+                out=RUN, environ=environment(server, hosts.folder / f"cache-{host.name}")
+            )
+            for host in (a, b)
+        }
         codes, reports = hosts.examine(plans)
         assert codes == {"a": 0, "b": 0} and named(reports["a"]) == set(), reports
         assert reports["b"].count(f"{RUN}: storing 1 MiB") == 2, reports["b"]
-        codes, reports = hosts.examine({"a": plans["a"], "b": replace(plans["b"], environ=environment(other, "cache"))})
-        assert codes == {"a": 1, "b": 1} and named(reports["a"]) == {("FAIL", "folder", "a"), ("FAIL", "folder", "b")}, reports
+        codes, reports = hosts.examine(
+            {"a": plans["a"], "b": replace(plans["b"], environ=environment(other, "cache"))}
+        )
+        assert codes == {"a": 1, "b": 1} and named(reports["a"]) == {
+            ("FAIL", "folder", "a"),
+            ("FAIL", "folder", "b"),
+        }, reports
         assert "the hosts use different stores" in reports["a"]
         words = RUN.replace("runs/", "absent/")
         codes, reports = hosts.examine({"a": plans["a"], "b": replace(plans["b"], out=words)})
-        assert codes == {"a": 1, "b": 1} and named(reports["b"]) == {("FAIL", "folder", "b")} and "NoSuchBucket" in reports["b"], reports
-        listed = [*b.enter, sys.executable, "-c", "import sys; from urllib.request import urlopen; print(urlopen(sys.argv[1]).read())"]
-        assert "probes" not in subprocess.check_output([*listed, f"{server}/runs"], text=True), "each host removes its probes"
+        assert (
+            codes == {"a": 1, "b": 1}
+            and named(reports["b"]) == {("FAIL", "folder", "b")}
+            and "NoSuchBucket" in reports["b"]
+        ), reports
+        listed = [
+            *b.enter,
+            sys.executable,
+            "-c",
+            "import sys; from urllib.request import urlopen; print(urlopen(sys.argv[1]).read())",
+        ]
+        assert "probes" not in subprocess.check_output([*listed, f"{server}/runs"], text=True), (
+            "each host removes its probes"
+        )
 
 
 @pytest.mark.long
@@ -184,7 +267,9 @@ def test_other_code_on_a_host_is_named(hosts: Hosts, tmp_path: Path) -> None:
     shutil.copytree(Path(lockstep.__file__).parent, copy)
     (copy / "units.py").write_text((copy / "units.py").read_text() + "# changed\n")
     codes, reports = hosts.examine({"b": Plan(environ={"PYTHONPATH": str(copy.parent)})})
-    assert codes == {"a": 1, "b": 1} and ("FAIL", "versions", "b") in named(reports["a"]), reports["a"]
+    assert codes == {"a": 1, "b": 1} and ("FAIL", "versions", "b") in named(reports["a"]), reports[
+        "a"
+    ]
     assert re.search(r"lockstep is .*, sources \w+, but .* on a", reports["a"])
 
 
@@ -210,7 +295,9 @@ def test_a_host_that_cannot_be_reached_is_named(hosts: Hosts, cut: str) -> None:
         ({"b": "10.77.0.9"}, 2, "cannot listen at 10.77.0.9:"),
     ],
 )
-def test_a_wrong_address_is_named(hosts: Hosts, addresses: dict[str, str], code: int, words: str) -> None:
+def test_a_wrong_address_is_named(
+    hosts: Hosts, addresses: dict[str, str], code: int, words: str
+) -> None:
     hosts.write_list(**addresses)
     codes, reports = hosts.examine({}, "--wait", "5")
     assert codes == {"a": 1, "b": code} and words in reports["b"], reports
@@ -224,10 +311,29 @@ def test_two_hosts_of_one_name_are_refused(tmp_path: Path) -> None:
 
 
 def test_two_names_that_share_an_address_are_named(tmp_path: Path) -> None:
-    tables = [f'[[host]]\nname = "{name}"\naddress = "{address}"\nworkers = 1\n' for name, address in ADDRESSES_OF_ONE_HOST.items()]
+    tables = [
+        f'[[host]]\nname = "{name}"\naddress = "{address}"\nworkers = 1\n'
+        for name, address in ADDRESSES_OF_ONE_HOST.items()
+    ]
     (tmp_path / "hosts.toml").write_text("".join(tables))
-    command = [sys.executable, "-m", "lockstep", "doctor", "--hosts", "hosts.toml", "--host", "a", "--wait", "5", "--out", "run"]
+    command = [
+        sys.executable,
+        "-m",
+        "lockstep",
+        "doctor",
+        "--hosts",
+        "hosts.toml",
+        "--host",
+        "a",
+        "--wait",
+        "5",
+        "--out",
+        "run",
+    ]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 1 and ("FAIL", "ports", "b") in named(done.stdout), done.stdout
-    assert "does not answer a: host a answers, so two names share an address, at localhost:" in done.stdout
+    assert (
+        "does not answer a: host a answers, so two names share an address, at localhost:"
+        in done.stdout
+    )
     assert not {check for _, check, _ in named(done.stdout)} & {"folder", "group"}, done.stdout

@@ -26,58 +26,184 @@ from lockstep.record import events
 LOOPS = Path(__file__).parents[1] / "support" / "loops"
 OWN_LOOP = Path(__file__).parents[2] / "examples" / "own_loop.py"
 
-TINY = ["--data.pairs", "3000", "--data.held_out", "50", "--tokenizer.vocab_size", "500", "--batch.tokens", "256", "--evaluate.at_end", "0"]
-TINY += ["--model.dim", "32", "--model.encoder_layers", "1", "--model.decoder_layers", "1", "--model.ffn_dim", "64"]
+TINY = [
+    "--data.pairs",
+    "3000",
+    "--data.held_out",
+    "50",
+    "--tokenizer.vocab_size",
+    "500",
+    "--batch.tokens",
+    "256",
+    "--evaluate.at_end",
+    "0",
+]
+TINY += [
+    "--model.dim",
+    "32",
+    "--model.encoder_layers",
+    "1",
+    "--model.decoder_layers",
+    "1",
+    "--model.ffn_dim",
+    "64",
+]
 TINY += ["--checkpoint.every_steps", "10"]
 
 
 def test_a_drill_reports_the_same_bits(tmp_path: Path) -> None:
-    words = ["drill", "--workers", "3", "--faults", "5", "--seed", "4", "--steps", "60", "--out", str(tmp_path / "drill"), *TINY]
+    words = [
+        "drill",
+        "--workers",
+        "3",
+        "--faults",
+        "5",
+        "--seed",
+        "4",
+        "--steps",
+        "60",
+        "--out",
+        str(tmp_path / "drill"),
+        *TINY,
+    ]
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     result = subprocess.run(
-        [sys.executable, "-m", "lockstep", *words], capture_output=True, text=True, timeout=280, env=environ, check=False
+        [sys.executable, "-m", "lockstep", *words],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        env=environ,
+        check=False,
     )
     log = tmp_path / "drill" / "disturbed" / "drill.log"
-    assert result.returncode == 0, result.stdout + result.stderr + (log.read_text()[-3000:] if log.exists() else "")
-    rows = [line.split()[0] for line in result.stdout.splitlines() if line.split()[:1] and line.split()[0] in FAULTS]
-    assert sorted(rows) == sorted(fault for _, fault in plan_faults(4, 5, 60, 3, 10)) and "the same bits" in result.stdout
+    assert result.returncode == 0, (
+        result.stdout + result.stderr + (log.read_text()[-3000:] if log.exists() else "")
+    )
+    rows = [
+        line.split()[0]
+        for line in result.stdout.splitlines()
+        if line.split()[:1] and line.split()[0] in FAULTS
+    ]
+    assert (
+        sorted(rows) == sorted(fault for _, fault in plan_faults(4, 5, 60, 3, 10))
+        and "the same bits" in result.stdout
+    )
     assert {"stop", "flip", "checkpoint"} < set(rows) and "is damaged" in log.read_text()
     newest = GenerationLog(tmp_path / "drill" / "disturbed" / "generations").newest()
-    assert newest is not None and newest.end is not None and newest.end.code == 0 and newest.number > 2
+    assert (
+        newest is not None and newest.end is not None and newest.end.code == 0 and newest.number > 2
+    )
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("words", [("3", "bf16", "1"), ("3", "int8", "1"), ("4", "int8", "2")], ids=" ".join)
-def test_a_drill_reports_the_same_bits_with_each_wire_format(tmp_path: Path, words: tuple[str, str, str]) -> None:
+@pytest.mark.parametrize(
+    "words", [("3", "bf16", "1"), ("3", "int8", "1"), ("4", "int8", "2")], ids=" ".join
+)
+def test_a_drill_reports_the_same_bits_with_each_wire_format(
+    tmp_path: Path, words: tuple[str, str, str]
+) -> None:
     workers, wire, shard = words
-    flags = ["--workers", workers, "--faults", "3", "--steps", "60", "--parallel.wire", wire, "--layout.shard", shard]
-    command = [sys.executable, "-m", "lockstep", "drill", "--out", str(tmp_path / "drill"), *flags, *TINY]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=280, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False)
-    assert result.returncode == 0 and "the same bits" in result.stdout, result.stdout + result.stderr
+    flags = [
+        "--workers",
+        workers,
+        "--faults",
+        "3",
+        "--steps",
+        "60",
+        "--parallel.wire",
+        wire,
+        "--layout.shard",
+        shard,
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "lockstep",
+        "drill",
+        "--out",
+        str(tmp_path / "drill"),
+        *flags,
+        *TINY,
+    ]
+    result = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    assert result.returncode == 0 and "the same bits" in result.stdout, (
+        result.stdout + result.stderr
+    )
 
 
 @pytest.mark.long
 def test_a_drill_in_an_object_store_compares_what_the_store_holds(tmp_path: Path) -> None:
-    words = ["drill", "--workers", "3", "--faults", "7", "--steps", "150", "--out", "s3://runs/team/drill", *TINY]
+    words = [
+        "drill",
+        "--workers",
+        "3",
+        "--faults",
+        "7",
+        "--steps",
+        "150",
+        "--out",
+        "s3://runs/team/drill",
+        *TINY,
+    ]
     with s3_server() as server:
-        environ = {**os.environ, **environment(server, tmp_path / "cache"), "OMP_NUM_THREADS": "1", "LOCKSTEP_TMP": str(tmp_path)}
-        run = functools.partial(subprocess.run, capture_output=True, text=True, timeout=280, env=environ, check=False)
+        environ = {
+            **os.environ,
+            **environment(server, tmp_path / "cache"),
+            "OMP_NUM_THREADS": "1",
+            "LOCKSTEP_TMP": str(tmp_path),
+        }
+        run = functools.partial(
+            subprocess.run, capture_output=True, text=True, timeout=280, env=environ, check=False
+        )
         result = run([sys.executable, "-m", "lockstep", *words])
-        assert result.returncode == 0 and "the same bits" in result.stdout, result.stdout + result.stderr
-        rows = [line.split()[0] for line in result.stdout.splitlines() if line.split()[:1] and line.split()[0] in FAULTS]
+        assert result.returncode == 0 and "the same bits" in result.stdout, (
+            result.stdout + result.stderr
+        )
+        rows = [
+            line.split()[0]
+            for line in result.stdout.splitlines()
+            if line.split()[:1] and line.split()[0] in FAULTS
+        ]
         assert sorted(rows) == sorted(FAULTS)
         again = run([sys.executable, "-m", "lockstep", *words])
         assert again.returncode == 2 and "s3://runs/team/drill is not empty" in again.stderr
-        listed = run([sys.executable, "-m", "lockstep", "checkpoint", "list", "s3://runs/team/drill/disturbed"])
+        listed = run(
+            [
+                sys.executable,
+                "-m",
+                "lockstep",
+                "checkpoint",
+                "list",
+                "s3://runs/team/drill/disturbed",
+            ]
+        )
         assert listed.stdout.splitlines()[-1].split()[0] == "150", listed.stderr
     assert not living(tmp_path)
 
 
 def test_a_terminated_drill_leaves_no_worker(tmp_path: Path) -> None:
-    words = ["drill", "--workers", "2", "--steps", "100000", "--out", str(tmp_path / "drill"), *TINY]
+    words = [
+        "drill",
+        "--workers",
+        "2",
+        "--steps",
+        "100000",
+        "--out",
+        str(tmp_path / "drill"),
+        *TINY,
+    ]
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     metrics = tmp_path / "drill" / "undisturbed" / "metrics.jsonl"
-    with subprocess.Popen([sys.executable, "-m", "lockstep", *words], cwd=tmp_path, env=environ) as process:
+    with subprocess.Popen(
+        [sys.executable, "-m", "lockstep", *words], cwd=tmp_path, env=environ
+    ) as process:
         until_s = time.monotonic() + 60
         while not (metrics.exists() and metrics.read_bytes()):
             assert process.poll() is None and time.monotonic() < until_s
@@ -90,7 +216,13 @@ def test_a_terminated_drill_leaves_no_worker(tmp_path: Path) -> None:
 def test_a_drill_needs_a_new_folder(tmp_path: Path) -> None:
     (tmp_path / "there").write_text("")
     words = ["drill", "--out", str(tmp_path), "--steps", "5", *TINY]
-    result = subprocess.run([sys.executable, "-m", "lockstep", *words], capture_output=True, text=True, timeout=60, check=False)
+    result = subprocess.run(
+        [sys.executable, "-m", "lockstep", *words],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert result.returncode == 2 and "is not empty" in result.stderr
 
 
@@ -100,18 +232,34 @@ def test_a_drill_needs_a_new_folder(tmp_path: Path) -> None:
 def drill(*words: str | Path, timeout_s: float = 280) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "lockstep", "drill", *map(str, words)]
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, env=environ, check=False)
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=timeout_s, env=environ, check=False
+    )
 
 
 @pytest.mark.long
-def test_a_self_check_kills_a_worker_resumes_with_another_number_and_compares(tmp_path: Path) -> None:
+def test_a_self_check_kills_a_worker_resumes_with_another_number_and_compares(
+    tmp_path: Path,
+) -> None:
     result = drill(f"{OWN_LOOP}:train", "--steps", "21", "--out", tmp_path / "drill")
-    assert result.returncode == 0 and result.stdout.endswith("\nthe same bits\n"), result.stdout + result.stderr
+    assert result.returncode == 0 and result.stdout.endswith("\nthe same bits\n"), (
+        result.stdout + result.stderr
+    )
     rows = [line.partition(" step ")[2] for line in result.stdout.splitlines() if "sha256" in line]
-    assert len(rows) == 4 and len({row.rpartition("step ")[2] for row in rows}) == 1 and "21 sha256" in rows[0]
-    killed, resumed = (events.read_events(tmp_path / "drill" / name) for name in ("killed", "resumed"))
-    assert any(event["event"] == "regrouped" and event["joined"] for event in killed), "the replacement received the state"
-    starts = [(event["step"], len(event["workers"])) for event in resumed if event["event"] == "began"]
+    assert (
+        len(rows) == 4
+        and len({row.rpartition("step ")[2] for row in rows}) == 1
+        and "21 sha256" in rows[0]
+    )
+    killed, resumed = (
+        events.read_events(tmp_path / "drill" / name) for name in ("killed", "resumed")
+    )
+    assert any(event["event"] == "regrouped" and event["joined"] for event in killed), (
+        "the replacement received the state"
+    )
+    starts = [
+        (event["step"], len(event["workers"])) for event in resumed if event["event"] == "began"
+    ]
     assert starts == [(0, 2), (10, 1)]
 
 
@@ -120,48 +268,108 @@ def test_a_self_check_names_the_state_that_a_joiner_lacks(tmp_path: Path) -> Non
     script = state_places.write("a local number", tmp_path / "script")
     result = drill(f"{script}:train", "--steps", "8", "--out", tmp_path / "drill")
     assert result.returncode == 2, result.stderr
-    assert re.search(r"the loop changes what no checkpoint holds: \w+ \(line \d+\)\n", result.stdout)
+    assert re.search(
+        r"the loop changes what no checkpoint holds: \w+ \(line \d+\)\n", result.stdout
+    )
     assert "is not the same on all workers" in result.stderr
 
 
-def test_a_failed_self_check_prints_the_error_and_has_the_exit_code_of_its_run(tmp_path: Path) -> None:
+def test_a_failed_self_check_prints_the_error_and_has_the_exit_code_of_its_run(
+    tmp_path: Path,
+) -> None:
     result = drill(f"{OWN_LOOP}:train", "--stepz", "21", "--out", tmp_path / "drill")
     assert result.returncode == 2 and "1 worker exited with code 2" in result.stderr, result.stderr
-    assert "UsageError: " in result.stderr and "takes no --stepz" in result.stderr and "it takes --out, --steps" in result.stderr
+    assert (
+        "UsageError: " in result.stderr
+        and "takes no --stepz" in result.stderr
+        and "it takes --out, --steps" in result.stderr
+    )
 
 
 def test_faults_in_a_loop_without_metrics_are_refused(tmp_path: Path) -> None:
-    result = drill(f"{LOOPS / 'gradient_noise.py'}:train", "--faults", "1", "--workers", "1", "--out", tmp_path / "drill")
-    assert result.returncode == 2 and "the loop has written no step to" in result.stderr and "tracker.step" in result.stderr, result.stderr
+    result = drill(
+        f"{LOOPS / 'gradient_noise.py'}:train",
+        "--faults",
+        "1",
+        "--workers",
+        "1",
+        "--out",
+        tmp_path / "drill",
+    )
+    assert (
+        result.returncode == 2
+        and "the loop has written no step to" in result.stderr
+        and "tracker.step" in result.stderr
+    ), result.stderr
 
 
 def test_a_drill_waits_while_the_run_makes_progress_and_times_out_without(tmp_path: Path) -> None:
     words = [f"{LOOPS / 'slow.py'}:train", "--steps", "1000", "--seconds", "0.15"]
     with DrillRun(words, str(tmp_path / "run"), 1, socket.gethostname()) as run:
-        run.wait_for(lambda: bool(committed_steps(tmp_path / "run" / "checkpoints")), "the first checkpoint")
+        run.wait_for(
+            lambda: bool(committed_steps(tmp_path / "run" / "checkpoints")), "the first checkpoint"
+        )
         run.patience_s = 0.3
         start_s = time.monotonic()
         run.wait_for(lambda: committed_steps(tmp_path / "run" / "checkpoints")[-1] >= 8, "step 8")
-        assert time.monotonic() - start_s > 2 * run.patience_s, "a fixed patience would have given up"
+        assert time.monotonic() - start_s > 2 * run.patience_s, (
+            "a fixed patience would have given up"
+        )
         run.kill(run.newest_generation().members, signal.SIGSTOP)
-        with pytest.raises(LockstepError, match=r"timed out waiting for step 1000: the run has made no progress for"):
+        with pytest.raises(
+            LockstepError,
+            match=r"timed out waiting for step 1000: the run has made no progress for",
+        ):
             run.wait_for(lambda: False, "step 1000")
 
 
 @pytest.mark.long
 def test_faults_are_injected_into_a_user_loop_with_metrics(tmp_path: Path) -> None:
-    result = drill(f"{OWN_LOOP}:train", "--faults", "4", "--seed", "2", "--steps", "2000", "--out", tmp_path / "drill")
-    assert result.returncode == 0 and result.stdout.endswith("\nthe same bits\n"), result.stdout + result.stderr
+    result = drill(
+        f"{OWN_LOOP}:train",
+        "--faults",
+        "4",
+        "--seed",
+        "2",
+        "--steps",
+        "2000",
+        "--out",
+        tmp_path / "drill",
+    )
+    assert result.returncode == 0 and result.stdout.endswith("\nthe same bits\n"), (
+        result.stdout + result.stderr
+    )
 
 
 @pytest.mark.long  # test_layout_hosts.py has the same faults
 def test_replicas_of_two_shards_recover_as_units(tmp_path: Path) -> None:
-    words = ["drill", "--faults", "2", "--seed", "3", "--steps", "40", "--out", str(tmp_path / "drill"), *TINY]
+    words = [
+        "drill",
+        "--faults",
+        "2",
+        "--seed",
+        "3",
+        "--steps",
+        "40",
+        "--out",
+        str(tmp_path / "drill"),
+        *TINY,
+    ]
     words += ["--layout.replicate", "2", "--layout.shard", "2"]
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     result = subprocess.run(
-        [sys.executable, "-m", "lockstep", *words], capture_output=True, text=True, timeout=280, env=environ, check=False
+        [sys.executable, "-m", "lockstep", *words],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        env=environ,
+        check=False,
     )
-    assert result.returncode == 0 and "the same bits" in result.stdout, result.stdout + result.stderr
-    generations = [GenerationLog(tmp_path / "drill" / "disturbed" / "generations").read(number) for number in range(1, 4)]
+    assert result.returncode == 0 and "the same bits" in result.stdout, (
+        result.stdout + result.stderr
+    )
+    generations = [
+        GenerationLog(tmp_path / "drill" / "disturbed" / "generations").read(number)
+        for number in range(1, 4)
+    ]
     assert all(len(generation.members) % 2 == 0 for generation in generations)

@@ -26,12 +26,19 @@ LIMITED = Host(enter=("prlimit", "--nofile=192:192"))
 FLOOD = Path(__file__).parents[1] / "support" / "flood.py"
 
 
-def test_the_oldest_of_too_many_unauthenticated_connections_is_dropped_and_requests_are_answered(member: Membership) -> None:
+def test_the_oldest_of_too_many_unauthenticated_connections_is_dropped_and_requests_are_answered(
+    member: Membership,
+) -> None:
     limit = max_unauthenticated()
     flood = [connect_to(member) for _ in range(limit)]
     time.sleep(0.3)  # none of them is new any more
     flood += [connect_to(member) for _ in range(5)]
-    assert send_control_message(member.me.address, read_token(member.folder), {"kind": "status"})["kind"] == "status"
+    assert (
+        send_control_message(member.me.address, read_token(member.folder), {"kind": "status"})[
+            "kind"
+        ]
+        == "status"
+    )
     assert len(member.connections.descriptors()) - 1 <= limit  # without the listener
     for connection in flood[:5]:
         while connection.recv(65536):
@@ -40,21 +47,31 @@ def test_the_oldest_of_too_many_unauthenticated_connections_is_dropped_and_reque
         connection.close()
 
 
-def test_a_flood_and_a_killed_worker_do_not_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_flood_and_a_killed_worker_do_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("LOCKSTEP_TMP", str(tmp_path))
-    training = Training(tmp_path, [LIMITED], steps=80, values={"elastic.heartbeat_timeout_s": 15})  # no survivor is starved out
+    training = Training(
+        tmp_path, [LIMITED], steps=80, values={"elastic.heartbeat_timeout_s": 15}
+    )  # no survivor is starved out
     try:
         training.wait_for_step(5)
         before = training.newest
         addresses = [member.address for member in before.members]
-        flood = subprocess.Popen([sys.executable, str(FLOOD), "400", *addresses], stdout=subprocess.PIPE)
+        flood = subprocess.Popen(
+            [sys.executable, str(FLOOD), "400", *addresses], stdout=subprocess.PIPE
+        )
         try:
             assert flood.stdout and flood.stdout.readline() == b"flooding\n"
             training.wait_for_step(training.step + 3)
             training.kill(training.leader)
             after_s = training.wait_until_whole(before)
-            print(f"whole after {after_s:.2f} s; {len(os.listdir(f'/proc/{training.leader.pid}/fd'))} descriptors")
-            stayed = {member.id for member in training.newest.members} & {member.id for member in before.members[1:]}
+            print(
+                f"whole after {after_s:.2f} s; {len(os.listdir(f'/proc/{training.leader.pid}/fd'))} descriptors"
+            )
+            stayed = {member.id for member in training.newest.members} & {
+                member.id for member in before.members[1:]
+            }
             assert len(stayed) == 2, training.report()
         finally:
             flood.kill()
@@ -77,7 +94,12 @@ def test_a_member_out_of_descriptors_recovers(member: Membership) -> None:
             assert member.thread.is_alive() and member.disk.thread.is_alive()
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-        assert send_control_message(member.me.address, read_token(member.folder), {"kind": "status"})["kind"] == "status"
+        assert (
+            send_control_message(member.me.address, read_token(member.folder), {"kind": "status"})[
+                "kind"
+            ]
+            == "status"
+        )
 
 
 def test_aborting_a_group_is_retried_if_no_descriptor_was_free(member: Membership) -> None:
@@ -89,5 +111,10 @@ def test_aborting_a_group_is_retried_if_no_descriptor_was_free(member: Membershi
 
     member.aborter.on_abort = fail_to_abort
     member._call(lambda: [AbortGroup("for the test")])
-    assert send_control_message(member.me.address, read_token(member.folder), {"kind": "status"})["kind"] == "status"
+    assert (
+        send_control_message(member.me.address, read_token(member.folder), {"kind": "status"})[
+            "kind"
+        ]
+        == "status"
+    )
     assert calls and member.thread.is_alive()

@@ -30,19 +30,52 @@ SMALL = [
     "--model.decoder_layers",
     "1",
 ]
-SMALL += ["--tokenizer.vocab_size", "300", "--batch.tokens", "128", "--batch.micro_batches", "1", "--steps", "1", "--evaluate.at_end", "1"]
+SMALL += [
+    "--tokenizer.vocab_size",
+    "300",
+    "--batch.tokens",
+    "128",
+    "--batch.micro_batches",
+    "1",
+    "--steps",
+    "1",
+    "--evaluate.at_end",
+    "1",
+]
 PAIRS = [*SMALL, "--data.kind", "files", "--data.held_out", "2"]
-LLAMA = ["--steps", "1", "--llama.size", "1M", "--tokenizer.vocab_size", "400", "--batch.seq_len", "32", "--batch.tokens", "32"]
+LLAMA = [
+    "--steps",
+    "1",
+    "--llama.size",
+    "1M",
+    "--tokenizer.vocab_size",
+    "400",
+    "--batch.seq_len",
+    "32",
+    "--batch.tokens",
+    "32",
+]
 LLAMA += ["--batch.micro_batches", "1", "--evaluate.at_end", "1", "--data.held_out_share", "0.2"]
-TEXT, CHAT = ["--task", "pretrain", "--data.kind", "text", *LLAMA], ["--task", "sft", "--data.kind", "chat", *LLAMA]
+TEXT, CHAT = (
+    ["--task", "pretrain", "--data.kind", "text", *LLAMA],
+    ["--task", "sft", "--data.kind", "chat", *LLAMA],
+)
 
 
 @pytest.fixture(scope="module")
 def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commands]:
     folder = tmp_path_factory.mktemp("fuzz")
     with Commands(folder) as running:
-        trained = [running.run(["train", "--out", "pairs", *SMALL, "--data.pairs", "300", "--data.held_out", "10"])]
-        (folder / "text.jsonl").write_bytes(b"".join(b'{"text": "line %d of a text, which is long enough"}\n' % n for n in range(60)))
+        trained = [
+            running.run(
+                ["train", "--out", "pairs", *SMALL, "--data.pairs", "300", "--data.held_out", "10"]
+            )
+        ]
+        (folder / "text.jsonl").write_bytes(
+            b"".join(
+                b'{"text": "line %d of a text, which is long enough"}\n' % n for n in range(60)
+            )
+        )
         trained += [running.run(["train", "--out", "llama", *TEXT, "--data.train", "text.jsonl"])]
         assert [outcome.code for outcome in trained] == [0, 0], trained
         yield running
@@ -85,9 +118,17 @@ def test_training_on_unusual_bytes_works_or_is_refused(commands: Commands) -> No
         chosen = range(len(ODD_BYTES)) if LONG else range(3 * index % 13, len(ODD_BYTES), 13)
         for number in chosen:
             prefixes = [b""] + ([good(name)] if argv[0] == "train" and "--show" not in argv else [])
-            for content in [prefix + ODD_BYTES[number] for prefix in prefixes][-2 if LONG else -1 :]:
-                (folder / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
-                out = ["--out", f"out-{name}-{number}-{len(content)}"] if "--data.train" in argv else []
+            for content in [prefix + ODD_BYTES[number] for prefix in prefixes][
+                -2 if LONG else -1 :
+            ]:
+                (folder / name).write_bytes(
+                    gzip.compress(content) if name.endswith(".gz") else content
+                )
+                out = (
+                    ["--out", f"out-{name}-{number}-{len(content)}"]
+                    if "--data.train" in argv
+                    else []
+                )
                 outcome = commands.run([*argv, *out], stdin=folder / name)
                 tally.judge(f"{name}, odd bytes {number} {ODD_BYTES[number][:30]!r}", outcome)
     tally.check()
@@ -95,26 +136,79 @@ def test_training_on_unusual_bytes_works_or_is_refused(commands: Commands) -> No
 
 RUN = ["train", "--out", "new", *SMALL]
 WORDS = (
-    *(["train", "--out", "/dev/null"], ["train", "--out", "/dev/null/run"], ["train", "--out", "\udcff"], ["train", "."]),
-    *(["train", "nothing.toml"], ["train", "nothing.py:train"], ["train", "--out"], ["train", "--resume", "9" * 5000]),
-    *(["train", "--profile", "steps=9..1"], ["train", "--steps", "1", "--steps"], ["launch", "--host", "a" * 300], ["launch", "--ssh"]),
+    *(
+        ["train", "--out", "/dev/null"],
+        ["train", "--out", "/dev/null/run"],
+        ["train", "--out", "\udcff"],
+        ["train", "."],
+    ),
+    *(
+        ["train", "nothing.toml"],
+        ["train", "nothing.py:train"],
+        ["train", "--out"],
+        ["train", "--resume", "9" * 5000],
+    ),
+    *(
+        ["train", "--profile", "steps=9..1"],
+        ["train", "--steps", "1", "--steps"],
+        ["launch", "--host", "a" * 300],
+        ["launch", "--ssh"],
+    ),
     *(
         ["launch", "--workers", "5000"],
         ["launch", "--min", "9" * 30],
         ["launch", "--hosts", "/dev/null"],
         ["launch", "--stop", "/dev/null"],
     ),
-    *(["status", "/dev/null"], ["status", "nothing"], ["drill", "--faults", "1000000000000"], ["drill", "--workers", "5000"]),
-    *(["evaluate", "pairs", "--beams", "0"], ["evaluate", "pairs", "--average", "-5"], ["evaluate", "pairs", "--workers", "5000"]),
-    *(["evaluate", "nothing"], ["evaluate", "/dev/null"], ["translate", "pairs", "\udcff"], ["translate", "pairs", "--beams", "0"]),
-    *(["translate", "pairs", "--step", "-1"], ["generate", "llama", "--file", "nothing"], ["generate", "llama", "--file", "."]),
-    *(["generate", "llama", "x", "--seed", "9" * 30], ["generate", "llama", "x", "--tokens", "1" + "0" * 15]),
-    *(["generate", "llama", "x", "--tensor", "5000"], ["generate", "/dev/null", "x"], ["generate", "llama", "x", "--temperature", "nan"]),
+    *(
+        ["status", "/dev/null"],
+        ["status", "nothing"],
+        ["drill", "--faults", "1000000000000"],
+        ["drill", "--workers", "5000"],
+    ),
+    *(
+        ["evaluate", "pairs", "--beams", "0"],
+        ["evaluate", "pairs", "--average", "-5"],
+        ["evaluate", "pairs", "--workers", "5000"],
+    ),
+    *(
+        ["evaluate", "nothing"],
+        ["evaluate", "/dev/null"],
+        ["translate", "pairs", "\udcff"],
+        ["translate", "pairs", "--beams", "0"],
+    ),
+    *(
+        ["translate", "pairs", "--step", "-1"],
+        ["generate", "llama", "--file", "nothing"],
+        ["generate", "llama", "--file", "."],
+    ),
+    *(
+        ["generate", "llama", "x", "--seed", "9" * 30],
+        ["generate", "llama", "x", "--tokens", "1" + "0" * 15],
+    ),
+    *(
+        ["generate", "llama", "x", "--tensor", "5000"],
+        ["generate", "/dev/null", "x"],
+        ["generate", "llama", "x", "--temperature", "nan"],
+    ),
     *(["report", "pairs", "--out", "special"], ["report", "pairs", "--out", "/dev/full"]),
-    *(["checkpoint", "export", "pairs", "--out", "special"], ["checkpoint", "export", "pairs", "--out", "/dev/null/x"]),
-    *(["checkpoint", "export", "llama", "--out", "exported", "--shard-bytes", "inf"], ["checkpoint", "digest", "pairs", "-1"]),
-    *(["checkpoint", "verify", "/dev/null"], ["checkpoint", "import", "/dev/null", "--out", "imported"]),
-    *(["checkpoint", "digest", "pairs", "7"], ["translate", "pairs", "a", "--step", "7"], ["train", "--out", "taken", *SMALL]),
+    *(
+        ["checkpoint", "export", "pairs", "--out", "special"],
+        ["checkpoint", "export", "pairs", "--out", "/dev/null/x"],
+    ),
+    *(
+        ["checkpoint", "export", "llama", "--out", "exported", "--shard-bytes", "inf"],
+        ["checkpoint", "digest", "pairs", "-1"],
+    ),
+    *(
+        ["checkpoint", "verify", "/dev/null"],
+        ["checkpoint", "import", "/dev/null", "--out", "imported"],
+    ),
+    *(
+        ["checkpoint", "digest", "pairs", "7"],
+        ["translate", "pairs", "a", "--step", "7"],
+        ["train", "--out", "taken", *SMALL],
+    ),
     *(
         [*RUN, "--model.dim", "1048576"],
         [*RUN, "--model.encoder_layers", "1024", "--model.dim", "65536"],
@@ -125,7 +219,11 @@ WORDS = (
         [*TEXT, "--llama.init_from", "/dev/null"],
         [*TEXT, "--data.train", "**/*"],
     ),
-    *([*RUN, "--data.source", "../../etc"], [*RUN, "--data.train", "/proc/self/mem"], [*RUN, "--data.kind", "files", "--data.train", ","]),
+    *(
+        [*RUN, "--data.source", "../../etc"],
+        [*RUN, "--data.train", "/proc/self/mem"],
+        [*RUN, "--data.kind", "files", "--data.train", ","],
+    ),
 )
 VARIABLES = (
     *(
@@ -145,7 +243,11 @@ def test_unusual_words_and_variables_are_refused(commands: Commands) -> None:
     (commands.folder / "taken/data").touch()
     os.mkfifo(special)  # a rename would replace it, as it would /dev/null
     for number, words in enumerate(WORDS):
-        argv = words if words[0] != "--task" else ["train", "--out", f"words-{number}", "--data.train", "text.jsonl", *words]
+        argv = (
+            words
+            if words[0] != "--task"
+            else ["train", "--out", f"words-{number}", "--data.train", "text.jsonl", *words]
+        )
         outcome = commands.run(argv)
         tally.judge(" ".join(argv)[-100:], outcome)
         assert outcome.code, f"{argv} works"
@@ -164,17 +266,41 @@ def test_an_exception_of_a_user_function_is_printed_once(tmp_path: Path) -> None
     """With an agent and two workers, each of which raises three times."""
     shutil.copy(USER_FUNCTIONS, tmp_path / "own.py")
     environ = os.environ | {"LOCKSTEP_TMP": str(tmp_path), "LOCKSTEP_DEVICE": "cpu"}
-    command = [sys.executable, "-m", "lockstep", "train", "own.py:fails", "--workers", "2", "--out", "run"]
-    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=120, check=False)
+    command = [
+        sys.executable,
+        "-m",
+        "lockstep",
+        "train",
+        "own.py:fails",
+        "--workers",
+        "2",
+        "--out",
+        "run",
+    ]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=120, check=False
+    )
     logs = [path.read_text() for path in sorted((tmp_path / "run/logs").glob("*.log"))]
-    assert done.returncode == 1 and [text.count("Traceback") for text in (done.stderr, *logs)] == [1, 1, 1], (done.stderr, logs)
-    assert done.stderr.count("an error of the user's loop") == 3  # the warning, the line of the source, the error
+    assert done.returncode == 1 and [text.count("Traceback") for text in (done.stderr, *logs)] == [
+        1,
+        1,
+        1,
+    ], (done.stderr, logs)
+    assert (
+        done.stderr.count("an error of the user's loop") == 3
+    )  # the warning, the line of the source, the error
 
 
 def test_a_user_function_gets_arguments_by_its_annotations(commands: Commands) -> None:
     shutil.copy(USER_FUNCTIONS, commands.folder / "own.py")
     tally = Tally()
-    cases = {"trains --steps 3": 0, "trains --steps x": 2, "trains --step 3": 2, "needs": 2, "nothing": 2}
+    cases = {
+        "trains --steps 3": 0,
+        "trains --steps x": 2,
+        "trains --step 3": 2,
+        "needs": 2,
+        "nothing": 2,
+    }
     for words, code in cases.items():
         name, *flags = words.split()
         outcome = commands.run(["train", f"own.py:{name}", "--out", "own", *flags])

@@ -29,7 +29,9 @@ STOPPED_S = 8.0  # far longer than elastic.heartbeat_timeout_s and `elastic.hang
 long = pytest.mark.long
 
 # fault -> pattern of the verdict, or of the reason of the next generation; WHO: the worker.
-FORWARD = r"WHO has been in the forward pass of step \d+ for \d.*, at hanging_loop\.py:\d+ in run_fault: "
+FORWARD = (
+    r"WHO has been in the forward pass of step \d+ for \d.*, at hanging_loop\.py:\d+ in run_fault: "
+)
 HANGS = {
     "sleep": FORWARD + r"`time\.sleep\(3600\)`; ranks \d and \d have waited for it in ",
     "stop": r"/1: no heartbeat for 2\.5 s",
@@ -60,9 +62,16 @@ def seconds_until_reported(training: Training, fault: str) -> float:
     inject(training, fault, "collective" if fault in ("skip", "shape") else "trouble")
 
     def is_reported() -> bool:
-        return any(re.search(HANGS[fault].replace("WHO", who), text) for text in reported_reasons(training) - earlier)
+        return any(
+            re.search(HANGS[fault].replace("WHO", who), text)
+            for text in reported_reasons(training) - earlier
+        )
 
-    training.wait(is_reported, 30, what=f"the right report of {fault!r}, after {reported_reasons(training) - earlier},")
+    training.wait(
+        is_reported,
+        30,
+        what=f"the right report of {fault!r}, after {reported_reasons(training) - earlier},",
+    )
     seconds = time.monotonic() - started_s
     training.wait_until_whole(before)
     return seconds
@@ -91,7 +100,10 @@ def check_bits(training: Training) -> None:
     training.assert_nothing_left()
 
 
-@pytest.mark.parametrize("faults", [pytest.param(("skip",), id="one"), pytest.param(tuple(HANGS), id="all eight", marks=long)])
+@pytest.mark.parametrize(
+    "faults",
+    [pytest.param(("skip",), id="one"), pytest.param(tuple(HANGS), id="all eight", marks=long)],
+)
 def test_each_hang_is_reported(training: Training, faults: tuple[str, ...]) -> None:
     training.wait_for_step(30)
     seconds = {fault: seconds_until_reported(training, fault) for fault in faults}
@@ -119,7 +131,11 @@ def test_run_continues_after_all_its_processes_were_stopped(training: Training) 
     """As when a laptop sleeps or a virtual machine is moved: no worker counts as silent."""
     training.wait_for_step(30)
     before, step = training.newest, training.step
-    pids = [training.agents["here"].pid, training.forkserver(), *(process.pid for process in training.processes().values())]
+    pids = [
+        training.agents["here"].pid,
+        training.forkserver(),
+        *(process.pid for process in training.processes().values()),
+    ]
     for number, pause_s in ((signal.SIGSTOP, STOPPED_S), (signal.SIGCONT, 0.0)):
         for pid in pids:
             os.kill(pid, number)

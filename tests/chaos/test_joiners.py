@@ -17,14 +17,27 @@ def shared_memory_left(training: Training) -> list[str]:
     for process in training.processes().values():
         folder = Path(f"/proc/{process.pid}")
         with suppress(OSError):
-            names = [*folder.joinpath("maps").read_text().splitlines(), *(os.readlink(path) for path in folder.joinpath("fd").iterdir())]
+            names = [
+                *folder.joinpath("maps").read_text().splitlines(),
+                *(os.readlink(path) for path in folder.joinpath("fd").iterdir()),
+            ]
             left += [name for name in names if "lockstep-state" in name]
     return left
 
 
-@pytest.mark.parametrize("slot", [pytest.param(None, id="none"), *(pytest.param(slot, marks=pytest.mark.long) for slot in (2, 3))])
-def test_joiner_killed_while_two_of_a_host_receive_the_state(start_training: StartTraining, reference: Reference, slot: int | None) -> None:
-    training = start_training(workers=4, words=("--min", "4"))  # so that both join in one generation
+@pytest.mark.parametrize(
+    "slot",
+    [
+        pytest.param(None, id="none"),
+        *(pytest.param(slot, marks=pytest.mark.long) for slot in (2, 3)),
+    ],
+)
+def test_joiner_killed_while_two_of_a_host_receive_the_state(
+    start_training: StartTraining, reference: Reference, slot: int | None
+) -> None:
+    training = start_training(
+        workers=4, words=("--min", "4")
+    )  # so that both join in one generation
     training.wait_for_step(12)
     before = training.newest
     if slot is not None:
@@ -39,7 +52,9 @@ def test_joiner_killed_while_two_of_a_host_receive_the_state(start_training: Sta
 
 
 @pytest.mark.long
-def test_joiners_of_a_replica_resume_a_checkpoint_when_their_sources_die(start_training: StartTraining, reference: Reference) -> None:
+def test_joiners_of_a_replica_resume_a_checkpoint_when_their_sources_die(
+    start_training: StartTraining, reference: Reference
+) -> None:
     """They keep their part of the model: a worker keeps its position in a replica."""
     training = start_training(workers=4, values={"layout__shard": 2})
     training.wait_for_step(12)
@@ -47,7 +62,9 @@ def test_joiners_of_a_replica_resume_a_checkpoint_when_their_sources_die(start_t
     for slot in (0, 1):
         training.request_fault(slot, "kill", at="hand-over")
     training.kill(training.member(2), training.member(3))
-    training.wait(lambda: training.fault_taken(0) and training.fault_taken(1), what="the state transfer")
+    training.wait(
+        lambda: training.fault_taken(0) and training.fault_taken(1), what="the state transfer"
+    )
     training.wait_until_whole(before)
     began = training.events("began")[-1]
     assert began["generation"] > before.number and began["step"] >= 10

@@ -28,14 +28,20 @@ def sharded(
         pytest.skip(why_no_network)
     hosts, workers = request.param
     with Network(hosts) as network:
-        training = start_training(network.hosts, workers=workers, steps=100_000, values={"layout__shard": 2})
+        training = start_training(
+            network.hosts, workers=workers, steps=100_000, values={"layout__shard": 2}
+        )
         training.wait_for_step(8)
         yield network, training
         training.close()
 
 
-ONE_HOST = pytest.mark.parametrize("sharded", [pytest.param((3, 2), id="a replica on one host")], indirect=True)
-TWO_HOSTS = pytest.mark.parametrize("sharded", [pytest.param((4, 1), id="a replica on two hosts")], indirect=True)
+ONE_HOST = pytest.mark.parametrize(
+    "sharded", [pytest.param((3, 2), id="a replica on one host")], indirect=True
+)
+TWO_HOSTS = pytest.mark.parametrize(
+    "sharded", [pytest.param((4, 1), id="a replica on two hosts")], indirect=True
+)
 
 
 def assert_recovers(training: Training, recover: Callable[[], None]) -> None:
@@ -50,12 +56,17 @@ def assert_same_bits_after_a_stop(training: Training) -> None:
     training.stop()
     training.end()
     (training.folder / "alone").mkdir()
-    training.assert_same_bits(undisturbed(training.folder / "alone", training.step, optim__decay_steps=training.steps), code=75)
+    training.assert_same_bits(
+        undisturbed(training.folder / "alone", training.step, optim__decay_steps=training.steps),
+        code=75,
+    )
 
 
 @ONE_HOST
 @long
-def test_partner_of_a_killed_shard_leaves_and_joins_again(sharded: tuple[Network, Training]) -> None:
+def test_partner_of_a_killed_shard_leaves_and_joins_again(
+    sharded: tuple[Network, Training],
+) -> None:
     network, training = sharded
     before, step = training.newest, training.step
     lost, partner = (training.member(slot, network.hosts[1]) for slot in (1, 0))
@@ -68,19 +79,31 @@ def test_partner_of_a_killed_shard_leaves_and_joins_again(sharded: tuple[Network
 
 
 @ONE_HOST
-@pytest.mark.parametrize("number", [pytest.param(1, id="15-a host", marks=long), pytest.param(0, id="16-the leader's host", marks=long)])
-def test_host_of_a_replica_is_lost_and_returns(sharded: tuple[Network, Training], number: int) -> None:
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(1, id="15-a host", marks=long),
+        pytest.param(0, id="16-the leader's host", marks=long),
+    ],
+)
+def test_host_of_a_replica_is_lost_and_returns(
+    sharded: tuple[Network, Training], number: int
+) -> None:
     network, training = sharded
     before, step, lost = training.newest, training.step, network.hosts[number]
     training.kill_host(lost)
     after = assert_back_in_time(training, before)
-    assert after.step >= step and {member.host for member in after.members} == {"a", "b", "c"} - {lost.name}
+    assert after.step >= step and {member.host for member in after.members} == {"a", "b", "c"} - {
+        lost.name
+    }
     assert_recovers(training, lambda: training.start_agent(lost))
 
 
 @ONE_HOST
 @long
-def test_row_29_host_of_a_replica_is_cut_off_and_joins_again(sharded: tuple[Network, Training]) -> None:
+def test_row_29_host_of_a_replica_is_cut_off_and_joins_again(
+    sharded: tuple[Network, Training],
+) -> None:
     network, training = sharded
     before = training.newest
     network.disconnect(network.hosts[1])
@@ -92,7 +115,9 @@ def test_row_29_host_of_a_replica_is_cut_off_and_joins_again(sharded: tuple[Netw
 
 @TWO_HOSTS
 @long
-def test_row_15_partner_on_another_host_leaves_with_a_lost_host(sharded: tuple[Network, Training]) -> None:
+def test_row_15_partner_on_another_host_leaves_with_a_lost_host(
+    sharded: tuple[Network, Training],
+) -> None:
     network, training = sharded
     before, step = training.newest, training.step
     rank = next(rank for rank, member in enumerate(before.members) if member.host == "b")

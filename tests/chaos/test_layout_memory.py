@@ -33,7 +33,9 @@ ROOM = 2_900_000_000  # beyond Python and torch
 def taken_by_torch() -> int:
     """Return the address space of a worker before it builds a model."""
     code = "import torch, lockstep.train; print(open('/proc/self/statm').read().split()[0])"
-    pages = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=one_thread()).stdout
+    pages = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=one_thread()
+    ).stdout
     return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -49,7 +51,15 @@ def train(folder: Path, limit: int, *words: str) -> subprocess.CompletedProcess[
     def bound() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
-    return subprocess.run(command, capture_output=True, text=True, env=one_thread(), timeout=150, preexec_fn=bound, check=False)
+    return subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        env=one_thread(),
+        timeout=150,
+        preexec_fn=bound,
+        check=False,
+    )
 
 
 @pytest.mark.long
@@ -58,7 +68,8 @@ def test_out_of_memory_error_names_a_layout_that_trains(tmp_path: Path) -> None:
     failed = train(tmp_path / "whole", limit, "--workers", "1")
     assert failed.returncode == 1, failed.stdout + failed.stderr
     hint = re.search(
-        r"OutOfMemoryError: out of memory.*\n.*the limit is .*RLIMIT_AS.*\n.*try ((?:--layout\.\w+ \d+ ?)+)", failed.stdout + failed.stderr
+        r"OutOfMemoryError: out of memory.*\n.*the limit is .*RLIMIT_AS.*\n.*try ((?:--layout\.\w+ \d+ ?)+)",
+        failed.stdout + failed.stderr,
     )
     assert hint, failed.stdout + failed.stderr
     assert "estimated: optimizer" in (tmp_path / "whole" / "oom" / "rank-0.txt").read_text()

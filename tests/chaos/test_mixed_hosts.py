@@ -35,7 +35,9 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
     started: list[Training] = []
 
     def start_training(*hosts: Host, **values: Any) -> Training:
-        started.append(Training(tmp_path, hosts, workers=1, script="loop.py:train", steps=5000, **values))
+        started.append(
+            Training(tmp_path, hosts, workers=1, script="loop.py:train", steps=5000, **values)
+        )
         return started[-1]
 
     yield start_training
@@ -49,7 +51,13 @@ def run_by_environment(folder: Path, text: str, environ: dict[str, str]) -> list
     """
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
-    world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+    world = {
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "OMP_NUM_THREADS": "1",
+    }
     started = []
     for rank, (code, extra) in enumerate([(LOOP.read_text(), {}), (text, environ)]):
         (folder / str(rank)).mkdir(parents=True)
@@ -58,7 +66,12 @@ def run_by_environment(folder: Path, text: str, environ: dict[str, str]) -> list
         ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
         started.append(
             subprocess.Popen(
-                command, cwd=folder, env=os.environ | world | ranks | extra, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+                command,
+                cwd=folder,
+                env=os.environ | world | ranks | extra,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
             )
         )
     outputs = [process.communicate(timeout=120)[0] for process in started]
@@ -68,7 +81,11 @@ def run_by_environment(folder: Path, text: str, environ: dict[str, str]) -> list
 def test_different_code_and_kernels_are_refused_and_named(tmp_path: Path) -> None:
     for code, output in run_by_environment(tmp_path / "mixed", EDITED, OTHER_KERNELS):
         assert code and "the workers of this start would compute different bits: " in output, output
-        assert "own loop is 'small_loop.py, sources " in output and "on rank 0 (" in output and "on rank 1 (" in output
+        assert (
+            "own loop is 'small_loop.py, sources " in output
+            and "on rank 0 (" in output
+            and "on rank 1 (" in output
+        )
         assert "MKL_CBWR is 'not set' on rank 0" in output and "'COMPATIBLE' on rank 1" in output
     assert not (tmp_path / "mixed" / "run" / "metrics.jsonl").exists()
     for code, output in run_by_environment(tmp_path / "alike", LOOP.read_text(), {}):
@@ -76,7 +93,9 @@ def test_different_code_and_kernels_are_refused_and_named(tmp_path: Path) -> Non
 
 
 @pytest.mark.long  # the test above has the refusal at a start
-def test_a_host_with_different_code_or_kernels_cannot_join(start: Callable[..., Training], tmp_path: Path) -> None:
+def test_a_host_with_different_code_or_kernels_cannot_join(
+    start: Callable[..., Training], tmp_path: Path
+) -> None:
     hosts = [Host("a"), Host("b")]
     training = start(*hosts, start=hosts[:1])
     training.wait_for_step(5)
@@ -86,12 +105,20 @@ def test_a_host_with_different_code_or_kernels_cannot_join(start: Callable[..., 
         training.start_agent(host)
         agent = training.agents.pop("b")
         training.wait(lambda: agent.poll() is not None, what="the refusal")
-        assert agent.returncode == 2 and training.wrote(message) and training.newest == before, training.report()
+        assert agent.returncode == 2 and training.wrote(message) and training.newest == before, (
+            training.report()
+        )
 
     (tmp_path / "loop.py").write_text(EDITED)
-    refused(hosts[1], r"own loop is 'loop.py, sources \w+' there and 'loop.py, sources \w+' here \(there: b/0, here: a/0\)")
+    refused(
+        hosts[1],
+        r"own loop is 'loop.py, sources \w+' there and 'loop.py, sources \w+' here \(there: b/0, here: a/0\)",
+    )
     (tmp_path / "loop.py").write_text(LOOP.read_text())
-    refused(Host("b", enter=("env", "MKL_CBWR=COMPATIBLE")), r"MKL_CBWR is 'COMPATIBLE' there and 'not set' here")
+    refused(
+        Host("b", enter=("env", "MKL_CBWR=COMPATIBLE")),
+        r"MKL_CBWR is 'COMPATIBLE' there and 'not set' here",
+    )
     training.stop()
     assert training.end() == {"a": 75}
 
@@ -109,19 +136,40 @@ class SharedFolder:
         """Start the run on a host named `name`, with its own temporary folder."""
         temporary = self.folder / f"tmp-{host.name}"
         temporary.mkdir(exist_ok=True)
-        words = ["launch", "loop.py:train", "--out", "run", "--host", name, "--workers", "1", "--steps", "5000"]
+        words = [
+            "launch",
+            "loop.py:train",
+            "--out",
+            "run",
+            "--host",
+            name,
+            "--workers",
+            "1",
+            "--steps",
+            "5000",
+        ]
         environ = {**os.environ, "OMP_NUM_THREADS": "1", "LOCKSTEP_TMP": str(temporary)}
         with open(self.folder / f"{host.name}.out", "wb") as output:
             command = [*host.enter, sys.executable, "-m", "lockstep", *words]
             self.agents.append(
-                subprocess.Popen(command, cwd=self.folder, env=environ, stdout=output, stderr=output, start_new_session=True)
+                subprocess.Popen(
+                    command,
+                    cwd=self.folder,
+                    env=environ,
+                    stdout=output,
+                    stderr=output,
+                    start_new_session=True,
+                )
             )
         return self.agents[-1]
 
     def wait_for(self, result: Callable[[], bool], what: str) -> None:
         until_s = time.monotonic() + 90
         while not result():
-            outputs = {path.name: path.read_text(errors="replace")[-3000:] for path in self.folder.glob("*.out")}
+            outputs = {
+                path.name: path.read_text(errors="replace")[-3000:]
+                for path in self.folder.glob("*.out")
+            }
             assert time.monotonic() < until_s, f"{what} did not happen: {outputs}"
             time.sleep(0.05)
 
@@ -146,7 +194,9 @@ class SharedFolder:
 
 @pytest.mark.long
 @pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts())
-def test_a_second_host_is_refused_while_the_first_trains_and_can_resume_after_it_died(tmp_path: Path) -> None:
+def test_a_second_host_is_refused_while_the_first_trains_and_can_resume_after_it_died(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "loop.py").write_text(LOOP.read_text())
     with Network(2) as network:
         here, there = network.hosts
@@ -159,7 +209,9 @@ def test_a_second_host_is_refused_while_the_first_trains_and_can_resume_after_it
                 second = shared.start(there, name)
                 shared.wait_for(lambda second=second: second.poll() is not None, "the refusal")  # type: ignore[misc]
                 output = (tmp_path / f"{there.name}.out").read_text()
-                assert second.returncode == 2 and "another training is running on host a" in output, output
+                assert (
+                    second.returncode == 2 and "another training is running on host a" in output
+                ), output
                 assert shared.newest() == generation and first.poll() is None
             before = shared.step()
             shared.wait_for(lambda: shared.step() > before, "a step after the refusals")
@@ -169,10 +221,17 @@ def test_a_second_host_is_refused_while_the_first_trains_and_can_resume_after_it
             first.wait()
             shared.start(there, "b")
             before = shared.step()
-            shared.wait_for(lambda: shared.newest() > generation and shared.step() > before, "a step of the other host")
+            shared.wait_for(
+                lambda: shared.newest() > generation and shared.step() > before,
+                "a step of the other host",
+            )
             assert {member.host for member in shared.log.read(generation + 1).members} == {"b"}
             starts = [
-                line for line in map(json.loads, (tmp_path / "run/events.jsonl").read_text().splitlines()) if line["event"] == "began"
+                line
+                for line in map(
+                    json.loads, (tmp_path / "run/events.jsonl").read_text().splitlines()
+                )
+                if line["event"] == "began"
             ]
             assert starts[-1]["step"] >= 10 and starts[-1]["workers"][0].startswith("b/0/")
         finally:

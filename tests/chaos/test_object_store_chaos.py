@@ -49,7 +49,9 @@ def hosts(server: str, tmp_path: Path) -> Iterator[Hosts]:
 
 def random_faults(seed: int, share: float) -> object:
     choices = random.Random(seed)
-    return lambda method, path: choices.choice(FAULTS[: 5 if method == "PUT" else 4]) if choices.random() < share else ""
+    return lambda method, path: (
+        choices.choice(FAULTS[: 5 if method == "PUT" else 4]) if choices.random() < share else ""
+    )
 
 
 def training(out: object) -> list[object]:
@@ -63,18 +65,26 @@ def test_a_run_whose_host_is_lost_resumes_on_another_one_with_the_same_bits(host
     reference = a.run("checkpoint", "digest", "local").stdout
     proxy.fault = random_faults(seed=1, share=0.15)
     first = a.start(*training(RUN), "--elastic.heartbeat_timeout_s", "1.5")
-    wait_until(lambda: steps_of(newest_of(proxy, RUN).files), "a checkpoint in the store", process=first)
+    wait_until(
+        lambda: steps_of(newest_of(proxy, RUN).files), "a checkpoint in the store", process=first
+    )
     a.kill()
     a.output += first.communicate()[0]
     assert (done := b.run(*training(RUN))).returncode == 0, done.stderr
     assert len(proxy.faults) > 5 and "waiting" in done.stderr and "resumes from step" in done.stderr
     proxy.fault = lambda method, path: ""
     assert reference and b.run("checkpoint", "digest", RUN).stdout == reference
-    assert [line.split()[0] for line in b.run("checkpoint", "list", RUN).stdout.splitlines()[1:]] == ["8", "16", "24"]
-    assert b.run("checkpoint", "verify", RUN).stdout.splitlines() == [f"step {step} is whole" for step in (8, 16, 24)]
+    assert [
+        line.split()[0] for line in b.run("checkpoint", "list", RUN).stdout.splitlines()[1:]
+    ] == ["8", "16", "24"]
+    assert b.run("checkpoint", "verify", RUN).stdout.splitlines() == [
+        f"step {step} is whole" for step in (8, 16, 24)
+    ]
     for out, folder in (("local.safetensors", "local"), ("stored.safetensors", RUN)):
         assert a.run("checkpoint", "export", folder, "--out", out).returncode == 0
-    assert sha256_file(a.folder / "local.safetensors") == sha256_file(a.folder / "stored.safetensors")
+    assert sha256_file(a.folder / "local.safetensors") == sha256_file(
+        a.folder / "stored.safetensors"
+    )
     uploaded = [event for event in read_events(b.folder) if event["event"] == "uploaded"]
     assert {event["step"] for event in uploaded} >= {24}
     # Damage in the store is found, and the checkpoint before it is whole.
@@ -84,13 +94,23 @@ def test_a_run_whose_host_is_lost_resumes_on_another_one_with_the_same_bits(host
         bucket = RunBucket(address)
         snapshot = newest(bucket)
         assert snapshot
-        blob = f"blobs/{snapshot.files['checkpoints/step-00000024/tensors-00000.safetensors'][0][0]}"
+        blob = (
+            f"blobs/{snapshot.files['checkpoints/step-00000024/tensors-00000.safetensors'][0][0]}"
+        )
         bucket.put(blob, bucket.get(blob)[:-1])
-        contents = b"".join(bucket.get(name) for name in [*bucket.list("blobs"), *bucket.list("snapshots")])
+        contents = b"".join(
+            bucket.get(name) for name in [*bucket.list("blobs"), *bucket.list("snapshots")]
+        )
     verified = b.run("checkpoint", "verify", RUN)
-    assert verified.returncode == 3 and "step-00000024 is damaged" in verified.stdout and "step 16 is whole" in verified.stdout
+    assert (
+        verified.returncode == 3
+        and "step-00000024 is damaged" in verified.stdout
+        and "step 16 is whole" in verified.stdout
+    )
     assert b.run("checkpoint", "digest", RUN).returncode == 3
-    local = b"".join(path.read_bytes() for host in (a, b) for path in host.folder.rglob("*") if path.is_file())
+    local = b"".join(
+        path.read_bytes() for host in (a, b) for path in host.folder.rglob("*") if path.is_file()
+    )
     for secret in SECRETS:
         assert secret not in a.output + b.output and secret.encode() not in contents + local
     tokens = [path.read_bytes() for path in a.folder.parent.rglob("token")]
@@ -110,30 +130,42 @@ def loop(*words: object) -> list[object]:
 def test_a_stopped_run_is_released_and_continues_elsewhere_at_once(hosts: Hosts) -> None:
     proxy, a, b = hosts
     first = a.start(*loop("--steps", 1000, "--pause_s", 0.05))
-    wait_until(lambda: steps_of(newest_of(proxy, LOOP).files), "a checkpoint in the store", process=first)
+    wait_until(
+        lambda: steps_of(newest_of(proxy, LOOP).files), "a checkpoint in the store", process=first
+    )
     first.send_signal(signal.SIGTERM)
     output = first.communicate()[0]
     stopped = newest_of(proxy, LOOP)
     assert first.returncode == 75 and stopped.released, output
     last = steps_of(stopped.files)[-1]
     done = b.run(*loop("--steps", last + 2))
-    assert done.returncode == 0 and "waiting" not in done.stderr and steps_of(newest_of(proxy, LOOP).files)[-1] == last + 2
+    assert (
+        done.returncode == 0
+        and "waiting" not in done.stderr
+        and steps_of(newest_of(proxy, LOOP).files)[-1] == last + 2
+    )
 
 
 @pytest.mark.long
 def test_a_killed_mirror_stops_the_run_and_the_same_host_continues_its_copy(hosts: Hosts) -> None:
     proxy, a, _ = hosts
     first = a.start(*loop("--steps", 1000, "--pause_s", 0.05))
-    wait_until(lambda: steps_of(newest_of(proxy, LOOP).files), "a checkpoint in the store", process=first)
+    wait_until(
+        lambda: steps_of(newest_of(proxy, LOOP).files), "a checkpoint in the store", process=first
+    )
     first.kill()
     wait_until(lambda: not processes_in(a.folder), "the end of the workers")
     first.communicate()
     assert not newest_of(proxy, LOOP).released
     (copy,) = (a.folder / "cache").glob("*/loop")
     ahead = committed_steps(copy / "checkpoints")[-1]
-    assert ahead % 3 or ahead > steps_of(newest_of(proxy, LOOP).files)[-1]  # saved when it was stopped
+    assert (
+        ahead % 3 or ahead > steps_of(newest_of(proxy, LOOP).files)[-1]
+    )  # saved when it was stopped
     done = a.run(*loop("--steps", ahead + 1))
-    assert done.returncode == 0 and "waiting" not in done.stderr and "downloading" not in done.stderr
+    assert (
+        done.returncode == 0 and "waiting" not in done.stderr and "downloading" not in done.stderr
+    )
     assert {ahead, ahead + 1} <= set(steps_of(newest_of(proxy, LOOP).files))
 
 
@@ -141,7 +173,9 @@ def test_a_killed_mirror_stops_the_run_and_the_same_host_continues_its_copy(host
 def test_a_run_that_was_taken_over_stops_its_workers(hosts: Hosts) -> None:
     proxy, a, b = hosts
     first = a.start(*loop("--steps", 1000, "--pause_s", 0.05))
-    wait_until(lambda: steps_of(newest_of(proxy, LOOP).files), "a checkpoint in the store", process=first)
+    wait_until(
+        lambda: steps_of(newest_of(proxy, LOOP).files), "a checkpoint in the store", process=first
+    )
     alive = b.run(*loop())
     assert alive.returncode == 2 and "already running" in alive.stderr
     first.send_signal(signal.SIGSTOP)  # the mirror alone, as if its host did not reach the store

@@ -30,36 +30,54 @@ def own_state_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def lines_of(folder: Path) -> list[tuple[float | None, ...]]:
     names = ("step", "loss", "norm", "error")
-    return [tuple(line.get(name) for name in names) for line in metrics.iter_steps(folder / "metrics.jsonl")]
+    return [
+        tuple(line.get(name) for name in names)
+        for line in metrics.iter_steps(folder / "metrics.jsonl")
+    ]
 
 
 def test_shards_heal_and_resume_with_the_digest_of_one_worker(tmp_path: Path) -> None:
     alone, healed, resumed = (tmp_path / name for name in ("alone", "healed", "resumed"))
     assert run_loop(SCRIPT, alone, 1) == LoopResult(0, "")
-    for folder, workers, orders in ((healed, 4, {"kill": 12}), (resumed, 2, {"kill": 13, "stop": 22})):
+    for folder, workers, orders in (
+        (healed, 4, {"kill": 12}),
+        (resumed, 2, {"kill": 13, "stop": 22}),
+    ):
         folder.mkdir()
         (folder / "disturb").write_text(json.dumps(orders))
-        result = run_lockstep("run", "--out", folder, "--workers", workers, "--layout.shard", 2, SCRIPT)
+        result = run_lockstep(
+            "run", "--out", folder, "--workers", workers, "--layout.shard", 2, SCRIPT
+        )
         assert result.returncode == (75 if "stop" in orders else 0), result.stderr
     regrouped = [event for event in events.read_events(healed) if event["event"] == "regrouped"]
     assert any(event.get("joined") for event in regrouped), "the lost replica was replaced in place"
     assert run_loop(SCRIPT, resumed, 1) == LoopResult(0, "")
     digests = {digest_line(folder) for folder in (alone, healed, resumed)}
     assert len(digests) == 1 and digests.pop().startswith(f"step {STEPS} sha256 ")
-    assert lines_of(alone) == lines_of(healed) == lines_of(resumed) and len(lines_of(alone)) == STEPS
+    assert (
+        lines_of(alone) == lines_of(healed) == lines_of(resumed) and len(lines_of(alone)) == STEPS
+    )
 
 
-ENDS = re.compile("exited with code 0|killed by SIGKILL|its replica is incomplete")  # of workers that did not fail
+ENDS = re.compile(
+    "exited with code 0|killed by SIGKILL|its replica is incomplete"
+)  # of workers that did not fail
 
 
 @pytest.mark.parametrize(
     ("words", "workers", "shards", "orders"),
     [
         (["--habit=evaluate first"], 4, 2, {"disturb": {"kill": 12}}),
-        pytest.param(["--habit=evaluate first"], 2, 1, {"disturb": {"kill": 12}}, marks=pytest.mark.long),
+        pytest.param(
+            ["--habit=evaluate first"], 2, 1, {"disturb": {"kill": 12}}, marks=pytest.mark.long
+        ),
         ([], 4, 2, {"disturb_evaluation": {"kill": 19}}),
     ],
-    ids=["a shard joins before an evaluation", "a replica joins before an evaluation", "a shard is lost in an evaluation"],
+    ids=[
+        "a shard joins before an evaluation",
+        "a replica joins before an evaluation",
+        "a shard is lost in an evaluation",
+    ],
 )
 def test_evaluations_of_joiners_and_around_a_loss_keep_the_digest(
     words: list[str], workers: int, shards: int, orders: dict[str, Any], tmp_path: Path
@@ -69,13 +87,21 @@ def test_evaluations_of_joiners_and_around_a_loss_keep_the_digest(
     for name, order in orders.items():
         (healed / name).write_text(json.dumps(order))
     for folder, size, parts in ((alone, 1, 1), (healed, workers, shards)):
-        result = run_lockstep("run", "--out", folder, "--workers", size, "--layout.shard", parts, SCRIPT, *words)
+        result = run_lockstep(
+            "run", "--out", folder, "--workers", size, "--layout.shard", parts, SCRIPT, *words
+        )
         assert result.returncode == 0, result.stderr
     recorded = events.read_events(healed)
     joined = any(event.get("joined") for event in recorded if event["event"] == "regrouped")
     assert (healed / "killed").exists() and (joined or "disturb" not in orders)
-    failed = [event["why"] for event in recorded if event["event"] == "worker ended" and not ENDS.search(event["why"])]
-    assert not failed or "disturb" not in orders, "no other worker failed, and the run did not start again"
+    failed = [
+        event["why"]
+        for event in recorded
+        if event["event"] == "worker ended" and not ENDS.search(event["why"])
+    ]
+    assert not failed or "disturb" not in orders, (
+        "no other worker failed, and the run did not start again"
+    )
     assert digest_line(healed) == digest_line(alone) and lines_of(healed) == lines_of(alone)
 
 
@@ -98,7 +124,9 @@ def test_wrong_use_in_shards_is_refused(habit: str, message: str, tmp_path: Path
     assert result.code == 2 and message in result.text, result
 
 
-def run_split(folder: Path, workers: int, tensor: int, shards: int = 1, script: Path = SPLIT) -> subprocess.CompletedProcess[str]:
+def run_split(
+    folder: Path, workers: int, tensor: int, shards: int = 1, script: Path = SPLIT
+) -> subprocess.CompletedProcess[str]:
     layout = ("--layout.tensor", tensor, "--layout.shard", shards)
     return run_lockstep("run", "--out", folder, "--workers", workers, *layout, script)
 
@@ -106,43 +134,78 @@ def run_split(folder: Path, workers: int, tensor: int, shards: int = 1, script: 
 @pytest.mark.long
 def test_split_layers_heal_and_resume_with_one_digest(tmp_path: Path) -> None:
     """And a resume without the tensor axis, with a warning."""
-    undisturbed, healed, resumed, other = (tmp_path / name for name in ("undisturbed", "healed", "resumed", "other"))
-    layouts = [(undisturbed, 2, 1, {}), (healed, 4, 1, {"kill": 9}), (resumed, 4, 2, {"kill": 10, "stop": 18})]
+    undisturbed, healed, resumed, other = (
+        tmp_path / name for name in ("undisturbed", "healed", "resumed", "other")
+    )
+    layouts = [
+        (undisturbed, 2, 1, {}),
+        (healed, 4, 1, {"kill": 9}),
+        (resumed, 4, 2, {"kill": 10, "stop": 18}),
+    ]
     for folder, workers, shards, orders in layouts:
         folder.mkdir()
         if orders:
             (folder / "disturb").write_text(json.dumps(orders))
         result = run_split(folder, workers, 2, shards)
         assert result.returncode == (75 if "stop" in orders else 0), result.stderr
-    assert any(event.get("joined") for event in events.read_events(healed) if event["event"] == "regrouped")
+    assert any(
+        event.get("joined") for event in events.read_events(healed) if event["event"] == "regrouped"
+    )
     shutil.copytree(resumed, other)
     assert run_split(resumed, 2, 2).returncode == 0
     assert len({digest_line(folder) for folder in (undisturbed, healed, resumed)}) == 1
     assert lines_of(undisturbed) == lines_of(healed) == lines_of(resumed)
     result = run_split(other, 1, 1)
-    assert result.returncode == 0 and "tensor is 1, it was 2: from here on other bits" in result.stderr, result.stderr
+    assert (
+        result.returncode == 0 and "tensor is 1, it was 2: from here on other bits" in result.stderr
+    ), result.stderr
     losses = [[line[1] for line in lines_of(folder)] for folder in (resumed, other)]
     assert losses[0][:18] == losses[1][:18] and losses[0] != losses[1], "dropout has other masks"
 
 
 def test_wrong_splits_are_refused(tmp_path: Path) -> None:
     result = run_split(tmp_path / "none", 2, 2, script=SCRIPT)
-    assert result.returncode == 2 and "there is no plan of the layers of Sequential" in result.stderr, result.stderr
+    assert (
+        result.returncode == 2 and "there is no plan of the layers of Sequential" in result.stderr
+    ), result.stderr
     result = run_split(tmp_path / "uneven", 4, 4)
-    assert result.returncode == 2 and "tensor 4 does not divide the 14 output features of 0.inner" in result.stderr, result.stderr
-    result = run_lockstep("run", SPLIT, "--layout.pipeline", "2", "--layout.tensor", "2", "--workers", "4", cwd=tmp_path)
-    assert result.returncode == 2 and "tensor 2 with pipeline 2 is not supported for own models" in result.stderr, result.stderr
+    assert (
+        result.returncode == 2
+        and "tensor 4 does not divide the 14 output features of 0.inner" in result.stderr
+    ), result.stderr
+    result = run_lockstep(
+        "run",
+        SPLIT,
+        "--layout.pipeline",
+        "2",
+        "--layout.tensor",
+        "2",
+        "--workers",
+        "4",
+        cwd=tmp_path,
+    )
+    assert (
+        result.returncode == 2
+        and "tensor 2 with pipeline 2 is not supported for own models" in result.stderr
+    ), result.stderr
 
 
 def test_incomplete_replicas_are_refused(tmp_path: Path) -> None:
     result = run_loop(SCRIPT, tmp_path / "run", 3, shard=2)
-    assert result.code == 2 and "3 workers cannot form replicas of 2 workers (shard 2)" in result.text, result
+    assert (
+        result.code == 2 and "3 workers cannot form replicas of 2 workers (shard 2)" in result.text
+    ), result
 
 
 @pytest.mark.long
 def test_worker_with_another_layout_cannot_join(tmp_path: Path) -> None:
-    hosts = [Host("a", enter=("env", "LOCKSTEP_LAYOUT_SHARD=2")), Host("b", enter=("env", "LOCKSTEP_LAYOUT_SHARD=1"))]
-    training = Training(tmp_path, hosts, workers=2, script=f"{SCRIPT}:train", steps=5000, start=hosts[:1])
+    hosts = [
+        Host("a", enter=("env", "LOCKSTEP_LAYOUT_SHARD=2")),
+        Host("b", enter=("env", "LOCKSTEP_LAYOUT_SHARD=1")),
+    ]
+    training = Training(
+        tmp_path, hosts, workers=2, script=f"{SCRIPT}:train", steps=5000, start=hosts[:1]
+    )
     try:
         training.wait_for_step(5)
         training.start_agent(hosts[1])
@@ -158,8 +221,19 @@ def test_worker_with_another_layout_cannot_join(tmp_path: Path) -> None:
 
 def test_torchrun_trains_in_shards(tmp_path: Path) -> None:
     environ = one_thread(LOCKSTEP_LAYOUT_SHARD="2")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(SCRIPT), "--steps=3"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environ, cwd=tmp_path, check=False)
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        str(SCRIPT),
+        "--steps=3",
+    ]
+    result = subprocess.run(
+        command, capture_output=True, text=True, timeout=200, env=environ, cwd=tmp_path, check=False
+    )
     assert result.returncode == 0, result.stderr
     assert run_loop(SCRIPT, tmp_path / "alone", 1, steps=3) == LoopResult(0, "")
     assert digest_line(tmp_path / "runs" / "own_layout") == digest_line(tmp_path / "alone")

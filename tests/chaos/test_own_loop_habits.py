@@ -21,26 +21,51 @@ def separate_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("LOCKSTEP_TMP", str(tmp_path))
 
 
-def trained(folder: Path, habit: str, workers: int, steps: int = 6) -> subprocess.CompletedProcess[str]:
+def trained(
+    folder: Path, habit: str, workers: int, steps: int = 6
+) -> subprocess.CompletedProcess[str]:
     """Run `lockstep train`; return its output and exit code."""
-    words = ["--workers", str(workers), "--out", str(folder), "--habit", habit, "--steps", str(steps)]
+    words = [
+        "--workers",
+        str(workers),
+        "--out",
+        str(folder),
+        "--habit",
+        habit,
+        "--steps",
+        str(steps),
+    ]
     command = [sys.executable, "-m", "lockstep", "train", f"{LOOP}:train", *words]
-    return subprocess.run(command, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300)
+    return subprocess.run(
+        command,
+        check=False,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
 
 
 def test_error_of_one_worker_is_reported_and_gives_the_exit_code(tmp_path: Path) -> None:
     ended = trained(tmp_path / "run", "rank 1 calls loss.backward", 2, steps=1_000_000)
     assert ended.returncode == 2, ended.stderr
     last = ended.stderr[ended.stderr.index("UsageError") :]
-    assert last.startswith("UsageError: no gradient arrived for the 4 parameters in micro-batch 2 of step 2: backward() was not called")
+    assert last.startswith(
+        "UsageError: no gradient arrived for the 4 parameters in micro-batch 2 of step 2: backward() was not called"
+    )
     assert "lost" not in last and "Traceback" not in ended.stderr
 
 
 def test_repeated_divergence_ends_the_run_and_names_the_tensors(tmp_path: Path) -> None:
     ended = trained(tmp_path / "run", "noise from a generator of each rank", 2)
     assert ended.returncode == 2, ended.stderr
-    assert "UsageError: the replicas differ again before step 2" in ended.stderr and "model.1.weight" in ended.stderr
-    assert "model.0.weight" not in ended.stderr, "with equal gradients the first layer has not changed differently yet"
+    assert (
+        "UsageError: the replicas differ again before step 2" in ended.stderr
+        and "model.1.weight" in ended.stderr
+    )
+    assert "model.0.weight" not in ended.stderr, (
+        "with equal gradients the first layer has not changed differently yet"
+    )
     assert not list((tmp_path / "run" / "generations").glob("*.suspects.json"))
 
 

@@ -47,12 +47,18 @@ def assert_refused(result: LoopResult, names: str) -> None:
     """A refusal has exit code 2 or 4, three parts, and names what it refuses."""
     assert names and result.code in (2, 4), result
     first, *more = result.text.splitlines()
-    assert re.match(r"\w+Error: .", first) and len(more) >= 2 and all(line.startswith("  ") for line in more), result.text
+    assert (
+        re.match(r"\w+Error: .", first)
+        and len(more) >= 2
+        and all(line.startswith("  ") for line in more)
+    ), result.text
     assert re.search(names, result.text), result.text
 
 
 @pytest.mark.parametrize("loop", HABITS)
-def test_habit_gives_the_same_bits_on_every_number_of_workers_or_is_refused(loop: str, tmp_path: Path) -> None:
+def test_habit_gives_the_same_bits_on_every_number_of_workers_or_is_refused(
+    loop: str, tmp_path: Path
+) -> None:
     script, names = LOOPS / f"{loop}.py", HABITS[loop]
     digests = set()
     runs = {"one": [(1, STEPS)], "two": [(2, STEPS)], "resumed": [(2, STEPS // 2), (1, STEPS)]}
@@ -74,13 +80,31 @@ def test_stop_of_one_rank_ends_the_loop_of_all_after_one_more_step(tmp_path: Pat
 @long
 @pytest.mark.parametrize("workers", [2, 3])
 @pytest.mark.parametrize("loop", HABITS)
-def test_drill_of_a_habit_gives_the_same_bits_or_shows_the_refusal(loop: str, workers: int, tmp_path: Path) -> None:
+def test_drill_of_a_habit_gives_the_same_bits_or_shows_the_refusal(
+    loop: str, workers: int, tmp_path: Path
+) -> None:
     names = HABITS[loop]
-    words = ["drill", f"{LOOPS / loop}.py:train", "--workers", str(workers), "--out", str(tmp_path / "drill")]
+    words = [
+        "drill",
+        f"{LOOPS / loop}.py:train",
+        "--workers",
+        str(workers),
+        "--out",
+        str(tmp_path / "drill"),
+    ]
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "LOCKSTEP_TMP": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-m", "lockstep", *words], capture_output=True, text=True, env=environ, timeout=280, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "lockstep", *words],
+        capture_output=True,
+        text=True,
+        env=environ,
+        timeout=280,
+        check=False,
+    )
     if done.returncode:
         text = "\n".join(line.removeprefix("  ") for line in done.stderr.splitlines()[2:])
         assert_refused(LoopResult(done.returncode, text), names)
     else:
-        assert "the same bits" in done.stdout and "NOT" not in done.stdout and not names, done.stdout
+        assert "the same bits" in done.stdout and "NOT" not in done.stdout and not names, (
+            done.stdout
+        )

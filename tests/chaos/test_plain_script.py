@@ -54,10 +54,21 @@ def test_a_script_gets_the_environment_and_the_result_that_torchrun_gives_it() -
     result = run("--workers", "2")
     assert result.returncode == 0, result.stderr
     ours = report()
-    assert ours[0].startswith("rank 0 finished with ") and ours[1] == "rank 0 of 2 local 0 restart 0 step 0 ours []"
+    assert (
+        ours[0].startswith("rank 0 finished with ")
+        and ours[1] == "rank 0 of 2 local 0 restart 0 step 0 ours []"
+    )
     for name in ("saved.pt", "report"):
         Path(name).unlink()
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(SCRIPT)]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        str(SCRIPT),
+    ]
     subprocess.run(torchrun, capture_output=True, timeout=120, check=True)
     assert report() == ours
 
@@ -67,7 +78,9 @@ def test_all_restart_together_when_one_fails(fail: str) -> None:
     result = run("--workers", "2", "--fail", fail)
     assert result.returncode == 0, result.stderr
     restarted = [line for line in report() if "restart 1" in line]
-    assert restarted == [f"rank {rank} of 2 local {rank} restart 1 step 10 ours []" for rank in (0, 1)], report()
+    assert restarted == [
+        f"rank {rank} of 2 local {rank} restart 1 step 10 ours []" for rank in (0, 1)
+    ], report()
     assert len([line for line in report() if " finished with " in line]) == 2
 
 
@@ -80,14 +93,23 @@ def test_a_repeated_error_ends_the_run_with_its_traceback_and_code() -> None:
 
 def test_help_of_a_script_is_shown_once_and_starts_no_run(tmp_path: Path) -> None:
     result = run("--workers", "2", "-h")
-    assert result.returncode == 0 and result.stdout.count("usage: plain_ddp.py") == 1 and not result.stderr
+    assert (
+        result.returncode == 0
+        and result.stdout.count("usage: plain_ddp.py") == 1
+        and not result.stderr
+    )
     assert not (tmp_path / "runs").exists()
 
 
 def test_help_of_a_main_function_lists_its_flags(tmp_path: Path) -> None:
     file = tmp_path / "loop.py"
-    file.write_text("import lockstep\ndef main(lr: float = 0.1, *, name: str):\n    'Train it.'\nlockstep.launch(main, workers=2)\n")
-    for command in ([sys.executable, str(file), "--help"], lockstep_command("run", file, "--workers", "2", "-h")):
+    file.write_text(
+        "import lockstep\ndef main(lr: float = 0.1, *, name: str):\n    'Train it.'\nlockstep.launch(main, workers=2)\n"
+    )
+    for command in (
+        [sys.executable, str(file), "--help"],
+        lockstep_command("run", file, "--workers", "2", "-h"),
+    ):
         result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
         assert (result.returncode, result.stderr) == (0, "")
         assert result.stdout == "Train it.\n\n  --lr (default: 0.1)\n  --name (required)\n"
@@ -95,16 +117,27 @@ def test_help_of_a_main_function_lists_its_flags(tmp_path: Path) -> None:
 
 def test_a_function_of_a_script_is_refused_with_the_command_that_takes_it() -> None:
     result = run_lockstep("run", f"{SCRIPT}:main")
-    assert result.returncode == 2 and f"give {SCRIPT}; lockstep train takes FILE.py:FUNCTION" in result.stderr
+    assert (
+        result.returncode == 2
+        and f"give {SCRIPT}; lockstep train takes FILE.py:FUNCTION" in result.stderr
+    )
 
 
 def test_a_wrong_argument_ends_the_run_at_once() -> None:
     result = run("--workers", "2", "--stepz", "4")
-    assert result.returncode == 2 and "unrecognized arguments: --stepz 4" in result.stderr and not report(), result.stderr
+    assert (
+        result.returncode == 2
+        and "unrecognized arguments: --stepz 4" in result.stderr
+        and not report()
+    ), result.stderr
 
 
 def test_a_signal_goes_to_the_script_and_ends_the_run(tmp_path: Path) -> None:
-    process = subprocess.Popen(lockstep_command("run", SCRIPT, "--workers", "2", "--steps", "1000000"), stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        lockstep_command("run", SCRIPT, "--workers", "2", "--steps", "1000000"),
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     wait_for(lambda: len(report()) == 2, "the start")
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=60)
@@ -117,9 +150,24 @@ def test_a_host_is_lost_and_comes_back_on_two_hosts(tmp_path: Path) -> None:
     Path("hosts.toml").write_text(HOSTS)
 
     def start(host: str) -> subprocess.Popen[bytes]:
-        words = ("launch", "--hosts", "hosts.toml", "--host", host, "--min", "1", SCRIPT, "--steps", "400", "--pause", "0.05")
+        words = (
+            "launch",
+            "--hosts",
+            "hosts.toml",
+            "--host",
+            host,
+            "--min",
+            "1",
+            SCRIPT,
+            "--steps",
+            "400",
+            "--pause",
+            "0.05",
+        )
         with open(f"{host}.log", "ab") as output:
-            return subprocess.Popen(lockstep_command(*words), stdout=output, stderr=output, start_new_session=True)
+            return subprocess.Popen(
+                lockstep_command(*words), stdout=output, stderr=output, start_new_session=True
+            )
 
     agents = {host: start(host) for host in "ab"}
     wait_for(lambda: Path("saved.pt").exists(), "the first steps")
@@ -130,7 +178,10 @@ def test_a_host_is_lost_and_comes_back_on_two_hosts(tmp_path: Path) -> None:
     agents["b"].wait()
     wait_for(lambda: any("of 1 local 0 restart 1" in line for line in report()), "a alone")
     agents["b"] = start("b")
-    wait_for(lambda: len([line for line in report() if "of 2" in line and "restart 2" in line]) == 2, "both again")
+    wait_for(
+        lambda: len([line for line in report() if "of 2" in line and "restart 2" in line]) == 2,
+        "both again",
+    )
     Path("hurry").touch()
     for host, agent in agents.items():
         assert agent.wait(90) == 0, Path(f"{host}.log").read_text()

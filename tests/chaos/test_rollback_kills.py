@@ -41,18 +41,29 @@ def test_kills_at_the_measurement_and_at_the_second_vote_change_no_bit(tmp_path:
     steps = sorted({row["step"] for row in expected if row["step"] > STEPS // 3})
     process = start_lockstep(*words(case, run, 3), env=one_thread(LOCKSTEP_DRILL="1"))
     state = state_folder(run, os.uname().nodename)
-    wait_until(lambda: (state / "0.board").exists() and (run / "metrics.jsonl").exists(), timeout_s=60, process=process)
+    wait_until(
+        lambda: (state / "0.board").exists() and (run / "metrics.jsonl").exists(),
+        timeout_s=60,
+        process=process,
+    )
     # A worker votes on a step that diverges, then exchanges what it has measured (after 1), then votes on the retry (after 2).
     faults = [(1, steps[0], 1), (2, steps[2], 2), (0, steps[4], 1), (1, steps[6], 2)]
     for slot, step, after in faults:
         request_fault(state, slot, "kill", at="voting", step=step, after=after)
-        wait_until(lambda slot=slot: not (state / f"{slot}.fault").exists(), timeout_s=60, process=process)  # type: ignore[misc]
+        wait_until(
+            lambda slot=slot: not (state / f"{slot}.fault").exists(), timeout_s=60, process=process
+        )  # type: ignore[misc]
     output = process.communicate(timeout=120)[0]
     assert process.returncode == 0, output
     assert digest_line(run) == digest_line(tmp_path / "alone"), output
     assert as_list(skipped(run)) == as_list(expected)
-    assert [line["step"] for line in read_metrics(run / "metrics.jsonl")] == list(range(1, STEPS + 1))
-    (_, facts), (_, once) = newest_facts(run / "checkpoints") or (0, {}), newest_facts(tmp_path / "alone" / "checkpoints") or (0, {})
+    assert [line["step"] for line in read_metrics(run / "metrics.jsonl")] == list(
+        range(1, STEPS + 1)
+    )
+    (_, facts), (_, once) = (
+        newest_facts(run / "checkpoints") or (0, {}),
+        newest_facts(tmp_path / "alone" / "checkpoints") or (0, {}),
+    )
     assert facts["rollback"] == once["rollback"]
     assert sum(event["event"] == "regrouped" for event in read_events(run)) >= 2 * len(faults) - 1
     text = output + "".join(path.read_text() for path in (run / "logs").iterdir())

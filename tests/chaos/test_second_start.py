@@ -23,7 +23,16 @@ class Start:
     def __init__(self, host: Host, run: Path) -> None:
         self.run, self.folder = run, run.parent / host.name
         self.folder.mkdir()
-        words = ["launch", "--host", host.name, "--workers", "1", "--out", str(run), *flags(100_000)]
+        words = [
+            "launch",
+            "--host",
+            host.name,
+            "--workers",
+            "1",
+            "--out",
+            str(run),
+            *flags(100_000),
+        ]
         self.output = self.folder / "out"
         with open(self.output, "ab") as output:
             self.agent = subprocess.Popen(
@@ -57,18 +66,29 @@ def starts(network: Network, tmp_path: Path) -> Iterator[list[Start]]:
 
 
 def steps_of(run: Path) -> int:
-    return max((line["step"] for line in iter_steps(run / "metrics.jsonl")), default=0) if (run / "metrics.jsonl").exists() else 0
+    return (
+        max((line["step"] for line in iter_steps(run / "metrics.jsonl")), default=0)
+        if (run / "metrics.jsonl").exists()
+        else 0
+    )
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("resumes", [True, False])
-def test_second_start_waits_while_a_paused_host_records_the_run(network: Network, starts: list[Start], resumes: bool) -> None:
+def test_second_start_waits_while_a_paused_host_records_the_run(
+    network: Network, starts: list[Start], resumes: bool
+) -> None:
     first, run = starts[0], starts[0].run
     wait_until(lambda: steps_of(run) >= 3, timeout_s=60)
     first.send(signal.SIGSTOP)
     second = Start(network.hosts[1], run)
     starts.append(second)
-    wait_until(lambda: "another process records this run" in second.text or second.agent.poll() is not None, timeout_s=100)
+    wait_until(
+        lambda: (
+            "another process records this run" in second.text or second.agent.poll() is not None
+        ),
+        timeout_s=100,
+    )
     newest = GenerationLog(run / "generations").newest()
     assert second.agent.poll() is None and newest and newest.number == 1, second.text
     step = steps_of(run)

@@ -32,10 +32,15 @@ def train(folder: Path, workers: int, **flags: Any) -> subprocess.CompletedProce
 
 def lines_of(folder: Path) -> list[tuple[int, float, float, float | None]]:
     """Return (step, loss, norm, error) of each line of metrics.jsonl."""
-    return [(line["step"], line["loss"], line["norm"], line.get("error")) for line in metrics.iter_steps(folder / "metrics.jsonl")]
+    return [
+        (line["step"], line["loss"], line["norm"], line.get("error"))
+        for line in metrics.iter_steps(folder / "metrics.jsonl")
+    ]
 
 
-def test_same_sha256_and_metrics_on_1_and_2_workers_through_a_kill_a_stop_and_a_resume(tmp_path: Path) -> None:
+def test_same_sha256_and_metrics_on_1_and_2_workers_through_a_kill_a_stop_and_a_resume(
+    tmp_path: Path,
+) -> None:
     alone, two, disturbed = (tmp_path / name for name in ("alone", "two", "disturbed"))
     assert run_loop(SCRIPT, alone, 1) == LoopResult(0, "")
     result = train(two, 2, num_workers=2)
@@ -44,22 +49,33 @@ def test_same_sha256_and_metrics_on_1_and_2_workers_through_a_kill_a_stop_and_a_
     (disturbed / "disturb").write_text(json.dumps({"kill": 13, "stop": 25}))
     stopped = train(disturbed, 3, num_workers=1)
     assert stopped.returncode == 75, stopped.stderr
-    assert digest_line(disturbed).startswith("step 26 "), "the step with the signal was committed and saved"
-    assert any(event.get("joined") for event in events.read_events(disturbed) if event["event"] == "regrouped"), (
-        "a worker was replaced in place"
+    assert digest_line(disturbed).startswith("step 26 "), (
+        "the step with the signal was committed and saved"
     )
+    assert any(
+        event.get("joined")
+        for event in events.read_events(disturbed)
+        if event["event"] == "regrouped"
+    ), "a worker was replaced in place"
     assert run_loop(SCRIPT, disturbed, 2) == LoopResult(0, "")
     digests = {digest_line(folder) for folder in (alone, two, disturbed)}
     assert len(digests) == 1 and digests.pop().startswith(f"step {STEPS} sha256 ")
     assert lines_of(alone) == lines_of(two) == lines_of(disturbed) and len(lines_of(alone)) == STEPS
-    assert [error is not None for *_, error in lines_of(alone)] == [step % 10 == 0 for step in range(1, STEPS + 1)]
+    assert [error is not None for *_, error in lines_of(alone)] == [
+        step % 10 == 0 for step in range(1, STEPS + 1)
+    ]
 
 
 def test_session_in_another_folder_than_its_run_is_refused(tmp_path: Path) -> None:
     loop = tmp_path / "loop.py"
-    loop.write_text(f"import sys; sys.path.insert(0, {str(SCRIPT.parent)!r})\nimport session\ndef main(): session.train('elsewhere', 2)\n")
+    loop.write_text(
+        f"import sys; sys.path.insert(0, {str(SCRIPT.parent)!r})\nimport session\ndef main(): session.train('elsewhere', 2)\n"
+    )
     result = lockstep("train", f"{loop}:main", "--out", tmp_path / "run", "--workers", "1")
-    assert result.returncode == 2 and f"this Session's folder is elsewhere, the run's is {tmp_path / 'run'}" in result.stderr, result.stderr
+    assert (
+        result.returncode == 2
+        and f"this Session's folder is elsewhere, the run's is {tmp_path / 'run'}" in result.stderr
+    ), result.stderr
 
 
 IMPORT_FAILS = """
@@ -73,14 +89,24 @@ with Session(os.environ["RUN"], micro_batches=2):
 """
 
 
-def test_worker_whose_script_fails_before_its_session_is_not_restarted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_whose_script_fails_before_its_session_is_not_restarted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("RUN", str(tmp_path / "run"))
     loop = tmp_path / "loop.py"
     loop.write_text(IMPORT_FAILS)
     result = lockstep("run", "--workers", "2", "--out", tmp_path / "run", loop)
-    assert result.returncode == 1 and "ImportError: cannot import name 'OrderedDit'" in result.stderr, result.stderr
-    assert "failed before it joined the run, and would fail again: ImportError" in result.stderr, result.stderr
-    started = [event["slot"] for event in events.read_events(tmp_path / "run") if event["event"] == "worker started"]
+    assert (
+        result.returncode == 1 and "ImportError: cannot import name 'OrderedDit'" in result.stderr
+    ), result.stderr
+    assert "failed before it joined the run, and would fail again: ImportError" in result.stderr, (
+        result.stderr
+    )
+    started = [
+        event["slot"]
+        for event in events.read_events(tmp_path / "run")
+        if event["event"] == "worker started"
+    ]
     assert sorted(started) == [0, 1], result.stderr
 
 
@@ -97,18 +123,34 @@ STARTS = {
     "launch": ["-m", "lockstep", "launch", SCRIPT, "--workers", "2", "--steps=12"],
     "python": [SCRIPT, "--steps", "12"],
     "module": ["-m", "session", "--steps", "12"],
-    "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", SCRIPT, "--steps", "12"],
+    "torchrun": [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        SCRIPT,
+        "--steps",
+        "12",
+    ],
 }
 
 
 @pytest.mark.parametrize("start", STARTS)
-def test_each_way_to_start_a_script_gives_the_same_sha256(start: str, digest: str, tmp_path: Path) -> None:
+def test_each_way_to_start_a_script_gives_the_same_sha256(
+    start: str, digest: str, tmp_path: Path
+) -> None:
     command = [sys.executable, *map(str, STARTS[start])]
     environ = one_thread(PYTHONPATH=str(SCRIPT.parent))
-    result = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environ, cwd=tmp_path, check=False)
+    result = subprocess.run(
+        command, capture_output=True, text=True, timeout=200, env=environ, cwd=tmp_path, check=False
+    )
     assert result.returncode == 0, result.stderr
     assert digest_line(tmp_path / "runs" / "session") == digest
-    sizes = [line["workers"] for line in metrics.iter_steps(tmp_path / "runs" / "session" / "metrics.jsonl")]
+    sizes = [
+        line["workers"]
+        for line in metrics.iter_steps(tmp_path / "runs" / "session" / "metrics.jsonl")
+    ]
     assert sizes == [3 if start == "run" else 2] * 12
 
 
@@ -118,7 +160,9 @@ def test_worker_of_a_script_is_replaced_in_place(tmp_path: Path) -> None:
     (folder / "disturb").write_text(json.dumps({"kill": 5, "stop": 20}))
     result = lockstep("run", "--out", folder, SCRIPT, "--workers", "3")
     assert result.returncode == 75, result.stderr
-    assert any(event.get("joined") for event in events.read_events(folder) if event["event"] == "regrouped")
+    assert any(
+        event.get("joined") for event in events.read_events(folder) if event["event"] == "regrouped"
+    )
 
 
 # A command whose loop is in a module beside it, and its folder an argument.
@@ -144,14 +188,21 @@ def test_run_follows_the_session_of_an_imported_module(is_named: bool, tmp_path:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     if is_named:
-        (tmp_path / "jobs/loops.py").write_text(PACKAGE["jobs/loops.py"] + "from lockstep import Session\nSession\n")
+        (tmp_path / "jobs/loops.py").write_text(
+            PACKAGE["jobs/loops.py"] + "from lockstep import Session\nSession\n"
+        )
     folder = tmp_path / "a folder"
     folder.mkdir()
     (folder / "disturb").write_text(json.dumps({"kill": 5, "stop": 20}))
     result = lockstep("run", "--workers", "3", "-m", "jobs.train", folder, cwd=tmp_path)
     assert result.returncode == 75, result.stderr
-    assert f"opens a Session in {folder}; starting again: lockstep run --restart one --out '{folder}'" in result.stderr
-    assert any(event.get("joined") for event in events.read_events(folder) if event["event"] == "regrouped")
+    assert (
+        f"opens a Session in {folder}; starting again: lockstep run --restart one --out '{folder}'"
+        in result.stderr
+    )
+    assert any(
+        event.get("joined") for event in events.read_events(folder) if event["event"] == "regrouped"
+    )
     left = [path.name for path in (tmp_path / "runs" / "train").iterdir()]
     assert left == ["of-user"], "only what the script wrote is left of the first start"
 
@@ -166,7 +217,9 @@ def test_run_follows_the_session_of_an_imported_module(is_named: bool, tmp_path:
         (["run", SCRIPT, "--stepz", "3"], "train takes no --stepz"),
     ],
 )
-def test_script_that_cannot_run_is_refused(words: list[str | Path], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_script_that_cannot_run_is_refused(
+    words: list[str | Path], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     Path("torn.py").write_text("def\n")
     result = lockstep(*words)
@@ -179,16 +232,30 @@ TWO_SESSIONS = SCRIPT.with_name("two_sessions.py")
 @pytest.mark.parametrize("case", ["second", pytest.param("folds", marks=pytest.mark.long)])
 def test_second_session_under_an_agent_is_refused(case: str, tmp_path: Path) -> None:
     first, second = {"second": ("run", "run"), "folds": ("run/0", "run/1")}[case]
-    result = lockstep("run", TWO_SESSIONS, "--workers", "1", "--", "--case", case, "--out", "run", cwd=tmp_path)
+    result = lockstep(
+        "run", TWO_SESSIONS, "--workers", "1", "--", "--case", case, "--out", "run", cwd=tmp_path
+    )
     assert digest_line(tmp_path / first).startswith("step 2 ")
-    assert result.returncode == 2 and "UsageError: an agent runs one Session per start" in result.stderr, result.stderr
+    assert (
+        result.returncode == 2
+        and "UsageError: an agent runs one Session per start" in result.stderr
+    ), result.stderr
     assert f"lockstep run --out {second} FILE.py ..., or start it with torchrun" in result.stderr
 
 
 def test_sessions_follow_each_other_under_torchrun(tmp_path: Path) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
     words = [*torchrun, str(TWO_SESSIONS), "--out", str(tmp_path / "two"), "--case", "folds"]
-    result = subprocess.run(words, capture_output=True, text=True, timeout=200, env=one_thread(), check=False)
+    result = subprocess.run(
+        words, capture_output=True, text=True, timeout=200, env=one_thread(), check=False
+    )
     assert result.returncode == 0, result.stderr
     assert run_loop(TWO_SESSIONS, tmp_path / "one", 1, case="folds") == LoopResult(0, "")
     digests = [[digest_line(tmp_path / run / fold) for fold in "01"] for run in ("one", "two")]
@@ -197,10 +264,22 @@ def test_sessions_follow_each_other_under_torchrun(tmp_path: Path) -> None:
 
 def test_folder_with_the_rank_is_refused_under_torchrun(tmp_path: Path) -> None:
     result = run_loop(TWO_SESSIONS, tmp_path / "run", 2, case="rank")
-    assert f"the Session's folder differs: {tmp_path}/run-0 on rank 0, {tmp_path}/run-1 on rank 1" in result.text, result
+    assert (
+        f"the Session's folder differs: {tmp_path}/run-0 on rank 0, {tmp_path}/run-1 on rank 1"
+        in result.text
+    ), result
 
 
 def test_wrong_loop_that_one_worker_notices_ends_the_run_on_all(tmp_path: Path) -> None:
-    result = lockstep("train", f"{SCRIPT.with_name('dataloader.py')}:train", "--out", tmp_path / "run", "--workers", "2")
-    assert result.returncode == 2 and "the loss of micro-batch 0 of step 0 is" in result.stderr, result.stderr
+    result = lockstep(
+        "train",
+        f"{SCRIPT.with_name('dataloader.py')}:train",
+        "--out",
+        tmp_path / "run",
+        "--workers",
+        "2",
+    )
+    assert result.returncode == 2 and "the loss of micro-batch 0 of step 0 is" in result.stderr, (
+        result.stderr
+    )
     assert not list((tmp_path / "run" / "checkpoints").iterdir())

@@ -17,15 +17,25 @@ SCRIPT = ROOT / "tests" / "support" / "loops" / "uneven.py"
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("workers", "shard", "slow"), [(2, 1, "worker 1 on host "), (4, 2, "worker 2 on host ")])
+@pytest.mark.parametrize(
+    ("workers", "shard", "slow"), [(2, 1, "worker 1 on host "), (4, 2, "worker 2 on host ")]
+)
 def test_slow_replica_is_relieved_before_and_after_a_kill(
     workers: int, shard: int, slow: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LOCKSTEP_TMP", str(tmp_path))
     assert run_loop(SCRIPT, tmp_path / "alone", 1, steps=60, pause_s=0.0) == LoopResult(0, "")
     folder = tmp_path / "run"
-    options = ["--workers", workers, *(["--layout.shard", shard] if shard > 1 else []), "--out", folder]
-    process = start_lockstep("run", SCRIPT, *options, "--steps", 60, "--num_workers", 1, "--kill", 20)
+    options = [
+        "--workers",
+        workers,
+        *(["--layout.shard", shard] if shard > 1 else []),
+        "--out",
+        folder,
+    ]
+    process = start_lockstep(
+        "run", SCRIPT, *options, "--steps", 60, "--num_workers", 1, "--kill", 20
+    )
     shown: set[str] = set()
     while process.poll() is None:
         status = run_lockstep("status", folder, "--json")
@@ -35,7 +45,11 @@ def test_slow_replica_is_relieved_before_and_after_a_kill(
     assert process.returncode == 0, output
     assert digest_line(folder) == digest_line(tmp_path / "alone")
     recorded = events.read_events(folder)
-    generations = [event["generation"] for event in recorded if event["event"] == "shares" and sorted(event["shares"]) == [2, 6]]
+    generations = [
+        event["generation"]
+        for event in recorded
+        if event["event"] == "shares" and sorted(event["shares"]) == [2, 6]
+    ]
     assert len(set(generations)) >= 2, recorded
     assert any(event["event"] == "slow" and event["worker"].startswith(slow) for event in recorded)
     assert shown & {"[6, 2]", "[2, 6]"} and "times the median of 0." in output, (shown, output)

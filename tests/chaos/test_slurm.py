@@ -35,7 +35,17 @@ class Job:
         self.cluster, self.file = cluster, folder / "job.sbatch"
         self.training = Training(folder, steps=STEPS, start=())
         (folder / "tiny.toml").write_text(tomli_w.dumps(nested({"steps": STEPS, **TINY})))
-        words = ["tiny.toml", "--nodes", nodes, "--workers", "1", "--run", run, "--out", "job.sbatch"]
+        words = [
+            "tiny.toml",
+            "--nodes",
+            nodes,
+            "--workers",
+            "1",
+            "--run",
+            run,
+            "--out",
+            "job.sbatch",
+        ]
         assert main(["render", "slurm", *words]) == 0
 
     def submit(self, *options: str) -> str:
@@ -49,7 +59,11 @@ class Job:
 
         def trains() -> bool:
             step = self.training.step
-            return step > 0 and len(self.training.newest.members) == count and step > self.training.newest.step
+            return (
+                step > 0
+                and len(self.training.newest.members) == count
+                and step > self.training.newest.step
+            )
 
         self.cluster.wait(trains, 120, f"a step of {count} workers")
 
@@ -60,7 +74,11 @@ class Job:
         self.wait_for_step(training.step + 5)
         self.cluster.kill_node(name)
         start_s = time.monotonic()
-        self.cluster.wait(lambda: training.newest.number > before.number and training.step > training.newest.step, 60, "the next step")
+        self.cluster.wait(
+            lambda: training.newest.number > before.number and training.step > training.newest.step,
+            60,
+            "the next step",
+        )
         print(f"from the loss of {name} to the next step: {time.monotonic() - start_s:.2f} s")
         return time.monotonic() - start_s
 
@@ -90,16 +108,22 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlurmCl
         yield cluster
 
 
-def test_a_run_survives_lost_nodes(cluster: SlurmCluster, tmp_path: Path, reference: Reference) -> None:
+def test_a_run_survives_lost_nodes(
+    cluster: SlurmCluster, tmp_path: Path, reference: Reference
+) -> None:
     job = Job(tmp_path, cluster, "1:3")
     number = job.submit()
     job.wait_for_members(3)
     assert statistics.median([job.kill_node(name) for name in ("n3", "n2")]) < 5
-    assert cluster.wait_for_state(number, "COMPLETED", "FAILED")["ExitCode"] == "0:0", job.log(number)
+    assert cluster.wait_for_state(number, "COMPLETED", "FAILED")["ExitCode"] == "0:0", job.log(
+        number
+    )
     job.assert_same_bits(reference(STEPS))
 
 
-def test_training_continues_without_the_node_of_the_batch_script(cluster: SlurmCluster, tmp_path: Path, reference: Reference) -> None:
+def test_training_continues_without_the_node_of_the_batch_script(
+    cluster: SlurmCluster, tmp_path: Path, reference: Reference
+) -> None:
     job = Job(tmp_path, cluster, "2:3")
     number = job.submit()
     job.wait_for_members(3)
@@ -108,15 +132,21 @@ def test_training_continues_without_the_node_of_the_batch_script(cluster: SlurmC
     job.assert_same_bits(reference(STEPS))
     cluster.wait_for_state(number, "CANCELLED")
     again = job.submit("--nodes=1")
-    assert cluster.wait_for_state(again, "COMPLETED", "FAILED")["JobState"] == "COMPLETED", "a complete run needs no minimum of nodes"
+    assert cluster.wait_for_state(again, "COMPLETED", "FAILED")["JobState"] == "COMPLETED", (
+        "a complete run needs no minimum of nodes"
+    )
 
 
-def test_a_preempted_run_saves_is_queued_again_and_resumes(cluster: SlurmCluster, tmp_path: Path, reference: Reference) -> None:
+def test_a_preempted_run_saves_is_queued_again_and_resumes(
+    cluster: SlurmCluster, tmp_path: Path, reference: Reference
+) -> None:
     """A job of a partition with a higher priority takes all nodes: Slurm sends USR1, with its grace time."""
     job = Job(tmp_path, cluster, "2:3")
     number = job.submit()
     job.wait_for_step(20)
-    (tmp_path / "urgent.sbatch").write_text("#!/bin/bash\n#SBATCH --nodes=3 --partition=high\nsleep 2\n")
+    (tmp_path / "urgent.sbatch").write_text(
+        "#!/bin/bash\n#SBATCH --nodes=3 --partition=high\nsleep 2\n"
+    )
     urgent = cluster.submit(tmp_path / "urgent.sbatch")
     cluster.wait_for_state(urgent, "COMPLETED")
     saved, end = job.training.step, job.training.newest.end
@@ -127,7 +157,9 @@ def test_a_preempted_run_saves_is_queued_again_and_resumes(cluster: SlurmCluster
     job.assert_same_bits(reference(STEPS))
 
 
-def test_a_requeued_job_resumes(cluster: SlurmCluster, tmp_path: Path, reference: Reference) -> None:
+def test_a_requeued_job_resumes(
+    cluster: SlurmCluster, tmp_path: Path, reference: Reference
+) -> None:
     job = Job(tmp_path, cluster, "2:3")
     number = job.submit()
     job.wait_for_step(20)
@@ -137,14 +169,18 @@ def test_a_requeued_job_resumes(cluster: SlurmCluster, tmp_path: Path, reference
     job.assert_same_bits(reference(STEPS))
 
 
-def test_a_node_joins_late_and_leaves_at_its_own_preemption(cluster: SlurmCluster, tmp_path: Path, reference: Reference) -> None:
+def test_a_node_joins_late_and_leaves_at_its_own_preemption(
+    cluster: SlurmCluster, tmp_path: Path, reference: Reference
+) -> None:
     job = Job(tmp_path, cluster, "2:3")
     number = job.submit("--nodes=2")
     job.wait_for_members(2)
     late = job.submit("--nodes=1")
     job.wait_for_members(3)
     cluster.run("scancel", "--batch", "--signal=USR1", late)
-    assert cluster.wait_for_state(late, "PENDING", "COMPLETED", "FAILED")["Restarts"] == "1", job.log(late)
+    assert cluster.wait_for_state(late, "PENDING", "COMPLETED", "FAILED")["Restarts"] == "1", (
+        job.log(late)
+    )
     job.wait_for_members(2)
     assert cluster.wait_for_state(number, "COMPLETED", "FAILED")["Restarts"] == "0", job.log(number)
     job.assert_same_bits(reference(STEPS))
@@ -162,13 +198,19 @@ def test_nodes_without_a_shared_disk_meet_in_a_store(
         job = Job(tmp_path, cluster, "2:3", address)
         number = job.submit()
         copies = tmp_path / "lockstep-ada"
-        cluster.wait(lambda: len(list(copies.glob("n*/*/tiny/metrics.jsonl"))) == 3, 120, "a working copy on each node")
+        cluster.wait(
+            lambda: len(list(copies.glob("n*/*/tiny/metrics.jsonl"))) == 3,
+            120,
+            "a working copy on each node",
+        )
         batch_host = cluster.job(number)["BatchHost"]
         job.training.run = next(copies.glob(f"{batch_host}/*/tiny"))
         job.training.log = GenerationLog(job.training.run / "generations")
         job.wait_for_members(3)
         assert job.kill_node(next(name for name in cluster.names if name != batch_host)) < 10
-        assert cluster.wait_for_state(number, "COMPLETED", "FAILED")["ExitCode"] == "0:0", job.log(number)
+        assert cluster.wait_for_state(number, "COMPLETED", "FAILED")["ExitCode"] == "0:0", job.log(
+            number
+        )
         truth = reference(STEPS)
         job.assert_same_steps(truth)
         digest = cluster.run(sys.executable, "-m", "lockstep", "checkpoint", "digest", address)
@@ -181,4 +223,8 @@ def test_a_stop_by_the_user_is_not_queued_again(cluster: SlurmCluster, tmp_path:
     job.wait_for_step(20)
     cluster.run(sys.executable, "-m", "lockstep", "launch", "--stop", "run", cwd=tmp_path)
     fields = cluster.wait_for_state(number, "COMPLETED", "FAILED", "PENDING")
-    assert (fields["JobState"], fields["ExitCode"], fields["Restarts"]) == ("FAILED", "75:0", "0"), job.log(number)
+    assert (fields["JobState"], fields["ExitCode"], fields["Restarts"]) == (
+        "FAILED",
+        "75:0",
+        "0",
+    ), job.log(number)

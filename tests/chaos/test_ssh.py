@@ -57,7 +57,9 @@ def training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Traini
         "LogLevel": "ERROR",
     }
     options = " ".join(f"-o {name}={value}" for name, value in settings.items())
-    (keys / "ssh").write_text(f'#!/bin/sh\nexec {client} -F none {options} "$@"\n')  # nothing from the user's own configuration
+    (keys / "ssh").write_text(
+        f'#!/bin/sh\nexec {client} -F none {options} "$@"\n'
+    )  # nothing from the user's own configuration
     (keys / "ssh").chmod(0o755)
     monkeypatch.setenv("PATH", f"{keys}:{os.environ['PATH']}")
     monkeypatch.setenv("LOCKSTEP_TMP", str(tmp_path / "training"))
@@ -65,8 +67,13 @@ def training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Traini
         for host in network.hosts:
             command = [*host.enter, sys.executable, str(SERVER), str(keys), host.address]
             # What a host knows by itself: the credentials of a store, and where its copies are.
-            own = {**CREDENTIALS, "LOCKSTEP_STORE_CACHE": str(tmp_path / "training" / f"cache-{host.name}")}
-            server = stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, env=os.environ | own))
+            own = {
+                **CREDENTIALS,
+                "LOCKSTEP_STORE_CACHE": str(tmp_path / "training" / f"cache-{host.name}"),
+            }
+            server = stack.enter_context(
+                subprocess.Popen(command, stdout=subprocess.PIPE, env=os.environ | own)
+            )
             stack.callback(server.kill)
             assert server.stdout and server.stdout.readline() == b"listening\n"
         created = Training(tmp_path / "training", network.hosts, workers=1, steps=STEPS, start=())
@@ -92,11 +99,15 @@ def launch(training: Training, *words: str, out: str = "run") -> subprocess.Pope
         *flags(STEPS),
     ]
     with open(training.folder / "ssh.out", "ab") as output:
-        training.agents["ssh"] = subprocess.Popen(command, cwd=training.folder, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+        training.agents["ssh"] = subprocess.Popen(
+            command, cwd=training.folder, stdin=subprocess.DEVNULL, stdout=output, stderr=output
+        )
     return training.agents["ssh"]
 
 
-def test_a_run_started_by_ssh_stops_resumes_recovers_and_has_the_same_bits(training: Training, reference: Reference) -> None:
+def test_a_run_started_by_ssh_stops_resumes_recovers_and_has_the_same_bits(
+    training: Training, reference: Reference
+) -> None:
     launcher = launch(training)
     training.wait_for_step(8)
     launcher.send_signal(signal.SIGTERM)
@@ -108,13 +119,17 @@ def test_a_run_started_by_ssh_stops_resumes_recovers_and_has_the_same_bits(train
     training.kill(training.member(0, training.hosts[1]))
     training.wait_until_whole(before)
     training.assert_same_bits(reference(STEPS))
-    shown = re.findall(r"^step (\d+)  loss", (training.folder / "ssh.out").read_text(), re.MULTILINE)
+    shown = re.findall(
+        r"^step (\d+)  loss", (training.folder / "ssh.out").read_text(), re.MULTILINE
+    )
     assert len(shown) == len(set(shown)) > STEPS // 10, "the shared terminal shows each step once"
     assert len(training.events("evaluator started")) == 1, training.events("evaluator started")
 
 
 @pytest.mark.long
-def test_the_run_continues_after_its_launcher_is_killed(training: Training, reference: Reference) -> None:
+def test_the_run_continues_after_its_launcher_is_killed(
+    training: Training, reference: Reference
+) -> None:
     launcher = launch(training)
     training.wait_for_step(8)
     before = training.newest
@@ -126,31 +141,66 @@ def test_the_run_continues_after_its_launcher_is_killed(training: Training, refe
         time.sleep(0.05)
     end, truth = training.newest, reference(STEPS)
     assert end.number == before.number + 1 and end.end and end.end.code == 0, training.report()
-    assert read_steps(training.run) == truth.steps and digest_line(training.run, None) == truth.digest
+    assert (
+        read_steps(training.run) == truth.steps and digest_line(training.run, None) == truth.digest
+    )
     training.assert_nothing_left()
 
 
 @pytest.mark.long
-def test_hosts_started_by_ssh_meet_in_a_store(training: Training, reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hosts_started_by_ssh_meet_in_a_store(
+    training: Training, reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = training.hosts[0]
     with s3_server(first.address, first.enter) as server:
-        settings = {"AWS_ENDPOINT_URL": server, "AWS_REGION": "us-east-1", "LOCKSTEP_STORE_BEAT_S": "1"}
+        settings = {
+            "AWS_ENDPOINT_URL": server,
+            "AWS_REGION": "us-east-1",
+            "LOCKSTEP_STORE_BEAT_S": "1",
+        }
         for name, value in settings.items():
             monkeypatch.setenv(name, value)
-        doctor = [*first.enter, sys.executable, "-m", "lockstep", "doctor", "--hosts", "hosts.toml", "--out", RUN]
-        done = subprocess.run(doctor, cwd=training.folder, capture_output=True, text=True, timeout=120, check=False)
-        assert done.returncode == 0 and done.stdout.count("storing 1 MiB") == 2, done.stdout + done.stderr
+        doctor = [
+            *first.enter,
+            sys.executable,
+            "-m",
+            "lockstep",
+            "doctor",
+            "--hosts",
+            "hosts.toml",
+            "--out",
+            RUN,
+        ]
+        done = subprocess.run(
+            doctor, cwd=training.folder, capture_output=True, text=True, timeout=120, check=False
+        )
+        assert done.returncode == 0 and done.stdout.count("storing 1 MiB") == 2, (
+            done.stdout + done.stderr
+        )
         launcher = launch(training, out=RUN)
         copies = training.folder / "cache-b"
-        wait_until(lambda: any(read_steps(path.parent) for path in copies.glob("*/hosts/metrics.jsonl")), "a step", process=launcher)
-        worker = next(generation.members[1] for path in copies.glob("*/hosts/generations") if (generation := GenerationLog(path).newest()))
+        wait_until(
+            lambda: any(read_steps(path.parent) for path in copies.glob("*/hosts/metrics.jsonl")),
+            "a step",
+            process=launcher,
+        )
+        worker = next(
+            generation.members[1]
+            for path in copies.glob("*/hosts/generations")
+            if (generation := GenerationLog(path).newest())
+        )
         os.kill(worker.pid, signal.SIGKILL)
         assert launcher.wait(120) == 0, training.report()
         log = (training.folder / "ssh.out").read_text()
         assert CREDENTIALS["AWS_SECRET_ACCESS_KEY"] not in log
         words = [*first.enter, sys.executable, "-m", "lockstep", "checkpoint", "digest", RUN]
-        environ = os.environ | CREDENTIALS | {"LOCKSTEP_STORE_CACHE": str(training.folder / "reader")}
-        assert subprocess.check_output(words, env=environ, text=True).strip() == reference(STEPS).digest
+        environ = (
+            os.environ | CREDENTIALS | {"LOCKSTEP_STORE_CACHE": str(training.folder / "reader")}
+        )
+        assert (
+            subprocess.check_output(words, env=environ, text=True).strip()
+            == reference(STEPS).digest
+        )
 
 
 @pytest.mark.long
@@ -162,9 +212,21 @@ def test_hosts_started_by_ssh_meet_in_a_store(training: Training, reference: Ref
     ],
     ids=["doctor", "bench comm"],
 )
-def test_one_command_examines_all_hosts_and_prints_one_report(training: Training, words: list[str], expected: str) -> None:
-    command = [*training.hosts[0].enter, sys.executable, "-m", "lockstep", *words, "--hosts", "hosts.toml"]
-    done = subprocess.run(command, cwd=training.folder, capture_output=True, text=True, timeout=120, check=False)
+def test_one_command_examines_all_hosts_and_prints_one_report(
+    training: Training, words: list[str], expected: str
+) -> None:
+    command = [
+        *training.hosts[0].enter,
+        sys.executable,
+        "-m",
+        "lockstep",
+        *words,
+        "--hosts",
+        "hosts.toml",
+    ]
+    done = subprocess.run(
+        command, cwd=training.folder, capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == 0 and done.stdout.count(expected) == 1, done.stdout + done.stderr
 
 
@@ -173,4 +235,7 @@ def test_the_commands_of_the_guide_run_on_two_hosts(training: Training) -> None:
     make_folder(training.folder)
     run_page("guides/several-hosts.md", training.folder, training.hosts[0].enter)
     run = training.folder / "shared" / "runs" / "own"
-    assert {entry["host"] for entry in read_events(run) if entry["event"] == "worker started"} == {"a", "b"}
+    assert {entry["host"] for entry in read_events(run) if entry["event"] == "worker started"} == {
+        "a",
+        "b",
+    }

@@ -30,8 +30,17 @@ PROGRAM = SUPPORT / "static_group_program.py"
 
 
 def environment(folder: Path) -> dict[str, str]:
-    environ = {name: text for name, text in os.environ.items() if not name.startswith(("LOCKSTEP_", "CUDA_"))}
-    environ |= {"PYTHONPATH": f"{SRC}:{SUPPORT}", "TMPDIR": str(folder / "tmp"), "OMP_NUM_THREADS": "1", "LOCKSTEP_DEVICE": "cpu"}
+    environ = {
+        name: text
+        for name, text in os.environ.items()
+        if not name.startswith(("LOCKSTEP_", "CUDA_"))
+    }
+    environ |= {
+        "PYTHONPATH": f"{SRC}:{SUPPORT}",
+        "TMPDIR": str(folder / "tmp"),
+        "OMP_NUM_THREADS": "1",
+        "LOCKSTEP_DEVICE": "cpu",
+    }
     return environ
 
 
@@ -95,7 +104,9 @@ def test_the_exit_code_is_the_one_that_all_workers_return(start: Start, code: in
     assert (returned, err) == (code, "")
 
 
-def test_workers_get_torchruns_variables_and_only_rank_0_writes_to_the_terminal(start: Start) -> None:
+def test_workers_get_torchruns_variables_and_only_rank_0_writes_to_the_terminal(
+    start: Start,
+) -> None:
     group = start("print_environment")
     assert group.wait() == (0, "out 0\n", "err 0\n")
     for rank in range(2):
@@ -156,13 +167,17 @@ def test_child_processes_of_a_worker_are_killed_with_it(start: Start) -> None:
 def test_an_implausible_number_of_workers_is_refused(start: Start) -> None:
     code, _, err = start("return_0", workers=60_000).wait()
     assert code == 2
-    assert err.startswith("UsageError: 60,000 workers on one machine\n") and len(err.splitlines()) == 3
+    assert (
+        err.startswith("UsageError: 60,000 workers on one machine\n") and len(err.splitlines()) == 3
+    )
 
 
 # Signals.
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)]
+)
 def test_a_signal_lets_all_workers_save_and_stop(start: Start, number: int, code: int) -> None:
     group = start("polite")
     group.ready()
@@ -225,10 +240,14 @@ def test_two_workers_join_a_world_and_leave_no_threads_or_sockets(start: Start) 
     group = start("join_and_leave")
     code, out, err = group.wait()
     assert (code, err) == (0, "")
-    assert out.startswith("rank 0 of 2, local rank 0 of 2, started by lockstep; rendezvous at 127.0.0.1:")
+    assert out.startswith(
+        "rank 0 of 2, local rank 0 of 2, started by lockstep; rendezvous at 127.0.0.1:"
+    )
     assert "cpu, 1 thread: LOCKSTEP_DEVICE=cpu; gloo on lo" in out
     for rank in range(2):
-        assert (group.folder / f"world-{rank}").read_text() == f"2 {rank} 2 {socket.gethostname()} [3.0, 3.0, 3.0, 3.0]"
+        assert (
+            group.folder / f"world-{rank}"
+        ).read_text() == f"2 {rank} 2 {socket.gethostname()} [3.0, 3.0, 3.0, 3.0]"
 
 
 def test_a_failure_ends_peers_that_hang_in_gloo_or_are_stopped(start: Start) -> None:
@@ -243,7 +262,9 @@ def test_a_failure_ends_peers_that_hang_in_gloo_or_are_stopped(start: Start) -> 
     assert not any(map(is_alive, pids))
 
 
-def test_a_worker_killed_in_an_all_reduce_is_the_first_failure_and_the_other_lost_its_peers(start: Start) -> None:
+def test_a_worker_killed_in_an_all_reduce_is_the_first_failure_and_the_other_lost_its_peers(
+    start: Start,
+) -> None:
     group = start("reduce_forever", timeouts={"exit_s": 30})
     pids = group.ready()
     os.kill(pids[1], signal.SIGKILL)
@@ -254,7 +275,14 @@ def test_a_worker_killed_in_an_all_reduce_is_the_first_failure_and_the_other_los
 
 
 def test_under_torchrun_a_worker_reads_its_rank_from_the_environment(tmp_path: Path) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+    ]
     (tmp_path / "tmp").mkdir()
     done = subprocess.run(
         [*torchrun, str(SUPPORT / "static_workers.py"), "join_and_leave"],
@@ -268,7 +296,9 @@ def test_under_torchrun_a_worker_reads_its_rank_from_the_environment(tmp_path: P
     assert done.returncode == 0, done.stderr
     assert "rank 0 of 2, local rank 0 of 2, started by torchrun" in done.stdout
     for rank in range(2):
-        assert (tmp_path / f"world-{rank}").read_text() == f"2 {rank} 2 {socket.gethostname()} [3.0, 3.0, 3.0, 3.0]"
+        assert (
+            tmp_path / f"world-{rank}"
+        ).read_text() == f"2 {rank} 2 {socket.gethostname()} [3.0, 3.0, 3.0, 3.0]"
 
 
 # The command.
@@ -277,13 +307,26 @@ def test_under_torchrun_a_worker_reads_its_rank_from_the_environment(tmp_path: P
 def test_generate_prints_the_same_on_one_process_and_on_two(tmp_path: Path) -> None:
     (tmp_path / "tmp").mkdir()
     config = LlamaConfig(300, 16, 1, 2, 2, 8, 24, 64)
-    hub.write_hub(tmp_path / "llama", config, dict(build_llama(config, device=torch.device("cpu"), seed=1).named_parameters()))
-    Tokenizer.train_on_documents(["a cat"] * 3, vocab_size=300, min_frequency=1).save_for_llama(tmp_path / "llama")
+    hub.write_hub(
+        tmp_path / "llama",
+        config,
+        dict(build_llama(config, device=torch.device("cpu"), seed=1).named_parameters()),
+    )
+    Tokenizer.train_on_documents(["a cat"] * 3, vocab_size=300, min_frequency=1).save_for_llama(
+        tmp_path / "llama"
+    )
     outputs = []
     for words in ([], ["--tensor", "2"]):
         command = [sys.executable, "-m", "lockstep", "generate", "llama", "--tokens", "4", *words]
         done = subprocess.run(
-            command, cwd=tmp_path, env=environment(tmp_path), input="a cat\na\n", capture_output=True, text=True, timeout=120, check=False
+            command,
+            cwd=tmp_path,
+            env=environment(tmp_path),
+            input="a cat\na\n",
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
         )
         assert done.returncode == 0, done.stderr
         outputs.append(done.stdout)

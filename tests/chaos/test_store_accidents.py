@@ -21,7 +21,16 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from support.object_store import Proxy, StoreHost, environment, make_bucket, newest_of, no_fault, s3_server, send
+from support.object_store import (
+    Proxy,
+    StoreHost,
+    environment,
+    make_bucket,
+    newest_of,
+    no_fault,
+    s3_server,
+    send,
+)
 from support.processes import SUPPORT
 from support.waiting import wait_until
 
@@ -37,7 +46,15 @@ STEPS = 12  # a checkpoint every 3 steps
 PAUSE_S = 0.2
 TIMEOUT_S = 400
 PR_CAPBSET_DROP, CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH = 24, 1, 2
-ODD_NAMES = ["line\nbreak", 'quote"', "back\\u d83d\\ud83d", "\x1b[31mred", "~", "%2e%2e", "c" * 255]
+ODD_NAMES = [
+    "line\nbreak",
+    'quote"',
+    "back\\u d83d\\ud83d",
+    "\x1b[31mred",
+    "~",
+    "%2e%2e",
+    "c" * 255,
+]
 
 
 @dataclass
@@ -55,7 +72,16 @@ class Scene:
     def start(self, host: StoreHost, steps: int, pause_s: float = PAUSE_S) -> subprocess.Popen[str]:
         if not self.trains:
             return host.start_writer(RUN, steps, pause_s)
-        return host.start("run", "--workers", 1, SUPPORT / "stored_loop.py", "--steps", steps, "--pause_s", pause_s)
+        return host.start(
+            "run",
+            "--workers",
+            1,
+            SUPPORT / "stored_loop.py",
+            "--steps",
+            steps,
+            "--pause_s",
+            pause_s,
+        )
 
     def run(self, host: StoreHost, steps: int) -> tuple[int, str]:
         process = self.start(host, steps)
@@ -81,7 +107,9 @@ class Scene:
 
     def now_and_then(self, reply: str, method: str) -> None:
         choices = random.Random(3)
-        self.proxy.fault = lambda given, path: reply if given == method and choices.random() < 0.25 else ""
+        self.proxy.fault = lambda given, path: (
+            reply if given == method and choices.random() < 0.25 else ""
+        )
 
     def repeat(self, action: Callable[[], object], pause_s: float = 0.2) -> None:
         """Repeat an action until the end of the run."""
@@ -261,26 +289,36 @@ ACCIDENTS = {
     "an unreadable folder": Accident(unreadable_folder),
     "puts are denied": Accident(lambda scene: scene.refuse("denied", "PUT"), code=3),
     "gets are denied": Accident(lambda scene: scene.refuse("denied", "GET"), code=3),
-    "listings are denied": Accident(lambda scene: scene.refuse("denied", "GET", word="?list-type"), code=3),
+    "listings are denied": Accident(
+        lambda scene: scene.refuse("denied", "GET", word="?list-type"), code=3
+    ),
     "deletions are denied": Accident(lambda scene: scene.refuse("denied", "POST", "DELETE")),
     # deletions
     "all snapshots are deleted": Accident(lambda scene: scene.delete("snapshots")),
     "all blobs are deleted": Accident(lambda scene: scene.delete("blobs")),
     "all objects are deleted": Accident(lambda scene: scene.delete("snapshots", "blobs")),
     "the bucket is deleted": Accident(deleted_bucket, code=3),
-    "all snapshots are deleted after the end": Accident(None, lambda scene: scene.delete("snapshots"), refused="no snapshot"),
-    "all blobs are deleted after the end": Accident(None, lambda scene: scene.delete("blobs"), refused="is missing"),
+    "all snapshots are deleted after the end": Accident(
+        None, lambda scene: scene.delete("snapshots"), refused="no snapshot"
+    ),
+    "all blobs are deleted after the end": Accident(
+        None, lambda scene: scene.delete("blobs"), refused="is missing"
+    ),
     # answers
     "an outage": Accident(outage),
     "503 until the end": Accident(lambda scene: scene.refuse("503", "PUT", "GET"), code=3),
     "lost replies": Accident(lambda scene: scene.now_and_then("lost", "PUT")),
-    "blobs that are confirmed and not stored": Accident(lambda scene: scene.refuse("swallowed", "PUT", word="/blobs/"), code=3),
+    "blobs that are confirmed and not stored": Accident(
+        lambda scene: scene.refuse("swallowed", "PUT", word="/blobs/"), code=3
+    ),
     # torn and changed objects
     "torn uploads": Accident(lambda scene: scene.now_and_then("torn", "PUT")),
     "truncated blobs": Accident(truncated_blobs),
     "a damaged checkpoint on the host": Accident(last_checkpoint_is_damaged_here, code=3),
     "a torn last snapshot": Accident(None, torn_snapshot),
-    "a last snapshot with a flipped bit": Accident(None, flipped_bit, refused="checksum does not fit"),
+    "a last snapshot with a flipped bit": Accident(
+        None, flipped_bit, refused="checksum does not fit"
+    ),
     "a last snapshot with other types": Accident(None, other_types, refused="beat_s is Infinity"),
     # clocks
     "a skewed clock": Accident(lambda scene: scene.refuse("skewed", "PUT", "GET", "POST"), code=3),
@@ -306,7 +344,10 @@ def scene(server: str, tmp_path: Path, request: pytest.FixtureRequest) -> Iterat
     make_bucket(server)
     address = parse_address(RUN)
     assert address
-    with Proxy(server) as proxy, mock.patch.dict(os.environ, environment(server, tmp_path / "none")):
+    with (
+        Proxy(server) as proxy,
+        mock.patch.dict(os.environ, environment(server, tmp_path / "none")),
+    ):
         a, b = (StoreHost(tmp_path / name, proxy) for name in "ab")
         for host in (a, b):
             host.options["env"] |= {"LOCKSTEP_STORE_BEAT_S": "0.5"}
@@ -325,7 +366,10 @@ def obey_rights() -> None:
 
 
 CASES = [
-    *(pytest.param(False, name, marks=[] if name in SHORT else pytest.mark.long) for name in ACCIDENTS),
+    *(
+        pytest.param(False, name, marks=[] if name in SHORT else pytest.mark.long)
+        for name in ACCIDENTS
+    ),
     *(pytest.param(True, name, marks=pytest.mark.long) for name in SHORT),
 ]
 
@@ -334,7 +378,12 @@ CASES = [
 def test_after_an_accident_the_run_fails_or_another_host_resumes(name: str, scene: Scene) -> None:
     accident = ACCIDENTS[name]
     process = scene.process = scene.start(scene.a, STEPS, accident.pause_s)
-    wait_until(lambda: steps_of(newest_of(scene.proxy, RUN).files), "a checkpoint in the store", TIMEOUT_S, process=process)
+    wait_until(
+        lambda: steps_of(newest_of(scene.proxy, RUN).files),
+        "a checkpoint in the store",
+        TIMEOUT_S,
+        process=process,
+    )
     if accident.during:
         accident.during(scene)
     output = process.communicate(timeout=TIMEOUT_S)[0]
@@ -345,7 +394,9 @@ def test_after_an_accident_the_run_fails_or_another_host_resumes(name: str, scen
     announced = [int(step) for step in re.findall(r"uploaded step (\d+)", output)]
     code, other = scene.run(scene.b, STEPS + 1) if not process.returncode else (None, "")
     resumed = [int(step) for step in re.findall(r"resumes from step (\d+)", other)]
-    print(f"{name}: exit code {process.returncode}, announced {announced}; another host: {code}, resumes from {resumed}")
+    print(
+        f"{name}: exit code {process.returncode}, announced {announced}; another host: {code}, resumes from {resumed}"
+    )
     assert "Traceback" not in output + other, output + other
     assert process.returncode == accident.code, output
     if accident.code:

@@ -31,7 +31,9 @@ def training(network: Network, tmp_path: Path) -> Iterator[StoredTraining]:
 
 
 @pytest.mark.long  # test_store_accidents.py resumes on another host
-def test_the_host_of_rank_0_is_lost_and_replaced(training: StoredTraining, reference: Callable[[int], Truth]) -> None:
+def test_the_host_of_rank_0_is_lost_and_replaced(
+    training: StoredTraining, reference: Callable[[int], Truth]
+) -> None:
     a, b, c = training.hosts
     for host in training.hosts:
         training.start(host)
@@ -39,9 +41,15 @@ def test_the_host_of_rank_0_is_lost_and_replaced(training: StoredTraining, refer
     first = training.newest(a)
     assert [member.host for member in first.members] == ["a", "b", "c"]
     training.lose(a)
-    training.wait(lambda: training.newest(b).number > first.number and training.step(b) > 16, "a step without the first host")
+    training.wait(
+        lambda: training.newest(b).number > first.number and training.step(b) > 16,
+        "a step without the first host",
+    )
     training.start(a)  # a new host, with an empty disk
-    training.wait(lambda: {member.host for member in training.newest(b).members} == {"a", "b", "c"}, "the join of a new host")
+    training.wait(
+        lambda: {member.host for member in training.newest(b).members} == {"a", "b", "c"},
+        "the join of a new host",
+    )
     joined = training.newest(b)
     training.lose(c)
     assert joined.members[0].host == "b"
@@ -52,7 +60,9 @@ def test_the_host_of_rank_0_is_lost_and_replaced(training: StoredTraining, refer
 
 
 @pytest.mark.long
-def test_hosts_that_a_scheduler_starts_need_no_list(training: StoredTraining, reference: Callable[[int], Truth]) -> None:
+def test_hosts_that_a_scheduler_starts_need_no_list(
+    training: StoredTraining, reference: Callable[[int], Truth]
+) -> None:
     a, b, c = training.hosts
     training.nodes = "2:3"
     training.start(a)
@@ -70,9 +80,14 @@ def test_hosts_that_a_scheduler_starts_need_no_list(training: StoredTraining, re
 
 
 @pytest.mark.long
-def test_a_stopped_run_resumes_on_other_hosts(training: StoredTraining, reference: Callable[[int], Truth]) -> None:
+def test_a_stopped_run_resumes_on_other_hosts(
+    training: StoredTraining, reference: Callable[[int], Truth]
+) -> None:
     a, b, c = training.hosts
-    training.values |= {"evaluate.at_end": 5, "elastic.rendezvous_timeout_s": 5.0}  # no start is complete
+    training.values |= {
+        "evaluate.at_end": 5,
+        "elastic.rendezvous_timeout_s": 5.0,
+    }  # no start is complete
     training.start(a)
     training.start(b)
     training.wait(lambda: training.step(a) >= 25, "step 25")
@@ -115,7 +130,9 @@ def test_an_outage_of_the_store_delays_only_a_regrouping(
 
 
 @pytest.mark.long
-def test_killed_agents_and_mirrors_stop_no_other_host(training: StoredTraining, reference: Callable[[int], Truth]) -> None:
+def test_killed_agents_and_mirrors_stop_no_other_host(
+    training: StoredTraining, reference: Callable[[int], Truth]
+) -> None:
     a, b, _ = training.hosts
     training.values["elastic.rendezvous_timeout_s"] = 5.0
     training.start(a)
@@ -128,7 +145,9 @@ def test_killed_agents_and_mirrors_stop_no_other_host(training: StoredTraining, 
     step = training.step(a)
     training.wait(lambda: training.step(a) >= step + 5, "a step without an agent")
     training.start(a)  # it adopts the worker
-    training.wait(lambda: "adopted slot 0" in (training.folder / "a.out").read_text(), "the adoption")
+    training.wait(
+        lambda: "adopted slot 0" in (training.folder / "a.out").read_text(), "the adoption"
+    )
     assert training.newest(b) == first
     training.agents["a"].kill()  # the process that mirrors: the agent and the worker leave
     training.wait(lambda: training.newest(b).number > first.number, "a generation without a")
@@ -137,14 +156,18 @@ def test_killed_agents_and_mirrors_stop_no_other_host(training: StoredTraining, 
 
 
 @pytest.mark.long
-def test_the_last_checkpoint_of_a_lost_host_is_saved_by_another(training: StoredTraining, reference: Callable[[int], Truth]) -> None:
+def test_the_last_checkpoint_of_a_lost_host_is_saved_by_another(
+    training: StoredTraining, reference: Callable[[int], Truth]
+) -> None:
     a, b, _ = training.hosts
     training.values["elastic.rendezvous_timeout_s"] = 5.0
     training.start(a)
     training.start(b)
     training.wait(lambda: training.step(a) >= STEPS - 8, "almost the last step")
     first = training.newest(b)
-    training.agents["a"].send_signal(signal.SIGSTOP)  # the process that mirrors: nothing is uploaded
+    training.agents["a"].send_signal(
+        signal.SIGSTOP
+    )  # the process that mirrors: nothing is uploaded
     training.wait(lambda: training.step(a) == STEPS, "the last step")
     time.sleep(14.0)  # more than counts as a hang outside of a save
     assert training.agents["b"].poll() is None and training.newest(b) == first
@@ -154,7 +177,9 @@ def test_the_last_checkpoint_of_a_lost_host_is_saved_by_another(training: Stored
 
 
 @pytest.mark.long
-def test_an_ended_run_is_scored_by_any_host(training: StoredTraining, reference: Callable[[int], Truth]) -> None:
+def test_an_ended_run_is_scored_by_any_host(
+    training: StoredTraining, reference: Callable[[int], Truth]
+) -> None:
     a, b, c = training.hosts
     training.values["elastic.rendezvous_timeout_s"] = 5.0
     training.start(a)
@@ -164,7 +189,9 @@ def test_an_ended_run_is_scored_by_any_host(training: StoredTraining, reference:
     assert "has not ended" in refused and "--with-evaluator" in refused, refused
     assert set(training.end().values()) == {0}, training.report()
     assert f"step {STEPS}" in training.messages(c, "evaluate", RUN, code=0)[1]
-    assert "(scored before)" in training.messages(a, "evaluate", RUN, code=0)[1], "the score is in the store"
+    assert "(scored before)" in training.messages(a, "evaluate", RUN, code=0)[1], (
+        "the score is in the store"
+    )
     assert training.run(b, "checkpoint", "digest", RUN).strip() == reference(STEPS).digest
     training.steps = STEPS + 40
     for host in (a, b):
@@ -172,7 +199,10 @@ def test_an_ended_run_is_scored_by_any_host(training: StoredTraining, reference:
     assert set(training.end().values()) == {0}, training.report()
     assert training.step(a) == STEPS + 40
     training.run(c, "evaluate", RUN)
-    scores = [json.loads(line)["step"] for line in (training.copy(c) / "evaluations.jsonl").read_text().splitlines()]
+    scores = [
+        json.loads(line)["step"]
+        for line in (training.copy(c) / "evaluations.jsonl").read_text().splitlines()
+    ]
     assert scores == [STEPS, STEPS + 40], "the training has kept the earlier score"
 
 
@@ -187,14 +217,23 @@ def test_evaluators_score_on_the_host_of_rank_0(training: StoredTraining) -> Non
     assert training.end() == {"b": 0}, training.report()
     (training.folder / c.name).mkdir(exist_ok=True)
     for step in (80, 120, STEPS):
-        assert "(scored before)" in training.messages(c, "evaluate", RUN, "--step", str(step), code=0)[1]
+        assert (
+            "(scored before)"
+            in training.messages(c, "evaluate", RUN, "--step", str(step), code=0)[1]
+        )
 
 
 @pytest.mark.long
-def test_hosts_return_to_an_earlier_step_with_another_learning_rate(training: StoredTraining, tmp_path: Path) -> None:
+def test_hosts_return_to_an_earlier_step_with_another_learning_rate(
+    training: StoredTraining, tmp_path: Path
+) -> None:
     a, b, c = training.hosts
     training.steps = 500
-    training.values |= {"elastic.rendezvous_timeout_s": 5.0, "checkpoint.every_steps": 50, "checkpoint.keep": 0}
+    training.values |= {
+        "elastic.rendezvous_timeout_s": 5.0,
+        "checkpoint.every_steps": 50,
+        "checkpoint.keep": 0,
+    }
     for host in training.hosts:
         training.start(host)
     assert set(training.end().values()) == {0}, training.report()
@@ -213,9 +252,13 @@ def test_hosts_return_to_an_earlier_step_with_another_learning_rate(training: St
     training.lose(next(host for host in training.hosts if host.name == leader))
     assert set(training.end().values()) == {0}, training.report()
     assert training.run(a, "checkpoint", "digest", RUN).strip() == digest_line(Path(run))
-    steps = [int(line.split()[0]) for line in training.run(a, "checkpoint", "list", RUN).splitlines()[1:]]
+    steps = [
+        int(line.split()[0]) for line in training.run(a, "checkpoint", "list", RUN).splitlines()[1:]
+    ]
     for step in steps:
-        assert training.run(a, "checkpoint", "digest", RUN, str(step)).strip() == digest_line(Path(run), step)
+        assert training.run(a, "checkpoint", "digest", RUN, str(step)).strip() == digest_line(
+            Path(run), step
+        )
 
 
 @pytest.mark.long
@@ -238,7 +281,9 @@ def test_a_host_without_the_run_watches_and_reports_it(training: StoredTraining)
 
 
 @pytest.mark.long
-def test_replicas_of_two_shards_live_on_one_host_each(training: StoredTraining, reference: Callable[[int], Truth]) -> None:
+def test_replicas_of_two_shards_live_on_one_host_each(
+    training: StoredTraining, reference: Callable[[int], Truth]
+) -> None:
     a, b, c = training.hosts
     training.workers, training.values = 2, {"elastic.rendezvous_timeout_s": 5.0, "layout.shard": 2}
     for host in (a, b):
@@ -246,7 +291,9 @@ def test_replicas_of_two_shards_live_on_one_host_each(training: StoredTraining, 
     training.wait(lambda: training.step(a) >= 15, "step 15")
     first = training.newest(a)
     assert [member.host for member in first.members] == ["a", "a", "b", "b"]
-    os.kill(first.members[3].pid, signal.SIGKILL)  # one shard of b: the other one leaves, and both join again
+    os.kill(
+        first.members[3].pid, signal.SIGKILL
+    )  # one shard of b: the other one leaves, and both join again
     training.wait(lambda: len(training.newest(a).members) == 2, "a generation without b")
     training.wait(lambda: len(training.newest(a).members) == 4, "the return of b")
     training.start(c)

@@ -28,15 +28,39 @@ from lockstep.record import metrics
 from lockstep.record.events import read_events
 
 EXAMPLE = ROOT / "examples" / "own_loop.py"
-DATA = ["--data.pairs", "1500", "--data.held_out", "40", "--batch.tokens", "128", "--batch.buckets", "3", "--evaluate.at_end", "0"]
-SMALL = ["--tokenizer.vocab_size", "500", "--model.dim", "32", "--model.ffn_dim", "64", "--model.encoder_layers", "1"]
+DATA = [
+    "--data.pairs",
+    "1500",
+    "--data.held_out",
+    "40",
+    "--batch.tokens",
+    "128",
+    "--batch.buckets",
+    "3",
+    "--evaluate.at_end",
+    "0",
+]
+SMALL = [
+    "--tokenizer.vocab_size",
+    "500",
+    "--model.dim",
+    "32",
+    "--model.ffn_dim",
+    "64",
+    "--model.encoder_layers",
+    "1",
+]
 SMALL += ["--model.decoder_layers", "1", *DATA]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
 def steps_in(folder: Path) -> list[int]:
     path = folder / "metrics.jsonl"
-    return [json.loads(line)["step"] for line in path.read_text().splitlines()] if path.exists() else []
+    return (
+        [json.loads(line)["step"] for line in path.read_text().splitlines()]
+        if path.exists()
+        else []
+    )
 
 
 def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
@@ -44,14 +68,29 @@ def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> N
 
 
 def workers_of(process: subprocess.Popen[str]) -> list[int]:
-    return [pid for pid in children(process.pid) if Path(f"/proc/{pid}/comm").read_text() == "lockstep-worker\n"]
+    return [
+        pid
+        for pid in children(process.pid)
+        if Path(f"/proc/{pid}/comm").read_text() == "lockstep-worker\n"
+    ]
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("run")
     result = run(
-        "train", "--out", folder, "--workers", "1", "--steps", "30", "--checkpoint.every_steps", "10", "--track.log_every", "15", *SMALL
+        "train",
+        "--out",
+        folder,
+        "--workers",
+        "1",
+        "--steps",
+        "30",
+        "--checkpoint.every_steps",
+        "10",
+        "--track.log_every",
+        "15",
+        *SMALL,
     )
     assert result.returncode == 0, result.stderr
     assert "step 30  loss" in result.stdout and "next: lockstep translate" in result.stdout
@@ -62,7 +101,16 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_each_signal_saves_and_the_same_command_resumes(undisturbed: Path, tmp_path: Path) -> None:
-    command = ("train", "--out", tmp_path, "--steps", "30", "--checkpoint.every_steps", "100", *SMALL)
+    command = (
+        "train",
+        "--out",
+        tmp_path,
+        "--steps",
+        "30",
+        "--checkpoint.every_steps",
+        "100",
+        *SMALL,
+    )
     for number, code in ((signal.SIGTERM, 75), (signal.SIGINT, 130), (signal.SIGUSR1, 75)):
         first = len(steps_in(tmp_path))
         process = start(*command)
@@ -80,8 +128,21 @@ def test_each_signal_saves_and_the_same_command_resumes(undisturbed: Path, tmp_p
     assert steps_in(tmp_path) == list(range(1, 31)) and digest(tmp_path) == digest(undisturbed)
 
 
-def test_a_killed_worker_is_replaced_and_the_bits_are_the_same(undisturbed: Path, tmp_path: Path) -> None:
-    process = start("train", "--out", tmp_path, "--workers", "3", "--steps", "30", "--checkpoint.every_steps", "10", *SMALL)
+def test_a_killed_worker_is_replaced_and_the_bits_are_the_same(
+    undisturbed: Path, tmp_path: Path
+) -> None:
+    process = start(
+        "train",
+        "--out",
+        tmp_path,
+        "--workers",
+        "3",
+        "--steps",
+        "30",
+        "--checkpoint.every_steps",
+        "10",
+        *SMALL,
+    )
     wait_for(lambda: len(steps_in(tmp_path)) >= 3, process)
     pids = workers_of(process)
     os.kill(pids[1], signal.SIGKILL)
@@ -91,8 +152,21 @@ def test_a_killed_worker_is_replaced_and_the_bits_are_the_same(undisturbed: Path
     assert steps_in(tmp_path) == list(range(1, 31)) and digest(tmp_path) == digest(undisturbed)
 
 
-def test_after_a_kill_of_rank_0_its_successor_prints_the_results(undisturbed: Path, tmp_path: Path) -> None:
-    words = ["--workers", "2", "--min", "2", "--steps", "30", "--checkpoint.every_steps", "10", *SMALL[:-1], "20"]
+def test_after_a_kill_of_rank_0_its_successor_prints_the_results(
+    undisturbed: Path, tmp_path: Path
+) -> None:
+    words = [
+        "--workers",
+        "2",
+        "--min",
+        "2",
+        "--steps",
+        "30",
+        "--checkpoint.every_steps",
+        "10",
+        *SMALL[:-1],
+        "20",
+    ]
     process = start("launch", "--out", tmp_path, *words)
     wait_for(lambda: len(steps_in(tmp_path)) >= 3, process)
     status = json.loads(run("status", tmp_path, "--json").stdout)
@@ -100,7 +174,9 @@ def test_after_a_kill_of_rank_0_its_successor_prints_the_results(undisturbed: Pa
     os.kill(status["members"][0]["pid"], signal.SIGKILL)
     output = process.communicate(timeout=120)[0]
     assert process.returncode == 0, output
-    assert "joined at step" in output and "\nstep 30  loss" in output  # the other worker is rank 0 now
+    assert (
+        "joined at step" in output and "\nstep 30  loss" in output
+    )  # the other worker is rank 0 now
     assert "(test, 20 pairs, greedy)" in output and f"next: lockstep translate {tmp_path}" in output
     assert digest(tmp_path) == digest(undisturbed)
 
@@ -120,7 +196,11 @@ def three_parts(text: str) -> bool:
     """Whether an error line is followed by two indented ones: where the values came from, what to try."""
     lines = text.splitlines()
     first = next((i for i, line in enumerate(lines) if "Error: " in line), None)
-    return first is not None and len(lines) > first + 2 and all(line.startswith("  ") for line in lines[first + 1 : first + 3])
+    return (
+        first is not None
+        and len(lines) > first + 2
+        and all(line.startswith("  ") for line in lines[first + 1 : first + 3])
+    )
 
 
 @pytest.fixture
@@ -129,17 +209,47 @@ def busy_port() -> Iterator[int]:
         yield server.getsockname()[1]
 
 
-def test_a_loss_that_is_not_finite_ends_the_run_before_the_update_with_code_4(tmp_path: Path) -> None:
-    words = ("--steps", "9", "--checkpoint.every_steps", "1", "--optim.learning_rate", "1e9", "--optim.clip_norm", "0", *DATA)
+def test_a_loss_that_is_not_finite_ends_the_run_before_the_update_with_code_4(
+    tmp_path: Path,
+) -> None:
+    words = (
+        "--steps",
+        "9",
+        "--checkpoint.every_steps",
+        "1",
+        "--optim.learning_rate",
+        "1e9",
+        "--optim.clip_norm",
+        "0",
+        *DATA,
+    )
     result = run("train", "--out", tmp_path, *words)
-    assert result.returncode == 4 and "DivergedError" in result.stderr and three_parts(result.stderr), result.stderr
-    assert 1 <= len(steps_in(tmp_path)) < 9 and run("checkpoint", "verify", tmp_path).returncode == 0
+    assert (
+        result.returncode == 4 and "DivergedError" in result.stderr and three_parts(result.stderr)
+    ), result.stderr
+    assert (
+        1 <= len(steps_in(tmp_path)) < 9 and run("checkpoint", "verify", tmp_path).returncode == 0
+    )
 
 
 def test_a_busy_port_is_refused(busy_port: int, tmp_path: Path) -> None:
-    environ = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-    result = run("train", "--out", tmp_path / "run", *SMALL, env=one_thread(**environ, MASTER_PORT=str(busy_port)))
-    assert result.returncode == 2 and str(busy_port) in result.stderr and three_parts(result.stderr), result.stderr
+    environ = {
+        "RANK": "0",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+    }
+    result = run(
+        "train",
+        "--out",
+        tmp_path / "run",
+        *SMALL,
+        env=one_thread(**environ, MASTER_PORT=str(busy_port)),
+    )
+    assert (
+        result.returncode == 2 and str(busy_port) in result.stderr and three_parts(result.stderr)
+    ), result.stderr
 
 
 @pytest.mark.parametrize(
@@ -155,10 +265,20 @@ def test_a_busy_port_is_refused(busy_port: int, tmp_path: Path) -> None:
         (["--data.kind", "files", "--data.train", "no.en,no.it"], "no.en", 3),
     ],
 )
-def test_invalid_words_and_values_are_refused_in_three_parts(words: list[str], message: str, code: int, tmp_path: Path) -> None:
+def test_invalid_words_and_values_are_refused_in_three_parts(
+    words: list[str], message: str, code: int, tmp_path: Path
+) -> None:
     (tmp_path / "torn.toml").write_text("[optim\n")
     words = [str(tmp_path / word) if word == "torn.toml" else word for word in words]
-    result = run("train", *words, "--out", tmp_path / "run", "--steps", "1", *([] if "files" in words else SMALL))
+    result = run(
+        "train",
+        *words,
+        "--out",
+        tmp_path / "run",
+        "--steps",
+        "1",
+        *([] if "files" in words else SMALL),
+    )
     assert result.returncode == code, result.stderr
     assert message in result.stderr and three_parts(result.stderr), result.stderr
 
@@ -166,7 +286,11 @@ def test_invalid_words_and_values_are_refused_in_three_parts(words: list[str], m
 def test_the_folder_of_another_run_is_refused_and_unchanged(undisturbed: Path) -> None:
     before = digest(undisturbed)
     result = run("train", "--out", undisturbed, "--seed", "7")
-    assert result.returncode == 2 and "holds another run: seed was 1, now 7" in result.stderr and three_parts(result.stderr)
+    assert (
+        result.returncode == 2
+        and "holds another run: seed was 1, now 7" in result.stderr
+        and three_parts(result.stderr)
+    )
     assert digest(undisturbed) == before
 
 
@@ -176,30 +300,58 @@ def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
     result = run("train", "--out", tmp_path, "--workers", "1")
     process.kill()
     process.communicate()
-    assert result.returncode == 2 and "another training is already running" in result.stderr and three_parts(result.stderr), result.stderr
+    assert (
+        result.returncode == 2
+        and "another training is already running" in result.stderr
+        and three_parts(result.stderr)
+    ), result.stderr
 
 
 def test_a_read_only_folder_is_refused(tmp_path: Path) -> None:
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", tmp_path], capture_output=True, check=False).returncode:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", tmp_path], capture_output=True, check=False
+    ).returncode:
         pytest.skip("mounting a read-only tmpfs needs root")
     try:
         result = run("train", "--out", tmp_path / "run", *SMALL)
     finally:
         subprocess.run(["umount", tmp_path], check=True)
-    assert result.returncode == 2 and "Read-only file system" in result.stderr and three_parts(result.stderr), result.stderr
+    assert (
+        result.returncode == 2
+        and "Read-only file system" in result.stderr
+        and three_parts(result.stderr)
+    ), result.stderr
 
 
 @pytest.mark.parametrize(("on_error", "last"), [("continue", 8), ("stop", 7)])
-def test_a_full_disk_stops_training_or_not_and_keeps_the_older_checkpoint(on_error: str, last: int, tmp_path: Path) -> None:
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=40m", "tmpfs", tmp_path], capture_output=True, check=False).returncode:
+def test_a_full_disk_stops_training_or_not_and_keeps_the_older_checkpoint(
+    on_error: str, last: int, tmp_path: Path
+) -> None:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=40m", "tmpfs", tmp_path],
+        capture_output=True,
+        check=False,
+    ).returncode:
         pytest.skip("mounting a small tmpfs needs root")
     try:
-        words = ["--steps", "8", "--checkpoint.every_steps", "2", "--checkpoint.on_error", on_error, *DATA]
+        words = [
+            "--steps",
+            "8",
+            "--checkpoint.every_steps",
+            "2",
+            "--checkpoint.on_error",
+            on_error,
+            *DATA,
+        ]
         result = run("train", "--out", tmp_path / "run", *words)
         assert result.returncode == 3, result.stderr  # the last checkpoint is missing in both cases
-        assert "No space left on device" in result.stderr and three_parts(result.stderr), result.stderr
+        assert "No space left on device" in result.stderr and three_parts(result.stderr), (
+            result.stderr
+        )
         steps = steps_in(tmp_path / "run")
-        assert steps == list(range(1, len(steps) + 1)) and (len(steps) == 8 if on_error == "continue" else 4 <= len(steps) <= last)
+        assert steps == list(range(1, len(steps) + 1)) and (
+            len(steps) == 8 if on_error == "continue" else 4 <= len(steps) <= last
+        )
         listed = run("checkpoint", "verify", tmp_path / "run")
         assert listed.returncode == 0 and listed.stdout.startswith("step 2 is whole"), listed.stdout
         assert not list((tmp_path / "run" / "checkpoints").glob(".*"))
@@ -210,36 +362,78 @@ def test_a_full_disk_stops_training_or_not_and_keeps_the_older_checkpoint(on_err
 def test_help_lists_every_value() -> None:
     result = run("train", "--help")
     assert result.returncode == 0 and all(f"--{key}" in result.stdout for key in config_fields())
-    assert run("--help").returncode == 0 and run("train", "--show").stdout.count("default") >= len(config_fields()) - 1
+    assert (
+        run("--help").returncode == 0
+        and run("train", "--show").stdout.count("default") >= len(config_fields()) - 1
+    )
 
 
-def test_a_resume_from_an_earlier_step_sets_later_checkpoints_aside_and_gives_the_same_bits(undisturbed: Path, tmp_path: Path) -> None:
+def test_a_resume_from_an_earlier_step_sets_later_checkpoints_aside_and_gives_the_same_bits(
+    undisturbed: Path, tmp_path: Path
+) -> None:
     folder = tmp_path / "run"
     shutil.copytree(undisturbed, folder)
     result = run("train", "--out", folder, "--workers", "2", "--resume", "20", "--steps", "30")
-    assert result.returncode == 0 and "is set aside as step-00000030.abandoned" in result.stderr, result.stderr
+    assert result.returncode == 0 and "is set aside as step-00000030.abandoned" in result.stderr, (
+        result.stderr
+    )
     assert steps_in(folder) == list(range(1, 31)) and digest(folder) == digest(undisturbed)
 
 
-def test_an_override_is_recorded_and_a_resume_before_it_gives_the_same_bits(undisturbed: Path, tmp_path: Path) -> None:
+def test_an_override_is_recorded_and_a_resume_before_it_gives_the_same_bits(
+    undisturbed: Path, tmp_path: Path
+) -> None:
     folder = tmp_path / "run"
     shutil.copytree(undisturbed, folder)
     refused = run("train", "--out", folder, "--workers", "1", "--optim.learning_rate", "8e-3")
     assert refused.returncode == 2 and "--override optim.learning_rate=0.008" in refused.stderr
-    result = run("train", "--out", folder, "--workers", "2", "--resume", "20", "--override", "optim.learning_rate=8e-3")
+    result = run(
+        "train",
+        "--out",
+        folder,
+        "--workers",
+        "2",
+        "--resume",
+        "20",
+        "--override",
+        "optim.learning_rate=8e-3",
+    )
     assert result.returncode == 0, result.stderr
-    rates = {line["step"]: line["learning_rate"] for line in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())}
+    rates = {
+        line["step"]: line["learning_rate"]
+        for line in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    }
     assert rates[20] == 4e-3 * 20 / 60 and rates[21] == 8e-3 * 21 / 60
-    overrides = [event for event in map(json.loads, (folder / "events.jsonl").read_text().splitlines()) if event["event"] == "override"]
-    assert [(event["step"], event["values"]) for event in overrides] == [(20, {"optim.learning_rate": 8e-3})]
+    overrides = [
+        event
+        for event in map(json.loads, (folder / "events.jsonl").read_text().splitlines())
+        if event["event"] == "override"
+    ]
+    assert [(event["step"], event["values"]) for event in overrides] == [
+        (20, {"optim.learning_rate": 8e-3})
+    ]
     changed = digest(folder)
     assert run("train", "--out", folder, "--workers", "1", "--resume", "10").returncode == 0
     assert digest(folder) == changed != digest(undisturbed)
 
 
 def test_torchrun_starts_the_same_training(undisturbed: Path, tmp_path: Path) -> None:
-    command = [*TORCHRUN, "-m", "lockstep", "train", "--out", str(tmp_path), "--steps", "30", "--checkpoint.every_steps", "10", *SMALL]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=200, env=one_thread(), check=False)
+    command = [
+        *TORCHRUN,
+        "-m",
+        "lockstep",
+        "train",
+        "--out",
+        str(tmp_path),
+        "--steps",
+        "30",
+        "--checkpoint.every_steps",
+        "10",
+        *SMALL,
+    ]
+    result = subprocess.run(
+        command, capture_output=True, text=True, timeout=200, env=one_thread(), check=False
+    )
     assert result.returncode == 0, result.stderr
     assert digest(tmp_path) == digest(undisturbed)
 
@@ -251,7 +445,9 @@ def own_loop(folder: Path, workers: int) -> list[str]:
     return ["train", OWN_LOOP, "--out", str(folder), "--workers", str(workers), "--steps", "120"]
 
 
-def test_own_loop_has_the_same_bits_on_any_number_of_workers_and_through_a_kill_and_a_stop(tmp_path: Path) -> None:
+def test_own_loop_has_the_same_bits_on_any_number_of_workers_and_through_a_kill_and_a_stop(
+    tmp_path: Path,
+) -> None:
     for workers in (1, 2, 3):
         assert run_loop(EXAMPLE, tmp_path / str(workers), workers, steps=120) == LoopResult(0, "")
     disturbed = tmp_path / "disturbed"
@@ -262,8 +458,13 @@ def test_own_loop_has_the_same_bits_on_any_number_of_workers_and_through_a_kill_
     process.send_signal(signal.SIGTERM)
     output = process.communicate(timeout=120)[0]
     assert process.returncode == 75 and 20 <= steps_in(disturbed)[-1] < 120, output
-    reasons = [json.loads(path.read_text())["reason"] for path in sorted((disturbed / "generations").glob("*.json"))]
-    assert len(reasons) > 2 and not any("no member of generation" in reason for reason in reasons), reasons  # healed in place
+    reasons = [
+        json.loads(path.read_text())["reason"]
+        for path in sorted((disturbed / "generations").glob("*.json"))
+    ]
+    assert len(reasons) > 2 and not any(
+        "no member of generation" in reason for reason in reasons
+    ), reasons  # healed in place
     assert digest(disturbed).startswith(f"step {steps_in(disturbed)[-1]} ")
     assert run(*own_loop(disturbed, 3)).returncode == 0
     assert steps_in(disturbed) == list(range(1, 121))
@@ -271,7 +472,9 @@ def test_own_loop_has_the_same_bits_on_any_number_of_workers_and_through_a_kill_
     assert len(digests) == 1 and digests.pop().startswith("step 120 sha256 ")
 
 
-def test_a_scheduler_an_ema_and_two_optimizers_survive_a_kill_a_join_and_a_resume(tmp_path: Path) -> None:
+def test_a_scheduler_an_ema_and_two_optimizers_survive_a_kill_a_join_and_a_resume(
+    tmp_path: Path,
+) -> None:
     loop = ROOT / "tests" / "support" / "scheduled_loop.py"
 
     def command(folder: Path, workers: int) -> list[str]:
@@ -287,18 +490,43 @@ def test_a_scheduler_an_ema_and_two_optimizers_survive_a_kill_a_join_and_a_resum
     assert any(event.get("joined") for event in events), events
     result = run(*command(disturbed, 2))
     assert result.returncode == 0 and "flipped" not in result.stderr, result.stderr
-    rates = [[(line["step"], line["rate"]) for line in metrics.iter_steps(folder / "metrics.jsonl")] for folder in (alone, disturbed)]
+    rates = [
+        [(line["step"], line["rate"]) for line in metrics.iter_steps(folder / "metrics.jsonl")]
+        for folder in (alone, disturbed)
+    ]
     assert rates[0] == rates[1] and rates[0][-1] == (60, pytest.approx(0.7**9))
     assert digest(alone, 60) == digest(disturbed, 60)
 
 
 @pytest.mark.parametrize("starter", ["torchrun", "agent"])
-def test_no_thread_of_the_process_group_is_left_after_the_loop(tmp_path: Path, starter: str) -> None:
+def test_no_thread_of_the_process_group_is_left_after_the_loop(
+    tmp_path: Path, starter: str
+) -> None:
     loop = f"{ROOT}/tests/support/gloo_threads.py"
-    agent = [sys.executable, "-m", "lockstep", "train", f"{loop}:train", "--workers", "2", "--out", "run"]
+    agent = [
+        sys.executable,
+        "-m",
+        "lockstep",
+        "train",
+        f"{loop}:train",
+        "--workers",
+        "2",
+        "--out",
+        "run",
+    ]
     words = [*TORCHRUN, loop] if starter == "torchrun" else agent
-    result = subprocess.run(words, capture_output=True, text=True, timeout=200, env=one_thread(), cwd=tmp_path, check=False)
-    assert result.returncode == 0 and "threads of gloo: 0" in result.stdout, result.stdout + result.stderr
+    result = subprocess.run(
+        words,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env=one_thread(),
+        cwd=tmp_path,
+        check=False,
+    )
+    assert result.returncode == 0 and "threads of gloo: 0" in result.stdout, (
+        result.stdout + result.stderr
+    )
 
 
 def test_own_loop_differs_from_the_plain_loop_by_eight_lines() -> None:
@@ -312,19 +540,52 @@ def test_own_loop_differs_from_the_plain_loop_by_eight_lines() -> None:
 
 
 def test_workers_without_a_micro_batch_are_on_standby(tmp_path: Path) -> None:
-    result = run("launch", "--workers", "3", "--batch.micro_batches", "2", "--steps", "4", "--out", tmp_path / "run", *SMALL)
+    result = run(
+        "launch",
+        "--workers",
+        "3",
+        "--batch.micro_batches",
+        "2",
+        "--steps",
+        "4",
+        "--out",
+        tmp_path / "run",
+        *SMALL,
+    )
     assert result.returncode == 0, result.stdout + result.stderr
-    assert len(json.loads((tmp_path / "run" / "generations" / "000001.json").read_text())["members"]) == 2
-    refused = run("train", "--workers", "3", "--batch.micro_batches", "2", "--out", tmp_path / "other", *SMALL)
+    assert (
+        len(json.loads((tmp_path / "run" / "generations" / "000001.json").read_text())["members"])
+        == 2
+    )
+    refused = run(
+        "train", "--workers", "3", "--batch.micro_batches", "2", "--out", tmp_path / "other", *SMALL
+    )
     assert refused.returncode == 2 and "3 workers for a step of 2 micro-batches" in refused.stderr
 
 
 @pytest.mark.parametrize("words", [["--resume", "never"], ["--profile", "steps=1..2"], ["--show"]])
-def test_an_option_for_run_files_is_refused_with_a_user_script(tmp_path: Path, words: list[str]) -> None:
+def test_an_option_for_run_files_is_refused_with_a_user_script(
+    tmp_path: Path, words: list[str]
+) -> None:
     result = run(*own_loop(tmp_path / "run", 1), *words)
-    assert result.returncode == 2 and f"{words[0]} is for a run file" in result.stderr and not (tmp_path / "run").exists()
+    assert (
+        result.returncode == 2
+        and f"{words[0]} is for a run file" in result.stderr
+        and not (tmp_path / "run").exists()
+    )
 
 
 def test_a_user_loop_accepts_more_workers_than_it_started_with(tmp_path: Path) -> None:
-    result = run("launch", OWN_LOOP, "--workers", "2", "--max", "4", "--steps", "5", "--out", tmp_path / "run")
+    result = run(
+        "launch",
+        OWN_LOOP,
+        "--workers",
+        "2",
+        "--max",
+        "4",
+        "--steps",
+        "5",
+        "--out",
+        tmp_path / "run",
+    )
     assert result.returncode == 0, result.stdout + result.stderr

@@ -36,7 +36,9 @@ from lockstep.runtime.worker_env import WorkerEnv
 @pytest.fixture
 def member(tmp_path: Path) -> Iterator[Membership]:
     mark = create_run_folder(tmp_path / "run", "here")
-    env = WorkerEnv(str(tmp_path / "run"), str(tmp_path), "here", 0, 1, 1, 1, 8, "127.0.0.1", folder_id=mark)
+    env = WorkerEnv(
+        str(tmp_path / "run"), str(tmp_path), "here", 0, 1, 1, 1, 8, "127.0.0.1", folder_id=mark
+    )
     membership = Membership(env, ElasticLimits(), on_abort=lambda sockets: None)
     yield membership
     membership.close()
@@ -80,7 +82,10 @@ HELLO = encode_frame({"kind": "hello", "nonce": "0"})
         (LENGTH_PREFIX.pack(16) + bytes(range(200, 216)), "malformed message"),
         (encode_frame({"kind": "stop"}), "instead of a handshake"),
         (encode_frame({"kind": "i_am", "id": "control/1"}), "instead of a handshake"),
-        (HELLO + encode_frame({"kind": "i_am", "id": "control/1"}, Signer(bytes(32))), "wrong proof"),
+        (
+            HELLO + encode_frame({"kind": "i_am", "id": "control/1"}, Signer(bytes(32))),
+            "wrong proof",
+        ),
         (HELLO + HELLO, "wrong proof"),
         (LENGTH_PREFIX.pack(2) + b"[]", "without a kind"),
         (b"GET / HTTP/1.1\r\nHost: here\r\n\r\n", "above the limit of"),
@@ -104,7 +109,12 @@ def test_unauthenticated_peer_is_refused_and_logged(
         connection.sendall(data)
         assert is_closed(connection)
     assert expected in caplog.text and "127.0.0.1" in caplog.text
-    assert send_control_message(member.me.address, read_token(member.folder), {"kind": "status"})["kind"] == "status"
+    assert (
+        send_control_message(member.me.address, read_token(member.folder), {"kind": "status"})[
+            "kind"
+        ]
+        == "status"
+    )
 
 
 def test_silent_peer_is_disconnected(member: Membership) -> None:
@@ -129,13 +139,20 @@ def test_token_readable_by_other_users_is_refused(tmp_path: Path) -> None:
 def test_token_is_never_sent(member: Membership) -> None:
     with connect_to(member) as connection:
         hello = connection.recv(65536)
-    assert read_token(member.folder) not in hello and json.loads(hello[LENGTH_PREFIX.size :])["kind"] == "hello"
+    assert (
+        read_token(member.folder) not in hello
+        and json.loads(hello[LENGTH_PREFIX.size :])["kind"] == "hello"
+    )
 
 
-def test_refused_worker_retries_and_is_logged_once(member: Membership, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_refused_worker_retries_and_is_logged_once(
+    member: Membership, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     logging.getLogger("lockstep").propagate = True
     mark = create_run_folder(tmp_path / "other", "there")
-    env = WorkerEnv(str(tmp_path / "other"), str(tmp_path), "there", 0, 1, 1, 1, 8, "127.0.0.1", folder_id=mark)
+    env = WorkerEnv(
+        str(tmp_path / "other"), str(tmp_path), "there", 0, 1, 1, 1, 8, "127.0.0.1", folder_id=mark
+    )
     log = GenerationLog(tmp_path / "other" / "generations")
     log.propose(Generation(1, new_token(), (member.me,), "", 0, "for the test"))
     with caplog.at_level(logging.WARNING, logger="lockstep"):
@@ -164,12 +181,28 @@ def collect_refusals(member: Membership) -> list[object]:
     return seen
 
 
-@pytest.mark.parametrize("state", ["no token", "another token", "the log is empty", "no waiting room"])
+@pytest.mark.parametrize(
+    "state", ["no token", "another token", "the log is empty", "no waiting room"]
+)
 def test_foreign_folder_is_an_error_and_stays_unchanged(tmp_path: Path, state: str) -> None:
     run = tmp_path / "run"
     mark = create_run_folder(run, "here")
-    GenerationLog(run / "generations").propose(Generation(1, new_token(), (), "", 0, "for the test"))
-    env = WorkerEnv(str(run), str(tmp_path), "here", 0, 1, 1, 1, 8, "127.0.0.1", folder_id=mark, known_generation=1)
+    GenerationLog(run / "generations").propose(
+        Generation(1, new_token(), (), "", 0, "for the test")
+    )
+    env = WorkerEnv(
+        str(run),
+        str(tmp_path),
+        "here",
+        0,
+        1,
+        1,
+        1,
+        8,
+        "127.0.0.1",
+        folder_id=mark,
+        known_generation=1,
+    )
     assert folder_error(env) == ""
     run.rename(tmp_path / "away")
     run.mkdir()
@@ -184,7 +217,9 @@ def test_foreign_folder_is_an_error_and_stays_unchanged(tmp_path: Path, state: s
     before = sorted(run.rglob("*"))
     assert folder_error(env)
     with pytest.raises(OSError):
-        Membership(env, ElasticLimits(), on_abort=lambda sockets: None) if "token" in state else waiting_or_log(run, env)
+        Membership(
+            env, ElasticLimits(), on_abort=lambda sockets: None
+        ) if "token" in state else waiting_or_log(run, env)
     assert sorted(run.rglob("*")) == before
 
 
@@ -280,7 +315,11 @@ def test_messages_pass_in_both_directions() -> None:
         middle.handshake()
         for sender, receiver in ((middle.client, middle.server), (middle.server, middle.client)):
             frames = middle.frames_of(sender, "one", "two", "three")
-            assert [message["kind"] for message in middle.deliver(receiver, *frames)] == ["one", "two", "three"]
+            assert [message["kind"] for message in middle.deliver(receiver, *frames)] == [
+                "one",
+                "two",
+                "three",
+            ]
 
 
 def flipped(data: bytes, at: int) -> bytes:
@@ -289,7 +328,17 @@ def flipped(data: bytes, at: int) -> bytes:
 
 
 @pytest.mark.parametrize(
-    "attack", ["altered", "altered MAC", "repeated", "dropped", "swapped", "sent back", "unsigned", "of another connection"]
+    "attack",
+    [
+        "altered",
+        "altered MAC",
+        "repeated",
+        "dropped",
+        "swapped",
+        "sent back",
+        "unsigned",
+        "of another connection",
+    ],
 )
 def test_wrong_frame_closes_the_connection(attack: str) -> None:
     with ManInTheMiddle() as middle, ManInTheMiddle() as other:
@@ -305,7 +354,9 @@ def test_wrong_frame_closes_the_connection(attack: str) -> None:
             "swapped": [second, first],
             "sent back": middle.frames_of(middle.server, "one"),
             "unsigned": [encode_frame({"kind": "stop"})],
-            "of another connection": other.frames_of(other.client, "one") if other.client.id else [],
+            "of another connection": other.frames_of(other.client, "one")
+            if other.client.id
+            else [],
         }[attack]
         with pytest.raises(AuthenticationError, match="altered, repeated, dropped or reordered"):
             middle.deliver(middle.server, *sent)
@@ -331,5 +382,8 @@ def test_handshake_sent_back_is_refused() -> None:
 
 
 def test_unauthenticated_peer_may_send_little() -> None:
-    with ManInTheMiddle() as middle, pytest.raises(AuthenticationError, match="above the limit of 65536"):
+    with (
+        ManInTheMiddle() as middle,
+        pytest.raises(AuthenticationError, match="above the limit of 65536"),
+    ):
         middle.deliver(middle.server, LENGTH_PREFIX.pack(MAX_FRAME_BYTES // 2) + bytes(100))

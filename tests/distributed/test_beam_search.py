@@ -6,7 +6,13 @@ import pytest
 import torch
 
 from lockstep.data.tokenizer import BEGIN, END, PAD, Tokenizer
-from lockstep.generation.beam_search import batches_by_length, beam_search, max_lengths, pad_rows, translate
+from lockstep.generation.beam_search import (
+    batches_by_length,
+    beam_search,
+    max_lengths,
+    pad_rows,
+    translate,
+)
 from lockstep.models.build import materialize
 from lockstep.models.translator import Translator, init_param
 
@@ -19,14 +25,25 @@ def model() -> Translator:
     torch.set_num_threads(1)
     torch.manual_seed(3)
     net = Translator(
-        vocab_size=VOCABULARY, dim=32, n_heads=4, encoder_layers=1, decoder_layers=2, ffn_dim=64, dropout=0.0, attention="plain"
+        vocab_size=VOCABULARY,
+        dim=32,
+        n_heads=4,
+        encoder_layers=1,
+        decoder_layers=2,
+        ffn_dim=64,
+        dropout=0.0,
+        attention="plain",
     )
     materialize(net, torch.device("cpu"), lambda name, shape: init_param(name, shape, 5))
     optimizer = torch.optim.AdamW(net.parameters(), lr=4e-3)
     for _ in range(60):
-        sentences = [torch.randint(4, VOCABULARY, (int(n),)).tolist() for n in torch.randint(1, 9, (64,))]
+        sentences = [
+            torch.randint(4, VOCABULARY, (int(n),)).tolist() for n in torch.randint(1, 9, (64,))
+        ]
         labels = pad_rows([s[::-1] for s in sentences], torch.device("cpu"))
-        target = torch.cat((torch.full((64, 1), BEGIN), labels[:, :-1].where(labels[:, :-1] != END, PAD)), dim=1)
+        target = torch.cat(
+            (torch.full((64, 1), BEGIN), labels[:, :-1].where(labels[:, :-1] != END, PAD)), dim=1
+        )
         loss = net(pad_rows(sentences, torch.device("cpu")), target, labels) / (labels != PAD).sum()
         optimizer.zero_grad()
         loss.backward()
@@ -56,7 +73,9 @@ def uncached(model: Translator, source: torch.Tensor, max_tokens: int) -> list[l
 
 def score(model: Translator, source: list[int], ids: list[int], length_penalty: float) -> float:
     """Normalized log-probability of a finished translation."""
-    log_p = model(pad_rows([source], torch.device("cpu")), torch.tensor([[BEGIN, *ids]])).log_softmax(-1)[0]
+    log_p = model(
+        pad_rows([source], torch.device("cpu")), torch.tensor([[BEGIN, *ids]])
+    ).log_softmax(-1)[0]
     labels = torch.tensor([*ids, END])
     return float(log_p.gather(1, labels[:, None]).sum()) / float(len(labels) ** length_penalty)
 
@@ -66,7 +85,9 @@ def test_cached_greedy_decoding_is_the_uncached_argmax(model: Translator) -> Non
     source = pad_rows(sentences(64, seed=1), torch.device("cpu"))
     translations = beam_search(model, source, beams=1, max_tokens=44)
     assert translations == uncached(model, source, 44)
-    assert len(set(map(len, translations))) > 4, "the test is worth little when all translations are equally long"
+    assert len(set(map(len, translations))) > 4, (
+        "the test is worth little when all translations are equally long"
+    )
 
 
 @torch.inference_mode()
@@ -89,9 +110,15 @@ def test_beam_search_is_at_least_as_probable_as_greedy(model: Translator) -> Non
     """On average, and for nearly every sentence: a beam may drop the greedy path half-way."""
     rows = sentences(40, seed=4, longest=9)
     source = pad_rows(rows, torch.device("cpu"))
-    searches = beam_search(model, source, beams=1), beam_search(model, source, beams=5, length_penalty=0.0)
+    searches = (
+        beam_search(model, source, beams=1),
+        beam_search(model, source, beams=5, length_penalty=0.0),
+    )
     translations = list(zip(*searches, strict=True))
-    gains = [score(model, row, beam, 0.0) - score(model, row, greedy, 0.0) for row, (greedy, beam) in zip(rows, translations, strict=True)]
+    gains = [
+        score(model, row, beam, 0.0) - score(model, row, greedy, 0.0)
+        for row, (greedy, beam) in zip(rows, translations, strict=True)
+    ]
     assert sum(gains) > 0.1, "a wider search improves some sentences"
     assert sum(gain < -1e-4 for gain in gains) <= 2
 
@@ -107,11 +134,15 @@ def test_each_beam_attends_to_its_past(model: Translator) -> None:
     for _ in range(7):
         logits = model.step(tokens, cache)
         for k in range(3):
-            torch.testing.assert_close(logits[:, k], model(source, written[:, k])[:, -1], rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(
+                logits[:, k], model(source, written[:, k])[:, -1], rtol=1e-4, atol=1e-4
+            )
         parents = torch.randint(0, 3, (6, 3), generator=generator)
         tokens = torch.randint(4, VOCABULARY, (6, 3), generator=generator)
         cache.reorder(parents)
-        written = torch.cat((written.gather(1, parents[..., None].expand_as(written)), tokens[..., None]), dim=-1)
+        written = torch.cat(
+            (written.gather(1, parents[..., None].expand_as(written)), tokens[..., None]), dim=-1
+        )
 
 
 @pytest.mark.parametrize("beams", [1, 4])
@@ -133,9 +164,13 @@ def test_batches_contain_every_row_once_within_the_budget() -> None:
     assert all(len(batch) * max(lengths[i] for i in batch) <= 18 for batch in batches[1:])
 
 
-def test_translations_are_in_the_order_of_the_texts_and_empty_texts_stay_empty(model: Translator) -> None:
+def test_translations_are_in_the_order_of_the_texts_and_empty_texts_stay_empty(
+    model: Translator,
+) -> None:
     words = [f"w{i}" for i in range(80)]
-    tokenizer = Tokenizer.train([" ".join(words)] * 2, kind="word", vocab_size=VOCABULARY, min_frequency=1, lowercase=False)
+    tokenizer = Tokenizer.train(
+        [" ".join(words)] * 2, kind="word", vocab_size=VOCABULARY, min_frequency=1, lowercase=False
+    )
     assert tokenizer.vocab_size == VOCABULARY
     known = tokenizer.decode([[i] for i in range(4, VOCABULARY)])
     texts = [" ".join(known[i : i + n]) for i, n in enumerate((3, 1, 6, 2, 5, 1, 4))]

@@ -27,7 +27,13 @@ def pairs(tmp_path: Path) -> EncodedPairs:
     """Return 500 pairs of 2 to 40 tokens, of unlike lengths; every token of pair i is 4 + i."""
     draw = np.random.default_rng(0)
     for side in ("source", "target"):
-        write_side(tmp_path, "train", side, [[4 + i] * n for i, n in enumerate(draw.integers(1, 40, 500).tolist())], 1000)
+        write_side(
+            tmp_path,
+            "train",
+            side,
+            [[4 + i] * n for i, n in enumerate(draw.integers(1, 40, 500).tolist())],
+            1000,
+        )
     return EncodedPairs.open(tmp_path, "train")
 
 
@@ -36,7 +42,11 @@ def test_rate_excludes_the_warm_up_and_step_times_are_compared_per_step() -> Non
     slow = Answer([9.0] * 3 + [2.0, 4.0], [0] * 3 + [30, 30], [0] * 5)
     fast = Answer([9.0] * 3 + [1.0, 2.0], [0] * 3 + [30, 30], [0] * 5)
     result = judge(others, others.claims[0], {"lockstep": [fast, slow], "accelerate": [slow, slow]})
-    assert result.ratios == [2.0, 1.0] and result.ratio == 1.5 and (result.ours, result.theirs) == (15.0, 10.0)
+    assert (
+        result.ratios == [2.0, 1.0]
+        and result.ratio == 1.5
+        and (result.ours, result.theirs) == (15.0, 10.0)
+    )
     result = judge(bare, bare.claims[0], {"lockstep fast": [slow], "bare DDP": [fast]})
     assert result.ratios == [2.0]
 
@@ -53,7 +63,10 @@ def test_lockstep_starts_with_the_values_of_the_race() -> None:
 
 
 def test_other_libraries_get_each_pair_once_in_equally_many_batches(pairs: EncodedPairs) -> None:
-    ranks = [list(LikeLengths(pairs, tokens=200, multiple=4, seed=1, rank=rank, size=2)) for rank in range(2)]
+    ranks = [
+        list(LikeLengths(pairs, tokens=200, multiple=4, seed=1, rank=rank, size=2))
+        for rank in range(2)
+    ]
     assert len(ranks[0]) == len(ranks[1]) and len(ranks[0]) % 2 == 0
     seen = [i for batches in ranks for batch in batches for i in batch]
     assert len(seen) == len(set(seen)) and len(seen) > 450
@@ -66,13 +79,21 @@ def test_rows_for_other_libraries_equal_the_corpus(pairs: EncodedPairs) -> None:
     source, target, labels = pad([rows[7], rows[8]])
     n, t = pairs.lengths[7].tolist()
     assert source[0].tolist()[:n] == [11] * (n - 1) + [END] and set(source[0].tolist()[n:]) <= {PAD}
-    assert target[0].tolist()[:t] == [BEGIN] + [11] * (t - 1) and labels[0].tolist()[:t] == [11] * (t - 1) + [END]
+    assert target[0].tolist()[:t] == [BEGIN] + [11] * (t - 1) and labels[0].tolist()[:t] == [11] * (
+        t - 1
+    ) + [END]
     assert source.shape[1] == pairs.lengths[[7, 8], 0].max() and target.shape == labels.shape
 
 
 def test_paired_rounds_give_the_median_of_the_ratios_of_each_round() -> None:
-    seconds = {"bare DDP": [1.0, 2.0, 4.0, 1.0], "lockstep fast": [1.0, 2.0, 4.0, 9.0], "lockstep ordered": [1.5, 2.0, 8.0, 1.0]}
+    seconds = {
+        "bare DDP": [1.0, 2.0, 4.0, 1.0],
+        "lockstep fast": [1.0, 2.0, 4.0, 9.0],
+        "lockstep ordered": [1.5, 2.0, 8.0, 1.0],
+    }
     traffic = {"formula_bytes": 8.0, "messages_per_bucket": 2.0, "messages": 4, "bytes": 8}
     rows = list(rows_of_cells([{"cell": "c", "seconds": seconds, "traffic": traffic}]))
-    assert rows[2] == "| c | bare DDP | 1.500 | 1.250 | 1.000 to 1.875 | 1.000 | 1.000 to 7.000 | 4 |"
+    assert (
+        rows[2] == "| c | bare DDP | 1.500 | 1.250 | 1.000 to 1.875 | 1.000 | 1.000 to 7.000 | 4 |"
+    )
     assert rows[-1] == "| c | 4 | 2 | 8 | 8 |" and len(CELLS) == 8

@@ -20,19 +20,25 @@ def measure(runtime: ElasticRuntime, too_long_s: float) -> tuple[list[Any], list
     bench = CommBench(runtime)
     hosts = ["a", "b", "b"]  # ranks 0 and 1: other host; 1 and 2: same host
     pairs = bench.measure_pairs(hosts, SIZES)
-    return [tuple(row) for name in bench.plays(0) for row in bench.measure(name, SIZES)], [(*pair, pair.kind) for pair in pairs]
+    return [tuple(row) for name in bench.plays(0) for row in bench.measure(name, SIZES)], [
+        (*pair, pair.kind) for pair in pairs
+    ]
 
 
 def test_all_ranks_have_the_same_rows_and_pairs() -> None:
     results = run_ranks(measure, 3, 2.0)
     assert results[0] == results[1] == results[2]
     rows, pairs = results[0]
-    assert [row[:3] for row in rows] == [(name, 3, size) for name in COLLECTIVES for size in (1008, 100_008)]  # multiples of 3 floats
+    assert [row[:3] for row in rows] == [
+        (name, 3, size) for name in COLLECTIVES for size in (1008, 100_008)
+    ]  # multiples of 3 floats
     assert [(ranks, hosts, kind) for ranks, hosts, _, kind in pairs] == [
         ((1, 2), ("b", "b"), "same_host"),
         ((0, 1), ("a", "b"), "other_host"),
     ]
-    assert all(list(seconds) == SIZES and 0 < min(seconds.values()) < 1 for _, _, seconds, _ in pairs)
+    assert all(
+        list(seconds) == SIZES and 0 < min(seconds.values()) < 1 for _, _, seconds, _ in pairs
+    )
     assert all(0 < row[3] < 10 for row in rows)
 
 
@@ -49,7 +55,9 @@ def play_once(runtime: ElasticRuntime) -> dict[str, bool]:
         buffers: list[torch.Tensor] = []
         zeros = torch.zeros
 
-        def fill(*args: Any, buffers: list[torch.Tensor] = buffers, zeros: Any = zeros, **options: Any) -> torch.Tensor:
+        def fill(
+            *args: Any, buffers: list[torch.Tensor] = buffers, zeros: Any = zeros, **options: Any
+        ) -> torch.Tensor:
             buffers.append(zeros(*args, **options) + runtime.world.rank + 1)
             return buffers[-1]
 

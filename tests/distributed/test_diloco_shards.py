@@ -24,15 +24,38 @@ Values = dict[str, Any]
 H, STEPS = 2, 4
 # Three micro-batches for each of three learners: neither is a power of two.
 SMALL: Values = {
-    **{"batch.micro_batches": 9, "compute.precision": "fp32", "checkpoint.every_steps": H, "parallel.bucket_bytes": 30_000},
-    **{"optim.warmup_steps": 2, "optim.decay_steps": STEPS, "optim.clip_norm": 0.5, "diloco.learners": 3, "diloco.every": H},
+    **{
+        "batch.micro_batches": 9,
+        "compute.precision": "fp32",
+        "checkpoint.every_steps": H,
+        "parallel.bucket_bytes": 30_000,
+    },
+    **{
+        "optim.warmup_steps": 2,
+        "optim.decay_steps": STEPS,
+        "optim.clip_norm": 0.5,
+        "diloco.learners": 3,
+        "diloco.every": H,
+    },
 }
 TRANSLATOR = SMALL | {
-    **{"data.pairs": 1500, "data.held_out": 50, "batch.tokens": 128, "batch.buckets": 3, "tokenizer.vocab_size": 300},
+    **{
+        "data.pairs": 1500,
+        "data.held_out": 50,
+        "batch.tokens": 128,
+        "batch.buckets": 3,
+        "tokenizer.vocab_size": 300,
+    },
     **{"model.dim": 32, "model.encoder_layers": 1, "model.decoder_layers": 1, "model.ffn_dim": 64},
 }
 LLAMA = SMALL | {
-    **{"task": "pretrain", "data.kind": "text", "data.held_out_share": 0.1, "tokenizer.vocab_size": 330, "llama.size": "1M"},
+    **{
+        "task": "pretrain",
+        "data.kind": "text",
+        "data.held_out_share": 0.1,
+        "tokenizer.vocab_size": 330,
+        "llama.size": "1M",
+    },
     **{"batch.tokens": 64, "batch.seq_len": 32, "compute.precision": "bf16"},
     **{"optim.ema_decay": 0.9, "evaluate.every_steps": H},
 }
@@ -75,11 +98,22 @@ def truth_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[
     """Return the values of each kind of run, and its folder after a run of one worker."""
     folder = tmp_path_factory.mktemp("alone")
     text = folder / "text.txt"
-    text.write_text("\n\n".join(f"the {i} cats saw {i * i} dogs, and ran over {i % 7} houses" for i in range(600)))
+    text.write_text(
+        "\n\n".join(
+            f"the {i} cats saw {i * i} dogs, and ran over {i % 7} houses" for i in range(600)
+        )
+    )
     llama = LLAMA | {"data.train": str(text)}
     kinds = {
-        **{"translator": TRANSLATOR, "int8": TRANSLATOR | {"parallel.wire": "int8", "memory.optimizer_state": "bf16"}, "llama": llama},
-        **{"adapters": llama | {"lora.rank": 4, "lora.alpha": 64, "llama.init_from": str(folder / "llama")}},
+        **{
+            "translator": TRANSLATOR,
+            "int8": TRANSLATOR | {"parallel.wire": "int8", "memory.optimizer_state": "bf16"},
+            "llama": llama,
+        },
+        **{
+            "adapters": llama
+            | {"lora.rank": 4, "lora.alpha": 64, "llama.init_from": str(folder / "llama")}
+        },
     }
 
     def truth(kind: str) -> tuple[Values, Path]:
@@ -106,12 +140,20 @@ def new_folder(alone: Path, folder: Path) -> Path:
         ("translator", (2, SHARDS), (4, SHARDS)),
         ("translator", (3, {"layout.shard": 3}), (2, {"layout.shard": 1})),
         ("int8", (2, SHARDS), (4, SHARDS)),
-        ("llama", (2, SHARDS | {"fsdp.reduce": "per_step"}), (4, SHARDS | {"fsdp.reshard_after_forward": False})),
+        (
+            "llama",
+            (2, SHARDS | {"fsdp.reduce": "per_step"}),
+            (4, SHARDS | {"fsdp.reshard_after_forward": False}),
+        ),
         ("adapters", (1, {}), (4, SHARDS)),
     ],
 )
 def test_each_layout_has_the_hash_and_the_metrics_of_one_worker(
-    truth_of: Callable[[str], tuple[Values, Path]], tmp_path: Path, kind: str, first: tuple[int, Values], then: tuple[int, Values]
+    truth_of: Callable[[str], tuple[Values, Path]],
+    tmp_path: Path,
+    kind: str,
+    first: tuple[int, Values],
+    then: tuple[int, Values],
 ) -> None:
     """Train in two layouts, one after the other."""
     values, alone = truth_of(kind)
@@ -119,20 +161,44 @@ def test_each_layout_has_the_hash_and_the_metrics_of_one_worker(
     for steps, (workers, layout) in ((H, first), (STEPS, then)):
         run_ranks(trained, workers, str(folder), values | layout | {"steps": steps})
     assert digest_line(folder) == digest_line(alone)
-    one, other = ([(line["loss"], line["norm"], line["tokens"]) for line in read_metrics(f / "metrics.jsonl")] for f in (alone, folder))
+    one, other = (
+        [(line["loss"], line["norm"], line["tokens"]) for line in read_metrics(f / "metrics.jsonl")]
+        for f in (alone, folder)
+    )
     assert one == other and len(one) == STEPS
 
 
-def test_shards_with_unequal_results_train_the_learner_again(truth_of: Callable[[str], tuple[Values, Path]], tmp_path: Path) -> None:
+def test_shards_with_unequal_results_train_the_learner_again(
+    truth_of: Callable[[str], tuple[Values, Path]], tmp_path: Path
+) -> None:
     """Without an agreement one shard would wait for another that has the result."""
     values, alone = truth_of("translator")
-    run_ranks(trained_twice, 2, str(new_folder(alone, tmp_path)), values | SHARDS | {"steps": STEPS})
+    run_ranks(
+        trained_twice, 2, str(new_folder(alone, tmp_path)), values | SHARDS | {"steps": STEPS}
+    )
     assert digest_line(tmp_path) == digest_line(alone)
 
 
-def test_a_loss_that_is_not_finite_names_learner_and_step(truth_of: Callable[[str], tuple[Values, Path]], tmp_path: Path) -> None:
+def test_a_loss_that_is_not_finite_names_learner_and_step(
+    truth_of: Callable[[str], tuple[Values, Path]], tmp_path: Path
+) -> None:
     values, alone = truth_of("translator")
-    values = values | SHARDS | {"optim.learning_rate": 1e30, "optim.clip_norm": 0, "optim.warmup_steps": 0, "steps": STEPS}
+    values = (
+        values
+        | SHARDS
+        | {
+            "optim.learning_rate": 1e30,
+            "optim.clip_norm": 0,
+            "optim.warmup_steps": 0,
+            "steps": STEPS,
+        }
+    )
     errors = run_ranks(error_of, 4, str(new_folder(alone, tmp_path)), values)
-    assert len(set(errors)) == 1 and "loss not finite: learner 0 at step 2, learner 1 at step 2, learner 2 at step 2" in errors[0]
-    assert not (tmp_path / "checkpoints").exists() or not list((tmp_path / "checkpoints").glob("step-*"))
+    assert (
+        len(set(errors)) == 1
+        and "loss not finite: learner 0 at step 2, learner 1 at step 2, learner 2 at step 2"
+        in errors[0]
+    )
+    assert not (tmp_path / "checkpoints").exists() or not list(
+        (tmp_path / "checkpoints").glob("step-*")
+    )

@@ -8,10 +8,15 @@ import pytest
 from support.docs_commands import commands_of, make_folder, matches, pages, run_page
 from support.launching import run_lockstep
 
-QUICK = {"collectives.md", "learn/data-parallel.md"}  # accumulation.md: test_house_price.py runs its command
+QUICK = {
+    "collectives.md",
+    "learn/data-parallel.md",
+}  # accumulation.md: test_house_price.py runs its command
 WITH_HOSTS = {"guides/several-hosts.md"}  # tests/chaos/test_ssh.py
 PAGES = [
-    pytest.param(page, marks=[] if page in QUICK else pytest.mark.long) for page in pages() if page not in WITH_HOSTS and commands_of(page)
+    pytest.param(page, marks=[] if page in QUICK else pytest.mark.long)
+    for page in pages()
+    if page not in WITH_HOSTS and commands_of(page)
 ]
 
 

@@ -32,12 +32,31 @@ from lockstep.errors import CheckpointError, UsageError
 from lockstep.models.build import build_translator
 from lockstep.models.load_translator import load_translator, newest_steps
 from lockstep.record.metrics import read_metrics
-from lockstep.tasks.evaluate import append_record, best_of, evaluate, evaluate_at_end, next_action, read_run
+from lockstep.tasks.evaluate import (
+    append_record,
+    best_of,
+    evaluate,
+    evaluate_at_end,
+    next_action,
+    read_run,
+)
 from lockstep.tasks.translation import score
 
 LAST = 3
 ALONE = ElasticRuntime(World(0, 1, 0, 1, "here", torch.device("cpu")))
-CHECKED = ["loss", "perplexity", "tokens", "pairs", "bleu", "chrf", "cer", "wer", "exact_match", "averaged", "bleu_signature"]
+CHECKED = [
+    "loss",
+    "perplexity",
+    "tokens",
+    "pairs",
+    "bleu",
+    "chrf",
+    "cer",
+    "wer",
+    "exact_match",
+    "averaged",
+    "bleu_signature",
+]
 
 
 def sentence_pair(number: int) -> tuple[str, str]:
@@ -55,10 +74,26 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     numbers = rng.sample(range(1000), 150)
     files = {"train": numbers[:90], "validation": numbers[90:137], "test": numbers[137:]}
     for name, chosen in files.items():
-        (folder / f"{name}.tsv").write_text("".join("\t".join(sentence_pair(n)) + "\n" for n in chosen))
-    flags = {"data.kind": "files", "steps": LAST, "evaluate.at_end": 5, "tokenizer.kind": "word", "tokenizer.min_frequency": 1}
-    flags |= {"model.dim": 16, "model.n_heads": 2, "model.encoder_layers": 1, "model.decoder_layers": 1, "model.ffn_dim": 16}
-    resolved = resolve(None, flags | {f"data.{name}": [str(folder / f"{name}.tsv")] for name in files})
+        (folder / f"{name}.tsv").write_text(
+            "".join("\t".join(sentence_pair(n)) + "\n" for n in chosen)
+        )
+    flags = {
+        "data.kind": "files",
+        "steps": LAST,
+        "evaluate.at_end": 5,
+        "tokenizer.kind": "word",
+        "tokenizer.min_frequency": 1,
+    }
+    flags |= {
+        "model.dim": 16,
+        "model.n_heads": 2,
+        "model.encoder_layers": 1,
+        "model.decoder_layers": 1,
+        "model.ffn_dim": 16,
+    }
+    resolved = resolve(
+        None, flags | {f"data.{name}": [str(folder / f"{name}.tsv")] for name in files}
+    )
     write_run(folder, resolved)
     prepare(resolved.run.data, resolved.run.tokenizer, folder / "data")
     return folder
@@ -95,7 +130,9 @@ def evaluate_here(runtime: ElasticRuntime, folder: Path, options: dict[str, Any]
 
 def in_process(folder: Path, **options: Any) -> multiprocessing.process.BaseProcess:
     """Start an evaluator process. Its exit code is 7 if a signal stopped it."""
-    process = multiprocessing.get_context("forkserver").Process(target=be_evaluator, args=(folder, options), daemon=True)
+    process = multiprocessing.get_context("forkserver").Process(
+        target=be_evaluator, args=(folder, options), daemon=True
+    )
     process.start()
     return process
 
@@ -110,7 +147,9 @@ def wait_until(condition: Any, process: multiprocessing.process.BaseProcess | No
     deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline, "not in time"
-        assert process is None or process.is_alive() or condition(), f"the evaluator exited with {process.exitcode}"
+        assert process is None or process.is_alive() or condition(), (
+            f"the evaluator exited with {process.exitcode}"
+        )
         time.sleep(0.01)
 
 
@@ -127,7 +166,9 @@ def test_the_loss_is_the_sum_over_single_sentences(folder: Path) -> None:
     ids = [loaded.tokenizer.encode(list(pair)) for pair in pairs]
     for source, target in ids:
         logits = loaded.model(torch.tensor([[*source, END]]), torch.tensor([[BEGIN, *target]]))[0]
-        total += float(F.cross_entropy(logits.double(), torch.tensor([*target, END]), reduction="sum"))
+        total += float(
+            F.cross_entropy(logits.double(), torch.tensor([*target, END]), reduction="sum")
+        )
         tokens += len(target) + 1
     assert line["tokens"] == tokens
     assert line["pairs"] == len(pairs) == 47
@@ -136,7 +177,9 @@ def test_the_loss_is_the_sum_over_single_sentences(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"beams": 3, "average": 2, "split": "test"}])
-def test_any_number_of_ranks_gives_the_same_scores(folder: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_number_of_ranks_gives_the_same_scores(
+    folder: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     save(folder, 1)
     save(folder, 2)
@@ -157,7 +200,9 @@ def test_checkpoints_are_averaged_in_float64(folder: Path) -> None:
     last_two = [store.load(step).tensors for step in (2, 3)]
     model = load_translator(folder, average=2).model
     for name, parameter in model.named_parameters():
-        expected = ((last_two[0]["model." + name].double() + last_two[1]["model." + name].double()) / 2).float()
+        expected = (
+            (last_two[0]["model." + name].double() + last_two[1]["model." + name].double()) / 2
+        ).float()
         assert torch.equal(parameter, expected)
     assert newest_steps([1, 2, 3, 4], 3, 2) == (2, 3)
     assert newest_steps([1, 2, 3], 3, 9) == (1, 2, 3)
@@ -167,14 +212,21 @@ def test_checkpoints_are_averaged_in_float64(folder: Path) -> None:
 def test_scores_equal_hand_computed_values() -> None:
     expected = ["the cat sat", "a dog"]
     perfect = score(expected, expected, language="en")
-    assert (perfect["exact_match"], perfect["cer"], perfect["wer"], perfect["chrf"]) == (1.0, 0.0, 0.0, 100.0)
+    assert (perfect["exact_match"], perfect["cer"], perfect["wer"], perfect["chrf"]) == (
+        1.0,
+        0.0,
+        0.0,
+        100.0,
+    )
     scores = score(["the cat sit down", "A dog"], expected, language="en")
     assert scores["exact_match"] == 0.0
     assert scores["wer"] == (2 + 1) / 5  # sat -> sit, + down; a -> A
     assert scores["cer"] == (1 + 5 + 1) / 16
     lower = score(["the cat sit down", "A dog"], expected, language="en", lowercase=True)
     assert (lower["exact_match"], lower["wer"]) == (0.5, 2 / 5)
-    assert "case:lc" in str(lower["bleu_signature"]) and "case:mixed" in str(scores["bleu_signature"])
+    assert "case:lc" in str(lower["bleu_signature"]) and "case:mixed" in str(
+        scores["bleu_signature"]
+    )
     assert "tok:zh" in str(score(["我们"], ["我们"], language="zh")["bleu_signature"])
     with pytest.raises(ValueError, match="1 translations for 2"):
         score(["one"], expected, language="en")
@@ -187,7 +239,9 @@ def test_a_step_is_scored_once_per_spec(folder: Path) -> None:
     save(folder, 2)
     for options in ({}, {}, {"beams": 2}, {"split": "test"}, {"average": 2}, {"beams": 2}):
         evaluate(folder, ALONE, **options)  # type: ignore[arg-type]
-    specs = [(line["split"], line["beams"], line["average"], line["lowercase"]) for line in lines(folder)]
+    specs = [
+        (line["split"], line["beams"], line["average"], line["lowercase"]) for line in lines(folder)
+    ]
     assert specs == [
         ("validation", 1, 0, False),
         ("validation", 2, 0, False),
@@ -212,8 +266,12 @@ def test_the_best_has_the_highest_bleu_then_the_lowest_loss(folder: Path) -> Non
     record = {"split": "validation", "beams": 1, "average": 0, "lowercase": False}
     for step, bleu, loss in [(1, 10.0, 3.0), (2, 30.0, 2.0), (3, 30.0, 1.5), (4, 29.0, 1.0)]:
         assert append_record(folder, record | {"step": step, "bleu": bleu, "loss": loss})
-        assert not append_record(folder, record | {"step": step, "bleu": 100.0, "loss": 0.0}), "a second line"
-    assert append_record(folder, record | {"step": 5, "bleu": 99.0, "loss": 0.0, "split": "test"}), "test never selects the best"
+        assert not append_record(folder, record | {"step": step, "bleu": 100.0, "loss": 0.0}), (
+            "a second line"
+        )
+    assert append_record(
+        folder, record | {"step": 5, "bleu": 99.0, "loss": 0.0, "split": "test"}
+    ), "test never selects the best"
     assert json.loads((folder / "best.json").read_text())["step"] == 3
     assert best_of([]) is None
 
@@ -223,7 +281,9 @@ def test_the_best_has_the_highest_bleu_then_the_lowest_loss(folder: Path) -> Non
 
 def test_next_action() -> None:
     assert next_action([], [], [], 9, 0).kind == "wait"
-    assert next_action([3, 6], [], [], 9, 0).step == 3, "the oldest first: retention deletes it first"
+    assert next_action([3, 6], [], [], 9, 0).step == 3, (
+        "the oldest first: retention deletes it first"
+    )
     assert next_action([3, 6], [3], [], 9, 0).step == 6
     assert next_action([3, 6], [3], [6], 9, 0).kind == "wait"
     assert next_action([6, 9], [3, 6, 9], [], 9, 0).kind == "end"
@@ -298,7 +358,9 @@ def test_a_damaged_checkpoint_is_skipped_by_follow_and_an_error_otherwise(folder
     assert steps(folder) == [1, 3]
 
 
-def test_errors_list_the_available_steps(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_errors_list_the_available_steps(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     with pytest.raises(CheckpointError, match="no checkpoint yet"):
         evaluate(folder, ALONE)
     save(folder, 1)
@@ -308,7 +370,9 @@ def test_errors_list_the_available_steps(folder: Path, tmp_path_factory: pytest.
         evaluate(tmp_path_factory.mktemp("empty"), ALONE)
 
 
-def test_a_training_run_prints_scores_and_translations_at_its_end(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_training_run_prints_scores_and_translations_at_its_end(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     save(folder, LAST)
     run: RunConfig = read_run(folder)
     evaluate_at_end(folder, run, ALONE)

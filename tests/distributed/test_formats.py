@@ -38,11 +38,20 @@ def test_status_verify_digest_and_resume_open_a_folder_of_a_released_version(fol
         assert lines_of(folder, "checkpoint", "digest", name).strip() == digest
         lines_of(folder, *resume[name])
         assert lines_of(folder, "checkpoint", "digest", name).startswith("step 6 sha256 ")
-        steps = [json.loads(line)["step"] for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+        steps = [
+            json.loads(line)["step"]
+            for line in (folder / name / "metrics.jsonl").read_text().splitlines()
+        ]
         assert steps == [1, 2, 3, 4, 5, 6], "resumed, not started again"
         page = (ROOT / "docs" / "reference" / "run-folder.md").read_text()
-        listed = {entry.name for entry in (folder / name).iterdir() if f"`{entry.name}" in page or entry.suffix == ".lock"}
-        assert listed == {entry.name for entry in (folder / name).iterdir()}, "docs/reference/run-folder.md lists every entry"
+        listed = {
+            entry.name
+            for entry in (folder / name).iterdir()
+            if f"`{entry.name}" in page or entry.suffix == ".lock"
+        }
+        assert listed == {entry.name for entry in (folder / name).iterdir()}, (
+            "docs/reference/run-folder.md lists every entry"
+        )
 
 
 def test_this_version_has_a_folder_with_its_format_numbers(tmp_path: Path) -> None:
@@ -60,4 +69,7 @@ def test_another_format_is_refused_with_its_number(folder: Path) -> None:
     value.pop("sha256")
     saved_run.write_json(path, saved_run.add_checksum(value | {"format": 99}))
     done = run_lockstep("train", "--out", "recipe", cwd=folder)
-    assert done.returncode == 3 and f"reads runs of format {saved_run.FORMAT}, not of format 99" in done.stderr
+    assert (
+        done.returncode == 3
+        and f"reads runs of format {saved_run.FORMAT}, not of format 99" in done.stderr
+    )

@@ -58,7 +58,9 @@ LAYOUTS = {
     "2 x 2": (4, 2),
 }  # (workers, shard)
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # in peft
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*is_gradient_checkpointing:FutureWarning"
+)  # in peft
 
 
 @pytest.fixture(params=SCRIPTS)
@@ -92,29 +94,50 @@ def digest_of_killed_and_resumed(script: str, folder: Path) -> str:
 def digest_of_killed_and_healed(script: str, folder: Path) -> str:
     """Kill one of two replicas under an agent, which replaces it while the other keeps its state."""
     request_fault(state_folder(folder, socket.gethostname()), 1, "kill", at="forward", step=3)
-    words = ["launch", "--out", folder, "--workers", 2, "--min", 2, f"{GALLERY / script}.py:train", "--steps", STEPS]
+    words = [
+        "launch",
+        "--out",
+        folder,
+        "--workers",
+        2,
+        "--min",
+        2,
+        f"{GALLERY / script}.py:train",
+        "--steps",
+        STEPS,
+    ]
     result = run_lockstep(*words, env=one_thread(**{DRILL_VARIABLE: "1"}))
     assert result.returncode == 0, result.stderr
-    assert any(event["event"] == "regrouped" and event["joined"] for event in events.read_events(folder)), "replaced in place"
+    assert any(
+        event["event"] == "regrouped" and event["joined"] for event in events.read_events(folder)
+    ), "replaced in place"
     return digest_line(folder)
 
 
 def test_weights_are_those_of_the_plain_loop_and_one_digest_is(script: str, tmp_path: Path) -> None:
     for micro_batches in (6, 1):
-        assert train(script, tmp_path / str(micro_batches), 1, micro_batches=micro_batches) == LoopResult(0, "")
+        assert train(
+            script, tmp_path / str(micro_batches), 1, micro_batches=micro_batches
+        ) == LoopResult(0, "")
         refuse_difference_to_the_plain_loop(script, tmp_path / str(micro_batches), micro_batches)
     assert digest_of_killed_and_resumed(script, tmp_path / "resumed") == digest_line(tmp_path / "6")
 
 
-@pytest.mark.parametrize("healed", ["image_classifier", pytest.param("diffusion", marks=pytest.mark.long)])
-def test_one_digest_of_killed_and_healed(healed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "healed", ["image_classifier", pytest.param("diffusion", marks=pytest.mark.long)]
+)
+def test_one_digest_of_killed_and_healed(
+    healed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("LOCKSTEP_TMP", str(tmp_path))
     assert train(healed, tmp_path / "one", 1) == LoopResult(0, "")
     assert digest_of_killed_and_healed(healed, tmp_path / "healed") == digest_line(tmp_path / "one")
 
 
 @pytest.mark.long
-def test_one_digest_in_the_whole_table(script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_digest_in_the_whole_table(
+    script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("LOCKSTEP_TMP", str(tmp_path))
     digests: dict[str, str] = {}
     for name, (workers, shard) in LAYOUTS.items():
@@ -123,7 +146,10 @@ def test_one_digest_in_the_whole_table(script: str, tmp_path: Path, monkeypatch:
         digests[name] = digest_line(tmp_path / name)
     digests["killed and healed"] = digest_of_killed_and_healed(script, tmp_path / "healed")
     digests["killed and resumed"] = digest_of_killed_and_resumed(script, tmp_path / "resumed")
-    print(f"\n{script}: " + ", ".join(f"{name} {digest.split()[-1][:8]}" for name, digest in digests.items()))
+    print(
+        f"\n{script}: "
+        + ", ".join(f"{name} {digest.split()[-1][:8]}" for name, digest in digests.items())
+    )
     assert len(set(digests.values())) == 1, digests
 
 
@@ -138,7 +164,9 @@ def refuse_difference_to_the_plain_loop(script: str, folder: Path, micro_batches
     torch.set_num_threads(threads)
     weights = weights_of(folder)
     assert weights.keys() == plain.keys()
-    differences = {name: float((weights[name] - tensor).abs().max()) for name, tensor in plain.items()}
+    differences = {
+        name: float((weights[name] - tensor).abs().max()) for name, tensor in plain.items()
+    }
     print(script, micro_batches, max(differences.values()))
     assert max(differences.values()) <= tolerance, differences
 
@@ -151,7 +179,9 @@ def batches_of(module: ModuleType, script: str, micro_batches: int) -> Iterator[
     merge = module.merge if script == "graphs" else torch.utils.data.default_collate
     for step in range(STEPS):
         if micro_batches > 1:
-            yield merge([dataset[i] for k in range(micro_batches) for i in order.ids(step, k).tolist()])
+            yield merge(
+                [dataset[i] for k in range(micro_batches) for i in order.ids(step, k).tolist()]
+            )
         else:
             batch = KeyedBatches(dataset, order, merge)[step, 0]
             seed_generators(splitmix64(0, step, 0) >> 1, CPU)
@@ -170,6 +200,10 @@ def test_adapters_of_a_run_load_in_peft(tmp_path: Path) -> None:
     assert train("peft_adapters", tmp_path, 1, steps=2) == LoopResult(0, "")
     trained = weights_of(tmp_path)
     module.save_adapters(str(tmp_path / "weights.safetensors"), str(tmp_path / "adapters"))
-    loaded = peft.PeftModel.from_pretrained(module.make_model().unload(), tmp_path / "adapters").state_dict()
-    assert loaded.keys() == trained.keys() and all(torch.equal(loaded[name], tensor) for name, tensor in trained.items())
+    loaded = peft.PeftModel.from_pretrained(
+        module.make_model().unload(), tmp_path / "adapters"
+    ).state_dict()
+    assert loaded.keys() == trained.keys() and all(
+        torch.equal(loaded[name], tensor) for name, tensor in trained.items()
+    )
     assert any(tensor.any() for name, tensor in loaded.items() if "lora_B" in name)

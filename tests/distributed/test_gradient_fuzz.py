@@ -24,7 +24,10 @@ def test_random_models_and_loops_have_the_gradients_of_one_process() -> None:
         results += check([draw(seed) for seed in range(first, min(first + AT_ONCE, SEED + CASES))])
         faults = [result for result in results if result.faults]
         refused = sum(result.case.leave_out is not None for result in results)
-        print(f"{len(results)} cases, {refused} with a layer left out of a micro-batch, {len(faults)} with faults", flush=True)
+        print(
+            f"{len(results)} cases, {refused} with a layer left out of a micro-batch, {len(faults)} with faults",
+            flush=True,
+        )
     assert not faults, "\n".join(map(str, faults[:20]))
 
 
@@ -34,14 +37,18 @@ def several_workers(least: int, **values: object) -> list[Case]:
     Not under autocast: float32 adds gradients of bfloat16 products exactly, in any order.
     """
     cases = [replace(draw(seed), autocast=False, **values) for seed in range(200)]
-    cases = [case for case in cases if not {"llama", "dropout"} & {*case.kinds} and not case.leave_out]
+    cases = [
+        case for case in cases if not {"llama", "dropout"} & {*case.kinds} and not case.leave_out
+    ]
     return [case for case in cases if case.workers > 1 and case.micro_batches >= least][:8]
 
 
 def test_lost_contribution_of_one_small_parameter_is_found() -> None:
     for ordered in (True, False):
         results = check(several_workers(3, ordered=ordered), "drop")
-        assert len(results) == 8 and all(result.faults for result in results), [result.case for result in results if not result.faults]
+        assert len(results) == 8 and all(result.faults for result in results), [
+            result.case for result in results if not result.faults
+        ]
 
 
 def test_sum_in_another_order_is_found_by_its_bits_alone() -> None:
@@ -49,7 +56,12 @@ def test_sum_in_another_order_is_found_by_its_bits_alone() -> None:
         results = check(several_workers(5, ordered=True, after_step="none"), plant)
         found = [result for result in results if result.faults]
         assert len(found) >= (8 if plant == "order" else 1), plant
-        assert all("not the bits of one process" in fault for result in found for fault in result.faults if "losses" not in fault)
+        assert all(
+            "not the bits of one process" in fault
+            for result in found
+            for fault in result.faults
+            if "losses" not in fault
+        )
 
 
 def test_same_seed_draws_the_same_case() -> None:

@@ -42,7 +42,9 @@ class Transposed(nn.Module):
 
 
 def images(step: int, k: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.randn(2, 3, 5, 5, generator=torch.Generator().manual_seed(100 * step + k)).to(dtype)
+    return torch.randn(2, 3, 5, 5, generator=torch.Generator().manual_seed(100 * step + k)).to(
+        dtype
+    )
 
 
 def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -50,7 +52,9 @@ def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def digest(tensors: dict[str, torch.Tensor]) -> str:
-    return hashlib.sha256(b"".join(one.detach().contiguous().numpy().tobytes() for one in tensors.values())).hexdigest()
+    return hashlib.sha256(
+        b"".join(one.detach().contiguous().numpy().tobytes() for one in tensors.values())
+    ).hexdigest()
 
 
 def column_major(runtime: ElasticRuntime, leaves: int, bucket_bytes: int) -> tuple[str, float]:
@@ -65,19 +69,27 @@ def column_major(runtime: ElasticRuntime, leaves: int, bucket_bytes: int) -> tup
                 plain(images(step, k, torch.float64)).backward()
             expected = gradients_of(plain)
             for name, got in gradients_of(model).items():
-                error = max(error, float((got - expected[name]).abs().max() / expected[name].abs().max()))
+                error = max(
+                    error, float((got - expected[name]).abs().max() / expected[name].abs().max())
+                )
             seen += digest(gradients_of(model))
     return seen, error
 
 
 def all_column_major(runtime: ElasticRuntime) -> list[tuple[str, float]]:
-    return [column_major(runtime, leaves, bucket) for leaves in (3, 4, 7) for bucket in (100, 25_000_000)]
+    return [
+        column_major(runtime, leaves, bucket)
+        for leaves in (3, 4, 7)
+        for bucket in (100, 25_000_000)
+    ]
 
 
 def test_gradients_in_any_memory_order_are_summed_to_the_same_bits_on_1_to_3_workers() -> None:
     digests = [answer for size in (1, 2, 3) for answer in run_ranks(all_column_major, size)]
     assert max(error for answer in digests for _, error in answer) < 1e-5
-    assert {str([bits for bits, _ in answer]) for answer in digests} == {str([bits for bits, _ in digests[0]])}
+    assert {str([bits for bits, _ in answer]) for answer in digests} == {
+        str([bits for bits, _ in digests[0]])
+    }
 
 
 def change_memory_format(runtime: ElasticRuntime, leaves: int) -> float:
@@ -96,7 +108,9 @@ def change_memory_format(runtime: ElasticRuntime, leaves: int) -> float:
                 plain(images(step, k, torch.float64)).square().sum().backward()
             expected = gradients_of(plain)
             for name, got in gradients_of(model).items():
-                error = max(error, float((got - expected[name]).abs().max() / expected[name].abs().max()))
+                error = max(
+                    error, float((got - expected[name]).abs().max() / expected[name].abs().max())
+                )
     return error
 
 
@@ -143,50 +157,110 @@ class Branches(nn.Module):
 Habit = Callable[[ReplicaGroup, torch.optim.Optimizer, Branches, int, torch.Tensor], None]
 
 
-def clears_before(replicas: ReplicaGroup, optimizer: torch.optim.Optimizer, model: Branches, k: int, x: torch.Tensor) -> None:
+def clears_before(
+    replicas: ReplicaGroup,
+    optimizer: torch.optim.Optimizer,
+    model: Branches,
+    k: int,
+    x: torch.Tensor,
+) -> None:
     optimizer.zero_grad()
     replicas.backward(replicas(x))
 
 
-def zeroes_before(replicas: ReplicaGroup, optimizer: torch.optim.Optimizer, model: Branches, k: int, x: torch.Tensor) -> None:
+def zeroes_before(
+    replicas: ReplicaGroup,
+    optimizer: torch.optim.Optimizer,
+    model: Branches,
+    k: int,
+    x: torch.Tensor,
+) -> None:
     optimizer.zero_grad(set_to_none=False)
     replicas.backward(replicas(x))
 
 
-def clears_after(replicas: ReplicaGroup, optimizer: torch.optim.Optimizer, model: Branches, k: int, x: torch.Tensor) -> None:
+def clears_after(
+    replicas: ReplicaGroup,
+    optimizer: torch.optim.Optimizer,
+    model: Branches,
+    k: int,
+    x: torch.Tensor,
+) -> None:
     replicas.backward(replicas(x))
     optimizer.zero_grad()
 
 
-def zeroes_after(replicas: ReplicaGroup, optimizer: torch.optim.Optimizer, model: Branches, k: int, x: torch.Tensor) -> None:
+def zeroes_after(
+    replicas: ReplicaGroup,
+    optimizer: torch.optim.Optimizer,
+    model: Branches,
+    k: int,
+    x: torch.Tensor,
+) -> None:
     replicas.backward(replicas(x))
     optimizer.zero_grad(set_to_none=False)
 
 
-def clips(replicas: ReplicaGroup, optimizer: torch.optim.Optimizer, model: Branches, k: int, x: torch.Tensor) -> None:
+def clips(
+    replicas: ReplicaGroup,
+    optimizer: torch.optim.Optimizer,
+    model: Branches,
+    k: int,
+    x: torch.Tensor,
+) -> None:
     replicas.backward(replicas(x))
     nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
 
 
-def two_backwards(replicas: ReplicaGroup, optimizer: torch.optim.Optimizer, model: Branches, k: int, x: torch.Tensor) -> None:
+def two_backwards(
+    replicas: ReplicaGroup,
+    optimizer: torch.optim.Optimizer,
+    model: Branches,
+    k: int,
+    x: torch.Tensor,
+) -> None:
     replicas.backward(replicas(x))
     replicas.backward(replicas(x))
 
 
-def no_backward(replicas: ReplicaGroup, optimizer: torch.optim.Optimizer, model: Branches, k: int, x: torch.Tensor) -> None:
+def no_backward(
+    replicas: ReplicaGroup,
+    optimizer: torch.optim.Optimizer,
+    model: Branches,
+    k: int,
+    x: torch.Tensor,
+) -> None:
     replicas(x)
 
 
-def plain_backward(replicas: ReplicaGroup, optimizer: torch.optim.Optimizer, model: Branches, k: int, x: torch.Tensor) -> None:
+def plain_backward(
+    replicas: ReplicaGroup,
+    optimizer: torch.optim.Optimizer,
+    model: Branches,
+    k: int,
+    x: torch.Tensor,
+) -> None:
     replicas(x).backward()
 
 
-def both_backwards(replicas: ReplicaGroup, optimizer: torch.optim.Optimizer, model: Branches, k: int, x: torch.Tensor) -> None:
+def both_backwards(
+    replicas: ReplicaGroup,
+    optimizer: torch.optim.Optimizer,
+    model: Branches,
+    k: int,
+    x: torch.Tensor,
+) -> None:
     replicas(x).backward()
     replicas.backward(replicas(x))
 
 
-def plain_after(replicas: ReplicaGroup, optimizer: torch.optim.Optimizer, model: Branches, k: int, x: torch.Tensor) -> None:
+def plain_after(
+    replicas: ReplicaGroup,
+    optimizer: torch.optim.Optimizer,
+    model: Branches,
+    k: int,
+    x: torch.Tensor,
+) -> None:
     replicas.backward(replicas(x))
     model(x).backward()
 
@@ -250,7 +324,10 @@ def skip_a_parameter(runtime: ElasticRuntime, at: int) -> str:
 @pytest.mark.parametrize("at", [1, 3])
 def test_parameter_without_a_gradient_is_refused_by_name(at: int) -> None:
     text = run_ranks(skip_a_parameter, 1, at)[0]
-    assert f"no gradient arrived for 2 of 6 parameters in micro-batch {at} of step 2: side.weight, side.bias" in text
+    assert (
+        f"no gradient arrived for 2 of 6 parameters in micro-batch {at} of step 2: side.weight, side.bias"
+        in text
+    )
 
 
 def gradients_with_a_layer_left_out(runtime: ElasticRuntime, unused: str) -> str:
@@ -265,7 +342,9 @@ def gradients_with_a_layer_left_out(runtime: ElasticRuntime, unused: str) -> str
             for k in replica.micro_batches(step):
                 x = torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * step + k))
                 loss = replica(x, side=step == 1 and k in (1, 3))
-                replica.backward(loss if unused else loss + 0.0 * sum(p.sum() for p in model.side.parameters()))
+                replica.backward(
+                    loss if unused else loss + 0.0 * sum(p.sum() for p in model.side.parameters())
+                )
             assert step or not model.side.weight.grad.any(), "no micro-batch has used it"  # type: ignore[union-attr]
             seen += digest(gradients_of(model))
     return seen
@@ -288,7 +367,9 @@ class Checkpointed(Branches):
 
 
 def test_gradient_that_arrives_twice_in_one_backward_pass_is_refused() -> None:
-    expected = "arrived twice in one backward pass, in micro-batch 0 of step 0: side.bias, side.weight"
+    expected = (
+        "arrived twice in one backward pass, in micro-batch 0 of step 0: side.bias, side.weight"
+    )
     with pytest.raises(AssertionError, match=expected):
         run_ranks(train_checkpointed, 1)
 
@@ -320,7 +401,9 @@ def bucket_orders(runtime: ElasticRuntime) -> tuple[list[list[int]], str]:
 def test_all_workers_take_the_order_in_which_gradients_become_ready_on_rank_0() -> None:
     (buckets, bits), other = run_ranks(bucket_orders, 2)
     assert (buckets, bits) == other
-    assert buckets[0][0] in (4, 5) and sorted(i for bucket in buckets for i in bucket) == list(range(6))
+    assert buckets[0][0] in (4, 5) and sorted(i for bucket in buckets for i in bucket) == list(
+        range(6)
+    )
     assert run_ranks(bucket_orders, 1)[0][1] == bits
 
 
@@ -336,7 +419,16 @@ def gradient_without_the_replica(runtime: ElasticRuntime, call: str) -> str:
 
 
 def test_model_may_be_called_itself() -> None:
-    assert len({bits for call in ("replica", "model") for bits in run_ranks(gradient_without_the_replica, 2, call)}) == 1
+    assert (
+        len(
+            {
+                bits
+                for call in ("replica", "model")
+                for bits in run_ranks(gradient_without_the_replica, 2, call)
+            }
+        )
+        == 1
+    )
 
 
 def bytes_during_a_step(runtime: ElasticRuntime) -> list[int]:
@@ -346,7 +438,13 @@ def bytes_during_a_step(runtime: ElasticRuntime) -> list[int]:
     def float_bytes() -> int:
         gc.collect()
         tensors = [tensor for tensor in gc.get_objects() if isinstance(tensor, torch.Tensor)]
-        return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.numel() >= 1000}.values())
+        return sum(
+            {
+                t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+                for t in tensors
+                if t.numel() >= 1000
+            }.values()
+        )
 
     with Replica(model, micro_batches=7) as replica:
         idle, sizes = float_bytes(), []
@@ -410,9 +508,9 @@ def unfreeze_and_freeze(runtime: ElasticRuntime, at: int) -> list[str]:
                 replicas.backward(replicas(torch.randn(3, 4)))
             optimizer.step()
             seen.append(digest(dict(model.named_parameters())))
-            assert replicas.replica.digest() == Replica.digest(replicas.replica) and len(replicas.replica.parameters) == (
-                4 if step != at else 6
-            )
+            assert replicas.replica.digest() == Replica.digest(replicas.replica) and len(
+                replicas.replica.parameters
+            ) == (4 if step != at else 6)
     return seen
 
 
@@ -453,9 +551,13 @@ class Odd(nn.Module):
 
 
 ODD = {
-    "not real floating-point numbers: phase (torch.complex64)": lambda: Odd(phase=nn.Parameter(torch.ones(2, dtype=torch.complex64))),
+    "not real floating-point numbers: phase (torch.complex64)": lambda: Odd(
+        phase=nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    ),
     "sparse gradients are not supported: table": lambda: Odd(table=nn.Embedding(5, 2, sparse=True)),
-    "cannot hold these parameters or buffers: turns (torch.complex128)": lambda: Odd(turns=torch.ones(2, dtype=torch.complex128)),
+    "cannot hold these parameters or buffers: turns (torch.complex128)": lambda: Odd(
+        turns=torch.ones(2, dtype=torch.complex128)
+    ),
     "the model has no parameter to train": lambda: Odd().requires_grad_(False),
 }
 
@@ -475,12 +577,21 @@ def train_with_noise(runtime: ElasticRuntime) -> list[str]:
     with ReplicaGroup(runtime, model, micro_batches=5) as replicas:
         for step in range(4):
             for _ in replicas.micro_batches(step):
-                x = torch.randn(3, 4) + torch.from_numpy(np.random.randn(3, 4)).float() + random.random()
+                x = (
+                    torch.randn(3, 4)
+                    + torch.from_numpy(np.random.randn(3, 4)).float()
+                    + random.random()
+                )
                 replicas.backward(replicas(x))
             with torch.no_grad():
                 for p in model.parameters():
                     assert p.grad is not None
-                    p -= 0.1 * p.grad + 0.01 * torch.randn(p.shape) + 0.01 * float(np.random.rand()) + 0.01 * random.random()
+                    p -= (
+                        0.1 * p.grad
+                        + 0.01 * torch.randn(p.shape)
+                        + 0.01 * float(np.random.rand())
+                        + 0.01 * random.random()
+                    )
             seen.append(digest(dict(model.named_parameters())))
     return seen
 
@@ -505,7 +616,9 @@ def error_of_unkeyed_data(runtime: ElasticRuntime, habit: str) -> str:
                 elif habit == "a prefetched batch":
                     x, ahead = ahead, next(batches)
                 elif habit == "a generator of the rank":
-                    x = torch.rand(2, 4, generator=torch.Generator().manual_seed(10 * runtime.world.rank + k))
+                    x = torch.rand(
+                        2, 4, generator=torch.Generator().manual_seed(10 * runtime.world.rank + k)
+                    )
                 else:
                     x = points[2 * k : 2 * k + 2]
                 replicas.backward(replicas(x))
@@ -520,9 +633,16 @@ def errors_of_unkeyed_data(runtime: ElasticRuntime, habits: list[str]) -> list[s
 
 def test_data_that_does_not_follow_from_the_micro_batch_is_refused() -> None:
     for habit in ("a DataLoader", "a prefetched batch"):
-        assert "the loss of micro-batch 0 of step 0 is 0." in run_ranks(error_of_unkeyed_data, 1, habit)[0]
-    for texts in run_ranks(errors_of_unkeyed_data, 2, ["a generator of the rank", "an unseeded data set"]):
-        assert all("is not the same on all workers: " in text and " on rank 1" in text for text in texts), texts
+        assert (
+            "the loss of micro-batch 0 of step 0 is 0."
+            in run_ranks(error_of_unkeyed_data, 1, habit)[0]
+        )
+    for texts in run_ranks(
+        errors_of_unkeyed_data, 2, ["a generator of the rank", "an unseeded data set"]
+    ):
+        assert all(
+            "is not the same on all workers: " in text and " on rank 1" in text for text in texts
+        ), texts
     assert run_ranks(error_of_unkeyed_data, 2, "none") == ["accepted"] * 2
 
 

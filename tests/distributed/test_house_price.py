@@ -19,7 +19,16 @@ from torch.nn.parallel import DistributedDataParallel
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "examples"))
 
-from gradient_accumulation import HOUSES, LEARNING_RATE, START, House, Reduce, Step, by_autograd, by_hand  # noqa: E402
+from gradient_accumulation import (  # noqa: E402
+    HOUSES,
+    LEARNING_RATE,
+    START,
+    House,
+    Reduce,
+    Step,
+    by_autograd,
+    by_hand,
+)
 
 # By hand. First house: y = 6 * 0.773 + 2 * 0.321 + 0.067 = 5.347, 9.653 below its price of 15, so
 # the gradient is -2 * 9.653 * (6, 2, 1). Second house, initial weights: y = 4.574, 7.426 below 12.
@@ -28,7 +37,9 @@ WITHOUT = [
     # Updated weights: y = 5 * 0.888836 + 2 * 0.359612 + 0.086306 = 5.24971, 6.75029 below 12.
     Step((-67.5029, -27.00116, -13.50058), (0.9563389, 0.38661316, 0.09980658)),
 ]
-SUMMED = [Step((-115.836 - 74.26, -38.612 - 29.704, -19.306 - 14.852), (0.963096, 0.389316, 0.101158))]
+SUMMED = [
+    Step((-115.836 - 74.26, -38.612 - 29.704, -19.306 - 14.852), (0.963096, 0.389316, 0.101158))
+]
 AVERAGED = [Step((-95.048, -34.158, -17.079), (0.868048, 0.355158, 0.084079))]
 
 
@@ -38,10 +49,20 @@ def numbers(steps: list[Step]) -> list[float]:
 
 @pytest.mark.parametrize("way", [by_hand, by_autograd])
 @pytest.mark.parametrize(
-    ("accumulate", "reduce", "paper"), [(False, "sum", WITHOUT), (False, "mean", WITHOUT), (True, "sum", SUMMED), (True, "mean", AVERAGED)]
+    ("accumulate", "reduce", "paper"),
+    [
+        (False, "sum", WITHOUT),
+        (False, "mean", WITHOUT),
+        (True, "sum", SUMMED),
+        (True, "mean", AVERAGED),
+    ],
 )
-def test_gradients_and_weights_equal_the_calculation_by_hand(way: type, accumulate: bool, reduce: Reduce, paper: list[Step]) -> None:
-    assert numbers(way(accumulate=accumulate, reduce=reduce)) == pytest.approx(numbers(paper), rel=1e-12)
+def test_gradients_and_weights_equal_the_calculation_by_hand(
+    way: type, accumulate: bool, reduce: Reduce, paper: list[Step]
+) -> None:
+    assert numbers(way(accumulate=accumulate, reduce=reduce)) == pytest.approx(
+        numbers(paper), rel=1e-12
+    )
 
 
 def test_accumulated_gradients_equal_those_of_one_batch() -> None:
@@ -50,7 +71,9 @@ def test_accumulated_gradients_equal_those_of_one_batch() -> None:
     prices = torch.tensor([house.price for house in HOUSES], dtype=torch.float64)
     ((inputs @ weights - prices) ** 2).sum().backward()
     assert weights.grad is not None
-    assert weights.grad.tolist() == pytest.approx(by_autograd(accumulate=True)[0].gradient, rel=1e-14)
+    assert weights.grad.tolist() == pytest.approx(
+        by_autograd(accumulate=True)[0].gradient, rel=1e-14
+    )
 
 
 def test_accumulation_differs_from_two_steps() -> None:
@@ -62,7 +85,10 @@ def test_a_mean_of_means_is_wrong_when_micro_batches_differ_in_size() -> None:
     # Micro-batches of two houses and one: the mean of the two means counts the third house twice.
     third = House(3, 1, 4)
     right = by_hand([*HOUSES, third], accumulate=True, reduce="mean")[0].gradient
-    means = by_hand(accumulate=True, reduce="mean")[0].gradient, by_hand([third], accumulate=True)[0].gradient
+    means = (
+        by_hand(accumulate=True, reduce="mean")[0].gradient,
+        by_hand([third], accumulate=True)[0].gradient,
+    )
     wrong = [(a + b) / 2 for a, b in zip(*means, strict=True)]
     sums = by_hand(accumulate=True)[0].gradient, by_hand([third], accumulate=True)[0].gradient
     assert [(a + b) / 3 for a, b in zip(*sums, strict=True)] == pytest.approx(right)
@@ -70,11 +96,18 @@ def test_a_mean_of_means_is_wrong_when_micro_batches_differ_in_size() -> None:
 
 
 def test_example_prints_the_numbers_of_the_docs() -> None:
-    said = subprocess.run([sys.executable, ROOT / "examples/gradient_accumulation.py"], capture_output=True, text=True, check=True).stdout
+    said = subprocess.run(
+        [sys.executable, ROOT / "examples/gradient_accumulation.py"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
     docs = (ROOT / "docs/accumulation.md").read_text()
     for step in [*WITHOUT, *SUMMED, *AVERAGED]:
         for value in step.gradient:
-            assert said.count(f"{value:.6f}") >= 2 and f"{value:.6g}" in docs, f"both ways print it, and it is in the docs: {value}"
+            assert said.count(f"{value:.6f}") >= 2 and f"{value:.6g}" in docs, (
+                f"both ways print it, and it is in the docs: {value}"
+            )
         for value in step.weights:
             assert said.count(f"{value:.7f}") >= 2
     differences = re.findall(r"largest difference (\S+)", said)
@@ -106,7 +139,9 @@ def two_processes(rank: int, port: int, out: Path) -> None:
     dist.destroy_process_group()
 
 
-def test_no_sync_keeps_gradients_local_and_the_last_micro_batch_reduces_the_sum(tmp_path: Path) -> None:
+def test_no_sync_keeps_gradients_local_and_the_last_micro_batch_reduces_the_sum(
+    tmp_path: Path,
+) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     port = store.port
     del store
@@ -114,7 +149,11 @@ def test_no_sync_keeps_gradients_local_and_the_last_micro_batch_reduces_the_sum(
     seen = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
     first, second = [list(step.gradient) for step in (WITHOUT[0], SUMMED[0])]
     other = [whole - part for whole, part in zip(second, first, strict=True)]
-    assert seen[0][0] == pytest.approx(first) and seen[1][0] == pytest.approx(other), "under no_sync each process has its local gradient"
+    assert seen[0][0] == pytest.approx(first) and seen[1][0] == pytest.approx(other), (
+        "under no_sync each process has its local gradient"
+    )
     # DDP divides by the number of processes: (both houses + both houses) / 2.
-    assert seen[0][1] == pytest.approx(second) and seen[0][1] == seen[1][1], "after the last micro-batch the gradients are equal"
+    assert seen[0][1] == pytest.approx(second) and seen[0][1] == seen[1][1], (
+        "after the last micro-batch the gradients are equal"
+    )
     assert seen[0][2] == pytest.approx(list(SUMMED[0].weights)) and seen[0][2] == seen[1][2]

@@ -23,19 +23,42 @@ from lockstep.train import train
 from lockstep.training.checkpointer import Checkpointer
 from lockstep.training.setup import lock_run_folder
 
-TINY: dict[str, Any] = {"data.kind": "files", "tokenizer.kind": "word", "tokenizer.min_frequency": 1, "evaluate.at_end": 0}
-TINY |= {"model.dim": 16, "model.n_heads": 2, "model.encoder_layers": 2, "model.decoder_layers": 2, "model.ffn_dim": 24}
-TINY |= {"data.held_out": 40, "checkpoint.every_steps": 1, "batch.micro_batches": 4, "model.dropout": 0.0}
+TINY: dict[str, Any] = {
+    "data.kind": "files",
+    "tokenizer.kind": "word",
+    "tokenizer.min_frequency": 1,
+    "evaluate.at_end": 0,
+}
+TINY |= {
+    "model.dim": 16,
+    "model.n_heads": 2,
+    "model.encoder_layers": 2,
+    "model.decoder_layers": 2,
+    "model.ffn_dim": 24,
+}
+TINY |= {
+    "data.held_out": 40,
+    "checkpoint.every_steps": 1,
+    "batch.micro_batches": 4,
+    "model.dropout": 0.0,
+}
 
 
 def text_of(folder: Path) -> str:
     rng = random.Random(1)
     numbers = [[rng.randrange(10) for _ in range(6)] for _ in range(2000)]
-    (folder / "text.tsv").write_text("".join(f"{' '.join(f'a{n}' for n in row)}\t{' '.join(f'b{n}' for n in row)}\n" for row in numbers))
+    (folder / "text.tsv").write_text(
+        "".join(
+            f"{' '.join(f'a{n}' for n in row)}\t{' '.join(f'b{n}' for n in row)}\n"
+            for row in numbers
+        )
+    )
     return str(folder / "text.tsv")
 
 
-def train_and_count(runtime: ElasticRuntime, folder: Path, flags: dict[str, Any]) -> tuple[int, int]:
+def train_and_count(
+    runtime: ElasticRuntime, folder: Path, flags: dict[str, Any]
+) -> tuple[int, int]:
     """Train the run; return (the random numbers that this worker drew, those of the whole model)."""
     init_param, drawn = translation.init_param, list[int]()
 
@@ -59,10 +82,14 @@ def test_a_resumed_run_draws_no_initial_values(tmp_path: Path) -> None:
     flags = {"data.train": text_of(tmp_path)}
     first = run_ranks(train_and_count, 2, tmp_path / "run", {**flags, "steps": 1})
     assert first[0][0] == first[0][1] == first[1][0] > 1000
-    assert [drawn for drawn, _ in run_ranks(train_and_count, 2, tmp_path / "run", {**flags, "steps": 2})] == [0, 0]
+    assert [
+        drawn for drawn, _ in run_ranks(train_and_count, 2, tmp_path / "run", {**flags, "steps": 2})
+    ] == [0, 0]
     uninterrupted = run_ranks(train_and_count, 1, tmp_path / "uninterrupted", {**flags, "steps": 2})
     assert uninterrupted[0][0] == uninterrupted[0][1]
-    assert commands.digest_line(tmp_path / "run") == commands.digest_line(tmp_path / "uninterrupted")
+    assert commands.digest_line(tmp_path / "run") == commands.digest_line(
+        tmp_path / "uninterrupted"
+    )
 
 
 def test_the_shards_of_a_replica_draw_each_value_once(tmp_path: Path) -> None:
@@ -70,11 +97,15 @@ def test_the_shards_of_a_replica_draw_each_value_once(tmp_path: Path) -> None:
     flags = {"data.train": text_of(tmp_path), "steps": 1, "batch.micro_batches": 4}
     run_ranks(train_and_count, 1, tmp_path / "whole", flags)
     for shards in (2, 3):
-        counts = run_ranks(train_and_count, shards, tmp_path / str(shards), {**flags, "layout.shard": shards})
+        counts = run_ranks(
+            train_and_count, shards, tmp_path / str(shards), {**flags, "layout.shard": shards}
+        )
         total = counts[0][1]
         assert sum(drawn for drawn, _ in counts) == total, "every value is drawn by one worker"
         assert max(drawn for drawn, _ in counts) < 0.8 * total
-        assert commands.digest_line(tmp_path / str(shards)) == commands.digest_line(tmp_path / "whole")
+        assert commands.digest_line(tmp_path / str(shards)) == commands.digest_line(
+            tmp_path / "whole"
+        )
 
 
 def train_without_values(runtime: ElasticRuntime, folder: Path, flags: dict[str, Any]) -> str:
@@ -97,7 +128,9 @@ def train_without_values(runtime: ElasticRuntime, folder: Path, flags: dict[str,
 
 
 def test_a_model_without_values_is_refused_at_the_first_step(tmp_path: Path) -> None:
-    (error,) = run_ranks(train_without_values, 1, tmp_path / "run", {"data.train": text_of(tmp_path), "steps": 1})
+    (error,) = run_ranks(
+        train_without_values, 1, tmp_path / "run", {"data.train": text_of(tmp_path), "steps": 1}
+    )
     assert "nan" in error
     assert not commands.committed_steps(tmp_path / "run" / "checkpoints")
 
@@ -120,7 +153,9 @@ def start_replica(runtime: ElasticRuntime, seeds: tuple[int, int]) -> tuple[int,
     return len(sent), model[0].weight.flatten().tolist()
 
 
-@pytest.mark.parametrize(("seeds", "tensors"), [((1, 1), 0), ((1, 2), 7)], ids=["equal", "different"])
+@pytest.mark.parametrize(
+    ("seeds", "tensors"), [((1, 1), 0), ((1, 2), 7)], ids=["equal", "different"]
+)
 def test_weights_are_sent_only_where_they_differ(seeds: tuple[int, int], tensors: int) -> None:
     first, second = run_ranks(start_replica, 2, seeds)
     assert first == second and first[0] == tensors

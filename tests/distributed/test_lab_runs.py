@@ -29,14 +29,22 @@ def run_all(runtime: ElasticRuntime, sizes: list[int]) -> dict[tuple[int, str, s
         for collective in COLLECTIVES if runtime.world.rank < size else ():
             for algorithm in algorithms_for(size, per_host):
                 schedule = schedule_of(collective, algorithm, size, per_host)
-                differences[size, collective, algorithm] = measure_moves(collective, schedule, 4001, group).difference
+                differences[size, collective, algorithm] = measure_moves(
+                    collective, schedule, 4001, group
+                ).difference
     return differences
 
 
 def test_every_schedule_gives_the_result_of_torch() -> None:
     for rank, differences in enumerate(run_ranks(run_all, 8, [2, 3, 4, 5, 6, 7, 8])):
-        assert len(differences) == sum(5 * (4 + (size in (4, 6, 8))) for size in range(max(2, rank + 1), 9))
-        assert all(value == 0 for (_, collective, _), value in differences.items() if collective in ("broadcast", "all-gather"))
+        assert len(differences) == sum(
+            5 * (4 + (size in (4, 6, 8))) for size in range(max(2, rank + 1), 9)
+        )
+        assert all(
+            value == 0
+            for (_, collective, _), value in differences.items()
+            if collective in ("broadcast", "all-gather")
+        )
         assert max(differences.values()) < 1e-6
 
 
@@ -60,7 +68,12 @@ def copy_and_add(runtime: ElasticRuntime) -> list[float]:
     """Rank 1 gets a copy and an addend for the same range in one round."""
     assert dist.group.WORLD is not None
     buffer = torch.full((3,), float(10**runtime.world.rank))
-    run_moves([round_of([Move(0, 1, 0, WHOLE, True), Move(2, 1, 0, WHOLE, False)])], buffer, dist.group.WORLD, WorkWaiter())
+    run_moves(
+        [round_of([Move(0, 1, 0, WHOLE, True), Move(2, 1, 0, WHOLE, False)])],
+        buffer,
+        dist.group.WORLD,
+        WorkWaiter(),
+    )
     return buffer.tolist()
 
 
@@ -69,8 +82,25 @@ def test_copies_come_before_additions() -> None:
 
 
 def test_command_prints_the_measured_time_beside_the_simulated_one() -> None:
-    words = ["lab", "reduce", "--ranks", "2", "--bytes", "40 kB", "--rate", "1 GB/s", "--run", "--json"]
-    result = subprocess.run([sys.executable, "-m", "lockstep", *words], check=False, capture_output=True, text=True, timeout=120)
+    words = [
+        "lab",
+        "reduce",
+        "--ranks",
+        "2",
+        "--bytes",
+        "40 kB",
+        "--rate",
+        "1 GB/s",
+        "--run",
+        "--json",
+    ]
+    result = subprocess.run(
+        [sys.executable, "-m", "lockstep", *words],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert result.returncode == 0, result.stderr
     tree = json.loads(result.stdout.splitlines()[-1])["algorithms"]["tree"]
     assert tree["seconds"] == pytest.approx(40e-6)

@@ -38,7 +38,9 @@ TO = {
 }
 
 
-def train_to(runtime: ElasticRuntime, layout: Layout, folder: str, steps: int, mixed_precision: bool = False) -> list[list[float]]:
+def train_to(
+    runtime: ElasticRuntime, layout: Layout, folder: str, steps: int, mixed_precision: bool = False
+) -> list[list[float]]:
     """Resume the run in `folder`, train to step `steps` and save; return each step's sorted losses.
 
     The losses of all micro-batches differ, so they also show which micro-batches were trained: a
@@ -50,10 +52,20 @@ def train_to(runtime: ElasticRuntime, layout: Layout, folder: str, steps: int, m
     local = build_local_model(runtime, model, layout, torch.float32)
     optimizer = adamw(local, OptimOptions(learning_rate=3e-3))
     losses = []
-    with Checkpointer(Path(folder), runtime, local, optimizer) as checkpointer, build_replica(local, 4) as replica:
+    with (
+        Checkpointer(Path(folder), runtime, local, optimizer) as checkpointer,
+        build_replica(local, 4) as replica,
+    ):
         for step in range(checkpointer.resume(), steps):
-            losses.append(losses_of_all_ranks(one_step(local, replica, model, step, narrow=mixed_precision)))
-            divide_and_clip(local.parameters(), divisor=72, clip_norm=1.0, grad_norm_squared=replica.grad_norm_squared())
+            losses.append(
+                losses_of_all_ranks(one_step(local, replica, model, step, narrow=mixed_precision))
+            )
+            divide_and_clip(
+                local.parameters(),
+                divisor=72,
+                clip_norm=1.0,
+                grad_norm_squared=replica.grad_norm_squared(),
+            )
             optimizer.step()
         checkpointer.save(steps)
     return losses
@@ -67,29 +79,39 @@ def losses_of_all_ranks(own: list[float]) -> list[float]:
 
 @pytest.mark.parametrize("first_layout", FROM, ids=str)
 def test_run_resumes_in_another_layout(first_layout: Layout, tmp_path: Path) -> None:
-    uninterrupted = run_ranks(train_to, 1, Layout(), str(tmp_path / "uninterrupted" / "checkpoints"), LAST)[0]
+    uninterrupted = run_ranks(
+        train_to, 1, Layout(), str(tmp_path / "uninterrupted" / "checkpoints"), LAST
+    )[0]
     right = commands.digest_line(tmp_path / "uninterrupted")
     all_losses = np.array(uninterrupted)
-    assert all_losses.shape == (LAST, 4) and np.diff(np.sort(all_losses.ravel())).min() > 1e-4, "no two micro-batches have the same loss"
+    assert all_losses.shape == (LAST, 4) and np.diff(np.sort(all_losses.ravel())).min() > 1e-4, (
+        "no two micro-batches have the same loss"
+    )
     checkpoints = tmp_path / "first_layout" / "checkpoints"
     first = run_ranks(train_to, first_layout.workers, first_layout, str(checkpoints), FIRST)[0]
     assert np.array(first) == pytest.approx(all_losses[:FIRST], rel=1e-5)
     assert commands.verify(tmp_path / "first_layout")[0] and not list(checkpoints.glob(".part-*"))
     for layout in TO[first_layout]:
         shutil.copytree(checkpoints, tmp_path / str(layout) / "checkpoints")
-        rest = run_ranks(train_to, layout.workers, layout, str(tmp_path / str(layout) / "checkpoints"), LAST)[0]
+        rest = run_ranks(
+            train_to, layout.workers, layout, str(tmp_path / str(layout) / "checkpoints"), LAST
+        )[0]
         assert np.array(rest) == pytest.approx(all_losses[FIRST:], rel=1e-5), layout
         if first_layout.tensor == first_layout.pipeline == layout.tensor == layout.pipeline == 1:
             assert commands.digest_line(tmp_path / str(layout)) == right, layout
 
 
 def test_two_layout_changes_keep_the_bits(tmp_path: Path) -> None:
-    uninterrupted = run_ranks(train_to, 1, Layout(), str(tmp_path / "uninterrupted" / "checkpoints"), LAST, True)[0]
+    uninterrupted = run_ranks(
+        train_to, 1, Layout(), str(tmp_path / "uninterrupted" / "checkpoints"), LAST, True
+    )[0]
     checkpoints, losses = str(tmp_path / "changed" / "checkpoints"), []
     for steps, layout in ((2, Layout(2)), (4, Layout(1, 2)), (LAST, Layout(2, 2))):
         losses += run_ranks(train_to, layout.workers, layout, checkpoints, steps, True)[0]
     assert losses == uninterrupted
-    assert commands.digest_line(tmp_path / "changed") == commands.digest_line(tmp_path / "uninterrupted")
+    assert commands.digest_line(tmp_path / "changed") == commands.digest_line(
+        tmp_path / "uninterrupted"
+    )
 
 
 def test_damaged_shard_is_detected_and_the_previous_checkpoint_loaded(tmp_path: Path) -> None:
@@ -97,12 +119,17 @@ def test_damaged_shard_is_detected_and_the_previous_checkpoint_loaded(tmp_path: 
     for steps in (2, FIRST):
         run_ranks(train_to, 2, Layout(1, 2), str(checkpoints), steps)
     parts = sorted((checkpoints / "step-00000003").glob("*.safetensors"))
-    assert [path.name for path in parts] == ["tensors-00000.safetensors", "tensors-01000.safetensors"]
+    assert [path.name for path in parts] == [
+        "tensors-00000.safetensors",
+        "tensors-01000.safetensors",
+    ]
     content = bytearray(parts[1].read_bytes())
     content[len(content) // 2] ^= 4
     parts[1].write_bytes(content)
     assert not commands.verify(tmp_path)[0]
-    assert len(run_ranks(train_to, 2, Layout(1, 2), str(checkpoints), FIRST)[0]) == FIRST - 2  # from step 2
+    assert (
+        len(run_ranks(train_to, 2, Layout(1, 2), str(checkpoints), FIRST)[0]) == FIRST - 2
+    )  # from step 2
     assert commands.verify(tmp_path)[0]
 
 
@@ -118,7 +145,10 @@ def outcome_of_resume(runtime: ElasticRuntime, layout: Layout, folder: str, how:
 def test_all_workers_of_a_sharded_replica_resume_or_none(tmp_path: Path) -> None:
     checkpoints = tmp_path / "checkpoints"
     run_ranks(train_to, 2, Layout(1, 2), str(checkpoints), FIRST)
-    assert run_ranks(outcome_of_resume, 2, Layout(1, 2), str(checkpoints), str(FIRST)) == [f"step {FIRST}"] * 2
+    assert (
+        run_ranks(outcome_of_resume, 2, Layout(1, 2), str(checkpoints), str(FIRST))
+        == [f"step {FIRST}"] * 2
+    )
     part = checkpoints / f"step-{FIRST:08d}" / "tensors-01000.safetensors"
     content = bytearray(part.read_bytes())
     for place in (len(content) // 2, 12):  # in a tensor, then in the header
@@ -129,10 +159,14 @@ def test_all_workers_of_a_sharded_replica_resume_or_none(tmp_path: Path) -> None
 
 
 WIDE = replace(CONFIG, vocab_size=2000, dim=256, ffn_dim=512)
-WIDE_MODEL = Model("llama", lambda: Llama(WIDE), lambda name, shape: init_param(name, shape, WIDE.n_layers, 1))
+WIDE_MODEL = Model(
+    "llama", lambda: Llama(WIDE), lambda name, shape: init_param(name, shape, WIDE.n_layers, 1)
+)
 
 
-def resume_and_save(runtime: ElasticRuntime, layout: Layout, folder: str, step: int, hosts: int = 1) -> tuple[int, int]:
+def resume_and_save(
+    runtime: ElasticRuntime, layout: Layout, folder: str, step: int, hosts: int = 1
+) -> tuple[int, int]:
     """Resume, or make a state by one update, and save it as `step`. Return the bytes that this rank
     read from files, and how many it sent to other hosts."""
     per_host = runtime.world.size // hosts
@@ -153,24 +187,42 @@ def resume_and_save(runtime: ElasticRuntime, layout: Layout, folder: str, step: 
         read = bytes_read() - before
         if not resumed:
             for parameter in local.parameters():
-                parameter.grad = torch.arange(parameter.numel(), dtype=torch.float32).cos().view_as(parameter)
+                parameter.grad = (
+                    torch.arange(parameter.numel(), dtype=torch.float32).cos().view_as(parameter)
+                )
             optimizer.step()
         checkpointer.save(step)
     return read, sum(sent)
 
 
 @pytest.mark.parametrize("first_layout", [Layout(), Layout(2, 2), Layout(1, 1, 2)], ids=str)
-def test_each_byte_is_read_once_and_sent_once_to_each_host_in_any_layout(first_layout: Layout, tmp_path: Path) -> None:
+def test_each_byte_is_read_once_and_sent_once_to_each_host_in_any_layout(
+    first_layout: Layout, tmp_path: Path
+) -> None:
     """Every rank verified its share and then read again the files that it needed."""
     saved = tmp_path / "saved"
     run_ranks(resume_and_save, first_layout.workers, first_layout, str(saved), 1)
     size = sum(path.stat().st_size for path in (saved / "step-00000001").iterdir())
     assert size > 20_000_000
-    for layout, hosts in ((Layout(1, 2), 1), (Layout(2, 2), 2), (Layout(1, 2, 2), 1), (Layout(2, 1, 2), 2), (Layout(1, 1, 1, 2), 1)):
+    for layout, hosts in (
+        (Layout(1, 2), 1),
+        (Layout(2, 2), 2),
+        (Layout(1, 2, 2), 1),
+        (Layout(2, 1, 2), 2),
+        (Layout(1, 1, 1, 2), 1),
+    ):
         folder = tmp_path / str(layout)
         shutil.copytree(saved, folder)
-        read, sent = map(sum, zip(*run_ranks(resume_and_save, layout.workers, layout, str(folder), 2, hosts), strict=True))
-        print(f"{first_layout} -> {layout} on {hosts} hosts: {read / size:.2f} of the checkpoint read, {sent / size:.2f} sent")
+        read, sent = map(
+            sum,
+            zip(
+                *run_ranks(resume_and_save, layout.workers, layout, str(folder), 2, hosts),
+                strict=True,
+            ),
+        )
+        print(
+            f"{first_layout} -> {layout} on {hosts} hosts: {read / size:.2f} of the checkpoint read, {sent / size:.2f} sent"
+        )
         assert size <= read < 1.05 * size, layout
         assert sent <= size * (hosts - 1), layout
         digests = [commands.digest_line(folder, step).split()[-1] for step in (1, 2)]
@@ -181,6 +233,13 @@ def test_exports_of_all_layouts_are_equal(tmp_path: Path) -> None:
     for name, layout in (("whole", Layout()), ("sharded", Layout(2, 2))):
         run_ranks(train_to, layout.workers, layout, str(tmp_path / name / "checkpoints"), 2)
         assert "step 2" in commands.export(tmp_path / name, None, tmp_path / f"{name}.safetensors")
-    assert (tmp_path / "whole.safetensors").read_bytes() == (tmp_path / "sharded.safetensors").read_bytes()
-    whole, sharded = (model_tensors(open_tensors(tmp_path / name / "checkpoints" / folder_name(2), 2)) for name in ("whole", "sharded"))
-    assert set(whole) == set(sharded) and all(torch.equal(whole[name], sharded[name]) for name in whole)
+    assert (tmp_path / "whole.safetensors").read_bytes() == (
+        tmp_path / "sharded.safetensors"
+    ).read_bytes()
+    whole, sharded = (
+        model_tensors(open_tensors(tmp_path / name / "checkpoints" / folder_name(2), 2))
+        for name in ("whole", "sharded")
+    )
+    assert set(whole) == set(sharded) and all(
+        torch.equal(whole[name], sharded[name]) for name in whole
+    )

@@ -88,7 +88,9 @@ def make_translator(dropout: float) -> Callable[[], nn.Module]:
 
 
 def make_adapted() -> nn.Module:
-    return lora.add_adapters(llama.Llama(CONFIG), LoraOptions(4, 8.0, LoraOptions().targets, dropout=0.3))
+    return lora.add_adapters(
+        llama.Llama(CONFIG), LoraOptions(4, 8.0, LoraOptions().targets, dropout=0.3)
+    )
 
 
 def init_adapted_param(key: str, size: torch.Size) -> Tensor:
@@ -103,8 +105,14 @@ def model_named(name: str, dropout: float = 0.0) -> Model:
         return Model(name, make_adapted, init_adapted_param)
     if name in ("llama", "qwen2", "qwen3"):
         config = replace(CONFIG, qkv_bias=name == "qwen2", qk_norm=name == "qwen3")
-        return Model(name, lambda: llama.Llama(config), lambda key, size: llama.init_param(key, size, CONFIG.n_layers, 1))
-    return Model(name, make_translator(dropout), lambda key, size: translator.init_param(key, size, 1))
+        return Model(
+            name,
+            lambda: llama.Llama(config),
+            lambda key, size: llama.init_param(key, size, CONFIG.n_layers, 1),
+        )
+    return Model(
+        name, make_translator(dropout), lambda key, size: translator.init_param(key, size, 1)
+    )
 
 
 def checkpoint_blocks(blocks: list[nn.Module]) -> None:
@@ -127,20 +135,41 @@ INSIDE: dict[str, Callable[[list[nn.Module]], None] | None] = {
 
 
 def build_local_model(
-    runtime: ElasticRuntime, model: Model, layout: Layout, dtype: torch.dtype, inside: str = "plain", **options: Any
+    runtime: ElasticRuntime,
+    model: Model,
+    layout: Layout,
+    dtype: torch.dtype,
+    inside: str = "plain",
+    **options: Any,
 ) -> LocalModel:
     with torch.device("meta"):
         made = model.make().to(dtype)
     value = lambda name, size: model.value(name, size).to(dtype)  # noqa: E731
-    return parallelize(made, layout, layout.coordinates(runtime.world.rank), value, CPU, prepare_blocks=INSIDE[inside], **options)
+    return parallelize(
+        made,
+        layout,
+        layout.coordinates(runtime.world.rank),
+        value,
+        CPU,
+        prepare_blocks=INSIDE[inside],
+        **options,
+    )
 
 
 def build_replica(
     local: LocalModel, micro_batches: int, reduce_once_per_step: bool = False, wire: Wire = "fp32"
 ) -> Replica | ShardedReplica:
     if local.layout.workers_per_replica > 1:
-        return ShardedReplica(local, micro_batches=micro_batches, seed=3, wire=wire, reduce_once_per_step=reduce_once_per_step)
-    return Replica(local.module, micro_batches=micro_batches, seed=3, wire=wire, bucket_bytes=20_000)
+        return ShardedReplica(
+            local,
+            micro_batches=micro_batches,
+            seed=3,
+            wire=wire,
+            reduce_once_per_step=reduce_once_per_step,
+        )
+    return Replica(
+        local.module, micro_batches=micro_batches, seed=3, wire=wire, bucket_bytes=20_000
+    )
 
 
 def assemble(local: LocalModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -148,18 +177,28 @@ def assemble(local: LocalModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]
     if local.layout.workers_per_replica == 1:
         return {name: tensor.clone() for name, tensor in tensors.items()}
     per_rank: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(per_rank, {name: (local.slices[name], tensor) for name, tensor in tensors.items()})
+    dist.all_gather_object(
+        per_rank, {name: (local.slices[name], tensor) for name, tensor in tensors.items()}
+    )
     assembled: dict[str, Tensor] = {}
     for slices in per_rank:
         for name, (piece, tensor) in slices.items():
-            target = assembled.setdefault(name, torch.full(piece.shape, float("nan"), dtype=tensor.dtype))
+            target = assembled.setdefault(
+                name, torch.full(piece.shape, float("nan"), dtype=tensor.dtype)
+            )
             piece.copy_to(TensorSlice.whole(piece.shape), tensor, target)
     assert all(not tensor.isnan().any() for tensor in assembled.values())
     return assembled
 
 
 def one_step(
-    local: LocalModel, replica: Replica | ShardedReplica, model: Model, step: int, *, narrow: bool = False, shares: tuple[int, ...] = ()
+    local: LocalModel,
+    replica: Replica | ShardedReplica,
+    model: Model,
+    step: int,
+    *,
+    narrow: bool = False,
+    shares: tuple[int, ...] = (),
 ) -> list[float]:
     for k in replica.micro_batches(step, shares=shares):
         inputs, named = model.inputs(step, k)
@@ -181,7 +220,9 @@ Case = tuple[str, Layout, str, int]
 
 
 def cases_of(workers: int) -> Iterator[Case]:
-    for name, layout, inside, each in product(["llama", "adapted", "qwen2", "qwen3", "translator"], TABLE, INSIDE, [1, 4]):
+    for name, layout, inside, each in product(
+        ["llama", "adapted", "qwen2", "qwen3", "translator"], TABLE, INSIDE, [1, 4]
+    ):
         # recomputing and compiling do not depend on the layout: once per axis is enough
         shown = {
             "plain": True,
@@ -196,7 +237,9 @@ def cases_of(workers: int) -> Iterator[Case]:
             yield name, layout, inside, each
 
 
-def losses_and_gradients(runtime: ElasticRuntime, cases: list[Case]) -> list[tuple[float, dict[str, Any], float]]:
+def losses_and_gradients(
+    runtime: ElasticRuntime, cases: list[Case]
+) -> list[tuple[float, dict[str, Any], float]]:
     results = []
     for name, layout, inside, each in cases:
         model = model_named(name)
@@ -205,25 +248,42 @@ def losses_and_gradients(runtime: ElasticRuntime, cases: list[Case]) -> list[tup
             loss = all_losses(one_step(local, replica, model, 0))
             gradients = {key: p.grad for key, p in local.local_params.items() if p.grad is not None}
             grad_norm_squared = replica.grad_norm_squared()
-            norm = divide_and_clip(local.parameters(), divisor=1.0, clip_norm=0.0, grad_norm_squared=grad_norm_squared)
-            results.append((loss, {key: gradient.numpy() for key, gradient in assemble(local, gradients).items()}, float(norm)))
+            norm = divide_and_clip(
+                local.parameters(), divisor=1.0, clip_norm=0.0, grad_norm_squared=grad_norm_squared
+            )
+            results.append(
+                (
+                    loss,
+                    {key: gradient.numpy() for key, gradient in assemble(local, gradients).items()},
+                    float(norm),
+                )
+            )
     return results
 
 
-@pytest.mark.parametrize("workers", [*WORKERS[:-1], pytest.param(WORKERS[-1], marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "workers", [*WORKERS[:-1], pytest.param(WORKERS[-1], marks=pytest.mark.long)]
+)
 def test_loss_gradient_and_norm_equal_those_of_one_process(workers: int) -> None:
     cases = list(cases_of(workers))
-    alone = [(name, Layout(), "plain", each * layout.data_parallel_size) for name, layout, _, each in cases]
+    alone = [
+        (name, Layout(), "plain", each * layout.data_parallel_size)
+        for name, layout, _, each in cases
+    ]
     unlike = sorted(set(alone), key=str)
     truth = dict(zip(unlike, run_ranks(losses_and_gradients, 1, unlike)[0], strict=True))
     assert len(cases) > 10
-    for case, single, (loss, gradients, norm) in zip(cases, alone, run_ranks(losses_and_gradients, workers, cases)[0], strict=True):
+    for case, single, (loss, gradients, norm) in zip(
+        cases, alone, run_ranks(losses_and_gradients, workers, cases)[0], strict=True
+    ):
         right_loss, expected, right_norm = truth[single]
         assert loss == pytest.approx(right_loss, rel=1e-12), case
         assert norm == pytest.approx(right_norm, rel=1e-6), case  # the norm is float32
         assert gradients.keys() == expected.keys(), case
         for key, gradient in gradients.items():
-            assert np.linalg.norm(gradient - expected[key]) <= 1e-11 * np.linalg.norm(expected[key]), (case, key)
+            assert np.linalg.norm(gradient - expected[key]) <= 1e-11 * np.linalg.norm(
+                expected[key]
+            ), (case, key)
 
 
 def error_of_habit(runtime: ElasticRuntime, habit: str) -> str:
@@ -262,7 +322,9 @@ def test_sharded_models_refuse_what_would_change_the_sum() -> None:
             assert words in text
 
 
-def losses_of_twenty_steps(runtime: ElasticRuntime, names: list[str], layout: Layout) -> list[list[float]]:
+def losses_of_twenty_steps(
+    runtime: ElasticRuntime, names: list[str], layout: Layout
+) -> list[list[float]]:
     """Train twenty steps in float32; return the losses of each model."""
     losses_by_model = []
     for name in names:
@@ -273,7 +335,12 @@ def losses_of_twenty_steps(runtime: ElasticRuntime, names: list[str], layout: La
         with build_replica(local, 4) as replica:
             for step in range(20):
                 losses.append(all_losses(one_step(local, replica, model, step % 2)) / 72)
-                divide_and_clip(local.parameters(), divisor=72, clip_norm=1.0, grad_norm_squared=replica.grad_norm_squared())
+                divide_and_clip(
+                    local.parameters(),
+                    divisor=72,
+                    clip_norm=1.0,
+                    grad_norm_squared=replica.grad_norm_squared(),
+                )
                 optimizer.step()
         losses_by_model.append(losses)
     return losses_by_model
@@ -285,14 +352,18 @@ def test_losses_of_twenty_steps_equal_those_of_one_process() -> None:
     assert all(losses[-1] < losses[0] - 0.5 for losses in truth), "the loss falls"
     # The other layouts have the bits of one process or of one of these, as the digests below show.
     for layout in (Layout(1, 2, 2), Layout(1, 2, 1, 2), Layout(1, 1, 2, 2)):
-        for losses, expected in zip(run_ranks(losses_of_twenty_steps, layout.workers, names, layout)[0], truth, strict=True):
+        for losses, expected in zip(
+            run_ranks(losses_of_twenty_steps, layout.workers, names, layout)[0], truth, strict=True
+        ):
             assert losses == pytest.approx(expected, rel=2e-5), layout
 
 
 # -- the same bits ----------------------------------------------------------------------------------------------------
 
 
-def digest_after(runtime: ElasticRuntime, name: str, layout: Layout, options: dict[str, Any]) -> str:
+def digest_after(
+    runtime: ElasticRuntime, name: str, layout: Layout, options: dict[str, Any]
+) -> str:
     """Train four steps with dropout, bf16 products and clipping; return the digest of the weights."""
     model, shares, reduce_once_per_step, wire, memory = (
         model_named(name, dropout=0.1),
@@ -301,23 +372,43 @@ def digest_after(runtime: ElasticRuntime, name: str, layout: Layout, options: di
         options.pop("wire", "fp32"),
         options.pop("memory", MemoryOptions()),
     )
-    local = build_local_model(runtime, model, layout, torch.bfloat16 if memory.weights == "bf16" else torch.float32, **options)
+    local = build_local_model(
+        runtime,
+        model,
+        layout,
+        torch.bfloat16 if memory.weights == "bf16" else torch.float32,
+        **options,
+    )
     optimizer = adamw(local, OptimOptions(learning_rate=1e-2), memory)
     with build_replica(local, 8, reduce_once_per_step, wire) as replica:
         for step in range(4):
             one_step(local, replica, model, step, narrow=True, shares=shares)
-            divide_and_clip(local.parameters(), divisor=144, clip_norm=0.5, grad_norm_squared=replica.grad_norm_squared())
+            divide_and_clip(
+                local.parameters(),
+                divisor=144,
+                clip_norm=0.5,
+                grad_norm_squared=replica.grad_norm_squared(),
+            )
             optimizer.step()
     state = assemble(local, {key: p.detach() for key, p in local.local_params.items()})
-    return hashlib.sha256(b"".join(state[key].float().numpy().tobytes() for key in sorted(state))).hexdigest()
+    return hashlib.sha256(
+        b"".join(state[key].float().numpy().tobytes() for key in sorted(state))
+    ).hexdigest()
 
 
 @pytest.mark.parametrize("name", ["llama", "adapted", "translator"])
 def test_replicas_and_shards_have_one_digest(name: str) -> None:
     layouts: list[tuple[Layout, dict[str, Any]]] = [(Layout(n), {}) for n in (1, 2, 3, 4)]
-    layouts += [(Layout(1, 2), {"prefetch_units": 0}), (Layout(1, 3), {}), (Layout(1, 4), {"prefetch_units": 3})]
+    layouts += [
+        (Layout(1, 2), {"prefetch_units": 0}),
+        (Layout(1, 3), {}),
+        (Layout(1, 4), {"prefetch_units": 3}),
+    ]
     layouts += [(Layout(2, 2), {"reshard_after_forward": False})]
-    layouts += [(Layout(1, 3), {"reduce_once_per_step": True}), (Layout(2, 2), {"reduce_once_per_step": True})]
+    layouts += [
+        (Layout(1, 3), {"reduce_once_per_step": True}),
+        (Layout(2, 2), {"reduce_once_per_step": True}),
+    ]
     if name == "llama":
         layouts += [
             (Layout(1, 8), {}),
@@ -325,49 +416,83 @@ def test_replicas_and_shards_have_one_digest(name: str) -> None:
             (Layout(2, 2), {"shares": (3, 5), "reduce_once_per_step": True}),
         ]
     else:  # the same code sums and shards all models
-        layouts = [(Layout(), {}), (Layout(3), {}), (Layout(1, 3), {}), (Layout(2, 2), {"reduce_once_per_step": True})]
-    digests = [(layout, options, run_ranks(digest_after, layout.workers, name, layout, options)[0]) for layout, options in layouts]
+        layouts = [
+            (Layout(), {}),
+            (Layout(3), {}),
+            (Layout(1, 3), {}),
+            (Layout(2, 2), {"reduce_once_per_step": True}),
+        ]
+    digests = [
+        (layout, options, run_ranks(digest_after, layout.workers, name, layout, options)[0])
+        for layout, options in layouts
+    ]
     assert len({digest for _, _, digest in digests}) == 1, digests
 
 
 def digests_of_wire_formats(runtime: ElasticRuntime, name: str, layout: Layout) -> list[str]:
-    return [digest_after(runtime, name, layout, {"wire": wire}) for wire in ("fp32", "bf16", "int8")]
+    return [
+        digest_after(runtime, name, layout, {"wire": wire}) for wire in ("fp32", "bf16", "int8")
+    ]
 
 
 @pytest.mark.parametrize("name", ["llama", "adapted"])
 def test_each_wire_format_has_one_digest_for_replicas_and_shards(name: str) -> None:
-    layouts = [Layout(), Layout(2), Layout(3), Layout(1, 2), Layout(2, 2)] if name == "llama" else [Layout(2), Layout(1, 2)]
-    digests = {layout: run_ranks(digests_of_wire_formats, layout.workers, name, layout)[0] for layout in layouts}
+    layouts = (
+        [Layout(), Layout(2), Layout(3), Layout(1, 2), Layout(2, 2)]
+        if name == "llama"
+        else [Layout(2), Layout(1, 2)]
+    )
+    digests = {
+        layout: run_ranks(digests_of_wire_formats, layout.workers, name, layout)[0]
+        for layout in layouts
+    }
     assert len({str(of_formats) for of_formats in digests.values()}) == 1, digests
     assert len(set(digests[Layout(2)])) == 3
 
 
 @pytest.mark.parametrize(
-    "memory", [MemoryOptions(optimizer_state="bf16", weights="bf16"), MemoryOptions(offload="optimizer")], ids=["bf16", "offloaded"]
+    "memory",
+    [MemoryOptions(optimizer_state="bf16", weights="bf16"), MemoryOptions(offload="optimizer")],
+    ids=["bf16", "offloaded"],
 )
 def test_memory_options_have_one_digest_for_all_layouts(memory: MemoryOptions) -> None:
     layouts = [Layout(), Layout(2), Layout(1, 3), Layout(2, 2)]
-    digests = {layout: run_ranks(digest_after, layout.workers, "llama", layout, {"memory": memory})[0] for layout in layouts}
+    digests = {
+        layout: run_ranks(digest_after, layout.workers, "llama", layout, {"memory": memory})[0]
+        for layout in layouts
+    }
     assert len(set(digests.values())) == 1, digests
 
 
 @pytest.mark.parametrize(
     ("name", "layouts"),
     [
-        pytest.param("translator", [Layout(1, 1, 2), Layout(2, 1, 2), Layout(1, 2, 2)], id="tensor 2"),
+        pytest.param(
+            "translator", [Layout(1, 1, 2), Layout(2, 1, 2), Layout(1, 2, 2)], id="tensor 2"
+        ),
         pytest.param("adapted", [Layout(1, 1, 2), Layout(1, 2, 2)], id="tensor 2, adapters"),
-        pytest.param("translator", [Layout(1, 1, 1, 2), Layout(2, 1, 1, 2), Layout(1, 2, 1, 2)], id="pipeline 2"),
+        pytest.param(
+            "translator",
+            [Layout(1, 1, 1, 2), Layout(2, 1, 1, 2), Layout(1, 2, 1, 2)],
+            id="pipeline 2",
+        ),
     ],
 )
-def test_layouts_with_equal_tensor_and_pipeline_sizes_have_one_digest(name: str, layouts: list[Layout]) -> None:
-    digests = {layout: run_ranks(digest_after, layout.workers, name, layout, {})[0] for layout in layouts}
+def test_layouts_with_equal_tensor_and_pipeline_sizes_have_one_digest(
+    name: str, layouts: list[Layout]
+) -> None:
+    digests = {
+        layout: run_ranks(digest_after, layout.workers, name, layout, {})[0] for layout in layouts
+    }
     assert len(set(digests.values())) == 1, digests
 
 
 @pytest.mark.parametrize("name", ["llama", "adapted"])
 def test_pipeline_schedules_give_the_same_bits(name: str) -> None:
     layout = Layout(1, 1, 1, 2)
-    plain, laps = (run_ranks(digest_after, 2, name, layout, {"chunks_per_stage": parts})[0] for parts in (1, 2))
+    plain, laps = (
+        run_ranks(digest_after, 2, name, layout, {"chunks_per_stage": parts})[0] for parts in (1, 2)
+    )
     assert plain == laps  # the masks of adapters follow from the layer
 
 
@@ -383,9 +508,16 @@ def local_bytes(runtime: ElasticRuntime, layout: Layout) -> int:
         one_step(local, replica, model, 0)
         optimizer.step()
         tensors = [
-            t for p in local.local_params.values() for t in (p, p.grad, *optimizer.state[p].values()) if isinstance(t, Tensor) and t.dim()
+            t
+            for p in local.local_params.values()
+            for t in (p, p.grad, *optimizer.state[p].values())
+            if isinstance(t, Tensor) and t.dim()
         ]
-        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.numel()}
+        storages = {
+            t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+            for t in tensors
+            if t.numel()
+        }
     return sum(storages.values())
 
 

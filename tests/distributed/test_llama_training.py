@@ -30,7 +30,15 @@ from lockstep.config.resolve import resolve
 from lockstep.config.schema import LoraOptions, RunConfig
 from lockstep.data.text.chat_samples import Chat, chat_samples, drills, encode
 from lockstep.data.text.chat_tokenizer import ChatTokenizer
-from lockstep.data.text.packing import IGNORE_INDEX, CutRows, PackedRows, RowLoader, batch_of, pack, pack_rows
+from lockstep.data.text.packing import (
+    IGNORE_INDEX,
+    CutRows,
+    PackedRows,
+    RowLoader,
+    batch_of,
+    pack,
+    pack_rows,
+)
 from lockstep.data.text.prepare import open_prepared
 from lockstep.data.text.token_stream import TokenStream, TokenStreamWriter
 from lockstep.elastic.runtime import ElasticRuntime
@@ -63,7 +71,14 @@ TEXT = {
     "optim.schedule": "constant",
     "checkpoint.every_steps": "0",
 }
-CHATS = {**TEXT, "task": "sft", "data.kind": "drills", "data.pairs": "300", "batch.tokens": "128", "batch.seq_len": "64"}
+CHATS = {
+    **TEXT,
+    "task": "sft",
+    "data.kind": "drills",
+    "data.pairs": "300",
+    "batch.tokens": "128",
+    "batch.seq_len": "64",
+}
 ADAPTERS = {"lora.rank": "4", "lora.alpha": "64"}
 
 
@@ -97,7 +112,10 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("corpus") / "text.jsonl"
     draw = random.Random(1)
     words = ["the", "cat", "dog", "saw", "Häuser", "42", "ran,", "over\n", "def", "return"]
-    lines = [json.dumps({"text": " ".join(draw.choices(words, k=draw.randint(10, 60)))}) for _ in range(150)]
+    lines = [
+        json.dumps({"text": " ".join(draw.choices(words, k=draw.randint(10, 60)))})
+        for _ in range(150)
+    ]
     path.write_text("\n".join(lines) + "\n")
     return path
 
@@ -119,13 +137,29 @@ def adapted(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_logged_loss_equals_that_of_a_plain_loop(corpus: Path, tmp_path: Path) -> None:
-    schedule = {"optim.schedule": "linear", "optim.decay_steps": "20", "optim.warmup_steps": "4", "optim.learning_rate": "3e-3"}
-    run_ranks(trained, 2, str(tmp_path), {**TEXT, **schedule, "data.train": str(corpus), "compute.precision": "fp32"}, 20)
+    schedule = {
+        "optim.schedule": "linear",
+        "optim.decay_steps": "20",
+        "optim.warmup_steps": "4",
+        "optim.learning_rate": "3e-3",
+    }
+    run_ranks(
+        trained,
+        2,
+        str(tmp_path),
+        {**TEXT, **schedule, "data.train": str(corpus), "compute.precision": "fp32"},
+        20,
+    )
     bare = Path(__file__).parents[2] / "bench" / "llama" / "bare_llama.py"
     shown = subprocess.run(
-        [sys.executable, bare, tmp_path, "--steps", "20"], check=True, capture_output=True, text=True
+        [sys.executable, bare, tmp_path, "--steps", "20"],
+        check=True,
+        capture_output=True,
+        text=True,
     ).stdout.splitlines()
-    assert sum("run" in line.split() for line in shown[:-1]) == 20 and "over 20 steps" in shown[-1], shown
+    assert (
+        sum("run" in line.split() for line in shown[:-1]) == 20 and "over 20 steps" in shown[-1]
+    ), shown
     line = [loss for loss, _ in losses(tmp_path)]
     assert line[-1] < line[0] - 1 and float(shown[-1].split()[-1]) < 2e-5, shown
 
@@ -138,17 +172,25 @@ def trained_on_a_stream(runtime: ElasticRuntime, folder: str, flags: dict[str, s
 
 
 @pytest.mark.parametrize("shards", [1, 2])
-def test_a_recipe_whose_data_do_not_follow_from_the_step_is_refused(shards: int, corpus: Path, tmp_path: Path) -> None:
+def test_a_recipe_whose_data_do_not_follow_from_the_step_is_refused(
+    shards: int, corpus: Path, tmp_path: Path
+) -> None:
     flags = {**TEXT, "data.train": str(corpus), "layout.shard": str(shards)}
-    with pytest.raises(AssertionError, match=r"the loss of micro-batch 0 of step 0 is [\d.]+ the first time and"):
+    with pytest.raises(
+        AssertionError, match=r"the loss of micro-batch 0 of step 0 is [\d.]+ the first time and"
+    ):
         run_ranks(trained_on_a_stream, shards, str(tmp_path), flags)
 
 
 # -- rows -------------------------------------------------------------------------------------------------------------
 
 
-def stream_of(folder: Path, documents: list[list[int]], counts: list[list[bool]] | None = None) -> TokenStream:
-    writer = TokenStreamWriter(folder, "train", 100, has_loss_mask=counts is not None, shard_tokens=16)
+def stream_of(
+    folder: Path, documents: list[list[int]], counts: list[list[bool]] | None = None
+) -> TokenStream:
+    writer = TokenStreamWriter(
+        folder, "train", 100, has_loss_mask=counts is not None, shard_tokens=16
+    )
     for number, ids in enumerate(documents):
         writer.add(ids, counts[number] if counts else None)
     writer.close()
@@ -160,7 +202,9 @@ def documents(tmp_path: Path) -> TokenStream:
     return stream_of(tmp_path, [[1, *range(10, 10 + n), 2] for n in (3, 0, 20, 1, 9)])
 
 
-def test_cut_rows_predict_every_token_except_the_first_of_a_document(documents: TokenStream) -> None:
+def test_cut_rows_predict_every_token_except_the_first_of_a_document(
+    documents: TokenStream,
+) -> None:
     rows = CutRows(documents, 6)
     flat, owner = documents.read(0, documents.tokens), documents.documents_at(0, documents.tokens)
     for i in range(len(rows)):
@@ -168,7 +212,9 @@ def test_cut_rows_predict_every_token_except_the_first_of_a_document(documents: 
         for at in range(6):
             place = 6 * i + at
             assert tokens[at] == flat[place] and inside[at] == owner[place]
-            assert labels[at] == (flat[place + 1] if owner[place + 1] == owner[place] else IGNORE_INDEX)
+            assert labels[at] == (
+                flat[place + 1] if owner[place + 1] == owner[place] else IGNORE_INDEX
+            )
         assert rows.label_counts(np.array([i])).tolist() == [int((labels != IGNORE_INDEX).sum())]
     batch = batch_of([rows.row(0), rows.row(2)], CPU)
     assert batch.documents is not None and batch_of([rows.row(2)], CPU).documents is None
@@ -194,20 +240,31 @@ def test_packing_keeps_every_document_and_overfills_no_row(sizes: list[int], see
     assert sorted(i for row in rows for i in row) == list(range(len(sizes)))
     assert all(sum(sizes[i] for i in row) <= 20 for row in rows)
     spare = sorted(20 - sum(sizes[i] for i in row) for row in rows)
-    assert len(spare) < 2 or sum(spare[:-1]) < 20 * max(1, len(rows)) / 2, "most rows are at least half full"
+    assert len(spare) < 2 or sum(spare[:-1]) < 20 * max(1, len(rows)) / 2, (
+        "most rows are at least half full"
+    )
 
 
 @settings(deadline=None, max_examples=30)
-@given(st.lists(st.lists(st.booleans(), min_size=1, max_size=12), min_size=1, max_size=30), st.integers(0, 5))
-def test_label_counts_of_packed_rows_are_those_of_their_documents(masks: list[list[bool]], seed: int) -> None:
+@given(
+    st.lists(st.lists(st.booleans(), min_size=1, max_size=12), min_size=1, max_size=30),
+    st.integers(0, 5),
+)
+def test_label_counts_of_packed_rows_are_those_of_their_documents(
+    masks: list[list[bool]], seed: int
+) -> None:
     """The index holds the rows of `pack`, in their order; the counts are taken one by one here."""
     with tempfile.TemporaryDirectory() as folder:
         stream = stream_of(Path(folder), [[1] * len(mask) for mask in masks], masks)
         rows = PackedRows(stream, 16, pack_rows(stream, 16, seed))
         expected = pack(np.array([len(mask) - 1 for mask in masks]), 16, seed)
-        assert rows.label_counts(np.arange(len(rows))).tolist() == [sum(sum(masks[i][1:]) for i in row) for row in expected]
+        assert rows.label_counts(np.arange(len(rows))).tolist() == [
+            sum(sum(masks[i][1:]) for i in row) for row in expected
+        ]
         labels = [rows.row(i)[1] for i in range(len(rows))]
-    assert [int((row != IGNORE_INDEX).sum()) for row in labels] == [sum(sum(masks[i][1:]) for i in row) for row in expected]
+    assert [int((row != IGNORE_INDEX).sum()) for row in labels] == [
+        sum(sum(masks[i][1:]) for i in row) for row in expected
+    ]
 
 
 def test_packed_rows_have_the_loss_of_single_chats(tmp_path: Path) -> None:
@@ -217,16 +274,35 @@ def test_packed_rows_have_the_loss_of_single_chats(tmp_path: Path) -> None:
     stream = stream_of(tmp_path, chats, counts)
     rows = PackedRows(stream, 16, pack_rows(stream, 16, seed=1))
     model = InitialWeights.of(run_of(TEXT | {"data.train": "x"}), 100).meta_model()
-    model = materialize(model, CPU, lambda name, size: torch.randn(size, generator=torch.Generator().manual_seed(len(name))) / 8).double()
+    model = materialize(
+        model,
+        CPU,
+        lambda name, size: (
+            torch.randn(size, generator=torch.Generator().manual_seed(len(name))) / 8
+        ),
+    ).double()
     batch = batch_of([rows.row(i) for i in range(len(rows))], CPU)
     alone, labels = 0.0, 0
     for ids, learnt in zip(chats, counts, strict=True):
         logits = model(torch.tensor([ids[:-1]]))[0]
-        target = torch.tensor([id if counted else IGNORE_INDEX for id, counted in zip(ids[1:], learnt[1:], strict=True)])
-        alone += float(F.cross_entropy(logits, target, reduction="sum", ignore_index=IGNORE_INDEX).detach())
+        target = torch.tensor(
+            [
+                id if counted else IGNORE_INDEX
+                for id, counted in zip(ids[1:], learnt[1:], strict=True)
+            ]
+        )
+        alone += float(
+            F.cross_entropy(logits, target, reduction="sum", ignore_index=IGNORE_INDEX).detach()
+        )
         labels += sum(learnt[1:])
-    assert float(model(batch.tokens, batch.labels, batch.documents).detach()) == pytest.approx(alone, rel=1e-9)
-    assert int(rows.label_counts(np.arange(len(rows))).sum()) == int((batch.labels != IGNORE_INDEX).sum()) == labels
+    assert float(model(batch.tokens, batch.labels, batch.documents).detach()) == pytest.approx(
+        alone, rel=1e-9
+    )
+    assert (
+        int(rows.label_counts(np.arange(len(rows))).sum())
+        == int((batch.labels != IGNORE_INDEX).sum())
+        == labels
+    )
 
 
 def run_of(flags: dict[str, str]) -> RunConfig:
@@ -238,14 +314,25 @@ def run_of(flags: dict[str, str]) -> RunConfig:
 
 def test_the_loss_mask_covers_answers_including_their_eos_token(adapted: Path) -> None:
     tokenizer = ChatTokenizer.load(adapted / "tokenizer", {})
-    talk = [("system", "Be brief."), ("user", "1 + 1?"), ("assistant", " two "), ("user", "<b>?"), ("assistant", ""), ("user", "so")]
+    talk = [
+        ("system", "Be brief."),
+        ("user", "1 + 1?"),
+        ("assistant", " two "),
+        ("user", "<b>?"),
+        ("assistant", ""),
+        ("user", "so"),
+    ]
     chat = Chat([{"role": role, "content": content} for role, content in talk], "here")
     ids, counts = encode(tokenizer, chat)
     answers = [list(run) for run in runs(ids, counts)]
     eot = tokenizer.inner.token_to_id("<|eot_id|>")
-    assert [tokenizer.decode(answer) for answer in answers] == ["two", ""] and all(answer[-1] == eot for answer in answers)
+    assert [tokenizer.decode(answer) for answer in answers] == ["two", ""] and all(
+        answer[-1] == eot for answer in answers
+    )
     first = counts.index(True)
-    assert ids[:first] == tokenizer.encode_chat(chat.messages[:2]), "the ids before an answer are those of its prompt"
+    assert ids[:first] == tokenizer.encode_chat(chat.messages[:2]), (
+        "the ids before an answer are those of its prompt"
+    )
     second = ids[: len(ids) - len(answers[-1])]
     assert second == tokenizer.encode_chat(chat.messages[:4]) and ids[-1] == eot
 
@@ -266,10 +353,22 @@ def runs(ids: list[int], counts: list[bool]) -> Any:
 def test_unusable_templates_are_refused(adapted: Path) -> None:
     expected = ChatTokenizer.load(adapted / "tokenizer", {})
     chat = next(iter(drills(1)))
-    no_end = ChatTokenizer(expected.inner, "{% for m in messages %}{{ m.content }}{% endfor %}", {}, expected.eos_ids, expected.folder)
+    no_end = ChatTokenizer(
+        expected.inner,
+        "{% for m in messages %}{{ m.content }}{% endfor %}",
+        {},
+        expected.eos_ids,
+        expected.folder,
+    )
     with pytest.raises(DataError, match="does not end an answer with an eos token"):
         encode(no_end, chat)
-    rewrites = ChatTokenizer(expected.inner, "{{ messages | length }}{{ messages[-1].content }}", {}, expected.eos_ids, expected.folder)
+    rewrites = ChatTokenizer(
+        expected.inner,
+        "{{ messages | length }}{{ messages[-1].content }}",
+        {},
+        expected.eos_ids,
+        expected.folder,
+    )
     with pytest.raises(DataError, match="does not append answer"):
         encode(rewrites, chat)
 
@@ -278,7 +377,10 @@ def test_too_long_chats_are_dropped_and_counted(adapted: Path) -> None:
     tokenizer = ChatTokenizer.load(adapted / "tokenizer", {})
     data = run_of({"task": "sft", "data.kind": "drills", "data.pairs": "200"}).data
     longest = max(len(sample.ids) for sample in chat_samples(tokenizer, data, 1000, Counter()))
-    for length, fits in ((longest - 1, True), (longest - 2, False)):  # the last token of a chat is only predicted
+    for length, fits in (
+        (longest - 1, True),
+        (longest - 2, False),
+    ):  # the last token of a chat is only predicted
         left_out: Counter[str] = Counter()
         lengths = [len(sample.ids) for sample in chat_samples(tokenizer, data, length, left_out)]
         reasons = {} if fits else {f"longer than a row of {length} tokens": 200 - len(lengths)}
@@ -289,7 +391,9 @@ def test_too_long_chats_are_dropped_and_counted(adapted: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_pretraining_has_the_same_bits_on_any_number_of_workers(base: Path, corpus: Path, tmp_path: Path, size: int) -> None:
+def test_pretraining_has_the_same_bits_on_any_number_of_workers(
+    base: Path, corpus: Path, tmp_path: Path, size: int
+) -> None:
     run_ranks(trained, size, str(tmp_path), {**TEXT, "data.train": str(corpus)}, STEPS)
     assert digest_line(tmp_path) == digest_line(base) and losses(tmp_path) == losses(base)
 
@@ -304,7 +408,14 @@ def test_the_held_out_loss_is_the_same_on_any_number_of_ranks(base: Path) -> Non
         nats, tokens = 0.0, 0
         for row, labels, inside in windows(getattr(data, split), 32):
             logits = loaded.model(torch.tensor(row)[None], documents=torch.tensor(inside)[None])[0]
-            nats += float(F.cross_entropy(logits.double(), torch.tensor(labels), reduction="sum", ignore_index=IGNORE_INDEX))
+            nats += float(
+                F.cross_entropy(
+                    logits.double(),
+                    torch.tensor(labels),
+                    reduction="sum",
+                    ignore_index=IGNORE_INDEX,
+                )
+            )
             tokens += int((labels != IGNORE_INDEX).sum())
         size = sum(len(record["text"].encode()) for record in data.records(split))
         assert (line["tokens"], line["bytes"]) == (tokens, size)
@@ -312,7 +423,9 @@ def test_the_held_out_loss_is_the_same_on_any_number_of_ranks(base: Path) -> Non
         assert line["bits_per_byte"] == pytest.approx(nats / math.log(2) / size, rel=1e-6)
 
 
-def test_a_trained_run_works_with_generate_and_transformers(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_trained_run_works_with_generate_and_transformers(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["generate", str(base), "the cat", "--tokens", "12"]) == 0
     said = capsys.readouterr().out
     assert main(["checkpoint", "export", str(base), "--out", str(tmp_path / "hub")]) == 0
@@ -320,32 +433,54 @@ def test_a_trained_run_works_with_generate_and_transformers(base: Path, tmp_path
 
 
 def greedy_of_transformers(folder: Path, prompt: str, tokens: int, chat: bool = False) -> str:
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed: answers are compared with its own")
+    transformers = pytest.importorskip(
+        "transformers", reason="transformers is not installed: answers are compared with its own"
+    )
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     text = (
-        tokenizer.apply_chat_template([{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True) if chat else prompt
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
+        )
+        if chat
+        else prompt
     )
-    ids = tokenizer(text, return_tensors="pt", add_special_tokens=not chat, return_token_type_ids=False)
+    ids = tokenizer(
+        text, return_tensors="pt", add_special_tokens=not chat, return_token_type_ids=False
+    )
     ours = ChatTokenizer.load(folder, {})
-    made = model.generate(**ids, max_new_tokens=tokens, do_sample=False, eos_token_id=sorted(ours.eos_ids), pad_token_id=0)
+    made = model.generate(
+        **ids,
+        max_new_tokens=tokens,
+        do_sample=False,
+        eos_token_id=sorted(ours.eos_ids),
+        pad_token_id=0,
+    )
     answer: str = tokenizer.decode(made[0, ids["input_ids"].shape[1] :], skip_special_tokens=True)
     return answer
 
 
-def test_one_file_is_enough_and_holding_out_is_optional(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_file_is_enough_and_holding_out_is_optional(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     text = "\n".join(json.loads(line)["text"] for line in corpus.read_text().splitlines())
     (tmp_path / "one.txt").write_text(text)
     flags = {**TEXT, "data.train": str(tmp_path / "one.txt")}
     prepare_documents(run_of(flags), tmp_path / "inside")
-    prepared = open_prepared(tmp_path / "inside/data", ChatTokenizer.load(tmp_path / "inside/tokenizer", {}))
+    prepared = open_prepared(
+        tmp_path / "inside/data", ChatTokenizer.load(tmp_path / "inside/tokenizer", {})
+    )
     assert (
-        len(prepared.train) == len(prepared.validation) == len(prepared.test) == 1 and prepared.train.tokens > 6 * prepared.test.tokens > 0
+        len(prepared.train) == len(prepared.validation) == len(prepared.test) == 1
+        and prepared.train.tokens > 6 * prepared.test.tokens > 0
     )
     folder = tmp_path / "all"
     run_ranks(trained, 1, str(folder), {**flags, "data.held_out_share": "0"}, 1)
     prepared = open_prepared(folder / "data", ChatTokenizer.load(folder / "tokenizer", {}))
-    assert len(prepared.train) == 1 and len(prepared.validation) == len(prepared.test) == prepared.test.tokens == 0
+    assert (
+        len(prepared.train) == 1
+        and len(prepared.validation) == len(prepared.test) == prepared.test.tokens == 0
+    )
     with ElasticRuntime.join(threads=1) as runtime:
         with pytest.raises(UsageError, match="the run has no validation split"):
             evaluate(folder, runtime)
@@ -354,13 +489,20 @@ def test_one_file_is_enough_and_holding_out_is_optional(corpus: Path, tmp_path: 
     assert "next: lockstep generate" in capsys.readouterr().out
 
 
-def test_a_tokenizer_larger_than_the_embedding_is_refused_before_data_is_prepared(base: Path, corpus: Path, tmp_path: Path) -> None:
+def test_a_tokenizer_larger_than_the_embedding_is_refused_before_data_is_prepared(
+    base: Path, corpus: Path, tmp_path: Path
+) -> None:
     assert main(["checkpoint", "export", str(base), "--out", str(tmp_path / "hub")]) == 0
     tokenizer = ChatTokenizer.load(tmp_path / "hub", {})
     tokenizer.inner.add_tokens(["<extra>"])
     tokenizer.inner.save(str(tmp_path / "hub/tokenizer.json"))
-    with pytest.raises(DataError, match=r"the tokenizer has ids up to 300, the embedding of the model 300 rows"):
-        prepare_documents(run_of({**TEXT, "data.train": str(corpus), "llama.init_from": str(tmp_path / "hub")}), tmp_path / "run")
+    with pytest.raises(
+        DataError, match=r"the tokenizer has ids up to 300, the embedding of the model 300 rows"
+    ):
+        prepare_documents(
+            run_of({**TEXT, "data.train": str(corpus), "llama.init_from": str(tmp_path / "hub")}),
+            tmp_path / "run",
+        )
     assert not (tmp_path / "run/data").exists()
 
 
@@ -372,26 +514,40 @@ def test_every_size_can_be_configured() -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_adapters_have_the_same_bits_on_any_number_of_workers(base: Path, adapted: Path, tmp_path: Path, size: int) -> None:
-    run_ranks(trained, size, str(tmp_path), {**CHATS, **ADAPTERS, "llama.init_from": str(base)}, STEPS - 1)
+def test_adapters_have_the_same_bits_on_any_number_of_workers(
+    base: Path, adapted: Path, tmp_path: Path, size: int
+) -> None:
+    run_ranks(
+        trained, size, str(tmp_path), {**CHATS, **ADAPTERS, "llama.init_from": str(base)}, STEPS - 1
+    )
     run_ranks(trained, 1, str(tmp_path), {**CHATS, **ADAPTERS, "llama.init_from": str(base)}, STEPS)
     assert digest_line(tmp_path) == digest_line(adapted) and losses(tmp_path) == losses(adapted)
 
 
 def test_a_checkpoint_contains_only_adapters_and_is_small(base: Path, adapted: Path) -> None:
     checkpoint = CheckpointStore(adapted / "checkpoints").load(STEPS)
-    names = [name.removeprefix("model.") for name in checkpoint.tensors if name.startswith("model.")]
-    assert len(names) == 2 * 7 * LLAMA_CONFIGS["1M"].n_layers and all(lora.is_adapter(name) for name in names)
+    names = [
+        name.removeprefix("model.") for name in checkpoint.tensors if name.startswith("model.")
+    ]
+    assert len(names) == 2 * 7 * LLAMA_CONFIGS["1M"].n_layers and all(
+        lora.is_adapter(name) for name in names
+    )
     n_saved = sum(checkpoint.tensors[f"model.{name}"].numel() for name in names)
     whole = sum(tensor.numel() for tensor in open_weights(base).tensors.values())
-    assert n_saved < 0.08 * whole and any(checkpoint.tensors[f"model.{name}"].abs().sum() for name in names if name.endswith(lora.UP))
+    assert n_saved < 0.08 * whole and any(
+        checkpoint.tensors[f"model.{name}"].abs().sum() for name in names if name.endswith(lora.UP)
+    )
 
 
 def test_adapters_start_at_zero_and_merge_exactly() -> None:
     with torch.device("meta"):
-        model = lora.add_adapters(Llama(LLAMA_CONFIGS["1M"]), LoraOptions(4, 8.0, ("query", "down")))
+        model = lora.add_adapters(
+            Llama(LLAMA_CONFIGS["1M"]), LoraOptions(4, 8.0, ("query", "down"))
+        )
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    assert len(names) == 2 * 2 * LLAMA_CONFIGS["1M"].n_layers and all(lora.is_adapter(name) for name in names)
+    assert len(names) == 2 * 2 * LLAMA_CONFIGS["1M"].n_layers and all(
+        lora.is_adapter(name) for name in names
+    )
     draw = torch.Generator().manual_seed(1)
     materialize(model, CPU, lambda name, size: torch.randn(size, generator=draw) * 0.05)
     tokens = torch.arange(12)[None]
@@ -424,7 +580,9 @@ def test_merged_adapters_generate_the_same_in_transformers(
     assert greedy_of_transformers(tmp_path / "hub", asked, 12, chat=True) == ours
 
 
-def test_adapters_over_other_weights_are_refused(base: Path, adapted: Path, corpus: Path, tmp_path: Path) -> None:
+def test_adapters_over_other_weights_are_refused(
+    base: Path, adapted: Path, corpus: Path, tmp_path: Path
+) -> None:
     about = json.loads((adapted / "model.json").read_text())
     (tmp_path / "model.json").write_text(json.dumps(about | {"start_sha256": "0" * 64}))
     (tmp_path / "checkpoints").symlink_to(adapted / "checkpoints")

@@ -61,12 +61,26 @@ def translator_loss(model: nn.Module) -> Tensor:
 
 
 def translator() -> Translator:
-    return Translator(vocab_size=100, dim=32, n_heads=4, encoder_layers=2, decoder_layers=2, ffn_dim=64, dropout=0.1, attention="plain")
+    return Translator(
+        vocab_size=100,
+        dim=32,
+        n_heads=4,
+        encoder_layers=2,
+        decoder_layers=2,
+        ffn_dim=64,
+        dropout=0.1,
+        attention="plain",
+    )
 
 
 @pytest.mark.parametrize("bf16", [False, True])
-@pytest.mark.parametrize("make, loss_of", [(lambda: build_llama(CONFIG, device=CPU, seed=1), llama_loss), (translator, translator_loss)])
-def test_recomputation_has_the_same_bits(make: Callable[[], nn.Module], loss_of: Callable[[nn.Module], Tensor], bf16: bool) -> None:
+@pytest.mark.parametrize(
+    "make, loss_of",
+    [(lambda: build_llama(CONFIG, device=CPU, seed=1), llama_loss), (translator, translator_loss)],
+)
+def test_recomputation_has_the_same_bits(
+    make: Callable[[], nn.Module], loss_of: Callable[[nn.Module], Tensor], bf16: bool
+) -> None:
     """Including dropout."""
     plain, results = make(), []
     for mode in MODES:
@@ -77,7 +91,11 @@ def test_recomputation_has_the_same_bits(make: Callable[[], nn.Module], loss_of:
         with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
             loss = loss_of(model)
         loss.backward()
-        grads = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+        grads = {
+            name: parameter.grad
+            for name, parameter in model.named_parameters()
+            if parameter.grad is not None
+        }
         results.append((float(loss.detach()), digest(grads), len(grads)))
     assert results[0] == results[1] == results[2] and results[0][2] == len(list(plain.parameters()))
 
@@ -94,7 +112,9 @@ def test_activation_checkpointing_lowers_peak_memory() -> None:
     assert peaks[1] < 0.7 * peaks[0] and peaks[2] < 0.4 * peaks[0]
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # torch.compile reads it
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
+)  # torch.compile reads it
 @pytest.mark.parametrize("mode", MODES)
 def test_one_graph_serves_all_blocks(mode: Mode) -> None:
     plain = build_llama(CONFIG, device=CPU, seed=1)
@@ -135,17 +155,32 @@ def test_offloaded_optimizer_on_a_cpu_has_the_bits_of_torch_adamw() -> None:
 
 
 @pytest.mark.parametrize(
-    "memory", [MemoryOptions(optimizer_state="bf16"), MemoryOptions(weights="bf16"), MemoryOptions(optimizer_state="bf16", weights="bf16")]
+    "memory",
+    [
+        MemoryOptions(optimizer_state="bf16"),
+        MemoryOptions(weights="bf16"),
+        MemoryOptions(optimizer_state="bf16", weights="bf16"),
+    ],
 )
-def test_bf16_state_trains_as_well_in_less_memory_and_resumes_with_the_same_bits(memory: MemoryOptions) -> None:
+def test_bf16_state_trains_as_well_in_less_memory_and_resumes_with_the_same_bits(
+    memory: MemoryOptions,
+) -> None:
     expected, _ = trained(MemoryOptions())
     model, optimizer = trained(memory)
     before = float(llama_loss(build_llama(CONFIG, device=CPU, seed=1)).detach())
     losses = [float(llama_loss(one).detach()) for one in (expected, model)]
     assert losses[0] < 0.7 * before and losses[1] == pytest.approx(losses[0], rel=0.05)
     numbers = CONFIG.num_parameters
-    state_bytes = sum(t.nbytes for name, t in get_state_dict(model, optimizer).items() if not name.endswith("step"))
-    each = (2 if memory.weights == "bf16" else 4) + (4 if memory.weights == "bf16" else 0) + (4 if memory.optimizer_state == "bf16" else 8)
+    state_bytes = sum(
+        t.nbytes
+        for name, t in get_state_dict(model, optimizer).items()
+        if not name.endswith("step")
+    )
+    each = (
+        (2 if memory.weights == "bf16" else 4)
+        + (4 if memory.weights == "bf16" else 0)
+        + (4 if memory.optimizer_state == "bf16" else 8)
+    )
     assert state_bytes == numbers * each
     saved = {name: tensor.clone() for name, tensor in get_state_dict(model, optimizer).items()}
     again = build_llama(CONFIG, device=CPU, seed=2).to(next(model.parameters()).dtype)
@@ -178,15 +213,24 @@ def test_stochastic_rounding_is_unbiased() -> None:
     fading = torch.ones(2000).bfloat16()
     for step in range(1000):
         fading = stochastic_round(fading.float() * 0.999, torch.randn(2000) * 1e-6, step)
-    assert float(fading.float().mean()) == pytest.approx(0.999**1000, rel=0.02), "rounding to nearest would stay at 1"
+    assert float(fading.float().mean()) == pytest.approx(0.999**1000, rel=0.02), (
+        "rounding to nearest would stay at 1"
+    )
 
 
 def test_stochastic_rounding_keeps_nan_and_infinities() -> None:
-    bits = torch.tensor([0x7FFFFFFF, 0x7FFF0001, 0x7F800001, -1, 0x7FC00000, 0x7F800000, -0x800000], dtype=torch.int32)
+    bits = torch.tensor(
+        [0x7FFFFFFF, 0x7FFF0001, 0x7F800001, -1, 0x7FC00000, 0x7F800000, -0x800000],
+        dtype=torch.int32,
+    )
     rounded = [
-        stochastic_round(bits.view(torch.float32), torch.full((7,), noise), step) for noise in (0.0, 1.5, -3e38) for step in range(8)
+        stochastic_round(bits.view(torch.float32), torch.full((7,), noise), step)
+        for noise in (0.0, 1.5, -3e38)
+        for step in range(8)
     ]
-    assert all(row[:5].isnan().all() and row[5:].tolist() == [math.inf, -math.inf] for row in rounded)
+    assert all(
+        row[:5].isnan().all() and row[5:].tolist() == [math.inf, -math.inf] for row in rounded
+    )
 
 
 def test_logits_of_a_large_vocabulary_never_exist_at_once() -> None:
@@ -197,9 +241,20 @@ def test_logits_of_a_large_vocabulary_never_exist_at_once() -> None:
 
 
 def test_model_too_large_for_this_machine_is_refused_before_data_preparation() -> None:
-    run = resolve(None, {"model.dim": "24", "model.n_heads": "3", "model.encoder_layers": "2", "model.decoder_layers": "5"}).run
+    run = resolve(
+        None,
+        {
+            "model.dim": "24",
+            "model.n_heads": "3",
+            "model.encoder_layers": "2",
+            "model.decoder_layers": "5",
+        },
+    ).run
     translator = build_translator(run.model, vocab_size=100, device=torch.device("meta"), seed=1)
-    assert min_parameters(run) == sum(parameter.numel() for parameter in translator.parameters()) - 100 * 24
+    assert (
+        min_parameters(run)
+        == sum(parameter.numel() for parameter in translator.parameters()) - 100 * 24
+    )
     for size in ("1M", "405B"):
         run = resolve(None, {"task": "pretrain", "data.kind": "stdlib", "llama.size": size}).run
         assert min_parameters(run) == replace(LLAMA_CONFIGS[size], vocab_size=0).num_parameters
@@ -217,6 +272,15 @@ def test_model_too_large_for_this_machine_is_refused_before_data_preparation() -
             refuse_too_large(limit // each + 1000, False, memory, Layout(1), CPU)
         assert "over at least 2 workers" in caught.value.hint
     for kind, each in (("sgd", 12), ("adafactor", 8)):  # fewer moments than AdamW
-        refuse_too_large(limit // (each + 1), False, MemoryOptions(), Layout(1), CPU, OptimOptions(kind=kind))  # type: ignore[arg-type]
+        refuse_too_large(
+            limit // (each + 1), False, MemoryOptions(), Layout(1), CPU, OptimOptions(kind=kind)
+        )  # type: ignore[arg-type]
         with pytest.raises(ConfigError):  # averaged weights
-            refuse_too_large(limit // (each + 1), False, MemoryOptions(), Layout(1), CPU, OptimOptions(kind=kind, ema_decay=0.9))  # type: ignore[arg-type]
+            refuse_too_large(
+                limit // (each + 1),
+                False,
+                MemoryOptions(),
+                Layout(1),
+                CPU,
+                OptimOptions(kind=kind, ema_decay=0.9),
+            )  # type: ignore[arg-type]

@@ -15,13 +15,29 @@ PROGRAM = Path(__file__).parents[1] / "support" / "print_fingerprint.py"
 
 
 def test_setting_that_changes_products_changes_the_fingerprint() -> None:
-    settings = ["ONEDNN_MAX_CPU_ISA=AVX2", "MKL_CBWR=AVX2", "MKL_CBWR=COMPATIBLE", "ATEN_CPU_CAPABILITY=default"]
-    commands = [[*prefix, sys.executable, str(PROGRAM)] for prefix in ([], *(["env", setting] for setting in settings))]
-    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for command in commands]
-    (products, probes), *others = [process.communicate(timeout=120)[0].split(" ", 1) for process in processes]
+    settings = [
+        "ONEDNN_MAX_CPU_ISA=AVX2",
+        "MKL_CBWR=AVX2",
+        "MKL_CBWR=COMPATIBLE",
+        "ATEN_CPU_CAPABILITY=default",
+    ]
+    commands = [
+        [*prefix, sys.executable, str(PROGRAM)]
+        for prefix in ([], *(["env", setting] for setting in settings))
+    ]
+    processes = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for command in commands
+    ]
+    (products, probes), *others = [
+        process.communicate(timeout=120)[0].split(" ", 1) for process in processes
+    ]
     for setting, (other_products, other_probes) in zip(settings, others, strict=True):
-        assert (products == other_products) or (probes != other_probes), f"{setting} changes products, but no probe shows it"
-    assert any(products != other for other, _ in others), "none of the settings changes anything here"
+        assert (products == other_products) or (probes != other_probes), (
+            f"{setting} changes products, but no probe shows it"
+        )
+    assert any(products != other for other, _ in others), (
+        "none of the settings changes anything here"
+    )
 
 
 def test_probes_are_reproducible_leave_generators_alone_and_are_fast() -> None:

@@ -25,7 +25,9 @@ from lockstep.runtime.work import WorkWaiter
 
 @given(st.integers(1, 20), st.data())
 @settings(max_examples=200, deadline=None)
-def test_order_of_additions_does_not_depend_on_the_ranks_of_the_leaves(leaves: int, data: st.DataObject) -> None:
+def test_order_of_additions_does_not_depend_on_the_ranks_of_the_leaves(
+    leaves: int, data: st.DataObject
+) -> None:
     """Sums are text, so another order of additions gives another value."""
 
     class Text(str):
@@ -66,7 +68,11 @@ def reduced(runtime: ElasticRuntime, leaves: int, length: int) -> str:
 
 
 def reduce_all(runtime: ElasticRuntime) -> list[str]:
-    return [reduced(runtime, leaves, length) for leaves in (4, 6, 7, 8) for length in (1, 2, 5, 64, 1001)]
+    return [
+        reduced(runtime, leaves, length)
+        for leaves in (4, 6, 7, 8)
+        for length in (1, 2, 5, 64, 1001)
+    ]
 
 
 def test_tree_all_reduce_has_one_hash_for_1_to_4_processes_and_every_length() -> None:
@@ -77,16 +83,27 @@ def test_tree_all_reduce_has_one_hash_for_1_to_4_processes_and_every_length() ->
 
 def tiny(dtype: torch.dtype) -> nn.Module:
     torch.manual_seed(5)
-    return nn.Sequential(nn.Embedding(50, 16), nn.Dropout(0.1), nn.Linear(16, 33), nn.GELU(), nn.Linear(33, 50)).to(dtype)
+    return nn.Sequential(
+        nn.Embedding(50, 16), nn.Dropout(0.1), nn.Linear(16, 33), nn.GELU(), nn.Linear(33, 50)
+    ).to(dtype)
 
 
 def ragged(k: int, step: int, leaves: int) -> torch.Tensor:
     """Return a micro-batch; its size depends on k."""
     rows = 1 + (3 * k + step) % 5
-    return torch.randint(0, 50, (rows, 3 + k % 3), generator=torch.Generator().manual_seed(100 * step + k + leaves))
+    return torch.randint(
+        0, 50, (rows, 3 + k % 3), generator=torch.Generator().manual_seed(100 * step + k + leaves)
+    )
 
 
-def gradient(runtime: ElasticRuntime, leaves: int, reduce: str, dtype: torch.dtype, bucket_bytes: int, dropout: bool) -> tuple[str, float]:
+def gradient(
+    runtime: ElasticRuntime,
+    leaves: int,
+    reduce: str,
+    dtype: torch.dtype,
+    bucket_bytes: int,
+    dropout: bool,
+) -> tuple[str, float]:
     """Return (digest of three steps' summed gradients, largest error relative to one big batch)."""
     model = tiny(dtype).train(dropout)
     error, seen = 0.0, []
@@ -94,25 +111,41 @@ def gradient(runtime: ElasticRuntime, leaves: int, reduce: str, dtype: torch.dty
         for step in range(3):
             for k in replica.micro_batches(step):
                 ids = ragged(k, step, leaves)
-                replica.backward(nn.functional.cross_entropy(replica(ids).flatten(0, 1), ids.flatten(), reduction="sum"))
+                replica.backward(
+                    nn.functional.cross_entropy(
+                        replica(ids).flatten(0, 1), ids.flatten(), reduction="sum"
+                    )
+                )
             got = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
             seen.append(digest(got))
             if not dropout:
                 alone = tiny(dtype).eval()
                 torch.stack(
                     [
-                        nn.functional.cross_entropy(alone(ids).flatten(0, 1), ids.flatten(), reduction="sum")
+                        nn.functional.cross_entropy(
+                            alone(ids).flatten(0, 1), ids.flatten(), reduction="sum"
+                        )
                         for ids in (ragged(k, step, leaves) for k in range(leaves))
                     ]
                 ).sum().backward()
-                right = torch.cat([p.grad.flatten() for p in alone.parameters() if p.grad is not None])
+                right = torch.cat(
+                    [p.grad.flatten() for p in alone.parameters() if p.grad is not None]
+                )
                 error = max(error, float((got - right).abs().max() / right.abs().max()))
     return ",".join(seen), error
 
 
 def gradients(runtime: ElasticRuntime, dtype: str, dropout: bool) -> list[tuple[str, float]]:
-    cases = [(leaves, reduce, bucket) for leaves in (4, 5, 8) for reduce in ("ordered", "fast") for bucket in (500, 25_000_000)]
-    return [gradient(runtime, leaves, reduce, getattr(torch, dtype), bucket, dropout) for leaves, reduce, bucket in cases]
+    cases = [
+        (leaves, reduce, bucket)
+        for leaves in (4, 5, 8)
+        for reduce in ("ordered", "fast")
+        for bucket in (500, 25_000_000)
+    ]
+    return [
+        gradient(runtime, leaves, reduce, getattr(torch, dtype), bucket, dropout)
+        for leaves, reduce, bucket in cases
+    ]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
@@ -122,7 +155,11 @@ def test_gradient_equals_that_of_one_big_batch(size: int) -> None:
 
 
 def test_gradient_has_the_same_bits_on_1_to_4_processes_with_dropout() -> None:
-    digests = [[d for d, _ in answers] for size in (1, 2, 3, 4) for answers in run_ranks(gradients, size, "float32", True)]
+    digests = [
+        [d for d, _ in answers]
+        for size in (1, 2, 3, 4)
+        for answers in run_ranks(gradients, size, "float32", True)
+    ]
     ordered = [[row[i] for i in (0, 1, 4, 5, 8, 9)] for row in digests]
     assert all(row == ordered[0] for row in ordered)
     assert ordered[0][0] == ordered[0][1], "the size of a bucket must not change bits"
@@ -170,14 +207,23 @@ def use_one_micro_batch_too_few(runtime: ElasticRuntime) -> str:
 
 
 def test_more_processes_than_micro_batches_are_refused_on_every_rank() -> None:
-    assert all("2 processes are running, a step has 1 micro-batches" in text for text in run_ranks(use_one_micro_batch_too_few, 2))
+    assert all(
+        "2 processes are running, a step has 1 micro-batches" in text
+        for text in run_ranks(use_one_micro_batch_too_few, 2)
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
 @pytest.mark.parametrize("by", ["words", "hash"])
-def test_every_flipped_bit_shows_in_a_digest(dtype: torch.dtype, by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_flipped_bit_shows_in_a_digest(
+    dtype: torch.dtype, by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`hash` is the path for tensors on an accelerator."""
-    tensors = [-torch.ones(3, dtype=dtype), torch.zeros(0, dtype=dtype), torch.full((), 5, dtype=dtype)]
+    tensors = [
+        -torch.ones(3, dtype=dtype),
+        torch.zeros(0, dtype=dtype),
+        torch.full((), 5, dtype=dtype),
+    ]
     if by == "hash":
         monkeypatch.setattr(digest_module, "words_of", lambda tensor: None)
     whole = digest_of(tensors)

@@ -32,8 +32,13 @@ STEPS, MICRO_BATCHES, WORDS = 4, 5, 23
 class Block(nn.Module):
     def __init__(self, dim: int) -> None:
         super().__init__()
-        self.norm, self.attention = nn.LayerNorm(dim), nn.MultiheadAttention(dim, 2, batch_first=True)
-        self.hidden = nn.Sequential(nn.Linear(dim, 2 * dim + 1), nn.GELU(), nn.Dropout(0.1), nn.Linear(2 * dim + 1, dim))
+        self.norm, self.attention = (
+            nn.LayerNorm(dim),
+            nn.MultiheadAttention(dim, 2, batch_first=True),
+        )
+        self.hidden = nn.Sequential(
+            nn.Linear(dim, 2 * dim + 1), nn.GELU(), nn.Dropout(0.1), nn.Linear(2 * dim + 1, dim)
+        )
 
     def forward(self, states: Tensor) -> Tensor:
         normed = self.norm(states)
@@ -46,7 +51,10 @@ class SmallGPT(nn.Module):
 
     def __init__(self, dim: int = 10) -> None:
         super().__init__()
-        self.embed, self.blocks = nn.Embedding(WORDS, dim), nn.ModuleList(Block(dim) for _ in range(3))
+        self.embed, self.blocks = (
+            nn.Embedding(WORDS, dim),
+            nn.ModuleList(Block(dim) for _ in range(3)),
+        )
         self.scale, self.head = nn.Linear(dim, dim), nn.Linear(dim, WORDS, bias=False)
         self.head.weight = self.embed.weight
         self.scale.requires_grad_(False)
@@ -56,7 +64,9 @@ class SmallGPT(nn.Module):
         states = self.scale(self.embed(tokens)) + self.shift
         for block in self.blocks:
             states = block(states)
-        return nn.functional.cross_entropy(self.head(states)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
+        return nn.functional.cross_entropy(
+            self.head(states)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum"
+        )
 
 
 class SmallMLP(nn.Module):
@@ -64,7 +74,9 @@ class SmallMLP(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(7, 11), nn.BatchNorm1d(11), nn.Tanh(), nn.Linear(11, 1))
+        self.layers = nn.Sequential(
+            nn.Linear(7, 11), nn.BatchNorm1d(11), nn.Tanh(), nn.Linear(11, 1)
+        )
 
     def forward(self, rows: Tensor) -> Tensor:
         return self.layers(rows).square().mean()
@@ -82,7 +94,9 @@ class SkippingGPT(SmallGPT):
         for block in list(self.blocks)[: 1 + tokens.shape[1] % 3]:
             if not self.training or float(torch.rand(())) < 0.7:
                 states = block(states)
-        return nn.functional.cross_entropy(self.head(states)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
+        return nn.functional.cross_entropy(
+            self.head(states)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum"
+        )
 
 
 class TwoOutputs(nn.Module):
@@ -109,7 +123,19 @@ class OneLargeRow(nn.Module):
 
 
 Parts = tuple[nn.Module, list[torch.optim.Optimizer], dict[str, Any]]
-KINDS = ["gpt", "mlp", "muon", "adafactor", "shampoo", "fused", "unfrozen", "scaler", "scaler row", "deferred", "skipping"]
+KINDS = [
+    "gpt",
+    "mlp",
+    "muon",
+    "adafactor",
+    "shampoo",
+    "fused",
+    "unfrozen",
+    "scaler",
+    "scaler row",
+    "deferred",
+    "skipping",
+]
 LAYOUTS = [(1, 1), (2, 1), (2, 2), (3, 3), (4, 2)]
 
 
@@ -134,27 +160,45 @@ def make(kind: str, shards: int = 1) -> Parts:
     schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5) for optimizer in optimizers]
     state: dict[str, Any] = {f"scheduler{i}": scheduler for i, scheduler in enumerate(schedulers)}
     if kind in ("gpt", "deferred", "skipping"):
-        state["ema"] = swa_utils.AveragedModel(model, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.7))
+        state["ema"] = swa_utils.AveragedModel(
+            model, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.7)
+        )
     if kind == "mlp":
-        state["mean"] = swa_utils.AveragedModel(model, avg_fn=lambda average, weight, _: average + 0.3 * (weight - average))
+        state["mean"] = swa_utils.AveragedModel(
+            model, avg_fn=lambda average, weight, _: average + 0.3 * (weight - average)
+        )
     if kind.startswith("scaler"):
-        state["scaler"] = torch.amp.GradScaler("cpu", init_scale=2.0**100, backoff_factor=2.0**-40, growth_interval=2)
+        state["scaler"] = torch.amp.GradScaler(
+            "cpu", init_scale=2.0**100, backoff_factor=2.0**-40, growth_interval=2
+        )
     return model, optimizers, state
 
 
 def make_optimizers(kind: str, model: nn.Module) -> list[torch.optim.Optimizer]:
-    decay = [p for p in model.parameters() if (p.requires_grad or kind == "unfrozen") and p.dim() > 1]
-    others = [p for p in model.parameters() if (p.requires_grad or kind == "unfrozen") and p.dim() < 2]
+    decay = [
+        p for p in model.parameters() if (p.requires_grad or kind == "unfrozen") and p.dim() > 1
+    ]
+    others = [
+        p for p in model.parameters() if (p.requires_grad or kind == "unfrozen") and p.dim() < 2
+    ]
     groups = [{"params": decay, "weight_decay": 0.1}, {"params": others}]
     if kind == "muon":
         embedding, *matrices = decay
-        adamw = torch.optim.AdamW([{"params": [embedding]}, {"params": others, "lr": 5e-3}], lr=1e-2)
-        return [torch.optim.Muon([{"params": matrices[::2], "lr": 2e-2}, {"params": matrices[1::2]}]), adamw]
+        adamw = torch.optim.AdamW(
+            [{"params": [embedding]}, {"params": others, "lr": 5e-3}], lr=1e-2
+        )
+        return [
+            torch.optim.Muon([{"params": matrices[::2], "lr": 2e-2}, {"params": matrices[1::2]}]),
+            adamw,
+        ]
     if kind == "scaler":
         pairs = [(model.large, 1e-14), (model.small, 0.05)]
         return [torch.optim.SGD(part.parameters(), lr=lr, momentum=0.9) for part, lr in pairs]  # type: ignore[union-attr]
     if kind == "scaler row":
-        groups = [{"params": [model.large.weight], "lr": 1e-14}, {"params": model.small.parameters()}]  # type: ignore[union-attr]
+        groups = [
+            {"params": [model.large.weight], "lr": 1e-14},
+            {"params": model.small.parameters()},
+        ]  # type: ignore[union-attr]
         return [torch.optim.SGD(groups, lr=0.05, momentum=0.9)]
     makers: dict[str, Any] = {
         "mlp": lambda: torch.optim.SGD(groups, lr=0.05, momentum=0.9),
@@ -171,24 +215,39 @@ def batch(model: nn.Module, step: int, k: int) -> Tensor:
     return torch.randn(6, 7, generator=generator) + k
 
 
-def train(runtime: ElasticRuntime, kinds: list[str], shards: int, folder: str, steps: int) -> dict[str, list[Any]]:
+def train(
+    runtime: ElasticRuntime, kinds: list[str], shards: int, folder: str, steps: int
+) -> dict[str, list[Any]]:
     """Train each kind to step `steps`, and save; return its losses, norms and evaluations."""
-    return {kind: train_kind(runtime, kind, shards, str(Path(folder) / kind / "checkpoints"), steps) for kind in kinds}
+    return {
+        kind: train_kind(runtime, kind, shards, str(Path(folder) / kind / "checkpoints"), steps)
+        for kind in kinds
+    }
 
 
-def train_kind(runtime: ElasticRuntime, kind: str, shards: int, folder: str, steps: int) -> list[Any]:
+def train_kind(
+    runtime: ElasticRuntime, kind: str, shards: int, folder: str, steps: int
+) -> list[Any]:
     model, optimizers, state = make(kind, shards)
     if kind == "deferred" and shards > 1:
-        torch.manual_seed(runtime.world.rank)  # the values do not follow from the generator's later state
+        torch.manual_seed(
+            runtime.world.rank
+        )  # the values do not follow from the generator's later state
     is_gpt, scaler = isinstance(model, SmallGPT), state.get("scaler")
     averages = [value for value in state.values() if isinstance(value, swa_utils.AveragedModel)]
     unused: Any = "zero" if kind == "skipping" else "raise"
-    local = shard_session(runtime, model, optimizers, Layout(1, shards), {}, state, unused=unused) if shards > 1 else model
+    local = (
+        shard_session(runtime, model, optimizers, Layout(1, shards), {}, state, unused=unused)
+        if shards > 1
+        else model
+    )
     results: list[Any] = []
     with Checkpointer(Path(folder), runtime, local, optimizers, state=state) as checkpointer:
         first = checkpointer.resume()
         options: Any = {"on_nonfinite": "ignore" if scaler else "raise", "unused": unused}
-        with ReplicaGroup(runtime, local, checkpointer, micro_batches=MICRO_BATCHES, **options) as replicas:
+        with ReplicaGroup(
+            runtime, local, checkpointer, micro_batches=MICRO_BATCHES, **options
+        ) as replicas:
             for step in range(first, steps):
                 if kind == "unfrozen":
                     model.blocks[1].requires_grad_(step >= 2)  # type: ignore[index, union-attr, operator]
@@ -198,7 +257,11 @@ def train_kind(runtime: ElasticRuntime, kind: str, shards: int, folder: str, ste
                     with torch.no_grad():
                         model(inputs)
                     loss = replicas(inputs)
-                    replicas.backward(loss if is_gpt else loss / MICRO_BATCHES, inputs.numel() if is_gpt else None, scaler=scaler)
+                    replicas.backward(
+                        loss if is_gpt else loss / MICRO_BATCHES,
+                        inputs.numel() if is_gpt else None,
+                        scaler=scaler,
+                    )
                 norm = torch.zeros(())
                 if step or not scaler:  # clipping would spread the values that are not finite
                     norm = replicas.gradient.clip_(0.3 * (scaler.get_scale() if scaler else 1))
@@ -217,15 +280,21 @@ def train_kind(runtime: ElasticRuntime, kind: str, shards: int, folder: str, ste
                 for module in (model, *averages):
                     module.eval()
                 dataset = [batch(model, 9, 1 if is_gpt else k) for k in range(5)]
-                scores = [evaluate(module, dataset, runtime, shards) for module in (model, *averages)]
+                scores = [
+                    evaluate(module, dataset, runtime, shards) for module in (model, *averages)
+                ]
                 for module in (model, *averages):
                     module.train()
-                results.append((replicas.loss, float(norm), *scores, *([scaler.get_scale()] if scaler else [])))
+                results.append(
+                    (replicas.loss, float(norm), *scores, *([scaler.get_scale()] if scaler else []))
+                )
         checkpointer.save(steps)
     return results
 
 
-def evaluate(module: nn.Module, dataset: list[Tensor], runtime: ElasticRuntime, shards: int) -> float:
+def evaluate(
+    module: nn.Module, dataset: list[Tensor], runtime: ElasticRuntime, shards: int
+) -> float:
     options: Any = {"batch_size": 1, "collate_fn": None, "seed": 0, "replica_size": shards}
     return float(mean_over(dataset, lambda rows: module(rows[0]), runtime, **options))
 
@@ -241,23 +310,39 @@ def digests(folder: Path) -> dict[str, str]:
     return {kind: digest_line(folder / kind) for kind in KINDS}
 
 
-@pytest.mark.parametrize(("workers", "shards"), [(2, 1), pytest.param(2, 2, marks=pytest.mark.long), (3, 3), (4, 2)])
-def test_own_models_have_one_digest_for_all_layouts(whole: tuple[Path, Any], workers: int, shards: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("workers", "shards"), [(2, 1), pytest.param(2, 2, marks=pytest.mark.long), (3, 3), (4, 2)]
+)
+def test_own_models_have_one_digest_for_all_layouts(
+    whole: tuple[Path, Any], workers: int, shards: int, tmp_path: Path
+) -> None:
     by_rank = run_ranks(train, workers, KINDS, shards, str(tmp_path), STEPS)
-    assert {str(results) for results in by_rank} == {str(whole[1])}, "as text: the norm of a skipped update is NaN"
+    assert {str(results) for results in by_rank} == {str(whole[1])}, (
+        "as text: the norm of a skipped update is NaN"
+    )
     assert digests(tmp_path) == digests(whole[0])
 
 
 def test_one_worker_clips_averages_and_skips(whole: tuple[Path, dict[str, list[Any]]]) -> None:
-    assert all(norm > 0.3 for _, norm, _, _ in whole[1]["gpt"][:2]) and len(whole[1]["gpt"]) == STEPS
+    assert (
+        all(norm > 0.3 for _, norm, _, _ in whole[1]["gpt"][:2]) and len(whole[1]["gpt"]) == STEPS
+    )
     assert all(score != average for _, _, score, average in whole[1]["gpt"][1:])
     assert whole[1]["scaler row"][0][-1] == 2.0**60, "the update of both parameters was skipped"
-    assert [scale for *_, scale in whole[1]["scaler"]] == [2.0**60, 2.0**60, 2.0**61, 2.0**61], "one update was skipped"
+    assert [scale for *_, scale in whole[1]["scaler"]] == [2.0**60, 2.0**60, 2.0**61, 2.0**61], (
+        "one update was skipped"
+    )
 
 
-@pytest.mark.parametrize(("workers", "shards", "others"), [(2, 2, [(1, 1), (3, 3)]), (1, 1, [(4, 2)])])
+@pytest.mark.parametrize(
+    ("workers", "shards", "others"), [(2, 2, [(1, 1), (3, 3)]), (1, 1, [(4, 2)])]
+)
 def test_checkpoint_in_shards_resumes_in_other_layouts(
-    whole: tuple[Path, Any], workers: int, shards: int, others: list[tuple[int, int]], tmp_path: Path
+    whole: tuple[Path, Any],
+    workers: int,
+    shards: int,
+    others: list[tuple[int, int]],
+    tmp_path: Path,
 ) -> None:
     run_ranks(train, workers, KINDS, shards, str(tmp_path / "first"), 2)
     for other_workers, other_shards in others:
@@ -308,7 +393,9 @@ def refusals_in_shards(runtime: ElasticRuntime, folder: str) -> list[str]:
     def sharded(kind: str, rank_dependent: str = "", **state: Any) -> tuple[Parts, LocalModel]:
         model, optimizers, more = make(kind)
         facts = {"--layout.shard": rank_dependent or "2"}
-        return (model, optimizers, more), shard_session(runtime, model, optimizers, Layout(1, 2), facts, more | state)
+        return (model, optimizers, more), shard_session(
+            runtime, model, optimizers, Layout(1, 2), facts, more | state
+        )
 
     with attempt():
         sharded("mlp", rank_dependent=str(2 - runtime.world.rank))
@@ -319,9 +406,13 @@ def refusals_in_shards(runtime: ElasticRuntime, folder: str) -> list[str]:
     with attempt():
         model = nn.Sequential(nn.Linear(7, 1))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        shard_session(runtime, model, [optimizer], Layout(1, 2), {}, {"scaler": torch.amp.GradScaler("cpu")})
+        shard_session(
+            runtime, model, [optimizer], Layout(1, 2), {}, {"scaler": torch.amp.GradScaler("cpu")}
+        )
     with attempt():
-        (model, optimizers, state), local = sharded("mlp", own=Counter(runtime.world.rank), same=Counter(1))
+        (model, optimizers, state), local = sharded(
+            "mlp", own=Counter(runtime.world.rank), same=Counter(1)
+        )
         state |= {"own": Counter(runtime.world.rank), "same": Counter(1)}
         with (
             Checkpointer(Path(folder), runtime, local, optimizers, state=state) as checkpointer,
@@ -330,8 +421,17 @@ def refusals_in_shards(runtime: ElasticRuntime, folder: str) -> list[str]:
             checkpointer.save(1)
     with attempt():
         model = nn.Sequential(nn.Linear(7, 1), nn.Linear(1, 0))
-        shard_session(runtime, model, [torch.optim.SGD(model.parameters(), lr=0.1)], Layout(1, 2), {}, {})
-    for habit in ("a kept parameter", "a kept weight", "a group", "an average", "new memory", "new memory of the average"):
+        shard_session(
+            runtime, model, [torch.optim.SGD(model.parameters(), lr=0.1)], Layout(1, 2), {}, {}
+        )
+    for habit in (
+        "a kept parameter",
+        "a kept weight",
+        "a group",
+        "an average",
+        "new memory",
+        "new memory of the average",
+    ):
         model, optimizers, state = make("gpt")
         kept = next(model.blocks[2].parameters())  # type: ignore[index, union-attr]
         local = shard_session(runtime, model, optimizers, Layout(1, 2), {}, state)
@@ -341,15 +441,25 @@ def refusals_in_shards(runtime: ElasticRuntime, folder: str) -> list[str]:
             if habit == "a group":
                 optimizers[0].param_groups[0]["params"][0].requires_grad_(False)
             for k in replicas.micro_batches(0):
-                loss = state["ema"](batch(model, 0, k)) if habit == "an average" else replicas(batch(model, 0, k))
+                loss = (
+                    state["ema"](batch(model, 0, k))
+                    if habit == "an average"
+                    else replicas(batch(model, 0, k))
+                )
                 replicas.backward(loss + 0.1 * kept.norm() if habit == "a kept weight" else loss)
-            changed = optimizers[0].param_groups[0]["params"] if habit == "new memory" else state["ema"].parameters()
+            changed = (
+                optimizers[0].param_groups[0]["params"]
+                if habit == "new memory"
+                else state["ema"].parameters()
+            )
             for p in changed:
                 p.data = 0.9 * p.data
             replicas.replicas_identical(1)
     with attempt():
         model, optimizers, state = make("skipping")
-        local = shard_session(runtime, model, optimizers, Layout(1, 2), {}, state, units="blocks.*", unused="zero")
+        local = shard_session(
+            runtime, model, optimizers, Layout(1, 2), {}, state, units="blocks.*", unused="zero"
+        )
         ReplicaGroup(runtime, local, micro_batches=2, unused="zero")
     return texts
 

@@ -41,13 +41,21 @@ class Block(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.inner, self.outer = nn.LayerNorm(DIM), nn.Linear(DIM, 11), nn.Linear(11, DIM)
+        self.norm, self.inner, self.outer = (
+            nn.LayerNorm(DIM),
+            nn.Linear(DIM, 11),
+            nn.Linear(11, DIM),
+        )
         self.register_buffer("shift", torch.linspace(0, 1, 11))
 
     def forward(self, received: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         states, tokens = received
-        states = states.mul_(1.5).transpose(0, 1).contiguous().transpose(0, 1)  # in place, then with other strides
-        hidden = nn.functional.dropout((self.inner(self.norm(states)) + self.shift).relu(), 0.2, self.training)
+        states = (
+            states.mul_(1.5).transpose(0, 1).contiguous().transpose(0, 1)
+        )  # in place, then with other strides
+        hidden = nn.functional.dropout(
+            (self.inner(self.norm(states)) + self.shift).relu(), 0.2, self.training
+        )
         return states + self.outer(hidden) * (tokens > 3).unsqueeze(-1), tokens
 
 
@@ -64,7 +72,12 @@ def make(kind: str) -> nn.Sequential:
     torch.manual_seed(1)
     if kind == "norms":
         hidden = nn.Sequential(nn.Linear(7, 9), nn.BatchNorm1d(9), nn.Tanh())
-        return nn.Sequential(hidden, nn.Linear(9, 8), nn.Dropout(0.3), nn.Sequential(nn.Linear(8, 5), nn.BatchNorm1d(5), nn.Linear(5, 1)))
+        return nn.Sequential(
+            hidden,
+            nn.Linear(9, 8),
+            nn.Dropout(0.3),
+            nn.Sequential(nn.Linear(8, 5), nn.BatchNorm1d(5), nn.Linear(5, 1)),
+        )
     model = nn.Sequential(Pair(), *(Block() for _ in range(3)), Head())
     model[2].inner.weight.requires_grad_(False)
     if kind == "tied":
@@ -76,7 +89,9 @@ def micro_batch(kind: str, step: int, k: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(100 * step + k)
     if kind == "norms":
         return torch.randn(6, 7, generator=generator) + k, torch.randn(6, 1, generator=generator)
-    return torch.randint(WORDS, (2, 3 + k), generator=generator), torch.randint(WORDS, (2, 3 + k), generator=generator)
+    return torch.randint(WORDS, (2, 3 + k), generator=generator), torch.randint(
+        WORDS, (2, 3 + k), generator=generator
+    )
 
 
 def loss_of(output: Tensor, target: Tensor) -> Tensor:
@@ -88,7 +103,9 @@ def loss_of(output: Tensor, target: Tensor) -> Tensor:
 def make_optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
     matrices = [p for p in model.parameters() if p.dim() > 1 and p.requires_grad]
     vectors = [p for p in model.parameters() if p.dim() < 2]
-    adamw = torch.optim.AdamW([{"params": vectors}, {"params": matrices[::2], "weight_decay": 0.2}], lr=1e-2)
+    adamw = torch.optim.AdamW(
+        [{"params": vectors}, {"params": matrices[::2], "weight_decay": 0.2}], lr=1e-2
+    )
     return [adamw, torch.optim.Muon(matrices[1::2], lr=1e-2)]
 
 
@@ -102,9 +119,15 @@ def train(runtime: ElasticRuntime, kind: str, layout: Layout, folder: str, steps
             optimizer.step()
             optimizer.zero_grad()
     state: dict[str, Any] = {"scheduler": torch.optim.lr_scheduler.StepLR(optimizers[0], 2, 0.5)}
-    local = shard_session(runtime, model, optimizers, layout, {}, state) if layout.workers > 1 else model
+    local = (
+        shard_session(runtime, model, optimizers, layout, {}, state)
+        if layout.workers > 1
+        else model
+    )
     results = []
-    with Checkpointer(Path(folder) / "checkpoints", runtime, local, optimizers, state=state) as checkpointer:
+    with Checkpointer(
+        Path(folder) / "checkpoints", runtime, local, optimizers, state=state
+    ) as checkpointer:
         first = checkpointer.resume()
         with ReplicaGroup(runtime, local, checkpointer, micro_batches=MICRO_BATCHES) as replicas:
             for step in range(first, steps):
@@ -112,7 +135,11 @@ def train(runtime: ElasticRuntime, kind: str, layout: Layout, folder: str, steps
                     inputs, target = micro_batch(kind, step, k)
                     count = None if kind == "norms" else target.numel()
                     with torch.autocast("cpu", torch.bfloat16, enabled=kind == "blocks"):
-                        loss = replicas(inputs, target, loss_of) if layout.pipeline > 1 else loss_of(replicas(inputs), target)
+                        loss = (
+                            replicas(inputs, target, loss_of)
+                            if layout.pipeline > 1
+                            else loss_of(replicas(inputs), target)
+                        )
                     replicas.backward(loss, count)
                 norm = replicas.gradient.clip_(0.3)
                 for optimizer in optimizers:
@@ -129,7 +156,14 @@ def test_pipelines_of_own_models_have_the_digest_of_one_worker(kind: str, tmp_pa
     assert all(norm > 0.3 for _, norm, _ in alone[:2])
     for layout in (Layout(1, 1, 1, 2), Layout(1, 1, 1, 3), Layout(2, 1, 1, 2), Layout(1, 2, 1, 2)):
         folder = tmp_path / str(layout)
-        by_rank = run_ranks(train, layout.workers, kind, Layout(1, layout.shard, 1, layout.pipeline), str(folder), STEPS)
+        by_rank = run_ranks(
+            train,
+            layout.workers,
+            kind,
+            Layout(1, layout.shard, 1, layout.pipeline),
+            str(folder),
+            STEPS,
+        )
         assert all(results == alone for results in by_rank), (layout, by_rank, alone)
         assert digest_line(folder) == digest_line(tmp_path / "alone"), layout
 
@@ -137,9 +171,26 @@ def test_pipelines_of_own_models_have_the_digest_of_one_worker(kind: str, tmp_pa
 def test_tied_parameters_have_one_digest_for_pipelines_of_one_size(tmp_path: Path) -> None:
     alone = run_ranks(train, 1, "tied", ONE_WORKER, str(tmp_path / "alone"), STEPS)[0]
     for layout in (Layout(1, 1, 1, 2), Layout(2, 1, 1, 2), Layout(1, 2, 1, 2)):
-        by_rank = run_ranks(train, layout.workers, "tied", Layout(1, layout.shard, 1, layout.pipeline), str(tmp_path / str(layout)), STEPS)
-        assert [loss for loss, _, _ in by_rank[0]] == pytest.approx([loss for loss, _, _ in alone], rel=1e-5), layout
-    assert len({digest_line(tmp_path / str(layout)) for layout in (Layout(1, 1, 1, 2), Layout(2, 1, 1, 2), Layout(1, 2, 1, 2))}) == 1
+        by_rank = run_ranks(
+            train,
+            layout.workers,
+            "tied",
+            Layout(1, layout.shard, 1, layout.pipeline),
+            str(tmp_path / str(layout)),
+            STEPS,
+        )
+        assert [loss for loss, _, _ in by_rank[0]] == pytest.approx(
+            [loss for loss, _, _ in alone], rel=1e-5
+        ), layout
+    assert (
+        len(
+            {
+                digest_line(tmp_path / str(layout))
+                for layout in (Layout(1, 1, 1, 2), Layout(2, 1, 1, 2), Layout(1, 2, 1, 2))
+            }
+        )
+        == 1
+    )
 
 
 def test_a_checkpoint_of_a_pipeline_resumes_in_other_layouts(tmp_path: Path) -> None:

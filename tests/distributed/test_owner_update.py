@@ -40,11 +40,16 @@ class Shampoo(torch.optim.Optimizer):
             for p in group["params"]:
                 rows, state = p.grad.reshape(len(p), -1), self.state[p]
                 if not state:
-                    state.update(steps=0, scale=torch.zeros(()), left=torch.zeros(3 * len(p), len(p)))
+                    state.update(
+                        steps=0, scale=torch.zeros(()), left=torch.zeros(3 * len(p), len(p))
+                    )
                 state["steps"] += 1
                 state["scale"] += rows.norm()
                 state["left"][: len(p)] += rows @ rows.T
-                p.sub_((state["left"][: len(p)] @ rows).view_as(p), alpha=group["lr"] / float(state["scale"] ** 3) / state["steps"])
+                p.sub_(
+                    (state["left"][: len(p)] @ rows).view_as(p),
+                    alpha=group["lr"] / float(state["scale"] ** 3) / state["steps"],
+                )
 
 
 class Coupling(torch.optim.SGD):
@@ -61,7 +66,9 @@ def optimizers_of(kind: str, local: LocalModel) -> list[torch.optim.Optimizer]:
         return [Shampoo(local.parameters(), lr=1e-2)]
     if kind in ("fused", "reversed"):
         return make_optimizers(local, OptimOptions(learning_rate=1e-2, fused=True))
-    return make_optimizers(local, OptimOptions(kind=kind, learning_rate=1e-2, groups=("*norm*:2:0",)))  # type: ignore[arg-type]
+    return make_optimizers(
+        local, OptimOptions(kind=kind, learning_rate=1e-2, groups=("*norm*:2:0",))
+    )  # type: ignore[arg-type]
 
 
 def train_with(runtime: ElasticRuntime, layout: Layout, folder: str, kind: str, steps: int) -> None:
@@ -71,13 +78,23 @@ def train_with(runtime: ElasticRuntime, layout: Layout, folder: str, kind: str, 
     optimizers = optimizers_of(kind, local)
     for optimizer in optimizers:
         apply_owner_rule(optimizer, local, runtime)
-    with Checkpointer(Path(folder) / "checkpoints", runtime, local, optimizers) as checkpointer, build_replica(local, 4) as replica:
+    with (
+        Checkpointer(Path(folder) / "checkpoints", runtime, local, optimizers) as checkpointer,
+        build_replica(local, 4) as replica,
+    ):
         for step in range(checkpointer.resume(), steps):
             one_step(local, replica, model, step)
-            divide_and_clip(local.parameters(), divisor=72, clip_norm=1.0, grad_norm_squared=replica.grad_norm_squared())
+            divide_and_clip(
+                local.parameters(),
+                divisor=72,
+                clip_norm=1.0,
+                grad_norm_squared=replica.grad_norm_squared(),
+            )
             for optimizer in optimizers:
                 if kind == "reversed" and runtime.world.rank:
-                    optimizer.state.update({p: dict(reversed(state.items())) for p, state in optimizer.state.items()})
+                    optimizer.state.update(
+                        {p: dict(reversed(state.items())) for p, state in optimizer.state.items()}
+                    )
                 optimizer.step()
             update_average(optimizers, 0.9, step + 1)
         checkpointer.save(steps)
@@ -85,7 +102,16 @@ def train_with(runtime: ElasticRuntime, layout: Layout, folder: str, kind: str, 
 
 # The others in CI: tests/distributed/test_own_layouts.py trains them in a Session.
 @pytest.mark.parametrize(
-    "kind", ["muon", "lion", "reversed", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("adafactor", "shampoo", "fused", "sgd"))]
+    "kind",
+    [
+        "muon",
+        "lion",
+        "reversed",
+        *(
+            pytest.param(kind, marks=pytest.mark.long)
+            for kind in ("adafactor", "shampoo", "fused", "sgd")
+        ),
+    ],
 )
 def test_bits_do_not_depend_on_the_layout(kind: str, tmp_path: Path) -> None:
     run_ranks(train_with, 1, Layout(), str(tmp_path / "whole"), kind, 4)
@@ -100,8 +126,13 @@ def test_bits_do_not_depend_on_the_layout(kind: str, tmp_path: Path) -> None:
             assert commands.digest_line(tmp_path / str(layout)) == right, layout
 
 
-@pytest.mark.parametrize("kind", ["muon", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("adafactor", "shampoo"))])
-def test_owned_state_is_saved_whole_and_resumed_in_another_layout(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "kind",
+    ["muon", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("adafactor", "shampoo"))],
+)
+def test_owned_state_is_saved_whole_and_resumed_in_another_layout(
+    kind: str, tmp_path: Path
+) -> None:
     run_ranks(train_with, 1, Layout(), str(tmp_path / "whole"), kind, 4)
     for steps, layout in ((2, Layout(1, 2)), (3, Layout()), (4, Layout(2, 2))):
         run_ranks(train_with, layout.workers, layout, str(tmp_path / "changed"), kind, steps)
@@ -130,7 +161,11 @@ def refusals(runtime: ElasticRuntime) -> list[str]:
         apply_owner_rule(coupling, local, runtime)
         attempt(coupling.step)
     split = build_local_model(runtime, model, Layout(1, 1, 2), torch.float32)
-    attempt(lambda: apply_owner_rule(torch.optim.Muon([p for p in split.parameters() if p.dim() == 2]), split, runtime))
+    attempt(
+        lambda: apply_owner_rule(
+            torch.optim.Muon([p for p in split.parameters() if p.dim() == 2]), split, runtime
+        )
+    )
     return texts
 
 

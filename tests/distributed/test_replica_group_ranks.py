@@ -27,7 +27,10 @@ class Adapted(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.frozen, self.trained = nn.Linear(16, 16, bias=False).requires_grad_(False), nn.Linear(16, 16)
+        self.frozen, self.trained = (
+            nn.Linear(16, 16, bias=False).requires_grad_(False),
+            nn.Linear(16, 16),
+        )
         self.register_buffer("scale", torch.rand(8))
 
     def forward(self, rows: torch.Tensor) -> Any:
@@ -41,11 +44,16 @@ def train(runtime: ElasticRuntime, folder: str, flipped: str) -> tuple[int, str]
     """
     frozen_state.SLICE_BYTES = SLICE_BYTES
     model, step = Adapted(), 0
-    optimizer, ema = torch.optim.SGD(model.trained.parameters(), lr=1e-3), AveragedModel(model.trained)
+    optimizer, ema = (
+        torch.optim.SGD(model.trained.parameters(), lr=1e-3),
+        AveragedModel(model.trained),
+    )
     tensors = {"frozen": model.frozen.weight, "buffer": model.scale, "ema": ema.module.weight}
     try:
         with (
-            Checkpointer(Path(folder), runtime, model, optimizer, state={"ema": ema}) as checkpointer,
+            Checkpointer(
+                Path(folder), runtime, model, optimizer, state={"ema": ema}
+            ) as checkpointer,
             ReplicaGroup(runtime, model, checkpointer, micro_batches=6) as replicas,
         ):
             while step < 12:
@@ -71,7 +79,9 @@ def train(runtime: ElasticRuntime, folder: str, flipped: str) -> tuple[int, str]
         ("ema", 12, "the weights or optimizer state of rank 1 differ before step 13"),
     ],
 )
-def test_flipped_bit_outside_the_trained_weights_is_detected(tmp_path: Path, flipped: str, last: int, what: str) -> None:
+def test_flipped_bit_outside_the_trained_weights_is_detected(
+    tmp_path: Path, flipped: str, last: int, what: str
+) -> None:
     results = run_ranks(train, 3, str(tmp_path), flipped)
     assert all(what in text and bool(text) == bool(what) for _, text in results), results
     assert len(set(results)) == 1 and (results[0][0] <= last if what else results[0][0] == 12)
@@ -91,26 +101,45 @@ class Vector(nn.Module):
         return out
 
 
-def train_with_gradient(runtime: ElasticRuntime, reduce: Any, indices: list[int], value: float) -> str:
+def train_with_gradient(
+    runtime: ElasticRuntime, reduce: Any, indices: list[int], value: float
+) -> str:
     """Train one step in which rank 1 has `value` at `indices` of its gradient; return the error."""
     model = Vector()
     model.gradient[indices if runtime.world.rank == 1 else []] = value
     try:
-        with ReplicaGroup(runtime, model, micro_batches=2, reduce=reduce, rehearse=False) as replicas:
+        with ReplicaGroup(
+            runtime, model, micro_batches=2, reduce=reduce, rehearse=False
+        ) as replicas:
             for _ in replicas.micro_batches(0):
                 replicas.backward(replicas().sum())
     except DivergedError as error:
         return error.what
-    return str(model.weights.grad[indices].tolist()) if model.weights.grad is not None else "no gradient"
+    return (
+        str(model.weights.grad[indices].tolist())
+        if model.weights.grad is not None
+        else "no gradient"
+    )
 
 
 @pytest.mark.parametrize("reduce", ["ordered", "fast"])
 @pytest.mark.parametrize(
     ("indices", "value", "refused"),
-    [([0], float("inf"), True), ([9], float("nan"), True), ([0, 1], 3e38, False), ([8, 9], -3e38, False)],
+    [
+        ([0], float("inf"), True),
+        ([9], float("nan"), True),
+        ([0, 1], 3e38, False),
+        ([8, 9], -3e38, False),
+    ],
 )
-def test_a_gradient_that_is_not_finite_on_one_rank_is_refused_on_all(reduce: str, indices: list[int], value: float, refused: bool) -> None:
+def test_a_gradient_that_is_not_finite_on_one_rank_is_refused_on_all(
+    reduce: str, indices: list[int], value: float, refused: bool
+) -> None:
     """Each rank reads its part only; a sum of finite elements may overflow."""
     results = run_ranks(train_with_gradient, 2, reduce, indices, value)
-    expected = "loss 0.0 in step 1, gradient not finite: weights" if refused else str(torch.full((2,), value).tolist())
+    expected = (
+        "loss 0.0 in step 1, gradient not finite: weights"
+        if refused
+        else str(torch.full((2,), value).tolist())
+    )
     assert results == [expected] * 2

@@ -24,15 +24,32 @@ from lockstep.train import train
 from lockstep.training.checkpointer import Checkpointer
 from lockstep.training.setup import lock_run_folder
 
-TINY = {"data.kind": "files", "tokenizer.kind": "word", "tokenizer.min_frequency": 1, "checkpoint.every_steps": 2, "evaluate.at_end": 0}
-TINY |= {"model.dim": 16, "model.n_heads": 2, "model.encoder_layers": 1, "model.decoder_layers": 1, "model.ffn_dim": 16}
+TINY = {
+    "data.kind": "files",
+    "tokenizer.kind": "word",
+    "tokenizer.min_frequency": 1,
+    "checkpoint.every_steps": 2,
+    "evaluate.at_end": 0,
+}
+TINY |= {
+    "model.dim": 16,
+    "model.n_heads": 2,
+    "model.encoder_layers": 1,
+    "model.decoder_layers": 1,
+    "model.ffn_dim": 16,
+}
 
 
 def make_text(path: Path, seed: int) -> str:
     """Pairs of made-up sentences, the same words for every seed."""
     rng = random.Random(seed)
     numbers = [[rng.randrange(10) for _ in range(6)] for _ in range(4000)]
-    path.write_text("".join(f"{' '.join(f'a{n}' for n in row)}\t{' '.join(f'b{n}' for n in row)}\n" for row in numbers))
+    path.write_text(
+        "".join(
+            f"{' '.join(f'a{n}' for n in row)}\t{' '.join(f'b{n}' for n in row)}\n"
+            for row in numbers
+        )
+    )
     return str(path)
 
 
@@ -56,23 +73,30 @@ def two_step_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[s
     return base / "run", flags
 
 
-def changed_run(two_step_run: tuple[Path, dict[str, Any]], folder: Path) -> tuple[Path, dict[str, Any]]:
+def changed_run(
+    two_step_run: tuple[Path, dict[str, Any]], folder: Path
+) -> tuple[Path, dict[str, Any]]:
     """Return a copy of the run, and values that train it to step 3."""
     shutil.copytree(two_step_run[0], folder / "run")
     return folder / "run", two_step_run[1] | {"steps": 3}
 
 
-def test_resumed_run_keeps_its_bits_or_is_refused(two_step_run: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+def test_resumed_run_keeps_its_bits_or_is_refused(
+    two_step_run: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
     # A checkpoint of a run with another learning rate, copied in; then its own again.
     folder, flags = changed_run(two_step_run, tmp_path / "copied in")
     other = tmp_path / "other"
-    assert run_ranks(train_here, 1, other, flags | {"optim.learning_rate": 0.02, "steps": 2}) == [""]
+    assert run_ranks(train_here, 1, other, flags | {"optim.learning_rate": 0.02, "steps": 2}) == [
+        ""
+    ]
     kept = folder / "checkpoints" / "step-00000002"
     kept.rename(tmp_path / "kept")
     shutil.copytree(other / "checkpoints" / "step-00000002", kept)
     (refusal,) = run_ranks(train_here, 1, folder, flags)
     assert (
-        "the checkpoint of step 2 belongs to another run: run_id was " in refusal and "; optim.learning_rate was 0.02, is 0.004" in refusal
+        "the checkpoint of step 2 belongs to another run: run_id was " in refusal
+        and "; optim.learning_rate was 0.02, is 0.004" in refusal
     )
     shutil.rmtree(kept)
     (tmp_path / "kept").rename(kept)
@@ -81,8 +105,13 @@ def test_resumed_run_keeps_its_bits_or_is_refused(two_step_run: tuple[Path, dict
     # The text has changed, and was prepared again.
     folder, flags = changed_run(two_step_run, tmp_path / "other text")
     shutil.rmtree(folder / "data")
-    (refusal,) = run_ranks(train_here, 1, folder, flags | {"data.train": make_text(tmp_path / "text.tsv", 2)})
-    assert "belongs to another run: corpus was " in refusal and (folder / "checkpoints" / "step-00000002").is_dir()
+    (refusal,) = run_ranks(
+        train_here, 1, folder, flags | {"data.train": make_text(tmp_path / "text.tsv", 2)}
+    )
+    assert (
+        "belongs to another run: corpus was " in refusal
+        and (folder / "checkpoints" / "step-00000002").is_dir()
+    )
 
 
 def checkpointer(folder: Path) -> Checkpointer:
@@ -106,8 +135,12 @@ def save(folder: Path, step: int, facts: dict[str, str] | None = None) -> None:
 def test_checkpoint_of_another_run_folder_is_refused(tmp_path: Path) -> None:
     save(tmp_path / "a", 3)
     save(tmp_path / "b", 5)
-    shutil.copytree(tmp_path / "b/checkpoints/step-00000005", tmp_path / "a/checkpoints/step-00000005")
-    with pytest.raises(CheckpointError, match="the checkpoint of step 5 belongs to another run: run_id was") as caught:
+    shutil.copytree(
+        tmp_path / "b/checkpoints/step-00000005", tmp_path / "a/checkpoints/step-00000005"
+    )
+    with pytest.raises(
+        CheckpointError, match="the checkpoint of step 5 belongs to another run: run_id was"
+    ) as caught:
         checkpointer(tmp_path / "a").resume()
     assert caught.value.where and caught.value.hint
     assert checkpointer(tmp_path / "b").resume() == 5
@@ -126,11 +159,15 @@ def test_reserved_facts_are_refused(tmp_path: Path) -> None:
     """They would replace the facts that a resume compares."""
     with checkpointer(tmp_path) as saver:
         saver.resume("never", {"text": "abc"})
-        with pytest.raises(UsageError, match="facts of the names code, fingerprints are Lockstep's own"):
+        with pytest.raises(
+            UsageError, match="facts of the names code, fingerprints are Lockstep's own"
+        ):
             saver.save(3, {"fingerprints": {}, "code": {}, "epoch": 2})
 
 
-def test_joiner_reads_the_run_id_after_the_others_created_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_joiner_reads_the_run_id_after_the_others_created_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A checkpoint that it saves later as rank 0 then has the id."""
 
     def join(joiner: Checkpointer, facts: dict[str, str]) -> int:
@@ -152,7 +189,8 @@ def test_edited_loop_resumes_with_a_warning_and_an_event(
     with caplog.at_level(logging.WARNING, "lockstep"):
         assert checkpointer(tmp_path).resume() == 3
     assert (
-        "this run may continue with other bits than where it started: own loop was loop.py, sources 1, is loop.py, sources 2" in caplog.text
+        "this run may continue with other bits than where it started: own loop was loop.py, sources 1, is loop.py, sources 2"
+        in caplog.text
     )
     lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
     (line,) = [line for line in lines if line["event"] == "resumed with differences"]

@@ -24,7 +24,10 @@ class Normalized(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.inner, self.outer = nn.Linear(3, 8), nn.Linear(8, 1)
-        self.moving, self.mean = nn.BatchNorm1d(8, momentum=momentum), nn.BatchNorm1d(8, momentum=None)
+        self.moving, self.mean = (
+            nn.BatchNorm1d(8, momentum=momentum),
+            nn.BatchNorm1d(8, momentum=None),
+        )
         self.still = nn.BatchNorm1d(8).eval()
         self.register_buffer("seen", torch.zeros(2, dtype=torch.int32))
 
@@ -35,7 +38,9 @@ class Normalized(nn.Module):
 
 
 def rows_of(step: int, k: int) -> Tensor:
-    return torch.randn(5, 3, generator=torch.Generator().manual_seed(100 * step + k)) * (k + 1) + step
+    return (
+        torch.randn(5, 3, generator=torch.Generator().manual_seed(100 * step + k)) * (k + 1) + step
+    )
 
 
 def state_of(model: nn.Module) -> dict[str, list[float]]:
@@ -69,9 +74,15 @@ def test_statistics_have_the_same_bits_on_any_number_of_workers() -> None:
     for workers in (2, 3, 4):
         assert run_ranks(train_in_a_group, workers, 4) == [on_one] * workers
     plain = train_plainly(4)
-    assert on_one["moving.num_batches_tracked"] == plain["moving.num_batches_tracked"] == [2 * 4 * STEPS]
+    assert (
+        on_one["moving.num_batches_tracked"]
+        == plain["moving.num_batches_tracked"]
+        == [2 * 4 * STEPS]
+    )
     for name, values in plain.items():
-        torch.testing.assert_close(torch.tensor(on_one[name]), torch.tensor(values), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            torch.tensor(on_one[name]), torch.tensor(values), rtol=1e-5, atol=1e-6
+        )
 
 
 def test_statistics_of_one_micro_batch_are_those_of_a_plain_loop() -> None:
@@ -133,7 +144,9 @@ class Marked(nn.Module):
 def test_buffers_of_any_dtype_and_layout_are_followed() -> None:
     for micro_batches in (1, 2):
         model, expected = Marked(), Marked()
-        statistics = RunningStatistics(model, micro_batches, {"marks": "per_micro_batch", "table": "per_micro_batch"})
+        statistics = RunningStatistics(
+            model, micro_batches, {"marks": "per_micro_batch", "table": "per_micro_batch"}
+        )
         statistics.start_step()
         for k in range(micro_batches):
             model(rows_of(0, k))
@@ -175,10 +188,19 @@ def test_declared_buffers_follow_all_micro_batches_or_stay_local() -> None:
     ("buffers", "what"),
     [
         ({}, "buffers changed in the forward passes of step 1: newest, count, average (Declared)"),
-        ({"newest": "local", "average": "local"}, "buffers changed in the forward passes of step 1: count (Declared)"),
+        (
+            {"newest": "local", "average": "local"},
+            "buffers changed in the forward passes of step 1: count (Declared)",
+        ),
         ({"wrong.*": "local"}, "no buffer of Declared matches wrong.*"),
-        ({"*": "per_micro_batch"}, "change otherwise than declared: count (per_micro_batch), average (per_micro_batch)"),
-        ({"newest": 1.0, "count": 1.0, "average": 0.745}, "change otherwise than declared: newest (1.0), average (0.745)"),
+        (
+            {"*": "per_micro_batch"},
+            "change otherwise than declared: count (per_micro_batch), average (per_micro_batch)",
+        ),
+        (
+            {"newest": 1.0, "count": 1.0, "average": 0.745},
+            "change otherwise than declared: newest (1.0), average (0.745)",
+        ),
     ],
 )
 def test_undeclared_buffers_are_refused_by_name(buffers: dict[str, str], what: str) -> None:

@@ -42,7 +42,13 @@ FLAGS = {
 STEPS = 6
 
 
-def trained(runtime: ElasticRuntime, folder: str, steps: int, kill: tuple[int, int] | None, flags: Mapping[str, str] | None = None) -> str:
+def trained(
+    runtime: ElasticRuntime,
+    folder: str,
+    steps: int,
+    kill: tuple[int, int] | None,
+    flags: Mapping[str, str] | None = None,
+) -> str:
     """Train in `folder` to `steps`; kill = (rank, step): that rank dies by SIGKILL after that step."""
     path = Path(folder)
     resolved = open_run(path, None, {**FLAGS, **(flags or {}), "steps": str(steps)}, {})
@@ -50,7 +56,9 @@ def trained(runtime: ElasticRuntime, folder: str, steps: int, kill: tuple[int, i
         with lock_run_folder(path, resolved):
             pass
     if kill and runtime.world.rank == kill[0]:
-        threading.Thread(target=die_after, args=(path / "metrics.jsonl", kill[1]), daemon=True).start()
+        threading.Thread(
+            target=die_after, args=(path / "metrics.jsonl", kill[1]), daemon=True
+        ).start()
     keep_ledger(path / f"ledger-{runtime.world.rank}.jsonl")
     train(resolved, path, runtime)
     return digest_line(path) if runtime.world.leader else ""
@@ -89,25 +97,36 @@ def prepared_folder(uninterrupted: Path, folder: Path) -> Path:
 
 
 def losses(folder: Path) -> list[tuple[int, float, float, int]]:
-    return [(line["step"], line["loss"], line["norm"], line["tokens"]) for line in read_metrics(folder / "metrics.jsonl")]
+    return [
+        (line["step"], line["loss"], line["norm"], line["tokens"])
+        for line in read_metrics(folder / "metrics.jsonl")
+    ]
 
 
 def fed(folder: Path) -> list[str]:
-    return sorted(line for path in folder.glob("ledger-*.jsonl") for line in path.read_text().splitlines())
+    return sorted(
+        line for path in folder.glob("ledger-*.jsonl") for line in path.read_text().splitlines()
+    )
 
 
 @pytest.mark.parametrize(("size", "then"), [(1, 3), (2, 2), (3, 4), (4, 1)])
-def test_stopped_run_resumes_on_another_number_of_processes(uninterrupted: Path, tmp_path: Path, size: int, then: int) -> None:
+def test_stopped_run_resumes_on_another_number_of_processes(
+    uninterrupted: Path, tmp_path: Path, size: int, then: int
+) -> None:
     folder = prepared_folder(uninterrupted, tmp_path / "run")
     run_ranks(trained, size, str(folder), STEPS // 2, None)
     run_ranks(trained, then, str(folder), STEPS, None)
     assert digest_line(folder) == digest_line(uninterrupted)
-    assert losses(folder) == losses(uninterrupted) and [step for step, *_ in losses(folder)] == list(range(1, STEPS + 1))
+    assert losses(folder) == losses(uninterrupted) and [
+        step for step, *_ in losses(folder)
+    ] == list(range(1, STEPS + 1))
     assert fed(folder) == fed(uninterrupted)
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_run_killed_and_resumed_has_the_same_bits(uninterrupted: Path, tmp_path: Path, victim: int) -> None:
+def test_run_killed_and_resumed_has_the_same_bits(
+    uninterrupted: Path, tmp_path: Path, victim: int
+) -> None:
     folder = prepared_folder(uninterrupted, tmp_path / "run")
     with pytest.raises(AssertionError, match="rank"):
         run_ranks(trained, 2, str(folder), STEPS, (victim, 4))
@@ -116,15 +135,26 @@ def test_run_killed_and_resumed_has_the_same_bits(uninterrupted: Path, tmp_path:
     run_ranks(trained, 3, str(folder), STEPS, None)
     assert digest_line(folder) == digest_line(uninterrupted)
     assert losses(folder) == losses(uninterrupted)
-    assert before == losses(uninterrupted)[: len(before)], "repeated steps must have the same losses"
+    assert before == losses(uninterrupted)[: len(before)], (
+        "repeated steps must have the same losses"
+    )
 
 
 @pytest.mark.long
-def test_a_compiled_model_has_one_digest_in_replicas_and_shards(uninterrupted: Path, tmp_path: Path) -> None:
-    flags = {"compute.compile": "true", "batch.buckets": "1", "model.encoder_layers": "1", "model.decoder_layers": "2"}
+def test_a_compiled_model_has_one_digest_in_replicas_and_shards(
+    uninterrupted: Path, tmp_path: Path
+) -> None:
+    flags = {
+        "compute.compile": "true",
+        "batch.buckets": "1",
+        "model.encoder_layers": "1",
+        "model.decoder_layers": "2",
+    }
     digests = {}
     for replicas, shards in ((1, 1), (2, 1), (1, 2), (2, 2)):
         folder = tmp_path / f"{replicas}-{shards}"
         in_layout = {**flags, "layout.shard": str(shards), "layout.replicate": str(replicas)}
-        digests[replicas, shards] = run_ranks(trained, replicas * shards, str(folder), 3, None, in_layout)[0]
+        digests[replicas, shards] = run_ranks(
+            trained, replicas * shards, str(folder), 3, None, in_layout
+        )[0]
     assert len(set(digests.values())) == 1, digests

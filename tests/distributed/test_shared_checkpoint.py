@@ -75,7 +75,12 @@ def resume(runtime: ElasticRuntime, folder: Path, hosts: int = 1) -> dict[str, A
     except CheckpointError as error:
         return {"error": error.what}
     count = bytes_read() - before
-    return {"step": step, "digest": state_dict.digest(checkpointer.state_dict()), "read": count, "sent": sum(sent)}
+    return {
+        "step": step,
+        "digest": state_dict.digest(checkpointer.state_dict()),
+        "read": count,
+        "sent": sum(sent),
+    }
 
 
 @pytest.fixture
@@ -84,8 +89,12 @@ def checkpoints(tmp_path: Path) -> Path:
     folder = tmp_path / "checkpoints"
     for step in (1, 2):
         runtime = ElasticRuntime(World(0, 1, 0, 1, "here", torch.device("cpu")))
-        state = Checkpointer(folder, runtime, *trained(step), state={"average": Average(step)}).state_dict()
-        CheckpointStore(folder, file_bytes=2 * SIZE).save(step, state, {"run_id": "0123456789abcdef"})
+        state = Checkpointer(
+            folder, runtime, *trained(step), state={"average": Average(step)}
+        ).state_dict()
+        CheckpointStore(folder, file_bytes=2 * SIZE).save(
+            step, state, {"run_id": "0123456789abcdef"}
+        )
     return folder
 
 
@@ -96,7 +105,9 @@ def flip_byte(path: Path) -> None:
 
 
 @pytest.mark.parametrize(("ranks", "hosts"), [(1, 1), (3, 1), (4, 2)])
-def test_each_byte_is_read_once_and_sent_once_to_each_host(checkpoints: Path, ranks: int, hosts: int) -> None:
+def test_each_byte_is_read_once_and_sent_once_to_each_host(
+    checkpoints: Path, ranks: int, hosts: int
+) -> None:
     """Every rank read all of it: three ranks 45 MB."""
     size = sum(path.stat().st_size for path in (checkpoints / "step-00000002").iterdir())
     right = state_dict.digest(CheckpointStore(checkpoints).load(2).tensors)
@@ -105,14 +116,20 @@ def test_each_byte_is_read_once_and_sent_once_to_each_host(checkpoints: Path, ra
     assert size <= sum(outcome["read"] for outcome in outcomes) < 1.1 * size
     assert max(outcome["read"] for outcome in outcomes) < 1.5 * size / ranks + SIZE
     between_hosts = sum(outcome["sent"] for outcome in outcomes)
-    assert 0.99 * size * (hosts - 1) < between_hosts <= size * (hosts - 1) if hosts > 1 else between_hosts == 0
+    assert (
+        0.99 * size * (hosts - 1) < between_hosts <= size * (hosts - 1)
+        if hosts > 1
+        else between_hosts == 0
+    )
 
 
 def test_damage_in_the_share_of_any_rank_is_found_by_all(checkpoints: Path) -> None:
     files = sorted((checkpoints / "step-00000002").glob("*.safetensors"))
     flip_byte(files[4])
     outcomes = run_ranks(resume, 3, checkpoints)
-    assert [outcome["step"] for outcome in outcomes] == [1, 1, 1] and committed_steps(checkpoints) == [1]
+    assert [outcome["step"] for outcome in outcomes] == [1, 1, 1] and committed_steps(
+        checkpoints
+    ) == [1]
     assert len({outcome["digest"] for outcome in outcomes}) == 1
     flip_byte(sorted((checkpoints / "step-00000001").glob("*.safetensors"))[7])
     assert run_ranks(resume, 3, checkpoints) == 3 * [{"error": "damaged: the checkpoint of step 1"}]
@@ -126,7 +143,9 @@ def resume_with_other_bytes(runtime: ElasticRuntime, folder: Path) -> str:
     def share(*args: Any) -> Any:
         tensors = shared(*args)
         if runtime.world.rank == 1:
-            next(stored for stored, _ in tensors._own.values() if stored.spec.bytes == SIZE).data[5] ^= 1
+            next(stored for stored, _ in tensors._own.values() if stored.spec.bytes == SIZE).data[
+                5
+            ] ^= 1
         return tensors
 
     loading.SharedTensors = share  # type: ignore[assignment,misc]

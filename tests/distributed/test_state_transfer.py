@@ -29,7 +29,10 @@ def state(rank: int, other: str) -> dict[str, torch.Tensor]:
 
     other  what differs on rank 1: "weight", "buffer", "length", or "nothing"
     """
-    tensors = {f"model.{name}": torch.full((3,), float(STEPS[rank])) for name in ("a", "seen", "b", "c", "d", "e")}
+    tensors = {
+        f"model.{name}": torch.full((3,), float(STEPS[rank]))
+        for name in ("a", "seen", "b", "c", "d", "e")
+    }
     for name, tensor in tensors.items():
         if rank == 1 and (name == "model.seen" if other == "buffer" else other == "weight"):
             tensor += 1
@@ -54,11 +57,20 @@ def transfer_outcomes(runtime: ElasticRuntime, other: str) -> list[Any]:
                 assert received is not None
                 outcomes.append(digest(received))
             else:
-                assert transfer_state(runtime, lambda: own_state, 1, lambda: digest_of(weights)) is None
+                assert (
+                    transfer_state(runtime, lambda: own_state, 1, lambda: digest_of(weights))
+                    is None
+                )
                 outcomes.append(digest(own_state))
             break
         except StateMismatchError as error:
-            outcomes.append(("differ", find_divergent_ranks(error.digests, 1), [digest is None for digest in error.digests]))
+            outcomes.append(
+                (
+                    "differ",
+                    find_divergent_ranks(error.digests, 1),
+                    [digest is None for digest in error.digests],
+                )
+            )
         except PeersLostError as error:
             outcomes.append(error.what)
     return outcomes
@@ -73,7 +85,11 @@ def test_joiner_receives_the_state_of_one_worker_or_divergent_ranks_are_named(ot
     elif other in ("weight", "length"):
         assert outcomes == [[("differ", (1,), [False, False, True, False, True])] * 3] * 5
     else:  # then the next attempt has one source
-        assert outcomes[4] == outcomes[0] == ["rank 4 received something other than the state of one worker", expected]
+        assert (
+            outcomes[4]
+            == outcomes[0]
+            == ["rank 4 received something other than the state of one worker", expected]
+        )
 
 
 BIG = 4_000_000  # bytes of each of the six tensors
@@ -82,7 +98,11 @@ BIG = 4_000_000  # bytes of each of the six tensors
 def memory_left() -> list[str]:
     """Return the shared memory of state transfers that this process maps or has open."""
     files = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
-    return [name for name in [*files, *Path("/proc/self/maps").read_text().splitlines()] if "lockstep-state" in name]
+    return [
+        name
+        for name in [*files, *Path("/proc/self/maps").read_text().splitlines()]
+        if "lockstep-state" in name
+    ]
 
 
 def join_hosts(runtime: ElasticRuntime, hosts: str, sources: int, dies: int = -1) -> dict[str, Any]:
@@ -93,9 +113,18 @@ def join_hosts(runtime: ElasticRuntime, hosts: str, sources: int, dies: int = -1
     """
     rank, size = runtime.world.rank, runtime.world.size
     runtime.world = replace(runtime.world, host=hosts[rank])
-    tensors = {f"model.{name}": torch.arange(BIG // 4, dtype=torch.float32) + i for i, name in enumerate("abcdef")}
-    own = {**tensors, "model.none": torch.empty(0, 3), "model.one": torch.tensor(7)} if rank < sources else {}
-    runtime.member_progress = [Progress("step", 7 if other < sources else -1) for other in range(size)]
+    tensors = {
+        f"model.{name}": torch.arange(BIG // 4, dtype=torch.float32) + i
+        for i, name in enumerate("abcdef")
+    }
+    own = (
+        {**tensors, "model.none": torch.empty(0, 3), "model.one": torch.tensor(7)}
+        if rank < sources
+        else {}
+    )
+    runtime.member_progress = [
+        Progress("step", 7 if other < sources else -1) for other in range(size)
+    ]
     send, receive, sent = runtime.group.isend, runtime.group.irecv, list[int]()
 
     def isend(tensor: torch.Tensor, to: int) -> Any:
@@ -117,13 +146,22 @@ def join_hosts(runtime: ElasticRuntime, hosts: str, sources: int, dies: int = -1
         shared = len(memory_left())
     except RuntimeError as problem:
         error = str(problem)
-    answer = {"sent": sum(sent), "digest": digest(received or own) if received or own else "", "error": error, "shared": shared}
+    answer = {
+        "sent": sum(sent),
+        "digest": digest(received or own) if received or own else "",
+        "error": error,
+        "shared": shared,
+    }
     del received
     return {**answer, "left": memory_left()}
 
 
-@pytest.mark.parametrize(("hosts", "joiners"), [("abcc", 2), ("abccc", 3), ("abccdd", 4), ("aab", 1), ("aaa", 1)])
-def test_each_host_receives_the_state_once_however_many_join_on_it(hosts: str, joiners: int) -> None:
+@pytest.mark.parametrize(
+    ("hosts", "joiners"), [("abcc", 2), ("abccc", 3), ("abccdd", 4), ("aab", 1), ("aaa", 1)]
+)
+def test_each_host_receives_the_state_once_however_many_join_on_it(
+    hosts: str, joiners: int
+) -> None:
     """Each joiner received it: two on a host twice, three on a host three times the bytes."""
     sources = len(hosts) - joiners
     before = sorted(os.listdir("/dev/shm"))
@@ -131,9 +169,13 @@ def test_each_host_receives_the_state_once_however_many_join_on_it(hosts: str, j
     assert len({outcome["digest"] for outcome in outcomes}) == 1 and outcomes[0]["digest"]
     new_hosts = set(hosts[sources:]) - set(hosts[:sources])
     sent = sum(outcome["sent"] for outcome in outcomes)
-    print(f"{joiners} joiners on {len(new_hosts)} other hosts: {sent / (6 * BIG):.2f} states sent between hosts")
+    print(
+        f"{joiners} joiners on {len(new_hosts)} other hosts: {sent / (6 * BIG):.2f} states sent between hosts"
+    )
     assert sent == len(new_hosts) * (6 * BIG + 8)
-    assert all(outcome["shared"] for outcome in outcomes[sources:]) and not any(outcome["left"] for outcome in outcomes)
+    assert all(outcome["shared"] for outcome in outcomes[sources:]) and not any(
+        outcome["left"] for outcome in outcomes
+    )
     assert sorted(os.listdir("/dev/shm")) == before
 
 
@@ -169,4 +211,8 @@ def join_without_access(runtime: ElasticRuntime) -> list[str]:
 def test_joiner_that_cannot_open_the_memory_of_another_receives_the_state_itself() -> None:
     refused = "rank 2 received something other than the state of one worker"
     expected = digest({"model.a": torch.ones(3)})
-    assert run_ranks(join_without_access, 3) == [[refused, "sent"], [refused, expected], [refused, expected]]
+    assert run_ranks(join_without_access, 3) == [
+        [refused, "sent"],
+        [refused, expected],
+        [refused, expected],
+    ]

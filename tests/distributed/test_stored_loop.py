@@ -19,7 +19,11 @@ def test_a_loop_whose_session_names_a_store_is_mirrored(tmp_path: Path) -> None:
         done = host.run("run", "--workers", 1, SUPPORT / "stored_loop.py", "--steps", 6)
         assert done.returncode == 0, done.stderr
         snapshot = newest_of(proxy, RUN)
-        assert snapshot.released and steps_of(snapshot.files) == [3, 6] and "metrics.jsonl" in snapshot.files
+        assert (
+            snapshot.released
+            and steps_of(snapshot.files) == [3, 6]
+            and "metrics.jsonl" in snapshot.files
+        )
         (copy,) = (tmp_path / "a/cache").glob("*/loop")
         assert verify(copy) == (True, ["step 3 is whole", "step 6 is whole"])
         listed = host.run("checkpoint", "list", RUN)

@@ -35,9 +35,14 @@ def test_two_ranks_write_a_trace_of_the_requested_steps(tmp_path: Path) -> None:
         assert any(name.startswith("gloo:") for name in names), "the reducer thread is in it"
 
 
-def test_run_that_ends_early_writes_its_trace(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_run_that_ends_early_writes_its_trace(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     runtime = ElasticRuntime(World(0, 1, 0, 1, "here", torch.device("cpu")))
-    with caplog.at_level(logging.INFO, "lockstep"), profiling(ProfiledSteps(1, 9), tmp_path, runtime) as profiler:
+    with (
+        caplog.at_level(logging.INFO, "lockstep"),
+        profiling(ProfiledSteps(1, 9), tmp_path, runtime) as profiler,
+    ):
         torch.ones(200, 200) @ torch.ones(200, 200)
         profiler.step(1)
     assert "steps 1..1: compute" in caplog.text and "peak memory" in caplog.text

@@ -30,17 +30,28 @@ SCRIPT = Path(__file__).parents[1] / "support" / "track_actions.py"
 Actions = list[list[Any]]
 
 
-def play(folder: Path, actions: Actions, env: Mapping[str, str] | None = None, **options: Any) -> tuple[int, str]:
+def play(
+    folder: Path, actions: Actions, env: Mapping[str, str] | None = None, **options: Any
+) -> tuple[int, str]:
     """Return exit code and output of a process that performs `actions` on a Tracker."""
     with start_playing(folder, actions, env, **options) as process:
         output, _ = process.communicate()
     return process.returncode, output
 
 
-def start_playing(folder: Path, actions: Actions, env: Mapping[str, str] | None = None, **options: Any) -> subprocess.Popen[str]:
+def start_playing(
+    folder: Path, actions: Actions, env: Mapping[str, str] | None = None, **options: Any
+) -> subprocess.Popen[str]:
     pipe = subprocess.PIPE
     command = [sys.executable, str(SCRIPT), str(folder)]
-    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, text=True, env=os.environ | dict(env or {}))
+    process = subprocess.Popen(
+        command,
+        stdin=pipe,
+        stdout=pipe,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | dict(env or {}),
+    )
     assert process.stdin is not None
     process.stdin.write(json.dumps([options, actions]) + "\n")
     process.stdin.flush()
@@ -69,7 +80,12 @@ def rows(folder: Path) -> list[dict[str, Any]]:
     for message in wandb_messages(folder):
         if message.WhichOneof("record_type") == "history":
             items = message.history.item
-            rows.append({item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items})
+            rows.append(
+                {
+                    item.key or "/".join(item.nested_key): json.loads(item.value_json)
+                    for item in items
+                }
+            )
     return rows
 
 
@@ -80,7 +96,9 @@ def wandb_messages(folder: Path) -> Iterator[Any]:
 
 
 def test_other_ranks_write_nothing(tmp_path: Path) -> None:
-    with Tracker(tmp_path / "run", leader=False, from_step=0, tensorboard=True, wandb="offline") as tracker:
+    with Tracker(
+        tmp_path / "run", leader=False, from_step=0, tensorboard=True, wandb="offline"
+    ) as tracker:
         tracker.step(1, {"loss": 1.0})
         tracker.step(7, {"loss": 1.0})
         tracker.validation(1, {"bleu": 1.0})
@@ -92,7 +110,12 @@ def test_other_ranks_write_nothing(tmp_path: Path) -> None:
 
 def test_disabled_packages_are_not_imported() -> None:
     code = "import sys, lockstep.record.tracker, lockstep.record.progress\nprint({'torch', 'wandb', 'tensorboard'} & set(sys.modules))"
-    assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == "set()\n"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], check=True, capture_output=True, text=True
+        ).stdout
+        == "set()\n"
+    )
 
 
 def test_event_log_has_every_start_and_skips_torn_lines(tmp_path: Path) -> None:
@@ -109,7 +132,9 @@ def test_event_log_has_every_start_and_skips_torn_lines(tmp_path: Path) -> None:
     assert math.isnan(lines[0]["loss"]) and lines[0]["time"].endswith("+00:00")
 
 
-def test_run_has_one_tracker_and_a_kill_releases_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_has_one_tracker_and_a_kill_releases_the_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("lockstep.record.tracker.LOCK_TIMEOUT_S", 0.0)
     with start_playing(tmp_path, [["steps", 1, 9], ["wait"]], from_step=0) as process:
         assert process.stdout is not None
@@ -117,7 +142,9 @@ def test_run_has_one_tracker_and_a_kill_releases_the_lock(tmp_path: Path, monkey
         with pytest.raises(UsageError, match="another process is recording this run") as caught:
             Tracker(tmp_path, leader=True, from_step=3)
         assert str(tmp_path) in caught.value.where and caught.value.hint
-        assert len(read_metrics(tmp_path / "metrics.jsonl")) == 9, "the second tracker changed nothing"
+        assert len(read_metrics(tmp_path / "metrics.jsonl")) == 9, (
+            "the second tracker changed nothing"
+        )
         process.kill()
         process.wait()
     with Tracker(tmp_path, leader=True, from_step=3) as tracker:
@@ -143,18 +170,31 @@ def test_missing_package_is_an_error_with_the_package_to_install(
         monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ConfigError, match=f"{name} is not installed") as caught:
         Tracker(tmp_path, leader=True, from_step=0, **backend)
-    assert f"track.{name}" in caught.value.where and caught.value.hint == 'pip install "lockstep-train[track]"'
+    assert (
+        f"track.{name}" in caught.value.where
+        and caught.value.hint == 'pip install "lockstep-train[track]"'
+    )
     Tracker(tmp_path, leader=True, from_step=0).close()
 
 
 def test_tensorboard_has_each_step_once_after_a_kill(tmp_path: Path) -> None:
     # Flushed up to 3, killed at 10, resumed at 6: 4 to 6 may be lost, 7 to 10 are repeated.
-    actions: Actions = [["steps", 1, 3], ["evaluate", 3], ["sync"], ["steps", 4, 6], ["evaluate", 6], ["steps", 7, 10], ["kill"]]
+    actions: Actions = [
+        ["steps", 1, 3],
+        ["evaluate", 3],
+        ["sync"],
+        ["steps", 4, 6],
+        ["evaluate", 6],
+        ["steps", 7, 10],
+        ["kill"],
+    ]
     code, _ = play(tmp_path, actions, from_step=0, tensorboard=True)
     assert code == -signal.SIGKILL
     (events,) = (tmp_path / "tensorboard").iterdir()
     with open(events, "ab") as file:
-        file.write(b"\x40\x00\x00\x00\x00\x00\x00\x00torn")  # a record of 64 bytes, torn at its fourth
+        file.write(
+            b"\x40\x00\x00\x00\x00\x00\x00\x00torn"
+        )  # a record of 64 bytes, torn at its fourth
     with Tracker(tmp_path, leader=True, from_step=6, tensorboard=True) as tracker:
         steps(tracker, 7, 12)
     assert tensorboard(tmp_path, "train/loss") == losses(1, 12)
@@ -188,20 +228,39 @@ class Incomplete:
 """
 
 
-def test_a_backend_of_the_user_has_each_step_once_after_an_error_and_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backend_of_the_user_has_each_step_once_after_an_error_and_a_kill(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "own_backend.py").write_text(OWN_BACKEND)
     monkeypatch.chdir(tmp_path)
     options = {"from_step": 0, "backend": "own_backend:Lines", "run": {"data": {"api_key": "k"}}}
-    actions: Actions = [["steps", 1, 3], ["evaluate", 3], ["sync"], ["steps", 4, 9], ["sync"], ["steps", 10, 12], ["kill"]]
+    actions: Actions = [
+        ["steps", 1, 3],
+        ["evaluate", 3],
+        ["sync"],
+        ["steps", 4, 9],
+        ["sync"],
+        ["steps", 10, 12],
+        ["kill"],
+    ]
     code, output = play(tmp_path / "run", actions, **options)
-    assert code == -signal.SIGKILL and output.count("own_backend:Lines failed (ConnectionError: the server is down)") == 1, output
+    assert (
+        code == -signal.SIGKILL
+        and output.count("own_backend:Lines failed (ConnectionError: the server is down)") == 1
+    ), output
     code, output = play(tmp_path / "run", [["steps", 13, 14]], **options | {"from_step": 12})
     assert code == 0, output
-    written = [json.loads(line) for line in (tmp_path / "run" / "own.jsonl").read_text().splitlines()]
+    written = [
+        json.loads(line) for line in (tmp_path / "run" / "own.jsonl").read_text().splitlines()
+    ]
     opened = [row for row in written if "from" in row]
     assert [row["train"] for row in written if "train" in row] == list(range(1, 15))
-    assert [(row["validation"], row["bleu"]) for row in written if "validation" in row] == [(3, 1.5)]
-    assert [row["from"] for row in opened] == [0, 3, 9] and len({row["run_id"] for row in opened}) == 1
+    assert [(row["validation"], row["bleu"]) for row in written if "validation" in row] == [
+        (3, 1.5)
+    ]
+    assert [row["from"] for row in opened] == [0, 3, 9] and len(
+        {row["run_id"] for row in opened}
+    ) == 1
     assert {row["run"]["data"]["api_key"] for row in opened} == {"(hidden)"}
 
 
@@ -214,7 +273,9 @@ def test_a_backend_of_the_user_has_each_step_once_after_an_error_and_a_kill(tmp_
         ("own_backend:Incomplete", "no method flush, close"),
     ],
 )
-def test_a_backend_that_cannot_be_loaded_is_refused(name: str, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backend_that_cannot_be_loaded_is_refused(
+    name: str, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "own_backend.py").write_text(OWN_BACKEND)
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "own_backend", raising=False)
@@ -224,7 +285,9 @@ def test_a_backend_that_cannot_be_loaded_is_refused(name: str, problem: str, tmp
 
 
 def test_training_refuses_such_a_backend_before_it_prepares_data(tmp_path: Path) -> None:
-    done = run_lockstep("train", "--workers", "2", "--out", "run", "--track.backend", "absent:Lines", cwd=tmp_path)
+    done = run_lockstep(
+        "train", "--workers", "2", "--out", "run", "--track.backend", "absent:Lines", cwd=tmp_path
+    )
     assert done.returncode == 2 and "No module named 'absent'" in done.stderr
     assert not (tmp_path / "run" / "data").exists()
 
@@ -268,11 +331,25 @@ def test_backend_enabled_later_gets_the_whole_history(tmp_path: Path) -> None:
 
 
 def test_full_disk_loses_no_point_and_no_step(tmp_path: Path) -> None:
-    actions: Actions = [["steps", 1, 50], ["sync"], ["limit", 12_000], ["steps", 51, 400], ["sync"], ["steps", 401, 402]]
-    code, output = play(tmp_path, [*actions, ["limit"], ["sync"], ["steps", 403, 404]], from_step=0, tensorboard=True)
+    actions: Actions = [
+        ["steps", 1, 50],
+        ["sync"],
+        ["limit", 12_000],
+        ["steps", 51, 400],
+        ["sync"],
+        ["steps", 401, 402],
+    ]
+    code, output = play(
+        tmp_path,
+        [*actions, ["limit"], ["sync"], ["steps", 403, 404]],
+        from_step=0,
+        tensorboard=True,
+    )
     assert code == 0, output
     assert output.count("tensorboard failed") == 1, output
-    assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == list(range(1, 405))
+    assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == list(
+        range(1, 405)
+    )
     assert tensorboard(tmp_path, "train/loss") == losses(1, 404)
 
 
@@ -280,7 +357,9 @@ def test_evaluations_of_another_process_are_sent_once_at_their_step(tmp_path: Pa
     evaluations = tmp_path / "evaluations.jsonl"
     with Tracker(tmp_path, leader=True, from_step=0, tensorboard=True) as tracker:
         steps(tracker, 1, 20)
-        evaluations.write_bytes(b'{"step": 10, "bleu": 1.5, "signature": "x", "best": true}\n{"step": 15, "bl')
+        evaluations.write_bytes(
+            b'{"step": 10, "bleu": 1.5, "signature": "x", "best": true}\n{"step": 15, "bl'
+        )
         tracker.forward_evaluations()
         tracker.forward_evaluations()
         with open(evaluations, "ab") as file:
@@ -329,7 +408,11 @@ def test_repeated_evaluation_is_recorded_once(tmp_path: Path) -> None:
         steps(tracker, 5, 6)
         tracker.validation(5, {"loss": 0.5})
         tracker.validation(6, {"loss": 0.25})
-    assert evaluations.read_text().splitlines() == ['{"step": 5, "loss": 0.5}', '{"step": 6, "lo', '{"step": 6, "loss": 0.25}']
+    assert evaluations.read_text().splitlines() == [
+        '{"step": 5, "loss": 0.5}',
+        '{"step": 6, "lo',
+        '{"step": 6, "loss": 0.25}',
+    ]
 
 
 def assert_uploaded_once(folder: Path, last: int) -> None:
@@ -340,25 +423,53 @@ def assert_uploaded_once(folder: Path, last: int) -> None:
     assert [row["train/loss"] for row in train] == [1 / step for step in range(1, last + 1)]
     numbers = [row["_step"] for row in uploaded]
     assert numbers == sorted(set(numbers)), "a server drops a row whose number it has seen"
-    ids = {message.run.run_id for message in wandb_messages(folder) if message.WhichOneof("record_type") == "run"}
+    ids = {
+        message.run.run_id
+        for message in wandb_messages(folder)
+        if message.WhichOneof("record_type") == "run"
+    }
     assert ids == {json.loads((folder / "tracker.json").read_text())["wandb_id"]}
 
 
 def test_wandb_has_one_run_with_each_step_once_and_a_validation_axis(tmp_path: Path) -> None:
-    run = {"optim": {"learning_rate": 0.5}, "service": {"api_key": "s3cr3t-1", "url": "https://me:s3cr3t-2@host/x"}}
+    run = {
+        "optim": {"learning_rate": 0.5},
+        "service": {"api_key": "s3cr3t-1", "url": "https://me:s3cr3t-2@host/x"},
+    }
     options: dict[str, Any] = {"wandb": "offline", "project": "p", "run": run}
     env = {"WANDB_API_KEY": "s3cr3t-" + "3" * 33}
     first: Actions = [["steps", 1, 10], ["evaluate", 5], ["steps", 11, 12]]
     assert play(tmp_path, first, env, from_step=0, **options) == (0, "closed\n")
-    assert play(tmp_path, [["steps", 9, 14], ["evaluate", 10]], env, from_step=8, **options) == (0, "closed\n")
+    assert play(tmp_path, [["steps", 9, 14], ["evaluate", 10]], env, from_step=8, **options) == (
+        0,
+        "closed\n",
+    )
     assert_uploaded_once(tmp_path, 14)
-    assert [(row["validation/step"], row["validation/bleu"]) for row in rows(tmp_path) if "validation/step" in row] == [(5, 2.5), (10, 5)]
-    axes = {(m.metric.name or m.metric.glob_name): m.metric for m in wandb_messages(tmp_path) if m.WhichOneof("record_type") == "metric"}
-    assert axes["train/*"].step_metric == "train/step" and axes["validation/*"].step_metric == "validation/step"
+    assert [
+        (row["validation/step"], row["validation/bleu"])
+        for row in rows(tmp_path)
+        if "validation/step" in row
+    ] == [(5, 2.5), (10, 5)]
+    axes = {
+        (m.metric.name or m.metric.glob_name): m.metric
+        for m in wandb_messages(tmp_path)
+        if m.WhichOneof("record_type") == "metric"
+    }
+    assert (
+        axes["train/*"].step_metric == "train/step"
+        and axes["validation/*"].step_metric == "validation/step"
+    )
     assert axes["lockstep/step"].options.hidden
-    starts = [message.run for message in wandb_messages(tmp_path) if message.WhichOneof("record_type") == "run"]
+    starts = [
+        message.run
+        for message in wandb_messages(tmp_path)
+        if message.WhichOneof("record_type") == "run"
+    ]
     config = {item.key: json.loads(item.value_json) for item in starts[0].config.update}
-    assert config["optim"] == {"learning_rate": 0.5} and config["service"] == {"api_key": "(hidden)", "url": "https://host/x"}
+    assert config["optim"] == {"learning_rate": 0.5} and config["service"] == {
+        "api_key": "(hidden)",
+        "url": "https://host/x",
+    }
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert len(files) > 8 and not [path for path in files if b"s3cr3t" in path.read_bytes()]
 
@@ -368,13 +479,22 @@ def test_wandb_gets_the_rows_that_a_kill_lost(tmp_path: Path) -> None:
     actions: Actions = [["steps", 1, 10], ["evaluate", 5], ["sync"], ["kill"]]
     code, _ = play(tmp_path, actions, from_step=0, wandb="offline")
     assert code == -signal.SIGKILL
-    assert play(tmp_path, [["steps", 9, 14], ["evaluate", 10]], from_step=8, wandb="offline") == (0, "closed\n")
+    assert play(tmp_path, [["steps", 9, 14], ["evaluate", 10]], from_step=8, wandb="offline") == (
+        0,
+        "closed\n",
+    )
     assert_uploaded_once(tmp_path, 14)
     assert [row["validation/step"] for row in rows(tmp_path) if "validation/step" in row] == [5, 10]
 
 
 def test_killed_wandb_does_not_stop_the_run_and_catches_up_later(tmp_path: Path) -> None:
-    actions: Actions = [["steps", 1, 5], ["kill wandb"], ["steps", 6, 10], ["sync"], ["steps", 11, 12]]
+    actions: Actions = [
+        ["steps", 1, 5],
+        ["kill wandb"],
+        ["steps", 6, 10],
+        ["sync"],
+        ["steps", 11, 12],
+    ]
     code, output = play(tmp_path, actions, from_step=0, wandb="offline")
     assert code == 0 and output.count("wandb failed") == 1, output
     assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == list(range(1, 13))
@@ -405,19 +525,28 @@ class Server:
         self.rows.append((step, row))
 
 
-def test_online_cursor_comes_from_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_online_cursor_comes_from_the_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lines = ['{"step": 2, "bleu": 1.0}\n', '{"step": 4, "bleu": 2.0}\n']
     with Tracker(tmp_path, leader=True, from_step=0) as tracker:
         steps(tracker, 1, 6)
     (tmp_path / "evaluations.jsonl").write_text("".join(lines))
     # Killed while online: the server has four of the six sent steps and one evaluation.
-    (tmp_path / "tracker.json").write_text('{"wandb_id": "abc", "wandb": {"step": 6, "evaluations_bytes": 50, "rows": 8}}')
+    (tmp_path / "tracker.json").write_text(
+        '{"wandb_id": "abc", "wandb": {"step": 6, "evaluations_bytes": 50, "rows": 8}}'
+    )
     server = Server({"lockstep/step": 4, "lockstep/evaluations": len(lines[0])}, step=5)
     monkeypatch.setitem(sys.modules, "wandb", server)
     with Tracker(tmp_path, leader=True, from_step=5, wandb="online") as tracker:
         steps(tracker, 6, 7)
     assert server.init_options["id"] == "abc" and server.init_options["resume"] == "allow"
-    assert [row.get("train/step", row.get("validation/step")) for _, row in server.rows] == [5, 4, 6, 7]
+    assert [row.get("train/step", row.get("validation/step")) for _, row in server.rows] == [
+        5,
+        4,
+        6,
+        7,
+    ]
     assert [step for step, _ in server.rows] == [6, 7, 8, 9], "above all row numbers of the server"
     assert server.rows[1][1]["validation/bleu"] == 2.0
 
@@ -430,25 +559,50 @@ def closed_server() -> Iterator[str]:
         yield f"http://127.0.0.1:{bound.getsockname()[1]}"
 
 
-def test_wandb_server_that_is_down_does_not_stop_the_run(tmp_path: Path, closed_server: str) -> None:
+def test_wandb_server_that_is_down_does_not_stop_the_run(
+    tmp_path: Path, closed_server: str
+) -> None:
     env = {"WANDB_BASE_URL": closed_server, "WANDB_API_KEY": "k" * 40, "WANDB_INIT_TIMEOUT": "1"}
     code, output = play(tmp_path, [["steps", 1, 3]], env, from_step=0, wandb="online")
-    assert code == 0 and output.count("wandb cannot be opened") == 1 and "k" * 40 not in output, output
+    assert code == 0 and output.count("wandb cannot be opened") == 1 and "k" * 40 not in output, (
+        output
+    )
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 3
 
 
-def test_wandb_without_a_login_is_an_error_before_the_first_step(tmp_path: Path, closed_server: str) -> None:
-    env = {"WANDB_BASE_URL": closed_server, "WANDB_API_KEY": "", "HOME": str(tmp_path), "NETRC": str(tmp_path / "none")}
+def test_wandb_without_a_login_is_an_error_before_the_first_step(
+    tmp_path: Path, closed_server: str
+) -> None:
+    env = {
+        "WANDB_BASE_URL": closed_server,
+        "WANDB_API_KEY": "",
+        "HOME": str(tmp_path),
+        "NETRC": str(tmp_path / "none"),
+    }
     code, output = play(tmp_path / "run", [["steps", 1, 3]], env, from_step=0, wandb="online")
-    assert code == 1 and "ConfigError: Weights & Biases cannot be used" in output and "wandb login" in output, output
+    assert (
+        code == 1
+        and "ConfigError: Weights & Biases cannot be used" in output
+        and "wandb login" in output
+    ), output
 
 
 @pytest.mark.parametrize(
     ("key", "hidden"),
-    [("api_key", True), ("HF_TOKEN", True), ("password", True), ("auth", True), ("tokens", False), ("author", False), ("key_bytes", False)],
+    [
+        ("api_key", True),
+        ("HF_TOKEN", True),
+        ("password", True),
+        ("auth", True),
+        ("tokens", False),
+        ("author", False),
+        ("key_bytes", False),
+    ],
 )
 def test_without_secrets(key: str, hidden: bool) -> None:
-    assert without_secrets({"part": {key: "value"}}) == {"part": {key: "(hidden)" if hidden else "value"}}
+    assert without_secrets({"part": {key: "value"}}) == {
+        "part": {key: "(hidden)" if hidden else "value"}
+    }
 
 
 class Broken:
@@ -461,7 +615,9 @@ class Broken:
         return fail
 
 
-def test_training_continues_when_a_backend_raises(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_training_continues_when_a_backend_raises(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with Tracker(tmp_path, leader=True, from_step=0, tensorboard=True) as tracker:
         for first in (1, 3, 5):
             tracker.backends["tensorboard"].writer = Broken()  # type: ignore[attr-defined]
@@ -471,11 +627,16 @@ def test_training_continues_when_a_backend_raises(tmp_path: Path, caplog: pytest
             tracker.sync()
     assert tensorboard(tmp_path, "train/loss") == losses(1, 6)
     assert tensorboard(tmp_path, "validation/bleu") == [(1, 1.0), (3, 1.0), (5, 1.0)]
-    assert sum("tensorboard failed" in record.message for record in caplog.records) == 1, "each problem is logged once"
+    assert sum("tensorboard failed" in record.message for record in caplog.records) == 1, (
+        "each problem is logged once"
+    )
 
 
 def test_background_tracker_records_the_same_without_blocking(tmp_path: Path) -> None:
-    with Tracker(tmp_path, leader=True, from_step=0, tensorboard=True) as tracker, BackgroundTracker(tracker) as record:
+    with (
+        Tracker(tmp_path, leader=True, from_step=0, tensorboard=True) as tracker,
+        BackgroundTracker(tracker) as record,
+    ):
         gate, values = threading.Event(), {"loss": 0.0}
         record._thread.submit(gate.wait, 30)  # a hung disk
         for step in range(1, 101):
@@ -484,18 +645,28 @@ def test_background_tracker_records_the_same_without_blocking(tmp_path: Path) ->
         assert read_metrics(tmp_path / "metrics.jsonl") == []
         gate.set()
         record.sync()
-        assert [(line["step"], line["loss"]) for line in read_metrics(tmp_path / "metrics.jsonl")] == losses(1, 100)
+        assert [
+            (line["step"], line["loss"]) for line in read_metrics(tmp_path / "metrics.jsonl")
+        ] == losses(1, 100)
         record.step(101, {"loss": 1 / 101})
-    assert [(line["step"], line["loss"]) for line in read_metrics(tmp_path / "metrics.jsonl")] == losses(1, 101)
+    assert [
+        (line["step"], line["loss"]) for line in read_metrics(tmp_path / "metrics.jsonl")
+    ] == losses(1, 101)
     assert tensorboard(tmp_path, "train/loss") == losses(1, 101)
 
 
 def test_background_errors_are_raised_by_the_next_call_and_at_the_end(tmp_path: Path) -> None:
     with pytest.raises(LockstepError, match="step 3 was logged after step 1"):
-        with Tracker(tmp_path, leader=True, from_step=0) as tracker, BackgroundTracker(tracker) as record:
+        with (
+            Tracker(tmp_path, leader=True, from_step=0) as tracker,
+            BackgroundTracker(tracker) as record,
+        ):
             record.step(1, {"loss": 1.0})
             record.step(3, {"loss": 1.0})
-    with Tracker(tmp_path, leader=True, from_step=1) as tracker, pytest.raises(LockstepError, match="step 3 was logged after step 1"):
+    with (
+        Tracker(tmp_path, leader=True, from_step=1) as tracker,
+        pytest.raises(LockstepError, match="step 3 was logged after step 1"),
+    ):
         with BackgroundTracker(tracker) as record:
             record.step(3, {"loss": 1.0})
             record.sync()

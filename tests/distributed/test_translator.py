@@ -26,14 +26,25 @@ def one_thread() -> None:
     torch.manual_seed(0)
 
 
-def small(dropout: float = 0.0, attention: kernels.AttentionKernel = "plain", **other: Any) -> Translator:
-    sizes = {"vocab_size": V, "dim": 16, "n_heads": 4, "encoder_layers": 2, "decoder_layers": 2, "ffn_dim": 24} | other
+def small(
+    dropout: float = 0.0, attention: kernels.AttentionKernel = "plain", **other: Any
+) -> Translator:
+    sizes = {
+        "vocab_size": V,
+        "dim": 16,
+        "n_heads": 4,
+        "encoder_layers": 2,
+        "decoder_layers": 2,
+        "ffn_dim": 24,
+    } | other
     model = Translator(**sizes, dropout=dropout, attention=attention)
     return initialized(model, 1)
 
 
 def initialized(model: Translator, seed: int) -> Translator:
-    return materialize(model, torch.device("cpu"), lambda name, shape: init_param(name, shape, seed))
+    return materialize(
+        model, torch.device("cpu"), lambda name, shape: init_param(name, shape, seed)
+    )
 
 
 def batch(rows: int = 5, length: int = 7) -> tuple[Tensor, Tensor, Tensor]:
@@ -53,7 +64,13 @@ def gradients(loss: Tensor, tensors: list[Tensor]) -> list[Tensor]:
 
 
 def torch_loss(logits: Tensor, labels: Tensor, smoothing: float) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=0, reduction="sum", label_smoothing=smoothing)
+    return F.cross_entropy(
+        logits.flatten(0, -2),
+        labels.flatten(),
+        ignore_index=0,
+        reduction="sum",
+        label_smoothing=smoothing,
+    )
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
@@ -74,7 +91,10 @@ def test_gradient_of_the_loss_passes_gradcheck() -> None:
     states = torch.randn(7, 3, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(11, 3, dtype=torch.float64, requires_grad=True)
     labels = torch.tensor([4, 0, 5, 10, 0, 6, 4])
-    assert torch.autograd.gradcheck(lambda s, w: output_cross_entropy(s, w, labels, smoothing=0.2, ignore_index=0), (states, weight))
+    assert torch.autograd.gradcheck(
+        lambda s, w: output_cross_entropy(s, w, labels, smoothing=0.2, ignore_index=0),
+        (states, weight),
+    )
 
 
 def test_loss_under_autocast_is_float32_and_close_to_the_exact_one() -> None:
@@ -92,12 +112,18 @@ def test_loss_under_autocast_is_float32_and_close_to_the_exact_one() -> None:
 
 
 def test_extreme_logits_and_empty_batches_give_finite_numbers() -> None:
-    logits = torch.tensor([[1e4, -1e4, 0.0, 0.0, 3.0], [-3e38, 0.0, 0.0, 0.0, 0.0]], requires_grad=True)
-    loss = output_cross_entropy(logits, torch.eye(5), torch.tensor([4, 4]), smoothing=0.0, ignore_index=0)
+    logits = torch.tensor(
+        [[1e4, -1e4, 0.0, 0.0, 3.0], [-3e38, 0.0, 0.0, 0.0, 0.0]], requires_grad=True
+    )
+    loss = output_cross_entropy(
+        logits, torch.eye(5), torch.tensor([4, 4]), smoothing=0.0, ignore_index=0
+    )
     assert float(loss.detach()) == pytest.approx(9997 + 1.38629, rel=1e-6)
     assert gradients(loss, [logits])[0].isfinite().all()
     states, weight = torch.randn(3, 4, requires_grad=True), torch.randn(V, 4, requires_grad=True)
-    loss = output_cross_entropy(states, weight, torch.zeros(3, dtype=torch.int64), smoothing=0.1, ignore_index=0)
+    loss = output_cross_entropy(
+        states, weight, torch.zeros(3, dtype=torch.int64), smoothing=0.1, ignore_index=0
+    )
     assert float(loss.detach()) == 0.0
     assert all(not grad.any() for grad in gradients(loss, [states, weight]))
 
@@ -116,18 +142,26 @@ def test_loss_of_the_model_equals_the_loss_of_its_logits() -> None:
 
 
 @pytest.mark.parametrize("attention", ["plain", "sdpa"])
-def test_rows_of_padding_give_finite_numbers_and_change_nothing(attention: kernels.AttentionKernel) -> None:
+def test_rows_of_padding_give_finite_numbers_and_change_nothing(
+    attention: kernels.AttentionKernel,
+) -> None:
     model, (source, target, labels) = small(attention=attention).double(), batch()
     with_empty = model(source, target, labels)
     grads = gradients(with_empty, list(model.parameters()))
     assert all(grad.isfinite().all() for grad in grads)
     assert model(source, target).isfinite().all()
-    for own, theirs in zip(gradients(model(source[:-1], target[:-1], labels[:-1]), list(model.parameters())), grads, strict=True):
+    for own, theirs in zip(
+        gradients(model(source[:-1], target[:-1], labels[:-1]), list(model.parameters())),
+        grads,
+        strict=True,
+    ):
         torch.testing.assert_close(own, theirs, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("attention", ["plain", "sdpa"])
-def test_sentence_does_not_attend_to_padding_or_later_tokens(attention: kernels.AttentionKernel) -> None:
+def test_sentence_does_not_attend_to_padding_or_later_tokens(
+    attention: kernels.AttentionKernel,
+) -> None:
     model, (source, target, _) = small(attention=attention).double().eval(), batch()
     whole = model(source, target)
     wider = model(F.pad(source, (0, 3)), F.pad(target, (0, 3)))[:, : target.shape[1]]
@@ -142,9 +176,15 @@ def test_sentence_does_not_attend_to_padding_or_later_tokens(attention: kernels.
 
 
 @pytest.mark.parametrize("to_itself", [True, False])
-def test_packed_attention_equals_torch_attention(to_itself: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    queries = torch.randn(3, 5, 3 if to_itself else 1, 2, 4, dtype=torch.float64, requires_grad=True)
-    others = None if to_itself else torch.randn(3, 6, 2, 2, 4, dtype=torch.float64, requires_grad=True)
+def test_packed_attention_equals_torch_attention(
+    to_itself: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queries = torch.randn(
+        3, 5, 3 if to_itself else 1, 2, 4, dtype=torch.float64, requires_grad=True
+    )
+    others = (
+        None if to_itself else torch.randn(3, 6, 2, 2, 4, dtype=torch.float64, requires_grad=True)
+    )
     bias = torch.full((1, 1, 5, 5), -torch.inf).triu(1) if to_itself else torch.zeros(3, 1, 1, 6)
     bias[..., 5:] = -torch.inf
     given = [queries] if others is None else [queries, others]
@@ -167,11 +207,15 @@ def test_packed_attention_equals_torch_attention(to_itself: bool, monkeypatch: p
 def test_dropout_has_the_given_probability_and_scales_the_rest(probability: float) -> None:
     mask = dropout_mask(torch.Size((1001, 333)), probability, torch.float64)
     kept = mask > 0
-    assert kept.double().mean().item() == pytest.approx(1 - probability, abs=4 * (probability / kept.numel()) ** 0.5)
+    assert kept.double().mean().item() == pytest.approx(
+        1 - probability, abs=4 * (probability / kept.numel()) ** 0.5
+    )
     assert mask[kept].unique().tolist() == pytest.approx([1 / (1 - probability)], rel=1e-4)
     assert mask.mean().item() == pytest.approx(1.0, abs=0.005)
     runs = (kept[:, 1:] == kept[:, :-1]).double().mean().item()
-    assert runs == pytest.approx(probability**2 + (1 - probability) ** 2, abs=0.005), "adjacent elements are independent"
+    assert runs == pytest.approx(probability**2 + (1 - probability) ** 2, abs=0.005), (
+        "adjacent elements are independent"
+    )
 
 
 def test_dropout_with_a_probability_near_1_is_finite() -> None:
@@ -232,12 +276,16 @@ def test_initial_weights_depend_on_seed_and_name_only() -> None:
     known = dict(deeper.named_parameters())
     assert all(torch.equal(parameter, known[name]) for name, parameter in first.named_parameters())
     other = dict(initialized(deeper, 2).named_parameters())
-    matrices = [(name, parameter) for name, parameter in first.named_parameters() if parameter.dim() > 1]
+    matrices = [
+        (name, parameter) for name, parameter in first.named_parameters() if parameter.dim() > 1
+    ]
     assert not any(torch.equal(matrix, other[name]) for name, matrix in matrices)
 
 
 def test_building_on_the_meta_device_gives_the_same_model() -> None:
-    section = config.ModelOptions(dim=16, n_heads=4, encoder_layers=2, decoder_layers=2, ffn_dim=24, dropout=0.0)
+    section = config.ModelOptions(
+        dim=16, n_heads=4, encoder_layers=2, decoder_layers=2, ffn_dim=24, dropout=0.0
+    )
     state = torch.random.get_rng_state()
     model = build_translator(section, vocab_size=V, device=torch.device("cpu"), seed=1)
     assert torch.equal(torch.random.get_rng_state(), state), "the global generator is untouched"
@@ -252,7 +300,11 @@ def test_initial_weights_have_the_documented_deviation() -> None:
     model = small(vocab_size=2000, dim=128)
     assert model.embedding.weight.std().item() == pytest.approx(128**-0.5, rel=0.02)
     layer = model.get_submodule("decoder.1")
-    for name, parts in (("self_attention.query_key_value", 3), ("cross_attention.key_value", 2), ("cross_attention.out", 1)):
+    for name, parts in (
+        ("self_attention.query_key_value", 3),
+        ("cross_attention.key_value", 2),
+        ("cross_attention.out", 1),
+    ):
         projection = layer.get_submodule(name)
         assert isinstance(projection, nn.Linear)
         assert projection.weight.shape == (parts * 128, 128)
@@ -261,7 +313,10 @@ def test_initial_weights_have_the_documented_deviation() -> None:
 
 
 def test_attention_is_chosen_with_a_reason() -> None:
-    choices: list[Callable[[], tuple[str, str]]] = [lambda: choose_attention("cpu", 32), lambda: choose_attention("cuda", 32)]
+    choices: list[Callable[[], tuple[str, str]]] = [
+        lambda: choose_attention("cpu", 32),
+        lambda: choose_attention("cuda", 32),
+    ]
     assert [choice()[0] for choice in choices] == ["plain", "sdpa"]
     assert choose_attention("cpu", 4000)[0] == "sdpa"
     assert all(choice()[1] for choice in choices)

@@ -25,7 +25,9 @@ SHARES: dict[int, list[tuple[int, ...]]] = {
 
 
 def digest_of(tensors: list[Tensor | None]) -> str:
-    return hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in tensors if tensor is not None)).hexdigest()[:16]
+    return hashlib.sha256(
+        b"".join(tensor.numpy().tobytes() for tensor in tensors if tensor is not None)
+    ).hexdigest()[:16]
 
 
 def gradients(runtime: ElasticRuntime, bucket_bytes: int) -> list[str]:
@@ -51,7 +53,9 @@ def test_gradient_has_one_digest_for_uneven_shares_of_1_to_3_replicas(bucket_byt
 
 
 @pytest.mark.parametrize(("workers", "shard"), [(2, 1), (4, 2)])
-def test_slow_replica_gets_fewer_micro_batches_within_ten_steps_and_the_bits_stay(tmp_path: Path, workers: int, shard: int) -> None:
+def test_slow_replica_gets_fewer_micro_batches_within_ten_steps_and_the_bits_stay(
+    tmp_path: Path, workers: int, shard: int
+) -> None:
     """Replica 1 takes three times as long from step 6 on."""
     alone, uneven = tmp_path / "alone", tmp_path / "uneven"
     assert run_loop(LOOP, alone, 1, pause_s=0.0) == LoopResult(0, "")

@@ -56,7 +56,9 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {f"data.{name}": str(folder / f"{name}.txt") for name in ("train", "validation")}
 
 
-def trained(runtime: ElasticRuntime, folder: str, flags: dict[str, str], steps: int) -> tuple[str, list[Any]]:
+def trained(
+    runtime: ElasticRuntime, folder: str, flags: dict[str, str], steps: int
+) -> tuple[str, list[Any]]:
     """Train in `folder` up to `steps`; return the digest of the state and the metrics."""
     torch.set_num_threads(1)
     path = Path(folder)
@@ -65,7 +67,11 @@ def trained(runtime: ElasticRuntime, folder: str, flags: dict[str, str], steps: 
         with lock_run_folder(path, resolved):
             pass
     assert train(resolved, path, runtime) == ""
-    lines = [tuple(line.get(name) for name in NAMES) for line in read_metrics(path / "metrics.jsonl")] if runtime.world.leader else []
+    lines = (
+        [tuple(line.get(name) for name in NAMES) for line in read_metrics(path / "metrics.jsonl")]
+        if runtime.world.leader
+        else []
+    )
     return (digest_line(path) if runtime.world.leader else ""), lines
 
 
@@ -81,67 +87,130 @@ def alone(texts: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> tu
     return folder, result
 
 
-def test_a_run_stops_early_and_keeps_its_best_checkpoint(alone: tuple[Path, Any], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_stops_early_and_keeps_its_best_checkpoint(
+    alone: tuple[Path, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
     folder, (digest, lines) = alone
     losses = {step: loss for step, _, _, loss, _ in lines if loss is not None}
     best = min(losses, key=lambda step: losses[step])
     last = best + 3 * 2  # three evaluations later
-    assert sorted(losses) == list(range(2, last + 1, 2)) and lines[-1][0] == last < 40 and digest.startswith(f"step {last} ")
-    assert all(perplexity == pytest.approx(torch.tensor(loss).exp().item()) for _, _, _, loss, perplexity in lines if loss is not None)
-    assert committed_steps(folder / "checkpoints") == [best, last] and best_step(folder) == best, "checkpoint.keep is 1"
+    assert (
+        sorted(losses) == list(range(2, last + 1, 2))
+        and lines[-1][0] == last < 40
+        and digest.startswith(f"step {last} ")
+    )
+    assert all(
+        perplexity == pytest.approx(torch.tensor(loss).exp().item())
+        for _, _, _, loss, perplexity in lines
+        if loss is not None
+    )
+    assert committed_steps(folder / "checkpoints") == [best, last] and best_step(folder) == best, (
+        "checkpoint.keep is 1"
+    )
     [event] = [event for event in read_events(folder) if event["event"] == "stopped early"]
-    assert (event["step"], event["best_step"], event["patience"], event["worse"]) == (last, best, 3, 3)
+    assert (event["step"], event["best_step"], event["patience"], event["worse"]) == (
+        last,
+        best,
+        3,
+        3,
+    )
     run_ranks(scored, 1, str(folder), best)
     [record] = read_metrics(folder / "evaluations.jsonl")
-    assert record["loss"] == pytest.approx(losses[best], rel=1e-6) and record["split"] == "validation"
-    assert main(["checkpoint", "digest", str(folder), "best"]) == 0 and capsys.readouterr().out.startswith(f"step {best} ")
-    assert main(["checkpoint", "export", str(folder), "best", "--out", str(folder.parent / "hub")]) == 0
+    assert (
+        record["loss"] == pytest.approx(losses[best], rel=1e-6) and record["split"] == "validation"
+    )
+    assert main(
+        ["checkpoint", "digest", str(folder), "best"]
+    ) == 0 and capsys.readouterr().out.startswith(f"step {best} ")
+    assert (
+        main(["checkpoint", "export", str(folder), "best", "--out", str(folder.parent / "hub")])
+        == 0
+    )
     assert f"step {best}: " in capsys.readouterr().out
     assert main(["generate", str(folder), "the", "--step", "best", "--tokens", "2"]) == 0
 
 
 @pytest.mark.parametrize(("workers", "flags"), [(2, {}), (2, SHARDS)], ids=["replicas", "shards"])
 def test_workers_and_shards_stop_at_the_same_step(
-    workers: int, flags: dict[str, str], alone: tuple[Path, Any], texts: dict[str, str], tmp_path: Path
+    workers: int,
+    flags: dict[str, str],
+    alone: tuple[Path, Any],
+    texts: dict[str, str],
+    tmp_path: Path,
 ) -> None:
-    assert run_ranks(trained, workers, str(tmp_path / "run"), VALUES | texts | flags, 40)[0] == alone[1]
+    assert (
+        run_ranks(trained, workers, str(tmp_path / "run"), VALUES | texts | flags, 40)[0]
+        == alone[1]
+    )
     assert best_step(tmp_path / "run") == best_step(alone[0])
 
 
-def test_a_resumed_run_stops_where_an_uninterrupted_one_does(alone: tuple[Path, Any], texts: dict[str, str], tmp_path: Path) -> None:
+def test_a_resumed_run_stops_where_an_uninterrupted_one_does(
+    alone: tuple[Path, Any], texts: dict[str, str], tmp_path: Path
+) -> None:
     folder, last = tmp_path / "run", alone[1][1][-1][0]
     run_ranks(trained, 1, str(folder), VALUES | texts, last - 3)
     assert committed_steps(folder / "checkpoints")[-1] == last - 3
     assert run_ranks(trained, 2, str(folder), VALUES | texts, 40)[0] == alone[1]
-    assert run_ranks(trained, 1, str(folder), VALUES | texts, 40)[0] == alone[1], "a run that has stopped early stays so"
-    assert run_ranks(trained, 1, str(folder), VALUES | texts | {"evaluate.patience": "5"}, 40)[0][1][-1][0] > last
+    assert run_ranks(trained, 1, str(folder), VALUES | texts, 40)[0] == alone[1], (
+        "a run that has stopped early stays so"
+    )
+    assert (
+        run_ranks(trained, 1, str(folder), VALUES | texts | {"evaluate.patience": "5"}, 40)[0][1][
+            -1
+        ][0]
+        > last
+    )
 
 
 def test_averaged_weights_are_validated(texts: dict[str, str], tmp_path: Path) -> None:
     flags = {"optim.ema_decay": "0.9", "evaluate.patience": "0"}
     [(digest, lines)] = run_ranks(trained, 1, str(tmp_path / "run"), VALUES | texts | flags, 4)
     run_ranks(scored, 1, str(tmp_path / "run"), 4)
-    assert read_metrics(tmp_path / "run/evaluations.jsonl")[0]["loss"] == pytest.approx(lines[-1][3], rel=1e-6)
-    [(other, plain)] = run_ranks(trained, 1, str(tmp_path / "other"), VALUES | texts | flags | {"evaluate.every_steps": "0"}, 4)
-    assert other == digest and [line[:3] for line in plain] == [line[:3] for line in lines], "validation changes no bit of the training"
+    assert read_metrics(tmp_path / "run/evaluations.jsonl")[0]["loss"] == pytest.approx(
+        lines[-1][3], rel=1e-6
+    )
+    [(other, plain)] = run_ranks(
+        trained,
+        1,
+        str(tmp_path / "other"),
+        VALUES | texts | flags | {"evaluate.every_steps": "0"},
+        4,
+    )
+    assert other == digest and [line[:3] for line in plain] == [line[:3] for line in lines], (
+        "validation changes no bit of the training"
+    )
 
 
 def test_a_loss_that_is_not_finite_is_never_the_best() -> None:
     history = History().after(2, float("nan"))
-    assert (history.best_step, history.worse) == (-1, 1) and history.after(4, 1.5) == History(4, 1.5)
-    assert History(4, 1.5).after(6, float("inf")) == History(4, 1.5, 1) == History(4, 1.5).after(6, 1.5)
+    assert (history.best_step, history.worse) == (-1, 1) and history.after(4, 1.5) == History(
+        4, 1.5
+    )
+    assert (
+        History(4, 1.5).after(6, float("inf"))
+        == History(4, 1.5, 1)
+        == History(4, 1.5).after(6, 1.5)
+    )
 
 
 def test_a_run_without_a_validation_split_is_refused(texts: dict[str, str], tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match="UsageError: the run has no validation split to evaluate"):
-        run_ranks(trained, 1, str(tmp_path / "run"), VALUES | {"data.train": texts["data.train"]}, 4)
+    with pytest.raises(
+        AssertionError, match="UsageError: the run has no validation split to evaluate"
+    ):
+        run_ranks(
+            trained, 1, str(tmp_path / "run"), VALUES | {"data.train": texts["data.train"]}, 4
+        )
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
         ({"evaluate.every_steps": "5"}, "is for Llama tasks"),
-        ({**VALUES, "data.train": "a.txt", "layout.pipeline": "2"}, "is for Llama tasks, without layout.pipeline"),
+        (
+            {**VALUES, "data.train": "a.txt", "layout.pipeline": "2"},
+            "is for Llama tasks, without layout.pipeline",
+        ),
         ({"evaluate.patience": "5"}, "there are none"),
     ],
 )

@@ -23,7 +23,9 @@ def test_wait_ends_with_the_generation(how: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     commands = [[sys.executable, str(PROGRAM), str(rank), how, port] for rank in (0, 1)]
-    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for command in commands]
+    processes = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for command in commands
+    ]
     outputs = [process.communicate(timeout=60)[0] for process in processes]
     for text in outputs[1:] if how == "killed" else outputs:
         kind, seconds, _ = text.split(maxsplit=2)
@@ -35,12 +37,19 @@ def test_all_reduce_is_abandoned_when_its_peer_is_stopped() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     program = str(Path(__file__).parents[1] / "support" / "stopped_reduce.py")
-    stopped, waiting = (subprocess.Popen([sys.executable, program, str(rank), port], stdout=subprocess.PIPE, text=True) for rank in (0, 1))
+    stopped, waiting = (
+        subprocess.Popen(
+            [sys.executable, program, str(rank), port], stdout=subprocess.PIPE, text=True
+        )
+        for rank in (0, 1)
+    )
     try:
         result, memory = waiting.communicate(timeout=120)[0].splitlines()
         kind, seconds = result.split()
         assert memory == "new memory"
-        assert kind == "PeersLostError" and float(seconds) < 20, f"{kind} after {seconds} s; the timeout of the group is 40 s"
+        assert kind == "PeersLostError" and float(seconds) < 20, (
+            f"{kind} after {seconds} s; the timeout of the group is 40 s"
+        )
     finally:
         stopped.kill()
         stopped.communicate()

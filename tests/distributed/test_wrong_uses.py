@@ -23,7 +23,9 @@ SCRIPT, STEPS = Path(wrong_uses.__file__), 6
 @pytest.mark.parametrize("name", [name for name, kind in USES.items() if kind.refused])
 def test_wrong_use_is_refused_before_a_wrong_update(name: str, tmp_path: Path) -> None:
     kind = USES[name]
-    result = run_loop(SCRIPT, tmp_path, kind.workers, shard=kind.shard, steps=STEPS, use=name, timeout_s=60)
+    result = run_loop(
+        SCRIPT, tmp_path, kind.workers, shard=kind.shard, steps=STEPS, use=name, timeout_s=60
+    )
     assert result.code and re.search(kind.refused, result.text), result.text
     lines = tmp_path / "metrics.jsonl"
     assert (len(list(metrics.iter_steps(lines))) if lines.exists() else 0) == kind.committed

@@ -52,7 +52,9 @@ if __name__ == "__main__":
 def run(folder: Path, *words: object) -> str:
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "LOCKSTEP_TMP": str(folder)}
     command = [sys.executable, "-m", "lockstep", *map(str, words)]
-    return subprocess.run(command, cwd=folder, env=environ, check=True, capture_output=True, text=True).stdout
+    return subprocess.run(
+        command, cwd=folder, env=environ, check=True, capture_output=True, text=True
+    ).stdout
 
 
 def main(out: Path) -> None:
@@ -71,7 +73,10 @@ def main(out: Path) -> None:
             *(word for item in RECIPE.items() for word in (f"--{item[0]}", item[1])),
         )
         run(folder, "run", "loop.py", "--workers", 2)
-        digests = {name: run(folder, "checkpoint", "digest", name).strip() for name in ("recipe", "session")}
+        digests = {
+            name: run(folder, "checkpoint", "digest", name).strip()
+            for name in ("recipe", "session")
+        }
         (folder / "digests.json").write_text(json.dumps(digests, indent=1))
         path = out / f"{lockstep.__version__}.tar.gz"
         with tarfile.open(path, "w:gz") as archive:

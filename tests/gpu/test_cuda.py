@@ -32,10 +32,23 @@ SMALL = [
 
 def trained(folder: Path, workers: int) -> str:
     command = [sys.executable, "-m", "lockstep"]
-    words = ["train", "--out", str(folder), "--workers", str(workers), "--checkpoint.every_steps", "3", *SMALL]
-    result = subprocess.run([*command, *words], capture_output=True, text=True, env={**os.environ}, check=False)
+    words = [
+        "train",
+        "--out",
+        str(folder),
+        "--workers",
+        str(workers),
+        "--checkpoint.every_steps",
+        "3",
+        *SMALL,
+    ]
+    result = subprocess.run(
+        [*command, *words], capture_output=True, text=True, env={**os.environ}, check=False
+    )
     assert result.returncode == 0, result.stderr
-    return subprocess.run([*command, "checkpoint", "digest", str(folder)], capture_output=True, text=True, check=True).stdout
+    return subprocess.run(
+        [*command, "checkpoint", "digest", str(folder)], capture_output=True, text=True, check=True
+    ).stdout
 
 
 def test_two_trainings_on_one_gpu_have_one_sha256(tmp_path: Path) -> None:
@@ -49,10 +62,21 @@ def test_one_and_two_gpus_have_one_sha256(tmp_path: Path) -> None:
 
 def test_example_own_loop_trains_on_the_gpu(tmp_path: Path) -> None:
     example = Path(__file__).parents[2] / "examples" / "own_loop.py"
-    program = "import torch, own_loop; own_loop.train(steps=3); print(torch.cuda.max_memory_allocated())"
+    program = (
+        "import torch, own_loop; own_loop.train(steps=3); print(torch.cuda.max_memory_allocated())"
+    )
     environ = {**os.environ, "PYTHONPATH": str(example.parent)}
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path, env=environ, check=False)
-    assert result.returncode == 0 and int(result.stdout.split()[-1]) > 0, result.stdout + result.stderr
+    result = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=environ,
+        check=False,
+    )
+    assert result.returncode == 0 and int(result.stdout.split()[-1]) > 0, (
+        result.stdout + result.stderr
+    )
 
 
 def test_numerics_fingerprint_names_the_gpu_and_repeats() -> None:

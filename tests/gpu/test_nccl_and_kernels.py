@@ -50,7 +50,9 @@ def pair() -> dict[str, str]:
 
 
 def digest(*tensors: Tensor) -> str:
-    return hashlib.sha256(b"".join(tensor.detach().float().cpu().numpy().tobytes() for tensor in tensors)).hexdigest()
+    return hashlib.sha256(
+        b"".join(tensor.detach().float().cpu().numpy().tobytes() for tensor in tensors)
+    ).hexdigest()
 
 
 # -- one process ------------------------------------------------------------------------------------------------------
@@ -65,20 +67,39 @@ def test_a_fork_after_cuda_is_detected() -> None:
 
 
 @pytest.mark.parametrize("packed", [True, False])
-def test_attention_and_its_gradient_have_the_same_bits_each_time(deterministic: None, packed: bool) -> None:
-    documents = torch.arange(2048, device=GPU).div(300, rounding_mode="floor")[None].expand(4, -1) if packed else None
+def test_attention_and_its_gradient_have_the_same_bits_each_time(
+    deterministic: None, packed: bool
+) -> None:
+    documents = (
+        torch.arange(2048, device=GPU).div(300, rounding_mode="floor")[None].expand(4, -1)
+        if packed
+        else None
+    )
     generator = torch.Generator(GPU).manual_seed(1)
 
     def gradients() -> tuple[Tensor, ...]:
         generator.manual_seed(1)
         query, key, value = (
-            torch.randn(4, heads, 2048, 64, generator=generator, device=GPU, dtype=torch.bfloat16, requires_grad=True)
+            torch.randn(
+                4,
+                heads,
+                2048,
+                64,
+                generator=generator,
+                device=GPU,
+                dtype=torch.bfloat16,
+                requires_grad=True,
+            )
             for heads in (8, 2, 2)
         )
         with torch.autocast("cuda", torch.bfloat16):
-            mask = positions_and_mask(torch.zeros(4, 2048, dtype=torch.int64, device=GPU), documents)[1]
+            mask = positions_and_mask(
+                torch.zeros(4, 2048, dtype=torch.int64, device=GPU), documents
+            )[1]
             attended = attend(query, key, value, mask)
-        attended.backward(torch.randn(attended.shape, generator=generator, device=GPU, dtype=attended.dtype))
+        attended.backward(
+            torch.randn(attended.shape, generator=generator, device=GPU, dtype=attended.dtype)
+        )
         return attended, *(heads.grad for heads in (query, key, value) if heads.grad is not None)
 
     assert len({digest(*gradients()) for _ in range(5)}) == 1
@@ -86,12 +107,16 @@ def test_attention_and_its_gradient_have_the_same_bits_each_time(deterministic: 
 
 def test_packed_documents_attend_as_with_a_mask() -> None:
     documents = torch.tensor([[0] * 100 + [1] * 27 + [2], [0] + [1] * 127], device=GPU)
-    query, key, value = (torch.randn(2, heads, 128, 64, device=GPU, dtype=torch.bfloat16) for heads in (4, 2, 2))
+    query, key, value = (
+        torch.randn(2, heads, 128, 64, device=GPU, dtype=torch.bfloat16) for heads in (4, 2, 2)
+    )
     with torch.autocast("cuda", torch.bfloat16):
         ends = positions_and_mask(documents, documents)[1]
     mask = positions_and_mask(documents, documents)[1]
     assert isinstance(mask, Tensor)
-    torch.testing.assert_close(attend(query, key, value, ends), attend(query, key, value, mask), atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(
+        attend(query, key, value, ends), attend(query, key, value, mask), atol=2e-2, rtol=2e-2
+    )
 
 
 def test_adamw_gives_the_same_bits_to_a_tensor_and_its_parts() -> None:
@@ -118,13 +143,19 @@ def test_an_operation_without_deterministic_kernel_is_refused(deterministic: Non
 # -- several processes ------------------------------------------------------------------------------------------------
 
 
-def run_in_processes(function: Callable[..., Any], size: int, environ: dict[str, str], seconds: float = 120.0) -> list[Any]:
+def run_in_processes(
+    function: Callable[..., Any], size: int, environ: dict[str, str], seconds: float = 120.0
+) -> list[Any]:
     """Return function(rank, device) of processes with a common group; None: it was killed."""
     context = multiprocessing.get_context("spawn")
     store = dist.TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False)
     pipes = [context.Pipe(duplex=False) for _ in range(size)]
-    arguments = [(function, rank, size, store.port, environ, pipes[rank][1]) for rank in range(size)]
-    processes = [context.Process(target=serve_rank, args=values, daemon=True) for values in arguments]
+    arguments = [
+        (function, rank, size, store.port, environ, pipes[rank][1]) for rank in range(size)
+    ]
+    processes = [
+        context.Process(target=serve_rank, args=values, daemon=True) for values in arguments
+    ]
     for process in processes:
         process.start()
     answers = [reader.recv() if reader.poll(seconds) else None for reader, _ in pipes]
@@ -134,7 +165,14 @@ def run_in_processes(function: Callable[..., Any], size: int, environ: dict[str,
     return answers
 
 
-def serve_rank(function: Callable[..., Any], rank: int, size: int, port: int, environ: dict[str, str], answer: Any) -> None:
+def serve_rank(
+    function: Callable[..., Any],
+    rank: int,
+    size: int,
+    port: int,
+    environ: dict[str, str],
+    answer: Any,
+) -> None:
     faulthandler.dump_traceback_later(40.0)  # what hangs is seen in the output of the test
     os.environ.update(NCCL_SETTINGS | environ)
     device = torch.device("cuda", 0 if environ else rank)
@@ -146,9 +184,14 @@ def serve_rank(function: Callable[..., Any], rank: int, size: int, port: int, en
 
 
 def exchange_on_gpu(rank: int, device: torch.device) -> float:
-    sent, received = torch.full((4_000_000,), float(rank), device=device), torch.empty(4_000_000, device=device)
+    sent, received = (
+        torch.full((4_000_000,), float(rank), device=device),
+        torch.empty(4_000_000, device=device),
+    )
     assert dist.group.WORLD is not None
-    WorkWaiter(in_thread=False).wait(start_p2p([(1 - rank, sent)], [(1 - rank, received)], dist.group.WORLD))
+    WorkWaiter(in_thread=False).wait(
+        start_p2p([(1 - rank, sent)], [(1 - rank, received)], dist.group.WORLD)
+    )
     return received.unique().item()
 
 

@@ -170,7 +170,9 @@ def record_the_end() -> None:
     wait_until(lambda: all(Path(f"ready-{slot}").exists() for slot in range(env.slots)))
     log = GenerationLog(Path(env.folder) / "generations")
     pids = [int(Path(f"ready-{slot}").read_text()) for slot in range(env.slots)]
-    members = tuple(Member(f"here/{slot}/a", "here", slot, pid, "127.0.0.1:1") for slot, pid in enumerate(pids))
+    members = tuple(
+        Member(f"here/{slot}/a", "here", slot, pid, "127.0.0.1:1") for slot, pid in enumerate(pids)
+    )
     log.propose(Generation(1, "1", members, "", 0, "start"))
     log.propose(Generation(2, "2", (), "", 3, "done", end=RunResult(0)))
 
@@ -252,7 +254,9 @@ def refuse_its_config() -> int:
 
 def leave_child_processes() -> int:
     subprocess.Popen(["sleep", "60"])
-    subprocess.Popen(["sh", "-c", "sleep 0.3 & exec true"], start_new_session=True)  # outlives the worker for a moment
+    subprocess.Popen(
+        ["sh", "-c", "sleep 0.3 & exec true"], start_new_session=True
+    )  # outlives the worker for a moment
     return polite()
 
 
@@ -262,10 +266,23 @@ def slot_1_without_handlers() -> int:
 
 def print_environment() -> int:
     env = worker_env()
-    links = [os.readlink(f"/proc/self/fd/{fd}") for fd in ("0", "3", "4", "5", "6", "7") if os.path.exists(f"/proc/self/fd/{fd}")]
+    links = [
+        os.readlink(f"/proc/self/fd/{fd}")
+        for fd in ("0", "3", "4", "5", "6", "7")
+        if os.path.exists(f"/proc/self/fd/{fd}")
+    ]
     print(
         json.dumps(
-            [env.slot, env.slots, env.expected_workers, env.host, env.after_generation, env.agent_pid == os.getppid(), env.drain, links]
+            [
+                env.slot,
+                env.slots,
+                env.expected_workers,
+                env.host,
+                env.after_generation,
+                env.agent_pid == os.getppid(),
+                env.drain,
+                links,
+            ]
         )
     )
     assert os.getpgrp() == os.getsid(0) == os.getpid()

@@ -12,7 +12,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome") or ""
+CHROMIUM = (
+    shutil.which("chromium")
+    or shutil.which("chromium-browser")
+    or shutil.which("google-chrome")
+    or ""
+)
 PROBLEMS = ("Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded")
 
 
@@ -22,24 +27,46 @@ class Browser:
     def __init__(self, profile: Path) -> None:
         theirs, self.to_browser = os.pipe()
         self.from_browser, answers = os.pipe()
-        to_browser, from_browser = (fcntl.fcntl(descriptor, fcntl.F_DUPFD, 10) for descriptor in (theirs, answers))
-        options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--no-first-run", f"--user-data-dir={profile}"]
+        to_browser, from_browser = (
+            fcntl.fcntl(descriptor, fcntl.F_DUPFD, 10) for descriptor in (theirs, answers)
+        )
+        options = [
+            "--headless=new",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--hide-scrollbars",
+            "--no-first-run",
+            f"--user-data-dir={profile}",
+        ]
         # The debugging pipe has the descriptors 3 and 4.
-        command = ["bash", "-c", f'exec "$@" 3<&{to_browser} 4>&{from_browser} 2>/dev/null', "bash", CHROMIUM]
-        self.process = subprocess.Popen([*command, *options, "--remote-debugging-pipe", "about:blank"], pass_fds=(to_browser, from_browser))
+        command = [
+            "bash",
+            "-c",
+            f'exec "$@" 3<&{to_browser} 4>&{from_browser} 2>/dev/null',
+            "bash",
+            CHROMIUM,
+        ]
+        self.process = subprocess.Popen(
+            [*command, *options, "--remote-debugging-pipe", "about:blank"],
+            pass_fds=(to_browser, from_browser),
+        )
         for descriptor in (theirs, answers, to_browser, from_browser):
             os.close(descriptor)
         self.buffer, self.number, self.session = b"", 0, ""
         self.problems: list[dict[str, Any]] = []
         self.events: list[str] = []
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
-        self.session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        self.session = self.call("Target.attachToTarget", targetId=target, flatten=True)[
+            "sessionId"
+        ]
         for domain in ("Runtime", "Log", "Page"):
             self.call(f"{domain}.enable")
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
         self.number += 1
-        message = {"id": self.number, "method": method, "params": parameters} | ({"sessionId": self.session} if self.session else {})
+        message = {"id": self.number, "method": method, "params": parameters} | (
+            {"sessionId": self.session} if self.session else {}
+        )
         os.write(self.to_browser, json.dumps(message).encode() + b"\0")
         while (reply := self._read()).get("id") != self.number:
             pass
@@ -61,7 +88,13 @@ class Browser:
     def open(self, path: Path, *, width: int = 1200, height: int = 900, dark: bool = False) -> None:
         scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
         self.call("Emulation.setEmulatedMedia", features=scheme)
-        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600)
+        self.call(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=width < 600,
+        )
         self.events.clear()
         self.call("Page.navigate", url=path.resolve().as_uri())
         while "Page.loadEventFired" not in self.events:
@@ -88,7 +121,12 @@ class Browser:
     def __enter__(self) -> Browser:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         os.close(self.to_browser)  # the browser exits at the end of its pipe
         try:
             self.process.wait(10)

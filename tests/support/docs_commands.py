@@ -38,7 +38,12 @@ def pages() -> list[str]:
     """Return the pages of the sections, as mkdocs.yml lists them."""
     nav = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
     sections = re.findall(r"^  - ([^\n:]+):[^\n]*\n((?:      .*\n)*)", nav, re.MULTILINE)
-    return [page for title, body in sections if title in SECTIONS for page in re.findall(r"^      - .*: (\S+\.md)$", body, re.MULTILINE)]
+    return [
+        page
+        for title, body in sections
+        if title in SECTIONS
+        for page in re.findall(r"^      - .*: (\S+\.md)$", body, re.MULTILINE)
+    ]
 
 
 def commands_of(page: str) -> list[Command]:
@@ -46,12 +51,19 @@ def commands_of(page: str) -> list[Command]:
     commands: list[Command] = []
     for block in re.findall(r"^```console\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
         shows_output = block.startswith("$ ")
-        for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:] if shows_output else block.splitlines():
+        for part in (
+            re.split(r"^\$ ", block, flags=re.MULTILINE)[1:] if shows_output else block.splitlines()
+        ):
             line, *output = part.splitlines()
             words, _, comment = line.partition("  # ")
             code = re.search(r"exit code (\d+)", comment)
             commands.append(
-                Command(words.strip(), int(code[1]) if code else 0, "in another terminal" in comment, tuple(output) if output else None)
+                Command(
+                    words.strip(),
+                    int(code[1]) if code else 0,
+                    "in another terminal" in comment,
+                    tuple(output) if output else None,
+                )
             )
     return commands
 
@@ -59,11 +71,19 @@ def commands_of(page: str) -> list[Command]:
 def make_folder(folder: Path) -> None:
     """Put what the pages name into `folder`: the examples, the recipes, a script, a list of one host, chats."""
     for name in ("examples", "recipes"):
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "runs"))
+        shutil.copytree(
+            ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "runs")
+        )
     script = (ROOT / "examples" / "own_loop.py").read_text()
-    (folder / "train.py").write_text(script.replace('out: str = "runs/own", steps: int = 200', 'out: str = "runs/own", steps: int = 1500'))
+    (folder / "train.py").write_text(
+        script.replace(
+            'out: str = "runs/own", steps: int = 200', 'out: str = "runs/own", steps: int = 1500'
+        )
+    )
     if not (folder / "hosts.toml").exists():
-        (folder / "hosts.toml").write_text(f'[[host]]\nname = "{socket.gethostname()}"\naddress = "127.0.0.1"\nworkers = 2\n')
+        (folder / "hosts.toml").write_text(
+            f'[[host]]\nname = "{socket.gethostname()}"\naddress = "127.0.0.1"\nworkers = 2\n'
+        )
     chat = '{"messages": [{"role": "user", "content": "What is %d?"}, {"role": "assistant", "content": "%d."}]}\n'
     (folder / "chats.jsonl").write_text("".join(chat % (number, number) for number in range(200)))
 
@@ -71,13 +91,19 @@ def make_folder(folder: Path) -> None:
 def run_page(page: str, folder: Path, enter: Sequence[str] = ()) -> None:
     """Run the commands of a page in `folder`; `enter` is the prefix of commands that run on a host.
     Fabric is of the extra `bench`: without it, its command is skipped."""
-    commands = [command for command in commands_of(page) if "with_fabric" not in command.text or find_spec("lightning_fabric")]
+    commands = [
+        command
+        for command in commands_of(page)
+        if "with_fabric" not in command.text or find_spec("lightning_fabric")
+    ]
     while commands:
         command = commands.pop(0)
         process = start(command, folder, enter)
         try:
             for other in takewhile(lambda following: following.is_beside, list(commands)):
-                wait_until(lambda: has_steps(folder), f"a step of {command.text}", 100, process=process)
+                wait_until(
+                    lambda: has_steps(folder), f"a step of {command.text}", 100, process=process
+                )
                 finish(other, start(other, folder, enter))
                 commands.remove(other)
             finish(command, process)
@@ -88,7 +114,9 @@ def run_page(page: str, folder: Path, enter: Sequence[str] = ()) -> None:
 
 def start(command: Command, folder: Path, enter: Sequence[str]) -> subprocess.Popen[str]:
     words = command.text.replace("/shared/", f"{folder}/shared/")
-    environ = one_thread(PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}", LOCKSTEP_TMP=str(folder))
+    environ = one_thread(
+        PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}", LOCKSTEP_TMP=str(folder)
+    )
     return subprocess.Popen(
         [*enter, "bash", "-c", words],
         cwd=folder,
@@ -108,12 +136,18 @@ def has_steps(folder: Path) -> bool:
 
 def finish(command: Command, process: subprocess.Popen[str]) -> None:
     output, _ = process.communicate(timeout=400)
-    assert process.returncode == command.code, f"{command.text}: exit code {process.returncode}, not {command.code}\n{output}"
+    assert process.returncode == command.code, (
+        f"{command.text}: exit code {process.returncode}, not {command.code}\n{output}"
+    )
     if command.output is not None:
         assert matches(command.output, output), f"{command.text}\n{output}"
 
 
 def matches(shown: Sequence[str], output: str) -> bool:
     """Whether `output` is what a page shows, where "..." alone is any number of lines, and within a line any text."""
-    lines = ["(?:.*\n)*" if line == "..." else re.escape(line.rstrip()).replace(r"\.\.\.", ".*") + " *\n" for line in shown if line.strip()]
+    lines = [
+        "(?:.*\n)*" if line == "..." else re.escape(line.rstrip()).replace(r"\.\.\.", ".*") + " *\n"
+        for line in shown
+        if line.strip()
+    ]
     return re.fullmatch("".join(lines), re.sub(r"\n\s*\n", "\n", output.lstrip("\n"))) is not None

@@ -52,7 +52,9 @@ class FakeCluster:
         self.left: set[str] = set()  # members that left the newest generation
         self.joiners: list[str] = []
         self.messages: dict[Any, Any] = {}
-        self.reduced: Counter[tuple[int, int]] = Counter()  # ranks with the result, by generation and number of the collective
+        self.reduced: Counter[tuple[int, int]] = (
+            Counter()
+        )  # ranks with the result, by generation and number of the collective
         self.newest: Generation | None = None
         self.starting = [f"h/{slot}/x" for slot in range(size)]
 
@@ -63,7 +65,11 @@ class FakeCluster:
     def runtime(self, slot: int) -> ElasticRuntime:
         """Return the runtime of a worker, in no generation yet."""
         id = f"h/{slot}/x"
-        return ElasticRuntime(World(-1, 0, slot, 4, "h", CPU), FakeGroup(self, id), membership=cast(Any, FakeMembership(self, id)))
+        return ElasticRuntime(
+            World(-1, 0, slot, 4, "h", CPU),
+            FakeGroup(self, id),
+            membership=cast(Any, FakeMembership(self, id)),
+        )
 
     def remove(self, id: str, why: str) -> None:
         with self.turn:
@@ -81,19 +87,33 @@ class FakeCluster:
         newest = self.newest
         if newest is None or newest.number > number:
             return "a newer generation exists" if newest else ""
-        return next((f"{m.id} is gone" for m in newest.members if m.id in self.gone or m.id in self.left), "")
+        return next(
+            (f"{m.id} is gone" for m in newest.members if m.id in self.gone or m.id in self.left),
+            "",
+        )
 
     def form_if_ready(self) -> None:
         """Form the next generation once all remaining members have left the last one."""
         members = [m.id for m in self.newest.members] if self.newest else self.starting
         remaining = [id for id in members if id not in self.gone]
-        ready = all(id in self.left for id in remaining) if self.newest else set(remaining) <= set(self.joiners)
+        ready = (
+            all(id in self.left for id in remaining)
+            if self.newest
+            else set(remaining) <= set(self.joiners)
+        )
         if not ready or (self.newest and self.newest.members and not self.left and not self.gone):
             return
         waiting = [id for id in self.joiners if id not in remaining and id not in self.gone]
         joiners = waiting if self.newest else []
         number = self.newest.number + 1 if self.newest else 1
-        self.newest = Generation(number, f"token {number}", tuple(self.member(id) for id in [*remaining, *joiners]), "", 0, "")
+        self.newest = Generation(
+            number,
+            f"token {number}",
+            tuple(self.member(id) for id in [*remaining, *joiners]),
+            "",
+            0,
+            "",
+        )
         self.left, self.joiners = set(), [id for id in waiting if id not in joiners]
         self.turn.notify_all()
 
@@ -104,7 +124,9 @@ class FakeMembership:
     def __init__(self, cluster: FakeCluster, id: str) -> None:
         self.cluster, self.me, self.folder = cluster, cluster.member(id), cluster.folder
         self.generation_log, self.stop_signal = cluster.log, ""
-        self.worker_env = SimpleNamespace(slot=self.me.slot, flags={}, drain=False, run_folder_id="", folder=str(cluster.folder))
+        self.worker_env = SimpleNamespace(
+            slot=self.me.slot, flags={}, drain=False, run_folder_id="", folder=str(cluster.folder)
+        )
 
     @property
     def joiner_count(self) -> int:
@@ -126,7 +148,11 @@ class FakeMembership:
             if after or cluster.newest is None:
                 cluster.form_if_ready()
             newest = cluster.newest
-            return newest if newest and newest.number > after and newest.rank_of(self.me.id) is not None else None
+            return (
+                newest
+                if newest and newest.number > after and newest.rank_of(self.me.id) is not None
+                else None
+            )
 
         with cluster.turn:
             return cluster.wait(formed)
@@ -189,15 +215,25 @@ class FakeGroup:
         with cluster.turn:
             cluster.messages[slots[self.rank]] = value
             cluster.turn.notify_all()
-            cluster.wait(lambda: all(slot in cluster.messages for slot in slots) or cluster.error(self.number))
+            cluster.wait(
+                lambda: (
+                    all(slot in cluster.messages for slot in slots) or cluster.error(self.number)
+                )
+            )
             if not all(slot in cluster.messages for slot in slots):
                 raise RuntimeError(LOST)
             return [cluster.messages[slot] for slot in slots]
 
     def gather_json(self, size: int, value: Any) -> list[Any]:
-        return [value] if size == 1 else [json.loads(text) for text in self.exchange(size, json.dumps(value))]
+        return (
+            [value]
+            if size == 1
+            else [json.loads(text) for text in self.exchange(size, json.dumps(value))]
+        )
 
-    def all_reduce(self, row: Tensor, rank: int, size: int, combine: Callable[[Tensor, Tensor], None]) -> None:
+    def all_reduce(
+        self, row: Tensor, rank: int, size: int, combine: Callable[[Tensor, Tensor], None]
+    ) -> None:
         """Combine the rows of all ranks, with the rounds of the real group."""
         self.count += 1
         for sent, received in reduce_rounds(row, rank, size, combine):
@@ -224,7 +260,9 @@ class FakeGroup:
 
         def receive() -> None:
             with self.cluster.turn:
-                self.cluster.wait(lambda: key in self.cluster.messages or self.cluster.error(key[0]))
+                self.cluster.wait(
+                    lambda: key in self.cluster.messages or self.cluster.error(key[0])
+                )
                 if key not in self.cluster.messages:
                     raise RuntimeError(LOST)
                 tensor.copy_(self.cluster.messages[key])
@@ -257,7 +295,9 @@ class FakeReplica:
 
     current = threading.local()  # .runtime: of the worker that runs in this thread
 
-    def __init__(self, model: nn.Module, *, micro_batches: int, seed: int = 0, **options: Any) -> None:
+    def __init__(
+        self, model: nn.Module, *, micro_batches: int, seed: int = 0, **options: Any
+    ) -> None:
         self.model, self.leaves, self.seed = model, micro_batches, seed
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.workers_per_replica, self.rehearsed, self.counts = 1, None, True
@@ -267,9 +307,13 @@ class FakeReplica:
     def __call__(self, *inputs: Any) -> Any:
         return self.model(*inputs)
 
-    def micro_batches(self, step: int, meanwhile: Callable[[], None], shares: tuple[int, ...]) -> Iterator[int]:
+    def micro_batches(
+        self, step: int, meanwhile: Callable[[], None], shares: tuple[int, ...]
+    ) -> Iterator[int]:
         world = self.runtime.world
-        self.own_leaves = leaves_of_rank(world.rank, shares or equal_shares(world.size, self.leaves))
+        self.own_leaves = leaves_of_rank(
+            world.rank, shares or equal_shares(world.size, self.leaves)
+        )
         self._losses: list[float] = []
         gradients = []
         for k in self.own_leaves:
@@ -305,7 +349,9 @@ class FakeReplica:
     def __exit__(self, *_: object) -> None: ...
 
 
-def run_workers(cluster: FakeCluster, work: Callable[[int], Any], slots: list[int]) -> dict[int, Any]:
+def run_workers(
+    cluster: FakeCluster, work: Callable[[int], Any], slots: list[int]
+) -> dict[int, Any]:
     """Run work(slot) in one thread per slot; return the results, or the exceptions, by slot."""
     results: dict[int, Any] = {}
 

@@ -21,7 +21,9 @@ def print_seconds(**seconds: float) -> None:
     print("; ".join(f"{what.replace('_', ' ')} {value:.2f} s" for what, value in seconds.items()))
 
 
-def assert_back_in_time(training: Training, before: Generation, count: int | None = None) -> Generation:
+def assert_back_in_time(
+    training: Training, before: Generation, count: int | None = None
+) -> Generation:
     """Wait until a generation after `before` has committed a step; return the first one after it."""
     back_s = training.wait_until_back(before, count)
     print_seconds(back=back_s)

@@ -34,7 +34,9 @@ def empty_folder_over(folder: Path, *, writable: bool = False) -> Iterator[None]
 
     writable  the empty folder can be written, like a mount point
     """
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "rw" if writable else "ro", "none", str(folder)], check=True)
+    subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "rw" if writable else "ro", "none", str(folder)], check=True
+    )
     try:
         yield
     finally:

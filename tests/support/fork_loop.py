@@ -29,7 +29,14 @@ class LoopResult:
 
 
 def run_loop(
-    script: Path, folder: Path, workers: int, *, shard: int = 1, kill_in: int = 0, timeout_s: float = 120.0, **flags: object
+    script: Path,
+    folder: Path,
+    workers: int,
+    *,
+    shard: int = 1,
+    kill_in: int = 0,
+    timeout_s: float = 120.0,
+    **flags: object,
 ) -> LoopResult:
     """Train SCRIPT:train(**flags) in `folder`. Return a failure other than the loss of a peer.
 
@@ -40,13 +47,25 @@ def run_loop(
     context.set_forkserver_preload(PRELOAD)
     with socket.create_server(("127.0.0.1", 0)) as unused:
         port = unused.getsockname()[1]
-    names = {"WORLD_SIZE": workers, "LOCAL_WORLD_SIZE": workers, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    names = {
+        "WORLD_SIZE": workers,
+        "LOCAL_WORLD_SIZE": workers,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
     names |= {"LOCKSTEP_LAYOUT_SHARD": shard} if shard > 1 else {}
     pipes = [context.Pipe(duplex=False) for _ in range(workers)]
     processes = [
         context.Process(
             target=run_worker,
-            args=(script, folder, flags, {**names, "RANK": rank, "LOCAL_RANK": rank}, kill_in, pipes[rank][1]),
+            args=(
+                script,
+                folder,
+                flags,
+                {**names, "RANK": rank, "LOCAL_RANK": rank},
+                kill_in,
+                pipes[rank][1],
+            ),
             daemon=True,
         )
         for rank in range(workers)
@@ -58,7 +77,9 @@ def run_loop(
     for process in processes:
         process.join(5)
         process.kill()
-    failed = sorted((result for result in results if result.code), key=lambda result: result.code == 76)
+    failed = sorted(
+        (result for result in results if result.code), key=lambda result: result.code == 76
+    )
     return failed[0] if failed else LoopResult(0, "")
 
 
@@ -70,7 +91,14 @@ def receive(reader: Connection, timeout_s: float) -> LoopResult:
     return LoopResult(1, f"a worker sent no result within {timeout_s:g} s")
 
 
-def run_worker(script: Path, folder: Path, flags: dict[str, object], environ: dict[str, object], kill_in: int, writer: Connection) -> None:
+def run_worker(
+    script: Path,
+    folder: Path,
+    flags: dict[str, object],
+    environ: dict[str, object],
+    kill_in: int,
+    writer: Connection,
+) -> None:
     """Run a worker as torchrun would start it."""
     gc.freeze()  # a collection would copy the memory of all imported modules
     from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -81,7 +109,11 @@ def run_worker(script: Path, folder: Path, flags: dict[str, object], environ: di
     os.environ |= {name: str(value) for name, value in environ.items()}
     if kill_in:
         register_optimizer_step_pre_hook(kill_in_update(kill_in))
-    report = run_and_report(lambda: run_function(f"{script}:train", folder, {name: str(value) for name, value in flags.items()}))
+    report = run_and_report(
+        lambda: run_function(
+            f"{script}:train", folder, {name: str(value) for name, value in flags.items()}
+        )
+    )
     writer.send((report.code, report.text))
 
 

@@ -33,20 +33,89 @@ CPU_S, WORKING_CPU_S = 5.0, 20.0
 HANG_S = 60.0
 
 ODD_WORDS = (
-    *("", " ", "-1", "0", "1.5", "nan", "inf", "1e400", "99999999999999", "9" * 5000, "true", "0x10"),
+    *(
+        "",
+        " ",
+        "-1",
+        "0",
+        "1.5",
+        "nan",
+        "inf",
+        "1e400",
+        "99999999999999",
+        "9" * 5000,
+        "true",
+        "0x10",
+    ),
     *("[1, 2]", "\udcff", "a\0b", "../../etc/passwd"),
 )
 ODD_TOML = (
-    *("true", "-1", "0", "1.5", "nan", "inf", "1e400", "99999999999999", "9" * 400, '""', '"\\u0000"', '"' + "x" * 10_000 + '"'),
+    *(
+        "true",
+        "-1",
+        "0",
+        "1.5",
+        "nan",
+        "inf",
+        "1e400",
+        "99999999999999",
+        "9" * 400,
+        '""',
+        '"\\u0000"',
+        '"' + "x" * 10_000 + '"',
+    ),
     *("[]", '[""]', "[[1], [2]]", "1979-05-27T07:32:00Z"),
 )
 ODD_BYTES = (
-    *(b"", b"\n", b"\0", b"\xff", b"\xc3", b"\xc0\x80", b"\xed\xa0\x80", b"\xf4\x90\x80\x80", b"\xef\xbb\xbf", b"\xef\xbb\xbfa\tb\n"),
-    *("häßlich\n".encode("latin1"), "hello\n".encode("utf-16"), "hello\n".encode("utf-32"), b"\r\r\r", "a\u2028b\x0cc\x85d\n".encode()),
-    *(("e" + "\u0301" * 2000).encode(), "\u202eabc\u200b\n".encode(), b"[" * 100_000, b'{"a":' * 100_000, b"9" * 5000, b"1e999999"),
-    *(b"NaN", b"null", b"true", b'""', b"[]", b"{}", b'{"text": 7}', b'{"text": "\\ud800"}', b'{"text": "\\u0000"}'),
-    *(b'{"messages": 7}', b'{"messages": [{"role": "assistant", "content": "\\udfff"}]}', b'{"messages": [{"role": [], "content": null}]}'),
-    *(b'{"translation": {"en": 1, "it": []}}', b"\x1f\x8b", gzip.compress(b"hello\n")[:-4], gzip.compress(b"\0" * 10_000_000)),
+    *(
+        b"",
+        b"\n",
+        b"\0",
+        b"\xff",
+        b"\xc3",
+        b"\xc0\x80",
+        b"\xed\xa0\x80",
+        b"\xf4\x90\x80\x80",
+        b"\xef\xbb\xbf",
+        b"\xef\xbb\xbfa\tb\n",
+    ),
+    *(
+        "häßlich\n".encode("latin1"),
+        "hello\n".encode("utf-16"),
+        "hello\n".encode("utf-32"),
+        b"\r\r\r",
+        "a\u2028b\x0cc\x85d\n".encode(),
+    ),
+    *(
+        ("e" + "\u0301" * 2000).encode(),
+        "\u202eabc\u200b\n".encode(),
+        b"[" * 100_000,
+        b'{"a":' * 100_000,
+        b"9" * 5000,
+        b"1e999999",
+    ),
+    *(
+        b"NaN",
+        b"null",
+        b"true",
+        b'""',
+        b"[]",
+        b"{}",
+        b'{"text": 7}',
+        b'{"text": "\\ud800"}',
+        b'{"text": "\\u0000"}',
+    ),
+    *(
+        b'{"messages": 7}',
+        b'{"messages": [{"role": "assistant", "content": "\\udfff"}]}',
+        b'{"messages": [{"role": [], "content": null}]}',
+    ),
+    *(
+        b'{"translation": {"en": 1, "it": []}}',
+        b"\x1f\x8b",
+        gzip.compress(b"hello\n")[:-4],
+        gzip.compress(b"\0" * 10_000_000),
+    ),
     *(bytes(range(256)) * 4, b"a b " * 100_000, b'a = "[[host]]\nname = 7\n'),
 )
 assert (len(ODD_WORDS), len(ODD_TOML), len(ODD_BYTES)) == (16, 16, 40)
@@ -74,9 +143,13 @@ class Tally:
     worked: int = 0
     refused: int = 0
     slowest_s: float = 0.0
-    faults: dict[str, list[str]] = field(default_factory=lambda: {"traceback": [], "nonsense": [], "hang": []})
+    faults: dict[str, list[str]] = field(
+        default_factory=lambda: {"traceback": [], "nonsense": [], "hang": []}
+    )
 
-    def judge(self, case: str, outcome: Outcome, nonsense: Callable[[Any], str] = lambda value: "") -> None:
+    def judge(
+        self, case: str, outcome: Outcome, nonsense: Callable[[Any], str] = lambda value: ""
+    ) -> None:
         """Count a case. `nonsense` returns the fault of an accepted value, or ""."""
         self.cases += 1
         self.slowest_s = max(self.slowest_s, outcome.cpu_s)
@@ -94,10 +167,10 @@ class Tally:
 
     def __str__(self) -> str:
         counted = ", ".join(f"{len(cases)} {kind}" for kind, cases in self.faults.items())
-        listed = "\n".join(f"{kind}: {text}" for kind, texts in self.faults.items() for text in texts[:20])
-        return (
-            f"{self.cases:,} cases: {self.worked:,} worked, {self.refused:,} refused; {counted}; slowest {self.slowest_s:.2f} s\n{listed}"
+        listed = "\n".join(
+            f"{kind}: {text}" for kind, texts in self.faults.items() for text in texts[:20]
         )
+        return f"{self.cases:,} cases: {self.worked:,} worked, {self.refused:,} refused; {counted}; slowest {self.slowest_s:.2f} s\n{listed}"
 
     def check(self) -> None:
         """Print the counts. AssertionError if there are faults."""
@@ -151,16 +224,38 @@ class Commands:
         self.folder = folder
 
     def __enter__(self) -> Commands:
-        environ = {name: text for name, text in os.environ.items() if not name.startswith("LOCKSTEP_")}
-        environ |= {"LOCKSTEP_TMP": str(self.folder), "LOCKSTEP_DEVICE": "cpu", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        environ = {
+            name: text for name, text in os.environ.items() if not name.startswith("LOCKSTEP_")
+        }
+        environ |= {
+            "LOCKSTEP_TMP": str(self.folder),
+            "LOCKSTEP_DEVICE": "cpu",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONUNBUFFERED": "1",
+        }
         pipe = subprocess.PIPE
-        self.server = subprocess.Popen([sys.executable, __file__], env=environ, cwd=self.folder, stdin=pipe, stdout=pipe, text=True)
+        self.server = subprocess.Popen(
+            [sys.executable, __file__],
+            env=environ,
+            cwd=self.folder,
+            stdin=pipe,
+            stdout=pipe,
+            text=True,
+        )
         return self
 
-    def run(self, argv: Sequence[str], *, environ: Mapping[str, str] | None = None, stdin: Path | None = None) -> Outcome:
+    def run(
+        self,
+        argv: Sequence[str],
+        *,
+        environ: Mapping[str, str] | None = None,
+        stdin: Path | None = None,
+    ) -> Outcome:
         """Run a command; return its exit code and output."""
         assert self.server.stdin is not None and self.server.stdout is not None
-        self.server.stdin.write(json.dumps([list(argv), dict(environ or {}), str(stdin or os.devnull)]) + "\n")
+        self.server.stdin.write(
+            json.dumps([list(argv), dict(environ or {}), str(stdin or os.devnull)]) + "\n"
+        )
         self.server.stdin.flush()
         return Outcome(*json.loads(self.server.stdout.readline()))
 
@@ -206,8 +301,22 @@ def run_command(argv: list[str], environ: dict[str, str], stdin: str, shown: Pat
         output = os.open(shown, os.O_WRONLY | os.O_CREAT)
         os.dup2(output, 1)
         os.dup2(output, 2)
-        alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-        os.environ |= {**(alone | {"MASTER_PORT": free_port()} if argv[:1] in (["train"], ["evaluate"]) else {}), **environ}
+        alone = {
+            "RANK": "0",
+            "WORLD_SIZE": "1",
+            "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": "1",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": "0",
+        }
+        os.environ |= {
+            **(
+                alone | {"MASTER_PORT": free_port()}
+                if argv[:1] in (["train"], ["evaluate"])
+                else {}
+            ),
+            **environ,
+        }
         sys.stdin, sys.argv = os.fdopen(0), ["lockstep", *argv]
         code = main(argv)
     except SystemExit as error:

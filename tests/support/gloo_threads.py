@@ -15,7 +15,10 @@ import own_loop
 
 def train(out: str = "run", steps: int = 3) -> None:
     own_loop.train(out, steps)
-    print("threads of gloo:", sum("gloo" in name_of(thread) for thread in os.listdir("/proc/self/task")))
+    print(
+        "threads of gloo:",
+        sum("gloo" in name_of(thread) for thread in os.listdir("/proc/self/task")),
+    )
 
 
 def name_of(thread: str) -> str:

@@ -41,7 +41,9 @@ def train(steps: int = 1000, out: Path = Path("run"), pause_s: float = PAUSE_S) 
     limits = ElasticLimits(hang_timeout_s=HANG_S, evaluate_timeout_s=EVALUATE_S)
     with (
         ElasticRuntime.join(limits=limits) as current,
-        Checkpointer(out / "checkpoints", current, model, optimizer, every_steps=SAVE_EVERY) as checkpointer,
+        Checkpointer(
+            out / "checkpoints", current, model, optimizer, every_steps=SAVE_EVERY
+        ) as checkpointer,
     ):
         step = checkpointer.resume()
         with (
@@ -94,7 +96,9 @@ def run_fault(fault: str, points: torch.Tensor) -> None:
     elif fault in ("loader killed", "loader stopped"):
         batches = iter(DataLoader(points, batch_size=1, num_workers=1, prefetch_factor=1))  # type: ignore[arg-type]
         next(batches)
-        os.kill(batches._workers[0].pid, signal.SIGKILL if fault == "loader killed" else signal.SIGSTOP)  # type: ignore[attr-defined]
+        os.kill(
+            batches._workers[0].pid, signal.SIGKILL if fault == "loader killed" else signal.SIGSTOP
+        )  # type: ignore[attr-defined]
         for _ in batches:
             pass
 

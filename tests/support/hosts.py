@@ -57,7 +57,11 @@ TINY = {
 
 def flags(steps: int, **values: object) -> list[str]:
     """Return the command line flags of a tiny run; `elastic__heartbeat_timeout_s=1.5` sets elastic.heartbeat_timeout_s."""
-    given = {"steps": steps, **TINY, **{name.replace("__", "."): value for name, value in values.items()}}
+    given = {
+        "steps": steps,
+        **TINY,
+        **{name.replace("__", "."): value for name, value in values.items()},
+    }
     return [word for key, value in given.items() for word in (f"--{key}", str(value))]
 
 
@@ -86,7 +90,9 @@ class Host:
         """Return the listening ports above 1023; [] for this machine itself, which other processes
         use too.
         """
-        lines = Path(f"/proc/{self.holder}/net/tcp").read_text().splitlines()[1:] if self.holder else []
+        lines = (
+            Path(f"/proc/{self.holder}/net/tcp").read_text().splitlines()[1:] if self.holder else []
+        )
         rows = [line.split() for line in lines]
         ports = [int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == LISTEN_STATE]
         return [port for port in ports if port > 1023]
@@ -106,17 +112,32 @@ class Network:
     def __enter__(self) -> Network:
         with ExitStack() as stack:
             self.switch, *pids = [stack.enter_context(namespace()) for _ in range(self.size + 1)]
-            ip(self.switch, "link add hub type bridge", "link set hub up", f"addr add {SWITCH}/24 dev hub", "link set lo up")
+            ip(
+                self.switch,
+                "link add hub type bridge",
+                "link set hub up",
+                f"addr add {SWITCH}/24 dev hub",
+                "link set lo up",
+            )
             self.hosts = []
             for number, pid in enumerate(pids, 1):
                 address = f"10.77.0.{number}"
-                ip(self.switch, f"link add to{number} type veth peer name eth0 netns {pid}", f"link set to{number} master hub up")
+                ip(
+                    self.switch,
+                    f"link add to{number} type veth peer name eth0 netns {pid}",
+                    f"link set to{number} master hub up",
+                )
                 ip(pid, f"addr add {address}/24 dev eth0", "link set eth0 up", "link set lo up")
                 self.hosts.append(Host(chr(96 + number), address, enter(pid), pid))
             self.stack = stack.pop_all()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.stack.close()
 
     def _port(self, host: Host) -> str:
@@ -149,7 +170,9 @@ class namespace:
     """Context manager for a new network namespace; returns the pid of its holder process."""
 
     def __enter__(self) -> int:
-        self.holder = subprocess.Popen(["unshare", "--net", "cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
+        self.holder = subprocess.Popen(
+            ["unshare", "--net", "cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
+        )
         assert self.holder.stdin and self.holder.stdout
         with suppress(BrokenPipeError):
             self.holder.stdin.write(b"?")
@@ -157,7 +180,12 @@ class namespace:
             raise PermissionError("cannot create a network namespace here")
         return self.holder.pid
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.holder.communicate()
 
 
@@ -168,7 +196,9 @@ def enter(pid: int) -> tuple[str, ...]:
 
 def ip(pid: int, *commands: str) -> None:
     """Run `ip` commands in the network namespace of `pid`."""
-    subprocess.run([*enter(pid), "ip", "-batch", "-"], input="\n".join(commands), text=True, check=True)
+    subprocess.run(
+        [*enter(pid), "ip", "-batch", "-"], input="\n".join(commands), text=True, check=True
+    )
 
 
 def why_no_hosts() -> str:
@@ -217,7 +247,10 @@ class Training:
     def __post_init__(self) -> None:
         self.run = self.folder / "run"
         self.log = GenerationLog(self.run / "generations")
-        tables = [f'[[host]]\nname = "{host.name}"\naddress = "{host.address}"\nworkers = {self.workers}\n' for host in self.hosts]
+        tables = [
+            f'[[host]]\nname = "{host.name}"\naddress = "{host.address}"\nworkers = {self.workers}\n'
+            for host in self.hosts
+        ]
         (self.folder / "hosts.toml").write_text("\n".join(tables))
         for host in self.hosts if self.start is None else self.start:
             self.start_agent(host)
@@ -228,7 +261,11 @@ class Training:
         values = ["--steps", str(self.steps)] if self.script else flags(self.steps, **self.values)
         words = [*what, "--hosts", "hosts.toml", "--host", host.name, "--out", "run", *self.words]
         command = [*host.enter, sys.executable, "-m", "lockstep", "launch", *words]
-        environ = {name: value for name, value in os.environ.items() if name == "LOCKSTEP_TMP" or not name.startswith("LOCKSTEP_")}
+        environ = {
+            name: value
+            for name, value in os.environ.items()
+            if name == "LOCKSTEP_TMP" or not name.startswith("LOCKSTEP_")
+        }
         with open(self.folder / f"{host.name}.out", "ab") as output:
             self.agents[host.name] = subprocess.Popen(
                 [*command, *values],
@@ -256,7 +293,15 @@ class Training:
     def shown(self) -> int:
         """The last step printed to a terminal, which does not need the run folder."""
         text = "".join(path.read_text(errors="replace") for path in self.folder.glob("*.out"))
-        return max([0, *(int(step.replace(",", "")) for step in re.findall(r"^step ([\d,]+)  loss", text, re.MULTILINE))])
+        return max(
+            [
+                0,
+                *(
+                    int(step.replace(",", ""))
+                    for step in re.findall(r"^step ([\d,]+)  loss", text, re.MULTILINE)
+                ),
+            ]
+        )
 
     @property
     def newest(self) -> Generation:
@@ -277,7 +322,11 @@ class Training:
 
     def member(self, slot: int, host: Host = HERE) -> Member:
         """Return the member in a slot, in the newest generation."""
-        return next(member for member in self.newest.members if (member.host, member.slot) == (host.name, slot))
+        return next(
+            member
+            for member in self.newest.members
+            if (member.host, member.slot) == (host.name, slot)
+        )
 
     def processes(self, host: Host = HERE) -> dict[int, ProcessIdentity]:
         """Return slot -> worker process that the agent has recorded, whether or not it is in a
@@ -288,8 +337,12 @@ class Training:
     def forkserver(self, host: Host = HERE) -> int:
         """Return the pid of the agent's forkserver."""
         agent = self.agents[host.name].pid
-        children = [int(word) for word in Path(f"/proc/{agent}/task/{agent}/children").read_text().split()]
-        return next(pid for pid in children if Path(f"/proc/{pid}/comm").read_text() == "lockstep-forker\n")
+        children = [
+            int(word) for word in Path(f"/proc/{agent}/task/{agent}/children").read_text().split()
+        ]
+        return next(
+            pid for pid in children if Path(f"/proc/{pid}/comm").read_text() == "lockstep-forker\n"
+        )
 
     def state(self, host: Host = HERE) -> Path:
         """Return the state folder of a host."""
@@ -307,7 +360,10 @@ class Training:
 
     def injected_faults(self) -> list[tuple[str, int]]:
         """Return (point, step) of each fault that was carried out."""
-        return [(point, int(step)) for point, step in re.findall(r"injecting \w+ at (\w+) of step (\d+)", self.text())]
+        return [
+            (point, int(step))
+            for point, step in re.findall(r"injecting \w+ at (\w+) of step (\d+)", self.text())
+        ]
 
     def text(self) -> str:
         """Return the output of all agents and workers."""
@@ -325,8 +381,12 @@ class Training:
         start_s = time.monotonic()
         while not done():
             failure = f"{what or 'the condition'} did not happen"
-            assert time.monotonic() < start_s + timeout_s, f"{failure} within {timeout_s:g} s\n{self.report()}"
-            assert any(agent.poll() is None for agent in self.agents.values()) or done(), f"{failure} before the end\n{self.report()}"
+            assert time.monotonic() < start_s + timeout_s, (
+                f"{failure} within {timeout_s:g} s\n{self.report()}"
+            )
+            assert any(agent.poll() is None for agent in self.agents.values()) or done(), (
+                f"{failure} before the end\n{self.report()}"
+            )
             time.sleep(0.005)
         return time.monotonic() - start_s
 
@@ -334,14 +394,20 @@ class Training:
         """Wait until `step` is committed."""
         return self.wait(lambda: self.step >= step, timeout_s, what=f"step {step}")
 
-    def wait_until_back(self, since: Generation, count: int | None = None, timeout_s: float = 120.0) -> float:
+    def wait_until_back(
+        self, since: Generation, count: int | None = None, timeout_s: float = 120.0
+    ) -> float:
         """Wait until a generation after `since`, of any size or of `count` workers, has committed a
         step.
         """
 
         def back() -> bool:
             now = self.newest
-            return now.number > since.number and len(now.members) == (count or len(now.members)) and self.step > now.step
+            return (
+                now.number > since.number
+                and len(now.members) == (count or len(now.members))
+                and self.step > now.step
+            )
 
         return self.wait(back, timeout_s, what=f"a step of a generation after {since.number}")
 
@@ -351,7 +417,10 @@ class Training:
 
     def wait_until_joining(self, slot: int, host: Host = HERE) -> float:
         """Wait until the worker in `slot` has left its process group."""
-        return self.wait(lambda: self.doing(slot, host).phase == "joining", what=f"the end of the group of slot {slot}")
+        return self.wait(
+            lambda: self.doing(slot, host).phase == "joining",
+            what=f"the end of the group of slot {slot}",
+        )
 
     def report(self) -> str:
         """Describe what happened so far, for a failing test."""
@@ -359,7 +428,10 @@ class Training:
             f"{number}: {record.reason} (step {record.step}, {len(record.members)})"
             for number, record in list(enumerate(self.generations, 1))[-30:]
         ]
-        tails = [f"-- {path.name}\n{path.read_text(errors='replace')[-1500:]}" for path in sorted(self.folder.glob("*.out"))]
+        tails = [
+            f"-- {path.name}\n{path.read_text(errors='replace')[-1500:]}"
+            for path in sorted(self.folder.glob("*.out"))
+        ]
         return "\n".join([f"step {self.step}", *generations, *tails])
 
     # -- faults --------------------------------------------------------------------------------------------------------------
@@ -381,7 +453,9 @@ class Training:
         self.kill_agent(host)
         self.kill(*self.processes(host).values())
 
-    def request_fault(self, slot: int, what: fault.FaultKind, host: Host = HERE, **where: Any) -> None:
+    def request_fault(
+        self, slot: int, what: fault.FaultKind, host: Host = HERE, **where: Any
+    ) -> None:
         """Request a fault of the worker in `slot`."""
         fault.request_fault(self.state(host), slot, what, **where)
 
@@ -393,7 +467,9 @@ class Training:
         """Return whether the worker has taken the request."""
         return not (self.state(host) / f"{slot}.fault").exists()
 
-    def inject_fault(self, slot: int, what: fault.FaultKind, host: Host = HERE, **where: Any) -> None:
+    def inject_fault(
+        self, slot: int, what: fault.FaultKind, host: Host = HERE, **where: Any
+    ) -> None:
         """Request a fault and wait until the worker has taken it."""
         self.request_fault(slot, what, host, **where)
         self.wait(lambda: self.fault_taken(slot, host), what=f"{what} at {where}")
@@ -403,14 +479,25 @@ class Training:
     def end(self, timeout_s: float = 120.0) -> dict[str, int]:
         """Wait for all agents; return their exit codes."""
         until_s = time.monotonic() + timeout_s
-        return {name: agent.wait(max(0.1, until_s - time.monotonic())) for name, agent in self.agents.items()}
+        return {
+            name: agent.wait(max(0.1, until_s - time.monotonic()))
+            for name, agent in self.agents.items()
+        }
 
     def stop(self) -> None:
         """Ask the run to save and stop, as a user does, from the first host.
 
         Its agents exit with 75.
         """
-        command = [*self.hosts[0].enter, sys.executable, "-m", "lockstep", "launch", "--stop", "run"]
+        command = [
+            *self.hosts[0].enter,
+            sys.executable,
+            "-m",
+            "lockstep",
+            "launch",
+            "--stop",
+            "run",
+        ]
         subprocess.run(command, cwd=self.folder, check=True, capture_output=True)
 
     def assert_same_bits(self, truth: Truth, *, code: int = 0, timeout_s: float = 120.0) -> None:
@@ -425,7 +512,9 @@ class Training:
 
     def assert_nothing_left(self) -> None:
         """Assert that no process, port or temporary file is left."""
-        assert not living(self.folder), f"{[Path(f'/proc/{pid}/cmdline').read_text() for pid in living(self.folder)]} are still running"
+        assert not living(self.folder), (
+            f"{[Path(f'/proc/{pid}/cmdline').read_text() for pid in living(self.folder)]} are still running"
+        )
         assert not [host.ports() for host in self.hosts if host.ports()]
         assert not list((self.run / "waiting").glob("*"))
         left = Counter(path.name for host in self.hosts for path in self.state(host).iterdir())
@@ -461,8 +550,24 @@ def undisturbed(folder: Path, steps: int, **values: object) -> Truth:
 
     One worker: its bits are those of any number of workers.
     """
-    command = [sys.executable, "-m", "lockstep", "train", "--workers", "1", "--out", "run", *flags(steps, **values)]
-    subprocess.run(command, cwd=folder, check=True, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    command = [
+        sys.executable,
+        "-m",
+        "lockstep",
+        "train",
+        "--workers",
+        "1",
+        "--out",
+        "run",
+        *flags(steps, **values),
+    ]
+    subprocess.run(
+        command,
+        cwd=folder,
+        check=True,
+        capture_output=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
     return truth_of(folder / "run")
 
 

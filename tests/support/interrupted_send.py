@@ -25,7 +25,9 @@ small, received = torch.full((1000,), float(rank)), torch.empty(1000)
 waiter.wait([dist.isend(small, 1 - rank), None, dist.irecv(received, 1 - rank)])
 assert (received == 1 - rank).all()
 del waiter
-while any(thread.name == "lockstep-wait" for thread in threading.enumerate()):  # until the helper thread has exited
+while any(
+    thread.name == "lockstep-wait" for thread in threading.enumerate()
+):  # until the helper thread has exited
     time.sleep(0.01)
 waiter = WorkWaiter(lambda: reason[0])
 large = torch.zeros(500_000_000)  # 2e9 bytes: in flight for about a second
@@ -49,5 +51,10 @@ try:
     else:
         waiter.wait([dist.isend(large, 1) if rank == 0 else dist.irecv(large, 0)])
 except Exception as error:
-    print(type(error).__name__, round(time.monotonic() - start_s, 2), str(error).splitlines()[0], flush=True)
+    print(
+        type(error).__name__,
+        round(time.monotonic() - start_s, 2),
+        str(error).splitlines()[0],
+        flush=True,
+    )
 os._exit(0)

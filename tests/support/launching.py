@@ -33,7 +33,13 @@ def run_lockstep(*words: object, **options: Any) -> subprocess.CompletedProcess[
 
     options  of subprocess.run
     """
-    defaults = {"capture_output": True, "text": True, "timeout": 200, "env": one_thread(), "check": False}
+    defaults = {
+        "capture_output": True,
+        "text": True,
+        "timeout": 200,
+        "env": one_thread(),
+        "check": False,
+    }
     return subprocess.run(lockstep_command(*words), **(defaults | options))  # noqa: PLW1510
 
 
@@ -42,5 +48,10 @@ def start_lockstep(*words: object, **options: Any) -> subprocess.Popen[str]:
 
     options  of subprocess.Popen
     """
-    defaults = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "env": one_thread()}
+    defaults = {
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.STDOUT,
+        "text": True,
+        "env": one_thread(),
+    }
     return subprocess.Popen(lockstep_command(*words), **(defaults | options))

@@ -29,7 +29,10 @@ def train(habit: str, steps: int = 6, out: Path = Path("run")) -> None:
     data = torch.rand(64, 3)  # unseeded
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    with ElasticRuntime.join() as runtime, Checkpointer(out / "checkpoints", runtime, model, optimizer) as checkpointer:
+    with (
+        ElasticRuntime.join() as runtime,
+        Checkpointer(out / "checkpoints", runtime, model, optimizer) as checkpointer,
+    ):
         step = checkpointer.resume()
         own = torch.Generator().manual_seed(runtime.world.rank)
         with ReplicaGroup(runtime, model, checkpointer, micro_batches=4) as replicas:
@@ -37,7 +40,11 @@ def train(habit: str, steps: int = 6, out: Path = Path("run")) -> None:
                 for k in replicas.micro_batches(step):
                     first = 16 * k + step % 10
                     loss = replicas(data[first : first + 4]).square().mean()
-                    if habit == "rank 1 calls loss.backward" and runtime.world.rank == 1 and step == 2:
+                    if (
+                        habit == "rank 1 calls loss.backward"
+                        and runtime.world.rank == 1
+                        and step == 2
+                    ):
                         loss.backward()
                     else:
                         replicas.backward(loss)

@@ -51,7 +51,12 @@ class Case:
 
     def script(self) -> str:
         depths = {"top": 0, "before": 8, "inner": 16, "body": 12, "after": 8}
-        return SCRIPT.format(**{part: indent(self.parts.get(part, ""), " " * depth) for part, depth in depths.items()})
+        return SCRIPT.format(
+            **{
+                part: indent(self.parts.get(part, ""), " " * depth)
+                for part, depth in depths.items()
+            }
+        )
 
 
 def read_cases(file: str) -> list[Case]:
@@ -61,7 +66,16 @@ def read_cases(file: str) -> list[Case]:
         head, *parts = re.split(r"^-- ", text, flags=re.MULTILINE)
         title, _, more = head.strip().partition("\n")
         names = tuple(more.removeprefix("names: ").split(", ")) if more else ()
-        cases.append(Case(title, names, {name: code.strip("\n") for name, _, code in (part.partition("\n") for part in parts)}))
+        cases.append(
+            Case(
+                title,
+                names,
+                {
+                    name: code.strip("\n")
+                    for name, _, code in (part.partition("\n") for part in parts)
+                },
+            )
+        )
     return cases
 
 

@@ -24,7 +24,9 @@ class ManyMembers:
 
     def __init__(self, count: int) -> None:
         self.members = [make_member(index) for index in range(count)]
-        self.protocol = Protocol(self.members[0], ElasticLimits(expected_workers=count), lambda: "token", 0.0)
+        self.protocol = Protocol(
+            self.members[0], ElasticLimits(expected_workers=count), lambda: "token", 0.0
+        )
         self.now_s = 1.0
 
     def start(self) -> Generation:
@@ -34,7 +36,13 @@ class ManyMembers:
         protocol.on_log_read(None, [], now_s)
         for member in self.members[1:]:
             protocol.on_link_up(member.id, now_s)
-            request = {"kind": "join", "number": 0, "member": vars(member), "fingerprint": {}, "reaches": []}
+            request = {
+                "kind": "join",
+                "number": 0,
+                "member": vars(member),
+                "fingerprint": {},
+                "reaches": [],
+            }
             protocol.on_message(member.id, request, now_s)
         return self.adopt(protocol.advance(now_s))
 
@@ -66,7 +74,12 @@ class ManyMembers:
 
     def reports(self, lost: Member) -> list[tuple[str, dict[str, Any]]]:
         """Return the messages that the other members send after a loss."""
-        known = {"number": self.protocol.number, "why": "lost", "dead": {lost.id: "exited"}, "partition_suspected": False}
+        known = {
+            "number": self.protocol.number,
+            "why": "lost",
+            "dead": {lost.id: "exited"},
+            "partition_suspected": False,
+        }
         left = {"kind": "left", "step": 7, "leaving": False, "lost": [], **known}
         senders = [member.id for member in self.members[1:] if member != lost]
         return [(id, message) for message in ({"kind": "ended", **known}, left) for id in senders]

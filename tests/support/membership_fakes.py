@@ -77,7 +77,9 @@ class FakePeer:
     def connect(self, member: Member) -> None:
         """Open a link; `serve` completes its handshake."""
         host, _, port = member.address.rpartition(":")
-        self._add(socket.create_connection((host, int(port)), timeout=5), is_client=True, expected=member)
+        self._add(
+            socket.create_connection((host, int(port)), timeout=5), is_client=True, expected=member
+        )
 
     def send(self, message: dict[str, Any]) -> None:
         """Send a message over the newest authenticated link."""
@@ -119,8 +121,12 @@ class FakePeer:
         self.listener.close()
         self.disconnect()
 
-    def _add(self, connection: socket.socket, *, is_client: bool, expected: Member | None = None) -> None:
-        self.links.append(PeerLink(connection, self.token, self.me.id, is_client, time.monotonic(), expected))
+    def _add(
+        self, connection: socket.socket, *, is_client: bool, expected: Member | None = None
+    ) -> None:
+        self.links.append(
+            PeerLink(connection, self.token, self.me.id, is_client, time.monotonic(), expected)
+        )
 
 
 def serve_until(condition: Callable[[], object], *peers: FakePeer, timeout_s: float = 5.0) -> None:

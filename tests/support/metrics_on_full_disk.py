@@ -30,9 +30,15 @@ if __name__ == "__main__":
     path = Path(sys.argv[1])
     metrics = MetricsFile(path, 0)
     log_steps(metrics, 1, 10)
-    limit_file_size(path.stat().st_size + 15)  # only a part of the next line fits: the kernel writes that part
+    limit_file_size(
+        path.stat().st_size + 15
+    )  # only a part of the next line fits: the kernel writes that part
     log_steps(metrics, 11, 20)
-    print("WHILE FULL", [line["step"] for line in read_metrics(path)], path.read_bytes().endswith(b"}\n"))
+    print(
+        "WHILE FULL",
+        [line["step"] for line in read_metrics(path)],
+        path.read_bytes().endswith(b"}\n"),
+    )
     limit_file_size()
     log_steps(metrics, 21, 25)
     limit_file_size(path.stat().st_size)

@@ -28,11 +28,17 @@ from lockstep.remote.snapshots import Snapshot, newest
 
 SERVER = "import sys; from moto.server import main; main(['-H', sys.argv[1], '-p', sys.argv[2]])"
 REQUEST = "import sys; from urllib.request import *; urlopen(Request(sys.argv[1], method=sys.argv[2]), timeout=5)"
-Fault = Callable[[str, str], str]  # (method, path) -> "", "slow", "torn", "cut", "lost", "swallowed" or one of REFUSALS
+Fault = Callable[
+    [str, str], str
+]  # (method, path) -> "", "slow", "torn", "cut", "lost", "swallowed" or one of REFUSALS
 REFUSALS = {
     "503": (503, "SlowDown", "Please reduce your request rate."),
     "denied": (403, "AccessDenied", "Access Denied"),
-    "skewed": (403, "RequestTimeTooSkewed", "The difference between the request time and the current time is too large."),
+    "skewed": (
+        403,
+        "RequestTimeTooSkewed",
+        "The difference between the request time and the current time is too large.",
+    ),
 }
 
 
@@ -51,7 +57,9 @@ def s3_server(host: str = "127.0.0.1", enter: Sequence[str] = ()) -> Iterator[st
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         address = f"http://{host}:{port}"
-        wait_until(lambda: send(f"{address}/moto-api/", "GET", enter), "an answer of moto", process=process)
+        wait_until(
+            lambda: send(f"{address}/moto-api/", "GET", enter), "an answer of moto", process=process
+        )
         make_bucket(address, enter)
         yield address
     finally:
@@ -62,21 +70,38 @@ def s3_server(host: str = "127.0.0.1", enter: Sequence[str] = ()) -> Iterator[st
 def send(url: str, method: str, enter: Sequence[str] = ()) -> bool:
     """Send a request without a body; return whether it was answered without an error."""
     if enter:
-        return not subprocess.run([*enter, sys.executable, "-c", REQUEST, url, method], stderr=subprocess.DEVNULL, check=False).returncode
+        return not subprocess.run(
+            [*enter, sys.executable, "-c", REQUEST, url, method],
+            stderr=subprocess.DEVNULL,
+            check=False,
+        ).returncode
     with suppress(OSError):
-        return bool(urllib.request.urlopen(urllib.request.Request(url, method=method), timeout=5).status)
+        return bool(
+            urllib.request.urlopen(urllib.request.Request(url, method=method), timeout=5).status
+        )
     return False
 
 
 def make_bucket(address: str, enter: Sequence[str] = ()) -> None:
     """Create the bucket `runs`, and empty everything else that the server holds."""
-    assert send(f"{address}/moto-api/reset", "POST", enter) and send(f"{address}/runs", "PUT", enter)
+    assert send(f"{address}/moto-api/reset", "POST", enter) and send(
+        f"{address}/runs", "PUT", enter
+    )
 
 
 def environment(address: str, copies: object) -> dict[str, str]:
     """Return the variables with which obstore reaches the server."""
-    keys = {"AWS_ACCESS_KEY_ID": "AKIATESTTESTTEST", "AWS_SECRET_ACCESS_KEY": "very-secret-value", "AWS_REGION": "us-east-1"}
-    return {**keys, "AWS_ENDPOINT_URL": address, "LOCKSTEP_STORE_CACHE": str(copies), "LOCKSTEP_STORE_BEAT_S": "0.5"}
+    keys = {
+        "AWS_ACCESS_KEY_ID": "AKIATESTTESTTEST",
+        "AWS_SECRET_ACCESS_KEY": "very-secret-value",
+        "AWS_REGION": "us-east-1",
+    }
+    return {
+        **keys,
+        "AWS_ENDPOINT_URL": address,
+        "LOCKSTEP_STORE_CACHE": str(copies),
+        "LOCKSTEP_STORE_BEAT_S": "0.5",
+    }
 
 
 @contextmanager
@@ -110,16 +135,27 @@ class Proxy:
                     proxy.faults.append((fault, self.command, self.path))
                 if fault in REFUSALS:
                     status, code, message = REFUSALS[fault]
-                    self.reply(status, f"<Error><Code>{code}</Code><Message>{message}</Message></Error>".encode(), {})
+                    self.reply(
+                        status,
+                        f"<Error><Code>{code}</Code><Message>{message}</Message></Error>".encode(),
+                        {},
+                    )
                     return
                 if fault == "swallowed":
-                    self.reply(200, b"", {"ETag": f'"{hashlib.md5(body, usedforsecurity=False).hexdigest()}"'})
+                    self.reply(
+                        200,
+                        b"",
+                        {"ETag": f'"{hashlib.md5(body, usedforsecurity=False).hexdigest()}"'},
+                    )
                     return
                 if fault == "slow":
                     time.sleep(0.1)
                 if fault != "cut":
                     status, headers, content = proxy.forward(
-                        self.command, self.path, body[: len(body) // 2] if fault == "torn" else body, self.headers
+                        self.command,
+                        self.path,
+                        body[: len(body) // 2] if fault == "torn" else body,
+                        self.headers,
                     )
                 if fault in ("cut", "lost"):
                     self.close_connection = True
@@ -129,9 +165,20 @@ class Proxy:
             def reply(self, status: int, content: bytes, headers: dict[str, str]) -> None:
                 self.send_response(status)
                 for name, value in headers.items():
-                    if name.lower() not in ("content-length", "transfer-encoding", "connection", "date", "server"):
+                    if name.lower() not in (
+                        "content-length",
+                        "transfer-encoding",
+                        "connection",
+                        "date",
+                        "server",
+                    ):
                         self.send_header(name, value)
-                self.send_header("Content-Length", headers.get("Content-Length", "0") if self.command == "HEAD" else str(len(content)))
+                self.send_header(
+                    "Content-Length",
+                    headers.get("Content-Length", "0")
+                    if self.command == "HEAD"
+                    else str(len(content)),
+                )
                 self.end_headers()
                 self.wfile.write(b"" if self.command == "HEAD" else content)
 
@@ -143,9 +190,15 @@ class Proxy:
         self.http.daemon_threads = True
         self.address = f"http://127.0.0.1:{self.http.server_address[1]}"
 
-    def forward(self, method: str, path: str, body: bytes, headers: http.client.HTTPMessage) -> tuple[int, dict[str, str], bytes]:
+    def forward(
+        self, method: str, path: str, body: bytes, headers: http.client.HTTPMessage
+    ) -> tuple[int, dict[str, str], bytes]:
         connection = http.client.HTTPConnection(self.server.removeprefix("http://"))
-        kept = {name: value for name, value in headers.items() if name.lower() not in ("content-length", "connection")}
+        kept = {
+            name: value
+            for name, value in headers.items()
+            if name.lower() not in ("content-length", "connection")
+        }
         connection.request(method, path, body, kept)
         reply = connection.getresponse()
         content = reply.read()
@@ -153,7 +206,9 @@ class Proxy:
         return reply.status, dict(reply.getheaders()), content
 
     def __enter__(self) -> Proxy:
-        threading.Thread(target=self.http.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+        threading.Thread(
+            target=self.http.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
+        ).start()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -173,7 +228,9 @@ class StoreHost:
         self.folder, self.output = folder, ""
         self.options: dict[str, Any] = {
             "cwd": folder,
-            "env": one_thread(**environment(proxy.address, folder / "cache") | {"LOCKSTEP_STORE_BEAT_S": "1"}),
+            "env": one_thread(
+                **environment(proxy.address, folder / "cache") | {"LOCKSTEP_STORE_BEAT_S": "1"}
+            ),
         }
 
     def run(self, *words: object) -> subprocess.CompletedProcess[str]:
@@ -183,9 +240,15 @@ class StoreHost:
 
     def start_writer(self, *words: object) -> subprocess.Popen[str]:
         """Start stored_writer.py: a mirror whose training needs no torch."""
-        environ = self.options["env"] | {"PYTHONPATH": os.pathsep.join([str(SUPPORT.parent), *sys.path])}
+        environ = self.options["env"] | {
+            "PYTHONPATH": os.pathsep.join([str(SUPPORT.parent), *sys.path])
+        }
         command = [sys.executable, "-m", "support.stored_writer", *map(str, words)]
-        options = self.options | {"env": environ, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        options = self.options | {
+            "env": environ,
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.STDOUT,
+        }
         return subprocess.Popen(command, text=True, **options)
 
     def start(self, *words: object) -> subprocess.Popen[str]:

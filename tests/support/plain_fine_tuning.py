@@ -20,23 +20,38 @@ from lockstep.data.text.prepare import open_prepared
 def write_corpus(folder: Path) -> Path:
     """Write 150 short documents to a file in `folder`; return its path."""
     words = ["the", "cat", "dog", "saw", "42", "ran,", "over\n", "def", "return"]
-    texts = [" ".join(words[(number * k) % 9] for k in range(1, 10 + number % 30)) for number in range(150)]
-    (folder / "text.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts) + "\n")
+    texts = [
+        " ".join(words[(number * k) % 9] for k in range(1, 10 + number % 30))
+        for number in range(150)
+    ]
+    (folder / "text.jsonl").write_text(
+        "\n".join(json.dumps({"text": text}) for text in texts) + "\n"
+    )
     return folder / "text.jsonl"
 
 
 def plain_losses(model: nn.Module, run: Path, options: RunConfig) -> list[float]:
     """Train in a plain loop: each document of a row alone, gradients added, AdamW of torch."""
-    stream, length = open_prepared(run / "data", ChatTokenizer.load(run / "tokenizer", {})).train, options.batch.seq_len
+    stream, length = (
+        open_prepared(run / "data", ChatTokenizer.load(run / "tokenizer", {})).train,
+        options.batch.seq_len,
+    )
     rows: CutRows | PackedRows = CutRows(stream, length)
     if options.task == "sft":
         rows = PackedRows(stream, length, np.load(next((run / "data").glob("rows-*.npy"))))
     k, optim = options.batch.micro_batches, options.optim
     order = UniformOrder(len(rows), k * options.batch.tokens // length, k, options.seed)
     parameters = [p for p in model.parameters() if p.requires_grad]
-    matrices, others = ([p for p in parameters if (p.dim() > 1) == is_matrix] for is_matrix in (True, False))
-    groups = [{"params": matrices, "weight_decay": optim.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=optim.learning_rate, betas=(optim.beta1, optim.beta2), eps=optim.epsilon)
+    matrices, others = (
+        [p for p in parameters if (p.dim() > 1) == is_matrix] for is_matrix in (True, False)
+    )
+    groups = [
+        {"params": matrices, "weight_decay": optim.weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(
+        groups, lr=optim.learning_rate, betas=(optim.beta1, optim.beta2), eps=optim.epsilon
+    )
     curve = []
     for step in range(options.steps):
         total, count = 0.0, 0
@@ -46,7 +61,10 @@ def plain_losses(model: nn.Module, run: Path, options: RunConfig) -> list[float]
                 inside = documents == document
                 logits = model(tokens[inside][None]).logits[0]
                 loss = F.cross_entropy(logits, labels[inside], reduction="sum", ignore_index=-100)
-                total, count = total + float(loss.detach()), count + int((labels[inside] != -100).sum())
+                total, count = (
+                    total + float(loss.detach()),
+                    count + int((labels[inside] != -100).sum()),
+                )
                 loss.backward()
         for parameter in parameters:
             parameter.grad /= count

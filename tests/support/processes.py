@@ -30,7 +30,11 @@ def processes_in(folder: Path) -> list[int]:
     pids = []
     for entry in Path("/proc").iterdir():
         try:
-            if entry.name.isdigit() and os.readlink(entry / "cwd") == str(folder) and is_alive(int(entry.name)):
+            if (
+                entry.name.isdigit()
+                and os.readlink(entry / "cwd") == str(folder)
+                and is_alive(int(entry.name))
+            ):
                 pids.append(int(entry.name))
         except OSError:
             continue

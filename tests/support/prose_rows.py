@@ -13,7 +13,10 @@ ROWS = [
         "others are at work, and this worker has not got the state from them yet: it has no group",
         "True until this worker has received the training state; it has no process group yet",
     ),
-    ("the workers of this start do not stand at the same place", "workers resumed from different steps: rank 0 at 120, rank 1 at 100"),
+    (
+        "the workers of this start do not stand at the same place",
+        "workers resumed from different steps: rank 0 at 120, rank 1 at 100",
+    ),
     (
         "See to it that nobody goes on from what the members of this generation hold, also who has not found out: all begin anew.",
         "Mark this generation's state as untrusted: every member restarts from a checkpoint, including members that have not noticed yet.",
@@ -35,11 +38,23 @@ ROWS = [
         "Nothing rests on a message that comes exactly once; who was silent and is heard of again is there again",
         "Lost or repeated messages are harmless: each heartbeat re-sends the sender's state, and a member heard from again counts as alive.",
     ),
-    ("{first} ended with exit code 9, without a word", "worker 1 exited with code 9 and left no error report"),
-    ("broke off with exit code 0 while the others were at work", "exited early (code 0) while other workers were still training"),
-    ("the environment names a worker by halves: no RANK", "incomplete launch environment: RANK is not set"),
+    (
+        "{first} ended with exit code 9, without a word",
+        "worker 1 exited with code 9 and left no error report",
+    ),
+    (
+        "broke off with exit code 0 while the others were at work",
+        "exited early (code 0) while other workers were still training",
+    ),
+    (
+        "the environment names a worker by halves: no RANK",
+        "incomplete launch environment: RANK is not set",
+    ),
     ("--hosts beside --stop", "--stop cannot be combined with --hosts"),
-    ("a step that several processes share is not compiled", "--compile is not supported with --tensor > 1"),
+    (
+        "a step that several processes share is not compiled",
+        "--compile is not supported with --tensor > 1",
+    ),
     (
         "folder whose weights, shape and tokenizer it begins with: Hugging Face's or a run's; empty: a new one",
         "initialize from this Hugging Face or run folder; empty: train from scratch",
@@ -60,8 +75,20 @@ ROWS = [
         "Signals, read like mail: while entered, those that stop a run and SIGCHLD do nothing but lie here until `wait` is asked.",
         "Context manager that queues stop signals and SIGCHLD; `wait` returns them.",
     ),
-    ("Who is not in it ends, and is started anew by its agent.", "Workers left out of it exit; their agent restarts them."),
-    ("A port that refuses means that the process has ended.", "A refused connection is taken as proof that the process exited."),
-    ("left out: 339 said before; 775 the same source with another target", "dropped: 339 duplicates, 775 conflicting translations"),
-    ("A stopped or killed run goes on where it was", "A stopped or killed run resumes where it left off"),
+    (
+        "Who is not in it ends, and is started anew by its agent.",
+        "Workers left out of it exit; their agent restarts them.",
+    ),
+    (
+        "A port that refuses means that the process has ended.",
+        "A refused connection is taken as proof that the process exited.",
+    ),
+    (
+        "left out: 339 said before; 775 the same source with another target",
+        "dropped: 339 duplicates, 775 conflicting translations",
+    ),
+    (
+        "A stopped or killed run goes on where it was",
+        "A stopped or killed run resumes where it left off",
+    ),
 ]

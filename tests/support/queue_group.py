@@ -16,7 +16,9 @@ Transfers = Iterable[tuple[int, Tensor]]
 class QueueGroup:
     """One rank of a process group whose connections are queues; also waits for its receives."""
 
-    def __init__(self, rank: int, size: int, queues: dict[tuple[int, int], queue.SimpleQueue[Tensor]]) -> None:
+    def __init__(
+        self, rank: int, size: int, queues: dict[tuple[int, int], queue.SimpleQueue[Tensor]]
+    ) -> None:
         self._rank, self._size, self.queues = rank, size, queues
 
     def rank(self) -> int:
@@ -30,19 +32,32 @@ class QueueGroup:
             work()
 
 
-def start_exchange(sends: Transfers, receives: Transfers, group: QueueGroup, traffic: Traffic, tag: int) -> list[Callable[[], object]]:
+def start_exchange(
+    sends: Transfers, receives: Transfers, group: QueueGroup, traffic: Traffic, tag: int
+) -> list[Callable[[], object]]:
     for peer, tensor in sends:
         if tensor.numel():
             traffic.add([tensor])
             group.queues[group.rank(), peer].put(tensor.clone())
-    pairs = [(tensor, group.queues[peer, group.rank()]) for peer, tensor in receives if tensor.numel()]
-    return [lambda tensor=tensor, source=source: tensor.copy_(source.get(timeout=20)) for tensor, source in pairs]  # type: ignore[misc]
+    pairs = [
+        (tensor, group.queues[peer, group.rank()]) for peer, tensor in receives if tensor.numel()
+    ]
+    return [
+        lambda tensor=tensor, source=source: tensor.copy_(source.get(timeout=20))
+        for tensor, source in pairs
+    ]  # type: ignore[misc]
 
 
 def run_in_threads(size: int, run: Callable[[QueueGroup], None]) -> None:
     """Call run(group) for each rank, one thread per rank."""
-    queues = {(sender, receiver): queue.SimpleQueue[Tensor]() for sender in range(size) for receiver in range(size)}
-    threads = [threading.Thread(target=run, args=(QueueGroup(rank, size, queues),)) for rank in range(size)]
+    queues = {
+        (sender, receiver): queue.SimpleQueue[Tensor]()
+        for sender in range(size)
+        for receiver in range(size)
+    }
+    threads = [
+        threading.Thread(target=run, args=(QueueGroup(rank, size, queues),)) for rank in range(size)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

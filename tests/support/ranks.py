@@ -31,13 +31,27 @@ from lockstep.elastic.world import World
 
 # Imported by most test processes, or slow. lockstep last: its import notes the state of the generators.
 PRELOAD = [
-    *("torch", "torch.distributed", "torch._dynamo", "torch.optim.swa_utils", "numpy.ma", "pytest", "hypothesis"),
+    *(
+        "torch",
+        "torch.distributed",
+        "torch._dynamo",
+        "torch.optim.swa_utils",
+        "numpy.ma",
+        "pytest",
+        "hypothesis",
+    ),
     *("transformers.modeling_utils", "transformers.models.auto.modeling_auto", "peft"),
     *("lockstep.train", "lockstep.session", "lockstep.cli.main", "lockstep.cli.worker"),
 ]
 
 
-def run_ranks(function: Callable[..., Any], size: int, *args: Any, timeout_s: float = 200.0, kill: tuple[int, ...] = ()) -> list[Any]:
+def run_ranks(
+    function: Callable[..., Any],
+    size: int,
+    *args: Any,
+    timeout_s: float = 200.0,
+    kill: tuple[int, ...] = (),
+) -> list[Any]:
     """Return function(runtime, *args) of `size` processes with a common gloo group, in rank order.
 
     kill  ranks that are expected to die by SIGKILL inside the function; their result is None
@@ -48,7 +62,12 @@ def run_ranks(function: Callable[..., Any], size: int, *args: Any, timeout_s: fl
     with tempfile.TemporaryDirectory(prefix="lockstep-ranks-") as folder:
         pipes = [context.Pipe(duplex=False) for _ in range(size)]
         processes = [
-            context.Process(target=run_rank, args=(function, rank, size, folder, pipes[rank][1], args), daemon=True) for rank in range(size)
+            context.Process(
+                target=run_rank,
+                args=(function, rank, size, folder, pipes[rank][1], args),
+                daemon=True,
+            )
+            for rank in range(size)
         ]
         for process, (_, writer) in zip(processes, pipes, strict=True):
             process.start()
@@ -60,11 +79,17 @@ def run_ranks(function: Callable[..., Any], size: int, *args: Any, timeout_s: fl
                 process.kill()
                 process.join()
     errors = enumerate(errors_by_rank(answers, kill))
-    failed = [f"rank {rank} (exit code {processes[rank].exitcode}):\n{text}" for rank, text in errors if text]
+    failed = [
+        f"rank {rank} (exit code {processes[rank].exitcode}):\n{text}"
+        for rank, text in errors
+        if text
+    ]
     if failed:
         raise AssertionError("\n".join(failed))
     for rank in kill:
-        assert processes[rank].exitcode == -signal.SIGKILL, f"rank {rank} was expected to be killed; exit code {processes[rank].exitcode}"
+        assert processes[rank].exitcode == -signal.SIGKILL, (
+            f"rank {rank} was expected to be killed; exit code {processes[rank].exitcode}"
+        )
     return [answer[1] if answer else None for answer in answers]
 
 
@@ -89,20 +114,32 @@ def collect_answers(readers: list[Connection], timeout_s: float) -> list[tuple[b
 def errors_by_rank(answers: list[tuple[bool, Any] | None], kill: tuple[int, ...]) -> list[str]:
     """Return the error of each rank; "" for a rank that succeeded or was expected to be killed."""
     return [
-        ("" if answer[0] else str(answer[1])) if answer else ("" if rank in kill else "no answer") for rank, answer in enumerate(answers)
+        ("" if answer[0] else str(answer[1])) if answer else ("" if rank in kill else "no answer")
+        for rank, answer in enumerate(answers)
     ]
 
 
-def run_rank(function: Callable[..., Any], rank: int, size: int, folder: str, answer: Connection, args: tuple[Any, ...]) -> None:
+def run_rank(
+    function: Callable[..., Any],
+    rank: int,
+    size: int,
+    folder: str,
+    answer: Connection,
+    args: tuple[Any, ...],
+) -> None:
     """Form the group, run the function, send (succeeded, result or traceback) through `answer`."""
     gc.freeze()  # a collection would copy the memory of all imported modules
     try:
         torch.set_num_threads(1)
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         store = FileStore(str(Path(folder) / "store"), size)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=30))
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=30)
+        )
         wait_until_all_formed(store, size)
-        runtime = ElasticRuntime(World(rank, size, rank, size, socket.gethostname(), torch.device("cpu")))
+        runtime = ElasticRuntime(
+            World(rank, size, rank, size, socket.gethostname(), torch.device("cpu"))
+        )
         answer.send((True, function(runtime, *args)))
         dist.destroy_process_group()
     except BaseException:

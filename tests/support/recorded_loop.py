@@ -36,7 +36,11 @@ from lockstep.training import replica_group
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from own_loop import Houses, make_model, train  # noqa: F401
 
-vote_on_step, form, refuse_other_collectives = replica_group.vote_on_step, GenerationGroup.form, process_group.refuse_other_collectives
+vote_on_step, form, refuse_other_collectives = (
+    replica_group.vote_on_step,
+    GenerationGroup.form,
+    process_group.refuse_other_collectives,
+)
 generation = [0]  # of this worker
 
 

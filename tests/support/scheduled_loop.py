@@ -26,12 +26,20 @@ from lockstep.training.replica_group import ReplicaGroup
 def train(steps: int = 60, out: Path = Path("run")) -> None:
     torch.manual_seed(0)
     model, points = nn.Sequential(nn.Linear(2, 16), nn.GELU(), nn.Linear(16, 1)), torch.rand(600, 2)
-    optimizers = [torch.optim.SGD(model[0].parameters(), lr=0.7, momentum=0.9), torch.optim.AdamW(model[2].parameters(), lr=1e-2)]
+    optimizers = [
+        torch.optim.SGD(model[0].parameters(), lr=0.7, momentum=0.9),
+        torch.optim.AdamW(model[2].parameters(), lr=1e-2),
+    ]
     scheduler, ema = torch.optim.lr_scheduler.StepLR(optimizers[0], 7, 0.7), AveragedModel(model)
-    state, order = {"scheduler": scheduler, "ema": ema}, UniformOrder(len(points), batch_size=24, micro_batches=6)
+    state, order = (
+        {"scheduler": scheduler, "ema": ema},
+        UniformOrder(len(points), batch_size=24, micro_batches=6),
+    )
     with (
         ElasticRuntime.join() as runtime,
-        Checkpointer(out / "checkpoints", runtime, model, optimizers, state=state, every_steps=20) as checkpointer,
+        Checkpointer(
+            out / "checkpoints", runtime, model, optimizers, state=state, every_steps=20
+        ) as checkpointer,
     ):
         step = checkpointer.resume()
         with (
@@ -48,14 +56,20 @@ def train(steps: int = 60, out: Path = Path("run")) -> None:
                 scheduler.step()
                 ema.update_parameters(model)
                 step += 1
-                tracker.step(step, {"loss": replicas.loss, "rate": optimizers[0].param_groups[0]["lr"]})
+                tracker.step(
+                    step, {"loss": replicas.loss, "rate": optimizers[0].param_groups[0]["lr"]}
+                )
                 checkpointer.save_if_due(step)
 
 
 def disturb(path: Path, runtime: ElasticRuntime, step: int) -> None:
     """Carry out what the file requests for this step."""
     orders = json.loads(path.read_text()) if path.exists() else {}
-    if step == orders.get("kill") and runtime.slot_or_rank == 1 and not path.with_name("killed").exists():
+    if (
+        step == orders.get("kill")
+        and runtime.slot_or_rank == 1
+        and not path.with_name("killed").exists()
+    ):
         path.with_name("killed").touch()
         os.kill(os.getpid(), signal.SIGKILL)
     if step == orders.get("stop") and runtime.slot_or_rank == 0:

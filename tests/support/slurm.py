@@ -71,7 +71,11 @@ class SlurmCluster:
     """Context manager: a controller and nodes n1, n2, ...; each node is a host of a network."""
 
     def __init__(self, folder: Path, nodes: int, *, slurmd_timeout_s: int = 10) -> None:
-        self.folder, self.names, self.slurmd_timeout_s = folder, [f"n{number}" for number in range(1, nodes + 1)], slurmd_timeout_s
+        self.folder, self.names, self.slurmd_timeout_s = (
+            folder,
+            [f"n{number}" for number in range(1, nodes + 1)],
+            slurmd_timeout_s,
+        )
 
     def __enter__(self) -> SlurmCluster:
         with ExitStack() as stack:
@@ -87,43 +91,90 @@ class SlurmCluster:
             self._start("slurmctld", controller, "ctl", "slurmctld", "-D", "-f", str(self.config))
             for name in self.names:
                 self.start_node(name)
-            self.wait(lambda: self.run("sinfo", "-h", "-o", "%t").split() == ["idle"], 30, "idle nodes")
+            self.wait(
+                lambda: self.run("sinfo", "-h", "-o", "%t").split() == ["idle"], 30, "idle nodes"
+            )
             self.stack = stack.pop_all()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.stack.close()
 
     def _write_files(self) -> None:
         (self.folder / "state").mkdir(parents=True)
         (self.folder / "munge.key").write_bytes(os.urandom(64))
         (self.folder / "munge.key").chmod(0o600)
-        hosts = {"localhost": "127.0.0.1", "ctl": self.controller.address} | {name: host.address for name, host in self.hosts.items()}
-        (self.folder / "hosts").write_text("".join(f"{address} {name}\n" for name, address in hosts.items()))
+        hosts = {"localhost": "127.0.0.1", "ctl": self.controller.address} | {
+            name: host.address for name, host in self.hosts.items()
+        }
+        (self.folder / "hosts").write_text(
+            "".join(f"{address} {name}\n" for name, address in hosts.items())
+        )
         self.config = self.folder / "slurm.conf"
-        lines = [f"NodeName={name} NodeAddr={host.address} CPUs=2 RealMemory=4000 State=UNKNOWN" for name, host in self.hosts.items()]
+        lines = [
+            f"NodeName={name} NodeAddr={host.address} CPUs=2 RealMemory=4000 State=UNKNOWN"
+            for name, host in self.hosts.items()
+        ]
         text = CONFIG.replace("NodeName={names} CPUs=2 RealMemory=4000 State=UNKNOWN\n", "")
-        values = {"controller": self.controller.address, "folder": self.folder, "nodes": "\n".join(lines)}
+        values = {
+            "controller": self.controller.address,
+            "folder": self.folder,
+            "nodes": "\n".join(lines),
+        }
         self.config.write_text(text.format(**values, slurmd_timeout_s=self.slurmd_timeout_s))
 
     def _munged(self) -> list[str]:
-        files = {"key-file": "munge.key", "log-file": "munged.log", "pid-file": "munged.pid", "seed-file": "munged.seed"}
+        files = {
+            "key-file": "munge.key",
+            "log-file": "munged.log",
+            "pid-file": "munged.pid",
+            "seed-file": "munged.seed",
+        }
         options = [f"--{name}={self.folder / file}" for name, file in files.items()]
-        return ["munged", "--foreground", "--force", f"--socket={self.folder / 'munge.socket'}", *options]
+        return [
+            "munged",
+            "--foreground",
+            "--force",
+            f"--socket={self.folder / 'munge.socket'}",
+            *options,
+        ]
 
     def _start(self, key: str, host: Host, hostname: str, *command: str) -> None:
         """Start a daemon with its own host name and /etc/hosts."""
         script = f'hostname {hostname} && mount --bind {self.folder}/hosts /etc/hosts && exec "$@"'
-        words = [*host.enter, "unshare", "--uts", "--mount", "--", "bash", "-c", script, "bash", *command]
+        words = [
+            *host.enter,
+            "unshare",
+            "--uts",
+            "--mount",
+            "--",
+            "bash",
+            "-c",
+            script,
+            "bash",
+            *command,
+        ]
         with open(self.folder / f"{key}.out", "ab") as output:
             environ = os.environ | {"SLURM_CONF": str(self.config)}
             self._daemons[key] = subprocess.Popen(
-                words, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environ, start_new_session=True
+                words,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=environ,
+                start_new_session=True,
             )
 
     def start_node(self, name: str) -> None:
         """Start slurmd on a node, or start it again after `kill_node`."""
-        self._start(name, self.hosts[name], name, "slurmd", "-N", name, "-D", "-f", str(self.config))
+        self._start(
+            name, self.hosts[name], name, "slurmd", "-N", name, "-D", "-f", str(self.config)
+        )
 
     def _stop(self) -> None:
         for name in self.names:
@@ -155,9 +206,21 @@ class SlurmCluster:
     def run(self, *command: str, cwd: Path | None = None) -> str:
         """Run a command of Slurm on the controller's host; return its output."""
         script = f'mount --bind {self.folder}/hosts /etc/hosts && exec "$@"'
-        words = [*self.controller.enter, "unshare", "--mount", "--", "bash", "-c", script, "bash", *command]
+        words = [
+            *self.controller.enter,
+            "unshare",
+            "--mount",
+            "--",
+            "bash",
+            "-c",
+            script,
+            "bash",
+            *command,
+        ]
         environ = os.environ | {"SLURM_CONF": str(self.config)}
-        done = subprocess.run(words, cwd=cwd, env=environ, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(
+            words, cwd=cwd, env=environ, capture_output=True, text=True, timeout=60, check=False
+        )
         assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
         return done.stdout
 
@@ -172,17 +235,23 @@ class SlurmCluster:
 
     def wait_for_state(self, number: str, *states: str, timeout_s: float = 120.0) -> dict[str, str]:
         """Wait until a job has one of the states, such as COMPLETED; return its fields."""
-        self.wait(lambda: self.job(number)["JobState"] in states, timeout_s, f"{states} of job {number}")
+        self.wait(
+            lambda: self.job(number)["JobState"] in states, timeout_s, f"{states} of job {number}"
+        )
         return self.job(number)
 
     def wait(self, done: Callable[[], bool], timeout_s: float, what: str) -> float:
         """Wait until `done()`; return the seconds. AssertionError with the logs of the daemons."""
         start_s = time.monotonic()
         while not done():
-            assert time.monotonic() < start_s + timeout_s, f"{what} not within {timeout_s:g} s\n{self.report()}"
+            assert time.monotonic() < start_s + timeout_s, (
+                f"{what} not within {timeout_s:g} s\n{self.report()}"
+            )
             time.sleep(0.1)
         return time.monotonic() - start_s
 
     def report(self, tails: Sequence[str] = ("*.out", "*.log")) -> str:
         paths = [path for pattern in tails for path in sorted(self.folder.glob(pattern))]
-        return "\n".join(f"-- {path.name}\n{path.read_text(errors='replace')[-1500:]}" for path in paths)
+        return "\n".join(
+            f"-- {path.name}\n{path.read_text(errors='replace')[-1500:]}" for path in paths
+        )

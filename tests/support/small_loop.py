@@ -30,7 +30,9 @@ def train(steps: int = 4, out: Path = Path("run")) -> None:
     limits = ElasticLimits(rendezvous_timeout_s=0.1)
     with (
         ElasticRuntime.join(limits=limits) as runtime,
-        Checkpointer(out / "checkpoints", runtime, model, optimizer, every_steps=10) as checkpointer,
+        Checkpointer(
+            out / "checkpoints", runtime, model, optimizer, every_steps=10
+        ) as checkpointer,
     ):
         step = checkpointer.resume()
         with (
@@ -40,7 +42,9 @@ def train(steps: int = 4, out: Path = Path("run")) -> None:
             while step < steps:
                 for k in replicas.micro_batches(step):
                     rows = points[order.ids(step, k)]
-                    replicas.backward(SCALE * nn.functional.mse_loss(replicas(rows)[:, 0], rows.sum(1)) / 4)
+                    replicas.backward(
+                        SCALE * nn.functional.mse_loss(replicas(rows)[:, 0], rows.sum(1)) / 4
+                    )
                 time.sleep(PAUSE_S)
                 optimizer.step()
                 step += 1

@@ -18,7 +18,10 @@ import asyncssh
 
 async def main(folder: Path, address: str) -> None:
     """Serve until killed."""
-    keys = {"server_host_keys": [str(folder / "host")], "authorized_client_keys": str(folder / "user.pub")}
+    keys = {
+        "server_host_keys": [str(folder / "host")],
+        "authorized_client_keys": str(folder / "user.pub"),
+    }
     await asyncssh.listen(address, 22, process_factory=serve, encoding=None, **keys)
     print("listening", flush=True)
     await asyncio.Event().wait()
@@ -27,7 +30,9 @@ async def main(folder: Path, address: str) -> None:
 async def serve(process: asyncssh.SSHServerProcess[bytes]) -> None:
     """Run one command."""
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), asyncio.subprocess.PIPE)
-    child = await asyncio.create_subprocess_exec("/bin/sh", "-c", process.command or "", start_new_session=True, **pipes)
+    child = await asyncio.create_subprocess_exec(
+        "/bin/sh", "-c", process.command or "", start_new_session=True, **pipes
+    )
     await process.redirect(child.stdin, child.stdout, child.stderr)
     code = await child.wait()
     process.exit(code)

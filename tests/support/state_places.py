@@ -102,13 +102,30 @@ PLACES: dict[str, Place] = {
     "two local variables that change places": Place(
         "first", "first", setup="first, second = 1.0, 0.5", after="first, second = second, first"
     ),
-    "a local list": Place("seen", "1 / (1 + len(seen))", setup="seen = []", after="seen.append(step)"),
-    "a local deque": Place("recent", "1 / (1 + sum(recent))", setup="recent = collections.deque(maxlen=3)", after="recent.append(step)"),
-    "a local dict": Place("table", "table['factor']", setup="table = {'factor': 1.0}", after="table['factor'] *= 0.9"),
-    "a local set": Place("seen", "1 / (1 + len(seen))", setup="seen = set()", after="seen.add(step)"),
-    "a local tensor that is assigned": Place("scale", "scale", setup="scale = torch.ones(())", after="scale = scale * 0.9"),
-    "a local tensor that changes in place": Place("scale", "scale", setup="scale = torch.ones(())", after="scale.mul_(0.9)"),
-    "a local array": Place("scale", "float(scale[0])", setup="scale = np.ones(1)", after="scale *= 0.9"),
+    "a local list": Place(
+        "seen", "1 / (1 + len(seen))", setup="seen = []", after="seen.append(step)"
+    ),
+    "a local deque": Place(
+        "recent",
+        "1 / (1 + sum(recent))",
+        setup="recent = collections.deque(maxlen=3)",
+        after="recent.append(step)",
+    ),
+    "a local dict": Place(
+        "table", "table['factor']", setup="table = {'factor': 1.0}", after="table['factor'] *= 0.9"
+    ),
+    "a local set": Place(
+        "seen", "1 / (1 + len(seen))", setup="seen = set()", after="seen.add(step)"
+    ),
+    "a local tensor that is assigned": Place(
+        "scale", "scale", setup="scale = torch.ones(())", after="scale = scale * 0.9"
+    ),
+    "a local tensor that changes in place": Place(
+        "scale", "scale", setup="scale = torch.ones(())", after="scale.mul_(0.9)"
+    ),
+    "a local array": Place(
+        "scale", "float(scale[0])", setup="scale = np.ones(1)", after="scale *= 0.9"
+    ),
     "a best score with patience": Place(
         "best",
         setup="best, bad = float('inf'), 0",
@@ -276,7 +293,12 @@ PLACES: dict[str, Place] = {
         setup="meter = Meter()",
         after="meter.factor *= 0.9",
     ),
-    "a namespace of options": Place("args", "args.factor", setup="args = types.SimpleNamespace(factor=1.0)", after="args.factor *= 0.9"),
+    "a namespace of options": Place(
+        "args",
+        "args.factor",
+        setup="args = types.SimpleNamespace(factor=1.0)",
+        after="args.factor *= 0.9",
+    ),
     "an environment that acts": Place(
         "env",
         "observation",
@@ -308,7 +330,12 @@ PLACES: dict[str, Place] = {
         after="dataset.noise *= 0.9",
     ),
     # Iterators and generators of random numbers.
-    "an iterator": Place("factors", "factor", setup="factors = iter([1 / (1 + i) for i in range(100)])", top="factor = next(factors)"),
+    "an iterator": Place(
+        "factors",
+        "factor",
+        setup="factors = iter([1 / (1 + i) for i in range(100)])",
+        top="factor = next(factors)",
+    ),
     "a generator": Place(
         "factors",
         "factor",
@@ -322,11 +349,29 @@ PLACES: dict[str, Place] = {
         setup="factors = halves()",
         top="factor = next(factors)",
     ),
-    "itertools.count": Place("numbers", "1 / (1 + number)", setup="numbers = itertools.count()", top="number = next(numbers)"),
-    "itertools.cycle": Place("factors", "factor", setup="factors = itertools.cycle([1.0, 0.5, 0.25])", top="factor = next(factors)"),
-    "random.Random": Place("generator", "factor", setup="generator = random.Random(1)", top="factor = generator.random()"),
+    "itertools.count": Place(
+        "numbers",
+        "1 / (1 + number)",
+        setup="numbers = itertools.count()",
+        top="number = next(numbers)",
+    ),
+    "itertools.cycle": Place(
+        "factors",
+        "factor",
+        setup="factors = itertools.cycle([1.0, 0.5, 0.25])",
+        top="factor = next(factors)",
+    ),
+    "random.Random": Place(
+        "generator",
+        "factor",
+        setup="generator = random.Random(1)",
+        top="factor = generator.random()",
+    ),
     "a generator of NumPy": Place(
-        "generator", "factor", setup="generator = np.random.default_rng(1)", top="factor = float(generator.random())"
+        "generator",
+        "factor",
+        setup="generator = np.random.default_rng(1)",
+        top="factor = float(generator.random())",
     ),
     "a generator of torch": Place(
         "generator",
@@ -374,12 +419,24 @@ PLACES: dict[str, Place] = {
         after="os.environ['STATE_FACTOR'] = str(factor * 0.9)",
     ),
     # The model and the optimizer.
-    "a number of a module": Place("", "model.module.factor", before="net.factor = 1.0", after="net.factor *= 0.9"),
-    "a tensor of a module": Place("", "net.scale", before="net.scale = torch.ones(())", after="net.scale.mul_(0.9)"),
-    "a buffer that is not persistent": Place(
-        "", "net.scale", before="net.register_buffer('scale', torch.ones(()), persistent=False)", after="net.scale.mul_(0.9)"
+    "a number of a module": Place(
+        "", "model.module.factor", before="net.factor = 1.0", after="net.factor *= 0.9"
     ),
-    "a persistent buffer": Place("", "net.scale", before="net.register_buffer('scale', torch.ones(()))", after="net.scale.mul_(0.9)"),
+    "a tensor of a module": Place(
+        "", "net.scale", before="net.scale = torch.ones(())", after="net.scale.mul_(0.9)"
+    ),
+    "a buffer that is not persistent": Place(
+        "",
+        "net.scale",
+        before="net.register_buffer('scale', torch.ones(()), persistent=False)",
+        after="net.scale.mul_(0.9)",
+    ),
+    "a persistent buffer": Place(
+        "",
+        "net.scale",
+        before="net.register_buffer('scale', torch.ones(()))",
+        after="net.scale.mul_(0.9)",
+    ),
     "the rate of a dropout": Place(
         "",
         "model.module.drop.p",
@@ -399,8 +456,12 @@ PLACES: dict[str, Place] = {
                     p.lerp_(q, 0.1)
         """,
     ),
-    "an optimizer with a counter": Place("", module=DECAYING, optimizer="Decaying(net.parameters(), lr=0.1)"),
-    "an optimizer that overrides state_dict": Place("", module=DECAYING + OWN_STATE_DICT, optimizer="Decaying(net.parameters(), lr=0.1)"),
+    "an optimizer with a counter": Place(
+        "", module=DECAYING, optimizer="Decaying(net.parameters(), lr=0.1)"
+    ),
+    "an optimizer that overrides state_dict": Place(
+        "", module=DECAYING + OWN_STATE_DICT, optimizer="Decaying(net.parameters(), lr=0.1)"
+    ),
     "a user's scheduler that is not saved": Place(
         "schedule",
         module="""
@@ -417,7 +478,9 @@ PLACES: dict[str, Place] = {
         after="schedule.step()",
     ),
     "a scheduler that is not saved": Place(
-        "StepLR", setup="scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)", after="scheduler.step()"
+        "StepLR",
+        setup="scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)",
+        after="scheduler.step()",
     ),
     # What checkpoints hold.
     "a scheduler": Place(
@@ -480,10 +543,23 @@ def write(name: str, folder: Path) -> Path:
     def part(text: str, spaces: int) -> str:
         return indent(dedent(text).strip("\n"), " " * spaces)
 
-    parts = {"before": part(place.before, 4), "setup": part(place.setup, 8), "top": part(place.top, 12), "after": part(place.after, 12)}
-    text = LOOP.format(name=name, module=part(place.module, 0), factor=place.factor, optimizer=place.optimizer, **parts)
+    parts = {
+        "before": part(place.before, 4),
+        "setup": part(place.setup, 8),
+        "top": part(place.top, 12),
+        "after": part(place.after, 12),
+    }
+    text = LOOP.format(
+        name=name,
+        module=part(place.module, 0),
+        factor=place.factor,
+        optimizer=place.optimizer,
+        **parts,
+    )
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "state_helper.py").write_text("factor = 1.0\n\n\ndef advance():\n    global factor\n    factor *= 0.9\n")
+    (folder / "state_helper.py").write_text(
+        "factor = 1.0\n\n\ndef advance():\n    global factor\n    factor *= 0.9\n"
+    )
     script = folder / "loop.py"
     script.write_text(text.lstrip("\n"))
     return script

@@ -13,7 +13,9 @@ from lockstep.errors import LockstepError
 settings = json.loads(sys.argv[1])
 assert "torch" not in sys.modules
 try:
-    program = WorkerProgram((settings["worker"],), entry="static_workers:main", preload=("static_workers",))
+    program = WorkerProgram(
+        (settings["worker"],), entry="static_workers:main", preload=("static_workers",)
+    )
     sys.exit(run_static_group(program, settings["workers"], AgentTimeouts(**settings["timeouts"])))
 except LockstepError as error:
     print(error, file=sys.stderr)

@@ -53,7 +53,9 @@ def return_130() -> int:
 
 def print_environment() -> int:
     names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR"]
-    Path(f"environment-{rank()}").write_text(json.dumps([[os.environ[name] for name in names], sockets()]))
+    Path(f"environment-{rank()}").write_text(
+        json.dumps([[os.environ[name] for name in names], sockets()])
+    )
     print("out", rank())
     print("err", rank(), file=sys.stderr)
     return 0
@@ -66,7 +68,11 @@ def rank_1_fails_first_and_exits_last() -> int:
         raise ValueError("the loss is a fish")
     wait_until(Path("failing").exists)
     atexit.register(lambda: Path("gone-0").touch())
-    raise PeersLostError("Connection closed by peer") if rank() == 0 else RuntimeError("[pair.cc:5] Connection closed by peer")
+    raise (
+        PeersLostError("Connection closed by peer")
+        if rank() == 0
+        else RuntimeError("[pair.cc:5] Connection closed by peer")
+    )
 
 
 def raise_data_error() -> int:

@@ -29,9 +29,13 @@ def take_step(replica: Replica, step: int) -> None:
 
 def reduce_with_a_stopped_peer(rank: int, port: int) -> None:
     store = dist.TCPStore("127.0.0.1", port, 2, is_master=rank == 0)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=40))
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=40)
+    )
     reasons: list[str] = []
-    with Replica(nn.Linear(4, 4), micro_batches=2, reduce="fast", generation_error=lambda: "".join(reasons)) as replica:
+    with Replica(
+        nn.Linear(4, 4), micro_batches=2, reduce="fast", generation_error=lambda: "".join(reasons)
+    ) as replica:
         take_step(replica, 0)  # the first step also compares the trained parameters
         dist.barrier()
         if rank == 0:
@@ -43,7 +47,12 @@ def reduce_with_a_stopped_peer(rank: int, port: int) -> None:
             print("done", 0.0, flush=True)
         except Exception as error:
             print(type(error).__name__, round(time.monotonic() - start_s, 2), flush=True)
-        print("new memory" if uses_new_memory(replica) else "memory that the thread left behind may write to", flush=True)
+        print(
+            "new memory"
+            if uses_new_memory(replica)
+            else "memory that the thread left behind may write to",
+            flush=True,
+        )
         os._exit(0)
 
 
@@ -56,7 +65,9 @@ def uses_new_memory(replica: Replica) -> bool:
     replica.waits.generation_error = static_group
     replica.release_groups()
     take_step(replica, 1)
-    return all(new.buffer is not old for new, old in zip(replica.buckets.buckets, before, strict=True))
+    return all(
+        new.buffer is not old for new, old in zip(replica.buckets.buckets, before, strict=True)
+    )
 
 
 if __name__ == "__main__":

@@ -43,14 +43,24 @@ class StoredTraining:
     def start(self, host: Host, *words: str) -> None:
         """Start the agent of a host."""
         (self.folder / host.name).mkdir(exist_ok=True)
-        tables = [f'[[host]]\nname = "{one.name}"\naddress = "{one.address}"\nworkers = {self.workers}\n' for one in self.hosts]
+        tables = [
+            f'[[host]]\nname = "{one.name}"\naddress = "{one.address}"\nworkers = {self.workers}\n'
+            for one in self.hosts
+        ]
         (self.folder / host.name / "hosts.toml").write_text("\n".join(tables))
-        listed, counted = ["--hosts", "hosts.toml"], ["--nodes", self.nodes, "--workers", str(self.workers), "--address", host.address]
+        listed, counted = (
+            ["--hosts", "hosts.toml"],
+            ["--nodes", self.nodes, "--workers", str(self.workers), "--address", host.address],
+        )
         sizes = [*(counted if self.nodes else listed), "--host", host.name]
         command = ["launch", *sizes, "--out", RUN, *words, *flags(self.steps, **self.values)]
         with open(self.folder / f"{host.name}.out", "ab") as output:
             self.agents[host.name] = subprocess.Popen(
-                self.command(host, *command), stdin=subprocess.DEVNULL, stdout=output, stderr=output, **self.options(host)
+                self.command(host, *command),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                **self.options(host),
             )
 
     def run(self, host: Host, *words: str) -> str:
@@ -59,7 +69,14 @@ class StoredTraining:
 
     def messages(self, host: Host, *words: str, code: int) -> tuple[str, str]:
         """Run a command on a host, which ends with `code`; return its output and its messages."""
-        done = subprocess.run(self.command(host, *words), check=False, capture_output=True, text=True, timeout=120, **self.options(host))
+        done = subprocess.run(
+            self.command(host, *words),
+            check=False,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            **self.options(host),
+        )
         assert done.returncode == code, done.stdout + done.stderr
         return done.stdout, done.stderr
 
@@ -68,9 +85,18 @@ class StoredTraining:
 
     def options(self, host: Host) -> dict[str, object]:
         folder = self.folder / host.name
-        environ = {**os.environ, **environment(self.server, folder / "cache"), "LOCKSTEP_STORE_BEAT_S": "1", "OMP_NUM_THREADS": "1"}
+        environ = {
+            **os.environ,
+            **environment(self.server, folder / "cache"),
+            "LOCKSTEP_STORE_BEAT_S": "1",
+            "OMP_NUM_THREADS": "1",
+        }
         (folder / "tmp").mkdir(exist_ok=True, parents=True)
-        return {"cwd": folder, "env": environ | {"LOCKSTEP_TMP": str(folder / "tmp")}, "start_new_session": True}
+        return {
+            "cwd": folder,
+            "env": environ | {"LOCKSTEP_TMP": str(folder / "tmp")},
+            "start_new_session": True,
+        }
 
     def copy(self, host: Host) -> Path:
         """Return the working copy of a host."""
@@ -91,7 +117,12 @@ class StoredTraining:
     def step(self, host: Host) -> int:
         """Return the last step in the metrics of a host."""
         paths = list((self.folder / host.name / "cache").glob("*/hosts/metrics.jsonl"))
-        lines = [line for path in paths for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"}\n")]
+        lines = [
+            line
+            for path in paths
+            for line in path.read_bytes().splitlines(keepends=True)
+            if line.endswith(b"}\n")
+        ]
         return int(json.loads(lines[-1])["step"]) if lines else 0
 
     def lose(self, host: Host) -> None:
@@ -105,21 +136,34 @@ class StoredTraining:
     def wait(self, done: Callable[[], bool], what: str, timeout_s: float = 120.0) -> None:
         until_s = time.monotonic() + timeout_s
         while not done():
-            assert time.monotonic() < until_s, f"{what} did not happen within {timeout_s:g} s\n{self.report()}"
-            assert any(agent.poll() is None for agent in self.agents.values()), f"{what} did not happen before the end\n{self.report()}"
+            assert time.monotonic() < until_s, (
+                f"{what} did not happen within {timeout_s:g} s\n{self.report()}"
+            )
+            assert any(agent.poll() is None for agent in self.agents.values()), (
+                f"{what} did not happen before the end\n{self.report()}"
+            )
             time.sleep(0.02)
 
     def end(self, timeout_s: float = 180.0) -> dict[str, int]:
         """Wait for all agents; return their exit codes."""
         until_s = time.monotonic() + timeout_s
-        return {name: agent.wait(max(0.1, until_s - time.monotonic())) for name, agent in self.agents.items()}
+        return {
+            name: agent.wait(max(0.1, until_s - time.monotonic()))
+            for name, agent in self.agents.items()
+        }
 
     def steps_of(self, host: Host) -> list[tuple[int, float, float]]:
         return read_steps(self.copy(host))
 
     def report(self) -> str:
-        tails = [f"-- {path.name}\n{path.read_text(errors='replace')[-4000:]}" for path in sorted(self.folder.glob("*.out"))]
-        logs = [f"-- {path.name}\n{path.read_text(errors='replace')[-1500:]}" for path in self.folder.glob("*/cache/*/hosts/logs/*")]
+        tails = [
+            f"-- {path.name}\n{path.read_text(errors='replace')[-4000:]}"
+            for path in sorted(self.folder.glob("*.out"))
+        ]
+        logs = [
+            f"-- {path.name}\n{path.read_text(errors='replace')[-1500:]}"
+            for path in self.folder.glob("*/cache/*/hosts/logs/*")
+        ]
         return "\n".join([*tails, *logs])
 
     def close(self) -> None:

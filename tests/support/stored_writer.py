@@ -30,7 +30,11 @@ FILES = [f"tensors-{number:05d}.safetensors" for number in range(3)]
 def write(folder: str, steps: str, pause_s: str) -> None:
     """As a training: resume from the newest checkpoint, and save until the last step."""
     saved = committed_steps(Path(folder) / "checkpoints")
-    print(f"resumes from step {saved[-1]}" if saved else "starts from step 0", file=sys.stderr, flush=True)
+    print(
+        f"resumes from step {saved[-1]}" if saved else "starts from step 0",
+        file=sys.stderr,
+        flush=True,
+    )
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
     for step in range(max(saved, default=0) + 1, int(steps) + 1):
         time.sleep(float(pause_s))
@@ -48,7 +52,9 @@ def main(address: str, *arguments: str) -> int:
     patches = mock.patch.multiple(remote, CHILD=CHILD, LOW_PRIORITY=0)
     try:
         with owned_copy(RunBucket(run), "here") as (copy, ownership), patches:
-            return remote.run_mirrored(Mirror(copy, ownership), [str(copy), *arguments], signal.SIGTERM)
+            return remote.run_mirrored(
+                Mirror(copy, ownership), [str(copy), *arguments], signal.SIGTERM
+            )
     except LockstepError as error:
         print(error, file=sys.stderr)
         return error.exit_code

@@ -20,10 +20,14 @@ class TensorMemory(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.bytes = self.peak = 0
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         result = function(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor) and not hasattr(storage := tensor.untyped_storage(), "counted"):
+            if isinstance(tensor, Tensor) and not hasattr(
+                storage := tensor.untyped_storage(), "counted"
+            ):
                 storage.counted = True  # type: ignore[attr-defined]
                 self.bytes += storage.nbytes()
                 self.peak = max(self.peak, self.bytes)

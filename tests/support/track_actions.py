@@ -25,7 +25,10 @@ def perform(tracker: Tracker, action: str, arguments: list[Any]) -> None:
             tracker.step(step, {"loss": 1 / step, "tokens": 10 * step, "seconds": 0.5})
     elif action == "evaluate":
         with open(tracker.folder / "evaluations.jsonl", "a") as file:
-            file.write(json.dumps({"step": arguments[0], "bleu": arguments[0] / 2, "signature": "nrefs:1"}) + "\n")
+            file.write(
+                json.dumps({"step": arguments[0], "bleu": arguments[0] / 2, "signature": "nrefs:1"})
+                + "\n"
+            )
         tracker.forward_evaluations()
     elif action == "sync":
         tracker.sync()

@@ -24,4 +24,8 @@ else:
     cwd = Path("a folder").resolve()
     program = [sys.executable, str(Path(__file__).resolve())]
     hosts = [Host("ada", 1), Host("bob", 1)]
-    sys.exit(run_on_all_hosts([ssh_command(host, [*program, host.name], cwd, os.environ) for host in hosts]))
+    sys.exit(
+        run_on_all_hosts(
+            [ssh_command(host, [*program, host.name], cwd, os.environ) for host in hosts]
+        )
+    )

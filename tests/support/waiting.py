@@ -23,9 +23,13 @@ def wait_until(
     """
     start_s = time.monotonic()
     while not condition():
-        assert time.monotonic() < start_s + timeout_s, f"{what} did not happen within {timeout_s:g} s\n{report()}"
+        assert time.monotonic() < start_s + timeout_s, (
+            f"{what} did not happen within {timeout_s:g} s\n{report()}"
+        )
         if process and process.poll() is not None and not condition():
             output = process.communicate()
-            raise AssertionError(f"exit code {process.returncode} before {what}\n{output}\n{report()}")
+            raise AssertionError(
+                f"exit code {process.returncode} before {what}\n{output}\n{report()}"
+            )
         time.sleep(0.005)
     return time.monotonic() - start_s

@@ -20,9 +20,24 @@ SPIKE_STEP = 37
 def metrics_of(step: int) -> dict[str, Any]:
     """Return the metrics of a step, as the loop of the recipes records them; the norm has a spike."""
     return {
-        **{"loss": 8.0 / (1 + step / 50) + 1 / step, "norm": 900.0 if step == SPIKE_STEP else 1 + 0.1 * (step % 5)},
-        **{"learning_rate": 1e-3, "workers": 3, "tokens": 4096, "seconds": 0.5, "data_seconds": 0.05, "communication_seconds": 0.1},
-        **{"saving_seconds": 0.0, "overhead_seconds": 0.0, "tokens_per_second": 8192.0, "data_wait": 0.1},
+        **{
+            "loss": 8.0 / (1 + step / 50) + 1 / step,
+            "norm": 900.0 if step == SPIKE_STEP else 1 + 0.1 * (step % 5),
+        },
+        **{
+            "learning_rate": 1e-3,
+            "workers": 3,
+            "tokens": 4096,
+            "seconds": 0.5,
+            "data_seconds": 0.05,
+            "communication_seconds": 0.1,
+        },
+        **{
+            "saving_seconds": 0.0,
+            "overhead_seconds": 0.0,
+            "tokens_per_second": 8192.0,
+            "data_wait": 0.1,
+        },
         **{"exposed_communication": 0.2, "memory_bytes": 2**30, "generation": 1},
     }
 
@@ -33,11 +48,40 @@ def write_events(run: Path, steps: int) -> None:
     half, lost = steps // 2, ids[1:]
     events: list[tuple[float, str, dict[str, Any]]] = [
         (0.0, "began", {"generation": 1, "step": 0, "workers": ids}),
-        (10.0, "worker ended", {"host": "a", "slot": 0, "pid": 7, "why": "killed by SIGKILL; restarting now"}),
-        (10.5, "regrouped", {"generation": 2, "step": half, "why": "a/0: exited", "workers": lost, "joined": []}),
-        (14.0, "regrouped", {"generation": 3, "step": half + 8, "why": "members change", "workers": [*lost, "a/0/x4"], "joined": [2]}),
+        (
+            10.0,
+            "worker ended",
+            {"host": "a", "slot": 0, "pid": 7, "why": "killed by SIGKILL; restarting now"},
+        ),
+        (
+            10.5,
+            "regrouped",
+            {"generation": 2, "step": half, "why": "a/0: exited", "workers": lost, "joined": []},
+        ),
+        (
+            14.0,
+            "regrouped",
+            {
+                "generation": 3,
+                "step": half + 8,
+                "why": "members change",
+                "workers": [*lost, "a/0/x4"],
+                "joined": [2],
+            },
+        ),
         (20.0, "saved", {"step": steps, "seconds": 0.1, "generation": 3}),
-        (21.0, "goodput", {"goodput": 0.7, "wall_s": 21.0, "training_s": 14.7, "communication_s": 3.1, "lost_s": 0.2, "starting_s": 3.0}),
+        (
+            21.0,
+            "goodput",
+            {
+                "goodput": 0.7,
+                "wall_s": 21.0,
+                "training_s": 14.7,
+                "communication_s": 3.1,
+                "lost_s": 0.2,
+                "starting_s": 3.0,
+            },
+        ),
         (22.0, "worker ended", {"host": "b", "slot": 0, "pid": 9, "why": "exited with code 0"}),
     ]
     for seconds, event, facts in events:
@@ -53,8 +97,12 @@ def write_run_folder(run: Path, steps: int = 60, **values: str) -> Path:
     metrics.close()
     write_events(run, steps)
     write_run(run, resolve(None, {"steps": str(steps), **values}))
-    append_json(run / "evaluations.jsonl", {"step": steps, "split": "test", "loss": 1.25, "bleu": 31.5})
-    (run / "samples.json").write_text(json.dumps({"step": steps, "lines": ["", "  en  Tuesday <b>", "  it  martedì"]}))
+    append_json(
+        run / "evaluations.jsonl", {"step": steps, "split": "test", "loss": 1.25, "bleu": 31.5}
+    )
+    (run / "samples.json").write_text(
+        json.dumps({"step": steps, "lines": ["", "  en  Tuesday <b>", "  it  martedì"]})
+    )
     return run
 
 
@@ -62,11 +110,16 @@ def append_note(run: Path, why: str) -> None:
     append_event(run, "worker ended", host="a", slot=1, pid=8, why=why)
 
 
-def write_long_metrics(path: Path, steps: int, more: Callable[[int], dict[str, Any]] = lambda step: {}) -> None:
+def write_long_metrics(
+    path: Path, steps: int, more: Callable[[int], dict[str, Any]] = lambda step: {}
+) -> None:
     """Write the metrics of many steps at once, with values that the user's loop logs."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "wb") as file:
-        file.writelines(encode_line({"step": step, **metrics_of(step), **more(step)}) for step in range(1, steps + 1))
+        file.writelines(
+            encode_line({"step": step, **metrics_of(step), **more(step)})
+            for step in range(1, steps + 1)
+        )
 
 
 def write_many_generations(run: Path, generations: int, workers: int) -> None:
@@ -74,6 +127,18 @@ def write_many_generations(run: Path, generations: int, workers: int) -> None:
     with open(run / "events.jsonl", "wb") as file:
         for number in range(1, generations + 1):
             time = (START + timedelta(seconds=10 * number)).isoformat(timespec="milliseconds")
-            ids = [f"host-{i // 8}/{i % 8}/{number if i == number % workers else 0}" for i in range(workers)]
-            facts = {"generation": number, "step": 20 * number, "why": f"host-0/{number % 8}: exited", "workers": ids}
-            file.write(encode_line({"time": time, "event": "regrouped" if number > 1 else "began", **facts}))
+            ids = [
+                f"host-{i // 8}/{i % 8}/{number if i == number % workers else 0}"
+                for i in range(workers)
+            ]
+            facts = {
+                "generation": number,
+                "step": 20 * number,
+                "why": f"host-0/{number % 8}: exited",
+                "workers": ids,
+            }
+            file.write(
+                encode_line(
+                    {"time": time, "event": "regrouped" if number > 1 else "began", **facts}
+                )
+            )

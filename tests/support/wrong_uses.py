@@ -52,7 +52,9 @@ class Loop:
 
     def make_model(self) -> nn.Module:
         torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 1), nn.Flatten(0))
+        return nn.Sequential(
+            nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 1), nn.Flatten(0)
+        )
 
     def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -63,7 +65,9 @@ class Loop:
     def train(self) -> None:
         with lockstep.Session(self.out, **self.options) as session:
             self.session, self.plain = session, self.make_model()
-            self.model, self.optimizer = session.prepare(self.wrap(self.plain), self.make_optimizer(self.plain))
+            self.model, self.optimizer = session.prepare(
+                self.wrap(self.plain), self.make_optimizer(self.plain)
+            )
             self.scheduler = self.make_scheduler()
             self.ema = AveragedModel(self.plain, multi_avg_fn=get_ema_multi_avg_fn(0.9))
             session.state(scheduler=self.scheduler, ema=self.ema)
@@ -151,7 +155,10 @@ class UnusedParameter(Loop):
 
 @use("a parameter used in odd steps only")
 class SometimesUnused(UnusedParameter):
-    refused, committed = r"no gradient arrived for 1 of 5 parameters in micro-batch \d of step 2: unused", 2
+    refused, committed = (
+        r"no gradient arrived for 1 of 5 parameters in micro-batch \d of step 2: unused",
+        2,
+    )
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         return super().loss(x, y) + (self.plain.unused.square().sum() if self.step < 2 else 0.0)
@@ -167,7 +174,10 @@ class NewMemory(Loop):
 
 @use("new values through .data after the micro-batch loop, in shards")
 class NewMemoryInShards(NewMemory):
-    refused, committed = r"(?s)have left the memory that the shards gather: 0\.weight.*in place: p\.data\.copy_", 1
+    refused, committed = (
+        r"(?s)have left the memory that the shards gather: 0\.weight.*in place: p\.data\.copy_",
+        1,
+    )
     workers = shard = 2
 
 
@@ -214,7 +224,10 @@ class Skipping(nn.Module):
 
 @use("a block in shards that some micro-batches leave out")
 class SkippedBlock(Loop):
-    refused, committed = r"(?s)blocks\.1 did not run before blocks\.2 in micro-batch \d of step 2.*unused=\"zero\"", 2
+    refused, committed = (
+        r"(?s)blocks\.1 did not run before blocks\.2 in micro-batch \d of step 2.*unused=\"zero\"",
+        2,
+    )
     workers = shard = 2
 
     def make_model(self) -> nn.Module:
@@ -301,7 +314,9 @@ class OtherArchitecture(Loop):
     refused, workers = r"not all workers train the same parameters: 5\.bias, 5\.weight", 2
 
     def make_model(self) -> nn.Module:
-        return nn.Sequential(*super().make_model(), nn.Linear(12, 12) if self.rank else nn.Identity())
+        return nn.Sequential(
+            *super().make_model(), nn.Linear(12, 12) if self.rank else nn.Identity()
+        )
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         return super().loss(x, y) + sum(p.sum() for p in self.plain.parameters())
@@ -442,7 +457,9 @@ class ReduceLoss(ReduceInside):
 class GradientHook(Loop):
     def make_model(self) -> nn.Module:
         model = super().make_model()
-        model[0].weight.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1) + 0.01 * torch.randn_like(gradient))
+        model[0].weight.register_hook(
+            lambda gradient: gradient.clamp(-0.1, 0.1) + 0.01 * torch.randn_like(gradient)
+        )
         return model
 
 
@@ -486,7 +503,10 @@ class StepInside(Loop):
 
 @use("a change of a parameter in the micro-batch loop")
 class DecayInside(Loop):
-    refused, committed = r"0\.weight changed in the micro-batch loop of step 2; no update was made", 2
+    refused, committed = (
+        r"0\.weight changed in the micro-batch loop of step 2; no update was made",
+        2,
+    )
 
     def micro_batch(self, x: Tensor, y: Tensor) -> None:
         super().micro_batch(x, y)
@@ -546,7 +566,10 @@ class AverageInside(Loop):
 
 @use("a learning rate set by the micro-batch")
 class RateInside(Loop):
-    refused, committed = r"lr of parameter group 0 of SGD changed in the micro-batch loop of step 2", 2
+    refused, committed = (
+        r"lr of parameter group 0 of SGD changed in the micro-batch loop of step 2",
+        2,
+    )
 
     def micro_batch(self, x: Tensor, y: Tensor) -> None:
         super().micro_batch(x, y)
@@ -809,7 +832,10 @@ class DrawnByPython(DrawnFactor):
 
 @use("inputs that differ between ranks by a millionth")
 class SlightlyOtherInputs(Loop):
-    refused, workers = r"the (loss|gradient) of micro-batch 0 of step 0 is not the same on all workers", 2
+    refused, workers = (
+        r"the (loss|gradient) of micro-batch 0 of step 0 is not the same on all workers",
+        2,
+    )
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         return super().loss(x + 1e-6 * self.rank, y)
@@ -831,7 +857,10 @@ class CarriedValue(Loop):
 
 @use("a count in session.state that micro-batches of later steps change")
 class CountInside(Loop):
-    refused, committed = r"session state 'seen' changed in the micro-batch loop of step 2; no update was made", 2
+    refused, committed = (
+        r"session state 'seen' changed in the micro-batch loop of step 2; no update was made",
+        2,
+    )
 
     def wrap(self, model: nn.Module) -> nn.Module:
         self.saved = self.session.state(seen=[])
@@ -872,7 +901,10 @@ class ExchangedFunction(Loop):
 
 @use("parameters that get other names during the run")
 class OtherNames(Loop):
-    refused, committed = r"parameters and buffers changed during the run: new: 0\.weight_mask, 0\.weight_orig; gone: 0\.weight", 4
+    refused, committed = (
+        r"parameters and buffers changed during the run: new: 0\.weight_mask, 0\.weight_orig; gone: 0\.weight",
+        4,
+    )
 
     def before(self) -> None:
         if self.step == 3:
@@ -987,7 +1019,9 @@ class ConsumedLoader(Loop):
 
     def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
         if not hasattr(self, "stream"):
-            self.stream = iter(DataLoader(TensorDataset(INPUTS, TARGETS), batch_size=2, shuffle=True))
+            self.stream = iter(
+                DataLoader(TensorDataset(INPUTS, TARGETS), batch_size=2, shuffle=True)
+            )
         for _ in self.session.micro_batches(self.step):
             yield tuple(next(self.stream))
 
@@ -1078,7 +1112,10 @@ class RaggedMean(Loop):
 
 @use("a mean over one micro-batch of another size on each rank")
 class RaggedRanks(Loop):
-    refused, workers = r"the micro-batches of a step have 3 to 4 samples, and their losses are means", 2
+    refused, workers = (
+        r"the micro-batches of a step have 3 to 4 samples, and their losses are means",
+        2,
+    )
 
     def __init__(self, out: Path, steps: int) -> None:
         super().__init__(out, steps)

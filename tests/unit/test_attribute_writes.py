@@ -48,7 +48,11 @@ ALLOWED_IN = {
 
 
 def is_allowed(file: str, owner: str, attribute: str) -> bool:
-    if attribute in ALLOWED_NAMES or owner in ALLOWED_OBJECTS or owner.partition(".")[0] in ALLOWED_OBJECTS:
+    if (
+        attribute in ALLOWED_NAMES
+        or owner in ALLOWED_OBJECTS
+        or owner.partition(".")[0] in ALLOWED_OBJECTS
+    ):
         return True
     return any(file.startswith(place) and owner == name for place, name in ALLOWED_IN)
 
@@ -80,8 +84,18 @@ def is_constructor(value: ast.expr | None) -> bool:
 
 
 def assigned(node: ast.AST) -> list[ast.expr]:
-    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AugAssign | ast.AnnAssign) else []
-    return [part for target in targets for part in (target.elts if isinstance(target, ast.Tuple) else [target])]
+    targets = (
+        node.targets
+        if isinstance(node, ast.Assign)
+        else [node.target]
+        if isinstance(node, ast.AugAssign | ast.AnnAssign)
+        else []
+    )
+    return [
+        part
+        for target in targets
+        for part in (target.elts if isinstance(target, ast.Tuple) else [target])
+    ]
 
 
 def test_no_object_assigns_attributes_of_another() -> None:
@@ -91,9 +105,15 @@ def test_no_object_assigns_attributes_of_another() -> None:
         for line, owner, attribute in attribute_writes(ast.parse(path.read_text())):
             if not is_allowed(file, owner, attribute):
                 found.append(f"src/lockstep/{file}:{line}: {owner}.{attribute}")
-    assert not found, "pass the value to the constructor, or call a method:\n" + "\n".join(sorted(set(found)))
+    assert not found, "pass the value to the constructor, or call a method:\n" + "\n".join(
+        sorted(set(found))
+    )
 
 
 def test_writes_are_found() -> None:
     source = "def f(self, other):\n    made = Thing()\n    made.a = self.b = 1\n    other.c, self.d.e = 2, 3\n    self.d.f += 1\n"
-    assert list(attribute_writes(ast.parse(source))) == [(4, "other", "c"), (4, "self.d", "e"), (5, "self.d", "f")]
+    assert list(attribute_writes(ast.parse(source))) == [
+        (4, "other", "c"),
+        (4, "self.d", "e"),
+        (5, "self.d", "f"),
+    ]

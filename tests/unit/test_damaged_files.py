@@ -105,7 +105,9 @@ READERS: dict[str, Callable[[Path], object]] = {
     "logs/here-1.log": lambda run: open_worker_log(run, 1, "here"),
     "checkpoints/step-00000010/manifest.json": commands.digest_line,
     "checkpoints/step-00000010/facts.json": commands.digest_line,
-    "checkpoints/step-00000010/tensors-00000.safetensors": lambda run: commands.export(run, None, run / "out"),
+    "checkpoints/step-00000010/tensors-00000.safetensors": lambda run: commands.export(
+        run, None, run / "out"
+    ),
     "state/agent.lock": lambda run: try_lock(run / "state" / "agent.lock"),
     "state/0.board": lambda run: board.read_status(run / "state" / "0.board"),
 }
@@ -140,7 +142,10 @@ def test_unreadable_file_loses_only_its_own_content(run: Path) -> None:
     place("pipe", run / "waiting" / "here-0-a.sign")
     place("pipe", run / "evaluators" / "here.json")
     assert not events.append_event(run, "began")
-    assert list(waiting.WaitingRoom(run).members()) == [] and waiting.WaitingRoom(run).read_liveness([ME]) == {}
+    assert (
+        list(waiting.WaitingRoom(run).members()) == []
+        and waiting.WaitingRoom(run).read_liveness([ME]) == {}
+    )
     with pytest.raises(OSError, match="not a regular file"):
         waiting.WaitingRoom(run).write_liveness(ME)
     assert control.running_evaluators(run) == []
@@ -166,7 +171,9 @@ OUTSIDE = ["/etc/hostname", "../outside", "..", ".", "", "a/b", "manifest.json",
 
 
 @pytest.mark.parametrize("name", OUTSIDE)
-def test_manifest_that_lists_an_outside_file_is_damaged_for_every_reader(tmp_path: Path, name: str) -> None:
+def test_manifest_that_lists_an_outside_file_is_damaged_for_every_reader(
+    tmp_path: Path, name: str
+) -> None:
     (tmp_path / "outside").write_bytes(b"secret")
     folder = tmp_path / "checkpoints"
     save_with_manifest(folder, 20, {"facts.json": record(b"{}\n"), name: record(b"secret")})
@@ -186,11 +193,20 @@ def test_manifest_that_lists_an_outside_file_is_damaged_for_every_reader(tmp_pat
     assert (tmp_path / "outside").read_bytes() == b"secret"
 
 
-MANIFESTS = [b"[]", b"{}", b'{"format": 1, "files": []}', b'{"format": 1, "files": {"a": 1}}', b"[" * 99999, b"\xff"]
+MANIFESTS = [
+    b"[]",
+    b"{}",
+    b'{"format": 1, "files": []}',
+    b'{"format": 1, "files": {"a": 1}}',
+    b"[" * 99999,
+    b"\xff",
+]
 
 
 @pytest.mark.parametrize("manifest", MANIFESTS, ids=len)
-def test_malformed_manifest_is_damaged_even_with_a_matching_marker(tmp_path: Path, manifest: bytes) -> None:
+def test_malformed_manifest_is_damaged_even_with_a_matching_marker(
+    tmp_path: Path, manifest: bytes
+) -> None:
     path = save(tmp_path, 20)
     (path / "manifest.json").write_bytes(manifest)
     (path / "COMMITTED").write_bytes(commit.marker_content(20, manifest))
@@ -205,7 +221,10 @@ def test_checkpoint_without_facts_is_damaged(tmp_path: Path) -> None:
     save_with_manifest(tmp_path / "again", 20, {name: record((path / name).read_bytes())})
     with pytest.raises(CheckpointError, match=r"does not list facts.json"):
         CheckpointStore(tmp_path / "again").load(20)
-    assert commit.find_damage(tmp_path / "again" / path.name, 20)[0] == "the manifest does not list facts.json"
+    assert (
+        commit.find_damage(tmp_path / "again" / path.name, 20)[0]
+        == "the manifest does not list facts.json"
+    )
 
 
 def test_link_in_a_checkpoint_is_not_followed(tmp_path: Path) -> None:
@@ -237,12 +256,17 @@ def test_shard_list_with_an_outside_file_moves_nothing(tmp_path: Path, content: 
     path = part.folder(folder, 20, 1, 1)
     path.mkdir()
     (path / "part.json").write_text(content)
-    with commit.Attempt(folder, 20) as attempt, pytest.raises(CheckpointError, match=r"part of writer 1 of step 20 is damaged"):
+    with (
+        commit.Attempt(folder, 20) as attempt,
+        pytest.raises(CheckpointError, match=r"part of writer 1 of step 20 is damaged"),
+    ):
         part.collect(attempt, folder, 20)
     assert (tmp_path / "outside").read_bytes() == b"secret"
 
 
-def test_worker_loads_the_hashed_bytes_of_a_changing_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_loads_the_hashed_bytes_of_a_changing_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = save(tmp_path, 20) / "tensors-00000.safetensors"
 
     def then_change(function: Callable[..., object]) -> Callable[..., object]:
@@ -266,8 +290,12 @@ def test_worker_loads_the_hashed_bytes_of_a_changing_file(tmp_path: Path, monkey
 # Other files of a run.
 
 
-@pytest.mark.parametrize("content", ["", "{", "[" * 100_000, "[1]", '{"step": "x"}', '{"step": 1'], ids=len)
-def test_damaged_best_json_is_ignored_and_the_best_step_kept(run: Path, content: str, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    "content", ["", "{", "[" * 100_000, "[1]", '{"step": "x"}', '{"step": 1'], ids=len
+)
+def test_damaged_best_json_is_ignored_and_the_best_step_kept(
+    run: Path, content: str, caplog: pytest.LogCaptureFixture
+) -> None:
     (run / "best.json").write_text(content)
     assert best_steps(run) == [10]
     assert "best.json cannot be read" in caplog.text and "step 10" in caplog.text
@@ -291,9 +319,13 @@ def test_damaged_finished_json_is_named(run: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "pipe"])
-def test_damaged_divergence_record_does_not_make_a_generation_trusted(run: Path, content: str) -> None:
+def test_damaged_divergence_record_does_not_make_a_generation_trusted(
+    run: Path, content: str
+) -> None:
     log = GenerationLog(run / "generations")
-    log.mark_untrusted(1, "the weights differ", {"step": 3, "what": "weights", "digests": {"a": "1"}})
+    log.mark_untrusted(
+        1, "the weights differ", {"step": 3, "what": "weights", "digests": {"a": "1"}}
+    )
     path = run / "generations" / "000001.suspects.json"
     assert log.untrusted_reason(1) == "the weights differ" and len(log.divergence_records()) == 1
     place("pipe", path) if content == "pipe" else path.write_text(content)
@@ -318,21 +350,34 @@ def test_every_flipped_bit_of_a_generation_is_detected_and_named(run: Path) -> N
     for read in (agent_lock.newest_generation, control.read_newest):
         with pytest.raises(DamagedFileError, match=message):
             read(run)
-    assert "record of generation 1, is damaged" in folder_error(seat.WorkerEnv(str(run), "", "here", 0, 1, 1, 1, 1, "127.0.0.1"))
+    assert "record of generation 1, is damaged" in folder_error(
+        seat.WorkerEnv(str(run), "", "here", 0, 1, 1, 1, 1, "127.0.0.1")
+    )
 
 
 def test_flipped_bit_of_a_divergence_record_is_detected(run: Path) -> None:
     log = GenerationLog(run / "generations")
-    log.mark_untrusted(1, "the weights differ", {"step": 3, "what": "weights", "digests": {"a": "1"}})
+    log.mark_untrusted(
+        1, "the weights differ", {"step": 3, "what": "weights", "digests": {"a": "1"}}
+    )
     path = run / "generations" / "000001.suspects.json"
     path.write_text(path.read_text().replace('"step": 3', '"step": 2'))
     assert log.divergence_records() == [] and "is damaged" in log.untrusted_reason(1)
 
 
 @pytest.mark.parametrize(
-    "changed", [{"address": "127.0.0.1:400p"}, {"address": "127.0.0.1"}, {"slot": "0"}, {"port": 1}, {"address": "a:0"}]
+    "changed",
+    [
+        {"address": "127.0.0.1:400p"},
+        {"address": "127.0.0.1"},
+        {"slot": "0"},
+        {"port": 1},
+        {"address": "a:0"},
+    ],
 )
-def test_waiting_room_skips_entries_that_cannot_be_members(run: Path, changed: dict[str, object]) -> None:
+def test_waiting_room_skips_entries_that_cannot_be_members(
+    run: Path, changed: dict[str, object]
+) -> None:
     waiting.WaitingRoom(run).register(ME)
     (run / "waiting" / "here-1-b.json").write_text(json.dumps({**vars(ME), **changed}))
     (run / "waiting" / "here-2-c.json").write_text("[")
@@ -346,14 +391,20 @@ def test_malformed_token_is_refused_by_name(run: Path, content: bytes) -> None:
         read_token(run)
     with pytest.raises(DamagedFileError):
         create_run_folder(run, "here")
-    assert "token is damaged" in folder_error(seat.WorkerEnv(str(run), "", "here", 0, 1, 1, 1, 1, "127.0.0.1"))
+    assert "token is damaged" in folder_error(
+        seat.WorkerEnv(str(run), "", "here", 0, 1, 1, 1, 1, "127.0.0.1")
+    )
 
 
-def test_new_token_is_flushed_before_it_is_visible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_token_is_flushed_before_it_is_visible(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls: list[str] = []
     for name in ("fsync", "link"):
         called = getattr(os, name)
-        monkeypatch.setattr(os, name, lambda *args, called=called, name=name: (calls.append(name), called(*args))[1])
+        monkeypatch.setattr(
+            os, name, lambda *args, called=called, name=name: (calls.append(name), called(*args))[1]
+        )
     make_token(tmp_path)
     assert calls == ["fsync", "link", "fsync"] and len(read_token(tmp_path)) == 64
 
@@ -361,12 +412,17 @@ def test_new_token_is_flushed_before_it_is_visible(tmp_path: Path, monkeypatch: 
 # The state folder of a host.
 
 
-def test_a_live_worker_with_a_damaged_file_is_found_by_its_status_board(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_live_worker_with_a_damaged_file_is_found_by_its_status_board(
+    run: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     state = run / "state"
     for slot, content in enumerate(["", "{", "[1, 2]", '{"pid": 1}']):
         (state / f"{slot}.json").write_text(content)
     assert seat.running_workers(state) == {}
-    assert "0.json is damaged" in caplog.text and "no worker is known to run in this slot" in caplog.text
+    assert (
+        "0.json is damaged" in caplog.text
+        and "no worker is known to run in this slot" in caplog.text
+    )
     own_board = board.StatusBoard(state / "1.board")
     assert own_board.pid and seat.running_workers(state) == {1: seat.identify_process(os.getpid())}
     stranger = "import sys; from pathlib import Path; from lockstep.runtime.status_board import StatusBoard; StatusBoard(Path(sys.argv[1]))"
@@ -407,7 +463,12 @@ def test_checksum_detects_changes_and_is_not_part_of_the_value() -> None:
     value = add_checksum({"a": [1, 2.5], "b": None})
     assert verify_checksum(json.loads(json.dumps(value))) == {"a": [1, 2.5], "b": None}
     assert verify_checksum({"a": 1}) == {"a": 1}
-    for changed in ({**value, "b": 0}, {**value, "sha256": hashlib.sha256().hexdigest()}, [value], "x"):
+    for changed in (
+        {**value, "b": 0},
+        {**value, "sha256": hashlib.sha256().hexdigest()},
+        [value],
+        "x",
+    ):
         with pytest.raises(ValueError, match=r"checksum|no JSON object"):
             verify_checksum(changed)
 

@@ -26,7 +26,12 @@ SMALL = (
 
 def build(source: Path, kind: str, out: Path) -> Path:
     """Return the distribution that the build backend makes of `source`: kind sdist or wheel."""
-    subprocess.run([sys.executable, "-m", "hatchling", "build", "-t", kind, "-d", str(out)], cwd=source, check=True, capture_output=True)
+    subprocess.run(
+        [sys.executable, "-m", "hatchling", "build", "-t", kind, "-d", str(out)],
+        cwd=source,
+        check=True,
+        capture_output=True,
+    )
     (made,) = out.glob("*.tar.gz" if kind == "sdist" else "*.whl")
     return made
 
@@ -34,10 +39,28 @@ def build(source: Path, kind: str, out: Path) -> Path:
 def install(wheel: Path, folder: Path) -> Path:
     """Return the folder with the commands of a new environment: the wheel, and the packages of this one."""
     venv.create(folder, with_pip=False)
-    site = folder / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
-    packages = {str(Path(str(spec.origin)).parents[1]) for name in ("torch", "pydantic") if (spec := find_spec(name))}
+    site = (
+        folder
+        / "lib"
+        / f"python{sys.version_info.major}.{sys.version_info.minor}"
+        / "site-packages"
+    )
+    packages = {
+        str(Path(str(spec.origin)).parents[1])
+        for name in ("torch", "pydantic")
+        if (spec := find_spec(name))
+    }
     (site / "packages.pth").write_text("\n".join(sorted(packages)))
-    words = ["--python", str(folder / "bin" / "python"), "install", "--quiet", "--no-deps", "--no-index", "--ignore-installed", str(wheel)]
+    words = [
+        "--python",
+        str(folder / "bin" / "python"),
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--no-index",
+        "--ignore-installed",
+        str(wheel),
+    ]
     subprocess.run([sys.executable, "-m", "pip", *words], check=True)
     return folder / "bin"
 
@@ -58,18 +81,34 @@ def names(wheel: Path) -> set[str]:
 
 
 @pytest.mark.slow
-def test_the_wheel_has_every_module_and_recipe_and_equals_that_of_the_sdist(built: tuple[Path, Path, Path]) -> None:
+def test_the_wheel_has_every_module_and_recipe_and_equals_that_of_the_sdist(
+    built: tuple[Path, Path, Path],
+) -> None:
     sdist, wheel, again = built
     modules = {
-        str(path.relative_to(ROOT / "src")) for path in (ROOT / "src").rglob("*") if path.is_file() and "__pycache__" not in path.parts
+        str(path.relative_to(ROOT / "src"))
+        for path in (ROOT / "src").rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
     }
     recipes = {f"lockstep/recipes/{path.name}" for path in (ROOT / "recipes").glob("*.toml")}
     assert modules | recipes <= names(wheel) and "lockstep/py.typed" in names(wheel)
     assert names(wheel) == names(again)
-    assert not {name for name in names(wheel) if not name.startswith(("lockstep/", f"lockstep_train-{lockstep.__version__}.dist-info/"))}
+    assert not {
+        name
+        for name in names(wheel)
+        if not name.startswith(("lockstep/", f"lockstep_train-{lockstep.__version__}.dist-info/"))
+    }
     with tarfile.open(sdist) as archive:
         inside = {name.partition("/")[2] for name in archive.getnames()}
-    assert {"README.md", "LICENSE", "CHANGELOG.md", "CITATION.cff", "pyproject.toml", "constraints.txt", "tests/conftest.py"} <= inside
+    assert {
+        "README.md",
+        "LICENSE",
+        "CHANGELOG.md",
+        "CITATION.cff",
+        "pyproject.toml",
+        "constraints.txt",
+        "tests/conftest.py",
+    } <= inside
     assert sdist.stat().st_size < 5_000_000
 
 
@@ -82,9 +121,18 @@ def run(built: tuple[Path, Path, Path], tmp_path: Path) -> Callable[[str], str]:
     environ.pop("PYTHONPATH", None)
 
     def run(command: str) -> str:
-        return subprocess.run(["bash", "-c", command], cwd=empty, env=environ, check=True, capture_output=True, text=True).stdout
+        return subprocess.run(
+            ["bash", "-c", command],
+            cwd=empty,
+            env=environ,
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout
 
-    assert run("python -c 'import lockstep; print(lockstep.__file__)'").startswith(str(tmp_path / "venv"))
+    assert run("python -c 'import lockstep; print(lockstep.__file__)'").startswith(
+        str(tmp_path / "venv")
+    )
     return run
 
 
@@ -93,14 +141,21 @@ def test_the_wheel_works_in_an_empty_folder(run: Callable[[str], str]) -> None:
     assert run("lockstep --version").strip() == lockstep.__version__
     assert "llama-sft" in run("lockstep recipes")
     assert '"sft"' in run("lockstep train recipes/llama-sft.toml --show").splitlines()[0]
-    assert tomllib.loads(run("lockstep recipes translate > mine.toml; cat mine.toml"))["steps"] == 20000
-    assert run("lockstep completion bash | bash -n && lockstep train mine.toml --show").startswith("task")
+    assert (
+        tomllib.loads(run("lockstep recipes translate > mine.toml; cat mine.toml"))["steps"]
+        == 20000
+    )
+    assert run("lockstep completion bash | bash -n && lockstep train mine.toml --show").startswith(
+        "task"
+    )
 
 
 @pytest.mark.long
 def test_the_wheel_trains_in_an_empty_folder(run: Callable[[str], str]) -> None:
     run(f"lockstep train {SMALL} --out run")
-    assert "step 3 sha256" in run("lockstep checkpoint verify run && lockstep checkpoint digest run")
+    assert "step 3 sha256" in run(
+        "lockstep checkpoint verify run && lockstep checkpoint digest run"
+    )
 
 
 def test_the_version_is_that_of_the_citation() -> None:

@@ -53,9 +53,18 @@ def test_every_key_uses_or_refuses_unusual_words() -> None:
     tally = Tally()
     for key in KEYS:
         for word in ODD_WORDS:
-            for flags, environ in (({key: word}, {}), ({}, {"LOCKSTEP_" + key.upper().replace(".", "_"): word})):
-                outcome = attempt(lambda flags=flags, environ=environ: resolve(None, flags, environ))
-                tally.judge(f"{key}={word[:40]!r}", outcome, lambda run, key=key, word=word: nonsense(key, expected(KEYS[key], word))(run))
+            for flags, environ in (
+                ({key: word}, {}),
+                ({}, {"LOCKSTEP_" + key.upper().replace(".", "_"): word}),
+            ):
+                outcome = attempt(
+                    lambda flags=flags, environ=environ: resolve(None, flags, environ)
+                )
+                tally.judge(
+                    f"{key}={word[:40]!r}",
+                    outcome,
+                    lambda run, key=key, word=word: nonsense(key, expected(KEYS[key], word))(run),
+                )
                 if outcome.code:
                     assert key in outcome.text and len(outcome.text) < 2000, outcome.text
     tally.check()
@@ -77,7 +86,11 @@ def test_every_key_uses_or_refuses_unusual_values_of_a_run_file(tmp_path: Path) 
                 '""': () if KEYS[key].type is StringList else "",
                 "[]": (),
             }.get(text)
-            tally.judge(f"{key} = {text[:40]}", outcome, lambda run, key=key, given=given: nonsense(key, given)(run))
+            tally.judge(
+                f"{key} = {text[:40]}",
+                outcome,
+                lambda run, key=key, given=given: nonsense(key, given)(run),
+            )
             if outcome.code:
                 assert key in outcome.text and len(outcome.text) < 2000, outcome.text
     tally.check()
@@ -87,7 +100,9 @@ def test_every_number_and_text_has_an_upper_bound() -> None:
     for key, field in KEYS.items():
         if isinstance(field.default, int | float) and not isinstance(field.default, bool):
             beyond = field.lt if field.lt is not None else 2 * field.le
-            assert attempt(lambda key=key, beyond=beyond: resolve(None, {key: repr(beyond)})).code == 2, key
+            assert (
+                attempt(lambda key=key, beyond=beyond: resolve(None, {key: repr(beyond)})).code == 2
+            ), key
         elif isinstance(field.default, str | tuple):
             assert attempt(lambda key=key: resolve(None, {key: "x" * 5000})).code == 2, key
 
@@ -99,7 +114,10 @@ def read_all(path: Path, kind: Any) -> Any:
 
 def lines(raw: bytes) -> list[str]:
     """Return the lines of a text, which end at "\\n" or "\\r\\n" only."""
-    return [line.rstrip("\n").removesuffix("\r") for line in io.StringIO(raw.decode().removeprefix("\ufeff"), newline="\n")]
+    return [
+        line.rstrip("\n").removesuffix("\r")
+        for line in io.StringIO(raw.decode().removeprefix("\ufeff"), newline="\n")
+    ]
 
 
 # name -> (reader, valid content, independent reader or None)
@@ -107,17 +125,41 @@ READERS: dict[str, tuple[Callable[[Path], Any], bytes, Callable[[bytes], Any] | 
     "run.toml": (lambda path: resolve(path).run and None, b"steps = 3\n", None),
     "hosts.toml": (read_hosts, b'[[host]]\nname = "a"\nworkers = 1\n', None),
     "run.json": (lambda path: open_run(path.parent, None, {}, {}).run and None, b"", None),
-    "pairs.txt": (lambda path: [a for a, _ in read_pairs([str(path), str(path)], "en", "it", "train")], b"a\n", lines),
-    "pairs.txt.gz": (lambda path: [a for a, _ in read_pairs([str(path), str(path)], "en", "it", "train")], b"a\n", None),
-    "pairs.tsv": (lambda path: read_pairs([str(path)], "en", "it", "train") and None, b"a\tb\n", None),
-    "pairs.jsonl": (lambda path: read_pairs([str(path)], "en", "it", "train") and None, b'{"en": "a", "it": "b"}\n', None),
+    "pairs.txt": (
+        lambda path: [a for a, _ in read_pairs([str(path), str(path)], "en", "it", "train")],
+        b"a\n",
+        lines,
+    ),
+    "pairs.txt.gz": (
+        lambda path: [a for a, _ in read_pairs([str(path), str(path)], "en", "it", "train")],
+        b"a\n",
+        None,
+    ),
+    "pairs.tsv": (
+        lambda path: read_pairs([str(path)], "en", "it", "train") and None,
+        b"a\tb\n",
+        None,
+    ),
+    "pairs.jsonl": (
+        lambda path: read_pairs([str(path)], "en", "it", "train") and None,
+        b'{"en": "a", "it": "b"}\n',
+        None,
+    ),
     "text.txt": (
         lambda path: "".join(d.text for _, d in read_all(path, "text")),
         b"a\n",
         lambda raw: raw.decode().removeprefix("\ufeff"),
     ),
-    "text.jsonl": (lambda path: [d.text for _, d in read_all(path, "text")] and None, b'{"text": "a"}\n', None),
-    "text.jsonl.gz": (lambda path: [d.text for _, d in read_all(path, "text")] and None, b'{"text": "a"}\n', None),
+    "text.jsonl": (
+        lambda path: [d.text for _, d in read_all(path, "text")] and None,
+        b'{"text": "a"}\n',
+        None,
+    ),
+    "text.jsonl.gz": (
+        lambda path: [d.text for _, d in read_all(path, "text")] and None,
+        b'{"text": "a"}\n',
+        None,
+    ),
     "chats.jsonl": (
         lambda path: list(chats(DataOptions(kind="chat", train=(str(path),)), Counter())) and None,
         b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n',
@@ -140,7 +182,11 @@ def test_every_input_file_is_read_unchanged_or_refused(tmp_path: Path, name: str
                 def why(value: Any, content: bytes = content) -> str:
                     if other is None or (not content.strip() and not value):
                         return ""
-                    return "" if value == other(content) else f"{content[:60]!r} became {str(value)[:60]!r}"
+                    return (
+                        ""
+                        if value == other(content)
+                        else f"{content[:60]!r} became {str(value)[:60]!r}"
+                    )
 
                 tally.judge(f"{name}, odd bytes {number} {odd[:30]!r}", outcome, why)
                 if outcome.code:

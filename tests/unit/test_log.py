@@ -31,11 +31,15 @@ def test_log_calls_do_not_wait_for_a_hung_disk(tmp_path: Path) -> None:
     os.set_blocking(disk, True)
     with open(disk) as lines:
         read = [next(lines) for _ in range(COUNT)]
-        assert [line.rpartition("rank 1: ")[2] for line in read] == [f"{number:0{LINE}}\n" for number in range(COUNT)]
+        assert [line.rpartition("rank 1: ")[2] for line in read] == [
+            f"{number:0{LINE}}\n" for number in range(COUNT)
+        ]
         set_up_logging()
 
 
-def test_records_are_formatted_at_once_and_written_after_flush_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_records_are_formatted_at_once_and_written_after_flush_log(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path, argument = tmp_path / "log", ["one"]
     set_up_logging(file=path)
     log.warning("%s", argument)
@@ -46,17 +50,30 @@ def test_records_are_formatted_at_once_and_written_after_flush_log(tmp_path: Pat
         log.exception("it failed")
     flush_log()
     text = path.read_text()
-    assert "W rank 0: ['one']" in text and "E rank 0: it failed\nTraceback" in text and "ValueError: an error on order" in text
+    assert (
+        "W rank 0: ['one']" in text
+        and "E rank 0: it failed\nTraceback" in text
+        and "ValueError: an error on order" in text
+    )
     assert capsys.readouterr().err.startswith("['one']\nit failed\nTraceback")
 
 
 def test_all_records_are_written_at_exit(tmp_path: Path) -> None:
-    script = "import sys, logging; from pathlib import Path; from lockstep.log import set_up_logging\n"
+    script = (
+        "import sys, logging; from pathlib import Path; from lockstep.log import set_up_logging\n"
+    )
     script += "set_up_logging(rank=1, file=Path(sys.argv[1]))\n"
     script += f"for number in range({COUNT}): logging.getLogger('lockstep').info('line %d', number)\nsys.exit(3)"
-    assert subprocess.run([sys.executable, "-c", script, str(tmp_path / "log")], check=False).returncode == 3
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", script, str(tmp_path / "log")], check=False
+        ).returncode
+        == 3
+    )
     lines = (tmp_path / "log").read_text().splitlines()
-    assert [line.rpartition(": ")[2] for line in lines] == [f"line {number}" for number in range(COUNT)]
+    assert [line.rpartition(": ")[2] for line in lines] == [
+        f"line {number}" for number in range(COUNT)
+    ]
 
 
 CLIPBOARD = "\x1b]52;c;bHMgfg==\x07"  # sets the clipboard of a terminal
@@ -73,11 +90,15 @@ CLIPBOARD = "\x1b]52;c;bHMgfg==\x07"  # sets the clipboard of a terminal
         ("two\r\nlines\tand é 👩\u200d🚀", "two\nlines\tand é 👩\u200d🚀"),
     ],
 )
-def test_control_characters_are_replaced(text: str, shown: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_control_characters_are_replaced(
+    text: str, shown: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert printable(text) == shown
     assert str(DataError(text, text)) == f"DataError: {shown}\n  " + "\n  ".join(shown.splitlines())
     set_up_logging(file=tmp_path / "log")
     log.warning("%s", text)
     flush_log()
-    assert capsys.readouterr().err == f"{shown}\n" and (tmp_path / "log").read_text().endswith(f": {shown}\n")
+    assert capsys.readouterr().err == f"{shown}\n" and (tmp_path / "log").read_text().endswith(
+        f": {shown}\n"
+    )
     set_up_logging()

@@ -28,23 +28,37 @@ def test_the_source_has_no_upward_import_and_no_cycle(capsys: pytest.CaptureFixt
     assert "package arrows" in output.out
 
 
-def test_an_upward_import_fails_with_its_statement(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    top = write_package(tmp_path, data__order="from lockstep.errors import DataError", errors="def f():\n    import lockstep.data.order")
+def test_an_upward_import_fails_with_its_statement(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    top = write_package(
+        tmp_path,
+        data__order="from lockstep.errors import DataError",
+        errors="def f():\n    import lockstep.data.order",
+    )
     assert main([top]) == 1
     output = capsys.readouterr()
     assert output.err == "error: upward import: errors -> data.order\n"
     assert "data           1 file  -> errors 1" in output.out
 
 
-def test_a_cycle_inside_a_layer_fails_with_its_packages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_cycle_inside_a_layer_fails_with_its_packages(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     top = write_package(
-        tmp_path, units="from lockstep import files", files="from lockstep.log import a", log="import lockstep.units", layout=""
+        tmp_path,
+        units="from lockstep import files",
+        files="from lockstep.log import a",
+        log="import lockstep.units",
+        layout="",
     )
     assert main([top]) == 1
     assert capsys.readouterr().err == "error: import cycle among files, log, units\n"
 
 
-def test_a_package_without_a_layer_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_package_without_a_layer_fails(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main([write_package(tmp_path, novel__page="", errors="")]) == 1
     assert "package novel has no layer" in capsys.readouterr().err
 
@@ -71,7 +85,10 @@ def test_each_package_has_one_layer() -> None:
 
 def test_the_documented_layers_are_the_checked_ones() -> None:
     page = (Path(__file__).parents[2] / "docs/architecture.md").read_text()
-    rows = [line.split("|")[1] for line in page.partition("| package |")[2].split("\n\n")[0].splitlines()[2:]]
+    rows = [
+        line.split("|")[1]
+        for line in page.partition("| package |")[2].split("\n\n")[0].splitlines()[2:]
+    ]
     assert [tuple(row.replace("`", "").split()) for row in rows] == [
         tuple(name for name in layer if name != "__main__") for layer in LAYERS
     ]

@@ -18,7 +18,9 @@ import pictures  # noqa: E402
 
 @pytest.mark.parametrize("name", pictures.DIAGRAMS)
 def test_a_diagram_equals_its_drawing(name: str) -> None:
-    assert (ROOT / "docs" / "pictures" / f"{name}.svg").read_text() == pictures.DIAGRAMS[name](), "stale: python tools/pictures.py"
+    assert (ROOT / "docs" / "pictures" / f"{name}.svg").read_text() == pictures.DIAGRAMS[name](), (
+        "stale: python tools/pictures.py"
+    )
 
 
 @pytest.mark.parametrize("name", [*pictures.DIAGRAMS, *pictures.RECORDED])
@@ -45,9 +47,17 @@ def test_a_trace_becomes_the_lanes_of_its_last_step(tmp_path: Path) -> None:
         json.dump({"traceEvents": [*events, {"ph": "M", "name": "process_name"}]}, file)
     lanes = pictures.read_step(tmp_path / "trace.json.gz")
     spans = {name: [(span.start, span.end) for span in lane] for name, lane in lanes.items()}
-    assert spans == {"forward, rest": [(0, 5)], "backward": [(5, 9)], "communication": [(7, 10)], "update": [(10, 12)]}
+    assert spans == {
+        "forward, rest": [(0, 5)],
+        "backward": [(5, 9)],
+        "communication": [(7, 10)],
+        "update": [(10, 12)],
+    }
 
 
-@pytest.mark.parametrize(("rough", "step"), [(0.03, 0.05), (0.2, 0.2), (1, 1), (1.1, 2), (3, 5), (7, 10), (45, 50), (140, 200)])
+@pytest.mark.parametrize(
+    ("rough", "step"),
+    [(0.03, 0.05), (0.2, 0.2), (1, 1), (1.1, 2), (3, 5), (7, 10), (45, 50), (140, 200)],
+)
 def test_ticks_are_round_numbers(rough: float, step: float) -> None:
     assert pictures.nice_step(rough) == pytest.approx(step)

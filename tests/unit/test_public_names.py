@@ -16,7 +16,16 @@ import pytest
 import lockstep
 from lockstep.cli.main import split_script
 from lockstep.cli.options import build_parser
-from lockstep.cli.script import arguments_of, call, folder_of, given_out, imports_lockstep, module_file, session_folder, split_at_script
+from lockstep.cli.script import (
+    arguments_of,
+    call,
+    folder_of,
+    given_out,
+    imports_lockstep,
+    module_file,
+    session_folder,
+    split_at_script,
+)
 from lockstep.cli.start import read_script_request
 from lockstep.config.resolve import parse_flags
 from lockstep.errors import ERRORS_BY_NAME, LockstepError, UsageError
@@ -27,19 +36,35 @@ SOURCE = Path(lockstep.__file__).parent
 
 
 def test_every_public_name_exists_and_is_listed() -> None:
-    assert sorted(lockstep.__all__) == lockstep.__all__ and set(lockstep.__all__) <= set(dir(lockstep))
+    assert sorted(lockstep.__all__) == lockstep.__all__ and set(lockstep.__all__) <= set(
+        dir(lockstep)
+    )
     for name in lockstep.__all__:
         assert getattr(lockstep, name) is not None
-        assert name == "__version__" or inspect.getdoc(getattr(lockstep, name)) or issubclass(getattr(lockstep, name), LockstepError), name
+        assert (
+            name == "__version__"
+            or inspect.getdoc(getattr(lockstep, name))
+            or issubclass(getattr(lockstep, name), LockstepError)
+        ), name
     assert not hasattr(lockstep, "no_such_name")
-    assert {name for name in dir(lockstep) if not name.startswith("_")} == set(lockstep.__all__) - {"__version__"}
+    assert {name for name in dir(lockstep) if not name.startswith("_")} == set(lockstep.__all__) - {
+        "__version__"
+    }
 
 
 def test_editors_see_the_lazily_loaded_names() -> None:
     tree = ast.parse((SOURCE / "__init__.py").read_text())
     (typed,) = (node for node in tree.body if isinstance(node, ast.If))
-    seen = {alias.asname or alias.name for node in ast.walk(typed) if isinstance(node, ast.ImportFrom) for alias in node.names}
-    assert seen | {"__version__"} | set(ERRORS_BY_NAME) == set(lockstep.__all__) and (SOURCE / "py.typed").exists()
+    seen = {
+        alias.asname or alias.name
+        for node in ast.walk(typed)
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert (
+        seen | {"__version__"} | set(ERRORS_BY_NAME) == set(lockstep.__all__)
+        and (SOURCE / "py.typed").exists()
+    )
 
 
 def test_importing_lockstep_imports_neither_torch_nor_numpy() -> None:
@@ -50,7 +75,9 @@ def test_importing_lockstep_imports_neither_torch_nor_numpy() -> None:
 def test_there_is_one_version() -> None:
     project = tomllib.loads((SOURCE.parents[1] / "pyproject.toml").read_text())["project"]
     assert project.get("version", lockstep.__version__) == lockstep.__version__
-    shown = subprocess.run([sys.executable, "-m", "lockstep", "--version"], capture_output=True, text=True, check=True).stdout
+    shown = subprocess.run(
+        [sys.executable, "-m", "lockstep", "--version"], capture_output=True, text=True, check=True
+    ).stdout
     assert shown == f"{lockstep.__version__}\n"
 
 
@@ -59,7 +86,12 @@ def test_there_is_one_version() -> None:
     [
         ("loop.py", "", "loop.py", ""),
         ("loop.py --workers 4 --steps 9", "--workers 4", "loop.py", "--steps 9"),
-        ("--out a --workers=2 loop.py --workers 3 --out b", "--out a --workers=2 --workers 3", "loop.py", "--out b"),
+        (
+            "--out a --workers=2 loop.py --workers 3 --out b",
+            "--out a --workers=2 --workers 3",
+            "loop.py",
+            "--out b",
+        ),
         ("loop.py -- --workers 4", "", "loop.py", "--workers 4"),
         ("loop.py --lr 1 --workers 4", "", "loop.py", "--lr 1 --workers 4"),
         ("loop.py --help", "", "loop.py", "--help"),
@@ -68,7 +100,9 @@ def test_there_is_one_version() -> None:
         ("loop.py:main --steps 4", "loop.py:main --steps 4", "", ""),
     ],
 )
-def test_arguments_after_the_script_belong_to_it(words: str, ours: str, script: str, arguments: str) -> None:
+def test_arguments_after_the_script_belong_to_it(
+    words: str, ours: str, script: str, arguments: str
+) -> None:
     parts = split_at_script(words.split(), {"--out": 1, "--workers": 1, "--ssh": 0, "--help": 0})
     assert parts == (ours.split(), script, arguments.split())
 
@@ -78,7 +112,10 @@ def test_arguments_after_the_script_belong_to_it(words: str, ours: str, script: 
     [
         ("lockstep.Session('runs/a', micro_batches=2)", "runs/a"),
         ("def main(out: str = 'runs/b'):\n    with Session(out, micro_batches=2): ...", "runs/b"),
-        ("def main(*, out=Path('runs/c')):\n    with Session(out=out, micro_batches=2): ...", "runs/c"),
+        (
+            "def main(*, out=Path('runs/c')):\n    with Session(out=out, micro_batches=2): ...",
+            "runs/c",
+        ),
         ("def main(steps, out='runs/e'):\n    with Session(out, micro_batches=2): ...", "runs/e"),
         ("OUT = 'runs/d'\ndef main():\n    with Session(OUT, micro_batches=2): ...", "runs/d"),
         ("def main(out):\n    with Session(out, micro_batches=2): ...", "runs/loop"),
@@ -88,8 +125,12 @@ def test_arguments_after_the_script_belong_to_it(words: str, ours: str, script: 
 def test_folder_of_a_script_is_that_of_its_session(source: str, folder: str) -> None:
     script = ast.parse(source)
     assert folder_of(Path("code/loop.py"), [script], None, []) == Path(folder)
-    assert folder_of(Path("code/loop.py"), [script], None, ["--steps", "3", "--out=given"]) == Path("given")
-    assert folder_of(Path("code/loop.py"), [script], Path("ours"), ["--out", "given"]) == Path("ours")
+    assert folder_of(Path("code/loop.py"), [script], None, ["--steps", "3", "--out=given"]) == Path(
+        "given"
+    )
+    assert folder_of(Path("code/loop.py"), [script], Path("ours"), ["--out", "given"]) == Path(
+        "ours"
+    )
     assert session_folder(script) in (folder, "") and given_out(["--out", "x"]) == "x"
 
 
@@ -140,22 +181,34 @@ def test_a_session_in_an_imported_module_decides_how_workers_restart(
     ours, script, arguments = split_script(parser, words.split())
     request = read_script_request(parser.parse_args([*ours, script]), script, arguments)
     expected = Path("given") if arguments[:1] == ["--out"] else Path(folder)
-    assert (request.restart, request.folder, request.follows_session) == (restart, expected, follows)
+    assert (request.restart, request.folder, request.follows_session) == (
+        restart,
+        expected,
+        follows,
+    )
     worker = ["run", *request.command_words("auto")[1:]]
     ours, script, again = split_script(parser, worker)
     args = parser.parse_args([*ours, script])
-    assert replace(read_script_request(args, script, again), is_folder_given=request.is_folder_given) == request
+    assert (
+        replace(read_script_request(args, script, again), is_folder_given=request.is_folder_given)
+        == request
+    )
 
 
 def test_a_missing_module_is_refused(folder_of_scripts: Path) -> None:
     for name in ("trian", "code.missing", "names.space", "code..deep", ""):
         with pytest.raises(UsageError, match=f"there is no module '{name}' to run"):
             module_file(name)
-    assert module_file("code.deep") == folder_of_scripts / "code/deep.py" and module_file("json.tool").name == "tool.py"
+    assert (
+        module_file("code.deep") == folder_of_scripts / "code/deep.py"
+        and module_file("json.tool").name == "tool.py"
+    )
 
 
 @pytest.mark.parametrize("out", ["/data/runs/my run", ""])
-def test_a_session_asks_only_its_own_worker_for_another_start(out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_session_asks_only_its_own_worker_for_another_start(
+    out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     worker_env = WorkerEnv("runs/plain", str(tmp_path), "host", 0, 1, 1, 1, 1, "127.0.0.1")
     start = SessionStart.of_worker(worker_env, "all")
     for elsewhere in ("", str(tmp_path / "0.session-1"), "/tmp/torchelastic/error.json"):
@@ -171,8 +224,16 @@ def test_a_session_asks_only_its_own_worker_for_another_start(out: str, tmp_path
     with pytest.raises(StartAgainError) as caught:
         start.check()
     again = StartAgainError.parse(str(caught.value))
-    assert again and again.out == out and again.options == ("--restart one --out '/data/runs/my run'" if out else "--restart one")
-    assert StartAgainError.parse(str(UsageError("a", "b", "give c"))) is StartAgainError.parse("") is None
+    assert (
+        again
+        and again.out == out
+        and again.options == ("--restart one --out '/data/runs/my run'" if out else "--restart one")
+    )
+    assert (
+        StartAgainError.parse(str(UsageError("a", "b", "give c")))
+        is StartAgainError.parse("")
+        is None
+    )
 
 
 @pytest.mark.parametrize(
@@ -214,8 +275,16 @@ def annotated(augment: bool | None = None, verbose: bool = False, name: str = "a
 @pytest.mark.parametrize(
     ("function", "words", "arguments"),
     [
-        (plain, "--augment false --steps 100 --rate 1 --size 3", {"augment": False, "steps": 100, "rate": 1.0, "size": "3"}),
-        (plain, "--no-augment --data d.txt --out b --size=3", {"augment": False, "data": "d.txt", "out": "b", "size": "3"}),
+        (
+            plain,
+            "--augment false --steps 100 --rate 1 --size 3",
+            {"augment": False, "steps": 100, "rate": 1.0, "size": "3"},
+        ),
+        (
+            plain,
+            "--no-augment --data d.txt --out b --size=3",
+            {"augment": False, "data": "d.txt", "out": "b", "size": "3"},
+        ),
         (plain, "--size 3 --augment=yes --name 7", {"size": "3", "augment": True, "name": "7"}),
         (annotated, "--no-augment --no-verbose", {"augment": False, "verbose": False}),
         (plain, "--size 3 --steps many", "--steps 'many': Input should be a valid integer"),

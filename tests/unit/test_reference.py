@@ -24,7 +24,14 @@ def test_a_generated_page_equals_the_code(name: str) -> None:
 
 
 def test_every_key_that_a_page_names_exists() -> None:
-    others = {"tokenizer.json", "tokenizer.max_seq_len", "model.json", "model.lora_rank", "model.module", "model.safetensors"}
+    others = {
+        "tokenizer.json",
+        "tokenizer.max_seq_len",
+        "model.json",
+        "model.lora_rank",
+        "model.module",
+        "model.safetensors",
+    }
     sections, known = reference.SECTIONS.keys() - {""}, {*config_fields(), *others}
     for page in (ROOT / "docs").rglob("*.md"):
         named = re.findall(r"`(?:--)?([a-z]+\.[a-z_0-9]+)\b(?=[`= ])", page.read_text())
@@ -33,7 +40,10 @@ def test_every_key_that_a_page_names_exists() -> None:
 
 
 def test_the_landing_page_has_the_script_of_the_readme() -> None:
-    scripts = [re.findall(r"^```diff\n(.*?)^```", (ROOT / name).read_text(), re.M | re.S) for name in ("README.md", "docs/index.md")]
+    scripts = [
+        re.findall(r"^```diff\n(.*?)^```", (ROOT / name).read_text(), re.M | re.S)
+        for name in ("README.md", "docs/index.md")
+    ]
     assert scripts[0] == scripts[1] and len(scripts[0]) == 1
 
 
@@ -47,9 +57,13 @@ def test_every_exit_code_of_an_error_has_a_row() -> None:
     assert {str(error.exit_code) for error in ERRORS_BY_NAME.values()} <= set(reference.EXIT_CODES)
 
 
-def test_check_reports_a_stale_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_reports_a_stale_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(reference, "FOLDER", tmp_path)
     assert reference.main([]) == 0 and reference.main(["--check"]) == 0
-    (tmp_path / "config.md").write_text((tmp_path / "config.md").read_text().replace("learning_rate", "rate"))
+    (tmp_path / "config.md").write_text(
+        (tmp_path / "config.md").read_text().replace("learning_rate", "rate")
+    )
     assert reference.main(["--check"]) == 1
     assert "stale: docs/reference/config.md" in capsys.readouterr().out

@@ -60,7 +60,9 @@ def test_a_loop_leaves_out_micro_batches_that_are_not_finite(tmp_path: Path) -> 
         inputs = INPUTS[:8].clone()
         inputs[3, 2] = torch.nan if poison else 1.0
         with Session(tmp_path / str(poison), micro_batches=4) as session:
-            prepared, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            prepared, optimizer = session.prepare(
+                model, torch.optim.SGD(model.parameters(), lr=0.1)
+            )
             for step in session.steps(1):
                 for k in session.micro_batches(step):
                     rows = inputs[2 * k : 2 * k + 2]
@@ -78,7 +80,13 @@ def small_model() -> nn.Module:
 
 
 def train(
-    out: Path, steps: int, *, num_workers: int = 0, dataset: Any = None, make_model: Callable[[], nn.Module] = small_model, **options: Any
+    out: Path,
+    steps: int,
+    *,
+    num_workers: int = 0,
+    dataset: Any = None,
+    make_model: Callable[[], nn.Module] = small_model,
+    **options: Any,
 ) -> Session:
     """Train a small model with dropout; return the closed session."""
     torch.manual_seed(0)
@@ -99,17 +107,35 @@ def test_resumed_run_ends_with_the_bits_and_metrics_of_an_uninterrupted_run(tmp_
     whole = train(tmp_path / "whole", 6)
     train(tmp_path / "resumed", 3)
     resumed = train(tmp_path / "resumed", 6)
-    assert digest_line(tmp_path / "whole") == digest_line(tmp_path / "resumed") and whole.loss == resumed.loss
+    assert (
+        digest_line(tmp_path / "whole") == digest_line(tmp_path / "resumed")
+        and whole.loss == resumed.loss
+    )
     first_lines, second_lines = (
-        [(line["step"], line["loss"], line["norm"]) for line in metrics.read_metrics(tmp_path / name / "metrics.jsonl")]
+        [
+            (line["step"], line["loss"], line["norm"])
+            for line in metrics.read_metrics(tmp_path / name / "metrics.jsonl")
+        ]
         for name in ("whole", "resumed")
     )
-    assert first_lines == second_lines and [step for step, _, _ in first_lines] == [1, 2, 3, 4, 5, 6]
+    assert first_lines == second_lines and [step for step, _, _ in first_lines] == [
+        1,
+        2,
+        3,
+        4,
+        5,
+        6,
+    ]
 
 
 def test_the_wire_format_decides_bits_and_cannot_change_at_a_resume(tmp_path: Path) -> None:
     for wire in ("fp32", "bf16", "int8"):
-        train(tmp_path / wire, 2, wire=wire, make_model=lambda: nn.Sequential(nn.Linear(4, 32), nn.Linear(32, 1)))
+        train(
+            tmp_path / wire,
+            2,
+            wire=wire,
+            make_model=lambda: nn.Sequential(nn.Linear(4, 32), nn.Linear(32, 1)),
+        )
     assert len({digest_line(tmp_path / wire) for wire in ("fp32", "bf16", "int8")}) == 3
     with pytest.raises(CheckpointError, match="belongs to another run: wire was bf16, is int8"):
         train(tmp_path / "bf16", 4, wire="int8")
@@ -132,7 +158,9 @@ def test_average_of_weights_without_values_is_refused(tmp_path: Path) -> None:
             next(session.steps(1))
 
 
-def test_loader_processes_give_the_same_bits_and_only_the_rehearsal_loads_here(tmp_path: Path) -> None:
+def test_loader_processes_give_the_same_bits_and_only_the_rehearsal_loads_here(
+    tmp_path: Path,
+) -> None:
     dataset = Noisy()
     train(tmp_path / "processes", 3, num_workers=2, dataset=dataset)
     assert dataset.loaded == 2, "micro-batch 0 of the first step, once more"
@@ -175,14 +203,18 @@ DATA_CHANGES: dict[str, Callable[[Augmented], object]] = {
 
 
 @pytest.mark.parametrize("change", DATA_CHANGES)
-def test_loader_processes_follow_a_change_of_the_data_set(change: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_loader_processes_follow_a_change_of_the_data_set(
+    change: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     digests = set()
     for num_workers in (0, 2):
         dataset = Augmented()
         with Session(tmp_path / str(num_workers), micro_batches=4) as session:
             model = nn.Linear(4, 1, bias=False)
             nn.init.ones_(model.weight)
-            prepared, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
+            prepared, optimizer = session.prepare(
+                model, torch.optim.SGD(model.parameters(), lr=0.01)
+            )
             loader = session.loader(dataset, batch_size=8, num_workers=num_workers)
             for step in session.steps(5):
                 if step == 3:
@@ -192,7 +224,9 @@ def test_loader_processes_follow_a_change_of_the_data_set(change: str, tmp_path:
                 optimizer.step()
         digests.add(digest_line(tmp_path / str(num_workers)))
     assert len(digests) == 1
-    assert "the data set has changed at step 3: the processes that load it start again" in caplog.text
+    assert (
+        "the data set has changed at step 3: the processes that load it start again" in caplog.text
+    )
 
 
 def test_the_gradient_is_the_mean_over_the_samples_of_the_step(tmp_path: Path) -> None:
@@ -237,11 +271,18 @@ def test_an_evaluation_is_the_mean_over_the_samples_and_leaves_no_trace(tmp_path
         session.step = 3
         draws = []
         for batch_size in (7, 50):
-            mean = session.evaluate(lambda batch: batch[0].sum(1).mean(), TensorDataset(INPUTS), batch_size=batch_size)
+            mean = session.evaluate(
+                lambda batch: batch[0].sum(1).mean(), TensorDataset(INPUTS), batch_size=batch_size
+            )
             assert mean == pytest.approx(float(rows.mean()))
             draws.append(torch.rand(2))
-        assert draws[0].equal(draws[1]), "equal on all workers, although each evaluated another share"
-        named = session.evaluate(lambda batch: {"a": prepared(batch[0]).mean(), "b": torch.is_grad_enabled()}, TensorDataset(INPUTS))
+        assert draws[0].equal(draws[1]), (
+            "equal on all workers, although each evaluated another share"
+        )
+        named = session.evaluate(
+            lambda batch: {"a": prepared(batch[0]).mean(), "b": torch.is_grad_enabled()},
+            TensorDataset(INPUTS),
+        )
         assert set(named) == {"a", "b"} and named["b"] == 0.0 and model.training
         model.eval()
         assert named["a"] == pytest.approx(model(INPUTS).mean().item(), rel=1e-6), "without dropout"
@@ -252,7 +293,9 @@ def test_an_evaluation_of_extreme_values_or_of_nothing(tmp_path: Path) -> None:
     with Session(tmp_path, micro_batches=1) as session:
         session.prepare(model := nn.Linear(1, 1), torch.optim.SGD(model.parameters(), lr=0.1))
         for batch_size in (1, 4):
-            assert session.evaluate(lambda batch: batch[0][0], huge, batch_size=batch_size) == 1.5e308
+            assert (
+                session.evaluate(lambda batch: batch[0][0], huge, batch_size=batch_size) == 1.5e308
+            )
         assert math.isnan(session.evaluate(lambda batch: batch[0][0] * math.inf, huge))
         with pytest.raises(UsageError, match="there is no sample to evaluate") as error:
             session.evaluate(lambda batch: batch[0].mean(), [])
@@ -261,7 +304,10 @@ def test_an_evaluation_of_extreme_values_or_of_nothing(tmp_path: Path) -> None:
 
 def test_finite_losses_whose_sum_overflows_end_the_run_in_words(tmp_path: Path) -> None:
     model = nn.Linear(1, 1).double()
-    with pytest.raises(DivergedError, match="loss inf in step 1"), Session(tmp_path, micro_batches=2) as session:
+    with (
+        pytest.raises(DivergedError, match="loss inf in step 1"),
+        Session(tmp_path, micro_batches=2) as session,
+    ):
         prepared, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         loader = session.loader(TensorDataset(torch.ones(8, 1, dtype=torch.float64)), batch_size=2)
         for step in session.steps(1):
@@ -283,7 +329,11 @@ def test_an_evaluation_puts_an_ema_in_the_state_into_eval_mode(tmp_path: Path) -
 def test_a_misspelled_option_names_the_nearest_one(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="did you mean save_every or"):
         Session(tmp_path, micro_batches=1, save_evry=3)  # type: ignore[call-arg]
-    own = {name for name, value in inspect.signature(Session).parameters.items() if value.kind is value.KEYWORD_ONLY}
+    own = {
+        name
+        for name, value in inspect.signature(Session).parameters.items()
+        if value.kind is value.KEYWORD_ONLY
+    }
     assert own == set(OWN_OPTIONS)
 
 
@@ -294,11 +344,17 @@ def test_a_loader_without_a_step_is_refused(tmp_path: Path) -> None:
             iter(loader)
 
 
-def test_a_prepared_model_is_called_like_its_module_and_copied_without_the_session(tmp_path: Path) -> None:
+def test_a_prepared_model_is_called_like_its_module_and_copied_without_the_session(
+    tmp_path: Path,
+) -> None:
     with Session(tmp_path, micro_batches=1) as session:
         module = nn.Linear(4, 1)
         prepared, optimizer = session.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
-        assert prepared.module is module and prepared.in_features == 4 and isinstance(optimizer, torch.optim.SGD)
+        assert (
+            prepared.module is module
+            and prepared.in_features == 4
+            and isinstance(optimizer, torch.optim.SGD)
+        )
         assert prepared(INPUTS).equal(module(INPUTS)), "outside the loop it is the plain module"
         assert type(copy.deepcopy(prepared)) is nn.Linear
         assert not hasattr(prepared, "absent")
@@ -403,7 +459,9 @@ def test_wrong_arguments_are_refused_at_once(tmp_path: Path) -> None:
     with refused("micro_batches=0"):
         Session(tmp_path, micro_batches=0)
     with Session(tmp_path, micro_batches=2) as session:
-        with refused(r"takes one module, then optimizers of torch\n  session\.prepare\(SGD, Linear\)"):
+        with refused(
+            r"takes one module, then optimizers of torch\n  session\.prepare\(SGD, Linear\)"
+        ):
             session.prepare(optimizer, model)  # type: ignore[arg-type]
         with refused(r"LBFGS\.step needs a closure"):
             session.prepare(model, torch.optim.LBFGS(model.parameters()))
@@ -421,7 +479,9 @@ def test_wrong_arguments_are_refused_at_once(tmp_path: Path) -> None:
             session.stop()
 
 
-def test_prepare_without_optimizers_returns_the_model_and_steps_asks_for_them(tmp_path: Path) -> None:
+def test_prepare_without_optimizers_returns_the_model_and_steps_asks_for_them(
+    tmp_path: Path,
+) -> None:
     message = r"2 trained parameters are in no optimizer that session\.prepare has received: .*\n.*\n.*session\.prepare\(model, optimizer\)"
     with refused(message), Session(tmp_path, micro_batches=2) as session:
         prepared = session.prepare(nn.Linear(4, 1))
@@ -437,7 +497,12 @@ def test_only_numbers_with_free_names_are_logged(tmp_path: Path) -> None:
             for k in session.micro_batches(step):
                 session.backward(prepared(INPUTS[k : k + 1]).square().mean())
             optimizer.step()
-            for name, value in {"seconds": 1, "workers": 9, "step": 7, "loss": session.loss + 1}.items():
+            for name, value in {
+                "seconds": 1,
+                "workers": 9,
+                "step": 7,
+                "loss": session.loss + 1,
+            }.items():
                 with refused(f"{name} is recorded already, with another value"):
                     session.log(step, **{name: value})
             for wrong in (torch.ones(3), object(), "text", None):
@@ -452,14 +517,20 @@ def test_only_numbers_with_free_names_are_logged(tmp_path: Path) -> None:
 def test_second_micro_batch_loop_in_a_step_is_refused(tmp_path: Path, loop: str) -> None:
     model = nn.Linear(4, 1)
     message = (
-        "ended early\n.*a second micro-batch loop" if loop == "zip" else r"a second micro-batch loop in step 0: .*\n  loader\(step\) or"
+        "ended early\n.*a second micro-batch loop"
+        if loop == "zip"
+        else r"a second micro-batch loop in step 0: .*\n  loader\(step\) or"
     )
     with refused(message), Session(tmp_path, micro_batches=2) as session:
         prepared, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         first = session.loader(Noisy(), batch_size=4)
         second = first if loop == "same loader" else session.loader(Noisy(), batch_size=4)
         for step in session.steps(1):
-            for rows in first(step) if loop != "zip" else map(torch.cat, zip(first(step), second(step), strict=True)):
+            for rows in (
+                first(step)
+                if loop != "zip"
+                else map(torch.cat, zip(first(step), second(step), strict=True))
+            ):
                 session.backward(prepared(rows).square().mean())
             optimizer.step()
             for rows in second(step):
@@ -474,7 +545,9 @@ def test_a_scaler_scales_the_gradient_but_not_the_recorded_loss(tmp_path: Path) 
             model.weight.fill_(0.5), model.bias.fill_(0.0)
         scaler = torch.amp.GradScaler("cpu", init_scale=scale) if scale else None
         with Session(out, micro_batches=2, on_nonfinite="ignore") as session:
-            prepared, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.125))
+            prepared, optimizer = session.prepare(
+                model, torch.optim.SGD(model.parameters(), lr=0.125)
+            )
             for step in session.steps(2):
                 for k in session.micro_batches(step):
                     session.backward(prepared(INPUTS[k : k + 3]).square().mean(), scaler=scaler)
@@ -491,13 +564,17 @@ def test_a_scaler_scales_the_gradient_but_not_the_recorded_loss(tmp_path: Path) 
     assert len(digests) == 1, "a power of two scales without rounding"
 
 
-def test_a_scaler_that_backward_has_not_received_is_refused_before_the_update(tmp_path: Path) -> None:
+def test_a_scaler_that_backward_has_not_received_is_refused_before_the_update(
+    tmp_path: Path,
+) -> None:
     model, scaler = nn.Linear(4, 1), torch.amp.GradScaler("cpu", init_scale=4.0)
     before = model.weight.detach().clone()
     with Session(tmp_path, micro_batches=2, on_nonfinite="ignore") as session:
         prepared, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         session.state(scaler=scaler)
-        with refused(r"a loss that was scaled before backward(?s:.*)backward\(loss, scaler=scaler\)"):
+        with refused(
+            r"a loss that was scaled before backward(?s:.*)backward\(loss, scaler=scaler\)"
+        ):
             for step in session.steps(2):
                 for k in session.micro_batches(step):
                     session.backward(scaler.scale(prepared(INPUTS[k : k + 3]).square().mean()))
@@ -513,7 +590,9 @@ def test_a_loss_may_have_one_element_in_any_shape(tmp_path: Path, shape: tuple[i
         with torch.no_grad():
             model.weight.fill_(0.5), model.bias.fill_(0.0)
         with Session(tmp_path / name, micro_batches=2) as session:
-            prepared, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            prepared, optimizer = session.prepare(
+                model, torch.optim.SGD(model.parameters(), lr=0.1)
+            )
             for step in session.steps(2):
                 for k in session.micro_batches(step):
                     session.backward(prepared(INPUTS[k : k + 3]).square().mean().view(of_shape))
@@ -521,28 +600,38 @@ def test_a_loss_may_have_one_element_in_any_shape(tmp_path: Path, shape: tuple[i
     assert digest_line(tmp_path / "scalar") == digest_line(tmp_path / "shaped")
 
 
-def test_a_changed_learning_rate_is_a_warning_at_a_resume(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_changed_learning_rate_is_a_warning_at_a_resume(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     for steps, rate in ((1, 0.1), (2, 0.1), (3, 0.001)):
         model = nn.Linear(4, 1)
         caplog.clear()
         with Session(tmp_path, micro_batches=2) as session:
-            prepared, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=rate))
+            prepared, optimizer = session.prepare(
+                model, torch.optim.SGD(model.parameters(), lr=rate)
+            )
             for step in session.steps(steps):
                 for k in session.micro_batches(step):
                     session.backward(prepared(INPUTS[k : k + 1]).square().mean())
                 optimizer.step()
-        warned = "optimizer SGD: lr is 0.1 from the checkpoint, not 0.001 as constructed" in caplog.text
+        warned = (
+            "optimizer SGD: lr is 0.1 from the checkpoint, not 0.001 as constructed" in caplog.text
+        )
         assert warned == (rate == 0.001), caplog.text
 
 
-def test_a_finished_run_has_the_loss_of_its_last_step(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_finished_run_has_the_loss_of_its_last_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     trained = train(tmp_path, 3)
     with caplog.at_level(logging.INFO):
         finished = train(tmp_path, 3)
     assert finished.loss == trained.loss and "the run is finished: step 3 of 3" in caplog.text
 
 
-def test_a_forgotten_update_is_a_warning_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_forgotten_update_is_a_warning_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     model = nn.Linear(4, 1)
     with Session(tmp_path, micro_batches=2) as session:
         prepared, _ = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -556,7 +645,9 @@ def test_a_forgotten_update_is_a_warning_once(tmp_path: Path, caplog: pytest.Log
 
 
 @pytest.mark.parametrize(("inside", "last"), [(True, 3), (False, 4)])
-def test_stop_ends_the_loop_with_a_save(tmp_path: Path, caplog: pytest.LogCaptureFixture, inside: bool, last: int) -> None:
+def test_stop_ends_the_loop_with_a_save(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, inside: bool, last: int
+) -> None:
     model = nn.Linear(4, 1)
     with Session(tmp_path, micro_batches=2) as session:
         prepared, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -572,7 +663,9 @@ def test_stop_ends_the_loop_with_a_save(tmp_path: Path, caplog: pytest.LogCaptur
     assert "the loop was left" not in caplog.text
 
 
-def test_leaving_the_loop_early_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_leaving_the_loop_early_is_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING), Session(tmp_path, micro_batches=4) as session:
         model = nn.Linear(4, 1)
         prepared, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -583,10 +676,15 @@ def test_leaving_the_loop_early_is_a_warning(tmp_path: Path, caplog: pytest.LogC
             optimizer.step()
             if step == 3:
                 break
-    assert "the loop was left after 4 of 9 steps" in caplog.text and "session.stop() saves" in caplog.text
+    assert (
+        "the loop was left after 4 of 9 steps" in caplog.text
+        and "session.stop() saves" in caplog.text
+    )
 
 
-def test_second_session_is_refused_inside_another_or_under_an_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_second_session_is_refused_inside_another_or_under_an_agent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with (
         Session(tmp_path, micro_batches=2),
         refused("a second Session is open in this process"),
@@ -595,7 +693,9 @@ def test_second_session_is_refused_inside_another_or_under_an_agent(tmp_path: Pa
         pass
     with Session(tmp_path, micro_batches=2):
         pass
-    worker_env = WorkerEnv(str(tmp_path), str(tmp_path / "state"), "host", 0, 1, 1, 1, 1, "127.0.0.1")
+    worker_env = WorkerEnv(
+        str(tmp_path), str(tmp_path / "state"), "host", 0, 1, 1, 1, 1, "127.0.0.1"
+    )
     for name, value in worker_env.environ().items():
         monkeypatch.setenv(name, value)
     for folder in (tmp_path, tmp_path / "fold-1"):
@@ -611,13 +711,24 @@ def test_folders_that_differ_between_ranks_are_refused() -> None:
 
 def test_words_that_a_session_replaces_occur_in_messages() -> None:
     source = Path(lockstep.__file__).parent
-    text = "".join(path.read_text() for path in source.rglob("*.py") if path.name != "session_words.py")
+    text = "".join(
+        path.read_text() for path in source.rglob("*.py") if path.name != "session_words.py"
+    )
     assert not [words for words in SESSION_WORDS if words not in text]
-    error = UsageError("twice", "backward(loss)", "call loss.backward() or session.backward(loss), ReplicaGroup(rehearse=False)")
+    error = UsageError(
+        "twice",
+        "backward(loss)",
+        "call loss.backward() or session.backward(loss), ReplicaGroup(rehearse=False)",
+    )
     reworded = in_session_words(error)
     assert reworded and reworded.where == "session.backward(loss)"
-    assert reworded.hint == "call loss.backward() or session.backward(loss), Session(rehearse=False)"
-    assert in_session_words(ValueError("ReplicaGroup(")) is None and in_session_words(UsageError("other")) is None
+    assert (
+        reworded.hint == "call loss.backward() or session.backward(loss), Session(rehearse=False)"
+    )
+    assert (
+        in_session_words(ValueError("ReplicaGroup(")) is None
+        and in_session_words(UsageError("other")) is None
+    )
 
 
 def test_resume_with_another_number_of_micro_batches_is_refused(tmp_path: Path) -> None:
@@ -631,7 +742,12 @@ def test_keys_start_at_the_requested_micro_batch_and_tensors_move_to_the_device(
     assert [next(keys) for _ in range(4)] == [(3, 5), (4, 4), (4, 5), (5, 4)]
     Pair = namedtuple("Pair", "left right")
     moved = to_device({"a": [INPUTS, "text"], "b": Pair(INPUTS, (INPUTS, 1))}, torch.device("meta"))
-    assert moved["a"][0].is_meta and moved["a"][1] == "text" and moved["b"].left.is_meta and moved["b"].right[0].is_meta
+    assert (
+        moved["a"][0].is_meta
+        and moved["a"][1] == "text"
+        and moved["b"].left.is_meta
+        and moved["b"].right[0].is_meta
+    )
 
 
 class Named(dict[str, Any]):
@@ -664,7 +780,9 @@ def test_classes_of_a_batch_are_kept() -> None:
     row = to_device(Row(INPUTS, 1), meta)
     assert type(row) is Row and row[0].is_meta and row[1] == 1
     moved = to_device(rows, meta)
-    assert type(moved) is Rows and moved.label == "rows" and moved[0].is_meta and not rows[0].is_meta
+    assert (
+        type(moved) is Rows and moved.label == "rows" and moved[0].is_meta and not rows[0].is_meta
+    )
     assert to_device(HasTo(INPUTS), meta).to.is_meta
     frozen = to_device(MappingProxyType({"x": INPUTS}), meta)
     assert type(frozen) is MappingProxyType and frozen["x"].is_meta

@@ -9,5 +9,7 @@ PROGRAM = "import lockstep.session, sys; print(*sorted({'pydantic', 'tokenizers'
 
 
 def test_a_session_loads_neither_tokenizers_nor_the_values_of_built_in_runs() -> None:
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True
+    )
     assert done.stdout == "\n"

@@ -46,19 +46,30 @@ def provider(answer: bytes, folder: Path, status: int = 200) -> Iterator[str]:
 
 
 def start(folder: Path, address: str, agent: str, **environ: str) -> subprocess.Popen[bytes]:
-    return subprocess.Popen([SCRIPT, "bash", "-c", agent], cwd=folder, env={**os.environ, "NOTICE": address, **environ})
+    return subprocess.Popen(
+        [SCRIPT, "bash", "-c", agent], cwd=folder, env={**os.environ, "NOTICE": address, **environ}
+    )
 
 
-@pytest.mark.parametrize(("answer", "pattern"), [(b'{"action": "terminate"}', ""), (b"TRUE", "TRUE")])
+@pytest.mark.parametrize(
+    ("answer", "pattern"), [(b'{"action": "terminate"}', ""), (b"TRUE", "TRUE")]
+)
 def test_a_notice_sends_the_drain_signal(tmp_path: Path, answer: bytes, pattern: str) -> None:
     with provider(answer, tmp_path) as address:
         assert start(tmp_path, address, AGENT, NOTICE_TEXT=pattern).wait(20) == 7
 
 
-@pytest.mark.parametrize(("answer", "status", "pattern"), [(b"absent", 404, ""), (b"FALSE", 200, "TRUE")])
-def test_without_a_notice_the_exit_code_of_the_agent_passes_through(tmp_path: Path, answer: bytes, status: int, pattern: str) -> None:
+@pytest.mark.parametrize(
+    ("answer", "status", "pattern"), [(b"absent", 404, ""), (b"FALSE", 200, "TRUE")]
+)
+def test_without_a_notice_the_exit_code_of_the_agent_passes_through(
+    tmp_path: Path, answer: bytes, status: int, pattern: str
+) -> None:
     with provider(answer, tmp_path, status) as address:
-        assert start(tmp_path, address, "touch ready; sleep 0.3; exit 3", NOTICE_TEXT=pattern).wait(20) == 3
+        assert (
+            start(tmp_path, address, "touch ready; sleep 0.3; exit 3", NOTICE_TEXT=pattern).wait(20)
+            == 3
+        )
 
 
 def test_a_stop_signal_reaches_the_agent(tmp_path: Path) -> None:

@@ -14,7 +14,9 @@ LIST = "import os; print(os.getcwd(), os.listdir())"
 
 def list_working_folder() -> tuple[Path, str]:
     """Return the working folder of a process that a test starts, and the list of its files."""
-    shown = subprocess.run([sys.executable, "-c", LIST], capture_output=True, text=True, check=True).stdout
+    shown = subprocess.run(
+        [sys.executable, "-c", LIST], capture_output=True, text=True, check=True
+    ).stdout
     folder, _, files = shown.strip().partition(" ")
     return Path(folder), files
 

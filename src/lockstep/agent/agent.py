@@ -48,12 +48,30 @@ from lockstep.runtime.exit_report import ExitReport, WorkerExit, exit_kind, summ
 from lockstep.runtime.processes import PR_SET_CHILD_SUBREAPER, now_s, open_worker_log, prctl
 from lockstep.runtime.signals import EXIT_INTERRUPTED, STOP_SIGNALS, SignalInbox
 from lockstep.runtime.sockets import reserve_port
-from lockstep.runtime.worker_env import ProcessIdentity, WorkerEnv, exit_report_path, identify_process, state_folder, write_worker_process
+from lockstep.runtime.worker_env import (
+    ProcessIdentity,
+    WorkerEnv,
+    exit_report_path,
+    identify_process,
+    state_folder,
+    write_worker_process,
+)
 
 TOUCH_INTERVAL_S = 3600.0
-STATIC_TIMEOUTS = AgentTimeouts(exit_s=5.0)  # of a static group: time for the exit reports of the other workers
+STATIC_TIMEOUTS = AgentTimeouts(
+    exit_s=5.0
+)  # of a static group: time for the exit reports of the other workers
 # Fields of AgentConfig that the workers receive unchanged.
-SHARED_FIELDS = ("host", "slots", "expected_workers", "min_workers", "max_workers", "address", "flags", "master_port")
+SHARED_FIELDS = (
+    "host",
+    "slots",
+    "expected_workers",
+    "min_workers",
+    "max_workers",
+    "address",
+    "flags",
+    "master_port",
+)
 EXITED = "exited"  # the reason of a removal because connections are closed and refused (elastic/protocol/transitions.py)
 
 
@@ -70,12 +88,23 @@ def run_until_end(program: WorkerProgram, folder: Path, config: AgentConfig) -> 
     Call it from the main thread. Errors: UsageError, before anything was started."""
     if sys.platform != "linux":
         hint = "start the workers with torchrun -m lockstep COMMAND"
-        raise UsageError(f"the agent does not support {sys.platform}", "it needs pidfd_open(2) and prctl(2)", hint)
+        raise UsageError(
+            f"the agent does not support {sys.platform}",
+            "it needs pidfd_open(2) and prctl(2)",
+            hint,
+        )
     state = state_folder(folder, config.host, temporary=bool(config.master_port))
     sizes = {"--workers": config.slots, "--min": config.min_workers, "--max": config.max_workers}
     command = {**config.command, **{name: str(size) for name, size in sizes.items()}}
-    with SignalInbox() as inbox, agent_lock(folder, state, config.host, command, slots=config.slots, lives_on=config.lives_on) as prior:
-        prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans of exited workers become children of this process
+    with (
+        SignalInbox() as inbox,
+        agent_lock(
+            folder, state, config.host, command, slots=config.slots, lives_on=config.lives_on
+        ) as prior,
+    ):
+        prctl(
+            PR_SET_CHILD_SUBREAPER, 1
+        )  # orphans of exited workers become children of this process
         worker_env = WorkerEnv(
             **{name: getattr(config, name) for name in SHARED_FIELDS},
             folder=str(folder.resolve()),
@@ -93,7 +122,9 @@ def run_until_end(program: WorkerProgram, folder: Path, config: AgentConfig) -> 
             agent.close()
 
 
-def run_static_group(program: WorkerProgram, workers: int, timeouts: AgentTimeouts = STATIC_TIMEOUTS) -> int:
+def run_static_group(
+    program: WorkerProgram, workers: int, timeouts: AgentTimeouts = STATIC_TIMEOUTS
+) -> int:
     """Run a static group on this host: `evaluate --workers` and `generate --tensor`.
 
     The agent restarts no worker: the first failure ends them all, and is printed. Its files are in a
@@ -103,25 +134,54 @@ def run_static_group(program: WorkerProgram, workers: int, timeouts: AgentTimeou
     check_worker_count(workers, "this machine")
     with TemporaryDirectory(prefix="lockstep-") as folder, reserve_port(LOOPBACK) as reserved:
         port, policy = reserved.getsockname()[1], restart_policy.RestartPolicy(restart=False)
-        config = AgentConfig.for_this_machine(workers, master_port=port, timeouts=timeouts, policy=policy)
+        config = AgentConfig.for_this_machine(
+            workers, master_port=port, timeouts=timeouts, policy=policy
+        )
         return run_agent(program, Path(folder), config)
 
 
 class Agent:
-    def __init__(self, program: WorkerProgram, folder: Path, config: AgentConfig, worker_env: WorkerEnv, prior: PriorState) -> None:
+    def __init__(
+        self,
+        program: WorkerProgram,
+        folder: Path,
+        config: AgentConfig,
+        worker_env: WorkerEnv,
+        prior: PriorState,
+    ) -> None:
         self.worker_env, self.timeouts, self.policy = worker_env, config.timeouts, config.policy
-        self.folder, self.state, self.host = Path(worker_env.folder), Path(worker_env.state), worker_env.host
+        self.folder, self.state, self.host = (
+            Path(worker_env.folder),
+            Path(worker_env.state),
+            worker_env.host,
+        )
         self.events = EventLog(folder, self.host)
-        self.pool = WorkerPool(program, config.environ, self.events, import_s=self.timeouts.import_s, fork_s=self.timeouts.fork_s)
-        self.evaluator = EvaluatorProcess(folder, self.host, config.environ, self.events, enabled=config.evaluator)
-        self.stops = StopRequests(self.folder, self.host, self.events, self.timeouts, drains=worker_env.drain)
+        self.pool = WorkerPool(
+            program,
+            config.environ,
+            self.events,
+            import_s=self.timeouts.import_s,
+            fork_s=self.timeouts.fork_s,
+        )
+        self.evaluator = EvaluatorProcess(
+            folder, self.host, config.environ, self.events, enabled=config.evaluator
+        )
+        self.stops = StopRequests(
+            self.folder, self.host, self.events, self.timeouts, drains=worker_env.drain
+        )
         self.generations = GenerationReader(self.folder, prior, self.events)
         self.leader_output = LeaderOutput(self.folder, self.host)
         self.run_end: RunEnd | None = None
-        self.finishers: set[int] = set()  # pids of the local workers that trained until the end of the run
+        self.finishers: set[int] = (
+            set()
+        )  # pids of the local workers that trained until the end of the run
         self.has_trained = False  # a worker of this agent was a member of a generation
-        self.shown_errors: set[str] = set()  # one-line summaries of worker errors that were already logged
-        self.start_errors: dict[int, str] = {}  # by slot, `start_error` of its first worker, once that has exited
+        self.shown_errors: set[str] = (
+            set()
+        )  # one-line summaries of worker errors that were already logged
+        self.start_errors: dict[
+            int, str
+        ] = {}  # by slot, `start_error` of its first worker, once that has exited
         self.touched_s = now_s()
         self.slots = {number: Slot(number) for number in range(worker_env.slots)}
         for number, process in prior.running.items():
@@ -137,17 +197,29 @@ class Agent:
             self.workers
             or self.pool.pending
             or any(slot.start_at_s is not None for slot in self.slots.values())
-            or (not self.run_end and self.stops.awaits_run_end(self.generations.newest, self.workers))
+            or (
+                not self.run_end
+                and self.stops.awaits_run_end(self.generations.newest, self.workers)
+            )
         ):
             self.request_due_workers()
             for started in self.pool.poll():
                 self.on_worker_started(self.slots[started.slot], started)
-            due_s = [slot.start_at_s - now_s() for slot in self.slots.values() if slot.start_at_s is not None]
+            due_s = [
+                slot.start_at_s - now_s()
+                for slot in self.slots.values()
+                if slot.start_at_s is not None
+            ]
             sleep_s = max(0.0, min([self.timeouts.poll_s, *due_s]))
-            for number in inbox.wait(sleep_s, [*self.pool.descriptors(), *[worker.pidfd for worker in self.workers]]):
+            for number in inbox.wait(
+                sleep_s, [*self.pool.descriptors(), *[worker.pidfd for worker in self.workers]]
+            ):
                 if number == signal.SIGINT and (number in self.stops.received or self.run_end):
                     kill_all({worker.slot: worker.process for worker in self.workers})
-                    return EXIT_INTERRUPTED, "killed all workers; the same command resumes from the newest checkpoint"
+                    return (
+                        EXIT_INTERRUPTED,
+                        "killed all workers; the same command resumes from the newest checkpoint",
+                    )
                 if number in STOP_SIGNALS and number not in self.stops.received:
                     self.stop_starting()
                     self.stops.forward(number, self.workers)
@@ -165,11 +237,19 @@ class Agent:
                 self.stops.request_elsewhere(self.generations.newest, self.workers)
             self.escalate_signals()
             self.evaluator.poll()
-            reap_orphans({worker.pid for worker in self.workers} | self.pool.pids() | self.evaluator.pids())
+            reap_orphans(
+                {worker.pid for worker in self.workers} | self.pool.pids() | self.evaluator.pids()
+            )
         code, text = self.result()
-        if not code and not self.stops.is_draining:  # it scores the last checkpoint, until a stop signal
+        if (
+            not code and not self.stops.is_draining
+        ):  # it scores the last checkpoint, until a stop signal
             until_s = now_s() + self.timeouts.final_eval_s
-            while self.evaluator.is_running and now_s() < until_s and not set(STOP_SIGNALS) & set(inbox.wait(self.timeouts.poll_s, [])):
+            while (
+                self.evaluator.is_running
+                and now_s() < until_s
+                and not set(STOP_SIGNALS) & set(inbox.wait(self.timeouts.poll_s, []))
+            ):
                 pass
         return code, text
 
@@ -184,16 +264,30 @@ class Agent:
     def result(self) -> tuple[int, str]:
         exits = [slot.last_exit for slot in self.slots.values() if slot.last_exit]
         if self.run_end and self.policy.restart:
-            late = [last_exit for last_exit in exits if restart_policy.fails_at_end(last_exit, self.finishers)]
-            return summarize_exits(late) if late and not self.run_end.code else (self.run_end.code, self.run_end.text)
+            late = [
+                last_exit
+                for last_exit in exits
+                if restart_policy.fails_at_end(last_exit, self.finishers)
+            ]
+            return (
+                summarize_exits(late)
+                if late and not self.run_end.code
+                else (self.run_end.code, self.run_end.text)
+            )
         if not exits and self.stops.is_draining:
             return 0, ""
         if not exits:
             number = self.stops.received[0]
             what = f"received {signal.Signals(number).name} before any worker had started"
             return 128 + number, str(LockstepError(what, f"{self.host}, {self.folder}"))
-        completed = [last_exit for last_exit in exits if exit_kind(last_exit) == "completed"] if self.policy.restart else []
-        return summarize_exits(completed or exits, asked=self.stops.received, grace_s=self.timeouts.grace_s)
+        completed = (
+            [last_exit for last_exit in exits if exit_kind(last_exit) == "completed"]
+            if self.policy.restart
+            else []
+        )
+        return summarize_exits(
+            completed or exits, asked=self.stops.received, grace_s=self.timeouts.grace_s
+        )
 
     def close(self) -> None:
         """Release everything. Workers keep running under `launch`, and are killed under `train`."""
@@ -219,20 +313,37 @@ class Agent:
         self.stop_starting()
         self.events.add("run ended", reason)
         active_hosts = self.generations.active_hosts()
-        if not restart_policy.fails_only_here(code, active_hosts, self.host, at_start=decision.at_start):
+        if not restart_policy.fails_only_here(
+            code, active_hosts, self.host, at_start=decision.at_start
+        ):
             self.generations.record_end(code, text, reason)
 
     def escalate_signals(self) -> None:
         """Send SIGTERM, then SIGKILL, to workers that should have exited."""
         now = now_s()
         for worker in self.workers:
-            if not worker.kill_at and (report := read_exit_report(self.state, worker.slot)) and not report.finished:
+            if (
+                not worker.kill_at
+                and (report := read_exit_report(self.state, worker.slot))
+                and not report.finished
+            ):
                 delay_s = self.timeouts.failed_exit_s
-                worker.kill_at = now + delay_s, f"reported a failure and did not exit within {delay_s:g} s"
-            number, reason = signal_due(worker, now, run_end=self.run_end, asked_s=self.stops.received_s, timeouts=self.timeouts)
+                worker.kill_at = (
+                    now + delay_s,
+                    f"reported a failure and did not exit within {delay_s:g} s",
+                )
+            number, reason = signal_due(
+                worker,
+                now,
+                run_end=self.run_end,
+                asked_s=self.stops.received_s,
+                timeouts=self.timeouts,
+            )
             if number:
                 worker.signals_sent.append(number)
-                self.events.add(f"{signal.Signals(number).name} sent", reason, slot=worker.slot, pid=worker.pid)
+                self.events.add(
+                    f"{signal.Signals(number).name} sent", reason, slot=worker.slot, pid=worker.pid
+                )
                 worker.signal(number)
 
     def apply_generation(self, record: Generation, before: Generation) -> None:
@@ -246,13 +357,22 @@ class Agent:
                 # A worker whose connections were closed may be about to write its exit report.
                 leaving = removed.why == EXITED or signal.SIGUSR1 in self.stops.received
                 delay_s = self.timeouts.exit_s if leaving else 0.0
-                slot.worker.kill_at = now_s() + delay_s, f"removed from generation {record.number}: {removed.why}"
+                slot.worker.kill_at = (
+                    now_s() + delay_s,
+                    f"removed from generation {record.number}: {removed.why}",
+                )
         own_pids = {worker.pid for worker in self.workers}
-        local_members = [member for member in (*before.members, *record.members) if member.host == self.host]
-        self.has_trained = self.has_trained or any(member.pid in own_pids for member in local_members)
+        local_members = [
+            member for member in (*before.members, *record.members) if member.host == self.host
+        ]
+        self.has_trained = self.has_trained or any(
+            member.pid in own_pids for member in local_members
+        )
         if record.end and not self.run_end:
             self.finishers = {member.pid for member in members.values() if member.host == self.host}
-            missed = "" if self.has_trained else restart_policy.describe_missed_run(record, self.host)
+            missed = (
+                "" if self.has_trained else restart_policy.describe_missed_run(record, self.host)
+            )
             self.run_end = RunEnd(record.end.code, record.end.text or missed, now_s())
             self.stop_starting()
 
@@ -274,7 +394,9 @@ class Agent:
         with suppress(OSError):
             exit_report_path(self.state, slot.number).unlink(missing_ok=True)
             waiting_room.remove_stale_files(self.folder, self.host, slot.number)
-        worker_env = replace(self.worker_env, slot=slot.number, known_generation=self.generations.known)
+        worker_env = replace(
+            self.worker_env, slot=slot.number, known_generation=self.generations.known
+        )
         restarted = slot.last_exit is not None
         if slot.number == 0:
             self.pool.request(worker_env, 1, 2, restarted=restarted)
@@ -294,8 +416,13 @@ class Agent:
         try:
             write_worker_process(self.state, slot.number, process)
         except OSError as error:
-            self.events.warn(f"cannot record the process of slot {slot.number}; the next agent would not find it", error)
-        self.events.add("worker started", started.method, slot=slot.number, pid=started.pid)  # before it can do anything
+            self.events.warn(
+                f"cannot record the process of slot {slot.number}; the next agent would not find it",
+                error,
+            )
+        self.events.add(
+            "worker started", started.method, slot=slot.number, pid=started.pid
+        )  # before it can do anything
         with suppress(BrokenPipeError):
             os.write(started.gate_writer, b".")
         os.close(started.gate_writer)
@@ -306,12 +433,23 @@ class Agent:
             pidfd = os.pidfd_open(process.pid)
         except ProcessLookupError:
             return
-        if not process.alive:  # the pid may have been reused, and the pidfd may refer to another process
+        if (
+            not process.alive
+        ):  # the pid may have been reused, and the pidfd may refer to another process
             os.close(pidfd)
             return
         slot.worker, slot.start_at_s = Worker(slot.number, process, pidfd, False, now_s()), None
-        self.events.add("worker taken over", "its agent had died, and it kept training", slot=slot.number, pid=process.pid)
-        log.info("adopted slot %d (pid %d), which kept training without its agent", slot.number, process.pid)
+        self.events.add(
+            "worker taken over",
+            "its agent had died, and it kept training",
+            slot=slot.number,
+            pid=process.pid,
+        )
+        log.info(
+            "adopted slot %d (pid %d), which kept training without its agent",
+            slot.number,
+            process.pid,
+        )
 
     def on_worker_exit(self, worker: Worker) -> None:
         """Collect the exit of a worker, remove what it left behind, and restart it or end the run."""
@@ -328,20 +466,35 @@ class Agent:
             slot.history,
             lived_s=lived_s,
             # A crash counts at the worker's own step, a kill at the step of the run.
-            step=status.step - 1 if status and restart_policy.is_crash(last_exit) else newest.step if newest.number else -1,
+            step=status.step - 1
+            if status and restart_policy.is_crash(last_exit)
+            else newest.step
+            if newest.number
+            else -1,
             phase=phase_of(status),
             stopping=bool(self.stops.received or self.run_end),
             policy=self.policy,
         )
-        if slot.number not in self.start_errors and self.worker_env.slots == self.worker_env.expected_workers:
-            self.start_errors[slot.number] = restart_policy.start_error(last_exit, lived_s, self.policy)
-            decision = restart_policy.decide_first_exit(decision, last_exit, self.start_errors, self.worker_env.slots)
+        if (
+            slot.number not in self.start_errors
+            and self.worker_env.slots == self.worker_env.expected_workers
+        ):
+            self.start_errors[slot.number] = restart_policy.start_error(
+                last_exit, lived_s, self.policy
+            )
+            decision = restart_policy.decide_first_exit(
+                decision, last_exit, self.start_errors, self.worker_env.slots
+            )
         self.events.add("worker ended", decision.reason, slot=worker.slot, pid=worker.pid)
         if decision.action == "restart":
             summary = restart_policy.summarize(last_exit)
             # An error of a user's function occurs in every worker, and again after each restart.
             repeated = restart_policy.is_own_fault(last_exit) and summary in self.shown_errors
-            log.warning("%s: %s", last_exit, decision.reason.replace(summary, "the same error") if repeated else decision.reason)
+            log.warning(
+                "%s: %s",
+                last_exit,
+                decision.reason.replace(summary, "the same error") if repeated else decision.reason,
+            )
             self.shown_errors.add(summary)
             slot.start_at_s = now_s() + decision.delay_s
         elif decision.action == "end":
@@ -351,11 +504,28 @@ class Agent:
         """Reap a worker that has exited, write its log, and return how it exited."""
         code = worker.reap()
         report = read_exit_report(self.state, slot.number)
-        if not report and self.stops.is_draining and code in (None, -signal.SIGUSR1):  # it waited or was starting: nothing to hand over
+        if (
+            not report and self.stops.is_draining and code in (None, -signal.SIGUSR1)
+        ):  # it waited or was starting: nothing to hand over
             report = ExitReport(0, now_s(), finished=True, drained=True)
             worker.signals_sent.append(signal.SIGUSR1)
         path = self.folder / "logs" / f"{self.host}-{slot.number}.log"
         tail = write_log(path, slot, report, worker.process.log_offset)
-        is_static = bool(self.worker_env.master_port)  # its folder is temporary, and its slots are its ranks
-        log_path, title = str(path) if path.exists() and not is_static else "", "rank" if is_static else "slot"
-        return WorkerExit(slot.number, worker.pid, code, now_s(), tuple(worker.signals_sent), report, log_path, tail, title)
+        is_static = bool(
+            self.worker_env.master_port
+        )  # its folder is temporary, and its slots are its ranks
+        log_path, title = (
+            str(path) if path.exists() and not is_static else "",
+            "rank" if is_static else "slot",
+        )
+        return WorkerExit(
+            slot.number,
+            worker.pid,
+            code,
+            now_s(),
+            tuple(worker.signals_sent),
+            report,
+            log_path,
+            tail,
+            title,
+        )

@@ -27,7 +27,15 @@ ROLE = "evaluator"  # in logs and events
 class EvaluatorProcess:
     """The evaluator of one agent, if it is `enabled`; `poll` starts and restarts it."""
 
-    def __init__(self, folder: Path, host: str, environ: Mapping[str, str], events: EventLog, *, enabled: bool = True) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        host: str,
+        environ: Mapping[str, str],
+        events: EventLog,
+        *,
+        enabled: bool = True,
+    ) -> None:
         self.folder, self.host, self.events = folder, host, events
         self.environ = {name: value for name, value in environ.items() if name != WORKER_ENV}
         self.process: subprocess.Popen[bytes] | None = None
@@ -44,7 +52,11 @@ class EvaluatorProcess:
             if code:
                 self._schedule_restart()
         # Without a checkpoint there is nothing to evaluate, and no run.json to read.
-        if self.start_at_s is not None and now_s() >= self.start_at_s and (self.folder / "run.json").exists():
+        if (
+            self.start_at_s is not None
+            and now_s() >= self.start_at_s
+            and (self.folder / "run.json").exists()
+        ):
             self._start()
 
     def pids(self) -> set[int]:
@@ -90,7 +102,11 @@ class EvaluatorProcess:
         self.events.add("evaluator started", "the run has one", pid=self.process.pid)
         try:
             self.record_path.parent.mkdir(exist_ok=True)
-            identity = {"machine": socket.gethostname(), "pid": self.process.pid, "started": process_stat(self.process.pid)[1]}
+            identity = {
+                "machine": socket.gethostname(),
+                "pid": self.process.pid,
+                "started": process_stat(self.process.pid)[1],
+            }
             write_json(self.record_path, {"role": ROLE, "host": self.host, **identity})
         except OSError as error:
             self.events.warn("cannot record the evaluator's process", error)

@@ -35,7 +35,12 @@ from lockstep.runtime.sources import load_function
 
 MODULE = "lockstep.agent.forkserver"
 MAX_MESSAGE_BYTES = (1 << 17) - 1  # the kernel's limit for one argument of execve(2)
-PRELOAD = ("torch", "torch._dynamo", "lockstep.cli.main", "lockstep.cli.worker")  # constructing the first optimizer imports torch._dynamo
+PRELOAD = (
+    "torch",
+    "torch._dynamo",
+    "lockstep.cli.main",
+    "lockstep.cli.worker",
+)  # constructing the first optimizer imports torch._dynamo
 STATIC_PRELOAD = ("torch", "lockstep.cli.main", "lockstep.elastic.runtime")  # of a static group
 # numpy's OpenBLAS starts a thread for each core when it is loaded. The user's own setting wins.
 ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
@@ -58,7 +63,9 @@ class WorkerSpec:
 
     entry: str
     argv: Sequence[str]
-    environ: Mapping[str, str] = field(default_factory=dict)  # variables added to those of the forkserver
+    environ: Mapping[str, str] = field(
+        default_factory=dict
+    )  # variables added to those of the forkserver
     agent: int = 0  # pid of the agent that the worker ends with; 0: it outlives its agent
 
 
@@ -70,14 +77,24 @@ class Forkserver:
     imports: it imports the modules of `program`; else each worker does
     ready: it can start workers."""
 
-    def __init__(self, program: WorkerProgram, environ: Mapping[str, str], *, imports: bool) -> None:
+    def __init__(
+        self, program: WorkerProgram, environ: Mapping[str, str], *, imports: bool
+    ) -> None:
         self.ready, self.started_s = False, now_s()
         self.socket, child_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         modules = json.dumps([program.preload, program.script] if imports else None)
         with child_socket:
             try:
                 self.process = subprocess.Popen(
-                    [sys.executable, "-m", MODULE, "forkserver", str(child_socket.fileno()), modules, str(os.getpid())],
+                    [
+                        sys.executable,
+                        "-m",
+                        MODULE,
+                        "forkserver",
+                        str(child_socket.fileno()),
+                        modules,
+                        str(os.getpid()),
+                    ],
                     env=dict(environ),
                     stdin=subprocess.DEVNULL,
                     pass_fds=[child_socket.fileno()],
@@ -122,7 +139,9 @@ def main(arguments: Sequence[str]) -> int:
     role, descriptor, text, *rest = arguments
     if role == "worker":
         return run_worker(WorkerSpec(**json.loads(text)), int(descriptor))
-    prctl(PR_SET_NAME, b"lockstep-forker")  # at most 15 bytes; command lines do not tell a forkserver from its workers
+    prctl(
+        PR_SET_NAME, b"lockstep-forker"
+    )  # at most 15 bytes; command lines do not tell a forkserver from its workers
     die_with_parent(int(rest[0]))
     modules = json.loads(text)
     with socket.socket(fileno=int(descriptor)) as channel:
@@ -135,7 +154,10 @@ def main(arguments: Sequence[str]) -> int:
     if modules:
         return run_worker(spec, gate)
     os.set_inheritable(gate, True)
-    os.execv(sys.executable, [sys.executable, "-m", MODULE, "worker", str(gate), json.dumps(asdict(spec))])
+    os.execv(
+        sys.executable,
+        [sys.executable, "-m", MODULE, "worker", str(gate), json.dumps(asdict(spec))],
+    )
 
 
 def preload(modules: Sequence[str], script: str) -> str:

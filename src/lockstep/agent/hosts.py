@@ -26,10 +26,19 @@ from lockstep.errors import ConfigError, UsageError
 from lockstep.runtime.signals import STOP_SIGNALS
 
 FORMAT_HINT = "write [[host]] tables with name, workers and, if it differs from the name, address; ssh = true starts all hosts from one"
-SENT_VARIABLES = ("LOCKSTEP_", "AWS_ENDPOINT_URL", "AWS_REGION", "AWS_DEFAULT_REGION")  # beginnings of their names
+SENT_VARIABLES = (
+    "LOCKSTEP_",
+    "AWS_ENDPOINT_URL",
+    "AWS_REGION",
+    "AWS_DEFAULT_REGION",
+)  # beginnings of their names
 SSH_FAILED = 255  # ssh's own exit code: host not reached, or connection lost (ssh(1))
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200)]  # used in file names, at most 255 bytes
-Address = Annotated[str, Field(pattern=r"^([A-Za-z0-9:][A-Za-z0-9.:_-]*)?$", max_length=253)]  # used in an ssh command
+Name = Annotated[
+    str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200)
+]  # used in file names, at most 255 bytes
+Address = Annotated[
+    str, Field(pattern=r"^([A-Za-z0-9:][A-Za-z0-9.:_-]*)?$", max_length=253)
+]  # used in an ssh command
 MAX_WORKERS = 4096  # per host; the agent there applies a tighter limit, from its cores
 
 
@@ -52,8 +61,14 @@ class Host:
             ip = str(socket.getaddrinfo(self.reached_at, None, type=socket.SOCK_STREAM)[0][4][0])
         except OSError as error:
             what = f"cannot resolve {self.reached_at} on {socket.gethostname()}: {error.strerror}"
-            raise ConfigError(what, f"address of the host {self.name}", "write its IP address (ip -br addr shows it)") from None
-        if ip.startswith("127.") and ip != self.reached_at:  # Debian's /etc/hosts maps a machine's own name to 127.0.1.1
+            raise ConfigError(
+                what,
+                f"address of the host {self.name}",
+                "write its IP address (ip -br addr shows it)",
+            ) from None
+        if (
+            ip.startswith("127.") and ip != self.reached_at
+        ):  # Debian's /etc/hosts maps a machine's own name to 127.0.1.1
             what = f"{self.reached_at} is {ip} on {socket.gethostname()}, where other machines cannot reach it"
             hint = "write its IP address in the network between the hosts (ip -br addr shows it)"
             raise ConfigError(what, f"address of the host {self.name}", hint)
@@ -77,7 +92,11 @@ class Hosts:
         for host in self.host:
             if host.name == name:
                 return host
-        raise UsageError(f"unknown host {name!r}", source, f"set --host to one of {', '.join(host.name for host in self.host)}")
+        raise UsageError(
+            f"unknown host {name!r}",
+            source,
+            f"set --host to one of {', '.join(host.name for host in self.host)}",
+        )
 
 
 def read_hosts(path: Path) -> Hosts:
@@ -85,9 +104,13 @@ def read_hosts(path: Path) -> Hosts:
     try:
         return parse_hosts(tomllib.loads(path.read_text(encoding="utf-8")), str(path))
     except FileNotFoundError:
-        raise ConfigError(f"no such hosts file: {path}", f"--hosts, relative to {Path.cwd()}", FORMAT_HINT) from None
+        raise ConfigError(
+            f"no such hosts file: {path}", f"--hosts, relative to {Path.cwd()}", FORMAT_HINT
+        ) from None
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not a hosts file: {error}", f"--hosts {path}", FORMAT_HINT) from None
+        raise ConfigError(
+            f"{path} is not a hosts file: {error}", f"--hosts {path}", FORMAT_HINT
+        ) from None
 
 
 def parse_hosts(values: Mapping[str, Any], source: str, hint: str = FORMAT_HINT) -> Hosts:
@@ -97,23 +120,39 @@ def parse_hosts(values: Mapping[str, Any], source: str, hint: str = FORMAT_HINT)
     except ValidationError as error:
         problems = []
         for item in error.errors():  # ("host", 1, "name") -> "host 2 name"
-            location = " ".join(str(part + 1 if isinstance(part, int) else part) for part in item["loc"])
-            problems.append(f"{location}: {item['msg'].replace('Unexpected keyword argument', 'unknown key')}")
+            location = " ".join(
+                str(part + 1 if isinstance(part, int) else part) for part in item["loc"]
+            )
+            problems.append(
+                f"{location}: {item['msg'].replace('Unexpected keyword argument', 'unknown key')}"
+            )
         raise ConfigError("; ".join(problems), source, hint) from None
-    duplicates = [name for name, count in Counter(host.name for host in hosts.host).items() if count > 1]
+    duplicates = [
+        name for name, count in Counter(host.name for host in hosts.host).items() if count > 1
+    ]
     if duplicates:
-        raise ConfigError(f"several hosts are named {', '.join(duplicates)}", source, "give each host a unique name")
+        raise ConfigError(
+            f"several hosts are named {', '.join(duplicates)}",
+            source,
+            "give each host a unique name",
+        )
     return hosts
 
 
 # Start all hosts by ssh.
 
 
-def ssh_command(host: Host, command: Sequence[str], cwd: Path, environ: Mapping[str, str]) -> list[str]:
+def ssh_command(
+    host: Host, command: Sequence[str], cwd: Path, environ: Mapping[str, str]
+) -> list[str]:
     """Return the ssh command that runs `command` on a host, in `cwd`, with LOCKSTEP_ variables and the
     address of an object store; its credentials, which `ps` would show, come from that host. The remote
     shell reads signal names from standard input and sends them: ssh cannot forward them."""
-    variables = [f"{name}={value}" for name, value in sorted(environ.items()) if name.startswith(SENT_VARIABLES)]
+    variables = [
+        f"{name}={value}"
+        for name, value in sorted(environ.items())
+        if name.startswith(SENT_VARIABLES)
+    ]
     # Without job control, a shell's background command reads /dev/null by default.
     signals = 'exec 3<&0; while read -r name; do kill -s "$name" $$; done <&3 >/dev/null 2>&1 &'
     line = f"cd {shlex.quote(str(cwd))} && {{ {signals} exec {shlex.join(['env', *variables, *command])} 3<&- </dev/null; }}"
@@ -124,7 +163,10 @@ def run_on_all_hosts(commands: Sequence[Sequence[str]]) -> int:
     """Run the ssh commands and forward signals (main thread only); return one exit code."""
     with ExitStack() as stack:
         processes = [
-            stack.enter_context(subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0, start_new_session=True)) for command in commands
+            stack.enter_context(
+                subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0, start_new_session=True)
+            )
+            for command in commands
         ]
 
         def forward_signal(number: int, frame: object) -> None:

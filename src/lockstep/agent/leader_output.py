@@ -12,7 +12,9 @@ from pathlib import Path
 from lockstep.elastic.generation_log import Generation
 from lockstep.files import open_regular
 
-LOGGED = re.compile(rb"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} [A-Z] rank \d+: ")  # log.py; slot 0 logs these lines, too
+LOGGED = re.compile(
+    rb"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} [A-Z] rank \d+: "
+)  # log.py; slot 0 logs these lines, too
 CONTINUED = b"  "  # beginning of further lines of a logged message
 CHUNK = 1 << 16
 TERMINAL = 1
@@ -25,7 +27,9 @@ class LeaderOutput:
         self.folder, self.host = run / "logs", host
         self.path: Path | None = None  # of the log that is copied
         self._read = 0  # bytes of it
-        self._sizes: dict[Path, int] = {}  # of the logs of this host when its worker in slot 0 exited
+        self._sizes: dict[
+            Path, int
+        ] = {}  # of the logs of this host when its worker in slot 0 exited
         self._is_logged = False  # the last line is of a logged message
         self._unwritten = b""
 
@@ -33,7 +37,11 @@ class LeaderOutput:
         """Copy from the log of rank 0 of a new generation."""
         leader = newest.members[0] if newest.members else None
         is_elsewhere = leader is None or leader.host != self.host or leader.slot == 0
-        path = None if leader is None or is_elsewhere else self.folder / f"{self.host}-{leader.slot}.log"
+        path = (
+            None
+            if leader is None or is_elsewhere
+            else self.folder / f"{self.host}-{leader.slot}.log"
+        )
         if path != self.path:
             self.path, self._is_logged = path, False
             self._read = self._sizes.get(path, size_of(path)) if path else 0
@@ -63,10 +71,16 @@ class LeaderOutput:
             content = file.read(CHUNK)
         end = content.rfind(b"\n") + 1 or (len(content) if len(content) == CHUNK else 0)
         self._read += end
-        return b"".join(line for line in content[:end].splitlines(keepends=True) if not self._belongs_to_log(line))
+        return b"".join(
+            line
+            for line in content[:end].splitlines(keepends=True)
+            if not self._belongs_to_log(line)
+        )
 
     def _belongs_to_log(self, line: bytes) -> bool:
-        self._is_logged = bool(LOGGED.match(line)) or (self._is_logged and line.startswith(CONTINUED))
+        self._is_logged = bool(LOGGED.match(line)) or (
+            self._is_logged and line.startswith(CONTINUED)
+        )
         return self._is_logged
 
 

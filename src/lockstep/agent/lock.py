@@ -39,12 +39,16 @@ class PriorState:
 
     newest: Generation  # in the log
     base_generation: int  # the newest one before the start of the workers
-    running: Mapping[int, ProcessIdentity]  # slot -> worker of an earlier agent that is still training
+    running: Mapping[
+        int, ProcessIdentity
+    ]  # slot -> worker of an earlier agent that is still training
     folder_id: str = ""
 
 
 @contextmanager
-def agent_lock(folder: Path, state: Path, host: str, command: Mapping[str, str], *, slots: int, lives_on: bool) -> Iterator[PriorState]:
+def agent_lock(
+    folder: Path, state: Path, host: str, command: Mapping[str, str], *, slots: int, lives_on: bool
+) -> Iterator[PriorState]:
     """Be the agent of `host` for the run in `folder`, which is prepared.
     UsageError if there is another agent, other workers survived, or the folder cannot be used;
     DataError if it is unknown how workers that survived were started."""
@@ -52,7 +56,12 @@ def agent_lock(folder: Path, state: Path, host: str, command: Mapping[str, str],
         before, running = read_record(state), running_workers(state)
         if running and not before:
             raise unknown_workers(running, state, folder)
-        folder_id = prepare_folder(folder, slots, host, str(before.get("folder_id", "")) if running and before.get("lives_on") else "")
+        folder_id = prepare_folder(
+            folder,
+            slots,
+            host,
+            str(before.get("folder_id", "")) if running and before.get("lives_on") else "",
+        )
         newest = newest_generation(folder)
         if running and not before.get("lives_on"):
             kill_all(running)  # their agent is dead, and the kernel is about to end them
@@ -60,7 +69,13 @@ def agent_lock(folder: Path, state: Path, host: str, command: Mapping[str, str],
         if running:
             check_adoptable(running, folder, slots, lives_on, before.get("command", {}), command)
         base = int(before["base_generation"]) if running else newest.number
-        value = {"pid": os.getpid(), "base_generation": base, "lives_on": lives_on, "folder_id": folder_id, "command": dict(command)}
+        value = {
+            "pid": os.getpid(),
+            "base_generation": base,
+            "lives_on": lives_on,
+            "folder_id": folder_id,
+            "command": dict(command),
+        }
         write_record(state, value)
         yield PriorState(newest, base, running, folder_id)
         remove_stale_files(state)
@@ -73,7 +88,11 @@ def hold_lock(state: Path, folder: Path, host: str) -> Iterator[None]:
     if descriptor is None:
         holder = read_record(state).get("pid", "unknown")
         what = f"another training is already running in {folder}: the agent of {host}, pid {holder}"
-        raise UsageError(what, f"it holds {path}", f"wait for it, stop it (kill {holder}), or choose another --out")
+        raise UsageError(
+            what,
+            f"it holds {path}",
+            f"wait for it, stop it (kill {holder}), or choose another --out",
+        )
     try:
         yield
     finally:
@@ -118,14 +137,20 @@ def prepare_folder(folder: Path, slots: int, host: str, expected_id: str = "") -
         folder_id = read_folder_id(folder) if expected_id else create_run_folder(folder, host)
         if folder_id != expected_id and expected_id:
             what = f"{folder} is not the folder that the workers of {host} train in: it has {'another' if folder_id else 'no'} token"
-            raise UsageError(what, "the disk is not mounted, or another one is", "mount it again, or choose another --out")
+            raise UsageError(
+                what,
+                "the disk is not mounted, or another one is",
+                "mount it again, or choose another --out",
+            )
         (folder / "logs").mkdir(exist_ok=True)
         for slot in range(1, slots):
             open_worker_log(folder, slot, host).close()
         return folder_id
     except OSError as error:
         hint = "choose a folder that this user can write, on a disk with free space"
-        raise UsageError(f"cannot write {folder}: {error.strerror}", "given with --out", hint) from None
+        raise UsageError(
+            f"cannot write {folder}: {error.strerror}", "given with --out", hint
+        ) from None
 
 
 def newest_generation(folder: Path) -> Generation:
@@ -137,18 +162,35 @@ def newest_generation(folder: Path) -> Generation:
         raise
     except OSError as error:
         hint = "repair it, or choose another --out"
-        raise UsageError(f"cannot read the generation log: {error}", str(generation_log.folder), hint) from None
+        raise UsageError(
+            f"cannot read the generation log: {error}", str(generation_log.folder), hint
+        ) from None
 
 
 def check_adoptable(
-    running: Mapping[int, ProcessIdentity], folder: Path, slots: int, lives_on: bool, before: Mapping[str, str], now: Mapping[str, str]
+    running: Mapping[int, ProcessIdentity],
+    folder: Path,
+    slots: int,
+    lives_on: bool,
+    before: Mapping[str, str],
+    now: Mapping[str, str],
 ) -> None:
     """UsageError if this start cannot adopt the workers that an earlier `launch` left running.
     before, now: the command that they were started with, and this one."""
-    names = [name for name in dict.fromkeys([*before, *now]) if before and before.get(name) != now.get(name)]
-    differences = [f"{name} is {before.get(name) or 'not set'} for them and {now.get(name) or 'not set'} here" for name in names]
+    names = [
+        name
+        for name in dict.fromkeys([*before, *now])
+        if before and before.get(name) != now.get(name)
+    ]
+    differences = [
+        f"{name} is {before.get(name) or 'not set'} for them and {now.get(name) or 'not set'} here"
+        for name in names
+    ]
     if not lives_on:
-        what, fix = f"workers of `lockstep launch` are training in {folder}", "run lockstep launch again, which adopts them;"
+        what, fix = (
+            f"workers of `lockstep launch` are training in {folder}",
+            "run lockstep launch again, which adopts them;",
+        )
     elif max(running) >= slots:
         what = f"{max(running) + 1} workers are training in {folder} on this host, but {slots} were requested"
         fix = "request as many workers as are running,"

@@ -57,22 +57,36 @@ def connected() -> Iterator[Any]:
     try:
         import ray
     except ImportError as error:
-        raise UsageError(f"ray cannot be imported: {error}", "--ray", 'pip install "lockstep-train[ray]"') from None
+        raise UsageError(
+            f"ray cannot be imported: {error}", "--ray", 'pip install "lockstep-train[ray]"'
+        ) from None
     address = os.environ.get("RAY_ADDRESS") or "auto"
     host, _, port = address.rpartition("/")[2].rpartition(":")
     try:
         if port.isdecimal():  # ray.init tries for minutes
-            socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S).close()
+            socket.create_connection(
+                (host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S
+            ).close()
         ray.init(address=address, logging_level="WARNING")
     except (OSError, OverflowError, RuntimeError, ValueError) as error:
-        where = f"RAY_ADDRESS={address}" if address != "auto" else "this machine is no node of a cluster, and RAY_ADDRESS is not set"
+        where = (
+            f"RAY_ADDRESS={address}"
+            if address != "auto"
+            else "this machine is no node of a cluster, and RAY_ADDRESS is not set"
+        )
         hint = "start a node here (ray start --address=HEAD:6379), or set RAY_ADDRESS; ray status shows a cluster"
-        raise UsageError(f"no Ray cluster answers: {str(error).splitlines()[0]}", where, hint) from None
+        raise UsageError(
+            f"no Ray cluster answers: {str(error).splitlines()[0]}", where, hint
+        ) from None
     try:
         yield ray
     except ray.exceptions.RayError as error:
         hint = "every node needs the same Python with lockstep and ray"
-        raise LockstepError(f"a Ray task failed: {str(error).strip().splitlines()[-1]}", "a node of the cluster", hint) from error
+        raise LockstepError(
+            f"a Ray task failed: {str(error).strip().splitlines()[-1]}",
+            "a node of the cluster",
+            hint,
+        ) from error
     finally:
         time.sleep(DELAY_S)
         ray.shutdown()
@@ -80,10 +94,16 @@ def connected() -> Iterator[Any]:
 
 def cluster_resources(ray: Any) -> dict[str, Resources]:
     """Return the resources of each node that is alive, by a name for messages."""
-    return {f"{node['NodeManagerAddress']} ({node['NodeID'][:8]})": node["Resources"] for node in ray.nodes() if node["Alive"]}
+    return {
+        f"{node['NodeManagerAddress']} ({node['NodeID'][:8]})": node["Resources"]
+        for node in ray.nodes()
+        if node["Alive"]
+    }
 
 
-def choose_reservation(cluster: Mapping[str, Resources], nodes: int | None, workers: int | None) -> Reservation:
+def choose_reservation(
+    cluster: Mapping[str, Resources], nodes: int | None, workers: int | None
+) -> Reservation:
     """Return the reservation: for each worker a CPU, and a GPU if the cluster has any.
     nodes: None: every node with room; workers: None: the fewest GPUs of a node that has any, or two."""
     gpus = [int(resources["GPU"]) for resources in cluster.values() if resources.get("GPU", 0) >= 1]
@@ -93,25 +113,45 @@ def choose_reservation(cluster: Mapping[str, Resources], nodes: int | None, work
 
 
 def nodes_with_room(cluster: Mapping[str, Resources], needed: Resources) -> list[str]:
-    return [name for name, resources in cluster.items() if all(resources.get(key, 0) >= value for key, value in needed.items())]
+    return [
+        name
+        for name, resources in cluster.items()
+        if all(resources.get(key, 0) >= value for key, value in needed.items())
+    ]
 
 
 def no_room(cluster: Mapping[str, Resources], wanted: Reservation, waited_s: float) -> UsageError:
     """Return the error that fewer nodes than `wanted` had room."""
 
     def text(resources: Resources) -> str:
-        return " and ".join(f"{value:g} {key}" for key, value in resources.items() if key in ("CPU", "GPU")) or "no CPU"
+        return (
+            " and ".join(
+                f"{value:g} {key}" for key, value in resources.items() if key in ("CPU", "GPU")
+            )
+            or "no CPU"
+        )
 
     room = len(nodes_with_room(cluster, wanted.resources))
     what = f"{min(room, wanted.nodes)} of {wanted.nodes} Ray nodes have {text(wanted.resources)}, after {waited_s:g} s"
     listed = "; ".join(f"{name}: {text(resources)}" for name, resources in cluster.items())
     hint = f"start more nodes, or give --nodes {max(1, room)}, or fewer --workers (per node)"
     if room >= wanted.nodes:
-        what, hint = f"{what}, but other work uses them", "wait for it (ray status shows what is free)"
+        what, hint = (
+            f"{what}, but other work uses them",
+            "wait for it (ray status shows what is free)",
+        )
     return UsageError(what, f"--nodes, --workers; the cluster has {listed}", hint)
 
 
-def run_agents(ray: Any, wanted: Reservation, words: Sequence[str], folder: Path, *, evaluator: bool, wait_s: float) -> int:
+def run_agents(
+    ray: Any,
+    wanted: Reservation,
+    words: Sequence[str],
+    folder: Path,
+    *,
+    evaluator: bool,
+    wait_s: float,
+) -> int:
     """Run an agent on each of the reserved nodes; return the exit code of the run.
 
     words      of `lockstep launch`
@@ -126,13 +166,20 @@ def run_agents(ray: Any, wanted: Reservation, words: Sequence[str], folder: Path
     if not group.wait(wait_s):
         raise no_room(cluster_resources(ray), wanted, wait_s)
     folder, is_stored = folder.resolve(), store_address(folder) is not None
-    folder_id, before = "" if is_stored else create_run_folder(folder, socket.gethostname()), newest_generation(folder).number
-    environ = {name: value for name, value in os.environ.items() if name.startswith(SENT_VARIABLES)} | {SHARED_TERMINAL: "1"}
+    folder_id, before = (
+        "" if is_stored else create_run_folder(folder, socket.gethostname()),
+        newest_generation(folder).number,
+    )
+    environ = {
+        name: value for name, value in os.environ.items() if name.startswith(SENT_VARIABLES)
+    } | {SHARED_TERMINAL: "1"}
     resources = {"num_cpus": wanted.resources["CPU"], "num_gpus": wanted.resources.get("GPU", 0)}
     tasks = {}
     for index in range(wanted.nodes):
         strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
-        task = ray.remote(run_agent_here).options(**resources, scheduling_strategy=strategy, max_retries=-1, name="lockstep")
+        task = ray.remote(run_agent_here).options(
+            **resources, scheduling_strategy=strategy, max_retries=-1, name="lockstep"
+        )
         own = ["--with-evaluator", *words] if evaluator and (index == 0 or is_stored) else words
         tasks[task.remote(own, os.getcwd(), environ, folder, folder_id)] = index
     return wait_for_agents(ray, group, tasks, folder, before)
@@ -152,9 +199,20 @@ def wait_for_agents(ray: Any, group: Any, tasks: dict[Any, int], folder: Path, b
                 newest = newest_generation(folder)
                 if signals.received and not stopping:
                     recipients = stop_recipients(newest, WaitingRoom(folder).members())
-                    stopping = bool(request_stop(folder, recipients, signals.received, within_s=1.0, each_s=1.0))
-                refused = newest.number == before and not signals.received  # an agent ended without a worker
-                if codes and (refused or (newest.number > before and newest.end and not on_living_nodes(ray, group, tasks))):
+                    stopping = bool(
+                        request_stop(folder, recipients, signals.received, within_s=1.0, each_s=1.0)
+                    )
+                refused = (
+                    newest.number == before and not signals.received
+                )  # an agent ended without a worker
+                if codes and (
+                    refused
+                    or (
+                        newest.number > before
+                        and newest.end
+                        and not on_living_nodes(ray, group, tasks)
+                    )
+                ):
                     break
     return combined_exit_code(codes)
 
@@ -173,7 +231,9 @@ def newest_generation(folder: Path) -> Generation:
 # In a task, on a node.
 
 
-def run_agent_here(words: Sequence[str], cwd: str, environ: Mapping[str, str], folder: Path, folder_id: str) -> int:
+def run_agent_here(
+    words: Sequence[str], cwd: str, environ: Mapping[str, str], folder: Path, folder_id: str
+) -> int:
     """Run the agent of this node until it ends; return its exit code. A killed agent starts again.
     folder_id: of the run folder that the driver sees; "": the run is in a store"""
     import ray
@@ -181,16 +241,30 @@ def run_agent_here(words: Sequence[str], cwd: str, environ: Mapping[str, str], f
     address, problem = ray.util.get_node_ip_address(), ""
     try:
         seen = read_folder_id(folder) if folder_id else ""
-        problem = "" if seen == folder_id else "it is another folder there" if seen else "it does not exist there"
+        problem = (
+            ""
+            if seen == folder_id
+            else "it is another folder there"
+            if seen
+            else "it does not exist there"
+        )
     except OSError as error:
         problem = f"{error.strerror}: {error.filename}"
     if problem:  # here the agent would start another run
         hint = "give --out a folder on a disk that all nodes share, under the same path"
-        print(UsageError(f"the Ray node {address} does not see the run folder {folder}", problem, hint), file=sys.stderr, flush=True)
+        print(
+            UsageError(
+                f"the Ray node {address} does not see the run folder {folder}", problem, hint
+            ),
+            file=sys.stderr,
+            flush=True,
+        )
         return UsageError.exit_code
     name = f"{socket.gethostname()}-{ray.get_runtime_context().get_node_id()[:8]}"  # several nodes may have one host name
     place = ["--parent", str(os.getpid()), "--host", name, "--address", address]
     command = [sys.executable, "-m", "lockstep", "launch", *place, *words]
-    while (code := subprocess.call(command, cwd=cwd, env={**os.environ, **environ})) == -signal.SIGKILL:
+    while (
+        code := subprocess.call(command, cwd=cwd, env={**os.environ, **environ})
+    ) == -signal.SIGKILL:
         time.sleep(DELAY_S)
     return 128 - code if code < 0 else code

@@ -22,11 +22,26 @@ from typing import Literal
 
 from lockstep.elastic.generation_log import Generation
 from lockstep.errors import LockstepError
-from lockstep.runtime.exit_report import WorkerExit, describe_early_exit, describe_failure, exit_code_of, exit_kind, signal_name
+from lockstep.runtime.exit_report import (
+    WorkerExit,
+    describe_early_exit,
+    describe_failure,
+    exit_code_of,
+    exit_kind,
+    signal_name,
+)
 
 FATAL = (2, 3, 4)  # usage and config, data and checkpoints, diverged (errors.py)
-START_ERROR_WAIT_S = 1.0  # before a restart at the start of the run: the other workers may report the same error
-CRASH_SIGNALS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL)  # a process causes them itself
+START_ERROR_WAIT_S = (
+    1.0  # before a restart at the start of the run: the other workers may report the same error
+)
+CRASH_SIGNALS = (
+    signal.SIGSEGV,
+    signal.SIGBUS,
+    signal.SIGABRT,
+    signal.SIGFPE,
+    signal.SIGILL,
+)  # a process causes them itself
 
 
 @dataclass(frozen=True)
@@ -35,7 +50,9 @@ class RestartPolicy:
 
     max_crashes: int = 3  # own errors of one slot without progress that end the run
     max_kills: int = 6  # SIGKILLs in a row, all in one phase of one step, that end the run
-    initial_delay_s: float = 0.5  # before the second restart in a row, then doubled; the first is immediate
+    initial_delay_s: float = (
+        0.5  # before the second restart in a row, then doubled; the first is immediate
+    )
     max_delay_s: float = 30.0  # upper limit of the delay
     reset_after_s: float = 60.0  # a worker that lived this long resets the count of restarts
     crash_reset_s: float = math.inf  # a worker that lived this long resets the count of own errors
@@ -70,7 +87,14 @@ class RestartDecision:
 
 
 def decide_restart(
-    worker_exit: WorkerExit, history: SlotHistory, *, lived_s: float, step: int, stopping: bool, policy: RestartPolicy, phase: str = ""
+    worker_exit: WorkerExit,
+    history: SlotHistory,
+    *,
+    lived_s: float,
+    step: int,
+    stopping: bool,
+    policy: RestartPolicy,
+    phase: str = "",
 ) -> tuple[RestartDecision, SlotHistory]:
     """Return (what follows from `worker_exit`, the slot's new history).
 
@@ -82,28 +106,42 @@ def decide_restart(
     report, outcome, summary = worker_exit.report, exit_kind(worker_exit), summarize(worker_exit)
     drained = bool(report and report.finished and report.drained)
     if drained or stopping or (report and report.finished) or outcome == "completed":
-        return RestartDecision("done", f"{summary}: its host is drained" if drained else summary), history
+        return RestartDecision(
+            "done", f"{summary}: its host is drained" if drained else summary
+        ), history
     code = exit_code_of(worker_exit)
     if code in FATAL or not policy.restart:
-        return RestartDecision("end", summary, code=code or 1, text=failure_text(worker_exit)), history
+        return RestartDecision(
+            "end", summary, code=code or 1, text=failure_text(worker_exit)
+        ), history
 
     if report and report.program_error and not report.joined:
         what = f"{worker_exit} failed before it joined the run, and would fail again: {summary}"
         return end_the_run(worker_exit, what, START_HINT, at_start=True), history
     step = report.step if report else step
     progress = step > history.step
-    crashes = (0 if progress or lived_s >= policy.crash_reset_s else history.crashes) + is_own_fault(worker_exit)
+    crashes = (
+        0 if progress or lived_s >= policy.crash_reset_s else history.crashes
+    ) + is_own_fault(worker_exit)
     restarts = 0 if progress or lived_s >= policy.reset_after_s else history.restarts
     phase = phase if is_crash(worker_exit, [signal.SIGKILL]) else ""
     kills = (history.kills if phase == history.phase else 0) + 1 if phase else 0
     now = SlotHistory(restarts + 1, crashes, max(step, history.step), kills, phase)
     if is_own_fault(worker_exit) and crashes >= policy.max_crashes and policy.script:
-        end = f"signal {signal_name(worker_exit.signal)}" if worker_exit.signal else f"exit code {code}"
+        end = (
+            f"signal {signal_name(worker_exit.signal)}"
+            if worker_exit.signal
+            else f"exit code {code}"
+        )
         what = f"{policy.script} failed on {crashes} starts in a row ({worker_exit.title} {worker_exit.rank}, {end})"
-        return end_the_run(worker_exit, what, "fix the error above; the same command starts the script again"), now
+        return end_the_run(
+            worker_exit, what, "fix the error above; the same command starts the script again"
+        ), now
     if is_own_fault(worker_exit) and crashes >= policy.max_crashes:
         where = f"at step {step}" if step >= 0 else "before its first step"
-        cause = f"by {signal_name(worker_exit.signal)}" if is_crash(worker_exit) else "with an error"
+        cause = (
+            f"by {signal_name(worker_exit.signal)}" if is_crash(worker_exit) else "with an error"
+        )
         what = f"{worker_exit} is worker number {crashes} in a row to fail {where} {cause}"
         return end_the_run(worker_exit, what, f"fix the error above; {RESUME_HINT}"), now
     if kills >= policy.max_kills:
@@ -116,11 +154,18 @@ def decide_restart(
 def start_error(worker_exit: WorkerExit, lived_s: float, policy: RestartPolicy) -> str:
     """Return the error text of a slot's first worker if it failed before its first step, else ""."""
     report = worker_exit.report
-    early = report is not None and report.step <= 0 and lived_s < policy.reset_after_s and not policy.script
+    early = (
+        report is not None
+        and report.step <= 0
+        and lived_s < policy.reset_after_s
+        and not policy.script
+    )
     return report.text if report and early and is_own_fault(worker_exit) else ""
 
 
-def decide_first_exit(decision: RestartDecision, worker_exit: WorkerExit, errors: Mapping[int, str], workers: int) -> RestartDecision:
+def decide_first_exit(
+    decision: RestartDecision, worker_exit: WorkerExit, errors: Mapping[int, str], workers: int
+) -> RestartDecision:
     """Return the decision on a slot's first worker: end the run if all workers raised one error.
 
     errors   `start_error` of the first worker of each slot that exited so far
@@ -131,7 +176,9 @@ def decide_first_exit(decision: RestartDecision, worker_exit: WorkerExit, errors
         return decision
     if len(errors) < workers:
         return restart_after(worker_exit, START_ERROR_WAIT_S)
-    what = f"all {workers} workers failed with this error" if workers > 1 else f"{worker_exit} failed"
+    what = (
+        f"all {workers} workers failed with this error" if workers > 1 else f"{worker_exit} failed"
+    )
     return end_the_run(worker_exit, f"{what} before the first step", START_HINT)
 
 
@@ -140,7 +187,9 @@ def restart_after(worker_exit: WorkerExit, delay_s: float) -> RestartDecision:
     return RestartDecision("restart", f"{summarize(worker_exit)}; restarting {when}", delay_s)
 
 
-def end_the_run(worker_exit: WorkerExit, what: str, hint: str, *, at_start: bool = False) -> RestartDecision:
+def end_the_run(
+    worker_exit: WorkerExit, what: str, hint: str, *, at_start: bool = False
+) -> RestartDecision:
     """Return the decision to end the run, with the worker's failure and why it is not restarted."""
     where = f"log: {worker_exit.log}" if worker_exit.log else ""
     error = LockstepError(what, where, hint)
@@ -148,7 +197,9 @@ def end_the_run(worker_exit: WorkerExit, what: str, hint: str, *, at_start: bool
     return RestartDecision("end", summarize(worker_exit), code=code, text=text, at_start=at_start)
 
 
-def fails_only_here(code: int, active_hosts: Collection[str], host: str, *, at_start: bool = False) -> bool:
+def fails_only_here(
+    code: int, active_hosts: Collection[str], host: str, *, at_start: bool = False
+) -> bool:
     """Return whether an error concerns only this host, while others are training: of the config or
     data, or at_start, before a worker joined the run."""
     return (code in (2, 3) or at_start) and bool(active_hosts) and host not in active_hosts
@@ -172,25 +223,38 @@ def describe_missed_run(record: Generation, host: str) -> str:
 
 
 def restart_delay(restarts: int, policy: RestartPolicy) -> float:
-    return min(policy.max_delay_s, policy.initial_delay_s * 2.0 ** min(restarts - 1, 60)) if restarts else 0.0
+    return (
+        min(policy.max_delay_s, policy.initial_delay_s * 2.0 ** min(restarts - 1, 60))
+        if restarts
+        else 0.0
+    )
 
 
 def is_own_fault(worker_exit: WorkerExit) -> bool:
     """Return whether a worker failed by itself: an exception, an early exit, a crash."""
     return exit_kind(worker_exit) == "exited early" or (
-        exit_kind(worker_exit) == "failed" and bool(worker_exit.report or (worker_exit.code or 0) > 0 or is_crash(worker_exit))
+        exit_kind(worker_exit) == "failed"
+        and bool(worker_exit.report or (worker_exit.code or 0) > 0 or is_crash(worker_exit))
     )
 
 
 def is_crash(worker_exit: WorkerExit, signals: Collection[int] = CRASH_SIGNALS) -> bool:
     """Return whether one of `signals` killed it that its agent did not send."""
-    return not worker_exit.report and worker_exit.signal in signals and worker_exit.signal not in worker_exit.sent
+    return (
+        not worker_exit.report
+        and worker_exit.signal in signals
+        and worker_exit.signal not in worker_exit.sent
+    )
 
 
 def failure_text(worker_exit: WorkerExit) -> str:
     """Return the worker's report of its failure, or a description if it wrote none."""
     early = exit_kind(worker_exit) == "exited early"
-    return describe_early_exit(worker_exit) if early else describe_failure(worker_exit, [worker_exit], ())
+    return (
+        describe_early_exit(worker_exit)
+        if early
+        else describe_failure(worker_exit, [worker_exit], ())
+    )
 
 
 def summarize(worker_exit: WorkerExit) -> str:
@@ -205,4 +269,8 @@ def summarize(worker_exit: WorkerExit) -> str:
         return f"killed by {signal_name(worker_exit.signal)}"
     if worker_exit.code is None:
         return "exited without an error report, exit code unknown"
-    return "exited early with code 0" if worker_exit.code == 0 else f"exited with code {worker_exit.code} and left no error report"
+    return (
+        "exited early with code 0"
+        if worker_exit.code == 0
+        else f"exited with code {worker_exit.code} and left no error report"
+    )

@@ -8,7 +8,14 @@ from contextlib import suppress
 from pathlib import Path
 
 from lockstep.agent.lock import PriorState
-from lockstep.elastic.generation_log import KEEP, NO_GENERATION, Generation, GenerationLog, RunResult, open_generation_log
+from lockstep.elastic.generation_log import (
+    KEEP,
+    NO_GENERATION,
+    Generation,
+    GenerationLog,
+    RunResult,
+    open_generation_log,
+)
 from lockstep.errors import DamagedFileError
 from lockstep.log import log
 from lockstep.record.events import append_event
@@ -37,9 +44,14 @@ class GenerationReader:
     """Reads the generation log. `newest`: the newest generation read; `known`: its number."""
 
     def __init__(self, folder: Path, prior: PriorState, events: EventLog) -> None:
-        self.folder, self.log = folder, GenerationLog(folder / "generations", since=prior.newest.number)
+        self.folder, self.log = (
+            folder,
+            GenerationLog(folder / "generations", since=prior.newest.number),
+        )
         self.newest, self.base, self.events = prior.newest, prior.base_generation, events
-        self.known = self.last_handled(prior.newest.number, {process.pid for process in prior.running.values()})
+        self.known = self.last_handled(
+            prior.newest.number, {process.pid for process in prior.running.values()}
+        )
 
     def read_new(self) -> Iterator[tuple[Generation, Generation]]:
         """Yield (generation, the one before it) for each generation since the last call."""
@@ -66,7 +78,11 @@ class GenerationReader:
         waits to join is in none, so the search ends after KEEP generations."""
         number, oldest = newest, max(self.base, newest - KEEP)
         while running and number > oldest:
-            running = running - {member.pid for member in self.read(number).members if member.host == self.events.host}
+            running = running - {
+                member.pid
+                for member in self.read(number).members
+                if member.host == self.events.host
+            }
             number -= 1
         return number
 
@@ -77,11 +93,17 @@ class GenerationReader:
 
     def active_hosts(self) -> set[str]:
         """Return the hosts of the newest generation; "" for hosts in another loopback network."""
-        return {member.host if is_loopback_reachable(member.loopback) else "" for member in self.newest.members}
+        return {
+            member.host if is_loopback_reachable(member.loopback) else ""
+            for member in self.newest.members
+        }
 
     def record_end(self, code: int, text: str, reason: str) -> None:
         """Record the end of the run as the next generation, unless another host has recorded one."""
         try:
             open_generation_log(self.folder).record_end(RunResult(code, text), reason, self.base)
         except OSError as error:
-            self.events.warn("cannot write the end of the run into the generation log; other hosts may not learn of it", error)
+            self.events.warn(
+                "cannot write the end of the run into the generation log; other hosts may not learn of it",
+                error,
+            )

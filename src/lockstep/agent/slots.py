@@ -39,7 +39,9 @@ class Worker:
     started_s: float
     signals_sent: list[int] = field(default_factory=list)  # in order to end it
     stop_sent: bool = False  # it received the stop signal
-    kill_at: tuple[float, str] | None = None  # (monotonic time of the SIGKILL, reason); None: not to be killed
+    kill_at: tuple[float, str] | None = (
+        None  # (monotonic time of the SIGKILL, reason); None: not to be killed
+    )
 
     @property
     def pid(self) -> int:
@@ -54,9 +56,13 @@ class Worker:
         """Kill what is left of its process group; return the exit code, None if it is unknown."""
         os.close(self.pidfd)
         if self.is_child:
-            kill_group(self.pid)  # before the wait: until then its pid, which is also its group id, cannot be reused
+            kill_group(
+                self.pid
+            )  # before the wait: until then its pid, which is also its group id, cannot be reused
             return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-        if not Path(f"/proc/{self.pid}").exists():  # the kernel does not reuse the number of an existing group
+        if not Path(
+            f"/proc/{self.pid}"
+        ).exists():  # the kernel does not reuse the number of an existing group
             kill_group(self.pid)
         return -self.signals_sent[-1] if self.signals_sent else None
 
@@ -66,7 +72,9 @@ class Slot:
     """A place for one worker on this host."""
 
     number: int
-    start_at_s: float | None = 0.0  # when to request a worker; None: one runs, one is starting, or no further one starts
+    start_at_s: float | None = (
+        0.0  # when to request a worker; None: one runs, one is starting, or no further one starts
+    )
     log_offset: int = 0  # size of the slot's log when its newest worker was requested
     worker: Worker | None = None
     last_exit: WorkerExit | None = None  # of its previous worker
@@ -82,7 +90,14 @@ class RunEnd:
     at_s: float
 
 
-def signal_due(worker: Worker, now_s: float, *, run_end: RunEnd | None, asked_s: float | None, timeouts: AgentTimeouts) -> tuple[int, str]:
+def signal_due(
+    worker: Worker,
+    now_s: float,
+    *,
+    run_end: RunEnd | None,
+    asked_s: float | None,
+    timeouts: AgentTimeouts,
+) -> tuple[int, str]:
     """Return (signal to send to a worker now, reason); 0: none.
     asked_s: when the workers were asked to stop."""
     due: tuple[int, str] = (0, "")
@@ -90,7 +105,10 @@ def signal_due(worker: Worker, now_s: float, *, run_end: RunEnd | None, asked_s:
         delay_s = timeouts.exit_s if run_end.code else timeouts.grace_s
         if now_s >= run_end.at_s + delay_s:
             kill = now_s >= run_end.at_s + delay_s + timeouts.exit_s
-            due = signal.SIGKILL if kill else signal.SIGTERM, f"did not exit within {delay_s:g} s after the run ended"
+            due = (
+                signal.SIGKILL if kill else signal.SIGTERM,
+                f"did not exit within {delay_s:g} s after the run ended",
+            )
     elif asked_s is not None and now_s >= asked_s + timeouts.grace_s:
         due = signal.SIGKILL, f"did not stop within {timeouts.grace_s:g} s"
     if worker.kill_at and now_s >= worker.kill_at[0]:
@@ -105,7 +123,11 @@ def write_log(path: Path, slot: Slot, report: ExitReport | None, offset: int) ->
         if report and report.trace:
             repeated = bool(before and before.trace == report.trace)
             with open(path, "ab", opener=open_regular) as output:
-                output.write(b"the same error again\n" if repeated else report.trace.encode("utf-8", "backslashreplace"))
+                output.write(
+                    b"the same error again\n"
+                    if repeated
+                    else report.trace.encode("utf-8", "backslashreplace")
+                )
         elif slot.number and not report:
             with open(path, "rb", opener=open_regular) as output:
                 return last_lines(output, offset)
@@ -127,13 +149,19 @@ def last_status(state: Path, worker: Worker) -> Status | None:
 
 def phase_of(status: Status | None) -> str:
     """Describe the phase and step of a worker; "" outside of a step."""
-    return f"{status.phase} phase of step {status.step}" if status and status.step > 0 and status.phase in STEP_PHASES else ""
+    return (
+        f"{status.phase} phase of step {status.step}"
+        if status and status.step > 0 and status.phase in STEP_PHASES
+        else ""
+    )
 
 
 def reap_orphans(known: Collection[int]) -> None:
     """Wait for exited processes that workers left behind, except those in `known`."""
     with suppress(ChildProcessError):
-        while (child := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) and child.si_pid not in known:
+        while (
+            child := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        ) and child.si_pid not in known:
             os.waitpid(child.si_pid, 0)
 
 
@@ -143,11 +171,21 @@ STOP_REQUEST_S = 1.0  # between two attempts to make another worker stop the run
 class StopRequests:
     """The stop and drain signals that one agent received. drains: SIGUSR1 drains only this host."""
 
-    def __init__(self, folder: Path, host: str, events: EventLog, timeouts: AgentTimeouts, *, drains: bool) -> None:
-        self.folder, self.host, self.events, self.timeouts, self.drains = folder, host, events, timeouts, drains
+    def __init__(
+        self, folder: Path, host: str, events: EventLog, timeouts: AgentTimeouts, *, drains: bool
+    ) -> None:
+        self.folder, self.host, self.events, self.timeouts, self.drains = (
+            folder,
+            host,
+            events,
+            timeouts,
+            drains,
+        )
         self.received: list[int] = []  # in order
         self.received_s: float | None = None  # monotonic time of the first one
-        self.next_request_s = self.accepted_s = 0.0  # accepted: when a worker of another host last accepted the stop
+        self.next_request_s = self.accepted_s = (
+            0.0  # accepted: when a worker of another host last accepted the stop
+        )
 
     def is_drain(self, number: int) -> bool:
         return number == signal.SIGUSR1 and self.drains
@@ -160,7 +198,10 @@ class StopRequests:
     @property
     def stop_signal(self) -> str:
         """Name of the first signal that stops the run; "" for none."""
-        return next((signal.Signals(number).name for number in self.received if not self.is_drain(number)), "")
+        return next(
+            (signal.Signals(number).name for number in self.received if not self.is_drain(number)),
+            "",
+        )
 
     def forward(self, number: int, workers: Collection[Worker]) -> None:
         """Send a signal to the workers that do not wait to join; the waiting ones exit with the run."""
@@ -190,19 +231,33 @@ class StopRequests:
         if not self.stop_signal or now_s() < self.next_request_s:
             return
         voters = {member.pid for member in newest.members if member.host == self.host}
-        drained_first = any(map(self.is_drain, self.received))  # a worker only obeys the first signal that it receives
-        if not drained_first and any(worker.stop_sent and worker.pid in voters for worker in workers):
+        drained_first = any(
+            map(self.is_drain, self.received)
+        )  # a worker only obeys the first signal that it receives
+        if not drained_first and any(
+            worker.stop_sent and worker.pid in voters for worker in workers
+        ):
             return
         recipient = control.request_stop(
-            self.folder, self.recipients(newest, workers), self.stop_signal, within_s=STOP_REQUEST_S, each_s=STOP_REQUEST_S
+            self.folder,
+            self.recipients(newest, workers),
+            self.stop_signal,
+            within_s=STOP_REQUEST_S,
+            each_s=STOP_REQUEST_S,
         )
         if recipient and not self.accepted_s:
-            self.events.add("stop passed on", f"{recipient.id.rpartition('/')[0]} accepted the stop; no worker of this host has a vote")
+            self.events.add(
+                "stop passed on",
+                f"{recipient.id.rpartition('/')[0]} accepted the stop; no worker of this host has a vote",
+            )
         self.accepted_s = now_s() if recipient else self.accepted_s
         self.next_request_s = now_s() + STOP_REQUEST_S
 
     def awaits_run_end(self, newest: Generation, workers: Collection[Worker]) -> bool:
         if not self.stop_signal or self.received_s is None:
             return False
-        until_s = min(max(self.received_s, self.accepted_s) + self.timeouts.stop_reply_s, self.received_s + self.timeouts.grace_s)
+        until_s = min(
+            max(self.received_s, self.accepted_s) + self.timeouts.stop_reply_s,
+            self.received_s + self.timeouts.grace_s,
+        )
         return now_s() < until_s and bool(self.recipients(newest, workers))

@@ -46,9 +46,23 @@ class WorkerPool:
     """The workers that one agent is starting, and its forkserver.
     import_s, fork_s: time limits for a forkserver to become ready, and for one fork."""
 
-    def __init__(self, program: WorkerProgram, environ: Mapping[str, str], events: EventLog, *, import_s: float, fork_s: float) -> None:
+    def __init__(
+        self,
+        program: WorkerProgram,
+        environ: Mapping[str, str],
+        events: EventLog,
+        *,
+        import_s: float,
+        fork_s: float,
+    ) -> None:
         self.program, self.events, self.import_s, self.fork_s = program, events, import_s, fork_s
-        self.environ = {**MALLOC_SETTINGS, **CUDA_SETTINGS, **ONE_THREAD, **environ, "PYTHONUNBUFFERED": "1"}
+        self.environ = {
+            **MALLOC_SETTINGS,
+            **CUDA_SETTINGS,
+            **ONE_THREAD,
+            **environ,
+            "PYTHONUNBUFFERED": "1",
+        }
         self.pending: dict[int, PendingWorker] = {}
         self.forkserver: Forkserver | None = None
         self.imports = True  # in the forkserver
@@ -57,9 +71,15 @@ class WorkerPool:
         self.start_forkserver()
 
     def request(self, worker_env: WorkerEnv, out: int, err: int, *, restarted: bool) -> None:
-        argv = self.program.restart_argv if restarted and self.program.restart_argv is not None else self.program.argv
+        argv = (
+            self.program.restart_argv
+            if restarted and self.program.restart_argv is not None
+            else self.program.argv
+        )
         spec = WorkerSpec(self.program.entry, argv, worker_env.environ(), worker_env.agent_pid)
-        self.pending[worker_env.slot] = PendingWorker(worker_env.slot, spec, os.dup(out), os.dup(err))
+        self.pending[worker_env.slot] = PendingWorker(
+            worker_env.slot, spec, os.dup(out), os.dup(err)
+        )
 
     def poll(self) -> list[PendingWorker]:
         """Watch the forkserver, and return the workers that have started."""
@@ -97,8 +117,13 @@ class WorkerPool:
         try:
             gate, gate_writer = os.pipe()
             try:
-                worker.pid = self.forkserver.fork(worker.spec, (worker.out, worker.err, gate), self.fork_s)
-                worker.gate_writer, worker.method = gate_writer, "forked by the forkserver" if self.imports else "spawned"
+                worker.pid = self.forkserver.fork(
+                    worker.spec, (worker.out, worker.err, gate), self.fork_s
+                )
+                worker.gate_writer, worker.method = (
+                    gate_writer,
+                    "forked by the forkserver" if self.imports else "spawned",
+                )
                 self.failures = 0
             except OSError:
                 os.close(gate_writer)  # it may have forked one without a reply, which exits now

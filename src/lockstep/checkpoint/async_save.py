@@ -34,7 +34,9 @@ IDLE_S = 30.0  # a checkpoint is not delayed longer on a machine without an idle
 def do_nothing() -> None: ...
 
 
-def copy_to_host(tensors: Mapping[str, Tensor], memory: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[torch.cuda.Event]]:
+def copy_to_host(
+    tensors: Mapping[str, Tensor], memory: Mapping[str, Tensor]
+) -> tuple[dict[str, Tensor], list[torch.cuda.Event]]:
     """Return copies of the tensors on the CPU, and an event per GPU that marks the end of its copies:
     its stream orders them before the next update of the weights.
 
@@ -54,9 +56,13 @@ def copy_to_host(tensors: Mapping[str, Tensor], memory: Mapping[str, Tensor]) ->
     if gpus or torch.get_num_threads() > 1:
         copies = list(map(copy, tensors))
     else:
-        with ThreadPoolExecutor(min(MAX_COPY_THREADS, len(os.sched_getaffinity(0))), "copy") as pool:
+        with ThreadPoolExecutor(
+            min(MAX_COPY_THREADS, len(os.sched_getaffinity(0))), "copy"
+        ) as pool:
             copies = list(pool.map(copy, tensors))
-    return dict(zip(tensors, copies, strict=True)), [torch.cuda.current_stream(gpu).record_event() for gpu in gpus]
+    return dict(zip(tensors, copies, strict=True)), [
+        torch.cuda.current_stream(gpu).record_event() for gpu in gpus
+    ]
 
 
 class IdleRun:
@@ -76,7 +82,9 @@ class IdleRun:
         def run() -> None:
             try:
                 with suppress(OSError):  # the container forbids it: normal priority
-                    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # 0: this thread alone
+                    os.sched_setscheduler(
+                        0, os.SCHED_IDLE, os.sched_param(0)
+                    )  # 0: this thread alone
                 for _ in pieces:
                     if self._hurried.is_set() or time.monotonic() > self._deadline_s:
                         return
@@ -96,7 +104,11 @@ class AsyncSaver(AbstractContextManager["AsyncSaver"]):
     """Saves into `store`, one checkpoint at a time. Call it from one thread only.
     on_saved: called as on_saved(step, seconds) in the writing thread after each commit."""
 
-    def __init__(self, store: CheckpointStore, on_saved: Callable[[int, float], object] = lambda step, seconds: None) -> None:
+    def __init__(
+        self,
+        store: CheckpointStore,
+        on_saved: Callable[[int, float], object] = lambda step, seconds: None,
+    ) -> None:
         self.store, self.on_saved = store, on_saved
         self._copies: dict[str, Tensor] = {}
         self._failures: deque[Exception] = deque()
@@ -162,7 +174,12 @@ class AsyncSaver(AbstractContextManager["AsyncSaver"]):
         waited_s = time.monotonic() - start_s
         if was_writing and why and not self._warned_of_wait:
             self._warned_of_wait = True
-            log.warning("waited %s for %r %s; save less often to avoid this (logged once)", format_duration(waited_s), name, why)
+            log.warning(
+                "waited %s for %r %s; save less often to avoid this (logged once)",
+                format_duration(waited_s),
+                name,
+                why,
+            )
         return True
 
     def close(self) -> None:
@@ -175,7 +192,12 @@ class AsyncSaver(AbstractContextManager["AsyncSaver"]):
         if error:
             raise error
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         try:
             self.close()
         except Exception as failure:

@@ -19,7 +19,9 @@ from lockstep.units import format_bytes
 
 def checkpoints_folder(folder: Path) -> Path:
     if not folder.is_dir():
-        raise CheckpointError("no such folder", str(folder), "give the folder of a run, as with --out")
+        raise CheckpointError(
+            "no such folder", str(folder), "give the folder of a run, as with --out"
+        )
     return folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
 
 
@@ -30,8 +32,12 @@ def list_table(folder: Path) -> str:
     for step in committed_steps(folder):
         path = folder / folder_name(step)
         sizes = [entry.stat().st_size for entry in os.scandir(path)]
-        saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime((path / COMMITTED).stat().st_mtime))
-        lines.append(f"{step:>12}  {format_bytes(sum(sizes)):>10}  {len(sizes):>5}  {saved}  {path.name}")
+        saved = time.strftime(
+            "%Y-%m-%d %H:%M:%S", time.localtime((path / COMMITTED).stat().st_mtime)
+        )
+        lines.append(
+            f"{step:>12}  {format_bytes(sum(sizes)):>10}  {len(sizes):>5}  {saved}  {path.name}"
+        )
     lines += [f"not a checkpoint: {name}" for name in uncommitted_folders(folder)]
     head = f"{'step':>12}  {'size':>10}  {'files':>5}  {'saved':<19}  folder"
     return "\n".join([head, *lines]) if lines else f"there is no committed checkpoint in {folder}"
@@ -48,7 +54,9 @@ def verify(folder: Path) -> tuple[bool, list[str]]:
                 continue  # deleted by retention since the listing
             problems = commit.find_damage(path, step)
         whole = whole and not problems
-        lines += [f"step {step} is damaged: {problem}" for problem in problems] or [f"step {step} is whole"]
+        lines += [f"step {step} is damaged: {problem}" for problem in problems] or [
+            f"step {step} is whole"
+        ]
     if not lines:
         return False, [f"there is no committed checkpoint in {folder}"]
     damage = metrics_damage(run, max(committed_steps(folder), default=0)) if folder != run else []
@@ -79,14 +87,19 @@ def export(folder: Path, step: int | None, target: Path) -> str:
     return a line that describes it. Names have no prefix "model."; optimizer state is omitted,
     except for averaged weights, which replace the last ones."""
     if target.exists() and not target.is_file():  # a rename over it would replace even /dev/null
-        raise UsageError(f"{target} is not a regular file", "--out", "give the path of a new .safetensors file")
+        raise UsageError(
+            f"{target} is not a regular file", "--out", "give the path of a new .safetensors file"
+        )
     with open_verified(folder, step) as (verified_step, tensors):
         weights = inference_weights(tensors)
         specs = [tensor.spec._replace(name=name) for name, tensor in weights.items()]
         metadata = {"format": "pt", "step": str(verified_step)}
         size = sum(spec.bytes for spec in specs)
         with commit.explain_write_errors(f"{target.name} was not written", target.parent, size):
-            write_atomic(target, safetensors_io.file_chunks(specs, lambda name: weights[name].data(), metadata))
+            write_atomic(
+                target,
+                safetensors_io.file_chunks(specs, lambda name: weights[name].data(), metadata),
+            )
     return f"step {verified_step}: {len(specs)} tensors, {format_bytes(size)}, written to {target}"
 
 
@@ -98,13 +111,25 @@ def open_verified(folder: Path, step: int | None) -> Iterator[tuple[int, StoredT
     step = choose_step(step, steps, folder)
     with commit.explain_read_errors(folder), pinned(folder, step) as path:
         if path is None:
-            raise CheckpointError(f"the checkpoint of step {step} was deleted by another process", str(folder), "try again")
+            raise CheckpointError(
+                f"the checkpoint of step {step} was deleted by another process",
+                str(folder),
+                "try again",
+            )
         if problems := commit.find_damage(path, step):
             where = "\n".join([str(path), *problems])
-            raise CheckpointError(f"the checkpoint of step {step} is damaged", where, f"try another: {show_steps(steps)}")
+            raise CheckpointError(
+                f"the checkpoint of step {step} is damaged",
+                where,
+                f"try another: {show_steps(steps)}",
+            )
         yield step, open_tensors(path, step)
 
 
 def uncommitted_folders(folder: Path) -> list[str]:
     committed = {folder_name(step) for step in committed_steps(folder)}
-    return sorted(name for name in os.listdir(folder) if name.lstrip(".").startswith("step-") and name not in committed)
+    return sorted(
+        name
+        for name in os.listdir(folder)
+        if name.lstrip(".").startswith("step-") and name not in committed
+    )

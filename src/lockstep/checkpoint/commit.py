@@ -46,7 +46,9 @@ MANIFEST = "manifest.json"
 FACTS = "facts.json"  # besides the manifest the only file without tensors
 FORMAT = 1
 CHUNK_BYTES = 4 * 2**20
-PIECE_BYTES = 2**24  # few: a thread of idle priority that is preempted with the interpreter lock delays training
+PIECE_BYTES = (
+    2**24
+)  # few: a thread of idle priority that is preempted with the interpreter lock delays training
 COMMITTER_TIMEOUT_S = 60.0
 
 Bytes = npt.NDArray[np.uint8]
@@ -98,7 +100,10 @@ def read_verified(path: Path, record: FileRecord, *, keep: bool = True) -> tuple
         with open(path, "rb", buffering=0, opener=open_without_links) as file:
             size = os.fstat(file.fileno()).st_size
             if size != record.bytes:
-                return bytearray(), f"{path.name} has {size} bytes, the manifest lists {record.bytes}"
+                return (
+                    bytearray(),
+                    f"{path.name} has {size} bytes, the manifest lists {record.bytes}",
+                )
             content, sha256, start = bytearray(size if keep else CHUNK_BYTES), hashlib.sha256(), 0
             view = memoryview(content)
             while count := file.readinto(view[start : start + CHUNK_BYTES]):
@@ -144,7 +149,10 @@ def find_damage(path: Path, step: int) -> list[str]:
     every byte, with one chunk in memory."""
     files, problems = verify_listed_files(path, step)
     if files:
-        problems += [f"{name} does not belong here: the manifest does not list it" for name in unlisted_files(path, files)]
+        problems += [
+            f"{name} does not belong here: the manifest does not list it"
+            for name in unlisted_files(path, files)
+        ]
     return problems
 
 
@@ -195,7 +203,10 @@ class Attempt(AbstractContextManager["Attempt"]):
     def commit(self) -> bool:
         """Make it the checkpoint of its step; False, without changes, when there is one."""
         files = {name: vars(self.files[name]) for name in sorted(self.files)}
-        manifest = json.dumps({"format": FORMAT, "step": self.step, "files": files}, indent=1).encode() + b"\n"
+        manifest = (
+            json.dumps({"format": FORMAT, "step": self.step, "files": files}, indent=1).encode()
+            + b"\n"
+        )
         self.put(MANIFEST, [manifest])
         with open(self.path / WRITING, "r+b") as marker:
             marker.write(marker_content(self.step, manifest))
@@ -230,7 +241,9 @@ class Attempt(AbstractContextManager["Attempt"]):
             unlock_marker(self.marker)
             return
         try:
-            if self.state == COMMITTED:  # revoke it: it may not be on the disk, and the save is reported as failed
+            if (
+                self.state == COMMITTED
+            ):  # revoke it: it may not be on the disk, and the save is reported as failed
                 try:
                     os.rename(self.path / COMMITTED, self.path / REMOVING)
                 except OSError:
@@ -239,17 +252,29 @@ class Attempt(AbstractContextManager["Attempt"]):
                 self.state = REMOVING
             remove_folder(self.path, self.marker, self.state, self.fail_point)
         except OSError as problem:
-            log.warning("%s could not be removed (%s); the next save tries again", self.path, problem.strerror)
+            log.warning(
+                "%s could not be removed (%s); the next save tries again",
+                self.path,
+                problem.strerror,
+            )
 
 
-def write_file(path: Path, chunks: Iterable[bytes | memoryview], fail_point: FailPoint = no_fail_point, run: Run = exhaust) -> FileRecord:
+def write_file(
+    path: Path,
+    chunks: Iterable[bytes | memoryview],
+    fail_point: FailPoint = no_fail_point,
+    run: Run = exhaust,
+) -> FileRecord:
     """Write a new file and flush it to the disk. `run` exhausts an iterator that hashes and writes
     one piece per item; it may do so in another thread.
 
     Whole pieces bypass the page cache where the file system supports it: to fill the cache takes
     more processor time than to hash.
     """
-    sha256, buffer = hashlib.sha256(), np.frombuffer(mmap.mmap(-1, PIECE_BYTES), np.uint8)  # page-aligned, as O_DIRECT needs
+    sha256, buffer = (
+        hashlib.sha256(),
+        np.frombuffer(mmap.mmap(-1, PIECE_BYTES), np.uint8),
+    )  # page-aligned, as O_DIRECT needs
     with open(path, "xb", buffering=0) as file:
         set_direct(file, True)
 
@@ -274,7 +299,9 @@ def fill(buffer: Bytes, chunks: Iterable[bytes | memoryview]) -> Iterator[Bytes]
         data = np.frombuffer(chunk, np.uint8)
         while len(data):
             count = min(len(data), len(buffer) - used)
-            np.copyto(buffer[used : used + count], data[:count])  # releases the interpreter lock, unlike memoryview
+            np.copyto(
+                buffer[used : used + count], data[:count]
+            )  # releases the interpreter lock, unlike memoryview
             data, used = data[count:], used + count
             if used == len(buffer):
                 yield buffer
@@ -315,8 +342,14 @@ def clear_target(target: Path) -> None:
             what = f"another process did not finish committing {target.name} within {COMMITTER_TIMEOUT_S:.0f} s"
             raise CheckpointError(what, str(target), "stop any second run in the same folder")
         time.sleep(0.01)
-    if os.path.lexists(target) and not (target / COMMITTED).exists() and (aside := set_aside(target, "unmarked")):
-        log.warning("%s has no marker, so it is not a checkpoint; set aside as %s", target, aside.name)
+    if (
+        os.path.lexists(target)
+        and not (target / COMMITTED).exists()
+        and (aside := set_aside(target, "unmarked"))
+    ):
+        log.warning(
+            "%s has no marker, so it is not a checkpoint; set aside as %s", target, aside.name
+        )
 
 
 HINTS = {
@@ -329,7 +362,11 @@ HINTS = {
     errno.EIO: "the disk reports an error (see dmesg); choose another folder with --out",
     errno.ENOLCK: "this file system has no file locks (mount Lustre with -o flock)",
 }
-HINTS |= {errno.EPERM: HINTS[errno.EACCES], errno.EOPNOTSUPP: HINTS[errno.ENOLCK], errno.ENOSYS: HINTS[errno.ENOLCK]}
+HINTS |= {
+    errno.EPERM: HINTS[errno.EACCES],
+    errno.EOPNOTSUPP: HINTS[errno.ENOLCK],
+    errno.ENOSYS: HINTS[errno.ENOLCK],
+}
 
 
 def free_bytes(folder: Path) -> int:
@@ -345,7 +382,11 @@ def explain_write_errors(what: str, folder: Path, needed_bytes: int) -> Iterator
     except OSError as error:
         where = f"{format_bytes(needed_bytes)} needed in {folder}"
         with suppress(OSError):
-            names = "" if os.statvfs(folder).f_favail else ", but no room for another file name (inodes)"
+            names = (
+                ""
+                if os.statvfs(folder).f_favail
+                else ", but no room for another file name (inodes)"
+            )
             where = f"{format_bytes(needed_bytes)} needed, {format_bytes(free_bytes(folder))} free in {folder}{names}"
         if error.filename and Path(error.filename) != folder:
             where += f"\n{error.filename}"
@@ -361,4 +402,6 @@ def explain_read_errors(path: Path) -> Iterator[None]:
     except OSError as error:
         where = str(error.filename or path)
         hint = "no file was changed; check permissions, mounts and limits"
-        raise CheckpointError(f"a checkpoint cannot be read: {error.strerror or error}", where, hint) from error
+        raise CheckpointError(
+            f"a checkpoint cannot be read: {error.strerror or error}", where, hint
+        ) from error

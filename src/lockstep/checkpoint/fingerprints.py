@@ -26,7 +26,13 @@ RUN_ID = "run_id.json"
 MAX_SHOWN_CHARS = 80  # longest value that a message repeats
 
 
-def refuse_other_run(before: Mapping[str, Any], now: Mapping[str, Any], step: int, folder: Path, allowed: Collection[str] = ()) -> None:
+def refuse_other_run(
+    before: Mapping[str, Any],
+    now: Mapping[str, Any],
+    step: int,
+    folder: Path,
+    allowed: Collection[str] = (),
+) -> None:
     """CheckpointError when the checkpoint with facts `before` belongs to another run than `now`.
     Keys in `allowed` were changed on purpose; a key that one side lacks is not compared."""
     if problems := fingerprint_changes(before, now, allowed):
@@ -37,20 +43,32 @@ def refuse_other_run(before: Mapping[str, Any], now: Mapping[str, Any], step: in
         )
 
 
-def fingerprint_changes(before: Mapping[str, Any], now: Mapping[str, Any], allowed: Collection[str] = ()) -> list[str]:
-    old, new = ({"run_id": facts.get("run_id") or "", **facts.get("fingerprints", {})} for facts in (before, now))
+def fingerprint_changes(
+    before: Mapping[str, Any], now: Mapping[str, Any], allowed: Collection[str] = ()
+) -> list[str]:
+    old, new = (
+        {"run_id": facts.get("run_id") or "", **facts.get("fingerprints", {})}
+        for facts in (before, now)
+    )
     return changes({key: value for key, value in old.items() if value and key not in allowed}, new)
 
 
 def tolerated_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    return [change for name in ("numerics", "code", "flags") for change in changes(before.get(name, {}), now.get(name, {}))]
+    return [
+        change
+        for name in ("numerics", "code", "flags")
+        for change in changes(before.get(name, {}), now.get(name, {}))
+    ]
 
 
 def changes(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
     """Return "KEY was X, is Y" for each common key whose values differ, without long values."""
     wrong = [key for key in new if key in old and old[key] != new[key]]
     short = [key for key in wrong if max(len(old[key]), len(new[key])) <= MAX_SHOWN_CHARS]
-    return [f"{key} was {old[key]}, is {new[key]}" if key in short else f"{key} has changed" for key in wrong]
+    return [
+        f"{key} was {old[key]}, is {new[key]}" if key in short else f"{key} has changed"
+        for key in wrong
+    ]
 
 
 def read_run_id(run: Path) -> str:
@@ -64,7 +82,11 @@ def read_run_id(run: Path) -> str:
         return ""
     except (OSError, ValueError, LookupError, TypeError) as error:
         hint = "remove it: the next start takes the id from the newest checkpoint"
-        raise CheckpointError(f"{path} is damaged: {error}", "it distinguishes this run's checkpoints from others", hint) from None
+        raise CheckpointError(
+            f"{path} is damaged: {error}",
+            "it distinguishes this run's checkpoints from others",
+            hint,
+        ) from None
     return run_id
 
 
@@ -84,7 +106,11 @@ def newest_facts(folder: Path) -> tuple[int, dict[str, Any]] | None:
             if path is None:
                 continue
             files, _ = commit.read_manifest(path, step)
-            content, problem = commit.read_verified(path / FACTS, files[FACTS]) if FACTS in files else (b"", "missing")
+            content, problem = (
+                commit.read_verified(path / FACTS, files[FACTS])
+                if FACTS in files
+                else (b"", "missing")
+            )
             if not problem:
                 return step, json.loads(content)
     return None

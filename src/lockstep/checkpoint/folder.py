@@ -98,7 +98,9 @@ def pinned(folder: Path, step: int) -> Iterator[Path | None]:
     path = folder / folder_name(step)
     marker: int | None
     try:
-        while (marker := lock_marker(path / COMMITTED, fcntl.LOCK_SH)) is None and (path / COMMITTED).exists():
+        while (marker := lock_marker(path / COMMITTED, fcntl.LOCK_SH)) is None and (
+            path / COMMITTED
+        ).exists():
             pass  # deleted and saved again while this process waited for the lock
         is_committed = marker is not None
     except OSError as error:
@@ -117,15 +119,25 @@ def remove_folder(path: Path, marker: int, state: str, fail_point: FailPoint) ->
     try:
         with os.scandir(path) as entries:
             listed = sorted(entries, key=lambda entry: entry.name)
-        own = [entry.name for entry in listed if OWN_FILE.fullmatch(entry.name) and entry.is_file(follow_symlinks=False)]
+        own = [
+            entry.name
+            for entry in listed
+            if OWN_FILE.fullmatch(entry.name) and entry.is_file(follow_symlinks=False)
+        ]
         foreign = [entry.name for entry in listed if entry.name not in (*own, state)]
         for name in own:
             (path / name).unlink()
             fail_point("removing")
     finally:
-        unlock_marker(marker)  # before the last unlink: NFS keeps the name of an open file alive, and rmdir would fail
+        unlock_marker(
+            marker
+        )  # before the last unlink: NFS keeps the name of an open file alive, and rmdir would fail
     if foreign:
-        log.warning("%s was not removed, since it holds files that Lockstep did not write: %s", path, ", ".join(foreign))
+        log.warning(
+            "%s was not removed, since it holds files that Lockstep did not write: %s",
+            path,
+            ", ".join(foreign),
+        )
         return
     (path / state).unlink(missing_ok=True)
     path.rmdir()
@@ -159,10 +171,14 @@ def sweep(folder: Path) -> None:
         if path.is_symlink() or not (HIDDEN_FOLDER.fullmatch(name) or STEP_FOLDER.fullmatch(name)):
             continue
         try:
-            if not (path / COMMITTED).exists() and discard(path, may_lack_marker=bool(HIDDEN_FOLDER.fullmatch(name))):
+            if not (path / COMMITTED).exists() and discard(
+                path, may_lack_marker=bool(HIDDEN_FOLDER.fullmatch(name))
+            ):
                 log.info("removed %s, left unfinished by a process that died", path)
         except OSError as error:
-            log.warning("%s was left by a dead process and could not be removed: %s", path, error.strerror)
+            log.warning(
+                "%s was left by a dead process and could not be removed: %s", path, error.strerror
+            )
 
 
 def is_unfinished(path: Path) -> bool:

@@ -23,14 +23,18 @@ from lockstep.errors import CheckpointError, UsageError
 from lockstep.runtime.tensor_bytes import DTYPES, bytes_of
 
 JSON_SUFFIX = ":json"
-MAPPINGS: dict[str, type[dict[Any, Any]]] = {kind.__name__: kind for kind in (dict, OrderedDict, Counter)}
+MAPPINGS: dict[str, type[dict[Any, Any]]] = {
+    kind.__name__: kind for kind in (dict, OrderedDict, Counter)
+}
 PLAIN = (bool, int, float, str)
 
 
 def spec_of(name: str, tensor: Tensor) -> TensorSpec:
     """Return what a file stores about a tensor. CheckpointError for a tensor that it cannot hold."""
     if tensor.dtype not in DTYPES or tensor.layout != torch.strided:
-        raise CheckpointError(f"a checkpoint cannot hold a tensor of {tensor.dtype}, {tensor.layout}", name)
+        raise CheckpointError(
+            f"a checkpoint cannot hold a tensor of {tensor.dtype}, {tensor.layout}", name
+        )
     return TensorSpec(name, DTYPES[tensor.dtype], tuple(tensor.shape))
 
 
@@ -54,7 +58,9 @@ def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, Tensor):
         if value.is_meta:
             hint = "make it when the model has its weights, after session.prepare"
-            raise UsageError(f"{path} is on the meta device, without values", "Checkpointer(state=...)", hint)
+            raise UsageError(
+                f"{path} is on the meta device, without values", "Checkpointer(state=...)", hint
+            )
         name = path
         while name in tensors or name.endswith(JSON_SUFFIX):
             name += "'"
@@ -72,7 +78,10 @@ def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, np.generic) and type(value.item()) in PLAIN:
         return _encode_numpy(value)
     if MAPPINGS.get(kind.__name__) is kind and not any(isinstance(key, Tensor) for key in value):
-        items = [[encode(key, f"{path} (a key)", tensors), encode(item, f"{path}.{key}", tensors)] for key, item in value.items()]
+        items = [
+            [encode(key, f"{path} (a key)", tensors), encode(item, f"{path}.{key}", tensors)]
+            for key, item in value.items()
+        ]
         return {kind.__name__: items}
     by_tensors = " by tensors" if MAPPINGS.get(kind.__name__) is kind else ""
     raise UsageError(
@@ -90,7 +99,9 @@ def _encode_numpy(value: np.generic) -> Any:
     return {"numpy": [value.dtype.name, plain]}
 
 
-def unpack(name: str, tensors: Mapping[str, Tensor], current: Mapping[str, Tensor] | None = None) -> Any:
+def unpack(
+    name: str, tensors: Mapping[str, Tensor], current: Mapping[str, Tensor] | None = None
+) -> Any:
     """Return the state_dict, with tensors copied to device and strides of those in `current`."""
 
     def tensor(name: str) -> Tensor:
@@ -132,10 +143,21 @@ def leaves(value: Any, path: str, tensors: Mapping[str, Tensor]) -> Iterator[tup
     if isinstance(value, dict):
         [(tag, inner)] = value.items()
         if tag == "tensor":
-            yield path, safetensors_io.tensor_fingerprint(spec_of("", tensors[inner]), bytes_of(tensors[inner]))
+            yield (
+                path,
+                safetensors_io.tensor_fingerprint(
+                    spec_of("", tensors[inner]), bytes_of(tensors[inner])
+                ),
+            )
         elif tag == "numpy":
             yield path, json.dumps(inner)
-        for key, item in inner if tag in MAPPINGS else [[tag, inner]] if tag in ("tuple", "deque", "array") else []:
+        for key, item in (
+            inner
+            if tag in MAPPINGS
+            else [[tag, inner]]
+            if tag in ("tuple", "deque", "array")
+            else []
+        ):
             yield from leaves(item, f"{path}.{key}", tensors)
     elif isinstance(value, list):
         for i, item in enumerate(value):
@@ -144,7 +166,12 @@ def leaves(value: Any, path: str, tensors: Mapping[str, Tensor]) -> Iterator[tup
         yield path, json.dumps(value)
 
 
-def differing_paths(name: str, first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> list[str]:
+def differing_paths(
+    name: str, first: Mapping[str, Tensor], second: Mapping[str, Tensor]
+) -> list[str]:
     """Return the paths at which two states of this name differ."""
-    left, right = (dict(leaves(tree_of(tensors[name + JSON_SUFFIX]), name, tensors)) for tensors in (first, second))
+    left, right = (
+        dict(leaves(tree_of(tensors[name + JSON_SUFFIX]), name, tensors))
+        for tensors in (first, second)
+    )
     return sorted(path for path in left.keys() | right.keys() if left.get(path) != right.get(path))

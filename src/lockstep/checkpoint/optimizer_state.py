@@ -48,23 +48,39 @@ def own_state(optimizer: Optimizer, known: Collection[int]) -> dict[str, dict[An
     """
     kind = type(optimizer).__name__
     found: dict[str, dict[Any, Any]] = {}
-    entries = {key: value for key, value in optimizer.state.items() if id(key) not in known and value is not None}
-    if entries := {key: value for key, value in entries.items() if not (isinstance(value, Mapping) and not value)}:
+    entries = {
+        key: value
+        for key, value in optimizer.state.items()
+        if id(key) not in known and value is not None
+    }
+    if entries := {
+        key: value
+        for key, value in entries.items()
+        if not (isinstance(value, Mapping) and not value)
+    }:
         if foreign := [key for key in entries if isinstance(key, Tensor)]:
             what = f"{kind} keeps state that belongs to no parameter"
             raise unsupported_state(what, f"key {str(foreign[0])[:40]!r} of its state")
         found["state"] = entries
     if overrides(optimizer, "state_dict"):
         returned = optimizer.state_dict()
-        if own := sorted_by_key({key: value for key, value in returned.items() if key not in TORCH_KEYS}):
+        if own := sorted_by_key(
+            {key: value for key, value in returned.items() if key not in TORCH_KEYS}
+        ):
             found["state_dict"] = own
     for source, values in found.items():
         for key, value in values.items():
             try:
                 encode({key: value}, f"{kind}.{source}", {})
             except (UsageError, CheckpointError) as error:
-                where = f"{kind}.state_dict()" if source == "state_dict" else "state that belongs to no parameter"
-                raise unsupported_state(f"{kind} keeps {key!r} as a {type(value).__name__}", f"{where}; {error.what}") from None
+                where = (
+                    f"{kind}.state_dict()"
+                    if source == "state_dict"
+                    else "state that belongs to no parameter"
+                )
+                raise unsupported_state(
+                    f"{kind} keeps {key!r} as a {type(value).__name__}", f"{where}; {error.what}"
+                ) from None
     return found
 
 
@@ -77,13 +93,19 @@ def sorted_by_key(value: Any) -> Any:
     return {key: sorted_by_key(value[key]) for key in sorted(value, key=repr)}
 
 
-def load_own_state(optimizer: Optimizer, saved: Mapping[str, dict[Any, Any]], known: Collection[int]) -> None:
+def load_own_state(
+    optimizer: Optimizer, saved: Mapping[str, dict[Any, Any]], known: Collection[int]
+) -> None:
     """Restore the result of `own_state`; the state by parameter stays as it is."""
     optimizer.state.update(saved.get("state", {}))
     if not (overrides(optimizer, "state_dict") or overrides(optimizer, "load_state_dict")):
         return
-    exact = dict(optimizer.state)  # torch's load_state_dict casts it to the dtypes of the parameters
-    orders = [list(group) for group in optimizer.param_groups]  # and moves "params", which the digest would show
+    exact = dict(
+        optimizer.state
+    )  # torch's load_state_dict casts it to the dtypes of the parameters
+    orders = [
+        list(group) for group in optimizer.param_groups
+    ]  # and moves "params", which the digest would show
     optimizer.load_state_dict({**optimizer.state_dict(), **saved.get("state_dict", {})})
     optimizer.state.clear()
     optimizer.state.update(exact)
@@ -92,7 +114,9 @@ def load_own_state(optimizer: Optimizer, saved: Mapping[str, dict[Any, Any]], kn
         group.clear()
         group.update(values)
     name = f"{type(optimizer).__name__}.state_dict"
-    before, after = (pack(name, state.get("state_dict", {})) for state in (saved, own_state(optimizer, known)))
+    before, after = (
+        pack(name, state.get("state_dict", {})) for state in (saved, own_state(optimizer, known))
+    )
     if wrong := differing_paths(name, before, after):
         raise CheckpointError(
             f"{type(optimizer).__name__} differs from the saved state after load_state_dict: {join_names(wrong)}",

@@ -20,7 +20,9 @@ def choose_resume_step(resume: str, steps: Collection[int]) -> tuple[int | None,
             return max(steps), f"resumes from step {max(steps)}, the newest checkpoint"
         if resume == "auto":
             return None, "starts at step 0: there is no checkpoint yet"
-        raise CheckpointError("there is no checkpoint to resume from", "--resume required", "try --resume auto")
+        raise CheckpointError(
+            "there is no checkpoint to resume from", "--resume required", "try --resume auto"
+        )
     if not resume.isdecimal() or len(resume) > 18:
         what = f"--resume {resume[:40]!r} is neither a step nor auto, never or required"
         raise UsageError(what, available, "omit --resume to resume from the newest checkpoint")
@@ -34,17 +36,25 @@ def choose_step(step: int | None, steps: Collection[int], folder: Path | str) ->
     if step is None and steps:
         return max(steps)
     if step is None:
-        raise CheckpointError("there is no checkpoint yet", str(folder), "wait for the first save of the run")
+        raise CheckpointError(
+            "there is no checkpoint yet", str(folder), "wait for the first save of the run"
+        )
     if step not in steps:
         raise missing_checkpoint(step, steps, str(folder))
     return step
 
 
 def missing_checkpoint(step: int, steps: Collection[int], where: str) -> CheckpointError:
-    return CheckpointError(f"there is no checkpoint of step {step}", f"{where}; {show_steps(steps)}", "see lockstep checkpoint list")
+    return CheckpointError(
+        f"there is no checkpoint of step {step}",
+        f"{where}; {show_steps(steps)}",
+        "see lockstep checkpoint list",
+    )
 
 
-def steps_to_delete(steps: Collection[int], *, keep: int, protect: Collection[int], good: int | None) -> list[int]:
+def steps_to_delete(
+    steps: Collection[int], *, keep: int, protect: Collection[int], good: int | None
+) -> list[int]:
     """Return the steps that retention deletes, ascending.
 
     keep     number of newest checkpoints to keep; 0: all
@@ -52,7 +62,9 @@ def steps_to_delete(steps: Collection[int], *, keep: int, protect: Collection[in
     good     newest step verified by this process: kept even when newer, unverified ones exist
     """
     newest = sorted(steps)[-keep:] if keep else steps
-    return sorted(step for step in steps if step not in newest and step not in protect and step != good)
+    return sorted(
+        step for step in steps if step not in newest and step not in protect and step != good
+    )
 
 
 def show_steps(steps: Collection[int]) -> str:
@@ -60,4 +72,6 @@ def show_steps(steps: Collection[int]) -> str:
     words = [str(step) for step in sorted(steps)]
     if not words:
         return "there are no checkpoints"
-    return "checkpoints: " + ", ".join(words if len(words) <= 12 else [*words[:3], "...", *words[-8:]])
+    return "checkpoints: " + ", ".join(
+        words if len(words) <= 12 else [*words[:3], "...", *words[-8:]]
+    )

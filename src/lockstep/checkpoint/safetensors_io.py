@@ -51,14 +51,20 @@ def split_into_files(specs: Iterable[TensorSpec], file_bytes: int) -> list[list[
 
 
 def file_chunks(
-    specs: Sequence[TensorSpec], data: Callable[[str], memoryview], metadata: Mapping[str, str] | None = None
+    specs: Sequence[TensorSpec],
+    data: Callable[[str], memoryview],
+    metadata: Mapping[str, str] | None = None,
 ) -> Iterator[bytes | memoryview]:
     """Yield the bytes of a file in chunks. Widest items come first, so tensors are aligned."""
     order = sorted(specs, key=lambda spec: (-ITEM_BYTES[spec.dtype], spec.name))
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     start = 0
     for spec in order:
-        header[spec.name] = {"dtype": spec.dtype, "shape": spec.shape, "data_offsets": [start, start + spec.bytes]}
+        header[spec.name] = {
+            "dtype": spec.dtype,
+            "shape": spec.shape,
+            "data_offsets": [start, start + spec.bytes],
+        }
         start += spec.bytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -73,7 +79,10 @@ def parse_file(content: memoryview) -> tuple[dict[str, str], list[tuple[TensorSp
     header = json.loads(bytes(content[8 : 8 + length]))
     data, metadata = content[8 + length :], header.pop("__metadata__", {})
     offsets = {name: slice(*entry["data_offsets"]) for name, entry in header.items()}
-    return metadata, [(TensorSpec(name, entry["dtype"], tuple(entry["shape"])), data[offsets[name]]) for name, entry in header.items()]
+    return metadata, [
+        (TensorSpec(name, entry["dtype"], tuple(entry["shape"])), data[offsets[name]])
+        for name, entry in header.items()
+    ]
 
 
 def map_file(path: Path) -> memoryview:
@@ -89,4 +98,6 @@ def tensor_fingerprint(spec: TensorSpec, data: memoryview) -> str:
 
 def digest_of_fingerprints(fingerprints: Mapping[str, str]) -> str:
     """Return the hex sha256 over the fingerprints, sorted by name: equal states, equal digests."""
-    return hashlib.sha256("\n".join(fingerprints[name] for name in sorted(fingerprints)).encode()).hexdigest()
+    return hashlib.sha256(
+        "\n".join(fingerprints[name] for name in sorted(fingerprints)).encode()
+    ).hexdigest()

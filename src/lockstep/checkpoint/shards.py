@@ -48,26 +48,43 @@ class ShardWriter:
 
     writer: int  # its number
     writers: int  # how many write
-    slices: Mapping[str, TensorSlice]  # tensor name -> the slice that this worker writes; an unlisted tensor is whole
-    generation: Callable[[], int]  # returns the number of the current generation; called at each save
-    generation_error: Callable[[], str]  # returns why the other writers will not finish; "" while they may
+    slices: Mapping[
+        str, TensorSlice
+    ]  # tensor name -> the slice that this worker writes; an unlisted tensor is whole
+    generation: Callable[
+        [], int
+    ]  # returns the number of the current generation; called at each save
+    generation_error: Callable[
+        [], str
+    ]  # returns why the other writers will not finish; "" while they may
 
     def folder(self, folder: Path, step: int, generation: int, writer: int) -> Path:
         return folder / f".part-{step:08d}-{generation}-{writer}"
 
     def metadata(self, names: Iterable[str]) -> dict[str, str]:
-        slices = {name: self.slices[name].to_json() for name in names if name in self.slices and not self.slices[name].is_whole}
+        slices = {
+            name: self.slices[name].to_json()
+            for name in names
+            if name in self.slices and not self.slices[name].is_whole
+        }
         return {"pieces": json.dumps(slices)} if slices else {}
 
     def write(
-        self, folder: Path, step: int, files: Iterable[tuple[str, Iterable[bytes | memoryview]]], run: commit.Run = commit.exhaust
+        self,
+        folder: Path,
+        step: int,
+        files: Iterable[tuple[str, Iterable[bytes | memoryview]]],
+        run: commit.Run = commit.exhaust,
     ) -> None:
         """Write this worker's files. A failure is reported to writer 0, too."""
         path = self.folder(folder, step, self.generation(), self.writer)
         shutil.rmtree(path, ignore_errors=True)
         path.mkdir()
         try:
-            records = {name: vars(commit.write_file(path / name, chunks, run=run)) for name, chunks in files}
+            records = {
+                name: vars(commit.write_file(path / name, chunks, run=run))
+                for name, chunks in files
+            }
             fsync_folder(path)
             write_shard_list(path, {"files": records})
         except Exception as error:
@@ -113,11 +130,17 @@ def read_shard_list(path: Path, writer: int, step: int) -> dict[str, FileRecord]
             return commit.parse_file_records(listed["files"])
     except (DamagedFileError, ValueError, KeyError, TypeError, AttributeError) as error:
         what = f"the part of writer {writer} of step {step} is damaged: {error}"
-        raise CheckpointError(what, str(path / SHARD_LIST), "the next save is a new attempt") from error
-    raise CheckpointError(f"writer {writer} could not write its part of step {step}: {listed['error']}", str(path), "")
+        raise CheckpointError(
+            what, str(path / SHARD_LIST), "the next save is a new attempt"
+        ) from error
+    raise CheckpointError(
+        f"writer {writer} could not write its part of step {step}: {listed['error']}", str(path), ""
+    )
 
 
-RawArray = npt.NDArray[np.unsignedinteger[Any]]  # elements of a tensor as unsigned integers of the same width
+RawArray = npt.NDArray[
+    np.unsignedinteger[Any]
+]  # elements of a tensor as unsigned integers of the same width
 
 
 class StoredSlice(NamedTuple):
@@ -129,11 +152,15 @@ class StoredSlice(NamedTuple):
     file: str
 
     def raw(self) -> RawArray:
-        return np.frombuffer(self.data, f"u{safetensors_io.ITEM_BYTES[self.spec.dtype]}").reshape(self.spec.shape)
+        return np.frombuffer(self.data, f"u{safetensors_io.ITEM_BYTES[self.spec.dtype]}").reshape(
+            self.spec.shape
+        )
 
     def part(self, wanted: TensorSlice) -> StoredSlice:
         """Return a part of this slice: a copy, unless it is all of it."""
-        return StoredSlice(*assemble(self.spec._replace(shape=self.slice.shape), [self], wanted), wanted, self.file)
+        return StoredSlice(
+            *assemble(self.spec._replace(shape=self.slice.shape), [self], wanted), wanted, self.file
+        )
 
 
 @dataclass
@@ -155,10 +182,16 @@ class StoredTensor:
         return assemble(self.spec, self.slices, wanted)
 
 
-def assemble(whole: TensorSpec, slices: Iterable[StoredSlice], wanted: TensorSlice) -> tuple[TensorSpec, memoryview]:
+def assemble(
+    whole: TensorSpec, slices: Iterable[StoredSlice], wanted: TensorSlice
+) -> tuple[TensorSpec, memoryview]:
     """Return spec and bytes of `wanted`, a slice of a tensor of spec `whole`: a copy, unless one of
     `slices` is that slice. CheckpointError when they lack a part of it."""
-    fitting = [stored for stored in slices if stored.spec.dtype == whole.dtype and stored.slice.shape == whole.shape]
+    fitting = [
+        stored
+        for stored in slices
+        if stored.spec.dtype == whole.dtype and stored.slice.shape == whole.shape
+    ]
     for stored in fitting:
         if stored.slice == wanted:
             return stored.spec, stored.data
@@ -168,7 +201,10 @@ def assemble(whole: TensorSpec, slices: Iterable[StoredSlice], wanted: TensorSli
         stored.slice.copy_to(wanted, stored.raw(), values)
         stored.slice.copy_to(wanted, np.zeros(stored.slice.local_shape[:2], np.bool_), missing)
     if missing_count := int(missing.sum()):
-        raise CheckpointError(f"slices of {whole.name} are missing", f"{missing_count} of its rows and columns are in no file")
+        raise CheckpointError(
+            f"slices of {whole.name} are missing",
+            f"{missing_count} of its rows and columns are in no file",
+        )
     return whole._replace(shape=wanted.local_shape), values.reshape(-1).view(np.uint8).data
 
 
@@ -181,18 +217,33 @@ class StoredTensors(dict[str, StoredTensor]):
             metadata, tensors = safetensors_io.parse_file(content)
             slices = json.loads(metadata.get("pieces", "{}"))
             for spec, data in tensors:
-                stored = TensorSlice.from_json(slices[spec.name]) if spec.name in slices else TensorSlice.whole(spec.shape)
-                self.setdefault(spec.name, StoredTensor()).slices.append(StoredSlice(spec, data, stored, file))
+                stored = (
+                    TensorSlice.from_json(slices[spec.name])
+                    if spec.name in slices
+                    else TensorSlice.whole(spec.shape)
+                )
+                self.setdefault(spec.name, StoredTensor()).slices.append(
+                    StoredSlice(spec, data, stored, file)
+                )
 
     def fingerprints(self) -> dict[str, str]:
         """Return name -> fingerprint of the whole tensor. Memory: one tensor."""
-        return {name: safetensors_io.tensor_fingerprint(tensor.spec, tensor.data()) for name, tensor in self.items()}
+        return {
+            name: safetensors_io.tensor_fingerprint(tensor.spec, tensor.data())
+            for name, tensor in self.items()
+        }
 
 
 def open_tensors(path: Path, step: int) -> StoredTensors:
     """Return the tensors of a verified checkpoint, with their bytes mapped rather than read."""
     files, _ = commit.read_manifest(path, step)
-    return StoredTensors({name: safetensors_io.map_file(path / name) for name in sorted(files) if name.endswith(".safetensors")})
+    return StoredTensors(
+        {
+            name: safetensors_io.map_file(path / name)
+            for name in sorted(files)
+            if name.endswith(".safetensors")
+        }
+    )
 
 
 def parameter_of(name: str) -> str:
@@ -211,7 +262,10 @@ def inference_weights(tensors: Mapping[str, T]) -> dict[str, T]:
     """Return the weights to evaluate and export by parameter: averaged ones (`ema` of the optimizer)
     where the run has them."""
     names = [name.removeprefix("model.") for name in tensors if name.startswith("model.")]
-    return {name: tensors[average if (average := f"optim.{name}.ema") in tensors else f"model.{name}"] for name in names}
+    return {
+        name: tensors[average if (average := f"optim.{name}.ema") in tensors else f"model.{name}"]
+        for name in names
+    }
 
 
 def slice_of(name: str, shape: tuple[int, ...], slices: Mapping[str, TensorSlice]) -> TensorSlice:

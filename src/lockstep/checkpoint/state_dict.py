@@ -25,7 +25,15 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from lockstep.checkpoint import safetensors_io
-from lockstep.checkpoint.json_tree import JSON_SUFFIX, decode, encode, pack, spec_of, text_of, tree_of
+from lockstep.checkpoint.json_tree import (
+    JSON_SUFFIX,
+    decode,
+    encode,
+    pack,
+    spec_of,
+    text_of,
+    tree_of,
+)
 from lockstep.checkpoint.optimizer_state import load_own_state, own_state, unsupported_state
 from lockstep.checkpoint.safetensors_io import TensorSpec
 from lockstep.errors import CheckpointError, UsageError
@@ -43,7 +51,11 @@ OptimizedParameters = dict[str, tuple[Tensor, dict[str, Any], torch.optim.Optimi
 
 
 def model_name(model: Model) -> str:
-    return type(unwrap_model(model)).__name__ if isinstance(model, nn.Module) else "the slices of the model"
+    return (
+        type(unwrap_model(model)).__name__
+        if isinstance(model, nn.Module)
+        else "the slices of the model"
+    )
 
 
 def all_names(name: str) -> bool:
@@ -61,7 +73,9 @@ def unwrap_model(model: nn.Module) -> nn.Module:
 
 
 def as_tuple(optimizers: Optimizers) -> tuple[torch.optim.Optimizer, ...]:
-    return (optimizers,) if isinstance(optimizers, torch.optim.Optimizer) else tuple(optimizers or ())
+    return (
+        (optimizers,) if isinstance(optimizers, torch.optim.Optimizer) else tuple(optimizers or ())
+    )
 
 
 def named_tensors(model: Model) -> dict[str, Tensor]:
@@ -73,9 +87,17 @@ def named_tensors(model: Model) -> dict[str, Tensor]:
     for path, module in unwrap_model(model).named_modules():
         if type(module).get_extra_state is not nn.Module.get_extra_state:
             what = f"{type(module).__name__} keeps extra state besides its tensors, which a checkpoint cannot hold"
-            raise CheckpointError(what, f"module {path or '(the model itself)'}, get_extra_state", "register it as buffers")
+            raise CheckpointError(
+                what,
+                f"module {path or '(the model itself)'}, get_extra_state",
+                "register it as buffers",
+            )
         non_persistent = non_persistent_buffers(module)
-        buffers = [(name, tensor) for name, tensor in own_buffers(module).items() if name not in non_persistent]
+        buffers = [
+            (name, tensor)
+            for name, tensor in own_buffers(module).items()
+            if name not in non_persistent
+        ]
         for name, tensor in [*own_parameters(module).items(), *buffers]:
             if tensor is not None and id(tensor) not in seen:
                 seen.add(id(tensor))
@@ -87,13 +109,29 @@ def named_tensors(model: Model) -> dict[str, Tensor]:
 def optimizer_parameters(model: Model, optimizers: Optimizers) -> OptimizedParameters:
     """Return name -> (parameter, its group, its optimizer), in the optimizers' order."""
     names = {id(tensor): name for name, tensor in named_tensors(model).items()}
-    triples = [(p, group, optimizer) for optimizer in as_tuple(optimizers) for group in optimizer.param_groups for p in group["params"]]
-    where = " and ".join([*(type(optimizer).__name__ for optimizer in as_tuple(optimizers)), model_name(model)])
-    unknown = [f"shape {tuple(parameter.shape)}" for parameter, _, _ in triples if id(parameter) not in names]
+    triples = [
+        (p, group, optimizer)
+        for optimizer in as_tuple(optimizers)
+        for group in optimizer.param_groups
+        for p in group["params"]
+    ]
+    where = " and ".join(
+        [*(type(optimizer).__name__ for optimizer in as_tuple(optimizers)), model_name(model)]
+    )
+    unknown = [
+        f"shape {tuple(parameter.shape)}"
+        for parameter, _, _ in triples
+        if id(parameter) not in names
+    ]
     if unknown:
         what = f"{len(unknown)} of the optimizer's parameters are not in the model: {join_names(unknown)}"
-        raise CheckpointError(what, where, "put every trained module into the one model that is saved")
-    parameters = {names[id(parameter)]: (parameter, group, optimizer) for parameter, group, optimizer in triples}
+        raise CheckpointError(
+            what, where, "put every trained module into the one model that is saved"
+        )
+    parameters = {
+        names[id(parameter)]: (parameter, group, optimizer)
+        for parameter, group, optimizer in triples
+    }
     if len(parameters) < len(triples):
         counts = Counter(names[id(parameter)] for parameter, _, _ in triples)
         repeated = [name for name, count in counts.items() if count > 1]
@@ -102,14 +140,20 @@ def optimizer_parameters(model: Model, optimizers: Optimizers) -> OptimizedParam
     return parameters
 
 
-def get_state_dict(model: Model, optimizers: Optimizers = None, saved: Callable[[str], bool] = all_names) -> dict[str, Tensor]:
+def get_state_dict(
+    model: Model, optimizers: Optimizers = None, saved: Callable[[str], bool] = all_names
+) -> dict[str, Tensor]:
     """Return the state by name. The tensors share memory with the model and the optimizers.
 
     saved  filter on the names of parameters and buffers in the model
     CheckpointError when an optimizer's state has more than tensors, numbers, strings, and lists,
     tuples, deques and dicts of them.
     """
-    tensors = {f"model.{name}": tensor.detach() for name, tensor in named_tensors(model).items() if saved(name)}
+    tensors = {
+        f"model.{name}": tensor.detach()
+        for name, tensor in named_tensors(model).items()
+        if saved(name)
+    }
     parameters = optimizer_parameters(model, optimizers) if optimizers else {}
     for name, (parameter, _, optimizer) in parameters.items():
         for key, value in optimizer.state.get(parameter, {}).items():
@@ -134,10 +178,15 @@ def pack_entry(prefix: str, key: Any, value: Any, parameter: Tensor) -> dict[str
         order = "" if value.shape == parameter.shape else order_of(value)
         return {f"{name}:strided:{order}" if order else name: value.detach()}
     if type(value) in NUMBER_DTYPES and (type(value) is not int or value.bit_length() < 64):
-        return {f"{name}:{type(value).__name__}": torch.tensor(value, dtype=NUMBER_DTYPES[type(value)])}
+        return {
+            f"{name}:{type(value).__name__}": torch.tensor(value, dtype=NUMBER_DTYPES[type(value)])
+        }
     tensors: dict[str, Tensor] = {}
     text = text_of(encode(value, "", tensors))
-    named = {f"{name}{JSON_SUFFIX}:{escape(path)}:{order_of(tensor)}": tensor for path, tensor in tensors.items()}
+    named = {
+        f"{name}{JSON_SUFFIX}:{escape(path)}:{order_of(tensor)}": tensor
+        for path, tensor in tensors.items()
+    }
     return {name + JSON_SUFFIX: text} | named
 
 
@@ -182,7 +231,9 @@ def set_state_dict(
     dtype. Nothing is cast.
     """
     own = {name: tensor for name, tensor in named_tensors(model).items() if saved(name)}
-    loaded = {name.removeprefix("model."): tensors[name] for name in tensors if name.startswith("model.")}
+    loaded = {
+        name.removeprefix("model."): tensors[name] for name in tensors if name.startswith("model.")
+    }
     problems = [*problems, *tensor_differences(own, loaded)]
     states: dict[str, dict[str, Tensor]] = {}
     parameters = optimizer_parameters(model, optimizers) if optimizers else {}
@@ -192,14 +243,18 @@ def set_state_dict(
             states.setdefault(parameter_name, {})[key] = tensors[name]
     problems += optimizer_differences(parameters, states)
     if problems:
-        target = " and ".join([model_name(model), *(type(optimizer).__name__ for optimizer in as_tuple(optimizers))])
+        target = " and ".join(
+            [model_name(model), *(type(optimizer).__name__ for optimizer in as_tuple(optimizers))]
+        )
         hint = "build model and optimizer as in the run that saved it"
         raise CheckpointError(f"the checkpoint does not fit {target}", "\n".join(problems), hint)
     for name, (parameter, _, optimizer) in parameters.items():
         optimizer.state.pop(parameter, None)
         if name in states:
             optimizer.state[parameter] = {}
-    trees: dict[tuple[str, str], dict[str, Tensor]] = {}  # of a parameter and key: the text as "", tensors by path
+    trees: dict[
+        tuple[str, str], dict[str, Tensor]
+    ] = {}  # of a parameter and key: the text as "", tensors by path
     for name, tensor in tensors.items():
         kind, _, rest = name.partition(".")
         if kind == "model":
@@ -209,12 +264,20 @@ def set_state_dict(
             parameter, group, optimizer = parameters[parameter_name]
             key, form, path, order = (*map(unescape, entry.split(":")), "", "", "")[:4]
             if form == "json":
-                part = in_order(tensor.to(parameter.device, copy=True), order) if path else tensor.clone()
+                part = (
+                    in_order(tensor.to(parameter.device, copy=True), order)
+                    if path
+                    else tensor.clone()
+                )
                 trees.setdefault((parameter_name, key), {})[path] = part
             elif form == "strided":
-                optimizer.state[parameter][key] = in_order(tensor.to(parameter.device, copy=True), path)
+                optimizer.state[parameter][key] = in_order(
+                    tensor.to(parameter.device, copy=True), path
+                )
             else:
-                optimizer.state[parameter][key] = tensor.item() if form else place_like_torch(key, tensor, parameter, group)
+                optimizer.state[parameter][key] = (
+                    tensor.item() if form else place_like_torch(key, tensor, parameter, group)
+                )
     for (parameter_name, key), parts in trees.items():
         parameter, _, optimizer = parameters[parameter_name]
         optimizer.state[parameter][key] = decode(tree_of(parts[""]), parts.__getitem__)
@@ -222,10 +285,16 @@ def set_state_dict(
         set_own_states(as_tuple(optimizers), parameters, tensors)
 
 
-def set_own_states(optimizers: Sequence[torch.optim.Optimizer], parameters: OptimizedParameters, tensors: Mapping[str, Tensor]) -> None:
+def set_own_states(
+    optimizers: Sequence[torch.optim.Optimizer],
+    parameters: OptimizedParameters,
+    tensors: Mapping[str, Tensor],
+) -> None:
     """Restore what the optimizers keep besides their state by parameter."""
     known = {id(parameter) for parameter, _, _ in parameters.values()}
-    device = next((parameter.device for parameter, _, _ in parameters.values()), torch.device("cpu"))
+    device = next(
+        (parameter.device for parameter, _, _ in parameters.values()), torch.device("cpu")
+    )
 
     def place(name: str) -> Tensor:  # counters on the host, as torch places steps
         return tensors[name].to("cpu" if tensors[name].numel() == 1 else device, copy=True)
@@ -236,12 +305,16 @@ def set_own_states(optimizers: Sequence[torch.optim.Optimizer], parameters: Opti
         load_own_state(optimizer, state, known)
 
 
-def place_like_torch(key: str, value: Tensor, parameter: Tensor, group: Mapping[str, Any]) -> Tensor:
+def place_like_torch(
+    key: str, value: Tensor, parameter: Tensor, group: Mapping[str, Any]
+) -> Tensor:
     """Place a tensor of optimizer state as torch does: with the parameter, steps on the CPU."""
     if key == "step":  # torch/optim/optimizer.py, _process_value_according_to_param_policy
         on_device = group.get("capturable") or group.get("fused")
         return value.to(device=parameter.device if on_device else "cpu", copy=True)
-    if value.shape == parameter.shape:  # with the strides of the parameter, so that foreach kernels see equal layouts
+    if (
+        value.shape == parameter.shape
+    ):  # with the strides of the parameter, so that foreach kernels see equal layouts
         return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
     return value.to(parameter.device, copy=True)
 
@@ -261,7 +334,9 @@ def tensor_differences(own: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -
     return lines + ([f"wrong: {join_names(wrong)}"] if wrong else [])
 
 
-def optimizer_differences(parameters: OptimizedParameters, states: Mapping[str, Mapping[str, Tensor]]) -> list[str]:
+def optimizer_differences(
+    parameters: OptimizedParameters, states: Mapping[str, Mapping[str, Tensor]]
+) -> list[str]:
     """Return why the saved optimizer state cannot replace the current one. Parameters without state
     on one side are not compared: a new optimizer has none, and neither has an unused parameter; some
     optimizers create one entry when they are constructed, and the others in their first step."""
@@ -273,8 +348,16 @@ def optimizer_differences(parameters: OptimizedParameters, states: Mapping[str, 
     for name, (parameter, _, optimizer) in parameters.items():
         state = optimizer.state.get(parameter, {})
         if state and name in states:
-            own |= {f"optim.{name}.{escape(key)}": value for key, value in state.items() if isinstance(value, Tensor)}
-            saved |= {f"optim.{name}.{key}": value for key, value in states[name].items() if key in map(escape, state)}
+            own |= {
+                f"optim.{name}.{escape(key)}": value
+                for key, value in state.items()
+                if isinstance(value, Tensor)
+            }
+            saved |= {
+                f"optim.{name}.{key}": value
+                for key, value in states[name].items()
+                if key in map(escape, state)
+            }
     return lines + tensor_differences(own, saved)
 
 
@@ -285,7 +368,11 @@ def dtype_and_shape(tensor: Tensor) -> str:
 def nonfinite_tensors(tensors: Mapping[str, Tensor]) -> list[str]:
     """Return names of tensors with an infinity or NaN; elements are read if a sum has one."""
     floating = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-    floats = {name: tensor.detach() for name, tensor in tensors.items() if tensor.dtype in floating and tensor.numel()}
+    floats = {
+        name: tensor.detach()
+        for name, tensor in tensors.items()
+        if tensor.dtype in floating and tensor.numel()
+    }
     sums: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in floats.values():
         wide = torch.float64 if tensor.dtype == torch.float64 else torch.float32
@@ -303,7 +390,10 @@ def tensor_from_bytes(spec: TensorSpec, data: memoryview) -> Tensor:
 
 
 def fingerprints(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    return {name: safetensors_io.tensor_fingerprint(spec_of(name, tensor), bytes_of(tensor)) for name, tensor in tensors.items()}
+    return {
+        name: safetensors_io.tensor_fingerprint(spec_of(name, tensor), bytes_of(tensor))
+        for name, tensor in tensors.items()
+    }
 
 
 def digest(tensors: Mapping[str, Tensor]) -> str:

@@ -36,25 +36,57 @@ def refuse_unsupported_state(state: Mapping[str, Any]) -> None:
     """UsageError when a value of Checkpointer(state=...) cannot be saved as state."""
     for name, value in state.items():
         if not re.fullmatch(r"[\w-]+", name):
-            raise UsageError(f"{name!r} is not a name for a state", "Checkpointer(state=...)", "use letters, digits, _ and -")
+            raise UsageError(
+                f"{name!r} is not a name for a state",
+                "Checkpointer(state=...)",
+                "use letters, digits, _ and -",
+            )
         if isinstance(value, torch.optim.Optimizer):
             hint = "pass all optimizers as the fourth argument: Checkpointer(folder, runtime, model, [first, second])"
-            raise UsageError(f"state {name!r} is an optimizer ({type(value).__name__})", "Checkpointer(state=...)", hint)
-        if not (callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))):
+            raise UsageError(
+                f"state {name!r} is an optimizer ({type(value).__name__})",
+                "Checkpointer(state=...)",
+                hint,
+            )
+        if not (
+            callable(getattr(value, "state_dict", None))
+            and callable(getattr(value, "load_state_dict", None))
+        ):
             what = f"state {name!r} is a {type(value).__name__}, which has no state_dict and load_state_dict"
-            raise UsageError(what, "Checkpointer(state=...)", "pass the object itself, or an object with these two methods")
+            raise UsageError(
+                what,
+                "Checkpointer(state=...)",
+                "pass the object itself, or an object with these two methods",
+            )
 
 
-def unregistered_schedulers(optimizers: Sequence[torch.optim.Optimizer], state: Mapping[str, Any]) -> list[Any]:
+def unregistered_schedulers(
+    optimizers: Sequence[torch.optim.Optimizer], state: Mapping[str, Any]
+) -> list[Any]:
     """Return torch schedulers of these optimizers that Checkpointer(state=...) does not contain."""
     level, registered = list(state.values()), set[int]()
-    for _ in range(5):  # a user's class may hold a scheduler in a list, a SequentialLR holds several
+    for _ in range(
+        5
+    ):  # a user's class may hold a scheduler in a list, a SequentialLR holds several
         registered |= set(map(id, level))
-        containers = [value if isinstance(value, dict | list | tuple) else getattr(value, "__dict__", {}) for value in level]
-        level = [item for container in containers for item in (container.values() if isinstance(container, dict) else container)]
+        containers = [
+            value if isinstance(value, dict | list | tuple) else getattr(value, "__dict__", {})
+            for value in level
+        ]
+        level = [
+            item
+            for container in containers
+            for item in (container.values() if isinstance(container, dict) else container)
+        ]
     optimizer_ids = set(map(id, optimizers))
-    schedulers = [value for value in gc.get_objects() if issubclass(type(value), LRScheduler)]  # isinstance would call proxies
-    return [value for value in schedulers if id(getattr(value, "optimizer", None)) in optimizer_ids and id(value) not in registered]
+    schedulers = [
+        value for value in gc.get_objects() if issubclass(type(value), LRScheduler)
+    ]  # isinstance would call proxies
+    return [
+        value
+        for value in schedulers
+        if id(getattr(value, "optimizer", None)) in optimizer_ids and id(value) not in registered
+    ]
 
 
 def plain_values(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -68,17 +100,30 @@ def plain_values(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
                 yield from plain_values(value, f"{path}.{key}".lstrip("."))
 
 
-def describe_groups(model: Model, optimizers: Sequence[torch.optim.Optimizer]) -> list[dict[str, Any]]:
+def describe_groups(
+    model: Model, optimizers: Sequence[torch.optim.Optimizer]
+) -> list[dict[str, Any]]:
     """Return class and parameter groups of each optimizer, with names in place of parameters."""
     names = {id(tensor): name for name, tensor in named_tensors(model).items()}
 
     def values(group: Mapping[str, Any]) -> dict[str, Any]:
-        return {key: [names[id(p)] for p in value] if key == "params" else value for key, value in group.items()}
+        return {
+            key: [names[id(p)] for p in value] if key == "params" else value
+            for key, value in group.items()
+        }
 
-    return [{"class": type(optimizer).__name__, "groups": [values(group) for group in optimizer.param_groups]} for optimizer in optimizers]
+    return [
+        {
+            "class": type(optimizer).__name__,
+            "groups": [values(group) for group in optimizer.param_groups],
+        }
+        for optimizer in optimizers
+    ]
 
 
-def pack_extra_state(model: Model, optimizers: Sequence[torch.optim.Optimizer], state: Mapping[str, Stateful]) -> dict[str, Tensor]:
+def pack_extra_state(
+    model: Model, optimizers: Sequence[torch.optim.Optimizer], state: Mapping[str, Stateful]
+) -> dict[str, Tensor]:
     tensors = pack(GROUPS, describe_groups(model, optimizers))
     for name, value in state.items():
         tensors |= pack(f"state.{name}", value.state_dict())
@@ -86,7 +131,10 @@ def pack_extra_state(model: Model, optimizers: Sequence[torch.optim.Optimizer], 
 
 
 def extra_state_problems(
-    model: Model, optimizers: Sequence[torch.optim.Optimizer], state: Mapping[str, Stateful], tensors: Mapping[str, Tensor]
+    model: Model,
+    optimizers: Sequence[torch.optim.Optimizer],
+    state: Mapping[str, Stateful],
+    tensors: Mapping[str, Tensor],
 ) -> list[str]:
     """Return why loaded tensors do not fit this state, one line per kind of problem."""
     names = {name.removesuffix(JSON_SUFFIX) for name in tensors if name.endswith(JSON_SUFFIX)}
@@ -96,23 +144,35 @@ def extra_state_problems(
     if missing := sorted(expected - texts):
         lines.append(f"missing in the checkpoint: {join_names(missing)}")
     if unexpected := sorted(texts - expected):
-        lines.append(f"in the checkpoint, but not in Checkpointer(state=...): {join_names(unexpected)}")
+        lines.append(
+            f"in the checkpoint, but not in Checkpointer(state=...): {join_names(unexpected)}"
+        )
     if GROUPS not in texts:
         return lines
     saved, current = unpack(GROUPS, tensors), describe_groups(model, optimizers)
-    classes, own_classes = ([optimizer["class"] for optimizer in described] for described in (saved, current))
+    classes, own_classes = (
+        [optimizer["class"] for optimizer in described] for described in (saved, current)
+    )
     if classes != own_classes:
-        lines.append(f"the checkpoint's optimizers are {', '.join(classes)}, this run's {', '.join(own_classes)}")
+        lines.append(
+            f"the checkpoint's optimizers are {', '.join(classes)}, this run's {', '.join(own_classes)}"
+        )
     elif any(
-        [group["params"] for group in saved_optimizer["groups"]] != [group["params"] for group in current_optimizer["groups"]]
+        [group["params"] for group in saved_optimizer["groups"]]
+        != [group["params"] for group in current_optimizer["groups"]]
         for saved_optimizer, current_optimizer in zip(saved, current, strict=True)
     ):
-        lines.append(f"the parameter groups of {', '.join(classes)} hold other parameters than in the checkpoint")
+        lines.append(
+            f"the parameter groups of {', '.join(classes)} hold other parameters than in the checkpoint"
+        )
     return lines
 
 
 def load_extra_state(
-    model: Model, optimizers: Sequence[torch.optim.Optimizer], state: Mapping[str, Stateful], tensors: Mapping[str, Tensor]
+    model: Model,
+    optimizers: Sequence[torch.optim.Optimizer],
+    state: Mapping[str, Stateful],
+    tensors: Mapping[str, Tensor],
 ) -> None:
     """Set parameter groups and registered state from loaded tensors without `extra_state_problems`.
     CheckpointError when load_state_dict of an object does not restore the saved state."""

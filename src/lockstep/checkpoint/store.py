@@ -27,7 +27,16 @@ from torch import Tensor
 
 from lockstep.checkpoint import commit, safetensors_io, shards
 from lockstep.checkpoint.commit import FACTS
-from lockstep.checkpoint.folder import FailPoint, committed_steps, folder_name, no_fail_point, pinned, retire, set_aside, sweep
+from lockstep.checkpoint.folder import (
+    FailPoint,
+    committed_steps,
+    folder_name,
+    no_fail_point,
+    pinned,
+    retire,
+    set_aside,
+    sweep,
+)
 from lockstep.checkpoint.json_tree import spec_of
 from lockstep.checkpoint.policy import missing_checkpoint, show_steps, steps_to_delete
 from lockstep.checkpoint.safetensors_io import TensorSpec
@@ -59,14 +68,30 @@ class CheckpointStore:
     fail_point  called with a name at each place of a save or deletion where tests kill the process
     """
 
-    def __init__(self, folder: Path, keep: int = 3, *, file_bytes: int = FILE_BYTES, fail_point: FailPoint = no_fail_point) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        keep: int = 3,
+        *,
+        file_bytes: int = FILE_BYTES,
+        fail_point: FailPoint = no_fail_point,
+    ) -> None:
         if scheme := scheme_of(folder):
             what = f"checkpoints are not written to {scheme}:// directly"
-            raise UsageError(what, str(folder), "give a folder; lockstep run --out s3://BUCKET/RUN mirrors it")
-        self.folder, self.keep, self.file_bytes, self.fail_point = folder, keep, file_bytes, fail_point
+            raise UsageError(
+                what, str(folder), "give a folder; lockstep run --out s3://BUCKET/RUN mirrors it"
+            )
+        self.folder, self.keep, self.file_bytes, self.fail_point = (
+            folder,
+            keep,
+            file_bytes,
+            fail_point,
+        )
         self._folder_exists = False
         self.shard_writer: shards.ShardWriter | None = None
-        self._verified_step: int | None = None  # the last step that this process wrote or verified; retention keeps it
+        self._verified_step: int | None = (
+            None  # the last step that this process wrote or verified; retention keeps it
+        )
 
     def steps(self) -> list[int]:
         return committed_steps(self.folder)
@@ -109,7 +134,12 @@ class CheckpointStore:
         specs = [spec_of(name, tensor) for name, tensor in tensors.items()]
         needed_bytes = sum(spec.bytes + 256 for spec in specs) + len(text)
         path = self.folder / folder_name(step)
-        explain = partial(commit.explain_write_errors, f"the checkpoint of step {step} was not saved", self.folder, needed_bytes)
+        explain = partial(
+            commit.explain_write_errors,
+            f"the checkpoint of step {step} was not saved",
+            self.folder,
+            needed_bytes,
+        )
         with explain():
             self._create_folder()
         if self.shard_writer and self.shard_writer.writer:
@@ -119,7 +149,9 @@ class CheckpointStore:
         with explain():
             sweep(self.folder)
             while not self._has_same(step, tensors):
-                if commit.free_bytes(self.folder) < needed_bytes:  # before the disk is full: other programs write there too
+                if (
+                    commit.free_bytes(self.folder) < needed_bytes
+                ):  # before the disk is full: other programs write there too
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 # The inner `explain` measures the free space before the attempt is removed.
                 with commit.Attempt(self.folder, step, self.fail_point) as attempt, explain():
@@ -134,7 +166,12 @@ class CheckpointStore:
         self._verified_step = step
         if self.shard_writer:
             self.shard_writer.sweep(self.folder, step)
-        log.info("saved %s: %s in %s", path, format_bytes(needed_bytes), format_duration(time.monotonic() - start_s))
+        log.info(
+            "saved %s: %s in %s",
+            path,
+            format_bytes(needed_bytes),
+            format_duration(time.monotonic() - start_s),
+        )
         self.retire(protect)
         return path
 
@@ -143,13 +180,25 @@ class CheckpointStore:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._folder_exists = True
 
-    def _files(self, specs: list[TensorSpec], tensors: Mapping[str, Tensor]) -> list[tuple[str, Iterable[bytes | memoryview]]]:
+    def _files(
+        self, specs: list[TensorSpec], tensors: Mapping[str, Tensor]
+    ) -> list[tuple[str, Iterable[bytes | memoryview]]]:
         """Return (name, content) of each file of tensors. A content can be read once."""
-        first_number = self.shard_writer.writer * shards.FILES_PER_WRITER if self.shard_writer else 0
+        first_number = (
+            self.shard_writer.writer * shards.FILES_PER_WRITER if self.shard_writer else 0
+        )
         files: list[tuple[str, Iterable[bytes | memoryview]]] = []
-        for number, file_specs in enumerate(safetensors_io.split_into_files(specs, self.file_bytes)):
-            metadata = self.shard_writer.metadata([spec.name for spec in file_specs]) if self.shard_writer else {}
-            content = safetensors_io.file_chunks(file_specs, lambda name: bytes_of(tensors[name]), metadata)
+        for number, file_specs in enumerate(
+            safetensors_io.split_into_files(specs, self.file_bytes)
+        ):
+            metadata = (
+                self.shard_writer.metadata([spec.name for spec in file_specs])
+                if self.shard_writer
+                else {}
+            )
+            content = safetensors_io.file_chunks(
+                file_specs, lambda name: bytes_of(tensors[name]), metadata
+            )
             files.append((f"tensors-{first_number + number:05d}.safetensors", content))
         return files
 
@@ -161,19 +210,35 @@ class CheckpointStore:
                 return False
             if problems := commit.find_damage(path, step):
                 aside = set_aside(path, "damaged")
-                log.warning("checkpoint %s is damaged (%s), set aside as %s; saving it again", path, join_names(problems), aside)
+                log.warning(
+                    "checkpoint %s is damaged (%s), set aside as %s; saving it again",
+                    path,
+                    join_names(problems),
+                    aside,
+                )
                 return False
             stored = shards.open_tensors(path, step)
             if self.shard_writer:
-                slices = {name: self.shard_writer.slices.get(name, TensorSlice.whole(tensor.shape)) for name, tensor in tensors.items()}
-                saved = fingerprints({name: tensor_from_bytes(*stored[name].read(slices[name])) for name in slices if name in stored})
+                slices = {
+                    name: self.shard_writer.slices.get(name, TensorSlice.whole(tensor.shape))
+                    for name, tensor in tensors.items()
+                }
+                saved = fingerprints(
+                    {
+                        name: tensor_from_bytes(*stored[name].read(slices[name]))
+                        for name in slices
+                        if name in stored
+                    }
+                )
             else:
                 saved = stored.fingerprints()
             current = fingerprints(tensors)
         if saved == current:
             log.info("%s exists already, with the same content", path)
             return True
-        names = sorted(name for name in saved.keys() | current.keys() if saved.get(name) != current.get(name))
+        names = sorted(
+            name for name in saved.keys() | current.keys() if saved.get(name) != current.get(name)
+        )
         saved_digest, current_digest = map(safetensors_io.digest_of_fingerprints, (saved, current))
         raise CheckpointError(
             f"step {step} has a checkpoint with other content, which was not overwritten",
@@ -185,10 +250,14 @@ class CheckpointStore:
 
     def retire(self, protect: Collection[int] = ()) -> None:
         """Delete checkpoints as retention asks. Failures are only logged."""
-        for step in steps_to_delete(self.steps(), keep=self.keep, protect=protect, good=self._verified_step):
+        for step in steps_to_delete(
+            self.steps(), keep=self.keep, protect=protect, good=self._verified_step
+        ):
             try:
                 if not retire(self.folder, step, self.fail_point):
-                    log.info("the checkpoint of step %d is being read; a later save deletes it", step)
+                    log.info(
+                        "the checkpoint of step %d is being read; a later save deletes it", step
+                    )
             except OSError as error:
                 log.warning("the old checkpoint of step %d could not be deleted: %s", step, error)
 
@@ -197,7 +266,11 @@ class CheckpointStore:
         Memory: the state once. The tensors share the bytes that were hashed."""
         checkpoint, problems = self._read(step)
         if checkpoint is None:
-            raise self._damaged({step: problems}) if problems else missing_checkpoint(step, self.steps(), str(self.folder))
+            raise (
+                self._damaged({step: problems})
+                if problems
+                else missing_checkpoint(step, self.steps(), str(self.folder))
+            )
         return checkpoint
 
     def load_newest(self) -> Checkpoint | None:
@@ -226,7 +299,13 @@ class CheckpointStore:
                 outcome = f"set aside as {aside.name}" if aside else "deleted by another process"
             except OSError as error:
                 outcome = f"could not be renamed ({error.strerror})"
-            log.warning("checkpoint %s is damaged (%s), %s; step %d is used instead", path, join_names(problems), outcome, whole)
+            log.warning(
+                "checkpoint %s is damaged (%s), %s; step %d is used instead",
+                path,
+                join_names(problems),
+                outcome,
+                whole,
+            )
         self._verified_step = whole
 
     def set_aside_after(self, step: int) -> None:
@@ -234,16 +313,30 @@ class CheckpointStore:
         call it at once."""
         for later in (later for later in self.steps() if later > step):
             if aside := set_aside(self.folder / folder_name(later), "abandoned"):
-                log.warning("resuming from step %d: the checkpoint of step %d is set aside as %s", step, later, aside.name)
+                log.warning(
+                    "resuming from step %d: the checkpoint of step %d is set aside as %s",
+                    step,
+                    later,
+                    aside.name,
+                )
 
     def _read(self, step: int) -> tuple[Checkpoint | None, list[str]]:
         """Return (the checkpoint, []) or (None, its problems); (None, []) when there is none."""
         stored, facts, problems = self.read_share(step)
         if stored is None:
             return None, problems
-        return Checkpoint(step, {name: tensor_from_bytes(tensor.spec, tensor.data()) for name, tensor in stored.items()}, facts), []
+        return Checkpoint(
+            step,
+            {
+                name: tensor_from_bytes(tensor.spec, tensor.data())
+                for name, tensor in stored.items()
+            },
+            facts,
+        ), []
 
-    def read_share(self, step: int, share: tuple[int, int] = (0, 1)) -> tuple[shards.StoredTensors | None, dict[str, Any], list[str]]:
+    def read_share(
+        self, step: int, share: tuple[int, int] = (0, 1)
+    ) -> tuple[shards.StoredTensors | None, dict[str, Any], list[str]]:
         """Return the tensors in the i-th of n shares of the files, the facts, and no problems; or None
         and the problems of the share. (None, {}, []) when there is no checkpoint. share: (i, n)."""
         index, count = share
@@ -265,11 +358,22 @@ class CheckpointStore:
         facts = json.loads(contents.pop(FACTS))
         if count == 1:
             self._verified_step = step
-        return shards.StoredTensors({name: memoryview(content) for name, content in contents.items()}), facts, []
+        return (
+            shards.StoredTensors({name: memoryview(content) for name, content in contents.items()}),
+            facts,
+            [],
+        )
 
     def _damaged(self, damaged: Mapping[int, list[str]]) -> CheckpointError:
         listed = ", ".join(str(step) for step in sorted(damaged))
-        where = [f"{self.folder / folder_name(step)}: {join_names(damaged[step])}" for step in sorted(damaged)]
+        where = [
+            f"{self.folder / folder_name(step)}: {join_names(damaged[step])}"
+            for step in sorted(damaged)
+        ]
         others = sorted(set(self.steps()) - damaged.keys())
-        hint = f"try --resume STEP ({show_steps(others)})" if others else "there is no other checkpoint; nothing was deleted"
+        hint = (
+            f"try --resume STEP ({show_steps(others)})"
+            if others
+            else "there is no other checkpoint; nothing was deleted"
+        )
         return CheckpointError(f"damaged: the checkpoint of step {listed}", "\n".join(where), hint)

@@ -25,18 +25,32 @@ def main(args: argparse.Namespace, rest: list[str]) -> int:
         print(SUBCOMMANDS)
         return 2
     sizes = parse_sizes(args.sizes)
-    workers = read_hosts(args.hosts).workers if args.hosts else choose_worker_count(args.workers, None)[0]
+    workers = (
+        read_hosts(args.hosts).workers if args.hosts else choose_worker_count(args.workers, None)[0]
+    )
     if workers < 2:
-        raise UsageError("1 worker has no other one to exchange messages with", str(args.hosts or "--workers"), "give 2 workers or more")
+        raise UsageError(
+            "1 worker has no other one to exchange messages with",
+            str(args.hosts or "--workers"),
+            "give 2 workers or more",
+        )
     address = parse_address(args.out)
-    folder, file = (str(address).removesuffix(".json"), "") if address else (str(args.out.with_suffix("")), str(args.out))
+    folder, file = (
+        (str(address).removesuffix(".json"), "")
+        if address
+        else (str(args.out.with_suffix("")), str(args.out))
+    )
     words = ["launch", FUNCTION, "--out", folder, "--min", str(workers)]
     for name in ("workers", "hosts", "host"):
         words += [f"--{name}", str(getattr(args, name))] if getattr(args, name) is not None else []
     words += ["--ssh"] if args.ssh else []
     values = ["--sizes", ",".join(map(str, sizes)), *(["--file", file] if file else [])]
     parsed = build_parser().parse_args(words)
-    return run_remote(parsed, [*words, *values], [Path(folder)], values) if address else launch.main(parsed, values)
+    return (
+        run_remote(parsed, [*words, *values], [Path(folder)], values)
+        if address
+        else launch.main(parsed, values)
+    )
 
 
 def parse_sizes(text: str) -> list[int]:
@@ -46,5 +60,9 @@ def parse_sizes(text: str) -> list[int]:
         if out_of_range := [size for size in sizes if not 1 <= size <= MAX_BYTES]:
             raise ValueError(f"{out_of_range[0]:,} bytes is not from 1 B to 16 GiB")
     except ValueError as error:
-        raise UsageError(f"--sizes {text!r}: {error}", "command line", 'separate sizes by commas: --sizes "1 KiB, 1 MiB"') from None
+        raise UsageError(
+            f"--sizes {text!r}: {error}",
+            "command line",
+            'separate sizes by commas: --sizes "1 KiB, 1 MiB"',
+        ) from None
     return sizes

@@ -9,14 +9,18 @@ from lockstep.units import parse_bytes
 
 
 def main(args: argparse.Namespace, rest: list[str]) -> int:
-    if args.action == "import" or (args.action == "export" and (args.adapter or (args.folder / "model.json").is_file())):
+    if args.action == "import" or (
+        args.action == "export" and (args.adapter or (args.folder / "model.json").is_file())
+    ):
         print(convert_llama(args))
     elif args.action == "list":
         print(printable(commands.list_table(args.folder)))
     elif args.action == "digest":
         print(commands.digest_line(args.folder, args.step))
     elif args.action == "export":
-        print(commands.export(args.folder, args.step, args.out or args.folder / "model.safetensors"))
+        print(
+            commands.export(args.folder, args.step, args.out or args.folder / "model.safetensors")
+        )
     else:
         intact, lines = commands.verify(args.folder)
         print(printable("\n".join(lines)))
@@ -25,15 +29,25 @@ def main(args: argparse.Namespace, rest: list[str]) -> int:
 
 
 def convert_llama(args: argparse.Namespace) -> str:
-    from lockstep.models.hub import SHARD_BYTES  # these load torch, which verify and digest do not need
+    from lockstep.models.hub import (
+        SHARD_BYTES,
+    )  # these load torch, which verify and digest do not need
     from lockstep.models.llama_io import export_run, import_hub
 
     if args.out is None:
-        raise UsageError(f"checkpoint {args.action} needs a folder to write", "command line", "name a new one with --out")
+        raise UsageError(
+            f"checkpoint {args.action} needs a folder to write",
+            "command line",
+            "name a new one with --out",
+        )
     if args.action == "import":
         return import_hub(args.folder, args.out)
     try:
         shard_bytes = parse_bytes(args.shard_bytes) if args.shard_bytes else SHARD_BYTES
     except ValueError as error:
-        raise UsageError(f"--shard-bytes: {error}", "command line", "give a size such as 5 GB") from None
-    return export_run(args.folder, args.step, args.out, shard_bytes, args.dtype or "", adapter=args.adapter)
+        raise UsageError(
+            f"--shard-bytes: {error}", "command line", "give a size such as 5 GB"
+        ) from None
+    return export_run(
+        args.folder, args.step, args.out, shard_bytes, args.dtype or "", adapter=args.adapter
+    )

@@ -9,7 +9,9 @@ from lockstep.cli.options import build_parser
 from lockstep.config.resolve import recipes
 from lockstep.config.schema import config_fields
 
-Word = tuple[tuple[str, ...], str, str, tuple[str, ...], bool]  # commands, option ("": an argument), help, choices, takes a value
+Word = tuple[
+    tuple[str, ...], str, str, tuple[str, ...], bool
+]  # commands, option ("": an argument), help, choices, takes a value
 BASH = """_lockstep() {{
   local word=${{COMP_WORDS[COMP_CWORD]}} words=
   case "$COMP_CWORD:${{COMP_WORDS[1]}}:${{COMP_WORDS[COMP_CWORD-1]}}:$word" in
@@ -20,25 +22,47 @@ BASH = """_lockstep() {{
 }}
 complete -o default -F _lockstep lockstep
 """
-ZSH = "autoload -U +X compinit bashcompinit && compinit -u && bashcompinit\n" + BASH  # runs the script of bash
+ZSH = (
+    "autoload -U +X compinit bashcompinit && compinit -u && bashcompinit\n" + BASH
+)  # runs the script of bash
 
 
 def main(args: argparse.Namespace, rest: list[str]) -> int:
-    commands = {name: str(parser.description) for name, parser in subcommands(build_parser()).items()}
+    commands = {
+        name: str(parser.description) for name, parser in subcommands(build_parser()).items()
+    }
     words = list(known_words())
     if args.shell == "fish":
         print("\n".join(fish_lines(commands, words)))
     else:
         script = BASH if args.shell == "bash" else ZSH
-        print(script.format(commands=" ".join([*commands, "--help", "--version"]), cases="\n".join(bash_cases(commands, words))), end="")
+        print(
+            script.format(
+                commands=" ".join([*commands, "--help", "--version"]),
+                cases="\n".join(bash_cases(commands, words)),
+            ),
+            end="",
+        )
     return 0
 
 
 def known_words() -> Iterator[Word]:
     for name, parser in subcommands(build_parser()).items():
         for action in parser._actions:
-            choices = tuple(map(str, action.choices or (recipes() if (name, action.dest) == ("recipes", "name") else ())))
-            yield (name,), (action.option_strings or [""])[-1], action.help or "", choices, action.nargs != 0
+            choices = tuple(
+                map(
+                    str,
+                    action.choices
+                    or (recipes() if (name, action.dest) == ("recipes", "name") else ()),
+                )
+            )
+            yield (
+                (name,),
+                (action.option_strings or [""])[-1],
+                action.help or "",
+                choices,
+                action.nargs != 0,
+            )
     for key, field in config_fields().items():
         yield RUN_COMMANDS, f"--{key}", field.doc, field.choices, True
 

@@ -16,12 +16,30 @@ from lockstep.runtime.worker_env import SHARED_TERMINAL
 
 def main(args: argparse.Namespace, rest: list[str]) -> int:
     run = str(parse_address(args.out) or args.out.resolve())
-    name, source = (args.host, "--host") if args.host else (socket.gethostname(), "hostname of this machine")
+    name, source = (
+        (args.host, "--host") if args.host else (socket.gethostname(), "hostname of this machine")
+    )
     hosts = find_hosts(args, None, name, source)
     if (args.ssh or hosts.ssh) and not args.host:
-        words = [sys.executable, "-m", "lockstep", "doctor", "--hosts", str(args.hosts), "--out", run, "--wait", str(args.wait)]
+        words = [
+            sys.executable,
+            "-m",
+            "lockstep",
+            "doctor",
+            "--hosts",
+            str(args.hosts),
+            "--out",
+            run,
+            "--wait",
+            str(args.wait),
+        ]
         environ = {**os.environ, SHARED_TERMINAL: "1"}
-        return run_on_all_hosts([ssh_command(host, [*words, "--host", host.name], Path.cwd(), environ) for host in hosts.host])
+        return run_on_all_hosts(
+            [
+                ssh_command(host, [*words, "--host", host.name], Path.cwd(), environ)
+                for host in hosts.host
+            ]
+        )
     from lockstep.doctor.peers import examine  # after the refusals
 
     facts = examine(hosts.find(name, f"{source}; {args.hosts}"), hosts.host, run, args.wait)

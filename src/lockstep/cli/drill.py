@@ -58,20 +58,47 @@ PATIENCE_STEPS = 20
 def main(args: argparse.Namespace, rest: list[str]) -> int:
     folder, host, flags = str(args.out or "runs/drill"), socket.gethostname(), parse_flags(rest)
     folder = str(parse_address(folder) or folder)
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that the runs of the drill exit too
+    signal.signal(
+        signal.SIGTERM, lambda number, frame: sys.exit(128 + number)
+    )  # so that the runs of the drill exit too
     words = [*([args.target] if args.target else []), *rest]
     if is_script(args.target):
         if args.faults is None:
             return self_check(words, folder, workers=args.workers or 2, host=host)
-        return drill(words, folder, workers=args.workers or 3, faults=args.faults, seed=args.seed, steps=None, host=host)
+        return drill(
+            words,
+            folder,
+            workers=args.workers or 3,
+            faults=args.faults,
+            seed=args.seed,
+            steps=None,
+            host=host,
+        )
     run = resolve(Path(args.target) if args.target else None, flags, os.environ).run
     workers = args.workers or workers_per_replica(run) * (run.layout.replicate or 3)
     refuse_layout(run, workers, "--workers")
     steps = (run.steps, run.checkpoint.every_steps)
-    return drill(words, folder, workers=workers, faults=args.faults or len(FAULTS), seed=args.seed, steps=steps, host=host)
+    return drill(
+        words,
+        folder,
+        workers=workers,
+        faults=args.faults or len(FAULTS),
+        seed=args.seed,
+        steps=steps,
+        host=host,
+    )
 
 
-def drill(words: Sequence[str], folder: str, *, workers: int, faults: int, seed: int, steps: tuple[int, int] | None, host: str) -> int:
+def drill(
+    words: Sequence[str],
+    folder: str,
+    *,
+    workers: int,
+    faults: int,
+    seed: int,
+    steps: tuple[int, int] | None,
+    host: str,
+) -> int:
     """Train without and with faults; return 0 if the hashes are equal. A failed run is an error.
 
     words  of `lockstep launch` for the run, without --out and --workers
@@ -81,14 +108,19 @@ def drill(words: Sequence[str], folder: str, *, workers: int, faults: int, seed:
     """
     require_empty(folder)
     with DrillRun(words, f"{folder}/undisturbed", workers, host) as undisturbed:
-        print(f"undisturbed: {workers} workers{f', {steps[0]} steps' if steps else ''}, in {undisturbed.out}", flush=True)
+        print(
+            f"undisturbed: {workers} workers{f', {steps[0]} steps' if steps else ''}, in {undisturbed.out}",
+            flush=True,
+        )
         if undisturbed.agent.wait():
             raise undisturbed.failure("the undisturbed run")
     last, save_every = steps or recorded_steps(undisturbed)
     planned = plan_faults(seed, faults, last, workers, save_every)
     with DrillRun(words, f"{folder}/disturbed", workers, host) as disturbed:
         print(f"disturbed:   {len(planned)} faults, seed {seed}, in {disturbed.out}\n", flush=True)
-        print(f"{'fault':<11} {'at step':>8} {'noticed after':>14} {'back after':>11} {'steps lost':>11}")
+        print(
+            f"{'fault':<11} {'at step':>8} {'noticed after':>14} {'back after':>11} {'steps lost':>11}"
+        )
         generator = random.Random(seed)
         for step, fault in planned:
             print(inject_fault(disturbed, fault, step, workers, generator), flush=True)
@@ -99,16 +131,26 @@ def drill(words: Sequence[str], folder: str, *, workers: int, faults: int, seed:
     return compare(digests)
 
 
-def inject_fault(run: DrillRun, fault: str, after_step: int, workers: int, generator: random.Random) -> str:
+def inject_fault(
+    run: DrillRun, fault: str, after_step: int, workers: int, generator: random.Random
+) -> str:
     """Inject a fault when the run is complete and past `after_step`; return a line of the table."""
     what = f"step {after_step} with {workers} workers"
-    run.wait_for(lambda: run.committed_steps() >= after_step and len(run.newest_generation().members) == workers, what)
+    run.wait_for(
+        lambda: (
+            run.committed_steps() >= after_step and len(run.newest_generation().members) == workers
+        ),
+        what,
+    )
     step, before = run.committed_steps(), run.newest_generation().number
     started_s = time.monotonic()
     run.inject(fault, generator)
     detected = "not needed"
     if fault != "agent":
-        run.wait_for(lambda: run.newest_generation().number > before, f"a new generation after {fault!r} at step {step}")
+        run.wait_for(
+            lambda: run.newest_generation().number > before,
+            f"a new generation after {fault!r} at step {step}",
+        )
         detected = format_duration(time.monotonic() - started_s)
     run.resume_stopped()
     resumed, steps = run.newest_generation().step, run.committed_steps()
@@ -146,7 +188,11 @@ def self_check(words: Sequence[str], folder: str, *, workers: int, host: str) ->
     """Train a user's loop on 1 and on `workers` workers, through a kill and a resume, and compare.
     words: FILE.py:FUNCTION and the options of the function."""
     if workers < 2:
-        raise UsageError(f"--workers {workers} is too few for a self-check", "command line", "give 2 or more: they are compared with one")
+        raise UsageError(
+            f"--workers {workers} is too few for a self-check",
+            "command line",
+            "give 2 or more: they are compared with one",
+        )
     require_empty(folder)
     print(f"{words[0]}, in {folder}\n", flush=True)
     digest, saved, last = train_once(words, f"{folder}/one", "1 worker", 1, host)
@@ -154,21 +200,39 @@ def self_check(words: Sequence[str], folder: str, *, workers: int, host: str) ->
     if named := unsaved_state(log_of(f"{folder}/one").read_text(errors="replace")):
         print(f"  {named}", flush=True)
     if saved < last:
-        print(f"  the last checkpoint is of step {saved} of {last}: save after the last step to compare all of them")
+        print(
+            f"  the last checkpoint is of step {saved} of {last}: save after the last step to compare all of them"
+        )
     if max(saved, last) < 2:
-        raise UsageError("the run has one step", words[0], "train two steps or more: a worker is killed between them")
+        raise UsageError(
+            "the run has one step",
+            words[0],
+            "train two steps or more: a worker is killed between them",
+        )
     middle = max(saved, last) // 2
-    killed, stopped = f"{workers} workers, one killed in step {middle} and replaced", f"{workers} workers, stopped after step {middle}"
+    killed, stopped = (
+        f"{workers} workers, one killed in step {middle} and replaced",
+        f"{workers} workers, stopped after step {middle}",
+    )
     digests.append(train_once(words, f"{folder}/several", f"{workers} workers", workers, host)[0])
-    digests.append(train_once(words, f"{folder}/killed", killed, workers, host, ("kill", middle))[0])
+    digests.append(
+        train_once(words, f"{folder}/killed", killed, workers, host, ("kill", middle))[0]
+    )
     train_once(words, f"{folder}/resumed", stopped, workers, host, ("term", middle))
-    digests.append(train_once(words, f"{folder}/resumed", "1 worker, resumed from there", 1, host)[0])
+    digests.append(
+        train_once(words, f"{folder}/resumed", "1 worker, resumed from there", 1, host)[0]
+    )
     print()
     return compare(digests)
 
 
 def train_once(
-    words: Sequence[str], out: str, title: str, workers: int, host: str, fault: tuple[Literal["kill", "term"], int] | None = None
+    words: Sequence[str],
+    out: str,
+    title: str,
+    workers: int,
+    host: str,
+    fault: tuple[Literal["kill", "term"], int] | None = None,
 ) -> tuple[str, int, int]:
     """Train, print a line of the table, and return (the last hash, "" if the fault stopped the run;
     step of the last checkpoint; last step in the metrics).
@@ -176,12 +240,18 @@ def train_once(
     kind, step = fault or ("", 0)
     expected = STOP_EXIT_CODES["SIGTERM"] if kind == "term" else 0
     if fault:
-        request_fault(state_folder(local_folder_of(out), host), workers - 1, fault[0], at="forward", step=step)
+        request_fault(
+            state_folder(local_folder_of(out), host), workers - 1, fault[0], at="forward", step=step
+        )
     with DrillRun(words, out, workers, host, min_workers=workers) as run:
         code = run.agent.wait()
     if code not in (0, expected):
         raise run.failure(title)
-    injected = code == expected if kind == "term" else any("SIGKILL" in event.get("why", "") for event in read_events(run.folder))
+    injected = (
+        code == expected
+        if kind == "term"
+        else any("SIGKILL" in event.get("why", "") for event in read_events(run.folder))
+    )
     if fault and not injected:
         raise UsageError(
             f"no worker reached step {step}: {title} had no fault",
@@ -209,7 +279,9 @@ def unsaved_state(log: str) -> str:
 def require_empty(out: str) -> None:
     address = parse_address(out)
     if RunBucket(address).names() if address else os.path.isdir(out) and os.listdir(out):
-        raise UsageError(f"{out} is not empty", "--out", "give a new folder: a drill starts at step 0")
+        raise UsageError(
+            f"{out} is not empty", "--out", "give a new folder: a drill starts at step 0"
+        )
 
 
 def local_folder_of(out: str) -> Path:
@@ -224,7 +296,9 @@ def compare(digests: Sequence[str]) -> int:
     return 0 if equal else 1
 
 
-def plan_faults(seed: int, faults: int, steps: int, workers: int, save_every: int) -> list[tuple[int, str]]:
+def plan_faults(
+    seed: int, faults: int, steps: int, workers: int, save_every: int
+) -> list[tuple[int, str]]:
     """Return (step, fault) of each fault in order, with every kind once before any repeats. `stop`
     needs a second worker, `flip` two others to compare with, `checkpoint` an earlier checkpoint."""
     generator = random.Random(seed)
@@ -234,9 +308,17 @@ def plan_faults(seed: int, faults: int, steps: int, workers: int, save_every: in
     chosen: list[str] = []
     while len(chosen) < faults:
         chosen += generator.sample(kinds, len(kinds))
-    planned = zip(sorted(generator.randrange(1, last) for _ in range(faults)), chosen[:faults], strict=True)
+    planned = zip(
+        sorted(generator.randrange(1, last) for _ in range(faults)), chosen[:faults], strict=True
+    )
     delayed = [
-        (generator.randrange(two_saved, last) if fault == "checkpoint" and step < two_saved else step, fault) for step, fault in planned
+        (
+            generator.randrange(two_saved, last)
+            if fault == "checkpoint" and step < two_saved
+            else step,
+            fault,
+        )
+        for step, fault in planned
     ]
     return sorted(delayed, key=lambda entry: entry[0])
 
@@ -249,7 +331,9 @@ class DrillRun(AbstractContextManager["DrillRun"]):
 
     patience_s = PATIENCE_S
 
-    def __init__(self, words: Sequence[str], out: str, workers: int, host: str, *, min_workers: int = 1) -> None:
+    def __init__(
+        self, words: Sequence[str], out: str, workers: int, host: str, *, min_workers: int = 1
+    ) -> None:
         self.out, self.folder, self.host = out, local_folder_of(out), host
         counts = ["--workers", str(workers), "--min", str(min_workers)]
         self.command = [sys.executable, "-m", "lockstep", "launch", *words, "--out", out, *counts]
@@ -273,7 +357,9 @@ class DrillRun(AbstractContextManager["DrillRun"]):
     def start_agent(self) -> None:
         environ = {**os.environ, DRILL_VARIABLE: "1"}
         with open(self.log, "ab") as output:
-            self.agent = subprocess.Popen(self.command, env=environ, stdout=output, stderr=output, stdin=subprocess.DEVNULL)
+            self.agent = subprocess.Popen(
+                self.command, env=environ, stdout=output, stderr=output, stdin=subprocess.DEVNULL
+            )
 
     def kill_agent(self) -> None:
         """Kill the agent. With a store the process that mirrors ends after it."""
@@ -290,7 +376,11 @@ class DrillRun(AbstractContextManager["DrillRun"]):
         words = [sys.executable, "-m", "lockstep", "checkpoint", "digest", self.out]
         done = subprocess.run(words, capture_output=True, text=True, check=False)
         if done.returncode:
-            raise LockstepError(f"the checkpoint in {self.out} cannot be read", "lockstep checkpoint digest", done.stderr.strip())
+            raise LockstepError(
+                f"the checkpoint in {self.out} cannot be read",
+                "lockstep checkpoint digest",
+                done.stderr.strip(),
+            )
         return done.stdout.strip()
 
     def committed_steps(self) -> int:
@@ -306,12 +396,18 @@ class DrillRun(AbstractContextManager["DrillRun"]):
     def progress(self) -> tuple[tuple[object, ...], float]:
         """Return (values that change with any progress, the median seconds of a step)."""
         values: list[object] = [self.newest_generation().number]
-        values += [path.stat().st_size for path in (self.log, self.metrics, self.folder / "events.jsonl") if path.exists()]
+        values += [
+            path.stat().st_size
+            for path in (self.log, self.metrics, self.folder / "events.jsonl")
+            if path.exists()
+        ]
         statuses = []
         for path in sorted(state_folder(self.folder, self.host).glob("[0-9]*.board")):
             with suppress(OSError):
                 statuses.append(status_board.read_status(path))
-        values += [(status.pid, status.step, status.phase, status.collective) for status in statuses]
+        values += [
+            (status.pid, status.step, status.phase, status.collective) for status in statuses
+        ]
         return tuple(values), max((status.step_s for status in statuses), default=0.0)
 
     def wait_for(self, condition: Callable[[], bool], what: str) -> None:
@@ -327,19 +423,29 @@ class DrillRun(AbstractContextManager["DrillRun"]):
             patience_s = max(self.patience_s, PATIENCE_STEPS * step_s)
             if time.monotonic() - progress_s > patience_s:
                 what = f"timed out waiting for {what}: the run has made no progress for {format_duration(patience_s)}"
-                raise LockstepError(what, str(self.log), "lockstep status shows what the workers are doing")
+                raise LockstepError(
+                    what, str(self.log), "lockstep status shows what the workers are doing"
+                )
             time.sleep(POLL_S)
 
     def failure(self, what: str) -> LockstepError:
         """Return the run's failure, from its generation log or the last error in its log."""
-        code, end, text = self.agent.wait(), self.newest_generation().end, self.log.read_text(errors="replace")
-        errors = re.split(r"^(?=\w+Error: )", text, flags=re.MULTILINE)[1:] or ["\n".join(text.splitlines()[-10:])]
+        code, end, text = (
+            self.agent.wait(),
+            self.newest_generation().end,
+            self.log.read_text(errors="replace"),
+        )
+        errors = re.split(r"^(?=\w+Error: )", text, flags=re.MULTILINE)[1:] or [
+            "\n".join(text.splitlines()[-10:])
+        ]
         reason = end.text if end and end.text else errors[-1]
         error = LockstepError(f"{what} exited with code {code}", f"log: {self.log}", reason)
         error.exit_code = code or LockstepError.exit_code
         return error
 
-    def kill(self, members: Sequence[Member | ProcessIdentity], number: int = signal.SIGKILL) -> None:
+    def kill(
+        self, members: Sequence[Member | ProcessIdentity], number: int = signal.SIGKILL
+    ) -> None:
         for member in members:
             with suppress(ProcessLookupError):
                 os.kill(member.pid, number)
@@ -355,7 +461,12 @@ class DrillRun(AbstractContextManager["DrillRun"]):
             self.stopped = [generator.choice(members)]
             self.kill(self.stopped, signal.SIGSTOP)
         elif fault == "flip":
-            request_fault(state_folder(self.folder, self.host), generator.choice(members).slot, "flip", at="forward")
+            request_fault(
+                state_folder(self.folder, self.host),
+                generator.choice(members).slot,
+                "flip",
+                at="forward",
+            )
         elif fault in ("agent", "host"):
             self.kill_agent()
             if fault == "host":
@@ -376,7 +487,11 @@ class DrillRun(AbstractContextManager["DrillRun"]):
         """Flip a bit of the newest checkpoint, as soon as there is an older one."""
         checkpoints = self.folder / "checkpoints"
         self.wait_for(lambda: len(committed_steps(checkpoints)) > 1, "a second checkpoint")
-        path = generator.choice(sorted((checkpoints / folder_name(committed_steps(checkpoints)[-1])).glob("*.safetensors")))
+        path = generator.choice(
+            sorted(
+                (checkpoints / folder_name(committed_steps(checkpoints)[-1])).glob("*.safetensors")
+            )
+        )
         with open(path, "r+b") as file:
             position = generator.randrange(path.stat().st_size)
             file.seek(position)

@@ -19,21 +19,34 @@ def main(args: argparse.Namespace, rest: list[str]) -> int:
         return score_with_lm_eval(args)
     rank_info, description = read_rank_info(os.environ)
     if rank_info is None:
-        return run_static_group(WorkerProgram(("evaluate", *sys.argv[2:]), preload=STATIC_PRELOAD), args.workers or 1)
+        return run_static_group(
+            WorkerProgram(("evaluate", *sys.argv[2:]), preload=STATIC_PRELOAD), args.workers or 1
+        )
     refuse_other_worker_count(args.workers, rank_info.size, description)
     return worker_main(lambda: run_worker(args))
 
 
 def score_with_lm_eval(args: argparse.Namespace) -> int:
     """Print the scores of lm-eval. UsageError for options that it does not use."""
-    others = {"--follow": args.follow, "--split": args.split != "validation", "--beams": args.beams > 1, "--average": args.average}
+    others = {
+        "--follow": args.follow,
+        "--split": args.split != "validation",
+        "--beams": args.beams > 1,
+        "--average": args.average,
+    }
     others |= {"--workers": (args.workers or 1) > 1, "no --lm-eval": not args.lm_eval}
     if wrong := [option for option, given in others.items() if given]:
         what = f"--lm-eval, --include-path and --chat cannot be combined with {wrong[0]}"
-        raise UsageError(what, "command line", "score with lm-eval alone: lockstep evaluate RUN --lm-eval TASKS")
+        raise UsageError(
+            what, "command line", "score with lm-eval alone: lockstep evaluate RUN --lm-eval TASKS"
+        )
     from lockstep.tasks.evaluate import evaluate_with_lm_eval  # loads torch
 
-    print(evaluate_with_lm_eval(args.folder, args.step, args.lm_eval, args.include_path, chat=args.chat))
+    print(
+        evaluate_with_lm_eval(
+            args.folder, args.step, args.lm_eval, args.include_path, chat=args.chat
+        )
+    )
     return 0
 
 
@@ -45,5 +58,11 @@ def run_worker(args: argparse.Namespace) -> int:
 
     with ElasticRuntime.join(threads=1) as runtime:
         log.set_up_logging(rank=runtime.world.rank)
-        options = {"step": args.step, "split": args.split, "beams": args.beams, "average": args.average, "follow": args.follow}
+        options = {
+            "step": args.step,
+            "split": args.split,
+            "beams": args.beams,
+            "average": args.average,
+            "follow": args.follow,
+        }
         return STOP_EXIT_CODES[evaluate(args.folder, runtime, **options)]

@@ -29,7 +29,11 @@ def main(args: argparse.Namespace, rest: list[str]) -> int:
     if args.tensor == 1:
         return print_continuations(args, None)
     if args.compile:
-        raise UsageError(f"--compile is not supported with --tensor {args.tensor}", "command line", "remove one of them")
+        raise UsageError(
+            f"--compile is not supported with --tensor {args.tensor}",
+            "command line",
+            "remove one of them",
+        )
     if read_rank_info(os.environ)[0] is None:
         return launch_workers(args)
     return worker_main(lambda: run_worker(args))
@@ -47,7 +51,9 @@ def launch_workers(args: argparse.Namespace) -> int:
 
 
 def run_worker(args: argparse.Namespace) -> int:
-    from lockstep.elastic.runtime import ElasticRuntime  # loads torch, which starting workers does not need
+    from lockstep.elastic.runtime import (
+        ElasticRuntime,
+    )  # loads torch, which starting workers does not need
 
     with ElasticRuntime.join(threads=1) as runtime:
         log.set_up_logging(rank=runtime.world.rank)
@@ -58,7 +64,12 @@ def print_continuations(args: argparse.Namespace, runtime: ElasticRuntime | None
     """Collective with `runtime`. Print a single text as it is generated, several as JSON lines."""
     # These load torch, which starting workers does not need.
     from lockstep.data.text.chat_tokenizer import ChatTokenizer
-    from lockstep.generation.sampling import SamplingParams, apply_tensor_parallel, check_sampling, generate
+    from lockstep.generation.sampling import (
+        SamplingParams,
+        apply_tensor_parallel,
+        check_sampling,
+        generate,
+    )
     from lockstep.models.llama import Llama
     from lockstep.models.llama_io import load_llama
 
@@ -72,7 +83,14 @@ def print_continuations(args: argparse.Namespace, runtime: ElasticRuntime | None
     group = apply_tensor_parallel(loaded.model, runtime, "--tensor") if runtime else None
     tokenizer = ChatTokenizer.load(loaded.tokenizer, loaded.hf_config)
     texts = args.text or read_input_lines(args.file)
-    options = {"tokens": args.tokens, "sampling": sampling, "stops": args.stop, "chat": args.chat, "compile": args.compile, "group": group}
+    options = {
+        "tokens": args.tokens,
+        "sampling": sampling,
+        "stops": args.stop,
+        "chat": args.chat,
+        "compile": args.compile,
+        "group": group,
+    }
     continuations = ["" for _ in texts]
     single, prints = len(args.text) == 1, runtime is None or runtime.world.leader
     for row, text in generate(loaded.model, tokenizer, texts, **options):

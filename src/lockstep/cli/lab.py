@@ -36,16 +36,24 @@ class Experiment:
         inside = Link(args.host_latency or args.latency / 10, args.host_rate or 10 * args.rate)
         network = Network(Link(args.latency, args.rate), inside, per_host)
         names = [args.algorithm] if args.algorithm else algorithms_for(ranks, per_host)
-        self.schedules = {name: schedule_of(args.collective, name, ranks, per_host) for name in names}
-        self.simulate = cache(lambda name, size: Simulation(self.schedules[name], ranks, size, network))
+        self.schedules = {
+            name: schedule_of(args.collective, name, ranks, per_host) for name in names
+        }
+        self.simulate = cache(
+            lambda name, size: Simulation(self.schedules[name], ranks, size, network)
+        )
         self.simulations = {name: self.simulate(name, self.size) for name in names}
         self.fastest = min(names, key=lambda name: self.simulations[name].seconds)
         hosts = f" on hosts of {per_host}" if per_host > 1 else ""
         link = f"{format_count(args.rate)}B/s, latency {format_seconds(args.latency)}"
-        self.title = f"{args.collective} of {format_count(self.size)}B, {ranks:,} ranks{hosts}, {link}"
+        self.title = (
+            f"{args.collective} of {format_count(self.size)}B, {ranks:,} ranks{hosts}, {link}"
+        )
 
     def best_by_size(self) -> list[tuple[float, str]]:
-        return best_by_size(lambda name, size: self.simulate(name, size).seconds, list(self.schedules), self.size)
+        return best_by_size(
+            lambda name, size: self.simulate(name, size).seconds, list(self.schedules), self.size
+        )
 
 
 def main(args: argparse.Namespace, rest: list[str]) -> int:
@@ -55,20 +63,33 @@ def main(args: argparse.Namespace, rest: list[str]) -> int:
     rank_info, description = read_rank_info(os.environ)
     if rank_info is None:
         Experiment(args)  # refuses before any process is started
-        return run_static_group(WorkerProgram(("lab", *sys.argv[2:]), preload=(*STATIC_PRELOAD, "lockstep.parallel.run_moves")), args.ranks)
+        return run_static_group(
+            WorkerProgram(
+                ("lab", *sys.argv[2:]), preload=(*STATIC_PRELOAD, "lockstep.parallel.run_moves")
+            ),
+            args.ranks,
+        )
     refuse_other_worker_count(args.ranks, rank_info.size, description)
     return worker_main(lambda: run_worker(args))
 
 
 def refuse_options(args: argparse.Namespace) -> None:
     if args.picture and not args.algorithm:
-        raise UsageError("--picture without --algorithm", "command line", "give the algorithm to draw: --algorithm tree")
+        raise UsageError(
+            "--picture without --algorithm",
+            "command line",
+            "give the algorithm to draw: --algorithm tree",
+        )
     if args.ranks_per_host == 1 and (args.host_rate or args.host_latency):
         what = "--host-rate and --host-latency describe a host of several ranks; here each has one"
         raise UsageError(what, "command line", "give --ranks-per-host 2 or more")
     if args.run and args.ranks > MAX_RUN_RANKS:
         what = f"--run with {args.ranks:,} ranks: each is a process of this machine"
-        raise UsageError(what, "command line", f"give at most {MAX_RUN_RANKS} ranks, or simulate them without --run")
+        raise UsageError(
+            what,
+            "command line",
+            f"give at most {MAX_RUN_RANKS} ranks, or simulate them without --run",
+        )
 
 
 def run_worker(args: argparse.Namespace) -> int:
@@ -83,7 +104,10 @@ def run_worker(args: argparse.Namespace) -> int:
         experiment, group = Experiment(args), dist.group.WORLD
         assert group is not None
         schedules = experiment.schedules.items()
-        measured = {name: measure_moves(args.collective, schedule, experiment.size, group) for name, schedule in schedules}
+        measured = {
+            name: measure_moves(args.collective, schedule, experiment.size, group)
+            for name, schedule in schedules
+        }
         return report(args, experiment, measured) if runtime.world.rank == 0 else 0
 
 
@@ -91,34 +115,81 @@ def report(args: argparse.Namespace, experiment: Experiment, measured: dict[str,
     """Print the result, whose last line has the total time in seconds, and write the picture."""
     seconds = experiment.simulations[experiment.fastest].seconds
     if args.picture:
-        schedule, simulation = experiment.schedules[args.algorithm], experiment.simulations[args.algorithm]
-        args.picture.write_text(draw_svg(schedule, simulation, f"{args.algorithm} {experiment.title}"), encoding="utf-8")
+        schedule, simulation = (
+            experiment.schedules[args.algorithm],
+            experiment.simulations[args.algorithm],
+        )
+        args.picture.write_text(
+            draw_svg(schedule, simulation, f"{args.algorithm} {experiment.title}"), encoding="utf-8"
+        )
     if args.json:
-        values = {name: facts(simulation, measured.get(name)) for name, simulation in experiment.simulations.items()}
+        values = {
+            name: facts(simulation, measured.get(name))
+            for name, simulation in experiment.simulations.items()
+        }
         ranges = experiment.best_by_size()
-        print(json.dumps({"algorithms": values, "fastest_from_bytes": ranges, "fastest": experiment.fastest, "seconds": seconds}))
+        print(
+            json.dumps(
+                {
+                    "algorithms": values,
+                    "fastest_from_bytes": ranges,
+                    "fastest": experiment.fastest,
+                    "seconds": seconds,
+                }
+            )
+        )
         return 0
     print(f"{experiment.title}\n\n{table(experiment, measured)}\n")
     if args.algorithm:
-        print(draw_text(experiment.schedules[args.algorithm], experiment.simulations[args.algorithm]))
+        print(
+            draw_text(experiment.schedules[args.algorithm], experiment.simulations[args.algorithm])
+        )
     else:
         ranges = experiment.best_by_size()
-        print("fastest: " + "; ".join(f"{name} from {format_count(round(size))}B" if size else name for size, name in ranges))
+        print(
+            "fastest: "
+            + "; ".join(
+                f"{name} from {format_count(round(size))}B" if size else name
+                for size, name in ranges
+            )
+        )
     print(f"\ntotal time of {experiment.fastest}: {seconds:.6f} s")
     return 0
 
 
 def facts(simulation: Simulation, measured: Measured | None) -> dict[str, float]:
     """Return what is shown of an algorithm; messages and bytes are of the busiest sender."""
-    counts = {"rounds": len(simulation.round_ends_s), "messages": max(simulation.messages), "bytes": max(simulation.bytes)}
+    counts = {
+        "rounds": len(simulation.round_ends_s),
+        "messages": max(simulation.messages),
+        "bytes": max(simulation.bytes),
+    }
     return {"seconds": simulation.seconds, **counts, **(measured._asdict() if measured else {})}
 
 
 def table(experiment: Experiment, measured: dict[str, Measured]) -> str:
     """Return a line for each algorithm, the fastest first."""
-    rows = [["algorithm", "time", "rounds", "messages", "bytes", *(["measured", "torch", "difference"] if measured else [])]]
-    for name, simulation in sorted(experiment.simulations.items(), key=lambda pair: pair[1].seconds):
+    rows = [
+        [
+            "algorithm",
+            "time",
+            "rounds",
+            "messages",
+            "bytes",
+            *(["measured", "torch", "difference"] if measured else []),
+        ]
+    ]
+    for name, simulation in sorted(
+        experiment.simulations.items(), key=lambda pair: pair[1].seconds
+    ):
         seconds, rounds, messages, size, *others = facts(simulation, measured.get(name)).values()
         cells = [format_seconds(seconds), f"{rounds:,}", f"{messages:,}", f"{format_count(size)}B"]
-        rows.append([name, *cells, *map(format_seconds, others[:2]), *(f"{value:.1g}" for value in others[2:])])
+        rows.append(
+            [
+                name,
+                *cells,
+                *map(format_seconds, others[:2]),
+                *(f"{value:.1g}" for value in others[2:]),
+            ]
+        )
     return align(rows)

@@ -52,22 +52,34 @@ def main(args: argparse.Namespace, rest: list[str]) -> int:
     refuse_conflicts(args)
     request = read_request(args, rest)
     if args.restart and not request.is_whole_script:
-        raise UsageError(f"--restart {args.restart} applies to a script only", "command line", "write lockstep launch FILE.py")
+        raise UsageError(
+            f"--restart {args.restart} applies to a script only",
+            "command line",
+            "write lockstep launch FILE.py",
+        )
     run = request.validate()
     address = parse_address(request.folder) or store_address(request.folder)
     if address and restarts_all(request):
         hint = "save with lockstep.Session, or give --out on a disk that all hosts share; --restart one if it opens a Session"
-        raise UsageError("a script without lockstep is not supported where hosts share no disk", f"--out {address}", hint)
+        raise UsageError(
+            "a script without lockstep is not supported where hosts share no disk",
+            f"--out {address}",
+            hint,
+        )
     if args.ray:
         return launch_by_ray(args, request, run)
     limits = limit_words(args)  # as given: each host has the same defaults
-    name, source = (args.host, "--host") if args.host else (socket.gethostname(), "hostname of this machine")
+    name, source = (
+        (args.host, "--host") if args.host else (socket.gethostname(), "hostname of this machine")
+    )
     hosts = find_hosts(args, run, name, source, args.address or (name if args.nodes else LOOPBACK))
     for host in hosts.host if address else ():
         refuse_split_replicas(run, host.workers, f"host {host.name}; --out {address}")
     fewest, planned = (count * hosts.workers for count in args.nodes or (1, 1))
     if args.nodes and is_complete(request.folder, run):
-        log.info("%s has all of its %d steps: nothing to do", request.folder, run.steps if run else 0)
+        log.info(
+            "%s has all of its %d steps: nothing to do", request.folder, run.steps if run else 0
+        )
         return 0
     if args.min is None:
         args.min = fewest if args.nodes or restarts_all(request) else 1
@@ -95,14 +107,24 @@ def refuse_other_options(args: argparse.Namespace, rest: list[str]) -> None:
     given = [name for name, value in vars(args).items() if value != alone[name]]
     words = [args.target if name == "target" else f"--{name.replace('_', '-')}" for name in given]
     if unwanted := [*words, *rest]:
-        raise UsageError(f"{unwanted[0]} cannot be combined with --stop", "command line", "write lockstep launch --stop RUN")
+        raise UsageError(
+            f"{unwanted[0]} cannot be combined with --stop",
+            "command line",
+            "write lockstep launch --stop RUN",
+        )
 
 
 def refuse_conflicts(args: argparse.Namespace) -> None:
     """UsageError for two options that exclude each other."""
     for option, others in CONFLICTS.items():
-        if getattr(args, option[2:]) and (given := [name for name in others if getattr(args, name)]):
-            raise UsageError(f"{option} cannot be combined with --{given[0]}", "command line", "remove one of them")
+        if getattr(args, option[2:]) and (
+            given := [name for name in others if getattr(args, name)]
+        ):
+            raise UsageError(
+                f"{option} cannot be combined with --{given[0]}",
+                "command line",
+                "remove one of them",
+            )
 
 
 def restarts_all(request: RunRequest) -> bool:
@@ -110,7 +132,9 @@ def restarts_all(request: RunRequest) -> bool:
     return request.is_whole_script and request.restart == "all"
 
 
-def find_hosts(args: argparse.Namespace, run: RunConfig | None, name: str, source: str, address: str = LOOPBACK) -> Hosts:
+def find_hosts(
+    args: argparse.Namespace, run: RunConfig | None, name: str, source: str, address: str = LOOPBACK
+) -> Hosts:
     """Return the hosts of --hosts, or this host alone. UsageError for contradicting options.
     address: of this host, without --hosts."""
     if args.ssh and args.host:
@@ -118,13 +142,21 @@ def find_hosts(args: argparse.Namespace, run: RunConfig | None, name: str, sourc
         raise UsageError(f"--ssh cannot be combined with --host {args.host}", "command line", hint)
     if args.hosts is None:
         if args.ssh:
-            raise UsageError("--ssh needs a list of hosts", "command line", "give --hosts HOSTS.toml")
+            raise UsageError(
+                "--ssh needs a list of hosts", "command line", "give --hosts HOSTS.toml"
+            )
         workers, reason = choose_worker_count(args.workers, run)
         hint = "give 1 worker or more, and a name of letters, digits, dots, dashes and underscores"
-        return parse_hosts({"host": [{"name": name, "address": address, "workers": workers}]}, f"{source}; {reason}", hint)
+        return parse_hosts(
+            {"host": [{"name": name, "address": address, "workers": workers}]},
+            f"{source}; {reason}",
+            hint,
+        )
     if args.workers is not None:
         what = f"--workers {args.workers} cannot be combined with --hosts {args.hosts}"
-        raise UsageError(what, "command line", "remove --workers: the file lists the workers of each host")
+        raise UsageError(
+            what, "command line", "remove --workers: the file lists the workers of each host"
+        )
     return read_hosts(args.hosts)
 
 
@@ -132,31 +164,47 @@ def is_complete(folder: Path, run: RunConfig | None) -> bool:
     """Whether the run ended with code 0 after all of its steps. A host that a scheduler starts later
     would wait in vain for the minimum."""
     end = newest_generation(folder).end if run and (folder / "generations").is_dir() else None
-    return bool(run and end and not end.code and run.steps in committed_steps(folder / "checkpoints"))
+    return bool(
+        run and end and not end.code and run.steps in committed_steps(folder / "checkpoints")
+    )
 
 
 def check_limits(args: argparse.Namespace, run: RunConfig | None, workers: int) -> int:
     """Return how many of `workers` may train. UsageError if --min and --max do not allow a start."""
     room = max_workers(run, args.max or workers)
-    refuse_layout(run, min(workers, room), str(args.hosts or "--workers"))  # further workers are on standby
+    refuse_layout(
+        run, min(workers, room), str(args.hosts or "--workers")
+    )  # further workers are on standby
     most: int = args.max if args.max is not None else room
     if not 1 <= args.min <= most <= room:
         what = f"--min {args.min} and --max {most} are invalid: a step has work for {room} workers"
-        raise UsageError(what, "--min, --max; batch.micro_batches", f"give 1 <= --min <= --max <= {room}")
+        raise UsageError(
+            what, "--min, --max; batch.micro_batches", f"give 1 <= --min <= --max <= {room}"
+        )
     if args.min > workers:
         what = f"--min {args.min} exceeds the number of workers, {workers}"
-        raise UsageError(what, f"--min; {args.hosts or '--workers'}", f"give --min {workers} or less, or more workers")
+        raise UsageError(
+            what,
+            f"--min; {args.hosts or '--workers'}",
+            f"give --min {workers} or less, or more workers",
+        )
     return most
 
 
-def launch_by_ssh(args: argparse.Namespace, request: RunRequest, hosts: Hosts, limits: list[str]) -> int:
+def launch_by_ssh(
+    args: argparse.Namespace, request: RunRequest, hosts: Hosts, limits: list[str]
+) -> int:
     """Start the agent of every host by ssh; return their combined exit code."""
     command = [sys.executable, "-m", "lockstep", "launch", "--hosts", str(args.hosts), *limits]
     environ = {**os.environ, SHARED_TERMINAL: "1"}
     ssh_commands = []
-    is_stored = parse_address(request.folder) is not None  # then only the host of rank 0 has new checkpoints
+    is_stored = (
+        parse_address(request.folder) is not None
+    )  # then only the host of rank 0 has new checkpoints
     for index, host in enumerate(hosts.host):
-        evaluator = ["--with-evaluator"] if args.with_evaluator and (index == 0 or is_stored) else []
+        evaluator = (
+            ["--with-evaluator"] if args.with_evaluator and (index == 0 or is_stored) else []
+        )
         words = [*command, *evaluator, "--host", host.name, *request.launch_words()]
         ssh_commands.append(ssh_command(host, words, Path.cwd(), environ))
     return run_on_all_hosts(ssh_commands)
@@ -165,8 +213,13 @@ def launch_by_ssh(args: argparse.Namespace, request: RunRequest, hosts: Hosts, l
 def launch_by_ray(args: argparse.Namespace, request: RunRequest, run: RunConfig | None) -> int:
     """Start an agent on each node of the Ray cluster; return the exit code of the run."""
     address = parse_address(request.folder)
-    with ray_nodes.connected() as ray, driver_copy(RunBucket(address)) if address else nullcontext(request.folder) as folder:
-        wanted = ray_nodes.choose_reservation(ray_nodes.cluster_resources(ray), args.nodes and args.nodes[1], args.workers)
+    with (
+        ray_nodes.connected() as ray,
+        driver_copy(RunBucket(address)) if address else nullcontext(request.folder) as folder,
+    ):
+        wanted = ray_nodes.choose_reservation(
+            ray_nodes.cluster_resources(ray), args.nodes and args.nodes[1], args.workers
+        )
         workers = wanted.nodes * wanted.workers
         if args.min is None:
             args.min = workers if restarts_all(request) else 1
@@ -175,10 +228,17 @@ def launch_by_ray(args: argparse.Namespace, request: RunRequest, run: RunConfig 
             refuse_split_replicas(run, wanted.workers, f"--workers; --out {address}")
         sizes = ["--nodes", str(wanted.nodes), "--workers", str(wanted.workers)]
         words = [*sizes, *limit_words(args), *request.launch_words(has_folder=True)]
-        return ray_nodes.run_agents(ray, wanted, words, folder, evaluator=args.with_evaluator, wait_s=args.wait)
+        return ray_nodes.run_agents(
+            ray, wanted, words, folder, evaluator=args.with_evaluator, wait_s=args.wait
+        )
 
 
 def limit_words(args: argparse.Namespace) -> list[str]:
     """Return --min and --max for the agents of other hosts."""
     limits = {"--min": args.min, "--max": args.max}
-    return [word for name, number in limits.items() if number is not None for word in (name, str(number))]
+    return [
+        word
+        for name, number in limits.items()
+        if number is not None
+        for word in (name, str(number))
+    ]

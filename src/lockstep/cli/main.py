@@ -26,17 +26,42 @@ from lockstep.runtime.environment import RESERVED_VARIABLES
 from lockstep.runtime.exit_report import error_summary, is_out_of_memory
 from lockstep.runtime.session_start import StartAgainError
 
-RUN_COMMANDS = ("train", "launch", "drill", "plan", "render")  # accept every key of a run as an option
-STORE_COMMANDS = ("bench", "doctor", "drill", "watch")  # take an address as their run folder by themselves
+RUN_COMMANDS = (
+    "train",
+    "launch",
+    "drill",
+    "plan",
+    "render",
+)  # accept every key of a run as an option
+STORE_COMMANDS = (
+    "bench",
+    "doctor",
+    "drill",
+    "watch",
+)  # take an address as their run folder by themselves
 # Accept only the words that argparse knows.
 STRICT_COMMANDS = (
-    *("bench", "checkpoint", "completion", "doctor", "evaluate", "lab", "recipes", "report", "status", "translate", "watch"),
+    *(
+        "bench",
+        "checkpoint",
+        "completion",
+        "doctor",
+        "evaluate",
+        "lab",
+        "recipes",
+        "report",
+        "status",
+        "translate",
+        "watch",
+    ),
 )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
-    if os.getpid() == 1:  # of a container: the kernel drops signals without a handler, and the agent's follow after its imports
+    if (
+        os.getpid() == 1
+    ):  # of a container: the kernel drops signals without a handler, and the agent's follow after its imports
         for number in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, exit_at_once)
     try:
@@ -50,12 +75,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         if error.filename is None:
             raise
         what = f"{error.filename}: {error.strerror}"
-        failure = UsageError(what, f"lockstep {words[0]}", "give a path that this user can read and write")
+        failure = UsageError(
+            what, f"lockstep {words[0]}", "give a path that this user can read and write"
+        )
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
         what = f"out of memory: {error_summary(error)}"
-        failure = OutOfMemoryError(what, f"lockstep {words[0]}", "give shorter texts, or fewer at a time")
+        failure = OutOfMemoryError(
+            what, f"lockstep {words[0]}", "give shorter texts, or fewer at a time"
+        )
     print(failure, file=sys.stderr)
     return failure.exit_code
 
@@ -84,7 +113,9 @@ def run_command(given: list[str]) -> int:
     if args.command in STRICT_COMMANDS:
         refuse_unknown(rest, args.command)
     log.set_up_logging()
-    if args.command not in STORE_COMMANDS and (addresses := find_addresses(args, script, arguments)):
+    if args.command not in STORE_COMMANDS and (
+        addresses := find_addresses(args, script, arguments)
+    ):
         from lockstep.cli.remote import run_remote
 
         return run_remote(args, given, addresses, [*rest, *arguments])
@@ -92,7 +123,9 @@ def run_command(given: list[str]) -> int:
         from lockstep.checkpoint.commands import best_step  # loads numpy
 
         args.step = best_step(args.folder)
-    from lockstep.config.resolve import refuse_unknown_variables  # loads pydantic, which --help does not need
+    from lockstep.config.resolve import (
+        refuse_unknown_variables,
+    )  # loads pydantic, which --help does not need
 
     refuse_unknown_variables(os.environ, RESERVED_VARIABLES)
     start = import_module(f"lockstep.cli.{args.command}").main
@@ -108,7 +141,9 @@ def find_addresses(args: argparse.Namespace, script: str, arguments: list[str]) 
     """Return the run folders that are addresses, s3://BUCKET/RUN; [] for folders of this host."""
     paths = [vars(args).get(name) for name in ("folder", "compare", "out", "stop")]
     if script and args.out is None:
-        paths = [folder_of(Path(script), read_sources(Path(script), args.module or ""), None, arguments)]
+        paths = [
+            folder_of(Path(script), read_sources(Path(script), args.module or ""), None, arguments)
+        ]
     return [path for path in paths if isinstance(path, Path) and scheme_of(path)]
 
 
@@ -117,7 +152,11 @@ def refuse_invalid_utf8(words: Sequence[str]) -> None:
     for word in words:
         if any("\ud800" <= letter <= "\udfff" for letter in word):
             what = f"{word!r} is not valid UTF-8"
-            raise UsageError(what, "command line", "rename the file, or convert the text: iconv -f latin1 -t utf-8")
+            raise UsageError(
+                what,
+                "command line",
+                "rename the file, or convert the text: iconv -f latin1 -t utf-8",
+            )
 
 
 def subcommands(parser: Parser) -> dict[str, Parser]:
@@ -130,7 +169,9 @@ def split_script(parser: Parser, words: list[str]) -> tuple[list[str], str, list
     if words[:1] not in (["run"], ["launch"]):
         return words, "", []
     options = subcommands(parser)[words[0]]._option_string_actions
-    ours, script, arguments = split_at_script(words[1:], {name: 0 if option.nargs == 0 else 1 for name, option in options.items()})
+    ours, script, arguments = split_at_script(
+        words[1:], {name: 0 if option.nargs == 0 else 1 for name, option in options.items()}
+    )
     return [words[0], *ours], script, arguments
 
 
@@ -149,12 +190,17 @@ def split_values(command: Parser, words: list[str]) -> tuple[list[str], list[str
 
 
 def print_run_help(command: Parser) -> None:
-    from lockstep.config.schema import config_fields  # loads pydantic, which the other commands' --help does not need
+    from lockstep.config.schema import (
+        config_fields,
+    )  # loads pydantic, which the other commands' --help does not need
 
     keys = config_fields()
     width = max(map(len, keys)) + 2
     choices = {key: f"{', '.join(field.choices)}; " for key, field in keys.items() if field.choices}
-    lines = [f"  --{key:<{width}} {field.doc} ({choices.get(key, '')}default: {field.default!r})" for key, field in keys.items()]
+    lines = [
+        f"  --{key:<{width}} {field.doc} ({choices.get(key, '')}default: {field.default!r})"
+        for key, field in keys.items()
+    ]
     head = "values of the run, as --section.key VALUE, in the run file, or as LOCKSTEP_SECTION_KEY:"
     command.epilog = "\n".join([head, *lines, "", EXIT_CODES])
     command.print_help()

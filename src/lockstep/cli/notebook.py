@@ -48,11 +48,19 @@ def script_of(main: Callable[..., object]) -> str:
         raise UsageError(what, "a notebook", "write def main(...): in a cell")
     found: dict[str, str] = {}
     define(main.__name__, main, "lockstep.launch", main.__globals__, found)
-    future = "from __future__ import annotations\n" if main.__code__.co_flags & __future__.annotations.compiler_flag else ""
-    return SCRIPT.format(name=main.__name__, future=future, cwd=os.getcwd(), definitions="\n\n".join(found.values()))
+    future = (
+        "from __future__ import annotations\n"
+        if main.__code__.co_flags & __future__.annotations.compiler_flag
+        else ""
+    )
+    return SCRIPT.format(
+        name=main.__name__, future=future, cwd=os.getcwd(), definitions="\n\n".join(found.values())
+    )
 
 
-def define(name: str, value: Any, user: str, names: Mapping[str, Any], found: dict[str, str]) -> None:
+def define(
+    name: str, value: Any, user: str, names: Mapping[str, Any], found: dict[str, str]
+) -> None:
     """Add the source of the global `name` to `found`, behind the globals that it uses.
     user: what uses it; names: the globals of the notebook."""
     if name in found:
@@ -63,7 +71,11 @@ def define(name: str, value: Any, user: str, names: Mapping[str, Any], found: di
         source = f"import {value.__name__}" + (f" as {name}" if value.__name__ != name else "")
     elif module == "__main__" and own == name:
         source = source_of(value, names)
-        for used in sorted(names_read(compile(source, "notebook", "exec", dont_inherit=True)) & set(names)) if source else []:
+        for used in (
+            sorted(names_read(compile(source, "notebook", "exec", dont_inherit=True)) & set(names))
+            if source
+            else []
+        ):
             define(used, names[used], name, names, found)
     elif own and getattr(sys.modules.get(str(module)), own, None) is value:
         source = f"from {module} import {own}" + (f" as {name}" if own != name else "")
@@ -74,15 +86,27 @@ def define(name: str, value: Any, user: str, names: Mapping[str, Any], found: di
         kind = "a lambda" if "<lambda>" in own else f"of type {type(value).__name__}"
         what = f"{user} uses the global {name}, {kind}, which a fresh process cannot recreate"
         own_function = isinstance(value, FunctionType)
-        hint = f"write def {name}(...): at the top of a cell" if own_function else f"create it in {user}, or in a function that it calls"
-        raise UsageError(what, "a notebook: workers run the sources, the imports and the literals that main uses", hint)
+        hint = (
+            f"write def {name}(...): at the top of a cell"
+            if own_function
+            else f"create it in {user}, or in a function that it calls"
+        )
+        raise UsageError(
+            what,
+            "a notebook: workers run the sources, the imports and the literals that main uses",
+            hint,
+        )
     found[name] = found.pop(name) or source
 
 
 def names_read(code: CodeType) -> set[str]:
     """Return the names that code of a module reads from outside of its functions."""
-    names = {step.argval for step in dis.get_instructions(code) if step.opname in GLOBAL_READS} - {"__name__"}
-    return names.union(*(names_read(inner) for inner in code.co_consts if isinstance(inner, CodeType)))
+    names = {step.argval for step in dis.get_instructions(code) if step.opname in GLOBAL_READS} - {
+        "__name__"
+    }
+    return names.union(
+        *(names_read(inner) for inner in code.co_consts if isinstance(inner, CodeType))
+    )
 
 
 def source_of(value: Any, names: Mapping[str, Any]) -> str:
@@ -91,13 +115,21 @@ def source_of(value: Any, names: Mapping[str, Any]) -> str:
         if not isinstance(value, type):
             return textwrap.dedent(inspect.getsource(value))
     # inspect expects a class in the file of its module. Without methods it is in the newest cell that defines it.
-    files = [method.__code__.co_filename for method in vars(value).values() if isinstance(method, FunctionType)]
+    files = [
+        method.__code__.co_filename
+        for method in vars(value).values()
+        if isinstance(method, FunctionType)
+    ]
     for cell in ["".join(linecache.getlines(file)) for file in files] + names.get("In", [])[::-1]:
         with suppress(SyntaxError):
             for node in ast.walk(ast.parse(cell)):
                 if isinstance(node, ast.ClassDef) and node.name == value.__name__:
-                    first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-                    return textwrap.dedent("\n".join(cell.splitlines()[first - 1 : node.end_lineno]))
+                    first = min(
+                        [node.lineno, *(decorator.lineno for decorator in node.decorator_list)]
+                    )
+                    return textwrap.dedent(
+                        "\n".join(cell.splitlines()[first - 1 : node.end_lineno])
+                    )
     return ""
 
 
@@ -106,10 +138,21 @@ def run_script(file: Path, text: str, words: Sequence[str]) -> None:
     An interrupt of the kernel stops the workers after a step; KeyboardInterrupt when they have ended."""
     file.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(file, text)
-    command = [sys.executable, "-m", "lockstep", "run", "--parent", str(os.getpid()), *words, str(file)]
+    command = [
+        sys.executable,
+        "-m",
+        "lockstep",
+        "run",
+        "--parent",
+        str(os.getpid()),
+        *words,
+        str(file),
+    ]
     interrupted = False
     # In a new session: Jupyter interrupts the whole process group of the kernel.
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    ) as process:
         while True:
             try:
                 for line in process.stdout or ():
@@ -119,9 +162,19 @@ def run_script(file: Path, text: str, words: Sequence[str]) -> None:
             except KeyboardInterrupt:
                 interrupted = True
                 process.send_signal(signal.SIGINT)
-                print("interrupted: the workers save after this step and end; interrupt again to kill them", flush=True)
+                print(
+                    "interrupted: the workers save after this step and end; interrupt again to kill them",
+                    flush=True,
+                )
     if interrupted:
-        print(f"the workers have ended (exit code {process.returncode}); run the cell again to resume", flush=True)
+        print(
+            f"the workers have ended (exit code {process.returncode}); run the cell again to resume",
+            flush=True,
+        )
         raise KeyboardInterrupt
     if process.returncode:
-        raise LockstepError(f"the run ended with exit code {process.returncode}", str(file), "the error is printed above")
+        raise LockstepError(
+            f"the run ended with exit code {process.returncode}",
+            str(file),
+            "the error is printed above",
+        )

@@ -40,7 +40,9 @@ def main(args: argparse.Namespace, rest: list[str]) -> int:
     if function and ":" not in function:
         hint = f"name a function that returns the model and a micro-batch: {function}:make_model (docs/planning.md)"
         raise UsageError(f"{function} names no function", "command line", hint)
-    run = resolve(Path(args.target) if args.target and not function else None, parse_flags(rest), os.environ).run
+    run = resolve(
+        Path(args.target) if args.target and not function else None, parse_flags(rest), os.environ
+    ).run
     run = with_precision(run, cluster)
     timing = None
     if function:
@@ -58,23 +60,46 @@ def main(args: argparse.Namespace, rest: list[str]) -> int:
         model, timing = calibrate_together(run, folder, cluster.kind, sizes, cluster.per_host)
     timing = timing or assumed_timing(model, cluster, run)
     plan = make_plan(model, run, cluster, timing)
-    answer = to_json(plan, model, run, cluster, timing) | {"goodput": goodput_of(args, plan.fitting[0], model, run, cluster)}
+    answer = to_json(plan, model, run, cluster, timing) | {
+        "goodput": goodput_of(args, plan.fitting[0], model, run, cluster)
+    }
     print(json.dumps(answer, indent=1) if args.json else as_text(answer))
     return 0
 
 
-def goodput_of(args: argparse.Namespace, best: PlannedLayout, model: ModelCost, run: RunConfig, cluster: Cluster) -> dict[str, Any] | None:
+def goodput_of(
+    args: argparse.Namespace,
+    best: PlannedLayout,
+    model: ModelCost,
+    run: RunConfig,
+    cluster: Cluster,
+) -> dict[str, Any] | None:
     """Return what --mtbf and --price ask for, of the best layout. UsageError."""
     if not args.mtbf and args.price is None:
         return None
     mtbf_s = parsed(parse_seconds, args.mtbf, "--mtbf") if args.mtbf else math.inf
     if mtbf_s <= 0:
-        raise UsageError(f"a mean time between failures of {args.mtbf}", "--mtbf", "give a time above zero, such as 4h")
+        raise UsageError(
+            f"a mean time between failures of {args.mtbf}",
+            "--mtbf",
+            "give a time above zero, such as 4h",
+        )
     if args.price is not None and not 0 <= args.price < math.inf:
-        raise UsageError(f"a price of {args.price:g} dollars per device and hour", "--price", "give 0 or more, such as 2.5")
+        raise UsageError(
+            f"a price of {args.price:g} dollars per device and hour",
+            "--price",
+            "give 0 or more, such as 2.5",
+        )
     state_bytes = best.memory.weights + best.memory.optimizer
-    tokens, save_steps = model.tokens * run.batch.micro_batches, run.checkpoint.every_steps or run.steps
-    return asdict(expected_goodput(best.layout, best.step, cluster, tokens, mtbf_s, args.price, state_bytes, save_steps))
+    tokens, save_steps = (
+        model.tokens * run.batch.micro_batches,
+        run.checkpoint.every_steps or run.steps,
+    )
+    return asdict(
+        expected_goodput(
+            best.layout, best.step, cluster, tokens, mtbf_s, args.price, state_bytes, save_steps
+        )
+    )
 
 
 def assumed_timing(model: ModelCost, cluster: Cluster, run: RunConfig) -> Timing:
@@ -83,11 +108,17 @@ def assumed_timing(model: ModelCost, cluster: Cluster, run: RunConfig) -> Timing
     if not cluster.memory_bytes_per_s:
         return timing
     rate, text = cluster.memory_bytes_per_s, f"{cluster.memory_bytes_per_s / 1e9:g} GB/s of memory"
-    return replace(timing, update_s=UPDATE_BYTES / rate, copy_s=COPY_BYTES / rate, source=f"{source}; {text}")
+    return replace(
+        timing, update_s=UPDATE_BYTES / rate, copy_s=COPY_BYTES / rate, source=f"{source}; {text}"
+    )
 
 
 def possible(model: ModelCost, tensor: int, cluster: Cluster) -> bool:
-    return bool(model.heads) and cluster.devices % tensor == 0 and all(size % tensor == 0 for size in model.heads)
+    return (
+        bool(model.heads)
+        and cluster.devices % tensor == 0
+        and all(size % tensor == 0 for size in model.heads)
+    )
 
 
 def with_planned_layout(request: RunRequest, workers: int | None) -> RunRequest:
@@ -100,21 +131,36 @@ def with_planned_layout(request: RunRequest, workers: int | None) -> RunRequest:
         hint = "a script chooses its own: Session(shard=..., tensor=..., pipeline=...)"
         raise UsageError("--layout auto is for a run file", "command line", hint)
     if given := [key for key in request.flags if key.startswith("layout.")]:
-        raise UsageError(f"--layout auto cannot be combined with --{given[0]}", "command line", "remove one of them")
+        raise UsageError(
+            f"--layout auto cannot be combined with --{given[0]}",
+            "command line",
+            "remove one of them",
+        )
     if read_rank_info(os.environ)[0] is not None:
         hint = "start lockstep train alone, or set layout.* to what lockstep plan prints"
-        raise UsageError("--layout auto needs lockstep to start the workers, and another launcher has", "environment", hint)
+        raise UsageError(
+            "--layout auto needs lockstep to start the workers, and another launcher has",
+            "environment",
+            hint,
+        )
     count = workers or default_worker_count()[0]
     kind, memory = this_device()
     cluster = parse_cluster(f"1x{count}:{kind}" + (f"-{memory}" if memory else ""), "", "", None)
     run = with_precision(run, cluster)
     model = model_of(run)
     plan = make_plan(model, run, cluster, assumed_timing(model, cluster, run))
-    best = min(plan.fitting, key=lambda planned: planned.layout.tensor * planned.layout.pipeline > 1)
-    log.info(
-        "--layout auto: %s; %s", best.layout, f"{format_duration(best.step.seconds)} a step, {format_bytes(best.memory.total)} per worker"
+    best = min(
+        plan.fitting, key=lambda planned: planned.layout.tensor * planned.layout.pipeline > 1
     )
-    flags = {f"layout.{axis}": str(getattr(best.layout, axis)) for axis in ("shard", "tensor", "pipeline")}
+    log.info(
+        "--layout auto: %s; %s",
+        best.layout,
+        f"{format_duration(best.step.seconds)} a step, {format_bytes(best.memory.total)} per worker",
+    )
+    flags = {
+        f"layout.{axis}": str(getattr(best.layout, axis))
+        for axis in ("shard", "tensor", "pipeline")
+    }
     words = [word for key, value in flags.items() for word in (f"--{key}", value)]
     return replace(request, flags=request.flags | flags, values=[*request.values, *words])
 
@@ -132,7 +178,9 @@ def this_device() -> tuple[str, str]:
 
 def with_precision(run: RunConfig, cluster: Cluster) -> RunConfig:
     auto = run.compute.precision == "auto"
-    return replace(run, compute=replace(run.compute, precision=cluster.precision())) if auto else run
+    return (
+        replace(run, compute=replace(run.compute, precision=cluster.precision())) if auto else run
+    )
 
 
 def model_of(run: RunConfig) -> ModelCost:
@@ -141,7 +189,10 @@ def model_of(run: RunConfig) -> ModelCost:
     if run.task == "translate":
         length = min(PAIR_TOKENS, run.data.max_tokens)
         return translator_cost(
-            run.model, run.tokenizer.vocab_size, MicroBatch(max(1, tokens // length), length, length), run.compute.precision
+            run.model,
+            run.tokenizer.vocab_size,
+            MicroBatch(max(1, tokens // length), length, length),
+            run.compute.precision,
         )
     if run.lora.rank or run.llama.backend == "transformers":
         what = "a plan covers the built-in models, with all parameters trained"
@@ -150,17 +201,33 @@ def model_of(run: RunConfig) -> ModelCost:
     config = llama_config(run)
     if not run.llama.init_from:
         config = replace(config, vocab_size=run.tokenizer.vocab_size)
-    return llama_cost(config, MicroBatch(tokens // run.batch.seq_len, run.batch.seq_len), run.compute.precision)
+    return llama_cost(
+        config, MicroBatch(tokens // run.batch.seq_len, run.batch.seq_len), run.compute.precision
+    )
 
 
-def to_json(plan: Plan, model: ModelCost, run: RunConfig, cluster: Cluster, timing: Timing) -> dict[str, Any]:
+def to_json(
+    plan: Plan, model: ModelCost, run: RunConfig, cluster: Cluster, timing: Timing
+) -> dict[str, Any]:
     def entry(planned: PlannedLayout) -> dict[str, Any]:
-        values = {"layout": asdict(planned.layout), "seconds": planned.step.seconds, **asdict(planned.step)}
-        return values | {"memory": asdict(planned.memory), "bytes": planned.memory.total, "reason": planned.reason}
+        values = {
+            "layout": asdict(planned.layout),
+            "seconds": planned.step.seconds,
+            **asdict(planned.step),
+        }
+        return values | {
+            "memory": asdict(planned.memory),
+            "bytes": planned.memory.total,
+            "reason": planned.reason,
+        }
 
     found = advice(model, run, cluster, timing, plan.fitting[0])
     if not model.layers:  # a user's own: its loop decides the rest
-        found = {key.split(".")[1]: value for key, value in found.items() if key.startswith(("batch.", "parallel."))}
+        found = {
+            key.split(".")[1]: value
+            for key, value in found.items()
+            if key.startswith(("batch.", "parallel."))
+        }
     return {
         "model": model.name,
         "parameters": model.parameters,
@@ -170,7 +237,9 @@ def to_json(plan: Plan, model: ModelCost, run: RunConfig, cluster: Cluster, timi
         "timing": timing.source,
         "layouts": [entry(planned) for planned in plan.fitting],
         "refused": [{"layout": asdict(layout), "why": why} for layout, why in plan.refused],
-        "advice": {key: {"value": value, "reason": reason} for key, (value, reason) in found.items()},
+        "advice": {
+            key: {"value": value, "reason": reason} for key, (value, reason) in found.items()
+        },
     }
 
 
@@ -182,13 +251,20 @@ def as_text(answer: dict[str, Any]) -> str:
         f"{'layout':45} {'step':>8} {'compute':>8} {'exposed':>8} {'bubble':>8} {'tok/s':>8} {'memory':>10} {'sent':>10}  mostly",
     ]
     for entry in layouts:
-        seconds = " ".join(f"{format_duration(entry[key]):>8}" for key in ("seconds", "compute_s", "exposed_s", "bubble_s"))
+        seconds = " ".join(
+            f"{format_duration(entry[key]):>8}"
+            for key in ("seconds", "compute_s", "exposed_s", "bubble_s")
+        )
         sizes = f"{format_count(tokens / entry['seconds']):>8} {format_bytes(entry['bytes']):>10} {format_bytes(entry['sent_bytes']):>10}"
         lines.append(f"{Layout(**entry['layout'])!s:45} {seconds} {sizes}  {entry['reason']}")
-    lines += [f"not possible: {Layout(**entry['layout'])}: {entry['why']}" for entry in answer["refused"]]
+    lines += [
+        f"not possible: {Layout(**entry['layout'])}: {entry['why']}" for entry in answer["refused"]
+    ]
     lines += ["", f"use {layout_flags(Layout(**layouts[0]['layout']))}"]
     for key, found in answer["advice"].items():
-        spelled = f"--{key} {found['value']}" if "." in key else f"Session({key}={found['value']!r})"
+        spelled = (
+            f"--{key} {found['value']}" if "." in key else f"Session({key}={found['value']!r})"
+        )
         lines.append(f"    {spelled}  ({found['reason']})")
     if goodput := answer["goodput"]:
         lines.append(

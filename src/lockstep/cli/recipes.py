@@ -11,11 +11,15 @@ def main(args: argparse.Namespace, rest: list[str]) -> int:
     if args.name is None:
         width = max(map(len, texts), default=0)
         print("\n".join(f"{name:<{width}}  {first_sentence(text)}" for name, text in texts.items()))
-        print("\nlockstep recipes NAME > NAME.toml copies one; lockstep train recipes/NAME.toml trains it")
+        print(
+            "\nlockstep recipes NAME > NAME.toml copies one; lockstep train recipes/NAME.toml trains it"
+        )
         return 0
     name = args.name.removeprefix("recipes/").removesuffix(".toml")
     if name not in texts:
-        raise UsageError(f"there is no recipe {args.name!r}", "command line", f"available: {', '.join(texts)}")
+        raise UsageError(
+            f"there is no recipe {args.name!r}", "command line", f"available: {', '.join(texts)}"
+        )
     print(texts[name], end="")
     return 0
 

@@ -42,7 +42,9 @@ LOW_PRIORITY = 19  # the training goes first
 CHILD = "import sys; from lockstep.cli.remote import run_child; sys.exit(run_child(*map(int, sys.argv[1:3]), sys.argv[3:]))"
 
 
-def run_remote(args: argparse.Namespace, words: Sequence[str], folders: Sequence[Path], rest: list[str]) -> int:
+def run_remote(
+    args: argparse.Namespace, words: Sequence[str], folders: Sequence[Path], rest: list[str]
+) -> int:
     """Run the command of `words`, whose run folders `folders` are addresses; return its exit code.
     args, rest: as parsed from `words`"""
     addresses = [address for folder in folders if (address := parse_address(folder))]
@@ -50,38 +52,73 @@ def run_remote(args: argparse.Namespace, words: Sequence[str], folders: Sequence
     refuse_unsupported(args, address)
     if args.command == "status" or isinstance(args.command == "launch" and args.stop, Path):
         return run_beside_training(address, words)
-    if args.command == "launch" and not args.host and (args.ray or args.ssh or (args.hosts and read_hosts(args.hosts).ssh)):
+    if (
+        args.command == "launch"
+        and not args.host
+        and (args.ray or args.ssh or (args.hosts and read_hosts(args.hosts).ssh))
+    ):
         return launch.main(args, rest)  # each host mirrors its own copy
-    if getattr(args, "show", False) or (args.command in READ and getattr(args, "action", "") != "import"):
+    if getattr(args, "show", False) or (
+        args.command in READ and getattr(args, "action", "") != "import"
+    ):
         return run_on_snapshots(args, addresses, words)
     if parent := getattr(args, "parent", 0):
         die_with_parent(parent)
-        words = [str(os.getpid()) if before == "--parent" else word for before, word in pairwise(["", *words])]
+        words = [
+            str(os.getpid()) if before == "--parent" else word
+            for before, word in pairwise(["", *words])
+        ]
     bucket, host = RunBucket(address), getattr(args, "host", None) or socket.gethostname()
     if args.command == "launch" and (args.hosts or args.nodes):
         with joined_copy(bucket, host) as (copy, files):
             # If this process is killed, the other hosts continue.
-            return run_mirrored(HostMirror(copy, bucket, host, files), with_folder(words, address, copy), signal.SIGUSR1)
+            return run_mirrored(
+                HostMirror(copy, bucket, host, files),
+                with_folder(words, address, copy),
+                signal.SIGUSR1,
+            )
     own = ended_copy if args.command == "evaluate" and is_of_several_hosts(bucket) else owned_copy
     with own(bucket, host) as (copy, ownership):
-        return run_mirrored(Mirror(copy, ownership), with_folder(words, address, copy), signal.SIGTERM)
+        return run_mirrored(
+            Mirror(copy, ownership), with_folder(words, address, copy), signal.SIGTERM
+        )
 
 
 def refuse_unsupported(args: argparse.Namespace, address: Address) -> None:
     """UsageError for what an object store does not support."""
     command, given = args.command, vars(args)
-    is_agent = command == "launch" and bool(args.hosts or args.nodes)  # which srun may start on each node
+    is_agent = command == "launch" and bool(
+        args.hosts or args.nodes
+    )  # which srun may start on each node
     refused = {
-        f"lockstep {command}": (command not in (*WRITE, *READ, "status"), "give a folder on this host"),
-        "a Hugging Face folder": (given.get("action") == "import" and parse_address(args.folder) is not None, "copy it to this host"),
-        "checkpoint export without --out": (given.get("action") == "export" and not args.out, "name the file to write with --out"),
+        f"lockstep {command}": (
+            command not in (*WRITE, *READ, "status"),
+            "give a folder on this host",
+        ),
+        "a Hugging Face folder": (
+            given.get("action") == "import" and parse_address(args.folder) is not None,
+            "copy it to this host",
+        ),
+        "checkpoint export without --out": (
+            given.get("action") == "export" and not args.out,
+            "name the file to write with --out",
+        ),
         "checkpoint export --out s3://": (
             given.get("action") == "export" and parse_address(args.out or "") is not None,
             "write to this host, then copy it",
         ),
-        "report without --out": (command == "report" and not args.out, "name the file to write with --out FILE.html"),
-        "report --out s3://": (command == "report" and parse_address(args.out or "") is not None, "write to this host, then copy it"),
-        "evaluate --follow": (command == "evaluate" and args.follow, "use lockstep launch --with-evaluator"),
+        "report without --out": (
+            command == "report" and not args.out,
+            "name the file to write with --out FILE.html",
+        ),
+        "report --out s3://": (
+            command == "report" and parse_address(args.out or "") is not None,
+            "write to this host, then copy it",
+        ),
+        "evaluate --follow": (
+            command == "evaluate" and args.follow,
+            "use lockstep launch --with-evaluator",
+        ),
         "a start by torchrun, srun or mpirun": (
             command in WRITE and not is_agent and read_rank_info(os.environ)[0] is not None,
             "start lockstep train or launch by itself: it starts the workers of this host",
@@ -98,7 +135,9 @@ def with_folder(words: Sequence[str], address: Address, folder: Path) -> list[st
     for word in words:
         option, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
         with suppress(UsageError):
-            word = f"{option}{equals}{folder}" if value and parse_address(value) == address else word
+            word = (
+                f"{option}{equals}{folder}" if value and parse_address(value) == address else word
+            )
         replaced.append(word)
     return replaced if replaced != list(words) else [words[0], "--out", str(folder), *words[1:]]
 
@@ -106,13 +145,18 @@ def with_folder(words: Sequence[str], address: Address, folder: Path) -> list[st
 # Commands that write.
 
 
-def run_mirrored(mirror: Mirror | HostMirror, words: Sequence[str], stop_signal: signal.Signals) -> int:
+def run_mirrored(
+    mirror: Mirror | HostMirror, words: Sequence[str], stop_signal: signal.Signals
+) -> int:
     """Run the command in a child process and mirror its folder; return its exit code.
     stop_signal: for the child, when this process is killed or loses the run."""
     command = [sys.executable, "-c", CHILD, str(os.getpid()), str(int(stop_signal)), *words]
     # Of a separate process group: Ctrl-C reaches it once, from here.
     child = subprocess.Popen(command, process_group=0)
-    handlers = {number: signal.signal(number, lambda number, frame: child.send_signal(number)) for number in STOP_SIGNALS}
+    handlers = {
+        number: signal.signal(number, lambda number, frame: child.send_signal(number))
+        for number in STOP_SIGNALS
+    }
     ended, errors = threading.Event(), list[LockstepError]()
 
     def follow() -> None:
@@ -128,7 +172,11 @@ def run_mirrored(mirror: Mirror | HostMirror, words: Sequence[str], stop_signal:
         except BaseException as error:  # this thread never ends without a report
             log.error("the mirror failed", exc_info=error)
             what = f"the mirror failed: {type(error).__name__}: {error}"
-            errors.append(StoreError(what, str(mirror.bucket.address), f"the run is in {mirror.folder}; report this"))
+            errors.append(
+                StoreError(
+                    what, str(mirror.bucket.address), f"the run is in {mirror.folder}; report this"
+                )
+            )
 
     thread = threading.Thread(target=follow, name="mirror", daemon=True)
     thread.start()
@@ -146,7 +194,11 @@ def run_mirrored(mirror: Mirror | HostMirror, words: Sequence[str], stop_signal:
     try:
         thread.join()
     except KeyboardInterrupt:
-        print(f"interrupted: the last files are only in {mirror.folder}; the same command uploads them", file=sys.stderr, flush=True)
+        print(
+            f"interrupted: the last files are only in {mirror.folder}; the same command uploads them",
+            file=sys.stderr,
+            flush=True,
+        )
         os._exit(EXIT_INTERRUPTED)
     code = child.returncode if child.returncode >= 0 else 128 - child.returncode
     for error in errors:
@@ -172,7 +224,9 @@ def run_child(parent: int, stop_signal: int, words: list[str]) -> int:
 # Commands that read.
 
 
-def run_on_snapshots(args: argparse.Namespace, addresses: Sequence[Address], words: Sequence[str]) -> int:
+def run_on_snapshots(
+    args: argparse.Namespace, addresses: Sequence[Address], words: Sequence[str]
+) -> int:
     """Run a command in temporary copies of the newest snapshots; return its exit code."""
     problems: list[str] = []
     with ExitStack() as stack:
@@ -180,23 +234,33 @@ def run_on_snapshots(args: argparse.Namespace, addresses: Sequence[Address], wor
             bucket = RunBucket(address)
             snapshot = newest(bucket) if args.command != "plan" or args.measure else None
             if snapshot is None and args.command != "plan":
-                raise CheckpointError("there is no run", str(address), "give the address of a run, as with --out")
+                raise CheckpointError(
+                    "there is no run", str(address), "give the address of a run, as with --out"
+                )
             if snapshot and getattr(args, "action", "") == "list":
                 print(printable("\n".join(list_table(snapshot))))
                 return 0
             folder = stack.enter_context(temporary_copy(address))
             if snapshot:
-                problems += download(bucket, snapshot, folder, wanted_files(args, snapshot, address))[1]
+                problems += download(
+                    bucket, snapshot, folder, wanted_files(args, snapshot, address)
+                )[1]
             words = with_folder(words, address, folder)
         verifies = getattr(args, "action", "") == "verify"
         if problems and not verifies:
-            raise CheckpointError("the checkpoint is damaged", "\n".join(problems), f"see lockstep checkpoint verify {addresses[0]}")
+            raise CheckpointError(
+                "the checkpoint is damaged",
+                "\n".join(problems),
+                f"see lockstep checkpoint verify {addresses[0]}",
+            )
         code = subprocess.run([sys.executable, "-m", "lockstep", *words], check=False).returncode
         print(*map(printable, problems), sep="\n", end="\n" * bool(problems))
     return 3 if problems else code if code >= 0 else 128 - code
 
 
-def wanted_files(args: argparse.Namespace, snapshot: Snapshot, address: Address) -> Callable[[str], bool]:
+def wanted_files(
+    args: argparse.Namespace, snapshot: Snapshot, address: Address
+) -> Callable[[str], bool]:
     """Return a filter on the files that a command reads."""
     if args.command in ("report", "plan"):
         return lambda path: not path.endswith(".safetensors")
@@ -207,18 +271,33 @@ def wanted_files(args: argparse.Namespace, snapshot: Snapshot, address: Address)
 def chosen_steps(args: argparse.Namespace, snapshot: Snapshot, address: Address) -> set[str]:
     """Return the names of the checkpoints' folders that a command reads."""
     steps, step = steps_of(snapshot.files), getattr(args, "step", None)
-    reads_one = step != "best" and not getattr(args, "average", 0) and getattr(args, "action", "") != "verify"
+    reads_one = (
+        step != "best"
+        and not getattr(args, "average", 0)
+        and getattr(args, "action", "") != "verify"
+    )
     if getattr(args, "show", False):
         return set()
-    return {f"step-{number:08d}" for number in ([choose_step(step, steps, str(address))] if reads_one else steps)}
+    return {
+        f"step-{number:08d}"
+        for number in ([choose_step(step, steps, str(address))] if reads_one else steps)
+    }
 
 
 def list_table(snapshot: Snapshot) -> list[str]:
     """Return a table of the checkpoints in a snapshot."""
-    lines = [f"{'step':>12}  {'size':>10}  {'files':>5}  snapshot {snapshot.number}, put by {snapshot.host}"]
+    lines = [
+        f"{'step':>12}  {'size':>10}  {'files':>5}  snapshot {snapshot.number}, put by {snapshot.host}"
+    ]
     for step in steps_of(snapshot.files):
-        files = [blobs for path, blobs in snapshot.files.items() if path.startswith(f"checkpoints/step-{step:08d}/")]
-        lines.append(f"{step:>12}  {format_bytes(sum(size for blobs in files for _, size in blobs)):>10}  {len(files):>5}")
+        files = [
+            blobs
+            for path, blobs in snapshot.files.items()
+            if path.startswith(f"checkpoints/step-{step:08d}/")
+        ]
+        lines.append(
+            f"{step:>12}  {format_bytes(sum(size for blobs in files for _, size in blobs)):>10}  {len(files):>5}"
+        )
     return lines
 
 
@@ -227,5 +306,10 @@ def run_beside_training(address: Address, words: Sequence[str]) -> int:
     if not address.working_copy.is_dir():
         snapshot = newest(RunBucket(address))
         hint = f"run it on {snapshot.host}, which trains" if snapshot else "start the run first"
-        raise UsageError(f"this host has no working copy of {address}", str(address.working_copy), hint)
-    return subprocess.run([sys.executable, "-m", "lockstep", *with_folder(words, address, address.working_copy)], check=False).returncode
+        raise UsageError(
+            f"this host has no working copy of {address}", str(address.working_copy), hint
+        )
+    return subprocess.run(
+        [sys.executable, "-m", "lockstep", *with_folder(words, address, address.working_copy)],
+        check=False,
+    ).returncode

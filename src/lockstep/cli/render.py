@@ -19,15 +19,32 @@ def main(args: argparse.Namespace, rest: list[str]) -> int:
         hint = "a scheduler starts a script with: lockstep launch FILE.py --nodes MIN:MAX --out RUN"
         raise UsageError(f"{args.run_file} is a script, not a run file", "command line", hint)
     if args.gpus and args.workers not in (None, args.gpus):
-        raise UsageError(f"--workers {args.workers} with --gpus {args.gpus}", "command line", "remove --workers: each GPU has one worker")
+        raise UsageError(
+            f"--workers {args.workers} with --gpus {args.gpus}",
+            "command line",
+            "remove --workers: each GPU has one worker",
+        )
     file = Path(args.run_file)
     workers = args.workers or args.gpus or 2
     folder = args.run or f"runs/{file.stem}"
-    stored, image = parse_address(folder) is not None, args.image or f"lockstep:{__version__}"  # a malformed address is not repeated
-    job, run = make_job(file, args.nodes, gpus=args.gpus, workers=workers, run_folder=folder, image=image, flags=parse_flags(rest))
+    stored, image = (
+        parse_address(folder) is not None,
+        args.image or f"lockstep:{__version__}",
+    )  # a malformed address is not repeated
+    job, run = make_job(
+        file,
+        args.nodes,
+        gpus=args.gpus,
+        workers=workers,
+        run_folder=folder,
+        image=image,
+        flags=parse_flags(rest),
+    )
     if stored:
         refuse_split_replicas(run, workers, f"--workers or --gpus; --run {folder}")
-    refuse_sizes(run, args.nodes, workers, f"--nodes {job.fewest}:{job.most}, {workers} workers per node")
+    refuse_sizes(
+        run, args.nodes, workers, f"--nodes {job.fewest}:{job.most}, {workers} workers per node"
+    )
     text = render(args.target, job)
     if args.out is None:
         print(text, end="")
@@ -43,15 +60,23 @@ def refuse_sizes(run: RunConfig, nodes: tuple[int, int], workers: int, where: st
     room = max_workers(run, most)
     if least > room:
         hint = f"give fewer nodes, or set batch.micro_batches = {most * run.batch.micro_batches // room}"
-        raise UsageError(f"{least} workers, but a step has work for {room}", f"{where}; batch.micro_batches", hint)
+        raise UsageError(
+            f"{least} workers, but a step has work for {room}",
+            f"{where}; batch.micro_batches",
+            hint,
+        )
     for count in (least, most):
         refuse_layout(run, min(count, room), where)
     if most > room:
-        log.warning("a step has work for %d workers: %d of %d are on standby", room, most - room, most)
+        log.warning(
+            "a step has work for %d workers: %d of %d are on standby", room, most - room, most
+        )
 
 
 def write_new(path: Path, text: str) -> None:
     """Write a file that is absent or equal. UsageError if it has other content."""
     if path.exists() and read_text(path) != text:
-        raise UsageError(f"{path} exists, with other content", "--out", "move it aside, or give another name")
+        raise UsageError(
+            f"{path} exists, with other content", "--out", "move it aside, or give another name"
+        )
     write_atomic(path, text)

@@ -17,13 +17,19 @@ def main(args: argparse.Namespace, rest: list[str]) -> int:
     for folder in folders:
         require_run(folder)
     if args.compare and args.compare.resolve() == args.folder.resolve():
-        raise UsageError(f"{args.compare} is compared with itself", "--compare", "give the folder of another run")
+        raise UsageError(
+            f"{args.compare} is compared with itself", "--compare", "give the folder of another run"
+        )
     out = args.out or args.folder / ("compare.html" if args.compare else "report.html")
     try:
         print(write_report(folders, out))
     except OSError as error:
         hint = "give --out FILE.html, in a folder that exists and that this user can write"
-        raise UsageError(f"{out} cannot be written: {error.strerror or error}", "--out" if args.out else "the run folder", hint) from error
+        raise UsageError(
+            f"{out} cannot be written: {error.strerror or error}",
+            "--out" if args.out else "the run folder",
+            hint,
+        ) from error
     return 0
 
 
@@ -32,14 +38,21 @@ def write_at_end(folder: Path, host: str = "", *, is_preempted: bool = False) ->
     A failure is a warning: it changes neither the run nor its exit code.
     is_preempted: the host may be lost in seconds; leave a long run to `lockstep report`"""
     try:
-        if not (metrics := folder / "metrics.jsonl").exists() or (host and host != last_leader_host(folder)):
+        if not (metrics := folder / "metrics.jsonl").exists() or (
+            host and host != last_leader_host(folder)
+        ):
             return
         if is_preempted and metrics.stat().st_size > PREEMPTED_BYTES:
             log.info("report.html was not written: lockstep report %s does", folder)
         else:
             log.info("report: %s", write_report([folder], folder / "report.html"))
     except (Exception, KeyboardInterrupt) as error:
-        log.warning("report.html was not written (%s: %s); lockstep report %s tries again", type(error).__name__, error, folder)
+        log.warning(
+            "report.html was not written (%s: %s); lockstep report %s tries again",
+            type(error).__name__,
+            error,
+            folder,
+        )
 
 
 def last_leader_host(folder: Path) -> str:

@@ -28,11 +28,15 @@ from lockstep.runtime.worker_env import WorkerEnv
 
 POLL_S = 0.05
 EXIT_TIMEOUT_S = 10.0  # from SIGTERM until SIGKILL, for a script that has to restart
-PEER_FAILURE_S = 1.0  # a script that fails this soon before its generation ends failed because of another worker
+PEER_FAILURE_S = (
+    1.0  # a script that fails this soon before its generation ends failed because of another worker
+)
 NO_LIMIT_S = 1e8  # for the wait until all scripts are done: a lost worker ends it at once
 
 
-def supervise(file: Path, words: Sequence[str], worker_env: WorkerEnv, start: SessionStart | None = None) -> int:
+def supervise(
+    file: Path, words: Sequence[str], worker_env: WorkerEnv, start: SessionStart | None = None
+) -> int:
     """Run the script in each generation until it exits with 0 on all workers; return the exit code.
 
     words  of Python: FILE.py or -m MODULE, and the script's arguments
@@ -42,7 +46,10 @@ def supervise(file: Path, words: Sequence[str], worker_env: WorkerEnv, start: Se
     environ |= start.environ() if start else {}
     os.environ["LOCKSTEP_DEVICE"] = "cpu"  # the GPU is the script's
     limits = ElasticLimits(rendezvous_timeout_s=60.0)
-    with StopSignals() as signals, ElasticRuntime.join(timeout_s=NO_LIMIT_S, limits=limits) as runtime:
+    with (
+        StopSignals() as signals,
+        ElasticRuntime.join(timeout_s=NO_LIMIT_S, limits=limits) as runtime,
+    ):
         assert runtime.membership is not None
         facts = {"script": sha256(file.read_bytes()).hexdigest()[:12], **runtime.flags}
         runtime.board.enter("preparing")  # as long as the script takes
@@ -55,14 +62,18 @@ def supervise(file: Path, words: Sequence[str], worker_env: WorkerEnv, start: Se
         while True:
             with runtime.catch_peer_loss() as loss:
                 attempt = max(all_gather_json(runtime, attempt))
-                runtime.set_exit_code(run_once(words, environ, runtime, worker_env, signals, attempt, start))
+                runtime.set_exit_code(
+                    run_once(words, environ, runtime, worker_env, signals, attempt, start)
+                )
                 return runtime.exit_code
             attempt += 1
             runtime.leave_group(loss.why)
             runtime.form_next()
             runtime.board.enter("preparing")
             if runtime.shows_progress():
-                log.warning("%s; restart %d of all workers, now %d", loss.why, attempt, runtime.world.size)
+                log.warning(
+                    "%s; restart %d of all workers, now %d", loss.why, attempt, runtime.world.size
+                )
 
 
 def run_once(
@@ -83,7 +94,10 @@ def run_once(
     with reserve_port(worker_env.address) as reserved:
         address, port = run_on_rank0(runtime, lambda: reserved.getsockname()[:2])
         hosts = all_gather_json(runtime, worker_env.host)
-        variables = torchrun_environ(runtime, hosts, attempt) | {"MASTER_ADDR": str(address), "MASTER_PORT": str(port)}
+        variables = torchrun_environ(runtime, hosts, attempt) | {
+            "MASTER_ADDR": str(address),
+            "MASTER_PORT": str(port),
+        }
         variables["TORCHELASTIC_RUN_ID"] = Path(worker_env.folder).name
         log_size = os.fstat(2).st_size
         supervisor = os.getpid()
@@ -113,7 +127,11 @@ def run_once(
 
 
 def wait(
-    process: subprocess.Popen[bytes], runtime: ElasticRuntime, worker_env: WorkerEnv, signals: StopSignals, start: SessionStart | None
+    process: subprocess.Popen[bytes],
+    runtime: ElasticRuntime,
+    worker_env: WorkerEnv,
+    signals: StopSignals,
+    start: SessionStart | None,
 ) -> str:
     """Wait until the script exits; return the name of the signal that stopped it, or "".
     PeersLostError if the generation ends first. HostDrained if only this host leaves.
@@ -125,7 +143,9 @@ def wait(
             start.check()
         if exited:
             return ""
-        if why := runtime.generation_error() or ("other workers wait to join" if runtime.membership.joiner_count else ""):
+        if why := runtime.generation_error() or (
+            "other workers wait to join" if runtime.membership.joiner_count else ""
+        ):
             raise PeersLostError(why)
         name = signals.received or runtime.membership.stop_signal
         if name:
@@ -154,13 +174,18 @@ def terminate(process: subprocess.Popen[bytes]) -> None:
 def exit_like(code: int, script: str, command: Sequence[str], log_size: int) -> None:
     """Exit as the script did: by the same signal, or an error with the same exit code."""
     if code < 0:
-        signal.signal(-code, signal.SIG_DFL) if -code not in (signal.SIGKILL, signal.SIGSTOP) else None
+        signal.signal(-code, signal.SIG_DFL) if -code not in (
+            signal.SIGKILL,
+            signal.SIGSTOP,
+        ) else None
         os.kill(os.getpid(), -code)
     tail = ""
     if os.path.isfile("/proc/self/fd/2"):
         with open("/proc/self/fd/2", "rb") as output:
             tail = last_lines(output, log_size)
-    error = LockstepError(f"{script} exited with code {code}", shlex.join(command), tail or "its output is above")
+    error = LockstepError(
+        f"{script} exited with code {code}", shlex.join(command), tail or "its output is above"
+    )
     error.exit_code = code
     raise error
 
@@ -182,5 +207,7 @@ def torchrun_environ(runtime: ElasticRuntime, hosts: Sequence[str], attempt: int
         "TORCHELASTIC_MAX_RESTARTS": 3,
         "TORCHELASTIC_USE_AGENT_STORE": False,
     }
-    threads = {} if "OMP_NUM_THREADS" in os.environ or world.local_size == 1 else {"OMP_NUM_THREADS": "1"}
+    threads = (
+        {} if "OMP_NUM_THREADS" in os.environ or world.local_size == 1 else {"OMP_NUM_THREADS": "1"}
+    )
     return {name: str(value) for name, value in values.items()} | threads

@@ -5,7 +5,12 @@ import os
 import sys
 
 from lockstep.cli.script import asks_for_help
-from lockstep.cli.start import choose_worker_count, read_script_request, run_as_worker, start_local_agent
+from lockstep.cli.start import (
+    choose_worker_count,
+    read_script_request,
+    run_as_worker,
+    start_local_agent,
+)
 from lockstep.config.variables import environment_variable
 from lockstep.errors import UsageError
 from lockstep.runtime.processes import die_with_parent
@@ -14,14 +19,20 @@ from lockstep.runtime.processes import die_with_parent
 def main(args: argparse.Namespace, rest: list[str]) -> int:
     if not args.file.endswith(".py"):
         file, colon, _ = args.file.partition(":")
-        hint = f"give {file}; lockstep train takes FILE.py:FUNCTION" if colon else "give FILE.py; a run file: lockstep train RUN.toml"
+        hint = (
+            f"give {file}; lockstep train takes FILE.py:FUNCTION"
+            if colon
+            else "give FILE.py; a run file: lockstep train RUN.toml"
+        )
         raise UsageError(f"{args.file!r} is no script", "command line", hint)
     if args.parent:
         die_with_parent(args.parent)
     request = read_script_request(args, args.file, rest)
     for axis in ("shard", "tensor", "pipeline"):
         if size := getattr(args, axis):
-            os.environ[environment_variable(f"layout.{axis}")] = str(size)  # for the Sessions of the workers
+            os.environ[environment_variable(f"layout.{axis}")] = str(
+                size
+            )  # for the Sessions of the workers
     code = run_as_worker(request, args.workers)
     if code is not None:
         return code

@@ -27,7 +27,16 @@ from lockstep.runtime.worker_env import read_worker_env
 
 # Lockstep's options that may also follow FILE.py; the script's arguments start at the first other word.
 LAYOUT_OPTIONS = ("--layout.shard", "--layout.tensor", "--layout.pipeline")
-OPTIONS_AFTER_SCRIPT = ("--workers", "--min", "--max", "--hosts", "--host", "--ssh", "--restart", *LAYOUT_OPTIONS)
+OPTIONS_AFTER_SCRIPT = (
+    "--workers",
+    "--min",
+    "--max",
+    "--hosts",
+    "--host",
+    "--ssh",
+    "--restart",
+    *LAYOUT_OPTIONS,
+)
 
 
 def launch(main: Callable[..., object], *, workers: int | None = None) -> None:
@@ -58,39 +67,63 @@ def launch(main: Callable[..., object], *, workers: int | None = None) -> None:
     script = sys.modules["__main__"]
     file = getattr(script, "__file__", None)
     module = module_of(script)
-    from lockstep.runtime.sources import is_user_code  # hashes all sources, which --help does not need
+    from lockstep.runtime.sources import (
+        is_user_code,
+    )  # hashes all sources, which --help does not need
 
-    if file and module and (module.partition(".")[0] in sys.stdlib_module_names or not is_user_code(script)):
+    if (
+        file
+        and module
+        and (module.partition(".")[0] in sys.stdlib_module_names or not is_user_code(script))
+    ):
         what = "lockstep.launch in a program that is not a script file"
         raise UsageError(what, str(file), "write the loop to FILE.py and start python FILE.py")
     parameters = parameters_of(main)
-    out = (given_out(sys.argv[1:]) if file else "") or (parameters["out"].default if "out" in parameters else None)
+    out = (given_out(sys.argv[1:]) if file else "") or (
+        parameters["out"].default if "out" in parameters else None
+    )
     words = ["--workers", str(workers)] if workers is not None else []
     words += ["--out", str(out)] if isinstance(out, str | os.PathLike) else []
     if not file:
         from lockstep.cli import notebook
 
         text = notebook.script_of(main)
-        folder = folder_of(Path("notebook.py"), [ast.parse(text)], Path(out) if isinstance(out, str | os.PathLike) else None, [])
+        folder = folder_of(
+            Path("notebook.py"),
+            [ast.parse(text)],
+            Path(out) if isinstance(out, str | os.PathLike) else None,
+            [],
+        )
         notebook.run_script(folder / "notebook.py", text, words)
         return
     target = ["-m", module] if module else [str(file)]
     sys.stdout.flush()
     sys.stderr.flush()
-    os.execv(sys.executable, [sys.executable, "-m", "lockstep", "run", *words, *target, "--", *sys.argv[1:]])
+    os.execv(
+        sys.executable,
+        [sys.executable, "-m", "lockstep", "run", *words, *target, "--", *sys.argv[1:]],
+    )
 
 
 def call(function: Callable[..., object], words: list[str], folder: Path | None = None) -> None:
     """Call a user's function with flags as `arguments_of`; without parameters it reads sys.argv."""
     from lockstep.config.resolve import parse_flags  # loads pydantic
-    from lockstep.runtime.numerics import seed_unseeded_generators  # loads torch, which --help does not need
+    from lockstep.runtime.numerics import (
+        seed_unseeded_generators,
+    )  # loads torch, which --help does not need
 
     if asks_for_help(words) and parameters_of(function):
         print_help(function)
         return
     seed_unseeded_generators()  # before the function makes its data and its model
     name = getattr(function, "__name__", "main")
-    function(**(arguments_of(function, name, parse_flags(words), folder) if parameters_of(function) else {}))
+    function(
+        **(
+            arguments_of(function, name, parse_flags(words), folder)
+            if parameters_of(function)
+            else {}
+        )
+    )
 
 
 def asks_for_help(words: Sequence[str]) -> bool:
@@ -101,17 +134,29 @@ def print_help(function: Callable[..., object]) -> None:
     print(inspect.getdoc(function) or f"usage: {Path(sys.argv[0]).name} [--NAME VALUE]", end="\n\n")
     for name, parameter in parameters_of(function).items():
         spelled = f"--{name} | --no-{name}" if isinstance(parameter.default, bool) else f"--{name}"
-        print(f"  {spelled}", "(required)" if parameter.default is parameter.empty else f"(default: {parameter.default!r})")
+        print(
+            f"  {spelled}",
+            "(required)"
+            if parameter.default is parameter.empty
+            else f"(default: {parameter.default!r})",
+        )
 
 
 def parameters_of(function: Callable[..., object]) -> dict[str, inspect.Parameter]:
     parameters = inspect.signature(function).parameters.items()
     return {
-        name: parameter for name, parameter in parameters if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        name: parameter
+        for name, parameter in parameters
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
     }
 
 
-def arguments_of(function: Callable[..., object], spelled: str, flags: Mapping[str, str], folder: Path | None = None) -> dict[str, object]:
+def arguments_of(
+    function: Callable[..., object],
+    spelled: str,
+    flags: Mapping[str, str],
+    folder: Path | None = None,
+) -> dict[str, object]:
     """Return a user's function's keyword arguments from flags, checked against `types_of` it.
 
     spelled  the function, as the user wrote it
@@ -121,22 +166,39 @@ def arguments_of(function: Callable[..., object], spelled: str, flags: Mapping[s
     from pydantic import TypeAdapter, ValidationError  # --help does not need it
 
     parameters, types = parameters_of(function), types_of(function, spelled)
-    switched_off = {f"no-{name}": name for name, kind in types.items() if bool in (kind, *get_args(kind))}
-    flags = {switched_off.get(name, name): "false" if name in switched_off else text for name, text in flags.items()}
+    switched_off = {
+        f"no-{name}": name for name, kind in types.items() if bool in (kind, *get_args(kind))
+    }
+    flags = {
+        switched_off.get(name, name): "false" if name in switched_off else text
+        for name, text in flags.items()
+    }
     hint = f"it takes {', '.join('--' + name for name in parameters) or 'nothing'}"
     texts = ({"out": str(folder)} if folder and "out" in parameters else {}) | dict(flags)
     if unknown := [name for name in flags if name not in parameters]:
         raise UsageError(f"{spelled} takes no --{unknown[0]}", "command line", hint)
-    if missing := [name for name, parameter in parameters.items() if parameter.default is parameter.empty and name not in texts]:
+    if missing := [
+        name
+        for name, parameter in parameters.items()
+        if parameter.default is parameter.empty and name not in texts
+    ]:
         raise UsageError(f"{spelled} needs --{missing[0]}", "command line", hint)
     arguments: dict[str, object] = {}
     for name, text in texts.items():
         try:
-            listed: Any = GenericAlias(list, (types.get(name, str),))  # in a list: pydantic accepts no config beside a dataclass
-            arguments[name] = TypeAdapter(listed, config={"arbitrary_types_allowed": True}).validate_python([text])[0]
+            listed: Any = GenericAlias(
+                list, (types.get(name, str),)
+            )  # in a list: pydantic accepts no config beside a dataclass
+            arguments[name] = TypeAdapter(
+                listed, config={"arbitrary_types_allowed": True}
+            ).validate_python([text])[0]
         except ValidationError as error:
             what = f"--{name} {text!r}: {error.errors()[0]['msg']}"
-            raise UsageError(what, "command line", f"see {spelled}: the type is the annotation, else that of the default") from None
+            raise UsageError(
+                what,
+                "command line",
+                f"see {spelled}: the type is the annotation, else that of the default",
+            ) from None
     return arguments
 
 
@@ -144,7 +206,11 @@ def types_of(function: Callable[..., object], spelled: str) -> dict[str, Any]:
     """Return the types of parameters by name: the annotation, else the type of a default that is not
     None. A parameter that is not in it takes text, and `out` a path."""
     defaults = {name: parameter.default for name, parameter in parameters_of(function).items()}
-    types = {name: type(default) for name, default in defaults.items() if default is not None and default is not inspect.Parameter.empty}
+    types = {
+        name: type(default)
+        for name, default in defaults.items()
+        if default is not None and default is not inspect.Parameter.empty
+    }
     try:
         return {"out": Path} | types | get_type_hints(function, include_extras=True)
     except NameError as error:
@@ -180,7 +246,9 @@ def run_file(file: Path, arguments: list[str], module: str = "") -> int:
 # The command line.
 
 
-def split_at_script(words: list[str], values: Mapping[str, int]) -> tuple[list[str], str, list[str]]:
+def split_at_script(
+    words: list[str], values: Mapping[str, int]
+) -> tuple[list[str], str, list[str]]:
     """Return (Lockstep's words, FILE.py, the script's arguments); FILE.py is "" without a script.
 
     values  Lockstep's options, each with the number of its values
@@ -201,7 +269,11 @@ def split_at_script(words: list[str], values: Mapping[str, int]) -> tuple[list[s
             break
         else:
             script = rest.pop(0)
-    return (ours, script, rest[1:] if rest[:1] == ["--"] else rest) if script else (list(words), "", [])
+    return (
+        (ours, script, rest[1:] if rest[:1] == ["--"] else rest)
+        if script
+        else (list(words), "", [])
+    )
 
 
 def given_out(arguments: list[str]) -> str:
@@ -217,23 +289,35 @@ def read_script(file: Path) -> ast.Module:
     try:
         return ast.parse(file.read_bytes(), str(file))
     except FileNotFoundError:
-        raise UsageError(f"there is no file {file}", f"command line, in {Path.cwd()}", "give the path of a script") from None
+        raise UsageError(
+            f"there is no file {file}",
+            f"command line, in {Path.cwd()}",
+            "give the path of a script",
+        ) from None
     except (SyntaxError, ValueError) as error:
-        raise UsageError(f"{file} is not Python: {error}", "command line", "python FILE.py shows the place") from None
+        raise UsageError(
+            f"{file} is not Python: {error}", "command line", "python FILE.py shows the place"
+        ) from None
 
 
 def module_file(name: str) -> Path:
     """Return the file that python -m NAME runs, without importing anything. UsageError if none."""
     top, *rest = name.split(".")
     spec = PathFinder.find_spec(top, [os.getcwd(), *sys.path]) if all([top, *rest]) else None
-    places = [Path(folder, *rest) for folder in spec.submodule_search_locations or ()] if spec else []
+    places = (
+        [Path(folder, *rest) for folder in spec.submodule_search_locations or ()] if spec else []
+    )
     files = [place / "__main__.py" for place in places]
     files += [place.with_name(f"{place.name}.py") for place in places if rest]
     files += [Path(spec.origin)] if spec and spec.origin and not places and not rest else []
     for file in files:
         if file.suffix == ".py" and file.is_file():
             return file
-    raise UsageError(f"there is no module {name!r} to run", f"command line, in {Path.cwd()}", "python -m MODULE shows the reason")
+    raise UsageError(
+        f"there is no module {name!r} to run",
+        f"command line, in {Path.cwd()}",
+        "python -m MODULE shows the reason",
+    )
 
 
 def search_folder(file: Path, module: str) -> Path:
@@ -245,8 +329,14 @@ def read_sources(file: Path, module: str = "") -> list[ast.Module]:
     """Parse the script and the modules that it imports, directly or not, from the folder of the script
     or of -m MODULE. UsageError for the script; modules that are not Python are skipped."""
     folder, script = search_folder(file, module), read_script(file)
-    package = module.rpartition(".")[0] if file.stem != "__main__" else module.removesuffix(".__main__")
-    waiting = [module, *imported_names(script, package)] if module else list(imported_names(script, package))
+    package = (
+        module.rpartition(".")[0] if file.stem != "__main__" else module.removesuffix(".__main__")
+    )
+    waiting = (
+        [module, *imported_names(script, package)]
+        if module
+        else list(imported_names(script, package))
+    )
     sources: dict[Path, ast.Module] = {file.resolve(): script}
     while waiting:
         parts = waiting.pop().split(".")
@@ -256,7 +346,10 @@ def read_sources(file: Path, module: str = "") -> list[ast.Module]:
                 if path.is_file() and path.resolve() not in sources:
                     with suppress(UsageError, OSError):
                         tree = sources[path.resolve()] = read_script(path)
-                        waiting += imported_names(tree, ".".join(parts[: number if path.stem == "__init__" else number - 1]))
+                        waiting += imported_names(
+                            tree,
+                            ".".join(parts[: number if path.stem == "__init__" else number - 1]),
+                        )
     return list(sources.values())
 
 
@@ -266,7 +359,9 @@ def imported_names(tree: ast.Module, package: str) -> Iterator[str]:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            parents = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            parents = (
+                package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            )
             base = ".".join([part for part in [*parents, node.module or ""] if part])
             yield from (f"{base}.{alias.name}" if base else alias.name for alias in node.names)
 
@@ -279,7 +374,12 @@ def opens_session(module: ast.Module) -> bool:
 
 def imports_lockstep(script: ast.Module) -> bool:
     """Return whether the script itself imports lockstep, anywhere."""
-    names = [alias.name for node in ast.walk(script) if isinstance(node, ast.Import) for alias in node.names]
+    names = [
+        alias.name
+        for node in ast.walk(script)
+        if isinstance(node, ast.Import)
+        for alias in node.names
+    ]
     names += [node.module or "" for node in ast.walk(script) if isinstance(node, ast.ImportFrom)]
     return any(name.partition(".")[0] == "lockstep" for name in names)
 
@@ -291,9 +391,18 @@ def session_folder(script: ast.Module) -> str:
     for scope in [*functions, script]:
         texts = dict(constants(script)) | dict(constants(scope))
         for node in ast.walk(scope):
-            if isinstance(node, ast.Call) and "Session" in (getattr(node.func, "id", ""), getattr(node.func, "attr", "")):
-                arguments = [*node.args[:1], *(keyword.value for keyword in node.keywords if keyword.arg == "out")]
-                folders = [text_of(argument) or texts.get(getattr(argument, "id", ""), "") for argument in arguments]
+            if isinstance(node, ast.Call) and "Session" in (
+                getattr(node.func, "id", ""),
+                getattr(node.func, "attr", ""),
+            ):
+                arguments = [
+                    *node.args[:1],
+                    *(keyword.value for keyword in node.keywords if keyword.arg == "out"),
+                ]
+                folders = [
+                    text_of(argument) or texts.get(getattr(argument, "id", ""), "")
+                    for argument in arguments
+                ]
                 if folders and folders[0]:
                     return folders[0]
     return ""
@@ -306,20 +415,33 @@ def constants(scope: ast.AST) -> Iterator[tuple[str, str]]:
         positional = [*scope.args.posonlyargs, *scope.args.args]
         last = positional[len(positional) - len(scope.args.defaults) :]
         defaults = [*scope.args.defaults, *scope.args.kw_defaults]
-        pairs = [(parameter.arg, default) for parameter, default in zip([*last, *scope.args.kwonlyargs], defaults, strict=True)]
+        pairs = [
+            (parameter.arg, default)
+            for parameter, default in zip([*last, *scope.args.kwonlyargs], defaults, strict=True)
+        ]
     elif isinstance(scope, ast.Module):
-        pairs = [(getattr(node.targets[0], "id", ""), node.value) for node in scope.body if isinstance(node, ast.Assign)]
+        pairs = [
+            (getattr(node.targets[0], "id", ""), node.value)
+            for node in scope.body
+            if isinstance(node, ast.Assign)
+        ]
     yield from ((name, text_of(value)) for name, value in pairs if name and text_of(value))
 
 
 def text_of(node: ast.AST | None) -> str:
     """Return the text of "text" or Path("text"); "" for anything else."""
-    if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Path" and len(node.args) == 1:
+    if (
+        isinstance(node, ast.Call)
+        and getattr(node.func, "id", "") == "Path"
+        and len(node.args) == 1
+    ):
         node = node.args[0]
     return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
 
 
-def folder_of(file: Path, sources: Iterable[ast.Module], given: Path | None, arguments: Collection[str]) -> Path:
+def folder_of(
+    file: Path, sources: Iterable[ast.Module], given: Path | None, arguments: Collection[str]
+) -> Path:
     """Return the run's folder: --out (`given`, or among `arguments`), the Session's, or runs/NAME."""
     literals = filter(None, map(session_folder, sources))
     name = file.resolve().parent.name if file.stem == "__main__" else file.stem

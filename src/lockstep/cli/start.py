@@ -22,7 +22,13 @@ from lockstep.checkpoint.fingerprints import newest_facts
 from lockstep.checkpoint.folder import committed_steps
 from lockstep.checkpoint.policy import choose_resume_step
 from lockstep.cli.report import write_at_end
-from lockstep.cli.script import folder_of, imports_lockstep, opens_session, read_script, read_sources
+from lockstep.cli.script import (
+    folder_of,
+    imports_lockstep,
+    opens_session,
+    read_script,
+    read_sources,
+)
 from lockstep.config import rules
 from lockstep.config.resolve import AS_STEPS, find_run_file, parse_flags, resolve, with_precision
 from lockstep.config.rules import shared_values
@@ -56,9 +62,13 @@ def run_as_worker(request: RunRequest, workers: int | None) -> int | None:
     return worker_main(lambda: run_worker(request))
 
 
-def start_local_agent(request: RunRequest, run: RunConfig | None, workers: int, min_workers: int) -> int:
+def start_local_agent(
+    request: RunRequest, run: RunConfig | None, workers: int, min_workers: int
+) -> int:
     """Be the agent of a run on this machine alone; return the exit code of the run."""
-    config = AgentConfig.for_this_machine(workers, min_workers=min_workers, max_workers=max_workers(run, workers))
+    config = AgentConfig.for_this_machine(
+        workers, min_workers=min_workers, max_workers=max_workers(run, workers)
+    )
     return start_agent(request, run, config)
 
 
@@ -68,19 +78,37 @@ def start_agent(request: RunRequest, run: RunConfig | None, config: AgentConfig)
     StartAgainError if a Session of a script needs another start."""
     check_worker_count(config.slots, config.host)
     # "auto" is resolved once, by the workers: the resolved precision is no part of the request.
-    values = {key: text for key, text in shared_values(run).items() if key != "compute.precision"} if run else request.flags
+    values = (
+        {key: text for key, text in shared_values(run).items() if key != "compute.precision"}
+        if run
+        else request.flags
+    )
     command = {"script": request.script} | {f"--{key}": text for key, text in values.items()}
     command |= {"--restart": request.restart} if request.is_whole_script else {}
     script = "" if request.is_whole_script else request.script
     # A restarted worker resumes from the newest checkpoint, regardless of --resume.
-    program = WorkerProgram(request.command_words(request.resume), request.command_words("auto"), script=script)
-    policy = replace(PLAIN_SCRIPT_POLICY, script=Path(request.script).name) if request.restart == "all" else config.policy
-    config = replace(config, flags=request.flags if request.script else {}, command=command, policy=policy)
+    program = WorkerProgram(
+        request.command_words(request.resume), request.command_words("auto"), script=script
+    )
+    policy = (
+        replace(PLAIN_SCRIPT_POLICY, script=Path(request.script).name)
+        if request.restart == "all"
+        else config.policy
+    )
+    config = replace(
+        config, flags=request.flags if request.script else {}, command=command, policy=policy
+    )
     is_new = not request.folder.exists()
     code, text = run_until_end(program, request.folder, config)
     if again := StartAgainError.parse(text) if request.follows_session else None:
         is_alone = config.slots == config.expected_workers
-        if is_new and is_alone and again.out and not request.is_folder_given and Path(again.out) != request.folder.resolve():
+        if (
+            is_new
+            and is_alone
+            and again.out
+            and not request.is_folder_given
+            and Path(again.out) != request.folder.resolve()
+        ):
             remove_untrained_run(request.folder)
         raise again
     if text:
@@ -97,7 +125,10 @@ def choose_worker_count(given: int | None, run: RunConfig | None) -> tuple[int, 
     workers, reason = default_worker_count()
     replica_size = workers_per_replica(run)
     if run and (replica_size > 1 or run.layout.replicate):
-        workers, reason = replica_size * (run.layout.replicate or max(1, workers // replica_size)), "as many as the layout takes"
+        workers, reason = (
+            replica_size * (run.layout.replicate or max(1, workers // replica_size)),
+            "as many as the layout takes",
+        )
     log.info("%s: %s", f"{workers} workers" if workers > 1 else "1 worker", reason)
     return workers, reason
 
@@ -108,7 +139,9 @@ def workers_per_replica(run: RunConfig | None) -> int:
 
 def max_workers(run: RunConfig | None, workers: int) -> int:
     """Return the number of workers that a step has micro-batches for; `workers` for a user's loop."""
-    return run.data_parallel_limit // run.layout.shard * workers_per_replica(run) if run else workers
+    return (
+        run.data_parallel_limit // run.layout.shard * workers_per_replica(run) if run else workers
+    )
 
 
 def asked_layout(run: RunConfig) -> Layout:
@@ -122,9 +155,17 @@ def refuse_layout(run: RunConfig | None, workers: int, where: str) -> None:
     layout, most = asked_layout(run), max_workers(run, workers)
     least = layout.workers_per_replica
     if (least == 1 or run.diloco.learners) and not least <= workers <= most:
-        key, leaves = ("diloco.learners", "learners") if run.diloco.learners else ("batch.micro_batches", "micro-batches")
-        what = f"{workers} workers for a step of {run.leaves} {leaves}" + (f", each on layout.shard={least} workers" if least > 1 else "")
-        raise UsageError(what, f"{where}; {key}", f"give {least} to {most} workers, or more {leaves}")
+        key, leaves = (
+            ("diloco.learners", "learners")
+            if run.diloco.learners
+            else ("batch.micro_batches", "micro-batches")
+        )
+        what = f"{workers} workers for a step of {run.leaves} {leaves}" + (
+            f", each on layout.shard={least} workers" if least > 1 else ""
+        )
+        raise UsageError(
+            what, f"{where}; {key}", f"give {least} to {most} workers, or more {leaves}"
+        )
     choose_layout(layout, workers, layout_limits(run), f"{where}; [layout] of the run")
 
 
@@ -133,14 +174,20 @@ def refuse_split_replicas(run: RunConfig | None, workers: int, where: str) -> No
     size = workers_per_replica(run)
     if workers % size:
         hint = f"give each host a multiple of {size} workers, or a run folder on a disk that all hosts share"
-        raise UsageError(f"{workers} workers per host for replicas of {size}, each of which must share a disk", where, hint)
+        raise UsageError(
+            f"{workers} workers per host for replicas of {size}, each of which must share a disk",
+            where,
+            hint,
+        )
 
 
 def refuse_other_worker_count(given: int | None, size: int, description: str) -> None:
     """UsageError if --workers differs from the number of workers that another launcher started."""
     if given not in (None, size):
         what = f"--workers {given} does not match the launch environment: {description}"
-        raise UsageError(what, "command line and environment", f"remove --workers, or start {given} workers")
+        raise UsageError(
+            what, "command line and environment", f"remove --workers, or start {given} workers"
+        )
 
 
 @dataclass(frozen=True)
@@ -149,14 +196,18 @@ class RunRequest:
     run_file: Path | None
     folder: Path
     resume: str
-    values: list[str]  # words `--section.key VALUE`, flags of the function, or arguments of the script
+    values: list[
+        str
+    ]  # words `--section.key VALUE`, flags of the function, or arguments of the script
     flags: dict[str, str]  # `values`, parsed
     overrides: tuple[str, ...] = ()  # the KEY=VALUE words of --override
     profile: str = ""  # steps to profile, as `ProfiledSteps` parses them; "": none
     restart: str = "one"  # workers to restart when a script loses one: "one" or "all"
     module: str = ""  # name of the whole script for python -m; "": python FILE.py
     is_folder_given: bool = False  # by --out, for a whole script
-    follows_session: bool = False  # a Session in a whole script may ask for a start under an agent, or in its folder
+    follows_session: bool = (
+        False  # a Session in a whole script may ask for a start under an agent, or in its folder
+    )
 
     @property
     def is_whole_script(self) -> bool:
@@ -169,8 +220,14 @@ class RunRequest:
 
     def open(self, resume: str) -> ResolvedRun:
         """Return the configuration, with overrides from the checkpoint that `resume` names."""
-        override = ScheduleOverride(self.resume_step(resume), rules.parse_overrides(self.overrides)) if self.overrides else None
-        return open_run(self.folder, self.run_file, self.flags, os.environ, override, rewind=resume.isdecimal())
+        override = (
+            ScheduleOverride(self.resume_step(resume), rules.parse_overrides(self.overrides))
+            if self.overrides
+            else None
+        )
+        return open_run(
+            self.folder, self.run_file, self.flags, os.environ, override, rewind=resume.isdecimal()
+        )
 
     def resume_step(self, resume: str) -> int:
         """Return the step of the checkpoint that `resume` names; 0: from scratch."""
@@ -181,7 +238,9 @@ class RunRequest:
         if self.script:
             return None
         resolved = self.open(self.resume)
-        rules.refuse_missing_packages(resolved, prepared=(self.folder / "data" / "prepared.json").exists())
+        rules.refuse_missing_packages(
+            resolved, prepared=(self.folder / "data" / "prepared.json").exists()
+        )
         self.resume_step(self.resume)
         return resolved.run
 
@@ -189,7 +248,17 @@ class RunRequest:
         """Return the words with which `lockstep` starts a worker of this run."""
         if self.is_whole_script:
             follow = ["--follow-session"] if self.follows_session else []
-            return "run", "--restart", self.restart, "--out", str(self.folder), *follow, *self.script_words, "--", *self.values
+            return (
+                "run",
+                "--restart",
+                self.restart,
+                "--out",
+                str(self.folder),
+                *follow,
+                *self.script_words,
+                "--",
+                *self.values,
+            )
         target = [self.script] if self.script else [str(self.run_file)] if self.run_file else []
         target += ["--profile", self.profile] if self.profile else []
         target += [f"--override={word}" for word in self.overrides]
@@ -218,7 +287,16 @@ def read_request(args: argparse.Namespace, rest: list[str]) -> RunRequest:
     run_file = find_run_file(Path(args.target)) if args.target and not script else None
     folder = args.out or Path("runs") / (run_file.stem if run_file else "default")
     profile = getattr(args, "profile", "")
-    return RunRequest(script, run_file, folder, args.resume, rest, parse_flags(rest), tuple(args.override), profile)
+    return RunRequest(
+        script,
+        run_file,
+        folder,
+        args.resume,
+        rest,
+        parse_flags(rest),
+        tuple(args.override),
+        profile,
+    )
 
 
 def read_script_request(args: argparse.Namespace, name: str, arguments: list[str]) -> RunRequest:
@@ -230,7 +308,9 @@ def read_script_request(args: argparse.Namespace, name: str, arguments: list[str
     is_decided = args.restart and args.out  # as for workers
     script, *imported = [read_script(file)] if is_decided else read_sources(file, module)
     folder = folder_of(file, [script, *imported], args.out, arguments)
-    restart = args.restart or ("one" if imports_lockstep(script) or any(map(opens_session, imported)) else "all")
+    restart = args.restart or (
+        "one" if imports_lockstep(script) or any(map(opens_session, imported)) else "all"
+    )
     may_change = args.restart is None if restart == "all" else args.out is None
     return RunRequest(
         name,
@@ -255,15 +335,23 @@ def refuse_run_options(args: argparse.Namespace, script: str) -> None:
     """UsageError for an option of a run file that a script does not receive."""
     options = vars(args)
     refused = {
-        "--resume": (options["resume"] != "auto", "the script chooses the checkpoint: Checkpointer.resume(...)"),
+        "--resume": (
+            options["resume"] != "auto",
+            "the script chooses the checkpoint: Checkpointer.resume(...)",
+        ),
         "--override": (bool(options["override"]), "set the learning rate in the script"),
         "--profile": (bool(options.get("profile")), "use torch.profiler in the loop"),
         "--show": (bool(options.get("show")), "its values are the arguments of its function"),
-        "--with-evaluator": (bool(options.get("with_evaluator")), "evaluate in the loop: Lockstep does not know its model"),
+        "--with-evaluator": (
+            bool(options.get("with_evaluator")),
+            "evaluate in the loop: Lockstep does not know its model",
+        ),
     }
     for option, (given, hint) in refused.items():
         if given:
-            raise UsageError(f"{option} is for a run file, and {script} is a user script", "command line", hint)
+            raise UsageError(
+                f"{option} is for a run file, and {script} is a user script", "command line", hint
+            )
 
 
 def run_of_newest_checkpoint(folder: Path) -> ResolvedRun | None:
@@ -272,7 +360,11 @@ def run_of_newest_checkpoint(folder: Path) -> ResolvedRun | None:
     if "run" not in facts:
         return None
     run = from_json(facts["run"], f"the checkpoint of step {step} in {folder}")
-    log.warning("%s is missing: its values are taken from the checkpoint of step %d", folder / "run.json", step)
+    log.warning(
+        "%s is missing: its values are taken from the checkpoint of step %d",
+        folder / "run.json",
+        step,
+    )
     return run
 
 
@@ -293,22 +385,37 @@ def open_run(
     """
     saved = read_run(folder) or run_of_newest_checkpoint(folder)
     started = saved is not None and has_output(folder)
-    decay_follows_steps = not saved or (saved.origin[rules.DECAY_STEPS] == AS_STEPS and not (started and saved.run.steps))
+    decay_follows_steps = not saved or (
+        saved.origin[rules.DECAY_STEPS] == AS_STEPS and not (started and saved.run.steps)
+    )
     resolved = resolve(file, flags, environ, saved, decay_follows_steps=decay_follows_steps)
     if saved and resolved.run.compute.precision == "auto":
-        resolved = with_precision(resolved, saved.run.compute.precision, saved.origin["compute.precision"])
+        resolved = with_precision(
+            resolved, saved.run.compute.precision, saved.origin["compute.precision"]
+        )
     changed = rules.changed_bits(saved.run, resolved.run) if saved and started else []
-    changed = [change for change in changed if not (decay_follows_steps and change[0] == rules.DECAY_STEPS)]
+    changed = [
+        change for change in changed if not (decay_follows_steps and change[0] == rules.DECAY_STEPS)
+    ]
     if changed:
         raise ConfigError(
-            f"{folder} holds another run: " + "; ".join(f"{key} was {old!r}, now {new!r}" for key, old, new in changed),
+            f"{folder} holds another run: "
+            + "; ".join(f"{key} was {old!r}, now {new!r}" for key, old, new in changed),
             ", ".join(f"{key} from {resolved.origin[key]}" for key, _, _ in changed),
             "give another folder with --out, or remove these values to resume the run with its own"
-            + "".join(f"\nto change the schedule on purpose: --override {key}={new}" for key, _, new in changed if key in rules.SCHEDULE),
+            + "".join(
+                f"\nto change the schedule on purpose: --override {key}={new}"
+                for key, _, new in changed
+                if key in rules.SCHEDULE
+            ),
         )
     if override and override.values:
         if not started:
-            raise ConfigError(f"{folder} holds no run to override", "--override", f"give --{next(iter(override.values))} for a new run")
+            raise ConfigError(
+                f"{folder} holds no run to override",
+                "--override",
+                f"give --{next(iter(override.values))} for a new run",
+            )
         resolved = rules.add_override(resolved, override, rewind=rewind)
     rules.refuse_exhausted_schedule(resolved, saved if started else None, flags)
     return resolved

@@ -3,7 +3,14 @@
 import argparse
 
 from lockstep.cli.plan import with_planned_layout
-from lockstep.cli.start import choose_worker_count, read_request, refuse_layout, run_as_worker, start_local_agent, workers_per_replica
+from lockstep.cli.start import (
+    choose_worker_count,
+    read_request,
+    refuse_layout,
+    run_as_worker,
+    start_local_agent,
+    workers_per_replica,
+)
 from lockstep.config.saved_run import format_run
 
 

@@ -34,7 +34,12 @@ from lockstep.units import format_duration
 
 TAIL_BYTES = 1 << 18  # of metrics.jsonl, that are read at the start
 BLOCKS = "▁▂▃▄▅▆▇█"
-CURVES = {"loss": "loss", "norm": "norm", "tok/s": "tokens_per_second", "exposed comm": "exposed_communication"}
+CURVES = {
+    "loss": "loss",
+    "norm": "norm",
+    "tok/s": "tokens_per_second",
+    "exposed comm": "exposed_communication",
+}
 PIPED_WIDTH = 140  # columns
 SSH_FAILED = 255  # exit code of ssh when it cannot run the command
 SHOWN = 5  # newest generations and failures
@@ -44,7 +49,11 @@ def main(args: argparse.Namespace, rest: list[str]) -> int:
     host, _, remote = args.run.partition(":")
     if host and remote and not remote.startswith("//") and not Path(args.run).exists():
         if not shutil.which("ssh"):
-            raise UsageError(f"{args.run} is on another host, and there is no ssh here", "command line; PATH", "install OpenSSH's client")
+            raise UsageError(
+                f"{args.run} is on another host, and there is no ssh here",
+                "command line; PATH",
+                "install OpenSSH's client",
+            )
         return watch_by_ssh(host, ssh_words(host, remote, args.every, terminal=sys.stdout.isatty()))
     if address := parse_address(args.run):
         with followed_copy(address) as (folder, read_status):
@@ -60,8 +69,13 @@ def watch(folder: Path, every_s: float, read_status: ReadStatus | None = None) -
     console = Console(highlight=False, width=None if sys.stdout.isatty() else PIPED_WIDTH)
     data, status = RunData(folder, TAIL_BYTES), dict[str, Any]()
     if console.is_terminal:
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # leaves the alternate screen then, too
-        with suppress(KeyboardInterrupt), Live(console=console, screen=True, auto_refresh=False) as live:
+        signal.signal(
+            signal.SIGTERM, signal.default_int_handler
+        )  # leaves the alternate screen then, too
+        with (
+            suppress(KeyboardInterrupt),
+            Live(console=console, screen=True, auto_refresh=False) as live,
+        ):
             while not (status := refresh(data, read_status)).get("ended"):
                 live.update(frame(data, status, rows=max(4, console.height - 28)), refresh=True)
                 time.sleep(every_s)
@@ -75,7 +89,11 @@ def watch_by_ssh(host: str, words: Sequence[str]) -> int:
         signal.signal(number, lambda number, frame: ssh.send_signal(number))
     code = ssh.wait()
     if code == SSH_FAILED:
-        raise UsageError(f"ssh does not reach {host}, or was cut off", "RUN; the line above is from ssh", f"try ssh {host} true")
+        raise UsageError(
+            f"ssh does not reach {host}, or was cut off",
+            "RUN; the line above is from ssh",
+            f"try ssh {host} true",
+        )
     return code if code >= 0 else 128 - code
 
 
@@ -103,17 +121,47 @@ def frame(data: RunData, status: dict[str, Any], rows: int = 1 << 16) -> Rendera
     parts: list[RenderableType] = [state_line(data, status), progress_line(data)]
     parts += [Text(f"metrics.jsonl: {problem}", "yellow") for problem in data.missing()]
     numbers = {key: value for key, value in data.last.items() if type(value) in (int, float)}
-    parts += [plain(format_step_line(data.step, {**numbers, "shares": status.get("shares", ())}))] if numbers else []
+    parts += (
+        [plain(format_step_line(data.step, {**numbers, "shares": status.get("shares", ())}))]
+        if numbers
+        else []
+    )
     curves = {name: data.curves[key] for name, key in CURVES.items() if key in data.curves}
-    parts.append(table([], [(name, sparkline(curve), f"{curve.last[1]:.4g}") for name, curve in curves.items()]))
+    parts.append(
+        table(
+            [], [(name, sparkline(curve), f"{curve.last[1]:.4g}") for name, curve in curves.items()]
+        )
+    )
     if "members" in status and not status["ended"]:
         head, *workers = worker_rows(status)
         parts += [plain(f"\n{generation_line(status)}"), table(head, workers[:rows])]
         parts += [Text(f"and {len(workers) - rows} more workers")] if len(workers) > rows else []
-    formed = [(str(g.number), ago(now_s - g.time_s), f"{g.step:,}", str(len(g.workers)), g.why) for g in data.generations]
-    notes = [(ago(now_s - note.time_s), note.event, note.text) for note in data.notes if note.event in FAILURES]
-    parts += [Text(), table(("generation", "formed", "step", "workers", "reason"), formed[-SHOWN:])] if formed else []
-    parts += [Text(), table(("failed", f"{len(notes)} in all" if len(notes) > SHOWN else "", ""), notes[-SHOWN:], "red")] if notes else []
+    formed = [
+        (str(g.number), ago(now_s - g.time_s), f"{g.step:,}", str(len(g.workers)), g.why)
+        for g in data.generations
+    ]
+    notes = [
+        (ago(now_s - note.time_s), note.event, note.text)
+        for note in data.notes
+        if note.event in FAILURES
+    ]
+    parts += (
+        [Text(), table(("generation", "formed", "step", "workers", "reason"), formed[-SHOWN:])]
+        if formed
+        else []
+    )
+    parts += (
+        [
+            Text(),
+            table(
+                ("failed", f"{len(notes)} in all" if len(notes) > SHOWN else "", ""),
+                notes[-SHOWN:],
+                "red",
+            ),
+        ]
+        if notes
+        else []
+    )
     return Group(*parts, Text(), checkpoint_line(data, 0.0 if "source" in status else now_s))
 
 
@@ -132,25 +180,37 @@ def state_line(data: RunData, status: dict[str, Any]) -> Text:
     else:
         hosts = len({member["host"] for member in members})
         state, style = f"{len(members)} workers on {hosts} host{'s' * (hosts != 1)}", "green"
-    return Text.assemble((printable(status.get("run") or str(data.folder)), "bold"), "  ", (printable(state), style))
+    return Text.assemble(
+        (printable(status.get("run") or str(data.folder)), "bold"), "  ", (printable(state), style)
+    )
 
 
 def progress_line(data: RunData) -> Text:
     total = data.total_steps
     if not total:
         return Text(f"step {data.step:,}")
-    done, recent = min(1.0, data.step / total), data.curves["seconds"].points()[-20:] if "seconds" in data.curves else []
+    done, recent = (
+        min(1.0, data.step / total),
+        data.curves["seconds"].points()[-20:] if "seconds" in data.curves else [],
+    )
     left_s = (total - data.step) * sum(point[1] for point in recent) / max(1, len(recent))
     bar = "━" * round(40 * done)
     left = f", about {format_duration(left_s)} left" if 0 < done < 1 and recent else ""
-    return Text.assemble(f"step {data.step:,} of {total:,} ", (bar, "green"), ("─" * (40 - len(bar)), "dim"), f" {done:.0%}{left}")
+    return Text.assemble(
+        f"step {data.step:,} of {total:,} ",
+        (bar, "green"),
+        ("─" * (40 - len(bar)), "dim"),
+        f" {done:.0%}{left}",
+    )
 
 
 def sparkline(curve: Curve, width: int = 40) -> str:
     """Return the newest bins of a curve as blocks, from their lowest to their highest mean."""
     values = [point[1] for point in curve.points()[-width:]]
     low, high = min(values, default=0.0), max(values, default=0.0)
-    return "".join(BLOCKS[int((len(BLOCKS) - 1) * (value - low) / ((high - low) or 1.0))] for value in values)
+    return "".join(
+        BLOCKS[int((len(BLOCKS) - 1) * (value - low) / ((high - low) or 1.0))] for value in values
+    )
 
 
 def checkpoint_line(data: RunData, now_s: float) -> Text:
@@ -158,13 +218,19 @@ def checkpoint_line(data: RunData, now_s: float) -> Text:
     folder = data.folder / "checkpoints"
     steps = committed_steps(folder)
     with suppress(OSError, IndexError):
-        age = f", {ago(now_s - (folder / folder_name(steps[-1]) / COMMITTED).stat().st_mtime)}" if now_s else ""
+        age = (
+            f", {ago(now_s - (folder / folder_name(steps[-1]) / COMMITTED).stat().st_mtime)}"
+            if now_s
+            else ""
+        )
         return Text(f"checkpoint: step {steps[-1]:,}{age}; {len(steps)} kept")
     return Text("checkpoint: none", style="yellow")
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], style: str = "") -> Table:
-    grid = Table(box=None, show_header=bool(head), header_style="dim", pad_edge=False, padding=(0, 2, 0, 0))
+    grid = Table(
+        box=None, show_header=bool(head), header_style="dim", pad_edge=False, padding=(0, 2, 0, 0)
+    )
     for name in head or [*rows, ()][0]:
         grid.add_column(name, overflow="fold")
     for row in rows:

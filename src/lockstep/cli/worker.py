@@ -47,8 +47,13 @@ def run_under_agent(request: RunRequest, worker_env: WorkerEnv) -> int:
             return ended.exit_code
         except Exception as error:
             if may_be_folder_error(error) and (why := folder_error(worker_env)):
-                what, where = f"the run folder cannot be used: {why}", f"detected as {type(error).__name__}: {error}"
-                raise RunFolderUnavailableError(what, where, "mount it again; a new worker waits for it") from error
+                what, where = (
+                    f"the run folder cannot be used: {why}",
+                    f"detected as {type(error).__name__}: {error}",
+                )
+                raise RunFolderUnavailableError(
+                    what, where, "mount it again; a new worker waits for it"
+                ) from error
             raise
 
     def report_fields() -> dict[str, int | bool]:
@@ -70,15 +75,25 @@ def run_worker(request: RunRequest) -> int:
         return run_function(request.script, request.folder, request.flags)
     try:
         return train_run(request)
-    except (FileExistsError, NotADirectoryError, IsADirectoryError) as error:  # a restart cannot fix it
+    except (
+        FileExistsError,
+        NotADirectoryError,
+        IsADirectoryError,
+    ) as error:  # a restart cannot fix it
         hint = "move the existing file aside, or give another folder with --out"
-        raise UsageError(f"{error.filename}: {error.strerror}", f"the run folder {request.folder}", hint) from error
+        raise UsageError(
+            f"{error.filename}: {error.strerror}", f"the run folder {request.folder}", hint
+        ) from error
 
 
 def run_script(request: RunRequest) -> int:
     """Run the whole script in this worker, or in a child process with torchrun's variables."""
     script, worker_env = Path(request.script), read_worker_env(os.environ)
-    start = SessionStart.of_worker(worker_env, request.restart) if worker_env and request.follows_session else None
+    start = (
+        SessionStart.of_worker(worker_env, request.restart)
+        if worker_env and request.follows_session
+        else None
+    )
     if request.restart == "all" and worker_env:
         return supervise(script, [*request.script_words, *request.values], worker_env, start)
     if start is None:
@@ -101,23 +116,46 @@ def run_function(spelled: str, folder: Path, flags: dict[str, str]) -> int:
 def train_run(request: RunRequest) -> int:
     """Collective. Train with the built-in loop; return the exit code."""
     folder, run = request.folder, request.open(request.resume).run
-    values = {key: value for key, value in asdict(run.elastic).items() if key not in ("verify_every", "rehearse")}
+    values = {
+        key: value
+        for key, value in asdict(run.elastic).items()
+        if key not in ("verify_every", "rehearse")
+    }
     limits = ElasticLimits(**values, replica_size=workers_per_replica(run))
     with (
-        ElasticRuntime.join(threads=run.compute.num_threads, timeout_s=run.parallel.timeout_s, limits=limits) as runtime,
+        ElasticRuntime.join(
+            threads=run.compute.num_threads, timeout_s=run.parallel.timeout_s, limits=limits
+        ) as runtime,
         ExitStack() as stack,
     ):
         if runtime.membership is None:  # else the agent has created it
             (folder / "logs").mkdir(parents=True, exist_ok=True)
-        log.set_up_logging(rank=runtime.slot_or_rank, file=folder / "logs" / f"{runtime.world.host}-{runtime.slot_or_rank}.log")
-        resolved = from_json(run_on_rank0(runtime, lambda: to_json(resolve_precision(request.open(request.resume), runtime.world.device))))
+        log.set_up_logging(
+            rank=runtime.slot_or_rank,
+            file=folder / "logs" / f"{runtime.world.host}-{runtime.slot_or_rank}.log",
+        )
+        resolved = from_json(
+            run_on_rank0(
+                runtime,
+                lambda: to_json(
+                    resolve_precision(request.open(request.resume), runtime.world.device)
+                ),
+            )
+        )
         if not runtime.is_joining:
-            run_on_rank0(runtime, lambda: stack.enter_context(lock_run_folder(folder, resolved, alone=runtime.membership is None)))
+            run_on_rank0(
+                runtime,
+                lambda: stack.enter_context(
+                    lock_run_folder(folder, resolved, alone=runtime.membership is None)
+                ),
+            )
         profile = ProfiledSteps.parse(request.profile) if request.profile else None
         stopped_by = train(resolved, folder, runtime, resume=request.resume, profile=profile)
         if not stopped_by:
             with runtime.during("evaluating"):
-                runtime.retry_across_generations(lambda: evaluate_at_end(folder, resolved.run, runtime))
+                runtime.retry_across_generations(
+                    lambda: evaluate_at_end(folder, resolved.run, runtime)
+                )
         if runtime.membership is None:
             runtime.report_goodput(folder)
             if runtime.world.leader:

@@ -29,16 +29,35 @@ PLAIN: dict[str, Any] = {  # of a LoRA without further features
     "task_type": "CAUSAL_LM", "trainable_token_indices": None, "use_bdlora": None, "use_dora": False, "use_qalora": False,
     "use_rslora": False, "velora_config": None,
 }  # fmt: skip
-READ = {"r": "lora.rank", "lora_alpha": "lora.alpha", "lora_dropout": "lora.dropout", "target_modules": "lora.targets"}
+READ = {
+    "r": "lora.rank",
+    "lora_alpha": "lora.alpha",
+    "lora_dropout": "lora.dropout",
+    "target_modules": "lora.targets",
+}
 # Names, the state of peft, and options without effect while their feature is off.
-IGNORED = {"auto_mapping", "base_model_name_or_path", "inference_mode", "megatron_core", "peft_version", "qalora_group_size", "revision"}
+IGNORED = {
+    "auto_mapping",
+    "base_model_name_or_path",
+    "inference_mode",
+    "megatron_core",
+    "peft_version",
+    "qalora_group_size",
+    "revision",
+}
 
 
 def adapter_config(lora: LoraOptions, base: str) -> dict[str, Any]:
     """Return the adapter_config.json of a run's adapters over the model in folder `base`."""
     alpha = int(lora.alpha) if lora.alpha.is_integer() else lora.alpha
     targets = [LORA_TARGETS[name] for name in lora.targets]
-    values = {"base_model_name_or_path": base, "r": lora.rank, "lora_alpha": alpha, "lora_dropout": lora.dropout, "target_modules": targets}
+    values = {
+        "base_model_name_or_path": base,
+        "r": lora.rank,
+        "lora_alpha": alpha,
+        "lora_dropout": lora.dropout,
+        "target_modules": targets,
+    }
     return dict(sorted((PLAIN | values).items()))
 
 
@@ -62,7 +81,15 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
             hint = "only plain LoRA is supported; merge the adapter with peft (merge_and_unload) and start from the merged model"
             raise CheckpointError(f"{key} is {json.dumps(value)[:80]}", where, hint)
     ours, modules = {name: key for key, name in LORA_TARGETS.items()}, config["target_modules"]
-    if not isinstance(modules, list) or not modules or not all(isinstance(name, str) and name in ours for name in modules):
-        raise CheckpointError(f"target_modules is {json.dumps(modules)[:80]}", where, f"supported: a list of {', '.join(ours)}")
+    if (
+        not isinstance(modules, list)
+        or not modules
+        or not all(isinstance(name, str) and name in ours for name in modules)
+    ):
+        raise CheckpointError(
+            f"target_modules is {json.dumps(modules)[:80]}",
+            where,
+            f"supported: a list of {', '.join(ours)}",
+        )
     targets = [key for key, name in LORA_TARGETS.items() if name in modules]
     return {key: config[name] for name, key in READ.items()} | {"lora.targets": targets}

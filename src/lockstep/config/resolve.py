@@ -44,17 +44,26 @@ FORMER_KEYS = {
 def recipes() -> dict[str, Path]:
     """Return the installed run files by name; in a checkout they are beside src/."""
     package = Path(__file__).parents[1]
-    paths = [*sorted((package / "recipes").glob("*.toml")), *sorted((package.parents[1] / "recipes").glob("*.toml"))]
+    paths = [
+        *sorted((package / "recipes").glob("*.toml")),
+        *sorted((package.parents[1] / "recipes").glob("*.toml")),
+    ]
     return {path.stem: path for path in reversed(paths)}
 
 
 def find_run_file(path: Path) -> Path:
     """Return `path`; without such a file, the installed recipe of this name, with a log line."""
-    if path.exists() or str(path.parent) not in (".", "recipes") or path.suffix not in ("", ".toml"):
+    if (
+        path.exists()
+        or str(path.parent) not in (".", "recipes")
+        or path.suffix not in ("", ".toml")
+    ):
         return path
     recipe = recipes().get(path.stem, path)
     if recipe != path:
-        log.info("%s: no such file here; using the recipe that comes with lockstep, %s", path, recipe)
+        log.info(
+            "%s: no such file here; using the recipe that comes with lockstep, %s", path, recipe
+        )
     return recipe
 
 
@@ -66,19 +75,35 @@ def read_toml(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         present = [str(other) for other in sorted(path.parent.glob("*.toml")) if is_run_file(other)]
         present = present or [f"recipes/{name}.toml" for name in sorted(recipes())]
-        hint = f"available: {', '.join(present)}" if present else "give the path of a TOML file, or none for the default values"
-        raise ConfigError(f"there is no run file {path}", "given on the command line", hint) from None
+        hint = (
+            f"available: {', '.join(present)}"
+            if present
+            else "give the path of a TOML file, or none for the default values"
+        )
+        raise ConfigError(
+            f"there is no run file {path}", "given on the command line", hint
+        ) from None
     except (ValueError, RecursionError) as error:
         what = f"{path} is not TOML: {error}"
-        raise ConfigError(what, "the run file", "fix this line; tables are [section], strings are in quotes") from None
+        raise ConfigError(
+            what, "the run file", "fix this line; tables are [section], strings are in quotes"
+        ) from None
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}", str(path), "give a file that this user can read") from None
+        raise ConfigError(
+            f"{path} cannot be read: {error.strerror}",
+            str(path),
+            "give a file that this user can read",
+        ) from None
 
 
 def is_run_file(path: Path) -> bool:
     """Whether a TOML file has a key of a run; pyproject.toml and a list of hosts have none."""
     try:
-        return not config_fields().keys().isdisjoint(flatten(tomllib.loads(path.read_text(encoding="utf-8"))))
+        return (
+            not config_fields()
+            .keys()
+            .isdisjoint(flatten(tomllib.loads(path.read_text(encoding="utf-8"))))
+        )
     except (OSError, ValueError, RecursionError):
         return False
 
@@ -91,7 +116,11 @@ def parse_flags(words: list[str]) -> dict[str, str]:
     while rest:
         word = rest.pop(0)
         if not word.startswith("--"):
-            raise ConfigError(f"{word!r} is neither an option nor the value of one", "command line", "write --section.key value")
+            raise ConfigError(
+                f"{word!r} is neither an option nor the value of one",
+                "command line",
+                "write --section.key value",
+            )
         key, equals, text = word[2:].partition("=")
         if not equals and not takes_no_value(word):
             if not rest or rest[0].startswith("--"):
@@ -106,7 +135,12 @@ def nearest_keys(key: str, known: list[str]) -> list[str]:
     if key in FORMER_KEYS:
         return [FORMER_KEYS[key]]
     last = key.rpartition(".")[2]
-    same = [k for k in known if last in (k.rpartition(".")[2], "".join(word[0] for word in k.rpartition(".")[2].split("_")))]
+    same = [
+        k
+        for k in known
+        if last
+        in (k.rpartition(".")[2], "".join(word[0] for word in k.rpartition(".")[2].split("_")))
+    ]
     return (same or difflib.get_close_matches(key, known, n=3, cutoff=0.6))[:3]
 
 
@@ -118,8 +152,14 @@ def refuse_unknown_variables(environ: Mapping[str, str], others: Sequence[str]) 
     unknown = [name for name in environ if name.startswith("LOCKSTEP_") and name not in known]
     if unknown:
         key = unknown[0].removeprefix("LOCKSTEP_").lower().replace("_", ".", 1)
-        near = difflib.get_close_matches(unknown[0], others, n=1, cutoff=0.85) or list(map(environment_variable, nearest_keys(key, keys)))
-        hint = f"write {' or '.join(near)}" if near else "unset it; lockstep train --help lists the values of a run"
+        near = difflib.get_close_matches(unknown[0], others, n=1, cutoff=0.85) or list(
+            map(environment_variable, nearest_keys(key, keys))
+        )
+        hint = (
+            f"write {' or '.join(near)}"
+            if near
+            else "unset it; lockstep train --help lists the values of a run"
+        )
         raise ConfigError(f"unknown variable {', '.join(unknown)}", "environment", hint)
 
 
@@ -140,24 +180,46 @@ def resolve(
     key_of_variable = {environment_variable(key): key for key in known}
     layers: list[tuple[str, Mapping[str, Any]]] = [
         (str(file), read_toml(file) if file else {}),
-        ("LOCKSTEP_* in the environment", {key_of_variable[n]: text for n, text in (environ or {}).items() if n in key_of_variable}),
+        (
+            "LOCKSTEP_* in the environment",
+            {
+                key_of_variable[n]: text
+                for n, text in (environ or {}).items()
+                if n in key_of_variable
+            },
+        ),
         ("command line", flags or {}),
     ]
-    adapter, source = next(((str(layer[ADAPTER]), source) for source, layer in reversed(layers) if layer.get(ADAPTER)), ("", ""))
+    adapter, source = next(
+        ((str(layer[ADAPTER]), source) for source, layer in reversed(layers) if layer.get(ADAPTER)),
+        ("", ""),
+    )
     if adapter and all("lora.rank" not in layer for _, layer in layers):
         if not os.path.isfile(os.path.join(adapter, ADAPTER_CONFIG)):
             raise ConfigError(
-                f"{ADAPTER} = {shorten(adapter)}: there is no {ADAPTER_CONFIG}", source, "give a folder with adapters of PEFT"
+                f"{ADAPTER} = {shorten(adapter)}: there is no {ADAPTER_CONFIG}",
+                source,
+                "give a folder with adapters of PEFT",
             )
         layers.insert(0, (f"{ADAPTER_CONFIG} in {adapter}", read_adapter_config(Path(adapter))))
-    values = flatten(asdict(saved.run)) if saved else {key: member.default for key, member in known.items()}
+    values = (
+        flatten(asdict(saved.run))
+        if saved
+        else {key: member.default for key, member in known.items()}
+    )
     origin = dict(saved.origin) if saved else {key: "default" for key in known}
     problems: list[tuple[str, str, str]] = []  # (what, where, hint)
     for source, layer in layers:
         for key, raw in layer.items():
             if key not in known:
                 near = nearest_keys(key, list(known))
-                problems.append((f"unknown key {key!r}", source, f"perhaps {' or '.join(near)}" if near else "see lockstep train --help"))
+                problems.append(
+                    (
+                        f"unknown key {key!r}",
+                        source,
+                        f"perhaps {' or '.join(near)}" if near else "see lockstep train --help",
+                    )
+                )
                 continue
             try:
                 values[key], origin[key] = known[key].parse(raw), source
@@ -165,16 +227,24 @@ def resolve(
                 problems.append((f"{key} = {shorten(raw)}: {error}", source, known[key].doc))
     if problems:
         whats, wheres, hints = zip(*problems, strict=True)
-        what = whats[0] if len(problems) == 1 else f"{len(problems)} invalid values: {'; '.join(whats)}"
+        what = (
+            whats[0]
+            if len(problems) == 1
+            else f"{len(problems)} invalid values: {'; '.join(whats)}"
+        )
         raise ConfigError(what, "\n".join(dict.fromkeys(wheres)), "\n".join(dict.fromkeys(hints)))
     if decay_follows_steps and all(DECAY_STEPS not in layer for _, layer in layers):
         values[DECAY_STEPS], origin[DECAY_STEPS] = max(1, values["steps"]), AS_STEPS
     run = build_config(values)
     for what, keys, hint in conflicts(run):
-        raise ConfigError(what, ", ".join(f"{key} from {origin[key]}" for key in keys.split()), hint)
+        raise ConfigError(
+            what, ", ".join(f"{key} from {origin[key]}" for key in keys.split()), hint
+        )
     return ResolvedRun(run, origin, saved.overrides if saved else ())
 
 
-def with_precision(resolved: ResolvedRun, precision: Literal["auto", "bf16", "fp32"], origin: str) -> ResolvedRun:
+def with_precision(
+    resolved: ResolvedRun, precision: Literal["auto", "bf16", "fp32"], origin: str
+) -> ResolvedRun:
     run = replace(resolved.run, compute=replace(resolved.run.compute, precision=precision))
     return replace(resolved, run=run, origin=resolved.origin | {"compute.precision": origin})

@@ -17,10 +17,24 @@ from lockstep.errors import ConfigError
 from lockstep.network.wire_format import wire_conflict
 
 # Files may move: their content is compared (data/manifest.py, Task.fingerprints).
-DATA_PATHS = ("data.train", "data.validation", "data.test", "data.dataset", "llama.init_from", "lora.init_from")
+DATA_PATHS = (
+    "data.train",
+    "data.validation",
+    "data.test",
+    "data.dataset",
+    "llama.init_from",
+    "lora.init_from",
+)
 DECAY_STEPS = "optim.decay_steps"
 # --override may change these: the loop computes them for every step, and no state depends on them.
-SCHEDULE = ("optim.learning_rate", "optim.warmup_steps", "optim.schedule", DECAY_STEPS, "optim.wsd_decay", "optim.floor")
+SCHEDULE = (
+    "optim.learning_rate",
+    "optim.warmup_steps",
+    "optim.schedule",
+    DECAY_STEPS,
+    "optim.wsd_decay",
+    "optim.floor",
+)
 
 DATA_KINDS = {
     "translate": ("cldr", "files", "huggingface"),
@@ -43,31 +57,53 @@ TRAIN_FILE_EXAMPLES = {
 def conflicts(run: RunConfig) -> Iterator[tuple[str, str, str]]:
     """Yield (problem, keys, what to try) for each invalid combination of values."""
     data, batch, layout, kinds = run.data, run.batch, run.layout, DATA_KINDS[run.task]
-    if unused := [key for key, _, _ in changed_bits(RunConfig(), run) if key.startswith(UNUSED_KEYS[run.task])]:
-        yield f"task {run.task} does not read {', '.join(unused)}", " ".join(["task", *unused]), "remove these values, or set another task"
+    if unused := [
+        key for key, _, _ in changed_bits(RunConfig(), run) if key.startswith(UNUSED_KEYS[run.task])
+    ]:
+        yield (
+            f"task {run.task} does not read {', '.join(unused)}",
+            " ".join(["task", *unused]),
+            "remove these values, or set another task",
+        )
     if run.model.dim % run.model.n_heads:
-        divisors = [n_heads for n_heads in range(1, run.model.dim + 1) if run.model.dim % n_heads == 0]
+        divisors = [
+            n_heads for n_heads in range(1, run.model.dim + 1) if run.model.dim % n_heads == 0
+        ]
         best = min(divisors, key=lambda n_heads: abs(n_heads - run.model.n_heads))
         what = f"model.dim={run.model.dim} is not a multiple of model.n_heads={run.model.n_heads}"
         yield what, "model.dim model.n_heads", f"try model.n_heads={best}"
     if layout.shard * layout.tensor * layout.pipeline > 1 and run.parallel.reduce == "fast":
         what = "parallel.reduce=fast is not supported when a replica spans several workers: their gradients are always added in order"
         yield what, "parallel.reduce", "try parallel.reduce=ordered"
-    if conflict := wire_conflict(run.parallel.wire, run.parallel.reduce, layout.tensor, layout.pipeline, run.fsdp.reduce):
+    if conflict := wire_conflict(
+        run.parallel.wire, run.parallel.reduce, layout.tensor, layout.pipeline, run.fsdp.reduce
+    ):
         yield conflict
     yield from optimizer_conflicts(run)
     yield from diloco_conflicts(run)
     yield from divergence_conflicts(run)
     if run.evaluate.every_steps and (run.task == "translate" or layout.pipeline > 1):
         what = "evaluate.every_steps is for Llama tasks, without layout.pipeline"
-        yield what, "evaluate.every_steps task layout.pipeline", "remove it; lockstep launch --with-evaluator scores each checkpoint"
+        yield (
+            what,
+            "evaluate.every_steps task layout.pipeline",
+            "remove it; lockstep launch --with-evaluator scores each checkpoint",
+        )
     if run.track.backend and not re.fullmatch(r"[\w.]+:\w+", run.track.backend):
         what = f"track.backend = {run.track.backend!r} is no class"
         yield what, "track.backend", "write MODULE:CLASS; docs/loop.md lists the four methods"
     if run.evaluate.patience and not run.evaluate.every_steps:
-        yield "evaluate.patience counts evaluations, and there are none", "evaluate.patience", "set evaluate.every_steps"
+        yield (
+            "evaluate.patience counts evaluations, and there are none",
+            "evaluate.patience",
+            "set evaluate.every_steps",
+        )
     if data.kind not in kinds:
-        yield f"task {run.task} does not read data.kind={data.kind}", "task data.kind", f"try data.kind={' or '.join(kinds)}"
+        yield (
+            f"task {run.task} does not read data.kind={data.kind}",
+            "task data.kind",
+            f"try data.kind={' or '.join(kinds)}",
+        )
     if run.task != "translate":
         yield from llama_conflicts(run)
     elif data.max_tokens > batch.tokens:
@@ -86,41 +122,82 @@ def optimizer_conflicts(run: RunConfig) -> Iterator[tuple[str, str, str]]:
     kind = run.optim.kind
     if kind != "adamw" and run.memory.saves_optimizer:
         what = f"optim.kind={kind} does not support memory.optimizer_state, memory.weights and memory.offload"
-        yield what, "optim.kind memory.optimizer_state memory.weights memory.offload", "remove these values, or set optim.kind=adamw"
+        yield (
+            what,
+            "optim.kind memory.optimizer_state memory.weights memory.offload",
+            "remove these values, or set optim.kind=adamw",
+        )
     if kind != "adamw" and run.optim.fused:
-        yield f"optim.fused is for AdamW, and optim.kind is {kind}", "optim.kind optim.fused", "remove optim.fused"
+        yield (
+            f"optim.fused is for AdamW, and optim.kind is {kind}",
+            "optim.kind optim.fused",
+            "remove optim.fused",
+        )
     if kind in ("muon", "adafactor") and run.layout.tensor > 1:
         hint = "set layout.tensor=1, with layout.shard for large models"
-        yield f"optim.kind={kind} needs whole matrices, which layout.tensor splits", "optim.kind layout.tensor", hint
+        yield (
+            f"optim.kind={kind} needs whole matrices, which layout.tensor splits",
+            "optim.kind layout.tensor",
+            hint,
+        )
     for text in run.optim.groups:
         try:
             parse_group(text)
         except ValueError as error:
-            yield f"optim.groups has {text!r}: {error}", "optim.groups", "write PATTERN:RATE:DECAY, such as *embedding*:0.5:0"
+            yield (
+                f"optim.groups has {text!r}: {error}",
+                "optim.groups",
+                "write PATTERN:RATE:DECAY, such as *embedding*:0.5:0",
+            )
 
 
 def diloco_conflicts(run: RunConfig) -> Iterator[tuple[str, str, str]]:
     learners, every, micro_batches = run.diloco.learners, run.diloco.every, run.batch.micro_batches
     if not learners:
-        changed = [(key, value) for key, _, value in changed_bits(RunConfig(), run) if key.startswith("diloco.")]
+        changed = [
+            (key, value)
+            for key, _, value in changed_bits(RunConfig(), run)
+            if key.startswith("diloco.")
+        ]
         if unused := [key for key, value in changed if (key, value) not in EARLIER_DEFAULTS]:
-            yield f"{', '.join(unused)} without learners", " ".join(unused), "set diloco.learners to the number of models that train apart"
+            yield (
+                f"{', '.join(unused)} without learners",
+                " ".join(unused),
+                "set diloco.learners to the number of models that train apart",
+            )
         return
     if micro_batches % learners:
-        best = min((n for n in range(1, micro_batches + 1) if micro_batches % n == 0), key=lambda n: abs(n - learners))
-        what = f"batch.micro_batches={micro_batches} is not a multiple of diloco.learners={learners}"
+        best = min(
+            (n for n in range(1, micro_batches + 1) if micro_batches % n == 0),
+            key=lambda n: abs(n - learners),
+        )
+        what = (
+            f"batch.micro_batches={micro_batches} is not a multiple of diloco.learners={learners}"
+        )
         hint = f"try diloco.learners={best} or batch.micro_batches={-(-micro_batches // learners) * learners}"
         yield what, "diloco.learners batch.micro_batches", hint
-    counts = {"steps": run.steps, "checkpoint.every_steps": run.checkpoint.every_steps, "evaluate.every_steps": run.evaluate.every_steps}
+    counts = {
+        "steps": run.steps,
+        "checkpoint.every_steps": run.checkpoint.every_steps,
+        "evaluate.every_steps": run.evaluate.every_steps,
+    }
     for key, steps in counts.items():
         if steps % every:
             near = max(1, round(steps / every)) * every
             what = f"{key}={steps} is not a multiple of diloco.every={every}, and a state exists after outer steps only"
-            yield what, f"{key} diloco.every", f"try {key}={near} or diloco.every={math.gcd(*counts.values())}"
+            yield (
+                what,
+                f"{key} diloco.every",
+                f"try {key}={near} or diloco.every={math.gcd(*counts.values())}",
+            )
     axes = {f"layout.{axis}": getattr(run.layout, axis) for axis in ("tensor", "pipeline")}
     if split := [key for key, size in axes.items() if size > 1]:
         hint = "train whole replicas, or set layout.shard"
-        yield f"diloco.learners is not supported with {', '.join(split)}", " ".join(["diloco.learners", *split]), hint
+        yield (
+            f"diloco.learners is not supported with {', '.join(split)}",
+            " ".join(["diloco.learners", *split]),
+            hint,
+        )
     shard, each = run.layout.shard, micro_batches // learners
     if shard > max(1, each):
         what = f"layout.shard={shard} and {each} micro-batches in a learner's step: each shard needs one"
@@ -129,33 +206,60 @@ def diloco_conflicts(run: RunConfig) -> Iterator[tuple[str, str, str]]:
     if shard > 1 and (run.optim.kind in ("muon", "adafactor") or run.optim.fused):
         key = "optim.fused" if run.optim.fused else "optim.kind"
         what = f"diloco.learners with layout.shard={shard} needs an optimizer that updates each element by itself"
-        yield what, f"diloco.learners layout.shard {key}", "set optim.kind=adamw without optim.fused, or train whole replicas"
+        yield (
+            what,
+            f"diloco.learners layout.shard {key}",
+            "set optim.kind=adamw without optim.fused, or train whole replicas",
+        )
     if run.memory.weights != "fp32":
         what = "diloco.learners is not supported with memory.weights=bf16: a learner's small change would be rounded away"
-        yield what, "diloco.learners memory.weights", "remove memory.weights; memory.optimizer_state=bf16 is supported"
+        yield (
+            what,
+            "diloco.learners memory.weights",
+            "remove memory.weights; memory.optimizer_state=bf16 is supported",
+        )
     if run.elastic.verify_every > 1:
         what = f"elastic.verify_every={run.elastic.verify_every} with diloco.learners, which compare the weights at every outer step"
-        yield what, "elastic.verify_every diloco.learners", "remove elastic.verify_every, or set 0 for no comparison"
+        yield (
+            what,
+            "elastic.verify_every diloco.learners",
+            "remove elastic.verify_every, or set 0 for no comparison",
+        )
 
 
 def divergence_conflicts(run: RunConfig) -> Iterator[tuple[str, str, str]]:
-    keys = {"on_divergence": run.on_divergence == "rollback", "divergence.skip": bool(run.divergence.skip)}
+    keys = {
+        "on_divergence": run.on_divergence == "rollback",
+        "divergence.skip": bool(run.divergence.skip),
+    }
     used = [key for key, given in keys.items() if given]
     parts = {"diloco.learners": run.diloco.learners > 0, "layout.pipeline": run.layout.pipeline > 1}
     if used and (refused := [key for key, given in parts.items() if given]):
         what = f"{', '.join(used)} is not supported with {', '.join(refused)}: no micro-batch is computed alone there"
-        yield what, " ".join([*used, *refused]), f"remove {' and '.join(used)}, or train without {' and '.join(refused)}"
+        yield (
+            what,
+            " ".join([*used, *refused]),
+            f"remove {' and '.join(used)}, or train without {' and '.join(refused)}",
+        )
     try:
         skipped = parse_skip(run.divergence.skip)
     except ValueError as error:
-        yield f"divergence.skip: {error}", "divergence.skip", "write STEP:K, such as 120:3, with the step of metrics.jsonl and K from 0"
+        yield (
+            f"divergence.skip: {error}",
+            "divergence.skip",
+            "write STEP:K, such as 120:3, with the step of metrics.jsonl and K from 0",
+        )
         return
     last = run.batch.micro_batches - 1
     if wrong := [f"{step + 1}:{k}" for step, ks in skipped.items() for k in ks if k > last]:
         what = f"divergence.skip has {', '.join(wrong)}, and the micro-batches of a step are 0 to {last}"
         yield what, "divergence.skip batch.micro_batches", "remove these entries"
     if empty := [str(step + 1) for step, ks in skipped.items() if len(ks) > last]:
-        yield f"divergence.skip leaves no micro-batch of step {', '.join(empty)}", "divergence.skip", "leave one in each step"
+        yield (
+            f"divergence.skip leaves no micro-batch of step {', '.join(empty)}",
+            "divergence.skip",
+            "leave one in each step",
+        )
 
 
 def parse_skip(texts: Sequence[str]) -> dict[int, list[int]]:
@@ -184,20 +288,36 @@ def llama_conflicts(run: RunConfig) -> Iterator[tuple[str, str, str]]:
     tokens, seq_len, max_seq_len = run.batch.tokens, run.batch.seq_len, run.llama.max_seq_len
     if tokens % seq_len:
         what = f"batch.tokens={tokens} is not a multiple of batch.seq_len={seq_len}"
-        yield what, "batch.tokens batch.seq_len", f"try batch.tokens={max(1, round(tokens / seq_len)) * seq_len}"
+        yield (
+            what,
+            "batch.tokens batch.seq_len",
+            f"try batch.tokens={max(1, round(tokens / seq_len)) * seq_len}",
+        )
     if max_seq_len and max_seq_len < seq_len:
         what = f"batch.seq_len={seq_len} is greater than llama.max_seq_len={max_seq_len}"
         yield what, "batch.seq_len llama.max_seq_len", f"try batch.seq_len={max_seq_len}"
     if run.tokenizer.kind == "word" or run.tokenizer.lowercase:
         what = "a Llama's tokenizer keeps every byte of a text"
-        yield what, "tokenizer.kind tokenizer.lowercase", "remove both values: the tokenizer is byte-level BPE"
+        yield (
+            what,
+            "tokenizer.kind tokenizer.lowercase",
+            "remove both values: the tokenizer is byte-level BPE",
+        )
     if unknown := [name for name in run.lora.targets if name not in LORA_TARGETS]:
-        yield f"unknown lora.targets: {', '.join(unknown)}", "lora.targets", f"choose from {', '.join(LORA_TARGETS)}"
+        yield (
+            f"unknown lora.targets: {', '.join(unknown)}",
+            "lora.targets",
+            f"choose from {', '.join(LORA_TARGETS)}",
+        )
     if run.lora.rank and not run.lora.targets:
         what = "lora.targets is empty, and adapters need matrices to adapt"
         yield what, "lora.rank lora.targets", "remove lora.targets to adapt all of them"
     if run.llama.backend == "transformers":
-        unsupported = {"lora.rank": run.lora.rank, "llama.max_seq_len": max_seq_len, "memory.weights": run.memory.weights != "fp32"}
+        unsupported = {
+            "lora.rank": run.lora.rank,
+            "llama.max_seq_len": max_seq_len,
+            "memory.weights": run.memory.weights != "fp32",
+        }
         unsupported |= {"layout.pipeline": run.layout.pipeline > 1}
         if changed := [key for key, given in unsupported.items() if given]:
             what = f"llama.backend=transformers does not support {', '.join(changed)}"
@@ -205,11 +325,23 @@ def llama_conflicts(run: RunConfig) -> Iterator[tuple[str, str, str]]:
             yield what, " ".join(["llama.backend", *changed]), hint
         if not run.llama.init_from:
             what = "llama.backend=transformers needs the folder of a model"
-            yield what, "llama.backend llama.init_from", "set llama.init_from to a Hugging Face folder"
+            yield (
+                what,
+                "llama.backend llama.init_from",
+                "set llama.init_from to a Hugging Face folder",
+            )
     if run.lora.init_from and not run.lora.rank:
-        yield "lora.rank is 0, which means no adapters", "lora.init_from lora.rank", "remove lora.rank: the folder defines it"
+        yield (
+            "lora.rank is 0, which means no adapters",
+            "lora.init_from lora.rank",
+            "remove lora.rank: the folder defines it",
+        )
     if run.lora.rank and not run.llama.init_from:
-        yield "adapters need a trained model to adapt", "lora.rank llama.init_from", "set llama.init_from to a folder, or lora.rank=0"
+        yield (
+            "adapters need a trained model to adapt",
+            "lora.rank llama.init_from",
+            "set llama.init_from to a folder, or lora.rank=0",
+        )
 
 
 def refuse_missing_packages(resolved: ResolvedRun, *, prepared: bool) -> None:
@@ -225,8 +357,18 @@ def refuse_missing_packages(resolved: ResolvedRun, *, prepared: bool) -> None:
     for key, (package, extra, needed) in needs.items():
         if needed and find_spec(package) is None:
             hint = f'pip install "lockstep-train[{extra}]"'
-            raise ConfigError(f"the package {package} is not installed", f"{key} from {resolved.origin[key]}", hint)
-    compilers = [os.environ.get("CXX"), os.environ.get("CC"), "g++", "gcc", "clang"]  # those of Inductor and Triton
+            raise ConfigError(
+                f"the package {package} is not installed",
+                f"{key} from {resolved.origin[key]}",
+                hint,
+            )
+    compilers = [
+        os.environ.get("CXX"),
+        os.environ.get("CC"),
+        "g++",
+        "gcc",
+        "clang",
+    ]  # those of Inductor and Triton
     if run.compute.compile and not any(map(which, filter(None, compilers))):
         hint = "install g++ (in the image: docker build --build-arg APT=g++), or set compute.compile=false"
         where = f"compute.compile from {resolved.origin['compute.compile']}"
@@ -240,19 +382,28 @@ def shared_values(run: RunConfig) -> dict[str, str]:
 
 def bit_deciding_values(run: RunConfig) -> dict[str, str]:
     """Return every value that decides the trained bits, as text, without the paths of the data."""
-    return as_text(run, (key for key, field in config_fields().items() if field.bits and key not in DATA_PATHS))
+    return as_text(
+        run, (key for key, field in config_fields().items() if field.bits and key not in DATA_PATHS)
+    )
 
 
 def as_text(run: RunConfig, keys: Iterable[str]) -> dict[str, str]:
     values = flatten(asdict(run))
-    return {key: values[key] if isinstance(values[key], str) else json.dumps(values[key]) for key in keys}
+    return {
+        key: values[key] if isinstance(values[key], str) else json.dumps(values[key])
+        for key in keys
+    }
 
 
 def changed_bits(before: RunConfig, now: RunConfig) -> list[tuple[str, Any, Any]]:
     """Return (key, old, new) of each differing value that decides bits; paths differ by name."""
     old, new = flatten(asdict(before)), flatten(asdict(now))
-    differing = [key for key, field in config_fields().items() if field.bits and old[key] != new[key]]
-    moved = [key for key in differing if key in DATA_PATHS and basenames(old[key]) == basenames(new[key])]
+    differing = [
+        key for key, field in config_fields().items() if field.bits and old[key] != new[key]
+    ]
+    moved = [
+        key for key in differing if key in DATA_PATHS and basenames(old[key]) == basenames(new[key])
+    ]
     return [(key, old[key], new[key]) for key in differing if key not in moved]
 
 
@@ -265,7 +416,11 @@ def parse_schedule(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
     known, values = config_fields(), {}
     for key, item in raw.items():
         if key not in SCHEDULE:
-            raise ConfigError(f"{key} cannot be overridden", source, f"only the schedule can: {', '.join(SCHEDULE)}")
+            raise ConfigError(
+                f"{key} cannot be overridden",
+                source,
+                f"only the schedule can: {', '.join(SCHEDULE)}",
+            )
         try:
             values[key] = known[key].parse(item)
         except ValueError as error:
@@ -274,14 +429,21 @@ def parse_schedule(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
 
 
 def parse_overrides(words: Sequence[str]) -> dict[str, Any]:
-    return parse_schedule({key: text for key, _, text in (word.partition("=") for word in words)}, "--override")
+    return parse_schedule(
+        {key: text for key, _, text in (word.partition("=") for word in words)}, "--override"
+    )
 
 
 def add_override(resolved: ResolvedRun, override: ScheduleOverride, *, rewind: bool) -> ResolvedRun:
     """Return the run with `override` in effect from its step on, unchanged if it already is: at that
     step if the user returns to it (`rewind`), else at the end of the run's history, as the user may
     repeat an earlier command."""
-    effective = {f"optim.{name}": value for name, value in asdict(resolved.optim_after(override.step if rewind else math.inf)).items()}
+    effective = {
+        f"optim.{name}": value
+        for name, value in asdict(
+            resolved.optim_after(override.step if rewind else math.inf)
+        ).items()
+    }
     new = {key: value for key, value in override.values.items() if effective[key] != value}
     if not new:
         return resolved
@@ -293,16 +455,27 @@ def add_override(resolved: ResolvedRun, override: ScheduleOverride, *, rewind: b
     return replace(resolved, overrides=(*earlier, ScheduleOverride(override.step, new), *later))
 
 
-def refuse_exhausted_schedule(resolved: ResolvedRun, saved: ResolvedRun | None, flags: Mapping[str, Any]) -> None:
+def refuse_exhausted_schedule(
+    resolved: ResolvedRun, saved: ResolvedRun | None, flags: Mapping[str, Any]
+) -> None:
     """ConfigError when the learning rate reaches 0 too early, unless flags set optim.decay_steps.
     saved: the run in the folder, if it has output; it keeps a schedule that it was started with."""
     run, last = resolved.run, resolved.optim_after(math.inf)
     first_zero = max(last.decay_steps + 1, last.warmup_steps)
     decays = last.schedule in ("linear", "cosine", "wsd") and last.floor == 0
-    if not decays or run.steps < first_zero or DECAY_STEPS in flags or (saved and saved.run.steps >= run.steps):
+    if (
+        not decays
+        or run.steps < first_zero
+        or DECAY_STEPS in flags
+        or (saved and saved.run.steps >= run.steps)
+    ):
         return
     where = f"steps={run.steps} from {resolved.origin['steps']}, {DECAY_STEPS}={last.decay_steps} from {resolved.origin[DECAY_STEPS]}"
     hint = f"remove {DECAY_STEPS}, so that it follows steps; or set --{DECAY_STEPS} on the command line to train at 0 on purpose"
     if saved:
         hint = f"try --override {DECAY_STEPS}={run.steps}, which changes the schedule from the newest checkpoint on and is recorded"
-    raise ConfigError(f"the learning rate is 0 from step {first_zero} on, and the run has {run.steps} steps", where, hint)
+    raise ConfigError(
+        f"the learning rate is 0 from step {first_zero} on, and the run has {run.steps} steps",
+        where,
+        hint,
+    )

@@ -17,8 +17,16 @@ FORMAT = 2  # 1 had other names of the keys, and no number
 
 
 def to_json(resolved: ResolvedRun) -> dict[str, Any]:
-    overrides = {"overrides": [asdict(override) for override in resolved.overrides]} if resolved.overrides else {}
-    return {"format": FORMAT, "values": json.loads(json.dumps(asdict(resolved.run))), "origin": resolved.origin} | overrides
+    overrides = (
+        {"overrides": [asdict(override) for override in resolved.overrides]}
+        if resolved.overrides
+        else {}
+    )
+    return {
+        "format": FORMAT,
+        "values": json.loads(json.dumps(asdict(resolved.run))),
+        "origin": resolved.origin,
+    } | overrides
 
 
 def from_json(saved: Mapping[str, Any], source: str = RUN_FILE) -> ResolvedRun:
@@ -32,8 +40,13 @@ def from_json(saved: Mapping[str, Any], source: str = RUN_FILE) -> ResolvedRun:
     values, saved_overrides = flatten(saved["values"]), saved.get("overrides", ())
     values.pop("lora.save", None)  # of an earlier version: which weights a checkpoint holds
     resolved = resolve(None, values)
-    overrides = tuple(ScheduleOverride(int(item["step"]), parse_schedule(item["values"], source)) for item in saved_overrides)
-    return ResolvedRun(resolved.run, {**dict.fromkeys(config_fields(), "default"), **saved["origin"]}, overrides)
+    overrides = tuple(
+        ScheduleOverride(int(item["step"]), parse_schedule(item["values"], source))
+        for item in saved_overrides
+    )
+    return ResolvedRun(
+        resolved.run, {**dict.fromkeys(config_fields(), "default"), **saved["origin"]}, overrides
+    )
 
 
 def write_run(folder: Path, resolved: ResolvedRun) -> None:
@@ -52,7 +65,9 @@ def read_run(folder: Path) -> ResolvedRun | None:
         return None
     except OSError as error:
         what = f"{path} cannot be read: {error.strerror}"
-        raise ConfigError(what, "the run's values", "give a folder that this user can read and write") from None
+        raise ConfigError(
+            what, "the run's values", "give a folder that this user can read and write"
+        ) from None
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"{path} is damaged or was edited: {error}",
@@ -63,15 +78,21 @@ def read_run(folder: Path) -> ResolvedRun | None:
 
 def has_output(folder: Path) -> bool:
     """Whether the run has produced data, a step or a checkpoint. Until then its values may change."""
-    return any((folder / name).exists() for name in ("data/prepared.json", "metrics.jsonl", "checkpoints"))
+    return any(
+        (folder / name).exists() for name in ("data/prepared.json", "metrics.jsonl", "checkpoints")
+    )
 
 
 def format_run(resolved: ResolvedRun) -> str:
     values = {key: json.dumps(value) for key, value in flatten(asdict(resolved.run)).items()}
     width = max(map(len, values))
     column = min(40, max(map(len, values.values())))
-    lines = [f"{key:<{width}} = {text:<{column}}  {resolved.origin[key]}" for key, text in values.items()]
+    lines = [
+        f"{key:<{width}} = {text:<{column}}  {resolved.origin[key]}" for key, text in values.items()
+    ]
     for override in resolved.overrides:
         for key, value in override.values.items():
-            lines.append(f"{key:<{width}} = {json.dumps(value):<{column}}  --override, from step {override.step + 1} on")
+            lines.append(
+                f"{key:<{width}} = {json.dumps(value):<{column}}  --override, from step {override.step + 1} on"
+            )
     return "\n".join(lines)

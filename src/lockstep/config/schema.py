@@ -23,7 +23,9 @@ BITS = True
 EACH_HOST = True
 
 # Upper bounds turn a typing error into an error message instead of a hang.
-MAX_VALUE = 10**9  # default upper bound: more steps than any run; 31 years of seconds, which torch counts in nanoseconds
+MAX_VALUE = (
+    10**9
+)  # default upper bound: more steps than any run; 31 years of seconds, which torch counts in nanoseconds
 MAX_DIM = 1 << 20  # side of a matrix or a batch; the widest published model has 16,384
 MAX_LAYERS = 1024
 MAX_WORKERS = 1 << 16
@@ -70,8 +72,12 @@ class Field:
             value = type_adapter(self.type).validate_python(raw)
         except ValidationError as error:
             detail = error.errors()[0]
-            raise ValueError(str(detail["ctx"]["error"]) if "error" in detail.get("ctx", {}) else detail["msg"]) from None
-        for text in (value,) if isinstance(value, str) else value if isinstance(value, tuple) else ():
+            raise ValueError(
+                str(detail["ctx"]["error"]) if "error" in detail.get("ctx", {}) else detail["msg"]
+            ) from None
+        for text in (
+            (value,) if isinstance(value, str) else value if isinstance(value, tuple) else ()
+        ):
             check_text(text)
         if isinstance(value, tuple) and "" in value:
             raise ValueError("contains an empty entry")
@@ -82,7 +88,11 @@ class Field:
         if self.lt is not None and value >= self.lt:
             raise ValueError(f"must be below {self.lt:g}")
         if isinstance(value, int | float) and value > self.le:
-            raise ValueError(f"must be at most {self.le:,}" if isinstance(self.le, int) else f"must be at most {self.le:g}")
+            raise ValueError(
+                f"must be at most {self.le:,}"
+                if isinstance(self.le, int)
+                else f"must be at most {self.le:g}"
+            )
         return value
 
 
@@ -104,39 +114,98 @@ def option(default: Any, doc: str, **constraints: Any) -> Any:
 @dataclass(frozen=True)
 class DataOptions:
     kind: Literal["cldr", "files", "huggingface", "stdlib", "text", "chat", "drills"] = option(
-        "cldr", "source of the data; cldr (pairs), stdlib (text) and drills (chats) need no download", bits=BITS
+        "cldr",
+        "source of the data; cldr (pairs), stdlib (text) and drills (chats) need no download",
+        bits=BITS,
     )
     source: str = option("en", "source language", bits=BITS)
     target: str = option("it", "target language", bits=BITS)
-    train: StringList = option((), "training files, also .gz: two texts, one .tsv or .jsonl; text, chat: any number, with *, **", bits=BITS)
-    validation: StringList = option((), "validation files, as train; empty: pairs are held out of train", bits=BITS)
-    test: StringList = option((), "test files, as train; empty: pairs are held out of train", bits=BITS)
-    dataset: str = option("", "huggingface: name or folder of the dataset, such as Helsinki-NLP/opus_books", bits=BITS)
-    subset: str = option("", "huggingface: configuration name, such as en-it", bits=BITS)
-    pairs: int = option(120_000, "cldr: maximum number of training pairs to generate; 0: all", bits=BITS, ge=0)
-    held_out: int = option(1000, "pairs in each of validation and test, if the corpus has no such split; 0: none", bits=BITS, ge=0)
-    column: str = option("text", "text, huggingface: key of the text in a JSON object or a row, when a Llama is trained", bits=BITS)
-    held_out_share: float = option(0.015, "fraction of the documents in each of validation and test; 0: none", bits=BITS, ge=0, lt=0.5)
-    truncation: Literal["drop", "right", "message"] = option(
-        "drop", "chats longer than batch.seq_len: drop, cut at the right, or cut after the last answer that fits", bits=BITS
+    train: StringList = option(
+        (),
+        "training files, also .gz: two texts, one .tsv or .jsonl; text, chat: any number, with *, **",
+        bits=BITS,
     )
-    max_tokens: int = option(128, "longer pairs are dropped from training and counted", bits=BITS, ge=4, le=MAX_DIM)
+    validation: StringList = option(
+        (), "validation files, as train; empty: pairs are held out of train", bits=BITS
+    )
+    test: StringList = option(
+        (), "test files, as train; empty: pairs are held out of train", bits=BITS
+    )
+    dataset: str = option(
+        "", "huggingface: name or folder of the dataset, such as Helsinki-NLP/opus_books", bits=BITS
+    )
+    subset: str = option("", "huggingface: configuration name, such as en-it", bits=BITS)
+    pairs: int = option(
+        120_000, "cldr: maximum number of training pairs to generate; 0: all", bits=BITS, ge=0
+    )
+    held_out: int = option(
+        1000,
+        "pairs in each of validation and test, if the corpus has no such split; 0: none",
+        bits=BITS,
+        ge=0,
+    )
+    column: str = option(
+        "text",
+        "text, huggingface: key of the text in a JSON object or a row, when a Llama is trained",
+        bits=BITS,
+    )
+    held_out_share: float = option(
+        0.015,
+        "fraction of the documents in each of validation and test; 0: none",
+        bits=BITS,
+        ge=0,
+        lt=0.5,
+    )
+    truncation: Literal["drop", "right", "message"] = option(
+        "drop",
+        "chats longer than batch.seq_len: drop, cut at the right, or cut after the last answer that fits",
+        bits=BITS,
+    )
+    max_tokens: int = option(
+        128, "longer pairs are dropped from training and counted", bits=BITS, ge=4, le=MAX_DIM
+    )
 
 
 @dataclass(frozen=True)
 class TokenizerOptions:
     kind: Literal["bpe", "word"] = option("bpe", "joint byte-level BPE, or whole words", bits=BITS)
-    vocab_size: int = option(3000, "number of entries; the output layer grows with it", bits=BITS, ge=300, le=MAX_DIM)
+    vocab_size: int = option(
+        3000, "number of entries; the output layer grows with it", bits=BITS, ge=300, le=MAX_DIM
+    )
     min_frequency: int = option(2, "rarer entries are dropped", bits=BITS, ge=1)
     lowercase: bool = option(False, "train and translate in lower case", bits=BITS)
 
 
 @dataclass(frozen=True)
 class BatchOptions:
-    micro_batches: int = option(8, "K: forward and backward passes per step, summed over all replicas", bits=BITS, ge=1, le=MAX_WORKERS)
-    tokens: int = option(512, "target positions of a micro-batch, including padding; memory grows with it", bits=BITS, ge=1, le=MAX_DIM)
-    seq_len: int = option(512, "Llama: tokens of a row; a micro-batch has batch.tokens / batch.seq_len rows", bits=BITS, ge=2, le=MAX_DIM)
-    buckets: int = option(6, "number of micro-batch shapes; more: less padding, longer compilation", bits=BITS, ge=1, le=256)
+    micro_batches: int = option(
+        8,
+        "K: forward and backward passes per step, summed over all replicas",
+        bits=BITS,
+        ge=1,
+        le=MAX_WORKERS,
+    )
+    tokens: int = option(
+        512,
+        "target positions of a micro-batch, including padding; memory grows with it",
+        bits=BITS,
+        ge=1,
+        le=MAX_DIM,
+    )
+    seq_len: int = option(
+        512,
+        "Llama: tokens of a row; a micro-batch has batch.tokens / batch.seq_len rows",
+        bits=BITS,
+        ge=2,
+        le=MAX_DIM,
+    )
+    buckets: int = option(
+        6,
+        "number of micro-batch shapes; more: less padding, longer compilation",
+        bits=BITS,
+        ge=1,
+        le=256,
+    )
 
 
 @dataclass(frozen=True)
@@ -145,114 +214,267 @@ class ModelOptions:
     n_heads: int = option(4, "attention heads; must divide dim", bits=BITS, ge=1, le=MAX_WORKERS)
     encoder_layers: int = option(3, "layers of the encoder", bits=BITS, ge=1, le=MAX_LAYERS)
     decoder_layers: int = option(3, "layers of the decoder", bits=BITS, ge=1, le=MAX_LAYERS)
-    ffn_dim: int = option(512, "hidden dimension of the feed-forward network", bits=BITS, ge=8, le=MAX_DIM)
+    ffn_dim: int = option(
+        512, "hidden dimension of the feed-forward network", bits=BITS, ge=8, le=MAX_DIM
+    )
     dropout: float = option(0.05, "dropout probability in training", bits=BITS, ge=0, lt=1)
-    attention: Literal["auto", "plain", "sdpa"] = option("auto", "kernel; plain is faster on a CPU for short sequences", bits=BITS)
+    attention: Literal["auto", "plain", "sdpa"] = option(
+        "auto", "kernel; plain is faster on a CPU for short sequences", bits=BITS
+    )
 
 
 @dataclass(frozen=True)
 class LlamaOptions:
-    size: Literal["1M", "5M", "25M", "100M", "1B", "3B", "8B", "70B", "405B"] = option("5M", "size of a new model", bits=BITS)
-    init_from: str = option("", "initialize from this Hugging Face or run folder; empty: train from scratch", bits=BITS)
-    backend: Literal["lockstep", "transformers"] = option(
-        "lockstep", "transformers: any causal language model of that package, from init_from, in replicas and shards", bits=BITS
+    size: Literal["1M", "5M", "25M", "100M", "1B", "3B", "8B", "70B", "405B"] = option(
+        "5M", "size of a new model", bits=BITS
     )
-    max_seq_len: int = option(0, "maximum sequence length in the model's config; 0: as in size or init_from", bits=BITS, ge=0)
+    init_from: str = option(
+        "", "initialize from this Hugging Face or run folder; empty: train from scratch", bits=BITS
+    )
+    backend: Literal["lockstep", "transformers"] = option(
+        "lockstep",
+        "transformers: any causal language model of that package, from init_from, in replicas and shards",
+        bits=BITS,
+    )
+    max_seq_len: int = option(
+        0,
+        "maximum sequence length in the model's config; 0: as in size or init_from",
+        bits=BITS,
+        ge=0,
+    )
 
 
 @dataclass(frozen=True)
 class LoraOptions:
-    rank: int = option(0, "rank of the adapters, which are then the only trained weights; 0: no adapters", bits=BITS, ge=0, le=MAX_DIM)
-    alpha: float = option(16.0, "the output of an adapter is scaled by alpha / rank", bits=BITS, ge=0)
-    targets: StringList = option(
-        tuple(LORA_TARGETS), "matrices with an adapter; out: attention output, down: feed-forward output", bits=BITS
+    rank: int = option(
+        0,
+        "rank of the adapters, which are then the only trained weights; 0: no adapters",
+        bits=BITS,
+        ge=0,
+        le=MAX_DIM,
     )
-    dropout: float = option(0.0, "dropout probability of an adapter's input in training", bits=BITS, ge=0, lt=1)
-    init_from: str = option("", "start from the adapters in this folder of PEFT, which defines the other values; empty: new", bits=BITS)
+    alpha: float = option(
+        16.0, "the output of an adapter is scaled by alpha / rank", bits=BITS, ge=0
+    )
+    targets: StringList = option(
+        tuple(LORA_TARGETS),
+        "matrices with an adapter; out: attention output, down: feed-forward output",
+        bits=BITS,
+    )
+    dropout: float = option(
+        0.0, "dropout probability of an adapter's input in training", bits=BITS, ge=0, lt=1
+    )
+    init_from: str = option(
+        "",
+        "start from the adapters in this folder of PEFT, which defines the other values; empty: new",
+        bits=BITS,
+    )
 
 
 @dataclass(frozen=True)
 class OptimOptions:
     kind: Literal["adamw", "sgd", "lion", "muon", "adafactor"] = option(
-        "adamw", "optimizer; muon: of the matrices of the layers, with AdamW for embeddings, output and norms", bits=BITS
+        "adamw",
+        "optimizer; muon: of the matrices of the layers, with AdamW for embeddings, output and norms",
+        bits=BITS,
     )
-    learning_rate: float = option(4e-3, "peak value, reached after the warm-up", bits=BITS, ge=0, le=1e30)  # fits a float32
-    warmup_steps: int = option(60, "steps in which the learning rate rises from 0 to its peak", bits=BITS, ge=0)
+    learning_rate: float = option(
+        4e-3, "peak value, reached after the warm-up", bits=BITS, ge=0, le=1e30
+    )  # fits a float32
+    warmup_steps: int = option(
+        60, "steps in which the learning rate rises from 0 to its peak", bits=BITS, ge=0
+    )
     schedule: Literal["linear", "cosine", "inverse_sqrt", "constant", "wsd"] = option(
-        "linear", "decay of the learning rate; wsd: stable after the warm-up, then linear in the last steps", bits=BITS
+        "linear",
+        "decay of the learning rate; wsd: stable after the warm-up, then linear in the last steps",
+        bits=BITS,
     )
-    decay_steps: int = option(300, "linear, cosine, wsd: last step of the decay; by default as steps", bits=BITS, ge=1)
-    wsd_decay: float = option(0.2, "wsd: share of decay_steps in which the learning rate falls", bits=BITS, ge=0, le=1.0)
-    floor: float = option(0.0, "lowest learning rate after the warm-up, as a share of the peak", bits=BITS, ge=0, le=1.0)
-    momentum: float = option(0.95, "sgd, muon: decay rate of the sum of gradients", bits=BITS, ge=0, lt=1)
-    beta1: float = option(0.9, "AdamW, Lion: decay rate of the mean of the gradient", bits=BITS, ge=0, lt=1)
-    beta2: float = option(0.98, "AdamW: decay rate of the mean of the squared gradient; Lion: of the mean", bits=BITS, ge=0, lt=1)
-    epsilon: float = option(1e-9, "AdamW: added to the square root of the second mean", bits=BITS, ge=0)
-    weight_decay: float = option(0.01, "weight decay of matrices; other parameters have none", bits=BITS, ge=0)
+    decay_steps: int = option(
+        300, "linear, cosine, wsd: last step of the decay; by default as steps", bits=BITS, ge=1
+    )
+    wsd_decay: float = option(
+        0.2, "wsd: share of decay_steps in which the learning rate falls", bits=BITS, ge=0, le=1.0
+    )
+    floor: float = option(
+        0.0,
+        "lowest learning rate after the warm-up, as a share of the peak",
+        bits=BITS,
+        ge=0,
+        le=1.0,
+    )
+    momentum: float = option(
+        0.95, "sgd, muon: decay rate of the sum of gradients", bits=BITS, ge=0, lt=1
+    )
+    beta1: float = option(
+        0.9, "AdamW, Lion: decay rate of the mean of the gradient", bits=BITS, ge=0, lt=1
+    )
+    beta2: float = option(
+        0.98,
+        "AdamW: decay rate of the mean of the squared gradient; Lion: of the mean",
+        bits=BITS,
+        ge=0,
+        lt=1,
+    )
+    epsilon: float = option(
+        1e-9, "AdamW: added to the square root of the second mean", bits=BITS, ge=0
+    )
+    weight_decay: float = option(
+        0.01, "weight decay of matrices; other parameters have none", bits=BITS, ge=0
+    )
     groups: StringList = option(
-        (), "PATTERN:RATE:DECAY by parameter names: factors of learning rate and weight decay, as *embedding*:0.5:0", bits=BITS
+        (),
+        "PATTERN:RATE:DECAY by parameter names: factors of learning rate and weight decay, as *embedding*:0.5:0",
+        bits=BITS,
     )
-    ema_decay: float = option(0.0, "decay rate of averaged weights, which are then evaluated and exported; 0: none", bits=BITS, ge=0, lt=1)
-    clip_norm: float = option(1.0, "maximum global norm of the gradient; 0: no clipping", bits=BITS, ge=0)
-    label_smoothing: float = option(0.1, "translate: probability that is spread evenly over the vocabulary", bits=BITS, ge=0, lt=1)
-    fused: bool = option(False, "torch's fused AdamW, as always on a GPU; other bits on a CPU", bits=BITS)
+    ema_decay: float = option(
+        0.0,
+        "decay rate of averaged weights, which are then evaluated and exported; 0: none",
+        bits=BITS,
+        ge=0,
+        lt=1,
+    )
+    clip_norm: float = option(
+        1.0, "maximum global norm of the gradient; 0: no clipping", bits=BITS, ge=0
+    )
+    label_smoothing: float = option(
+        0.1,
+        "translate: probability that is spread evenly over the vocabulary",
+        bits=BITS,
+        ge=0,
+        lt=1,
+    )
+    fused: bool = option(
+        False, "torch's fused AdamW, as always on a GPU; other bits on a CPU", bits=BITS
+    )
 
 
 @dataclass(frozen=True)
 class ParallelOptions:
-    reduce: Literal["ordered", "fast"] = option("ordered", "ordered: same bits on any number of replicas; fast: all-reduce", bits=BITS)
-    wire: Literal["fp32", "bf16", "int8"] = option("fp32", "format in which gradients travel between workers", bits=BITS)
-    bucket_bytes: Bytes = option(
-        0, "size of a bucket of gradients, reduced while the backward pass runs; 0: 100 MB on a GPU, 25 MB on a CPU", ge=0, le=10**12
+    reduce: Literal["ordered", "fast"] = option(
+        "ordered", "ordered: same bits on any number of replicas; fast: all-reduce", bits=BITS
     )
-    timeout_s: Seconds = option(600.0, "timeout of a collective, after which a silent peer counts as lost", each_host=EACH_HOST, ge=1)
+    wire: Literal["fp32", "bf16", "int8"] = option(
+        "fp32", "format in which gradients travel between workers", bits=BITS
+    )
+    bucket_bytes: Bytes = option(
+        0,
+        "size of a bucket of gradients, reduced while the backward pass runs; 0: 100 MB on a GPU, 25 MB on a CPU",
+        ge=0,
+        le=10**12,
+    )
+    timeout_s: Seconds = option(
+        600.0,
+        "timeout of a collective, after which a silent peer counts as lost",
+        each_host=EACH_HOST,
+        ge=1,
+    )
 
 
 @dataclass(frozen=True)
 class LayoutOptions:
-    replicate: int = option(0, "copies of the model; 0: as many as the workers allow", ge=0, le=MAX_WORKERS)
-    shard: int = option(1, "workers that shard the parameters, gradients and optimizer state of one copy (FSDP)", ge=1, le=MAX_WORKERS)
-    tensor: int = option(1, "tensor-parallel size; changing it changes the bits", ge=1, le=MAX_WORKERS)
-    pipeline: int = option(1, "pipeline stages; with dropout, changing it changes the bits", ge=1, le=MAX_LAYERS)
-    pipeline_chunks: int = option(1, "chunks per stage (interleaved 1F1B); with dropout, changing it changes the bits", ge=1, le=MAX_LAYERS)
-    balance: Literal["auto", "off"] = option("auto", "auto: fast replicas compute more micro-batches than slow ones; off: equal numbers")
+    replicate: int = option(
+        0, "copies of the model; 0: as many as the workers allow", ge=0, le=MAX_WORKERS
+    )
+    shard: int = option(
+        1,
+        "workers that shard the parameters, gradients and optimizer state of one copy (FSDP)",
+        ge=1,
+        le=MAX_WORKERS,
+    )
+    tensor: int = option(
+        1, "tensor-parallel size; changing it changes the bits", ge=1, le=MAX_WORKERS
+    )
+    pipeline: int = option(
+        1, "pipeline stages; with dropout, changing it changes the bits", ge=1, le=MAX_LAYERS
+    )
+    pipeline_chunks: int = option(
+        1,
+        "chunks per stage (interleaved 1F1B); with dropout, changing it changes the bits",
+        ge=1,
+        le=MAX_LAYERS,
+    )
+    balance: Literal["auto", "off"] = option(
+        "auto", "auto: fast replicas compute more micro-batches than slow ones; off: equal numbers"
+    )
 
 
 @dataclass(frozen=True)
 class FsdpOptions:
-    prefetch_units: int = option(1, "blocks that are gathered ahead; 1 + prefetch_units are unsharded at once", ge=0, le=MAX_LAYERS)
-    reduce: Literal["per_micro_batch", "per_step"] = option(
-        "per_micro_batch", "when gradients are reduced; per_step: less traffic, but unsharded gradients in memory"
+    prefetch_units: int = option(
+        1,
+        "blocks that are gathered ahead; 1 + prefetch_units are unsharded at once",
+        ge=0,
+        le=MAX_LAYERS,
     )
-    reshard_after_forward: bool = option(True, "free each block after its forward pass (ZeRO-3); false: keep it until backward (ZeRO-2)")
+    reduce: Literal["per_micro_batch", "per_step"] = option(
+        "per_micro_batch",
+        "when gradients are reduced; per_step: less traffic, but unsharded gradients in memory",
+    )
+    reshard_after_forward: bool = option(
+        True,
+        "free each block after its forward pass (ZeRO-3); false: keep it until backward (ZeRO-2)",
+    )
 
 
 @dataclass(frozen=True)
 class ElasticOptions:
-    heartbeat_timeout_s: Seconds = option(2.5, "time without a heartbeat until a worker counts as lost", each_host=EACH_HOST, ge=0.5)
-    rendezvous_timeout_s: Seconds = option(30.0, "time to wait for more workers than the minimum at a start", each_host=EACH_HOST, ge=0)
-    hang_timeout_s: Seconds = option(10.0, "time without progress before the blocking rank is identified", each_host=EACH_HOST, ge=1)
-    evaluate_timeout_s: Seconds = option(1800.0, "the same while a worker evaluates", each_host=EACH_HOST, ge=1)
-    on_hang: Literal["evict", "abort", "warn"] = option("evict", "evict: remove the blocking rank and continue; abort the run; warn only")
-    verify_every: int = option(1, "steps between comparisons of the weights of all replicas; 0: never", ge=0)
-    rehearse: bool = option(True, "compute the first micro-batch of a start, and after a join, twice; compare it at a resume")
+    heartbeat_timeout_s: Seconds = option(
+        2.5, "time without a heartbeat until a worker counts as lost", each_host=EACH_HOST, ge=0.5
+    )
+    rendezvous_timeout_s: Seconds = option(
+        30.0, "time to wait for more workers than the minimum at a start", each_host=EACH_HOST, ge=0
+    )
+    hang_timeout_s: Seconds = option(
+        10.0,
+        "time without progress before the blocking rank is identified",
+        each_host=EACH_HOST,
+        ge=1,
+    )
+    evaluate_timeout_s: Seconds = option(
+        1800.0, "the same while a worker evaluates", each_host=EACH_HOST, ge=1
+    )
+    on_hang: Literal["evict", "abort", "warn"] = option(
+        "evict", "evict: remove the blocking rank and continue; abort the run; warn only"
+    )
+    verify_every: int = option(
+        1, "steps between comparisons of the weights of all replicas; 0: never", ge=0
+    )
+    rehearse: bool = option(
+        True,
+        "compute the first micro-batch of a start, and after a join, twice; compare it at a resume",
+    )
 
 
 @dataclass(frozen=True)
 class ComputeOptions:
-    precision: Literal["auto", "bf16", "fp32"] = option("auto", "precision of matrix products; auto: bf16 where supported", bits=BITS)
-    compile: bool = option(False, "use torch.compile; on a CPU faster for narrow models, slower for wide ones", bits=BITS)
-    num_threads: int = option(1, "threads of a worker on a CPU; changing it changes the bits", bits=BITS, ge=1, le=1024)
+    precision: Literal["auto", "bf16", "fp32"] = option(
+        "auto", "precision of matrix products; auto: bf16 where supported", bits=BITS
+    )
+    compile: bool = option(
+        False,
+        "use torch.compile; on a CPU faster for narrow models, slower for wide ones",
+        bits=BITS,
+    )
+    num_threads: int = option(
+        1, "threads of a worker on a CPU; changing it changes the bits", bits=BITS, ge=1, le=1024
+    )
 
 
 @dataclass(frozen=True)
 class MemoryOptions:
     activation_checkpoint: Literal["none", "selective", "full"] = option(
-        "none", "recompute in the backward pass: nothing, all but matrix products and attention, or whole blocks"
+        "none",
+        "recompute in the backward pass: nothing, all but matrix products and attention, or whole blocks",
     )
-    optimizer_state: Literal["fp32", "bf16"] = option("fp32", "data type of the means of AdamW; bf16: half of their memory", bits=BITS)
-    weights: Literal["fp32", "bf16"] = option("fp32", "bf16: model and gradients, with fp32 weights in the optimizer", bits=BITS)
-    offload: Literal["none", "optimizer"] = option("none", "optimizer: keep its state in CPU memory and update there", bits=BITS)
+    optimizer_state: Literal["fp32", "bf16"] = option(
+        "fp32", "data type of the means of AdamW; bf16: half of their memory", bits=BITS
+    )
+    weights: Literal["fp32", "bf16"] = option(
+        "fp32", "bf16: model and gradients, with fp32 weights in the optimizer", bits=BITS
+    )
+    offload: Literal["none", "optimizer"] = option(
+        "none", "optimizer: keep its state in CPU memory and update there", bits=BITS
+    )
 
     @property
     def saves_optimizer(self) -> bool:
@@ -264,51 +486,90 @@ class MemoryOptions:
 class CheckpointOptions:
     every_steps: int = option(100, "committed steps between checkpoints; 0: only at the end", ge=0)
     keep: int = option(3, "number of newest checkpoints to keep; 0: all", ge=0)
-    on_error: Literal["continue", "stop"] = option("continue", "reaction to a checkpoint that cannot be written")
+    on_error: Literal["continue", "stop"] = option(
+        "continue", "reaction to a checkpoint that cannot be written"
+    )
 
 
 @dataclass(frozen=True)
 class TrackOptions:
     log_every: int = option(20, "steps between lines on the screen", each_host=EACH_HOST, ge=1)
     tensorboard: bool = option(False, "write RUN/tensorboard", each_host=EACH_HOST)
-    wandb: Literal["off", "offline", "online"] = option("off", "Weights & Biases", each_host=EACH_HOST)
+    wandb: Literal["off", "offline", "online"] = option(
+        "off", "Weights & Biases", each_host=EACH_HOST
+    )
     project: str = option("lockstep", "project name in Weights & Biases", each_host=EACH_HOST)
-    backend: str = option("", "MODULE:CLASS, a metric backend of your own; empty: none", each_host=EACH_HOST)
-    mfu: bool = option(False, "report model FLOPs utilization; an unknown peak, as on a CPU, is measured at the start", each_host=EACH_HOST)
+    backend: str = option(
+        "", "MODULE:CLASS, a metric backend of your own; empty: none", each_host=EACH_HOST
+    )
+    mfu: bool = option(
+        False,
+        "report model FLOPs utilization; an unknown peak, as on a CPU, is measured at the start",
+        each_host=EACH_HOST,
+    )
 
 
 @dataclass(frozen=True)
 class EvaluateOptions:
-    at_end: int = option(1000, "held-out pairs to translate or chats to answer after the last step; 0: no score", ge=0)
+    at_end: int = option(
+        1000,
+        "held-out pairs to translate or chats to answer after the last step; 0: no score",
+        ge=0,
+    )
     beams: int = option(1, "1: greedy; more: width of the beam search", ge=1, le=256)
-    every_steps: int = option(0, "Llama: committed steps between evaluations of the validation loss; 0: none", ge=0)
-    patience: int = option(0, "stop after this many evaluations without a lower validation loss; 0: never", ge=0)
+    every_steps: int = option(
+        0, "Llama: committed steps between evaluations of the validation loss; 0: none", ge=0
+    )
+    patience: int = option(
+        0, "stop after this many evaluations without a lower validation loss; 0: never", ge=0
+    )
 
 
 @dataclass(frozen=True)
 class DilocoOptions:
     learners: int = option(
-        0, "M: models that train apart between outer steps; divides batch.micro_batches; 0: off", bits=BITS, ge=0, le=MAX_WORKERS
+        0,
+        "M: models that train apart between outer steps; divides batch.micro_batches; 0: off",
+        bits=BITS,
+        ge=0,
+        le=MAX_WORKERS,
     )
     every: int = option(50, "H: steps of a learner between two outer steps", bits=BITS, ge=1)
-    outer_learning_rate: float = option(1.0, "learning rate of the outer step, Nesterov SGD", bits=BITS, ge=0, le=1e30)
+    outer_learning_rate: float = option(
+        1.0, "learning rate of the outer step, Nesterov SGD", bits=BITS, ge=0, le=1e30
+    )
     outer_momentum: float = option(0.0, "momentum of the outer step", bits=BITS, ge=0, lt=1)
 
 
 @dataclass(frozen=True)
 class DivergenceOptions:
-    max_skipped: int = option(100, "rollback: micro-batches that a run may skip; one more ends it", ge=0)
-    spike: float = option(10.0, "rollback: robust standard deviations above the newest losses that make a spike; 0: none", ge=0)
-    skip: StringList = option((), "STEP:K,...: micro-batches that contribute nothing; steps as in metrics.jsonl, K from 0", bits=BITS)
+    max_skipped: int = option(
+        100, "rollback: micro-batches that a run may skip; one more ends it", ge=0
+    )
+    spike: float = option(
+        10.0,
+        "rollback: robust standard deviations above the newest losses that make a spike; 0: none",
+        ge=0,
+    )
+    skip: StringList = option(
+        (),
+        "STEP:K,...: micro-batches that contribute nothing; steps as in metrics.jsonl, K from 0",
+        bits=BITS,
+    )
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    task: Literal["translate", "pretrain", "sft"] = option("translate", "train a translator, or a Llama on text or on chats", bits=BITS)
-    seed: int = option(1, "seed of the weights, the data order and the dropout", bits=BITS, ge=0, le=2**63 - 1)
+    task: Literal["translate", "pretrain", "sft"] = option(
+        "translate", "train a translator, or a Llama on text or on chats", bits=BITS
+    )
+    seed: int = option(
+        1, "seed of the weights, the data order and the dropout", bits=BITS, ge=0, le=2**63 - 1
+    )
     steps: int = option(300, "number of the last step", ge=0)
     on_divergence: Literal["stop", "rollback"] = option(
-        "stop", "loss or gradient not finite: stop; rollback: on a spike too, retry the step without the guilty micro-batches"
+        "stop",
+        "loss or gradient not finite: stop; rollback: on a spike too, retry the step without the guilty micro-batches",
     )
     data: DataOptions = DataOptions()
     tokenizer: TokenizerOptions = TokenizerOptions()
@@ -366,7 +627,9 @@ class ResolvedRun:
         changed: dict[str, Any] = {}
         for override in self.overrides:
             if override.step <= step:
-                changed |= {key.removeprefix("optim."): value for key, value in override.values.items()}
+                changed |= {
+                    key.removeprefix("optim."): value for key, value in override.values.items()
+                }
         return replace(self.run.optim, **changed)
 
 
@@ -388,7 +651,11 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return nested tables as dotted keys."""
     flat: dict[str, Any] = {}
     for name, item in tree.items():
-        flat |= flatten(item, f"{prefix}{name}.") if isinstance(item, Mapping) else {prefix + name: item}
+        flat |= (
+            flatten(item, f"{prefix}{name}.")
+            if isinstance(item, Mapping)
+            else {prefix + name: item}
+        )
     return flat
 
 
@@ -397,5 +664,7 @@ def build_config(values: Mapping[str, Any], cls: type = RunConfig, prefix: str =
     options = {}
     for member in fields(cls):
         key, part = prefix + member.name, type(member.default)
-        options[member.name] = build_config(values, part, f"{key}.") if is_dataclass(part) else values[key]
+        options[member.name] = (
+            build_config(values, part, f"{key}.") if is_dataclass(part) else values[key]
+        )
     return cls(**options)

@@ -42,13 +42,20 @@ class IndexedDataset(Dataset[Any]):
     def __getitem__(self, number: int) -> Any:
         if not 0 <= number < len(self):
             raise IndexError(number)
-        first, (end, checksum) = int(self._index[number - 1][0]) if number else 0, self._index[number].tolist()
+        first, (end, checksum) = (
+            int(self._index[number - 1][0]) if number else 0,
+            self._index[number].tolist(),
+        )
         with open(self.folder / "samples.bin", "rb") as file:
             file.seek(first)
             record = file.read(max(0, end - first))
         if zlib.crc32(record) != checksum:
             what = f"sample {number} is damaged: crc32 {zlib.crc32(record):08x} instead of {checksum:08x}"
-            raise DataError(what, str(self.folder / "samples.bin"), f"remove {self.folder} to write the samples again")
+            raise DataError(
+                what,
+                str(self.folder / "samples.bin"),
+                f"remove {self.folder} to write the samples again",
+            )
         structure, _, tensors = record.partition(b"\n")
         return decode(json.loads(structure), safetensors.torch.load(tensors) if tensors else {})
 
@@ -84,7 +91,11 @@ def write_samples(samples: Iterable[Any], folder: Path) -> None:
         file.flush()
         os.fsync(file.fileno())
     if not index:
-        raise UsageError("the stream has no samples", f"index_dataset(samples, {str(folder)!r})", "pass an iterable with samples")
+        raise UsageError(
+            "the stream has no samples",
+            f"index_dataset(samples, {str(folder)!r})",
+            "pass an iterable with samples",
+        )
     write_atomic(folder / "index.bin", np.asarray(index, dtype="<i8").tobytes())
     log.info("wrote %s samples (%s bytes) to %s", f"{len(index) // 2:,}", f"{end:,}", folder)
 
@@ -93,7 +104,11 @@ def write_samples(samples: Iterable[Any], folder: Path) -> None:
 def unchanged_generators() -> Iterator[None]:
     """Restore the generators of torch, NumPy and Python: only one worker reads the stream, and the
     others must draw the same numbers afterwards."""
-    torch_state, numpy_state, python_state = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    torch_state, numpy_state, python_state = (
+        torch.get_rng_state(),
+        np.random.get_state(),
+        random.getstate(),
+    )
     try:
         yield
     finally:

@@ -21,7 +21,14 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import DataError
-from lockstep.files import add_checksum, open_regular, read_json, sha256_file, verify_checksum, write_json
+from lockstep.files import (
+    add_checksum,
+    open_regular,
+    read_json,
+    sha256_file,
+    verify_checksum,
+    write_json,
+)
 from lockstep.log import log
 
 MANIFEST = "prepared.json"
@@ -49,13 +56,23 @@ class FileDigests:
             known = self._read()
             identities = {path: identity(path) for path in paths}
             # The identity is read before the bytes: a file that changes meanwhile is hashed again.
-            changed = [path for path, current in identities.items() if known.get(str(path.resolve()), [])[:-1] != current]
-            if changed:  # a later edit must get a later time, and the kernel's clock for files is coarse
+            changed = [
+                path
+                for path, current in identities.items()
+                if known.get(str(path.resolve()), [])[:-1] != current
+            ]
+            if (
+                changed
+            ):  # a later edit must get a later time, and the kernel's clock for files is coarse
                 newest_ns = max(int(identities[path][2]) for path in changed)
-                time.sleep(min(CLOCK_TICK_S, max(0.0, newest_ns / 1e9 + CLOCK_TICK_S - time.time())))
+                time.sleep(
+                    min(CLOCK_TICK_S, max(0.0, newest_ns / 1e9 + CLOCK_TICK_S - time.time()))
+                )
             with ThreadPoolExecutor(THREADS) as pool:
                 hashed = zip(changed, pool.map(sha256_file, changed), strict=True)
-                known |= {str(path.resolve()): [*identities[path], digest] for path, digest in hashed}
+                known |= {
+                    str(path.resolve()): [*identities[path], digest] for path, digest in hashed
+                }
             if changed and self.path:
                 with suppress(OSError):  # a full disk: the other workers hash, too
                     write_json(self.path, add_checksum({"start": self.start, "files": known}))
@@ -94,23 +111,33 @@ NOT_SHARED = FileDigests()
 def read_manifest(folder: Path) -> dict[str, Any]:
     """Return the manifest without verifying the files that it lists. DataError."""
     try:
-        manifest = verify_checksum(read_json(folder / MANIFEST))  # older data was prepared without one
+        manifest = verify_checksum(
+            read_json(folder / MANIFEST)
+        )  # older data was prepared without one
         if KEYS - manifest.keys():
             raise ValueError("keys are missing")
-        if unknown := sorted(manifest.keys() - KEYS - OPTIONAL_KEYS):  # perhaps the damaged name of the checksum
+        if unknown := sorted(
+            manifest.keys() - KEYS - OPTIONAL_KEYS
+        ):  # perhaps the damaged name of the checksum
             raise ValueError(f"the key {unknown[0][:40]!r} is not known")
         if not all(isinstance(manifest[key], dict) for key in ("asked", "report", "files")):
             raise ValueError("a value has the wrong type")
         return manifest
     except FileNotFoundError:
         what = f"no data was prepared in {folder}"
-        raise DataError(what, f"{MANIFEST} is missing", "start the training run once: it prepares the data") from None
+        raise DataError(
+            what, f"{MANIFEST} is missing", "start the training run once: it prepares the data"
+        ) from None
     except ValueError as error:
         raise damaged_manifest(folder, error) from None
 
 
 def damaged_manifest(folder: Path, error: Exception) -> DataError:
-    return DataError(f"{folder / MANIFEST} is damaged: {error}", str(folder), "remove this folder to prepare the data again")
+    return DataError(
+        f"{folder / MANIFEST} is damaged: {error}",
+        str(folder),
+        "remove this folder to prepare the data again",
+    )
 
 
 @contextmanager
@@ -122,7 +149,9 @@ def explain_damage(folder: Path) -> Iterator[None]:
         raise damaged_manifest(folder, error) from error
 
 
-def matches_prepared(folder: Path, settings: dict[str, Any], key: str, source: Callable[[], Any]) -> bool:
+def matches_prepared(
+    folder: Path, settings: dict[str, Any], key: str, source: Callable[[], Any]
+) -> bool:
     """Whether data was prepared in `folder`. Adds a description of the source, `settings[key]`.
     DataError: other settings or files, or neither prepared data nor a readable source."""
     exists = (folder / MANIFEST).exists()
@@ -132,20 +161,32 @@ def matches_prepared(folder: Path, settings: dict[str, Any], key: str, source: C
         if not exists:
             raise
         # The source files are gone or moved; the prepared data is sufficient.
-        log.warning("using the prepared data in %s; its source cannot be compared: %s", folder, error.what)
+        log.warning(
+            "using the prepared data in %s; its source cannot be compared: %s", folder, error.what
+        )
     if not exists:
         return False
     prepared = read_manifest(folder)["asked"]
     if different := [name for name, value in settings.items() if prepared.get(name) != value]:
         raise DataError(
             f"the data was prepared with other settings: {', '.join(different)} differ{'s' if len(different) == 1 else ''}",
-            "\n".join([str(folder), *(f"{name}: prepared with {prepared.get(name)}, asked for {settings[name]}" for name in different)]),
+            "\n".join(
+                [
+                    str(folder),
+                    *(
+                        f"{name}: prepared with {prepared.get(name)}, asked for {settings[name]}"
+                        for name in different
+                    ),
+                ]
+            ),
             "use another run folder, or the settings and files of this one",
         )
     return True
 
 
-def write_manifest(folder: Path, files: Iterable[Path], digests: FileDigests, **fields: Any) -> None:
+def write_manifest(
+    folder: Path, files: Iterable[Path], digests: FileDigests, **fields: Any
+) -> None:
     """Write the fields that `read_manifest` expects, and the sha256 of `files`."""
     listed = {path.name: digest for path, digest in digests.of(files).items()}
     write_json(folder / MANIFEST, add_checksum({**fields, "files": listed}))
@@ -157,11 +198,17 @@ def verify_files(expected: Mapping[Path, str], folder: Path, digests: FileDigest
     for path, digest in expected.items():
         if (found := actual.get(path, "missing")) != digest:
             what = f"{path} is {'missing' if found == 'missing' else 'damaged'}"
-            raise DataError(what, f"sha256 {found}\nwas    {digest}", f"remove {folder} to prepare the data again")
+            raise DataError(
+                what,
+                f"sha256 {found}\nwas    {digest}",
+                f"remove {folder} to prepare the data again",
+            )
 
 
 def open_manifest(folder: Path, digests: FileDigests) -> dict[str, Any]:
     """Return the manifest after verifying every file: about 1 s per gigabyte. DataError."""
     manifest = read_manifest(folder)
-    verify_files({folder / name: digest for name, digest in manifest["files"].items()}, folder, digests)
+    verify_files(
+        {folder / name: digest for name, digest in manifest["files"].items()}, folder, digests
+    )
     return manifest

@@ -117,10 +117,14 @@ def choose_bucket_lengths(histogram: npt.NDArray[np.int64], shapes: int) -> list
     by dynamic programming: O(shapes * distinct lengths ** 2). histogram[n]: pairs of n tokens."""
     present = np.flatnonzero(histogram)
     count = np.concatenate([[0], np.cumsum(histogram[present])])
-    best = np.where(np.arange(len(count)) == 0, 0.0, np.inf)  # positions needed by the first n distinct lengths
+    best = np.where(
+        np.arange(len(count)) == 0, 0.0, np.inf
+    )  # positions needed by the first n distinct lengths
     cuts: list[npt.NDArray[np.int64]] = []
     for _ in range(min(shapes, len(present))):
-        cells = best[:-1, None] + (count[None, 1:] - count[:-1, None]) * present[None, :].astype(np.float64)
+        cells = best[:-1, None] + (count[None, 1:] - count[:-1, None]) * present[None, :].astype(
+            np.float64
+        )
         cells[np.tril_indices(len(present), -1)] = np.inf
         cuts.append(np.argmin(cells, axis=0))
         best = np.concatenate([[0.0], np.min(cells, axis=0)])
@@ -132,7 +136,9 @@ def choose_bucket_lengths(histogram: npt.NDArray[np.int64], shapes: int) -> list
     return chosen[::-1]
 
 
-def choose_bucket_shapes(lengths: npt.NDArray[np.int32], *, tokens: int, shapes: int) -> tuple[list[BucketShape], str]:
+def choose_bucket_shapes(
+    lengths: npt.NDArray[np.int32], *, tokens: int, shapes: int
+) -> tuple[list[BucketShape], str]:
     """Return at most `shapes` shapes of the micro-batches, and a line for the log.
 
     lengths  (samples,): tokens of the longer side of each pair, END included
@@ -156,9 +162,18 @@ class BucketOrder:
     empty rows. Construction sorts the samples by bucket: 0.4 s for 10 million.
     """
 
-    def __init__(self, lengths: npt.NDArray[np.int32], shapes: list[BucketShape], *, micro_batches: int, seed: int) -> None:
+    def __init__(
+        self,
+        lengths: npt.NDArray[np.int32],
+        shapes: list[BucketShape],
+        *,
+        micro_batches: int,
+        seed: int,
+    ) -> None:
         self.micro_batches, self.seed, self.shapes = micro_batches, seed, shapes
-        bucket = np.searchsorted([s.length for s in shapes], lengths).astype(np.min_scalar_type(len(shapes)))
+        bucket = np.searchsorted([s.length for s in shapes], lengths).astype(
+            np.min_scalar_type(len(shapes))
+        )
         self._members = np.argsort(bucket, kind="stable")
         self._sizes = [int(n) for n in np.bincount(bucket, minlength=len(shapes))]
         self._first_member = np.concatenate([[0], np.cumsum(self._sizes)])
@@ -176,7 +191,11 @@ class BucketOrder:
     def locate(self, step: int, k: int) -> tuple[int, int, int]:
         """Return (epoch, bucket, number within the bucket) of micro-batch `k` of step `step`."""
         epoch, position = divmod(step * self.micro_batches + k, self.micro_batches_per_epoch)
-        number = int(permute(np.array([position]), self.micro_batches_per_epoch, splitmix64(self.seed, epoch, 0))[0])
+        number = int(
+            permute(
+                np.array([position]), self.micro_batches_per_epoch, splitmix64(self.seed, epoch, 0)
+            )[0]
+        )
         bucket = int(np.searchsorted(self._first_batch, number, side="right")) - 1
         return epoch, bucket, number - int(self._first_batch[bucket])
 
@@ -191,13 +210,20 @@ class BucketOrder:
     def step_ids(self, step: int) -> Ids:
         """Return the sample ids of all micro-batches of `step`, by epoch and bucket: one permutation
         for each epoch and bucket in the step, not two for each micro-batch."""
-        epochs, positions = np.divmod(step * self.micro_batches + np.arange(self.micro_batches), self.micro_batches_per_epoch)
+        epochs, positions = np.divmod(
+            step * self.micro_batches + np.arange(self.micro_batches), self.micro_batches_per_epoch
+        )
         ids = []
         for epoch in np.unique(epochs).tolist():
-            numbers = permute(positions[epochs == epoch], self.micro_batches_per_epoch, splitmix64(self.seed, epoch, 0))
+            numbers = permute(
+                positions[epochs == epoch],
+                self.micro_batches_per_epoch,
+                splitmix64(self.seed, epoch, 0),
+            )
             buckets = np.searchsorted(self._first_batch, numbers, side="right") - 1
             ids += [
-                self._ids(epoch, bucket, numbers[buckets == bucket] - self._first_batch[bucket]) for bucket in np.unique(buckets).tolist()
+                self._ids(epoch, bucket, numbers[buckets == bucket] - self._first_batch[bucket])
+                for bucket in np.unique(buckets).tolist()
             ]
         return np.concatenate(ids)
 
@@ -205,7 +231,9 @@ class BucketOrder:
         """Return the sample ids of the micro-batches with these numbers within a bucket."""
         rows, size = self.shapes[bucket].rows, self._sizes[bucket]
         positions = (numbers[:, None] * rows + np.arange(rows)).ravel()
-        within = permute(positions[positions < size], size, splitmix64(self.seed, epoch, 1 + bucket))
+        within = permute(
+            positions[positions < size], size, splitmix64(self.seed, epoch, 1 + bucket)
+        )
         return self._members[int(self._first_member[bucket]) + within]
 
 
@@ -236,7 +264,9 @@ class MixtureOrder:
         numbers += self._taken[stage][sources]
         for source, size in enumerate(self.sizes):
             own = sources == source
-            numbers[own] = sum(self.sizes[:source]) + shuffle_epochs(numbers[own], size, self.seed, 1 + source)
+            numbers[own] = sum(self.sizes[:source]) + shuffle_epochs(
+                numbers[own], size, self.seed, 1 + source
+            )
         return numbers
 
     def _deal(self, stage: int, first: int, count: int) -> tuple[Ids, Ids]:
@@ -245,7 +275,9 @@ class MixtureOrder:
         window = int(weights.sum())
         windows = np.arange(first // window, (first + count - 1) // window + 1)
         # Different numbers have different hashes, so sorting hashes is a permutation without ties.
-        hashes = (windows[:, None] * window + np.arange(window)).astype(np.uint64) + np.uint64(splitmix64(self.seed, 0, stage))
+        hashes = (windows[:, None] * window + np.arange(window)).astype(np.uint64) + np.uint64(
+            splitmix64(self.seed, 0, stage)
+        )
         for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
             hashes = (hashes ^ (hashes >> np.uint64(shift))) * np.uint64(factor)
         sources = np.searchsorted(weights.cumsum(), np.argsort(hashes, axis=1), side="right")
@@ -263,5 +295,9 @@ class MixtureOrder:
         for stage, ((start, weights), (end, _)) in enumerate(pairwise(self.stages)):
             windows, rest = divmod((end - start) * self.batch_size, sum(weights))
             sources, _ = self._deal(stage, windows * sum(weights), rest)
-            taken.append(taken[-1] + windows * np.array(weights) + np.bincount(sources, minlength=len(self.sizes)))
+            taken.append(
+                taken[-1]
+                + windows * np.array(weights)
+                + np.bincount(sources, minlength=len(self.sizes))
+            )
         return taken

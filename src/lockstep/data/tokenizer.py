@@ -52,12 +52,20 @@ class Tokenizer:
         self._inner.encode_special_tokens = True
         self._joins_words = isinstance(inner.model, models.BPE)
         self.vocab_size: int = inner.get_vocab_size(with_added_tokens=True)
-        canonical = json.dumps(json.loads(inner.to_str()), sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+        canonical = json.dumps(
+            json.loads(inner.to_str()), sort_keys=True, separators=(",", ":"), ensure_ascii=False
+        )
         self.fingerprint = hashlib.sha256(canonical.encode()).hexdigest()
 
     @classmethod
     def train(
-        cls, texts: Iterable[str], *, kind: Literal["bpe", "word"], vocab_size: int, min_frequency: int, lowercase: bool
+        cls,
+        texts: Iterable[str],
+        *,
+        kind: Literal["bpe", "word"],
+        vocab_size: int,
+        min_frequency: int,
+        lowercase: bool,
     ) -> Tokenizer:
         """Train a tokenizer of at most `vocab_size` entries, with merges or words that occur at least
         `min_frequency` times. It depends neither on the order of the texts nor on threads."""
@@ -71,29 +79,52 @@ class Tokenizer:
             inner = tokenizers.Tokenizer(models.WordLevel(unk_token=SPECIALS[UNKNOWN]))
             inner.normalizer = normalizers.Sequence(lower)
             inner.pre_tokenizer = pre_tokenizers.Whitespace()
-            trainer = trainers.WordLevelTrainer(special_tokens=SPECIALS, show_progress=False, **sizes)
+            trainer = trainers.WordLevelTrainer(
+                special_tokens=SPECIALS, show_progress=False, **sizes
+            )
             inner.train_from_iterator(truncate_words(texts, WORDS), trainer)
         return cls(inner)
 
     @classmethod
-    def train_on_documents(cls, texts: Iterable[str], *, vocab_size: int, min_frequency: int) -> Tokenizer:
+    def train_on_documents(
+        cls, texts: Iterable[str], *, vocab_size: int, min_frequency: int
+    ) -> Tokenizer:
         """Train a tokenizer for a Llama: byte-level BPE that keeps every byte and adds none. Of its
         `vocab_size` entries, 4 are special tokens, 3 chat tokens and 256 bytes."""
         inner, begin_token = byte_level_bpe(WORDS_OF_DOCUMENTS), SPECIALS[BEGIN]
-        inner.post_processor = processors.TemplateProcessing(single=f"{begin_token} $A", special_tokens=[(begin_token, BEGIN)])
+        inner.post_processor = processors.TemplateProcessing(
+            single=f"{begin_token} $A", special_tokens=[(begin_token, BEGIN)]
+        )
         specials = [*SPECIALS, *CHAT_SPECIALS]
-        train_bpe(inner, texts, WORDS_OF_DOCUMENTS, special_tokens=specials, vocab_size=vocab_size, min_frequency=min_frequency)
+        train_bpe(
+            inner,
+            texts,
+            WORDS_OF_DOCUMENTS,
+            special_tokens=specials,
+            vocab_size=vocab_size,
+            min_frequency=min_frequency,
+        )
         return cls(inner)
 
     def save_for_llama(self, folder: Path) -> None:
         """Write the tokenizer files of a Hugging Face folder, with chat template and eos ids."""
         folder.mkdir(parents=True, exist_ok=True)
         self.save(folder / "tokenizer.json")
-        names = {"bos_token": SPECIALS[BEGIN], "eos_token": SPECIALS[END], "pad_token": SPECIALS[PAD]}
-        write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **names})
+        names = {
+            "bos_token": SPECIALS[BEGIN],
+            "eos_token": SPECIALS[END],
+            "pad_token": SPECIALS[PAD],
+        }
+        write_json(
+            folder / "tokenizer_config.json",
+            {"tokenizer_class": "PreTrainedTokenizerFast", **names},
+        )
         write_atomic(folder / "chat_template.jinja", CHAT_TEMPLATE)
         eos_ids = [END, self._inner.token_to_id(CHAT_SPECIALS[-1])]
-        write_json(folder / "generation_config.json", {"bos_token_id": BEGIN, "eos_token_id": eos_ids, "pad_token_id": PAD})
+        write_json(
+            folder / "generation_config.json",
+            {"bos_token_id": BEGIN, "eos_token_id": eos_ids, "pad_token_id": PAD},
+        )
 
     @classmethod
     def load(cls, path: Path) -> Tokenizer:
@@ -101,12 +132,16 @@ class Tokenizer:
         try:
             inner = tokenizers.Tokenizer.from_str(read_text(path))
         except FileNotFoundError:
-            raise DataError(f"there is no tokenizer at {path}", hint="was this run prepared?") from None
+            raise DataError(
+                f"there is no tokenizer at {path}", hint="was this run prepared?"
+            ) from None
         except Exception as error:  # the library raises plain Exception for any error
             raise DataError(f"the tokenizer cannot be read: {error}", str(path)) from error
         first = [inner.id_to_token(i) for i in range(len(SPECIALS))]
         if first != SPECIALS:
-            raise DataError(f"the tokenizer's first four tokens are {first}, not {SPECIALS}", str(path))
+            raise DataError(
+                f"the tokenizer's first four tokens are {first}, not {SPECIALS}", str(path)
+            )
         return cls(inner)
 
     def save(self, path: Path) -> None:
@@ -114,11 +149,16 @@ class Tokenizer:
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         """Return the ids of each text, without BEGIN and END."""
-        return [encoding.ids for encoding in self._inner.encode_batch_fast(texts, add_special_tokens=False)]
+        return [
+            encoding.ids
+            for encoding in self._inner.encode_batch_fast(texts, add_special_tokens=False)
+        ]
 
     def decode(self, rows: list[list[int]]) -> list[str]:
         """Return the text of each row, without PAD, BEGIN and END. [UNKNOWN] is kept."""
-        texts = self._inner.decode_batch([[i for i in row if i > END] for row in rows], skip_special_tokens=False)
+        texts = self._inner.decode_batch(
+            [[i for i in row if i > END] for row in rows], skip_special_tokens=False
+        )
         return [text.removeprefix(" ") for text in texts] if self._joins_words else texts
 
 
@@ -131,8 +171,12 @@ def byte_level_bpe(words: str) -> tokenizers.Tokenizer:
     return tokenizer
 
 
-def train_bpe(tokenizer: tokenizers.Tokenizer, texts: Iterable[str], words: str, **options: Any) -> None:
-    trainer = trainers.BpeTrainer(initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False, **options)
+def train_bpe(
+    tokenizer: tokenizers.Tokenizer, texts: Iterable[str], words: str, **options: Any
+) -> None:
+    trainer = trainers.BpeTrainer(
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False, **options
+    )
     tokenizer.train_from_iterator(truncate_words(texts, words), trainer)
 
 

@@ -16,7 +16,10 @@ from lockstep.units import format_bytes, join_words
 
 UNLIMITED = 1 << 60
 MIN_FREE_BYTES, LOW_FREE_BYTES = 64 << 20, 4 << 30
-MIN_WORKER_BYTES, LOW_WORKER_BYTES = 512 << 20, 1 << 30  # a worker that has imported torch takes 300 MiB
+MIN_WORKER_BYTES, LOW_WORKER_BYTES = (
+    512 << 20,
+    1 << 30,
+)  # a worker that has imported torch takes 300 MiB
 OPEN_FILES, OPEN_FILES_PER_WORKER = 128, 4  # of a worker alone; for its sockets to each other one
 SLOW_WRITE_S, CLOCK_S = 1.0, 2.0
 SLOW_LINK_BYTES_PER_S = 11e6  # 100 Mbit/s, less the headers of TCP and IP
@@ -54,7 +57,9 @@ class HostFacts:
     memory_bytes: int = 1 << 60
     memory_source: str = ""
     open_files: int = 1 << 20
-    driver_gpus: list[str] = field(default_factory=list)  # "NAME, driver VERSION, N MiB used" by nvidia-smi
+    driver_gpus: list[str] = field(
+        default_factory=list
+    )  # "NAME, driver VERSION, N MiB used" by nvidia-smi
     gpus: list[str] = field(default_factory=list)  # names, by torch; [] also if LOCKSTEP_DEVICE=cpu
     master_port: int = 0
     group: str = "not tried"
@@ -71,7 +76,9 @@ class Finding:
     hint: str
 
     def __str__(self) -> str:
-        return f"{self.level} {self.check} on {self.host}: {self.what}\n  {self.where}\n  {self.hint}"
+        return (
+            f"{self.level} {self.check} on {self.host}: {self.what}\n  {self.where}\n  {self.hint}"
+        )
 
 
 SHARED_ADDRESS = "so two names share an address"
@@ -79,7 +86,17 @@ SHARED_ADDRESS = "so two names share an address"
 
 def findings(hosts: Sequence[HostFacts]) -> list[Finding]:
     """Return what keeps a run on these hosts from starting, or from being fast."""
-    judges = (of_peers, of_versions, of_addresses, of_folder, of_clocks, of_limits, of_bandwidth, of_gpus, of_group)
+    judges = (
+        of_peers,
+        of_versions,
+        of_addresses,
+        of_folder,
+        of_clocks,
+        of_limits,
+        of_bandwidth,
+        of_gpus,
+        of_group,
+    )
     return [finding for judge in judges for finding in judge(hosts)]
 
 
@@ -88,28 +105,75 @@ def of_peers(hosts: Sequence[HostFacts]) -> Iterator[Finding]:
     unreached: dict[str, list[str]] = {}
     for host in hosts:
         if error := host.errors.get("ports"):
-            yield fail("ports", host, error, f"bound on {host.address}", "free ports, or widen net.ipv4.ip_local_port_range")
+            yield fail(
+                "ports",
+                host,
+                error,
+                f"bound on {host.address}",
+                "free ports, or widen net.ipv4.ip_local_port_range",
+            )
         for name, peer in host.peers.items():
             if peer.error:
                 unreached.setdefault(name, []).append(f"{host.host}: {peer.error} at {peer.at}")
     for name, errors in unreached.items():
         refused = all("refused" in error for error in errors)
         hint = "let a firewall pass all TCP ports between the hosts; is the host up, and the address right?"
-        hint = f"start lockstep doctor on {name} too; if it runs there, see its own output" if refused else hint
-        hint = "give each host another address in the hosts file" if SHARED_ADDRESS in errors[0] else hint
-        what = f"does not answer {join_words(errors)}" + ("" if name in names else "; nothing is known about it")
-        yield Finding("ports", name, "FAIL", what, "hosts file; each host answers at this port while its doctor runs", hint)
+        hint = (
+            f"start lockstep doctor on {name} too; if it runs there, see its own output"
+            if refused
+            else hint
+        )
+        hint = (
+            "give each host another address in the hosts file"
+            if SHARED_ADDRESS in errors[0]
+            else hint
+        )
+        what = f"does not answer {join_words(errors)}" + (
+            "" if name in names else "; nothing is known about it"
+        )
+        yield Finding(
+            "ports",
+            name,
+            "FAIL",
+            what,
+            "hosts file; each host answers at this port while its doctor runs",
+            hint,
+        )
 
 
 def of_versions(hosts: Sequence[HostFacts]) -> Iterator[Finding]:
     for host in hosts:
         if error := host.errors.get("versions"):
-            yield fail("versions", host, error, "import of torch", "install torch on this host, in the same environment as on the others")
-    where = "versions, code, processor and settings that decide bits; a run compares them at its start"
-    for name, what in differences({host.host: host.fingerprint for host in hosts if host.fingerprint}):
-        yield Finding("versions", name, "FAIL", what, where, "install the same versions and set the same variables on all hosts")
+            yield fail(
+                "versions",
+                host,
+                error,
+                "import of torch",
+                "install torch on this host, in the same environment as on the others",
+            )
+    where = (
+        "versions, code, processor and settings that decide bits; a run compares them at its start"
+    )
+    for name, what in differences(
+        {host.host: host.fingerprint for host in hosts if host.fingerprint}
+    ):
+        yield Finding(
+            "versions",
+            name,
+            "FAIL",
+            what,
+            where,
+            "install the same versions and set the same variables on all hosts",
+        )
     for name, what in differences({host.host: host.versions for host in hosts}):
-        yield Finding("versions", name, "warn", what, "not compared by a run", "use the same environment on all hosts")
+        yield Finding(
+            "versions",
+            name,
+            "warn",
+            what,
+            "not compared by a run",
+            "use the same environment on all hosts",
+        )
 
 
 def differences(values: Mapping[str, Mapping[str, str]]) -> Iterator[tuple[str, str]]:
@@ -121,33 +185,67 @@ def differences(values: Mapping[str, Mapping[str, str]]) -> Iterator[tuple[str, 
             usual, count = counts.most_common(1)[0]
             if own[key] != usual:
                 others = [name for name, facts in values.items() if facts.get(key) == usual]
-                wrong.append(f"{key} is {own[key]}, but {usual} on {join_words(others) if count < 4 else f'{count} hosts'}")
+                wrong.append(
+                    f"{key} is {own[key]}, but {usual} on {join_words(others) if count < 4 else f'{count} hosts'}"
+                )
         if wrong:
             yield host, "; ".join(wrong)
 
 
 def of_addresses(hosts: Sequence[HostFacts]) -> Iterator[Finding]:
-    where, hint = "hosts file: address of this host", "write its address in the network between the hosts (ip -br addr shows it)"
+    where, hint = (
+        "hosts file: address of this host",
+        "write its address in the network between the hosts (ip -br addr shows it)",
+    )
     for host in hosts:
         is_loopback = host.peers and host.address.startswith("127.")
-        if error := host.errors.get("interface", f"other hosts cannot reach the loopback address {host.address}" if is_loopback else ""):
+        if error := host.errors.get(
+            "interface",
+            f"other hosts cannot reach the loopback address {host.address}" if is_loopback else "",
+        ):
             yield fail("interface", host, error, where, hint)
-        routes = {peer.source for peer in host.peers.values() if not peer.error} - {host.address, ""}
+        routes = {peer.source for peer in host.peers.values() if not peer.error} - {
+            host.address,
+            "",
+        }
         if routes and host.address:
             what = f"packets to other hosts leave from {join_words(sorted(routes))}, not from {host.address} ({host.interface})"
-            yield warn("interface", host, what, "the routes of this host (ip route get ADDRESS)", "write the address of that network")
+            yield warn(
+                "interface",
+                host,
+                what,
+                "the routes of this host (ip route get ADDRESS)",
+                "write the address of that network",
+            )
         for variable, text in host.variables.items():
             if host.interface and not allows(text, host.interface):
                 decides = variable.startswith("NCCL") and host.gpus
-                what = f"{variable}={text} is not {host.interface}, the interface with {host.address}"
-                unset = f"unset {variable}" + ("" if decides else "; lockstep launch sets gloo's interface itself, torchrun does not")
-                yield Finding("interface", host.host, "FAIL" if decides else "warn", what, "environment of this host", unset)
+                what = (
+                    f"{variable}={text} is not {host.interface}, the interface with {host.address}"
+                )
+                unset = f"unset {variable}" + (
+                    ""
+                    if decides
+                    else "; lockstep launch sets gloo's interface itself, torchrun does not"
+                )
+                yield Finding(
+                    "interface",
+                    host.host,
+                    "FAIL" if decides else "warn",
+                    what,
+                    "environment of this host",
+                    unset,
+                )
 
 
 def allows(text: str, interface: str) -> bool:
     """Return whether NCCL takes this interface: "^docker,lo" excludes, "=eth0" is exact, "eth" a prefix."""
     names = text.lstrip("^=").split(",")
-    is_listed = interface in names if "=" in text[:2] else any(interface.startswith(name.partition(":")[0]) for name in names)
+    is_listed = (
+        interface in names
+        if "=" in text[:2]
+        else any(interface.startswith(name.partition(":")[0]) for name in names)
+    )
     return is_listed != text.startswith("^")
 
 
@@ -158,19 +256,37 @@ def of_folder(hosts: Sequence[HostFacts]) -> Iterator[Finding]:
         if error := host.errors.get("folder"):
             yield fail("folder", host, error, where, place.hint)
             continue
-        unseen = [name for name, peer in host.peers.items() if not peer.error and not peer.sees_file]
+        unseen = [
+            name for name, peer in host.peers.items() if not peer.error and not peer.sees_file
+        ]
         if unseen:
             what = f"a file that {join_words(unseen)} wrote does not appear here: {place.unseen}"
             yield fail("folder", host, what, where, place.share_hint)
         if host.free_bytes < LOW_FREE_BYTES:
-            level, hint = fail if host.free_bytes < MIN_FREE_BYTES else warn, "free space: a checkpoint takes 12 bytes per parameter"
+            level, hint = (
+                fail if host.free_bytes < MIN_FREE_BYTES else warn,
+                "free space: a checkpoint takes 12 bytes per parameter",
+            )
             yield level("folder", host, f"{format_bytes(host.free_bytes)} are free", where, hint)
         if host.write_s > SLOW_WRITE_S:
             what = f"{place.written} took {host.write_s:.1f} s"
-            yield warn("folder", host, what, where, f"use a faster {place.kind}: a failure is handled once a file is written there")
+            yield warn(
+                "folder",
+                host,
+                what,
+                where,
+                f"use a faster {place.kind}: a failure is handled once a file is written there",
+            )
     created = [host.host for host in hosts if host.is_claimed]
-    complete = all(not peer.error and peer.sees_file for host in hosts for peer in host.peers.values())
-    if hosts and complete and not any("folder" in host.errors for host in hosts) and len(created) != 1:
+    complete = all(
+        not peer.error and peer.sees_file for host in hosts for peer in host.peers.values()
+    )
+    if (
+        hosts
+        and complete
+        and not any("folder" in host.errors for host in hosts)
+        and len(created) != 1
+    ):
         place = place_of(hosts[0])
         what = f"{len(created)} hosts have created the same file name{place.by}, not one"
         yield fail("folder", hosts[0], what, f"{place.name} {hosts[0].folder}", place.atomic_hint)
@@ -220,7 +336,9 @@ def of_clocks(hosts: Sequence[HostFacts]) -> Iterator[Finding]:
         offset_s = hosts[0].peers.get(host.host, PeerFacts()).clock_s
         if abs(offset_s) > CLOCK_S:
             what = f"its clock is {abs(offset_s):.1f} s {'ahead of' if offset_s > 0 else 'behind'} that of {hosts[0].host}"
-            hint = "run a time daemon (chrony); training does not need it, times in logs and events do"
+            hint = (
+                "run a time daemon (chrony); training does not need it, times in logs and events do"
+            )
             yield warn("clock", host, what, "asked over the network", hint)
 
 
@@ -231,18 +349,42 @@ def of_limits(hosts: Sequence[HostFacts]) -> Iterator[Finding]:
         if each < LOW_WORKER_BYTES:
             level = fail if each < MIN_WORKER_BYTES else warn
             what = f"{format_bytes(each)} for each of {host.workers} workers; importing torch takes 300 MiB"
-            yield level("memory", host, what, f"limit from {host.memory_source}", "raise the limit, or start fewer workers there")
+            yield level(
+                "memory",
+                host,
+                what,
+                f"limit from {host.memory_source}",
+                "raise the limit, or start fewer workers there",
+            )
         if host.open_files < needed:
             what = f"{host.open_files:,} open files are allowed, {needed:,} are needed"
-            yield fail("limits", host, what, "RLIMIT_NOFILE (ulimit -n)", f"ulimit -n {max(needed, 65536)}, or LimitNOFILE= of its service")
+            yield fail(
+                "limits",
+                host,
+                what,
+                "RLIMIT_NOFILE (ulimit -n)",
+                f"ulimit -n {max(needed, 65536)}, or LimitNOFILE= of its service",
+            )
 
 
 def of_bandwidth(hosts: Sequence[HostFacts]) -> Iterator[Finding]:
-    rates = {(host.host, name): peer.bytes_per_s for host in hosts for name, peer in host.peers.items() if peer.bytes_per_s}
-    where, hint = "measured to the next host of the list", "check cable, switch and interface; all pairs: lockstep bench comm"
+    rates = {
+        (host.host, name): peer.bytes_per_s
+        for host in hosts
+        for name, peer in host.peers.items()
+        if peer.bytes_per_s
+    }
+    where, hint = (
+        "measured to the next host of the list",
+        "check cable, switch and interface; all pairs: lockstep bench comm",
+    )
     pairs = [PairTimes((0, 1), pair, {1_000_000: 1e6 / rate}) for pair, rate in rates.items()]
     slow = {link.hosts[0]: str(link) for link in slow_links(pairs)}
-    slow = {pair[0]: f"{format_rate(rate)} to {pair[1]}" for pair, rate in rates.items() if rate < SLOW_LINK_BYTES_PER_S} | slow
+    slow = {
+        pair[0]: f"{format_rate(rate)} to {pair[1]}"
+        for pair, rate in rates.items()
+        if rate < SLOW_LINK_BYTES_PER_S
+    } | slow
     for host, what in slow.items():
         yield Finding("bandwidth", host, "warn", what, where, hint)
 
@@ -250,24 +392,55 @@ def of_bandwidth(hosts: Sequence[HostFacts]) -> Iterator[Finding]:
 def of_gpus(hosts: Sequence[HostFacts]) -> Iterator[Finding]:
     for host in hosts:
         if host.driver_gpus and "gpu" in host.errors:
-            where, hint = f"nvidia-smi: {host.driver_gpus[0]}", "install a torch build for the CUDA version of this driver"
+            where, hint = (
+                f"nvidia-smi: {host.driver_gpus[0]}",
+                "install a torch build for the CUDA version of this driver",
+            )
             yield fail("gpu", host, host.errors["gpu"], where, hint)
         elif host.gpus and host.workers > len(host.gpus):
             what = f"{host.workers} workers, but torch sees {len(host.gpus)} GPUs"
-            yield fail("gpu", host, what, "hosts file; CUDA_VISIBLE_DEVICES", f"start {len(host.gpus)} workers, or set LOCKSTEP_DEVICE=cpu")
-        busy = [text for text in host.driver_gpus if int("".join(filter(str.isdigit, text.rpartition(",")[2])) or 0) > 1024]
+            yield fail(
+                "gpu",
+                host,
+                what,
+                "hosts file; CUDA_VISIBLE_DEVICES",
+                f"start {len(host.gpus)} workers, or set LOCKSTEP_DEVICE=cpu",
+            )
+        busy = [
+            text
+            for text in host.driver_gpus
+            if int("".join(filter(str.isdigit, text.rpartition(",")[2])) or 0) > 1024
+        ]
         if busy and host.gpus:
-            yield warn("gpu", host, f"memory is in use before the run: {join_words(busy)}", "nvidia-smi", "end the processes that use it")
+            yield warn(
+                "gpu",
+                host,
+                f"memory is in use before the run: {join_words(busy)}",
+                "nvidia-smi",
+                "end the processes that use it",
+            )
     if 0 < sum(bool(host.gpus) for host in hosts) < len(hosts):
         without = next(host for host in hosts if not host.gpus)
-        yield fail("gpu", without, "no GPU here, but on other hosts", "torch.cuda", "use hosts of one kind, or set LOCKSTEP_DEVICE=cpu")
+        yield fail(
+            "gpu",
+            without,
+            "no GPU here, but on other hosts",
+            "torch.cuda",
+            "use hosts of one kind, or set LOCKSTEP_DEVICE=cpu",
+        )
 
 
 def of_group(hosts: Sequence[HostFacts]) -> Iterator[Finding]:
     for host in hosts:
         if error := host.errors.get("group"):
             hint = "see the findings above; else NCCL_DEBUG=INFO lockstep doctor, and nc -vz between the hosts"
-            yield fail("group", host, error, "process group of one process per host, and an all-reduce", hint)
+            yield fail(
+                "group",
+                host,
+                error,
+                "process group of one process per host, and an all-reduce",
+                hint,
+            )
 
 
 def fail(check: str, host: HostFacts, what: str, where: str, hint: str) -> Finding:
@@ -281,25 +454,42 @@ def warn(check: str, host: HostFacts, what: str, where: str, hint: str) -> Findi
 def report(hosts: Sequence[HostFacts], found: Iterable[Finding]) -> str:
     """Return one line per check and host, then the findings, then what follows."""
     found = list(found)
-    levels = {(item.check, item.host): item.level for item in sorted(found, key=lambda item: item.level, reverse=True)}
+    levels = {
+        (item.check, item.host): item.level
+        for item in sorted(found, key=lambda item: item.level, reverse=True)
+    }
     names = list(dict.fromkeys([*(host.host for host in hosts), *(item.host for item in found)]))
     values = {host.host: values_of(host) for host in hosts}
     width = max(map(len, names))
     lines = []
     for check, name in ((check, name) for check in values_of(HostFacts("")) for name in names):
         level = levels.get((check, name), "ok" if name in values else "-")
-        lines.append(f"{level:<4}  {check:<9}  {name:<{width}}  {values.get(name, {}).get(check, '')}".rstrip())
+        lines.append(
+            f"{level:<4}  {check:<9}  {name:<{width}}  {values.get(name, {}).get(check, '')}".rstrip()
+        )
     failed = sum(item.level == "FAIL" for item in found)
-    end = f"{failed} of {len(found)} findings keep a run from starting" if failed else "a run can start on these hosts"
+    end = (
+        f"{failed} of {len(found)} findings keep a run from starting"
+        if failed
+        else "a run can start on these hosts"
+    )
     return "\n".join([*lines, "", *map(str, found), *[""][: len(found)], end])
 
 
 def values_of(host: HostFacts) -> dict[str, str]:
     """Return what each check has measured on a host, in the order of the report."""
     reached = [peer for peer in host.peers.values() if not peer.error]
-    rates = [f"{format_rate(peer.bytes_per_s)} to {name}" for name, peer in host.peers.items() if peer.bytes_per_s]
+    rates = [
+        f"{format_rate(peer.bytes_per_s)} to {name}"
+        for name, peer in host.peers.items()
+        if peer.bytes_per_s
+    ]
     free = f"{format_bytes(host.free_bytes)} free, " if host.free_bytes < UNLIMITED else ""
-    versions = {**host.versions, "torch": host.fingerprint.get("torch", ""), "lockstep": host.fingerprint.get("lockstep", "")}
+    versions = {
+        **host.versions,
+        "torch": host.fingerprint.get("torch", ""),
+        "lockstep": host.fingerprint.get("lockstep", ""),
+    }
     return {
         "versions": ", ".join(f"{name} {text}" for name, text in versions.items() if text),
         "interface": f"{host.address} on {host.interface}",

@@ -30,14 +30,23 @@ QUERY = ("--query-gpu=name,driver_version,memory.used", "--format=csv,noheader")
 def gather(host: Host, address: str, run: str) -> HostFacts:
     """Return the facts of this host, without those about its peers. run: folder, or address in a store"""
     facts = HostFacts(host.name, host.workers, address=address, folder=run)
-    facts = replace(facts, variables={name: os.environ[name] for name in INTERFACES if os.environ.get(name)})
-    for check, gather_check in {"interface": interface, "ports": ports, "folder": probe_folder, "versions": versions}.items():
+    facts = replace(
+        facts, variables={name: os.environ[name] for name in INTERFACES if os.environ.get(name)}
+    )
+    for check, gather_check in {
+        "interface": interface,
+        "ports": ports,
+        "folder": probe_folder,
+        "versions": versions,
+    }.items():
         try:
             facts = replace(facts, **gather_check(facts))
         except LockstepError as error:
             facts = with_error(facts, check, error.what)
         except Exception as error:  # torch that cannot be imported raises any error
-            facts = with_error(facts, check, f"{type(error).__name__}: {getattr(error, 'strerror', None) or error}")
+            facts = with_error(
+                facts, check, f"{type(error).__name__}: {getattr(error, 'strerror', None) or error}"
+            )
     return replace(facts, **limits())
 
 
@@ -72,15 +81,25 @@ def versions(facts: HostFacts) -> dict[str, Any]:
 
     torch.set_num_threads(1)  # compute.num_threads
     driver_gpus = nvidia_smi()
-    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+    gpus = (
+        [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+        if torch.cuda.is_available()
+        else []
+    )
     errors = dict(facts.errors)
     if driver_gpus and not gpus:
-        errors["gpu"] = f"the driver has {len(driver_gpus)} GPUs, torch {torch.__version__} (CUDA {torch.version.cuda}) sees none"
+        errors["gpu"] = (
+            f"the driver has {len(driver_gpus)} GPUs, torch {torch.__version__} (CUDA {torch.version.cuda}) sees none"
+        )
     device, _ = select_device(None)
     nccl = {"nccl": ".".join(map(str, torch.cuda.nccl.version()))} if gpus else {}
     return {
         "fingerprint": {**numerics.fingerprint(device), **sources.fingerprint()},
-        "versions": {"python": platform.python_version(), "numpy": importlib.metadata.version("numpy"), **nccl},
+        "versions": {
+            "python": platform.python_version(),
+            "numpy": importlib.metadata.version("numpy"),
+            **nccl,
+        },
         "gpus": gpus if device.type == "cuda" else [],
         "driver_gpus": driver_gpus,
         "errors": errors if os.environ.get("LOCKSTEP_DEVICE") != "cpu" else facts.errors,
@@ -90,28 +109,48 @@ def versions(facts: HostFacts) -> dict[str, Any]:
 def nvidia_smi() -> list[str]:
     """Return "NAME, driver VERSION, N MiB used" of each GPU; [] without the tool."""
     tool = shutil.which("nvidia-smi")
-    lines = subprocess.run([tool, *QUERY], capture_output=True, text=True, check=False, timeout=20).stdout.splitlines() if tool else []
-    return [f"{name}, driver {driver}, {used} used" for name, driver, used in (line.split(", ") for line in lines if line.count(", ") == 2)]
+    lines = (
+        subprocess.run(
+            [tool, *QUERY], capture_output=True, text=True, check=False, timeout=20
+        ).stdout.splitlines()
+        if tool
+        else []
+    )
+    return [
+        f"{name}, driver {driver}, {used} used"
+        for name, driver, used in (line.split(", ") for line in lines if line.count(", ") == 2)
+    ]
 
 
 def limits() -> dict[str, Any]:
-    memory = [(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "this machine"), *cgroup_limits()]
+    memory = [
+        (os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "this machine"),
+        *cgroup_limits(),
+    ]
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
     memory += [(soft, "RLIMIT_AS (ulimit -v)")] if soft != resource.RLIM_INFINITY else []
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return dict(zip(("memory_bytes", "memory_source"), min(memory), strict=True)) | {"open_files": files if files >= 0 else 1 << 20}
+    return dict(zip(("memory_bytes", "memory_source"), min(memory), strict=True)) | {
+        "open_files": files if files >= 0 else 1 << 20
+    }
 
 
-def cgroup_limits(own: Path = Path("/proc/self/cgroup"), top: Path = Path("/sys/fs/cgroup")) -> list[tuple[int, str]]:
+def cgroup_limits(
+    own: Path = Path("/proc/self/cgroup"), top: Path = Path("/sys/fs/cgroup")
+) -> list[tuple[int, str]]:
     """Return (bytes, file) of the memory limits of this process's control group and its parents."""
     found = []
     for line in own.read_text().splitlines() if own.exists() else []:
         _, controllers, path = line.split(":", 2)
         if controllers not in ("", "memory"):
             continue
-        base, name = (top / "memory", "memory.limit_in_bytes") if controllers else (top, "memory.max")
+        base, name = (
+            (top / "memory", "memory.limit_in_bytes") if controllers else (top, "memory.max")
+        )
         group = base / path.lstrip("/")
-        for file in (folder / name for folder in (group, *group.parents) if folder.is_relative_to(base)):
+        for file in (
+            folder / name for folder in (group, *group.parents) if folder.is_relative_to(base)
+        ):
             if file.exists() and (text := file.read_text().strip()).isdecimal():
                 found.append((int(text), str(file)))
     return found

@@ -40,7 +40,11 @@ class Handler(StreamRequestHandler):
     server: Meeting
 
     def handle(self) -> None:
-        answer: dict[str, Any] = {"time": time.time(), "stage": self.server.stage, "facts": asdict(self.server.facts)}
+        answer: dict[str, Any] = {
+            "time": time.time(),
+            "stage": self.server.stage,
+            "facts": asdict(self.server.facts),
+        }
         if self.rfile.readline(16) == SINK:
             answer = {"received": sum(map(len, iter(lambda: self.rfile.read1(CHUNK), b"")))}
         self.wfile.write(json.dumps(answer).encode())
@@ -60,14 +64,20 @@ class Meeting(ThreadingTCPServer):
         self.errors: dict[str, str] = {}
         self.known: dict[str, HostFacts] = {}
         self.stages = dict.fromkeys((peer.name for peer in peers), 0)
-        self.port = FIRST_PORT + zlib.crc32(" ".join(sorted(host.reached_at for host in (me, *peers))).encode()) % PORTS
+        self.port = (
+            FIRST_PORT
+            + zlib.crc32(" ".join(sorted(host.reached_at for host in (me, *peers))).encode())
+            % PORTS
+        )
         self.address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
         try:
             super().__init__((address, self.port), Handler)
         except OSError as error:
             hint = f"is another doctor running, or the address another host's? ss -ltnp 'sport = :{self.port}'; ip -br addr"
             raise UsageError(
-                f"cannot listen at {address}:{self.port}: {error.strerror}", f"host {me.name} of the hosts file", hint
+                f"cannot listen at {address}:{self.port}: {error.strerror}",
+                f"host {me.name} of the hosts file",
+                hint,
             ) from None
         threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
 
@@ -79,20 +89,28 @@ class Meeting(ThreadingTCPServer):
         """Publish the facts of this host, and wait until all peers are at `stage` or beyond."""
         self.facts, self.stage = facts, stage  # in this order: a thread reads them
         until_s = time.monotonic() + timeout_s
-        while behind := [peer for peer in self.peers if peer.name not in self.errors and self.stages[peer.name] < stage]:
+        while behind := [
+            peer
+            for peer in self.peers
+            if peer.name not in self.errors and self.stages[peer.name] < stage
+        ]:
             for peer in behind:
                 error, has_left = f"no progress for {timeout_s:g} s", False
                 try:
                     answer = self.ask(peer, ASK)
                     facts_of_peer = TypeAdapter(HostFacts).validate_python(answer["facts"])
                     if facts_of_peer.host != peer.name:
-                        self.errors[peer.name] = f"host {facts_of_peer.host} answers, {SHARED_ADDRESS},"
+                        self.errors[peer.name] = (
+                            f"host {facts_of_peer.host} answers, {SHARED_ADDRESS},"
+                        )
                         continue
                     self.known[peer.name] = facts_of_peer
                     self.stages[peer.name] = answer["stage"]
                 except (OSError, ValueError, LookupError) as failure:
                     error = (
-                        "timed out" if isinstance(failure, TimeoutError) else (getattr(failure, "strerror", None) or str(failure)).lower()
+                        "timed out"
+                        if isinstance(failure, TimeoutError)
+                        else (getattr(failure, "strerror", None) or str(failure)).lower()
                     )
                     has_left = isinstance(failure, ConnectionError) and self.stages[peer.name] > 0
                 if has_left and self.stages[peer.name] >= GROUPED:
@@ -103,14 +121,18 @@ class Meeting(ThreadingTCPServer):
 
     def ask(self, peer: Host, request: bytes, seconds: float = 0.0) -> dict[str, Any]:
         """Return a peer's answer, after sending bytes for so long. OSError, ValueError."""
-        with socket.create_connection((peer.reached_at, self.port), timeout=CONNECT_S) as connection:
+        with socket.create_connection(
+            (peer.reached_at, self.port), timeout=CONNECT_S
+        ) as connection:
             connection.sendall(request)
             until_s = time.monotonic() + seconds
             connection.settimeout(CONNECT_S + 10 * seconds)
             while time.monotonic() < until_s:
                 connection.sendall(bytes(CHUNK))
             connection.shutdown(socket.SHUT_WR)
-            answer: dict[str, Any] = json.loads(b"".join(iter(lambda: connection.recv(1 << 16), b"")))
+            answer: dict[str, Any] = json.loads(
+                b"".join(iter(lambda: connection.recv(1 << 16), b""))
+            )
             return answer
 
     def measure(self, peer: Host, *, rate: bool) -> PeerFacts:
@@ -126,7 +148,13 @@ class Meeting(ThreadingTCPServer):
             start_s = time.monotonic()
             received = self.ask(peer, SINK, LINK_S)["received"] if rate else 0
             bytes_per_s = received / (time.monotonic() - start_s)
-            return PeerFacts("", at, source_address(peer.reached_at, self.port), clock_s=min(asked)[1], bytes_per_s=bytes_per_s)
+            return PeerFacts(
+                "",
+                at,
+                source_address(peer.reached_at, self.port),
+                clock_s=min(asked)[1],
+                bytes_per_s=bytes_per_s,
+            )
         except (OSError, ValueError) as error:
             return PeerFacts(f"connection failed: {error}", at)
 
@@ -141,17 +169,27 @@ def examine(me: Host, hosts: Sequence[Host], run: str, wait_s: float) -> list[Ho
     with Meeting(me, address, [host for host in hosts if host is not me]) as meeting:
         facts = gather(me, address, run)
         meeting.enter_stage(GATHERED, facts, wait_s)
-        files = {name: known.file for name, known in meeting.known.items() if known.file and name not in meeting.errors}
+        files = {
+            name: known.file
+            for name, known in meeting.known.items()
+            if known.file and name not in meeting.errors
+        }
         peers = {peer.name: meeting.measure(peer, rate=peer is after) for peer in meeting.peers}
         seen, claim, is_claimed = set[str](), f"claim-{min([facts.file, *files.values()])}", False
         if facts.file:
             probes = probes_of(run)
             seen = wait_for_files(probes, set(files.values()))
             is_claimed = probes.claim(claim, facts.file)
-        peers = {name: replace(peer, sees_file=files.get(name) in {None, *seen} or not facts.file) for name, peer in peers.items()}
+        peers = {
+            name: replace(peer, sees_file=files.get(name) in {None, *seen} or not facts.file)
+            for name, peer in peers.items()
+        }
         meeting.enter_stage(MEASURED, replace(facts, peers=peers, is_claimed=is_claimed))
         meeting.enter_stage(GROUPED, try_group(meeting, hosts, hosts.index(me)))
-        lost = {name: replace(peer, error=peer.error or meeting.errors.get(name, "")) for name, peer in peers.items()}
+        lost = {
+            name: replace(peer, error=peer.error or meeting.errors.get(name, ""))
+            for name, peer in peers.items()
+        }
         meeting.enter_stage(READ, replace(meeting.facts, peers=lost), CONNECT_S)
         if facts.file:
             probes.remove([claim, facts.file])
@@ -171,12 +209,20 @@ def try_group(meeting: Meeting, hosts: Sequence[Host], rank: int) -> HostFacts:
     """Collective. Form a process group if all hosts reach each other; return the facts with the result."""
     facts = meeting.facts
     everyone = [*meeting.known.values(), facts]
-    broken = meeting.errors or any({"interface", "ports", "versions"} & set(host.errors) for host in everyone)
-    if broken or any(peer.error for host in everyone for peer in host.peers.values()) or len(hosts) == 1:
+    broken = meeting.errors or any(
+        {"interface", "ports", "versions"} & set(host.errors) for host in everyone
+    )
+    if (
+        broken
+        or any(peer.error for host in everyone for peer in host.peers.values())
+        or len(hosts) == 1
+    ):
         return facts
     port = {host.host: host.master_port for host in everyone}[hosts[0].name]
     try:
-        return replace(facts, group=form_group(rank, len(hosts), facts.address, hosts[0].reached_at, port))
+        return replace(
+            facts, group=form_group(rank, len(hosts), facts.address, hosts[0].reached_at, port)
+        )
     except LockstepError as error:
         return with_error(facts, "group", error.what)
     except RuntimeError as error:

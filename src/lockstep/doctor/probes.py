@@ -46,7 +46,10 @@ class DiskProbes:
         self.folder.mkdir(parents=True, exist_ok=True)
         start_s = time.perf_counter()
         write_atomic(self.folder / name, bytes(PROBE_BYTES))
-        return {"write_s": time.perf_counter() - start_s, "free_bytes": shutil.disk_usage(self.folder).free}
+        return {
+            "write_s": time.perf_counter() - start_s,
+            "free_bytes": shutil.disk_usage(self.folder).free,
+        }
 
     def names(self) -> Sequence[str]:
         return os.listdir(self.folder)

@@ -33,7 +33,9 @@ def vote_on_step(runtime: ElasticRuntime, vote: Vote, *, replica_size: int = 1) 
     rank, size = runtime.world.rank, runtime.world.size
     row = torch.tensor(vote_to_row(vote, rank, replica_size, size // replica_size))
     runtime.group.all_reduce(row, rank, size, combine_rows)
-    decision = row_to_decision(row.tolist(), replica_size, lambda: all_gather_json(runtime, vote.digest))
+    decision = row_to_decision(
+        row.tolist(), replica_size, lambda: all_gather_json(runtime, vote.digest)
+    )
     runtime.hold_abort(UPDATE_HOLD_S)
     return decision
 
@@ -50,7 +52,9 @@ def all_gather_json(runtime: ElasticRuntime, value: Any) -> list[Any]:
 
 def run_on_rank0(runtime: ElasticRuntime, function: Callable[[], T]) -> T:
     """Collective. Return rank 0's `function()` (a JSON value), or raise its LockstepError."""
-    value: T = gather_results(runtime, lambda: function() if runtime.world.leader or runtime.is_joining else None)[0]
+    value: T = gather_results(
+        runtime, lambda: function() if runtime.world.leader or runtime.is_joining else None
+    )[0]
     return value
 
 
@@ -63,7 +67,9 @@ def run_in_run_folder(runtime: ElasticRuntime, function: Callable[[], T]) -> T:
         assert runtime.membership is not None
         with locked(Path(runtime.membership.worker_env.state) / "run_folder.lock"):
             return run_on_rank0(runtime, function)
-    value: T = gather_results(runtime, lambda: function() if runtime.world.local_leader else None)[0]
+    value: T = gather_results(runtime, lambda: function() if runtime.world.local_leader else None)[
+        0
+    ]
     return value
 
 
@@ -74,7 +80,13 @@ def gather_results(runtime: ElasticRuntime, function: Callable[[], Any]) -> list
     except LockstepError as error:
         own = {"error": type(error).__name__, "parts": [error.what, error.where, error.hint]}
     except Exception as error:
-        all_gather_json(runtime, {"error": "LockstepError", "parts": [f"rank {runtime.world.rank} failed: {error!r}", "", ""]})
+        all_gather_json(
+            runtime,
+            {
+                "error": "LockstepError",
+                "parts": [f"rank {runtime.world.rank} failed: {error!r}", "", ""],
+            },
+        )
         raise
     results = all_gather_json(runtime, own)
     if failed := next((result for result in results if "error" in result), None):
@@ -99,7 +111,12 @@ def differing_facts(facts_of_ranks: Sequence[tuple[str, Mapping[str, str]]]) -> 
     for key in dict.fromkeys(key for _, facts in facts_of_ranks for key in facts):
         ranks: dict[str, list[str]] = {}
         for rank, (host, facts) in enumerate(facts_of_ranks):
-            ranks.setdefault(repr(facts[key]) if key in facts else "not set", []).append(f"rank {rank} ({host})")
+            ranks.setdefault(repr(facts[key]) if key in facts else "not set", []).append(
+                f"rank {rank} ({host})"
+            )
         if len(ranks) > 1:
-            sentences.append(f"{key} is " + " and ".join(f"{value} on {join_names(where)}" for value, where in ranks.items()))
+            sentences.append(
+                f"{key} is "
+                + " and ".join(f"{value} on {join_names(where)}" for value, where in ranks.items())
+            )
     return sentences

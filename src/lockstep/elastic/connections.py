@@ -25,7 +25,9 @@ KEEP_S = 0.05  # minimum age of an unauthenticated connection that is closed in 
 EXITING_S = 1.0  # how long a peer that accepts and closes connections is retried: its process may be exiting
 REJECTING_S = 60.0  # how long a peer that did so for EXITING_S is retried less often
 REFUSAL_LOG_S = 10.0  # interval between log lines about one peer refused for one reason
-MAX_REFUSAL_KEYS = 256  # more share one counter: an unauthenticated peer could cause any number of them
+MAX_REFUSAL_KEYS = (
+    256  # more share one counter: an unauthenticated peer could cause any number of them
+)
 
 
 class Connections:
@@ -43,16 +45,29 @@ class Connections:
         apply: Callable[[Sequence[Effect]], None],
         on_message: Callable[[PeerLink, dict[str, Any]], None],
     ) -> None:
-        self._listener, self._token, self._protocol, self._apply, self._on_message = listener, token, protocol, apply, on_message
+        self._listener, self._token, self._protocol, self._apply, self._on_message = (
+            listener,
+            token,
+            protocol,
+            apply,
+            on_message,
+        )
         self._links: dict[int, PeerLink] = {}  # by file descriptor
         self._pending: dict[int, PeerLink] = {}  # those without authentication, oldest first
-        self._by_id: dict[str, list[PeerLink]] = {}  # authenticated links to each worker, without control commands
-        self._encoded: tuple[dict[str, Any], bytes] = ({}, b"{}")  # the newest message and its text: most go to many links
+        self._by_id: dict[
+            str, list[PeerLink]
+        ] = {}  # authenticated links to each worker, without control commands
+        self._encoded: tuple[dict[str, Any], bytes] = (
+            {},
+            b"{}",
+        )  # the newest message and its text: most go to many links
         self._exiting: list[Member] = []  # peers to connect to again in the next `retry`
         self._exiting_since_s: dict[str, float] = {}
         self._refusals = LogLimiter(REFUSAL_LOG_S)
         self._listener_paused = False  # until the next turn
-        self._wake_lock = threading.RLock()  # after `close`, another file may have the descriptor of the pipe
+        self._wake_lock = (
+            threading.RLock()
+        )  # after `close`, another file may have the descriptor of the pipe
         self._wake_reader, self._wake_writer = os.pipe()
         os.set_blocking(self._wake_reader, False)
         os.set_blocking(self._wake_writer, False)
@@ -71,7 +86,9 @@ class Connections:
 
     def serve(self, timeout_s: float) -> None:
         """Wait for events for up to `timeout_s` and process them."""
-        ready = self._selector.select(RETRY_S if self._exiting or self._listener_paused else timeout_s)
+        ready = self._selector.select(
+            RETRY_S if self._exiting or self._listener_paused else timeout_s
+        )
         if self._listener_paused:
             self._listener_paused = False
             self._selector.register(self._listener, selectors.EVENT_READ)
@@ -88,7 +105,11 @@ class Connections:
         """Drop links that have not authenticated in time, and connect again to exiting peers."""
         for link in [link for link in self._pending.values() if now_s - link.opened_s > CONNECT_S]:
             self._fail(link, refused=False)
-        self._exiting_since_s = {id: since_s for id, since_s in self._exiting_since_s.items() if now_s - since_s < REJECTING_S}
+        self._exiting_since_s = {
+            id: since_s
+            for id, since_s in self._exiting_since_s.items()
+            if now_s - since_s < REJECTING_S
+        }
         exiting, self._exiting = self._exiting, []
         for member in exiting:
             self.connect(member)
@@ -160,7 +181,14 @@ class Connections:
         self._apply(self._protocol.on_connect_failed(id, refused, time.monotonic()))
 
     def _add(self, connection: socket.socket, expected: Member | None) -> None:
-        link = PeerLink(connection, self._token, self._protocol.me.id, expected is not None, time.monotonic(), expected)
+        link = PeerLink(
+            connection,
+            self._token,
+            self._protocol.me.id,
+            expected is not None,
+            time.monotonic(),
+            expected,
+        )
         self._links[connection.fileno()] = self._pending[connection.fileno()] = link
         self._selector.register(connection, selectors.EVENT_READ | selectors.EVENT_WRITE, link)
 
@@ -189,7 +217,12 @@ class Connections:
         except OSError:
             peer = "an unknown address"
         if times := self._refusals.due((peer, why), time.monotonic()):
-            log.warning("refused a connection from %s%s: %s", peer, f", {times} times" if times > 1 else "", why)
+            log.warning(
+                "refused a connection from %s%s: %s",
+                peer,
+                f", {times} times" if times > 1 else "",
+                why,
+            )
         self._fail(link, refused=False)
 
     def _on_authenticated(self, link: PeerLink) -> None:
@@ -234,7 +267,11 @@ class Connections:
         if authenticated and not link.is_control:
             if link.id not in self._by_id:
                 self._apply(self._protocol.on_link_down(link.id, now_s))
-        elif expected and exiting and now_s - self._exiting_since_s.setdefault(expected.id, now_s) < EXITING_S:
+        elif (
+            expected
+            and exiting
+            and now_s - self._exiting_since_s.setdefault(expected.id, now_s) < EXITING_S
+        ):
             self._exiting.append(expected)
         elif expected:
             if refused:

@@ -14,7 +14,13 @@ from typing import Any
 from lockstep.errors import CollectiveMismatchError, UsageError
 
 STOP_REQUEST = "stop"  # the loop itself asks to stop
-SIGNALS = ("", STOP_REQUEST, "SIGTERM", "SIGUSR1", "SIGINT")  # by precedence: if ranks received several, the last one listed here wins
+SIGNALS = (
+    "",
+    STOP_REQUEST,
+    "SIGTERM",
+    "SIGUSR1",
+    "SIGINT",
+)  # by precedence: if ranks received several, the last one listed here wins
 LIMBS = 67  # of 32 bits: floats have 2,098, and the rest is for carries of up to 2**31 votes
 SUMS = 1 + LIMBS
 
@@ -24,15 +30,21 @@ class Vote:
     """The contribution of one process to the decision on a step."""
 
     losses: Sequence[float]  # of its micro-batches, in order
-    count: int | None = None  # samples or tokens that the losses sum over; None: the loss needs no division
-    samples: Sequence[int] = ()  # of its micro-batches, where known and each loss is the mean over them
+    count: int | None = (
+        None  # samples or tokens that the losses sum over; None: the loss needs no division
+    )
+    samples: Sequence[
+        int
+    ] = ()  # of its micro-batches, where known and each loss is the mean over them
     stop_signal: str = ""  # name of the signal that it received
     save_failed: bool = False
     joiners_waiting: bool = False
     leaving: bool = False  # this process leaves, and the others continue
     digest: int = 0  # 64 bits over the weights that it computed with; 0: not computed
     gradient_finite: bool = True  # no sum over its part of the gradient is infinite or NaN
-    micro_batch_us: int | None = None  # microseconds that it computes a micro-batch for; None: unknown
+    micro_batch_us: int | None = (
+        None  # microseconds that it computes a micro-batch for; None: unknown
+    )
     exchange_us: int = 0  # microseconds that it waited for communication
     step: int = 0  # that it votes on
 
@@ -48,10 +60,16 @@ class StepDecision:
     stop: str = ""  # signal that stops the run
     save_failed: bool = False
     regroup: bool = False  # the members change before the next step
-    divergent_ranks: tuple[int, ...] = ()  # whose weights differ from the majority's; all ranks if there is no majority
+    divergent_ranks: tuple[
+        int, ...
+    ] = ()  # whose weights differ from the majority's; all ranks if there is no majority
     digests: tuple[int, ...] = ()  # of all ranks, if some diverge
-    micro_batch_us: tuple[int, ...] = ()  # by replica, the least of its workers; () if some are unknown
-    exchange_us: int = 0  # the least of all ranks, so that it includes no waiting for a slow replica
+    micro_batch_us: tuple[
+        int, ...
+    ] = ()  # by replica, the least of its workers; () if some are unknown
+    exchange_us: int = (
+        0  # the least of all ranks, so that it includes no waiting for a slow replica
+    )
 
 
 def vote_to_row(vote: Vote, rank: int, replica_size: int, replicas: int = 1) -> list[int]:
@@ -70,7 +88,13 @@ def vote_to_row(vote: Vote, rank: int, replica_size: int, replicas: int = 1) -> 
     digest = vote.digest - (vote.digest >> 63 << 64)  # as int64
     digests[2 * position : 2 * position + 2] = digest, ~digest
     has_count, has_losses = vote.count is not None, bool(vote.losses)
-    flags = [vote.save_failed, vote.joiners_waiting or vote.leaving, not vote.leaving, not finite, not vote.gradient_finite]
+    flags = [
+        vote.save_failed,
+        vote.joiners_waiting or vote.leaving,
+        not vote.leaving,
+        not finite,
+        not vote.gradient_finite,
+    ]
     counts = [has_losses and has_count, has_losses and not has_count]
     samples = [max(vote.samples), ~min(vote.samples)] if vote.samples else [-(2**63)] * 2
     times = [-(2**63)] * replicas
@@ -90,7 +114,9 @@ def sum_of_limbs(limbs: Sequence[int]) -> float:
         return math.inf if total > 0 else -math.inf
 
 
-def row_to_decision(row: Sequence[int], replica_size: int, gather_digests: Callable[[], Sequence[int]]) -> StepDecision:
+def row_to_decision(
+    row: Sequence[int], replica_size: int, gather_digests: Callable[[], Sequence[int]]
+) -> StepDecision:
     """Return the decision from the combined rows of all votes.
 
     gather_digests  Collective; returns the digests of all ranks. Called if some differ
@@ -110,7 +136,9 @@ def row_to_decision(row: Sequence[int], replica_size: int, gather_digests: Calla
         )
     if some_count and (some_without or count < 1):
         raise UsageError(
-            "some workers gave counts and others none" if some_without else f"the counts of a step add up to {count}",
+            "some workers gave counts and others none"
+            if some_without
+            else f"the counts of a step add up to {count}",
             "backward(loss, count=...)",
             "give the number of samples or tokens of every micro-batch, or no count in the whole step",
         )
@@ -121,7 +149,9 @@ def row_to_decision(row: Sequence[int], replica_size: int, gather_digests: Calla
             "samples of small micro-batches would weigh more: give the sum, and the number of samples or tokens that it is over: "
             "backward(loss_sum, count=n); or backward(loss, count=1), if all losses should weigh the same",
         )
-    differ = any(highest != ~inverse for highest, inverse in zip(digests[::2], digests[1::2], strict=True))
+    differ = any(
+        highest != ~inverse for highest, inverse in zip(digests[::2], digests[1::2], strict=True)
+    )
     by_rank = tuple(gather_digests()) if differ else ()
     loss = math.nan if not_finite else sum_of_limbs(limbs)
     return StepDecision(
@@ -155,7 +185,10 @@ def find_divergent_ranks(digests: Sequence[int | None], replica_size: int) -> tu
     """Return the ranks that differ from the majority at their position; without one, all ranks.
     digests: by rank; None: no state."""
     known = {rank: digest for rank, digest in enumerate(digests) if digest is not None}
-    by_position = [{rank: known[rank] for rank in known if rank % replica_size == position} for position in range(replica_size)]
+    by_position = [
+        {rank: known[rank] for rank in known if rank % replica_size == position}
+        for position in range(replica_size)
+    ]
     if any(len(minority(digest_of)) == len(digest_of) > 1 for digest_of in by_position):
         return tuple(known)
     return tuple(sorted(rank for digest_of in by_position for rank in minority(digest_of)))
@@ -164,4 +197,8 @@ def find_divergent_ranks(digests: Sequence[int | None], replica_size: int) -> tu
 def minority(digest_of: Mapping[int, int]) -> list[int]:
     """Return the ranks whose digest is not the majority's; all ranks if there is no majority."""
     majority, count = Counter(digest_of.values()).most_common(1)[0] if digest_of else (0, 0)
-    return [rank for rank, digest in digest_of.items() if digest != majority or 2 * count <= len(digest_of)]
+    return [
+        rank
+        for rank, digest in digest_of.items()
+        if digest != majority or 2 * count <= len(digest_of)
+    ]

@@ -36,10 +36,22 @@ def read_newest(run: Path) -> tuple[Generation, list[Member]]:
     except DamagedFileError:
         raise
     except OSError as error:
-        raise UsageError(f"cannot read the generations of {run}: {error}", str(run / "generations"), "is the disk mounted?") from None
+        raise UsageError(
+            f"cannot read the generations of {run}: {error}",
+            str(run / "generations"),
+            "is the disk mounted?",
+        ) from None
     if not record.number and not waiting_members:
-        reason = "there is no such folder" if not run.is_dir() else "it has no generations, and no worker waits to start"
-        raise UsageError(f"{run} is not a run: {reason}", "command line", "give the folder set with --out; workers need a moment to start")
+        reason = (
+            "there is no such folder"
+            if not run.is_dir()
+            else "it has no generations, and no worker waits to start"
+        )
+        raise UsageError(
+            f"{run} is not a run: {reason}",
+            "command line",
+            "give the folder set with --out; workers need a moment to start",
+        )
     return record, waiting_members
 
 
@@ -50,15 +62,29 @@ def stop_recipients(record: Generation, waiting_members: Sequence[Member]) -> li
 
 
 def request_stop(
-    run: Path, recipients: Sequence[Member], signal_name: str, *, within_s: float, each_s: float = REPLY_TIMEOUT_S
+    run: Path,
+    recipients: Sequence[Member],
+    signal_name: str,
+    *,
+    within_s: float,
+    each_s: float = REPLY_TIMEOUT_S,
 ) -> Member | None:
     """Ask workers in turn, for `within_s`, to stop the run; return the first one that accepts."""
     until_s, message = time.monotonic() + within_s, {"kind": "stop", "signal": signal_name}
     in_time = (member for member in recipients if time.monotonic() <= until_s)
-    return next((member for member in in_time if query_member(run, member, message, each_s).get("kind") == "stopping"), None)
+    return next(
+        (
+            member
+            for member in in_time
+            if query_member(run, member, message, each_s).get("kind") == "stopping"
+        ),
+        None,
+    )
 
 
-def query_member(run: Path, member: Member, message: dict[str, Any], timeout_s: float = REPLY_TIMEOUT_S) -> dict[str, Any]:
+def query_member(
+    run: Path, member: Member, message: dict[str, Any], timeout_s: float = REPLY_TIMEOUT_S
+) -> dict[str, Any]:
     """Send a message to a worker and return its reply; {"unreachable": REASON} if there is none."""
     try:
         return send_control_message(member.address, read_token(run), message, timeout_s)
@@ -94,31 +120,66 @@ def run_status(run: Path, shares: Mapping[int, list[int]] | None = None) -> dict
     record, waiting_members = read_newest(run)
     members = record.members
     waiting_members = [member for member in waiting_members if member not in members]
-    with ThreadPoolExecutor(max_workers=max(1, min(32, len(members) + len(waiting_members)))) as executor:
-        replies = list(executor.map(lambda member: query_member(run, member, {"kind": "status"}), [*members, *waiting_members]))
-    member_rows = [status_row(rank, member, reply) for rank, (member, reply) in enumerate(zip(members, replies, strict=False))]
+    with ThreadPoolExecutor(
+        max_workers=max(1, min(32, len(members) + len(waiting_members)))
+    ) as executor:
+        replies = list(
+            executor.map(
+                lambda member: query_member(run, member, {"kind": "status"}),
+                [*members, *waiting_members],
+            )
+        )
+    member_rows = [
+        status_row(rank, member, reply)
+        for rank, (member, reply) in enumerate(zip(members, replies, strict=False))
+    ]
     waiting_replies = zip(waiting_members, replies[len(members) :], strict=True)
-    waiting_rows = [status_row(None, member, reply) for member, reply in waiting_replies if "unreachable" not in reply]
-    ended = {"code": record.end.code, "text": record.end.text} if record.end and not waiting_rows else None
+    waiting_rows = [
+        status_row(None, member, reply)
+        for member, reply in waiting_replies
+        if "unreachable" not in reply
+    ]
+    ended = (
+        {"code": record.end.code, "text": record.end.text}
+        if record.end and not waiting_rows
+        else None
+    )
     if record.number and (not record.end or ended):
         facts = {"generation": record.number, "began_at_step": record.step, "reason": record.reason}
     else:
         facts = {"generation": 0, "began_at_step": 0, "reason": "its workers wait to start"}
-    workers = {"members": member_rows, "waiting": waiting_rows, "evaluators": running_evaluators(run)}
+    workers = {
+        "members": member_rows,
+        "waiting": waiting_rows,
+        "evaluators": running_evaluators(run),
+    }
     newest = newest_shares(run, record.number) if shares is None else shares.get(record.number, [])
     return {"run": str(run), **facts, "shares": newest, **workers, "ended": ended}
 
 
 def newest_shares(run: Path, generation: int) -> list[int]:
     """Return the numbers of micro-batches of a step, by replica; [] if they have not been changed."""
-    events = [event for event in iter_events(run) if event["event"] == "shares" and event.get("generation") == generation]
+    events = [
+        event
+        for event in iter_events(run)
+        if event["event"] == "shares" and event.get("generation") == generation
+    ]
     return list(events[-1].get("shares", [])) if events else []
 
 
 def status_row(rank: int | None, member: Member, reply: Mapping[str, Any]) -> dict[str, Any]:
     """Return the status of a worker; rank None: it waits to join."""
-    doing, role = reply.get("doing") or {}, "waiting" if rank is None else "leader" if rank == 0 else "worker"
-    process = {"rank": rank, "host": member.host, "slot": member.slot, "pid": member.pid, "address": member.address}
+    doing, role = (
+        reply.get("doing") or {},
+        "waiting" if rank is None else "leader" if rank == 0 else "worker",
+    )
+    process = {
+        "rank": rank,
+        "host": member.host,
+        "slot": member.slot,
+        "pid": member.pid,
+        "address": member.address,
+    }
     row = {**process, "role": role, "step": doing.get("step"), "phase": doing.get("phase")}
     return row | ({"unreachable": reply["unreachable"]} if "unreachable" in reply else {})
 
@@ -129,7 +190,10 @@ def running_evaluators(run: Path) -> list[dict[str, Any]]:
     for path in sorted((run / "evaluators").glob("[!.]*.json")):
         with suppress(OSError, ValueError, KeyError, TypeError):  # deleted meanwhile, or damaged
             evaluator = read_json(path)
-            if evaluator["machine"] != socket.gethostname() or ProcessIdentity(evaluator["pid"], evaluator["started"]).alive:
+            if (
+                evaluator["machine"] != socket.gethostname()
+                or ProcessIdentity(evaluator["pid"], evaluator["started"]).alive
+            ):
                 evaluators.append(evaluator)
     return evaluators
 
@@ -139,12 +203,19 @@ def format_status(status: dict[str, Any]) -> str:
         return f"{status['run']} ended with exit code {status['ended']['code']}\n{status['ended']['text']}".rstrip()
     rows = worker_rows(status)
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
     return "\n".join([generation_line(status), *lines])
 
 
 def generation_line(status: dict[str, Any]) -> str:
-    title = f"generation {status['generation']}, from step {status['began_at_step']} on" if status["generation"] else status["run"]
+    title = (
+        f"generation {status['generation']}, from step {status['began_at_step']} on"
+        if status["generation"]
+        else status["run"]
+    )
     shares = f"; shares {format_shares(status['shares'])}" if len(set(status["shares"])) > 1 else ""
     return f"{title}: {status['reason']}{shares}"
 
@@ -154,5 +225,13 @@ def worker_rows(status: dict[str, Any]) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = [("rank", "host", "slot", "pid", "role", "step", "phase")]
     for worker in [*status["members"], *status["waiting"], *status["evaluators"]]:
         phase = worker.get("phase") or worker.get("unreachable") or ""
-        rows.append((*(str(worker.get(key) if worker.get(key) is not None else "") for key in rows[0][:-1]), phase))
+        rows.append(
+            (
+                *(
+                    str(worker.get(key) if worker.get(key) is not None else "")
+                    for key in rows[0][:-1]
+                ),
+                phase,
+            )
+        )
     return rows

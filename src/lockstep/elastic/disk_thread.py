@@ -15,7 +15,13 @@ from pathlib import Path
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public at run time
 
-from lockstep.elastic.generation_log import Generation, GenerationLog, Member, RunResult, StoredGenerationLog
+from lockstep.elastic.generation_log import (
+    Generation,
+    GenerationLog,
+    Member,
+    RunResult,
+    StoredGenerationLog,
+)
 from lockstep.elastic.protocol.effects import Effect
 from lockstep.elastic.protocol.transitions import Protocol
 from lockstep.elastic.waiting_room import WaitingRoom
@@ -48,7 +54,10 @@ class DiskThread:
         self.me, self.on_second_training = protocol.me, on_second_training
         self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._reading_log = False
-        self._next_read_s, self._pause_s = 0.0, STORE_PAUSE_S if isinstance(generation_log, StoredGenerationLog) else 0.0
+        self._next_read_s, self._pause_s = (
+            0.0,
+            STORE_PAUSE_S if isinstance(generation_log, StoredGenerationLog) else 0.0,
+        )
         self._registered = False  # in the waiting room
         self._waiting: dict[str, Member] = {}  # file name -> worker in the waiting room
         self._liveness: Mapping[str, str] = {}  # id -> newest content of its liveness file
@@ -78,13 +87,20 @@ class DiskThread:
                 self.room.write_liveness(self.me)
             newest = self.generation_log.newest(known)
             waiting_members = self.room.members(self._waiting) if outside else []
-            before, self._liveness = self._liveness, self.room.read_liveness(members) if outside else {}
-            alive = [id for id, content in self._liveness.items() if before.get(id, content) != content]
+            before, self._liveness = (
+                self._liveness,
+                self.room.read_liveness(members) if outside else {},
+            )
+            alive = [
+                id for id, content in self._liveness.items() if before.get(id, content) != content
+            ]
             for member in members:
                 if member.id in alive and not is_loopback_reachable(member.loopback):
                     self.call(partial(self.on_second_training, member))
                     return
-            self.call(lambda: self.protocol.on_log_read(newest, waiting_members, time.monotonic(), alive))
+            self.call(
+                lambda: self.protocol.on_log_read(newest, waiting_members, time.monotonic(), alive)
+            )
 
         self.submit(read)
 
@@ -109,7 +125,14 @@ class DiskThread:
                 if winner.token == proposal.token and proposal.members:
                     size, fd = len(proposal.members), listener.detach()
                     try:
-                        self._store = TCPStore(host, port, size, is_master=True, wait_for_workers=False, master_listen_fd=fd)
+                        self._store = TCPStore(
+                            host,
+                            port,
+                            size,
+                            is_master=True,
+                            wait_for_workers=False,
+                            master_listen_fd=fd,
+                        )
                     except RuntimeError as error:  # out of descriptors
                         raise OSError(None, f"cannot open a store: {error}") from error
             self.call(lambda: self.protocol.on_proposed(winner, time.monotonic()))
@@ -131,7 +154,9 @@ class DiskThread:
 
         def record() -> None:
             with suppress(OSError):
-                recorded = self.generation_log.record_end(end, end.text or "the run ended", self.protocol.after)
+                recorded = self.generation_log.record_end(
+                    end, end.text or "the run ended", self.protocol.after
+                )
                 self.call(lambda: self.protocol.on_proposed(recorded, time.monotonic()))
             done.set()
 

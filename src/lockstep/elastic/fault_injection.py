@@ -42,7 +42,9 @@ class FaultInjectingBoard(StatusBoard):
     def set_flip(self, flip: Callable[[], None]) -> None:
         self._flip = flip
 
-    def enter(self, phase: Phase, step: int | None = None, *, generation: int | None = None) -> None:
+    def enter(
+        self, phase: Phase, step: int | None = None, *, generation: int | None = None
+    ) -> None:
         super().enter(phase, step, generation=generation)
         self._inject(phase)
 
@@ -55,7 +57,11 @@ class FaultInjectingBoard(StatusBoard):
             fault = read_json(self.request_path)
         except (OSError, ValueError):
             return
-        if fault.get("at") not in (None, at) or self.step < fault.get("step", 0) or (fault["what"] == "flip" and self._flip is None):
+        if (
+            fault.get("at") not in (None, at)
+            or self.step < fault.get("step", 0)
+            or (fault["what"] == "flip" and self._flip is None)
+        ):
             return
         if fault.get("after"):
             write_json(self.request_path, fault | {"after": fault["after"] - 1})

@@ -14,7 +14,13 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # public at run time
 
 from lockstep.elastic.generation_log import Generation
-from lockstep.runtime.process_group import form_timeout_s, gather_json, init_default_group, reduce_rounds, run_rounds
+from lockstep.runtime.process_group import (
+    form_timeout_s,
+    gather_json,
+    init_default_group,
+    reduce_rounds,
+    run_rounds,
+)
 from lockstep.runtime.sockets import is_refused, open_sockets, shutdown_sockets
 from lockstep.runtime.torch_private import detach_groups, device_backends, set_group_timeout
 from lockstep.runtime.work import WorkWaiter
@@ -34,14 +40,28 @@ NCCL_SETTINGS = {
 class GenerationGroup:
     """torch's default process group, which each generation forms again."""
 
-    def __init__(self, device: torch.device, timeout_s: float = 600.0, sockets: set[tuple[int, str]] | None = None) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        timeout_s: float = 600.0,
+        sockets: set[tuple[int, str]] | None = None,
+    ) -> None:
         self.device, self.timeout_s = device, timeout_s
-        self._sockets = sockets or set()  # gloo's, as (file descriptor, name in /proc/self/fd): a failure shuts them down
+        self._sockets = (
+            sockets or set()
+        )  # gloo's, as (file descriptor, name in /proc/self/fd): a failure shuts them down
         self._sockets_before: set[tuple[int, str]] = set()
         self._forming_subgroups = False
         self._aborts: dict[Any, threading.Thread] = {}  # NCCL backend -> thread that aborts it
-        self._lock, self._hold_s, self._abort_asked_s, self._is_shut_down = threading.Lock(), 0.0, 0.0, False
-        self._retired: list[tuple[list[dist.ProcessGroup], list[Any]]] = []  # groups that were left intact, and their NCCL backends
+        self._lock, self._hold_s, self._abort_asked_s, self._is_shut_down = (
+            threading.Lock(),
+            0.0,
+            0.0,
+            False,
+        )
+        self._retired: list[
+            tuple[list[dist.ProcessGroup], list[Any]]
+        ] = []  # groups that were left intact, and their NCCL backends
         self._waits = WorkWaiter()
 
     def form(self, generation: Generation, rank: int, generation_error: Callable[[], str]) -> None:
@@ -55,7 +75,9 @@ class GenerationGroup:
         size, timeout_s = len(generation.members), form_timeout_s(self.device)
         store = _connect_store(generation.store, size, timeout_s, generation_error)
         prefixed = PrefixStore(f"generation-{generation.number}-{generation.token}", store)
-        init_default_group(prefixed, rank, size, self.device, timeout_s)  # fails soon if two members cannot connect
+        init_default_group(
+            prefixed, rank, size, self.device, timeout_s
+        )  # fails soon if two members cannot connect
         set_group_timeout(timedelta(seconds=self.timeout_s), dist.group.WORLD)
         self._sockets = open_sockets() - self._sockets_before
         while self._retired:
@@ -69,7 +91,9 @@ class GenerationGroup:
         try:
             yield
         finally:
-            self._sockets = self._sockets | (open_sockets() - self._sockets_before)  # a new set: the membership thread reads it
+            self._sockets = self._sockets | (
+                open_sockets() - self._sockets_before
+            )  # a new set: the membership thread reads it
             self._forming_subgroups = False
 
     def hold_abort(self, seconds: float) -> bool:
@@ -96,8 +120,14 @@ class GenerationGroup:
             self._is_shut_down = True
         is_aborting = self._abort_communicators()
         sockets = open_sockets()
-        forming = sockets - self._sockets_before if not self._sockets or self._forming_subgroups else set()
-        shutdown_sockets(entry for entry in sockets & self._sockets | forming if entry[0] not in links)
+        forming = (
+            sockets - self._sockets_before
+            if not self._sockets or self._forming_subgroups
+            else set()
+        )
+        shutdown_sockets(
+            entry for entry in sockets & self._sockets | forming if entry[0] not in links
+        )
         return is_aborting
 
     def _abort_communicators(self) -> bool:
@@ -136,7 +166,13 @@ class GenerationGroup:
         """Collective. Return the JSON values of all `size` ranks."""
         return gather_json(size, value, self.wait)
 
-    def all_reduce(self, row: torch.Tensor, rank: int, size: int, combine: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
+    def all_reduce(
+        self,
+        row: torch.Tensor,
+        rank: int,
+        size: int,
+        combine: Callable[[torch.Tensor, torch.Tensor], None],
+    ) -> None:
         """Collective. Combine the rows of all ranks into `row`; see reduce_rounds."""
         run_rounds(reduce_rounds(row, rank, size, combine), self.wait)
 
@@ -154,13 +190,18 @@ class GenerationGroup:
 def start_aborts(backends: Iterable[Any]) -> dict[Any, threading.Thread]:
     """Abort NCCL's communicators: nothing else ends a kernel that waits for a dead peer.
     Each has a thread, since the abort of one waits for the kernels of the others."""
-    threads = {backend: threading.Thread(target=backend.abort, name="lockstep-abort", daemon=True) for backend in backends}
+    threads = {
+        backend: threading.Thread(target=backend.abort, name="lockstep-abort", daemon=True)
+        for backend in backends
+    }
     for thread in threads.values():
         thread.start()
     return threads
 
 
-def _close_in_thread(groups: list[dist.ProcessGroup], aborts: dict[Any, threading.Thread]) -> threading.Thread:
+def _close_in_thread(
+    groups: list[dist.ProcessGroup], aborts: dict[Any, threading.Thread]
+) -> threading.Thread:
     """Close groups, each with its threads, sockets and port, after their communicators are aborted."""
 
     def close() -> None:
@@ -175,7 +216,9 @@ def _close_in_thread(groups: list[dist.ProcessGroup], aborts: dict[Any, threadin
     return closing
 
 
-def _connect_store(address: str, size: int, timeout_s: float, generation_error: Callable[[], str]) -> TCPStore:
+def _connect_store(
+    address: str, size: int, timeout_s: float, generation_error: Callable[[], str]
+) -> TCPStore:
     """Connect to a store. RuntimeError if it does not answer, its process exited, or the generation
     is over. On a thread: torch's client cannot be interrupted while it retries.
 
@@ -188,7 +231,11 @@ def _connect_store(address: str, size: int, timeout_s: float, generation_error: 
 
     def connect() -> None:
         try:
-            connected.set_result(TCPStore(host, int(port), size, is_master=False, timeout=timedelta(seconds=timeout_s)))
+            connected.set_result(
+                TCPStore(
+                    host, int(port), size, is_master=False, timeout=timedelta(seconds=timeout_s)
+                )
+            )
         except RuntimeError as error:
             connected.set_exception(error)
 
@@ -201,6 +248,10 @@ def _connect_store(address: str, size: int, timeout_s: float, generation_error: 
             if not why and time.monotonic() > ask_s:
                 wait_s *= 2
                 ask_s = time.monotonic() + wait_s
-                why = f"nothing listens at {address}, the store of this generation" if is_refused(host, int(port)) else ""
+                why = (
+                    f"nothing listens at {address}, the store of this generation"
+                    if is_refused(host, int(port))
+                    else ""
+                )
             if why:
                 raise RuntimeError(why) from None

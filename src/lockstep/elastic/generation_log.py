@@ -36,7 +36,15 @@ from typing import Any
 
 from lockstep.elastic.stored_folder import StoredFolder, stored_folder
 from lockstep.errors import DamagedFileError
-from lockstep.files import add_checksum, parse_json, read_json, read_text, verify_checksum, write_if_absent, write_json
+from lockstep.files import (
+    add_checksum,
+    parse_json,
+    read_json,
+    read_text,
+    verify_checksum,
+    write_if_absent,
+    write_json,
+)
 from lockstep.log import log
 
 GENERATION_FILE = re.compile(r"x*(\d{6,})\.json")
@@ -53,7 +61,9 @@ class Member:
     slot: int  # number on its host, from 0
     pid: int
     address: str  # "ADDRESS:PORT" on which its membership thread listens
-    loopback: str = ""  # id of the network of a loopback address (worker_env.py); "" if other hosts reach it
+    loopback: str = (
+        ""  # id of the network of a loopback address (worker_env.py); "" if other hosts reach it
+    )
 
     @property
     def sort_key(self) -> tuple[str, int, str]:
@@ -65,7 +75,9 @@ class Member:
         """Parse a member from a file or another process. TypeError or ValueError: malformed."""
         member = Member(**value)
         kinds = {"id": str, "host": str, "slot": int, "pid": int, "address": str}
-        if wrong := [name for name, kind in kinds.items() if type(getattr(member, name)) is not kind]:
+        if wrong := [
+            name for name, kind in kinds.items() if type(getattr(member, name)) is not kind
+        ]:
             raise TypeError(f"a member's {wrong[0]} is {getattr(member, wrong[0])!r}")
         host, _, port = member.address.rpartition(":")
         ipaddress.ip_address(host)
@@ -129,7 +141,10 @@ class Generation:
         """Parse the result of `to_json`. KeyError, TypeError or ValueError: malformed."""
         fields = dict(value)
         ranges = [
-            before.members[slice(*item)] if before and isinstance(item, list) else [Member.from_json(item)] for item in fields["members"]
+            before.members[slice(*item)]
+            if before and isinstance(item, list)
+            else [Member.from_json(item)]
+            for item in fields["members"]
         ]
         return Generation(
             **fields
@@ -167,7 +182,14 @@ class GenerationLog:
         """Return the newest generation above `known`, or None, which costs two stat()."""
         if known and not self._path(known + 1).exists() and self._path(known).exists():
             return None
-        newest = max((int(match[1]) for name in os.listdir(self.folder) if (match := GENERATION_FILE.fullmatch(name))), default=0)
+        newest = max(
+            (
+                int(match[1])
+                for name in os.listdir(self.folder)
+                if (match := GENERATION_FILE.fullmatch(name))
+            ),
+            default=0,
+        )
         if newest < max(known, self.seen):
             self._require(max(known, self.seen))
         return self.read(newest) if newest > known else None
@@ -196,8 +218,12 @@ class GenerationLog:
     def propose(self, generation: Generation) -> Generation:
         """Publish `generation`; return the generation that won its number, maybe another's."""
         self._require(max(generation.number - 1, self.seen))
-        write_if_absent(self._path(generation.number), json.dumps(add_checksum(generation.to_json()), indent=1))
-        if self._archived(generation.number).exists():  # this process was stopped meanwhile: the number was taken
+        write_if_absent(
+            self._path(generation.number), json.dumps(add_checksum(generation.to_json()), indent=1)
+        )
+        if self._archived(
+            generation.number
+        ).exists():  # this process was stopped meanwhile: the number was taken
             self._path(generation.number).unlink(missing_ok=True)
         winner = self.read(generation.number)
         if winner.token == generation.token:
@@ -208,7 +234,9 @@ class GenerationLog:
         """Record the end of the run; return the record of its end, maybe another process's.
         after: newest generation before this start: an earlier end is not this one's."""
         newest = self.newest()
-        while newest is None or not newest.end or newest.number <= after:  # another process may propose, too
+        while (
+            newest is None or not newest.end or newest.number <= after
+        ):  # another process may propose, too
             number, step = (newest.number + 1, newest.step) if newest else (1, 0)
             newest = self.propose(Generation(number, new_token(), (), "", step, reason, end=end))
         return newest
@@ -225,7 +253,9 @@ class GenerationLog:
 
     def mark_untrusted(self, number: int, why: str, facts: dict[str, Any]) -> None:
         """Make every member restart from a checkpoint. facts: digests of each worker."""
-        write_json(self.folder / f"{name_of(number)}.suspects.json", add_checksum({"why": why, **facts}))
+        write_json(
+            self.folder / f"{name_of(number)}.suspects.json", add_checksum({"why": why, **facts})
+        )
 
     def untrusted_reason(self, number: int) -> str:
         """Return why a generation's state is untrusted, also for a damaged file; else ""."""
@@ -243,13 +273,18 @@ class GenerationLog:
         for path in sorted(self.folder.glob("*.suspects.json")):
             try:
                 facts = verify_checksum(read_json(path))
-                if not all(isinstance(facts[name], kind) for name, kind in [("step", int), ("what", str), ("digests", dict)]):
+                if not all(
+                    isinstance(facts[name], kind)
+                    for name, kind in [("step", int), ("what", str), ("digests", dict)]
+                ):
                     raise ValueError("a field has the wrong type")
                 records.append((path, facts))
             except FileNotFoundError:
                 continue
             except (DamagedFileError, ValueError, KeyError) as error:
-                log.warning("%s is damaged (%s): cannot determine which worker diverged", path, error)
+                log.warning(
+                    "%s is damaged (%s): cannot determine which worker diverged", path, error
+                )
         return records
 
     def _path(self, number: int) -> Path:
@@ -260,7 +295,9 @@ class GenerationLog:
 
     def _require(self, number: int) -> None:
         if number and not self._path(number).exists():
-            raise FileNotFoundError(errno.ENOENT, f"the log lacks generation {number}", str(self.folder))
+            raise FileNotFoundError(
+                errno.ENOENT, f"the log lacks generation {number}", str(self.folder)
+            )
 
 
 class StoredGenerationLog(GenerationLog):
@@ -273,7 +310,9 @@ class StoredGenerationLog(GenerationLog):
     def newest(self, known: int = 0) -> Generation | None:
         oldest = max(known, self.seen)
         names = self.stored.names(after=f"{name_of(oldest - 1)}.json" if oldest > 1 else "")
-        newest = max((int(match[1]) for match in map(GENERATION_FILE.fullmatch, names) if match), default=0)
+        newest = max(
+            (int(match[1]) for match in map(GENERATION_FILE.fullmatch, names) if match), default=0
+        )
         if newest < oldest:
             raise FileNotFoundError(errno.ENOENT, f"the log lacks generation {oldest}", self.where)
         return self.read(newest) if newest > known else None
@@ -288,7 +327,9 @@ class StoredGenerationLog(GenerationLog):
         return self._parse(number, self.stored.create(f"{name_of(number)}.json", text), self.where)
 
     def mark_untrusted(self, number: int, why: str, facts: dict[str, Any]) -> None:
-        self.stored.write(f"{name_of(number)}.suspects.json", json.dumps(add_checksum({"why": why, **facts})))
+        self.stored.write(
+            f"{name_of(number)}.suspects.json", json.dumps(add_checksum({"why": why, **facts}))
+        )
 
     def untrusted_reason(self, number: int) -> str:
         until_s = time.monotonic() + RETRY_S
@@ -302,14 +343,20 @@ class StoredGenerationLog(GenerationLog):
             time.sleep(0.25)
 
     def divergence_records(self) -> list[tuple[Path, dict[str, Any]]]:
-        self._copy_suspects([name for name in self.stored.names() if name.endswith(".suspects.json")])
+        self._copy_suspects(
+            [name for name in self.stored.names() if name.endswith(".suspects.json")]
+        )
         return super().divergence_records()
 
     def copy_new(self) -> None:
         """Add the generations after the newest one in the copy of this host, in order; to an empty
         copy only the newest."""
         copied = sorted(filter(GENERATION_FILE.fullmatch, os.listdir(self.folder)))
-        names = [name for name in self.stored.names(after=copied[-1] if copied else "") if GENERATION_FILE.fullmatch(name)]
+        names = [
+            name
+            for name in self.stored.names(after=copied[-1] if copied else "")
+            if GENERATION_FILE.fullmatch(name)
+        ]
         for name in names if copied else names[-1:]:
             write_if_absent(self.folder / name, self.stored.read(name))
 

@@ -65,17 +65,29 @@ class HangVerdict:
     action: Action
 
 
-def diagnose(members: Iterable[MemberSnapshot], limits: ElasticLimits | None = None) -> HangVerdict | None:
+def diagnose(
+    members: Iterable[MemberSnapshot], limits: ElasticLimits | None = None
+) -> HangVerdict | None:
     """Return the verdict on a generation; None if nothing hangs or a rank is only slow."""
     limits = limits or ElasticLimits()
     present = sorted(members, key=lambda member: member.rank)
     step_s = max((member.status.step_s for member in present), default=0.0)
-    late = [member for member in present if stalled_s(member, limits) > stall_limit_s(member, limits, step_s)]
-    culprits = [member for member in late if cannot_move(member, limits) or not in_collective(member)]
-    if len(culprits) == len(present) > 1 and not any(cannot_move(member, limits) for member in culprits):
+    late = [
+        member
+        for member in present
+        if stalled_s(member, limits) > stall_limit_s(member, limits, step_s)
+    ]
+    culprits = [
+        member for member in late if cannot_move(member, limits) or not in_collective(member)
+    ]
+    if len(culprits) == len(present) > 1 and not any(
+        cannot_move(member, limits) for member in culprits
+    ):
         return blame_shared_cause(culprits, limits)
     if culprits:
-        return blame_culprits(culprits, [member for member in present if member not in culprits], limits)
+        return blame_culprits(
+            culprits, [member for member in present if member not in culprits], limits
+        )
     return blame_mismatch(late, limits) if late and len(late) == len(present) else None
 
 
@@ -86,11 +98,17 @@ def in_collective(member: MemberSnapshot) -> bool:
 
 def user_collective(member: MemberSnapshot) -> str:
     """Return the collective that the user's loop called, such as "all_reduce of 8 B", or ""."""
-    match = None if member.status.phase in WAITING else COLLECTIVE.search(member.stack.rpartition("\n")[2])
+    match = (
+        None
+        if member.status.phase in WAITING
+        else COLLECTIVE.search(member.stack.rpartition("\n")[2])
+    )
     return match[1] if match else ""
 
 
-def cannot_move(member: MemberSnapshot, limits: ElasticLimits) -> Literal["", "exited", "stopped", "unheard"]:
+def cannot_move(
+    member: MemberSnapshot, limits: ElasticLimits
+) -> Literal["", "exited", "stopped", "unheard"]:
     """Return why the member's process cannot run at all; "" if it can."""
     if member.state in ("Z", "X", "T", "t"):
         return "exited" if member.state in ("Z", "X") else "stopped"
@@ -108,15 +126,25 @@ def stall_limit_s(member: MemberSnapshot, limits: ElasticLimits, step_s: float) 
     if cannot_move(member, limits):
         return limits.hang_timeout_s
     first_s = FIRST_STEP_S if member.status.first_step else 0.0
-    allowance_s = limits.evaluate_timeout_s if member.status.phase == "evaluating" else ALLOWANCES_S.get(member.status.phase, 0.0)
+    allowance_s = (
+        limits.evaluate_timeout_s
+        if member.status.phase == "evaluating"
+        else ALLOWANCES_S.get(member.status.phase, 0.0)
+    )
     return max(limits.hang_timeout_s, MEDIAN_STEPS * step_s, first_s, allowance_s)
 
 
-def blame_culprits(culprits: Sequence[MemberSnapshot], others: Sequence[MemberSnapshot], limits: ElasticLimits) -> HangVerdict:
+def blame_culprits(
+    culprits: Sequence[MemberSnapshot], others: Sequence[MemberSnapshot], limits: ElasticLimits
+) -> HangVerdict:
     """Some members hang by themselves; the others wait for them."""
     subject, pronoun = ("It", "it") if len(culprits) == 1 else ("They", "them")
     clauses = "; ".join([*describe_all(culprits, limits), *describe_waiting(others, pronoun)])
-    return HangVerdict(ids_of(culprits), f"{clauses}. {action_words(subject, culprits, others, limits)}", limits.on_hang)
+    return HangVerdict(
+        ids_of(culprits),
+        f"{clauses}. {action_words(subject, culprits, others, limits)}",
+        limits.on_hang,
+    )
 
 
 def blame_shared_cause(members: Sequence[MemberSnapshot], limits: ElasticLimits) -> HangVerdict:
@@ -125,7 +153,9 @@ def blame_shared_cause(members: Sequence[MemberSnapshot], limits: ElasticLimits)
     cause = f"none of the {len(members)} ranks makes progress or waits for another, so look for a shared cause, such as a disk: {clauses}."
     if limits.on_hang == "evict" and min(member.status.moved_s for member in members) <= COMMON_S:
         return HangVerdict((), f"{cause} They have {format_duration(COMMON_S)} to recover.", "warn")
-    return HangVerdict(ids_of(members), f"{cause} {action_words('They', members, (), limits)}", limits.on_hang)
+    return HangVerdict(
+        ids_of(members), f"{cause} {action_words('They', members, (), limits)}", limits.on_hang
+    )
 
 
 def blame_mismatch(members: Sequence[MemberSnapshot], limits: ElasticLimits) -> HangVerdict:
@@ -133,8 +163,16 @@ def blame_mismatch(members: Sequence[MemberSnapshot], limits: ElasticLimits) -> 
     groups: dict[tuple[object, ...], list[MemberSnapshot]] = {}
     for member in members:
         status, own = member.status, user_collective(member)
-        where = status.generation, status.step, status.phase, status.collective, status.collective_bytes
-        groups.setdefault((*where, *((own, innermost(member.stack)) if own else ())), []).append(member)
+        where = (
+            status.generation,
+            status.step,
+            status.phase,
+            status.collective,
+            status.collective_bytes,
+        )
+        groups.setdefault((*where, *((own, innermost(member.stack)) if own else ())), []).append(
+            member
+        )
     if len(groups) == 1:
         return blame_network(members, limits)
     largest = max(groups.values(), key=len)
@@ -153,13 +191,21 @@ def blame_mismatch(members: Sequence[MemberSnapshot], limits: ElasticLimits) -> 
 def blame_network(members: Sequence[MemberSnapshot], limits: ElasticLimits) -> HangVerdict:
     """All members are in one collective, and it does not complete."""
     hosts = sorted({member.host for member in members})
-    between = f"the network between {join_words(hosts)}" if len(hosts) > 1 else f"their connection on {hosts[0]}"
+    between = (
+        f"the network between {join_words(hosts)}"
+        if len(hosts) > 1
+        else f"their connection on {hosts[0]}"
+    )
     if len(members) == 1:
         cause = f"{describe_all(members, limits)[0]}, in which no other rank is"
     else:
         where = f"{collective_with_number(members[0])} for {longest_stall(members)}{at_line(members[0])}"
         cause = f"all {len(members)} ranks have been in {where}; none is missing, so {between} makes no progress"
-    return HangVerdict((), f"{cause}. {action_words('', (), members, limits)}", "regroup" if limits.on_hang == "evict" else limits.on_hang)
+    return HangVerdict(
+        (),
+        f"{cause}. {action_words('', (), members, limits)}",
+        "regroup" if limits.on_hang == "evict" else limits.on_hang,
+    )
 
 
 PHASE_WORDS: dict[Phase, str] = {
@@ -183,14 +229,22 @@ def describe_all(members: Sequence[MemberSnapshot], limits: ElasticLimits) -> li
     groups: dict[tuple[object, ...], list[MemberSnapshot]] = {}
     for member in members:
         status = member.status
-        problem = cannot_move(member, limits), member.silent_s > limits.heartbeat_timeout_s, member.state == "D"
-        groups.setdefault((*problem, status.generation, status.step, status.phase, innermost(member.stack)), []).append(member)
+        problem = (
+            cannot_move(member, limits),
+            member.silent_s > limits.heartbeat_timeout_s,
+            member.state == "D",
+        )
+        groups.setdefault(
+            (*problem, status.generation, status.step, status.phase, innermost(member.stack)), []
+        ).append(member)
     return [describe_group(group, limits) for group in groups.values()]
 
 
 def describe_group(group: Sequence[MemberSnapshot], limits: ElasticLimits) -> str:
     first, subject = group[0], f"{who(group)} {have(group)}"
-    where = PHASE_WORDS[first.status.phase].format(step=first.status.step, generation=first.status.generation)
+    where = PHASE_WORDS[first.status.phase].format(
+        step=first.status.step, generation=first.status.generation
+    )
     been = f"{have(group)} been {where} for {format_duration(max(member.status.since_s for member in group))}{at_line(first)}"
     silent = format_duration(max(member.silent_s for member in group))
     problem = cannot_move(first, limits)
@@ -212,7 +266,10 @@ def describe_waiting(others: Sequence[MemberSnapshot], pronoun: str) -> list[str
     for member in filter(in_collective, others):
         groups.setdefault(collective_words(member), []).append(member)
     waited = f"waited for {pronoun} in"
-    return [f"{rank_words(group)} {have(group)} {waited} {where} for {longest_stall(group)}" for where, group in groups.items()]
+    return [
+        f"{rank_words(group)} {have(group)} {waited} {where} for {longest_stall(group)}"
+        for where, group in groups.items()
+    ]
 
 
 def collective_words(member: MemberSnapshot) -> str:
@@ -221,23 +278,40 @@ def collective_words(member: MemberSnapshot) -> str:
         return f"its own {name} in step {status.step}"
     if status.phase == "joining":
         return f"the group of generation {status.generation}"
-    return f"the reduction of step {status.step}" if status.phase == "reducing" else f"the vote of step {status.step}"
+    return (
+        f"the reduction of step {status.step}"
+        if status.phase == "reducing"
+        else f"the vote of step {status.step}"
+    )
 
 
 def collective_with_number(member: MemberSnapshot) -> str:
     """The same with the number and size of a collective of the library."""
     status, words = member.status, collective_words(member)
     size = f", {format_bytes(status.collective_bytes)}" if status.collective_bytes else ""
-    return words if user_collective(member) else f"{words} (collective {status.collective} of generation {status.generation}{size})"
+    return (
+        words
+        if user_collective(member)
+        else f"{words} (collective {status.collective} of generation {status.generation}{size})"
+    )
 
 
-def action_words(subject: str, culprits: Sequence[MemberSnapshot], others: Sequence[MemberSnapshot], limits: ElasticLimits) -> str:
+def action_words(
+    subject: str,
+    culprits: Sequence[MemberSnapshot],
+    others: Sequence[MemberSnapshot],
+    limits: ElasticLimits,
+) -> str:
     """Describe the action. subject: the culprits, as the sentence calls them."""
     if limits.on_hang != "evict":
         return "The run is aborted." if limits.on_hang == "abort" else "No action is taken."
     if not culprits:
         return "All ranks form a new group and retry the step."
-    verb = "removed" if all(cannot_move(member, limits) in ("exited", "unheard") for member in culprits) else "killed"
+    verb = (
+        "removed"
+        if all(cannot_move(member, limits) in ("exited", "unheard") for member in culprits)
+        else "killed"
+    )
     how = "without" if others else "with others in place of"
     be, them = ("is", "it") if len(culprits) == 1 else ("are", "them")
     return f"{subject} {be} {verb}, and the run continues {how} {them}."
@@ -274,7 +348,9 @@ def at_line(member: MemberSnapshot) -> str:
 LINE = re.compile(r"(.+):(\d+) in (.+?): (.*)")
 COLLECTIVES = "distributed_c10d.py"
 COLLECTIVE = re.compile(rf"{re.escape(COLLECTIVES)}:\d+ in (.+?): ")
-NOT_THE_USERS = re.compile(r"[/\\]lib(64)?[/\\]python3|site-packages|dist-packages|^<")  # Python's files, installed packages
+NOT_THE_USERS = re.compile(
+    r"[/\\]lib(64)?[/\\]python3|site-packages|dist-packages|^<"
+)  # Python's files, installed packages
 
 
 def stack_of(thread_id: int | None = None, *, frames: int = 40) -> str:
@@ -285,10 +361,17 @@ def stack_of(thread_id: int | None = None, *, frames: int = 40) -> str:
     if frame is None:
         return ""
     *outer, inner = traceback.extract_stack(frame, frames)
-    tensor_bytes = getattr(frame.f_locals.get("tensor"), "nbytes", None) if inner.filename.endswith(COLLECTIVES) else None
+    tensor_bytes = (
+        getattr(frame.f_locals.get("tensor"), "nbytes", None)
+        if inner.filename.endswith(COLLECTIVES)
+        else None
+    )
     size = f" of {format_bytes(tensor_bytes)}" if tensor_bytes is not None else ""
     calls = [(call, "") for call in outer] + [(inner, size)]
-    return "\n".join(f"{call.filename}:{call.lineno} in {call.name}{size}: {call.line or ''}" for call, size in calls)
+    return "\n".join(
+        f"{call.filename}:{call.lineno} in {call.name}{size}: {call.line or ''}"
+        for call, size in calls
+    )
 
 
 def innermost(stack: str) -> str:

@@ -53,7 +53,11 @@ def read_token(run: Path) -> bytes:
     path = run / "token"
     with open(path, "rb", opener=open_regular) as file:
         if os.fstat(file.fileno()).st_mode & 0o077:
-            raise UsageError(f"{path} can be read by other users", "the run's token authenticates workers", f"chmod 600 {path}")
+            raise UsageError(
+                f"{path} can be read by other users",
+                "the run's token authenticates workers",
+                f"chmod 600 {path}",
+            )
         token = file.read(MAX_FRAME_BYTES).strip()
     if not TOKEN.fullmatch(token):
         raise DamagedFileError(
@@ -73,12 +77,17 @@ class Signer:
 
     def next_mac(self, text: bytes) -> bytes:
         self.count += 1
-        return hashlib.blake2b(self.count.to_bytes(8, "big") + text, key=self.key, digest_size=MAC_BYTES).digest()
+        return hashlib.blake2b(
+            self.count.to_bytes(8, "big") + text, key=self.key, digest_size=MAC_BYTES
+        ).digest()
 
 
 def make_signers(token: bytes, *nonces: str) -> tuple[Signer, Signer]:
     """Return (the client's signer, the server's) for a connection with their nonces."""
-    client, server = (Signer(hmac.digest(token, json.dumps([side, *nonces]).encode(), "sha256")) for side in ("client", "server"))
+    client, server = (
+        Signer(hmac.digest(token, json.dumps([side, *nonces]).encode(), "sha256"))
+        for side in ("client", "server")
+    )
     return client, server
 
 
@@ -143,7 +152,9 @@ class PeerLink:
         while len(self._incoming) >= LENGTH_PREFIX.size:
             (length,) = LENGTH_PREFIX.unpack_from(self._incoming)
             if length > self._max_bytes:
-                raise AuthenticationError(f"a message of {length} bytes, above the limit of {self._max_bytes}")
+                raise AuthenticationError(
+                    f"a message of {length} bytes, above the limit of {self._max_bytes}"
+                )
             if len(self._incoming) < LENGTH_PREFIX.size + length:
                 break
             text = bytes(self._incoming[LENGTH_PREFIX.size : LENGTH_PREFIX.size + length])
@@ -167,7 +178,9 @@ class PeerLink:
         if hmac.compare_digest(mac, self._verifier.next_mac(text)):
             return text
         changed = "a frame was altered, repeated, dropped or reordered in transit"
-        raise AuthenticationError(changed if self.id else "wrong proof: the peer does not have this run's token")
+        raise AuthenticationError(
+            changed if self.id else "wrong proof: the peer does not have this run's token"
+        )
 
     @staticmethod
     def _decode(text: bytes) -> dict[str, Any]:
@@ -196,7 +209,9 @@ class PeerLink:
                 raise AuthenticationError(f"{message['kind']!r} instead of a handshake")
 
 
-def send_control_message(address: str, token: bytes, message: dict[str, Any], timeout_s: float = 5.0) -> dict[str, Any]:
+def send_control_message(
+    address: str, token: bytes, message: dict[str, Any], timeout_s: float = 5.0
+) -> dict[str, Any]:
     """Return the answer of the member at `address`. OSError, EOFError, AuthenticationError."""
     host, _, port = address.rpartition(":")
     me = f"control/{os.getpid()}/{secrets.token_hex(4)}"

@@ -25,11 +25,30 @@ from typing import Any
 
 from lockstep.elastic.connections import Connections
 from lockstep.elastic.disk_thread import DiskThread
-from lockstep.elastic.generation_log import NO_GENERATION, Generation, GenerationLog, Member, RunResult, new_token, open_generation_log
+from lockstep.elastic.generation_log import (
+    NO_GENERATION,
+    Generation,
+    GenerationLog,
+    Member,
+    RunResult,
+    new_token,
+    open_generation_log,
+)
 from lockstep.elastic.hang import stack_of
 from lockstep.elastic.link import PeerLink
 from lockstep.elastic.protocol.decisions import ElasticLimits, LeaveReport
-from lockstep.elastic.protocol.effects import AbortGroup, Connect, Effect, Exit, FormGroup, GetReady, LogMessage, Propose, ReadLog, Send
+from lockstep.elastic.protocol.effects import (
+    AbortGroup,
+    Connect,
+    Effect,
+    Exit,
+    FormGroup,
+    GetReady,
+    LogMessage,
+    Propose,
+    ReadLog,
+    Send,
+)
 from lockstep.elastic.protocol.transitions import Protocol
 from lockstep.elastic.run_folder import read_worker_token
 from lockstep.elastic.watchdog import GroupAborter, Watchdog, exit_for_restart, read_status
@@ -41,7 +60,9 @@ from lockstep.runtime.worker_env import WorkerEnv, is_loopback_reachable, loopba
 
 TICK_S = 0.1
 DRAIN_TIMEOUT_S = 10.0  # how long a member of a drained host waits for the next generation
-SIGNAL_POLL_S = 1.0  # interval between checks for a signal while the main thread waits for a generation
+SIGNAL_POLL_S = (
+    1.0  # interval between checks for a signal while the main thread waits for a generation
+)
 PUBLISH_S = 10.0  # how long to try to record the end of the run
 LIVENESS_S = 10.0  # the file is written each second
 AGREED_CODES = (0, 75, 130)  # exit codes of a run that all ranks agreed to end
@@ -78,35 +99,62 @@ class Membership:
     ) -> None:
         self.worker_env, self.folder = env, Path(env.folder)
         self.board = Path(env.state) / f"{env.slot}.board"
-        self.generation_log = generation_log or open_generation_log(self.folder, since=env.known_generation)
+        self.generation_log = generation_log or open_generation_log(
+            self.folder, since=env.known_generation
+        )
         token = read_worker_token(env)
         listener = socket.create_server((env.address, 0), backlog=256)
         listener.setblocking(False)
         host, port = listener.getsockname()[:2]
-        loopback = loopback_network() if ipaddress.ip_address(host.partition("%")[0]).is_loopback else ""
-        self.me = Member(f"{env.host}/{env.slot}/{secrets.token_hex(4)}", env.host, env.slot, os.getpid(), f"{host}:{port}", loopback)
-        self.protocol = Protocol(self.me, limits, tokens=new_token, now_s=time.monotonic(), after=env.after_generation)
+        loopback = (
+            loopback_network() if ipaddress.ip_address(host.partition("%")[0]).is_loopback else ""
+        )
+        self.me = Member(
+            f"{env.host}/{env.slot}/{secrets.token_hex(4)}",
+            env.host,
+            env.slot,
+            os.getpid(),
+            f"{host}:{port}",
+            loopback,
+        )
+        self.protocol = Protocol(
+            self.me, limits, tokens=new_token, now_s=time.monotonic(), after=env.after_generation
+        )
         self.joiner_count = 0
         self.main_thread = threading.get_ident()
-        self.aborter = GroupAborter(lambda: on_abort(self.connections.descriptors()), self.main_thread)
+        self.aborter = GroupAborter(
+            lambda: on_abort(self.connections.descriptors()), self.main_thread
+        )
         self.watchdog = Watchdog(limits, env.host, self._ask_stack)
-        self.connections = Connections(listener, token, self.protocol, self._apply, self._on_message)
+        self.connections = Connections(
+            listener, token, self.protocol, self._apply, self._on_message
+        )
         self._calls: queue.SimpleQueue[Callable[[], Sequence[Effect]] | None] = queue.SimpleQueue()
         self._turn = threading.Condition()  # guards the next three
         self._formed = NO_GENERATION
         self._exit_error: Exception | None = None
         self._others_started = False
-        self._unreachable_since_s: dict[str, float] = {}  # id -> when this worker first failed to reach it
+        self._unreachable_since_s: dict[
+            str, float
+        ] = {}  # id -> when this worker first failed to reach it
         self._leaving_s = 0.0  # when the main thread started to leave its group; 0: it has not
         self._closed = False
-        self.disk = DiskThread(self.folder, self.generation_log, self.protocol, self._call, self._refuse_second_training)
+        self.disk = DiskThread(
+            self.folder,
+            self.generation_log,
+            self.protocol,
+            self._call,
+            self._refuse_second_training,
+        )
         self.thread = threading.Thread(target=self._run, name="lockstep-member", daemon=True)
         self.thread.start()
 
     # -- for the main thread --------------------------------------------------------------------------------------------
 
     def request_join(self, fingerprint: Mapping[str, str], *, is_joining: bool) -> None:
-        self._call(lambda: self.protocol.request_join(time.monotonic(), fingerprint, is_joining=is_joining))
+        self._call(
+            lambda: self.protocol.request_join(time.monotonic(), fingerprint, is_joining=is_joining)
+        )
 
     def set_fingerprint(self, fingerprint: Mapping[str, str]) -> None:
         """Set what must be equal on all members; joiners that differ are refused."""
@@ -120,8 +168,14 @@ class Membership:
         """
         waiting_since_s = time.monotonic()
         with self._turn:
-            while self._exit_error is None and not self._others_started and self._formed.number <= after:
-                if (name := stop_signal()) and self._stops_run(name, time.monotonic() - waiting_since_s):
+            while (
+                self._exit_error is None
+                and not self._others_started
+                and self._formed.number <= after
+            ):
+                if (name := stop_signal()) and self._stops_run(
+                    name, time.monotonic() - waiting_since_s
+                ):
                     self.request_stop(name)
                 self._turn.wait(SIGNAL_POLL_S)  # with a limit, so that signal handlers run
             if self._others_started:
@@ -167,7 +221,11 @@ class Membership:
         """Return why generation `number` is over; "" while it lives."""
         if self._exit_error is not None:
             return str(self._exit_error)
-        return self.protocol.generation_error if self.protocol.number <= number else "a newer generation exists"
+        return (
+            self.protocol.generation_error
+            if self.protocol.number <= number
+            else "a newer generation exists"
+        )
 
     def publish_result(self, end: RunResult) -> None:
         """Record the end of the run in the log. Give up after PUBLISH_S."""
@@ -203,7 +261,9 @@ class Membership:
         try:
             while self._turn_once():
                 pass
-        except Exception as error:  # a bug here must end this worker, not leave it without heartbeats
+        except (
+            Exception
+        ) as error:  # a bug here must end this worker, not leave it without heartbeats
             log.exception("the membership thread failed")
             self._exit(error)
             self.aborter.abort()
@@ -239,7 +299,11 @@ class Membership:
         if (verdict := self.watchdog.new_verdict(protocol.generation, now_s)) is None:
             return
         log.error("%s", verdict.paragraph)
-        facts = {"culprits": list(verdict.culprits), "action": verdict.action, "why": verdict.paragraph}
+        facts = {
+            "culprits": list(verdict.culprits),
+            "action": verdict.action,
+            "why": verdict.paragraph,
+        }
         self.disk.submit(lambda: append_event(self.folder, "hang", **facts))
         why = verdict.paragraph.partition(";")[0]
         if verdict.action == "abort":
@@ -262,7 +326,9 @@ class Membership:
     def _apply(self, effects: Sequence[Effect]) -> None:
         heartbeat: dict[str, Any] = {}  # the same object for all links, so that it is encoded once
         for effect in effects:
-            if not isinstance(effect, ReadLog) and not (isinstance(effect, Send) and effect.message["kind"] == "heartbeat"):
+            if not isinstance(effect, ReadLog) and not (
+                isinstance(effect, Send) and effect.message["kind"] == "heartbeat"
+            ):
                 log.debug("%s", effect)
             match effect:
                 case Send(id, {"kind": "heartbeat"} as message):
@@ -287,7 +353,13 @@ class Membership:
                             self._others_started = True
                         self._turn.notify_all()
                 case Exit(why, fenced, end):
-                    self._exit(RunEnded(end) if end else FencedError(why) if fenced else UsageError(why, self.me.id, SAME))
+                    self._exit(
+                        RunEnded(end)
+                        if end
+                        else FencedError(why)
+                        if fenced
+                        else UsageError(why, self.me.id, SAME)
+                    )
                 case LogMessage(text):
                     log.warning("%s", text)
 
@@ -296,7 +368,12 @@ class Membership:
         if end and end.code in AGREED_CODES:
             return  # the run is complete, but some ranks may still be in the last collective
         is_ending = self.protocol.is_ending  # members leave when they are done
-        log.log(logging.DEBUG if is_ending else logging.INFO, "generation %d ended: %s", self.protocol.number, why)
+        log.log(
+            logging.DEBUG if is_ending else logging.INFO,
+            "generation %d ended: %s",
+            self.protocol.number,
+            why,
+        )
         self.aborter.abort()
 
     def _exit(self, error: Exception) -> None:
@@ -312,7 +389,11 @@ class Membership:
             return
         now_s = time.monotonic()
         if not self._unreachable_since_s:
-            log.info("%s has a loopback address of another host: waiting %g s for its liveness file", member.id, LIVENESS_S)
+            log.info(
+                "%s has a loopback address of another host: waiting %g s for its liveness file",
+                member.id,
+                LIVENESS_S,
+            )
         since_s = self._unreachable_since_s.setdefault(member.id, now_s)
         self._apply(self.protocol.on_connect_failed(member.id, now_s - since_s > LIVENESS_S, now_s))
 
@@ -336,10 +417,19 @@ class Membership:
     def _answer(self, message: dict[str, Any]) -> dict[str, Any]:
         if message["kind"] == "stop":
             name = str(message.get("signal"))
-            self._apply(self.protocol.request_stop(name if STOP_EXIT_CODES.get(name) else "SIGTERM", time.monotonic()))
+            self._apply(
+                self.protocol.request_stop(
+                    name if STOP_EXIT_CODES.get(name) else "SIGTERM", time.monotonic()
+                )
+            )
             return {"kind": "stopping", "id": self.me.id}
         protocol = self.protocol
-        known = {"id": self.me.id, "membership": protocol.phase, "number": protocol.number, "waiting": protocol.joiner_count}
+        known = {
+            "id": self.me.id,
+            "membership": protocol.phase,
+            "number": protocol.number,
+            "waiting": protocol.joiner_count,
+        }
         return {"kind": "status", **known, "doing": read_status(self.board)}
 
     def _refuse_second_training(self, member: Member) -> Sequence[Effect]:

@@ -12,9 +12,13 @@ from lockstep.errors import LockstepError
 
 @dataclass(frozen=True)
 class Progress:
-    stage: Literal["join", "resume", "step"]  # "join" and "resume" before the first step, then "step"
+    stage: Literal[
+        "join", "resume", "step"
+    ]  # "join" and "resume" before the first step, then "step"
     step: int  # committed steps; -1: this worker has no training state yet
-    decision: StepDecision | None = None  # the vote on the last committed step, for members that missed it
+    decision: StepDecision | None = (
+        None  # the vote on the last committed step, for members that missed it
+    )
     divergences: int = 0  # see Divergence
     compare_all: bool = False  # compare all weights at the next vote: a member is new
     rehearse: bool = True  # compute micro-batch 0 of the next step on all ranks: a member is new
@@ -30,7 +34,9 @@ class Progress:
         if (decision := values["decision"]) is None:
             return cls(**values)
         _refuse_other_fields(StepDecision, decision)
-        tuples = {name: tuple(decision[name]) for name in ("divergent_ranks", "digests", "micro_batch_us")}
+        tuples = {
+            name: tuple(decision[name]) for name in ("divergent_ranks", "digests", "micro_batch_us")
+        }
         return cls(**{**values, "decision": StepDecision(**{**decision, **tuples})})
 
 

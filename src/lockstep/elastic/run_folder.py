@@ -22,7 +22,13 @@ from pathlib import Path
 from lockstep.elastic import waiting_room as waiting
 from lockstep.elastic.generation_log import open_generation_log
 from lockstep.elastic.link import make_token, read_token
-from lockstep.errors import CheckpointError, DamagedFileError, DataError, LockstepError, SaveFailedError
+from lockstep.errors import (
+    CheckpointError,
+    DamagedFileError,
+    DataError,
+    LockstepError,
+    SaveFailedError,
+)
 from lockstep.log import log
 from lockstep.runtime.worker_env import WorkerEnv
 
@@ -98,10 +104,17 @@ def wait_until_usable(env: WorkerEnv) -> None:
     if not (why := folder_error(env)):
         return
     started_s = time.monotonic()
-    log.warning("the run folder cannot be used (%s); worker %s/%d waits for it", why, env.host, env.slot)
+    log.warning(
+        "the run folder cannot be used (%s); worker %s/%d waits for it", why, env.host, env.slot
+    )
     while folder_error(env):
         time.sleep(POLL_S)
-    log.warning("the run folder is usable again after %.0f s; %s/%d continues", time.monotonic() - started_s, env.host, env.slot)
+    log.warning(
+        "the run folder is usable again after %.0f s; %s/%d continues",
+        time.monotonic() - started_s,
+        env.host,
+        env.slot,
+    )
 
 
 def may_be_folder_error(error: BaseException | None) -> bool:

@@ -90,7 +90,9 @@ class ElasticRuntime(AbstractContextManager["ElasticRuntime"]):
         self._exchanging = self._unfinished = 0  # optimizers: in all, and of this step
 
     @classmethod
-    def join(cls, threads: int = 1, timeout_s: float = 600.0, limits: ElasticLimits | None = None) -> ElasticRuntime:
+    def join(
+        cls, threads: int = 1, timeout_s: float = 600.0, limits: ElasticLimits | None = None
+    ) -> ElasticRuntime:
         """Collective. Join the workers of the run: `with ElasticRuntime.join() as runtime:`.
 
         threads    of torch in this process; their number changes bits, so it belongs to the run
@@ -109,19 +111,37 @@ class ElasticRuntime(AbstractContextManager["ElasticRuntime"]):
         return cls(world, group)
 
     @classmethod
-    def join_under_agent(cls, worker_env: WorkerEnv, timeout_s: float, limits: ElasticLimits) -> ElasticRuntime:
+    def join_under_agent(
+        cls, worker_env: WorkerEnv, timeout_s: float, limits: ElasticLimits
+    ) -> ElasticRuntime:
         """Collective. Join under an agent. A joiner calls `join_running` once it has a model."""
         env = worker_env
         os.environ["GLOO_SOCKET_IFNAME"] = interface_with_address(env.address)
-        device, reason = select_device(RankInfo(env.slot, env.slots, env.slot, env.slots, "", 0, "lockstep"))
+        device, reason = select_device(
+            RankInfo(env.slot, env.slots, env.slot, env.slots, "", 0, "lockstep")
+        )
         limits = replace(limits, expected_workers=env.expected_workers, max_workers=env.max_workers)
         is_stored = store_address(Path(env.folder)) is not None
-        limits = replace(limits, min_workers=max(env.min_workers, limits.replica_size), one_host=is_stored)
+        limits = replace(
+            limits, min_workers=max(env.min_workers, limits.replica_size), one_host=is_stored
+        )
         board, group = make_board(env), GenerationGroup(device, timeout_s)
         membership = Membership(env, limits, group.shutdown)
-        runtime = cls(World(-1, 0, env.slot, env.slots, env.host, device), group, board=board, membership=membership)
+        runtime = cls(
+            World(-1, 0, env.slot, env.slots, env.host, device),
+            group,
+            board=board,
+            membership=membership,
+        )
         if env.slot == 0:
-            log.info("%s, %d of %d workers on %s: %s", device, env.slots, env.expected_workers, env.host, reason)
+            log.info(
+                "%s, %d of %d workers on %s: %s",
+                device,
+                env.slots,
+                env.expected_workers,
+                env.host,
+                reason,
+            )
         try:
             runtime.is_joining = is_run_active(Path(env.folder), env)
             if not runtime.is_joining:
@@ -158,7 +178,9 @@ class ElasticRuntime(AbstractContextManager["ElasticRuntime"]):
         """Return whether this is the first worker of its host, or of the shared terminal."""
         if os.environ.get(SHARED_TERMINAL) != "1" or not self.world.members:
             return self.world.local_leader
-        first_of_hosts = [rank for rank, id in enumerate(self.world.members) if id.split("/")[1] == "0"]
+        first_of_hosts = [
+            rank for rank, id in enumerate(self.world.members) if id.split("/")[1] == "0"
+        ]
         return first_of_hosts[:1] == [self.world.rank]
 
     @property
@@ -213,17 +235,28 @@ class ElasticRuntime(AbstractContextManager["ElasticRuntime"]):
 
     def fingerprint(self, facts: Mapping[str, str]) -> dict[str, str]:
         """Return what must be equal on all workers: numerics, code, flags and `facts`."""
-        return {**numerics.fingerprint(self.world.device), **sources.fingerprint(), **self.flags, **facts}
+        return {
+            **numerics.fingerprint(self.world.device),
+            **sources.fingerprint(),
+            **self.flags,
+            **facts,
+        }
 
     @property
     def has_own_folder(self) -> bool:
         """Whether each host has a copy of the run folder: they share no disk."""
-        return self.membership is not None and isinstance(self.membership.generation_log, StoredGenerationLog)
+        return self.membership is not None and isinstance(
+            self.membership.generation_log, StoredGenerationLog
+        )
 
     @property
     def flags(self) -> dict[str, str]:
         """Arguments of the user's own function, as given to the agent."""
-        return {f"--{name}": text for name, text in self.membership.worker_env.flags.items()} if self.membership else {}
+        return (
+            {f"--{name}": text for name, text in self.membership.worker_env.flags.items()}
+            if self.membership
+            else {}
+        )
 
     @contextmanager
     def during(self, phase: Literal["saving", "evaluating"]) -> Iterator[None]:
@@ -239,7 +272,10 @@ class ElasticRuntime(AbstractContextManager["ElasticRuntime"]):
         """Log how the time of the run in `folder` was spent, and write it to its events."""
         if self.world.leader:
             append_event(folder, "goodput", **self.ledger.summary(time.monotonic()))
-        log.log(logging.INFO if self.shows_progress() else logging.DEBUG, self.ledger.describe(time.monotonic()))
+        log.log(
+            logging.INFO if self.shows_progress() else logging.DEBUG,
+            self.ledger.describe(time.monotonic()),
+        )
 
     def generation_error(self) -> str:
         """Return why this generation is over; "" while it is intact, or for a static group."""
@@ -281,7 +317,9 @@ class ElasticRuntime(AbstractContextManager["ElasticRuntime"]):
             loss.why = error_summary(error) or type(error).__name__
             error.__traceback__ = None  # it references the group
 
-    def retry_across_generations(self, function: Callable[[], T], why: str = "", *, leaving: bool = False) -> T:
+    def retry_across_generations(
+        self, function: Callable[[], T], why: str = "", *, leaving: bool = False
+    ) -> T:
         """Collective. Return `function()`; if a member is lost, retry in the next generation.
 
         why      leave the current generation first, for this reason
@@ -306,7 +344,9 @@ class ElasticRuntime(AbstractContextManager["ElasticRuntime"]):
         for _ in range(MAX_FAILED_GENERATIONS):
             record = self.membership.next_generation(self.world.generation, self._stop_signal)
             if why := self.membership.generation_log.untrusted_reason(last):
-                raise FencedError(why, "found by members of that generation", "this worker restarts")
+                raise FencedError(
+                    why, "found by members of that generation", "this worker restarts"
+                )
             try:
                 self._form(record)
             except RuntimeError as error:
@@ -326,13 +366,24 @@ class ElasticRuntime(AbstractContextManager["ElasticRuntime"]):
         self.world = self.world.in_generation(record, self.membership.me.id)
         self.board.enter("joining", generation=record.number)
         self.group.form(record, self.world.rank, self.generation_error)
-        log.info("generation %d: rank %d of %d (%s)", record.number, self.world.rank, self.world.size, record.reason)
+        log.info(
+            "generation %d: rank %d of %d (%s)",
+            record.number,
+            self.world.rank,
+            self.world.size,
+            record.reason,
+        )
         self.exchange_progress()
 
     def exchange_progress(self) -> None:
         """Collective. Receive the progress of each member."""
         spent = self.ledger.to_json(time.monotonic(), time.time())
-        sent = replace(self.progress, first_generation=self.first_generation, ledger=spent, loop_state=self.loop_state)
+        sent = replace(
+            self.progress,
+            first_generation=self.first_generation,
+            ledger=spent,
+            loop_state=self.loop_state,
+        )
         received = self.group.gather_json(self.world.size, asdict(sent))
         self.member_progress = [Progress.from_json(values) for values in received]
 
@@ -340,15 +391,23 @@ class ElasticRuntime(AbstractContextManager["ElasticRuntime"]):
         """Decide from the members' progress what this generation starts with."""
         newest = max(self.member_progress, key=lambda member: member.step)
         self.is_joining = self.progress.step < 0 <= newest.step
-        if self.is_joining and newest.ledger:  # a later leader must count the time of the run, not its own
+        if (
+            self.is_joining and newest.ledger
+        ):  # a later leader must count the time of the run, not its own
             self.ledger = Ledger.from_json(newest.ledger, time.monotonic(), self.ledger.category)
             self.loop_state = newest.loop_state
         # Equal on all ranks: collectives depend on it.
-        self.first_generation = all(member.first_generation for member in self.member_progress) and newest.step < 0
+        self.first_generation = (
+            all(member.first_generation for member in self.member_progress) and newest.step < 0
+        )
         stages = sorted({member.stage for member in self.member_progress})
         if newest.step < 0 and len(stages) > 1:
             member = self.world.members[self.world.rank]
-            raise FencedError(f"workers are at different stages of the start: {', '.join(stages)}", member, "they restart")
+            raise FencedError(
+                f"workers are at different stages of the start: {', '.join(stages)}",
+                member,
+                "they restart",
+            )
 
     def leave_group(self, why: str, *, leaving: bool = False) -> None:
         """Leave this generation's process group, intact or broken, and report the progress."""
@@ -357,7 +416,9 @@ class ElasticRuntime(AbstractContextManager["ElasticRuntime"]):
         log.debug("leaving generation %d: %s", self.world.generation, why)
         self.membership.start_leaving()
         self.group.abort(intact=not self.generation_error())
-        self.membership.report_left(LeaveReport(self.world.generation, self.progress.step, leaving, why))
+        self.membership.report_left(
+            LeaveReport(self.world.generation, self.progress.step, leaving, why)
+        )
 
     def stop_admitting(self) -> None:
         """Let no worker join from now on: the run is about to end."""
@@ -375,17 +436,31 @@ class ElasticRuntime(AbstractContextManager["ElasticRuntime"]):
             try:
                 self.membership.generation_log.mark_untrusted(self.world.generation, why, facts)
             except OSError as error:
-                log.error("cannot mark the state of generation %d as untrusted: %s", self.world.generation, error)
+                log.error(
+                    "cannot mark the state of generation %d as untrusted: %s",
+                    self.world.generation,
+                    error,
+                )
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         """Leave. A torch error caused by a lost peer becomes a PeersLostError."""
         try:
             if error is None or isinstance(error, Stopped):
                 if self.membership:
                     self.report_goodput(self.membership.folder)
-                    self._end_run(self.membership, RunResult(self.exit_code if error is None else int(str(error))))
+                    self._end_run(
+                        self.membership,
+                        RunResult(self.exit_code if error is None else int(str(error))),
+                    )
                 return self.group.destroy()
-            with suppress(RuntimeError):  # no memory for a thread: the exit of the process closes the group
+            with suppress(
+                RuntimeError
+            ):  # no memory for a thread: the exit of the process closes the group
                 self.group.abort()
         finally:
             if self.membership:

@@ -30,7 +30,12 @@ class StoredFolder:
     def names(self, after: str = "") -> list[str]:
         """Return the names of the objects, in order; only those behind `after`."""
         with as_disk_error():
-            return [path.rpartition("/")[2] for path in self.bucket.list(self.path, after=f"{self.path}/{after}" if after else "")]
+            return [
+                path.rpartition("/")[2]
+                for path in self.bucket.list(
+                    self.path, after=f"{self.path}/{after}" if after else ""
+                )
+            ]
 
     def read(self, name: str) -> str:
         path = f"{self.path}/{name}"
@@ -39,7 +44,10 @@ class StoredFolder:
         try:
             return content.decode()
         except UnicodeDecodeError as error:
-            where, hint = f"{self.bucket.address}/{path}", "restore an earlier version of this object"
+            where, hint = (
+                f"{self.bucket.address}/{path}",
+                "restore an earlier version of this object",
+            )
             raise DamagedFileError(f"{name} is damaged: {error}", where, hint) from None
 
     def write(self, name: str, text: str) -> None:
@@ -73,7 +81,9 @@ def store_address(run: Path) -> Address | None:
         return None
     except (ValueError, LookupError, TypeError, UsageError) as error:
         hint = "start this host again with the same command, which writes the file"
-        raise DamagedFileError(f"{STORE_FILE} is damaged: {error}", str(run / STORE_FILE), hint) from None
+        raise DamagedFileError(
+            f"{STORE_FILE} is damaged: {error}", str(run / STORE_FILE), hint
+        ) from None
 
 
 def stored_folder(run: Path, name: str) -> StoredFolder | None:

@@ -35,7 +35,9 @@ class WaitingRoom:
         """Publish this worker's address. OSError when the waiting room is missing."""
         path = file_of(self.run, me)
         if self.stored:
-            self.stored.remove(*(name for name in self.stored.names() if is_of_slot(name, me.host, me.slot)))
+            self.stored.remove(
+                *(name for name in self.stored.names() if is_of_slot(name, me.host, me.slot))
+            )
             self.stored.write(path.name, json.dumps(vars(me)))
         else:
             write_json(path, vars(me))
@@ -80,7 +82,11 @@ class WaitingRoom:
 
     def _names(self, suffix: str) -> list[str]:
         """Return the names of the files with a suffix, in order."""
-        names = self.stored.names() if self.stored else [path.name for path in self.folder.glob("[!.]*")]
+        names = (
+            self.stored.names()
+            if self.stored
+            else [path.name for path in self.folder.glob("[!.]*")]
+        )
         return sorted(name for name in names if name.endswith(suffix))
 
     def _read(self, name: str) -> str:

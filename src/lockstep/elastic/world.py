@@ -24,7 +24,9 @@ from lockstep.runtime.sockets import choose_interface, open_sockets
 from lockstep.runtime.status_board import StatusBoard
 from lockstep.runtime.worker_env import WorkerEnv, is_loopback_reachable
 
-LAUNCH_STORE = StoreConnection()  # of this process: its launcher gives it one address for all of its groups
+LAUNCH_STORE = (
+    StoreConnection()
+)  # of this process: its launcher gives it one address for all of its groups
 
 
 @dataclass(frozen=True)
@@ -61,9 +63,14 @@ class World:
     def in_generation(self, generation: Generation, id: str) -> World:
         """Return the world of member `id` in a generation."""
         ids = tuple(member.id for member in generation.members)
-        rank, local = ids.index(id), sorted(member.slot for member in generation.members if member.host == self.host)
+        rank, local = (
+            ids.index(id),
+            sorted(member.slot for member in generation.members if member.host == self.host),
+        )
         local_rank = local.index(generation.members[rank].slot)
-        return World(rank, len(ids), local_rank, len(local), self.host, self.device, generation.number, ids)
+        return World(
+            rank, len(ids), local_rank, len(local), self.host, self.device, generation.number, ids
+        )
 
 
 def join_static_group(threads: int, timeout_s: float) -> tuple[World, GenerationGroup]:
@@ -83,7 +90,9 @@ def join_static_group(threads: int, timeout_s: float) -> tuple[World, Generation
             log.warning("%s", warning)
     before = open_sockets()
     init_static_group(info, store, device, timeout_s)
-    world = World(info.rank, info.size, info.local_rank, info.local_size, socket.gethostname(), device)
+    world = World(
+        info.rank, info.size, info.local_rank, info.local_size, socket.gethostname(), device
+    )
     return world, GenerationGroup(device, timeout_s, open_sockets() - before)
 
 
@@ -101,7 +110,11 @@ def is_run_active(folder: Path, worker_env: WorkerEnv) -> bool:
     newest = open_generation_log(folder, since=worker_env.known_generation).newest()
     if newest is None or newest.end:
         return False
-    alive = [member for member in newest.members if is_loopback_reachable(member.loopback) and is_listening(member.address)]
+    alive = [
+        member
+        for member in newest.members
+        if is_loopback_reachable(member.loopback) and is_listening(member.address)
+    ]
     foreign = [member for member in alive if member.host != worker_env.host]
     if worker_env.agent_pid and foreign and worker_env.slots == worker_env.expected_workers:
         raise UsageError(

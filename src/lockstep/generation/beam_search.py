@@ -26,7 +26,14 @@ def max_lengths(source: Tensor, max_tokens: int) -> Tensor:
 
 
 @torch.inference_mode()
-def beam_search(model: Translator, source: Tensor, *, beams: int, length_penalty: float = 1.0, max_tokens: int = 256) -> list[list[int]]:
+def beam_search(
+    model: Translator,
+    source: Tensor,
+    *,
+    beams: int,
+    length_penalty: float = 1.0,
+    max_tokens: int = 256,
+) -> list[list[int]]:
     """Return the ids of each row's best translation found with K beams, without END.
 
     source  (B, S): each row a sentence, END, PAD
@@ -64,7 +71,9 @@ class BeamSearch:
         self.position = 0
         self.written = torch.full((len(source), beams, max(self.limit)), PAD, device=source.device)
         # All beams start equal: only the first counts, or all would find the same.
-        self.totals = torch.full((len(source), beams), float("-inf"), device=source.device)  # log-probabilities
+        self.totals = torch.full(
+            (len(source), beams), float("-inf"), device=source.device
+        )  # log-probabilities
         self.totals[:, 0] = 0.0
 
     def advance(self, log_p: Tensor) -> tuple[Tensor, Tensor]:
@@ -76,8 +85,14 @@ class BeamSearch:
         self.collect_finished(totals, parents, tokens == END)
         rank = torch.arange(2 * beams, device=flat.device) + 2 * beams * (tokens == END)
         order = rank.argsort(dim=1)[:, :beams]  # (B, K): the candidates that continue, best first
-        tokens, parents, self.totals = tokens.gather(1, order), parents.gather(1, order), totals.gather(1, order)
-        self.written = self.written.gather(1, parents[..., None].expand(-1, -1, self.written.shape[2]))
+        tokens, parents, self.totals = (
+            tokens.gather(1, order),
+            parents.gather(1, order),
+            totals.gather(1, order),
+        )
+        self.written = self.written.gather(
+            1, parents[..., None].expand(-1, -1, self.written.shape[2])
+        )
         self.written[:, :, self.position] = tokens
         self.position += 1
         self.finish_at_limit()
@@ -87,7 +102,12 @@ class BeamSearch:
         for row, candidate in ended[:, : self.beams].nonzero().tolist():
             sentence = self.rows[row]
             if not self.done[sentence]:
-                self.finish(row, int(parents[row, candidate]), float(totals[row, candidate]), self.position + 1)
+                self.finish(
+                    row,
+                    int(parents[row, candidate]),
+                    float(totals[row, candidate]),
+                    self.position + 1,
+                )
                 self.done[sentence] = len(self.finished[sentence]) >= self.beams
 
     def finish_at_limit(self) -> None:
@@ -98,7 +118,9 @@ class BeamSearch:
 
     def finish(self, row: int, beam: int, log_probability: float, tokens: int) -> None:
         ids = self.written[row, beam, : self.position].tolist()
-        self.finished[self.rows[row]].append((log_probability / float(tokens**self.length_penalty), ids))
+        self.finished[self.rows[row]].append(
+            (log_probability / float(tokens**self.length_penalty), ids)
+        )
 
     def keep_rows(self, remaining: Sequence[int], kept: Tensor) -> None:
         self.rows = [self.rows[i] for i in remaining]
@@ -129,10 +151,19 @@ def batches_by_length(lengths: Sequence[int], tokens: int) -> list[list[int]]:
 def pad_rows(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
     """Append END to each row and pad: (B, S) int64."""
     longest = max(map(len, rows)) + 1
-    return torch.tensor([[*row, END, *[PAD] * (longest - 1 - len(row))] for row in rows], device=device)
+    return torch.tensor(
+        [[*row, END, *[PAD] * (longest - 1 - len(row))] for row in rows], device=device
+    )
 
 
-def translate(model: Translator, tokenizer: Tokenizer, texts: Sequence[str], *, beams: int = 1, batch_tokens: int = 2048) -> list[str]:
+def translate(
+    model: Translator,
+    tokenizer: Tokenizer,
+    texts: Sequence[str],
+    *,
+    beams: int = 1,
+    batch_tokens: int = 2048,
+) -> list[str]:
     """Translate each text, in order; an empty text stays empty.
 
     beams         1: greedy; more: beam search of that width
@@ -142,7 +173,9 @@ def translate(model: Translator, tokenizer: Tokenizer, texts: Sequence[str], *, 
     rows = tokenizer.encode(list(texts))
     translations: list[list[int]] = [[] for _ in rows]
     filled = [i for i, row in enumerate(rows) if row]
-    for batch in batches_by_length([len(rows[i]) + 1 for i in filled], max(1, batch_tokens // beams)):
+    for batch in batches_by_length(
+        [len(rows[i]) + 1 for i in filled], max(1, batch_tokens // beams)
+    ):
         chosen = [filled[i] for i in batch]
         source = pad_rows([rows[i] for i in chosen], model.embedding.weight.device)
         for i, ids in zip(chosen, beam_search(model, source, beams=beams), strict=True):

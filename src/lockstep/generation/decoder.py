@@ -33,7 +33,11 @@ WeightLayout = Literal["plain", "columns", "packed"]
 
 def choose_layout(device_type: str, dtype: torch.dtype, rows: int) -> WeightLayout:
     """Return the layout for `rows` rows per token; measured by bench/decode/run.py --layouts."""
-    if device_type != "cpu" or dtype not in (torch.float32, torch.bfloat16) or not torch.backends.mkldnn.is_available():
+    if (
+        device_type != "cpu"
+        or dtype not in (torch.float32, torch.bfloat16)
+        or not torch.backends.mkldnn.is_available()
+    ):
         return "plain"
     if dtype == torch.float32 and rows == 1:
         return "columns"  # the product is a sum of columns, read sequentially
@@ -53,7 +57,11 @@ class Matrix(nn.Module):
         self.weight = nn.Buffer(weight, persistent=False)
 
     def forward(self, states: Tensor) -> Tensor:
-        return packed_linear(states, self.weight) if self.layout == "packed" else F.linear(states, self.weight)
+        return (
+            packed_linear(states, self.weight)
+            if self.layout == "packed"
+            else F.linear(states, self.weight)
+        )
 
 
 class Norm(nn.Module):
@@ -76,11 +84,15 @@ class Norm(nn.Module):
 class Block(nn.Module):
     """A layer without its attention, which differs between prefill and step."""
 
-    def __init__(self, layer: Layer, head_dim: int, layout: WeightLayout, group: ProcessGroup | None) -> None:
+    def __init__(
+        self, layer: Layer, head_dim: int, layout: WeightLayout, group: ProcessGroup | None
+    ) -> None:
         super().__init__()
         attention, feed = layer.attention, layer.feed_forward
         self.head_dim, self.group = head_dim, group
-        self.attention_norm = Norm(layer.attention_norm.weight.detach(), cast(float, layer.attention_norm.eps))
+        self.attention_norm = Norm(
+            layer.attention_norm.weight.detach(), cast(float, layer.attention_norm.eps)
+        )
         self.feed_norm = Norm(layer.feed_norm.weight.detach(), cast(float, layer.feed_norm.eps))
         projections = attention.query, attention.key, attention.value
         weights = [linear.weight.detach() for linear in projections]
@@ -88,18 +100,32 @@ class Block(nn.Module):
         self.query_key_value = Matrix(torch.cat(weights), layout)
         biases = [linear.bias.detach() for linear in projections if linear.bias is not None]
         self.bias = nn.Buffer(torch.cat(biases), persistent=False) if biases else None
-        norms = [norm for norm in (attention.query_norm, attention.key_norm) if isinstance(norm, nn.RMSNorm)]
-        self.head_norms = nn.ModuleList(Norm(norm.weight.detach(), cast(float, norm.eps)) for norm in norms)
+        norms = [
+            norm
+            for norm in (attention.query_norm, attention.key_norm)
+            if isinstance(norm, nn.RMSNorm)
+        ]
+        self.head_norms = nn.ModuleList(
+            Norm(norm.weight.detach(), cast(float, norm.eps)) for norm in norms
+        )
         self.attention_out = Matrix(attention.out.weight.detach(), layout)
-        self.gate_up = Matrix(torch.cat([feed.gate.weight.detach(), feed.up.weight.detach()]), layout)
+        self.gate_up = Matrix(
+            torch.cat([feed.gate.weight.detach(), feed.up.weight.detach()]), layout
+        )
         self.feed_out = Matrix(feed.out.weight.detach(), layout)
 
     def heads(self, states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """states (B, T, D) -> queries, keys, values (B, T, H + 2G, E), the first two rotated."""
         rows, length, _ = states.shape
         projected = self.query_key_value(self.attention_norm(states))
-        heads = (projected if self.bias is None else projected + self.bias).view(rows, length, -1, self.head_dim)
-        for norm, part in zip(self.head_norms, heads.split([self.n_heads, self.n_kv_heads, self.n_kv_heads], dim=2), strict=False):
+        heads = (projected if self.bias is None else projected + self.bias).view(
+            rows, length, -1, self.head_dim
+        )
+        for norm, part in zip(
+            self.head_norms,
+            heads.split([self.n_heads, self.n_kv_heads, self.n_kv_heads], dim=2),
+            strict=False,
+        ):
             part.copy_(norm(part))
         rotated = heads[:, :, : self.n_heads + self.n_kv_heads]
         swapped = rotated.roll(self.head_dim // 2, -1)
@@ -126,7 +152,9 @@ class KVCache:
     kv: Tensor  # (L, 2, B, G, C, E): keys, values
     cos: Tensor  # (C, E)
     sin: Tensor  # (C, E): with the sign of the swapped half
-    row_starts: Tensor  # (2 * B * G,): start of each row of keys and values within a layer, in positions
+    row_starts: (
+        Tensor  # (2 * B * G,): start of each row of keys and values within a layer, in positions
+    )
     position: Tensor  # (B,) int64: of each row's next token
 
     @property
@@ -145,7 +173,13 @@ class Decoder(nn.Module):
     """
 
     def __init__(
-        self, model: Llama, *, rows: int = 1, layout: WeightLayout | None = None, group: ProcessGroup | None = None, release: bool = False
+        self,
+        model: Llama,
+        *,
+        rows: int = 1,
+        layout: WeightLayout | None = None,
+        group: ProcessGroup | None = None,
+        release: bool = False,
     ) -> None:
         super().__init__()
         weight = model.embedding.weight.detach()
@@ -166,7 +200,9 @@ class Decoder(nn.Module):
         """Return an empty cache for `rows` rows of up to `capacity` tokens."""
         weight, block, head_dim = self.embedding, cast(Block, self.blocks[0]), self.config.head_dim
         kv = weight.new_zeros(len(self.blocks), 2, rows, block.n_kv_heads, capacity, head_dim)
-        angles = RotaryEmbedding.of(torch.arange(capacity, device=weight.device)[None], self.config, weight.dtype)
+        angles = RotaryEmbedding.of(
+            torch.arange(capacity, device=weight.device)[None], self.config, weight.dtype
+        )
         sign = torch.ones(head_dim, device=weight.device, dtype=weight.dtype)
         sign[: head_dim // 2] = -1
         row_starts = torch.arange(2 * rows * block.n_kv_heads, device=weight.device) * capacity
@@ -184,9 +220,13 @@ class Decoder(nn.Module):
         for block, layer_kv in zip(self.blocks, cache.kv.unbind(0), strict=True):
             block = cast(Block, block)
             heads = block.heads(states, cos, sin)  # (B, T, H + 2G, E)
-            query, key, value = heads.transpose(1, 2).split((block.n_heads, block.n_kv_heads, block.n_kv_heads), dim=1)
+            query, key, value = heads.transpose(1, 2).split(
+                (block.n_heads, block.n_kv_heads, block.n_kv_heads), dim=1
+            )
             layer_kv[0, :, :, :length], layer_kv[1, :, :, :length] = key, value
-            attended = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)  # (B, H, T, E)
+            attended = F.scaled_dot_product_attention(
+                query, key, value, is_causal=True, enable_gqa=True
+            )  # (B, H, T, E)
             states = block.finish(states, attended.transpose(1, 2).flatten(2))
         cache.position.copy_(lengths)
         last = states[torch.arange(rows, device=tokens.device), lengths - 1]  # (B, D)
@@ -199,20 +239,32 @@ class Decoder(nn.Module):
         """
         rows, scale = len(tokens), self.config.head_dim**-0.5
         n_kv_heads = cast(Block, self.blocks[0]).n_kv_heads
-        cos, sin = (table.index_select(0, cache.position)[:, None, None] for table in (cache.cos, cache.sin))  # (B, 1, 1, E)
+        cos, sin = (
+            table.index_select(0, cache.position)[:, None, None] for table in (cache.cos, cache.sin)
+        )  # (B, 1, 1, E)
         hidden = torch.arange(window, device=tokens.device) > cache.position[:, None]  # (B, S)
-        bias = torch.zeros_like(hidden, dtype=self.embedding.dtype).masked_fill_(hidden, float("-inf"))
+        bias = torch.zeros_like(hidden, dtype=self.embedding.dtype).masked_fill_(
+            hidden, float("-inf")
+        )
         bias = bias.repeat_interleave(n_kv_heads, 0)[:, None]  # (B * G, 1, S)
-        targets = cache.row_starts + cache.position.repeat_interleave(n_kv_heads).repeat(2)  # (2 * B * G,)
+        targets = cache.row_starts + cache.position.repeat_interleave(n_kv_heads).repeat(
+            2
+        )  # (2 * B * G,)
         states = F.embedding(tokens[:, None], self.embedding)
         for block, layer_kv in zip(self.blocks, cache.kv.unbind(0), strict=True):
             block = cast(Block, block)
             heads = block.heads(states, cos, sin)[:, 0]  # (B, H + 2G, E)
-            query = heads[:, : block.n_heads].reshape(rows * n_kv_heads, -1, self.config.head_dim)  # (B * G, H / G, E)
+            query = heads[:, : block.n_heads].reshape(
+                rows * n_kv_heads, -1, self.config.head_dim
+            )  # (B * G, H / G, E)
             new = heads[:, block.n_heads :].view(rows, 2, -1).transpose(0, 1)  # (2, B, G * E)
-            layer_kv.view(-1, self.config.head_dim).index_copy_(0, targets, new.reshape(-1, self.config.head_dim))
+            layer_kv.view(-1, self.config.head_dim).index_copy_(
+                0, targets, new.reshape(-1, self.config.head_dim)
+            )
             keys, values = layer_kv.flatten(1, 2)[:, :, :window].unbind(0)  # (B * G, S, E)
-            score = torch.baddbmm(bias, query, keys.transpose(1, 2), alpha=scale)  # (B * G, H / G, S)
+            score = torch.baddbmm(
+                bias, query, keys.transpose(1, 2), alpha=scale
+            )  # (B * G, H / G, S)
             attended = torch.bmm(score.softmax(dim=-1), values)  # (B * G, H / G, E)
             states = block.finish(states, attended.view(rows, 1, -1))
         cache.position += 1

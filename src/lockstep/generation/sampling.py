@@ -30,7 +30,9 @@ from lockstep.parallel.tensor_parallel import tensor_slices
 from lockstep.runtime.torch_private import inductor_freezing
 
 StepFunction = Callable[[Tensor, KVCache, int], Tensor]
-WINDOW_STEP = 64  # the attended part of the cache grows in these steps; a compiled step attends to all of it
+WINDOW_STEP = (
+    64  # the attended part of the cache grows in these steps; a compiled step attends to all of it
+)
 UNFINISHED = "\ufffd"  # decoded from an incomplete UTF-8 sequence
 ROWS = 16  # texts of a batch
 CONTEXT_TOKENS = 8  # prompt tokens decoded with a continuation, whose first token may join the last one of the prompt
@@ -53,7 +55,11 @@ def sample_next(logits: Tensor, draws: Tensor, sampling: SamplingParams) -> Tens
     """Return the next tokens (B,), given logits (B, V) and uniform draws (B,) from [0, 1)."""
     if sampling.temperature == 0.0:
         return logits.argmax(dim=-1)
-    probability, words = (logits.double() / sampling.temperature).softmax(dim=-1).sort(dim=-1, descending=True, stable=True)
+    probability, words = (
+        (logits.double() / sampling.temperature)
+        .softmax(dim=-1)
+        .sort(dim=-1, descending=True, stable=True)
+    )
     if sampling.top_k:
         probability[:, sampling.top_k :] = 0.0
         probability /= probability.sum(dim=-1, keepdim=True)
@@ -87,16 +93,27 @@ def sample_tokens(
     device = decoder.embedding.device
     lengths = torch.tensor([len(ids) for ids in prompts], device=device)
     longest = max(map(len, prompts))
-    padded = torch.tensor([[*ids, *[0] * (longest - len(ids))] for ids in prompts], device=device)  # (B, T)
-    generators = [torch.Generator().manual_seed((sampling.seed * 2**20 + row) % 2**63) for row in range(first, first + len(prompts))]
+    padded = torch.tensor(
+        [[*ids, *[0] * (longest - len(ids))] for ids in prompts], device=device
+    )  # (B, T)
+    generators = [
+        torch.Generator().manual_seed((sampling.seed * 2**20 + row) % 2**63)
+        for row in range(first, first + len(prompts))
+    ]
     cache = decoder.new_cache(len(prompts), max(capacity, longest + tokens))
     logits = decoder.prefill(padded, lengths, cache)
     for written in range(tokens):
-        draws = torch.stack([torch.rand((), generator=generator, dtype=torch.float64) for generator in generators]).to(device)
+        draws = torch.stack(
+            [torch.rand((), generator=generator, dtype=torch.float64) for generator in generators]
+        ).to(device)
         newest = sample_next(logits, draws, sampling)  # (B,)
         yield newest.tolist()
         if written + 1 < tokens:
-            window = cache.capacity if step else min(cache.capacity, -(-(longest + written + 1) // WINDOW_STEP) * WINDOW_STEP)
+            window = (
+                cache.capacity
+                if step
+                else min(cache.capacity, -(-(longest + written + 1) // WINDOW_STEP) * WINDOW_STEP)
+            )
             logits = (step or decoder.step)(newest, cache, window)
 
 
@@ -122,7 +139,11 @@ class TextStream:
         if cuts := [index for stop in self.stops if (index := text.find(stop)) >= 0]:
             self.ended = True
             return self.emit(text[: min(cuts)])
-        return "" if text.endswith(UNFINISHED) else self.emit(text[: len(text) - stop_prefix_length(text, self.stops)])
+        return (
+            ""
+            if text.endswith(UNFINISHED)
+            else self.emit(text[: len(text) - stop_prefix_length(text, self.stops)])
+        )
 
     def close(self) -> str:
         last = "" if self.ended else self.emit(self.text())
@@ -130,7 +151,9 @@ class TextStream:
         return last
 
     def text(self) -> str:
-        return self.tokenizer.decode([*self.before, *self.ids])[len(self.tokenizer.decode(self.before)) :]
+        return self.tokenizer.decode([*self.before, *self.ids])[
+            len(self.tokenizer.decode(self.before)) :
+        ]
 
     def emit(self, text: str) -> str:
         new = text[self.emitted :]
@@ -140,11 +163,16 @@ class TextStream:
 
 def stop_prefix_length(text: str, stops: Sequence[str]) -> int:
     """Return how many characters at the end of `text` may be the start of a stop text."""
-    return max((n for stop in stops for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0)
+    return max(
+        (n for stop in stops for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0
+    )
 
 
 def stream_continuations(
-    tokenizer: ChatTokenizer, prompts: Sequence[Sequence[int]], sampled: Iterable[Sequence[int]], stops: Sequence[str] = ()
+    tokenizer: ChatTokenizer,
+    prompts: Sequence[Sequence[int]],
+    sampled: Iterable[Sequence[int]],
+    stops: Sequence[str] = (),
 ) -> Iterator[tuple[int, str]]:
     """Yield (row, new text) of the `sampled` tokens, until each row has an end token or a stop text."""
     texts = [TextStream(tokenizer, ids[-CONTEXT_TOKENS:], stops) for ids in prompts]
@@ -181,24 +209,55 @@ def generate(  # 9 parameters: the options of `lockstep generate`
     UsageError: a number is out of range, a text has no token, or the model has too few positions.
     """
     check_sampling(tokens, sampling)
-    if invalid := [number for number, text in enumerate(texts) if any("\ud800" <= letter <= "\udfff" for letter in text)]:
-        raise UsageError("a text is not valid UTF-8", f"prompt {invalid[0] + 1}", "convert it first")
-    prompts = [tokenizer.encode_chat([{"role": "user", "content": text}]) if chat else tokenizer.encode(text) for text in texts]
+    if invalid := [
+        number
+        for number, text in enumerate(texts)
+        if any("\ud800" <= letter <= "\udfff" for letter in text)
+    ]:
+        raise UsageError(
+            "a text is not valid UTF-8", f"prompt {invalid[0] + 1}", "convert it first"
+        )
+    prompts = [
+        tokenizer.encode_chat([{"role": "user", "content": text}])
+        if chat
+        else tokenizer.encode(text)
+        for text in texts
+    ]
     if empty := [number for number, ids in enumerate(prompts) if not ids]:
-        raise UsageError("a prompt has no token to continue", f"prompt {empty[0] + 1}", "give a text")
+        raise UsageError(
+            "a prompt has no token to continue", f"prompt {empty[0] + 1}", "give a text"
+        )
     if (most := max(map(max, prompts), default=0)) >= model.config.vocab_size:
         what = f"the prompt has token {most}, the model only {model.config.vocab_size:,} tokens"
-        raise UsageError(what, str(tokenizer.folder), "use the tokenizer that the model was trained with")
+        raise UsageError(
+            what, str(tokenizer.folder), "use the tokenizer that the model was trained with"
+        )
     if (longest := max(map(len, prompts), default=0) + tokens) > model.config.max_seq_len:
         what = f"{longest:,} tokens with the prompt, and the model has {model.config.max_seq_len:,} positions"
-        raise UsageError(what, f"the longest prompt, and {tokens:,} new tokens", "shorten the prompt, or ask for fewer tokens")
+        raise UsageError(
+            what,
+            f"the longest prompt, and {tokens:,} new tokens",
+            "shorten the prompt, or ask for fewer tokens",
+        )
     rows = min(len(prompts), ROWS)
-    decoder = Decoder(model, rows=rows, layout="plain" if compile else None, group=group, release=True)
+    decoder = Decoder(
+        model, rows=rows, layout="plain" if compile else None, group=group, release=True
+    )
     step, capacity = (compile_step(decoder), longest) if compile else (None, 0)
     for first in range(0, len(prompts), ROWS):
         batch = prompts[first : first + ROWS]
-        filled = [*batch, *[batch[0]] * (rows - len(batch))] if compile else batch  # one graph for all batches
-        sampled = sample_tokens(decoder, filled, tokens=tokens, sampling=sampling, step=step, capacity=capacity, first=first)
+        filled = (
+            [*batch, *[batch[0]] * (rows - len(batch))] if compile else batch
+        )  # one graph for all batches
+        sampled = sample_tokens(
+            decoder,
+            filled,
+            tokens=tokens,
+            sampling=sampling,
+            step=step,
+            capacity=capacity,
+            first=first,
+        )
         stream = stream_continuations(tokenizer, filled, sampled, stops)
         yield from ((first + row, text) for row, text in stream if row < len(batch))
 
@@ -215,7 +274,12 @@ def compile_step(decoder: Decoder) -> StepFunction:
         start_s = time.perf_counter()
         with inductor_freezing(tokens.device.type == "cpu"):
             logits = step(tokens, cache, window)
-        log.info("compiled the step for %d rows of %d positions in %.0f s", len(tokens), window, time.perf_counter() - start_s)
+        log.info(
+            "compiled the step for %d rows of %d positions in %.0f s",
+            len(tokens),
+            window,
+            time.perf_counter() - start_s,
+        )
         return logits
 
     return timed
@@ -224,7 +288,12 @@ def compile_step(decoder: Decoder) -> StepFunction:
 def check_sampling(tokens: int, sampling: SamplingParams) -> None:
     for name, value, valid, hint in (
         ("tokens", tokens, tokens >= 1, "1 or more"),
-        ("temperature", sampling.temperature, 0.0 <= sampling.temperature < float("inf"), "0 (greedy) or more"),
+        (
+            "temperature",
+            sampling.temperature,
+            0.0 <= sampling.temperature < float("inf"),
+            "0 (greedy) or more",
+        ),
         ("top-k", sampling.top_k, sampling.top_k >= 0, "1 or more, or 0 for all"),
         ("top-p", sampling.top_p, 0.0 < sampling.top_p <= 1.0, "more than 0, at most 1"),
     ):
@@ -234,10 +303,22 @@ def check_sampling(tokens: int, sampling: SamplingParams) -> None:
 
 def refuse_indivisible(config: LlamaConfig, parts: int, where: str) -> None:
     """UsageError: the heads or the inner width cannot be split into `parts` equal parts."""
-    sizes = {"heads": config.n_heads, "key-value heads": config.n_kv_heads, "inner width": config.ffn_dim}
+    sizes = {
+        "heads": config.n_heads,
+        "key-value heads": config.n_kv_heads,
+        "inner width": config.ffn_dim,
+    }
     if uneven := [f"{size} {name}" for name, size in sizes.items() if size % parts]:
-        valid = [n for n in range(1, config.n_kv_heads + 1) if not any(size % n for size in sizes.values())]
-        raise UsageError(f"{' and '.join(uneven)} cannot be split over {parts} processes", where, f"give {' or '.join(map(str, valid))}")
+        valid = [
+            n
+            for n in range(1, config.n_kv_heads + 1)
+            if not any(size % n for size in sizes.values())
+        ]
+        raise UsageError(
+            f"{' and '.join(uneven)} cannot be split over {parts} processes",
+            where,
+            f"give {' or '.join(map(str, valid))}",
+        )
 
 
 def apply_tensor_parallel(model: Llama, runtime: ElasticRuntime, where: str) -> dist.ProcessGroup:
@@ -249,6 +330,8 @@ def apply_tensor_parallel(model: Llama, runtime: ElasticRuntime, where: str) -> 
     slices = tensor_slices(model, plan_of_llama(model), runtime.world.rank, runtime.world.size)
     for name, parameter in model.named_parameters():
         if not slices[name].is_whole:
-            parameter.data = slices[name].of(parameter.data).clone(memory_format=torch.contiguous_format)  # frees the whole weight
+            parameter.data = (
+                slices[name].of(parameter.data).clone(memory_format=torch.contiguous_format)
+            )  # frees the whole weight
     assert dist.group.WORLD is not None
     return dist.group.WORLD

@@ -35,27 +35,42 @@ def choose_attention(device_type: str, length: int) -> tuple[AttentionKernel, st
     return "sdpa", f"the attention scores of {length} tokens would not fit a CPU's cache"
 
 
-def translator_on_meta(model: config.ModelOptions, vocab_size: int, device_type: str, length: int) -> Translator:
+def translator_on_meta(
+    model: config.ModelOptions, vocab_size: int, device_type: str, length: int
+) -> Translator:
     """Build a run's translator on the meta device, for sentences of up to `length` tokens."""
-    attention = choose_attention(device_type, length)[0] if model.attention == "auto" else model.attention
+    attention = (
+        choose_attention(device_type, length)[0] if model.attention == "auto" else model.attention
+    )
     with torch.device("meta"):
         return Translator(vocab_size=vocab_size, **(asdict(model) | {"attention": attention}))
 
 
-def build_translator(model: config.ModelOptions, *, vocab_size: int, device: torch.device, seed: int, length: int = 128) -> Translator:
+def build_translator(
+    model: config.ModelOptions,
+    *,
+    vocab_size: int,
+    device: torch.device,
+    seed: int,
+    length: int = 128,
+) -> Translator:
     translator = translator_on_meta(model, vocab_size, device.type, length)
     return materialize(translator, device, lambda name, shape: init_param(name, shape, seed))
 
 
 @torch.no_grad()
-def materialize(model: Model, device: torch.device, init_param: Callable[[str, torch.Size], Tensor]) -> Model:
+def materialize(
+    model: Model, device: torch.device, init_param: Callable[[str, torch.Size], Tensor]
+) -> Model:
     """Move a model from the meta device to `device` and initialize it, in place.
 
     init_param  returns the initial value of the parameter or buffer of this name and shape, on the
                 CPU; called for one tensor at a time
     """
     swaps = torch.__future__.get_swap_module_params_on_conversion()
-    torch.__future__.set_swap_module_params_on_conversion(True)  # keeps ties, and the parameters of optimizers
+    torch.__future__.set_swap_module_params_on_conversion(
+        True
+    )  # keeps ties, and the parameters of optimizers
     model.to_empty(device=device)
     torch.__future__.set_swap_module_params_on_conversion(swaps)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):

@@ -19,15 +19,29 @@ from torch.overrides import TorchFunctionMode
 
 from lockstep.errors import UsageError
 from lockstep.models.build import materialize
-from lockstep.runtime.torch_private import TorchDispatchMode, schema_of, tree_iter, tree_map, version_of
+from lockstep.runtime.torch_private import (
+    TorchDispatchMode,
+    schema_of,
+    tree_iter,
+    tree_map,
+    version_of,
+)
 from lockstep.units import join_names
 
 WHERE = "lockstep.deferred_init(function)"
 READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-OVERWRITES = ("aten::normal_", "aten::uniform_", "aten::zero_", "aten::fill_", "aten::copy_")  # of all elements, unread
+OVERWRITES = (
+    "aten::normal_",
+    "aten::uniform_",
+    "aten::zero_",
+    "aten::fill_",
+    "aten::copy_",
+)  # of all elements, unread
 Storages = set[UntypedStorage]  # on the meta device
 Memory = dict[UntypedStorage, UntypedStorage]  # on the CPU, by storage on the meta device
-Operation = tuple[Callable[[Memory], None], Storages, Storages, torch.Generator | None]  # run, what it reads and writes, generator
+Operation = tuple[
+    Callable[[Memory], None], Storages, Storages, torch.Generator | None
+]  # run, what it reads and writes, generator
 
 
 class Recording(TorchDispatchMode):
@@ -40,29 +54,59 @@ class Recording(TorchDispatchMode):
         self.values: dict[str, Tensor] = {}  # that are needed
         self.marks: dict[str, object] = {}
 
-    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, arguments: Any = (), named: Any = None
+    ) -> Any:
         inputs, schema = (arguments, named or {}), schema_of(function)
         tensors, reads = tensors_in(inputs), storages_in(inputs)
-        if tensors and (not reads or READS & {*function.tags} or (schema.is_mutable and not storages_in(tensors[0]))):
+        if tensors and (
+            not reads
+            or READS & {*function.tags}
+            or (schema.is_mutable and not storages_in(tensors[0]))
+        ):
             return call_on_cpu(function, inputs, self.compute(reads))
         if not reads <= self.known:
-            raise UsageError("a tensor on the meta device is not the function's", WHERE, "build the whole module in the function")
-        is_random, device = torch.Tag.nondeterministic_seeded in function.tags, str(inputs[1].get("device"))
+            raise UsageError(
+                "a tensor on the meta device is not the function's",
+                WHERE,
+                "build the whole module in the function",
+            )
+        is_random, device = (
+            torch.Tag.nondeterministic_seeded in function.tags,
+            str(inputs[1].get("device")),
+        )
         generator = (inputs[1].get("generator") or torch.default_generator) if is_random else None
         state: Any = generator and generator.get_state()
-        inputs = tree_map(lambda leaf: leaf.detach() if storages_in(leaf) else leaf.clone() if isinstance(leaf, Tensor) else leaf, inputs)
-        on_meta = tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, arguments)  # tensors of data
-        result = function(*on_meta, **inputs[1] | ({"device": "meta"} if device.startswith("cpu") else {}))
+        inputs = tree_map(
+            lambda leaf: (
+                leaf.detach()
+                if storages_in(leaf)
+                else leaf.clone()
+                if isinstance(leaf, Tensor)
+                else leaf
+            ),
+            inputs,
+        )
+        on_meta = tree_map(
+            lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, arguments
+        )  # tensors of data
+        result = function(
+            *on_meta, **inputs[1] | ({"device": "meta"} if device.startswith("cpu") else {})
+        )
         results = [tensor.detach() for tensor in tensors_in(result)]
 
         def run(memory: Memory) -> None:
             if generator:
                 generator.set_state(state)
-            for tensor, value in zip(results, tensors_in(call_on_cpu(function, inputs, memory)), strict=True):
+            for tensor, value in zip(
+                results, tensors_in(call_on_cpu(function, inputs, memory)), strict=True
+            ):
                 if not storages_in(tensor) <= memory.keys():
                     on_cpu(tensor, memory).copy_(value)
 
-        writes = storages_in(results) | reads if schema.is_mutable else storages_in(results) - self.known
+        writes = (
+            storages_in(results) | reads if schema.is_mutable else storages_in(results) - self.known
+        )
         if schema.name in OVERWRITES and tensors[0].nbytes == tensors[0].untyped_storage().nbytes():
             reads = storages_in(tensors[1:])
         if generator:
@@ -91,10 +135,17 @@ class Recording(TorchDispatchMode):
 
     def finish(self, tensors: dict[str, Tensor]) -> None:
         """Set the tensors whose values are needed. UsageError: the function has not set all of them."""
-        self.values, self.marks = {name: tensor.detach() for name, tensor in tensors.items()}, marks_of(tensors)
+        self.values, self.marks = (
+            {name: tensor.detach() for name, tensor in tensors.items()},
+            marks_of(tensors),
+        )
         written = Storages().union(*(writes for _, _, writes, _ in self.operations))
         if unset := [name for name, value in self.values.items() if storages_in(value) - written]:
-            raise UsageError(f"the function does not initialize {join_names(unset)}", WHERE, "initialize them in the module's __init__")
+            raise UsageError(
+                f"the function does not initialize {join_names(unset)}",
+                WHERE,
+                "initialize them in the module's __init__",
+            )
 
     def value(self, name: str) -> Any:
         """Compute an initial value, on the CPU."""
@@ -104,13 +155,23 @@ class Recording(TorchDispatchMode):
 class LikeOnCpu(TorchFunctionMode):
     """While entered, meta tensors say that they are on the CPU: torch.nn.init skips meta tensors."""
 
-    def __torch_function__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Any, types: Any, arguments: Any = (), named: Any = None
+    ) -> Any:
         if function == Tensor.is_meta.__get__:  # type: ignore[attr-defined]
             return False
         if function == Tensor.tolist:
-            return [self.__torch_function__(function, types, (row,)) for row in arguments[0]] if arguments[0].dim() else arguments[0].item()
+            return (
+                [self.__torch_function__(function, types, (row,)) for row in arguments[0]]
+                if arguments[0].dim()
+                else arguments[0].item()
+            )
         result = function(*arguments, **(named or {}))
-        return torch.device("cpu") if isinstance(result, torch.device) and result.type == "meta" else result
+        return (
+            torch.device("cpu")
+            if isinstance(result, torch.device) and result.type == "meta"
+            else result
+        )
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
@@ -119,7 +180,9 @@ def tensors_in(tree: Any) -> list[Tensor]:
 
 def storages_in(tree: Any) -> Storages:
     storages = {tensor.untyped_storage() for tensor in tensors_in(tree)}
-    return {storage for storage in storages if storage.device.type == "meta"}  # LikeOnCpu changes only the devices of tensors
+    return {
+        storage for storage in storages if storage.device.type == "meta"
+    }  # LikeOnCpu changes only the devices of tensors
 
 
 def on_cpu(tensor: Any, memory: Memory) -> Any:
@@ -127,7 +190,9 @@ def on_cpu(tensor: Any, memory: Memory) -> Any:
     for storage in storages_in(tensor):
         if storage not in memory:
             memory[storage] = UntypedStorage(storage.nbytes())
-        return torch.empty(0, dtype=tensor.dtype).set_(memory[storage], tensor.storage_offset(), tensor.size(), tensor.stride())
+        return torch.empty(0, dtype=tensor.dtype).set_(
+            memory[storage], tensor.storage_offset(), tensor.size(), tensor.stride()
+        )
     return tensor
 
 
@@ -139,7 +204,9 @@ def call_on_cpu(function: Any, inputs: Any, memory: Memory) -> Any:
 
 
 def marks_of(tensors: dict[str, Tensor]) -> dict[str, object]:
-    return {name: (tensor.untyped_storage(), version_of(tensor)) for name, tensor in tensors.items()}
+    return {
+        name: (tensor.untyped_storage(), version_of(tensor)) for name, tensor in tensors.items()
+    }
 
 
 def tensors_of(module: nn.Module) -> dict[str, Tensor]:
@@ -162,7 +229,9 @@ def deferred_init(function: Callable[..., Any], *arguments: Any, **named: Any) -
     except (NotImplementedError, TypeError, RuntimeError) as error:
         if "meta" not in str(error):
             raise
-        raise UsageError(f"the function cannot run without values: {error}", WHERE, "build the module at once") from error
+        raise UsageError(
+            f"the function cannot run without values: {error}", WHERE, "build the module at once"
+        ) from error
     recording.finish(tensors_of(module))
     RECORDINGS[module] = recording
     return module
@@ -175,7 +244,11 @@ def recording_of(module: nn.Module) -> Recording | None:
     """
     recording = RECORDINGS.pop(module, None)
     marks = marks_of(tensors_of(module)) if recording else {}
-    if recording and (changed := [name for name in recording.marks | marks if recording.marks.get(name) != marks.get(name)]):
+    if recording and (
+        changed := [
+            name for name in recording.marks | marks if recording.marks.get(name) != marks.get(name)
+        ]
+    ):
         what = f"weights changed between deferred_init and their computation: {join_names(changed)}"
         raise UsageError(what, WHERE, "set them in the function")
     return recording

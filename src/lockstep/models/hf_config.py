@@ -64,9 +64,20 @@ def hf_name(name: str) -> str:
 def parameter_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
     """Return {parameter name: shape} in the model's order, building one layer only."""
     with torch.device("meta"):
-        single = {name: tuple(parameter.shape) for name, parameter in Llama(replace(config, n_layers=1)).named_parameters()}
-    inside = {name.removeprefix("layers.0."): single.pop(name) for name in list(single) if name.startswith("layers.0.")}
-    layers = {f"layers.{number}.{name}": shape for number in range(config.n_layers) for name, shape in inside.items()}
+        single = {
+            name: tuple(parameter.shape)
+            for name, parameter in Llama(replace(config, n_layers=1)).named_parameters()
+        }
+    inside = {
+        name.removeprefix("layers.0."): single.pop(name)
+        for name in list(single)
+        if name.startswith("layers.0.")
+    }
+    layers = {
+        f"layers.{number}.{name}": shape
+        for number in range(config.n_layers)
+        for name, shape in inside.items()
+    }
     return {"embedding.weight": single.pop("embedding.weight")} | layers | single
 
 
@@ -82,9 +93,19 @@ SIZES = {  # field of LlamaConfig -> (key of config.json, largest accepted value
     "ffn_dim": ("intermediate_size", 1 << 22),
     "max_seq_len": ("max_position_embeddings", 1 << 31),
 }
-READ_KEYS = {key for key, _ in SIZES.values()} | {"architectures", "model_type", "rms_norm_eps", "tie_word_embeddings"}
+READ_KEYS = {key for key, _ in SIZES.values()} | {
+    "architectures",
+    "model_type",
+    "rms_norm_eps",
+    "tie_word_embeddings",
+}
 READ_KEYS |= {"rope_theta", "rope_parameters", "rope_scaling"}
-SCALING_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")  # fields of RopeScaling
+SCALING_KEYS = (
+    "factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "original_max_position_embeddings",
+)  # fields of RopeScaling
 FIXED_KEYS: dict[str, Any] = {  # keys that must have this value, or null
     "quantization_config": None, "attention_bias": False, "mlp_bias": False, "hidden_act": "silu", "attention_dropout": 0,
     "partial_rotary_factor": 1, "rope_interleaved": False, "sliding_window": None, "use_sliding_window": False, "is_encoder_decoder": False,
@@ -119,34 +140,46 @@ def config_from_hf(hf_config: Mapping[str, Any], where: str) -> LlamaConfig:
         raise CheckpointError(what, where, "correct one, or set head_dim")
     tied = hf_config.get("tie_word_embeddings")
     if not isinstance(tied, bool | None):
-        raise CheckpointError(f"tie_word_embeddings is {as_json(tied)}", where, "write true or false")
+        raise CheckpointError(
+            f"tie_word_embeddings is {as_json(tied)}", where, "write true or false"
+        )
     theta, scaling = rope_of(hf_config, where)
     defaults = {"n_kv_heads": n_heads, "head_dim": max(1, dim // n_heads), "max_seq_len": 2048}
-    if family != "llama":  # other families have other defaults, which differ from version to version
+    if (
+        family != "llama"
+    ):  # other families have other defaults, which differ from version to version
         del defaults["n_kv_heads"]
     if family == "qwen3":
         del defaults["head_dim"]
     if family == "phi3" and scaling:
-        raise CheckpointError("rope_type llama3 under the model_type phi3", where, "only 'default' is supported")
+        raise CheckpointError(
+            "rope_type llama3 under the model_type phi3", where, "only 'default' is supported"
+        )
     try:
         return LlamaConfig(
             **{field: size(field, defaults.get(field)) for field in SIZES},
             rope_theta=theta,
             rope_scaling=scaling,
-            norm_eps=positive(hf_config, "rms_norm_eps", 1e-6 if family == "llama" else None, where, below=1.0),
+            norm_eps=positive(
+                hf_config, "rms_norm_eps", 1e-6 if family == "llama" else None, where, below=1.0
+            ),
             tie_embeddings=bool(tied),
             qkv_bias=family == "qwen2",
             qk_norm=family == "qwen3",
         )
     except ValueError as error:
-        raise CheckpointError(f"this is not a valid Llama: {error}", where, "copy the whole folder again") from None
+        raise CheckpointError(
+            f"this is not a valid Llama: {error}", where, "copy the whole folder again"
+        ) from None
 
 
 def family_of(hf_config: Mapping[str, Any], where: str) -> str:
     """Return the model_type. CheckpointError: it is unsupported, or contradicts the architecture."""
     named = [] if hf_config.get("architectures") is None else hf_config["architectures"]
     if not isinstance(named, list):
-        raise CheckpointError(f"architectures is {as_json(named)}", where, 'write ["LlamaForCausalLM"]')
+        raise CheckpointError(
+            f"architectures is {as_json(named)}", where, 'write ["LlamaForCausalLM"]'
+        )
     kind = hf_config.get("model_type")
     unknown_kind = [] if named or kind in (None, *ARCHITECTURES.values()) else [kind]
     if other := [name for name in named if name not in list(ARCHITECTURES)] or unknown_kind:
@@ -162,17 +195,37 @@ def family_of(hf_config: Mapping[str, Any], where: str) -> str:
 def refuse_other_values(hf_config: Mapping[str, Any], family: str, where: str) -> None:
     """CheckpointError: a key of config.json may change what the model computes."""
     layers = hf_config.get("layer_types")
-    plain = FIXED_KEYS | {"layer_types": ["full_attention"] * len(layers) if isinstance(layers, list) else None}
+    plain = FIXED_KEYS | {
+        "layer_types": ["full_attention"] * len(layers) if isinstance(layers, list) else None
+    }
     # Qwen's window has no effect unless use_sliding_window is true, Phi-3's length without scaling.
-    ignored = {"qwen2": "sliding_window", "qwen3": "sliding_window", "phi3": "original_max_position_embeddings"}.get(family)
+    ignored = {
+        "qwen2": "sliding_window",
+        "qwen3": "sliding_window",
+        "phi3": "original_max_position_embeddings",
+    }.get(family)
     if family == "mistral" and "sliding_window" not in hf_config:
-        raise CheckpointError("sliding_window is missing, which means 4096 in a Mistral", where, "only null is supported")
+        raise CheckpointError(
+            "sliding_window is missing, which means 4096 in a Mistral",
+            where,
+            "only null is supported",
+        )
     for key, value in hf_config.items():
-        if key in READ_KEYS or key in HARMLESS_KEYS or key == ignored or value is None or (key in plain and value == plain[key]):
+        if (
+            key in READ_KEYS
+            or key in HARMLESS_KEYS
+            or key == ignored
+            or value is None
+            or (key in plain and value == plain[key])
+        ):
             continue
         hint = "this key is unknown; remove it if it does not change what the model computes"
         if key in plain:
-            hint = "use the model as it was before quantization" if key == "quantization_config" else "only the plain Llama is supported"
+            hint = (
+                "use the model as it was before quantization"
+                if key == "quantization_config"
+                else "only the plain Llama is supported"
+            )
         raise CheckpointError(f"{key} is {as_json(value)}", where, hint)
 
 
@@ -180,8 +233,12 @@ def rope_of(hf_config: Mapping[str, Any], where: str) -> tuple[float, RopeScalin
     """Return (rope_theta, scaling); rope_scaling precedes rope_parameters, as in transformers."""
     for key in ("rope_scaling", "rope_parameters"):
         if not isinstance(hf_config.get(key, {}), Mapping | None):
-            raise CheckpointError(f"{key} is {as_json(hf_config[key])}", where, "write an object, or null")
-    rope: Mapping[str, Any] = hf_config.get("rope_scaling") or hf_config.get("rope_parameters") or {}
+            raise CheckpointError(
+                f"{key} is {as_json(hf_config[key])}", where, "write an object, or null"
+            )
+    rope: Mapping[str, Any] = (
+        hf_config.get("rope_scaling") or hf_config.get("rope_parameters") or {}
+    )
     theta = positive(rope, "rope_theta", positive(hf_config, "rope_theta", 10_000.0, where), where)
     if (other := (hf_config.get("rope_parameters") or {}).get("rope_theta", theta)) != theta:
         what = f"rope_parameters has rope_theta {as_json(other)}, and rope_scaling has {theta:g}"
@@ -190,30 +247,75 @@ def rope_of(hf_config: Mapping[str, Any], where: str) -> tuple[float, RopeScalin
     if kind not in ("default", "llama3"):
         what = f"rotary positions are scaled by rope_type {as_json(kind)}"
         raise CheckpointError(what, where, "only 'llama3' and 'default' are supported")
-    known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *(SCALING_KEYS if kind == "llama3" else ())}
+    known = {
+        "rope_type",
+        "type",
+        "rope_theta",
+        "partial_rotary_factor",
+        *(SCALING_KEYS if kind == "llama3" else ()),
+    }
     if (part := rope.get("partial_rotary_factor", 1)) != 1:
-        raise CheckpointError(f"partial_rotary_factor is {as_json(part)}", where, "only the plain Llama is supported")
+        raise CheckpointError(
+            f"partial_rotary_factor is {as_json(part)}", where, "only the plain Llama is supported"
+        )
     if unknown := sorted(key for key in rope.keys() - known if rope[key] is not None):
-        raise CheckpointError(f"{unknown[0]} is {as_json(rope[unknown[0]])}, with rope_type {kind}", where, "unknown key: remove it")
+        raise CheckpointError(
+            f"{unknown[0]} is {as_json(rope[unknown[0]])}, with rope_type {kind}",
+            where,
+            "unknown key: remove it",
+        )
     if kind == "default":
         return theta, None
     factor, low, high = (positive(rope, key, None, where) for key in SCALING_KEYS[:3])
     if low >= high:
-        raise CheckpointError(f"low_freq_factor {low:g} is not below high_freq_factor {high:g}", where, "copy the whole folder again")
-    return theta, RopeScaling(factor, low, high, whole_number(rope, SCALING_KEYS[3], 1 << 31, where))
+        raise CheckpointError(
+            f"low_freq_factor {low:g} is not below high_freq_factor {high:g}",
+            where,
+            "copy the whole folder again",
+        )
+    return theta, RopeScaling(
+        factor, low, high, whole_number(rope, SCALING_KEYS[3], 1 << 31, where)
+    )
 
 
-def whole_number(hf_config: Mapping[str, Any], key: str, most: int, where: str, default: int | None = None) -> int:
-    return int(number(hf_config, key, default, where, int, lambda value: 1 <= value <= most, f"a whole number from 1 to {most:,}"))
+def whole_number(
+    hf_config: Mapping[str, Any], key: str, most: int, where: str, default: int | None = None
+) -> int:
+    return int(
+        number(
+            hf_config,
+            key,
+            default,
+            where,
+            int,
+            lambda value: 1 <= value <= most,
+            f"a whole number from 1 to {most:,}",
+        )
+    )
 
 
-def positive(hf_config: Mapping[str, Any], key: str, default: float | None, where: str, *, below: float = 1e30) -> float:
+def positive(
+    hf_config: Mapping[str, Any],
+    key: str,
+    default: float | None,
+    where: str,
+    *,
+    below: float = 1e30,
+) -> float:
     hint = f"a number above 0 and below {below:g}"
-    return float(number(hf_config, key, default, where, int | float, lambda value: 0 < value < below, hint))
+    return float(
+        number(hf_config, key, default, where, int | float, lambda value: 0 < value < below, hint)
+    )
 
 
 def number(
-    hf_config: Mapping[str, Any], key: str, default: float | None, where: str, kind: Any, fits: Callable[[Any], bool], hint: str
+    hf_config: Mapping[str, Any],
+    key: str,
+    default: float | None,
+    where: str,
+    kind: Any,
+    fits: Callable[[Any], bool],
+    hint: str,
 ) -> Any:
     value = default if hf_config.get(key) is None else hf_config[key]
     if value is None:
@@ -229,14 +331,31 @@ def as_json(value: Any) -> str:
 
 def config_to_hf(config: LlamaConfig) -> dict[str, Any]:
     """Return a config.json that transformers 4 and 5 both read: a Llama, Qwen 2 or Qwen 3."""
-    architecture = "Qwen2ForCausalLM" if config.qkv_bias else "Qwen3ForCausalLM" if config.qk_norm else "LlamaForCausalLM"
-    biases = {} if config.qkv_bias else {"attention_bias": False} | ({} if config.qk_norm else {"mlp_bias": False})
+    architecture = (
+        "Qwen2ForCausalLM"
+        if config.qkv_bias
+        else "Qwen3ForCausalLM"
+        if config.qk_norm
+        else "LlamaForCausalLM"
+    )
+    biases = (
+        {}
+        if config.qkv_bias
+        else {"attention_bias": False} | ({} if config.qk_norm else {"mlp_bias": False})
+    )
     scaling = config.rope_scaling
-    rope_scaling = scaling and {"rope_type": "llama3", **dict(zip(SCALING_KEYS, astuple(scaling), strict=True))}
+    rope_scaling = scaling and {
+        "rope_type": "llama3",
+        **dict(zip(SCALING_KEYS, astuple(scaling), strict=True)),
+    }
     return {
         "architectures": [architecture],
         "model_type": ARCHITECTURES[architecture],
-        **{key: getattr(config, field) for field, (key, _) in SIZES.items() if field != "max_seq_len"},
+        **{
+            key: getattr(config, field)
+            for field, (key, _) in SIZES.items()
+            if field != "max_seq_len"
+        },
         "hidden_act": "silu",
         **biases,
         "max_position_embeddings": config.max_seq_len,
@@ -250,6 +369,8 @@ def config_to_hf(config: LlamaConfig) -> dict[str, Any]:
 def config_from_json(value: Mapping[str, Any]) -> LlamaConfig:
     """Inverse of `asdict`. TypeError, ValueError, CheckpointError: the value is invalid."""
     scaling = value.get("rope_scaling")
-    config = LlamaConfig(**{**value, "rope_scaling": None if scaling is None else RopeScaling(**scaling)})
+    config = LlamaConfig(
+        **{**value, "rope_scaling": None if scaling is None else RopeScaling(**scaling)}
+    )
     config_from_hf(config_to_hf(config), '"shape" in model.json')
     return config

@@ -73,7 +73,9 @@ def apply_dropout(states: Tensor, probability: float) -> Tensor:
 # Dimensions: B rows, T target and S source positions, H heads, E head dim, P fused projections.
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, kernel: AttentionKernel) -> Tensor:
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor, kernel: AttentionKernel
+) -> Tensor:
     """Scaled dot-product attention (Vaswani et al. 2017, section 3.2): (B, H, T, E).
 
     query (B, H, T, E), key and value (B, H, S, E), bias: to (B, H, T, S), -inf hides a position.
@@ -85,7 +87,9 @@ def attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, kernel: Atte
     return attended
 
 
-def attend_packed(queries: Tensor, others: Tensor | None, bias: Tensor, kernel: AttentionKernel) -> Tensor:
+def attend_packed(
+    queries: Tensor, others: Tensor | None, bias: Tensor, kernel: AttentionKernel
+) -> Tensor:
     """`attend` for fused projections: (B, T, H * E).
 
     self-attention   queries (B, T, 3, H, E) hold query, key and value; others is None
@@ -127,19 +131,31 @@ class PackedAttention(torch.autograd.Function):
             own = heads_first(queries, dtype)
             other = own[1:] if others is None else heads_first(others, dtype)
             query, key, value = own[0], other[0], other[1]  # (B * H, T or S, E)
-            score = torch.bmm(query, key.transpose(1, 2)).view(rows, heads, length, -1)  # (B, H, T, S)
+            score = torch.bmm(query, key.transpose(1, 2)).view(
+                rows, heads, length, -1
+            )  # (B, H, T, S)
             torch.add(bias, score, alpha=size**-0.5, out=score)
-            weight = torch.softmax(score, dim=-1, out=score).view(rows * heads, length, -1)  # (B * H, T, S)
+            weight = torch.softmax(score, dim=-1, out=score).view(
+                rows * heads, length, -1
+            )  # (B * H, T, S)
             attended = torch.bmm(weight, value)  # (B * H, T, E)
         ctx.save_for_backward(own, other, weight)
-        ctx.queries_shape, ctx.others_shape, ctx.dtype = queries.shape, None if others is None else others.shape, queries.dtype
-        return heads_last(attended[None], torch.Size((rows, length, 1, heads, size)), queries.dtype).view(rows, length, -1)
+        ctx.queries_shape, ctx.others_shape, ctx.dtype = (
+            queries.shape,
+            None if others is None else others.shape,
+            queries.dtype,
+        )
+        return heads_last(
+            attended[None], torch.Size((rows, length, 1, heads, size)), queries.dtype
+        ).view(rows, length, -1)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
         own, other, weight = ctx.saved_tensors
         rows, length, _, heads, size = ctx.queries_shape
-        attended_grad = heads_first(grad.view(rows, length, 1, heads, size), weight.dtype)[0]  # (B * H, T, E)
+        attended_grad = heads_first(grad.view(rows, length, 1, heads, size), weight.dtype)[
+            0
+        ]  # (B * H, T, E)
         own_grad = torch.empty_like(own)
         other_grad = own_grad[1:] if ctx.others_shape is None else torch.empty_like(other)
         with torch.autocast("cpu", enabled=False):

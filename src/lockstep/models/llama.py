@@ -43,8 +43,12 @@ def rope_frequencies(config: LlamaConfig, device: torch.device) -> Tensor:
     scaling = config.rope_scaling
     if scaling is None:
         return frequency
-    waves = scaling.original_max_seq_len * frequency / (2 * math.pi)  # (E/2,): in the original context
-    kept = ((waves - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)).clamp(0.0, 1.0)
+    waves = (
+        scaling.original_max_seq_len * frequency / (2 * math.pi)
+    )  # (E/2,): in the original context
+    kept = (
+        (waves - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    ).clamp(0.0, 1.0)
     return kept * frequency + (1 - kept) * frequency / scaling.factor
 
 
@@ -57,13 +61,17 @@ class RotaryEmbedding:
 
     @classmethod
     def of(cls, positions: Tensor, config: LlamaConfig, dtype: torch.dtype) -> RotaryEmbedding:
-        angle = positions[:, None, :, None].float() * rope_frequencies(config, positions.device)  # (B, 1, T, E/2)
+        angle = positions[:, None, :, None].float() * rope_frequencies(
+            config, positions.device
+        )  # (B, 1, T, E/2)
         angle = torch.cat((angle, angle), dim=-1)  # (B, 1, T, E)
         return cls(angle.cos().to(dtype), angle.sin().to(dtype))
 
     def rotate(self, heads: Tensor) -> Tensor:
         first, second = heads.chunk(2, dim=-1)
-        return heads * self.cos.to(heads.dtype) + torch.cat((-second, first), dim=-1) * self.sin.to(heads.dtype)
+        return heads * self.cos.to(heads.dtype) + torch.cat((-second, first), dim=-1) * self.sin.to(
+            heads.dtype
+        )
 
 
 @dataclass(frozen=True)
@@ -80,7 +88,9 @@ class DocumentEnds:
     dtype: torch.dtype
 
 
-def positions_and_mask(tokens: Tensor, documents: Tensor | None) -> tuple[Tensor, Tensor | DocumentEnds | None]:
+def positions_and_mask(
+    tokens: Tensor, documents: Tensor | None
+) -> tuple[Tensor, Tensor | DocumentEnds | None]:
     """Return positions (B, T) in documents and the mask (B, 1, T, T): causal, within a document.
 
     documents  (B, T), equal ids side by side; None: each row is one, with positions (1, T), no mask
@@ -121,12 +131,18 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | DocumentEnd
     mask   (B or 1, 1, T, S) bool, True: visible; None: causal
     """
     if not isinstance(mask, DocumentEnds):
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=True
+        )
     from torch.nn.attention import varlen  # imports torch._dynamo, for a second
 
     rows, length, ends = len(query), mask.length, mask.ends
-    query, key, value = (heads.to(mask.dtype).transpose(1, 2).flatten(0, 1) for heads in (query, key, value))  # (B * T, H or G, E)
-    attended = varlen.varlen_attn(query, key, value, ends, ends, length, length, window_size=(-1, 0), **GROUPED)
+    query, key, value = (
+        heads.to(mask.dtype).transpose(1, 2).flatten(0, 1) for heads in (query, key, value)
+    )  # (B * T, H or G, E)
+    attended = varlen.varlen_attn(
+        query, key, value, ends, ends, length, length, window_size=(-1, 0), **GROUPED
+    )
     return cast(Tensor, cast(Tensor, attended).unflatten(0, (rows, length)).transpose(1, 2))
 
 
@@ -142,15 +158,21 @@ class LlamaAttention(nn.Module):
         self.key = nn.Linear(config.dim, shared, bias=config.qkv_bias)
         self.value = nn.Linear(config.dim, shared, bias=config.qkv_bias)
         self.out = nn.Linear(inner, config.dim, bias=False)
-        self.query_norm = nn.RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
-        self.key_norm = nn.RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
+        self.query_norm = (
+            nn.RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
+        )
+        self.key_norm = (
+            nn.RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
+        )
 
     def split_heads(self, projected: Tensor) -> Tensor:
         """(B, T, H * E) -> (B, H, T, E), for any number of heads."""
         rows, length, _ = projected.shape
         return projected.view(rows, length, -1, self.head_dim).transpose(1, 2)
 
-    def forward(self, states: Tensor, rotary: RotaryEmbedding, mask: Tensor | DocumentEnds | None) -> Tensor:
+    def forward(
+        self, states: Tensor, rotary: RotaryEmbedding, mask: Tensor | DocumentEnds | None
+    ) -> Tensor:
         query = rotary.rotate(self.query_norm(self.split_heads(self.query(states))))  # (B, H, T, E)
         key = rotary.rotate(self.key_norm(self.split_heads(self.key(states))))  # (B, G, T, E)
         value = self.split_heads(self.value(states))
@@ -176,7 +198,9 @@ class Layer(nn.Module):
         self.feed_norm = nn.RMSNorm(config.dim, config.norm_eps)
         self.feed_forward = SwiGLU(config.dim, config.ffn_dim)
 
-    def forward(self, states: Tensor, rotary: RotaryEmbedding, mask: Tensor | DocumentEnds | None) -> Tensor:
+    def forward(
+        self, states: Tensor, rotary: RotaryEmbedding, mask: Tensor | DocumentEnds | None
+    ) -> Tensor:
         states = states + self.attention(self.attention_norm(states), rotary, mask)
         return cast(Tensor, states + self.feed_forward(self.feed_norm(states)))
 
@@ -190,13 +214,17 @@ class Llama(nn.Module):
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.n_layers))
         self.norm = nn.RMSNorm(config.dim, config.norm_eps)
-        self.output = None if config.tie_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
+        self.output = (
+            None if config.tie_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
+        )
 
     @property
     def output_weight(self) -> Tensor:
         return self.embedding.weight if self.output is None else self.output.weight
 
-    def forward(self, tokens: Tensor, labels: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
+    def forward(
+        self, tokens: Tensor, labels: Tensor | None = None, documents: Tensor | None = None
+    ) -> Tensor:
         """Return the logits (B, T, V); with labels the sum of their cross-entropy, a scalar.
 
         tokens     (B, T) int64
@@ -206,9 +234,13 @@ class Llama(nn.Module):
         states = self.norm(self.forward_layers(tokens, *positions_and_mask(tokens, documents)))
         if labels is None:
             return F.linear(states, self.output_weight)
-        return output_cross_entropy(states, self.output_weight, labels, smoothing=0.0, ignore_index=IGNORE_INDEX)
+        return output_cross_entropy(
+            states, self.output_weight, labels, smoothing=0.0, ignore_index=IGNORE_INDEX
+        )
 
-    def forward_layers(self, tokens: Tensor, positions: Tensor, mask: Tensor | DocumentEnds | None) -> Tensor:
+    def forward_layers(
+        self, tokens: Tensor, positions: Tensor, mask: Tensor | DocumentEnds | None
+    ) -> Tensor:
         """tokens (B, T) at positions (B or 1, T) -> states (B, T, D) before the final norm."""
         states = self.embedding(tokens)
         rotary = RotaryEmbedding.of(positions, self.config, states.dtype)
@@ -220,9 +252,15 @@ class Llama(nn.Module):
 # -- initial weights --------------------------------------------------------------------------------------------------
 
 
-def build_llama(config: LlamaConfig, *, device: torch.device, seed: int, dtype: torch.dtype = torch.float32) -> Llama:
+def build_llama(
+    config: LlamaConfig, *, device: torch.device, seed: int, dtype: torch.dtype = torch.float32
+) -> Llama:
     """Build a model on `device`, in training mode, without temporary memory."""
-    return materialize(config.meta_model().to(dtype), device, lambda name, shape: init_param(name, shape, config.n_layers, seed))
+    return materialize(
+        config.meta_model().to(dtype),
+        device,
+        lambda name, shape: init_param(name, shape, config.n_layers, seed),
+    )
 
 
 def init_param(name: str, shape: torch.Size, n_layers: int, seed: int) -> Tensor:

@@ -35,7 +35,9 @@ class LlamaConfig:
     head_dim: int  # even
     ffn_dim: int  # inner width of SwiGLU, about 3.5 times dim
     max_seq_len: int = 8192  # positions that it is trained for; this code does not enforce it
-    rope_theta: float = 500_000.0  # the slowest rotary wave is this many times as long as the fastest
+    rope_theta: float = (
+        500_000.0  # the slowest rotary wave is this many times as long as the fastest
+    )
     rope_scaling: RopeScaling | None = None
     norm_eps: float = 1e-5
     tie_embeddings: bool = False  # the output matrix is the embedding
@@ -44,17 +46,29 @@ class LlamaConfig:
 
     def __post_init__(self) -> None:
         if self.qkv_bias and self.qk_norm:
-            raise ValueError("qkv_bias cannot be combined with qk_norm: no supported architecture has both")
+            raise ValueError(
+                "qkv_bias cannot be combined with qk_norm: no supported architecture has both"
+            )
         if self.n_heads % self.n_kv_heads or self.head_dim % 2:
-            heads = f"n_heads {self.n_heads}, n_kv_heads {self.n_kv_heads}, head_dim {self.head_dim}"
-            raise ValueError(f"{heads}: n_heads must be a multiple of n_kv_heads, head_dim must be even")
+            heads = (
+                f"n_heads {self.n_heads}, n_kv_heads {self.n_kv_heads}, head_dim {self.head_dim}"
+            )
+            raise ValueError(
+                f"{heads}: n_heads must be a multiple of n_kv_heads, head_dim must be even"
+            )
 
     @property
     def num_parameters(self) -> int:
         attention = 2 * self.dim * self.head_dim * (self.n_heads + self.n_kv_heads)
-        attention += self.head_dim * (self.qkv_bias * (self.n_heads + 2 * self.n_kv_heads) + 2 * self.qk_norm)
+        attention += self.head_dim * (
+            self.qkv_bias * (self.n_heads + 2 * self.n_kv_heads) + 2 * self.qk_norm
+        )
         layer = attention + 3 * self.dim * self.ffn_dim + 2 * self.dim
-        return self.n_layers * layer + self.dim + self.vocab_size * self.dim * (1 if self.tie_embeddings else 2)
+        return (
+            self.n_layers * layer
+            + self.dim
+            + self.vocab_size * self.dim * (1 if self.tie_embeddings else 2)
+        )
 
     def meta_model(self) -> Llama:
         import torch  # not needed to plan a run
@@ -73,9 +87,15 @@ LLAMA_CONFIGS = {
     "25M": LlamaConfig(8192, 512, 8, 8, 4, 64, 1408, 2048, 10_000.0, tie_embeddings=True),
     "100M": LlamaConfig(16_384, 768, 14, 12, 4, 64, 2048, 2048, 10_000.0, tie_embeddings=True),
     # as published: Llama 3.2 1B and 3B, Llama 3.1 8B, 70B and 405B
-    "1B": LlamaConfig(128_256, 2048, 16, 32, 8, 64, 8192, 131_072, rope_scaling=LLAMA_32, tie_embeddings=True),
-    "3B": LlamaConfig(128_256, 3072, 28, 24, 8, 128, 8192, 131_072, rope_scaling=LLAMA_32, tie_embeddings=True),
+    "1B": LlamaConfig(
+        128_256, 2048, 16, 32, 8, 64, 8192, 131_072, rope_scaling=LLAMA_32, tie_embeddings=True
+    ),
+    "3B": LlamaConfig(
+        128_256, 3072, 28, 24, 8, 128, 8192, 131_072, rope_scaling=LLAMA_32, tie_embeddings=True
+    ),
     "8B": LlamaConfig(128_256, 4096, 32, 32, 8, 128, 14_336, 131_072, rope_scaling=RopeScaling()),
     "70B": LlamaConfig(128_256, 8192, 80, 64, 8, 128, 28_672, 131_072, rope_scaling=RopeScaling()),
-    "405B": LlamaConfig(128_256, 16_384, 126, 128, 8, 128, 53_248, 131_072, rope_scaling=RopeScaling()),
+    "405B": LlamaConfig(
+        128_256, 16_384, 126, 128, 8, 128, 53_248, 131_072, rope_scaling=RopeScaling()
+    ),
 }

@@ -35,7 +35,16 @@ from lockstep.files import read_json, write_atomic, write_json
 from lockstep.models import llama, lora
 from lockstep.models.build import materialize
 from lockstep.models.hf_config import config_from_json, config_to_hf
-from lockstep.models.hub import CONFIG_FILE, SHARD_BYTES, LazyTensors, LlamaWeights, dtype_of, is_hub, open_hub, write_hub
+from lockstep.models.hub import (
+    CONFIG_FILE,
+    SHARD_BYTES,
+    LazyTensors,
+    LlamaWeights,
+    dtype_of,
+    is_hub,
+    open_hub,
+    write_hub,
+)
 from lockstep.models.llama import Llama
 from lockstep.models.llama_config import LLAMA_CONFIGS, LlamaConfig
 from lockstep.models.lora import is_adapter, merged_weights
@@ -61,18 +70,34 @@ def read_model(folder: Path) -> tuple[LlamaConfig | TransformersConfig, dict[str
         what = f"there is no {MODEL}: the run has not started to train, or its model is no Llama"
         hint = "wait for its first save; without --adapter, export also writes the weights of other models"
         raise CheckpointError(what, str(folder), hint) from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, CheckpointError) as error:
-        raise DataError(f"{MODEL} cannot be read: {error}", str(folder / MODEL), "import the model again") from error
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        ArithmeticError,
+        CheckpointError,
+    ) as error:
+        raise DataError(
+            f"{MODEL} cannot be read: {error}", str(folder / MODEL), "import the model again"
+        ) from error
 
 
 # -- import, export ---------------------------------------------------------------------------------------------------
 
 
-def refuse_other_backend(config: LlamaConfig | TransformersConfig, backend: str, folder: str) -> None:
+def refuse_other_backend(
+    config: LlamaConfig | TransformersConfig, backend: str, folder: str
+) -> None:
     """UsageError: the run in `folder` has another backend than the one that starts from it."""
     if isinstance(config, TransformersConfig) != (backend == "transformers"):
         what = f"llama.backend is {backend}, but the run in {folder} has another"
-        raise UsageError(what, "llama.backend", "set the llama.backend of that run, or export it and start from the export")
+        raise UsageError(
+            what,
+            "llama.backend",
+            "set the llama.backend of that run, or export it and start from the export",
+        )
 
 
 def import_hub(source: Path, folder: Path) -> str:
@@ -84,9 +109,14 @@ def import_hub(source: Path, folder: Path) -> str:
     hub = open_hub(source)
     model = {"shape": asdict(hub.config), "config": hub.hf_config}
     refuse_other_run(folder, model)
-    tensors = LazyTensors([f"model.{name}" for name in hub.tensors], lambda name: hub.tensors[name.removeprefix("model.")])
+    tensors = LazyTensors(
+        [f"model.{name}" for name in hub.tensors],
+        lambda name: hub.tensors[name.removeprefix("model.")],
+    )
     size = sum(tensor.nbytes for tensor in tensors.values())
-    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
+    existing = next(
+        path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir()
+    )
     with commit.explain_write_errors(f"{folder} was not written", existing, size):
         (folder / TOKENIZER).mkdir(parents=True, exist_ok=True)
         for path in hub.companions:
@@ -101,14 +131,22 @@ def import_hub(source: Path, folder: Path) -> str:
 def refuse_other_run(folder: Path, model: Mapping[str, Any]) -> None:
     """UsageError: `folder` holds another run, or this model after step 0."""
     hint = "name another folder with --out; nothing was changed"
-    if (folder / "run.json").exists() or (is_llama_run(folder) and read_json(folder / MODEL) != model):
+    if (folder / "run.json").exists() or (
+        is_llama_run(folder) and read_json(folder / MODEL) != model
+    ):
         raise UsageError(f"there is another run in {folder}", "--out", hint)
     if later := [step for step in committed_steps(folder / CHECKPOINTS) if step > 0]:
         raise UsageError(f"the run in {folder} is at step {max(later)} already", "--out", hint)
 
 
 def export_run(
-    folder: Path, step: int | None, target: Path, shard_bytes: int = SHARD_BYTES, dtype: str = "", *, adapter: bool = False
+    folder: Path,
+    step: int | None,
+    target: Path,
+    shard_bytes: int = SHARD_BYTES,
+    dtype: str = "",
+    *,
+    adapter: bool = False,
 ) -> str:
     """Export a checkpoint (step None: the newest) to a Hugging Face folder; return a line about it.
 
@@ -123,13 +161,31 @@ def export_run(
     dtype_name = dtype or ("" if adapter else read_json(folder / MODEL).get("dtype", ""))
     torch_dtype: Any = getattr(torch, str(dtype_name), None) if dtype_name else None
     if dtype_name and not isinstance(torch_dtype, torch.dtype):
-        raise DataError(f"{MODEL} names the dtype {dtype_name!r}", str(folder / MODEL), "give one with --dtype")
+        raise DataError(
+            f"{MODEL} names the dtype {dtype_name!r}", str(folder / MODEL), "give one with --dtype"
+        )
     with commands.open_verified(folder, step) as (newest_step, opened):
         stored = model_tensors(opened)
-        saved = LazyTensors(filter(is_adapter, stored), stored.__getitem__) if adapter else merge_adapters(folder, stored)
-        tensors = LazyTensors(saved, lambda name: cast_tensor(name, saved[name], torch_dtype)) if torch_dtype else saved
-        companions = sorted((folder / TOKENIZER).iterdir()) if (folder / TOKENIZER).is_dir() and not adapter else []
-        options: dict[str, Any] = {"companions": companions, "shard_bytes": shard_bytes, "adapter": peft_config}
+        saved = (
+            LazyTensors(filter(is_adapter, stored), stored.__getitem__)
+            if adapter
+            else merge_adapters(folder, stored)
+        )
+        tensors = (
+            LazyTensors(saved, lambda name: cast_tensor(name, saved[name], torch_dtype))
+            if torch_dtype
+            else saved
+        )
+        companions = (
+            sorted((folder / TOKENIZER).iterdir())
+            if (folder / TOKENIZER).is_dir() and not adapter
+            else []
+        )
+        options: dict[str, Any] = {
+            "companions": companions,
+            "shard_bytes": shard_bytes,
+            "adapter": peft_config,
+        }
         files = write_hub(target, config, tensors, hf_config=hf_config or None, **options)
         size = sum(tensors[name].nbytes for name in tensors)
     how = f"{len(files)} files" if len(files) > 1 else "1 file"
@@ -140,7 +196,11 @@ def peft_config_of(folder: Path) -> dict[str, Any]:
     """Return the adapter_config.json of a run. UsageError: its adapters do not fit a model of PEFT."""
     model_json = read_json(folder / MODEL)
     if (lora := lora_of(model_json)) is None:
-        raise UsageError(f"the run in {folder} trains no adapters", "--adapter", "leave --adapter out to export its weights")
+        raise UsageError(
+            f"the run in {folder} trains no adapters",
+            "--adapter",
+            "leave --adapter out to export its weights",
+        )
     base = Path(model_json["start"])
     if is_hub(base) and read_json(base / CONFIG_FILE).get("model_type") == "phi3":
         what = f"{base} packs query, key and value in one matrix, and the adapters of the run are of each"
@@ -175,7 +235,9 @@ def merge_adapters(folder: Path, tensors: Mapping[str, Tensor]) -> Mapping[str, 
         return tensors
     base = open_weights(Path(model_json["start"]))
     if (current := base.sha256()) != model_json["start_sha256"]:
-        raise weights_changed_error(folder, model_json["start"], model_json["start_sha256"], current)
+        raise weights_changed_error(
+            folder, model_json["start"], model_json["start_sha256"], current
+        )
     return merged_weights(base.tensors, tensors, lora)
 
 
@@ -197,7 +259,9 @@ def open_weights(folder: Path, step: int | None = None, backend: str = "lockstep
         with commands.open_verified(folder, step) as (_, opened):
             tensors = merge_adapters(folder, model_tensors(opened))
         dtype = read_json(folder / MODEL).get("dtype") or dtype_of(tensors)
-        return LlamaWeights(folder, config, hf_config, tensors, sorted((folder / TOKENIZER).iterdir()), dtype)
+        return LlamaWeights(
+            folder, config, hf_config, tensors, sorted((folder / TOKENIZER).iterdir()), dtype
+        )
     refuse_no_model(folder)
     return open_hub(folder, backend)
 
@@ -215,7 +279,13 @@ class LoadedLlama:
     steps: tuple[int, ...]
 
 
-def load_llama(folder: Path, step: int | None = None, *, device: torch.device | None = None, backend: str = "lockstep") -> LoadedLlama:
+def load_llama(
+    folder: Path,
+    step: int | None = None,
+    *,
+    device: torch.device | None = None,
+    backend: str = "lockstep",
+) -> LoadedLlama:
     """Load the Llama in a run folder (at `step`; None: the newest) or Hugging Face folder.
 
     device   default: the GPU if there is one
@@ -228,7 +298,9 @@ def load_llama(folder: Path, step: int | None = None, *, device: torch.device | 
         store = CheckpointStore(folder / CHECKPOINTS)
         checkpoint = store.load_newest() if step is None else store.load(step)
         if checkpoint is None:
-            raise CheckpointError("there is no checkpoint yet", str(store.folder), "import the model again")
+            raise CheckpointError(
+                "there is no checkpoint yet", str(store.folder), "import the model again"
+            )
         tensors = inference_weights(checkpoint.tensors)
         newest_step = checkpoint.step
         del checkpoint  # frees the optimizer's state
@@ -236,17 +308,29 @@ def load_llama(folder: Path, step: int | None = None, *, device: torch.device | 
         return LoadedLlama(model, folder / TOKENIZER, hf_config, (newest_step,))
     refuse_no_model(folder)
     if step is not None:
-        raise UsageError(f"step {step} of {folder}, which has no steps", "--step", "leave --step out for a Hugging Face folder")
+        raise UsageError(
+            f"step {step} of {folder}, which has no steps",
+            "--step",
+            "leave --step out for a Hugging Face folder",
+        )
     hub = open_hub(folder, backend)
-    return LoadedLlama(model_from_tensors(hub.config, hub.tensors, device), folder, hub.hf_config, (0,))
+    return LoadedLlama(
+        model_from_tensors(hub.config, hub.tensors, device), folder, hub.hf_config, (0,)
+    )
 
 
 def refuse_no_model(folder: Path) -> None:
     if (folder / "run.json").is_file():
-        raise UsageError(f"the run in {folder} trains a translator", str(folder / "run.json"), f"try lockstep translate {folder}")
+        raise UsageError(
+            f"the run in {folder} trains a translator",
+            str(folder / "run.json"),
+            f"try lockstep translate {folder}",
+        )
     if not is_hub(folder):
         hint = "give a folder that lockstep checkpoint import wrote, or one of a Hugging Face model"
-        raise UsageError(f"there is no model in {folder}", f"neither {MODEL} nor config.json is there", hint)
+        raise UsageError(
+            f"there is no model in {folder}", f"neither {MODEL} nor config.json is there", hint
+        )
 
 
 def model_from_tensors(
@@ -255,13 +339,25 @@ def model_from_tensors(
     """Build the model around these tensors, moved to `device` one at a time."""
     model = config.meta_model()
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    if shapes.keys() != tensors.keys() or any(tensors[name].shape != shape for name, shape in shapes.items()):
-        raise CheckpointError("the checkpoint is not of the model in model.json", MODEL, "import the model again")
+    if shapes.keys() != tensors.keys() or any(
+        tensors[name].shape != shape for name, shape in shapes.items()
+    ):
+        raise CheckpointError(
+            "the checkpoint is not of the model in model.json", MODEL, "import the model again"
+        )
     if isinstance(config, TransformersConfig):
-        return materialize(model, device, lambda name, _: config.buffers[name] if name in config.buffers else tensors[name]).eval()
+        return materialize(
+            model,
+            device,
+            lambda name, _: config.buffers[name] if name in config.buffers else tensors[name],
+        ).eval()
     for name in shapes:
         path, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(path), leaf, nn.Parameter(tensors[name].to(device), requires_grad=False))
+        setattr(
+            model.get_submodule(path),
+            leaf,
+            nn.Parameter(tensors[name].to(device), requires_grad=False),
+        )
     return model.eval()
 
 
@@ -283,15 +379,24 @@ class InitialWeights:
     @classmethod
     def of(cls, run: RunConfig, vocab_size: int) -> InitialWeights:
         """UsageError, CheckpointError: `llama.init_from` or `lora.init_from` cannot be read."""
-        start = open_weights(Path(run.llama.init_from), backend=run.llama.backend) if run.llama.init_from else None
-        config = start.config if start else replace(LLAMA_CONFIGS[run.llama.size], vocab_size=vocab_size)
+        start = (
+            open_weights(Path(run.llama.init_from), backend=run.llama.backend)
+            if run.llama.init_from
+            else None
+        )
+        config = (
+            start.config if start else replace(LLAMA_CONFIGS[run.llama.size], vocab_size=vocab_size)
+        )
         refuse_other_backend(config, run.llama.backend, run.llama.init_from)
         if run.llama.max_seq_len and isinstance(config, LlamaConfig):
             config = replace(config, max_seq_len=run.llama.max_seq_len)
         initial = cls(config, run.seed, start, run.lora if run.lora.rank else None, None)
         if not run.lora.init_from:
             return initial
-        return replace(initial, adapter=lora.open_adapter(Path(run.lora.init_from), initial.meta_model(), run.lora))
+        return replace(
+            initial,
+            adapter=lora.open_adapter(Path(run.lora.init_from), initial.meta_model(), run.lora),
+        )
 
     def meta_model(self) -> nn.Module:
         model = self.config.meta_model()
@@ -310,9 +415,16 @@ class InitialWeights:
         return self.lora is None or lora.is_adapter(name)
 
     def to_json(self) -> dict[str, Any]:
-        content: dict[str, Any] = {"lora": self.lora and {key: getattr(self.lora, key) for key in ("rank", "alpha", "targets", "dropout")}}
+        content: dict[str, Any] = {
+            "lora": self.lora
+            and {key: getattr(self.lora, key) for key in ("rank", "alpha", "targets", "dropout")}
+        }
         if self.start:
-            content |= {"start": str(self.start.folder), "start_sha256": self.start.sha256(), "dtype": self.start.dtype}
+            content |= {
+                "start": str(self.start.folder),
+                "start_sha256": self.start.sha256(),
+                "dtype": self.start.dtype,
+            }
             content |= {"config": self.start.hf_config}
         if isinstance(self.config, TransformersConfig):
             return {"backend": "transformers", **content}

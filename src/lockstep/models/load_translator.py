@@ -30,7 +30,9 @@ class LoadedTranslator:
     steps: tuple[int, ...]
 
 
-def load_translator(folder: Path, step: int | None = None, average: int = 0, *, device: torch.device | None = None) -> LoadedTranslator:
+def load_translator(
+    folder: Path, step: int | None = None, average: int = 0, *, device: torch.device | None = None
+) -> LoadedTranslator:
     """Load the model of the run in `folder` at `step` (default: its newest complete checkpoint).
 
     average  N: average the weights of the newest N checkpoints up to that step, or of all if fewer
@@ -46,7 +48,9 @@ def load_translator(folder: Path, step: int | None = None, average: int = 0, *, 
         raise CheckpointError("there is no checkpoint yet", str(store.folder), hint)
     steps = newest_steps(store.steps(), newest.step, average)
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    empty = translator_on_meta(run.model, tokenizer.vocab_size, device.type, run.data.max_tokens).to_empty(device=device)
+    empty = translator_on_meta(
+        run.model, tokenizer.vocab_size, device.type, run.data.max_tokens
+    ).to_empty(device=device)
     model = empty.eval().requires_grad_(False)
     set_state_dict(model, None, average_weights(store, steps, newest))
     return LoadedTranslator(model, tokenizer, run, steps)
@@ -66,13 +70,19 @@ def newest_steps(steps: Sequence[int], step: int, average: int) -> tuple[int, ..
     return *(before[len(before) - average + 1 :] if average > 1 and before else []), step
 
 
-def average_weights(store: CheckpointStore, steps: Sequence[int], newest: Checkpoint) -> Mapping[str, Tensor]:
+def average_weights(
+    store: CheckpointStore, steps: Sequence[int], newest: Checkpoint
+) -> Mapping[str, Tensor]:
     """Average the weights, in float64, ascending: the bits depend on the steps alone."""
     own = inference_weights(newest.tensors)
     if len(steps) == 1:
         return {f"model.{name}": tensor for name, tensor in own.items()}
     sums: dict[str, Tensor] = {}
     for step in steps:
-        for name, tensor in (own if step == newest.step else inference_weights(store.load(step).tensors)).items():
+        for name, tensor in (
+            own if step == newest.step else inference_weights(store.load(step).tensors)
+        ).items():
             sums[name] = sums[name].add_(tensor.double()) if name in sums else tensor.double()
-    return {f"model.{name}": (total / len(steps)).to(own[name].dtype) for name, total in sums.items()}
+    return {
+        f"model.{name}": (total / len(steps)).to(own[name].dtype) for name, total in sums.items()
+    }

@@ -37,7 +37,13 @@ class LoRALinear(nn.Linear):
     """
 
     def __init__(self, inner: nn.Linear, lora: LoraOptions, path: str) -> None:
-        super().__init__(inner.in_features, inner.out_features, bias=False, device="meta", dtype=inner.weight.dtype)
+        super().__init__(
+            inner.in_features,
+            inner.out_features,
+            bias=False,
+            device="meta",
+            dtype=inner.weight.dtype,
+        )
         self.weight, self.bias = inner.weight, inner.bias
         self.scale, self.dropout, self.number = lora.alpha / lora.rank, lora.dropout, hash_of(path)
         self.mask_width, self.columns = inner.in_features, slice(None)
@@ -47,7 +53,9 @@ class LoRALinear(nn.Linear):
     def forward(self, states: Tensor) -> Tensor:
         dropped = self.drop(states) if self.dropout and self.training else states
         narrow = F.linear(dropped, self.lora_down)  # (..., rank)
-        return F.linear(states, self.weight, self.bias) + self.scale * F.linear(narrow, self.lora_up)
+        return F.linear(states, self.weight, self.bias) + self.scale * F.linear(
+            narrow, self.lora_up
+        )
 
     def keep_columns(self, start: int, stop: int) -> None:
         """Take these columns of the masks: the layer holds these columns of the weight."""
@@ -59,8 +67,12 @@ class LoRALinear(nn.Linear):
 
         So masks do not depend on which other layers this worker has, and recomputation repeats them.
         """
-        generator = torch.Generator(states.device).manual_seed(splitmix64(torch.initial_seed(), self.number) >> 1)
-        mask = states.new_empty(*states.shape[:-1], self.mask_width).bernoulli_(1 - self.dropout, generator=generator)
+        generator = torch.Generator(states.device).manual_seed(
+            splitmix64(torch.initial_seed(), self.number) >> 1
+        )
+        mask = states.new_empty(*states.shape[:-1], self.mask_width).bernoulli_(
+            1 - self.dropout, generator=generator
+        )
         return states * mask[..., self.columns].div(1 - self.dropout)
 
 
@@ -92,7 +104,9 @@ def init_param(name: str, shape: torch.Size, seed: int) -> Tensor:
     return torch.empty(shape).uniform_(-bound, bound, generator=generator)
 
 
-def merged_weights(base: Mapping[str, Tensor], adapters: Mapping[str, Tensor], lora: LoraOptions) -> LazyTensors:
+def merged_weights(
+    base: Mapping[str, Tensor], adapters: Mapping[str, Tensor], lora: LoraOptions
+) -> LazyTensors:
     """Return the weights of `base`, each merged with its adapter (`...lora_down`, `...lora_up`) on access."""
 
     def merge(name: str) -> Tensor:
@@ -110,10 +124,31 @@ def open_adapter(folder: Path, model: nn.Module, lora: LoraOptions) -> LazyTenso
 
     CheckpointError: the folder is damaged, or its adapters are not those of `lora` and `model`.
     """
-    saved, targets = read_adapter_config(folder), [name for name in LORA_TARGETS if name in lora.targets]
-    for key, value in (("lora.rank", lora.rank), ("lora.alpha", lora.alpha), ("lora.targets", targets)):
+    saved, targets = (
+        read_adapter_config(folder),
+        [name for name in LORA_TARGETS if name in lora.targets],
+    )
+    for key, value in (
+        ("lora.rank", lora.rank),
+        ("lora.alpha", lora.alpha),
+        ("lora.targets", targets),
+    ):
         if saved[key] != value:
-            where, hint = f"lora.init_from; {folder / ADAPTER_CONFIG}", f"remove {key}, or set it to that of the folder"
-            raise CheckpointError(f"{key} is {value}, and the adapters in {folder} have {saved[key]}", where, hint)
-    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters() if is_adapter(name)}
-    return match_shapes(tensor_locations(folder / f"{ADAPTER_STEM}.safetensors"), shapes, {}, folder / ADAPTER_CONFIG)
+            where, hint = (
+                f"lora.init_from; {folder / ADAPTER_CONFIG}",
+                f"remove {key}, or set it to that of the folder",
+            )
+            raise CheckpointError(
+                f"{key} is {value}, and the adapters in {folder} have {saved[key]}", where, hint
+            )
+    shapes = {
+        name: tuple(parameter.shape)
+        for name, parameter in model.named_parameters()
+        if is_adapter(name)
+    }
+    return match_shapes(
+        tensor_locations(folder / f"{ADAPTER_STEM}.safetensors"),
+        shapes,
+        {},
+        folder / ADAPTER_CONFIG,
+    )

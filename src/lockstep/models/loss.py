@@ -20,7 +20,9 @@ import torch
 from torch import Tensor
 
 
-def output_cross_entropy(states: Tensor, weight: Tensor, labels: Tensor, *, smoothing: float, ignore_index: int) -> Tensor:
+def output_cross_entropy(
+    states: Tensor, weight: Tensor, labels: Tensor, *, smoothing: float, ignore_index: int
+) -> Tensor:
     """Return the summed, smoothed cross-entropy of the logits `states @ weight.T`, which never exist
     all at once: a scalar.
 
@@ -30,7 +32,9 @@ def output_cross_entropy(states: Tensor, weight: Tensor, labels: Tensor, *, smoo
     kind = states.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else states.dtype
     with_grad = torch.is_grad_enabled() and (states.requires_grad or weight.requires_grad)
-    loss: Tensor = loss_of_states(states.flatten(0, -2), weight, labels.flatten(), dtype, smoothing, ignore_index, with_grad)[0]
+    loss: Tensor = loss_of_states(
+        states.flatten(0, -2), weight, labels.flatten(), dtype, smoothing, ignore_index, with_grad
+    )[0]
     return loss
 
 
@@ -38,7 +42,9 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def row_losses(logits: Tensor, labels: Tensor, mean: Tensor, smoothing: float, with_grad: bool) -> Tensor:
+def row_losses(
+    logits: Tensor, labels: Tensor, mean: Tensor, smoothing: float, with_grad: bool
+) -> Tensor:
     """Return the loss of each row (R, 1) of logits (R, V), given labels and mean logits (R, 1).
 
     Overwrites the logits: with `with_grad` by p - (1 - smoothing) * [word = label]; the rest of the
@@ -56,7 +62,13 @@ def row_losses(logits: Tensor, labels: Tensor, mean: Tensor, smoothing: float, w
 
 @torch.library.custom_op("lockstep::loss_of_states", mutates_args=())
 def loss_of_states(
-    states: Tensor, weight: Tensor, labels: Tensor, dtype: torch.dtype, smoothing: float, ignore_index: int, with_grad: bool
+    states: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    dtype: torch.dtype,
+    smoothing: float,
+    ignore_index: int,
+    with_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (loss, gradient of states (N, D), gradient of weight (V, D)); products in `dtype`.
 
@@ -67,11 +79,20 @@ def loss_of_states(
     chosen, used = labels[counted], states[counted]
     real = (chosen != ignore_index)[:, None]  # (N, 1)
     used = (used * real).to(dtype)
-    narrow, row_sum = weight.to(dtype), weight.sum(dim=0, dtype=accumulation_dtype(dtype))  # (V, D), (D,)
+    narrow, row_sum = (
+        weight.to(dtype),
+        weight.sum(dim=0, dtype=accumulation_dtype(dtype)),
+    )  # (V, D), (D,)
     total = torch.zeros((), dtype=accumulation_dtype(dtype), device=states.device)
-    used_grad = torch.empty(used.shape if with_grad else (0,), dtype=total.dtype, device=states.device)
-    weight_grad = torch.zeros(weight.shape if with_grad else (0,), dtype=total.dtype, device=states.device)
-    step = 256 if states.device.type == "cpu" else 8192  # R: what fits a CPU's cache; enough to fill a GPU
+    used_grad = torch.empty(
+        used.shape if with_grad else (0,), dtype=total.dtype, device=states.device
+    )
+    weight_grad = torch.zeros(
+        weight.shape if with_grad else (0,), dtype=total.dtype, device=states.device
+    )
+    step = (
+        256 if states.device.type == "cpu" else 8192
+    )  # R: what fits a CPU's cache; enough to fill a GPU
     logits = torch.empty(min(step, len(used)), len(weight), dtype=dtype, device=states.device)
     for first in range(0, len(used), step):
         rows = slice(first, first + step)
@@ -79,7 +100,9 @@ def loss_of_states(
         torch.mm(chunk, narrow.t(), out=narrow_logits)
         scores = narrow_logits.to(total.dtype)  # (R, V); the same memory unless dtype is narrow
         mean = (chunk.to(total.dtype) @ row_sum)[:, None] / len(weight)
-        total += (row_losses(scores, chosen[rows, None], mean, smoothing, with_grad) * real[rows]).sum()
+        total += (
+            row_losses(scores, chosen[rows, None], mean, smoothing, with_grad) * real[rows]
+        ).sum()
         if with_grad and dtype == total.dtype:
             torch.mm(scores, narrow, out=used_grad[rows])
             weight_grad.addmm_(scores.t(), chunk)
@@ -103,10 +126,20 @@ def counted_rows(labels: Tensor, ignore_index: int) -> Tensor | slice:
 
 @loss_of_states.register_fake
 def _(
-    states: Tensor, weight: Tensor, labels: Tensor, dtype: torch.dtype, smoothing: float, ignore_index: int, with_grad: bool
+    states: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    dtype: torch.dtype,
+    smoothing: float,
+    ignore_index: int,
+    with_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     total = states.new_empty((), dtype=accumulation_dtype(dtype))
-    return total, states.new_empty(states.shape if with_grad else (0,)), weight.new_empty(weight.shape if with_grad else (0,))
+    return (
+        total,
+        states.new_empty(states.shape if with_grad else (0,)),
+        weight.new_empty(weight.shape if with_grad else (0,)),
+    )
 
 
 def save_grads(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -40,7 +40,11 @@ class TransformersConfig:
         """Return the configuration object of `transformers`. CheckpointError: it is not supported."""
         kind = self.hf_config.get("model_type")
         if self.hf_config.get("quantization_config"):
-            raise CheckpointError("quantization_config is set", "config.json", "use the model as it was before quantization")
+            raise CheckpointError(
+                "quantization_config is set",
+                "config.json",
+                "use the model as it was before quantization",
+            )
         from transformers import AutoConfig, AutoModelForCausalLM  # seconds to import
 
         try:
@@ -91,8 +95,16 @@ class TransformersConfig:
         with self._refuse_failures(), no_init_weights(), LikeOnCpu(), Recording() as recording:
             model = TransformersModel(self.parsed)
         saved = model.state_dict()
-        if unknown := [name for name, buffer in model.named_buffers() if name in saved or not buffer.is_floating_point()]:
-            raise CheckpointError(f"the model has buffers that are not supported: {unknown[0]}", "config.json", "choose another model")
+        if unknown := [
+            name
+            for name, buffer in model.named_buffers()
+            if name in saved or not buffer.is_floating_point()
+        ]:
+            raise CheckpointError(
+                f"the model has buffers that are not supported: {unknown[0]}",
+                "config.json",
+                "choose another model",
+            )
         with self._refuse_failures():
             recording.finish(dict(model.named_buffers()))
             return {name: recording.value(name) for name, _ in model.named_buffers()}
@@ -106,7 +118,9 @@ class TransformersConfig:
             raise
         except Exception as error:  # any code of transformers
             what = f"llama.backend=transformers cannot build a model of model_type {self.hf_config.get('model_type')}: {error}"
-            raise CheckpointError(what, "config.json", "choose another model, or train it in a loop of your own") from error
+            raise CheckpointError(
+                what, "config.json", "choose another model, or train it in a loop of your own"
+            ) from error
 
 
 def decode_floats(value: Any) -> Any:
@@ -141,7 +155,9 @@ def context_of(parsed: Any) -> int:
     for rope in ropes_of(parsed):
         original = int(rope.get("original_max_position_embeddings") or positions)
         if follows_documents(rope.get("rope_type")):
-            constant.append(min(original, positions) if rope["rope_type"] == "longrope" else positions)
+            constant.append(
+                min(original, positions) if rope["rope_type"] == "longrope" else positions
+            )
         elif rope.get("rope_type") in SCALED_ROPES:
             scaled.append(int(original * (rope.get("factor") or 1)))
     return min(constant, default=max(scaled))
@@ -160,20 +176,28 @@ class TransformersModel(nn.Module):
         self.max_seq_len = context_of(config)
         self.fixed_ropes = fix_ropes(self.inner)
 
-    def forward(self, tokens: Tensor, labels: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
+    def forward(
+        self, tokens: Tensor, labels: Tensor | None = None, documents: Tensor | None = None
+    ) -> Tensor:
         """Return the logits; with labels the sum of their cross-entropy (see `Llama.forward`)."""
         if self.fixed_ropes and tokens.shape[1] > self.max_seq_len:
             what = f"a row of {tokens.shape[1]:,} tokens: {limit_of_ropes(self.fixed_ropes, self.max_seq_len)}"
-            raise UsageError(what, f"rope_parameters of {type(self.inner).__name__}", "give shorter rows")
+            raise UsageError(
+                what, f"rope_parameters of {type(self.inner).__name__}", "give shorter rows"
+            )
         inputs = inputs_of(tokens, documents)
         if labels is None:
             return cast(Tensor, self.inner(**inputs).logits)
-        if self.chunked is None and next(self.parameters()).isfinite().all():  # NaN before a state is loaded
+        if (
+            self.chunked is None and next(self.parameters()).isfinite().all()
+        ):  # NaN before a state is loaded
             self.chunked = self.probe(tokens.device)
         if self.chunked:
             weight = self.inner.get_output_embeddings().weight
             states = self.inner.base_model(**inputs).last_hidden_state
-            return output_cross_entropy(states, weight, labels, smoothing=0.0, ignore_index=IGNORE_INDEX)
+            return output_cross_entropy(
+                states, weight, labels, smoothing=0.0, ignore_index=IGNORE_INDEX
+            )
         logits = self.inner(**inputs).logits.float().flatten(0, 1)
         return F.cross_entropy(logits, labels.flatten(), reduction="sum", ignore_index=IGNORE_INDEX)
 
@@ -185,21 +209,47 @@ class TransformersModel(nn.Module):
         """
         was_training, seen = self.training, []
         head = self.inner.get_output_embeddings()
-        tokens = (torch.arange(2 * PROBE_TOKENS, device=device) * 7 % self.inner.config.vocab_size)[None]
+        tokens = (torch.arange(2 * PROBE_TOKENS, device=device) * 7 % self.inner.config.vocab_size)[
+            None
+        ]
         documents = (torch.arange(2 * PROBE_TOKENS, device=device) >= PROBE_TOKENS).long()[None]
-        handle = head.register_forward_hook(lambda module, inputs, output: seen.append((inputs[0], output)))
+        handle = head.register_forward_hook(
+            lambda module, inputs, output: seen.append((inputs[0], output))
+        )
         self.eval()
         try:
-            with torch.autocast(device.type, enabled=False), torch.compiler.set_stance("force_eager"):
+            with (
+                torch.autocast(device.type, enabled=False),
+                torch.compiler.set_stance("force_eager"),
+            ):
                 # Not self(...), whose hooks would free the root's weights in shards.
                 packed = self.inner(**inputs_of(tokens, documents)).logits
                 alone = self.inner(**inputs_of(tokens[:, PROBE_TOKENS:])).logits
                 # In Llama 4 the base model is the model itself.
                 has_base = self.inner.base_model is not self.inner
-                states = self.inner.base_model(input_ids=tokens[:, PROBE_TOKENS:], use_cache=False).last_hidden_state if has_base else None
-        except (AttributeError, IndexError, KeyError, NotImplementedError, TypeError, ValueError) as error:
-            what = f"{type(self.inner).__name__} does not run with token ids and position ids: {error}"
-            raise UsageError(what, "llama.backend=transformers", "choose another model, or train it in a loop of your own") from error
+                states = (
+                    self.inner.base_model(
+                        input_ids=tokens[:, PROBE_TOKENS:], use_cache=False
+                    ).last_hidden_state
+                    if has_base
+                    else None
+                )
+        except (
+            AttributeError,
+            IndexError,
+            KeyError,
+            NotImplementedError,
+            TypeError,
+            ValueError,
+        ) as error:
+            what = (
+                f"{type(self.inner).__name__} does not run with token ids and position ids: {error}"
+            )
+            raise UsageError(
+                what,
+                "llama.backend=transformers",
+                "choose another model, or train it in a loop of your own",
+            ) from error
         finally:
             handle.remove()
             self.train(was_training)
@@ -232,7 +282,10 @@ def fix_ropes(model: nn.Module) -> list[str]:
         rope_type = getattr(module, "rope_type", None)
         if isinstance(rope_type, dict):
             fixed |= {kind for kind in rope_type.values() if follows_documents(kind)}
-            kept = {layer: "default" if follows_documents(kind) else kind for layer, kind in rope_type.items()}
+            kept = {
+                layer: "default" if follows_documents(kind) else kind
+                for layer, kind in rope_type.items()
+            }
             vars(module)["rope_type"] = kept  # of a class of transformers
         elif follows_documents(rope_type):
             fixed.add(str(rope_type))
@@ -241,4 +294,8 @@ def fix_ropes(model: nn.Module) -> list[str]:
 
 
 def inputs_of(tokens: Tensor, documents: Tensor | None = None) -> dict[str, Any]:
-    return {"input_ids": tokens, "position_ids": document_positions(tokens, documents)[0], "use_cache": False}
+    return {
+        "input_ids": tokens,
+        "position_ids": document_positions(tokens, documents)[0],
+        "use_cache": False,
+    }

@@ -26,7 +26,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lockstep.models.kernels import AttentionKernel, add_dropout, apply_dropout, attend, attend_packed
+from lockstep.models.kernels import (
+    AttentionKernel,
+    add_dropout,
+    apply_dropout,
+    attend,
+    attend_packed,
+)
 from lockstep.models.loss import output_cross_entropy
 
 
@@ -40,7 +46,9 @@ def sinusoidal_positions(length: int, dim: int, device: torch.device) -> Tensor:
 
 def mask_bias(hidden: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the bias of attention scores: 0, or -inf where `hidden` is true."""
-    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill(hidden, float("-inf"))
+    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill(
+        hidden, float("-inf")
+    )
 
 
 def source_bias(source: Tensor, pad: int, dtype: torch.dtype) -> Tensor:
@@ -52,7 +60,10 @@ def source_bias(source: Tensor, pad: int, dtype: torch.dtype) -> Tensor:
 def causal_bias(target: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the bias (1, 1, T, T) that hides later tokens of target (B, T)."""
     length = target.shape[1]
-    return mask_bias(torch.ones(length, length, dtype=torch.bool, device=target.device).triu(1)[None, None], dtype)
+    return mask_bias(
+        torch.ones(length, length, dtype=torch.bool, device=target.device).triu(1)[None, None],
+        dtype,
+    )
 
 
 # -- layers -----------------------------------------------------------------------------------------------------------
@@ -70,7 +81,9 @@ class MultiHeadAttention(nn.Module):
         return projected.view(rows, length, -1, self.n_heads, self.out.in_features // self.n_heads)
 
     def attend(self, queries: Tensor, others: Tensor | None, bias: Tensor) -> Tensor:
-        return cast(Tensor, self.out(attend_packed(queries, others, bias, self.kernel)))  # (B, T, D)
+        return cast(
+            Tensor, self.out(attend_packed(queries, others, bias, self.kernel))
+        )  # (B, T, D)
 
 
 class SelfAttention(MultiHeadAttention):
@@ -89,7 +102,9 @@ class CrossAttention(MultiHeadAttention):
         self.key_value = nn.Linear(dim, 2 * dim, bias=False)
 
     def forward(self, states: Tensor, memory: Tensor, bias: Tensor) -> Tensor:
-        return self.attend(self.split_heads(self.query(states)), self.split_heads(self.key_value(memory)), bias)
+        return self.attend(
+            self.split_heads(self.query(states)), self.split_heads(self.key_value(memory)), bias
+        )
 
 
 class FeedForward(nn.Module):
@@ -103,7 +118,9 @@ class FeedForward(nn.Module):
 
 
 class EncoderLayer(nn.Module):
-    def __init__(self, dim: int, n_heads: int, ffn_dim: int, dropout: float, kernel: AttentionKernel) -> None:
+    def __init__(
+        self, dim: int, n_heads: int, ffn_dim: int, dropout: float, kernel: AttentionKernel
+    ) -> None:
         super().__init__()
         self.dropout = dropout
         self.self_norm = nn.LayerNorm(dim)
@@ -118,7 +135,9 @@ class EncoderLayer(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    def __init__(self, dim: int, n_heads: int, ffn_dim: int, dropout: float, kernel: AttentionKernel) -> None:
+    def __init__(
+        self, dim: int, n_heads: int, ffn_dim: int, dropout: float, kernel: AttentionKernel
+    ) -> None:
         super().__init__()
         self.dropout = dropout
         self.self_norm = nn.LayerNorm(dim)
@@ -131,20 +150,30 @@ class DecoderLayer(nn.Module):
     def forward(self, states: Tensor, causal: Tensor, memory: EncodedSource) -> Tensor:
         p = self.dropout if self.training else 0.0
         states = add_dropout(states, self.self_attention(self.self_norm(states), causal), p)
-        states = add_dropout(states, self.cross_attention(self.cross_norm(states), memory.states, memory.bias), p)
+        states = add_dropout(
+            states, self.cross_attention(self.cross_norm(states), memory.states, memory.bias), p
+        )
         return add_dropout(states, self.feed_forward(self.feed_norm(states)), p)
 
     def step(self, states: Tensor, cache: BeamCache, layer: int, bias: Tensor) -> Tensor:
         """Advance K beams by one position: states (B, K, D), bias (B, 1, K, C * K) -> (B, K, D)."""
         own, cross = self.self_attention, self.cross_attention
-        packed = own.split_heads(own.query_key_value(self.self_norm(states))).transpose(1, 3)  # (B, H, 3, K, E)
+        packed = own.split_heads(own.query_key_value(self.self_norm(states))).transpose(
+            1, 3
+        )  # (B, H, 3, K, E)
         query, key, value = packed.unbind(2)
         keys = cache.keys[layer].index_copy_(2, cache.position, key[:, :, None])  # (B, H, C, K, E)
         values = cache.values[layer].index_copy_(2, cache.position, value[:, :, None])
-        attended = attend(query, keys.flatten(2, 3), values.flatten(2, 3), bias, "plain")  # (B, H, K, E)
+        attended = attend(
+            query, keys.flatten(2, 3), values.flatten(2, 3), bias, "plain"
+        )  # (B, H, K, E)
         states = states + own.out(attended.transpose(1, 2).flatten(2))
-        query = cross.split_heads(cross.query(self.cross_norm(states))).transpose(1, 3)[:, :, 0]  # (B, H, K, E)
-        attended = attend(query, cache.memory_keys[layer], cache.memory_values[layer], cache.memory_bias, "plain")
+        query = cross.split_heads(cross.query(self.cross_norm(states))).transpose(1, 3)[
+            :, :, 0
+        ]  # (B, H, K, E)
+        attended = attend(
+            query, cache.memory_keys[layer], cache.memory_values[layer], cache.memory_bias, "plain"
+        )
         states = states + cross.out(attended.transpose(1, 2).flatten(2))
         return cast(Tensor, states + self.feed_forward(self.feed_norm(states)))
 
@@ -161,7 +190,9 @@ class BeamCache:
 
     keys: Tensor  # (L, B, H, C, K, E)
     values: Tensor  # (L, B, H, C, K, E)
-    ancestors: Tensor  # (B, K, C): the beam whose token is at this position of the sentence of beam k
+    ancestors: (
+        Tensor  # (B, K, C): the beam whose token is at this position of the sentence of beam k
+    )
     position: Tensor  # (1,): of the next token
     memory_keys: Tensor  # (L, B, H, S, E)
     memory_values: Tensor  # (L, B, H, S, E)
@@ -185,7 +216,10 @@ class BeamCache:
 
     def keep_rows(self, rows: Tensor) -> None:
         self.keys, self.values = self.keys[:, rows], self.values[:, rows]
-        self.memory_keys, self.memory_values = self.memory_keys[:, rows], self.memory_values[:, rows]
+        self.memory_keys, self.memory_values = (
+            self.memory_keys[:, rows],
+            self.memory_values[:, rows],
+        )
         self.memory_bias, self.ancestors = self.memory_bias[rows], self.ancestors[rows]
 
     def grow(self) -> None:
@@ -193,7 +227,9 @@ class BeamCache:
         self.keys = F.pad(self.keys, (0, 0, 0, 0, 0, capacity))
         self.values = F.pad(self.values, (0, 0, 0, 0, 0, capacity))
         self.ancestors = F.pad(self.ancestors, (0, capacity))
-        self.positions = sinusoidal_positions(2 * capacity, self.positions.shape[1], self.positions.device).to(self.positions.dtype)
+        self.positions = sinusoidal_positions(
+            2 * capacity, self.positions.shape[1], self.positions.device
+        ).to(self.positions.dtype)
 
 
 # -- the model --------------------------------------------------------------------------------------------------------
@@ -229,7 +265,14 @@ class Translator(nn.Module):
         self.decoder = nn.ModuleList(DecoderLayer(*layer) for _ in range(decoder_layers))
         self.decoder_norm = nn.LayerNorm(dim)
 
-    def forward(self, source: Tensor, target: Tensor, labels: Tensor | None = None, *, smoothing: float = 0.0) -> Tensor:
+    def forward(
+        self,
+        source: Tensor,
+        target: Tensor,
+        labels: Tensor | None = None,
+        *,
+        smoothing: float = 0.0,
+    ) -> Tensor:
         """Return the logits (B, T, V); with labels (B, T) the sum of their cross-entropy, a scalar.
 
         source (B, S) and target (B, T) int64, PAD only after a sentence.
@@ -238,7 +281,9 @@ class Translator(nn.Module):
         weight = self.embedding.weight
         if labels is None:
             return F.linear(states, weight)
-        return output_cross_entropy(states, weight, labels, smoothing=smoothing, ignore_index=self.pad)
+        return output_cross_entropy(
+            states, weight, labels, smoothing=smoothing, ignore_index=self.pad
+        )
 
     def encode(self, source: Tensor) -> EncodedSource:
         bias = source_bias(source, self.pad, self.embedding.weight.dtype)
@@ -256,7 +301,9 @@ class Translator(nn.Module):
 
     def embed(self, ids: Tensor) -> Tensor:
         """(B, T) -> (B, T, D): scaled embeddings plus positions, with dropout."""
-        positions = sinusoidal_positions(ids.shape[1], self.dim, ids.device).to(self.embedding.weight.dtype)
+        positions = sinusoidal_positions(ids.shape[1], self.dim, ids.device).to(
+            self.embedding.weight.dtype
+        )
         states = torch.add(positions, self.embedding(ids), alpha=self.dim**0.5)
         return apply_dropout(states, self.dropout if self.training else 0.0)
 
@@ -264,7 +311,10 @@ class Translator(nn.Module):
         """Return an empty cache for `memory`, with the keys and values of the source computed."""
         rows, size = len(memory.states), self.dim // self.n_heads
         crosses = [cast(DecoderLayer, layer).cross_attention for layer in self.decoder]
-        packed = torch.stack([c.split_heads(c.key_value(memory.states)).permute(2, 0, 3, 1, 4) for c in crosses], dim=1)
+        packed = torch.stack(
+            [c.split_heads(c.key_value(memory.states)).permute(2, 0, 3, 1, 4) for c in crosses],
+            dim=1,
+        )
         empty = packed.new_zeros(len(self.decoder), rows, self.n_heads, capacity, beams, size)
         device = memory.states.device
         return BeamCache(
@@ -283,7 +333,9 @@ class Translator(nn.Module):
         beams = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         cache.ancestors.index_copy_(2, cache.position, beams[..., None])
         bias = cache.bias(self.embedding.weight.dtype)
-        states = torch.add(cache.positions[cache.position], self.embedding(tokens), alpha=self.dim**0.5)  # (B, K, D)
+        states = torch.add(
+            cache.positions[cache.position], self.embedding(tokens), alpha=self.dim**0.5
+        )  # (B, K, D)
         for i, layer in enumerate(self.decoder):
             states = cast(DecoderLayer, layer).step(states, cache, i, bias)
         cache.position += 1

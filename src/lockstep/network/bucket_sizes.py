@@ -7,7 +7,9 @@ from collections.abc import Hashable, Sequence
 LAST_BYTES = 2**20  # of the last bucket, whose exchange no backward pass hides
 
 
-def group_by_size(sizes: Sequence[tuple[Hashable, int]], bucket_bytes: int, order: Sequence[int]) -> list[list[int]]:
+def group_by_size(
+    sizes: Sequence[tuple[Hashable, int]], bucket_bytes: int, order: Sequence[int]
+) -> list[list[int]]:
     """Group parameters, by number, into buckets of one dtype, in the order of completion.
 
     Made from the end, so that the last bucket is small. Parameters without elements are in no
@@ -26,6 +28,8 @@ def group_by_size(sizes: Sequence[tuple[Hashable, int]], bucket_bytes: int, orde
             groups.append(open_groups.setdefault(dtype, []))
         group = open_groups[dtype]
         group.append(i)
-        if sum(sizes[j][1] for j in group) >= (bucket_bytes if len(groups) > 1 else min(bucket_bytes, LAST_BYTES)):
+        if sum(sizes[j][1] for j in group) >= (
+            bucket_bytes if len(groups) > 1 else min(bucket_bytes, LAST_BYTES)
+        ):
             del open_groups[dtype]
     return [group[::-1] for group in reversed(groups)]

@@ -59,12 +59,19 @@ def refuse_hosts(ranks: int, ranks_per_host: int) -> None:
     if ranks % ranks_per_host:
         what = f"{ranks} ranks do not fill hosts of {ranks_per_host}"
         divisors = [str(count) for count in range(1, ranks + 1) if ranks % count == 0]
-        raise UsageError(what, "--ranks, --ranks-per-host", f"give one of {', '.join(divisors[:12])} ranks per host")
+        raise UsageError(
+            what,
+            "--ranks, --ranks-per-host",
+            f"give one of {', '.join(divisors[:12])} ranks per host",
+        )
 
 
 def cut(count: int, start: int = 0, stop: int = WHOLE) -> list[Range]:
     """Cut a range into equal ones."""
-    return [(start + i * (stop - start) // count, start + (i + 1) * (stop - start) // count) for i in range(count)]
+    return [
+        (start + i * (stop - start) // count, start + (i + 1) * (stop - start) // count)
+        for i in range(count)
+    ]
 
 
 def rooted(collective: str, spread: Spread, ranks: Ranks) -> Schedule:
@@ -82,23 +89,41 @@ def rooted(collective: str, spread: Spread, ranks: Ranks) -> Schedule:
 
 def star(ranks: Ranks, parts: Sequence[Range]) -> Schedule:
     """Send to each rank its part, from the first rank."""
-    return [round_of([Move(ranks[0], rank, *part, False)]) for rank, part in list(zip(ranks, parts, strict=True))[1:]]
+    return [
+        round_of([Move(ranks[0], rank, *part, False)])
+        for rank, part in list(zip(ranks, parts, strict=True))[1:]
+    ]
 
 
 def tree(ranks: Ranks, parts: Sequence[Range]) -> Schedule:
     """Send to each rank its part, through those before it: a rank receives for half as many others."""
     schedule, size = [], len(ranks)
     for distance in (1 << bit for bit in reversed(range((size - 1).bit_length()))):
-        pairs = [(i, i + distance, min(i + 2 * distance, size)) for i in range(0, size - distance, 2 * distance)]
-        schedule.append(round_of([Move(ranks[i], ranks[first], parts[first][0], parts[end - 1][1], False) for i, first, end in pairs]))
+        pairs = [
+            (i, i + distance, min(i + 2 * distance, size))
+            for i in range(0, size - distance, 2 * distance)
+        ]
+        schedule.append(
+            round_of(
+                [
+                    Move(ranks[i], ranks[first], parts[first][0], parts[end - 1][1], False)
+                    for i, first, end in pairs
+                ]
+            )
+        )
     return schedule
 
 
 def chain(size: int) -> Schedule:
     """Send the buffer from rank 0 through all ranks: in round k, rank i sends chunk k - i."""
     chunks = cut(CHUNKS)
-    senders = [range(max(0, k - CHUNKS + 1), min(size - 1, k + 1)) for k in range(size + CHUNKS - 2)]
-    return [round_of([Move(i, i + 1, *chunks[k - i], False) for i in ranks]) for k, ranks in enumerate(senders)]
+    senders = [
+        range(max(0, k - CHUNKS + 1), min(size - 1, k + 1)) for k in range(size + CHUNKS - 2)
+    ]
+    return [
+        round_of([Move(i, i + 1, *chunks[k - i], False) for i in ranks])
+        for k, ranks in enumerate(senders)
+    ]
 
 
 def ring_reduce_scatter(ranks: Ranks, parts: Sequence[Range]) -> Schedule:
@@ -112,14 +137,22 @@ def ring_all_gather(ranks: Ranks, parts: Sequence[Range]) -> Schedule:
 def ring(ranks: Ranks, parts: Sequence[Range], offset: int, *, adds: bool) -> Phase:
     """Return N - 1 rounds: in round k, rank i sends part i - k - offset to rank i + 1, modulo N."""
     size = len(ranks)
-    return Phase(size - 1, lambda k: [Move(ranks[i], ranks[(i + 1) % size], *parts[(i - k - offset) % size], adds) for i in range(size)])
+    return Phase(
+        size - 1,
+        lambda k: [
+            Move(ranks[i], ranks[(i + 1) % size], *parts[(i - k - offset) % size], adds)
+            for i in range(size)
+        ],
+    )
 
 
 def halving(size: int, *, renamed: bool) -> tuple[Schedule, Schedule]:
     """Return the engine's exchange with one micro-batch per rank: (reduce-scatter, all-gather).
     renamed: the rank that sums slice r is called r."""
     merges, returns = exchange_steps((1,) * size)
-    names = {part.rank: i if renamed else part.rank for i, part in enumerate(merges[-1].total.slices)}
+    names = {
+        part.rank: i if renamed else part.rank for i, part in enumerate(merges[-1].total.slices)
+    }
     scatter: defaultdict[int, list[Move]] = defaultdict(list)
     gather: defaultdict[int, list[Move]] = defaultdict(list)
 
@@ -135,7 +168,9 @@ def halving(size: int, *, renamed: bool) -> tuple[Schedule, Schedule]:
         scatter[total.node.leaves] += moves([(left, total), (right, total)], adds=True)
     for steps in filter(None, returns):
         gather[steps[0][0].node.leaves] += moves(steps, adds=False)
-    return [round_of(scatter[leaves]) for leaves in sorted(scatter)], [round_of(gather[leaves]) for leaves in sorted(gather, reverse=True)]
+    return [round_of(scatter[leaves]) for leaves in sorted(scatter)], [
+        round_of(gather[leaves]) for leaves in sorted(gather, reverse=True)
+    ]
 
 
 def hierarchical(collective: str, ranks: int, per_host: int) -> Schedule:
@@ -148,14 +183,23 @@ def hierarchical(collective: str, ranks: int, per_host: int) -> Schedule:
     hosts = [range(first, first + per_host) for first in range(0, ranks, per_host)]
     leaders, ranges = range(0, ranks, per_host), cut(len(hosts))
     if collective in ("broadcast", "reduce"):
-        broadcast = tree(leaders, [(0, WHOLE)] * len(hosts)) + side_by_side([tree(host, whole) for host in hosts])
+        broadcast = tree(leaders, [(0, WHOLE)] * len(hosts)) + side_by_side(
+            [tree(host, whole) for host in hosts]
+        )
         return broadcast if collective == "broadcast" else reverse(broadcast, adds=True)
     if collective == "all-reduce":
         slices = cut(per_host)
-        across = [(range(i, ranks, per_host), cut(len(hosts), *part)) for i, part in enumerate(slices)]
+        across = [
+            (range(i, ranks, per_host), cut(len(hosts), *part)) for i, part in enumerate(slices)
+        ]
         return [
             *side_by_side([ring_reduce_scatter(host, slices) for host in hosts]),
-            *side_by_side([ring_reduce_scatter(peers, part) + ring_all_gather(peers, part) for peers, part in across]),
+            *side_by_side(
+                [
+                    ring_reduce_scatter(peers, part) + ring_all_gather(peers, part)
+                    for peers, part in across
+                ]
+            ),
             *side_by_side([ring_all_gather(host, slices) for host in hosts]),
         ]
     inside = side_by_side([tree(host, parts[host.start : host.stop]) for host in hosts])

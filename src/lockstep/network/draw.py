@@ -28,14 +28,30 @@ def draw_text(schedule: Schedule, simulation: Simulation) -> str:
             cells[move.receiver].append(f"{'+' if move.adds else '←'}{move.sender}")
         largest = max(move.stop - move.start for move in moves)
         row = [" ".join(sorted(cells[rank], reverse=True)) for rank in range(shown)]
-        rows.append([str(number + 1), *row, format_share(largest), format_seconds(simulation.round_ends_s[number])])
-    return "\n".join([align(rows), *left_out(simulation), "→r sends to rank r, ←r receives a copy from it, +r receives and adds"])
+        rows.append(
+            [
+                str(number + 1),
+                *row,
+                format_share(largest),
+                format_seconds(simulation.round_ends_s[number]),
+            ]
+        )
+    return "\n".join(
+        [
+            align(rows),
+            *left_out(simulation),
+            "→r sends to rank r, ←r receives a copy from it, +r receives and adds",
+        ]
+    )
 
 
 def align(rows: list[list[str]]) -> str:
     """Return a table, its columns aligned to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(
+        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        for row in rows
+    )
 
 
 def format_share(units: int) -> str:
@@ -48,31 +64,46 @@ def format_share(units: int) -> str:
 
 def left_out(simulation: Simulation) -> list[str]:
     ranks, count = len(simulation.messages) - MAX_RANKS, len(simulation.round_ends_s) - MAX_ROUNDS
-    more = [f"{number:,} more {what}" for number, what in ((count, "rounds"), (ranks, "ranks")) if number > 0]
+    more = [
+        f"{number:,} more {what}"
+        for number, what in ((count, "rounds"), (ranks, "ranks"))
+        if number > 0
+    ]
     return [f"not drawn: {' and '.join(more)}"] if more else []
 
 
 def draw_svg(schedule: Schedule, simulation: Simulation, title: str) -> str:
     """Return an SVG: an arrow for each move, from the top to the bottom of its round."""
-    ranks, drawn = min(len(simulation.messages), MAX_RANKS), list(islice(rounds(schedule), MAX_ROUNDS))
+    ranks, drawn = (
+        min(len(simulation.messages), MAX_RANKS),
+        list(islice(rounds(schedule), MAX_ROUNDS)),
+    )
     width, bottom = max(500, LEFT + ranks * COLUMN + 48), TOP + len(drawn) * ROW
     notes = [*left_out(simulation), "solid: copies; dashed: the receiver adds"]
     parts = [f'<text x="12" y="20">{title}</text>']
     for rank in range(ranks):
-        parts.append(f'<line class="rank" x1="{x_of(rank)}" x2="{x_of(rank)}" y1="{TOP}" y2="{bottom}"/>')
+        parts.append(
+            f'<line class="rank" x1="{x_of(rank)}" x2="{x_of(rank)}" y1="{TOP}" y2="{bottom}"/>'
+        )
         parts.append(f'<text x="{x_of(rank)}" y="{TOP - 10}" text-anchor="middle">{rank}</text>')
     for number, moves in enumerate(drawn):
         y = TOP + number * ROW
-        parts.append(f'<text x="12" y="{y + ROW - 4}">{format_seconds(simulation.round_ends_s[number])}</text>')
+        parts.append(
+            f'<text x="12" y="{y + ROW - 4}">{format_seconds(simulation.round_ends_s[number])}</text>'
+        )
         parts += [arrow(move, y) for move in moves if max(move.sender, move.receiver) < MAX_RANKS]
-    parts += [f'<text x="12" y="{bottom + 24 + 18 * i}">{note}</text>' for i, note in enumerate(notes)]
+    parts += [
+        f'<text x="12" y="{bottom + 24 + 18 * i}">{note}</text>' for i, note in enumerate(notes)
+    ]
     heads = "".join(
         f'<marker id="{kind}" class="{kind}" viewBox="0 0 8 8" refX="7.5" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
         '<path d="M0 .5L7.5 4L0 7.5"/></marker>'
         for kind in ("copy", "add")
     )
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {bottom + 18 + 18 * len(notes)}" width="{width}">'
-    return "\n".join([head, f"<style>{STYLE}</style>", f"<defs>{heads}</defs>", *parts, "</svg>", ""])
+    return "\n".join(
+        [head, f"<style>{STYLE}</style>", f"<defs>{heads}</defs>", *parts, "</svg>", ""]
+    )
 
 
 def x_of(rank: int) -> int:

@@ -74,13 +74,23 @@ def fit_link(seconds: dict[int, float]) -> Link:
     what is left, by least squares of relative errors, which the smallest messages decide.
     """
     sizes, times = list(map(float, seconds)), list(seconds.values())
-    middle, spread = sum(sizes) / len(sizes), sum((size - sum(sizes) / len(sizes)) ** 2 for size in sizes)
-    slope = sum((size - middle) * took for size, took in seconds.items()) / spread if spread else 0.0
+    middle, spread = (
+        sum(sizes) / len(sizes),
+        sum((size - sum(sizes) / len(sizes)) ** 2 for size in sizes),
+    )
+    slope = (
+        sum((size - middle) * took for size, took in seconds.items()) / spread if spread else 0.0
+    )
     if slope <= 0:  # one size, or times that do not grow
         slope = times[-1] / sizes[-1]
     weights = [took**-2 for took in times]
-    left = sum(weight * (took - slope * size) for weight, size, took in zip(weights, sizes, times, strict=True))
-    latency_s = left / sum(weights)  # zero or less where a token bucket lets small messages pass at once
+    left = sum(
+        weight * (took - slope * size)
+        for weight, size, took in zip(weights, sizes, times, strict=True)
+    )
+    latency_s = left / sum(
+        weights
+    )  # zero or less where a token bucket lets small messages pass at once
     return Link(latency_s if latency_s > 0 else times[0], 1 / slope)
 
 
@@ -90,15 +100,21 @@ def class_links(pairs: Sequence[PairTimes], slow: Iterable[SlowLink] = ()) -> di
     links = {}
     for kind in (SAME_HOST, OTHER_HOST):
         members = [pair for pair in pairs if pair.kind == kind]
-        usual = [pair for pair in members if not any(is_named(pair, link.hosts) for link in slow)] or members
+        usual = [
+            pair for pair in members if not any(is_named(pair, link.hosts) for link in slow)
+        ] or members
         sizes = sorted(set.intersection(*(set(pair.seconds) for pair in usual))) if usual else []
         if sizes:
-            links[kind] = fit_link({size: median(pair.seconds[size] for pair in usual) for size in sizes})
+            links[kind] = fit_link(
+                {size: median(pair.seconds[size] for pair in usual) for size in sizes}
+            )
     return links
 
 
 def is_named(pair: PairTimes, hosts: tuple[str, ...]) -> bool:
-    return pair.hosts == hosts or (len(hosts) == 1 and hosts[0] in pair.hosts and pair.kind == OTHER_HOST)
+    return pair.hosts == hosts or (
+        len(hosts) == 1 and hosts[0] in pair.hosts and pair.kind == OTHER_HOST
+    )
 
 
 def slow_links(pairs: Sequence[PairTimes]) -> list[SlowLink]:
@@ -108,10 +124,13 @@ def slow_links(pairs: Sequence[PairTimes]) -> list[SlowLink]:
     three hosts, one slow one slows down two of the three pairs, and their median with them.
     """
     across, inside = (
-        {pair.hosts: fit_link(pair.seconds).bytes_per_s for pair in pairs if pair.kind == kind} for kind in (OTHER_HOST, SAME_HOST)
+        {pair.hosts: fit_link(pair.seconds).bytes_per_s for pair in pairs if pair.kind == kind}
+        for kind in (OTHER_HOST, SAME_HOST)
     )
     hosts = sorted({host for pair in across for host in pair})
-    slow = below_median({(host,): max(rate for pair, rate in across.items() if host in pair) for host in hosts})
+    slow = below_median(
+        {(host,): max(rate for pair, rate in across.items() if host in pair) for host in hosts}
+    )
     named = {host for link in slow for host in link.hosts}
     slow += below_median({pair: rate for pair, rate in across.items() if not named & set(pair)})
     return slow + below_median(inside)
@@ -119,7 +138,11 @@ def slow_links(pairs: Sequence[PairTimes]) -> list[SlowLink]:
 
 def below_median(rates: Mapping[Any, float]) -> list[SlowLink]:
     middle = median(rates.values()) if rates else 0.0
-    return [SlowLink(hosts, rate, middle) for hosts, rate in rates.items() if rate * SLOW_FACTOR < middle]
+    return [
+        SlowLink(hosts, rate, middle)
+        for hosts, rate in rates.items()
+        if rate * SLOW_FACTOR < middle
+    ]
 
 
 def pairing_rounds(size: int) -> list[list[tuple[int, int]]]:
@@ -135,7 +158,14 @@ def pairing_rounds(size: int) -> list[list[tuple[int, int]]]:
 
 def format_rate(bytes_per_s: float) -> str:
     """Return a rate as networks are sold, in bits: 95.6 Mbit/s."""
-    unit, size = next(((unit, size) for unit, size in (("Gbit/s", 1.25e8), ("Mbit/s", 1.25e5)) if bytes_per_s >= size), ("kbit/s", 125.0))
+    unit, size = next(
+        (
+            (unit, size)
+            for unit, size in (("Gbit/s", 1.25e8), ("Mbit/s", 1.25e5))
+            if bytes_per_s >= size
+        ),
+        ("kbit/s", 125.0),
+    )
     return f"{bytes_per_s / size:.1f} {unit}"
 
 
@@ -144,11 +174,17 @@ def describe(rows: Sequence[Row], links: Mapping[str, Link], slow: Iterable[Slow
     GB/s is 1e9 bytes per second, as in nccl-tests."""
     lines = []
     for name in dict.fromkeys(row.collective for row in rows):
-        lines += [f"# {name}, {rows[0].ranks} ranks", f"#{'size':>10} {'time (us)':>14} {'algbw (GB/s)':>13} {'busbw (GB/s)':>13}"]
+        lines += [
+            f"# {name}, {rows[0].ranks} ranks",
+            f"#{'size':>10} {'time (us)':>14} {'algbw (GB/s)':>13} {'busbw (GB/s)':>13}",
+        ]
         for row in (row for row in rows if row.collective == name):
-            lines.append(f" {format_bytes(row.bytes):>10} {1e6 * row.seconds:>14,.1f} {row.algbw / 1e9:>13.4f} {row.busbw / 1e9:>13.4f}")
+            lines.append(
+                f" {format_bytes(row.bytes):>10} {1e6 * row.seconds:>14,.1f} {row.algbw / 1e9:>13.4f} {row.busbw / 1e9:>13.4f}"
+            )
         lines.append("")
     lines += [
-        f"{kind.replace('_', ' ')}: latency {1e6 * link.latency_s:.0f} us, {format_rate(link.bytes_per_s)}" for kind, link in links.items()
+        f"{kind.replace('_', ' ')}: latency {1e6 * link.latency_s:.0f} us, {format_rate(link.bytes_per_s)}"
+        for kind, link in links.items()
     ]
     return "\n".join([*lines, *map(str, slow)])

@@ -49,7 +49,10 @@ def rounds(schedule: Schedule) -> Iterator[list[Move]]:
 
 def reverse(schedule: Schedule, *, adds: bool) -> Schedule:
     """Return the schedule backwards, each move from its receiver to its sender."""
-    turned = [[Move(move.receiver, move.sender, move.start, move.stop, adds) for move in moves] for moves in rounds(schedule)]
+    turned = [
+        [Move(move.receiver, move.sender, move.start, move.stop, adds) for move in moves]
+        for moves in rounds(schedule)
+    ]
     return [round_of(moves) for moves in reversed(turned)]
 
 
@@ -57,6 +60,8 @@ def side_by_side(schedules: list[Schedule]) -> Schedule:
     """Return one schedule that plays several of the same shape, on different ranks, at once."""
 
     def together(phases: tuple[Phase, ...]) -> Phase:
-        return Phase(phases[0].times, lambda k: [move for phase in phases for move in phase.moves(k)])
+        return Phase(
+            phases[0].times, lambda k: [move for phase in phases for move in phase.moves(k)]
+        )
 
     return [together(phases) for phases in zip(*schedules, strict=True)]

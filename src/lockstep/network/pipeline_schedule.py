@@ -15,7 +15,9 @@ class PipelineOp(NamedTuple):
     micro: int
 
 
-def pipeline_schedule(stage: int, stages: int, micro_batches: int, chunks: int = 1) -> list[PipelineOp]:
+def pipeline_schedule(
+    stage: int, stages: int, micro_batches: int, chunks: int = 1
+) -> list[PipelineOp]:
     """Return the operations of a stage in a step, in order.
 
     With several chunks, micro-batches go in rounds of `stages`; if their number is no multiple of
@@ -23,16 +25,30 @@ def pipeline_schedule(stage: int, stages: int, micro_batches: int, chunks: int =
     """
     total = micro_batches * chunks
     if chunks > 1 and micro_batches % stages:
-        forward = [PipelineOp("forward", chunk, micro) for chunk in range(chunks) for micro in range(micro_batches)]
-        return forward + [PipelineOp("backward", chunk, micro) for chunk in reversed(range(chunks)) for micro in range(micro_batches)]
+        forward = [
+            PipelineOp("forward", chunk, micro)
+            for chunk in range(chunks)
+            for micro in range(micro_batches)
+        ]
+        return forward + [
+            PipelineOp("backward", chunk, micro)
+            for chunk in reversed(range(chunks))
+            for micro in range(micro_batches)
+        ]
 
     def unit(number: int) -> tuple[int, int]:
         cycle, within = divmod(number, stages * chunks)
         return within // stages, cycle * stages + within % stages
 
-    warmup = min(total, stages - stage - 1 if chunks == 1 else 2 * (stages - stage - 1) + (chunks - 1) * stages)
+    warmup = min(
+        total,
+        stages - stage - 1 if chunks == 1 else 2 * (stages - stage - 1) + (chunks - 1) * stages,
+    )
     forward = [PipelineOp("forward", *unit(i)) for i in range(total)]
-    backward = [PipelineOp("backward", chunks - 1 - chunk, micro) for chunk, micro in map(unit, range(total))]
+    backward = [
+        PipelineOp("backward", chunks - 1 - chunk, micro)
+        for chunk, micro in map(unit, range(total))
+    ]
     steady = [op for pair in zip(forward[warmup:], backward, strict=False) for op in pair]
     return forward[:warmup] + steady + backward[total - warmup :]
 

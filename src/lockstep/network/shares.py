@@ -19,7 +19,9 @@ UNEVEN_EXCHANGE = 2.0  # bytes that the busiest rank exchanges, when a rank has 
 SLOW, RECOVERED = 1.5, 1.1  # times the median
 
 
-def choose_shares(current: tuple[int, ...], micro_batch_us: Sequence[int], exchange_us: int, unit: int = 1) -> tuple[tuple[int, ...], str]:
+def choose_shares(
+    current: tuple[int, ...], micro_batch_us: Sequence[int], exchange_us: int, unit: int = 1
+) -> tuple[tuple[int, ...], str]:
     """Return the shares of the next step, by replica, and why. `current` if no others are much better.
 
     micro_batch_us  microseconds per micro-batch, by replica
@@ -29,22 +31,34 @@ def choose_shares(current: tuple[int, ...], micro_batch_us: Sequence[int], excha
     leaves = sum(current)
 
     def step_us(shares: tuple[int, ...]) -> float:
-        compute_us = max(-(-share // unit) * unit * us for share, us in zip(shares, micro_batch_us, strict=True))
+        compute_us = max(
+            -(-share // unit) * unit * us for share, us in zip(shares, micro_batch_us, strict=True)
+        )
         return compute_us + exchange_us * exchange_cost(shares) / exchange_cost(current)
 
     now_us = step_us(current)
-    least_us = leaves / fsum(1 / us for us in micro_batch_us)  # fsum: the same bits in every version of Python
+    least_us = leaves / fsum(
+        1 / us for us in micro_batch_us
+    )  # fsum: the same bits in every version of Python
     candidates = [current]
     if least_us < (1 - MIN_GAIN) * now_us:
-        candidates += [equal_shares(len(current), leaves), *proportional_shares(leaves, micro_batch_us, unit)]
+        candidates += [
+            equal_shares(len(current), leaves),
+            *proportional_shares(leaves, micro_batch_us, unit),
+        ]
     best = min(candidates, key=step_us)
     if step_us(best) > (1 - MIN_GAIN) * now_us:
         return current, f"no other shares shorten the step by {MIN_GAIN:.0%}"
     expected, now = format_duration(step_us(best) / 1e6), format_duration(now_us / 1e6)
-    return best, f"shares {format_shares(best)} instead of {format_shares(current)}: a step is expected to take {expected}, not {now}"
+    return (
+        best,
+        f"shares {format_shares(best)} instead of {format_shares(current)}: a step is expected to take {expected}, not {now}",
+    )
 
 
-def proportional_shares(leaves: int, micro_batch_us: Sequence[int], unit: int) -> list[tuple[int, ...]]:
+def proportional_shares(
+    leaves: int, micro_batch_us: Sequence[int], unit: int
+) -> list[tuple[int, ...]]:
     """Return shares in multiples of `unit` that are done soonest, with few or more subtrees."""
     if leaves % unit or leaves < unit * len(micro_batch_us):
         return []
@@ -55,7 +69,11 @@ def proportional_shares(leaves: int, micro_batch_us: Sequence[int], unit: int) -
         def limits(time_us: int, subtrees: int = subtrees) -> list[int]:
             return [round_down(min(units, time_us // us), subtrees) for us in micro_batch_us]
 
-        soonest_us = first_true(lambda time_us: sum(limits(time_us)) >= units, max(micro_batch_us), units * max(micro_batch_us))
+        soonest_us = first_true(
+            lambda time_us: sum(limits(time_us)) >= units,
+            max(micro_batch_us),
+            units * max(micro_batch_us),
+        )
         found.append(tuple(unit * share for share in fit_shares(limits(soonest_us), units)))
     return found
 
@@ -85,4 +103,8 @@ def format_shares(shares: Sequence[int]) -> str:
 def find_slow(micro_batch_us: Sequence[int], known: Sequence[int]) -> tuple[int, ...]:
     """Return the replicas that are much slower than the median. known: replicas found before."""
     median_us = median_low(micro_batch_us)
-    return tuple(i for i, us in enumerate(micro_batch_us) if us > median_us * (RECOVERED if i in known else SLOW))
+    return tuple(
+        i
+        for i, us in enumerate(micro_batch_us)
+        if us > median_us * (RECOVERED if i in known else SLOW)
+    )

@@ -59,7 +59,9 @@ class Simulation:
             if high - low <= STEADY * high:
                 more, end_s = phase.times - k - 1, self.round_ends_s[-1]
                 self.round_ends_s += [end_s + (i + 1) * high for i in range(more)]
-                self._times_s = [now + more * growth for now, growth in zip(self._times_s, growths, strict=True)]
+                self._times_s = [
+                    now + more * growth for now, growth in zip(self._times_s, growths, strict=True)
+                ]
                 return
 
     def _play_round(self, moves: list[Move]) -> None:
@@ -69,12 +71,16 @@ class Simulation:
         sent_s: dict[int, float] = {}
         received_s: dict[int, float] = {}
         for sender, receiver, start, stop, _ in moves:
-            begin_s = max(sent_s.get(sender, times_s[sender]), received_s.get(receiver, times_s[receiver]))
+            begin_s = max(
+                sent_s.get(sender, times_s[sender]), received_s.get(receiver, times_s[receiver])
+            )
             out, into = ranks + sender // per_host, ranks + hosts + receiver // per_host
             if out + hosts == into:
                 end_s = begin_s + self.network.inside.seconds((stop - start) * self.bytes_per_unit)
             else:
-                end_s = max(begin_s, times_s[out], times_s[into]) + self.network.between.seconds((stop - start) * self.bytes_per_unit)
+                end_s = max(begin_s, times_s[out], times_s[into]) + self.network.between.seconds(
+                    (stop - start) * self.bytes_per_unit
+                )
                 times_s[out] = times_s[into] = end_s
             sent_s[sender] = received_s[receiver] = end_s
         for rank, end_s in (*sent_s.items(), *received_s.items()):
@@ -87,7 +93,9 @@ class Simulation:
             self.bytes[move.sender] += rounds * (move.stop - move.start) * self.bytes_per_unit
 
 
-def best_by_size(seconds: Callable[[str, float], float], names: Sequence[str], size: float) -> list[tuple[float, str]]:
+def best_by_size(
+    seconds: Callable[[str, float], float], names: Sequence[str], size: float
+) -> list[tuple[float, str]]:
     """Return [(bytes, the fastest algorithm from that size on)], smallest size first.
 
     Each algorithm takes about its latency plus a slope times the bytes: straight lines cross once.
@@ -103,7 +111,9 @@ def best_by_size(seconds: Callable[[str, float], float], names: Sequence[str], s
         return (latency[fast] - latency[slow]) / (slope(slow, at) - slope(fast, at))
 
     best = [(0.0, min(names, key=lambda name: (latency[name], slope(name, size))))]
-    while flatter := [name for name in names if slope(name, size) < (1 - STEADY) * slope(best[-1][1], size)]:
+    while flatter := [
+        name for name in names if slope(name, size) < (1 - STEADY) * slope(best[-1][1], size)
+    ]:
         at, name = min((crossing(best[-1][1], name, size), name) for name in flatter)
         for _ in range(2):
             if slope(best[-1][1], at) > slope(name, at):

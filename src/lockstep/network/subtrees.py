@@ -22,7 +22,11 @@ class Subtree(NamedTuple):
 
     def sibling_of(self, right: Subtree) -> bool:
         """Return whether `right` is the right half of the same parent."""
-        return self.leaves == right.leaves and self.first + self.leaves == right.first and self.first % (2 * self.leaves) == 0
+        return (
+            self.leaves == right.leaves
+            and self.first + self.leaves == right.first
+            and self.first % (2 * self.leaves) == 0
+        )
 
     def halves(self) -> tuple[Subtree, Subtree]:
         half = self.leaves // 2
@@ -49,7 +53,9 @@ def equal_shares(size: int, leaves: int) -> tuple[int, ...]:
     refuse_idle_ranks(size, leaves)
     most = -(-leaves // size)
     block = 1 << most.bit_length() - 1
-    halved = max(0, size - leaves // block - (leaves % block).bit_count())  # blocks, so that each rank has one
+    halved = max(
+        0, size - leaves // block - (leaves % block).bit_count()
+    )  # blocks, so that each rank has one
     whole = leaves // block - halved if halved else size
     return fit_shares((most,) * whole + (block // 2,) * (size - whole), leaves)
 
@@ -77,7 +83,11 @@ def powers_of_two_down_from(number: int) -> list[int]:
 
 def leaves_of_rank(rank: int, shares: tuple[int, ...]) -> list[int]:
     """Return the leaves of `rank`, ascending."""
-    return [k for subtree in assign_subtrees(shares)[rank] for k in range(subtree.first, subtree.first + subtree.leaves)]
+    return [
+        k
+        for subtree in assign_subtrees(shares)[rank]
+        for k in range(subtree.first, subtree.first + subtree.leaves)
+    ]
 
 
 def is_one_addition(shares: tuple[int, ...]) -> bool:

@@ -80,11 +80,16 @@ def rounds_of_rank(rank: int, shares: tuple[int, ...]) -> tuple[list[Round], lis
 def exchange_steps(shares: tuple[int, ...]) -> tuple[list[Merge], list[list[Step]]]:
     """Return the additions of all ranks, children first, then the steps that return the sum."""
     assigned = assign_subtrees(shares)
-    merges = merges_of({subtree: owner for owner, subtrees in enumerate(assigned) for subtree in subtrees})
+    merges = merges_of(
+        {subtree: owner for owner, subtrees in enumerate(assigned) for subtree in subtrees}
+    )
     # The sum returns through the tree of the main subtrees alone: each rank needs it once.
     mains = merges_of({subtrees[0]: owner for owner, subtrees in enumerate(assigned)})
     first = [(merges[-1].total, mains[-1].total)] if mains else []
-    return merges, [first, *([(merge.total, merge.left), (merge.total, merge.right)] for merge in reversed(mains))]
+    return merges, [
+        first,
+        *([(merge.total, merge.left), (merge.total, merge.right)] for merge in reversed(mains)),
+    ]
 
 
 class OwnerPlan(NamedTuple):
@@ -107,10 +112,23 @@ def owner_rounds(rank: int, shares: tuple[int, ...]) -> OwnerPlan:
     slices = mains[-1].total.slices if mains else [Slice(rank, 0, WHOLE)]
     own = next(part for part in slices if part.rank == rank)
     others = [part for part in slices if part.rank != rank]
-    sends = [Message(node, part.rank, part.start, part.stop) for part in others for node in assigned[rank]]
-    receives = [Message(node, part.rank, own.start, own.stop) for part in others for node in assigned[part.rank]]
-    gather = [round_of(rank, [(merge.total, merge.left), (merge.total, merge.right)]) for merge in reversed(mains)]
-    return OwnerPlan(own, Round(sends, receives), [turn for turn in gather if turn.sends or turn.receives])
+    sends = [
+        Message(node, part.rank, part.start, part.stop)
+        for part in others
+        for node in assigned[rank]
+    ]
+    receives = [
+        Message(node, part.rank, own.start, own.stop)
+        for part in others
+        for node in assigned[part.rank]
+    ]
+    gather = [
+        round_of(rank, [(merge.total, merge.left), (merge.total, merge.right)])
+        for merge in reversed(mains)
+    ]
+    return OwnerPlan(
+        own, Round(sends, receives), [turn for turn in gather if turn.sends or turn.receives]
+    )
 
 
 def merges_of(owners: dict[Subtree, int]) -> list[Merge]:
@@ -137,7 +155,10 @@ def merged_slices(left: Sum, right: Sum) -> list[Slice]:
     """Return equal slices for the ranks of both halves, each close to what its rank has."""
     centers = {part.rank: part.start + part.stop for part in (*right.slices, *left.slices)}
     ranks = sorted(centers, key=lambda rank: centers[rank])
-    return [Slice(rank, i * WHOLE // len(ranks), (i + 1) * WHOLE // len(ranks)) for i, rank in enumerate(ranks)]
+    return [
+        Slice(rank, i * WHOLE // len(ranks), (i + 1) * WHOLE // len(ranks))
+        for i, rank in enumerate(ranks)
+    ]
 
 
 def round_of(rank: int, steps: Iterable[Step], merge: Merge | None = None) -> Round:

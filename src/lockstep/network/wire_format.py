@@ -35,7 +35,11 @@ class Section(NamedTuple):
 
     @property
     def encoded_bytes(self) -> int:
-        return 2 * self.elements if self.block == 1 else self.elements // self.block * (SCALE_BYTES + self.block)
+        return (
+            2 * self.elements
+            if self.block == 1
+            else self.elements // self.block * (SCALE_BYTES + self.block)
+        )
 
 
 Sections = tuple[Section, ...]
@@ -44,7 +48,10 @@ Sections = tuple[Section, ...]
 def block_length(wire: Wire, row: int) -> int:
     """Return how many elements of a row share a scale: a divisor, so that blocks fill whole rows."""
     if wire == "int8":
-        return next((block for block in range(min(row, MAX_BLOCK), MIN_BLOCK - 1, -1) if row % block == 0), 1)
+        return next(
+            (block for block in range(min(row, MAX_BLOCK), MIN_BLOCK - 1, -1) if row % block == 0),
+            1,
+        )
     return 1
 
 
@@ -57,7 +64,10 @@ def wire_order(wire: Wire, parts: Sequence[tuple[int, int]]) -> tuple[list[int],
     """
     blocks = [block_length(wire, row) for _, row in parts]
     order = sorted(range(len(parts)), key=lambda i: blocks[i])
-    elements = {block: sum(n for (n, _), other in zip(parts, blocks, strict=True) if other == block) for block in blocks}
+    elements = {
+        block: sum(n for (n, _), other in zip(parts, blocks, strict=True) if other == block)
+        for block in blocks
+    }
     return order, tuple(Section(block, elements[block]) for block in sorted(elements))
 
 
@@ -92,22 +102,40 @@ def align(sections: Sections, position: int) -> int:
 def blocks_of(sections: Sections, part: Slice | Message) -> slice:
     """Return the elements in a part of the buffer, cut at borders of blocks."""
     length = element_count(sections)
-    return slice(align(sections, part.start * length // WHOLE), align(sections, part.stop * length // WHOLE))
+    return slice(
+        align(sections, part.start * length // WHOLE), align(sections, part.stop * length // WHOLE)
+    )
 
 
 def sent_bytes(wire: Wire, sections: Sections, rank: int, shares: tuple[int, ...]) -> int:
     """Return how many bytes a rank sends for the sum of a buffer. shares: leaves by rank."""
     if wire == "fp32":
-        sends = (message for turns in rounds_of_rank(rank, shares) for turn in turns for message in turn.sends)
-        return sum(4 * ((message.stop - message.start) * element_count(sections) // WHOLE) for message in sends)
+        sends = (
+            message
+            for turns in rounds_of_rank(rank, shares)
+            for turn in turns
+            for message in turn.sends
+        )
+        return sum(
+            4 * ((message.stop - message.start) * element_count(sections) // WHOLE)
+            for message in sends
+        )
     plan, total = owner_rounds(rank, shares), 0
     for message in plan.exchange.sends:
         part, count = between(sections, blocks_of(sections, message)), message.node.leaves
-        total += count * encoded_bytes(part) if count <= MOST_LEAVES[wire] else 4 * element_count(part)
-    return total + sum(encoded_bytes(between(sections, blocks_of(sections, m))) for turn in plan.gather for m in turn.sends)
+        total += (
+            count * encoded_bytes(part) if count <= MOST_LEAVES[wire] else 4 * element_count(part)
+        )
+    return total + sum(
+        encoded_bytes(between(sections, blocks_of(sections, m)))
+        for turn in plan.gather
+        for m in turn.sends
+    )
 
 
-def wire_conflict(wire: Wire, reduce: str, tensor: int, pipeline: int, fsdp_reduce: str) -> tuple[str, str, str] | None:
+def wire_conflict(
+    wire: Wire, reduce: str, tensor: int, pipeline: int, fsdp_reduce: str
+) -> tuple[str, str, str] | None:
     """Return (what, keys, hint) when other values of the run exclude the format."""
     if wire not in MOST_LEAVES:
         return f"unknown format wire={wire!r}", "parallel.wire", f"try {', '.join(MOST_LEAVES)}"
@@ -115,9 +143,16 @@ def wire_conflict(wire: Wire, reduce: str, tensor: int, pipeline: int, fsdp_redu
         "parallel.reduce": ("fast, which adds on the way", reduce == "fast"),
         "layout.tensor": (f"{tensor}, which adds gradients outside of the tree", tensor > 1),
         "layout.pipeline": (f"{pipeline}, which adds gradients outside of the tree", pipeline > 1),
-        "fsdp.reduce": ("per_step, which sends sums of several micro-batches", fsdp_reduce == "per_step"),
+        "fsdp.reduce": (
+            "per_step, which sends sums of several micro-batches",
+            fsdp_reduce == "per_step",
+        ),
     }
     for key, (value, is_set) in excluded.items():
         if is_set and wire != "fp32":
-            return f"parallel.wire={wire} is not supported with {key}={value}", f"parallel.wire {key}", f"leave {key} out, or set wire=fp32"
+            return (
+                f"parallel.wire={wire} is not supported with {key}={value}",
+                f"parallel.wire {key}",
+                f"leave {key} out, or set wire=fp32",
+            )
     return None

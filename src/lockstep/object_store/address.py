@@ -14,10 +14,10 @@ from lockstep.runtime.worker_env import read_worker_env
 
 BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
 SEGMENT = re.compile(r"[\w=+.-]+", re.ASCII)
-COPIES = "LOCKSTEP_STORE_CACHE"  # folder of the copies; default: lockstep in the user's cache folder
-HINT = (
-    "give s3://BUCKET/PREFIX with letters, digits and _ = + . - in the prefix; credentials come from AWS_* variables or the machine's role"
+COPIES = (
+    "LOCKSTEP_STORE_CACHE"  # folder of the copies; default: lockstep in the user's cache folder
 )
+HINT = "give s3://BUCKET/PREFIX with letters, digits and _ = + . - in the prefix; credentials come from AWS_* variables or the machine's role"
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,10 @@ class Address:
     def copies(self) -> Path:
         """The folder of this host for the copies of this run. Equal addresses at different endpoints
         are different runs."""
-        cache = os.environ.get(COPIES) or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lockstep"
+        cache = (
+            os.environ.get(COPIES)
+            or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lockstep"
+        )
         name = hashlib.sha256(f"{endpoint()} {self}".encode()).hexdigest()[:12]
         return Path(cache).resolve() / name
 
@@ -47,7 +50,11 @@ def endpoint() -> str:
     names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
     text = next(filter(None, map(os.environ.get, names)), "")
     if text and not re.fullmatch(r"https?://[\w.:\[\]-]+(/[^@?#\s]*)?", text, re.ASCII):
-        raise UsageError("the endpoint of the object store is malformed", "AWS_ENDPOINT_URL", "give http://HOST:PORT or https://HOST")
+        raise UsageError(
+            "the endpoint of the object store is malformed",
+            "AWS_ENDPOINT_URL",
+            "give http://HOST:PORT or https://HOST",
+        )
     return text
 
 
@@ -58,12 +65,24 @@ def parse_address(path: str | os.PathLike[str]) -> Address | None:
     if not scheme:
         return None
     if scheme != "s3":
-        raise UsageError(f"{scheme}:// is not supported as a run folder", "command line", "give s3://BUCKET/PREFIX, or a folder")
+        raise UsageError(
+            f"{scheme}:// is not supported as a run folder",
+            "command line",
+            "give s3://BUCKET/PREFIX, or a folder",
+        )
     bucket, *segments = [part for part in str(path).partition(":")[2].split("/") if part] or [""]
     if not BUCKET.fullmatch(bucket):
-        raise UsageError("this is no address of a bucket: 3 to 63 lower-case letters, digits, dots and dashes", "command line, s3://", HINT)
+        raise UsageError(
+            "this is no address of a bucket: 3 to 63 lower-case letters, digits, dots and dashes",
+            "command line, s3://",
+            HINT,
+        )
     if not all(SEGMENT.fullmatch(segment) and segment.strip(".") for segment in segments):
-        raise UsageError(f"the prefix in bucket {bucket} has other characters, or . or ..", "command line, s3://", HINT)
+        raise UsageError(
+            f"the prefix in bucket {bucket} has other characters, or . or ..",
+            "command line, s3://",
+            HINT,
+        )
     return Address(bucket, "/".join(segments))
 
 
@@ -76,5 +95,7 @@ def local_folder(out: str | os.PathLike[str]) -> Path:
     worker_env = read_worker_env(os.environ)
     if worker_env is None or Path(worker_env.folder) != address.working_copy:
         what = f"{address} is mirrored by Lockstep's command only, which did not start this process for it"
-        raise UsageError(what, "Session(out, ...)", f"start it with lockstep run --out {address} FILE.py")
+        raise UsageError(
+            what, "Session(out, ...)", f"start it with lockstep run --out {address} FILE.py"
+        )
     return address.working_copy

@@ -40,9 +40,14 @@ class RunBucket:
             from obstore.store import S3Store
         except ModuleNotFoundError as error:
             hint = 'pip install "lockstep-train[store]"'
-            raise UsageError(f"the package obstore is not installed ({error})", f"--out {address}", hint) from None
+            raise UsageError(
+                f"the package obstore is not installed ({error})", f"--out {address}", hint
+            ) from None
         self.address, self._errors, self._exists_error = address, BaseError, AlreadyExistsError
-        client: Any = {**(CLIENT if waits else QUICK_CLIENT), "allow_http": endpoint().startswith("http://")}
+        client: Any = {
+            **(CLIENT if waits else QUICK_CLIENT),
+            "allow_http": endpoint().startswith("http://"),
+        }
         config: Any = {"endpoint": endpoint()} if endpoint() else {}
         with self._explained(f"{address} cannot be opened"):
             self._store: Any = S3Store(
@@ -63,7 +68,9 @@ class RunBucket:
                 if tag.strip('"') == md5 or bytes(self._store.get(name).bytes()) == content:
                     return
         raise StoreError(
-            f"{name} was stored with other bytes, {TRIES} times", str(self.address), "no snapshot lists it; look for a faulty proxy"
+            f"{name} was stored with other bytes, {TRIES} times",
+            str(self.address),
+            "no snapshot lists it; look for a faulty proxy",
         )
 
     def put_if_absent(self, name: str, content: bytes) -> bytes:
@@ -103,7 +110,13 @@ class RunBucket:
         """Return the names of folders and objects directly in `folder`; None: in the prefix."""
         with self._explained("the prefix was not listed"):
             listed = self._store.list_with_delimiter(folder)
-            return [path.rpartition("/")[2] for path in [*listed["common_prefixes"], *(item["path"] for item in listed["objects"])]]
+            return [
+                path.rpartition("/")[2]
+                for path in [
+                    *listed["common_prefixes"],
+                    *(item["path"] for item in listed["objects"]),
+                ]
+            ]
 
     def delete(self, names: Sequence[str]) -> None:
         with self._explained(f"{len(names)} objects were not deleted"):
@@ -117,7 +130,11 @@ class RunBucket:
             yield
         except (self._errors, OSError, ValueError) as error:
             reason = summarize(str(error))
-            if may_be_missing and isinstance(error, FileNotFoundError) and "NoSuchBucket" not in reason:
+            if (
+                may_be_missing
+                and isinstance(error, FileNotFoundError)
+                and "NoSuchBucket" not in reason
+            ):
                 raise
             where = f"{self.address} at {endpoint() or 'AWS'}, AWS_REGION {os.environ.get('AWS_REGION') or 'not set'}"
             hint = next(hint for words, hint in HINTS.items() if re.search(words, reason))
@@ -128,7 +145,10 @@ def summarize(text: str) -> str:
     """Return the reason in an error text of obstore, without its debug output, URLs and secrets."""
     if METADATA_SERVICE in text:
         return "no credentials in the environment, and no role of this machine"
-    code, message = re.search(r"<Code>(\w+)</Code>", text), re.search(r"<Message>([^<]*)</Message>", text)
+    code, message = (
+        re.search(r"<Code>(\w+)</Code>", text),
+        re.search(r"<Message>([^<]*)</Message>", text),
+    )
     first = text.partition("\n")[0].rpartition(" - ")[2].partition("<?xml")[0].strip(" :")
     reason = f"{code[1]}: {message[1]}" if code and message else first or "no reason given"
     for value in filter(None, map(os.environ.get, SECRETS)):

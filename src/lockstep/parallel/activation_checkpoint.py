@@ -30,7 +30,9 @@ SAVED_OPS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default, *ATTENTION
 def checkpoint_activations(blocks: Iterable[nn.Module], mode: Mode) -> None:
     """Make blocks keep only the activations of `mode`, in place, before wrapping or compiling."""
     for block in blocks if mode != "none" else ():
-        block.forward = MethodType(full_checkpoint if mode == "full" else selective_checkpoint, block)
+        block.forward = MethodType(
+            full_checkpoint if mode == "full" else selective_checkpoint, block
+        )
 
 
 # Functions of this file: torch.compile skips a forward pass that is one of torch's functions.
@@ -42,4 +44,8 @@ def full_checkpoint(block: nn.Module, *inputs: Any, **named: Any) -> Any:
 
 def selective_checkpoint(block: nn.Module, *inputs: Any, **named: Any) -> Any:
     contexts = partial(create_selective_checkpoint_contexts, SAVED_OPS)
-    return checkpoint(lambda: type(block).forward(block, *inputs, **named), use_reentrant=False, context_fn=contexts)
+    return checkpoint(
+        lambda: type(block).forward(block, *inputs, **named),
+        use_reentrant=False,
+        context_fn=contexts,
+    )

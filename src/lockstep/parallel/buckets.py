@@ -27,15 +27,21 @@ class Bucket:
     def __init__(self, indices: Sequence[int], parameters: Sequence[nn.Parameter]) -> None:
         self.indices, self.parameters, self.missing = indices, parameters, 0
         unit = ALIGN_BYTES // parameters[0].element_size()
-        self._starts = list(accumulate((-(-p.numel() // unit) * unit for p in parameters), initial=0))
+        self._starts = list(
+            accumulate((-(-p.numel() // unit) * unit for p in parameters), initial=0)
+        )
         self.buffer = self._new_buffer()
         self.views = self.views_of(self.buffer)
         self._layout = self._current_layout()
 
     def _new_buffer(self) -> Tensor:
         """Return a buffer in which only the gaps are written: its other pages take no memory yet."""
-        buffer = torch.empty(self._starts[-1], dtype=self.parameters[0].dtype, device=self.parameters[0].device)
-        for p, start, stop in zip(self.parameters, self._starts[:-1], self._starts[1:], strict=True):
+        buffer = torch.empty(
+            self._starts[-1], dtype=self.parameters[0].dtype, device=self.parameters[0].device
+        )
+        for p, start, stop in zip(
+            self.parameters, self._starts[:-1], self._starts[1:], strict=True
+        ):
             buffer[start + p.numel() : stop].zero_()
         return buffer
 
@@ -43,7 +49,9 @@ class Bucket:
         """Return views of the gradients, in memory order, which count in-place changes separately."""
         first = buffer.storage_offset()
         rows = zip(self._starts[:-1], self.parameters, strict=True)
-        return [buffer.data.as_strided(p.size(), dense_strides(p), first + start) for start, p in rows]
+        return [
+            buffer.data.as_strided(p.size(), dense_strides(p), first + start) for start, p in rows
+        ]
 
     def start_pass(self) -> None:
         self.missing = len(self.indices)
@@ -56,7 +64,10 @@ class Bucket:
         return self._layout == self._current_layout()
 
     def _current_layout(self) -> list[tuple[object, ...]]:
-        return [(p.dtype, p.stride(), view.data_ptr()) for p, view in zip(self.parameters, self.views, strict=True)]
+        return [
+            (p.dtype, p.stride(), view.data_ptr())
+            for p, view in zip(self.parameters, self.views, strict=True)
+        ]
 
     def flatten(self, gradients: list[Tensor]) -> Tensor:
         """Copy gradients of these parameters into a new flat buffer."""
@@ -73,7 +84,11 @@ class GradientBuckets:
     """
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], bucket_bytes: int, on_ready: Callable[[Bucket], None], order: list[int] | None = None
+        self,
+        parameters: Sequence[nn.Parameter],
+        bucket_bytes: int,
+        on_ready: Callable[[Bucket], None],
+        order: list[int] | None = None,
     ) -> None:
         self.order, self._on_ready = order, on_ready
         self.ready_order: list[int] = []  # of the first backward pass
@@ -83,7 +98,9 @@ class GradientBuckets:
         self._arrived = [False] * len(parameters)
         self.repeated: list[int] = []  # gradients that arrived twice in one backward pass
         self._fill = self._send = self._sum = False
-        self.word_sums: list[Tensor] = []  # of the gradients in this pass, where they were asked for
+        self.word_sums: list[
+            Tensor
+        ] = []  # of the gradients in this pass, where they were asked for
         self._launched = 0
         self._hooks = [
             p.register_post_accumulate_grad_hook(partial(self._on_gradient, bucket, i, view))
@@ -108,7 +125,13 @@ class GradientBuckets:
 
     def missing(self) -> list[int]:
         """Return the parameters, by number, whose gradient has not arrived in this pass."""
-        return sorted(i for bucket in self.buckets if bucket.missing for i in bucket.indices if not self._arrived[i])
+        return sorted(
+            i
+            for bucket in self.buckets
+            if bucket.missing
+            for i in bucket.indices
+            if not self._arrived[i]
+        )
 
     def known_order(self) -> list[int] | None:
         """Return the order of the buckets, or the one of the first complete backward pass."""
@@ -140,7 +163,11 @@ class GradientBuckets:
         if gradient is not view:
             view.copy_(gradient)
             parameter.grad = view
-        while self._send and self._launched < len(self.buckets) and not self.buckets[self._launched].missing:
+        while (
+            self._send
+            and self._launched < len(self.buckets)
+            and not self.buckets[self._launched].missing
+        ):
             self._launched += 1
             self._on_ready(self.buckets[self._launched - 1])
 

@@ -14,7 +14,14 @@ from torch import Tensor
 from lockstep.elastic.collectives import all_gather_json
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.files import write_json
-from lockstep.network.measurements import PairTimes, Row, class_links, describe, pairing_rounds, slow_links
+from lockstep.network.measurements import (
+    PairTimes,
+    Row,
+    class_links,
+    describe,
+    pairing_rounds,
+    slow_links,
+)
 from lockstep.network.subtrees import Subtree
 from lockstep.parallel.exchange import start_exchange, tree_all_reduce
 from lockstep.runtime.work import WorkWaiter
@@ -41,7 +48,10 @@ def main(out: Path, sizes: str, file: str = "") -> None:
             sorted({int(size) for size in sizes.split(",")}),
         )
         pairs = bench.measure_pairs(hosts, lengths)
-        slow, rows = slow_links(pairs), [row for name in bench.plays(0) for row in bench.measure(name, lengths)]
+        slow, rows = (
+            slow_links(pairs),
+            [row for name in bench.plays(0) for row in bench.measure(name, lengths)],
+        )
         if runtime.shows_progress():
             print(describe(rows, class_links(pairs, slow), slow), flush=True)
         if runtime.world.leader:
@@ -49,7 +59,9 @@ def main(out: Path, sizes: str, file: str = "") -> None:
             print(f"\nwrote {path}", flush=True)
 
 
-def results(bench: CommBench, hosts: list[str], pairs: list[PairTimes], rows: list[Row]) -> dict[str, Any]:
+def results(
+    bench: CommBench, hosts: list[str], pairs: list[PairTimes], rows: list[Row]
+) -> dict[str, Any]:
     """Return what the JSON file holds: docs/network.md."""
     slow = slow_links(pairs)
     return {
@@ -73,14 +85,24 @@ class CommBench:
 
     def plays(self, length: int) -> dict[str, Play]:
         """Return the collectives over float32 buffers of `length`, a multiple of the number of ranks."""
-        whole, other = torch.zeros(length, device=self.device), torch.zeros(length, device=self.device)
-        part, leaf, after, before = other[: length // self.size], Subtree(self.rank, 1), (self.rank + 1) % self.size, self.rank - 1
+        whole, other = (
+            torch.zeros(length, device=self.device),
+            torch.zeros(length, device=self.device),
+        )
+        part, leaf, after, before = (
+            other[: length // self.size],
+            Subtree(self.rank, 1),
+            (self.rank + 1) % self.size,
+            self.rank - 1,
+        )
         # The names since torch 2.13, else the earlier ones.
         all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
         reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
         return {
             "all_reduce": lambda: dist.all_reduce(whole),
-            "engine": lambda: tree_all_reduce([(leaf, whole)], (1,) * self.size, self.group, whole, self.waits),
+            "engine": lambda: tree_all_reduce(
+                [(leaf, whole)], (1,) * self.size, self.group, whole, self.waits
+            ),
             "broadcast": lambda: dist.broadcast(whole, src=0),
             "all_gather": lambda: all_gather(whole, part),
             "reduce_scatter": lambda: reduce_scatter(part, whole),
@@ -96,7 +118,14 @@ class CommBench:
             play = self.plays(length)[name]
             once_s = self.slowest(self.timed(play))
             count = repeats(once_s)
-            rows.append(Row(name, self.size, 4 * length, self.slowest(self.timed(play, count)) if count else once_s))
+            rows.append(
+                Row(
+                    name,
+                    self.size,
+                    4 * length,
+                    self.slowest(self.timed(play, count)) if count else once_s,
+                )
+            )
             if not count:
                 break
         return rows
@@ -104,15 +133,22 @@ class CommBench:
     def measure_pairs(self, hosts: list[str], sizes: Sequence[int]) -> list[PairTimes]:
         """Time messages between the first ranks of each pair of hosts, and between the first two of each
         host. Disjoint pairs of hosts are measured at once: they share no interface."""
-        ranks_of = {host: [rank for rank, other in enumerate(hosts) if other == host] for host in hosts}
+        ranks_of = {
+            host: [rank for rank, other in enumerate(hosts) if other == host] for host in hosts
+        }
         firsts = [ranks[0] for ranks in ranks_of.values()]
         turns = [[(ranks[0], ranks[1]) for ranks in ranks_of.values() if len(ranks) > 1]]
         turns += [[(firsts[a], firsts[b]) for a, b in turn] for turn in pairing_rounds(len(firsts))]
         pairs = []
         for turn in turns:
             pair = next((pair for pair in turn if self.rank in pair), None)
-            times = all_gather_json(self.runtime, list(self.exchanges(*pair, sizes).items()) if pair else [])
-            pairs += [PairTimes((a, b), (hosts[a], hosts[b]), {size: took for size, took in times[a]}) for a, b in turn]
+            times = all_gather_json(
+                self.runtime, list(self.exchanges(*pair, sizes).items()) if pair else []
+            )
+            pairs += [
+                PairTimes((a, b), (hosts[a], hosts[b]), {size: took for size, took in times[a]})
+                for a, b in turn
+            ]
         return pairs
 
     def exchanges(self, first: int, second: int, sizes: Sequence[int]) -> dict[int, float]:
@@ -140,7 +176,9 @@ class CommBench:
                 break
         return result
 
-    def exchange(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> None:
+    def exchange(
+        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]
+    ) -> None:
         self.waits.wait(start_exchange(sends, receives, self.group), self.group)
 
     def timed(self, play: Play, count: int = 1) -> float:

@@ -51,14 +51,18 @@ def tree_all_reduce(
         return slice(start * length // WHOLE, stop * length // WHOLE)
 
     def transfer(turn: Round, tensor_of: Callable[[Message], Tensor]) -> None:
-        sends, receives = ([(message.peer, tensor_of(message)) for message in messages] for messages in turn[:2])
+        sends, receives = (
+            [(message.peer, tensor_of(message)) for message in messages] for messages in turn[:2]
+        )
         waits.wait(start_exchange(sends, receives, group, traffic, tag), group)
 
     for turn in reduce:
         assert turn.merge is not None
         left, right, total = turn.merge
         own = next(between(part.start, part.stop) for part in total.slices if part.rank == rank)
-        missing = out.new_empty(0 if left.node in sums and right.node in sums else own.stop - own.start)
+        missing = out.new_empty(
+            0 if left.node in sums and right.node in sums else own.stop - own.start
+        )
 
         def part_of_sum(message: Message, own: slice = own, missing: Tensor = missing) -> Tensor:
             part = between(message.start, message.stop)
@@ -90,7 +94,10 @@ def start_exchange(
     A gloo receive takes only a message with its tag. If a rank skips a unit by mistake, the others
     wait until it reports the error; without tags they would receive the next unit instead.
     """
-    sends, receives = ([(peer, tensor) for peer, tensor in transfers if tensor.numel()] for transfers in (sends, receives))
+    sends, receives = (
+        [(peer, tensor) for peer, tensor in transfers if tensor.numel()]
+        for transfers in (sends, receives)
+    )
     if traffic:
         traffic.add([tensor for _, tensor in sends])
     return start_p2p(sends, receives, group, tag)

@@ -33,9 +33,23 @@ class FrozenState:
     local     names of buffers that may differ between workers
     """
 
-    def __init__(self, module: nn.Module, frozen: Sequence[Tensor], *, followed: Collection[str] = (), local: Collection[str] = ()) -> None:
-        self.module, self.frozen, self.followed, self.local = module, list(frozen), set(followed), set(local)
-        self.holders = [(path, child) for path, child in module.named_modules() if own_buffers(child)]
+    def __init__(
+        self,
+        module: nn.Module,
+        frozen: Sequence[Tensor],
+        *,
+        followed: Collection[str] = (),
+        local: Collection[str] = (),
+    ) -> None:
+        self.module, self.frozen, self.followed, self.local = (
+            module,
+            list(frozen),
+            set(followed),
+            set(local),
+        )
+        self.holders = [
+            (path, child) for path, child in module.named_modules() if own_buffers(child)
+        ]
         self.first_step = True
         self.slices = group_into_slices([tensor.nbytes for tensor in self._tensors()])
 
@@ -45,15 +59,29 @@ class FrozenState:
             for name, tensor in own_buffers(module).items():
                 if tensor is not None:
                     persistent = name not in non_persistent_buffers(module)
-                    value = tensor.detach().clone() if self.first_step and tensor.nbytes <= SMALL_BYTES else None
-                    snapshot = BufferSnapshot(tensor, version_of(tensor), value, persistent, type(module).__name__)
+                    value = (
+                        tensor.detach().clone()
+                        if self.first_step and tensor.nbytes <= SMALL_BYTES
+                        else None
+                    )
+                    snapshot = BufferSnapshot(
+                        tensor, version_of(tensor), value, persistent, type(module).__name__
+                    )
                     snapshots[f"{path}.{name}".lstrip(".")] = snapshot
         return snapshots
 
     def refuse_changes(self, before: dict[str, BufferSnapshot], step: int) -> None:
         """UsageError: `step` changed buffers, in place or by replacing them."""
-        now = {name: snapshot for name, snapshot in self.buffers().items() if name not in self.followed | self.local}
-        changed = [name for name, snapshot in now.items() if name in before and is_changed(before[name], snapshot)]
+        now = {
+            name: snapshot
+            for name, snapshot in self.buffers().items()
+            if name not in self.followed | self.local
+        }
+        changed = [
+            name
+            for name, snapshot in now.items()
+            if name in before and is_changed(before[name], snapshot)
+        ]
         if changed:
             kinds = ", ".join(sorted({now[name].module for name in changed}))
             raise UsageError(
@@ -69,7 +97,9 @@ class FrozenState:
         tensors, total = self._tensors(), 0
         count = max(1, len(self.slices))
         for ranges in self.slices if number is None else self.slices[number % count :][:1]:
-            words = digest_of(bytes_between(tensors[number], start, stop) for number, start, stop in ranges)
+            words = digest_of(
+                bytes_between(tensors[number], start, stop) for number, start, stop in ranges
+            )
             total = (total * DIGEST_FACTOR + words) % 2**64
         return total
 
@@ -78,14 +108,20 @@ class FrozenState:
         return hash(tuple(module.training for module in self.module.modules())) % 2**64
 
     def _tensors(self) -> list[Tensor]:
-        compared = [buffer for name, buffer in self.buffers().items() if buffer.persistent and name not in self.local]
+        compared = [
+            buffer
+            for name, buffer in self.buffers().items()
+            if buffer.persistent and name not in self.local
+        ]
         return [*self.frozen, *(buffer.tensor.detach() for buffer in compared)]
 
 
 def is_changed(before: BufferSnapshot, now: BufferSnapshot) -> bool:
     if now.tensor is not before.tensor:
         return now.persistent or not is_same_cache(before.tensor, now.tensor)
-    return now.version != before.version or (before.value is not None and not torch.equal(as_bytes(before.value), as_bytes(now.tensor)))
+    return now.version != before.version or (
+        before.value is not None and not torch.equal(as_bytes(before.value), as_bytes(now.tensor))
+    )
 
 
 def is_same_cache(before: Tensor, now: Tensor) -> bool:

@@ -21,34 +21,52 @@ def row_norms(gradient: torch.Tensor) -> torch.Tensor:
 
     Measured on one core: (2048, 704) in 148 us, as long as torch's norm of the whole.
     """
-    rows = gradient.reshape(len(gradient) if gradient.dim() else 1, -1) if gradient.numel() else gradient.reshape(len(gradient), 1)
+    rows = (
+        gradient.reshape(len(gradient) if gradient.dim() else 1, -1)
+        if gradient.numel()
+        else gradient.reshape(len(gradient), 1)
+    )
     norms: torch.Tensor = torch.linalg.vector_norm(rows, dim=1)
     return norms
 
 
 def sum_of_squares(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the sum of squares, 0-dim float64: summed per row, per gradient, then over all."""
-    return torch.stack([row_norms(gradient).double().square().sum() for gradient in gradients]).sum()
+    return torch.stack(
+        [row_norms(gradient).double().square().sum() for gradient in gradients]
+    ).sum()
 
 
-def norm_squared_of_slices(local: LocalModel, groups: ProcessGroups, *, is_scaled: bool) -> torch.Tensor:
+def norm_squared_of_slices(
+    local: LocalModel, groups: ProcessGroups, *, is_scaled: bool
+) -> torch.Tensor:
     """Collective in the replica. Return the sum of squares of the whole gradient, float64.
 
     is_scaled  by a GradScaler: a gradient that is not finite on some shard becomes NaN on all of
                them, so that each skips the update
     """
     layout, shard = local.layout, groups.current_layout().coordinates(dist.get_rank()).shard
-    own = {name: p.grad for name, p in local.local_params.items() if p.requires_grad and not local.is_tied_copy(name)}
+    own = {
+        name: p.grad
+        for name, p in local.local_params.items()
+        if p.requires_grad and not local.is_tied_copy(name)
+    }
     slices = [local.tensor_slices[name] for name in own]  # of all shards together
     lengths = [part.local_shape[0] for part in slices]
-    rows = torch.zeros(sum(lengths) + len(own), dtype=torch.float64, device=next(local.parameters()).device)
+    rows = torch.zeros(
+        sum(lengths) + len(own), dtype=torch.float64, device=next(local.parameters()).device
+    )
     *rows_by_parameter, nonfinite = rows.split([*lengths, len(own)])
-    for i, (gradient, parameter_rows) in enumerate(zip(own.values(), rows_by_parameter, strict=True)):
+    for i, (gradient, parameter_rows) in enumerate(
+        zip(own.values(), rows_by_parameter, strict=True)
+    ):
         assert gradient is not None
         nonfinite[i] = not gradient.isfinite().all() if is_scaled else 0
         norms, first = row_norms(gradient), shard * -(-len(parameter_rows) // layout.shard)
         parameter_rows[first : first + len(norms)] = norms
-    groups.all_reduce(rows, groups.gather_group)  # each row comes from one shard, so the sum is exact
+    groups.all_reduce(
+        rows, groups.gather_group
+    )  # each row comes from one shard, so the sum is exact
     if is_scaled:
         flags = dict(zip(own, nonfinite.tolist(), strict=True))
         spread_nan(local, {name for name, is_nonfinite in flags.items() if is_nonfinite})
@@ -78,7 +96,11 @@ def spread_nan(local: LocalModel, nonfinite: Set[str]) -> None:
 
 
 def divide_and_clip(
-    parameters: Iterable[nn.Parameter], *, divisor: float, clip_norm: float, grad_norm_squared: torch.Tensor | None = None
+    parameters: Iterable[nn.Parameter],
+    *,
+    divisor: float,
+    clip_norm: float,
+    grad_norm_squared: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Divide the gradients by `divisor`, then clip their global norm to `clip_norm` (0: never).
 
@@ -87,8 +109,13 @@ def divide_and_clip(
     Returns the norm before clipping, a 0-dim tensor on the device: the host does not wait for it.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
-    norm = ((sum_of_squares(gradients) if grad_norm_squared is None else grad_norm_squared).sqrt() / divisor).float()
-    factor = torch.ones_like(norm) if clip_norm == 0 else torch.clamp(clip_norm / (norm + 1e-6), max=1.0)
+    norm = (
+        (sum_of_squares(gradients) if grad_norm_squared is None else grad_norm_squared).sqrt()
+        / divisor
+    ).float()
+    factor = (
+        torch.ones_like(norm) if clip_norm == 0 else torch.clamp(clip_norm / (norm + 1e-6), max=1.0)
+    )
     foreach_mul_(gradients, factor / divisor)
     return norm
 
@@ -100,8 +127,20 @@ class StepGradient:
     in_slices  True: `parameters` are slices, so that only `squared` has the norm of all
     """
 
-    def __init__(self, parameters: Sequence[torch.Tensor], squared: torch.Tensor | None, divisor: int, *, in_slices: bool) -> None:
-        self.parameters, self.squared, self.divisor, self.in_slices = parameters, squared, divisor, in_slices
+    def __init__(
+        self,
+        parameters: Sequence[torch.Tensor],
+        squared: torch.Tensor | None,
+        divisor: int,
+        *,
+        in_slices: bool,
+    ) -> None:
+        self.parameters, self.squared, self.divisor, self.in_slices = (
+            parameters,
+            squared,
+            divisor,
+            in_slices,
+        )
         self._committed = self._accounted = self._marks()
         self._generators = generator_states(parameters[0].device) if in_slices else ()
 
@@ -110,7 +149,9 @@ class StepGradient:
 
     def _has_changed(self, since: list[tuple[torch.Tensor, int]]) -> bool:
         now = self._marks()
-        return len(now) != len(since) or any(a is not b or m != n for (a, m), (b, n) in zip(now, since, strict=True))
+        return len(now) != len(since) or any(
+            a is not b or m != n for (a, m), (b, n) in zip(now, since, strict=True)
+        )
 
     @torch.no_grad()
     def clip_(self, max_norm: float) -> torch.Tensor:
@@ -125,8 +166,16 @@ class StepGradient:
         has_changed = self._has_changed(self._committed)
         if self.in_slices and has_changed:
             hint = "clip once, before anything else that changes the gradient; or train with whole replicas"
-            raise UsageError("the gradient has changed since the micro-batches", "session.clip_grad_norm_, in shards", hint)
-        squared = sum_of_squares(gradients) if self.squared is None or has_changed else self.squared / self.divisor**2
+            raise UsageError(
+                "the gradient has changed since the micro-batches",
+                "session.clip_grad_norm_, in shards",
+                hint,
+            )
+        squared = (
+            sum_of_squares(gradients)
+            if self.squared is None or has_changed
+            else self.squared / self.divisor**2
+        )
         norm = squared.sqrt().to(torch.promote_types(gradients[0].dtype, torch.float32))
         foreach_mul_(gradients, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
         self._accounted = self._marks()
@@ -134,13 +183,21 @@ class StepGradient:
 
     def refuse_noise(self) -> None:
         """UsageError: slices have changed, other than by `clip_`, and random numbers were drawn."""
-        if self.in_slices and self._has_changed(self._accounted) and generator_states(self.parameters[0].device) != self._generators:
+        if (
+            self.in_slices
+            and self._has_changed(self._accounted)
+            and generator_states(self.parameters[0].device) != self._generators
+        ):
             what = "the gradient was changed and random numbers were drawn: noise for slices differs from that for whole tensors"
             hint = "add the noise in the loss of a micro-batch, or train with whole replicas; draw other numbers after optimizer.step()"
-            raise UsageError(what, "between the micro-batches and optimizer.step(), in shards", hint)
+            raise UsageError(
+                what, "between the micro-batches and optimizer.step(), in shards", hint
+            )
 
 
-def commit_gradient(parameters: Sequence[torch.Tensor], squared: torch.Tensor | None, count: int | None) -> StepGradient:
+def commit_gradient(
+    parameters: Sequence[torch.Tensor], squared: torch.Tensor | None, count: int | None
+) -> StepGradient:
     """Divide the gradient by the step's `count`, if it has one; return it.
 
     squared  sum of squares of the whole gradient, if these parameters are slices. The norm is taken

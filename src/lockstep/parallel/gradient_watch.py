@@ -24,7 +24,9 @@ from lockstep.runtime.tensor_bytes import DTYPES
 from lockstep.runtime.torch_private import version_of
 from lockstep.units import join_names
 
-Unused = Literal["raise", "zero"]  # a parameter without a gradient in a micro-batch: error, or zeros
+Unused = Literal[
+    "raise", "zero"
+]  # a parameter without a gradient in a micro-batch: error, or zeros
 UNUSED_HINT = (
     "every trained parameter must take part in every micro-batch: "
     "freeze it with requires_grad_(False), "
@@ -38,7 +40,11 @@ def refuse_unsupported(model: nn.Module) -> None:
     """UsageError: the model has parameters that cannot be summed or saved."""
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not trained:
-        raise UsageError("the model has no parameter to train", type(model).__name__, "call requires_grad_(True) on some")
+        raise UsageError(
+            "the model has no parameter to train",
+            type(model).__name__,
+            "call requires_grad_(True) on some",
+        )
     if names := [name for name, p in trained.items() if not p.dtype.is_floating_point]:
         raise UsageError(
             f"{len(names)} trained parameters are not real floating-point numbers: {join_names(names)} ({trained[names[0]].dtype})",
@@ -48,10 +54,13 @@ def refuse_unsupported(model: nn.Module) -> None:
     if names := [
         name
         for name, module in model.named_modules()
-        if getattr(module, "sparse", False) and any(p.requires_grad for p in module.parameters(recurse=False))
+        if getattr(module, "sparse", False)
+        and any(p.requires_grad for p in module.parameters(recurse=False))
     ]:
         where = "nn.Embedding or nn.EmbeddingBag with sparse=True"
-        raise UsageError(f"sparse gradients are not supported: {join_names(names)}", where, "use sparse=False")
+        raise UsageError(
+            f"sparse gradients are not supported: {join_names(names)}", where, "use sparse=False"
+        )
     tensors = (*model.named_parameters(), *model.named_buffers())
     sparse = [(name, tensor.layout) for name, tensor in tensors if tensor.layout != torch.strided]
     if names := [f"{name} ({layout})" for name, layout in sparse]:
@@ -60,7 +69,11 @@ def refuse_unsupported(model: nn.Module) -> None:
             type(model).__name__,
             "keep indices and values as two buffers, and build the sparse tensor in forward()",
         )
-    if names := [f"{name} ({tensor.dtype})" for name, tensor in named_tensors(model).items() if tensor.dtype not in DTYPES]:
+    if names := [
+        f"{name} ({tensor.dtype})"
+        for name, tensor in named_tensors(model).items()
+        if tensor.dtype not in DTYPES
+    ]:
         raise UsageError(
             f"a checkpoint cannot hold these parameters or buffers: {join_names(names)}",
             type(model).__name__,
@@ -75,7 +88,9 @@ def refuse_different_parameters(hashes: Sequence[str], names: Sequence[str], wai
     hashes  of the names, by rank
     """
     if len(set(hashes)) > 1:
-        counts = Counter(name for trained in gather_json(len(hashes), names, wait) for name in trained)
+        counts = Counter(
+            name for trained in gather_json(len(hashes), names, wait) for name in trained
+        )
         listed = sorted(name for name, count in counts.items() if count < len(hashes))
         raise UsageError(
             f"not all workers train the same parameters: {join_names(listed)}",
@@ -114,7 +129,9 @@ class GradientWatch:
         """UsageError: a second or misplaced backward pass, or a gradient changed before it."""
         if not self.where:
             hint = "call it inside the loop over micro_batches(step)"
-            raise UsageError("backward() was called outside of the micro-batch loop", "backward(loss)", hint)
+            raise UsageError(
+                "backward() was called outside of the micro-batch loop", "backward(loss)", hint
+            )
         if self._backwards:
             hint = "add the losses of a micro-batch and call it once"
             raise UsageError(f"backward() was called twice in {self.where}", "backward(loss)", hint)
@@ -130,8 +147,16 @@ class GradientWatch:
                 "backward(loss)",
                 UNUSED_HINT,
             )
-        if sparse := [name for name, p in zip(self.names, self.parameters, strict=True) if p.grad is not None and p.grad.is_sparse]:
-            raise UsageError(f"sparse gradients are not supported: {join_names(sparse)}", self.where, "use sparse=False")
+        if sparse := [
+            name
+            for name, p in zip(self.names, self.parameters, strict=True)
+            if p.grad is not None and p.grad.is_sparse
+        ]:
+            raise UsageError(
+                f"sparse gradients are not supported: {join_names(sparse)}",
+                self.where,
+                "use sparse=False",
+            )
         if repeated:
             names = join_names([self.names[i] for i in repeated])
             raise UsageError(
@@ -156,12 +181,18 @@ class GradientWatch:
 
     def _snapshot(self) -> list[Mark]:
         gradients = [p.grad for p in self.parameters]
-        mark: Callable[[Tensor], int] = (lambda gradient: digest_of([gradient])) if self._thorough else version_of
+        mark: Callable[[Tensor], int] = (
+            (lambda gradient: digest_of([gradient])) if self._thorough else version_of
+        )
         return [(gradient, -1 if gradient is None else mark(gradient)) for gradient in gradients]
 
     def _refuse_changes(self, when: str) -> None:
         pairs = zip(self.names, self._seen, self._snapshot(), strict=True)
-        if changed := [name for name, (before, mark), (now, new_mark) in pairs if before is not now or mark != new_mark]:
+        if changed := [
+            name
+            for name, (before, mark), (now, new_mark) in pairs
+            if before is not now or mark != new_mark
+        ]:
             raise UsageError(
                 f"the gradients of {len(changed)} of {len(self.names)} parameters were changed in {self.where}, {when}: "
                 f"{join_names(changed)}",

@@ -44,7 +44,10 @@ class ProcessGroups:
         self.clear()
 
     def connect(
-        self, board: StatusBoard, generation_error: Callable[[], str], form_context: Callable[[], AbstractContextManager[None]]
+        self,
+        board: StatusBoard,
+        generation_error: Callable[[], str],
+        form_context: Callable[[], AbstractContextManager[None]],
     ) -> None:
         """Connect the groups to the run.
 
@@ -74,7 +77,11 @@ class ProcessGroups:
             self.replica_group = new_subgroup(layout.ranks_along(rank, "replicate"))
             self.tensor_group = new_subgroup(layout.ranks_along(rank, "tensor"))
             self.pipeline_group = new_subgroup(stages)
-            self.tied_group = new_subgroup([stages[0], stages[-1]]) if len(stages) > 1 and rank in (stages[0], stages[-1]) else None
+            self.tied_group = (
+                new_subgroup([stages[0], stages[-1]])
+                if len(stages) > 1 and rank in (stages[0], stages[-1])
+                else None
+            )
         self.formed = True
 
     def current_layout(self) -> Layout:
@@ -112,7 +119,9 @@ class ProcessGroups:
         """Collective in the group. Sum in place; the same bits on all members."""
         if group is not None:
             self.board.enter_collective(tensor.nbytes)
-            self.wait(self.start_works(lambda: [dist.all_reduce(tensor, group=group, async_op=True)]))
+            self.wait(
+                self.start_works(lambda: [dist.all_reduce(tensor, group=group, async_op=True)])
+            )
         return tensor
 
     def all_reduce_in_order(self, tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
@@ -120,18 +129,29 @@ class ProcessGroups:
         if group is not None and tensor.numel():
             gathered = tensor.new_empty(group.size(), *tensor.shape)
             self.board.enter_collective(gathered.nbytes)
-            self.wait(self.start_works(lambda: [dist.all_gather(list(gathered), tensor, group=group, async_op=True)]))
+            self.wait(
+                self.start_works(
+                    lambda: [dist.all_gather(list(gathered), tensor, group=group, async_op=True)]
+                )
+            )
             tensor.copy_(gathered[0])
             for summand in gathered[1:]:
                 tensor.add_(summand)
         return tensor
 
 
-def all_to_all_rows(parts: list[Tensor], group: dist.ProcessGroup | None, waits: WorkWaiter, tag: int = 0) -> list[Tensor]:
+def all_to_all_rows(
+    parts: list[Tensor], group: dist.ProcessGroup | None, waits: WorkWaiter, tag: int = 0
+) -> list[Tensor]:
     """Collective. Send parts[i] to member i; return the parts received, in rank order."""
     if group is None:
         return parts
     others = [i for i in range(group.size()) if i != group.rank()]
     rows = [torch.empty_like(part) if i in others else part for i, part in enumerate(parts)]
-    waits.wait(start_exchange([(i, parts[i]) for i in others], [(i, rows[i]) for i in others], group, tag=tag), group)
+    waits.wait(
+        start_exchange(
+            [(i, parts[i]) for i in others], [(i, rows[i]) for i in others], group, tag=tag
+        ),
+        group,
+    )
     return rows

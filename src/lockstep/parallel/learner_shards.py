@@ -44,10 +44,21 @@ class LearnerShards(ShardedReplica):
     bucket_bytes  differences sent together
     """
 
-    def __init__(self, local: LocalModel, *, wire: Wire = "fp32", bucket_bytes: int = 25_000_000, **options: Any) -> None:
+    def __init__(
+        self,
+        local: LocalModel,
+        *,
+        wire: Wire = "fp32",
+        bucket_bytes: int = 25_000_000,
+        **options: Any,
+    ) -> None:
         super().__init__(local, **options)
         self.outer_wire, self.bucket_bytes = wire, bucket_bytes
-        self._learner, self._learner_losses, self._buckets = 0, list[Tensor](), list[DifferenceBucket]()
+        self._learner, self._learner_losses, self._buckets = (
+            0,
+            list[Tensor](),
+            list[DifferenceBucket](),
+        )
         self._error: Exception | None = None  # of an inner step; raised by `micro_batches`
         self._waited_s = 0.0  # in this outer step
 
@@ -79,7 +90,9 @@ class LearnerShards(ShardedReplica):
     def exposed_s(self) -> float:
         return self._waited_s
 
-    def micro_batches(self, step: int, meanwhile: Callable[[], None] = lambda: None, shares: tuple[int, ...] = ()) -> Iterator[int]:
+    def micro_batches(
+        self, step: int, meanwhile: Callable[[], None] = lambda: None, shares: tuple[int, ...] = ()
+    ) -> Iterator[int]:
         """Collective. Yield this replica's learners of the outer step that starts at `step`.
 
         After the loop .grad is this worker's rows of the sum of all differences.
@@ -92,14 +105,19 @@ class LearnerShards(ShardedReplica):
         shares = shares or equal_shares(layout.replicate, self.leaves)
         sizes = [(p.dtype, p.nbytes) for p in self.parameters]
         groups = group_by_size(sizes, self.bucket_bytes, range(len(sizes)))
-        self._buckets = [DifferenceBucket(numbers, self._wire_sum(numbers, step, shares)) for numbers in groups]
+        self._buckets = [
+            DifferenceBucket(numbers, self._wire_sum(numbers, step, shares)) for numbers in groups
+        ]
         self._learner_losses, self._waited_s = [], 0.0
         for self._learner in leaves_of_rank(layout.coordinates(dist.get_rank()).replica, shares):
             yield self._learner
             if error := self._stop_error():
                 raise error
         for p, sharded in zip(self.parameters, self._sharded, strict=True):
-            p.grad, sharded.grad = torch.zeros_like(p), None  # slices without elements are in no bucket
+            p.grad, sharded.grad = (
+                torch.zeros_like(p),
+                None,
+            )  # slices without elements are in no bucket
         meanwhile()
         self.groups.board.enter("reducing")
         start_s = time.perf_counter()
@@ -118,19 +136,30 @@ class LearnerShards(ShardedReplica):
             if bucket.wire_sum:
                 bucket.wire_sum.add(self._learner, bucket.wire_sum.encode(self._learner, parts))
             else:
-                bucket.tree.add(Subtree(self._learner, 1), PartialSum(torch.cat([part.reshape(-1) for part in parts])))
+                bucket.tree.add(
+                    Subtree(self._learner, 1),
+                    PartialSum(torch.cat([part.reshape(-1) for part in parts])),
+                )
 
-    def sum_gradients(self, step: int, leaves: range, loss_of: Callable[[int], Tensor]) -> tuple[list[Tensor], Tensor]:
+    def sum_gradients(
+        self, step: int, leaves: range, loss_of: Callable[[int], Tensor]
+    ) -> tuple[list[Tensor], Tensor]:
         """Collective in the replica. Write this worker's rows of the sum over the micro-batches
         `leaves` of a learner to .grad; return the losses of all of them, and the squared norm."""
-        self._first_leaf, self.shares, self.replica_leaves = leaves.start, (len(leaves),), [*range(len(leaves))]
+        self._first_leaf, self.shares, self.replica_leaves = (
+            leaves.start,
+            (len(leaves),),
+            [*range(len(leaves))],
+        )
         losses = torch.zeros(len(leaves), device=self.parameters[0].device)
         for k in self._sum_passes(step):
             loss = loss_of(k)
             super().backward(loss)
             if self._pass.counts:
                 losses[self._pass.k] = loss.detach()
-        self.groups.all_reduce(losses, self.groups.gather_group)  # each loss comes from one shard, so the sum is exact
+        self.groups.all_reduce(
+            losses, self.groups.gather_group
+        )  # each loss comes from one shard, so the sum is exact
         squared = self.grad_norm_squared()
         self._waited_s += super().exposed_s()
         return list(losses), squared
@@ -146,11 +175,17 @@ class LearnerShards(ShardedReplica):
     def _stop_error(self) -> Exception | None:
         """Return why no learner of this outer step can be completed."""
         reason = self.groups.waits.generation_error()
-        return self._error or (PeersLostError(reason, "LearnerShards.micro_batches") if reason else None)
+        return self._error or (
+            PeersLostError(reason, "LearnerShards.micro_batches") if reason else None
+        )
 
     def _wire_sum(self, numbers: list[int], step: int, shares: tuple[int, ...]) -> WireSum | None:
         rows = row_lengths([self.parameters[i] for i in numbers])
-        return None if self.outer_wire == "fp32" else WireSum(self.outer_wire, rows, (self.seed, step), shares)
+        return (
+            None
+            if self.outer_wire == "fp32"
+            else WireSum(self.outer_wire, rows, (self.seed, step), shares)
+        )
 
     def _all_reduce(self, bucket: DifferenceBucket, shares: tuple[int, ...], tag: int) -> None:
         """Collective. Sum the differences of a bucket over all replicas, and write them to .grad."""
@@ -158,12 +193,22 @@ class LearnerShards(ShardedReplica):
         group, waits = self.groups.replica_group, self.groups.waits
         self.groups.board.enter_collective(sum(p.nbytes for p in parameters))
         if bucket.wire_sum:
-            bucket.wire_sum.all_reduce([p.grad for p in parameters if p.grad is not None], group, waits, self.traffic, tag)
+            bucket.wire_sum.all_reduce(
+                [p.grad for p in parameters if p.grad is not None], group, waits, self.traffic, tag
+            )
             return
         total = bucket.tree.stack[-1][1].tensor
         if group is None:
             total = bucket.tree.total().tensor
         else:
-            tree_all_reduce([(subtree, part.tensor) for subtree, part in bucket.tree.stack], shares, group, total, waits, self.traffic, tag)
+            tree_all_reduce(
+                [(subtree, part.tensor) for subtree, part in bucket.tree.stack],
+                shares,
+                group,
+                total,
+                waits,
+                self.traffic,
+                tag,
+            )
         for p, part in zip(parameters, total.split([p.numel() for p in parameters]), strict=True):
             p.grad = part.view_as(p)

@@ -50,19 +50,30 @@ class ModelSize:
     def of(cls, model: nn.Module) -> ModelSize:
         """Count the parameters of a model, which may be on the meta device, and its largest unit."""
         whole = sum(p.numel() for p in model.parameters())
-        units = [sum(p.numel() for p in model.get_submodule(name).parameters()) for name in plan_of(model).units]
+        units = [
+            sum(p.numel() for p in model.get_submodule(name).parameters())
+            for name in plan_of(model).units
+        ]
         return cls(whole, max([*units, whole - sum(units)]))
 
     def bytes(self, layout: Layout) -> int:
         """Return the bytes of one worker's state while it saves."""
-        units = GATHERED_UNITS * WEIGHT_BYTES * self.unit // (layout.tensor * layout.pipeline) if layout.workers_per_replica > 1 else 0
-        return (TRAINING_BYTES + SAVING_BYTES) * self.parameters // layout.workers_per_replica + units
+        units = (
+            GATHERED_UNITS * WEIGHT_BYTES * self.unit // (layout.tensor * layout.pipeline)
+            if layout.workers_per_replica > 1
+            else 0
+        )
+        return (
+            TRAINING_BYTES + SAVING_BYTES
+        ) * self.parameters // layout.workers_per_replica + units
 
 
 def memory_limit(device: torch.device) -> tuple[int, str]:
     """Return (bytes, source) of the memory limit of this process."""
     if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory, torch.cuda.get_device_name(device)
+        return torch.cuda.get_device_properties(device).total_memory, torch.cuda.get_device_name(
+            device
+        )
     limits = [(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "this machine")]
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
     if soft != resource.RLIM_INFINITY:
@@ -89,7 +100,10 @@ def refuse_too_large(
     """
     weight, state = bytes_per_parameter(memory, optim, device.type, adamw_share)
     each = weight if frozen else 2 * weight + state
-    need, (limit, source) = int(each * parameters) // layout.workers_per_replica, memory_limit(device)
+    need, (limit, source) = (
+        int(each * parameters) // layout.workers_per_replica,
+        memory_limit(device),
+    )
     if need > limit:
         raise ConfigError(
             f"a model of at least {format_count(parameters)} parameters takes {format_bytes(need)} per worker, without activations",
@@ -104,48 +118,84 @@ def used_bytes(device: torch.device, field: int = ADDRESS_SPACE) -> int:
     return int(Path("/proc/self/statm").read_text().split()[field]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def smallest_fitting_layout(size: ModelSize, free_bytes: int, bounds: LayoutLimits, more_than: int = 0) -> Layout | None:
+def smallest_fitting_layout(
+    size: ModelSize, free_bytes: int, bounds: LayoutLimits, more_than: int = 0
+) -> Layout | None:
     """Return the smallest replica of more than `more_than` workers that fits, sharded first.
 
     None: no replica of up to MAX_WORKERS workers fits.
     """
     sizes = [1 << power for power in range(MAX_WORKERS.bit_length())]
-    replicas = [Layout(1, shard, tensor) for tensor in sizes for shard in sizes if more_than < shard * tensor <= MAX_WORKERS]
+    replicas = [
+        Layout(1, shard, tensor)
+        for tensor in sizes
+        for shard in sizes
+        if more_than < shard * tensor <= MAX_WORKERS
+    ]
     for layout in sorted(replicas, key=lambda layout: (layout.workers_per_replica, layout.tensor)):
         if not bounds.problem_with(layout) and HEADROOM_FACTOR * size.bytes(layout) <= free_bytes:
             return layout
     return None
 
 
-def write_memory_report(path: Path, size: ModelSize, layout: Layout, device: torch.device, error: BaseException) -> str:
+def write_memory_report(
+    path: Path, size: ModelSize, layout: Layout, device: torch.device, error: BaseException
+) -> str:
     """Write to `path` what this process uses and what the estimate expects, and on a GPU torch's snapshot
     beside it; return a sentence that names the files, "" if they cannot be written."""
     cuda, workers = device.type == "cuda", layout.workers_per_replica
     state = {"weights": 4, "gradients": 4, "optimizer": 8, "copy while saving": SAVING_BYTES}
     limit, source = memory_limit(device)
-    rows = {f"limit, from {source}": limit, "allocated" if cuda else "address space": used_bytes(device)}
+    rows = {
+        f"limit, from {source}": limit,
+        "allocated" if cuda else "address space": used_bytes(device),
+    }
     if cuda:
-        rows |= {"peak allocated": torch.cuda.max_memory_allocated(device), "reserved": torch.cuda.memory_reserved(device)}
+        rows |= {
+            "peak allocated": torch.cuda.max_memory_allocated(device),
+            "reserved": torch.cuda.memory_reserved(device),
+        }
     else:
         rows |= {"resident": used_bytes(device, RESIDENT), "peak resident": peak_resident_bytes()}
-    rows |= {f"estimated: {name}": each * size.parameters // workers for name, each in state.items()}
-    rows["estimated: units gathered at once"] = size.bytes(layout) - sum(state.values()) * size.parameters // workers
+    rows |= {
+        f"estimated: {name}": each * size.parameters // workers for name, each in state.items()
+    }
+    rows["estimated: units gathered at once"] = (
+        size.bytes(layout) - sum(state.values()) * size.parameters // workers
+    )
     lines = [f"{format_bytes(number):>10}  {name}" for name, number in rows.items()]
     snapshot = path.with_suffix(".pickle")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, "\n".join([error_summary(error), f"{format_count(size.parameters)} parameters, {layout}", *lines, ""]))
+        write_atomic(
+            path,
+            "\n".join(
+                [
+                    error_summary(error),
+                    f"{format_count(size.parameters)} parameters, {layout}",
+                    *lines,
+                    "",
+                ]
+            ),
+        )
         if cuda:
             dump_memory_snapshot(str(snapshot))
     except (OSError, MemoryError, RuntimeError) as problem:  # nothing may hide the error
         log.warning("%s was not written: %s", path, problem)
         return ""
-    return f"; memory in use: {path}" + f" and {snapshot}, for https://docs.pytorch.org/memory_viz" * cuda
+    return (
+        f"; memory in use: {path}"
+        + f" and {snapshot}, for https://docs.pytorch.org/memory_viz" * cuda
+    )
 
 
 @contextmanager
 def explain_out_of_memory(
-    model: nn.Module, layout: Layout, bounds: LayoutLimits, device: torch.device, report: Callable[[], Path] | None = None
+    model: nn.Module,
+    layout: Layout,
+    bounds: LayoutLimits,
+    device: torch.device,
+    report: Callable[[], Path] | None = None,
 ) -> Iterator[None]:
     """Turn out-of-memory errors into an OutOfMemoryError that names a larger layout that fits.
 
@@ -160,7 +210,9 @@ def explain_out_of_memory(
         written = write_memory_report(report(), size, layout, device, error) if report else ""
         limit, source = memory_limit(device)
         need = size.bytes(layout)
-        fit = smallest_fitting_layout(size, limit - before, bounds, more_than=layout.workers_per_replica)
+        fit = smallest_fitting_layout(
+            size, limit - before, bounds, more_than=layout.workers_per_replica
+        )
         hint = "give it more memory, or choose a smaller model"
         if fit:
             hint = f"try {layout_flags(fit)}: {format_bytes(size.bytes(fit))} per worker"

@@ -15,12 +15,24 @@ from lockstep.checkpoint.state_dict import named_tensors
 from lockstep.errors import UsageError
 from lockstep.layout import Coordinates, Layout
 from lockstep.parallel.gradient_watch import refuse_unsupported
-from lockstep.parallel.parallelize import InitParam, LocalModel, marks_of, parallelize, set_prefetch, shard_units
+from lockstep.parallel.parallelize import (
+    InitParam,
+    LocalModel,
+    marks_of,
+    parallelize,
+    set_prefetch,
+    shard_units,
+)
 from lockstep.parallel.plans import ParallelPlan, Patterns, find_units
 from lockstep.parallel.sequential import build_sequential_stage
 from lockstep.parallel.tensor_parallel import apply_tensor_parallel
 from lockstep.parallel.tensor_plan import TensorPlan, styles_of
-from lockstep.runtime.torch_private import has_gradient_hooks, init_fsdp, is_compiled_in_place, is_compiled_wrapper
+from lockstep.runtime.torch_private import (
+    has_gradient_hooks,
+    init_fsdp,
+    is_compiled_in_place,
+    is_compiled_wrapper,
+)
 from lockstep.tensor_slice import TensorSlice
 from lockstep.units import join_names
 
@@ -31,7 +43,11 @@ def refuse_unshardable(model: nn.Module, units: Sequence[str]) -> None:
     parameters = dict(model.named_parameters())
     refuse_unsupported(model)
     if isinstance(model, nn.ModuleList | nn.ModuleDict):
-        raise UsageError(f"a {type(model).__name__} has no forward()", where, "wrap it in a module whose forward() calls its parts")
+        raise UsageError(
+            f"a {type(model).__name__} has no forward()",
+            where,
+            "wrap it in a module whose forward() calls its parts",
+        )
     if hooked := [name for name, p in parameters.items() if has_gradient_hooks(p)]:
         what = f"gradient hooks of parameters would not run in shards: {join_names(hooked)}"
         raise UsageError(what, where, "remove the hooks, or train with whole replicas")
@@ -39,21 +55,33 @@ def refuse_unshardable(model: nn.Module, units: Sequence[str]) -> None:
     dtypes: dict[str, dict[torch.dtype, str]] = {}
     for name, p in parameters.items():
         if p.requires_grad:
-            dtypes.setdefault(next((unit for unit in units if name.startswith(f"{unit}.")), ""), {})[p.dtype] = name
+            dtypes.setdefault(
+                next((unit for unit in units if name.startswith(f"{unit}.")), ""), {}
+            )[p.dtype] = name
     if mixed := [names for names in dtypes.values() if len(names) > 1]:
         listed = ", ".join(f"{name} is {dtype}" for dtype, name in mixed[0].items())
         hint = "train one dtype in each unit, or give units that separate them: session.prepare(..., units=...)"
-        raise UsageError(f"trained parameters that are gathered together have several dtypes: {listed}", where, hint)
+        raise UsageError(
+            f"trained parameters that are gathered together have several dtypes: {listed}",
+            where,
+            hint,
+        )
 
 
 def refuse_compiled(model: nn.Module, units: Sequence[str], where: str) -> None:
     """UsageError if torch.compile wraps a module, or if a graph spans several units."""
     modules = dict(model.named_modules())
-    if wrapped := [name or "the model" for name, module in modules.items() if is_compiled_wrapper(module)]:
+    if wrapped := [
+        name or "the model" for name, module in modules.items() if is_compiled_wrapper(module)
+    ]:
         what = f"torch.compile wraps {join_names(wrapped)}, which renames the parameters"
-        raise UsageError(what, where, "compile the blocks in place, before session.prepare: block.compile()")
+        raise UsageError(
+            what, where, "compile the blocks in place, before session.prepare: block.compile()"
+        )
     compiled = [name for name, module in modules.items() if is_compiled_in_place(module)]
-    if around := [name for name in compiled if not name or any(unit.startswith(f"{name}.") for unit in units)]:
+    if around := [
+        name for name in compiled if not name or any(unit.startswith(f"{name}.") for unit in units)
+    ]:
         what = f"{around[0] or 'the model'} is compiled as one graph, which may have other bits in whole replicas than in shards"
         hint = f"compile the units instead, before session.prepare: compile() of {join_names(list(units)) or 'its layers'}"
         raise UsageError(what, where, hint)
@@ -80,23 +108,47 @@ def shard_module(
     names = find_units(model, units)
     refuse_unshardable(model, names)
     wholes = dict(model.named_parameters())
-    originals, first_names = {name: (ref(p), marks_of(p)) for name, p in wholes.items()}, {id(p): name for name, p in wholes.items()}
+    originals, first_names = (
+        {name: (ref(p), marks_of(p)) for name, p in wholes.items()},
+        {id(p): name for name, p in wholes.items()},
+    )
     styles = styles_of(model, tensor_plan) if layout.tensor > 1 else {}
-    stage = build_sequential_stage(model, position.stage, layout.pipeline, split_points) if layout.pipeline > 1 else None
+    stage = (
+        build_sequential_stage(model, position.stage, layout.pipeline, split_points)
+        if layout.pipeline > 1
+        else None
+    )
     names_here = [first_names[id(p)] for p in model.parameters()]
     elsewhere = {name: p for name, p in wholes.items() if name not in names_here}
-    placeholders = {name: nn.Parameter(p.new_empty(0, *p.shape[1:]), requires_grad=p.requires_grad) for name, p in elsewhere.items()}
+    placeholders = {
+        name: nn.Parameter(p.new_empty(0, *p.shape[1:]), requires_grad=p.requires_grad)
+        for name, p in elsewhere.items()
+    }
     del wholes, elsewhere
-    plan = ParallelPlan(tuple(names), regions=(), column_parallel=(), row_parallel=r"$^", styles=styles)
-    local = parallelize(model, layout, position, init_param, device, plan=plan, stage=stage, verify=verify)
-    buffers = {name: tensor for name, tensor in named_tensors(model).items() if name not in local.local_params}
-    first_name = dict(zip(local.local_params, names_here, strict=True))  # of a tied parameter that the first stage saves
+    plan = ParallelPlan(
+        tuple(names), regions=(), column_parallel=(), row_parallel=r"$^", styles=styles
+    )
+    local = parallelize(
+        model, layout, position, init_param, device, plan=plan, stage=stage, verify=verify
+    )
+    buffers = {
+        name: tensor
+        for name, tensor in named_tensors(model).items()
+        if name not in local.local_params
+    }
+    first_name = dict(
+        zip(local.local_params, names_here, strict=True)
+    )  # of a tied parameter that the first stage saves
     parts: list[dict[str, Any]] = [local.local_params, local.slices, local.tensor_slices]
-    params, slices, tensor_slices = ({first_name[name]: value for name, value in part.items()} for part in parts)
+    params, slices, tensor_slices = (
+        {first_name[name]: value for name, value in part.items()} for part in parts
+    )
     slices |= {name: TensorSlice.whole(buffer.shape) for name, buffer in buffers.items()}
     model.register_state_dict_pre_hook(refuse_state_dict)
     model.register_load_state_dict_pre_hook(refuse_state_dict)
-    local = replace(local, local_params=params, slices=slices, tensor_slices=tensor_slices, buffers=buffers)
+    local = replace(
+        local, local_params=params, slices=slices, tensor_slices=tensor_slices, buffers=buffers
+    )
     return replace(local, originals=originals, placeholders=placeholders)
 
 
@@ -115,14 +167,23 @@ def find_copy(value: Any, model: nn.Module) -> nn.Module | None:
     def shapes(module: nn.Module) -> list[tuple[str, torch.Size]]:
         return [(name, p.shape) for name, p in module.named_parameters()]
 
-    copies = (m for m in value.modules() if shapes(m) == shapes(model)) if isinstance(value, nn.Module) else iter(())
+    copies = (
+        (m for m in value.modules() if shapes(m) == shapes(model))
+        if isinstance(value, nn.Module)
+        else iter(())
+    )
     found = next(copies, None)
     return None if found is None or {*found.parameters()} & {*model.parameters()} else found
 
 
 @torch.no_grad()
 def shard_average(
-    prefix: str, average: nn.Module, copy: nn.Module, local: LocalModel, position: Coordinates, init_param: InitParam | None = None
+    prefix: str,
+    average: nn.Module,
+    copy: nn.Module,
+    local: LocalModel,
+    position: Coordinates,
+    init_param: InitParam | None = None,
 ) -> None:
     """Shard `copy`, the module in `average` with the parameters of the model, as `local` is sharded.
 
@@ -141,7 +202,10 @@ def shard_average(
     init_fsdp(copy)
     for name, tensor in (*copy.named_parameters(), *copy.named_buffers()):
         if init_param:
-            value, target = init_param(name, tensor.shape), tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            value, target = (
+                init_param(name, tensor.shape),
+                tensor.to_local() if isinstance(tensor, DTensor) else tensor,
+            )
             target.copy_(local.slices[name].of(value) if name in local.slices else value)
     for name, sharded in copy.named_parameters():
         local.keep_memory(prefix + name, sharded)
@@ -151,10 +215,14 @@ def shard_average(
         parameter = name.removeprefix(f"{path}.") if path else name
         is_sharded = isinstance(tensor, DTensor)
         whole = TensorSlice.whole(tensor.shape)
-        if is_sharded:  # a second name of a tied parameter has no slice, and the tensor axis does not split it
+        if (
+            is_sharded
+        ):  # a second name of a tied parameter has no slice, and the tensor axis does not split it
             whole = local.tensor_slices.get(parameter, whole)
         local.tensor_slices[prefix + name] = whole
-        local.slices[prefix + name] = whole.split_rows(position.shard, local.layout.shard) if is_sharded else whole
+        local.slices[prefix + name] = (
+            whole.split_rows(position.shard, local.layout.shard) if is_sharded else whole
+        )
     copy.register_state_dict_post_hook(save_slices)
     copy.register_load_state_dict_pre_hook(load_slices)
 
@@ -168,4 +236,6 @@ def save_slices(module: nn.Module, tensors: dict[str, Any], *_: Any) -> None:
 def load_slices(module: nn.Module, tensors: dict[str, Any], prefix: str, *_: Any) -> None:
     for name, p in module.named_parameters(remove_duplicate=False):
         like, part = cast(DTensor, p), tensors[prefix + name]
-        tensors[prefix + name] = DTensor.from_local(part, like.device_mesh, like.placements, shape=like.shape, stride=like.stride())
+        tensors[prefix + name] = DTensor.from_local(
+            part, like.device_mesh, like.placements, shape=like.shape, stride=like.stride()
+        )

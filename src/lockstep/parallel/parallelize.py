@@ -33,7 +33,13 @@ from lockstep.parallel.groups import ProcessGroups
 from lockstep.parallel.pipeline import PipelineStage, build_stage
 from lockstep.parallel.plan_check import PlanCheck, split_layers
 from lockstep.parallel.plans import ParallelPlan, plan_of
-from lockstep.runtime.torch_private import fsdp_parameters, init_fsdp, mesh_without_backend, slice_of_dtensor, version_of
+from lockstep.runtime.torch_private import (
+    fsdp_parameters,
+    init_fsdp,
+    mesh_without_backend,
+    slice_of_dtensor,
+    version_of,
+)
 from lockstep.tensor_slice import TensorSlice
 from lockstep.units import join_names
 
@@ -52,7 +58,10 @@ class SliceMemory(NamedTuple):
     address: int
 
     def has_moved(self) -> bool:
-        return self.tensor.untyped_storage() is not self.storage or address_of(self.tensor) != self.address
+        return (
+            self.tensor.untyped_storage() is not self.storage
+            or address_of(self.tensor) != self.address
+        )
 
 
 @dataclass
@@ -62,19 +71,33 @@ class LocalModel:
     module: nn.Module  # to call; its parameters belong to FSDP
     layout: Layout
     groups: ProcessGroups | None = None
-    local_params: dict[str, nn.Parameter] = field(default_factory=dict)  # on this worker's slice, for optimizer and checkpoint
-    slices: dict[str, TensorSlice] = field(default_factory=dict)  # name -> its slice of the whole tensor
+    local_params: dict[str, nn.Parameter] = field(
+        default_factory=dict
+    )  # on this worker's slice, for optimizer and checkpoint
+    slices: dict[str, TensorSlice] = field(
+        default_factory=dict
+    )  # name -> its slice of the whole tensor
     fsdp_units: list[FSDPModule] = field(default_factory=list)  # in forward order, the root last
-    tensor_slices: dict[str, TensorSlice] = field(default_factory=dict)  # name -> the slice left by the tensor axis, before sharding
+    tensor_slices: dict[str, TensorSlice] = field(
+        default_factory=dict
+    )  # name -> the slice left by the tensor axis, before sharding
     stage: PipelineStage | None = None
-    partial_grads: tuple[str, ...] = ()  # names of parameters whose gradient is the sum over the tensor axis
+    partial_grads: tuple[
+        str, ...
+    ] = ()  # names of parameters whose gradient is the sum over the tensor axis
     plan: ParallelPlan | None = None
     plan_check: PlanCheck | None = None  # for the first step of a start
-    buffers: dict[str, Tensor] = field(default_factory=dict)  # that checkpoints hold, whole on each worker
-    averages: list[list[FSDPModule]] = field(default_factory=list)  # the units of each average of the model, its root last
+    buffers: dict[str, Tensor] = field(
+        default_factory=dict
+    )  # that checkpoints hold, whole on each worker
+    averages: list[list[FSDPModule]] = field(
+        default_factory=list
+    )  # the units of each average of the model, its root last
     # name -> whole parameter of a user's model, of any stage, alive where the user has kept it, and its marks before the cut
     originals: dict[str, tuple[ReferenceType[nn.Parameter], Marks]] = field(default_factory=dict)
-    placeholders: dict[str, nn.Parameter] = field(default_factory=dict)  # empty, of other stages: optimizers list all parameters
+    placeholders: dict[str, nn.Parameter] = field(
+        default_factory=dict
+    )  # empty, of other stages: optimizers list all parameters
     updated_together: list[list[str]] = field(default_factory=list)  # parameters of each optimizer
     memory: list[SliceMemory] = field(default_factory=list)  # see `keep_memory`
     _known: set[int] = field(default_factory=set)  # ids of FSDP's parameters
@@ -85,16 +108,28 @@ class LocalModel:
     def refuse_changes(self, trained: Collection[str]) -> None:
         """UsageError: replaced parameters were used or changed, or others than `trained` are trained."""
         pairs = zip(self.local_params.items(), self.module.parameters(), strict=True)
-        changed = [name for name, (whole, marks) in self.originals.items() if (p := whole()) is not None and marks_of(p) != marks]
-        if changed := changed or [name for (name, p), q in pairs if {p.requires_grad, q.requires_grad} != {name in trained}]:
+        changed = [
+            name
+            for name, (whole, marks) in self.originals.items()
+            if (p := whole()) is not None and marks_of(p) != marks
+        ]
+        if changed := changed or [
+            name
+            for (name, p), q in pairs
+            if {p.requires_grad, q.requires_grad} != {name in trained}
+        ]:
             what = f"parameters that are not those of the sharded model were used or changed: {join_names(changed)}"
             hint = "take them from the model in each step; set requires_grad of its layers before the micro-batches, not in a pipeline"
-            raise UsageError(what, "parameters from an optimizer, or from the model before it was sharded", hint)
+            raise UsageError(
+                what, "parameters from an optimizer, or from the model before it was sharded", hint
+            )
 
     def keep_memory(self, name: str, *tensors: Tensor) -> None:
         """Remember where the values of a slice are, which FSDP and the optimizer share."""
         for tensor in tensors:
-            self.memory.append(SliceMemory(name, tensor, tensor.untyped_storage(), address_of(tensor)))
+            self.memory.append(
+                SliceMemory(name, tensor, tensor.untyped_storage(), address_of(tensor))
+            )
 
     def refuse_replaced(self) -> None:
         """UsageError: the values of a parameter are no longer where FSDP gathers them."""
@@ -178,12 +213,31 @@ def parallelize(  # 11 parameters: a model, its place in the layout, and three o
     if prepare_blocks:
         prepare_blocks([model.get_submodule(name) for name in plan.units])
     # The mesh only defines the ranks; its group cannot send.
-    mesh = mesh_without_backend(device.type, coordinates.shard, layout.shard, f"lockstep-shard-{next(GROUP_NUMBERS)}")
+    mesh = mesh_without_backend(
+        device.type, coordinates.shard, layout.shard, f"lockstep-shard-{next(GROUP_NUMBERS)}"
+    )
     units = shard_units(model, plan.units, mesh, reshard_after_forward)
     set_prefetch(units, prefetch_units)
-    slices = {name: part.split_rows(coordinates.shard, layout.shard) for name, part in tensor_slices.items()}
-    partial_grads = tuple(name for name in slices if plan.is_partial(name)) if layout.tensor > 1 else ()
-    local = LocalModel(model, layout, groups, {}, slices, units, tensor_slices, stage, partial_grads, plan, plan_check)
+    slices = {
+        name: part.split_rows(coordinates.shard, layout.shard)
+        for name, part in tensor_slices.items()
+    }
+    partial_grads = (
+        tuple(name for name in slices if plan.is_partial(name)) if layout.tensor > 1 else ()
+    )
+    local = LocalModel(
+        model,
+        layout,
+        groups,
+        {},
+        slices,
+        units,
+        tensor_slices,
+        stage,
+        partial_grads,
+        plan,
+        plan_check,
+    )
     if init_param:
         model.to_empty(device=device)
         for name, buffer in model.named_buffers():
@@ -208,7 +262,9 @@ def recurrent_layers_on_gpu(model: nn.Module, device_type: str) -> list[str]:
     return [name for name, module in model.named_modules() if isinstance(module, nn.RNNBase)]
 
 
-def shard_units(model: nn.Module, names: Sequence[str], mesh: DeviceMesh, reshard_after_forward: bool) -> list[FSDPModule]:
+def shard_units(
+    model: nn.Module, names: Sequence[str], mesh: DeviceMesh, reshard_after_forward: bool
+) -> list[FSDPModule]:
     """Wrap the units and the model. UsageError, with names, for parameters that FSDP cannot slice."""
     where, parameters = f"{type(model).__name__}, in shards", dict(model.named_parameters())
     if scalars := [name for name, p in parameters.items() if not p.dim()]:
@@ -216,16 +272,25 @@ def shard_units(model: nn.Module, names: Sequence[str], mesh: DeviceMesh, reshar
         raise UsageError(f"scalar parameters cannot be sharded: {join_names(scalars)}", where, hint)
     if empty := [name for name, p in parameters.items() if not p.numel()]:
         hint = "leave them out of the model, or train with whole replicas"
-        raise UsageError(f"parameters without elements cannot be sharded: {join_names(empty)}", where, hint)
+        raise UsageError(
+            f"parameters without elements cannot be sharded: {join_names(empty)}", where, hint
+        )
     if strided := [name for name, p in parameters.items() if not p.is_contiguous()]:
         what = f"parameters that are not contiguous cannot be sharded: {join_names(strided)}"
         raise UsageError(what, where, "call .contiguous() on them")
     if recurrent := recurrent_layers_on_gpu(model, mesh.device_type):
         what = f"recurrent layers on a GPU cannot be sharded: {join_names(recurrent)}"
-        raise UsageError(what, where, "train with whole replicas: in shards cuDNN gives them other bits")
+        raise UsageError(
+            what, where, "train with whole replicas: in shards cuDNN gives them other bits"
+        )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # FSDP's, about CPUs
-        units = [fully_shard(model.get_submodule(name), mesh=mesh, reshard_after_forward=reshard_after_forward) for name in names]
+        units = [
+            fully_shard(
+                model.get_submodule(name), mesh=mesh, reshard_after_forward=reshard_after_forward
+            )
+            for name in names
+        ]
         return [*units, fully_shard(model, mesh=mesh)]
 
 
@@ -238,4 +303,6 @@ def set_prefetch(units: list[FSDPModule], ahead: int) -> None:
         unit.set_modules_to_backward_prefetch(blocks[max(0, i - ahead) : i][::-1] or [unit])
     if blocks:
         units[-1].set_modules_to_forward_prefetch(blocks[:ahead])
-        units[-1].set_modules_to_backward_prefetch(blocks[max(0, len(blocks) - ahead) :][::-1] or [units[-1]])
+        units[-1].set_modules_to_backward_prefetch(
+            blocks[max(0, len(blocks) - ahead) :][::-1] or [units[-1]]
+        )

@@ -33,7 +33,12 @@ from lockstep.models.translator import EncodedSource, Translator, causal_bias, s
 from lockstep.network.pipeline_schedule import PipelineOp, adjacent_blocks, pipeline_schedule
 from lockstep.parallel.digest import digest_of
 from lockstep.parallel.groups import ProcessGroups
-from lockstep.runtime.numerics import generator_states, pack_generators, restore_generators, seed_generators
+from lockstep.runtime.numerics import (
+    generator_states,
+    pack_generators,
+    restore_generators,
+    seed_generators,
+)
 from lockstep.runtime.tensor_bytes import DTYPES, TORCH_DTYPES, bytes_of, tensors_of
 
 ENVELOPE_BYTES = 4096
@@ -50,7 +55,9 @@ class P2PMessage(NamedTuple):
 
     def tag(self, number: int) -> int:
         """Return the tag of tensor `number`; unique among the messages of two workers."""
-        return ((self.micro * 1024 + self.edge) * 2 + (self.kind == "grads")) * (MAX_TENSORS + 1) + number
+        return ((self.micro * 1024 + self.edge) * 2 + (self.kind == "grads")) * (
+            MAX_TENSORS + 1
+        ) + number
 
 
 class Chunk(NamedTuple):
@@ -93,11 +100,22 @@ class Activations(NamedTuple):
     def pack(self) -> Tensor:
         """Return all but the elements of the tensors as bytes: (ENVELOPE_BYTES + generators,)."""
         strides = [torch.empty_like(tensor, device="meta").stride() for tensor in self.tensors]
-        described = [[DTYPES[t.dtype], t.shape, stride, t.requires_grad] for t, stride in zip(self.tensors, strides, strict=True)]
-        text = json.dumps([isinstance(self.output, tuple), self.data, described]).encode().ljust(ENVELOPE_BYTES)
+        described = [
+            [DTYPES[t.dtype], t.shape, stride, t.requires_grad]
+            for t, stride in zip(self.tensors, strides, strict=True)
+        ]
+        text = (
+            json.dumps([isinstance(self.output, tuple), self.data, described])
+            .encode()
+            .ljust(ENVELOPE_BYTES)
+        )
         if len(text) > ENVELOPE_BYTES or len(described) > MAX_TENSORS:
             hint = f"pass at most {MAX_TENSORS}, of few dimensions"
-            raise UsageError(f"a stage of a pipeline passes {len(described)} tensors to the next one", "the output of a block", hint)
+            raise UsageError(
+                f"a stage of a pipeline passes {len(described)} tensors to the next one",
+                "the output of a block",
+                hint,
+            )
         return torch.cat([torch.frombuffer(bytearray(text), dtype=torch.uint8), self.generators])
 
 
@@ -108,21 +126,37 @@ class PipelineStage:
     number: int
     stages: int
     chunks: tuple[Chunk, ...]
-    modules: tuple[tuple[str, ...], ...]  # names of the modules of each chunk; empty: all belong to one chunk
+    modules: tuple[
+        tuple[str, ...], ...
+    ]  # names of the modules of each chunk; empty: all belong to one chunk
     borrowed: tuple[str, ...] = ()  # copies of parameters of the first stage, which saves them
     lent: tuple[str, ...] = ()  # parameters of the first stage that the last stage has too
-    passes_generators: bool = False  # random draws continue where the former stage ended: the bits of one stage
+    passes_generators: bool = (
+        False  # random draws continue where the former stage ended: the bits of one stage
+    )
 
     def holds(self, chunk: int, name: str) -> bool:
-        return not self.modules or any(name.startswith(f"{module}.") for module in self.modules[chunk])
+        return not self.modules or any(
+            name.startswith(f"{module}.") for module in self.modules[chunk]
+        )
 
-    def pend(self, k: int, inputs: tuple[Any, ...], named: dict[str, Any], device: torch.device) -> PendingMicroBatch:
+    def pend(
+        self, k: int, inputs: tuple[Any, ...], named: dict[str, Any], device: torch.device
+    ) -> PendingMicroBatch:
         """Return micro-batch `k` with the state of autocast and the generators."""
-        autocast_dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+        autocast_dtype = (
+            torch.get_autocast_dtype(device.type)
+            if torch.is_autocast_enabled(device.type)
+            else None
+        )
         if not self.passes_generators:
-            return PendingMicroBatch(k, inputs, named, autocast_dtype, torch.empty(0, dtype=torch.uint8), 0)
+            return PendingMicroBatch(
+                k, inputs, named, autocast_dtype, torch.empty(0, dtype=torch.uint8), 0
+            )
         tensors = list(tensors_of(inputs))
-        data = digest_of([*tensors, torch.tensor([size for tensor in tensors for size in tensor.shape])])
+        data = digest_of(
+            [*tensors, torch.tensor([size for tensor in tensors for size in tensor.shape])]
+        )
         return PendingMicroBatch(k, inputs, named, autocast_dtype, pack_generators(device), data)
 
 
@@ -142,22 +176,49 @@ def build_stage(model: nn.Module, stage: int, stages: int, chunks_per_stage: int
     modules = []
     for chunk in chunks:
         layers = [names[layer] for layer in chunk.layers]
-        modules.append((*layers, *(outer if chunk.first or chunk.last else ()), *(("encoder_norm",) if last_encoder in layers else ())))
+        modules.append(
+            (
+                *layers,
+                *(outer if chunk.first or chunk.last else ()),
+                *(("encoder_norm",) if last_encoder in layers else ()),
+            )
+        )
     tied = isinstance(model, Translator) or model.output is None
-    uses = {"embedding": first or (last and tied), "norm": last, "output": last, "decoder_norm": last, "encoder_norm": last_encoder in kept}
-    for name in [name for name in names if name not in kept] + [name for name, used in uses.items() if not used]:
+    uses = {
+        "embedding": first or (last and tied),
+        "norm": last,
+        "output": last,
+        "decoder_norm": last,
+        "encoder_norm": last_encoder in kept,
+    }
+    for name in [name for name in names if name not in kept] + [
+        name for name, used in uses.items() if not used
+    ]:
         remove_module(model, name)
-    run: Callable[..., tuple[Tensor, ...]] = forward_llama_chunk if isinstance(model, Llama) else forward_translator_chunk
-    model.forward = lambda received, chunk, inputs, named: run(model, chunks[chunk], received(), *inputs, **named)
+    run: Callable[..., tuple[Tensor, ...]] = (
+        forward_llama_chunk if isinstance(model, Llama) else forward_translator_chunk
+    )
+    model.forward = lambda received, chunk, inputs, named: run(
+        model, chunks[chunk], received(), *inputs, **named
+    )
     shared = ("embedding.weight",) if tied and stages > 1 else ()
-    return PipelineStage(stage, stages, chunks, tuple(modules), shared if last and not first else (), shared if first and not last else ())
+    return PipelineStage(
+        stage,
+        stages,
+        chunks,
+        tuple(modules),
+        shared if last and not first else (),
+        shared if first and not last else (),
+    )
 
 
 def layer_names(model: nn.Module) -> list[str]:
     if isinstance(model, Llama):
         return [f"layers.{i}" for i in range(len(model.layers))]
     assert isinstance(model, Translator)
-    return [f"encoder.{i}" for i in range(len(model.encoder))] + [f"decoder.{i}" for i in range(len(model.decoder))]
+    return [f"encoder.{i}" for i in range(len(model.encoder))] + [
+        f"decoder.{i}" for i in range(len(model.decoder))
+    ]
 
 
 def remove_module(model: nn.Module, name: str) -> None:
@@ -168,7 +229,12 @@ def remove_module(model: nn.Module, name: str) -> None:
 
 
 def forward_llama_chunk(
-    model: Llama, chunk: Chunk, received: Sequence[Tensor], tokens: Tensor, labels: Tensor, documents: Tensor | None = None
+    model: Llama,
+    chunk: Chunk,
+    received: Sequence[Tensor],
+    tokens: Tensor,
+    labels: Tensor,
+    documents: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """Run a chunk of Llama.forward: (states,) (B, T, D), or the loss at the end."""
     positions, mask = positions_and_mask(tokens, documents)
@@ -178,27 +244,50 @@ def forward_llama_chunk(
         states = model.layers[number](states, rotary, mask)
     if not chunk.last:
         return (states,)
-    return (output_cross_entropy(model.norm(states), model.output_weight, labels, smoothing=0.0, ignore_index=IGNORE_INDEX),)
+    return (
+        output_cross_entropy(
+            model.norm(states),
+            model.output_weight,
+            labels,
+            smoothing=0.0,
+            ignore_index=IGNORE_INDEX,
+        ),
+    )
 
 
 def forward_translator_chunk(
-    model: Translator, chunk: Chunk, received: Sequence[Tensor], source: Tensor, target: Tensor, labels: Tensor, *, smoothing: float = 0.0
+    model: Translator,
+    chunk: Chunk,
+    received: Sequence[Tensor],
+    source: Tensor,
+    target: Tensor,
+    labels: Tensor,
+    *,
+    smoothing: float = 0.0,
 ) -> tuple[Tensor, ...]:
     """Run a chunk of Translator.forward: (source states, target states), or the loss."""
     dtype = next(model.parameters()).dtype
     bias, causal = source_bias(source, model.pad, dtype), causal_bias(target, dtype)
-    states, target_states = (model.embed(source), model.embed(target)) if chunk.first else (received[0], received[1])
+    states, target_states = (
+        (model.embed(source), model.embed(target)) if chunk.first else (received[0], received[1])
+    )
     for number in chunk.layers:
         if number < len(model.encoder):
             states = model.encoder[number](states, bias)
             if number == len(model.encoder) - 1:
                 states = model.encoder_norm(states)
         else:
-            target_states = model.decoder[number - len(model.encoder)](target_states, causal, EncodedSource(states, bias))
+            target_states = model.decoder[number - len(model.encoder)](
+                target_states, causal, EncodedSource(states, bias)
+            )
     if not chunk.last:
         return states, target_states
     normed = model.decoder_norm(target_states)
-    return (output_cross_entropy(normed, model.embedding.weight, labels, smoothing=smoothing, ignore_index=model.pad),)
+    return (
+        output_cross_entropy(
+            normed, model.embedding.weight, labels, smoothing=smoothing, ignore_index=model.pad
+        ),
+    )
 
 
 @dataclass(frozen=True)
@@ -219,33 +308,61 @@ class ChunkForward:
         """Return empty tensors for the activations of a micro-batch; of a user's model none: unknown."""
         if not isinstance(self.module, Llama | Translator):
             return []
-        dim, streams = (self.module.config.dim, 1) if isinstance(self.module, Llama) else (self.module.dim, 2)
+        dim, streams = (
+            (self.module.config.dim, 1) if isinstance(self.module, Llama) else (self.module.dim, 2)
+        )
         dtype, inputs = next(self.module.parameters()).dtype, self.pending[micro].inputs[:streams]
-        return [torch.empty(*tokens.shape, dim, dtype=dtype, device=self.device) for tokens in inputs]
+        return [
+            torch.empty(*tokens.shape, dim, dtype=dtype, device=self.device) for tokens in inputs
+        ]
 
     def __call__(self, received: Activations | None, chunk: int, micro: int) -> Activations:
         k, inputs, named, autocast_dtype, generators, data = self.pending[micro]
         where = f"micro-batch {k}, stage {self.stage.number} of a pipeline"
         if received and received.data != data:
-            what, hint = "the inputs and targets are not those of the stage before", "let the data follow from the step and the micro-batch"
-            raise UsageError(what, where, hint + " alone: no DataLoader consumed in the loop, no rank in a seed (docs/loop.md)")
+            what, hint = (
+                "the inputs and targets are not those of the stage before",
+                "let the data follow from the step and the micro-batch",
+            )
+            raise UsageError(
+                what,
+                where,
+                hint
+                + " alone: no DataLoader consumed in the loop, no rank in a seed (docs/loop.md)",
+            )
         if self.stage.passes_generators:
             restore_generators(received.generators if received else generators, self.device)
         else:
             # the masks of a Llama's adapters follow from the layer (lora.py): the same in every layout
-            position = () if isinstance(self.module, Llama) else (chunk * self.stage.stages + self.stage.number,)
+            position = (
+                ()
+                if isinstance(self.module, Llama)
+                else (chunk * self.stage.stages + self.stage.number,)
+            )
             seed_generators(splitmix64(*self.seed, k, *position) >> 1, self.device)
         others = generator_states(self.device)[2:] if self.stage.passes_generators else ()
         with torch.autocast(self.device.type, autocast_dtype, enabled=autocast_dtype is not None):
             # hidden in a function: FSDP's hook would give a gradient of zeros to tensors that get none
-            output = self.module((lambda: received.output) if received else tuple, chunk, inputs, named)
-        own = Activations(output, pack_generators(self.device) if self.stage.passes_generators else generators, data)
-        if wrong := [type(tensor).__name__ for tensor in own.tensors if not isinstance(tensor, Tensor)]:
-            hint = "return a tensor or a tuple of tensors from the blocks, and a tensor from the loss"
+            output = self.module(
+                (lambda: received.output) if received else tuple, chunk, inputs, named
+            )
+        own = Activations(
+            output,
+            pack_generators(self.device) if self.stage.passes_generators else generators,
+            data,
+        )
+        if wrong := [
+            type(tensor).__name__ for tensor in own.tensors if not isinstance(tensor, Tensor)
+        ]:
+            hint = (
+                "return a tensor or a tuple of tensors from the blocks, and a tensor from the loss"
+            )
             raise UsageError(f"a {wrong[0]} cannot be passed to another stage", where, hint)
         if self.stage.passes_generators and generator_states(self.device)[2:] != others:
             hint = "use torch's generators in the model, torch.rand(())"
-            raise UsageError("a forward pass drew numbers from NumPy's or Python's generator", where, hint)
+            raise UsageError(
+                "a forward pass drew numbers from NumPy's or Python's generator", where, hint
+            )
         self.after(k)
         return own
 
@@ -262,44 +379,83 @@ class PipelineRunner:
     groups: ProcessGroups
     backward: Callable[[list[Tensor], Sequence[Tensor] | None, int, int], None] = lambda *_: None
     sends: list[dist.Work] = field(default_factory=list)
-    receives: dict[P2PMessage, tuple[Sequence[Tensor], list[dist.Work]]] = field(default_factory=dict)  # that have started
+    receives: dict[P2PMessage, tuple[Sequence[Tensor], list[dist.Work]]] = field(
+        default_factory=dict
+    )  # that have started
 
     def step(self, micro_batches: int) -> list[Tensor]:
         """Return the losses, on the last stage; else []. Raises the error of a lost peer."""
         in_flight: dict[tuple[int, int], tuple[list[Tensor | None], list[Tensor]]] = {}
         losses: dict[int, Tensor] = {}
-        stage, stages, chunks = self.forward.stage.number, self.forward.stage.stages, self.forward.stage.chunks
+        stage, stages, chunks = (
+            self.forward.stage.number,
+            self.forward.stage.stages,
+            self.forward.stage.chunks,
+        )
         previous, following = (stage - 1) % stages, (stage + 1) % stages
         schedule = pipeline_schedule(stage, stages, micro_batches, len(chunks))
         for number, (kind, chunk, micro) in enumerate(schedule):
             _, first, last = chunks[chunk]
             edge = chunk * stages + stage  # from this chunk to the next one
             if kind == "forward":
-                received = None if first else self._receive(previous, P2PMessage(micro, edge - 1, "states"), self.forward.expected(micro))
+                received = (
+                    None
+                    if first
+                    else self._receive(
+                        previous,
+                        P2PMessage(micro, edge - 1, "states"),
+                        self.forward.expected(micro),
+                    )
+                )
                 self._receive_ahead(schedule[number + 1 :], in_flight)
-                followed = follow_gradients([tensor for tensor in received.tensors if tensor.requires_grad] if received else [])
+                followed = follow_gradients(
+                    [tensor for tensor in received.tensors if tensor.requires_grad]
+                    if received
+                    else []
+                )
                 own = self.forward(received, chunk, micro)
-                in_flight[chunk, micro] = followed, [out for out in own.tensors if out.requires_grad]
+                in_flight[chunk, micro] = (
+                    followed,
+                    [out for out in own.tensors if out.requires_grad],
+                )
                 if last:
                     losses[micro] = own.tensors[0].detach()
                 else:
                     self._send(own, following, P2PMessage(micro, edge, "states"))
                 continue
             followed, outs = in_flight.pop((chunk, micro))
-            expected = [] if self.forward.stage.passes_generators else [torch.empty_like(out) for out in outs]
-            grads = None if last or not outs else self._receive(following, P2PMessage(micro, edge, "grads"), expected).tensors
+            expected = (
+                []
+                if self.forward.stage.passes_generators
+                else [torch.empty_like(out) for out in outs]
+            )
+            grads = (
+                None
+                if last or not outs
+                else self._receive(following, P2PMessage(micro, edge, "grads"), expected).tensors
+            )
             self._receive_ahead(schedule[number + 1 :], in_flight)
             self.backward(outs, grads, micro, chunk)
             gradients = tuple(gradient for gradient in followed if gradient is not None)
             if len(gradients) < len(followed):
                 what = "a stage computes no gradient for some of the tensors that it receives, and the stages before it need them"
-                raise UsageError(what, "the forward passes of a pipeline", "return only tensors that later blocks use; detach() the others")
+                raise UsageError(
+                    what,
+                    "the forward passes of a pipeline",
+                    "return only tensors that later blocks use; detach() the others",
+                )
             if gradients:
-                self._send(own._replace(output=gradients), previous, P2PMessage(micro, edge - 1, "grads"))
+                self._send(
+                    own._replace(output=gradients), previous, P2PMessage(micro, edge - 1, "grads")
+                )
         self.groups.wait(self.sends)
         return [losses[micro] for micro in sorted(losses)]
 
-    def _receive_ahead(self, upcoming: Sequence[PipelineOp], in_flight: Mapping[tuple[int, int], tuple[Any, Sequence[Tensor]]]) -> None:
+    def _receive_ahead(
+        self,
+        upcoming: Sequence[PipelineOp],
+        in_flight: Mapping[tuple[int, int], tuple[Any, Sequence[Tensor]]],
+    ) -> None:
         """Start to receive what the next two passes need that receive anything, beside the pass before them.
 
         gloo sends nothing before the receiver asks for it. On NCCL a receive would hold up the sends
@@ -315,17 +471,27 @@ class PipelineRunner:
             _, first, last = self.forward.stage.chunks[chunk]
             edge = chunk * stages + stage
             if kind == "forward" and not first:
-                self._start_receive((stage - 1) % stages, P2PMessage(micro, edge - 1, "states"), self.forward.expected(micro))
+                self._start_receive(
+                    (stage - 1) % stages,
+                    P2PMessage(micro, edge - 1, "states"),
+                    self.forward.expected(micro),
+                )
                 ahead += 1
             elif kind == "backward" and not last:
                 _, outs = in_flight.get((chunk, micro), ((), ()))
-                self._start_receive((stage + 1) % stages, P2PMessage(micro, edge, "grads"), [torch.empty_like(out) for out in outs])
+                self._start_receive(
+                    (stage + 1) % stages,
+                    P2PMessage(micro, edge, "grads"),
+                    [torch.empty_like(out) for out in outs],
+                )
                 ahead += 1
 
     def evaluate(self) -> Activations:
         """Collective in the stages. Return the activations of the last stage, on all of them."""
         stage, last = self.forward.stage.number, self.forward.stage.stages - 1
-        own = self.forward(self._receive(stage - 1, P2PMessage(0, stage - 1, "states")) if stage else None, 0, 0)
+        own = self.forward(
+            self._receive(stage - 1, P2PMessage(0, stage - 1, "states")) if stage else None, 0, 0
+        )
         for peer in range(last) if stage == last else [stage + 1]:
             self._send(own, peer, P2PMessage(0, stage, "states"))
         if stage < last:
@@ -335,15 +501,23 @@ class PipelineRunner:
         return own
 
     def _send(self, activations: Activations, peer: int, message: P2PMessage) -> None:
-        group, parts = self.groups.pipeline_group, {n: tensor.detach().contiguous() for n, tensor in enumerate(activations.tensors, 1)}
+        group, parts = (
+            self.groups.pipeline_group,
+            {n: tensor.detach().contiguous() for n, tensor in enumerate(activations.tensors, 1)},
+        )
         if self.forward.stage.passes_generators:
             parts[0] = activations.pack()
         self.groups.board.enter_collective(sum(part.nbytes for part in parts.values()))
         self.sends += self.groups.start_works(
-            lambda: [dist.isend(parts[n], group=group, group_dst=peer, tag=message.tag(n)) for n in sorted(parts)]
+            lambda: [
+                dist.isend(parts[n], group=group, group_dst=peer, tag=message.tag(n))
+                for n in sorted(parts)
+            ]
         )
 
-    def _receive(self, peer: int, message: P2PMessage, expected: Sequence[Tensor] = ()) -> Activations:
+    def _receive(
+        self, peer: int, message: P2PMessage, expected: Sequence[Tensor] = ()
+    ) -> Activations:
         """Return what the peer has sent, with its strides: they may decide which kernels run.
 
         expected  tensors to receive into, where the model is a built-in one, which sends no envelope
@@ -354,27 +528,40 @@ class PipelineRunner:
             self._wait_for(works)
             output = tuple(tensor.requires_grad_(message.kind == "states") for tensor in expected)
             return Activations(output, self.forward.pending[0].generators, 0)
-        envelope = torch.empty(ENVELOPE_BYTES + self.forward.pending[0].generators.numel(), dtype=torch.uint8)
+        envelope = torch.empty(
+            ENVELOPE_BYTES + self.forward.pending[0].generators.numel(), dtype=torch.uint8
+        )
         self._wait_for(self._start([envelope], 0, peer, message))
         is_tuple, data, described = json.loads(bytes(bytes_of(envelope[:ENVELOPE_BYTES])))
-        parts = [torch.empty(shape, dtype=TORCH_DTYPES[dtype], device=self.forward.device) for dtype, shape, _, _ in described]
+        parts = [
+            torch.empty(shape, dtype=TORCH_DTYPES[dtype], device=self.forward.device)
+            for dtype, shape, _, _ in described
+        ]
         self._wait_for(self._start(parts, 1, peer, message))
         for number, (_, shape, strides, trained) in enumerate(described):
             if strides != list(parts[number].stride()):
-                parts[number] = torch.empty_strided(shape, strides, dtype=parts[number].dtype, device=self.forward.device).copy_(
-                    parts[number]
-                )
+                parts[number] = torch.empty_strided(
+                    shape, strides, dtype=parts[number].dtype, device=self.forward.device
+                ).copy_(parts[number])
             parts[number].requires_grad_(trained)
         return Activations(tuple(parts) if is_tuple else parts[0], envelope[ENVELOPE_BYTES:], data)
 
     def _start_receive(self, peer: int, message: P2PMessage, expected: Sequence[Tensor]) -> None:
         if expected and message not in self.receives:
-            self.receives[message] = expected, self._start([tensor.detach() for tensor in expected], 1, peer, message)
+            self.receives[message] = (
+                expected,
+                self._start([tensor.detach() for tensor in expected], 1, peer, message),
+            )
 
-    def _start(self, parts: list[Tensor], first_number: int, peer: int, message: P2PMessage) -> list[dist.Work]:
+    def _start(
+        self, parts: list[Tensor], first_number: int, peer: int, message: P2PMessage
+    ) -> list[dist.Work]:
         group, numbered = self.groups.pipeline_group, list(enumerate(parts, first_number))
         return self.groups.start_works(
-            lambda: [dist.irecv(part, group=group, group_src=peer, tag=message.tag(number)) for number, part in numbered]
+            lambda: [
+                dist.irecv(part, group=group, group_src=peer, tag=message.tag(number))
+                for number, part in numbered
+            ]
         )
 
     def _wait_for(self, works: list[dist.Work]) -> None:

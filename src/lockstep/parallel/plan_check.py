@@ -46,21 +46,33 @@ class RegionCall(NamedTuple):
     buffers: dict[str, Tensor]
     autocast: torch.autocast
 
-    def run(self, module: nn.Module, weights: Mapping[str, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    def run(
+        self, module: nn.Module, weights: Mapping[str, Tensor]
+    ) -> tuple[list[Tensor], list[Tensor]]:
         """Call a form of the region; return its outputs and inputs that have gradients."""
         inputs, named = deepcopy((self.inputs, self.named))
         outputs = functional_call(module.eval(), {**self.buffers, **weights}, inputs, named)
-        return [x for x in tensors_of(outputs) if x.requires_grad], [x for x in tensors_of([inputs, named]) if x.requires_grad]
+        return [x for x in tensors_of(outputs) if x.requires_grad], [
+            x for x in tensors_of([inputs, named]) if x.requires_grad
+        ]
 
 
 class DetachedCopies(TorchFunctionMode):
     """Let deepcopy copy tensors that have a history, without it."""
 
-    def __torch_function__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_function__(
+        self,
+        function: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         if function is not Tensor.__deepcopy__:
             return function(*args, **(kwargs or {}))
         tensor, memo = args
-        return memo.setdefault(id(tensor), tensor.detach().clone().requires_grad_(tensor.requires_grad))
+        return memo.setdefault(
+            id(tensor), tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        )
 
 
 class PlanCheck:
@@ -69,7 +81,9 @@ class PlanCheck:
     def __init__(self, model: nn.Module, plan: ParallelPlan, groups: ProcessGroups) -> None:
         self.model, self.plan, self.groups = model, plan, groups
         self.key_of = {name: key_of(model, name, plan) for name in regions_of(model, plan)}
-        self.whole = {key: without_values(model.get_submodule(name)) for name, key in self.key_of.items()}
+        self.whole = {
+            key: without_values(model.get_submodule(name)) for name, key in self.key_of.items()
+        }
         self.calls: dict[str, RegionCall] = {}
         self.is_due = True
 
@@ -80,7 +94,8 @@ class PlanCheck:
         self.split = {key: without_values(regions[name]) for name, key in self.key_of.items()}
         record = torch.compiler.disable(self._record)
         self.hooks = [
-            region.register_forward_pre_hook(partial(record, name), with_kwargs=True, prepend=True) for name, region in regions.items()
+            region.register_forward_pre_hook(partial(record, name), with_kwargs=True, prepend=True)
+            for name, region in regions.items()
         ]
 
     def stop(self) -> None:
@@ -91,11 +106,15 @@ class PlanCheck:
             values.clear()
         self.is_due = False
 
-    def _record(self, name: str, module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+    def _record(
+        self, name: str, module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]
+    ) -> None:
         key = self.key_of.get(name)
         if torch.is_grad_enabled() and key is not None and key not in self.calls:
             kind = next(self.model.parameters()).device.type
-            autocast = torch.autocast(kind, torch.get_autocast_dtype(kind), enabled=torch.is_autocast_enabled(kind))
+            autocast = torch.autocast(
+                kind, torch.get_autocast_dtype(kind), enabled=torch.is_autocast_enabled(kind)
+            )
             with DetachedCopies():
                 copies = deepcopy((inputs, named))
             self.calls[key] = RegionCall(name, *copies, dict(module.named_buffers()), autocast)
@@ -105,32 +124,57 @@ class PlanCheck:
         else when they are split. complete: and for regions that were not called."""
         for key, call in self.calls.items():
             self._compare_region(self.whole[key], self.split[key], call)
-        if uncalled := [name for name, key in self.key_of.items() if complete and key not in self.calls]:
+        if uncalled := [
+            name for name, key in self.key_of.items() if complete and key not in self.calls
+        ]:
             what = f"{join_names(uncalled)} did not run in the first micro-batch, so their plan cannot be verified"
-            raise UsageError(what, WHERE, "call these modules, not their parts; rehearse=False skips this check")
+            raise UsageError(
+                what, WHERE, "call these modules, not their parts; rehearse=False skips this check"
+            )
         if complete:
             self.key_of.clear()
             self.calls.clear()
 
     def refuse_unequal(self, gradients: Mapping[str, Tensor]) -> None:
         """Collective in the tensor group. UsageError when the gradients of whole weights differ."""
-        whole = [name for name in gradients if self.slices[name].is_whole and not self.plan.is_partial(name)]
+        whole = [
+            name
+            for name in gradients
+            if self.slices[name].is_whole and not self.plan.is_partial(name)
+        ]
         group, device = self.groups.tensor_group, next(iter(gradients.values())).device
-        digests = torch.zeros(self.groups.layout.tensor, len(whole), dtype=torch.int64, device=device)
-        digests[0 if group is None else group.rank()] = torch.tensor([digest_of([gradients[name]]) >> 1 for name in whole])
+        digests = torch.zeros(
+            self.groups.layout.tensor, len(whole), dtype=torch.int64, device=device
+        )
+        digests[0 if group is None else group.rank()] = torch.tensor(
+            [digest_of([gradients[name]]) >> 1 for name in whole]
+        )
         columns = self.groups.all_reduce(digests, group).T.tolist()
         self.groups.raise_failure()
         self.stop()
-        if unequal := [name for name, column in zip(whole, columns, strict=True) if len(set(column)) > 1]:
-            raise UsageError(f"the gradients of whole weights differ between tensor ranks: {join_names(unequal)}", WHERE, HINT)
+        if unequal := [
+            name for name, column in zip(whole, columns, strict=True) if len(set(column)) > 1
+        ]:
+            raise UsageError(
+                f"the gradients of whole weights differ between tensor ranks: {join_names(unequal)}",
+                WHERE,
+                HINT,
+            )
 
     def _compare_region(self, whole: nn.Module, split: nn.Module, call: RegionCall) -> None:
         """Collective in the tensor group."""
-        parts, prefix, region = self.groups.layout.tensor, f"{call.region}." if call.region else "", call.region or "the model"
+        parts, prefix, region = (
+            self.groups.layout.tensor,
+            f"{call.region}." if call.region else "",
+            call.region or "the model",
+        )
         device = next(self.model.parameters()).device
         weights = random_weights(whole, device)
         slices = {name: self.slices[prefix + name] for name in weights}
-        own_weights = {name: slices[name].of(weight.detach()).clone().requires_grad_() for name, weight in weights.items()}
+        own_weights = {
+            name: slices[name].of(weight.detach()).clone().requires_grad_()
+            for name, weight in weights.items()
+        }
         with call.autocast, torch.enable_grad():
             is_rounded = torch.is_autocast_enabled(call.autocast.device)
             outputs, inputs = call.run(whole, weights)
@@ -139,20 +183,37 @@ class PlanCheck:
             except (RuntimeError, ValueError, TypeError, IndexError) as error:
                 what = f"{region} does not run with its layers split over {parts} tensor ranks: {error}"
                 raise UsageError(what, WHERE, HINT) from error
-            pairs = [(a, b) for a, b in zip(outputs, own_outputs, strict=False) if a.shape == b.shape]
+            pairs = [
+                (a, b) for a, b in zip(outputs, own_outputs, strict=False) if a.shape == b.shape
+            ]
             if not pairs:
-                raise UsageError(f"{region} returns no tensor of the whole shape when its layers are split", WHERE, HINT)
+                raise UsageError(
+                    f"{region} returns no tensor of the whole shape when its layers are split",
+                    WHERE,
+                    HINT,
+                )
             gradients = gradients_of([a for a, _ in pairs], [*inputs, *weights.values()])
-            own_gradients = gradients_of([b for _, b in pairs], [*own_inputs, *own_weights.values()])
+            own_gradients = gradients_of(
+                [b for _, b in pairs], [*own_inputs, *own_weights.values()]
+            )
         for i, (name, part) in enumerate(slices.items(), len(inputs)):
             gradients[i] = part.of(gradients[i])
             if self.plan.is_partial(prefix + name):
-                own_gradients[i] = self.groups.all_reduce(own_gradients[i].contiguous().clone(), self.groups.tensor_group)
+                own_gradients[i] = self.groups.all_reduce(
+                    own_gradients[i].contiguous().clone(), self.groups.tensor_group
+                )
         labels = [f"output {i} of {region}" for i in range(len(pairs))]
         labels += [f"the gradient of input {i} of {region}" for i in range(len(inputs))]
         labels += [f"the gradient of {prefix}{name}" for name in slices]
-        tolerance = 5e-2 if is_rounded or any(weight.dtype.itemsize < 4 for weight in weights.values()) else 1e-3
-        errors = [*differences([a for a, _ in pairs], [b for _, b in pairs]), *differences(gradients, own_gradients)]
+        tolerance = (
+            5e-2
+            if is_rounded or any(weight.dtype.itemsize < 4 for weight in weights.values())
+            else 1e-3
+        )
+        errors = [
+            *differences([a for a, _ in pairs], [b for _, b in pairs]),
+            *differences(gradients, own_gradients),
+        ]
         flags = torch.tensor([float(not error <= tolerance) for error in errors], device=device)
         self.groups.all_reduce(flags, self.groups.tensor_group)
         self.groups.raise_failure()
@@ -181,18 +242,27 @@ def regions_of(model: nn.Module, plan: ParallelPlan) -> list[str]:
     styles = {name: style.name for name, style in plan.styles.items()}
     regions = dict[str, None]()
     for name, style in styles.items():
-        region, needed = name, {"colwise", "rowwise"} if style in ("colwise", "rowwise", PARTIAL) else set()
+        region, needed = (
+            name,
+            {"colwise", "rowwise"} if style in ("colwise", "rowwise", PARTIAL) else set(),
+        )
         while not (needed <= styles_within(region, styles) and has_forward(model, region)):
             if not region:
                 what = f"{name} is {style}, and the model does not have both colwise and rowwise layers"
-                raise UsageError(what, WHERE, "outputs of colwise layers are inputs of a rowwise layer; or name it colwise_gather_output")
+                raise UsageError(
+                    what,
+                    WHERE,
+                    "outputs of colwise layers are inputs of a rowwise layer; or name it colwise_gather_output",
+                )
             region = region.rpartition(".")[0]
         regions[region] = None
     return list(regions)
 
 
 def styles_within(region: str, styles: Mapping[str, str]) -> set[str]:
-    return {style for name, style in styles.items() if name.startswith(f"{region}." if region else "")}
+    return {
+        style for name, style in styles.items() if name.startswith(f"{region}." if region else "")
+    }
 
 
 def has_forward(model: nn.Module, name: str) -> bool:
@@ -202,12 +272,23 @@ def has_forward(model: nn.Module, name: str) -> bool:
 def key_of(model: nn.Module, region: str, plan: ParallelPlan) -> str:
     """Return a text that is equal for equal layers."""
     module, prefix = model.get_submodule(region), f"{region}." if region else ""
-    return repr((type(module), [(name, p.shape, plan.style_of(prefix + name)) for name, p in module.named_parameters()]))
+    return repr(
+        (
+            type(module),
+            [
+                (name, p.shape, plan.style_of(prefix + name))
+                for name, p in module.named_parameters()
+            ],
+        )
+    )
 
 
 def without_values(module: nn.Module) -> nn.Module:
     """Return a copy with its parameters on the meta device."""
-    return deepcopy(module, {id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in module.parameters()})
+    return deepcopy(
+        module,
+        {id(p): nn.Parameter(p.detach().to("meta"), p.requires_grad) for p in module.parameters()},
+    )
 
 
 def random_weights(module: nn.Module, device: torch.device) -> dict[str, Tensor]:
@@ -225,11 +306,16 @@ def gradients_of(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Te
     """Return gradients of sums of the outputs with random factors, equal on all workers."""
     generator = torch.Generator().manual_seed(1)
     factors = [torch.randn(output.shape, generator=generator).to(output) for output in outputs]
-    return list(torch.autograd.grad(outputs, inputs, factors, allow_unused=True, materialize_grads=True))
+    return list(
+        torch.autograd.grad(outputs, inputs, factors, allow_unused=True, materialize_grads=True)
+    )
 
 
 def differences(expected: Sequence[Tensor], actual: Sequence[Tensor]) -> list[float]:
     """Return the norms of the differences, relative to those expected or to 1% of the largest."""
-    pairs = [(a.detach().double().nan_to_num(), b.detach().double().nan_to_num()) for a, b in zip(expected, actual, strict=True)]
+    pairs = [
+        (a.detach().double().nan_to_num(), b.detach().double().nan_to_num())
+        for a, b in zip(expected, actual, strict=True)
+    ]
     largest = max((float(a.norm()) for a, _ in pairs), default=0.0)
     return [float((a - b).norm()) / (max(float(a.norm()), 1e-2 * largest) or 1.0) for a, b in pairs]

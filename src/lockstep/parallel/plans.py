@@ -25,25 +25,37 @@ class ParallelPlan:
     """How a model may be split; patterns are searched in names of parameters or modules."""
 
     units: tuple[str, ...]  # modules that the shard axis gathers and frees, in forward order
-    regions: tuple[str, ...]  # modules that the tensor axis shares: input replicated, output all-reduced
-    column_parallel: tuple[tuple[str, int], ...]  # first weights of a region, split by rows: (pattern, matrices packed in one)
+    regions: tuple[
+        str, ...
+    ]  # modules that the tensor axis shares: input replicated, output all-reduced
+    column_parallel: tuple[
+        tuple[str, int], ...
+    ]  # first weights of a region, split by rows: (pattern, matrices packed in one)
     row_parallel: str  # last weight of a region, split by columns
     partial_grads: str = r"$^"  # whole weights whose gradient is summed over the tensor axis
-    per_rank_counts: tuple[tuple[str, str], ...] = ()  # attributes to divide by the tensor axis: (pattern of modules, attribute)
+    per_rank_counts: tuple[
+        tuple[str, str], ...
+    ] = ()  # attributes to divide by the tensor axis: (pattern of modules, attribute)
     widths: tuple[int, ...] = ()  # numbers that the tensor axis must divide
     layers: int = 0  # that can be split into stages
-    styles: Mapping[str, LayerStyle] = field(default_factory=dict)  # of layers by name, instead of regions and patterns
+    styles: Mapping[str, LayerStyle] = field(
+        default_factory=dict
+    )  # of layers by name, instead of regions and patterns
 
     def packed(self, name: str) -> int:
         """Return the number of matrices packed in a column-parallel weight; 0 for other weights."""
         style, packed = self.style_of(name)
         if style.startswith("colwise"):
             return packed
-        return next((count for pattern, count in self.column_parallel if re.search(pattern, name)), 0)
+        return next(
+            (count for pattern, count in self.column_parallel if re.search(pattern, name)), 0
+        )
 
     def splits_columns(self, name: str) -> bool:
         """Return whether this is a row-parallel weight."""
-        return bool(re.search(self.row_parallel, name)) or (self.style_of(name).name.startswith("rowwise") and name.endswith(".weight"))
+        return bool(re.search(self.row_parallel, name)) or (
+            self.style_of(name).name.startswith("rowwise") and name.endswith(".weight")
+        )
 
     def is_partial(self, name: str) -> bool:
         """Return whether this is a whole weight whose gradient is summed over the tensor axis."""
@@ -58,8 +70,12 @@ class ParallelPlan:
 
     def within(self, model: nn.Module) -> ParallelPlan:
         """Return the plan of a pipeline stage, which has only some of the layers."""
-        present = {name for name, module in model.named_modules() if not isinstance(module, nn.Identity)}
-        units, regions = (tuple(name for name in names if name in present) for names in (self.units, self.regions))
+        present = {
+            name for name, module in model.named_modules() if not isinstance(module, nn.Identity)
+        }
+        units, regions = (
+            tuple(name for name in names if name in present) for names in (self.units, self.regions)
+        )
         return replace(self, units=units, regions=regions)
 
     def layout_limits(self, micro_batches: int) -> LayoutLimits:
@@ -90,7 +106,11 @@ def plan_of_transformers(model: TransformersModel) -> ParallelPlan:
     except UsageError:
         return plan
     heads = config.num_attention_heads
-    return replace(plan, styles=styles, widths=(heads, getattr(config, "num_key_value_heads", heads), config.intermediate_size))
+    return replace(
+        plan,
+        styles=styles,
+        widths=(heads, getattr(config, "num_key_value_heads", heads), config.intermediate_size),
+    )
 
 
 def plan_of_llama(model: Llama) -> ParallelPlan:
@@ -98,8 +118,13 @@ def plan_of_llama(model: Llama) -> ParallelPlan:
     layers = [f"layers.{i}" for i in range(config.n_layers)]
     return ParallelPlan(
         units=tuple(layers),
-        regions=tuple(f"{layer}.{part}" for layer in layers for part in ("attention", "feed_forward")),
-        column_parallel=((r"attention\.(query|key|value)\.(weight|bias|lora_up)$", 1), (r"feed_forward\.(gate|up)\.(weight|lora_up)$", 1)),
+        regions=tuple(
+            f"{layer}.{part}" for layer in layers for part in ("attention", "feed_forward")
+        ),
+        column_parallel=(
+            (r"attention\.(query|key|value)\.(weight|bias|lora_up)$", 1),
+            (r"feed_forward\.(gate|up)\.(weight|lora_up)$", 1),
+        ),
         row_parallel=r"(attention|feed_forward)\.out\.(weight|lora_down)$",
         partial_grads=r"\.out\.lora_up$|\.(query|key|value|gate|up)\.lora_down$|(query|key)_norm\.weight$",
         widths=(config.n_heads, config.n_kv_heads, config.ffn_dim),
@@ -114,9 +139,22 @@ def plan_of_translator(model: Translator) -> ParallelPlan:
     names = dict(model.named_modules())
     ffn_dim = len(model.get_parameter("decoder.0.feed_forward.up.weight"))
     return ParallelPlan(
-        units=(*encoder, "encoder_norm", *decoder),  # encoder_norm is a unit, or the root would gather it in mid-pass
-        regions=tuple(name for layer in (*encoder, *decoder) for part in parts if (name := f"{layer}.{part}") in names),
-        column_parallel=((r"query_key_value\.weight$", 3), (r"key_value\.weight$", 2), (r"(query|up)\.weight$", 1)),
+        units=(
+            *encoder,
+            "encoder_norm",
+            *decoder,
+        ),  # encoder_norm is a unit, or the root would gather it in mid-pass
+        regions=tuple(
+            name
+            for layer in (*encoder, *decoder)
+            for part in parts
+            if (name := f"{layer}.{part}") in names
+        ),
+        column_parallel=(
+            (r"query_key_value\.weight$", 3),
+            (r"key_value\.weight$", 2),
+            (r"(query|up)\.weight$", 1),
+        ),
         row_parallel=r"(attention|feed_forward)\.out\.weight$",
         per_rank_counts=((r"_attention$", "n_heads"),),
         widths=(model.n_heads, ffn_dim),
@@ -137,25 +175,45 @@ def find_units(model: nn.Module, patterns: Patterns = None) -> list[str]:
     modules = {name: module for name, module in model.named_modules() if name}
     if patterns is not None:
         listed = [patterns] if isinstance(patterns, str) else list(patterns)
-        if unknown := [pattern for pattern in listed if not any(fnmatchcase(name, pattern) for name in modules)]:
+        if unknown := [
+            pattern for pattern in listed if not any(fnmatchcase(name, pattern) for name in modules)
+        ]:
             where = f"session.prepare(units={patterns!r})"
-            raise UsageError(f"no module matches {join_names(unknown)}", where, f"{type(model).__name__} has {join_names(list(modules))}")
-        matching = [name for name in modules if any(fnmatchcase(name, pattern) for pattern in listed)]
+            raise UsageError(
+                f"no module matches {join_names(unknown)}",
+                where,
+                f"{type(model).__name__} has {join_names(list(modules))}",
+            )
+        matching = [
+            name for name in modules if any(fnmatchcase(name, pattern) for pattern in listed)
+        ]
     elif types := set(getattr(model, "_no_split_modules", None) or ()):
         matching = [name for name, module in modules.items() if type(module).__name__ in types]
     else:
-        matching = [name for name in modules if is_repeated_block(model.get_submodule(name.rpartition(".")[0]))]
+        matching = [
+            name
+            for name in modules
+            if is_repeated_block(model.get_submodule(name.rpartition(".")[0]))
+        ]
     units: list[str] = []
     for name in matching:
-        if not any(name.startswith(f"{unit}.") for unit in units) and any(True for _ in modules[name].parameters()):
+        if not any(name.startswith(f"{unit}.") for unit in units) and any(
+            True for _ in modules[name].parameters()
+        ):
             units.append(name)
     return without_shared_parameters(model, units)
 
 
 def is_repeated_block(container: nn.Module) -> bool:
     """Return whether the children of a module are repeated blocks."""
-    children = list(container.children()) if isinstance(container, nn.ModuleList | nn.Sequential) else []
-    return len(children) > 1 and len({type(child) for child in children}) == 1 and any(True for _ in children[0].children())
+    children = (
+        list(container.children()) if isinstance(container, nn.ModuleList | nn.Sequential) else []
+    )
+    return (
+        len(children) > 1
+        and len({type(child) for child in children}) == 1
+        and any(True for _ in children[0].children())
+    )
 
 
 def without_shared_parameters(model: nn.Module, units: list[str]) -> list[str]:

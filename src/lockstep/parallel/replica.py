@@ -27,7 +27,13 @@ from lockstep.network.wire_format import Wire
 from lockstep.parallel.buckets import Bucket, GradientBuckets
 from lockstep.parallel.digest import digest_of, total_of
 from lockstep.parallel.exchange import Traffic, tree_all_reduce
-from lockstep.parallel.gradient_watch import GradientWatch, Unused, hash_of, refuse_different_parameters, refuse_unsupported
+from lockstep.parallel.gradient_watch import (
+    GradientWatch,
+    Unused,
+    hash_of,
+    refuse_different_parameters,
+    refuse_unsupported,
+)
 from lockstep.parallel.ordered_sum import SumTree
 from lockstep.parallel.reducer import Reducer, seconds_between, time_mark
 from lockstep.parallel.running_statistics import RunningStatistics
@@ -85,10 +91,18 @@ class Replica:
         board: StatusBoard | None = None,
         generation_error: Callable[[], str] = static_group,
     ) -> None:
-        self.leaves, self.seed, self.ordered, self.bucket_bytes = micro_batches, seed, reduce == "ordered", bucket_bytes
+        self.leaves, self.seed, self.ordered, self.bucket_bytes = (
+            micro_batches,
+            seed,
+            reduce == "ordered",
+            bucket_bytes,
+        )
         self.wire, self._wire_sums = wire, dict[Bucket, WireSum]()
         self.unused = unused
-        self.model, self.statistics = model, statistics or RunningStatistics(nn.Module(), micro_batches, {})
+        self.model, self.statistics = (
+            model,
+            statistics or RunningStatistics(nn.Module(), micro_batches, {}),
+        )
         self.workers_per_replica = 1
         self.buckets: GradientBuckets | None = None
         self._collect_parameters()
@@ -99,7 +113,9 @@ class Replica:
         self._tree: SumTree[Gradients] = SumTree()
         self._current: Subtree | None = None  # the micro-batches whose sum is in .grad
         self._losses: list[torch.Tensor] = []
-        self._computed: tuple[Any, Any] | None = None  # marks before and after the micro-batches of the step
+        self._computed: tuple[Any, Any] | None = (
+            None  # marks before and after the micro-batches of the step
+        )
         self._slice_sums: list[torch.Tensor] = []  # of the slices that this rank has summed
         self.rehearsed: float | None = None  # loss of the micro-batch in `rehearsal`
         self.rehearsed_finite = True  # its gradient
@@ -115,7 +131,10 @@ class Replica:
         """Collective. Weights that are equal already, as from one seed, are not sent: a link may be slow.
         On a GPU they are, since its links are faster than a hash."""
         size = dist.get_world_size()
-        if size == 1 or (self.device.type == "cpu" and len(set(gather_json(size, sha256_of(tensors), self.waits.wait))) == 1):
+        if size == 1 or (
+            self.device.type == "cpu"
+            and len(set(gather_json(size, sha256_of(tensors), self.waits.wait))) == 1
+        ):
             return
         for tensor in tensors:
             dist.broadcast(tensor.detach(), 0)
@@ -134,7 +153,9 @@ class Replica:
         """Return the buckets. Collective if the group, the parameters or their order are new."""
         for p in self.parameters:
             p.grad = None
-        if [id(p) for p in self.model.parameters() if p.requires_grad] != [id(p) for p in self.parameters]:
+        if [id(p) for p in self.model.parameters() if p.requires_grad] != [
+            id(p) for p in self.parameters
+        ]:
             self._collect_parameters()
             self._group = None
         assert self.buckets is not None
@@ -153,11 +174,15 @@ class Replica:
         known = buckets.known_order()
         facts = gather_json(group.size(), [hash_of(names), hash_of(known)], self.waits.wait)
         refuse_different_parameters([trained for trained, _ in facts], names, self.waits.wait)
-        source = next((rank for rank, (_, order) in enumerate(facts) if order != hash_of(None)), None)
+        source = next(
+            (rank for rank, (_, order) in enumerate(facts) if order != hash_of(None)), None
+        )
         if source is not None:
             order = torch.tensor(known or [0] * len(names))
             if len({order for _, order in facts}) > 1:
-                self.waits.wait([dist.broadcast(order, group=group, group_src=source, async_op=True)], group)
+                self.waits.wait(
+                    [dist.broadcast(order, group=group, group_src=source, async_op=True)], group
+                )
             if order.tolist() != buckets.order:
                 self._collect_parameters(order.tolist())
         self._group = group
@@ -205,13 +230,19 @@ class Replica:
             torch.autograd.backward(parameters, [torch.zeros_like(p) for p in parameters])
 
     def losses(self) -> list[float]:
-        return [float(loss) for loss in torch.stack(self._losses).flatten().tolist()] if self._losses else []
+        return (
+            [float(loss) for loss in torch.stack(self._losses).flatten().tolist()]
+            if self._losses
+            else []
+        )
 
     def hash_gradient_of(self, leaf: int | None) -> None:
         """Set `hashed_gradient` in the next step, on the rank of this micro-batch; None: of none."""
         self._hash_leaf = leaf
 
-    def micro_batches(self, step: int, meanwhile: Callable[[], None] = lambda: None, shares: tuple[int, ...] = ()) -> Iterator[int]:
+    def micro_batches(
+        self, step: int, meanwhile: Callable[[], None] = lambda: None, shares: tuple[int, ...] = ()
+    ) -> Iterator[int]:
         """Collective. Yield this replica's micro-batches of `step`, each for forward and backward.
 
         After the loop .grad is the sum over all K micro-batches of all replicas.
@@ -228,18 +259,29 @@ class Replica:
         self._tree, self._current, self._losses, self.traffic = SumTree(), None, [], Traffic()
         self._slice_sums = []
         encoded = buckets.buckets if self.wire != "fp32" else ()
-        self._wire_sums = {b: WireSum(self.wire, row_lengths(b.parameters), (self.seed, step), self.shares) for b in encoded}
+        self._wire_sums = {
+            b: WireSum(self.wire, row_lengths(b.parameters), (self.seed, step), self.shares)
+            for b in encoded
+        }
         self.statistics.start_step()
         # Only the last subtree is in the buckets; autograd adds its second leaf to the first.
         ends_in_pair = len(own) > 1 and Subtree(own[-2], 1).sibling_of(Subtree(own[-1], 1))
-        first_filled = own[-2 if ends_in_pair else -1] if self.ordered and not self._wire_sums else own[0]
+        first_filled = (
+            own[-2 if ends_in_pair else -1] if self.ordered and not self._wire_sums else own[0]
+        )
         start = time_mark(self.device)
         for k in own:
             leaf = Subtree(k, 1)
-            if self._current and self.ordered and (self._wire_sums or not self._current.sibling_of(leaf)):
+            if (
+                self._current
+                and self.ordered
+                and (self._wire_sums or not self._current.sibling_of(leaf))
+            ):
                 self._store_subtree()
             seed_generators(splitmix64(self.seed, step, k) >> 1, self.device)
-            self._current = Subtree(self._current.first, self._current.leaves + 1) if self._current else leaf
+            self._current = (
+                Subtree(self._current.first, self._current.leaves + 1) if self._current else leaf
+            )
             self._watch.start(step, k)
             sends = k == own[-1] or bool(self._wire_sums)
             buckets.start_pass(fill=k >= first_filled, send=sends, sums=k == self._hash_leaf)
@@ -270,7 +312,12 @@ class Replica:
     def rehearsal(self, step: int, k: int = 0) -> Iterator[int]:
         """Yield micro-batch `k` of `step`; then restore buffers, drop gradients."""
         buckets = self._prepare()
-        saved = [(m, name, b, b.clone()) for m in self.model.modules() for name, b in own_buffers(m).items() if b is not None]
+        saved = [
+            (m, name, b, b.clone())
+            for m in self.model.modules()
+            for name, b in own_buffers(m).items()
+            if b is not None
+        ]
         for bucket in buckets.buckets:
             for p, view in zip(bucket.parameters, bucket.views, strict=True):
                 # So that a zero_grad before the backward pass shows; -0.0 + x has the bits of x.
@@ -284,7 +331,9 @@ class Replica:
             raise PeersLostError(reason, "Replica.rehearsal")
         self._watch.end()
         self.hashed_gradient = total_of(buckets.word_sums)
-        self.rehearsed_finite = all(bool(p.grad.isfinite().all()) for p in self.parameters if p.grad is not None)
+        self.rehearsed_finite = all(
+            bool(p.grad.isfinite().all()) for p in self.parameters if p.grad is not None
+        )
         self.rehearsed = float(self._losses[0])
         for p in self.parameters:
             p.grad = None
@@ -300,7 +349,11 @@ class Replica:
     def measured_s(self) -> tuple[float, float] | None:
         """Return the mean seconds of the step's own micro-batches, without waiting for other ranks,
         and of the exchange after them."""
-        return (seconds_between(*self._computed) / len(self.own_leaves), self.exposed_s()) if self._computed else None
+        return (
+            (seconds_between(*self._computed) / len(self.own_leaves), self.exposed_s())
+            if self._computed
+            else None
+        )
 
     def exposed_s(self) -> float:
         """Return the seconds of communication after the last gradient of this step was computed."""
@@ -321,7 +374,9 @@ class Replica:
         if self._wire_sums:
             self._reducer.drain()  # the leaf is encoded, and its buckets can be filled again
         else:
-            self._tree.add(self._current, Gradients([p.grad for p in self.parameters if p.grad is not None]))
+            self._tree.add(
+                self._current, Gradients([p.grad for p in self.parameters if p.grad is not None])
+            )
         for p in self.parameters:
             p.grad = None
         self._current = None
@@ -352,15 +407,21 @@ class Replica:
             own = wire_sum.all_reduce(gradients, self._group, self.waits, self.traffic)
         else:
             own = self._all_reduce(bucket)
-        self._slice_sums.append(own.sum(dtype=torch.float64 if own.dtype == torch.float64 else torch.float32).double())
+        self._slice_sums.append(
+            own.sum(dtype=torch.float64 if own.dtype == torch.float64 else torch.float32).double()
+        )
 
     def _all_reduce(self, bucket: Bucket) -> torch.Tensor:
         """Collective. Sum a bucket, in place; return the slice that this rank has summed."""
         assert self._group is not None
         partials = self._partial_sums(bucket) if self.ordered else []
         if self.ordered and not self._is_one_addition(bucket.buffer):
-            return tree_all_reduce(partials, self.shares, self._group, bucket.buffer, self.waits, self.traffic)
-        self.waits.wait([dist.all_reduce(bucket.buffer, group=self._group, async_op=True)], self._group)
+            return tree_all_reduce(
+                partials, self.shares, self._group, bucket.buffer, self.waits, self.traffic
+            )
+        self.waits.wait(
+            [dist.all_reduce(bucket.buffer, group=self._group, async_op=True)], self._group
+        )
         return bucket.buffer.tensor_split(self._group.size())[self._group.rank()]
 
     def _is_one_addition(self, buffer: torch.Tensor) -> bool:
@@ -376,5 +437,8 @@ class Replica:
             left, sums = earlier.pop()
             foreach_add_(bucket.views_of(bucket.buffer), [sums.tensors[i] for i in bucket.indices])
             subtree = Subtree(left.first, 2 * left.leaves)
-        partials = [(left, bucket.flatten([sums.tensors[i] for i in bucket.indices])) for left, sums in earlier]
+        partials = [
+            (left, bucket.flatten([sums.tensors[i] for i in bucket.indices]))
+            for left, sums in earlier
+        ]
         return [*partials, (subtree, bucket.buffer)]

@@ -28,7 +28,9 @@ class Measured(NamedTuple):
     difference: float
 
 
-def run_moves(schedule: Schedule, buffer: Tensor, group: dist.ProcessGroup, waits: WorkWaiter) -> None:
+def run_moves(
+    schedule: Schedule, buffer: Tensor, group: dist.ProcessGroup, waits: WorkWaiter
+) -> None:
     """Collective. Play the schedule on each rank's `buffer` (length,), in place."""
     rank, length = group.rank(), buffer.numel()
 
@@ -37,14 +39,23 @@ def run_moves(schedule: Schedule, buffer: Tensor, group: dist.ProcessGroup, wait
 
     for moves in rounds(schedule):
         sends = [(move.receiver, part(move)) for move in moves if move.sender == rank]
-        receives = [(move, torch.empty_like(part(move)) if move.adds else part(move)) for move in moves if move.receiver == rank]
-        waits.wait(start_exchange(sends, [(move.sender, tensor) for move, tensor in receives], group), group)
+        receives = [
+            (move, torch.empty_like(part(move)) if move.adds else part(move))
+            for move in moves
+            if move.receiver == rank
+        ]
+        waits.wait(
+            start_exchange(sends, [(move.sender, tensor) for move, tensor in receives], group),
+            group,
+        )
         for move, tensor in receives:
             if move.adds:
                 part(move).add_(tensor)
 
 
-def measure_moves(collective: str, schedule: Schedule, size: int, group: dist.ProcessGroup) -> Measured:
+def measure_moves(
+    collective: str, schedule: Schedule, size: int, group: dist.ProcessGroup
+) -> Measured:
     """Collective. Play a schedule on `size` bytes of fp32, rounded up to equal parts of the ranks.
     LockstepError if the result is not that of torch."""
     ranks, rank = group.size(), group.rank()
@@ -54,14 +65,26 @@ def measure_moves(collective: str, schedule: Schedule, size: int, group: dist.Pr
     result, expected, waits = values.clone(), values.clone(), WorkWaiter()
     seconds = timed(lambda: run_moves(schedule, result.copy_(values), group, waits), group)
     torch_seconds = timed(lambda: run_torch(collective, expected.copy_(values), own, group), group)
-    valid = {"reduce": slice(0, length if rank == 0 else 0), "reduce-scatter": own}.get(collective, slice(0, length))
-    errors = (result - expected)[valid].abs() / expected[valid].abs().amax() if len(expected[valid]) else torch.zeros(1)
+    valid = {"reduce": slice(0, length if rank == 0 else 0), "reduce-scatter": own}.get(
+        collective, slice(0, length)
+    )
+    errors = (
+        (result - expected)[valid].abs() / expected[valid].abs().amax()
+        if len(expected[valid])
+        else torch.zeros(1)
+    )
     difference = errors.max().reshape(1)
     dist.all_reduce(difference, dist.ReduceOp.MAX, group=group)
     bound = TOLERANCE if "reduce" in collective else 0.0
     if not float(difference) <= bound:
-        what = f"the {collective} differs from torch's by {float(difference):.3g} of the largest value"
-        raise LockstepError(what, f"{ranks} ranks, {length} values of fp32; at most {bound:g} is rounding", "report this")
+        what = (
+            f"the {collective} differs from torch's by {float(difference):.3g} of the largest value"
+        )
+        raise LockstepError(
+            what,
+            f"{ranks} ranks, {length} values of fp32; at most {bound:g} is rounding",
+            "report this",
+        )
     return Measured(seconds, torch_seconds, float(difference))
 
 
@@ -89,4 +112,6 @@ def run_torch(collective: str, buffer: Tensor, own: slice, group: dist.ProcessGr
     elif collective == "all-gather":
         dist.all_gather(list(buffer.chunk(group.size())), buffer[own].clone(), group=group)
     else:
-        dist.reduce_scatter(buffer[own], [part.clone() for part in buffer.chunk(group.size())], group=group)
+        dist.reduce_scatter(
+            buffer[own], [part.clone() for part in buffer.chunk(group.size())], group=group
+        )

@@ -26,7 +26,9 @@ from lockstep.runtime.tensor_bytes import as_bytes
 from lockstep.runtime.torch_private import foreach_copy_
 from lockstep.units import join_names
 
-BufferKinds = Mapping[str, Literal["local", "per_micro_batch"] | float]  # by pattern of names, as in fnmatch
+BufferKinds = Mapping[
+    str, Literal["local", "per_micro_batch"] | float
+]  # by pattern of names, as in fnmatch
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 ROUNDINGS = 16  # of a pass and its difference, at most, in units of the last place
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
@@ -45,14 +47,34 @@ class RunningStatistics:
     def __init__(self, model: nn.Module, micro_batches: int, kinds: BufferKinds) -> None:
         self.model, self.micro_batches, self.kinds = model, micro_batches, kinds
         buffers = list(dict(model.named_buffers()))
-        if unknown := [pattern for pattern in kinds if not any(fnmatchcase(name, pattern) for name in buffers)]:
+        if unknown := [
+            pattern for pattern in kinds if not any(fnmatchcase(name, pattern) for name in buffers)
+        ]:
             what = f"no buffer of {type(model).__name__} matches {join_names(unknown)}"
-            raise UsageError(what, f"buffers={dict(kinds)}", f"the model has {join_names(buffers) or 'none'}")
-        kind_of = {name: kind for pattern, kind in kinds.items() for name in buffers if fnmatchcase(name, pattern)}
+            raise UsageError(
+                what, f"buffers={dict(kinds)}", f"the model has {join_names(buffers) or 'none'}"
+            )
+        kind_of = {
+            name: kind
+            for pattern, kind in kinds.items()
+            for name in buffers
+            if fnmatchcase(name, pattern)
+        }
         self.local = {name for name, kind in kind_of.items() if kind == "local"}
-        norms = {name: module for name, module in model.named_modules() if isinstance(module, BATCH_NORMS) and module.track_running_stats}
-        self.norms = {tuple(f"{name}.{part}".lstrip(".") for part in STATISTICS): module for name, module in norms.items()}
-        self.norms = {names: module for names, module in self.norms.items() if not self.local.intersection(names)}
+        norms = {
+            name: module
+            for name, module in model.named_modules()
+            if isinstance(module, BATCH_NORMS) and module.track_running_stats
+        }
+        self.norms = {
+            tuple(f"{name}.{part}".lstrip(".") for part in STATISTICS): module
+            for name, module in norms.items()
+        }
+        self.norms = {
+            names: module
+            for names, module in self.norms.items()
+            if not self.local.intersection(names)
+        }
         followed = [name for names in self.norms for name in names]
         self.decays = {
             name: 0.0 if kind == "per_micro_batch" else float(kind)
@@ -61,7 +83,9 @@ class RunningStatistics:
         }
         self.names = [*followed, *(name for name in buffers if name in self.decays)]
         self._start: list[Tensor] | None = None  # the buffers before the step in progress
-        self._rows: Tensor | None = None  # uint8 (K, bytes): the buffers after each micro-batch, zero for those of other workers
+        self._rows: Tensor | None = (
+            None  # uint8 (K, bytes): the buffers after each micro-batch, zero for those of other workers
+        )
 
     def start_step(self) -> None:
         """Keep the buffers; after a failed attempt, restore those before it."""
@@ -71,7 +95,9 @@ class RunningStatistics:
             self._start = [tensor.detach().clone() for tensor in self._buffers()]
         foreach_copy_(self._buffers(), self._start)
         size = sum(tensor.nbytes for tensor in self._start)
-        self._rows = torch.zeros(self.micro_batches, size, dtype=torch.uint8, device=self._start[0].device)
+        self._rows = torch.zeros(
+            self.micro_batches, size, dtype=torch.uint8, device=self._start[0].device
+        )
 
     def end_micro_batch(self, k: int, *, counts: bool = True) -> None:
         """Take the buffers after micro-batch `k`, and restore those of the step's start.
@@ -86,34 +112,53 @@ class RunningStatistics:
         # `data`: in a pipeline the backward pass, which does not read them, follows and refuses a new version
         foreach_copy_([tensor.data for tensor in buffers], self._start)
 
-    def exchange(self, group: dist.ProcessGroup, wait: Callable[[list[dist.Work | None]], None]) -> None:
+    def exchange(
+        self, group: dist.ProcessGroup, wait: Callable[[list[dist.Work | None]], None]
+    ) -> None:
         """Collective. Receive the buffers after the micro-batches of other workers."""
         if self._rows is not None and group.size() > 1:
-            wait([dist.all_reduce(self._rows, group=group, async_op=True)])  # exact: one worker has each row
+            wait(
+                [dist.all_reduce(self._rows, group=group, async_op=True)]
+            )  # exact: one worker has each row
 
     def commit(self) -> None:
         """Apply the changes of all micro-batches to the buffers."""
         if self._start is None or self._rows is None:
             return
-        buffers, parts = self._buffers(), self._rows.split([tensor.nbytes for tensor in self._start], 1)
+        buffers, parts = (
+            self._buffers(),
+            self._rows.split([tensor.nbytes for tensor in self._start], 1),
+        )
         after = [  # of each buffer: (K, elements)
-            part.clone(memory_format=torch.contiguous_format).view(tensor.dtype) for part, tensor in zip(parts, self._start, strict=True)
+            part.clone(memory_format=torch.contiguous_format).view(tensor.dtype)
+            for part, tensor in zip(parts, self._start, strict=True)
         ]
-        alike: dict[tuple[float | None, int, tuple[int, ...]], list[int]] = {}  # statistics by momentum, count and moves
+        alike: dict[
+            tuple[float | None, int, tuple[int, ...]], list[int]
+        ] = {}  # statistics by momentum, count and moves
         for i, module in zip(range(0, 3 * len(self.norms), 3), self.norms.values(), strict=True):
             before = int(self._start[i + 2])
             moves = tuple(count - before for count in after[i + 2].flatten().tolist())
             alike.setdefault((module.momentum, before, moves), []).extend((i, i + 1))
             buffers[i + 2].fill_(before + sum(moves))
         for (momentum, before, moves), numbers in alike.items():
-            start, rows = torch.cat([self._start[i] for i in numbers]), torch.cat([after[i] for i in numbers], 1)
+            start, rows = (
+                torch.cat([self._start[i] for i in numbers]),
+                torch.cat([after[i] for i in numbers], 1),
+            )
             moved = moved_statistics(start, rows.unbind(), before, moves, momentum)
-            for i, values in zip(numbers, moved.split([self._start[i].numel() for i in numbers]), strict=True):
+            for i, values in zip(
+                numbers, moved.split([self._start[i].numel() for i in numbers]), strict=True
+            ):
                 buffers[i].copy_(values)
         for i, name in enumerate(self.names[3 * len(self.norms) :], 3 * len(self.norms)):
             values = [row.view_as(self._start[i]) for row in after[i]]
             decay = self.decays[name]
-            moved = moved_statistics(self._start[i], values, 0, [1] * len(values), 1 - decay) if decay else values[-1]
+            moved = (
+                moved_statistics(self._start[i], values, 0, [1] * len(values), 1 - decay)
+                if decay
+                else values[-1]
+            )
             buffers[i].copy_(moved)
         self._start = self._rows = None
 
@@ -125,7 +170,9 @@ class RunningStatistics:
         for name, value in values.items():
             self.model.get_buffer(name).data.copy_(value)
 
-    def refuse_wrong_kinds(self, before: Mapping[str, Tensor], after: Mapping[str, Tensor], again: Mapping[str, Tensor]) -> None:
+    def refuse_wrong_kinds(
+        self, before: Mapping[str, Tensor], after: Mapping[str, Tensor], again: Mapping[str, Tensor]
+    ) -> None:
         """UsageError when a buffer changes otherwise than its kind says.
 
         before  the values before a pass; after: those after it
@@ -162,7 +209,9 @@ def follows_decay(before: Tensor, after: Tensor, again: Tensor, decay: float) ->
     return bool(is_right.all())
 
 
-def moved_statistics(start: Tensor, after: Sequence[Tensor], count: int, moves: Sequence[int], momentum: float | None) -> Tensor:
+def moved_statistics(
+    start: Tensor, after: Sequence[Tensor], count: int, moves: Sequence[int], momentum: float | None
+) -> Tensor:
     """Return statistics after the moves of all micro-batches, given the statistics after each.
 
     start, count  the statistics before the step, and how often they had moved
@@ -172,7 +221,9 @@ def moved_statistics(start: Tensor, after: Sequence[Tensor], count: int, moves: 
         return after[0]
     first, value = start.double(), start.double()
     if momentum is None:
-        total = count * first + sum((count + n) * row.double() - count * first for row, n in zip(after, moves, strict=True))
+        total = count * first + sum(
+            (count + n) * row.double() - count * first for row, n in zip(after, moves, strict=True)
+        )
         return total / (count + sum(moves))
     for row, n in zip(after, moves, strict=True):
         keep = (1 - momentum) ** n
@@ -190,8 +241,17 @@ class PlainBatchNorm(nn.BatchNorm1d):
 
 def replace_sync_batchnorm(model: nn.Module) -> None:
     """Make SyncBatchNorm layers plain, with a warning: their sums depend on the number of workers."""
-    layers = {name or type(module).__name__: module for name, module in model.named_modules() if isinstance(module, nn.SyncBatchNorm)}
+    layers = {
+        name or type(module).__name__: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.SyncBatchNorm)
+    }
     for module in layers.values():
-        object.__setattr__(module, "__class__", PlainBatchNorm)  # keeps its parameters, hooks and names
+        object.__setattr__(
+            module, "__class__", PlainBatchNorm
+        )  # keeps its parameters, hooks and names
     if layers:
-        log.warning("SyncBatchNorm now normalizes each micro-batch by itself, like BatchNorm: %s", join_names(list(layers)))
+        log.warning(
+            "SyncBatchNorm now normalizes each micro-batch by itself, like BatchNorm: %s",
+            join_names(list(layers)),
+        )

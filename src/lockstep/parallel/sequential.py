@@ -14,7 +14,13 @@ from torch.distributed.fsdp import FSDPModule
 
 from lockstep.errors import UsageError
 from lockstep.parallel.parallelize import LocalModel
-from lockstep.parallel.pipeline import Chunk, ChunkForward, PipelineRunner, PipelineStage, remove_module
+from lockstep.parallel.pipeline import (
+    Chunk,
+    ChunkForward,
+    PipelineRunner,
+    PipelineStage,
+    remove_module,
+)
 from lockstep.runtime.numerics import restore_generators
 from lockstep.runtime.tensor_bytes import tensors_of
 from lockstep.runtime.torch_private import has_forward_hooks
@@ -27,7 +33,9 @@ def block_names(model: nn.Module) -> list[str]:
     uses = Counter(id(module) for _, module in modules)
 
     def is_flat(module: nn.Module) -> bool:
-        is_sequential = isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
+        is_sequential = (
+            isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
+        )
         return is_sequential and uses[id(module)] == 1 and not has_forward_hooks(module)
 
     if not is_flat(model):
@@ -38,21 +46,34 @@ def block_names(model: nn.Module) -> list[str]:
     return [name for name, _ in modules if name not in flat and name.rpartition(".")[0] in flat]
 
 
-def first_blocks(model: nn.Module, names: Sequence[str], stages: int, split_points: Sequence[str]) -> list[int]:
+def first_blocks(
+    model: nn.Module, names: Sequence[str], stages: int, split_points: Sequence[str]
+) -> list[int]:
     """Return the number of the first block of each stage: of equal bytes of parameters if possible.
 
     split_points  names of the first blocks of stages 1, 2, ...; (): chosen here
     """
     where = f"session.prepare(split_points={list(split_points)}), layout.pipeline {stages}"
     if len(names) < stages:
-        raise UsageError(f"{stages} stages need as many blocks, the model has {len(names)}", where, "give fewer stages")
+        raise UsageError(
+            f"{stages} stages need as many blocks, the model has {len(names)}",
+            where,
+            "give fewer stages",
+        )
     if split_points:
         starts = [0, *(names.index(name) for name in split_points if name in names[1:])]
         if len(starts) < stages or len(split_points) >= stages or starts != sorted(set(starts)):
             hint = f"give {stages - 1} names, in order, of the blocks {join_names(list(names[1:]))}"
-            raise UsageError(f"{len(split_points)} split points do not give {stages} stages", where, hint)
+            raise UsageError(
+                f"{len(split_points)} split points do not give {stages} stages", where, hint
+            )
         return starts
-    passed = [0, *accumulate(sum(p.nbytes for p in model.get_submodule(name).parameters()) for name in names)]
+    passed = [
+        0,
+        *accumulate(
+            sum(p.nbytes for p in model.get_submodule(name).parameters()) for name in names
+        ),
+    ]
     starts = [0]
     for stage in range(1, stages):
         possible = range(starts[-1] + 1, len(names) - (stages - stage) + 1)
@@ -60,24 +81,46 @@ def first_blocks(model: nn.Module, names: Sequence[str], stages: int, split_poin
     return starts
 
 
-def build_sequential_stage(model: nn.Module, stage: int, stages: int, split_points: Sequence[str] = ()) -> PipelineStage:
+def build_sequential_stage(
+    model: nn.Module, stage: int, stages: int, split_points: Sequence[str] = ()
+) -> PipelineStage:
     """Remove the blocks of other stages from a model, in place; its forward pass becomes that of a
     stage. UsageError for modules that cannot be split so."""
     names = block_names(model)
-    ranges = [range(*pair) for pair in pairwise([*first_blocks(model, names, stages, split_points), len(names)])]
-    canonical, holders = {id(p): name for name, p in model.named_parameters()}, dict[int, set[int]]()
-    for number, block in ((number, model.get_submodule(names[n])) for number, own in enumerate(ranges) for n in own):
+    ranges = [
+        range(*pair)
+        for pair in pairwise([*first_blocks(model, names, stages, split_points), len(names)])
+    ]
+    canonical, holders = (
+        {id(p): name for name, p in model.named_parameters()},
+        dict[int, set[int]](),
+    )
+    for number, block in (
+        (number, model.get_submodule(names[n])) for number, own in enumerate(ranges) for n in own
+    ):
         for tensor in (*block.parameters(), *block.buffers()):
             holders.setdefault(id(tensor), set()).add(number)
-    shared = {canonical.get(tensor, "a buffer") for tensor, numbers in holders.items() if len(numbers) > 1}
-    tied = {canonical[tensor] for tensor, numbers in holders.items() if numbers == {0, stages - 1} and tensor in canonical}
+    shared = {
+        canonical.get(tensor, "a buffer") for tensor, numbers in holders.items() if len(numbers) > 1
+    }
+    tied = {
+        canonical[tensor]
+        for tensor, numbers in holders.items()
+        if numbers == {0, stages - 1} and tensor in canonical
+    }
     where = f"layout.pipeline {stages}; the stages begin with the blocks {join_names([names[own[0]] for own in ranges])}"
     if shared - tied:
         hint = "give other split_points: only the first and the last stage may share parameters"
         raise UsageError(f"stages share {join_names(sorted(shared - tied))}", where, hint)
     for number, own in enumerate(ranges):
-        if not any(p.requires_grad for n in own for p in model.get_submodule(names[n]).parameters()):
-            raise UsageError(f"stage {number} has no parameter to train", where, "give other split_points, or fewer stages")
+        if not any(
+            p.requires_grad for n in own for p in model.get_submodule(names[n]).parameters()
+        ):
+            raise UsageError(
+                f"stage {number} has no parameter to train",
+                where,
+                "give other split_points, or fewer stages",
+            )
     chunk = Chunk(ranges[stage], stage == 0, stage == stages - 1)
     blocks = [model.get_submodule(names[n]) for n in chunk.layers]
     for name in [name for n, name in enumerate(names) if n not in chunk.layers]:
@@ -87,7 +130,14 @@ def build_sequential_stage(model: nn.Module, stage: int, stages: int, split_poin
     return PipelineStage(stage, stages, (chunk,), (), borrowed, lent, passes_generators=True)
 
 
-def forward_blocks(blocks: Sequence[nn.Module], chunk: Chunk, received: Callable[[], Any], _: int, inputs: tuple[Any, ...], __: Any) -> Any:
+def forward_blocks(
+    blocks: Sequence[nn.Module],
+    chunk: Chunk,
+    received: Callable[[], Any],
+    _: int,
+    inputs: tuple[Any, ...],
+    __: Any,
+) -> Any:
     """Run the blocks of a stage on what it has received, the first one on inputs[0].
 
     inputs  (of the model,), to evaluate; or (of the model, target, loss): the last stage returns
@@ -95,7 +145,11 @@ def forward_blocks(blocks: Sequence[nn.Module], chunk: Chunk, received: Callable
     """
     states = inputs[0] if chunk.first else received()
     if not chunk.first:  # copies, which a block may change in place
-        states = tuple(tensor.clone() for tensor in states) if isinstance(states, tuple) else states.clone()
+        states = (
+            tuple(tensor.clone() for tensor in states)
+            if isinstance(states, tuple)
+            else states.clone()
+        )
     for block in blocks:
         states = block(states)
     if chunk.last and len(inputs) > 1:
@@ -115,8 +169,13 @@ def refuse_other_leaves(loss: Any, output: Any) -> None:
         if node is None or node in passed:
             continue
         if hasattr(node, "variable"):  # of a leaf: the other stages' parameters are not here
-            what, hint = "the loss depends on parameters other than through the model's output", "use weight_decay, or layout.shard"
-            raise UsageError(what, "the loss function of session.forward_backward, in a pipeline", hint)
+            what, hint = (
+                "the loss depends on parameters other than through the model's output",
+                "use weight_decay, or layout.shard",
+            )
+            raise UsageError(
+                what, "the loss function of session.forward_backward, in a pipeline", hint
+            )
         passed.add(node)
         nodes += [following for following, _ in node.next_functions]
 
@@ -126,13 +185,18 @@ def evaluate_in_stages(local: LocalModel | None, inputs: Any, *, in_loop: bool) 
     the micro-batch loop."""
     assert local and local.stage and local.groups
     if torch.is_grad_enabled() or in_loop:
-        what, where = "the model was called with gradients, or in the micro-batch loop", f"layout {local.layout}"
+        what, where = (
+            "the model was called with gradients, or in the micro-batch loop",
+            f"layout {local.layout}",
+        )
         hint = "call session.forward_backward(x, y, loss_fn) for each micro-batch; evaluate with session.evaluate"
         raise UsageError(what, where, hint)
     if not local.groups.formed:
         local.groups.form()
     device = next(local.parameters()).device
-    forward = ChunkForward(local.module, local.stage, [local.stage.pend(0, (inputs,), {}, device)], (), device)
+    forward = ChunkForward(
+        local.module, local.stage, [local.stage.pend(0, (inputs,), {}, device)], (), device
+    )
     activations = PipelineRunner(forward, local.groups).evaluate()
     restore_generators(activations.generators, device)
     cast(FSDPModule, local.module).reshard()  # a later pass must gather new weights

@@ -42,7 +42,9 @@ class UnitGradients:
     out: Tensor
 
 
-def plan_passes(own: Sequence[int], shard: int, shards: int, *, reduce_once_per_step: bool) -> list[ShardPass]:
+def plan_passes(
+    own: Sequence[int], shard: int, shards: int, *, reduce_once_per_step: bool
+) -> list[ShardPass]:
     """Plan the passes of a shard over its replica's micro-batches, `own`.
 
     They go to the shards in turn; with `reduce_once_per_step` in adjacent blocks.
@@ -51,22 +53,39 @@ def plan_passes(own: Sequence[int], shard: int, shards: int, *, reduce_once_per_
     if reduce_once_per_step:
         block = adjacent_blocks(own, shards)[shard]
         ks = [(block[min(i, len(block) - 1)], i < len(block)) for i in range(count)]
-        return [ShardPass(k, counts, (k,) if counts else (), i == count - 1) for i, (k, counts) in enumerate(ks)]
+        return [
+            ShardPass(k, counts, (k,) if counts else (), i == count - 1)
+            for i, (k, counts) in enumerate(ks)
+        ]
     passes = []
     for first in range(0, len(own), shards):
         leaves = tuple(own[first : first + shards])
-        passes.append(ShardPass(leaves[min(shard, len(leaves) - 1)], shard < len(leaves), leaves, first + shards >= len(own)))
+        passes.append(
+            ShardPass(
+                leaves[min(shard, len(leaves) - 1)],
+                shard < len(leaves),
+                leaves,
+                first + shards >= len(own),
+            )
+        )
     return passes
 
 
 def exchange_rows(
-    own: SumTree[PartialSum], groups: ProcessGroups, traffic: Traffic, unit: int, leaves: Sequence[int]
+    own: SumTree[PartialSum],
+    groups: ProcessGroups,
+    traffic: Traffic,
+    unit: int,
+    leaves: Sequence[int],
 ) -> SumTree[PartialSum]:
     """Collective. Exchange the trees of the shards (`own`: of whole gradients); return the sums of
     this shard's rows over `leaves`, all of the replica."""
     layout, group = groups.current_layout(), groups.scatter_group
     assert group is not None
-    own_shard, others = group.rank(), [shard for shard in range(layout.shard) if shard != group.rank()]
+    own_shard, others = (
+        group.rank(),
+        [shard for shard in range(layout.shard) if shard != group.rank()],
+    )
     sums = [(subtree, part.tensor.view(layout.shard, -1)) for subtree, part in own.stack]
     rows = {
         (shard, subtree): torch.empty_like(sums[0][1][0])
@@ -93,17 +112,28 @@ def add_rows(gradients: UnitGradients, tree: SumTree[PartialSum], groups: Proces
         part.compact()  # a view would keep the rows of all shards alive
 
 
-def reduce_encoded(gradients: UnitGradients, wire_sum: WireSum, groups: ProcessGroups, traffic: Traffic) -> None:
+def reduce_encoded(
+    gradients: UnitGradients, wire_sum: WireSum, groups: ProcessGroups, traffic: Traffic
+) -> None:
     """Collective. Add a pass to the sum; after the last one write it to `out`.
 
     Each leaf is encoded before its rows are sent to their shards.
     """
     shard_pass, unit = gradients.shard_pass, gradients.unit
-    parts = [wire_sum.encode(shard_pass.k, wire_sum.split(row)) for row in gradients.sent.view(groups.layout.shard, -1)]
-    for k, row in zip(shard_pass.leaves, all_to_all_rows(parts, groups.scatter_group, groups.waits, unit), strict=False):
+    parts = [
+        wire_sum.encode(shard_pass.k, wire_sum.split(row))
+        for row in gradients.sent.view(groups.layout.shard, -1)
+    ]
+    for k, row in zip(
+        shard_pass.leaves,
+        all_to_all_rows(parts, groups.scatter_group, groups.waits, unit),
+        strict=False,
+    ):
         wire_sum.add(k, row)
     if shard_pass.last:
-        wire_sum.all_reduce(wire_sum.split(gradients.out), groups.replica_group, groups.waits, traffic, unit)
+        wire_sum.all_reduce(
+            wire_sum.split(gradients.out), groups.replica_group, groups.waits, traffic, unit
+        )
 
 
 def refuse_idle_shards(data_parallel_size: int, leaves: int, block: int, shards: int) -> None:

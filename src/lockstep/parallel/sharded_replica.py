@@ -36,10 +36,20 @@ from lockstep.parallel.digest import digest_of, total_of, word_sum
 from lockstep.parallel.exchange import Traffic, tree_all_reduce
 from lockstep.parallel.fsdp_comm import CapturedReduceScatter, GroupAllGather
 from lockstep.parallel.grad_norm import norm_squared_of_slices
-from lockstep.parallel.gradient_watch import UNUSED_HINT, Unused, hash_of, refuse_different_parameters
+from lockstep.parallel.gradient_watch import (
+    UNUSED_HINT,
+    Unused,
+    hash_of,
+    refuse_different_parameters,
+)
 from lockstep.parallel.ordered_sum import PartialSum, SumTree
 from lockstep.parallel.parallelize import LocalModel
-from lockstep.parallel.pipeline import ChunkForward, PendingMicroBatch, PipelineRunner, PipelineStage
+from lockstep.parallel.pipeline import (
+    ChunkForward,
+    PendingMicroBatch,
+    PipelineRunner,
+    PipelineStage,
+)
 from lockstep.parallel.reducer import Reducer
 from lockstep.parallel.running_statistics import RunningStatistics
 from lockstep.parallel.shard_passes import (
@@ -102,11 +112,15 @@ class ShardedReplica:
         self._losses: list[Tensor] = []
         self._pending: list[PendingMicroBatch] = []
         self._captured: list[Tensor] = []
-        self._reducer = Reducer(self.parameters[0].device, generation_error, UNITS_IN_FLIGHT, side_stream=False)
+        self._reducer = Reducer(
+            self.parameters[0].device, generation_error, UNITS_IN_FLIGHT, side_stream=False
+        )
         self.traffic = Traffic()
         if unused == "zero":
             fill_unused_gradients(local)
-        for number, unit in enumerate(unit for units in (local.fsdp_units, *local.averages) for unit in units):
+        for number, unit in enumerate(
+            unit for units in (local.fsdp_units, *local.averages) for unit in units
+        ):
             unit.set_custom_all_gather(cast(Any, GroupAllGather(self.groups, number)))
         refuse_foreign = torch.compiler.disable(self._refuse_foreign)
         for number, unit in enumerate(local.fsdp_units):
@@ -115,7 +129,11 @@ class ShardedReplica:
             unit.set_all_reduce_hook(partial(self._on_gradients, number))
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
-        for module in () if local.stage else (local.module, *(cast(nn.Module, units[-1]) for units in local.averages)):
+        for module in (
+            ()
+            if local.stage
+            else (local.module, *(cast(nn.Module, units[-1]) for units in local.averages))
+        ):
             module.register_forward_pre_hook(self._before_forward, prepend=True)
             module.register_forward_hook(self._after_forward)
         blocks = () if local.stage else cast(Sequence[nn.Module], local.fsdp_units[:-1])
@@ -123,7 +141,10 @@ class ShardedReplica:
         self._unit_order = UnitOrder({name_of[block]: block for block in blocks})
         self._in_step = self._rehearsing = False
         self._reduced_units: set[int] = set()  # in this pass
-        self.own_leaves, self.shares = list[int](), tuple[int, ...]()  # micro-batches of this worker; their numbers by replica
+        self.own_leaves, self.shares = (
+            list[int](),
+            tuple[int, ...](),
+        )  # micro-batches of this worker; their numbers by replica
         self._first_leaf = 0  # number in the step of micro-batch 0 of the tree
         self._micro_batch_s: float | None = None
         self.rehearsed: float | None = None  # loss of the micro-batch in `rehearsal`
@@ -133,7 +154,9 @@ class ShardedReplica:
         self._word_sums: list[Tensor] = []  # of its units
         self._skipping = False  # the gradients of this pass become zero
         self._backwards, self._scaled = 0, False  # in this pass; by a GradScaler, in this step
-        self._is_compared = False  # the trained parameters are those of the other ranks of this generation
+        self._is_compared = (
+            False  # the trained parameters are those of the other ranks of this generation
+        )
 
     def release_groups(self) -> None:
         """Release the groups of a generation that is over; the next step forms new ones."""
@@ -150,13 +173,17 @@ class ShardedReplica:
                 return self.local.module(*inputs, **named)
             except (RuntimeError, ValueError, TypeError, IndexError):
                 if self.local.plan_check:
-                    self.local.plan_check.compare(complete=False)  # names the layers that do not run when they are split
+                    self.local.plan_check.compare(
+                        complete=False
+                    )  # names the layers that do not run when they are split
                 raise
         if self._backwards:
             what = f"forward_backward() was called twice in micro-batch {self._pass.k}"
             raise UsageError(what, f"layout {self.local.layout}", "add its losses and call it once")
         self._backwards += 1
-        self._pending.append(self.local.stage.pend(self._pass.k, inputs, named, self.parameters[0].device))
+        self._pending.append(
+            self.local.stage.pend(self._pass.k, inputs, named, self.parameters[0].device)
+        )
         return torch.zeros(())
 
     def _before_forward(self, module: nn.Module, _: Any) -> None:
@@ -196,7 +223,11 @@ class ShardedReplica:
         if self.local.stage is not None:
             return
         if self._backwards:
-            raise UsageError(f"backward() was called twice in micro-batch {self._pass.k}", "", "add its losses and call it once")
+            raise UsageError(
+                f"backward() was called twice in micro-batch {self._pass.k}",
+                "",
+                "add its losses and call it once",
+            )
         self._backwards += 1
         self.groups.board.enter("backward")
         self._scaled = scaler is not None
@@ -219,7 +250,11 @@ class ShardedReplica:
 
     def losses(self) -> list[float]:
         reports = reports_losses(self.local.layout.coordinates(dist.get_rank()), self.local.layout)
-        return [float(loss) for loss in torch.stack(self._losses).flatten().tolist()] if self._losses and reports else []
+        return (
+            [float(loss) for loss in torch.stack(self._losses).flatten().tolist()]
+            if self._losses and reports
+            else []
+        )
 
     def hash_gradient_of(self, leaf: int | None) -> None:
         """Set `hashed_gradient` in the next step, on the rank of this micro-batch; None: of none. Not
@@ -228,7 +263,9 @@ class ShardedReplica:
         self._hash_leaf = leaf
         self._word_sums = []
 
-    def micro_batches(self, step: int, meanwhile: Callable[[], None] = lambda: None, shares: tuple[int, ...] = ()) -> Iterator[int]:
+    def micro_batches(
+        self, step: int, meanwhile: Callable[[], None] = lambda: None, shares: tuple[int, ...] = ()
+    ) -> Iterator[int]:
         """Collective. Yield this worker's micro-batches of `step`, each for a forward and backward.
 
         After the loop .grad is this worker's rows of the sum over all K micro-batches.
@@ -242,7 +279,9 @@ class ShardedReplica:
         coordinates = layout.coordinates(dist.get_rank())
         self.shares = shares or equal_shares(layout.replicate, self.leaves)
         self.replica_leaves = leaves_of_rank(coordinates.replica, self.shares)
-        refuse_idle_shards(layout.data_parallel_size, self.leaves, len(self.replica_leaves), layout.shard)
+        refuse_idle_shards(
+            layout.data_parallel_size, self.leaves, len(self.replica_leaves), layout.shard
+        )
         yield from self._sum_passes(step, meanwhile)
 
     def _sum_passes(self, step: int, meanwhile: Callable[[], None] = lambda: None) -> Iterator[int]:
@@ -251,15 +290,25 @@ class ShardedReplica:
         coordinates = layout.coordinates(dist.get_rank())
         self._trees = [SumTree() for _ in self.local.fsdp_units]
         units = self.local.fsdp_units if self.wire != "fp32" else ()
-        self._wire_sums = [WireSum(self.wire, fsdp_shard_rows(u, layout.shard), (self.seed, step), self.shares) for u in units]
+        self._wire_sums = [
+            WireSum(self.wire, fsdp_shard_rows(u, layout.shard), (self.seed, step), self.shares)
+            for u in units
+        ]
         self._losses, self.groups.waited_s, self._pending, self.traffic = [], 0.0, [], Traffic()
         self._reducer.start_step()
         self.statistics.start_step()
         self.local.refuse_replaced()
         for local in self.parameters:
-            local.grad = None  # so that nothing in the micro-batch loop uses the gradient of the last step
+            local.grad = (
+                None  # so that nothing in the micro-batch loop uses the gradient of the last step
+            )
         self._follow_requires_grad()
-        passes = plan_passes(self.replica_leaves, coordinates.shard, layout.shard, reduce_once_per_step=self.reduce_once_per_step)
+        passes = plan_passes(
+            self.replica_leaves,
+            coordinates.shard,
+            layout.shard,
+            reduce_once_per_step=self.reduce_once_per_step,
+        )
         self.own_leaves = [shard_pass.k for shard_pass in passes if shard_pass.counts]
         start = time.perf_counter()
         for shard_pass in passes:
@@ -267,15 +316,24 @@ class ShardedReplica:
             self._in_step = False
             if self._failure():
                 break
-            self._refuse_missing(f"micro-batch {self._pass.k} of step {step}", () if self.local.stage else self._names)
+            self._refuse_missing(
+                f"micro-batch {self._pass.k} of step {step}",
+                () if self.local.stage else self._names,
+            )
             if self.local.stage is None:
                 self._compare_with_whole()
                 self._end_hash()
-                self.statistics.end_micro_batch(self._pass.k, counts=self._pass.counts and coordinates.tensor == 0)
+                self.statistics.end_micro_batch(
+                    self._pass.k, counts=self._pass.counts and coordinates.tensor == 0
+                )
         if self.local.stage is not None and not self._failure():
             self._run_pipeline(self.local.stage, step, passes)
-        elif layout.tensor == 1 and self._reducer.device.type == "cpu":  # on a GPU a pass includes waiting for other replicas
-            self._micro_batch_s = (time.perf_counter() - start - self._reducer.blocked_s) / (len(passes) * layout.shard)
+        elif (
+            layout.tensor == 1 and self._reducer.device.type == "cpu"
+        ):  # on a GPU a pass includes waiting for other replicas
+            self._micro_batch_s = (time.perf_counter() - start - self._reducer.blocked_s) / (
+                len(passes) * layout.shard
+            )
         meanwhile()
         self._reducer.drain()
         self._trees = []
@@ -289,7 +347,12 @@ class ShardedReplica:
         for local, sharded in zip(self.parameters, self._sharded, strict=True):
             local.grad = sharded.grad.to_local()
         if self.local.plan_check and self.local.plan_check.is_due:
-            self.local.plan_check.refuse_unequal({name: cast(Tensor, p.grad) for name, p in zip(self._names, self.parameters, strict=True)})
+            self.local.plan_check.refuse_unequal(
+                {
+                    name: cast(Tensor, p.grad)
+                    for name, p in zip(self._names, self.parameters, strict=True)
+                }
+            )
         self._sum_shared_gradients()
 
     def _start_pass(self, step: int, shard_pass: ShardPass) -> int:
@@ -352,13 +415,20 @@ class ShardedReplica:
     def _follow_requires_grad(self) -> None:
         """Train the layers that are not frozen now, equal on all ranks. Collective in a new generation
         and after changes."""
-        pairs, wait = list(zip(self.local.local_params.values(), self.local.module.parameters(), strict=True)), self.groups.waits.wait
+        pairs, wait = (
+            list(
+                zip(self.local.local_params.values(), self.local.module.parameters(), strict=True)
+            ),
+            self.groups.waits.wait,
+        )
         trained = [q.requires_grad for _, q in pairs]
         has_changed = trained != [name in self._names for name in self.local.local_params]
         if self.local.stage or (self._is_compared and not has_changed):
             return
         names = list(compress(self.local.local_params, trained))
-        refuse_different_parameters(gather_json(dist.get_world_size(), hash_of(names), wait), names, wait)
+        refuse_different_parameters(
+            gather_json(dist.get_world_size(), hash_of(names), wait), names, wait
+        )
         self._is_compared = True
         if has_changed:
             for p, q in pairs:
@@ -368,12 +438,18 @@ class ShardedReplica:
 
     def _refuse_missing(self, where: str, names: Container[str]) -> None:
         """UsageError when a parameter of `names` has no gradient."""
-        missing = [name for name, p in zip(self._names, self._sharded, strict=True) if name in names and p.grad is None]
+        missing = [
+            name
+            for name, p in zip(self._names, self._sharded, strict=True)
+            if name in names and p.grad is None
+        ]
         if missing or not self._backwards:
             raise UsageError(
                 f"no gradient arrived for {len(missing)} of {len(self._names)} parameters in {where}: {join_names(missing)}",
                 "backward(loss)" if self._backwards else "backward() was not called",
-                UNUSED_HINT if self._backwards else "call backward(loss) of the replicas once for every micro-batch",
+                UNUSED_HINT
+                if self._backwards
+                else "call backward(loss) of the replicas once for every micro-batch",
             )
 
     def _compare_with_whole(self) -> None:
@@ -381,7 +457,9 @@ class ShardedReplica:
             self.local.plan_check.compare()
 
     def _run_pipeline(self, stage: PipelineStage, step: int, passes: list[ShardPass]) -> None:
-        def backward(outputs: list[Tensor], gradients: Sequence[Tensor] | None, micro: int, chunk: int) -> None:
+        def backward(
+            outputs: list[Tensor], gradients: Sequence[Tensor] | None, micro: int, chunk: int
+        ) -> None:
             self._pass = passes[micro]
             self._reduced_units.clear()
             names = {name for name in self._names if stage.holds(chunk, name)}
@@ -393,15 +471,30 @@ class ShardedReplica:
 
         def after_forward(k: int) -> None:
             tensor_group = self.groups.tensor_group
-            self.statistics.end_micro_batch(k, counts=k in self.own_leaves and (tensor_group is None or tensor_group.rank() == 0))
+            self.statistics.end_micro_batch(
+                k,
+                counts=k in self.own_leaves and (tensor_group is None or tensor_group.rank() == 0),
+            )
 
-        forward = ChunkForward(self.local.module, stage, self._pending, (self.seed, step), self.parameters[0].device, after_forward)
+        forward = ChunkForward(
+            self.local.module,
+            stage,
+            self._pending,
+            (self.seed, step),
+            self.parameters[0].device,
+            after_forward,
+        )
         losses = PipelineRunner(forward, self.groups, backward).step(len(passes))
-        self._losses = [loss for loss, shard_pass in zip(losses, passes, strict=False) if shard_pass.counts]
+        self._losses = [
+            loss for loss, shard_pass in zip(losses, passes, strict=False) if shard_pass.counts
+        ]
 
     def _sum_shared_gradients(self) -> None:
         """Collective. Sum gradients that are partial over the tensor axis or tied across stages."""
-        stage, gradients = self.local.stage, {name: p.grad for name, p in self.local.local_params.items()}
+        stage, gradients = (
+            self.local.stage,
+            {name: p.grad for name, p in self.local.local_params.items()},
+        )
         for name in self.local.partial_grads:
             if (gradient := gradients[name]) is not None:
                 self.groups.all_reduce_in_order(gradient, self.groups.tensor_group)
@@ -422,7 +515,11 @@ class ShardedReplica:
 
     def measured_s(self) -> tuple[float, float] | None:
         """See Replica; None in pipelines, with tensor parallelism, and on a GPU: not measured."""
-        return None if self._micro_batch_s is None else (self._micro_batch_s, self._reducer.exposed_s())
+        return (
+            None
+            if self._micro_batch_s is None
+            else (self._micro_batch_s, self._reducer.exposed_s())
+        )
 
     def exposed_s(self) -> float:
         """Return the seconds this step waited for parameters, and after its last gradient."""
@@ -453,7 +550,9 @@ class ShardedReplica:
             return
         if self._skipping:
             sent.zero_()
-        if sent.is_cuda:  # FSDP reuses the memory after its reduce-scatter, without a wait for this exchange
+        if (
+            sent.is_cuda
+        ):  # FSDP reuses the memory after its reduce-scatter, without a wait for this exchange
             sent.record_stream(torch.cuda.current_stream(sent.device))
         self._reducer.submit(partial(self._reduce, UnitGradients(unit, self._pass, sent, out)))
 
@@ -463,7 +562,9 @@ class ShardedReplica:
             return
         self.groups.board.enter_collective(gradients.sent.nbytes)
         if self._wire_sums:
-            return reduce_encoded(gradients, self._wire_sums[gradients.unit], self.groups, self.traffic)
+            return reduce_encoded(
+                gradients, self._wire_sums[gradients.unit], self.groups, self.traffic
+            )
         tree = self._trees[gradients.unit]
         if not self.reduce_once_per_step:
             add_rows(gradients, tree, self.groups)
@@ -472,10 +573,20 @@ class ShardedReplica:
         if not gradients.shard_pass.last:
             return
         if self.reduce_once_per_step:
-            tree = exchange_rows(tree, self.groups, self.traffic, gradients.unit, self.replica_leaves)
+            tree = exchange_rows(
+                tree, self.groups, self.traffic, gradients.unit, self.replica_leaves
+            )
         if self._replica_group is None:
             gradients.out.copy_(tree.total().tensor)
         else:
             partials = [(subtree, part.tensor) for subtree, part in tree.stack]
             waits = self.groups.waits
-            tree_all_reduce(partials, self.shares, self._replica_group, gradients.out, waits, self.traffic, gradients.unit)
+            tree_all_reduce(
+                partials,
+                self.shares,
+                self._replica_group,
+                gradients.out,
+                waits,
+                self.traffic,
+                gradients.unit,
+            )

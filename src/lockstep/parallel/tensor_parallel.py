@@ -64,23 +64,35 @@ class LayerHooks:
 
     def __init__(self, groups: ProcessGroups, part: int) -> None:
         self.groups, self.part, self.parts = groups, part, groups.layout.tensor
-        self._shared: tuple[Tensor, int, Tensor] | None = None  # the newest input of a colwise layer, its version, its copy
+        self._shared: tuple[Tensor, int, Tensor] | None = (
+            None  # the newest input of a colwise layer, its version, its copy
+        )
 
     def install(self, linear: nn.Linear, style: str) -> None:
-        before = {"rowwise": None, "rowwise_split_input": self.split_input}.get(style, self.copy_input)
-        after = {"colwise": None, "colwise_gather_output": self.gather_output}.get(style, self.add_outputs)
+        before = {"rowwise": None, "rowwise_split_input": self.split_input}.get(
+            style, self.copy_input
+        )
+        after = {"colwise": None, "colwise_gather_output": self.gather_output}.get(
+            style, self.add_outputs
+        )
         if before:
             linear.register_forward_pre_hook(torch.compiler.disable(before))
         if after:
             linear.register_forward_hook(torch.compiler.disable(after))
         if style.startswith("rowwise"):
-            object.__setattr__(linear, "__class__", RowParallelLinear)  # keeps its parameters and hooks
+            object.__setattr__(
+                linear, "__class__", RowParallelLinear
+            )  # keeps its parameters and hooks
 
     def copy_input(self, _: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         states, *rest = inputs
         if not states.requires_grad:
             return inputs
-        if self._shared is None or self._shared[0] is not states or self._shared[1] != version_of(states):
+        if (
+            self._shared is None
+            or self._shared[0] is not states
+            or self._shared[1] != version_of(states)
+        ):
             self._shared = states, version_of(states), copy_inputs(self.groups, _, (states,))[0]
         return self._shared[2], *rest
 
@@ -92,7 +104,9 @@ class LayerHooks:
     def gather_output(self, _: nn.Module, inputs: tuple[Tensor, ...], own: Tensor) -> Tensor:
         width, self._shared = own.shape[-1], None
         padded = F.pad(own, (self.part * width, (self.parts - 1 - self.part) * width))
-        return reduce_output(self.groups, _, inputs, padded)  # exact: each feature comes from one rank
+        return reduce_output(
+            self.groups, _, inputs, padded
+        )  # exact: each feature comes from one rank
 
     def add_outputs(self, linear: nn.Linear, inputs: tuple[Tensor, ...], summand: Tensor) -> Tensor:
         self._shared = None
@@ -100,7 +114,9 @@ class LayerHooks:
         return total if linear.bias is None else total + linear.bias.to(total.dtype)
 
 
-def apply_tensor_parallel(model: nn.Module, plan: ParallelPlan, groups: ProcessGroups, part: int, parts: int) -> dict[str, TensorSlice]:
+def apply_tensor_parallel(
+    model: nn.Module, plan: ParallelPlan, groups: ProcessGroups, part: int, parts: int
+) -> dict[str, TensorSlice]:
     """Split a model in place; return {parameter: its slice}."""
     slices = tensor_slices(model, plan, part, parts)
     if parts == 1:
@@ -130,9 +146,13 @@ def apply_tensor_parallel(model: nn.Module, plan: ParallelPlan, groups: ProcessG
     return slices
 
 
-def tensor_slices(model: nn.Module, plan: ParallelPlan, part: int, parts: int) -> dict[str, TensorSlice]:
+def tensor_slices(
+    model: nn.Module, plan: ParallelPlan, part: int, parts: int
+) -> dict[str, TensorSlice]:
     """Return {parameter: its slice for worker `part` of `parts`}."""
-    slices = {name: TensorSlice.whole(parameter.shape) for name, parameter in model.named_parameters()}
+    slices = {
+        name: TensorSlice.whole(parameter.shape) for name, parameter in model.named_parameters()
+    }
     for name in slices if parts > 1 else ():
         if packed := plan.packed(name):
             slices[name] = slices[name].split_rows(part, parts, packed)
@@ -142,12 +162,16 @@ def tensor_slices(model: nn.Module, plan: ParallelPlan, part: int, parts: int) -
 
 
 def copy_inputs(groups: ProcessGroups, _: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(
-        CopyToTensorParallel.apply(value, groups) if isinstance(value, Tensor) and value.requires_grad else value  # type: ignore[no-untyped-call]
-        for value in inputs
-    )
+    def copied(value: Any) -> Any:
+        if not isinstance(value, Tensor) or not value.requires_grad:
+            return value
+        return CopyToTensorParallel.apply(value, groups)  # type: ignore[no-untyped-call]
+
+    return tuple(map(copied, inputs))
 
 
-def reduce_output(groups: ProcessGroups, _: nn.Module, inputs: tuple[Any, ...], summand: Tensor) -> Tensor:
+def reduce_output(
+    groups: ProcessGroups, _: nn.Module, inputs: tuple[Any, ...], summand: Tensor
+) -> Tensor:
     total: Tensor = ReduceFromTensorParallel.apply(summand, groups)  # type: ignore[no-untyped-call]
     return total

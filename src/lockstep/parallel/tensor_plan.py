@@ -44,15 +44,36 @@ def styles_of(model: nn.Module, plan: TensorPlan) -> dict[str, LayerStyle]:
         by_pattern = plans_in_configs(model)
     else:
         given: Mapping[str, Any] = plan or {}
-        by_pattern = {pattern: LayerStyle(*([style] if isinstance(style, str) else style)) for pattern, style in given.items()}
+        by_pattern = {
+            pattern: LayerStyle(*([style] if isinstance(style, str) else style))
+            for pattern, style in given.items()
+        }
     if not by_pattern:
         hint = 'give tensor_plan={"layers.*.attention.query": "colwise", "layers.*.attention.out": "rowwise", ...}, or set tensor to 1'
-        raise UsageError(f"there is no plan of the layers of {type(model).__name__} that the tensor axis splits", WHERE, hint)
-    if wrong := [f"{style.name} of {pattern}" for pattern, style in by_pattern.items() if style.name not in STYLES]:
-        raise UsageError(f"styles of layers that are not supported: {join_names(wrong)}", WHERE, f"the styles are {', '.join(STYLES)}")
-    matching = {pattern: [name for name in modules if fnmatchcase(name, pattern)] for pattern in by_pattern}
+        raise UsageError(
+            f"there is no plan of the layers of {type(model).__name__} that the tensor axis splits",
+            WHERE,
+            hint,
+        )
+    if wrong := [
+        f"{style.name} of {pattern}"
+        for pattern, style in by_pattern.items()
+        if style.name not in STYLES
+    ]:
+        raise UsageError(
+            f"styles of layers that are not supported: {join_names(wrong)}",
+            WHERE,
+            f"the styles are {', '.join(STYLES)}",
+        )
+    matching = {
+        pattern: [name for name in modules if fnmatchcase(name, pattern)] for pattern in by_pattern
+    }
     if unknown := [pattern for pattern, names in matching.items() if not names and plan != "auto"]:
-        raise UsageError(f"no module matches {join_names(unknown)}", WHERE, f"{type(model).__name__} has {join_names(list(modules)[1:])}")
+        raise UsageError(
+            f"no module matches {join_names(unknown)}",
+            WHERE,
+            f"{type(model).__name__} has {join_names(list(modules)[1:])}",
+        )
     return {name: by_pattern[pattern] for pattern, names in matching.items() for name in names}
 
 
@@ -63,28 +84,53 @@ def plans_in_configs(model: nn.Module) -> dict[str, LayerStyle]:
     for path, module in model.named_modules():
         if getattr(module, "base_model", None) is module:
             listed = getattr(getattr(module, "config", None), "base_model_tp_plan", None) or {}
-            plans |= {f"{path}.{pattern}".lstrip("."): LayerStyle(style) for pattern, style in listed.items()}
+            plans |= {
+                f"{path}.{pattern}".lstrip("."): LayerStyle(style)
+                for pattern, style in listed.items()
+            }
     return plans
 
 
 def refuse_unsplittable(model: nn.Module, styles: Mapping[str, LayerStyle], parts: int) -> None:
     """UsageError for layers that are no plain nn.Linear, or whose features cannot be divided."""
     modules = dict(model.named_modules())
-    holders = [id(p) for module in model.modules() for p in own_parameters(module).values() if p is not None]
+    holders = [
+        id(p)
+        for module in model.modules()
+        for p in own_parameters(module).values()
+        if p is not None
+    ]
     if other := [
         f"{name} is a {type(module).__name__}"
         for name in styles
-        if type(module := modules[name]).forward is not nn.Linear.forward or own_parameters(module).get("weight") is None
+        if type(module := modules[name]).forward is not nn.Linear.forward
+        or own_parameters(module).get("weight") is None
     ]:
-        raise UsageError(f"only nn.Linear can be split: {join_names(other)}", WHERE, "split other layers, or write it with nn.Linear")
+        raise UsageError(
+            f"only nn.Linear can be split: {join_names(other)}",
+            WHERE,
+            "split other layers, or write it with nn.Linear",
+        )
     if tied := [name for name in styles if holders.count(id(modules[name].weight)) > 1]:
-        raise UsageError(f"weights that other modules share cannot be split: {join_names(tied)}", WHERE, "leave them out of the plan")
+        raise UsageError(
+            f"weights that other modules share cannot be split: {join_names(tied)}",
+            WHERE,
+            "leave them out of the plan",
+        )
     for name, style in styles.items():
         linear = modules[name]
         assert isinstance(linear, nn.Linear)
         columns = style.name.startswith("colwise")
-        features, kind = (linear.out_features, "output") if columns else (linear.in_features, "input")
+        features, kind = (
+            (linear.out_features, "output") if columns else (linear.in_features, "input")
+        )
         if features % (parts * style.packed):
             packed = f" in {style.packed} packed matrices" if style.packed > 1 else ""
-            what = f"tensor {parts} does not divide the {features} {kind} features{packed} of {name}"
-            raise UsageError(what, WHERE, "set another tensor, or leave the layer and its partners out of the plan")
+            what = (
+                f"tensor {parts} does not divide the {features} {kind} features{packed} of {name}"
+            )
+            raise UsageError(
+                what,
+                WHERE,
+                "set another tensor, or leave the layer and its partners out of the plan",
+            )

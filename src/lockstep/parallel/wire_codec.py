@@ -10,7 +10,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lockstep.network.wire_format import SCALE_BYTES, Section, Sections, element_count, encoded_bytes
+from lockstep.network.wire_format import (
+    SCALE_BYTES,
+    Section,
+    Sections,
+    element_count,
+    encoded_bytes,
+)
 
 CHUNK = 1 << 18  # elements that are encoded together: less memory than whole buffers, few calls
 LARGEST = 127
@@ -35,7 +41,9 @@ def encode(flat: Tensor, sections: Sections, key: int) -> Tensor:
             keys, blocks = position_keys(key, section.block, flat.device), CHUNK // section.block
             scratch = torch.empty(2, blocks, section.block, dtype=torch.int32, device=flat.device)
             chunks = rows.view(-1, SCALE_BYTES + section.block).split(blocks)
-            for chunk, out in zip(values.view(-1, section.block).split(blocks), chunks, strict=True):
+            for chunk, out in zip(
+                values.view(-1, section.block).split(blocks), chunks, strict=True
+            ):
                 encode_blocks(chunk, out, keys, scratch)
     return encoded
 
@@ -48,14 +56,29 @@ def decode(encoded: Tensor, sections: Sections) -> Tensor:
             values.copy_(rows.view(torch.bfloat16))
         else:
             blocks = rows.view(-1, section.block + SCALE_BYTES)
-            scales = blocks[:, :SCALE_BYTES].clone(memory_format=torch.contiguous_format).view(torch.float32)
-            values.view(-1, section.block).copy_(blocks[:, SCALE_BYTES:].view(torch.int8)).mul_(scales)
+            scales = (
+                blocks[:, :SCALE_BYTES]
+                .clone(memory_format=torch.contiguous_format)
+                .view(torch.float32)
+            )
+            values.view(-1, section.block).copy_(blocks[:, SCALE_BYTES:].view(torch.int8)).mul_(
+                scales
+            )
     return flat
 
 
-def split(flat: Tensor, encoded: Tensor, sections: Sections) -> list[tuple[Section, Tensor, Tensor]]:
+def split(
+    flat: Tensor, encoded: Tensor, sections: Sections
+) -> list[tuple[Section, Tensor, Tensor]]:
     values = flat.split([section.elements for section in sections])
-    return list(zip(sections, values, encoded.split([section.encoded_bytes for section in sections]), strict=True))
+    return list(
+        zip(
+            sections,
+            values,
+            encoded.split([section.encoded_bytes for section in sections]),
+            strict=True,
+        )
+    )
 
 
 def encode_blocks(values: Tensor, out: Tensor, keys: Tensor, scratch: Tensor) -> None:
@@ -66,10 +89,22 @@ def encode_blocks(values: Tensor, out: Tensor, keys: Tensor, scratch: Tensor) ->
     """
     noise, other = scratch[:, : len(values)]
     floats = other.view(torch.float32)
-    scales = torch.abs(values, out=floats).amax(dim=1, keepdim=True).div_(LARGEST).clamp_min_(SMALLEST_SCALE)
-    torch.mul(values.view(torch.int32), FACTORS[0], out=noise).add_(scales.view(torch.int32) * FACTORS[1]).add_(keys)
+    scales = (
+        torch.abs(values, out=floats)
+        .amax(dim=1, keepdim=True)
+        .div_(LARGEST)
+        .clamp_min_(SMALLEST_SCALE)
+    )
+    torch.mul(values.view(torch.int32), FACTORS[0], out=noise).add_(
+        scales.view(torch.int32) * FACTORS[1]
+    ).add_(keys)
     noise.bitwise_xor_(torch.bitwise_right_shift(noise, 15, out=other)).mul_(FACTORS[2])
-    codes = torch.div(values, scales, out=floats).add_(noise, alpha=NOISE).round_().clamp_(-LARGEST, LARGEST)
+    codes = (
+        torch.div(values, scales, out=floats)
+        .add_(noise, alpha=NOISE)
+        .round_()
+        .clamp_(-LARGEST, LARGEST)
+    )
     out[:, :SCALE_BYTES] = scales.view(torch.uint8)
     out[:, SCALE_BYTES:].view(torch.int8).copy_(codes)
 

@@ -56,7 +56,10 @@ class LeafSum:
     @classmethod
     def empty(cls, wire: Wire, sections: Sections, leaves: int, device: torch.device) -> LeafSum:
         if leaves <= MOST_LEAVES[wire]:
-            tensors = [torch.empty(encoded_bytes(sections), dtype=torch.uint8, device=device) for _ in range(leaves)]
+            tensors = [
+                torch.empty(encoded_bytes(sections), dtype=torch.uint8, device=device)
+                for _ in range(leaves)
+            ]
         else:
             tensors = [torch.empty(element_count(sections), device=device)]
         return cls(wire, sections, tensors)
@@ -64,7 +67,9 @@ class LeafSum:
     def slice(self, elements: slice) -> LeafSum:
         """Return a view of these elements, whole blocks."""
         part = byte_range(self.sections, elements) if self.is_encoded else elements
-        return LeafSum(self.wire, between(self.sections, elements), [tensor[part] for tensor in self.tensors])
+        return LeafSum(
+            self.wire, between(self.sections, elements), [tensor[part] for tensor in self.tensors]
+        )
 
     def decoded(self) -> Tensor:
         """Return the sum, fp32 (elements,)."""
@@ -100,8 +105,19 @@ class WireSum:
     shares         number of leaves by rank
     """
 
-    def __init__(self, wire: Wire, parts: Sequence[tuple[int, int]], seed_and_step: tuple[int, int], shares: tuple[int, ...]) -> None:
-        self.wire, self.seed_and_step, self.shares, self.leaves = wire, seed_and_step, shares, sum(shares)
+    def __init__(
+        self,
+        wire: Wire,
+        parts: Sequence[tuple[int, int]],
+        seed_and_step: tuple[int, int],
+        shares: tuple[int, ...],
+    ) -> None:
+        self.wire, self.seed_and_step, self.shares, self.leaves = (
+            wire,
+            seed_and_step,
+            shares,
+            sum(shares),
+        )
         self.sizes = [elements for elements, _ in parts]
         self.order, self.sections = wire_order(wire, parts)
         self.tree: SumTree[LeafSum] = SumTree()
@@ -116,14 +132,23 @@ class WireSum:
         flat = torch.cat([parts[i].reshape(-1) for i in self.order])
         if flat.dtype != torch.float32:
             what = f"parallel.wire={self.wire} encodes gradients of torch.float32, these are {flat.dtype}"
-            raise UsageError(what, "the dtype of the trained parameters", "train float32 parameters, or set parallel.wire=fp32")
+            raise UsageError(
+                what,
+                "the dtype of the trained parameters",
+                "train float32 parameters, or set parallel.wire=fp32",
+            )
         return encode(flat, self.sections, self._key(k))
 
     def add(self, k: int, encoded: Tensor) -> None:
         self.tree.add(Subtree(k, 1), LeafSum(self.wire, self.sections, [encoded]))
 
     def all_reduce(
-        self, out: Sequence[Tensor], group: dist.ProcessGroup | None, waits: WorkWaiter, traffic: Traffic | None = None, tag: int = 0
+        self,
+        out: Sequence[Tensor],
+        group: dist.ProcessGroup | None,
+        waits: WorkWaiter,
+        traffic: Traffic | None = None,
+        tag: int = 0,
     ) -> Tensor:
         """Collective. Write the sum of all leaves of all ranks to `out`, one tensor per parameter.
 
@@ -133,27 +158,47 @@ class WireSum:
         elements = partial(blocks_of, self.sections)
 
         def transfer(sends: Parts, receives: Parts) -> None:
-            to_send, to_receive = ([(m.peer, tensor) for m, tensors in parts for tensor in tensors] for parts in (sends, receives))
+            to_send, to_receive = (
+                [(m.peer, tensor) for m, tensors in parts for tensor in tensors]
+                for parts in (sends, receives)
+            )
             if group is not None:
                 waits.wait(start_exchange(to_send, to_receive, group, traffic, tag), group)
 
         own, sums = elements(plan.own), dict(self.tree.stack)
         own_sections = between(self.sections, own)
-        received = [(m, LeafSum.empty(self.wire, own_sections, m.node.leaves, device)) for m in plan.exchange.receives]
+        received = [
+            (m, LeafSum.empty(self.wire, own_sections, m.node.leaves, device))
+            for m in plan.exchange.receives
+        ]
         sent = [(m, sums[m.node].slice(elements(m)).tensors) for m in plan.exchange.sends]
         transfer(sent, [(m, part.tensors) for m, part in received])
-        summands = [*((m.node, part) for m, part in received), *((node, part.slice(own)) for node, part in sums.items())]
+        summands = [
+            *((m.node, part) for m, part in received),
+            *((node, part.slice(own)) for node, part in sums.items()),
+        ]
         whole: SumTree[LeafSum] = SumTree()
         for node, part in sorted(summands, key=itemgetter(0)):
             whole.add(node, part)
         encoded = torch.empty(encoded_bytes(self.sections), dtype=torch.uint8, device=device)
-        encoded[byte_range(self.sections, own)] = encode(whole.total().decoded(), own_sections, self._key(self.leaves))
+        encoded[byte_range(self.sections, own)] = encode(
+            whole.total().decoded(), own_sections, self._key(self.leaves)
+        )
         for turn in plan.gather:
-            sent, taken = ([(m, [encoded[byte_range(self.sections, elements(m))]]) for m in messages] for messages in turn[:2])
+            sent, taken = (
+                [(m, [encoded[byte_range(self.sections, elements(m))]]) for m in messages]
+                for messages in turn[:2]
+            )
             transfer(sent, taken)
         total = decode(encoded, self.sections)
         ordered = [out[i] for i in self.order]
-        foreach_copy_(ordered, [part.view(o.shape) for o, part in zip(ordered, total.split([o.numel() for o in ordered]), strict=True)])
+        foreach_copy_(
+            ordered,
+            [
+                part.view(o.shape)
+                for o, part in zip(ordered, total.split([o.numel() for o in ordered]), strict=True)
+            ],
+        )
         self.tree = SumTree()
         return total[own]
 

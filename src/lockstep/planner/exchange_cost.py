@@ -15,7 +15,9 @@ from lockstep.planner.devices import Cluster
 MAX_PLAYED = 64  # ranks whose messages are played one by one
 
 
-def tree_all_reduce_cost(ranks: tuple[int, ...], leaves: int, nbytes: float, cluster: Cluster) -> tuple[float, float]:
+def tree_all_reduce_cost(
+    ranks: tuple[int, ...], leaves: int, nbytes: float, cluster: Cluster
+) -> tuple[float, float]:
     """Return (seconds, bytes that the busiest rank sends) of the ordered sum of `nbytes`."""
     size = len(ranks)
     if size == 1:
@@ -23,7 +25,9 @@ def tree_all_reduce_cost(ranks: tuple[int, ...], leaves: int, nbytes: float, clu
     if size > MAX_PLAYED:
         return halving_seconds(ranks, nbytes, cluster), 2 * nbytes * (size - 1) / size
     latency_s, _ = play_tree(ranks, leaves, 0.0, cluster)
-    without_latency = replace(cluster, same_host=at_once(cluster.same_host), other_host=at_once(cluster.other_host))
+    without_latency = replace(
+        cluster, same_host=at_once(cluster.same_host), other_host=at_once(cluster.other_host)
+    )
     seconds, sent = play_tree(ranks, leaves, 1.0, without_latency)
     return latency_s + seconds * nbytes, sent * nbytes
 
@@ -33,7 +37,9 @@ def at_once(link: Link) -> Link:
 
 
 @lru_cache(maxsize=4096)
-def play_tree(ranks: tuple[int, ...], leaves: int, nbytes: float, cluster: Cluster) -> tuple[float, float]:
+def play_tree(
+    ranks: tuple[int, ...], leaves: int, nbytes: float, cluster: Cluster
+) -> tuple[float, float]:
     """Play the messages of network/tree_exchange.py; return (seconds, bytes of the busiest rank).
 
     A rank starts a round when its last one is done, sends one message after the other, and receives
@@ -41,7 +47,10 @@ def play_tree(ranks: tuple[int, ...], leaves: int, nbytes: float, cluster: Clust
     """
     size = len(ranks)
     plans = [rounds_of_rank(rank, equal_shares(size, leaves)) for rank in range(size)]
-    rounds, reductions = [[*reduce, *gather] for reduce, gather in plans], [len(reduce) for reduce, _ in plans]
+    rounds, reductions = (
+        [[*reduce, *gather] for reduce, gather in plans],
+        [len(reduce) for reduce, _ in plans],
+    )
     arrivals: dict[tuple[object, ...], float] = {}
     sent, clocks, numbers, posted = [0.0] * size, [0.0] * size, [0] * size, [False] * size
     while any(number < len(own) for number, own in zip(numbers, rounds, strict=True)):
@@ -52,11 +61,18 @@ def play_tree(ranks: tuple[int, ...], leaves: int, nbytes: float, cluster: Clust
             if not posted[rank]:
                 posted[rank] = True
                 for message in turn.sends:
-                    link, part = cluster.link(ranks[rank], ranks[message.peer]), (message.stop - message.start) / WHOLE * nbytes
+                    link, part = (
+                        cluster.link(ranks[rank], ranks[message.peer]),
+                        (message.stop - message.start) / WHOLE * nbytes,
+                    )
                     clocks[rank] += part / link.bytes_per_s
-                    arrivals[adds, message.node, rank, message.peer, message.start] = clocks[rank] + link.latency_s
+                    arrivals[adds, message.node, rank, message.peer, message.start] = (
+                        clocks[rank] + link.latency_s
+                    )
                     sent[rank] += part
-            awaited = [(adds, message.node, message.peer, rank, message.start) for message in turn.receives]
+            awaited = [
+                (adds, message.node, message.peer, rank, message.start) for message in turn.receives
+            ]
             if all(key in arrivals for key in awaited):
                 clocks[rank] = max([clocks[rank], *(arrivals[key] for key in awaited)])
                 numbers[rank], posted[rank] = numbers[rank] + 1, False
@@ -77,6 +93,9 @@ def all_to_all_seconds(ranks: Sequence[int], nbytes: float, cluster: Cluster) ->
     seconds = []
     for rank in ranks:
         links = [cluster.link(rank, peer) for peer in ranks if peer != rank]
-        ports = {link: sum(nbytes / other.bytes_per_s for other in links if other == link) for link in links}
+        ports = {
+            link: sum(nbytes / other.bytes_per_s for other in links if other == link)
+            for link in links
+        }
         seconds.append(max((link.latency_s + port for link, port in ports.items()), default=0.0))
     return max(seconds, default=0.0)

@@ -10,15 +10,29 @@ from itertools import count, product
 
 from lockstep.elastic.generation_log import Generation, Member
 from lockstep.elastic.protocol.decisions import ElasticLimits, LeaveReport
-from lockstep.elastic.protocol.effects import AbortGroup, Connect, Effect, FormGroup, Propose, ReadLog, Send
+from lockstep.elastic.protocol.effects import (
+    AbortGroup,
+    Connect,
+    Effect,
+    FormGroup,
+    Propose,
+    ReadLog,
+    Send,
+)
 from lockstep.elastic.protocol.transitions import Protocol
 from lockstep.layout import Layout
 from lockstep.planner.devices import Cluster
 from lockstep.planner.step_cost import StepCost
 
 MAX_HOSTS, MAX_PER_HOST = 16, 4  # that are played; a larger cluster takes a little longer
-DISK_S, LEAVE_S, FORM_S = 0.02, 0.05, 0.1  # of the run folder, to leave a group, to form one: assumed
-RESTART_S = 30.0  # until a replacement asks to join, or a lost run has loaded its checkpoint: assumed
+DISK_S, LEAVE_S, FORM_S = (
+    0.02,
+    0.05,
+    0.1,
+)  # of the run folder, to leave a group, to form one: assumed
+RESTART_S = (
+    30.0  # until a replacement asks to join, or a lost run has loaded its checkpoint: assumed
+)
 
 
 @dataclass(frozen=True)
@@ -32,7 +46,14 @@ class Goodput:
 
 
 def expected_goodput(
-    layout: Layout, step: StepCost, cluster: Cluster, tokens: int, mtbf_s: float, price: float | None, state_bytes: float, save_steps: int
+    layout: Layout,
+    step: StepCost,
+    cluster: Cluster,
+    tokens: int,
+    mtbf_s: float,
+    price: float | None,
+    state_bytes: float,
+    save_steps: int,
 ) -> Goodput:
     """Return the goodput when some host of the run fails every `mtbf_s` on average.
 
@@ -41,16 +62,27 @@ def expected_goodput(
     state_bytes  of a worker's weights and optimizer, which a replacement receives
     save_steps   steps between checkpoints
     """
-    survives = cluster.hosts > 1 and layout.workers_per_replica * (layout.replicate - 1) >= cluster.per_host
+    survives = (
+        cluster.hosts > 1
+        and layout.workers_per_replica * (layout.replicate - 1) >= cluster.per_host
+    )
     if survives:
-        outage_s = played_outage(min(cluster.hosts, MAX_HOSTS), min(cluster.per_host, MAX_PER_HOST), cluster.other_host.latency_s)
+        outage_s = played_outage(
+            min(cluster.hosts, MAX_HOSTS),
+            min(cluster.per_host, MAX_PER_HOST),
+            cluster.other_host.latency_s,
+        )
         missing = max(cluster.per_host, layout.workers_per_replica) / layout.workers
         transfer_s = cluster.other_host.seconds(state_bytes * cluster.per_host)
         lost_s = outage_s + step.seconds / 2 + missing * RESTART_S + FORM_S + transfer_s
     else:
         outage_s, lost_s = RESTART_S, RESTART_S + save_steps / 2 * step.seconds
     share = 1 / (1 + lost_s / mtbf_s)
-    dollars = None if price is None else price * layout.workers / 3600 * step.seconds / tokens / share * 1e6
+    dollars = (
+        None
+        if price is None
+        else price * layout.workers / 3600 * step.seconds / tokens / share * 1e6
+    )
     return Goodput(share, outage_s, lost_s, dollars)
 
 
@@ -83,9 +115,18 @@ class Play:
         self.now_s, self.latency_s, self.numbers = 0.0, max(latency_s, 1e-5), count()
         self.events: list[tuple[float, int, Callable[[], None]]] = []
         self.log: list[Generation] = []
-        limits, places = ElasticLimits(expected_workers=hosts * per_host), product(range(hosts), range(per_host))
-        members = [Member(f"h{host:03d}/{slot}/", f"h{host:03d}", slot, 1, f"10.0.0.1:{slot + 1}") for host, slot in places]
-        self.workers = [PlayedWorker(Protocol(member, limits, lambda: str(next(self.numbers)), 0.0)) for member in members]
+        limits, places = (
+            ElasticLimits(expected_workers=hosts * per_host),
+            product(range(hosts), range(per_host)),
+        )
+        members = [
+            Member(f"h{host:03d}/{slot}/", f"h{host:03d}", slot, 1, f"10.0.0.1:{slot + 1}")
+            for host, slot in places
+        ]
+        self.workers = [
+            PlayedWorker(Protocol(member, limits, lambda: str(next(self.numbers)), 0.0))
+            for member in members
+        ]
         for worker in self.workers:
             self.tick(worker)
             self.act(worker, worker.protocol.request_join(0.0, {}))
@@ -95,7 +136,10 @@ class Play:
         self.after(0.2, worker, lambda: self.tick(worker))
 
     def after(self, delay_s: float, worker: PlayedWorker, event: Callable[[], None]) -> None:
-        heapq.heappush(self.events, (self.now_s + delay_s, next(self.numbers), lambda: event() if worker.alive else None))
+        heapq.heappush(
+            self.events,
+            (self.now_s + delay_s, next(self.numbers), lambda: event() if worker.alive else None),
+        )
 
     def run(self, until_s: float) -> None:
         while self.events and self.events[0][0] <= until_s:
@@ -105,7 +149,11 @@ class Play:
 
     def run_until_formed(self, workers: Sequence[PlayedWorker]) -> float:
         """Run until the newest generation has these workers alone, each with its group formed."""
-        while len({worker.formed for worker in workers} | {len(self.log)}) > 1 or not self.log or len(self.log[-1].members) != len(workers):
+        while (
+            len({worker.formed for worker in workers} | {len(self.log)}) > 1
+            or not self.log
+            or len(self.log[-1].members) != len(workers)
+        ):
             self.run(self.events[0][0])
         return self.now_s
 
@@ -126,24 +174,46 @@ class Play:
             elif isinstance(effect, AbortGroup):
                 self.after(LEAVE_S, worker, partial(self.leave, worker, effect.why))
             elif isinstance(effect, FormGroup):
-                self.after(FORM_S, worker, partial(setattr, worker, "formed", effect.generation.number))
+                self.after(
+                    FORM_S, worker, partial(setattr, worker, "formed", effect.generation.number)
+                )
 
     def reach(self, worker: PlayedWorker, effect: Send | Connect) -> None:
         """Deliver a message, or connect. A host without power answers nothing."""
         me, id = worker.protocol.me.id, effect.id if isinstance(effect, Send) else effect.member.id
         peer = next(other for other in self.workers if other.protocol.me.id == id)
         if isinstance(effect, Send):
-            self.after(self.latency_s, peer, lambda: self.act(peer, peer.protocol.on_message(me, effect.message, self.now_s)))
+            self.after(
+                self.latency_s,
+                peer,
+                lambda: self.act(peer, peer.protocol.on_message(me, effect.message, self.now_s)),
+            )
         elif peer.alive:
-            self.after(self.latency_s, peer, lambda: self.act(peer, peer.protocol.on_link_up(me, self.now_s)))
-            self.after(self.latency_s, worker, lambda: self.act(worker, worker.protocol.on_link_up(id, self.now_s)))
+            self.after(
+                self.latency_s,
+                peer,
+                lambda: self.act(peer, peer.protocol.on_link_up(me, self.now_s)),
+            )
+            self.after(
+                self.latency_s,
+                worker,
+                lambda: self.act(worker, worker.protocol.on_link_up(id, self.now_s)),
+            )
         else:
-            self.after(1.0, worker, lambda: self.act(worker, worker.protocol.on_connect_failed(id, False, self.now_s)))
+            self.after(
+                1.0,
+                worker,
+                lambda: self.act(worker, worker.protocol.on_connect_failed(id, False, self.now_s)),
+            )
 
     def read_log(self, worker: PlayedWorker) -> None:
         newest = self.log[-1] if len(self.log) > worker.protocol.number else None
         members = self.log[-1].ranks if self.log else {}
-        waiting = [other.protocol.me for other in self.workers if other.alive and other.protocol.me.id not in members]
+        waiting = [
+            other.protocol.me
+            for other in self.workers
+            if other.alive and other.protocol.me.id not in members
+        ]
         self.act(worker, worker.protocol.on_log_read(newest, waiting, self.now_s))
 
     def propose(self, worker: PlayedWorker, generation: Generation) -> None:

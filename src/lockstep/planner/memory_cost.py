@@ -17,12 +17,17 @@ from lockstep.planner.model_cost import CHECKPOINT_MODES, ModelCost, Unit
 from lockstep.planner.step_cost import units_of_stage
 
 # Of a CPU process: fitted to the measured peaks in docs/planning.md.
-RUNTIME_BYTES = 341_000_000  # Python, torch and its kernels: the peak of a model of 50,000 parameters
+RUNTIME_BYTES = (
+    341_000_000  # Python, torch and its kernels: the peak of a model of 50,000 parameters
+)
 GROUP_BYTES = 1_600_000  # of each process group of gloo
 # The allocator returns nothing to the system, and leaves more holes where micro-batches have many shapes.
 ALLOCATED, ALLOCATED_RAGGED = 1.62, 1.78  # bytes for each byte of activations
 TENSOR_COPIES, TENSOR_COPIES_RAGGED = 1.45, 2.25  # more, for the sums over the tensor axis
-STORED_BYTES, STORED_SHARD_BYTES = 2.4, 1.92  # for each byte of a partial sum that waits in the tree
+STORED_BYTES, STORED_SHARD_BYTES = (
+    2.4,
+    1.92,
+)  # for each byte of a partial sum that waits in the tree
 # oneDNN keeps 1,024 compiled products, and bf16 ones are large: rows of pairs have hundreds of shapes.
 KERNEL_BYTES = 900_000_000
 ALLOCATED_ON_GPU = 1.05  # not measured
@@ -49,11 +54,15 @@ class MemoryCost:
 
 def memory_cost(model: ModelCost, run: RunConfig, layout: Layout, device_type: str) -> MemoryCost:
     """Return the bytes of the worker that needs most."""
-    costs = [stage_memory(model, run, layout, device_type, number) for number in range(layout.pipeline)]
+    costs = [
+        stage_memory(model, run, layout, device_type, number) for number in range(layout.pipeline)
+    ]
     return max(costs, key=lambda cost: cost.total)
 
 
-def stage_memory(model: ModelCost, run: RunConfig, layout: Layout, device_type: str, number: int) -> MemoryCost:
+def stage_memory(
+    model: ModelCost, run: RunConfig, layout: Layout, device_type: str, number: int
+) -> MemoryCost:
     tensor, stages, shards = layout.tensor, layout.pipeline, layout.shard
     blocks = units_of_stage(model, stages, run.layout.pipeline_chunks, number)
     is_first, is_last = number == 0, number == stages - 1
@@ -61,7 +70,9 @@ def stage_memory(model: ModelCost, run: RunConfig, layout: Layout, device_type: 
     root = embedding + (model.output.elements(tensor) if is_last else 0)
     elements = sum(unit.elements(tensor) for unit in blocks) + root
     own = elements / shards
-    weight, state = bytes_per_parameter(run.memory, run.optim, device_type, adamw_share=root / max(1, elements))
+    weight, state = bytes_per_parameter(
+        run.memory, run.optim, device_type, adamw_share=root / max(1, elements)
+    )
     return MemoryCost(
         runtime=runtime_bytes(model, run, layout) if device_type == "cpu" else 0,
         weights=(weight + learner_bytes(run, layout)) * own,
@@ -73,13 +84,19 @@ def stage_memory(model: ModelCost, run: RunConfig, layout: Layout, device_type: 
     )
 
 
-def bytes_per_parameter(memory: MemoryOptions, optim: OptimOptions, device_type: str, adamw_share: float = 0.0) -> tuple[int, float]:
+def bytes_per_parameter(
+    memory: MemoryOptions, optim: OptimOptions, device_type: str, adamw_share: float = 0.0
+) -> tuple[int, float]:
     """Return the bytes of a weight, and of the optimizer's state, on the device.
     adamw_share: of the parameters that Muon leaves to AdamW: embedding, output and norms"""
-    weight, moment = (2 if dtype == "bf16" else 4 for dtype in (memory.weights, memory.optimizer_state))
+    weight, moment = (
+        2 if dtype == "bf16" else 4 for dtype in (memory.weights, memory.optimizer_state)
+    )
     moments: float = {"adamw": 2, "adafactor": 0}.get(optim.kind, 1)
     moments += adamw_share * (optim.kind == "muon")
-    state = moments * moment + (4 if weight == 2 else 0) + (4 if optim.ema_decay else 0)  # moments, master and averaged weights
+    state = (
+        moments * moment + (4 if weight == 2 else 0) + (4 if optim.ema_decay else 0)
+    )  # moments, master and averaged weights
     return weight, 0 if memory.offload == "optimizer" and device_type == "cuda" else state
 
 
@@ -95,7 +112,12 @@ def learner_bytes(run: RunConfig, layout: Layout) -> int:
 
 def groups_of(layout: Layout) -> int:
     """Return how many process groups a worker has besides that of all workers."""
-    return 2 * (layout.shard > 1) + (layout.tensor > 1) + 2 * (layout.pipeline > 1) + (layout.workers_per_replica > 1 < layout.replicate)
+    return (
+        2 * (layout.shard > 1)
+        + (layout.tensor > 1)
+        + 2 * (layout.pipeline > 1)
+        + (layout.workers_per_replica > 1 < layout.replicate)
+    )
 
 
 def stored_sums(run: RunConfig, layout: Layout) -> float:
@@ -106,8 +128,14 @@ def stored_sums(run: RunConfig, layout: Layout) -> float:
         return STORED_BYTES * max(0, math.ceil(math.log2(leaves)) - 1)
     depth = math.ceil(math.log2(-(-leaves // layout.shard)))
     if learners:  # sums of finished learners, and of a learner's micro-batches
-        depth = math.ceil(math.log2(leaves)) + math.ceil(math.log2(-(-run.batch.micro_batches // learners // layout.shard)))
-    return 0.0 if run.fsdp.reduce == "per_step" and layout.shard > 1 and not learners else STORED_SHARD_BYTES * depth
+        depth = math.ceil(math.log2(leaves)) + math.ceil(
+            math.log2(-(-run.batch.micro_batches // learners // layout.shard))
+        )
+    return (
+        0.0
+        if run.fsdp.reduce == "per_step" and layout.shard > 1 and not learners
+        else STORED_SHARD_BYTES * depth
+    )
 
 
 def gathered_bytes(run: RunConfig, layout: Layout, units: list[int], root: int) -> float:
@@ -116,12 +144,27 @@ def gathered_bytes(run: RunConfig, layout: Layout, units: list[int], root: int) 
         return 4 * min(sum(units) + root, (run.parallel.bucket_bytes or 25_000_000) / 4)
     kept = len(units) if not run.fsdp.reshard_after_forward else 1 + run.fsdp.prefetch_units
     if run.fsdp.reduce == "per_step" and layout.shard > 1:
-        depth = math.ceil(math.log2(-(-run.batch.micro_batches // (run.diloco.learners or layout.replicate) // layout.shard)))
+        depth = math.ceil(
+            math.log2(
+                -(
+                    -run.batch.micro_batches
+                    // (run.diloco.learners or layout.replicate)
+                    // layout.shard
+                )
+            )
+        )
         return 4 * (kept * max([*units, 1]) + root + max(1, depth) * (sum(units) + root))
     return 4 * ((kept + 3) * max([*units, 1]) + 2 * root)
 
 
-def activation_bytes(model: ModelCost, run: RunConfig, layout: Layout, device_type: str, blocks: tuple[Unit, ...], number: int) -> float:
+def activation_bytes(
+    model: ModelCost,
+    run: RunConfig,
+    layout: Layout,
+    device_type: str,
+    blocks: tuple[Unit, ...],
+    number: int,
+) -> float:
     """Return the bytes of the saved activations of all micro-batches in flight, and of their use."""
     mode, tensor, precision = run.memory.activation_checkpoint, layout.tensor, run.compute.precision
     assert mode in CHECKPOINT_MODES
@@ -133,10 +176,14 @@ def activation_bytes(model: ModelCost, run: RunConfig, layout: Layout, device_ty
     loss = model.output.saved[mode].bytes(tensor, precision) if is_last else 0
     if is_last:  # logits, scores and gradients of some rows; the narrow matrix
         rows = min(LOSS_ROWS[device_type], model.tokens)
-        loss += 3 * 4 * rows * vocabulary / max(1, model.dim) + (2 * vocabulary if precision == "bf16" else 0)
+        loss += 3 * 4 * rows * vocabulary / max(1, model.dim) + (
+            2 * vocabulary if precision == "bf16" else 0
+        )
     if number == 0:
         loss += 4 * vocabulary  # gradient of the embedding
-    on_cpu, copies = (ALLOCATED_RAGGED, TENSOR_COPIES_RAGGED) if model.ragged else (ALLOCATED, TENSOR_COPIES)
+    on_cpu, copies = (
+        (ALLOCATED_RAGGED, TENSOR_COPIES_RAGGED) if model.ragged else (ALLOCATED, TENSOR_COPIES)
+    )
     on_cpu += copies if tensor > 1 else 0
     factor = on_cpu if device_type == "cpu" else ALLOCATED_ON_GPU
     return factor * (saved * passes_in_flight(run, layout, number) + loss + largest)
@@ -146,6 +193,9 @@ def passes_in_flight(run: RunConfig, layout: Layout, stage: int) -> float:
     """Return the most micro-batches whose forward pass through the stage is done, and not their backward pass."""
     if layout.pipeline == 1:
         return 1.0
-    micro_batches, chunks = max(1, run.batch.micro_batches // layout.data_parallel_size), run.layout.pipeline_chunks
+    micro_batches, chunks = (
+        max(1, run.batch.micro_batches // layout.data_parallel_size),
+        run.layout.pipeline_chunks,
+    )
     schedule = pipeline_schedule(stage, layout.pipeline, micro_batches, chunks)
     return max(accumulate(1 if op.kind == "forward" else -1 for op in schedule)) / chunks

@@ -113,13 +113,19 @@ def llama_cost(config: LlamaConfig, batch: MicroBatch, precision: str) -> ModelC
     casts = Amount(3 * n * d + 4 * rotary, weights) if precision == "bf16" else Amount(0)
     normed = (2 * (he + ge) + config.n_heads + config.n_kv_heads, he) if config.qk_norm else (0, 0)
     narrow = Amount(2 * n * d, n * (2 * he + 2 * ge + 4 * f + normed[1]))
-    all_saved = Saved(Amount(n * (4 * d + 2), n * (config.n_heads + normed[0])), added(narrow, casts))
+    all_saved = Saved(
+        Amount(n * (4 * d + 2), n * (config.n_heads + normed[0])), added(narrow, casts)
+    )
     products = Amount(2 * n * d, n * (2 * he + 2 * ge + 2 * f))
     layer = Unit(
         "layer",
         (Amount(d), *matrices, *norms, Amount(d), *feed_forward),
         Amount(0, n * weights + 2 * n * length * he),
-        {"none": all_saved, "selective": Saved(Amount(n * d, n * config.n_heads), products), "full": Saved(Amount(n * d))},
+        {
+            "none": all_saved,
+            "selective": Saved(Amount(n * d, n * config.n_heads), products),
+            "full": Saved(Amount(n * d)),
+        },
         ((n * d,) * 2, (n * d,) * 2),
     )
     vocabulary = config.vocab_size * d
@@ -134,10 +140,23 @@ def llama_cost(config: LlamaConfig, batch: MicroBatch, precision: str) -> ModelC
     output = Unit("output", outputs, Amount(n * vocabulary), dict.fromkeys(CHECKPOINT_MODES, rest))
     heads = (config.n_heads, config.n_kv_heads, config.ffn_dim)
     name = f"Llama, {config.n_layers} layers of {d}"
-    return ModelCost(name, embedding, (layer,) * config.n_layers, output, n, d, n * d, config.tie_embeddings, heads, config.n_layers)
+    return ModelCost(
+        name,
+        embedding,
+        (layer,) * config.n_layers,
+        output,
+        n,
+        d,
+        n * d,
+        config.tie_embeddings,
+        heads,
+        config.n_layers,
+    )
 
 
-def translator_cost(model: ModelOptions, vocab_size: int, batch: MicroBatch, precision: str) -> ModelCost:
+def translator_cost(
+    model: ModelOptions, vocab_size: int, batch: MicroBatch, precision: str
+) -> ModelCost:
     """Return the cost of a translator over `batch`, with the attention of a CPU and with dropout."""
     d, f, h = model.dim, model.ffn_dim, model.n_heads
     source, target = batch.rows * batch.source, batch.rows * batch.target
@@ -161,14 +180,19 @@ def translator_cost(model: ModelOptions, vocab_size: int, batch: MicroBatch, pre
             "full": Saved(Amount(n * d)),
         }
         products_macs = n * sum(parameter.split for parameter in parameters)
-        return Unit(kind, tuple(parameters), Amount(0, products_macs + 2 * attended * d), modes, sums)
+        return Unit(
+            kind, tuple(parameters), Amount(0, products_macs + 2 * attended * d), modes, sums
+        )
 
     scores, cross_scores = h * target * batch.target, h * target * batch.source
     encoder = layer(
         "encoder",
         [*own, *norm, *feed_forward],
         source,
-        Saved(Amount(source * (4 * d + 4), source * (3 * d + h * batch.source)), Amount(source * 2 * d, source * (d + f))),
+        Saved(
+            Amount(source * (4 * d + 4), source * (3 * d + h * batch.source)),
+            Amount(source * 2 * d, source * (d + f)),
+        ),
         Saved(Amount(source * d), Amount(2 * source * d, source * (3 * d + f))),
         source * batch.source,
         ((source * d,) * 2, (source * d,) * 2),
@@ -179,22 +203,48 @@ def translator_cost(model: ModelOptions, vocab_size: int, batch: MicroBatch, pre
         target,
         Saved(
             Amount(target * (6 * d + 6), target * 4 * d + 2 * source * d + scores + cross_scores),
-            Amount(target * 3 * d + (source * d if precision == "bf16" else 0), target * (2 * d + f)),
+            Amount(
+                target * 3 * d + (source * d if precision == "bf16" else 0), target * (2 * d + f)
+            ),
         ),
         Saved(Amount(target * d), Amount(3 * target * d, target * (4 * d + f) + 2 * source * d)),
         target * (batch.target + batch.source),
         ((target * d,) * 3, (*(target * d,) * 3, source * d)),
     )
-    nothing = dict.fromkeys(CHECKPOINT_MODES, Saved(Amount(source * ((2 if precision == "bf16" else 3) * d + 2))))
+    nothing = dict.fromkeys(
+        CHECKPOINT_MODES, Saved(Amount(source * ((2 if precision == "bf16" else 3) * d + 2)))
+    )
     encoder_norm = Unit("encoder_norm", (Amount(d), Amount(d)), Amount(0), nothing)
     vocabulary = vocab_size * d
-    embedding = Unit("embedding", (Amount(vocabulary),), Amount(0), dict.fromkeys(CHECKPOINT_MODES, Saved(Amount(2 * (source + target)))))
+    embedding = Unit(
+        "embedding",
+        (Amount(vocabulary),),
+        Amount(0),
+        dict.fromkeys(CHECKPOINT_MODES, Saved(Amount(2 * (source + target)))),
+    )
     rest = Saved(Amount(target * (3 * d + 2) + vocabulary))
-    output = Unit("output", (Amount(d), Amount(d)), Amount(target * vocabulary), dict.fromkeys(CHECKPOINT_MODES, rest))
+    output = Unit(
+        "output",
+        (Amount(d), Amount(d)),
+        Amount(target * vocabulary),
+        dict.fromkeys(CHECKPOINT_MODES, rest),
+    )
     blocks = (*(encoder,) * model.encoder_layers, encoder_norm, *(decoder,) * model.decoder_layers)
     layers = model.encoder_layers + model.decoder_layers
     name = f"translator, {model.encoder_layers} + {model.decoder_layers} layers of {d}"
-    return ModelCost(name, embedding, blocks, output, target, d, (source + target) * d, True, (h, f), layers, ragged=True)
+    return ModelCost(
+        name,
+        embedding,
+        blocks,
+        output,
+        target,
+        d,
+        (source + target) * d,
+        True,
+        (h, f),
+        layers,
+        ragged=True,
+    )
 
 
 def added(a: Amount, b: Amount) -> Amount:

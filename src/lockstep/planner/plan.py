@@ -56,7 +56,9 @@ def make_plan(model: ModelCost, run: RunConfig, cluster: Cluster, timing: Timing
         layout, why = plan.refused[0]
         hint = "memory.activation_checkpoint=full, fewer batch.tokens, more devices, or a smaller model"
         raise UsageError(
-            f"no layout of {cluster.devices} devices works; the nearest is {layout}: {why}", "--devices, [batch], [model]", hint
+            f"no layout of {cluster.devices} devices works; the nearest is {layout}: {why}",
+            "--devices, [batch], [model]",
+            hint,
         )
     return plan
 
@@ -76,7 +78,9 @@ def problem_with(run: RunConfig, layout: Layout, limits: LayoutLimits) -> str:
         return "parallel.reduce=fast is for replicas of one worker"
     if run.diloco.learners and layout.tensor * layout.pipeline > 1:
         return "diloco.learners is for whole replicas and shards"
-    if run.diloco.learners and layout.shard > max(1, each := run.batch.micro_batches // run.diloco.learners):
+    if run.diloco.learners and layout.shard > max(
+        1, each := run.batch.micro_batches // run.diloco.learners
+    ):
         return f"{layout.shard} shards share {each} micro-batches of a learner's step"
     if 0 < run.diloco.learners < layout.replicate:
         return f"{run.diloco.learners} learners keep {run.diloco.learners} of {layout.replicate} replicas busy"
@@ -86,12 +90,20 @@ def problem_with(run: RunConfig, layout: Layout, limits: LayoutLimits) -> str:
 
 def describe(step: StepCost) -> str:
     """Return what the step mostly waits for."""
-    waits = {"waiting for data from other ranks": step.exposed_s, "idle stages of the pipeline": step.bubble_s, "the update": step.update_s}
+    waits = {
+        "waiting for data from other ranks": step.exposed_s,
+        "idle stages of the pipeline": step.bubble_s,
+        "the update": step.update_s,
+    }
     what, seconds = max(waits.items(), key=lambda item: item[1])
-    return f"{seconds / step.seconds:.0%} {what}" if seconds > 0.02 * step.seconds else "computation"
+    return (
+        f"{seconds / step.seconds:.0%} {what}" if seconds > 0.02 * step.seconds else "computation"
+    )
 
 
-def advice(model: ModelCost, run: RunConfig, cluster: Cluster, timing: Timing, best: PlannedLayout) -> dict[str, tuple[object, str]]:
+def advice(
+    model: ModelCost, run: RunConfig, cluster: Cluster, timing: Timing, best: PlannedLayout
+) -> dict[str, tuple[object, str]]:
     """Return {key: (value, the reason with its number)} for the best layout."""
     layout, given = best.layout, best.step
 
@@ -100,7 +112,10 @@ def advice(model: ModelCost, run: RunConfig, cluster: Cluster, timing: Timing, b
 
     found: dict[str, tuple[object, str]] = {}
     if layout.workers_per_replica == 1 < layout.replicate:
-        by_size = {size: seconds(replace(run, parallel=replace(run.parallel, bucket_bytes=size))) for size in BUCKET_BYTES}
+        by_size = {
+            size: seconds(replace(run, parallel=replace(run.parallel, bucket_bytes=size)))
+            for size in BUCKET_BYTES
+        }
         size = min(by_size, key=lambda size: (round(by_size[size], 4), -size))
         found["parallel.bucket_bytes"] = (
             size,
@@ -109,30 +124,47 @@ def advice(model: ModelCost, run: RunConfig, cluster: Cluster, timing: Timing, b
     found["batch.micro_batches"] = micro_batches(run, layout, given)
     by_mode = {mode: best_with(model, run, cluster, timing, mode) for mode in CHECKPOINT_MODES}
     mode = min(by_mode, key=lambda mode: by_mode[mode][0])
-    found["memory.activation_checkpoint"] = mode, "; ".join(f"{name}: {text}" for name, (_, text) in by_mode.items())
+    found["memory.activation_checkpoint"] = (
+        mode,
+        "; ".join(f"{name}: {text}" for name, (_, text) in by_mode.items()),
+    )
     if layout.data_parallel_size > 1:
-        by_wire = {name: seconds(replace(run, parallel=replace(run.parallel, wire=name))) for name in WIRES}
+        by_wire = {
+            name: seconds(replace(run, parallel=replace(run.parallel, wire=name))) for name in WIRES
+        }
         computed_s = given.compute_s + given.bubble_s + given.update_s
         enough_s = max(computed_s / (1 - HIDDEN), 1.02 * by_wire["int8"])
         wire = next(name for name in WIRES if by_wire[name] <= enough_s)
-        found["parallel.wire"] = wire, ", ".join(f"{name} {format_duration(value)}" for name, value in by_wire.items()) + " a step"
+        found["parallel.wire"] = (
+            wire,
+            ", ".join(f"{name} {format_duration(value)}" for name, value in by_wire.items())
+            + " a step",
+        )
     if layout.workers_per_replica == 1 < layout.replicate:
         plain = step_cost(model, replace(run, diloco=DilocoOptions()), layout, cluster, timing)
         computed_s = plain.seconds - plain.exposed_s
         every = max(1, -int(-plain.exposed_s // (HIDDEN / (1 - HIDDEN) * computed_s)))
         share = plain.exposed_s / every / (computed_s + plain.exposed_s / every)
-        found["diloco.every"] = every, f"communication {share:.1%} of the time, {plain.exposed_s / plain.seconds:.0%} without"
+        found["diloco.every"] = (
+            every,
+            f"communication {share:.1%} of the time, {plain.exposed_s / plain.seconds:.0%} without",
+        )
     return found
 
 
-def best_with(model: ModelCost, run: RunConfig, cluster: Cluster, timing: Timing, mode: Mode) -> tuple[float, str]:
+def best_with(
+    model: ModelCost, run: RunConfig, cluster: Cluster, timing: Timing, mode: Mode
+) -> tuple[float, str]:
     """Return the seconds of a step with this activation checkpointing in its best layout, and a text."""
     changed = replace(run, memory=replace(run.memory, activation_checkpoint=mode))
     try:
         best = make_plan(model, changed, cluster, timing).fitting[0]
     except UsageError:
         return float("inf"), "no layout fits"
-    return best.step.seconds, f"{format_duration(best.step.seconds)} and {format_bytes(best.memory.total)} with {best.layout}"
+    return (
+        best.step.seconds,
+        f"{format_duration(best.step.seconds)} and {format_bytes(best.memory.total)} with {best.layout}",
+    )
 
 
 def micro_batches(run: RunConfig, layout: Layout, step: StepCost) -> tuple[int, str]:

@@ -21,7 +21,11 @@ from lockstep.planner.devices import Cluster
 from lockstep.planner.exchange_cost import all_to_all_seconds, halving_seconds, tree_all_reduce_cost
 from lockstep.planner.model_cost import ModelCost, Unit
 
-WIRES: dict[Wire, float] = {"fp32": 1.0, "bf16": 0.5, "int8": 0.26}  # bytes of a gradient on its way, as a share of float32's
+WIRES: dict[Wire, float] = {
+    "fp32": 1.0,
+    "bf16": 0.5,
+    "int8": 0.26,
+}  # bytes of a gradient on its way, as a share of float32's
 UNITS_IN_FLIGHT = 2  # as in parallel/sharded_replica.py
 COPY_S = {"cuda": 4e-12, "cpu": 6e-9}  # default of Timing.copy_s: assumed
 MESSAGE_S = {"cuda": 0.0, "cpu": 0.5e-9}  # default of Timing.message_s: assumed
@@ -56,14 +60,28 @@ class Timing:
         if (unit.kind, tensor) in self.passes:
             return self.passes[unit.kind, tensor]
         forward_s, backward_s = self.passes[unit.kind, 1]
-        return (forward_s / tensor, backward_s / tensor) if unit.macs.split else (forward_s, backward_s)
+        return (
+            (forward_s / tensor, backward_s / tensor)
+            if unit.macs.split
+            else (forward_s, backward_s)
+        )
 
 
 def timing_from_flops(model: ModelCost, flops: float, device_type: str, source: str) -> Timing:
     """Return the seconds at `flops` FLOP/s; a backward pass takes two forward passes."""
-    seconds = {(unit.kind, 1): 2 * unit.macs.on(1) / flops for unit in (model.embedding, *model.blocks, model.output)}
+    seconds = {
+        (unit.kind, 1): 2 * unit.macs.on(1) / flops
+        for unit in (model.embedding, *model.blocks, model.output)
+    }
     passes = {key: (forward_s, 2 * forward_s) for key, forward_s in seconds.items()}
-    return Timing(passes, 100 / flops, COPY_S[device_type], MESSAGE_S[device_type], EXCHANGE_S[device_type], source)
+    return Timing(
+        passes,
+        100 / flops,
+        COPY_S[device_type],
+        MESSAGE_S[device_type],
+        EXCHANGE_S[device_type],
+        source,
+    )
 
 
 def mean_timing(timings: Sequence[Timing]) -> Timing:
@@ -72,8 +90,14 @@ def mean_timing(timings: Sequence[Timing]) -> Timing:
     def mean(values: Iterable[float]) -> float:
         return sum(values) / len(timings)
 
-    passes = {key: (mean(t.passes[key][0] for t in timings), mean(t.passes[key][1] for t in timings)) for key in timings[0].passes}
-    means = {name: mean(getattr(t, name) for t in timings) for name in ("update_s", "copy_s", "message_s", "exchange_s", "accumulate_s")}
+    passes = {
+        key: (mean(t.passes[key][0] for t in timings), mean(t.passes[key][1] for t in timings))
+        for key in timings[0].passes
+    }
+    means = {
+        name: mean(getattr(t, name) for t in timings)
+        for name in ("update_s", "copy_s", "message_s", "exchange_s", "accumulate_s")
+    }
     return Timing(passes, source=timings[0].source, **means)
 
 
@@ -130,7 +154,11 @@ class Timeline:
 
 
 def play_pass(
-    timeline: Timeline, parts: Sequence[Part], root: Part, run: RunConfig, buckets: Mapping[int, Sequence[float]] | None
+    timeline: Timeline,
+    parts: Sequence[Part],
+    root: Part,
+    run: RunConfig,
+    buckets: Mapping[int, Sequence[float]] | None,
 ) -> float:
     """Play a forward and a backward pass; return when the forward pass was done.
 
@@ -146,7 +174,9 @@ def play_pass(
                 if j not in ready:
                     ready[j] = timeline.send(parts[j].gather_s if gathers else 0)
             exchange_s = timeline.exchange_s if gathers and parts[i].gather_s else 0
-            timeline.compute((parts[i].backward_s if backward else parts[i].forward_s) + exchange_s, ready[i])
+            timeline.compute(
+                (parts[i].backward_s if backward else parts[i].forward_s) + exchange_s, ready[i]
+            )
             if backward:
                 finish(i, parts[i])
 
@@ -169,71 +199,130 @@ def play_pass(
     return forward_end_s
 
 
-def step_cost(model: ModelCost, run: RunConfig, layout: Layout, cluster: Cluster, timing: Timing) -> StepCost:
+def step_cost(
+    model: ModelCost, run: RunConfig, layout: Layout, cluster: Cluster, timing: Timing
+) -> StepCost:
     """Return the cost of a step; with DiLoCo of an inner step, with its share of the outer one."""
     if run.diloco.learners:
         return learners_cost(model, run, layout, cluster, timing)
     wire = WIRES[run.parallel.wire]
     shards, leaves = layout.shard, -(-run.batch.micro_batches // layout.replicate)
     passes, once = -(-leaves // shards), run.fsdp.reduce == "per_step"
-    stages = [Stage(model, run, layout, cluster, timing, wire, number) for number in range(layout.pipeline)]
+    stages = [
+        Stage(model, run, layout, cluster, timing, wire, number)
+        for number in range(layout.pipeline)
+    ]
     compute_s = max(stage.compute_s for stage in stages) * passes
     sent = max(stage.sent_bytes(passes, once) for stage in stages)
-    update_s = max(stage.elements for stage in stages) / shards * timing.update_s + 4 * cluster.other_host.latency_s
+    update_s = (
+        max(stage.elements for stage in stages) / shards * timing.update_s
+        + 4 * cluster.other_host.latency_s
+    )
     if layout.pipeline == 1:
         (stage,) = stages
         timeline = Timeline(stage.load, timing.exchange_s)
         for number in range(passes):
-            play_pass(timeline, stage.parts, stage.root, run, stage.last_sends() if number == passes - 1 else stage.sends(once))
-        return StepCost(compute_s, max(timeline.now_s, timeline.port_s) - compute_s, 0.0, update_s, sent)
+            play_pass(
+                timeline,
+                stage.parts,
+                stage.root,
+                run,
+                stage.last_sends() if number == passes - 1 else stage.sends(once),
+            )
+        return StepCost(
+            compute_s, max(timeline.now_s, timeline.port_s) - compute_s, 0.0, update_s, sent
+        )
     chunks, width = run.layout.pipeline_chunks, shards * layout.tensor
     edge = cluster.link(0, width, min(width, cluster.per_host))
     times = [stage.pass_seconds(run, once) for stage in stages]
-    ends = play_pipeline([(f / chunks, b / chunks) for f, b, _ in times], passes, chunks, 4 * model.passed, edge)
+    ends = play_pipeline(
+        [(f / chunks, b / chunks) for f, b, _ in times], passes, chunks, 4 * model.passed, edge
+    )
     total_s = max(end + last_s for end, (_, _, last_s) in zip(ends, times, strict=True))
     if model.tied:
-        total_s += halving_seconds((0, (layout.pipeline - 1) * width), 4 * model.embedding.elements(1) / shards, cluster)
+        total_s += halving_seconds(
+            (0, (layout.pipeline - 1) * width), 4 * model.embedding.elements(1) / shards, cluster
+        )
     computing = [(stage.compute_s / 3 / chunks, stage.compute_s / 1.5 / chunks) for stage in stages]
     bubble_s = max(play_pipeline(computing, passes, chunks, 0, Link(0.0, 1.0))) - compute_s
     return StepCost(compute_s, max(0.0, total_s - compute_s - bubble_s), bubble_s, update_s, sent)
 
 
-def learners_cost(model: ModelCost, run: RunConfig, layout: Layout, cluster: Cluster, timing: Timing) -> StepCost:
+def learners_cost(
+    model: ModelCost, run: RunConfig, layout: Layout, cluster: Cluster, timing: Timing
+) -> StepCost:
     """Return the cost of a step of a replica's learners: each as a run of one replica, and an H-th of the exchange."""
     learners, every, batch = run.diloco.learners, run.diloco.every, run.batch
-    inner = replace(run, diloco=DilocoOptions(), batch=replace(batch, micro_batches=batch.micro_batches // learners))
+    inner = replace(
+        run,
+        diloco=DilocoOptions(),
+        batch=replace(batch, micro_batches=batch.micro_batches // learners),
+    )
     inner = replace(inner, parallel=replace(run.parallel, wire="fp32"))
-    step, each = step_cost(model, inner, replace(layout, replicate=1), cluster, timing), -(-learners // layout.replicate)
+    step, each = (
+        step_cost(model, inner, replace(layout, replicate=1), cluster, timing),
+        -(-learners // layout.replicate),
+    )
     outer = replace(run, batch=replace(batch, micro_batches=learners))
     stage = Stage(model, outer, layout, cluster, timing, WIRES[run.parallel.wire], 0)
     sent = stage.tree(4 * stage.elements / layout.shard)[1]
-    sends = [part.last_s for part in (*stage.parts, stage.root)] if layout.shard > 1 else chain(*stage.last_sends().values())
+    sends = (
+        [part.last_s for part in (*stage.parts, stage.root)]
+        if layout.shard > 1
+        else chain(*stage.last_sends().values())
+    )
     update_s = stage.elements / layout.shard * timing.update_s + 4 * cluster.other_host.latency_s
     update_s = each * step.update_s + update_s / every
     exposed_s = each * step.exposed_s + sum(sends) / every
-    return StepCost(each * step.compute_s, exposed_s, 0.0, update_s, each * step.sent_bytes + sent / every)
+    return StepCost(
+        each * step.compute_s, exposed_s, 0.0, update_s, each * step.sent_bytes + sent / every
+    )
 
 
 class Stage:
     """The units of a pipeline stage, or of the whole model, as one rank runs them."""
 
     def __init__(
-        self, model: ModelCost, run: RunConfig, layout: Layout, cluster: Cluster, timing: Timing, wire: float, number: int
+        self,
+        model: ModelCost,
+        run: RunConfig,
+        layout: Layout,
+        cluster: Cluster,
+        timing: Timing,
+        wire: float,
+        number: int,
     ) -> None:
-        self.run, self.layout, self.cluster, self.timing, self.wire = run, layout, cluster, timing, wire
+        self.run, self.layout, self.cluster, self.timing, self.wire = (
+            run,
+            layout,
+            cluster,
+            timing,
+            wire,
+        )
         self.units = units_of_stage(model, layout.pipeline, run.layout.pipeline_chunks, number)
         is_first, is_last = number == 0, number == layout.pipeline - 1
-        self.outer = [*([model.embedding] if is_first or (is_last and model.tied) else []), *([model.output] if is_last else [])]
+        self.outer = [
+            *([model.embedding] if is_first or (is_last and model.tied) else []),
+            *([model.output] if is_last else []),
+        ]
         rank = number * layout.shard * layout.tensor
-        self.ranks = {axis: tuple(layout.ranks_along(rank, axis)) for axis in ("replicate", "shard", "tensor")}
+        self.ranks = {
+            axis: tuple(layout.ranks_along(rank, axis)) for axis in ("replicate", "shard", "tensor")
+        }
         rate = cluster.link(0, layout.workers - 1).bytes_per_s
         self.load = min(1.0, timing.message_s * rate)
         self.passed_bytes = 4 * model.passed if layout.pipeline > 1 else 0
         self.parts = [self.part(unit) for unit in self.units]
         outer = [self.part(unit) for unit in self.outer]
         exchanged = self.exchanged(sum(unit.elements(layout.tensor) for unit in self.outer))
-        self.root = Part(sum(part.forward_s for part in outer), sum(part.backward_s for part in outer) + timing.accumulate_s, *exchanged)
-        self.compute_s = sum(sum(timing.of(unit, layout.tensor)) + self.recomputed_s(unit) for unit in self.units)
+        self.root = Part(
+            sum(part.forward_s for part in outer),
+            sum(part.backward_s for part in outer) + timing.accumulate_s,
+            *exchanged,
+        )
+        self.compute_s = sum(
+            sum(timing.of(unit, layout.tensor)) + self.recomputed_s(unit) for unit in self.units
+        )
         self.compute_s += self.root.forward_s + self.root.backward_s
 
     @property
@@ -250,7 +339,10 @@ class Stage:
             return 0.0, 0.0
         narrow = 2 if self.run.compute.precision == "bf16" else 4
         forward_s, backward_s = (
-            sum(halving_seconds(self.ranks["tensor"], size * elements, self.cluster) for elements in sums)
+            sum(
+                halving_seconds(self.ranks["tensor"], size * elements, self.cluster)
+                for elements in sums
+            )
             for size, sums in zip((narrow, 4), unit.sums, strict=True)
         )
         return forward_s, backward_s
@@ -259,7 +351,9 @@ class Stage:
         forward_s, backward_s = self.timing.of(unit, self.layout.tensor)
         sums = self.sums(unit)
         elements = unit.elements(self.layout.tensor)
-        copy_s = self.timing.copy_s * elements if self.layout.workers_per_replica > 1 else 0  # a third of it gathers for the forward pass
+        copy_s = (
+            self.timing.copy_s * elements if self.layout.workers_per_replica > 1 else 0
+        )  # a third of it gathers for the forward pass
         backward_s += sums[1] + self.recomputed_s(unit) + copy_s * 2 / 3
         return Part(forward_s + sums[0] + copy_s / 3, backward_s, *self.exchanged(elements))
 
@@ -268,13 +362,23 @@ class Stage:
         if self.layout.workers_per_replica == 1 or not elements:
             return 0.0, 0.0, 0.0
         row = 4 * elements / self.layout.shard
-        gather_s = all_to_all_seconds(self.ranks["shard"], row, self.cluster) if self.layout.shard > 1 else 0.0
-        reduce_s = all_to_all_seconds(self.ranks["shard"], row * self.wire, self.cluster) if self.layout.shard > 1 else 0.0
+        gather_s = (
+            all_to_all_seconds(self.ranks["shard"], row, self.cluster)
+            if self.layout.shard > 1
+            else 0.0
+        )
+        reduce_s = (
+            all_to_all_seconds(self.ranks["shard"], row * self.wire, self.cluster)
+            if self.layout.shard > 1
+            else 0.0
+        )
         return gather_s, reduce_s, self.tree(row)[0]
 
     def tree(self, nbytes: float) -> tuple[float, float]:
         leaves = max(self.run.batch.micro_batches, self.layout.replicate)
-        return tree_all_reduce_cost(self.ranks["replicate"], leaves, nbytes * self.wire, self.cluster)
+        return tree_all_reduce_cost(
+            self.ranks["replicate"], leaves, nbytes * self.wire, self.cluster
+        )
 
     def sends(self, once: bool) -> dict[int, list[float]] | None:
         """Return what is sent after each unit of a pass that is not the last one; None: each unit."""
@@ -283,21 +387,33 @@ class Stage:
     def last_sends(self) -> dict[int, list[float]]:
         """Return the seconds that are sent after each unit of the last backward pass."""
         if self.layout.workers_per_replica > 1:
-            return {i: [part.reduce_s + part.last_s] for i, part in enumerate((*self.parts, self.root))}
-        parameters = [(i, 4 * int(p.on(1))) for i, unit in self.in_model_order() for p in unit.parameters]
+            return {
+                i: [part.reduce_s + part.last_s] for i, part in enumerate((*self.parts, self.root))
+            }
+        parameters = [
+            (i, 4 * int(p.on(1))) for i, unit in self.in_model_order() for p in unit.parameters
+        ]
         size = self.run.parallel.bucket_bytes or DEFAULT_BUCKET_BYTES[self.cluster.device_type]
         sends: dict[int, list[float]] = {}
         # The root is complete last: its first parameter, the embedding, gets the last gradient.
         first = parameters[0][0]
-        for bucket in group_by_size([("fp32", nbytes) for _, nbytes in parameters], size, range(len(parameters))[::-1]):
+        for bucket in group_by_size(
+            [("fp32", nbytes) for _, nbytes in parameters], size, range(len(parameters))[::-1]
+        ):
             numbers = [parameters[j][0] for j in bucket]
-            ready = first if 0 in bucket else min((i for i in numbers if i < first), default=first - 1)
+            ready = (
+                first if 0 in bucket else min((i for i in numbers if i < first), default=first - 1)
+            )
             sends.setdefault(ready, []).append(self.tree(sum(parameters[j][1] for j in bucket))[0])
         return sends
 
     def in_model_order(self) -> list[tuple[int, Unit]]:
         root = len(self.units)
-        return [(root, self.outer[0]), *enumerate(self.units), *((root, unit) for unit in self.outer[1:])]
+        return [
+            (root, self.outer[0]),
+            *enumerate(self.units),
+            *((root, unit) for unit in self.outer[1:]),
+        ]
 
     def pass_seconds(self, run: RunConfig, once: bool) -> tuple[float, float, float]:
         """Return the seconds of a forward pass, of a backward pass, and what the last one waits for more."""
@@ -313,7 +429,11 @@ class Stage:
         reduces = (1 if once else passes) * rows * others * self.wire
         narrow = 2 if self.run.compute.precision == "bf16" else 4
         ring = 2 * (self.layout.tensor - 1) / self.layout.tensor
-        sums = passes * ring * sum(narrow * sum(unit.sums[0]) + 4 * sum(unit.sums[1]) for unit in self.units)
+        sums = (
+            passes
+            * ring
+            * sum(narrow * sum(unit.sums[0]) + 4 * sum(unit.sums[1]) for unit in self.units)
+        )
         return gathers + reduces + sums + self.tree(rows)[1] + 2 * passes * self.passed_bytes
 
 
@@ -330,7 +450,13 @@ def units_of_stage(model: ModelCost, stages: int, chunks: int, number: int) -> t
     return tuple(unit for chunk in own for layer in chunk for unit in layers[layer])
 
 
-def play_pipeline(passes_s: Sequence[tuple[float, float]], micro_batches: int, chunks: int, nbytes: float, link: Link) -> list[float]:
+def play_pipeline(
+    passes_s: Sequence[tuple[float, float]],
+    micro_batches: int,
+    chunks: int,
+    nbytes: float,
+    link: Link,
+) -> list[float]:
     """Play the schedule of all stages; return when each has done its last pass.
 
     passes_s  (forward, backward) of a chunk, by stage
@@ -349,9 +475,13 @@ def play_pipeline(passes_s: Sequence[tuple[float, float]], micro_batches: int, c
                 needs = edge > 0 if forward else edge < last_edge
                 if needs and awaited not in arrivals:
                     break
-                clocks[stage] = max(clocks[stage], arrivals.get(awaited, 0.0)) + passes_s[stage][not forward]
+                clocks[stage] = (
+                    max(clocks[stage], arrivals.get(awaited, 0.0)) + passes_s[stage][not forward]
+                )
                 if edge < last_edge if forward else edge > 0:
                     ports[stage] = max(ports[stage], clocks[stage]) + nbytes / link.bytes_per_s
-                    arrivals[kind, edge if forward else edge - 1, micro] = ports[stage] + link.latency_s
+                    arrivals[kind, edge if forward else edge - 1, micro] = (
+                        ports[stage] + link.latency_s
+                    )
                 numbers[stage] += 1
     return clocks

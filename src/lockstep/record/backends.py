@@ -64,12 +64,18 @@ def load_backend(name: str) -> Callable[..., Backend]:
     sys.path.insert(0, os.getcwd())
     try:
         backend: Callable[..., Backend] = getattr(importlib.import_module(module), attribute)
-        if missing := [method for method in ("add", "flush", "close") if not callable(getattr(backend, method, None))]:
+        if missing := [
+            method
+            for method in ("add", "flush", "close")
+            if not callable(getattr(backend, method, None))
+        ]:
             raise AttributeError(f"no method {', '.join(missing)}")
         return backend
     except (ImportError, AttributeError, ValueError) as error:
         hint = "write MODULE:CLASS of an importable module; docs/loop.md lists the four methods"
-        raise ConfigError(f"the metric backend {name!r} cannot be loaded: {error}", "track.backend", hint) from error
+        raise ConfigError(
+            f"the metric backend {name!r} cannot be loaded: {error}", "track.backend", hint
+        ) from error
     finally:
         sys.path.remove(os.getcwd())
 
@@ -80,7 +86,9 @@ def import_optional(name: str, asked_by: str, package: str) -> ModuleType:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         hint = 'pip install "lockstep-train[track]"'
-        raise ConfigError(f"{package} is not installed ({error})", f"enabled by {asked_by}", hint) from error
+        raise ConfigError(
+            f"{package} is not installed ({error})", f"enabled by {asked_by}", hint
+        ) from error
 
 
 class TensorBoard:
@@ -91,25 +99,42 @@ class TensorBoard:
     note       stores a value for the next start
     """
 
-    def __init__(self, folder: Path, cursor: Cursor, *, from_step: int | None, note: Callable[[str, Any], None]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        cursor: Cursor,
+        *,
+        from_step: int | None,
+        note: Callable[[str, Any], None],
+    ) -> None:
         writers = import_optional("torch.utils.tensorboard", "track.tensorboard", "tensorboard")
-        self.protocol = import_optional("tensorboard.compat.proto.summary_pb2", "track.tensorboard", "tensorboard")
+        self.protocol = import_optional(
+            "tensorboard.compat.proto.summary_pb2", "track.tensorboard", "tensorboard"
+        )
         last = cursor.step if from_step is None else min(cursor.step, from_step)
         self.noted = replace(cursor, step=last)
         # Stored before points are purged: after a kill here the next start sends them again.
         note("tensorboard", asdict(self.noted))
         rename_older_event_files(folder / "tensorboard", int(time.time()))
-        self.writer = writers.SummaryWriter(str(folder / "tensorboard"), purge_step=last + 1, flush_secs=10)
+        self.writer = writers.SummaryWriter(
+            str(folder / "tensorboard"), purge_step=last + 1, flush_secs=10
+        )
         # There are few evaluations: the tracker sends all, and `add` skips the old ones.
         self.cursor = Cursor(step=last)
 
     def add(self, axis: Axis, step: int, values: Mapping[str, float], now: Cursor) -> None:
         """Add the values of a step, or the evaluation of its checkpoint. now: the cursor after them."""
-        if axis == "validation" and step <= self.noted.step and now.evaluations_bytes <= self.noted.evaluations_bytes:
+        if (
+            axis == "validation"
+            and step <= self.noted.step
+            and now.evaluations_bytes <= self.noted.evaluations_bytes
+        ):
             return
         # One event with all tags: add_scalar writes one per tag, which takes ten times as long.
         summary = self.protocol.Summary
-        points = [summary.Value(tag=f"{axis}/{key}", simple_value=value) for key, value in values.items()]
+        points = [
+            summary.Value(tag=f"{axis}/{key}", simple_value=value) for key, value in values.items()
+        ]
         self.writer.file_writer.add_summary(summary(value=points), step)
 
     def flush(self) -> None:
@@ -125,7 +150,11 @@ def rename_older_event_files(folder: Path, now_s: int) -> None:
     files = sorted(folder.glob("events.out.tfevents.*"))
     if files and int(files[-1].name.split(".")[3]) >= now_s:
         for number, path in enumerate(files):
-            path.rename(path.with_name(".".join(["events.out.tfevents", f"{number:010d}", *path.name.split(".")[4:]])))
+            path.rename(
+                path.with_name(
+                    ".".join(["events.out.tfevents", f"{number:010d}", *path.name.split(".")[4:]])
+                )
+            )
 
 
 class WeightsAndBiases:
@@ -137,30 +166,64 @@ class WeightsAndBiases:
     (60 s) bound the waits for an unreachable server; between them wandb keeps the rows.
     """
 
-    def __init__(self, folder: Path, cursor: Cursor, *, mode: str, project: str, run: Mapping[str, Any], run_id: str) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        cursor: Cursor,
+        *,
+        mode: str,
+        project: str,
+        run: Mapping[str, Any],
+        run_id: str,
+    ) -> None:
         wandb = import_optional("wandb", f'track.wandb="{mode}"', "wandb")
         last = last_offline_row(folder, run_id) if mode == "offline" else None
         limits = {"init_timeout": 30, "finish_timeout": 60}
-        limits = {name: limit for name, limit in limits.items() if f"WANDB_{name.upper()}" not in os.environ}
+        limits = {
+            name: limit
+            for name, limit in limits.items()
+            if f"WANDB_{name.upper()}" not in os.environ
+        }
         settings = wandb.Settings(console="off", silent=True, save_code=False, **limits)
-        start = {"project": project, "id": run_id, "resume": "allow", "mode": mode, "name": folder.resolve().name}
+        start = {
+            "project": project,
+            "id": run_id,
+            "resume": "allow",
+            "mode": mode,
+            "name": folder.resolve().name,
+        }
         try:
-            self.run = wandb.init(**start, dir=str(folder), config=without_secrets(run), settings=settings)
+            self.run = wandb.init(
+                **start, dir=str(folder), config=without_secrets(run), settings=settings
+            )
         except wandb.errors.UsageError as error:
             hint = 'run "wandb login" on this machine, or set track.wandb="offline"'
-            raise ConfigError(f"Weights & Biases cannot be used: {error}", f'track.wandb="{mode}"', hint) from error
+            raise ConfigError(
+                f"Weights & Biases cannot be used: {error}", f'track.wandb="{mode}"', hint
+            ) from error
         if mode == "online":
-            last = {key: self.run.summary.get(key) for key in ("lockstep/step", "lockstep/evaluations")}
+            last = {
+                key: self.run.summary.get(key) for key in ("lockstep/step", "lockstep/evaluations")
+            }
         self.cursor = cursor
         if last is not None:  # the last row that arrived; {} when there is none
-            sent = [int(last.get(key) or 0) for key in ("lockstep/step", "lockstep/evaluations", "_step")]
-            self.cursor = Cursor(step=sent[0], evaluations_bytes=sent[1], rows=max(sent[2], self.run.step))
+            sent = [
+                int(last.get(key) or 0)
+                for key in ("lockstep/step", "lockstep/evaluations", "_step")
+            ]
+            self.cursor = Cursor(
+                step=sent[0], evaluations_bytes=sent[1], rows=max(sent[2], self.run.step)
+            )
         for axis in ("train", "validation"):
             self.run.define_metric(f"{axis}/step")
             self.run.define_metric(f"{axis}/*", step_metric=f"{axis}/step")
         for key in ("lockstep/step", "lockstep/evaluations"):
             self.run.define_metric(key, hidden=True)
-        where = self.run.url if mode == "online" else f"offline under {folder / 'wandb'}; upload with wandb sync"
+        where = (
+            self.run.url
+            if mode == "online"
+            else f"offline under {folder / 'wandb'}; upload with wandb sync"
+        )
         log.info("Weights & Biases: run %s, %s", run_id, where)
 
     def add(self, axis: Axis, step: int, values: Mapping[str, float], now: Cursor) -> None:
@@ -178,7 +241,9 @@ class WeightsAndBiases:
 def last_offline_row(folder: Path, run_id: str) -> dict[str, Any] | None:
     """Return the last row in this run's local files; {} when there is none, None without files."""
     paths = folder.glob(f"wandb/*run-*-{run_id}*/run-{run_id}.wandb")
-    files = sorted(paths, key=lambda path: path.parent.name.split("run-", 1)[1])  # the name starts with the time of the start
+    files = sorted(
+        paths, key=lambda path: path.parent.name.split("run-", 1)[1]
+    )  # the name starts with the time of the start
     protocol = import_optional("wandb.proto.wandb_internal_pb2", "track.wandb", "wandb")
     for path in reversed(files):
         for tail_bytes in (2**20, path.stat().st_size):
@@ -187,7 +252,10 @@ def last_offline_row(folder: Path, run_id: str) -> dict[str, Any] | None:
                 message = protocol.Record.FromString(record)
                 if message.WhichOneof("record_type") == "history":
                     items = message.history.item
-                    last = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}
+                    last = {
+                        item.key or "/".join(item.nested_key): json.loads(item.value_json)
+                        for item in items
+                    }
             if last:
                 return last
     return {} if files else None
@@ -225,7 +293,9 @@ def wandb_records(path: Path, tail_bytes: int) -> Iterator[bytes]:
         at += length
 
 
-SECRET = re.compile(r"(?i)password|passwd|secret|credential|(api|access|private)_?key|(^|_)auth(orization)?$|(^|_)token$")
+SECRET = re.compile(
+    r"(?i)password|passwd|secret|credential|(api|access|private)_?key|(^|_)auth(orization)?$|(^|_)token$"
+)
 
 
 def without_secrets(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -28,7 +28,9 @@ def iter_events(run: Path) -> Iterator[dict[str, Any]]:
     """Yield the events in file order; skip torn or damaged lines."""
     if (path := run / "events.jsonl").exists():
         with open(path, "rb", opener=open_regular) as file:
-            yield from (event for event in map(decode_line, file) if event is not None and is_event(event))
+            yield from (
+                event for event in map(decode_line, file) if event is not None and is_event(event)
+            )
 
 
 def read_events(run: Path) -> list[dict[str, Any]]:

@@ -47,8 +47,15 @@ class Curve:
     def __init__(self) -> None:
         self.width = 1  # steps of a bin
         self.bins: dict[int, list[float]] = {}  # by step // width: sum, count, lowest, highest
-        self.last, self.lowest, self.highest = (0, math.nan), (0, math.inf), (0, -math.inf)  # (step, value)
-        self.not_finite: tuple[int, int] = (0, 0)  # (first step, count) of NaN, infinities and what is beyond LARGEST
+        self.last, self.lowest, self.highest = (
+            (0, math.nan),
+            (0, math.inf),
+            (0, -math.inf),
+        )  # (step, value)
+        self.not_finite: tuple[int, int] = (
+            0,
+            0,
+        )  # (first step, count) of NaN, infinities and what is beyond LARGEST
 
     def add(self, step: int, value: float) -> None:
         self.last = (step, value)
@@ -72,7 +79,12 @@ class Curve:
         for number, cell in bins.items():
             other = self.bins.setdefault(number // 2, cell)
             if other is not cell:
-                other[:] = [other[0] + cell[0], other[1] + cell[1], min(other[2], cell[2]), max(other[3], cell[3])]
+                other[:] = [
+                    other[0] + cell[0],
+                    other[1] + cell[1],
+                    min(other[2], cell[2]),
+                    max(other[3], cell[3]),
+                ]
 
     @property
     def total(self) -> float:
@@ -81,4 +93,7 @@ class Curve:
     def points(self) -> list[tuple[float, float, float, float]]:
         """Return (step, mean, lowest, highest) of each bin; the step is the middle of the bin."""
         half = (self.width - 1) / 2
-        return [(number * self.width + half, cell[0] / cell[1], cell[2], cell[3]) for number, cell in sorted(self.bins.items())]
+        return [
+            (number * self.width + half, cell[0] / cell[1], cell[2], cell[3])
+            for number, cell in sorted(self.bins.items())
+        ]

@@ -27,7 +27,11 @@ Category = Literal[
 ]
 CATEGORIES: tuple[Category, ...] = get_args(Category)
 MAX_SECONDS = 1e12  # 30,000 years: more is damage, and shares of it may overflow
-NAMES: dict[Category, str] = {"communication": "exposed communication", "data": "data wait", "lost": "lost work"}
+NAMES: dict[Category, str] = {
+    "communication": "exposed communication",
+    "data": "data wait",
+    "lost": "lost work",
+}
 
 
 class Ledger:
@@ -56,11 +60,16 @@ class Ledger:
         self._book(now_s)
         wall_s = math.fsum(self._sums_s.values())
         goodput = self._sums_s["training"] / wall_s if wall_s else 0.0
-        return {"goodput": goodput, "wall_s": wall_s} | {f"{category}_s": seconds for category, seconds in self._sums_s.items()}
+        return {"goodput": goodput, "wall_s": wall_s} | {
+            f"{category}_s": seconds for category, seconds in self._sums_s.items()
+        }
 
     def metrics(self, now_s: float) -> dict[str, float]:
         values = self.summary(now_s)
-        lost = {f"{category}_seconds_so_far": round(values[f"{category}_s"], 4) for category in ("lost", "regrouping", "saving", "down")}
+        lost = {
+            f"{category}_seconds_so_far": round(values[f"{category}_s"], 4)
+            for category in ("lost", "regrouping", "saving", "down")
+        }
         return {"goodput": round(values["goodput"], 4), **lost}
 
     def describe(self, now_s: float) -> str:
@@ -70,7 +79,11 @@ class Ledger:
         if not wall_s:
             return "goodput: no time has passed"
         shares = {category: values[f"{category}_s"] / wall_s for category in CATEGORIES}
-        parts = [f"{NAMES.get(name, name)} {share:.1%}" for name, share in shares.items() if share >= 0.0005 or name == "training"]
+        parts = [
+            f"{NAMES.get(name, name)} {share:.1%}"
+            for name, share in shares.items()
+            if share >= 0.0005 or name == "training"
+        ]
         return f"goodput {values['goodput']:.1%}: {', '.join(parts)}, of {format_duration(wall_s)}"
 
     def to_json(self, now_s: float, wall_clock_s: float) -> dict[str, Any]:
@@ -79,7 +92,13 @@ class Ledger:
         return {"wall_clock_s": wall_clock_s, "seconds": dict(self._sums_s)}
 
     @staticmethod
-    def from_json(value: Mapping[str, Any], now_s: float, category: Category = "starting", *, wall_clock_s: float | None = None) -> Ledger:
+    def from_json(
+        value: Mapping[str, Any],
+        now_s: float,
+        category: Category = "starting",
+        *,
+        wall_clock_s: float | None = None,
+    ) -> Ledger:
         """Return a ledger that continues from other sums. KeyError, TypeError, ValueError.
         wall_clock_s: now, for sums of an earlier start: the time since then counts as "down"; None
         for sums of a running process, maybe by another host's clock."""

@@ -54,7 +54,12 @@ def to_json_value(value: Any) -> Any:
 
 def encode_line(line: Mapping[str, Any]) -> bytes:
     """Encode one line. A name of a file that is not UTF-8 has lone surrogates: they become "?"."""
-    return json.dumps(to_json_value(line), ensure_ascii=False, allow_nan=False).encode(errors="replace") + b"\n"
+    return (
+        json.dumps(to_json_value(line), ensure_ascii=False, allow_nan=False).encode(
+            errors="replace"
+        )
+        + b"\n"
+    )
 
 
 def decode_line(line: bytes) -> dict[str, Any] | None:
@@ -65,7 +70,10 @@ def decode_line(line: bytes) -> dict[str, Any] | None:
         return None
     if not isinstance(value, dict):
         return None
-    return {key: NON_FINITE.get(item, item) if isinstance(item, str) else item for key, item in value.items()}
+    return {
+        key: NON_FINITE.get(item, item) if isinstance(item, str) else item
+        for key, item in value.items()
+    }
 
 
 def step_of(line: bytes) -> int | None:
@@ -100,7 +108,9 @@ def state_after(path: Path, step: int, known: Iterable[FileState] = ()) -> FileS
             if last == step:
                 break
             current = step_of(line)
-            if last is None and (current > step if current is not None else not line.endswith(b"\n")):
+            if last is None and (
+                current > step if current is not None else not line.endswith(b"\n")
+            ):
                 break
             if current is None or (last is not None and current != last + 1):
                 problem = "is torn" if current is None else f"is step {current}, after step {last}"
@@ -111,7 +121,11 @@ def state_after(path: Path, step: int, known: Iterable[FileState] = ()) -> FileS
         raise missing_steps_error(path, f"the last line is step {last}", step)
     if problem := checks.problem():
         what = f"the metrics up to step {step}, at which the run resumes, were changed: {problem}"
-        raise DataError(what, str(path), f"restore the file, or move {path.name} aside: the new file starts at step {step + 1}")
+        raise DataError(
+            what,
+            str(path),
+            f"restore the file, or move {path.name} aside: the new file starts at step {step + 1}",
+        )
     return FileState(step, offset, crc)
 
 
@@ -142,7 +156,9 @@ def find_damage(path: Path, known: Iterable[FileState], saved_step: int) -> list
     """Return which steps of a file are missing or were changed, up to the newest checkpoint."""
     known = [state for state in known if state.step <= saved_step]
     checks, problems, offset, crc = StateChecks(known), list[str](), 0, 0
-    last = next((state.step for state in known if not state.bytes), 0)  # an earlier part was moved aside
+    last = next(
+        (state.step for state in known if not state.bytes), 0
+    )  # an earlier part was moved aside
     for line in read_lines(path):
         offset, crc, step = offset + len(line), zlib.crc32(line, crc), step_of(line)
         if step is None:
@@ -157,7 +173,11 @@ def find_damage(path: Path, known: Iterable[FileState], saved_step: int) -> list
 
 
 def missing_steps(first: int, last: int) -> str:
-    return f"step {first:,} is missing" if first == last else f"steps {first:,} to {last:,} are missing"
+    return (
+        f"step {first:,} is missing"
+        if first == last
+        else f"steps {first:,} to {last:,} are missing"
+    )
 
 
 def missing_steps_error(path: Path, problem: str, step: int) -> DataError:
@@ -232,7 +252,9 @@ class MetricsFile:
         self.pending: deque[bytes] = deque()
         self.problem = ""
         try:
-            state = state_after(path, from_step, known) if path.exists() else FileState(from_step, 0, 0)
+            state = (
+                state_after(path, from_step, known) if path.exists() else FileState(from_step, 0, 0)
+            )
             self.earlier = {line["step"]: line.get("loss") for line in iter_steps(path, from_step)}
             self.size, self.crc = state.bytes, state.crc
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -240,7 +262,11 @@ class MetricsFile:
         except DataError:
             raise
         except OSError as error:
-            raise DataError(f"metrics cannot be written: {error.strerror}", str(path), "use a folder with write permission") from error
+            raise DataError(
+                f"metrics cannot be written: {error.strerror}",
+                str(path),
+                "use a folder with write permission",
+            ) from error
 
     def _open(self) -> int:
         """Open the file and truncate it to its known size."""
@@ -258,7 +284,11 @@ class MetricsFile:
     def log(self, step: int, values: Mapping[str, Any]) -> None:
         """Append the line of `step`, which must follow the last. Does not raise on a full disk."""
         if step != self.last_step + 1:
-            raise LockstepError(f"step {step} was logged after step {self.last_step}", str(self.path), "log every step once, in order")
+            raise LockstepError(
+                f"step {step} was logged after step {self.last_step}",
+                str(self.path),
+                "log every step once, in order",
+            )
         self._compare_with_earlier(step, to_json_value(values.get("loss")))
         self.pending.append(encode_line({"step": step, **values}))
         self._write_pending()
@@ -282,12 +312,18 @@ class MetricsFile:
             if self.descriptor is None:
                 self.descriptor = self._open()
             if (written := os.write(self.descriptor, data)) < len(data):
-                raise OSError(None, f"only {written} of {len(data)} bytes were written; the disk may be full")
+                raise OSError(
+                    None, f"only {written} of {len(data)} bytes were written; the disk may be full"
+                )
         except OSError as error:
             self._fail(error)
             return
         if self.problem:
-            log.warning("%s can be written again; %d lines were pending, none is missing", self.path, len(self.pending))
+            log.warning(
+                "%s can be written again; %d lines were pending, none is missing",
+                self.path,
+                len(self.pending),
+            )
         self.problem = ""
         self.pending.clear()
         self.size += len(data)
@@ -295,7 +331,11 @@ class MetricsFile:
 
     def _fail(self, error: OSError) -> None:
         if not self.problem:
-            log.warning("%s cannot be written (%s); training continues, its lines stay in memory", self.path, error.strerror)
+            log.warning(
+                "%s cannot be written (%s); training continues, its lines stay in memory",
+                self.path,
+                error.strerror,
+            )
         self.problem = str(error.strerror)
         if self.descriptor is None:
             return
@@ -324,12 +364,18 @@ class MetricsFile:
         """Yield the lines above `step`, including those pending in memory."""
         self._write_pending()
         yield from iter_steps(self.path, step)
-        yield from (line for line in map(decode_line, self.pending) if line is not None and line["step"] > step)
+        yield from (
+            line
+            for line in map(decode_line, self.pending)
+            if line is not None and line["step"] > step
+        )
 
     def close(self) -> None:
         self.sync()
         if self.pending:
-            log.error("%s: its last %d lines are lost (%s)", self.path, len(self.pending), self.problem)
+            log.error(
+                "%s: its last %d lines are lost (%s)", self.path, len(self.pending), self.problem
+            )
             self.pending.clear()
         if self.descriptor is not None:
             os.close(self.descriptor)

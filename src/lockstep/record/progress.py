@@ -25,7 +25,15 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
     stream     output; None: standard output
     """
 
-    def __init__(self, total: int, start: int, shows: Callable[[], bool], *, log_every: int = 20, stream: TextIO | None = None) -> None:
+    def __init__(
+        self,
+        total: int,
+        start: int,
+        shows: Callable[[], bool],
+        *,
+        log_every: int = 20,
+        stream: TextIO | None = None,
+    ) -> None:
         self.total, self.start, self.log_every = total, start, log_every
         self.stream = stream or sys.stdout
         self.shows, self.closed = shows, False
@@ -45,7 +53,11 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
         if self.bar is not None:
             self.bar.update(self.task, completed=step)
         before = step - steps
-        if step // self.log_every > before // self.log_every or before == self.start or step == self.total:
+        if (
+            step // self.log_every > before // self.log_every
+            or before == self.start
+            or step == self.total
+        ):
             self.print_line(format_step_line(step, values))
 
     def print_line(self, line: str) -> None:
@@ -62,7 +74,10 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
             if isinstance(error, BrokenPipeError):
                 # Otherwise Python's flush at exit changes the exit code (Python docs, SIGPIPE).
                 os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
-            log.warning("standard output was closed (%s); training continues without progress output", error.strerror)
+            log.warning(
+                "standard output was closed (%s); training continues without progress output",
+                error.strerror,
+            )
 
     def __exit__(self, *exception: object) -> None:
         if self.bar is not None:

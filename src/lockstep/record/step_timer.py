@@ -76,7 +76,9 @@ class StepTimer:
         mfu (if the peak is known). memory_bytes: peak of this rank since its start.
         """
         now = self.clock()
-        exact = {"tokens": tokens, "seconds": now - self.since} | {f"{name}_seconds": seconds for name, seconds in self.seconds.items()}
+        exact = {"tokens": tokens, "seconds": now - self.since} | {
+            f"{name}_seconds": seconds for name, seconds in self.seconds.items()
+        }
         self.since = now
         self.seconds = dict.fromkeys(CATEGORIES, 0.0)
         if not self.warm and self.window:
@@ -148,12 +150,16 @@ def format_step_line(step: int, values: Mapping[str, Any]) -> str:
     formats: dict[str, Callable[[Any], str]] = {
         "loss": lambda value: f"loss {value:.3f}",
         "norm": lambda value: f"norm {value:.2f}",
-        "tokens_per_second": lambda value: f"tok/s {format_count(round(value, 1) if value < 1000 else value)}",
+        "tokens_per_second": lambda value: (
+            f"tok/s {format_count(round(value, 1) if value < 1000 else value)}"
+        ),
         "mfu": lambda value: f"mfu {value:.0%}",
         "exposed_communication": lambda value: f"exposed comm {value:.0%}",
         "data_wait": lambda value: f"data wait {value:.0%}" if value >= 0.01 else "",
         "memory_bytes": lambda value: f"mem {format_bytes(value)}",
         "shares": lambda value: f"shares {format_shares(value)}" if value else "",
     }
-    fields = [f"step {step:,}"] + [text(values[key]) for key, text in formats.items() if key in values]
+    fields = [f"step {step:,}"] + [
+        text(values[key]) for key, text in formats.items() if key in values
+    ]
     return "  ".join(field for field in fields if field)

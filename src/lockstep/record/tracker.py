@@ -19,9 +19,24 @@ from types import TracebackType
 from typing import Any, Literal
 
 from lockstep.errors import ConfigError, DataError, LockstepError, UsageError
-from lockstep.files import add_checksum, open_regular, read_json, try_lock, verify_checksum, write_json
+from lockstep.files import (
+    add_checksum,
+    open_regular,
+    read_json,
+    try_lock,
+    verify_checksum,
+    write_json,
+)
 from lockstep.log import log
-from lockstep.record.backends import Axis, Backend, Cursor, TensorBoard, WeightsAndBiases, load_backend, without_secrets
+from lockstep.record.backends import (
+    Axis,
+    Backend,
+    Cursor,
+    TensorBoard,
+    WeightsAndBiases,
+    load_backend,
+    without_secrets,
+)
 from lockstep.record.events import append_event
 from lockstep.record.metrics import (
     MAX_STATES,
@@ -42,8 +57,16 @@ LOCK_TIMEOUT_S = 30.0  # for an evaluator that is forwarding its lines when trai
 
 
 def numeric_values(values: Mapping[str, Any]) -> dict[str, float]:
-    scalars = {key: to_json_value(value) if hasattr(value, "item") else value for key, value in values.items() if key != "step"}
-    return {key: value for key, value in scalars.items() if isinstance(value, (int, float)) and not isinstance(value, bool)}
+    scalars = {
+        key: to_json_value(value) if hasattr(value, "item") else value
+        for key, value in values.items()
+        if key != "step"
+    }
+    return {
+        key: value
+        for key, value in scalars.items()
+        if isinstance(value, (int, float)) and not isinstance(value, bool)
+    }
 
 
 def read_states(state: Mapping[str, Any]) -> list[FileState]:
@@ -67,7 +90,11 @@ def wait_for_lock(path: Path, timeout_s: float) -> int:
     deadline_s = time.monotonic() + timeout_s
     while (lock := try_lock(path)) is None:
         if time.monotonic() >= deadline_s:
-            raise UsageError("another process is recording this run", str(path.parent), "wait until it has exited, or use another folder")
+            raise UsageError(
+                "another process is recording this run",
+                str(path.parent),
+                "wait until it has exited, or use another folder",
+            )
         time.sleep(0.05)
     return lock
 
@@ -103,7 +130,9 @@ class Tracker(AbstractContextManager["Tracker"]):
         self.metrics: MetricsFile | None = None
         self.factories: dict[str, Callable[[Cursor], Backend]] = {}
         self.backends: dict[str, Backend] = {}
-        self.cursors: dict[str, Cursor] = {}  # what each open backend was sent; `state` has what it has flushed
+        self.cursors: dict[
+            str, Cursor
+        ] = {}  # what each open backend was sent; `state` has what it has flushed
         self.pending_evaluations: deque[dict[str, Any]] = deque()
         self.recent_steps: deque[tuple[int, dict[str, Any]]] = deque(maxlen=REMEMBERED_STEPS)
         self.warnings_logged: set[str] = set()
@@ -126,18 +155,29 @@ class Tracker(AbstractContextManager["Tracker"]):
             self.state = self._read_state()
             if from_step is not None:
                 known = [state for state in read_states(self.state) if state.step <= from_step]
-                self.metrics = MetricsFile(folder / "metrics.jsonl", from_step, known if verifies else ())
+                self.metrics = MetricsFile(
+                    folder / "metrics.jsonl", from_step, known if verifies else ()
+                )
                 self._store_states(known if self.metrics.size else [])
-            self.evaluated = {(line["step"], frozenset(line)) for line in iter_steps(self.evaluations)}
+            self.evaluated = {
+                (line["step"], frozenset(line)) for line in iter_steps(self.evaluations)
+            }
             if tensorboard:
-                self.factories["tensorboard"] = partial(TensorBoard, folder, from_step=from_step, note=self._store)
+                self.factories["tensorboard"] = partial(
+                    TensorBoard, folder, from_step=from_step, note=self._store
+                )
             if (wandb != "off" or own) and "wandb_id" not in self.state:  # created once
                 self._store("wandb_id", secrets.token_hex(8))
             if own:
                 public = {"run": without_secrets(self.run), "run_id": str(self.state["wandb_id"])}
                 self.factories[own] = partial(load_backend(own), folder, **public)
             if wandb != "off":
-                options: dict[str, Any] = {"mode": wandb, "project": project, "run": self.run, "run_id": str(self.state["wandb_id"])}
+                options: dict[str, Any] = {
+                    "mode": wandb,
+                    "project": project,
+                    "run": self.run,
+                    "run_id": str(self.state["wandb_id"]),
+                }
                 self.factories["wandb"] = partial(WeightsAndBiases, folder, **options)
             for name in self.factories:
                 self._open(name)
@@ -164,7 +204,9 @@ class Tracker(AbstractContextManager["Tracker"]):
                 written = number
                 self._record(number, values)
         if written < step - 1:
-            self._warn(f"the previous leader did not write steps {written + 1} to {step - 1}; they are missing in {path}")
+            self._warn(
+                f"the previous leader did not write steps {written + 1} to {step - 1}; they are missing in {path}"
+            )
             assert self.metrics is not None
             self.metrics.last_step = step - 1
         self.recent_steps.clear()
@@ -179,7 +221,9 @@ class Tracker(AbstractContextManager["Tracker"]):
 
     def _record(self, step: int, values: Mapping[str, Any]) -> None:
         if self.metrics is None:
-            raise LockstepError(f"step {step} was given to a read-only tracker", str(self.folder), "pass from_step")
+            raise LockstepError(
+                f"step {step} was given to a read-only tracker", str(self.folder), "pass from_step"
+            )
         self.metrics.log(step, values)
         for name in list(self.backends):
             self._send_step(name, step, values)
@@ -206,17 +250,23 @@ class Tracker(AbstractContextManager["Tracker"]):
                 append_json(self.evaluations, self.pending_evaluations[0])
                 self.pending_evaluations.popleft()
         except OSError as error:
-            self._warn(f"{self.evaluations} cannot be written ({error.strerror}); training continues, its lines stay in memory")
+            self._warn(
+                f"{self.evaluations} cannot be written ({error.strerror}); training continues, its lines stay in memory"
+            )
         try:
             size = self.evaluations.stat().st_size if self.evaluations.exists() else 0
             for name in list(self.backends):
                 if size < self.cursors[name].evaluations_bytes:
-                    self._warn(f"{self.evaluations} is shorter than what {name} was sent; sending it from the start")
+                    self._warn(
+                        f"{self.evaluations} is shorter than what {name} was sent; sending it from the start"
+                    )
                     self.cursors[name] = replace(self.cursors[name], evaluations_bytes=0)
                 if size > self.cursors[name].evaluations_bytes:
                     self._send_evaluations(name)
         except OSError as error:
-            self._warn(f"{self.evaluations} cannot be read ({error.strerror}); training continues, retrying later")
+            self._warn(
+                f"{self.evaluations} cannot be read ({error.strerror}); training continues, retrying later"
+            )
 
     def sync(self) -> None:
         """Flush to the disk and store the cursors. Call before committing a checkpoint."""
@@ -225,7 +275,9 @@ class Tracker(AbstractContextManager["Tracker"]):
         if self.metrics is not None:
             self.metrics.sync()
             self._store_states(read_states(self.state))
-        for name in self.factories.keys() - self.backends.keys() - {"wandb"}:  # its process cannot be restarted
+        for name in (
+            self.factories.keys() - self.backends.keys() - {"wandb"}
+        ):  # its process cannot be restarted
             self._open(name)
         self.forward_evaluations()
         for name, backend in list(self.backends.items()):
@@ -254,7 +306,12 @@ class Tracker(AbstractContextManager["Tracker"]):
         os.close(self.lock)
         self.lock = None
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close(failed=error is not None and not isinstance(error, SystemExit))
 
     def _open(self, name: str) -> None:
@@ -265,13 +322,19 @@ class Tracker(AbstractContextManager["Tracker"]):
         except ConfigError:
             raise
         except Exception as error:
-            self._warn(f"{name} cannot be opened ({error}); training continues, the next start sends what it lacks")
+            self._warn(
+                f"{name} cannot be opened ({error}); training continues, the next start sends what it lacks"
+            )
             return
         self.backends[name] = backend
         self.cursors[name] = cursor = getattr(backend, "cursor", noted)
         after = cursor.step
         try:
-            for line in self.metrics.after(after) if self.metrics else iter_steps(self.folder / "metrics.jsonl", after):
+            for line in (
+                self.metrics.after(after)
+                if self.metrics
+                else iter_steps(self.folder / "metrics.jsonl", after)
+            ):
                 self._send_step(name, line["step"], line)
         except OSError as error:
             self._drop(name, error)
@@ -281,7 +344,9 @@ class Tracker(AbstractContextManager["Tracker"]):
         if name in self.backends and step > self.cursors[name].step:
             self._send(name, replace(self.cursors[name], step=step), "train", step, values)
 
-    def _send(self, name: str, now: Cursor, axis: Axis, step: int, values: Mapping[str, Any]) -> None:
+    def _send(
+        self, name: str, now: Cursor, axis: Axis, step: int, values: Mapping[str, Any]
+    ) -> None:
         now = replace(now, rows=now.rows + 1)
         try:
             self.backends[name].add(axis, step, numeric_values(values), now)
@@ -297,18 +362,25 @@ class Tracker(AbstractContextManager["Tracker"]):
             for raw in file:
                 if name not in self.backends or not raw.endswith(b"\n"):
                     return
-                sent = replace(self.cursors[name], evaluations_bytes=self.cursors[name].evaluations_bytes + len(raw))
+                sent = replace(
+                    self.cursors[name],
+                    evaluations_bytes=self.cursors[name].evaluations_bytes + len(raw),
+                )
                 line = decode_line(raw) or {}
                 step = line.get("step")
                 if not isinstance(step, int):
-                    self._warn(f"{self.evaluations}: skipped a line that is torn or has no step: {raw[:80]!r}")
+                    self._warn(
+                        f"{self.evaluations}: skipped a line that is torn or has no step: {raw[:80]!r}"
+                    )
                 if not isinstance(step, int) or line.get("split", "validation") != "validation":
                     self.cursors[name] = sent  # test scores are not for model selection
                     continue
                 self._send(name, sent, "validation", step, line)
 
     def _drop(self, name: str, error: Exception) -> None:
-        self._warn(f"{name} failed ({type(error).__name__}: {error}); training continues, what it lacks is sent later")
+        self._warn(
+            f"{name} failed ({type(error).__name__}: {error}); training continues, what it lacks is sent later"
+        )
         backend = self.backends.pop(name)
         try:
             backend.close(failed=True)
@@ -346,7 +418,9 @@ class Tracker(AbstractContextManager["Tracker"]):
         try:
             write_json(self.folder / STATE, add_checksum(self.state))
         except OSError as error:
-            self._warn(f"{self.folder / STATE} cannot be written ({error.strerror}); training continues")
+            self._warn(
+                f"{self.folder / STATE} cannot be written ({error.strerror}); training continues"
+            )
 
 
 class BackgroundTracker(AbstractContextManager["BackgroundTracker"]):
@@ -381,7 +455,12 @@ class BackgroundTracker(AbstractContextManager["BackgroundTracker"]):
         if self._failure:
             raise self._failure
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._thread.shutdown()
         if error is None:
             self._raise()

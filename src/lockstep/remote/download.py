@@ -22,7 +22,11 @@ TRIES = 3  # of a blob with other bytes: a network may change them
 
 
 def download(
-    bucket: RunBucket, snapshot: Snapshot, folder: Path, wanted: Callable[[str], bool] = lambda path: True, earlier: Path | None = None
+    bucket: RunBucket,
+    snapshot: Snapshot,
+    folder: Path,
+    wanted: Callable[[str], bool] = lambda path: True,
+    earlier: Path | None = None,
 ) -> tuple[Snapshot, list[str]]:
     """Write the wanted files to `folder`, which is empty; return (snapshot, problems of checkpoints).
     earlier: a copy of an earlier snapshot. Its blobs are not requested again: most of a growing file.
@@ -36,12 +40,20 @@ def download(
             try:
                 for path, blobs in files.items():
                     (folder / path).parent.mkdir(parents=True, exist_ok=True)
-                    write_atomic(folder / path, contents(pool, bucket, blobs, earlier and earlier / path))
+                    write_atomic(
+                        folder / path, contents(pool, bucket, blobs, earlier and earlier / path)
+                    )
                 if name:
-                    fsync_folder((folder / name).parent)  # write_atomic has flushed the folder itself
+                    fsync_folder(
+                        (folder / name).parent
+                    )  # write_atomic has flushed the folder itself
             except DamagedFileError as error:
                 latest = newest(bucket)
-                if latest and latest.number > snapshot.number and not latest.blobs >= snapshot.blobs:
+                if (
+                    latest
+                    and latest.number > snapshot.number
+                    and not latest.blobs >= snapshot.blobs
+                ):
                     shutil.rmtree(folder)
                     return download(bucket, latest, folder, wanted, earlier)
                 if not name:
@@ -54,13 +66,17 @@ def download(
 def by_checkpoint(files: Files, wanted: Callable[[str], bool]) -> dict[str, Files]:
     """Group files by the folder of their checkpoint, "" for the others; the marker comes last."""
     groups: dict[str, dict[str, tuple[Blob, ...]]] = {}
-    for path in sorted(filter(wanted, files), key=lambda path: (path.endswith(f"/{COMMITTED}"), path)):
+    for path in sorted(
+        filter(wanted, files), key=lambda path: (path.endswith(f"/{COMMITTED}"), path)
+    ):
         name = "/".join(path.split("/")[:2]) if path.startswith("checkpoints/") else ""
         groups.setdefault(name, {})[path] = files[path]
     return dict(groups)
 
 
-def contents(pool: ThreadPoolExecutor, bucket: RunBucket, blobs: Sequence[Blob], earlier: Path | None) -> Iterator[bytes]:
+def contents(
+    pool: ThreadPoolExecutor, bucket: RunBucket, blobs: Sequence[Blob], earlier: Path | None
+) -> Iterator[bytes]:
     """Yield the content of each blob, in order, with a few downloads ahead."""
     waiting: deque[Future[bytes]] = deque()
     offset = 0
@@ -85,7 +101,9 @@ def read_blob(bucket: RunBucket, name: str, size: int, earlier: Path | None, off
         try:
             content = bucket.get(f"{BLOBS}/{name}")
         except FileNotFoundError:
-            raise DamagedFileError(f"blob {name} is missing", str(bucket.address), RESTORE) from None
+            raise DamagedFileError(
+                f"blob {name} is missing", str(bucket.address), RESTORE
+            ) from None
         if is_blob(content, name, size):
             return content
     what = f"blob {name} has changed: its sha256 differs, or its size, {len(content)} instead of {size} bytes"

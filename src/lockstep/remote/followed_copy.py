@@ -49,8 +49,14 @@ class FollowedCopy:
             # An outage. The next call tries again.
             problem = f"; {error.what}"
         snapshot, age_s = self.snapshot, max(0.0, time.time() - self.put_s)
-        record = GenerationLog(self.folder / "generations").newest() if (self.folder / "generations").is_dir() else None
-        ended = {"code": record.end.code, "text": record.end.text} if record and record.end else None
+        record = (
+            GenerationLog(self.folder / "generations").newest()
+            if (self.folder / "generations").is_dir()
+            else None
+        )
+        ended = (
+            {"code": record.end.code, "text": record.end.text} if record and record.end else None
+        )
         source = f"snapshot {snapshot.number}, put by {snapshot.host} {format_duration(age_s)} ago{problem}"
         silent = not snapshot.released and age_s > SILENT_BEATS * snapshot.beat_s
         return {"run": str(self.bucket.address), "source": source, "silent": silent, "ended": ended}
@@ -58,12 +64,20 @@ class FollowedCopy:
     def _update(self) -> None:
         snapshot = newest(self.bucket)
         if snapshot is None:
-            raise CheckpointError("there is no run", str(self.bucket.address), "give the address of a run, as with --out")
+            raise CheckpointError(
+                "there is no run",
+                str(self.bucket.address),
+                "give the address of a run, as with --out",
+            )
         self.next_s = time.monotonic() + snapshot.beat_s / 4
         if snapshot.number == self.snapshot.number:
             return
         put_s = self.bucket.modified_s(name_of(snapshot.number))
-        files = {path: blobs for path, blobs in snapshot.files.items() if not path.startswith(UNREAD) or path.endswith(f"/{COMMITTED}")}
+        files = {
+            path: blobs
+            for path, blobs in snapshot.files.items()
+            if not path.startswith(UNREAD) or path.endswith(f"/{COMMITTED}")
+        }
         changed = {path for path, blobs in files.items() if self.files.get(path) != blobs}
         with TemporaryDirectory(dir=self.folder.parent) as parent:
             (folder := Path(parent) / self.folder.name).mkdir()

@@ -23,11 +23,25 @@ from tempfile import TemporaryDirectory
 from lockstep.checkpoint.fingerprints import RUN_ID
 from lockstep.checkpoint.folder import COMMITTED, committed_steps, folder_name, retire, set_aside
 from lockstep.data.manifest import locked
-from lockstep.elastic.generation_log import NO_GENERATION, GenerationLog, StoredGenerationLog, open_generation_log
+from lockstep.elastic.generation_log import (
+    NO_GENERATION,
+    GenerationLog,
+    StoredGenerationLog,
+    open_generation_log,
+)
 from lockstep.elastic.link import TOKEN_BYTES
 from lockstep.elastic.stored_folder import MEMBERSHIP, STORE_FILE, store_address
 from lockstep.errors import CheckpointError, DamagedFileError, FencedError, StoreError, UsageError
-from lockstep.files import fsync_folder, open_regular, parse_json, read_bytes, read_text, try_lock, write_if_absent, write_json
+from lockstep.files import (
+    fsync_folder,
+    open_regular,
+    parse_json,
+    read_bytes,
+    read_text,
+    try_lock,
+    write_if_absent,
+    write_json,
+)
 from lockstep.log import log
 from lockstep.object_store.bucket import RunBucket
 from lockstep.remote.download import download, is_blob
@@ -57,7 +71,9 @@ from lockstep.runtime.worker_env import running_workers, state_folder
 
 IDENTITY, EVENTS = f"{MEMBERSHIP}/identity", "events.jsonl"
 HEX = re.compile(r"[0-9a-f]{8,}")
-OWN = re.compile(r"(checkpoints|data|logs|generations)/")  # not followed: large, or written by each host
+OWN = re.compile(
+    r"(checkpoints|data|logs|generations)/"
+)  # not followed: large, or written by each host
 POLL_S = 0.5
 FOLLOW_PAUSE = 20  # times as long as the last download: each one reads metrics.jsonl from its start
 
@@ -97,13 +113,19 @@ def refuse_single_host(bucket: RunBucket) -> None:
     """UsageError when the prefix holds a run of one host, or objects that are not of a run."""
     if newest(bucket):
         hint = "start it without --hosts and --nodes on one host, or give another --out"
-        raise UsageError(f"the run in {bucket.address} is one of a single host", f"its snapshots; there is no {MEMBERSHIP}/", hint)
+        raise UsageError(
+            f"the run in {bucket.address} is one of a single host",
+            f"its snapshots; there is no {MEMBERSHIP}/",
+            hint,
+        )
     refuse_other_objects(bucket)
 
 
 def identity_of(bucket: RunBucket) -> tuple[str, str]:
     """Return (token, id) of the run; new ones if this host is the first."""
-    new_identity = json.dumps({"token": secrets.token_hex(TOKEN_BYTES), "run_id": secrets.token_hex(8)})
+    new_identity = json.dumps(
+        {"token": secrets.token_hex(TOKEN_BYTES), "run_id": secrets.token_hex(8)}
+    )
     try:
         identity = parse_json(bucket.put_if_absent(IDENTITY, new_identity.encode()).decode())
         for name in ("token", "run_id"):
@@ -112,7 +134,9 @@ def identity_of(bucket: RunBucket) -> tuple[str, str]:
         return identity["token"], identity["run_id"]
     except (ValueError, LookupError, TypeError) as error:
         hint = "restore an earlier version of this object"
-        raise DamagedFileError(f"the identity of the run is damaged: {error}", f"{bucket.address}/{IDENTITY}", hint) from None
+        raise DamagedFileError(
+            f"the identity of the run is damaged: {error}", f"{bucket.address}/{IDENTITY}", hint
+        ) from None
 
 
 def write_identity(bucket: RunBucket, copy: Path, token: str, run_id: str) -> None:
@@ -130,7 +154,9 @@ def ended_copy(bucket: RunBucket, host: str) -> Iterator[tuple[Path, Ownership]]
         last, before = GenerationLog(copy / "generations").newest(), newest(bucket)
         if before is None or not (last and last.end):
             hint = "wait for its end, or let it score by itself: evaluate.at_end, or launch --with-evaluator on each host"
-            raise UsageError(f"the run in {bucket.address} has not ended", "its newest generation", hint)
+            raise UsageError(
+                f"the run in {bucket.address} has not ended", "its newest generation", hint
+            )
         before = wait_until_silent(bucket, before)
         refresh_copy(copy)
         yield copy, Ownership(bucket, add_owner(copy), before, before.generation)
@@ -168,7 +194,9 @@ def refresh_copy(run: Path, *, keep: Collection[str] = ()) -> Files:
     """Bring a copy in which no worker trains to the newest snapshot, unless this host has put that:
     then the copy may be newer. Return its files. Without a store: do nothing. StoreError, CheckpointError.
     keep: names of files that this start has written already"""
-    if (address := store_address(run)) is None or (snapshot := newest(bucket := RunBucket(address), warns=True)) is None:
+    if (address := store_address(run)) is None or (
+        snapshot := newest(bucket := RunBucket(address), warns=True)
+    ) is None:
         return {}
     if snapshot.owner in read_owners(run):
         return snapshot.files
@@ -178,11 +206,26 @@ def refresh_copy(run: Path, *, keep: Collection[str] = ()) -> Files:
         if step < oldest:  # the publisher has retired it, too
             retire(folder.parent, step)
         elif not is_listed(folder, folder.name, snapshot):
-            log.warning("this checkpoint of step %d is not in the store: set aside as %s", step, set_aside(folder, "abandoned"))
-    log.info("reading snapshot %d of %s, put by %s, to %s", snapshot.number, address, snapshot.host, run)
-    problems, _ = update_copy(bucket, snapshot, run, lambda path: path not in keep and (not OWN.match(path) or not (run / path).exists()))
+            log.warning(
+                "this checkpoint of step %d is not in the store: set aside as %s",
+                step,
+                set_aside(folder, "abandoned"),
+            )
+    log.info(
+        "reading snapshot %d of %s, put by %s, to %s", snapshot.number, address, snapshot.host, run
+    )
+    problems, _ = update_copy(
+        bucket,
+        snapshot,
+        run,
+        lambda path: path not in keep and (not OWN.match(path) or not (run / path).exists()),
+    )
     if problems and not committed_steps(run / "checkpoints"):
-        raise CheckpointError("no checkpoint in the store is whole", "\n".join(problems), "restore earlier versions of these objects")
+        raise CheckpointError(
+            "no checkpoint in the store is whole",
+            "\n".join(problems),
+            "restore earlier versions of these objects",
+        )
     return snapshot.files
 
 
@@ -196,12 +239,21 @@ def add_checkpoints(bucket: RunBucket, snapshot: Snapshot, copy: Path) -> None:
     """Bring the checkpoints of a snapshot to the copy of a host that trains. Omit a checkpoint that this
     host has set aside because the run returned to an earlier step."""
     names, folder = [folder_name(step) for step in steps_of(snapshot.files)], copy / "checkpoints"
-    wanted = {name for name in names if not any(is_listed(aside, name, snapshot) for aside in folder.glob(f"{name}.abandoned*"))}
+    wanted = {
+        name
+        for name in names
+        if not any(is_listed(aside, name, snapshot) for aside in folder.glob(f"{name}.abandoned*"))
+    }
     for name in wanted:
         with suppress(FileNotFoundError):
             if not is_listed(folder / name, name, snapshot):
                 set_aside(folder / name, "abandoned")  # saved before that return, or a second time
-    update_copy(bucket, snapshot, copy, lambda path: "".join(path.split("/")[1:2]) in wanted and not (copy / path).exists())
+    update_copy(
+        bucket,
+        snapshot,
+        copy,
+        lambda path: "".join(path.split("/")[1:2]) in wanted and not (copy / path).exists(),
+    )
 
 
 def wait_until_published(run: Path, step: int) -> None:
@@ -226,8 +278,14 @@ def fetch_checkpoint(run: Path, step: int = -1) -> int:
     if step in local_steps:
         return step
     if snapshot is None or step not in published_steps:
-        raise CheckpointError(f"the store has no checkpoint of step {step}", str(bucket.address), "see the warnings of the host of rank 0")
-    update_copy(bucket, snapshot, run, lambda path: path.startswith(f"checkpoints/{folder_name(step)}/"))
+        raise CheckpointError(
+            f"the store has no checkpoint of step {step}",
+            str(bucket.address),
+            "see the warnings of the host of rank 0",
+        )
+    update_copy(
+        bucket, snapshot, run, lambda path: path.startswith(f"checkpoints/{folder_name(step)}/")
+    )
     return step
 
 
@@ -237,17 +295,24 @@ def bucket_of(run: Path) -> RunBucket:
     return RunBucket(address, waits=False)
 
 
-def update_copy(bucket: RunBucket, snapshot: Snapshot, copy: Path, wanted: Callable[[str], bool]) -> tuple[list[str], bool]:
+def update_copy(
+    bucket: RunBucket, snapshot: Snapshot, copy: Path, wanted: Callable[[str], bool]
+) -> tuple[list[str], bool]:
     """Put the wanted files of a snapshot into a copy, also beside a training. Return the problems of
     its checkpoints, and whether everything was put: not while rank 0 on this host writes its metrics."""
-    with locked(copy.with_name(f"{copy.name}.update")), TemporaryDirectory(dir=copy.parent, prefix="update-") as parent:
+    with (
+        locked(copy.with_name(f"{copy.name}.update")),
+        TemporaryDirectory(dir=copy.parent, prefix="update-") as parent,
+    ):
         (folder := Path(parent) / copy.name).mkdir()
         _, problems = download(bucket, snapshot, folder, wanted, copy)
         for problem in problems:
             log.warning("%s; it is omitted", problem)
         for step in (folder / "checkpoints").glob("*"):
             (copy / "checkpoints").mkdir(exist_ok=True)
-            if not (copy / "checkpoints" / step.name).exists():  # else the run has just saved this step
+            if not (
+                copy / "checkpoints" / step.name
+            ).exists():  # else the run has just saved this step
                 os.rename(step, copy / "checkpoints" / step.name)
                 fsync_folder(copy / "checkpoints")
         if (folder / EVENTS).exists():
@@ -270,7 +335,9 @@ def add_lines(path: Path, content: bytes) -> None:
     torn = b"\n" if lines and not lines[-1].endswith(b"\n") else b""
     known = set(lines)
     with open(path, "ab", buffering=0, opener=open_regular) as file:
-        file.write(torn + b"".join(line for line in content.splitlines(keepends=True) if line not in known))
+        file.write(
+            torn + b"".join(line for line in content.splitlines(keepends=True) if line not in known)
+        )
 
 
 class HostMirror:
@@ -303,7 +370,9 @@ class HostMirror:
                 self.follow()
         except FencedError:  # the next generation, led by another host, is about to be read
             self.mirror = None
-        except Exception as error:  # of any type: training continues, and `finish` decides on the exit code
+        except (
+            Exception
+        ) as error:  # of any type: training continues, and `finish` decides on the exit code
             if not self.problem:
                 warn_of_failure(error, "training continues; the store is tried again")
             self.problem = str(error)
@@ -312,7 +381,9 @@ class HostMirror:
 
     def read_generations(self) -> None:
         newest_generation = self.generations.newest(self.number)
-        for number in range(self.number + 1, newest_generation.number + 1 if newest_generation else 0):
+        for number in range(
+            self.number + 1, newest_generation.number + 1 if newest_generation else 0
+        ):
             generation = self.generations.read(number)
             self.number, self.ended = number, bool(generation.end)
             self.leading = generation if generation.members else self.leading
@@ -320,12 +391,24 @@ class HostMirror:
     def take_over(self) -> Mirror:
         """Own the run after the snapshots of an earlier generation. FencedError: a later one has put some."""
         before = newest(self.bucket)
-        if before and before.generation >= self.leading.number and before.owner not in read_owners(self.folder):
-            raise FencedError(f"generation {before.generation} publishes", str(self.bucket.address), "this host does not")
+        if (
+            before
+            and before.generation >= self.leading.number
+            and before.owner not in read_owners(self.folder)
+        ):
+            raise FencedError(
+                f"generation {before.generation} publishes",
+                str(self.bucket.address),
+                "this host does not",
+            )
         if before:  # now, since the owner of the newest snapshot continues its copy as it is
             add_checkpoints(self.bucket, before, self.folder)
         ownership = Ownership(self.bucket, add_owner(self.folder), before, self.leading.number)
-        log.info("this host publishes the run to %s, from generation %d on", self.bucket.address, self.leading.number)
+        log.info(
+            "this host publishes the run to %s, from generation %d on",
+            self.bucket.address,
+            self.leading.number,
+        )
         return Mirror(self.folder, ownership)
 
     def follow(self) -> None:
@@ -333,7 +416,11 @@ class HostMirror:
         if time.monotonic() < self.follow_s or (snapshot := newest(self.bucket)) is None:
             return
         start_s = time.monotonic()
-        changed = {path for path, blobs in snapshot.files.items() if not OWN.match(path) and self.seen.get(path) != blobs}
+        changed = {
+            path
+            for path, blobs in snapshot.files.items()
+            if not OWN.match(path) and self.seen.get(path) != blobs
+        }
         if changed and update_copy(self.bucket, snapshot, self.folder, changed.__contains__)[1]:
             self.seen = snapshot.files
         now_s = time.monotonic()
@@ -342,7 +429,10 @@ class HostMirror:
     def finish(self) -> None:
         """Upload the rest and release the run after its end, if this host had its last rank 0. A host
         that leaves a run does neither. StoreError when it fails for FINAL_BEATS."""
-        until_s, stored = time.monotonic() + FINAL_BEATS * read_beat_s(), open_generation_log(self.folder)
+        until_s, stored = (
+            time.monotonic() + FINAL_BEATS * read_beat_s(),
+            open_generation_log(self.folder),
+        )
         assert isinstance(stored, StoredGenerationLog)
         while True:
             try:
@@ -356,5 +446,9 @@ class HostMirror:
             except (StoreError, OSError) as error:
                 if time.monotonic() > until_s:
                     hint = f"this host has its part in {self.folder}; start it again with the same command"
-                    raise StoreError(f"the end of the run was not uploaded: {error}", str(self.bucket.address), hint) from None
+                    raise StoreError(
+                        f"the end of the run was not uploaded: {error}",
+                        str(self.bucket.address),
+                        hint,
+                    ) from None
             time.sleep(POLL_S)

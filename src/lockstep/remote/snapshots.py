@@ -37,7 +37,9 @@ NUMBER = re.compile(r"[0-9]{10}")
 BLOB_NAME = re.compile(r"[\w-]+/[\w-]+", re.ASCII)
 EXPIRY = "does a lifecycle rule of the bucket delete objects of the run? see docs/object-store.md"
 READ_TRIES = 3  # of a listing whose snapshots are deleted before they are read
-SILENT_BEATS = 5  # an owner that puts no snapshot for as many beats has lost the run to the next start
+SILENT_BEATS = (
+    5  # an owner that puts no snapshot for as many beats has lost the run to the next start
+)
 
 Blob = tuple[str, int]  # (OWNER/SHA256, bytes)
 Files = Mapping[str, tuple[Blob, ...]]  # path in the run folder -> its content, in order
@@ -63,7 +65,9 @@ class Snapshot:
     generation: int = 0
 
     def to_bytes(self) -> bytes:
-        return json.dumps(add_checksum(json.loads(json.dumps({"format": FORMAT, **asdict(self)})))).encode()
+        return json.dumps(
+            add_checksum(json.loads(json.dumps({"format": FORMAT, **asdict(self)})))
+        ).encode()
 
     @staticmethod
     def from_bytes(content: bytes) -> Snapshot | None:
@@ -103,7 +107,9 @@ def parse_snapshot(content: bytes) -> Snapshot:
             raise WrongValueError(f"{name} is {shorten(value[name])}")
     if missing := sorted({"number", "owner", "beat_s", "files"} - value.keys()):
         raise WrongValueError(f"it has no {missing[0]}")
-    files = {path: tuple((name, size) for name, size in blobs) for path, blobs in value["files"].items()}
+    files = {
+        path: tuple((name, size) for name, size in blobs) for path, blobs in value["files"].items()
+    }
     return Snapshot(**value | {"files": files})
 
 
@@ -122,7 +128,9 @@ def is_name(value: Any) -> bool:
 
 def is_beat(value: Any) -> bool:
     low_s, high_s = BEAT_RANGE_S
-    return isinstance(value, int | float) and not isinstance(value, bool) and low_s <= value <= high_s
+    return (
+        isinstance(value, int | float) and not isinstance(value, bool) and low_s <= value <= high_s
+    )
 
 
 def are_files(value: Any) -> bool:
@@ -137,7 +145,9 @@ def are_files(value: Any) -> bool:
 
 def is_path(path: str) -> bool:
     names = path.split("/")
-    return "\0" not in path and not any(name in ("", ".", "..") or len(name.encode()) > 255 for name in names)
+    return "\0" not in path and not any(
+        name in ("", ".", "..") or len(name.encode()) > 255 for name in names
+    )
 
 
 def are_blobs(value: Any) -> bool:
@@ -169,7 +179,11 @@ def read_beat_s() -> float:
     with suppress(ValueError):
         if low_s <= (beat_s := float(text)) <= high_s:
             return beat_s
-    raise UsageError(f"{BEAT}={text[:40]!r} is not a number of seconds from 0.1 to 3600", "environment", f"unset it: {DEFAULT_BEAT_S:g} s")
+    raise UsageError(
+        f"{BEAT}={text[:40]!r} is not a number of seconds from 0.1 to 3600",
+        "environment",
+        f"unset it: {DEFAULT_BEAT_S:g} s",
+    )
 
 
 def name_of(number: int) -> str:
@@ -191,30 +205,51 @@ def newest(bucket: RunBucket, *, warns: bool = False) -> Snapshot | None:
                 return None
             if not numbers(bucket):
                 hint = "restore the snapshots; to train from step 0, delete the blobs, too, or give another --out"
-                raise CheckpointError("the store has blobs of a run and no snapshot: they were deleted", f"{bucket.address}/{FOLDER}", hint)
+                raise CheckpointError(
+                    "the store has blobs of a run and no snapshot: they were deleted",
+                    f"{bucket.address}/{FOLDER}",
+                    hint,
+                )
             continue
         with suppress(FileNotFoundError):  # deleted since it was listed: there are newer ones
             return newest_of(bucket, listed, warns=warns)
-    raise StoreError("snapshots are listed and cannot be read, or deleted at once", f"{bucket.address}/{FOLDER}", EXPIRY)
+    raise StoreError(
+        "snapshots are listed and cannot be read, or deleted at once",
+        f"{bucket.address}/{FOLDER}",
+        EXPIRY,
+    )
 
 
 def newest_of(bucket: RunBucket, listed: Sequence[int], *, warns: bool) -> Snapshot:
     """Return the newest whole snapshot of `listed`, which is not empty. FileNotFoundError, CheckpointError."""
     for number in reversed(listed):
-        where, hint = f"{bucket.address}/{name_of(number)}", "restore an earlier version of this object, or delete it"
+        where, hint = (
+            f"{bucket.address}/{name_of(number)}",
+            "restore an earlier version of this object, or delete it",
+        )
         try:
             snapshot = parse_snapshot(bucket.get(name_of(number)))
         except WrongValueError as error:
             raise CheckpointError(f"snapshot {number} is damaged: {error}", where, hint) from None
         except ValueError as error:
             if warns:
-                log.warning("snapshot %d is damaged and is skipped: %s\n  %s\n  %s", number, error, where, hint)
+                log.warning(
+                    "snapshot %d is damaged and is skipped: %s\n  %s\n  %s",
+                    number,
+                    error,
+                    where,
+                    hint,
+                )
             continue
         if snapshot.number != number:
-            raise CheckpointError(f"snapshot {number} is damaged: it holds snapshot {snapshot.number}", where, hint)
+            raise CheckpointError(
+                f"snapshot {number} is damaged: it holds snapshot {snapshot.number}", where, hint
+            )
         return snapshot
     where = f"{bucket.address}/{name_of(listed[-1])}"
-    raise CheckpointError("every snapshot of the run is damaged", where, "restore an earlier version of these objects")
+    raise CheckpointError(
+        "every snapshot of the run is damaged", where, "restore an earlier version of these objects"
+    )
 
 
 def refuse_unsafe_store(bucket: RunBucket) -> None:
@@ -224,14 +259,24 @@ def refuse_unsafe_store(bucket: RunBucket) -> None:
     bucket.delete([name])
     if (first, second) != (b"first", b"first"):
         hint = "use a store with conditional writes: AWS S3, MinIO, Ceph Squid, Cloudflare R2"
-        raise StoreError("the store ignores If-None-Match, so it cannot decide which cluster continues a run", str(bucket.address), hint)
+        raise StoreError(
+            "the store ignores If-None-Match, so it cannot decide which cluster continues a run",
+            str(bucket.address),
+            hint,
+        )
 
 
 def refuse_other_objects(bucket: RunBucket) -> None:
     """UsageError when the prefix holds objects that are not of a run."""
-    if others := [name for name in bucket.names() if name not in (FOLDER, BLOBS, PROBES, MEMBERSHIP)]:
+    if others := [
+        name for name in bucket.names() if name not in (FOLDER, BLOBS, PROBES, MEMBERSHIP)
+    ]:
         listed = ", ".join(sorted(others)[:3])
-        raise UsageError(f"{bucket.address} holds no run, but {len(others)} other names: {listed}", "--out", "give another prefix")
+        raise UsageError(
+            f"{bucket.address} holds no run, but {len(others)} other names: {listed}",
+            "--out",
+            "give another prefix",
+        )
 
 
 def wait_until_silent(bucket: RunBucket, snapshot: Snapshot) -> Snapshot:
@@ -257,12 +302,18 @@ class Ownership:
     """The right of this process to put the next snapshot, after `before`. It is lost for good when
     another owner puts a snapshot: FencedError."""
 
-    def __init__(self, bucket: RunBucket, owner: str, before: Snapshot | None, generation: int = 0) -> None:
+    def __init__(
+        self, bucket: RunBucket, owner: str, before: Snapshot | None, generation: int = 0
+    ) -> None:
         self.bucket, self.put_s, beat_s = bucket, time.monotonic(), read_beat_s()
         # Owners whose blobs this one may delete. A later owner is not among them, so nothing of its is deleted.
         self.owners = {*bucket.names(BLOBS), owner}
-        self.newest = replace(before or Snapshot(0, owner, beat_s, {}), owner=owner, beat_s=beat_s, released=False)
-        self.newest = replace(self.newest, host=socket.gethostname(), pid=os.getpid(), generation=generation)
+        self.newest = replace(
+            before or Snapshot(0, owner, beat_s, {}), owner=owner, beat_s=beat_s, released=False
+        )
+        self.newest = replace(
+            self.newest, host=socket.gethostname(), pid=os.getpid(), generation=generation
+        )
         self.put(self.newest.files)
 
     @property
@@ -285,10 +336,19 @@ class Ownership:
                 self._refuse(winner)
         listed = numbers(self.bucket)
         # A number that a later owner has put and deleted is free again. Later numbers may also be damaged.
-        if listed and listed[-1] > number and (winner := newest(self.bucket)) and winner.number > number:
+        if (
+            listed
+            and listed[-1] > number
+            and (winner := newest(self.bucket))
+            and winner.number > number
+        ):
             self._refuse(winner)
         if number not in listed:
-            raise StoreError(f"snapshot {number} was stored, and was gone at once", str(self.bucket.address), EXPIRY)
+            raise StoreError(
+                f"snapshot {number} was stored, and was gone at once",
+                str(self.bucket.address),
+                EXPIRY,
+            )
         self.newest, self.put_s = snapshot, start_s
 
     def _require_readable(self, content: bytes) -> None:
@@ -297,9 +357,13 @@ class Ownership:
             parse_snapshot(content)
         except ValueError as error:
             hint = "rename or move the file that it names, if it names one; else report this"
-            raise StoreError(f"no host could read the next snapshot: {error}", str(self.bucket.address), hint) from None
+            raise StoreError(
+                f"no host could read the next snapshot: {error}", str(self.bucket.address), hint
+            ) from None
 
     def _refuse(self, winner: Snapshot) -> None:
         what = f"another start has taken over the run in {self.bucket.address}: {winner.host}, pid {winner.pid}"
         where = f"it put snapshot {winner.number}, while this host did not reach the store"
-        raise FencedError(what, where, "nothing of this host is in the store since then; the run continues there")
+        raise FencedError(
+            what, where, "nothing of this host is in the store since then; the run continues there"
+        )

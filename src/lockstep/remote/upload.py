@@ -35,12 +35,17 @@ from lockstep.record.events import append_event
 from lockstep.remote.snapshots import BLOBS, EXPIRY, Blob, Files, Ownership, name_of, numbers
 from lockstep.units import format_bytes, format_duration, join_names
 
-BLOB_BYTES, GROWING_BLOB_BYTES = 2**23, 2**18  # the last blob of a file that grows is uploaded again with each snapshot
+BLOB_BYTES, GROWING_BLOB_BYTES = (
+    2**23,
+    2**18,
+)  # the last blob of a file that grows is uploaded again with each snapshot
 UPLOADS = 4  # at once
 RETENTION_S = 600.0  # a reader may use a snapshot for as long after the next one
 FINAL_BEATS = 40  # how long the last upload is tried again
 # The token is a secret. The others belong to the processes of this host.
-LOCAL = re.compile(r"token|store\.json|run\.lock|waiting|evaluators|state|checkpoints|.*/\..*|\..*", re.DOTALL)
+LOCAL = re.compile(
+    r"token|store\.json|run\.lock|waiting|evaluators|state|checkpoints|.*/\..*|\..*", re.DOTALL
+)
 LIST_PAUSE = 20  # times as long as the last listing of the blobs, which takes a request for 1000
 NAME_BYTES = 240  # of a file that can be written beside its temporary file
 UPLOAD_TRIES = 3  # of blobs that are missing in the store after their upload
@@ -59,15 +64,30 @@ class Mirror:
     """Uploads `folder` for the owner of the run. Call it from one thread."""
 
     def __init__(self, folder: Path, ownership: Ownership) -> None:
-        self.folder, self.checkpoints, self.ownership, self.bucket = folder, folder / "checkpoints", ownership, ownership.bucket
-        self.known = {blob.rpartition("/")[2]: blob for blob in ownership.newest.blobs}  # sha256 -> blob in the store
-        self.files: dict[str, tuple[Signature, tuple[Blob, ...]]] = {}  # whose blobs are in the store
-        self.whole: dict[Signature, list[str]] = {}  # of a marker -> files of its checkpoint; none: it is damaged
+        self.folder, self.checkpoints, self.ownership, self.bucket = (
+            folder,
+            folder / "checkpoints",
+            ownership,
+            ownership.bucket,
+        )
+        self.known = {
+            blob.rpartition("/")[2]: blob for blob in ownership.newest.blobs
+        }  # sha256 -> blob in the store
+        self.files: dict[
+            str, tuple[Signature, tuple[Blob, ...]]
+        ] = {}  # whose blobs are in the store
+        self.whole: dict[
+            Signature, list[str]
+        ] = {}  # of a marker -> files of its checkpoint; none: it is damaged
         self.omitted: set[str] = set()  # paths with a warning
         self.uploaded_bytes = 0
-        self.superseded: deque[tuple[float, int, set[str]]] = deque()  # when, number and blobs of earlier snapshots
+        self.superseded: deque[tuple[float, int, set[str]]] = (
+            deque()
+        )  # when, number and blobs of earlier snapshots
         self.retained_s = -RETENTION_S
-        self.list_s = 0.0  # when the blobs are listed again, at the latest with the next new checkpoint
+        self.list_s = (
+            0.0  # when the blobs are listed again, at the latest with the next new checkpoint
+        )
         self.problem = ""
         self.pool = ThreadPoolExecutor(UPLOADS, "upload")
 
@@ -84,7 +104,9 @@ class Mirror:
                     self.beat()
         except FencedError:
             raise
-        except Exception as error:  # of any type: training continues, and `finish` decides on the exit code
+        except (
+            Exception
+        ) as error:  # of any type: training continues, and `finish` decides on the exit code
             if not self.problem:
                 warn_of_failure(error, "training continues; uploads are tried again")
             self.problem = str(error)
@@ -106,18 +128,34 @@ class Mirror:
             except (StoreError, OSError) as error:
                 if time.monotonic() > until_s:
                     what = error.what if isinstance(error, LockstepError) else str(error)
-                    where = error.where if isinstance(error, LockstepError) else str(self.bucket.address)
+                    where = (
+                        error.where
+                        if isinstance(error, LockstepError)
+                        else str(self.bucket.address)
+                    )
                     hint = f"the run is whole in {self.folder}, and the same command uploads it"
-                    raise StoreError(f"the end of the run was not uploaded: {what}", where, hint) from None
+                    raise StoreError(
+                        f"the end of the run was not uploaded: {what}", where, hint
+                    ) from None
                 if not self.problem:
-                    warn_of_failure(error, f"the end of the run is uploaded again for up to {format_duration(until_s - time.monotonic())}")
+                    warn_of_failure(
+                        error,
+                        f"the end of the run is uploaded again for up to {format_duration(until_s - time.monotonic())}",
+                    )
                 self.problem = str(error)
             time.sleep(min(1.0, self.ownership.newest.beat_s))
-        last, published = max(committed_steps(self.checkpoints), default=0), steps_of(self.ownership.newest.files)
+        last, published = (
+            max(committed_steps(self.checkpoints), default=0),
+            steps_of(self.ownership.newest.files),
+        )
         if last > max(published, default=0):
             what = f"the checkpoint of step {last} is damaged or unreadable on this host, so it is not in the store"
             where = f"{self.checkpoints / folder_name(last)}; newest step in {self.bucket.address}: {max(published, default='none')}"
-            raise CheckpointError(what, where, "see the warnings above; the same command resumes from the checkpoint before it")
+            raise CheckpointError(
+                what,
+                where,
+                "see the warnings above; the same command resumes from the checkpoint before it",
+            )
 
     def steps(self) -> dict[int, list[str]]:
         """Return step -> files of each whole checkpoint, which is verified once. A damaged one is a warning."""
@@ -127,7 +165,9 @@ class Mirror:
             try:
                 with pinned(self.checkpoints, step) as path:
                     if path and marker not in self.whole:
-                        self.whole[marker] = self._result(self.pool.submit(self._verify, path, step))
+                        self.whole[marker] = self._result(
+                            self.pool.submit(self._verify, path, step)
+                        )
             except OSError as error:  # rights; tried again
                 self._omit(f"checkpoints/{folder_name(step)}", error.strerror or str(error))
             if files := self.whole.get(marker):
@@ -141,7 +181,10 @@ class Mirror:
             log.warning("%s is damaged and is not uploaded: %s", path, ", ".join(problems))
             return []
         for name in unlisted_files(path, files):
-            self._omit(f"checkpoints/{path.name}/{name}", "the manifest of this checkpoint does not list it")
+            self._omit(
+                f"checkpoints/{path.name}/{name}",
+                "the manifest of this checkpoint does not list it",
+            )
         return [f"checkpoints/{path.name}/{name}" for name in (*files, MANIFEST, COMMITTED)]
 
     def publish(self, *, released: bool = False) -> bool:
@@ -149,37 +192,63 @@ class Mirror:
         StoreError: likewise. FencedError."""
         start_s, bytes_before, before = time.monotonic(), self.uploaded_bytes, self.ownership.newest
         with ExitStack() as pins:
-            steps = {step: paths for step, paths in self.steps().items() if pins.enter_context(pinned(self.checkpoints, step))}
+            steps = {
+                step: paths
+                for step, paths in self.steps().items()
+                if pins.enter_context(pinned(self.checkpoints, step))
+            }
             paths = {path for listed in steps.values() for path in listed}
             new_steps = set(steps) - set(steps_of(before.files))
             for _ in range(UPLOAD_TRIES):
                 if (files := self._read(paths)) is None:
                     return False
                 claims = released or bool(new_steps)
-                if not (lost := self._lost_blobs(files) if claims or time.monotonic() > self.list_s else set()):
+                if not (
+                    lost := self._lost_blobs(files)
+                    if claims or time.monotonic() > self.list_s
+                    else set()
+                ):
                     break
                 self._forget(lost)
             else:
-                raise StoreError(f"{len(lost)} blobs are missing right after their upload", str(self.bucket.address), EXPIRY)
+                raise StoreError(
+                    f"{len(lost)} blobs are missing right after their upload",
+                    str(self.bucket.address),
+                    EXPIRY,
+                )
         self.ownership.put(files, released=released)
         self.superseded.append((time.monotonic(), before.number, before.blobs))
         for step in sorted(new_steps):
             seconds, size = time.monotonic() - start_s, self.uploaded_bytes - bytes_before
             append_event(self.folder, "uploaded", step=step, seconds=round(seconds, 3), bytes=size)
-            log.info("uploaded step %d to %s: %s in %s", step, self.bucket.address, format_bytes(size), format_duration(seconds))
+            log.info(
+                "uploaded step %d to %s: %s in %s",
+                step,
+                self.bucket.address,
+                format_bytes(size),
+                format_duration(seconds),
+            )
         return True
 
     def _read(self, checkpoint_paths: set[str]) -> Files | None:
         """Upload the blobs that are new; return all files of the run, None when they are not of one moment."""
         data, listed = data_paths(self.folder), self._list(checkpoint_paths)
         if lost := sorted(data - listed.keys()):
-            raise StoreError(f"the run folder lacks its data: {join_names(lost)}", str(self.folder), "copy it back")
+            raise StoreError(
+                f"the run folder lacks its data: {join_names(lost)}",
+                str(self.folder),
+                "copy it back",
+            )
         consistent = checkpoint_paths | data
         files: dict[str, tuple[Signature, tuple[Blob, ...]]] = {}
         for path, signature in listed.items():
             read = self.files.get(path)
             try:
-                files[path] = read if read and read[0] == signature else (signature, tuple(self._upload(path)))
+                files[path] = (
+                    read
+                    if read and read[0] == signature
+                    else (signature, tuple(self._upload(path)))
+                )
             except FileNotFoundError:  # a temporary file; a consistent one is missed below
                 continue
             except OSError as error:
@@ -204,7 +273,11 @@ class Mirror:
         if path not in self.omitted:
             self.omitted.add(path)
             # Escaped: a name may have any bytes.
-            log.warning("%s is omitted from the snapshots: %s", ascii(f"{self.folder}/{path}").strip("'"), why)
+            log.warning(
+                "%s is omitted from the snapshots: %s",
+                ascii(f"{self.folder}/{path}").strip("'"),
+                why,
+            )
 
     def _lost_blobs(self, files: Files) -> set[str]:
         """Return the blobs that the store lacks, or has with another size. One listing is cheaper than a
@@ -212,13 +285,27 @@ class Mirror:
         start_s = time.monotonic()
         stored = self.bucket.sizes(BLOBS)
         self.list_s = time.monotonic() + LIST_PAUSE * (time.monotonic() - start_s)
-        return {blob for blobs in files.values() for blob, size in blobs if stored.get(f"{BLOBS}/{blob}") != size}
+        return {
+            blob
+            for blobs in files.values()
+            for blob, size in blobs
+            if stored.get(f"{BLOBS}/{blob}") != size
+        }
 
     def _forget(self, lost: set[str]) -> None:
         """Read the files with these blobs again, to upload them."""
-        log.warning("%d blobs of %s are gone from the store, and are uploaded again; %s", len(lost), self.bucket.address, EXPIRY)
+        log.warning(
+            "%d blobs of %s are gone from the store, and are uploaded again; %s",
+            len(lost),
+            self.bucket.address,
+            EXPIRY,
+        )
         self.known = {sha256: blob for sha256, blob in self.known.items() if blob not in lost}
-        self.files = {path: read for path, read in self.files.items() if lost.isdisjoint(blob for blob, _ in read[1])}
+        self.files = {
+            path: read
+            for path, read in self.files.items()
+            if lost.isdisjoint(blob for blob, _ in read[1])
+        }
 
     def beat(self) -> None:
         """Show other starts that this one is alive. StoreError, FencedError."""
@@ -237,18 +324,31 @@ class Mirror:
         self.bucket.delete([name_of(number) for number in numbers(self.bucket) if number < oldest])
         for owner in self.ownership.owners:
             names = self.bucket.list(f"{BLOBS}/{owner}")
-            self.bucket.delete([name for name in names if name.removeprefix(f"{BLOBS}/") not in kept])
+            self.bucket.delete(
+                [name for name in names if name.removeprefix(f"{BLOBS}/") not in kept]
+            )
         self.retained_s = now_s
 
     def _upload(self, path: str) -> Iterator[Blob]:
         """Yield the blobs of a file. At the end all are in the store; only unknown ones are uploaded."""
         uploads: deque[tuple[Future[None], str, str]] = deque()
         with open(self.folder / path, "rb", opener=open_regular) as file:
-            for content in iter(partial(file.read, BLOB_BYTES if path.endswith(".safetensors") else GROWING_BLOB_BYTES), b""):
+            for content in iter(
+                partial(
+                    file.read, BLOB_BYTES if path.endswith(".safetensors") else GROWING_BLOB_BYTES
+                ),
+                b"",
+            ):
                 sha256 = hashlib.sha256(content).hexdigest()
                 blob = self.known.get(sha256) or f"{self.ownership.newest.owner}/{sha256}"
                 if sha256 not in self.known and all(sha256 != pending for _, pending, _ in uploads):
-                    uploads.append((self.pool.submit(self.bucket.put, f"{BLOBS}/{blob}", content), sha256, blob))
+                    uploads.append(
+                        (
+                            self.pool.submit(self.bucket.put, f"{BLOBS}/{blob}", content),
+                            sha256,
+                            blob,
+                        )
+                    )
                     self.uploaded_bytes += len(content)
                 yield blob, len(content)
                 if self.ownership.beat_due:
@@ -307,9 +407,17 @@ def list_files(folder: Path) -> tuple[dict[str, Signature], dict[str, str]]:
 
     for parent, folders, names in os.walk(folder, onerror=refuse_folder):
         prefix = "" if parent == str(folder) else f"{os.path.relpath(parent, folder)}/"
-        omitted |= {prefix + name: problem for name in (*folders, *names) if (problem := problem_of(name))}
-        folders[:] = [name for name in folders if not LOCAL.fullmatch(prefix + name) and not problem_of(name)]
-        for path in [prefix + name for name in names if not LOCAL.fullmatch(prefix + name) and not problem_of(name)]:
+        omitted |= {
+            prefix + name: problem for name in (*folders, *names) if (problem := problem_of(name))
+        }
+        folders[:] = [
+            name for name in folders if not LOCAL.fullmatch(prefix + name) and not problem_of(name)
+        ]
+        for path in [
+            prefix + name
+            for name in names
+            if not LOCAL.fullmatch(prefix + name) and not problem_of(name)
+        ]:
             try:
                 signature, kind = signature_of(folder / path), kind_of(folder / path)
             except OSError as error:
@@ -340,5 +448,9 @@ def kind_of(path: Path) -> str:
 
 def steps_of(files: Files) -> list[int]:
     """Return the steps whose checkpoints are among `files`, ascending."""
-    folders = {path.split("/")[1] for path in files if path.startswith("checkpoints/") and path.endswith(f"/{COMMITTED}")}
+    folders = {
+        path.split("/")[1]
+        for path in files
+        if path.startswith("checkpoints/") and path.endswith(f"/{COMMITTED}")
+    }
     return sorted(int(match[1]) for match in map(STEP_FOLDER.fullmatch, folders) if match)

@@ -24,7 +24,14 @@ from lockstep.log import log
 from lockstep.object_store.address import Address
 from lockstep.object_store.bucket import RunBucket
 from lockstep.remote.download import download
-from lockstep.remote.snapshots import Ownership, Snapshot, newest, refuse_other_objects, refuse_unsafe_store, wait_until_silent
+from lockstep.remote.snapshots import (
+    Ownership,
+    Snapshot,
+    newest,
+    refuse_other_objects,
+    refuse_unsafe_store,
+    wait_until_silent,
+)
 from lockstep.remote.upload import steps_of
 from lockstep.runtime.worker_env import running_workers, state_folder
 
@@ -40,7 +47,11 @@ def owned_copy(bucket: RunBucket, host: str) -> Iterator[tuple[Path, Ownership]]
         refuse_unsafe_store(bucket)
         if is_of_several_hosts(bucket):
             hint = "start it with lockstep launch --hosts, also on a single host, or give another --out"
-            raise UsageError(f"the run in {bucket.address} is one of several hosts", f"its generation log, {MEMBERSHIP}/", hint)
+            raise UsageError(
+                f"the run in {bucket.address} is one of several hosts",
+                f"its generation log, {MEMBERSHIP}/",
+                hint,
+            )
         owners = read_owners(copy)
         before = newest(bucket, warns=True)
         if before is None:
@@ -58,7 +69,9 @@ def owned_copy(bucket: RunBucket, host: str) -> Iterator[tuple[Path, Ownership]]
             ownership = Ownership(bucket, add_owner(copy, owners), before)
         except FencedError as error:
             raise UsageError(
-                f"another training has just started in {bucket.address}", error.where, "wait for it, or stop it there"
+                f"another training has just started in {bucket.address}",
+                error.where,
+                "wait for it, or stop it there",
             ) from None
         yield copy, ownership
 
@@ -75,7 +88,9 @@ def locked_copy(bucket: RunBucket) -> Iterator[Path]:
     lock = try_lock(copy.with_name(f"{copy.name}.lock"))
     if lock is None:
         what = f"another training is already running in {bucket.address}, on this host"
-        raise UsageError(what, f"it holds {copy}.lock", "wait for it, stop it, or choose another --out")
+        raise UsageError(
+            what, f"it holds {copy}.lock", "wait for it, stop it, or choose another --out"
+        )
     try:
         yield copy
     finally:
@@ -86,7 +101,9 @@ def locked_copy(bucket: RunBucket) -> Iterator[Path]:
 def temporary_copy(address: Address) -> Iterator[Path]:
     """Yield an empty folder for a copy that is only read; it has the name of the run, and is deleted."""
     address.copies.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(prefix="read-", dir=address.copies, ignore_cleanup_errors=True) as parent:
+    with TemporaryDirectory(
+        prefix="read-", dir=address.copies, ignore_cleanup_errors=True
+    ) as parent:
         (folder := Path(parent) / address.working_copy.name).mkdir()
         yield folder
 
@@ -101,7 +118,10 @@ def add_owner(copy: Path, owners: Sequence[str] | None = None) -> str:
     """Return the id of a new owner, noted before it puts a snapshot: a kill in between must not
     disown the copy. owners: the earlier ones, if known."""
     owner = secrets.token_hex(8)
-    write_atomic(copy.with_name(f"{copy.name}.owners"), "\n".join([*(read_owners(copy) if owners is None else owners), owner]))
+    write_atomic(
+        copy.with_name(f"{copy.name}.owners"),
+        "\n".join([*(read_owners(copy) if owners is None else owners), owner]),
+    )
     return owner
 
 
@@ -119,7 +139,9 @@ def refuse_lost_store(bucket: RunBucket, copy: Path) -> None:
     """UsageError when this host has a copy of a run that the store has no longer."""
     if has_run(copy):
         what = f"{bucket.address} is empty, and this host has a copy of its run"
-        raise UsageError(what, str(copy), f"restore the objects; or move {copy} aside to train from step 0")
+        raise UsageError(
+            what, str(copy), f"restore the objects; or move {copy} aside to train from step 0"
+        )
 
 
 def refuse_running_workers(bucket: RunBucket, copy: Path, host: str) -> None:
@@ -135,10 +157,20 @@ def download_copy(bucket: RunBucket, snapshot: Snapshot, copy: Path) -> Snapshot
     partial = copy.with_name(f"{copy.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
-    log.info("downloading snapshot %d of %s, put by %s, to %s", snapshot.number, bucket.address, snapshot.host, copy)
+    log.info(
+        "downloading snapshot %d of %s, put by %s, to %s",
+        snapshot.number,
+        bucket.address,
+        snapshot.host,
+        copy,
+    )
     snapshot, problems = download(bucket, snapshot, partial)
     if problems and len(problems) == len(steps_of(snapshot.files)):
-        raise CheckpointError("no checkpoint in the store is whole", "\n".join(problems), "restore earlier versions of these objects")
+        raise CheckpointError(
+            "no checkpoint in the store is whole",
+            "\n".join(problems),
+            "restore earlier versions of these objects",
+        )
     for problem in problems:
         log.warning("%s; it is omitted", problem)
     # Its members are on other hosts, and lost the run. Without an end, new workers would wait for them.

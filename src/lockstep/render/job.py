@@ -23,12 +23,25 @@ from lockstep.record.backends import without_secrets
 
 PATH = re.compile(r"[\w./][\w.:@+=/-]*")
 VALUE = re.compile(r"[\w.:@+=/,%-]+")
-IMAGE = re.compile(r"([a-z0-9][\w.-]*(:\d+)?/)?[a-z0-9][\w./-]*(:[\w.-]+)?(@sha256:[0-9a-f]{64})?", re.ASCII)
+IMAGE = re.compile(
+    r"([a-z0-9][\w.-]*(:\d+)?/)?[a-z0-9][\w./-]*(:[\w.-]+)?(@sha256:[0-9a-f]{64})?", re.ASCII
+)
 # Tokens of Hugging Face, OpenAI, Weights & Biases, GitHub, GitLab, Slack, AWS and Google.
-TOKEN = re.compile(r"\b(hf_|sk-|wandb_v1_|gh[opsu]_|github_pat_|glpat-|xox[abp]-|AKIA|AIza)[A-Za-z0-9_-]{12,}|\b[0-9a-f]{40}\b")
-NOT_TEXT = re.compile(r"\d.*|y|n|yes|no|on|off|true|false|null")  # words that YAML reads as numbers and truth values
-STORE_VARIABLES = ("AWS_ENDPOINT_URL", "AWS_REGION", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")  # not set: AWS, and the machine's role
-LINE_BREAKS = re.compile("[\x7f-\x9f\u2028\u2029\ufeff]")  # to YAML, or unprintable there; TOML permits them in a line
+TOKEN = re.compile(
+    r"\b(hf_|sk-|wandb_v1_|gh[opsu]_|github_pat_|glpat-|xox[abp]-|AKIA|AIza)[A-Za-z0-9_-]{12,}|\b[0-9a-f]{40}\b"
+)
+NOT_TEXT = re.compile(
+    r"\d.*|y|n|yes|no|on|off|true|false|null"
+)  # words that YAML reads as numbers and truth values
+STORE_VARIABLES = (
+    "AWS_ENDPOINT_URL",
+    "AWS_REGION",
+    "AWS_ACCESS_KEY_ID",
+    "AWS_SECRET_ACCESS_KEY",
+)  # not set: AWS, and the machine's role
+LINE_BREAKS = re.compile(
+    "[\x7f-\x9f\u2028\u2029\ufeff]"
+)  # to YAML, or unprintable there; TOML permits them in a line
 
 
 @dataclass(frozen=True)
@@ -79,27 +92,55 @@ def make_job(
     checks = {"RUN.toml": (str(file), PATH), "--run": (run_folder, PATH), "--image": (image, IMAGE)}
     for option, (text, pattern) in checks.items():
         if not pattern.fullmatch(text):
-            hint = "use letters, digits and . _ - / only" if pattern is PATH else "write [HOST[:PORT]/]NAME[:TAG][@sha256:DIGEST]"
+            hint = (
+                "use letters, digits and . _ - / only"
+                if pattern is PATH
+                else "write [HOST[:PORT]/]NAME[:TAG][@sha256:DIGEST]"
+            )
             raise UsageError(f"{text[:200]!r} cannot be written into a job file", option, hint)
     for key, text in flags.items():
         if not VALUE.fullmatch(text):
             what = f"{text[:200]!r} cannot be written into the command of a job file"
-            raise UsageError(what, f"--{key}", f"set it in the run file {file}, or use letters, digits and . _ - / : , = only")
+            raise UsageError(
+                what,
+                f"--{key}",
+                f"set it in the run file {file}, or use letters, digits and . _ - / : , = only",
+            )
     words = "".join(f" --{key}={text}" for key, text in flags.items())
     if not name:
-        raise UsageError(f"{file.name!r} gives the job no name", "RUN.toml", "jobs are named with a-z, 0-9 and -: rename the run file")
+        raise UsageError(
+            f"{file.name!r} gives the job no name",
+            "RUN.toml",
+            "jobs are named with a-z, 0-9 and -: rename the run file",
+        )
     return Job(
-        name, str(file), to_toml(values), *nodes, gpus, workers, run_folder, bool(scheme_of(run_folder)), image, secrets_of(run), words
+        name,
+        str(file),
+        to_toml(values),
+        *nodes,
+        gpus,
+        workers,
+        run_folder,
+        bool(scheme_of(run_folder)),
+        image,
+        secrets_of(run),
+        words,
     ), run
 
 
 def refuse_secrets(values: Mapping[str, Any], where: str) -> None:
     """ConfigError if a value of a run looks like a secret: others can read job files."""
     public = without_secrets(values)
-    secret = [key for key, value in values.items() if public[key] != value or TOKEN.search(str(value))]
+    secret = [
+        key for key, value in values.items() if public[key] != value or TOKEN.search(str(value))
+    ]
     if secret:
         hint = f"remove it there, and set LOCKSTEP_{secret[0].upper().replace('.', '_')} where the job runs, from a secret store"
-        raise ConfigError(f"the value of {', '.join(secret)} looks like a secret; it is not shown or rendered", where, hint)
+        raise ConfigError(
+            f"the value of {', '.join(secret)} looks like a secret; it is not shown or rendered",
+            where,
+            hint,
+        )
 
 
 def secrets_of(run: RunConfig) -> tuple[str, ...]:
@@ -120,18 +161,40 @@ def to_toml(values: Mapping[str, Any]) -> str:
 def render(target: str, job: Job) -> str:
     """Return the file that starts the job on `target`."""
     loader = FileSystemLoader(Path(__file__).parent / "templates")
-    environment = Environment(loader=loader, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
+    environment = Environment(
+        loader=loader,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
     sizes = f"--nodes {job.fewest}:{job.most} --workers {job.workers}{job.flags}"
     wheel = f"lockstep_train-{lockstep.__version__}-py3-none-any.whl"
-    values = {**asdict(job), "title": title(target, job), "sizes": sizes, "wheel": wheel, "workdir": "/work" if job.stored else "/shared"}
-    text = environment.get_template(target).render(values, store_variables=STORE_VARIABLES * job.stored)
+    values = {
+        **asdict(job),
+        "title": title(target, job),
+        "sizes": sizes,
+        "wheel": wheel,
+        "workdir": "/work" if job.stored else "/shared",
+    }
+    text = environment.get_template(target).render(
+        values, store_variables=STORE_VARIABLES * job.stored
+    )
     return "".join(f"{line.rstrip()}\n" for line in text.rstrip().split("\n"))
 
 
 def title(target: str, job: Job) -> str:
     """Return two comment lines: the job, and the command that rendered it."""
-    nodes = f"{job.fewest} to {job.most} nodes" if job.fewest < job.most else f"{job.most} node{'s' * (job.most > 1)}"
-    devices = f"{job.gpus} GPU{'s' * (job.gpus > 1)}" if job.gpus else f"{job.workers} CPU worker{'s' * (job.workers > 1)}"
+    nodes = (
+        f"{job.fewest} to {job.most} nodes"
+        if job.fewest < job.most
+        else f"{job.most} node{'s' * (job.most > 1)}"
+    )
+    devices = (
+        f"{job.gpus} GPU{'s' * (job.gpus > 1)}"
+        if job.gpus
+        else f"{job.workers} CPU worker{'s' * (job.workers > 1)}"
+    )
     options = f"--nodes {job.fewest}:{job.most}" + f" --gpus {job.gpus}" * bool(job.gpus)
     options += f" --workers {job.workers}" * (job.workers != (job.gpus or 2))
     options += f" --run {job.run}" * (job.run != f"runs/{Path(job.run_file).stem}")

@@ -65,18 +65,30 @@ def ticks(low: float, high: float) -> list[float]:
 
 def axis(name: str, low: float, high: float, unit: str = "") -> str:
     side = {"x": "left", "y": "bottom"}[name]
-    items = [f'<li style="{side}:{100 * (v - low) / (high - low):.2f}%" data-v="{number(v)}{unit}"></li>' for v in ticks(low, high)]
+    items = [
+        f'<li style="{side}:{100 * (v - low) / (high - low):.2f}%" data-v="{number(v)}{unit}"></li>'
+        for v in ticks(low, high)
+    ]
     return f'<ol class="{name}" aria-hidden="true">{"".join(items)}</ol>'
 
 
 def line_chart(
-    title: str, lines: Sequence[Line], steps: tuple[float, float], unit: str = "", marks: Sequence[Mark] = (), note: str = "", css: str = ""
+    title: str,
+    lines: Sequence[Line],
+    steps: tuple[float, float],
+    unit: str = "",
+    marks: Sequence[Mark] = (),
+    note: str = "",
+    css: str = "",
 ) -> str:
     """Return a figure of `lines` over `steps`, the range of all charts of the page; "" without points.
     css: "zero" includes 0 on the vertical axis, "wide" fills the page."""
     if not (lines := [line for line in lines if line.points]):
         return ""
-    low, high = min(p[2] for line in lines for p in line.points), max(p[3] for line in lines for p in line.points)
+    low, high = (
+        min(p[2] for line in lines for p in line.points),
+        max(p[3] for line in lines for p in line.points),
+    )
     pad = 0.0 if lines[0].kind == "band" else (high - low) * 0.05 or abs(high) * 0.1 or 1.0
     low, high = 0.0 if "zero" in css and low >= 0 else low - pad, high + pad
     x0, x1 = steps
@@ -87,13 +99,24 @@ def line_chart(
     shapes, marks = [], marks[-MAX_MARKS:]
     for _, color, points, kind in lines:
         if kind == "band" or any(bottom < top for _, _, bottom, top in points):
-            outline = [place(x, top) for x, _, _, top in points] + [place(x, bottom) for x, _, bottom, _ in reversed(points)]
-            shapes.append(f'<path class="{"band" if kind == "band" else "area"} {color}" d="M{" ".join(outline)}Z"/>')
+            outline = [place(x, top) for x, _, _, top in points] + [
+                place(x, bottom) for x, _, bottom, _ in reversed(points)
+            ]
+            shapes.append(
+                f'<path class="{"band" if kind == "band" else "area"} {color}" d="M{" ".join(outline)}Z"/>'
+            )
         if kind == "line":
-            shapes.append(f'<path class="line {color}" d="M{" ".join(place(x, y) for x, y, _, _ in points)}"/>')
+            shapes.append(
+                f'<path class="line {color}" d="M{" ".join(place(x, y) for x, y, _, _ in points)}"/>'
+            )
         if kind == "dots" or len(points) == 1:
-            shapes.append(f'<path class="dots {color}" d="{"".join(f"M{place(x, y)}h0" for x, y, _, _ in points)}"/>')
-    shapes += [f'<path class="mark {mark.css}" d="M{WIDTH * (mark.x - x0) / (x1 - x0):.2f},-9999V9999"/>' for mark in marks]
+            shapes.append(
+                f'<path class="dots {color}" d="{"".join(f"M{place(x, y)}h0" for x, y, _, _ in points)}"/>'
+            )
+    shapes += [
+        f'<path class="mark {mark.css}" d="M{WIDTH * (mark.x - x0) / (x1 - x0):.2f},-9999V9999"/>'
+        for mark in marks
+    ]
     data = {
         **{"x": steps, "y": (low, high), "unit": unit, "fixed": lines[0].kind == "band"},
         "marks": [(mark.x, hide_secrets(mark.text)) for mark in marks],
@@ -101,7 +124,18 @@ def line_chart(
     }
     legend = [f'<li class="{line.css}">{text(line.name)}</li>' for line in lines if len(lines) > 1]
     legend += [f'<li class="mark">failures: {len(marks)}</li>'] if marks else []
-    label = text(" ".join(filter(None, [f"{title}: {unit}".strip(": "), note, f"{len(marks)} failures are marked" if marks else ""])))
+    label = text(
+        " ".join(
+            filter(
+                None,
+                [
+                    f"{title}: {unit}".strip(": "),
+                    note,
+                    f"{len(marks)} failures are marked" if marks else "",
+                ],
+            )
+        )
+    )
     script = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     return (
         f'<figure class="chart {css}"><figcaption><h3>{text(title)} <small>{unit}</small></h3><p>{text(note)}</p>'
@@ -113,14 +147,23 @@ def line_chart(
 
 
 def svg(height: float, label: str, shapes: Sequence[str]) -> str:
-    frame = f'viewBox="0 0 {WIDTH} {height}" preserveAspectRatio="none" role="img" aria-label="{label}"'
+    frame = (
+        f'viewBox="0 0 {WIDTH} {height}" preserveAspectRatio="none" role="img" aria-label="{label}"'
+    )
     return f"<svg {frame}>{''.join(shapes)}</svg>"
 
 
 def line_data(line: Line) -> dict[str, Any]:
     """Return the line for page.js: five digits, and the spread of the bins where there is one."""
-    columns = [[float(f"{value:.5g}") for value in column] for column in list(zip(*line.points, strict=True))[1:]]
-    values: dict[str, Any] = {"name": hide_secrets(line.name), "x": [point[0] for point in line.points], "y": columns[0]}
+    columns = [
+        [float(f"{value:.5g}") for value in column]
+        for column in list(zip(*line.points, strict=True))[1:]
+    ]
+    values: dict[str, Any] = {
+        "name": hide_secrets(line.name),
+        "x": [point[0] for point in line.points],
+        "y": columns[0],
+    }
     return values | ({"low": columns[1], "high": columns[2]} if columns[1] != columns[2] else {})
 
 
@@ -139,32 +182,53 @@ def share_bar(shares: Mapping[str, float], css: Mapping[str, str], label: str) -
     bands, x = [], 0.0
     for name, share in shares.items():
         tip = f"<title>{text(name)} {share:.1f}%</title>"
-        bands.append(f'<rect class="{css[name]}" x="{10 * x:.1f}" width="{10 * share:.1f}" height="30">{tip}</rect>')
+        bands.append(
+            f'<rect class="{css[name]}" x="{10 * x:.1f}" width="{10 * share:.1f}" height="30">{tip}</rect>'
+        )
         x += share
     label = f"{label}: {', '.join(f'{name} {share:.1f}%' for name, share in shares.items())}"
     return f'<div class="bar">{svg(30, text(label), bands)}<output hidden></output></div>'
 
 
-def timeline(stretches: Sequence[Stretch], marks: Sequence[Mark], start_s: float, title: str) -> str:
+def timeline(
+    stretches: Sequence[Stretch], marks: Sequence[Mark], start_s: float, title: str
+) -> str:
     """Return a row with the generations of each worker; of each host where there are many workers.
     Times are in seconds since 1970."""
-    workers = sorted({stretch.worker.rpartition("/")[::2] for stretch in stretches}, key=lambda pair: (pair[0], int(pair[1])))
+    workers = sorted(
+        {stretch.worker.rpartition("/")[::2] for stretch in stretches},
+        key=lambda pair: (pair[0], int(pair[1])),
+    )
     by_host = len(workers) > MAX_ROWS
     rows = list(dict.fromkeys(host if by_host else f"{host}/{slot}" for host, slot in workers))
     drawn, hidden = {row: i for i, row in enumerate(rows[:MAX_ROWS])}, len(rows[MAX_ROWS:])
-    span_s = max(1e-3, max([stretch.end_s for stretch in stretches] + [mark.x for mark in marks]) - start_s)
-    counts = Counter(stretch._replace(worker=stretch.worker.rpartition("/")[0]) if by_host else stretch for stretch in stretches)
+    span_s = max(
+        1e-3, max([stretch.end_s for stretch in stretches] + [mark.x for mark in marks]) - start_s
+    )
+    counts = Counter(
+        stretch._replace(worker=stretch.worker.rpartition("/")[0]) if by_host else stretch
+        for stretch in stretches
+    )
     shapes = []
     for (row, generation, from_s, to_s), count in counts.items():
         when = f"generation {generation}, {clock(from_s - start_s)} to {clock(to_s - start_s)}"
         box = f'x="{WIDTH * (from_s - start_s) / span_s:.2f}" width="{max(0.8, WIDTH * (to_s - from_s) / span_s):.2f}" height="{ROW - 8}"'
         tip = f"<title>{text(row)}{f', {count} workers' * by_host}: {when}</title>"
-        shapes += [f'<rect class="g{generation % 3}" y="{drawn[row] * ROW + 4}" {box}>{tip}</rect>'] if row in drawn else []
+        shapes += (
+            [f'<rect class="g{generation % 3}" y="{drawn[row] * ROW + 4}" {box}>{tip}</rect>']
+            if row in drawn
+            else []
+        )
     height = ROW * len(drawn)
     for mark in marks[-MAX_MARKS:]:
         tip = f"<title>{text(mark.text)}</title>"
-        shapes.append(f'<path class="mark" d="M{WIDTH * (mark.x - start_s) / span_s:.2f},0V{height}">{tip}</path>')
-    size, unit = next(((size, unit) for size, unit in ((3600, " h"), (60, " min")) if span_s > 3 * size), (1, " s"))
+        shapes.append(
+            f'<path class="mark" d="M{WIDTH * (mark.x - start_s) / span_s:.2f},0V{height}">{tip}</path>'
+        )
+    size, unit = next(
+        ((size, unit) for size, unit in ((3600, " h"), (60, " min")) if span_s > 3 * size),
+        (1, " s"),
+    )
     note = f"{len({stretch.generation for stretch in stretches})} generations, {len(workers)} workers, {clock(span_s)}"
     note += f"; {hidden} more hosts are not drawn" * bool(hidden)
     return (

@@ -13,22 +13,56 @@ from lockstep.files import write_atomic
 from lockstep.record.backends import without_secrets
 from lockstep.record.goodput import CATEGORIES, NAMES
 from lockstep.record.step_timer import CATEGORIES as WAITS
-from lockstep.report.charts import Line, Mark, clock, line_chart, number, percents, share_bar, text, timeline
+from lockstep.report.charts import (
+    Line,
+    Mark,
+    clock,
+    line_chart,
+    number,
+    percents,
+    share_bar,
+    text,
+    timeline,
+)
 from lockstep.report.run_data import Facts, RunData, mapping, read_facts
 from lockstep.units import format_bytes, format_count, format_duration
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
-CHARTS: tuple[tuple[str, dict[str, str], str, float, str], ...] = (  # title, name of each curve, unit, its size, css
+CHARTS: tuple[
+    tuple[str, dict[str, str], str, float, str], ...
+] = (  # title, name of each curve, unit, its size, css
     ("Loss", {"loss": "training", "validation_loss": "validation"}, "", 1, "wide"),
     ("Gradient norm", {"norm": "norm"}, "", 1, "zero"),
     ("Throughput", {"tokens_per_second": "all devices"}, "tokens/s", 1, "zero"),
-    ("Link and data waits", {"exposed_communication": "exposed communication", "data_wait": "data"}, "% of a step", 0.01, "zero"),
+    (
+        "Link and data waits",
+        {"exposed_communication": "exposed communication", "data_wait": "data"},
+        "% of a step",
+        0.01,
+        "zero",
+    ),
     ("Memory", {"memory_bytes": "peak of rank 0"}, "GiB", 2**30, "zero"),
     ("Learning rate", {"learning_rate": "learning rate"}, "", 1, "zero"),
 )
-UNDRAWN = ("workers", "generation", "epoch", "tokens", "seconds", "goodput", "tokens_per_second_per_device", "validation_perplexity")
+UNDRAWN = (
+    "workers",
+    "generation",
+    "epoch",
+    "tokens",
+    "seconds",
+    "goodput",
+    "tokens_per_second_per_device",
+    "validation_perplexity",
+)
 MAX_OWN, MAX_EVENTS, MAX_EVALUATIONS = 8, 100, 50
-EVALUATION_SETTINGS = ("averaged", "lowercase", "average", "bleu_signature", "chrf_signature", "seconds")
+EVALUATION_SETTINGS = (
+    "averaged",
+    "lowercase",
+    "average",
+    "bleu_signature",
+    "chrf_signature",
+    "seconds",
+)
 BAND_NAMES: dict[str, str] = {name: NAMES.get(name, name) for name in CATEGORIES}
 BAND_CSS = {name: f"c{i}" for i, name in enumerate([*CATEGORIES, "overhead"])}
 
@@ -43,7 +77,12 @@ class Run(NamedTuple):
     @property
     def ledger(self) -> dict[str, float]:
         """Seconds by category: the later of the last end of the run and its newest checkpoint."""
-        saved = {name: float(value) for name, value in mapping(mapping(self.facts.checkpoint.get("time")).get("seconds")).items()}
+        saved = {
+            name: float(value)
+            for name, value in mapping(
+                mapping(self.facts.checkpoint.get("time")).get("seconds")
+            ).items()
+        }
         ledger = max(self.data.seconds, saved, key=lambda seconds: math.fsum(seconds.values()))
         return {name: ledger[name] for name in CATEGORIES if ledger.get(name)}
 
@@ -57,7 +96,11 @@ def write_report(folders: Sequence[Path], out: Path) -> str:
     for folder, name, css in zip(folders, names, "ab", strict=False):
         facts = read_facts(folder)
         data, prefix = RunData(folder).update(), f"{name}: " if len(folders) > 1 else ""
-        runs.append(Run(data, facts, flatten(without_secrets(mapping(facts.run.get("values")))), prefix, css))
+        runs.append(
+            Run(
+                data, facts, flatten(without_secrets(mapping(facts.run.get("values")))), prefix, css
+            )
+        )
     page = render(runs, " and ".join(names))
     write_atomic(out, page)
     steps = sum(run.data.steps_read for run in runs)
@@ -67,7 +110,11 @@ def write_report(folders: Sequence[Path], out: Path) -> str:
 def flatten(sections: dict[str, Any]) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for section, value in sections.items():
-        flat |= {f"{section}.{key}": item for key, item in value.items()} if isinstance(value, dict) else {section: value}
+        flat |= (
+            {f"{section}.{key}": item for key, item in value.items()}
+            if isinstance(value, dict)
+            else {section: value}
+        )
     return flat
 
 
@@ -76,15 +123,23 @@ def render(runs: Sequence[Run], title: str) -> str:
     sections = {
         "Steps": [*step_charts(runs, steps), *(step_bands(run, steps) for run in runs)],
         "Where the time went": map(goodput, runs),
-        "Generations and hosts": (figure for run in runs for figure in (run_timeline(run), events_table(run))),
+        "Generations and hosts": (
+            figure for run in runs for figure in (run_timeline(run), events_table(run))
+        ),
         "Evaluations": map(evaluations, runs),
         "Samples": map(samples, runs),
         "The run": values(runs),
         "Environment": map(environment, runs),
     }
     contents = {name: "".join(figures) for name, figures in sections.items()}
-    body = "".join(f'<section><h2>{name}</h2><div class="grid">{content}</div></section>' for name, content in contents.items() if content)
-    footer = f"Lockstep {lockstep.__version__}, {time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime())}"
+    body = "".join(
+        f'<section><h2>{name}</h2><div class="grid">{content}</div></section>'
+        for name, content in contents.items()
+        if content
+    )
+    footer = (
+        f"Lockstep {lockstep.__version__}, {time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime())}"
+    )
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy" content="{POLICY}"><meta name="color-scheme" content="light dark">
@@ -97,19 +152,31 @@ def render(runs: Sequence[Run], title: str) -> str:
 def header(runs: Sequence[Run], title: str) -> str:
     measures, cards = [summary(run) for run in runs], []
     for name in measures[0]:
-        figures = "".join(f'<dd class="{run.css}">{text(measure[name])}</dd>' for run, measure in zip(runs, measures, strict=True))
+        figures = "".join(
+            f'<dd class="{run.css}">{text(measure[name])}</dd>'
+            for run, measure in zip(runs, measures, strict=True)
+        )
         cards.append(f"<div><dt>{name}</dt>{figures}</div>")
     lines = []
     for run in runs:
-        began = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(run.data.first_s)) if run.data.first_s else ""
+        began = (
+            time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(run.data.first_s))
+            if run.data.first_s
+            else ""
+        )
         parts = filter(None, [str(run.values.get("task", "")), began, run.facts.end])
         lines.append(f'<p class="{run.css}">{text(run.prefix + " · ".join(parts))}</p>')
-        lines += [f'<p class="problem">{text(run.prefix + problem)}</p>' for problem in problems(run)]
+        lines += [
+            f'<p class="problem">{text(run.prefix + problem)}</p>' for problem in problems(run)
+        ]
     return f'<header><h1>{text(title)}</h1>{"".join(lines)}<dl class="cards">{"".join(cards)}</dl></header>'
 
 
 def problems(run: Run) -> Iterator[str]:
-    for name, count in (("metrics.jsonl", run.data.damaged_lines), ("events.jsonl", run.data.damaged_events)):
+    for name, count in (
+        ("metrics.jsonl", run.data.damaged_lines),
+        ("events.jsonl", run.data.damaged_events),
+    ):
         if count:
             yield f"{name}: {count:,} damaged lines were skipped"
     for name, curve in run.data.curves.items():
@@ -130,8 +197,12 @@ def summary(run: Run) -> dict[str, str]:
         "step": f"{data.step:,} of {total:,}" if isinstance(total, int) else f"{data.step:,}",
         "loss": number(data.curves["loss"].last[1]) if "loss" in data.curves else "–",
         "goodput": f"{percents(run.ledger).get('training', 0.0):.1f}%" if run.ledger else "–",
-        "tokens/s": format_count(round(sums["tokens"] / seconds, 1)) if seconds and "tokens" in sums else "–",
-        "exposed communication": f"{sums.get('communication_seconds', 0.0) / seconds:.1%}" if seconds else "–",
+        "tokens/s": format_count(round(sums["tokens"] / seconds, 1))
+        if seconds and "tokens" in sums
+        else "–",
+        "exposed communication": f"{sums.get('communication_seconds', 0.0) / seconds:.1%}"
+        if seconds
+        else "–",
         "failures": f"{data.failures:,}",
         "generations": f"{data.formed:,}",
         "time": clock(math.fsum(run.ledger.values()) or seconds),
@@ -141,10 +212,18 @@ def summary(run: Run) -> dict[str, str]:
 def step_charts(runs: Sequence[Run], steps: tuple[float, float]) -> Iterator[str]:
     """Yield the charts over steps: those of every run, then the values that only the user's loop logs."""
     known = {key for _, keys, *_ in CHARTS for key in keys} | set(UNDRAWN)
-    own = [key for key in dict.fromkeys(key for run in runs for key in run.data.curves) if key not in known]
+    own = [
+        key
+        for key in dict.fromkeys(key for run in runs for key in run.data.curves)
+        if key not in known
+    ]
     own = [key for key in own if not key.endswith(("_seconds", "_so_far"))][:MAX_OWN]
     marks = [
-        Mark(formed.step, f"{run.prefix}generation {formed.number} from step {formed.step:,}: {formed.why}", run.css)
+        Mark(
+            formed.step,
+            f"{run.prefix}generation {formed.number} from step {formed.step:,}: {formed.why}",
+            run.css,
+        )
         for run in runs
         for formed in run.data.generations
         if formed.failed
@@ -159,15 +238,24 @@ def step_charts(runs: Sequence[Run], steps: tuple[float, float]) -> Iterator[str
 
 def step_range(runs: Sequence[Run]) -> tuple[float, float]:
     """Return the first and the last step of all runs; never an empty range."""
-    points = [point[0] for run in runs for curve in run.data.curves.values() for point in curve.points()] or [0.0]
-    return (min(points), max(points)) if min(points) < max(points) else (points[0] - 1, points[0] + 1)
+    points = [
+        point[0] for run in runs for curve in run.data.curves.values() for point in curve.points()
+    ] or [0.0]
+    return (
+        (min(points), max(points)) if min(points) < max(points) else (points[0] - 1, points[0] + 1)
+    )
 
 
 def curves(run: Run, keys: dict[str, str], size: float) -> Iterator[Line]:
     for i, (key, name) in enumerate(keys.items()):
         if curve := run.data.curves.get(key):
             points = [(x, y / size, low / size, high / size) for x, y, low, high in curve.points()]
-            yield Line(run.prefix + name, run.css + "2" * i, points, "dots" if key.startswith("validation") else "line")
+            yield Line(
+                run.prefix + name,
+                run.css + "2" * i,
+                points,
+                "dots" if key.startswith("validation") else "line",
+            )
 
 
 def scores(run: Run, steps: tuple[float, float]) -> Iterator[Line]:
@@ -176,23 +264,37 @@ def scores(run: Run, steps: tuple[float, float]) -> Iterator[Line]:
     for line in run.facts.evaluations:
         step, loss = line["step"], line.get("loss")
         if type(loss) is float and math.isfinite(loss) and steps[0] <= step <= steps[1]:
-            losses.setdefault(str(line.get("split", "validation")), []).append((step, loss, loss, loss))
-    yield from (Line(f"{run.prefix}evaluated: {split}", run.css + "2", points, "dots") for split, points in losses.items())
+            losses.setdefault(str(line.get("split", "validation")), []).append(
+                (step, loss, loss, loss)
+            )
+    yield from (
+        Line(f"{run.prefix}evaluated: {split}", run.css + "2", points, "dots")
+        for split, points in losses.items()
+    )
 
 
 def extremes(run: Run, key: str, size: float) -> str:
     if not (curve := run.data.curves.get(key)) or not curve.bins:
         return ""
-    low, high = (f"{number(value / size)} (step {step:,})" for step, value in (curve.lowest, curve.highest))
-    return f"{run.prefix}last {number(curve.last[1] / size)}" + f", lowest {low}, highest {high}" * (not run.prefix)
+    low, high = (
+        f"{number(value / size)} (step {step:,})" for step, value in (curve.lowest, curve.highest)
+    )
+    return (
+        f"{run.prefix}last {number(curve.last[1] / size)}"
+        + f", lowest {low}, highest {high}" * (not run.prefix)
+    )
 
 
 def step_bands(run: Run, steps: tuple[float, float]) -> str:
     """Return a chart of the shares of a step: training and each kind of waiting."""
-    drawn = [run.data.curves.get(key) for key in ("seconds", *(f"{name}_seconds" for name in WAITS))]
+    drawn = [
+        run.data.curves.get(key) for key in ("seconds", *(f"{name}_seconds" for name in WAITS))
+    ]
     if None in drawn or len({curve.width for curve in drawn if curve}) > 1:
         return ""
-    bands: dict[str, list[tuple[float, float, float, float]]] = {name: [] for name in ("training", *WAITS)}
+    bands: dict[str, list[tuple[float, float, float, float]]] = {
+        name: [] for name in ("training", *WAITS)
+    }
     for seconds, *waits in zip(*(curve.points() for curve in drawn if curve), strict=False):
         waited = [point[1] for point in waits]
         whole, below = max(seconds[1], math.fsum(waited)) or 1.0, 0.0
@@ -200,41 +302,87 @@ def step_bands(run: Run, steps: tuple[float, float]) -> str:
             share = 100 * value / whole
             bands[name].append((seconds[0], share, below, below + share))
             below += share
-    lines = [Line(BAND_NAMES.get(name, name), BAND_CSS[name], points, "band") for name, points in bands.items()]
-    return line_chart(f"{run.prefix}Time of a step", lines, steps, "%", (), "the bands sum to 100%", "zero")
+    lines = [
+        Line(BAND_NAMES.get(name, name), BAND_CSS[name], points, "band")
+        for name, points in bands.items()
+    ]
+    return line_chart(
+        f"{run.prefix}Time of a step", lines, steps, "%", (), "the bands sum to 100%", "zero"
+    )
 
 
 def goodput(run: Run) -> str:
     names = {name: BAND_NAMES[name] for name in run.ledger}
     shares, css = percents(run.ledger), {names[name]: BAND_CSS[name] for name in names}
-    bar = share_bar({names[name]: share for name, share in shares.items()}, css, f"{run.prefix}wall time")
-    rows = [(f'<i class="swatch {BAND_CSS[name]}"></i>{names[name]}', clock(run.ledger[name]), f"{shares[name]:.1f}%") for name in names]
-    rows.append(("sum", clock(math.fsum(run.ledger.values())), f"{math.fsum(shares.values()):.1f}%"))
+    bar = share_bar(
+        {names[name]: share for name, share in shares.items()}, css, f"{run.prefix}wall time"
+    )
+    rows = [
+        (
+            f'<i class="swatch {BAND_CSS[name]}"></i>{names[name]}',
+            clock(run.ledger[name]),
+            f"{shares[name]:.1f}%",
+        )
+        for name in names
+    ]
+    rows.append(
+        ("sum", clock(math.fsum(run.ledger.values())), f"{math.fsum(shares.values()):.1f}%")
+    )
     caption = f"{run.prefix}wall time by category"
-    return f'<figure class="wide">{bar}{table(caption, ("category", "time", "share"), rows, raw=True)}</figure>' if names else ""
+    return (
+        f'<figure class="wide">{bar}{table(caption, ("category", "time", "share"), rows, raw=True)}</figure>'
+        if names
+        else ""
+    )
 
 
 def run_timeline(run: Run) -> str:
     failed = [formed for formed in run.data.generations if formed.failed]
-    marks = [Mark(formed.time_s, f"generation {formed.number}, step {formed.step:,}: {formed.why}") for formed in failed]
+    marks = [
+        Mark(formed.time_s, f"generation {formed.number}, step {formed.step:,}: {formed.why}")
+        for formed in failed
+    ]
     stretches = run.data.all_stretches()
-    return timeline(stretches, marks, run.data.first_s, f"{run.prefix}Members of each generation") if stretches else ""
+    return (
+        timeline(stretches, marks, run.data.first_s, f"{run.prefix}Members of each generation")
+        if stretches
+        else ""
+    )
 
 
 def events_table(run: Run) -> str:
     events = [(item.time_s, item.step, item.event, item.text) for item in run.data.notes]
     for item in run.data.generations:
-        events.append((item.time_s, item.step, f"generation {item.number}", f"{len(item.workers)} workers: {item.why}"))
+        events.append(
+            (
+                item.time_s,
+                item.step,
+                f"generation {item.number}",
+                f"{len(item.workers)} workers: {item.why}",
+            )
+        )
     events.sort(key=lambda event: event[0])
-    rows = [(clock(time_s - run.data.first_s), "" if step is None else step, *rest) for time_s, step, *rest in events[-MAX_EVENTS:]]
-    caption = f"{run.prefix}the last {len(rows)} of {len(events):,} events" if len(rows) < len(events) else f"{run.prefix}events"
+    rows = [
+        (clock(time_s - run.data.first_s), "" if step is None else step, *rest)
+        for time_s, step, *rest in events[-MAX_EVENTS:]
+    ]
+    caption = (
+        f"{run.prefix}the last {len(rows)} of {len(events):,} events"
+        if len(rows) < len(events)
+        else f"{run.prefix}events"
+    )
     return table(caption, ("after", "step", "event", "reason"), rows)
 
 
 def evaluations(run: Run) -> str:
     lines = run.facts.evaluations[-MAX_EVALUATIONS:]
-    names = list(dict.fromkeys(name for line in lines for name in line if name not in EVALUATION_SETTINGS))
-    rows = [[number(value) if type(value := line.get(name, "")) is float else value for name in names] for line in lines]
+    names = list(
+        dict.fromkeys(name for line in lines for name in line if name not in EVALUATION_SETTINGS)
+    )
+    rows = [
+        [number(value) if type(value := line.get(name, "")) is float else value for name in names]
+        for line in lines
+    ]
     return table(f"{run.prefix}scores", names, rows)
 
 
@@ -250,27 +398,53 @@ def values(runs: Sequence[Run]) -> Iterator[str]:
     """Yield tables of the resolved runs: differing values, values that were set, all values."""
     if len(runs) == 2:
         first, second = (run.values for run in runs)
-        rows = [(key, first.get(key, ""), second.get(key, "")) for key in {**first, **second} if first.get(key) != second.get(key)]
+        rows = [
+            (key, first.get(key, ""), second.get(key, ""))
+            for key in {**first, **second}
+            if first.get(key) != second.get(key)
+        ]
         yield table("values that differ", ("key", *(run.prefix[:-2] for run in runs)), rows)
     for run in runs:
         origin = mapping(run.facts.run.get("origin"))
         all_rows = [(key, value, origin.get(key, "")) for key, value in run.values.items()]
-        yield table(f"{run.prefix}values that were set", ("key", "value", "from"), [row for row in all_rows if row[2] != "default"])
+        yield table(
+            f"{run.prefix}values that were set",
+            ("key", "value", "from"),
+            [row for row in all_rows if row[2] != "default"],
+        )
         every = table(f"{run.prefix}all values", ("key", "value", "from"), all_rows)
-        yield f'<details class="wide"><summary>{text(run.prefix)}all {len(all_rows)} values</summary>{every}</details>' if every else ""
+        yield (
+            f'<details class="wide"><summary>{text(run.prefix)}all {len(all_rows)} values</summary>{every}</details>'
+            if every
+            else ""
+        )
 
 
 def environment(run: Run) -> str:
-    facts = {**mapping(run.facts.checkpoint.get("code")), **mapping(run.facts.checkpoint.get("numerics"))}
-    return table(f"{run.prefix}newest checkpoint", ("what", "value"), [row for row in facts.items() if row[1] != "not set"])
+    facts = {
+        **mapping(run.facts.checkpoint.get("code")),
+        **mapping(run.facts.checkpoint.get("numerics")),
+    }
+    return table(
+        f"{run.prefix}newest checkpoint",
+        ("what", "value"),
+        [row for row in facts.items() if row[1] != "not set"],
+    )
 
 
-def table(caption: str, head: Sequence[str], rows: Sequence[Sequence[object]], *, raw: bool = False) -> str:
+def table(
+    caption: str, head: Sequence[str], rows: Sequence[Sequence[object]], *, raw: bool = False
+) -> str:
     """Return a table; "" without rows. raw: the first cell of each row is HTML."""
     if not rows:
         return ""
     columns = "".join(f'<th scope="col">{text(name)}</th>' for name in head)
-    lines = [(first if raw else text(first), "".join(f"<td>{text(cell)}</td>" for cell in rest)) for first, *rest in rows]
+    lines = [
+        (first if raw else text(first), "".join(f"<td>{text(cell)}</td>" for cell in rest))
+        for first, *rest in rows
+    ]
     body = "".join(f'<tr><th scope="row">{first}</th>{rest}</tr>' for first, rest in lines)
-    inner = f"<caption>{text(caption)}</caption><thead><tr>{columns}</tr></thead><tbody>{body}</tbody>"
+    inner = (
+        f"<caption>{text(caption)}</caption><thead><tr>{columns}</tr></thead><tbody>{body}</tbody>"
+    )
     return f'<div class="table wide" tabindex="0" role="region" aria-label="{text(caption)}"><table>{inner}</table></div>'

@@ -25,13 +25,27 @@ from lockstep.record.metrics import decode_line, iter_steps, missing_steps
 from lockstep.record.tracker import metrics_damage
 from lockstep.units import MAX_NAMES
 
-FILES = ("metrics.jsonl", "events.jsonl", "run.json", "generations")  # one of them makes a folder a run
+FILES = (
+    "metrics.jsonl",
+    "events.jsonl",
+    "run.json",
+    "generations",
+)  # one of them makes a folder a run
 KEPT = 1000
 MAX_CURVES, MAX_STEP = 60, 2**53
-NO_CURVE = re.compile(r"step|workers|generation|epoch|goodput|.*_so_far|tokens_per_second_per_device|validation_perplexity")
+NO_CURVE = re.compile(
+    r"step|workers|generation|epoch|goodput|.*_so_far|tokens_per_second_per_device|validation_perplexity"
+)
 NORMAL_EXIT = re.compile(r"exited with code (0|75)\b")
 FAILURES = ("worker ended", "hang", "culprit found", "run ended", "SIGTERM sent", "SIGKILL sent")
-NOTED = (*FAILURES, "slow", "override", "resumed with differences", "stopped early", "worker taken over")
+NOTED = (
+    *FAILURES,
+    "slow",
+    "override",
+    "resumed with differences",
+    "stopped early",
+    "worker taken over",
+)
 
 
 class Formed(NamedTuple):
@@ -64,8 +78,14 @@ class Note(NamedTuple):
 def require_run(folder: Path) -> None:
     """UsageError unless `folder` has one of the files of a run."""
     if not any((folder / name).exists() for name in FILES):
-        reason = f"it has none of {', '.join(FILES)}" if folder.is_dir() else "there is no such folder"
-        raise UsageError(f"{folder} is not a run: {reason}", "command line", "give the folder set with --out, such as runs/default")
+        reason = (
+            f"it has none of {', '.join(FILES)}" if folder.is_dir() else "there is no such folder"
+        )
+        raise UsageError(
+            f"{folder} is not a run: {reason}",
+            "command line",
+            "give the folder set with --out, such as runs/default",
+        )
 
 
 class RunData:
@@ -155,14 +175,28 @@ class RunData:
         elif kind == "worker ended":
             self._end_stretch(f"{event['host']}/{event['slot']}", now_s)
         if kind in NOTED and not NORMAL_EXIT.match(str(event.get("why"))):
-            facts = {key: value for key, value in event.items() if key not in ("time", "event", "why", "generation", "step", "pid")}
-            worker = f"{facts.pop('host')}/{facts.pop('slot')}: " if {"host", "slot"} <= facts.keys() else ""
+            facts = {
+                key: value
+                for key, value in event.items()
+                if key not in ("time", "event", "why", "generation", "step", "pid")
+            }
+            worker = (
+                f"{facts.pop('host')}/{facts.pop('slot')}: "
+                if {"host", "slot"} <= facts.keys()
+                else ""
+            )
             text = event.get("why") or ", ".join(f"{key} {value}" for key, value in facts.items())
             self.notes.append(Note(now_s, event.get("step"), kind, f"{worker}{text}"))
 
     def _add_generation(self, now_s: float, event: dict[str, Any]) -> None:
-        ids, number, step = [str(id) for id in event["workers"]], int(event["generation"]), int(event["step"])
-        workers = tuple(f"{host}/{int(slot)}" for host, slot, _ in (id.rsplit("/", 2) for id in ids))
+        ids, number, step = (
+            [str(id) for id in event["workers"]],
+            int(event["generation"]),
+            int(event["step"]),
+        )
+        workers = tuple(
+            f"{host}/{int(slot)}" for host, slot, _ in (id.rsplit("/", 2) for id in ids)
+        )
         began = event["event"] == "began"
         failed = self.formed > 0 and not (self.ended if began else self.ids <= set(ids))
         why = str(event.get("why") or (f"restarted from step {step}" if self.formed else "started"))
@@ -179,8 +213,16 @@ class RunData:
     def all_stretches(self) -> list[Stretch]:
         """Return the stretches; one whose end is not recorded lasts until the newest record."""
         with suppress(OSError):
-            self.last_s = self.last_s if self.ended else max(self.last_s, self.metrics.path.stat().st_mtime)
-        return [*self.stretches, *(Stretch(worker, self.generations[-1].number, s, self.last_s) for worker, s in self.members.items())]
+            self.last_s = (
+                self.last_s if self.ended else max(self.last_s, self.metrics.path.stat().st_mtime)
+            )
+        return [
+            *self.stretches,
+            *(
+                Stretch(worker, self.generations[-1].number, s, self.last_s)
+                for worker, s in self.members.items()
+            ),
+        ]
 
 
 class Facts(NamedTuple):
@@ -203,12 +245,18 @@ def read_facts(folder: Path) -> Facts:
         except FileNotFoundError:
             return default
         except (LockstepError, OSError, ValueError, KeyError, TypeError, OverflowError) as error:
-            problems.append(f"{name} cannot be read: {error.what if isinstance(error, LockstepError) else error}")
+            problems.append(
+                f"{name} cannot be read: {error.what if isinstance(error, LockstepError) else error}"
+            )
             return default
 
     def end() -> str:
         newest = GenerationLog(folder / "generations").newest()
-        return f"ended with exit code {newest.end.code}: {newest.end.text}".removesuffix(": ") if newest and newest.end else ""
+        return (
+            f"ended with exit code {newest.end.code}: {newest.end.text}".removesuffix(": ")
+            if newest and newest.end
+            else ""
+        )
 
     def damage() -> list[str]:
         saved_step = max(committed_steps(folder / "checkpoints"), default=0)
@@ -217,8 +265,16 @@ def read_facts(folder: Path) -> Facts:
     problems += read("metrics.jsonl", damage, [])
     return Facts(
         read("run.json", lambda: verify_checksum(read_json(folder / "run.json")), {}),
-        read("the newest checkpoint", lambda: (newest_facts(folder / "checkpoints") or (0, {}))[1], {}),
-        read("evaluations.jsonl", lambda: list(deque(iter_steps(folder / "evaluations.jsonl"), maxlen=KEPT)), []),
+        read(
+            "the newest checkpoint",
+            lambda: (newest_facts(folder / "checkpoints") or (0, {}))[1],
+            {},
+        ),
+        read(
+            "evaluations.jsonl",
+            lambda: list(deque(iter_steps(folder / "evaluations.jsonl"), maxlen=KEPT)),
+            [],
+        ),
         read("samples.json", lambda: dict(read_json(folder / "samples.json")), {}),
         read("the generation log", end, ""),
         problems,

@@ -25,7 +25,13 @@ TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 # LOCKSTEP_* variables that are not configuration values: for users, for our own workers, for our tests.
 RESERVED_VARIABLES = (
     *("LOCKSTEP_DEVICE", "LOCKSTEP_TMP", WORKER_ENV, STATE_FOLDER, EXIT_REPORT, SHARED_TERMINAL),
-    *("LOCKSTEP_DRILL", "LOCKSTEP_CHAOS", "LOCKSTEP_HISTORIES", "LOCKSTEP_STORE_CACHE", "LOCKSTEP_STORE_BEAT_S"),
+    *(
+        "LOCKSTEP_DRILL",
+        "LOCKSTEP_CHAOS",
+        "LOCKSTEP_HISTORIES",
+        "LOCKSTEP_STORE_CACHE",
+        "LOCKSTEP_STORE_BEAT_S",
+    ),
 )
 PET = ("PET_NODE_RANK", "PET_NNODES", "PET_NPROC_PER_NODE", "PET_MASTER_ADDR", "PET_MASTER_PORT")
 
@@ -68,16 +74,28 @@ def choose_device(environ: Mapping[str, str], info: RankInfo | None, gpus: int) 
     wanted = environ.get("LOCKSTEP_DEVICE", "")
     shared = re.fullmatch(r"cuda:(\d{1,4})", wanted)
     if wanted not in ("", "cpu", "cuda") and not shared:
-        raise UsageError(f"LOCKSTEP_DEVICE={wanted}", "environment", "use cpu, cuda, or cuda:0 to share a GPU; unset: cuda if available")
+        raise UsageError(
+            f"LOCKSTEP_DEVICE={wanted}",
+            "environment",
+            "use cpu, cuda, or cuda:0 to share a GPU; unset: cuda if available",
+        )
     if wanted == "cpu":
         return "cpu", "LOCKSTEP_DEVICE=cpu"
     if not gpus:
         if wanted:
-            raise UsageError(f"LOCKSTEP_DEVICE={wanted}, but torch sees no GPU", "environment", "check nvidia-smi and the torch build")
+            raise UsageError(
+                f"LOCKSTEP_DEVICE={wanted}, but torch sees no GPU",
+                "environment",
+                "check nvidia-smi and the torch build",
+            )
         return "cpu", "torch sees no GPU"
     if shared:
         if int(shared[1]) >= gpus:
-            raise UsageError(f"LOCKSTEP_DEVICE={wanted}, but torch sees {gpus} GPUs", "environment", "the number of the first GPU is 0")
+            raise UsageError(
+                f"LOCKSTEP_DEVICE={wanted}, but torch sees {gpus} GPUs",
+                "environment",
+                "the number of the first GPU is 0",
+            )
         return wanted, f"LOCKSTEP_DEVICE={wanted}, shared by the workers of this machine"
     local_rank = info.local_rank if info else 0
     if info and info.launcher == "srun" and gpus == 1 and local_rank:
@@ -85,22 +103,30 @@ def choose_device(environ: Mapping[str, str], info: RankInfo | None, gpus: int) 
     if local_rank >= gpus:
         where = f"{info.launcher if info else 'one machine'}; CUDA_VISIBLE_DEVICES={environ.get('CUDA_VISIBLE_DEVICES', 'not set')}"
         hint = f"start {gpus} workers on this machine, or set LOCKSTEP_DEVICE=cpu"
-        raise UsageError(f"local rank {local_rank} has no GPU: this process sees {gpus}", where, hint)
+        raise UsageError(
+            f"local rank {local_rank} has no GPU: this process sees {gpus}", where, hint
+        )
     return f"cuda:{local_rank}", f"local rank {local_rank} of {gpus} GPUs"
 
 
-def default_worker_count(environ: Mapping[str, str] = os.environ, driver: Path = Path("/proc/driver/nvidia/gpus")) -> tuple[int, str]:
+def default_worker_count(
+    environ: Mapping[str, str] = os.environ, driver: Path = Path("/proc/driver/nvidia/gpus")
+) -> tuple[int, str]:
     """Return (number of workers, the reason): one per GPU in CUDA_VISIBLE_DEVICES, two on a CPU."""
     if environ.get("LOCKSTEP_DEVICE") == "cpu":
         return 2, "two on the CPU (LOCKSTEP_DEVICE=cpu)"
     gpus = len(list(driver.iterdir())) if driver.is_dir() else 0
     if not gpus and (tool := shutil.which("nvidia-smi", path=environ.get("PATH"))):
-        listed = subprocess.run([tool, "-L"], capture_output=True, text=True, check=False, timeout=20).stdout
+        listed = subprocess.run(
+            [tool, "-L"], capture_output=True, text=True, check=False, timeout=20
+        ).stdout
         gpus = sum(line.startswith("GPU ") for line in listed.splitlines())
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if gpus and visible is not None:
         devices = [device.strip() for device in visible.split(",")]
-        valid = next((i for i, device in enumerate(devices) if device in ("", "-1")), len(devices))  # CUDA ignores what follows
+        valid = next(
+            (i for i, device in enumerate(devices) if device in ("", "-1")), len(devices)
+        )  # CUDA ignores what follows
         count, unit = (valid, "one for each GPU") if valid else (2, "two on the CPU")
         return count, f"{unit} (CUDA_VISIBLE_DEVICES={visible})"
     return (gpus, "one for each GPU") if gpus else (2, "two on the CPU, no GPU found")
@@ -117,7 +143,11 @@ def check_worker_count(workers: int, host: str, cores: int | None = None) -> Non
     cores = cores or os.cpu_count() or 1
     most = max(64, 16 * cores)
     if workers > most:
-        raise UsageError(f"{workers:,} workers on one machine", f"{host} has {cores} cores", f"start at most {most} on this machine")
+        raise UsageError(
+            f"{workers:,} workers on one machine",
+            f"{host} has {cores} cores",
+            f"start at most {most} on this machine",
+        )
 
 
 # One function per launcher.
@@ -131,7 +161,10 @@ def rank_from_torchrun(environ: Mapping[str, str]) -> RankInfo | None:
     rank, size, local_rank, local_size = (read_number(environ, name) for name in TORCHRUN)
     given = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     launchers = {EXIT_REPORT: "lockstep", "TORCHELASTIC_RUN_ID": "torchrun"}
-    launcher = next((launcher for name, launcher in launchers.items() if name in environ), "RANK in the environment")
+    launcher = next(
+        (launcher for name, launcher in launchers.items() if name in environ),
+        "RANK in the environment",
+    )
     warnings = []
     if given and environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
         warnings.append(
@@ -158,9 +191,18 @@ def rank_from_kubeflow(environ: Mapping[str, str]) -> RankInfo | None:
     require_all(environ, PET)
     if environ["PET_NPROC_PER_NODE"] != "1" or not environ["PET_NNODES"].isdecimal():
         what = "these PET_ variables ask torchrun for several processes per machine or elastic machines"
-        raise UsageError(what, set_variables(environ, PET), "start with torchrun: torchrun -m lockstep train ...")
+        raise UsageError(
+            what, set_variables(environ, PET), "start with torchrun: torchrun -m lockstep train ..."
+        )
     rank, size = read_number(environ, "PET_NODE_RANK"), read_number(environ, "PET_NNODES")
-    return RankInfo(rank, size, 0, 1, *read_master(environ, "PET_MASTER_ADDR", "PET_MASTER_PORT"), launcher="PET_*")
+    return RankInfo(
+        rank,
+        size,
+        0,
+        1,
+        *read_master(environ, "PET_MASTER_ADDR", "PET_MASTER_PORT"),
+        launcher="PET_*",
+    )
 
 
 def rank_from_slurm(environ: Mapping[str, str]) -> RankInfo | None:
@@ -172,23 +214,50 @@ def rank_from_slurm(environ: Mapping[str, str]) -> RankInfo | None:
     step_size = environ.get("SLURM_STEP_NUM_TASKS", "1")
     if step_size == "1":
         if environ.get("SLURM_NTASKS", "1") != "1":
-            what = f"this is a single process, but the Slurm job has {environ['SLURM_NTASKS']} tasks"
+            what = (
+                f"this is a single process, but the Slurm job has {environ['SLURM_NTASKS']} tasks"
+            )
             hint = "start all tasks with srun: srun lockstep train ...; or request one task, which starts its own workers"
-            raise UsageError(what, set_variables(environ, ("SLURM_JOB_ID", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS")), hint)
+            raise UsageError(
+                what,
+                set_variables(
+                    environ,
+                    ("SLURM_JOB_ID", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+                ),
+                hint,
+            )
         return None
-    names = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE", "SLURM_JOB_ID")
+    names = (
+        "SLURM_PROCID",
+        "SLURM_LOCALID",
+        "SLURM_NODEID",
+        "SLURM_STEP_NUM_TASKS",
+        "SLURM_STEP_TASKS_PER_NODE",
+        "SLURM_JOB_ID",
+    )
     require_all(environ, names)
     node = read_number(environ, "SLURM_NODEID")
     counts = tasks_per_node(environ["SLURM_STEP_TASKS_PER_NODE"])
     if node >= len(counts):
         what = f"SLURM_NODEID={node}, but the Slurm step has {len(counts)} nodes"
-        raise UsageError(what, set_variables(environ, names), "start the tasks with srun in a fresh shell")
+        raise UsageError(
+            what, set_variables(environ, names), "start the tasks with srun in a fresh shell"
+        )
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or ""
     master_addr = environ.get("MASTER_ADDR") or first_host(nodes)
-    master_port = read_number(environ, "MASTER_PORT") if "MASTER_PORT" in environ else slurm_port(environ)
+    master_port = (
+        read_number(environ, "MASTER_PORT") if "MASTER_PORT" in environ else slurm_port(environ)
+    )
     if not master_addr:
-        raise UsageError("SLURM_JOB_NODELIST is not set", set_variables(environ, names), "start the tasks with srun, or set MASTER_ADDR")
-    rank, size, local_rank = (read_number(environ, name) for name in ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"))
+        raise UsageError(
+            "SLURM_JOB_NODELIST is not set",
+            set_variables(environ, names),
+            "start the tasks with srun, or set MASTER_ADDR",
+        )
+    rank, size, local_rank = (
+        read_number(environ, name)
+        for name in ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
+    )
     return RankInfo(rank, size, local_rank, counts[node], master_addr, master_port, launcher="srun")
 
 
@@ -202,13 +271,18 @@ def tasks_per_node(text: str) -> list[int]:
     """Expand Slurm's "2(x3),1" to [2, 2, 2, 1]."""
     matches = [re.fullmatch(r"(\d{1,6})(?:\(x(\d{1,6})\))?", part) for part in text.split(",")]
     if not all(matches):
-        raise UsageError(f"SLURM_STEP_TASKS_PER_NODE={text}", "environment", "expected a list like 2(x3),1")
+        raise UsageError(
+            f"SLURM_STEP_TASKS_PER_NODE={text}", "environment", "expected a list like 2(x3),1"
+        )
     return [int(match[1]) for match in matches if match for _ in range(int(match[2] or 1))]
 
 
 def slurm_port(environ: Mapping[str, str]) -> int:
     """Return a port derived from job and step, equal in all tasks, below the ephemeral ports."""
-    job, step = read_number(environ, "SLURM_JOB_ID"), read_number(environ, "SLURM_STEP_ID") if "SLURM_STEP_ID" in environ else 0
+    job, step = (
+        read_number(environ, "SLURM_JOB_ID"),
+        read_number(environ, "SLURM_STEP_ID") if "SLURM_STEP_ID" in environ else 0,
+    )
     return 12_000 + (job * 31 + step) % 20_000
 
 
@@ -222,7 +296,11 @@ def read_master(environ: Mapping[str, str], address: str, port: str) -> tuple[st
 
 def read_number(environ: Mapping[str, str], name: str) -> int:
     if not environ[name].isdecimal() or len(environ[name]) > 18:
-        raise UsageError(f"{name}={environ[name][:40]!r} is not a whole number", "environment", "unset it, or start with torchrun")
+        raise UsageError(
+            f"{name}={environ[name][:40]!r} is not a whole number",
+            "environment",
+            "unset it, or start with torchrun",
+        )
     return int(environ[name])
 
 
@@ -235,13 +313,25 @@ def require_all(environ: Mapping[str, str], names: tuple[str, ...]) -> None:
 
 
 def require_consistent(info: RankInfo, environ: Mapping[str, str]) -> None:
-    in_range = info.local_rank <= info.rank < info.size and info.local_rank < info.local_size <= info.size
+    in_range = (
+        info.local_rank <= info.rank < info.size and info.local_rank < info.local_size <= info.size
+    )
     if not in_range or not 0 < info.master_port < 65536:
-        names = tuple(name for name in environ if name in TORCHRUN + PET or name.startswith(("SLURM_PROC", "SLURM_STEP", "MASTER_")))
+        names = tuple(
+            name
+            for name in environ
+            if name in TORCHRUN + PET or name.startswith(("SLURM_PROC", "SLURM_STEP", "MASTER_"))
+        )
         what = f"inconsistent launch environment: {describe(info)}"
-        raise UsageError(what, set_variables(environ, names), "ranks count from 0 to size - 1; start with one launcher, in a fresh shell")
+        raise UsageError(
+            what,
+            set_variables(environ, names),
+            "ranks count from 0 to size - 1; start with one launcher, in a fresh shell",
+        )
 
 
 def set_variables(environ: Mapping[str, str], names: tuple[str, ...]) -> str:
     """Return those of `names` that are set, as NAME=value."""
-    return "environment: " + " ".join(f"{name}={environ[name]}" for name in names if name in environ)
+    return "environment: " + " ".join(
+        f"{name}={environ[name]}" for name in names if name in environ
+    )

@@ -36,7 +36,13 @@ PEER_LOSS = re.compile(
 # The text of the program is wrong. Other errors may pass: those of a disk, a download, a device.
 PROGRAM_ERRORS = (ImportError, SyntaxError, NameError, AttributeError, TypeError)
 # Out-of-memory messages of torch, oneDNN and Python. A new thread needs address space.
-OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "bad_alloc", "could not create a primitive", "can't start new thread")
+OUT_OF_MEMORY = (
+    "out of memory",
+    "can't allocate memory",
+    "bad_alloc",
+    "could not create a primitive",
+    "can't start new thread",
+)
 
 
 @dataclass(frozen=True)
@@ -50,7 +56,9 @@ class ExitReport:
     finished: bool = False  # its function returned; exit code 0 without this flag is an early exit
     lost_peers: bool = False  # the exit is the consequence of another worker's
     step: int = -1  # number of committed steps; -1: unknown
-    drained: bool = False  # it left between two steps because its host is drained; the others continue
+    drained: bool = (
+        False  # it left between two steps because its host is drained; the others continue
+    )
     joined: bool = True  # it has joined the workers of the run; False: it failed before
     program_error: bool = False  # it failed with one of PROGRAM_ERRORS
 
@@ -61,7 +69,9 @@ class WorkerExit:
 
     rank: int
     pid: int
-    code: int | None  # as in subprocess: -n when signal n killed it; None: unknown, it was not a child
+    code: (
+        int | None
+    )  # as in subprocess: -n when signal n killed it; None: unknown, it was not a child
     at_s: float
     sent: tuple[int, ...] = ()  # signals that the agent sent to make it exit
     report: ExitReport | None = None
@@ -78,7 +88,9 @@ class WorkerExit:
         return f"{self.title} {self.rank} (pid {self.pid})"
 
 
-def worker_main(function: Callable[[], int | None], about: Callable[[], Mapping[str, Any]] = dict) -> int:
+def worker_main(
+    function: Callable[[], int | None], about: Callable[[], Mapping[str, Any]] = dict
+) -> int:
     """Run `function()` and return the exit code; report failures to the agent, else on stderr.
     about: called at the end, returns further fields of the ExitReport."""
     report = replace(run_and_report(function), **about())
@@ -97,18 +109,27 @@ def run_and_report(function: Callable[[], int | None]) -> ExitReport:
         return ExitReport(code, now_s(), text=error.code if isinstance(error.code, str) else "")
     except LockstepError as error:
         lost = isinstance(error, PeersLostError)
-        return ExitReport(error.exit_code, now_s(), str(error), traceback.format_exc(), lost_peers=lost)
+        return ExitReport(
+            error.exit_code, now_s(), str(error), traceback.format_exc(), lost_peers=lost
+        )
     except BaseException as error:
         trace = traceback.format_exc()
         lost = is_peer_loss(error)
-        code, in_program = PeersLostError.exit_code if lost else 1, isinstance(error, PROGRAM_ERRORS)
+        code, in_program = (
+            PeersLostError.exit_code if lost else 1,
+            isinstance(error, PROGRAM_ERRORS),
+        )
         return ExitReport(code, now_s(), trace, trace, lost_peers=lost, program_error=in_program)
 
 
 def send_exit_report(report: ExitReport) -> bool:
     """Write the report to the agent's state folder. False without an agent, or if the disk is full."""
     worker_env = read_worker_env(os.environ)
-    path = exit_report_path(Path(worker_env.state), worker_env.slot) if worker_env else os.environ.pop(EXIT_REPORT, "")
+    path = (
+        exit_report_path(Path(worker_env.state), worker_env.slot)
+        if worker_env
+        else os.environ.pop(EXIT_REPORT, "")
+    )
     try:
         if path:
             write_atomic(Path(path), json.dumps(asdict(report)) + "\n")
@@ -155,14 +176,18 @@ def exit_kind(exited: WorkerExit) -> str:
 
 def exit_code_of(exited: WorkerExit) -> int:
     """Return the exit code: the reported one if it failed, or was killed while it exited."""
-    if exited.report and (exited.code is None or not exited.report.finished or exited.signal in exited.sent):
+    if exited.report and (
+        exited.code is None or not exited.report.finished or exited.signal in exited.sent
+    ):
         return exited.report.code
     if exited.code is None:
         return 1
     return 128 + exited.signal if exited.signal else exited.code
 
 
-def summarize_exits(exits: Sequence[WorkerExit], *, asked: Sequence[int] = (), grace_s: float = 0.0) -> tuple[int, str]:
+def summarize_exits(
+    exits: Sequence[WorkerExit], *, asked: Sequence[int] = (), grace_s: float = 0.0
+) -> tuple[int, str]:
     """Return (exit code of the command, message for stderr or "").
     asked: signals that the agent received and forwarded
     grace_s: seconds that it then waited before it killed the workers that had not stopped."""
@@ -170,12 +195,21 @@ def summarize_exits(exits: Sequence[WorkerExit], *, asked: Sequence[int] = (), g
     kinds = ("failed", "exited early", "lost", "terminated", "completed")
     by_kind = {kind: [exited for exited in exits if exit_kind(exited) == kind] for kind in kinds}
     codes = {exit_code_of(exited) for exited in exits}
-    if len(codes) == 1 and not by_kind["failed"] and not by_kind["lost"] and not by_kind["terminated"]:
+    if (
+        len(codes) == 1
+        and not by_kind["failed"]
+        and not by_kind["lost"]
+        and not by_kind["terminated"]
+    ):
         return codes.pop(), ""
-    early = by_kind["exited early"] or [exited for exited in by_kind["completed"] if by_kind["lost"] and exit_code_of(exited) == 0]
+    early = by_kind["exited early"] or [
+        exited for exited in by_kind["completed"] if by_kind["lost"] and exit_code_of(exited) == 0
+    ]
     if by_kind["failed"] or (by_kind["lost"] and not early):
         first = (by_kind["failed"] or by_kind["lost"])[0]
-        return exit_code_of(first), "\n".join([describe_failure(first, exits, asked), *describe_other_exits(first, exits)])
+        return exit_code_of(first), "\n".join(
+            [describe_failure(first, exits, asked), *describe_other_exits(first, exits)]
+        )
     if early:
         return 1, "\n".join([describe_early_exit(early[0]), *describe_other_exits(early[0], exits)])
     if by_kind["terminated"] and asked:
@@ -183,13 +217,19 @@ def summarize_exits(exits: Sequence[WorkerExit], *, asked: Sequence[int] = (), g
         what = f"{join_ranks(by_kind['terminated'])} did not stop within {grace_s:g} s of {name}"
         hint = "they were killed; run the same command again to resume from the newest checkpoint"
         return 128 + asked[0], str(LockstepError(what, log_paths(by_kind["terminated"]), hint))
-    listed = ", ".join(f"{exited.title} {exited.rank} with {exit_code_of(exited)}" for exited in exits)
-    return 1, str(LockstepError(f"the workers exited with different codes: {listed}", log_paths(exits)))
+    listed = ", ".join(
+        f"{exited.title} {exited.rank} with {exit_code_of(exited)}" for exited in exits
+    )
+    return 1, str(
+        LockstepError(f"the workers exited with different codes: {listed}", log_paths(exits))
+    )
 
 
 def describe_failure(first: WorkerExit, exits: Sequence[WorkerExit], asked: Sequence[int]) -> str:
     if first.report and first.report.text:
-        same = [exited for exited in exits if exited.report and exited.report.text == first.report.text]
+        same = [
+            exited for exited in exits if exited.report and exited.report.text == first.report.text
+        ]
         text = first.report.text.rstrip()
         if len(same) == len(exits):
             return text
@@ -202,13 +242,21 @@ def describe_failure(first: WorkerExit, exits: Sequence[WorkerExit], asked: Sequ
         return with_log_tail(first, LockstepError(f"{first} exited with {code}{no_report}", log))
     number = first.signal
     if number in asked:
-        return str(LockstepError(f"{first} was killed by {signal.Signals(number).name} before it could save and stop", log))
+        return str(
+            LockstepError(
+                f"{first} was killed by {signal.Signals(number).name} before it could save and stop",
+                log,
+            )
+        )
     hints: dict[int, str] = {
         signal.SIGKILL: "not sent by lockstep: the kernel sends it when memory runs out (journalctl -k, or dmesg), or a user did",
         signal.SIGBUS: "the kernel sends it when /dev/shm or the disk under a mapped file is full (df)",
         signal.SIGSEGV: "a crash in compiled code; PYTHONFAULTHANDLER=1 shows where",
     }
-    return with_log_tail(first, LockstepError(f"{first} was killed by {signal_name(number)}", log, hints.get(number, "")))
+    return with_log_tail(
+        first,
+        LockstepError(f"{first} was killed by {signal_name(number)}", log, hints.get(number, "")),
+    )
 
 
 def signal_name(number: int) -> str:
@@ -230,13 +278,24 @@ def with_log_tail(exited: WorkerExit, error: LockstepError) -> str:
 def describe_other_exits(first: WorkerExit, exits: Sequence[WorkerExit]) -> list[str]:
     """Return one line for all workers that lost their peers, one for each further failure."""
     text = first.report.text if first.report else ""
-    rest = [exited for exited in exits if exited is not first and not (text and exited.report and exited.report.text == text)]
+    rest = [
+        exited
+        for exited in exits
+        if exited is not first and not (text and exited.report and exited.report.text == text)
+    ]
     lost = [exited for exited in rest if exit_kind(exited) == "lost"]
     lines = [f"{join_ranks(lost)} lost {'their' if len(lost) > 1 else 'its'} peers"] if lost else []
     for exited in [exited for exited in rest if exit_kind(exited) == "failed"]:
-        message = exited.report.text.strip().splitlines() if exited.report and exited.report.text else [f"exit code {exited.code}"]
+        message = (
+            exited.report.text.strip().splitlines()
+            if exited.report and exited.report.text
+            else [f"exit code {exited.code}"]
+        )
         summary = message[-1] if message[0].startswith("Traceback") else message[0]
-        lines.append(f"{exited.title} {exited.rank} failed too: {summary}" + (f" (log: {exited.log})" if exited.log else ""))
+        lines.append(
+            f"{exited.title} {exited.rank} failed too: {summary}"
+            + (f" (log: {exited.log})" if exited.log else "")
+        )
     return lines
 
 

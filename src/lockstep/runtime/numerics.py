@@ -58,7 +58,11 @@ def restore_generators(packed: Tensor, device: torch.device) -> None:
 
 def global_generators() -> tuple[int, bytes, int]:
     """Return the seed of torch's generator and the states of NumPy's and Python's."""
-    return torch.initial_seed(), np.random.get_state(legacy=False)["state"]["key"].tobytes(), hash(random.getstate())
+    return (
+        torch.initial_seed(),
+        np.random.get_state(legacy=False)["state"]["key"].tobytes(),
+        hash(random.getstate()),
+    )
 
 
 AT_IMPORT = global_generators()  # users seed after importing lockstep (docs/loop.md)
@@ -77,7 +81,11 @@ def choose_precision(device: torch.device) -> tuple[Literal["bf16", "fp32"], str
     without bf16 units 25 GFLOP/s in bf16, 119 in fp32; with AMX tiles over 700 and 30."""
     if device.type == "cuda":
         supported = torch.cuda.is_bf16_supported(including_emulation=False)
-        return ("bf16", "this GPU has bf16 units") if supported else ("fp32", "this GPU has no bf16 units")
+        return (
+            ("bf16", "this GPU has bf16 units")
+            if supported
+            else ("fp32", "this GPU has no bf16 units")
+        )
     if flag := bf16_flag():
         return "bf16", f"this processor has bf16 units ({flag})"
     return "fp32", "this processor has no bf16 units: bf16 products are slower than fp32 products"
@@ -104,12 +112,19 @@ def probe_results(device: str, threads: int) -> dict[str, str]:
     """Return {"result of NAME": start of the sha256 of its bytes} for each of PROBES, in 15 to 30
     ms. Independent of generators and of the caller's grad and autocast modes."""
     with torch.no_grad(), torch.autocast(torch.device(device).type, enabled=False):
-        return {f"result of {name}": sha256_of(probe(torch.device(device))) for name, probe in PROBES.items()}
+        return {
+            f"result of {name}": sha256_of(probe(torch.device(device)))
+            for name, probe in PROBES.items()
+        }
 
 
 def pattern(shape: tuple[int, ...], device: torch.device) -> Tensor:
     """Return fixed float32 numbers in [-1, 1], from integer arithmetic: same bits everywhere."""
-    numbers = torch.arange(1, math.prod(shape) + 1, dtype=torch.int64, device="cpu") * 2_654_435_761 % 65_521
+    numbers = (
+        torch.arange(1, math.prod(shape) + 1, dtype=torch.int64, device="cpu")
+        * 2_654_435_761
+        % 65_521
+    )
     return (numbers.float() / 32_768 - 1).reshape(shape).to(device)
 
 
@@ -117,13 +132,22 @@ def products(device: torch.device, dtype: torch.dtype) -> list[Tensor]:
     """Matrix products: one block, many with a remainder, transposed operand, vector, batch."""
     left, right = pattern((160, 520), device).to(dtype), pattern((520, 200), device).to(dtype)
     small, batch = pattern((8, 24), device).to(dtype), pattern((4, 33, 48), device).to(dtype)
-    return [small @ small.T, left @ right, left.T @ left, left @ right[:, 0], batch @ batch.transpose(1, 2)]
+    return [
+        small @ small.T,
+        left @ right,
+        left.T @ left,
+        left @ right[:, 0],
+        batch @ batch.transpose(1, 2),
+    ]
 
 
 def convolutions(device: torch.device) -> list[Tensor]:
     results = []
     for dtype in (torch.float32, torch.bfloat16):
-        image, kernel = pattern((2, 8, 17, 17), device).to(dtype), pattern((16, 8, 3, 3), device).to(dtype)
+        image, kernel = (
+            pattern((2, 8, 17, 17), device).to(dtype),
+            pattern((16, 8, 3, 3), device).to(dtype),
+        )
         out = functional.conv2d(image, kernel)
         results += [out, conv2d_weight(image, kernel.shape, out)]
     return results
@@ -137,8 +161,21 @@ def attention(device: torch.device) -> list[Tensor]:
 def functions(device: torch.device) -> list[Tensor]:
     """Elementwise functions and reductions over more elements than fit a vector register."""
     row, table = 4 * pattern((4099,), device), pattern((37, 1003), device)
-    results = [row.exp(), row.tanh(), functional.gelu(row), functional.gelu(row, approximate="tanh"), row.sigmoid(), row.sum(), row.norm()]
-    return [*results, table.sum(0), functional.log_softmax(5 * table, -1), functional.layer_norm(table, (1003,))]
+    results = [
+        row.exp(),
+        row.tanh(),
+        functional.gelu(row),
+        functional.gelu(row, approximate="tanh"),
+        row.sigmoid(),
+        row.sum(),
+        row.norm(),
+    ]
+    return [
+        *results,
+        table.sum(0),
+        functional.log_softmax(5 * table, -1),
+        functional.layer_norm(table, (1003,)),
+    ]
 
 
 PROBES: dict[str, Callable[[torch.device], list[Tensor]]] = {

@@ -39,11 +39,16 @@ def gather_rounds(buffer: torch.Tensor, starts: Sequence[int], rank: int) -> Ite
     size, known = len(starts) - 1, 1
     while known < size:
         end = min(2 * known, size)
-        yield [(buffer[: starts[end - known]], (rank - known) % size)], [(buffer[starts[known] : starts[end]], (rank + known) % size)]
+        yield (
+            [(buffer[: starts[end - known]], (rank - known) % size)],
+            [(buffer[starts[known] : starts[end]], (rank + known) % size)],
+        )
         known = end
 
 
-def reduce_rounds(row: torch.Tensor, rank: int, size: int, combine: Callable[[torch.Tensor, torch.Tensor], None]) -> Iterator[Round]:
+def reduce_rounds(
+    row: torch.Tensor, rank: int, size: int, combine: Callable[[torch.Tensor, torch.Tensor], None]
+) -> Iterator[Round]:
     """Yield the rounds of an all-reduce of `row`, in place: at most 2 + log2(N), by recursive doubling.
 
     Ranks from the largest power of two on send their row first and receive the result last.
@@ -123,23 +128,35 @@ def new_subgroup(ranks: list[int]) -> dist.ProcessGroup | None:
     if len(ranks) == 1:
         return None
     # With its device known, NCCL connects now: at the first collective, after minutes of compilation, the timeout would be too short.
-    device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in dist.get_backend_config() else None
+    device = (
+        torch.device("cuda", torch.cuda.current_device())
+        if "nccl" in dist.get_backend_config()
+        else None
+    )
     timeout = timedelta(seconds=form_timeout_s(device or torch.device("cpu")))
-    group: dist.ProcessGroup = dist.new_group(ranks, timeout=timeout, use_local_synchronization=True, device_id=device)
+    group: dist.ProcessGroup = dist.new_group(
+        ranks, timeout=timeout, use_local_synchronization=True, device_id=device
+    )
     set_group_timeout(group_timeout(), group)
     return group
 
 
-def init_default_group(store: Store, rank: int, size: int, device: torch.device, timeout_s: float) -> None:
+def init_default_group(
+    store: Store, rank: int, size: int, device: torch.device, timeout_s: float
+) -> None:
     """Collective. Form the default process group, in one attempt."""
     backend = choose_backend(device, os.environ)
     # The names of groups in the store contain torch's count of attempts: it must be equal on all ranks.
     reset_group_count()
     device_id = device if "nccl" in backend else None
     timeout = timedelta(seconds=timeout_s)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout, device_id=device_id)
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=size, timeout=timeout, device_id=device_id
+    )
     assert dist.group.WORLD is not None
-    dist.group.WORLD.bound_device_id = None  # else new_group splits this communicator, for which it needs all ranks
+    dist.group.WORLD.bound_device_id = (
+        None  # else new_group splits this communicator, for which it needs all ranks
+    )
     dist.all_reduce(torch.zeros(1))
 
 
@@ -147,5 +164,8 @@ def choose_backend(device: torch.device, environ: Mapping[str, str]) -> str:
     """Return the backend of torch's groups: gloo for CPU tensors, NCCL for those on a GPU.
     NCCL refuses two workers on one GPU, except since 2.30 with NCCL_MULTI_RANK_GPU_ENABLE=1. So
     gloo serves workers that share the GPU named in LOCKSTEP_DEVICE."""
-    is_shared = ":" in environ.get("LOCKSTEP_DEVICE", "") and environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1"
+    is_shared = (
+        ":" in environ.get("LOCKSTEP_DEVICE", "")
+        and environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1"
+    )
     return "cpu:gloo,cuda:nccl" if device.type == "cuda" and not is_shared else "gloo"

@@ -45,7 +45,9 @@ def open_worker_log(run_folder: Path, slot: int, host: str) -> IO[bytes]:
         return open(path, "a+b", opener=open_regular)
     except OSError as error:
         raise UsageError(
-            f"cannot write {path}: {error.strerror}", "the run folder", "use a folder with write permission, on a disk with free space"
+            f"cannot write {path}: {error.strerror}",
+            "the run folder",
+            "use a folder with write permission, on a disk with free space",
         ) from None
 
 

@@ -42,7 +42,9 @@ class StoreConnection:
         return PrefixStore(f"lockstep-{info.attempt}-{self.groups}", self.store)
 
 
-def rendezvous(info: RankInfo, timeout_s: float, source: str, connection: StoreConnection | None = None) -> Store:
+def rendezvous(
+    info: RankInfo, timeout_s: float, source: str, connection: StoreConnection | None = None
+) -> Store:
     """Collective. Return a store that all workers share, after all of them have connected.
 
     timeout_s   for missing workers
@@ -87,27 +89,41 @@ def listen_on_master_port(info: RankInfo) -> int:
     try:
         for address, family, both in [*local_master_address(info.master_addr), any_address]:
             try:
-                return socket.create_server((address, info.master_port), family=family, backlog=1024, dualstack_ipv6=both).detach()
+                return socket.create_server(
+                    (address, info.master_port), family=family, backlog=1024, dualstack_ipv6=both
+                ).detach()
             except OSError as error:
                 if error.errno != errno.EADDRNOTAVAIL or not address:
                     raise
         raise AssertionError("any_address comes last")
     except OSError as error:
         busy = error.errno == errno.EADDRINUSE
-        what = f"port {info.master_port} is busy" if busy else f"cannot listen on port {info.master_port}: {error.strerror}"
+        what = (
+            f"port {info.master_port} is busy"
+            if busy
+            else f"cannot listen on port {info.master_port}: {error.strerror}"
+        )
         hint = f"give all machines another port; to see what holds it: ss -ltnp 'sport = :{info.master_port}'"
-        raise UsageError(what, f"MASTER_PORT, on {socket.gethostname()}, set by {info.launcher}", hint) from None
+        raise UsageError(
+            what, f"MASTER_PORT, on {socket.gethostname()}, set by {info.launcher}", hint
+        ) from None
 
 
 def local_master_address(master_addr: str) -> list[tuple[str, socket.AddressFamily, bool]]:
     """Return [(address, family, False)] of the master; [] if other machines may resolve another
     one. Debian resolves a machine's own name to 127.0.1.1, where other machines cannot reach it."""
     try:
-        family, _, _, _, (address, *_) = socket.getaddrinfo(master_addr, None, type=socket.SOCK_STREAM)[0]
+        family, _, _, _, (address, *_) = socket.getaddrinfo(
+            master_addr, None, type=socket.SOCK_STREAM
+        )[0]
     except OSError:
         return []
     loopback = ipaddress.ip_address(str(address).partition("%")[0]).is_loopback
-    return [] if loopback and master_addr not in (address, "localhost") else [(str(address), family, False)]
+    return (
+        []
+        if loopback and master_addr not in (address, "localhost")
+        else [(str(address), family, False)]
+    )
 
 
 def wait_for_master(info: RankInfo, deadline_s: float, timeout_s: float) -> None:
@@ -122,13 +138,19 @@ def wait_for_master(info: RankInfo, deadline_s: float, timeout_s: float) -> None
             if time.monotonic() + pause_s > deadline_s:
                 what = f"rank {info.rank} cannot reach rank 0 at {info.master_addr}:{info.master_port}: {error}"
                 hint = "is rank 0 running? does the name resolve here? does a firewall block the port? Try: nc -vz"
-                where = f"tried for {timeout_s:g} s from {socket.gethostname()}; set by {info.launcher}"
-                raise PeersLostError(what, where, f"{hint} {info.master_addr} {info.master_port}") from None
+                where = (
+                    f"tried for {timeout_s:g} s from {socket.gethostname()}; set by {info.launcher}"
+                )
+                raise PeersLostError(
+                    what, where, f"{hint} {info.master_addr} {info.master_port}"
+                ) from None
         time.sleep(pause_s)
         pause_s = min(1.0, 2 * pause_s)
 
 
-def wait_for_all_ranks(info: RankInfo, store: Store, deadline_s: float, timeout_s: float, source: str) -> None:
+def wait_for_all_ranks(
+    info: RankInfo, store: Store, deadline_s: float, timeout_s: float, source: str
+) -> None:
     """Collective. Wait for all ranks. UsageError for wrong ones, PeersLostError for missing ones."""
     where = f"{source}; on {socket.gethostname()}, pid {os.getpid()}"
     size = int(store.compare_set("size", "", str(info.size)))

@@ -46,7 +46,11 @@ class StartAgainError(UsageError):
     def parse(cls, text: str) -> StartAgainError | None:
         """Return the error that a worker reported with `text`, if it is one."""
         lines = [line.strip() for line in text.splitlines()]
-        if len(lines) != 3 or not lines[0].startswith(f"{cls.__name__}: ") or not lines[2].startswith(OPTIONS):
+        if (
+            len(lines) != 3
+            or not lines[0].startswith(f"{cls.__name__}: ")
+            or not lines[2].startswith(OPTIONS)
+        ):
             return None
         return cls(lines[0].partition(": ")[2], *lines[1:])
 
@@ -76,7 +80,11 @@ class SessionStart:
         if FOLDER not in content:
             return
         out = str(content[FOLDER])
-        what = f"the script opens a Session in {out}" if out else "the script joins the workers with ElasticRuntime"
+        what = (
+            f"the script opens a Session in {out}"
+            if out
+            else "the script joins the workers with ElasticRuntime"
+        )
         words = ["--restart", "one", *(["--out", out] if out else [])]
         raise StartAgainError(what, self.started, OPTIONS + shlex.join(words))
 
@@ -84,7 +92,9 @@ class SessionStart:
 def ask_for_start(out: Path | None = None) -> None:
     """Ask for a start under an agent, in the folder `out`, and raise SystemExit. Return where the user
     has decided, and in other processes that the script starts: they are not workers of the run."""
-    path = os.environ.get(ERROR_FILE, "")  # with the pid of this process, or of the worker that runs the script as its child
+    path = os.environ.get(
+        ERROR_FILE, ""
+    )  # with the pid of this process, or of the worker that runs the script as its child
     if path.endswith((f".session-{os.getpid()}", f".session-{os.getppid()}")):
         write_atomic(Path(path), json.dumps({FOLDER: str(out.absolute()) if out else ""}))
         raise SystemExit(UsageError.exit_code)

@@ -16,7 +16,12 @@ from types import FrameType, TracebackType
 from typing import Any
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-STOP_EXIT_CODES = {"": 0, "SIGTERM": 75, "SIGUSR1": 75, "SIGINT": 130}  # of a run that saved on this signal
+STOP_EXIT_CODES = {
+    "": 0,
+    "SIGTERM": 75,
+    "SIGUSR1": 75,
+    "SIGINT": 130,
+}  # of a run that saved on this signal
 EXIT_INTERRUPTED = 130
 
 
@@ -46,7 +51,9 @@ class StopSignals:
     def __enter__(self) -> StopSignals:
         self.reader, self.writer = os.pipe()
         os.set_blocking(self.writer, False)
-        self.thread = threading.Thread(target=exit_on_second_sigint, args=(self.reader,), name="lockstep-signals", daemon=True)
+        self.thread = threading.Thread(
+            target=exit_on_second_sigint, args=(self.reader,), name="lockstep-signals", daemon=True
+        )
         self.thread.start()
         self.wakeup_before = signal.set_wakeup_fd(self.writer, warn_on_full_buffer=False)
         for number in STOP_SIGNALS:
@@ -54,7 +61,12 @@ class StopSignals:
         os.register_at_fork(after_in_child=self.restore)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.restore()
         os.write(self.writer, b"\0")
         self.thread.join()
@@ -93,7 +105,12 @@ class SignalInbox:
             self.before[number] = signal.signal(number, lambda number, frame: None)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         restore_handlers(self.before)
         signal.set_wakeup_fd(self.wakeup_before)
         os.close(self.reader)

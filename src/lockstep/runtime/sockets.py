@@ -49,7 +49,9 @@ def shutdown_sockets(sockets: Iterable[tuple[int, str]]) -> None:
             if os.readlink(f"/proc/self/fd/{descriptor}") != name:
                 continue
             with socket.socket(fileno=os.dup(descriptor)) as pair:
-                if not pair.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):  # shutting down gloo's listener would end the process
+                if not pair.getsockopt(
+                    socket.SOL_SOCKET, socket.SO_ACCEPTCONN
+                ):  # shutting down gloo's listener would end the process
                     pair.shutdown(socket.SHUT_RDWR)
 
 
@@ -60,12 +62,18 @@ def interface_with_address(address: str) -> str:
         return interface_of["127.0.0.1"]
     if address not in interface_of:
         hint = f"it has {', '.join(sorted(interface_of))}"
-        raise UsageError(f"{address} is not an address of {socket.gethostname()}", "hosts file", hint)
+        raise UsageError(
+            f"{address} is not an address of {socket.gethostname()}", "hosts file", hint
+        )
     return interface_of[address]
 
 
 def interfaces_by_address() -> dict[str, str]:
-    return {item.address.partition("%")[0]: name for name, items in psutil.net_if_addrs().items() for item in items}
+    return {
+        item.address.partition("%")[0]: name
+        for name, items in psutil.net_if_addrs().items()
+        for item in items
+    }
 
 
 def choose_interface(environ: Mapping[str, str], info: RankInfo) -> tuple[str, str]:
@@ -82,7 +90,12 @@ def choose_interface(environ: Mapping[str, str], info: RankInfo) -> tuple[str, s
             "set MASTER_ADDR to an address in the network between them (Debian's /etc/hosts maps a machine's own name to 127.0.1.1), "
             "or GLOO_SOCKET_IFNAME to the interface",
         )
-    return name, "all workers are on this machine" if alone else f"the route to {info.master_addr} leaves from {source}"
+    return (
+        name,
+        "all workers are on this machine"
+        if alone
+        else f"the route to {info.master_addr} leaves from {source}",
+    )
 
 
 def source_address(host: str, port: int) -> str:

@@ -51,16 +51,27 @@ def lockstep_version() -> str:
 def record_user_code(module: ModuleType) -> None:
     """Record a user's loop: its file, and its imports from the same folder or package."""
     file = Path(module.__file__ or "").resolve()
-    folder, package = f"{file.parent}{os.sep}", (module.__package__ or module.__name__).partition(".")[0]
+    folder, package = (
+        f"{file.parent}{os.sep}",
+        (module.__package__ or module.__name__).partition(".")[0],
+    )
     names = {str(file): file.name}
     for name, other in list(sys.modules.items()):
         if other is module:  # its __file__ may be relative (runpy)
             continue
         path = getattr(other, "__file__", None) or ""
-        beside = path.startswith(folder) and not any(f"{os.sep}{part}{os.sep}" in path for part in INSTALLED)
-        if path.endswith(".py") and (beside or name.partition(".")[0] == package) and not path.startswith(PACKAGE_FOLDER):
+        beside = path.startswith(folder) and not any(
+            f"{os.sep}{part}{os.sep}" in path for part in INSTALLED
+        )
+        if (
+            path.endswith(".py")
+            and (beside or name.partition(".")[0] == package)
+            and not path.startswith(PACKAGE_FOLDER)
+        ):
             names.setdefault(path, path.removeprefix(folder) if beside else name)
-    modules = [(name, Path(path).read_bytes()) for path, name in names.items() if os.path.isfile(path)]
+    modules = [
+        (name, Path(path).read_bytes()) for path, name in names.items() if os.path.isfile(path)
+    ]
     more = f" and {len(modules) - 1} modules" if len(modules) > 1 else ""
     user_code["own loop"] = f"{file.name}{more}, sources {sha256_of(modules)}"
 
@@ -69,7 +80,12 @@ def is_user_code(module: ModuleType) -> bool:
     """Return whether the module is a user's program, not of an installed package or of Lockstep."""
     path = Path(getattr(module, "__file__", None) or "").resolve()
     is_lockstep = str(path).startswith(PACKAGE_FOLDER)
-    return path.suffix == ".py" and path.is_file() and not is_lockstep and not set(INSTALLED) & set(path.parts)
+    return (
+        path.suffix == ".py"
+        and path.is_file()
+        and not is_lockstep
+        and not set(INSTALLED) & set(path.parts)
+    )
 
 
 def python_files_in(folder: Path) -> Iterator[tuple[str, bytes]]:
@@ -96,12 +112,24 @@ def load_function(spelled: str) -> Callable[..., Any]:
     """Load FILE.py:FUNCTION or MODULE:FUNCTION. UsageError with the nearest names if missing."""
     where, _, name = spelled.rpartition(":")
     if not where or not name:
-        raise UsageError(f"{spelled!r} names no function", "command line", "give FILE.py:FUNCTION, such as examples/own_loop.py:train")
+        raise UsageError(
+            f"{spelled!r} names no function",
+            "command line",
+            "give FILE.py:FUNCTION, such as examples/own_loop.py:train",
+        )
     module = load_file(Path(where)) if where.endswith(".py") else load_module(where)
     function = getattr(module, name, None)
     if not callable(function) or inspect.isbuiltin(function):
-        functions = [key for key, value in vars(module).items() if inspect.isfunction(value) and value.__module__ == module.__name__]
-        what = f"{where} has no function {name!r}" if function is None else f"{name!r} in {where} is not a Python function"
+        functions = [
+            key
+            for key, value in vars(module).items()
+            if inspect.isfunction(value) and value.__module__ == module.__name__
+        ]
+        what = (
+            f"{where} has no function {name!r}"
+            if function is None
+            else f"{name!r} in {where} is not a Python function"
+        )
         raise UsageError(what, f"command line: {spelled}", nearest(name, functions, "it has"))
     if not user_code:
         record_user_code(module)
@@ -113,12 +141,20 @@ def load_file(path: Path) -> ModuleType:
     if not path.is_file():
         folder = path.parent
         files = [str(file) for file in sorted(folder.glob("*.py"))] if folder.is_dir() else []
-        raise UsageError(f"there is no file {path}", f"command line, in {Path.cwd()}", nearest(str(path), files, "there is"))
+        raise UsageError(
+            f"there is no file {path}",
+            f"command line, in {Path.cwd()}",
+            nearest(str(path), files, "there is"),
+        )
     name, file = path.stem, path.resolve()
     known = sys.modules.get(name)
     if known is not None and Path(getattr(known, "__file__", None) or "").resolve() != file:
         what = f"{path} has the name of the module {name!r}, which is already loaded"
-        raise UsageError(what, f"loaded from {getattr(known, '__file__', None) or 'Python itself'}", "give the file another name")
+        raise UsageError(
+            what,
+            f"loaded from {getattr(known, '__file__', None) or 'Python itself'}",
+            "give the file another name",
+        )
     if known is not None:
         return known
     if str(file.parent) not in sys.path:
@@ -141,7 +177,9 @@ def load_module(name: str) -> ModuleType:
     try:
         spec = importlib.util.find_spec(name)
     except ModuleNotFoundError as error:
-        if not name.startswith(error.name or "?"):  # a parent package exists but fails to import something
+        if not name.startswith(
+            error.name or "?"
+        ):  # a parent package exists but fails to import something
             raise
         spec = None
     except ValueError:  # not a module name, such as "a..b"
@@ -149,8 +187,14 @@ def load_module(name: str) -> ModuleType:
     if spec is None:
         folder = Path.cwd().joinpath(*name.split(".")[:-1])
         prefix = name.rpartition(".")[0] + "." if "." in name else ""
-        modules = [prefix + file.stem for file in sorted(folder.glob("*.py")) if file.stem != "__init__"]
-        raise UsageError(f"there is no module {name!r}", f"command line, in {Path.cwd()}", nearest(name, modules, "there is"))
+        modules = [
+            prefix + file.stem for file in sorted(folder.glob("*.py")) if file.stem != "__init__"
+        ]
+        raise UsageError(
+            f"there is no module {name!r}",
+            f"command line, in {Path.cwd()}",
+            nearest(name, modules, "there is"),
+        )
     return importlib.import_module(name)
 
 

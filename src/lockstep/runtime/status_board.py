@@ -42,7 +42,9 @@ Phase = Literal[
 PHASES: tuple[Phase, ...] = get_args(Phase)
 PHASE_NUMBERS = {phase: number for number, phase in enumerate(PHASES)}
 
-BODY = struct.Struct("=QiqqqBqqqqd")  # number, pid, generation, first step, step, phase, collective, bytes, since, moved, median step
+BODY = struct.Struct(
+    "=QiqqqBqqqqd"
+)  # number, pid, generation, first step, step, phase, collective, bytes, since, moved, median step
 CHECK = struct.Struct("=I")
 RECORD_BYTES = BODY.size + CHECK.size
 
@@ -86,17 +88,26 @@ class StatusBoard:
             return
         temporary = path.with_name(f".{path.name}.{self.pid}")
         with open(temporary, "w+b") as file:
-            file.write(bytes(2 * RECORD_BYTES))  # not truncate(): a store into a hole raises SIGBUS on a full disk
+            file.write(
+                bytes(2 * RECORD_BYTES)
+            )  # not truncate(): a store into a hole raises SIGBUS on a full disk
             file.flush()
             self._memory = mmap.mmap(file.fileno(), 2 * RECORD_BYTES)
         self.enter("starting")
         os.replace(temporary, path)
 
-    def enter(self, phase: Phase, step: int | None = None, *, generation: int | None = None) -> None:
+    def enter(
+        self, phase: Phase, step: int | None = None, *, generation: int | None = None
+    ) -> None:
         now_ns = time.monotonic_ns()
         with self._lock:
             if generation is not None:
-                self.generation, self._first_step, self.collective_number, self.collective_bytes = generation, -1, 0, 0
+                self.generation, self._first_step, self.collective_number, self.collective_bytes = (
+                    generation,
+                    -1,
+                    0,
+                    0,
+                )
             if step is not None:
                 self._set_step(step, now_ns)
             self.phase, self._since_ns = phase, now_ns
@@ -157,12 +168,39 @@ def read_status(path: Path) -> Status:
         raw, now_ns = read_bytes(path), time.monotonic_ns()
         if len(raw) != 2 * RECORD_BYTES:
             break
-        bodies = [body for body in (valid_body(raw[:RECORD_BYTES]), valid_body(raw[RECORD_BYTES:])) if body]
+        bodies = [
+            body
+            for body in (valid_body(raw[:RECORD_BYTES]), valid_body(raw[RECORD_BYTES:]))
+            if body
+        ]
         if bodies:
-            _, pid, generation, first_step, step, phase, collective, size_bytes, since_ns, moved_ns, step_s = max(map(BODY.unpack, bodies))
+            (
+                _,
+                pid,
+                generation,
+                first_step,
+                step,
+                phase,
+                collective,
+                size_bytes,
+                since_ns,
+                moved_ns,
+                step_s,
+            ) = max(map(BODY.unpack, bodies))
             is_first = first_step < 0 or step <= first_step
             since_s, moved_s = max(0, now_ns - since_ns) / 1e9, max(0, now_ns - moved_ns) / 1e9
-            return Status(pid, generation, step, PHASES[phase], is_first, collective, size_bytes, since_s, moved_s, step_s)
+            return Status(
+                pid,
+                generation,
+                step,
+                PHASES[phase],
+                is_first,
+                collective,
+                size_bytes,
+                since_s,
+                moved_s,
+                step_s,
+            )
     raise OSError(None, f"{path} is not a status board")
 
 

@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import _register_process_group, _unregister_all_process_groups
 from torch._C._profiler import _ExperimentalConfig
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # sees all operations; no public form
+from torch.utils._python_dispatch import (
+    TorchDispatchMode as TorchDispatchMode,
+)  # sees all operations; no public form
 from torch.utils._pytree import tree_iter as tree_iter
 from torch.utils._pytree import tree_map as tree_map
 
@@ -59,7 +61,12 @@ def has_forward_hooks(module: nn.Module) -> bool:
 
 def hook_count(module: nn.Module) -> int:
     """Return how many functions are registered that run with the module; no public way to ask."""
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    hooks = (
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+    )
     return sum(map(len, hooks))
 
 
@@ -101,7 +108,9 @@ def pack_linear_weight(weight: Tensor, rows: int) -> Tensor:
 
 def packed_linear(states: Tensor, packed_weight: Tensor) -> Tensor:
     """Linear layer with a weight of `pack_linear_weight`."""
-    return cast(Tensor, torch.ops.mkldnn._linear_pointwise(states, packed_weight, None, "none", [], ""))
+    return cast(
+        Tensor, torch.ops.mkldnn._linear_pointwise(states, packed_weight, None, "none", [], "")
+    )
 
 
 # -- CUDA ------------------------------------------------------------------------------------------------------------
@@ -156,7 +165,9 @@ def reset_group_count() -> None:
 def mesh_without_backend(device_type: str, rank: int, size: int, name: str) -> DeviceMesh:
     """Return a mesh of one dimension, "shard", whose group defines ranks and cannot send.
     A public DeviceMesh forms groups with a backend, which could not change between generations."""
-    mesh = DeviceMesh(device_type, list(range(size)), mesh_dim_names=("shard",), _init_backend=False, _rank=rank)
+    mesh = DeviceMesh(
+        device_type, list(range(size)), mesh_dim_names=("shard",), _init_backend=False, _rank=rank
+    )
     mesh._pg_registry[name] = dist.ProcessGroup(rank, size)  # type: ignore[call-arg]  # whose store is optional
     mesh._dim_group_names = [cast(Any, name)]
     _register_process_group(cast(Any, name), mesh._pg_registry[name])  # which holds it weakly
@@ -172,7 +183,9 @@ def fsdp_shard_rows(unit: object, shards: int) -> list[tuple[int, int]]:
     """Return (elements, elements of a row) of each trained parameter in a shard's part of what FSDP
     reduces for a unit, with the rows that fill it up; its order and shapes are not public."""
     group = cast(Any, unit)._get_fsdp_state()._fsdp_param_group
-    shapes = [p._orig_size for p in (group.fsdp_params if group else ()) if p.sharded_param.requires_grad]
+    shapes = [
+        p._orig_size for p in (group.fsdp_params if group else ()) if p.sharded_param.requires_grad
+    ]
     rows = [(-(-shape[0] // shards), math.prod(shape[1:])) for shape in shapes]
     return [(count * row, row) for count, row in rows]
 

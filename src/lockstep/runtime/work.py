@@ -37,11 +37,15 @@ class WorkWaiter:
                       thread waits
     """
 
-    def __init__(self, generation_error: Callable[[], str] = static_group, *, in_thread: bool = True) -> None:
+    def __init__(
+        self, generation_error: Callable[[], str] = static_group, *, in_thread: bool = True
+    ) -> None:
         self.generation_error, self.in_thread = generation_error, in_thread
         self._local = threading.local()  # one helper for each waiting thread
 
-    def wait(self, works: Iterable[dist.Work | None], group: dist.ProcessGroup | None = None) -> None:
+    def wait(
+        self, works: Iterable[dist.Work | None], group: dist.ProcessGroup | None = None
+    ) -> None:
         """Collective. Wait until all works are done, for the timeout of the group at most.
 
         On a CPU the timeout is explicit: torch 2.13 does not pass a changed group timeout on to sends and
@@ -54,10 +58,14 @@ class WorkWaiter:
             for work in started:
                 work.wait()  # with a timeout NCCL's wait polls until the kernel has finished
             return
-        if self.generation_error is static_group or isinstance(threading.current_thread(), JobServer):
+        if self.generation_error is static_group or isinstance(
+            threading.current_thread(), JobServer
+        ):
             wait_for(started, group_timeout(group))  # a job is left behind with its thread
             return
-        thread: JobThread = getattr(self._local, "thread", None) or JobThread("lockstep-wait", self.generation_error)
+        thread: JobThread = getattr(self._local, "thread", None) or JobThread(
+            "lockstep-wait", self.generation_error
+        )
         self._local.thread = thread
         thread.submit(partial(wait_for, started, group_timeout(group)))
         thread.drain()
@@ -76,7 +84,12 @@ class JobThread:
     generation_error: returns why the generation is over; "" while it is valid
     max_in_flight: `submit` waits while so many jobs are not done."""
 
-    def __init__(self, name: str, generation_error: Callable[[], str] = static_group, max_in_flight: int = 1_000_000) -> None:
+    def __init__(
+        self,
+        name: str,
+        generation_error: Callable[[], str] = static_group,
+        max_in_flight: int = 1_000_000,
+    ) -> None:
         self._generation_error = generation_error
         self._server = JobServer(name, max_in_flight)
         self._server.start()
@@ -116,7 +129,9 @@ class JobThread:
             why, now_s = self._generation_error(), time.monotonic()
             over_since_s = (over_since_s or now_s) if why else None
             if over_since_s is not None and now_s - over_since_s > GRACE_S:
-                self._left = PeersLostError(why, "a send or receive was in progress when the connections were closed")
+                self._left = PeersLostError(
+                    why, "a send or receive was in progress when the connections were closed"
+                )
         return False
 
 
@@ -146,7 +161,9 @@ class JobServer(threading.Thread):
 class StagedReceive(dist.Work):
     """A receive into CPU memory, which `wait` copies to a tensor on a GPU."""
 
-    def __init__(self, tensor: torch.Tensor, source: int, group: dist.ProcessGroup, tag: int) -> None:
+    def __init__(
+        self, tensor: torch.Tensor, source: int, group: dist.ProcessGroup, tag: int
+    ) -> None:
         super().__init__()
         self.tensor, self.buffer = tensor, torch.empty_like(tensor, device="cpu")
         self.work = dist.irecv(self.buffer, group=group, tag=tag, group_src=source)
@@ -161,19 +178,33 @@ class StagedReceive(dist.Work):
 Transfers = Sequence[tuple[int, torch.Tensor]]  # (rank in the group, tensor)
 
 
-def start_p2p(sends: Transfers, receives: Transfers, group: dist.ProcessGroup, tag: int = 0) -> list[dist.Work]:
+def start_p2p(
+    sends: Transfers, receives: Transfers, group: dist.ProcessGroup, tag: int = 0
+) -> list[dist.Work]:
     """Start sends and receives of one group together. NCCL would queue them one after the other:
     two ranks that both send first block each other. gloo reads and writes CPU memory only."""
     transfers = (*sends, *receives)
     if transfers and transfers[0][1].is_cuda and not is_staged(transfers[0][1], group):
-        operations = [dist.P2POp(dist.irecv, tensor, group=group, group_peer=peer, tag=tag) for peer, tensor in receives]
-        operations += [dist.P2POp(dist.isend, tensor, group=group, group_peer=peer, tag=tag) for peer, tensor in sends]
+        operations = [
+            dist.P2POp(dist.irecv, tensor, group=group, group_peer=peer, tag=tag)
+            for peer, tensor in receives
+        ]
+        operations += [
+            dist.P2POp(dist.isend, tensor, group=group, group_peer=peer, tag=tag)
+            for peer, tensor in sends
+        ]
         return dist.batch_isend_irecv(operations)
     works: list[dist.Work | None] = []
     for peer, tensor in receives:
         staged = is_staged(tensor, group)
-        works.append(StagedReceive(tensor, peer, group, tag) if staged else dist.irecv(tensor, group=group, tag=tag, group_src=peer))
-    works += [dist.isend(tensor.cpu(), group=group, tag=tag, group_dst=peer) for peer, tensor in sends]
+        works.append(
+            StagedReceive(tensor, peer, group, tag)
+            if staged
+            else dist.irecv(tensor, group=group, tag=tag, group_src=peer)
+        )
+    works += [
+        dist.isend(tensor.cpu(), group=group, tag=tag, group_dst=peer) for peer, tensor in sends
+    ]
     return [work for work in works if work is not None]
 
 

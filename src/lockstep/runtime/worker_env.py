@@ -32,7 +32,11 @@ from lockstep.files import add_checksum, read_json, verify_checksum, write_json
 from lockstep.log import log
 from lockstep.runtime import status_board
 
-WORKER_ENV, STATE_FOLDER, EXIT_REPORT = "LOCKSTEP_WORKER_ENV", "LOCKSTEP_STATE", "LOCKSTEP_EXIT_REPORT"
+WORKER_ENV, STATE_FOLDER, EXIT_REPORT = (
+    "LOCKSTEP_WORKER_ENV",
+    "LOCKSTEP_STATE",
+    "LOCKSTEP_EXIT_REPORT",
+)
 SHARED_TERMINAL = "LOCKSTEP_SHARED_TERMINAL"
 
 
@@ -49,18 +53,29 @@ class WorkerEnv:
     min_workers: int  # training waits until there are this many
     max_workers: int  # that train at once; further ones wait to join
     address: str  # of this host, on which its servers listen
-    after_generation: int = 0  # newest generation before this start: ignore an earlier end of the run
+    after_generation: int = (
+        0  # newest generation before this start: ignore an earlier end of the run
+    )
     agent_pid: int = 0  # this worker exits with this agent; 0: it outlives its agent
     drain: bool = False  # SIGUSR1 makes this host leave, and the others continue
     folder_id: str = ""  # identifies the run folder (elastic/run_folder.py); "": any folder
     known_generation: int = 0  # newest generation at the start: an older log is not this run's
-    flags: dict[str, str] = field(default_factory=dict)  # of a user's own loop: must be equal on all workers
-    master_port: int = 0  # of a static group of `slots` workers on this host; 0: they form generations
+    flags: dict[str, str] = field(
+        default_factory=dict
+    )  # of a user's own loop: must be equal on all workers
+    master_port: int = (
+        0  # of a static group of `slots` workers on this host; 0: they form generations
+    )
 
     def environ(self) -> dict[str, str]:
         if not self.master_port:
             return {WORKER_ENV: json.dumps(asdict(self)), STATE_FOLDER: self.state}
-        numbers = {"RANK": self.slot, "WORLD_SIZE": self.slots, "LOCAL_RANK": self.slot, "LOCAL_WORLD_SIZE": self.slots}
+        numbers = {
+            "RANK": self.slot,
+            "WORLD_SIZE": self.slots,
+            "LOCAL_RANK": self.slot,
+            "LOCAL_WORLD_SIZE": self.slots,
+        }
         master = {"MASTER_ADDR": self.address, "MASTER_PORT": str(self.master_port)}
         report = {EXIT_REPORT: str(exit_report_path(Path(self.state), self.slot))}
         return {name: str(number) for name, number in numbers.items()} | master | report
@@ -74,7 +89,9 @@ def read_worker_env(environ: Mapping[str, str]) -> WorkerEnv | None:
     try:
         return WorkerEnv(**json.loads(text))
     except (ValueError, TypeError) as error:
-        raise UsageError(f"invalid {WORKER_ENV}: {error}", "environment", "unset it; only agents set it") from None
+        raise UsageError(
+            f"invalid {WORKER_ENV}: {error}", "environment", "unset it; only agents set it"
+        ) from None
 
 
 def state_folder(run: Path, host: str, *, temporary: bool = False) -> Path:
@@ -91,10 +108,16 @@ def state_folder(run: Path, host: str, *, temporary: bool = False) -> Path:
             folder.mkdir(mode=0o700, exist_ok=True)
         except OSError as error:
             where = "state folder of agents and workers, in LOCKSTEP_TMP or /tmp"
-            raise UsageError(f"cannot create {folder}: {error.strerror}", where, "set LOCKSTEP_TMP to a folder on a local disk") from None
+            raise UsageError(
+                f"cannot create {folder}: {error.strerror}",
+                where,
+                "set LOCKSTEP_TMP to a folder on a local disk",
+            ) from None
         if folder.stat().st_uid != os.getuid():
             where = "state folder of agents and workers"
-            raise UsageError(f"{folder} belongs to another user", where, "remove it, as its owner or as root")
+            raise UsageError(
+                f"{folder} belongs to another user", where, "remove it, as its owner or as root"
+            )
     return parent / f"{name}-{host}"
 
 
@@ -133,7 +156,9 @@ class ProcessIdentity:
 
 def process_stat(pid: int) -> tuple[str, int]:
     """Return (state, start time in ticks after boot) of a process (proc(5)). FileNotFoundError."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()  # the name before it may contain anything
+    fields = (
+        Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    )  # the name before it may contain anything
     return fields[0], int(fields[19])
 
 
@@ -160,7 +185,11 @@ def running_workers(state: Path) -> dict[int, ProcessIdentity]:
             continue
         except (OSError, ValueError, TypeError) as error:
             process = process_of_board(path.with_suffix(".board"))
-            result = f"found worker pid {process.pid} by its status board" if process else "no worker is known to run in this slot"
+            result = (
+                f"found worker pid {process.pid} by its status board"
+                if process
+                else "no worker is known to run in this slot"
+            )
             log.warning("%s is damaged (%s); %s", path, error, result)
         if process and process.alive:
             running[int(path.stem)] = process
@@ -171,7 +200,10 @@ def process_of_board(path: Path) -> ProcessIdentity | None:
     """Return the running process that has the status board at `path` mapped, if any."""
     try:
         pid = status_board.read_status(path).pid
-        mapped = any(line.split(maxsplit=5)[5:] == [str(path.resolve())] for line in Path(f"/proc/{pid}/maps").read_text().splitlines())
+        mapped = any(
+            line.split(maxsplit=5)[5:] == [str(path.resolve())]
+            for line in Path(f"/proc/{pid}/maps").read_text().splitlines()
+        )
         return identify_process(pid) if mapped else None
     except OSError:
         return None

@@ -50,7 +50,9 @@ REPEATS = 4  # of each; the first is not counted, of the others the median
 MEASURED_PARAMETERS = 1_000_000_000  # a larger model is timed with two layers of each kind
 
 
-def calibrate(run: RunConfig, folder: Path, kind: str, tensor_sizes: Iterable[int]) -> tuple[ModelCost, Timing]:
+def calibrate(
+    run: RunConfig, folder: Path, kind: str, tensor_sizes: Iterable[int]
+) -> tuple[ModelCost, Timing]:
     """Return the cost of the run's model over its real micro-batches, and the seconds on this device.
 
     Prepares the data in `folder` if that is missing, as training does.
@@ -61,30 +63,53 @@ def calibrate(run: RunConfig, folder: Path, kind: str, tensor_sizes: Iterable[in
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
         if kind not in name:
             hint = f"remove --measure, or run it on a machine with {kind}"
-            raise UsageError(f"--measure times this machine's {name}, and the plan is for {kind}", "--devices, --measure", hint)
+            raise UsageError(
+                f"--measure times this machine's {name}, and the plan is for {kind}",
+                "--devices, --measure",
+                hint,
+            )
         task = open_task(run, folder, runtime)
-        batches = [task.loader.micro_batch(step, k) for step in range(STEPS) for k in range(run.batch.micro_batches)]
+        batches = [
+            task.loader.micro_batch(step, k)
+            for step in range(STEPS)
+            for k in range(run.batch.micro_batches)
+        ]
         passes: dict[tuple[str, int], tuple[float, float]] = {}
         for tensor in sorted({1, *tensor_sizes}, reverse=True):
             model = rank_model(task, tensor, device)
-            kinds = {name: name.split(".")[0].removesuffix("s") for name in plan_of(model).within(model).units}
-            measured = time_passes(model, kinds, partial(task.loss, model), run.compute.precision, batches)
+            kinds = {
+                name: name.split(".")[0].removesuffix("s")
+                for name in plan_of(model).within(model).units
+            }
+            measured = time_passes(
+                model, kinds, partial(task.loss, model), run.compute.precision, batches
+            )
             passes |= {(kind, tensor): seconds for kind, seconds in measured.items()}
         parameters = sum(p.numel() for p in model.parameters())
         with Replica(model, micro_batches=run.batch.micro_batches, init_sync=False) as replica:
             accumulate_s = time_beside_passes(replica, model, task, run, batches)
         copy_s = COPY_S[device.type]
         if device.type == "cpu":
-            local = parallelize(rank_model(task, 1, device), Layout(), Coordinates(0, 0, 0, 0), None, device)
+            local = parallelize(
+                rank_model(task, 1, device), Layout(), Coordinates(0, 0, 0, 0), None, device
+            )
             with ShardedReplica(local, micro_batches=run.batch.micro_batches) as sharded:
                 copy_s = time_beside_passes(sharded, model, task, run, batches) / parameters
         update_s, source = time_update(model, run) / parameters, f"blocks timed on this {name}"
         return cost_of(task, run, batches), Timing(
-            passes, update_s, copy_s, MESSAGE_S[device.type], EXCHANGE_S[device.type], source, accumulate_s
+            passes,
+            update_s,
+            copy_s,
+            MESSAGE_S[device.type],
+            EXCHANGE_S[device.type],
+            source,
+            accumulate_s,
         )
 
 
-def calibrate_together(run: RunConfig, folder: Path, kind: str, tensor_sizes: Sequence[int], processes: int) -> tuple[ModelCost, Timing]:
+def calibrate_together(
+    run: RunConfig, folder: Path, kind: str, tensor_sizes: Sequence[int], processes: int
+) -> tuple[ModelCost, Timing]:
     """Return what `calibrate` returns, timed by `processes` processes at once, as the workers of a
     host share its memory and caches. On a GPU one process counts."""
     model, timing = calibrate(run, folder, kind, tensor_sizes)  # alone: it may prepare the data
@@ -92,19 +117,28 @@ def calibrate_together(run: RunConfig, folder: Path, kind: str, tensor_sizes: Se
         return model, timing
     if processes > 1:
         with get_context("spawn").Pool(processes) as pool:
-            found = pool.starmap(calibrate, [(run, folder, kind, tensor_sizes)] * processes, chunksize=1)
+            found = pool.starmap(
+                calibrate, [(run, folder, kind, tensor_sizes)] * processes, chunksize=1
+            )
         timing = mean_timing([timing for _, timing in found])
         timing = replace(timing, source=f"{timing.source}, {processes} workers at once")
     timing = replace(timing, message_s=time_messages())
-    return model, replace(timing, exchange_s=time_exchanges(run, folder, timing)) if run.batch.micro_batches > 1 else timing
+    return model, replace(
+        timing, exchange_s=time_exchanges(run, folder, timing)
+    ) if run.batch.micro_batches > 1 else timing
 
 
 def cost_of(task: Task, run: RunConfig, batches: Sequence[Any]) -> ModelCost:
     """Return the cost over the largest of the micro-batches."""
-    batch = max(batches, key=lambda batch: (batch.target if hasattr(batch, "target") else batch.tokens).numel())
+    batch = max(
+        batches,
+        key=lambda batch: (batch.target if hasattr(batch, "target") else batch.tokens).numel(),
+    )
     config = getattr(task, "config", None)
     if isinstance(config, LlamaConfig):
-        return llama_cost(config, MicroBatch(len(batch.tokens), batch.tokens.shape[1]), run.compute.precision)
+        return llama_cost(
+            config, MicroBatch(len(batch.tokens), batch.tokens.shape[1]), run.compute.precision
+        )
     shape = MicroBatch(len(batch.target), batch.target.shape[1], batch.source.shape[1])
     vocabulary = len(task.meta_model().get_parameter("embedding.weight"))
     return translator_cost(run.model, vocabulary, shape, run.compute.precision)
@@ -118,12 +152,18 @@ def rank_model(task: Task, tensor: int, device: torch.device) -> nn.Module:
             del layers[2:]
     plan = plan_of(model)
     if tensor > 1:
-        apply_tensor_parallel(model, plan.within(model), ProcessGroups(Layout(tensor=tensor)), 0, tensor)
+        apply_tensor_parallel(
+            model, plan.within(model), ProcessGroups(Layout(tensor=tensor)), 0, tensor
+        )
     return materialize(model, device, lambda _, shape: torch.randn(shape) * 0.02).train()
 
 
 def time_passes(
-    model: nn.Module, kinds: Mapping[str, str], loss: Callable[[Any], Tensor], precision: str, batches: Sequence[Any]
+    model: nn.Module,
+    kinds: Mapping[str, str],
+    loss: Callable[[Any], Tensor],
+    precision: str,
+    batches: Sequence[Any],
 ) -> dict[str, tuple[float, float]]:
     """Return {kind of unit: mean (forward, backward) seconds over a micro-batch}.
 
@@ -131,7 +171,9 @@ def time_passes(
     """
     units = [(name, model.get_submodule(name)) for name in kinds]
     device = next(model.parameters()).device
-    samples: dict[tuple[str, bool, int, int], list[float]] = defaultdict(list)  # by kind, direction, batch and unit
+    samples: dict[tuple[str, bool, int, int], list[float]] = defaultdict(
+        list
+    )  # by kind, direction, batch and unit
     stamps: dict[tuple[str, str], float] = {}
 
     def stamp(name: str, event: str, *_: object) -> None:
@@ -160,7 +202,9 @@ def time_passes(
     for repeat, (number, batch) in product(range(REPEATS), enumerate(batches)):
         stamps.clear()
         stamp("", "starts")
-        stamps["none", "starts"] = stamps["none", "ends"] = stamps["", "starts"]  # without units all is the output
+        stamps["none", "starts"] = stamps["none", "ends"] = stamps[
+            "", "starts"
+        ]  # without units all is the output
         with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
             value = loss(batch)
         stamp("", "ends")
@@ -173,10 +217,18 @@ def time_passes(
         for name in (*kinds, first):
             stamps.setdefault((name, "returned"), stamps["", "returned"])
         for unit_number, (name, kind) in enumerate(kinds.items()):
-            samples[kind, False, number, unit_number].append(stamps[name, "ends"] - stamps[name, "starts"])
-            samples[kind, True, number, unit_number].append(stamps[name, "returned"] - stamps[name, "returns"])
-        samples["embedding", False, number, 0].append(stamps[first, "starts"] - stamps["", "starts"])
-        samples["embedding", True, number, 0].append(stamps["", "returned"] - stamps[first, "returned"])
+            samples[kind, False, number, unit_number].append(
+                stamps[name, "ends"] - stamps[name, "starts"]
+            )
+            samples[kind, True, number, unit_number].append(
+                stamps[name, "returned"] - stamps[name, "returns"]
+            )
+        samples["embedding", False, number, 0].append(
+            stamps[first, "starts"] - stamps["", "starts"]
+        )
+        samples["embedding", True, number, 0].append(
+            stamps["", "returned"] - stamps[first, "returned"]
+        )
         samples["output", False, number, 0].append(stamps["", "ends"] - stamps[last, "ends"])
         samples["output", True, number, 0].append(stamps[last, "returns"] - stamps["", "ends"])
     medians: dict[tuple[str, bool], list[float]] = defaultdict(list)
@@ -185,7 +237,13 @@ def time_passes(
     return {kind: (fmean(medians[kind, False]), fmean(medians[kind, True])) for kind, _ in medians}
 
 
-def time_beside_passes(replica: Replica | ShardedReplica, model: nn.Module, task: Task, run: RunConfig, batches: Sequence[Any]) -> float:
+def time_beside_passes(
+    replica: Replica | ShardedReplica,
+    model: nn.Module,
+    task: Task,
+    run: RunConfig,
+    batches: Sequence[Any],
+) -> float:
     """Return the seconds that a worker of `replica` takes for a micro-batch beside the passes of `model`. Collective."""
     own = list[int]()  # micro-batches of this worker
 
@@ -208,7 +266,11 @@ def time_beside_passes(replica: Replica | ShardedReplica, model: nn.Module, task
 def time_messages() -> float:
     """Return the seconds of a core that a worker takes to send a byte to another process of this machine and to receive one."""
     with TemporaryDirectory() as folder, get_context("spawn").Pool(2) as pool:
-        return fmean(pool.starmap(time_exchange, [(rank, f"{folder}/store") for rank in range(2)], chunksize=1))
+        return fmean(
+            pool.starmap(
+                time_exchange, [(rank, f"{folder}/store") for rank in range(2)], chunksize=1
+            )
+        )
 
 
 def time_exchange(rank: int, store: str) -> float:
@@ -220,7 +282,10 @@ def time_exchange(rank: int, store: str) -> float:
     for number in range(MESSAGES):
         if number == 1:  # the first one connects
             start_s = time.process_time()
-        wait_for(start_exchange([(1 - rank, sent)], [(1 - rank, received)], dist.group.WORLD), group_timeout())
+        wait_for(
+            start_exchange([(1 - rank, sent)], [(1 - rank, received)], dist.group.WORLD),
+            group_timeout(),
+        )
     seconds = time.process_time() - start_s
     dist.destroy_process_group()
     return seconds / (MESSAGES - 1) / MESSAGE_BYTES
@@ -237,16 +302,27 @@ def time_shards(run: RunConfig, folder: Path, timing: Timing, rank: int, port: i
     """Collective of two processes. Return the seconds of an exchange of a unit that are neither passes nor
     copies, nor the processor time of its bytes."""
     addresses = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(port)}
-    os.environ.update(addresses | {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"})
+    os.environ.update(
+        addresses
+        | {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
+    )
     with ElasticRuntime.join(threads=run.compute.num_threads) as runtime:
         device, layout = runtime.world.device, Layout(shard=2)
         task = open_task(run, folder, runtime)
-        batches = [task.loader.micro_batch(step, k) for step in range(STEPS) for k in range(run.batch.micro_batches)]
+        batches = [
+            task.loader.micro_batch(step, k)
+            for step in range(STEPS)
+            for k in range(run.batch.micro_batches)
+        ]
         model = rank_model(task, 1, device)
         parameters = sum(p.numel() for p in model.parameters())
-        local = parallelize(rank_model(task, 1, device), layout, layout.coordinates(rank), None, device)
+        local = parallelize(
+            rank_model(task, 1, device), layout, layout.coordinates(rank), None, device
+        )
         with ShardedReplica(local, micro_batches=run.batch.micro_batches) as replica:
-            beside_s = time_beside_passes(replica, model, task, run, batches) - timing.copy_s * parameters
+            beside_s = (
+                time_beside_passes(replica, model, task, run, batches) - timing.copy_s * parameters
+            )
     exchanges = 3 * len(local.fsdp_units) - 1  # the root is gathered once in a pass
     return max(0.0, beside_s - timing.message_s * 3 * 4 * parameters / 2) / exchanges
 

@@ -40,7 +40,12 @@ from lockstep.runtime.signals import StopSignals
 from lockstep.tasks.evaluator import EvalSpec, Split
 from lockstep.tasks.open import Evaluator, open_evaluator
 
-EVALUATIONS, BEST, FINISHED, SAMPLES = "evaluations.jsonl", "best.json", "finished.json", "samples.json"
+EVALUATIONS, BEST, FINISHED, SAMPLES = (
+    "evaluations.jsonl",
+    "best.json",
+    "finished.json",
+    "samples.json",
+)
 POLL_S = 1.0
 
 
@@ -73,7 +78,11 @@ def evaluate(
         if follow:
 
             def poll_for_checkpoint() -> NextAction:
-                kind: ActionKind = "evaluate" if committed_steps(folder / "checkpoints") or finished_step(folder) else "wait"
+                kind: ActionKind = (
+                    "evaluate"
+                    if committed_steps(folder / "checkpoints") or finished_step(folder)
+                    else "wait"
+                )
                 return NextAction(kind, 0, f"waiting for the first checkpoint in {folder}")
 
             _, stopped = wait_for_action(poll_for_checkpoint, runtime, signals)
@@ -146,7 +155,9 @@ class EvaluationJob:
         signal arrives. Return the signal, or ""."""
         unreadable: set[int] = set()
         while True:
-            action, stopped = wait_for_action(lambda: self.poll(unreadable), self.runtime, self.signals)
+            action, stopped = wait_for_action(
+                lambda: self.poll(unreadable), self.runtime, self.signals
+            )
             if stopped or action.kind == "end":
                 log.info(stopped or action.reason)
                 return stopped
@@ -161,13 +172,25 @@ class EvaluationJob:
 
     def poll(self, unreadable: Collection[int]) -> NextAction:
         """For rank 0: return the next action."""
-        scored = [record["step"] for record in iter_steps(self.folder / EVALUATIONS) if self.spec.matches(record)]
+        scored = [
+            record["step"]
+            for record in iter_steps(self.folder / EVALUATIONS)
+            if self.spec.matches(record)
+        ]
         last = read_run(self.folder).steps  # may have grown since: a run can be extended
-        return next_action(committed_steps(self.folder / "checkpoints"), scored, unreadable, last, finished_step(self.folder))
+        return next_action(
+            committed_steps(self.folder / "checkpoints"),
+            scored,
+            unreadable,
+            last,
+            finished_step(self.folder),
+        )
 
     def score(self, loaded: Any) -> str:
         """Collective. Score a model and write its line, or return the signal that stopped it."""
-        result = self.evaluator.evaluate(loaded, self.spec, self.runtime, lambda: self.signals.received)
+        result = self.evaluator.evaluate(
+            loaded, self.spec, self.runtime, lambda: self.signals.received
+        )
         if result is None:
             return agreed_stop(self.runtime, self.signals)
         if self.runtime.world.leader:
@@ -190,21 +213,37 @@ def load(evaluator: Evaluator, step: int, spec: EvalSpec, runtime: ElasticRuntim
     if not problems and any(steps != results[0][1] for _, steps in results):
         problems = ["a checkpoint of the average was deleted meanwhile"]
     if problems:
-        raise CheckpointError(problems[0], f"step {step} of {evaluator.folder}", "see lockstep checkpoint verify")
+        raise CheckpointError(
+            problems[0], f"step {step} of {evaluator.folder}", "see lockstep checkpoint verify"
+        )
     return loaded
 
 
-def next_action(committed: Sequence[int], scored: Collection[int], unreadable: Collection[int], last: int, finished: int) -> NextAction:
+def next_action(
+    committed: Sequence[int],
+    scored: Collection[int],
+    unreadable: Collection[int],
+    last: int,
+    finished: int,
+) -> NextAction:
     """Return the next action, given the steps that are committed, scored and unreadable, the last step
     of the run, and the step at which a training run has `finished` (0: none has)."""
     pending = [step for step in committed if step not in scored and step not in unreadable]
     if pending:
-        return NextAction("evaluate", pending[0], f"step {pending[0]} is the oldest of {len(pending)} that are not scored")
+        return NextAction(
+            "evaluate",
+            pending[0],
+            f"step {pending[0]} is the oldest of {len(pending)} that are not scored",
+        )
     if any(step >= last for step in (*scored, *unreadable)):
         return NextAction("end", last, f"step {last}, the last one of the run, is scored")
     if finished >= last:
-        return NextAction("end", last, f"the run ended at step {finished}, and all its checkpoints are scored")
-    return NextAction("wait", 0, f"waiting for a checkpoint; scored so far: {show_steps(sorted(scored))}")
+        return NextAction(
+            "end", last, f"the run ended at step {finished}, and all its checkpoints are scored"
+        )
+    return NextAction(
+        "wait", 0, f"waiting for a checkpoint; scored so far: {show_steps(sorted(scored))}"
+    )
 
 
 def finished_step(folder: Path) -> int:
@@ -215,10 +254,16 @@ def finished_step(folder: Path) -> int:
     except FileNotFoundError:
         return 0
     except (ValueError, KeyError, TypeError) as error:
-        raise DamagedFileError(f"{FINISHED} is damaged: {error}", str(path), "remove it; the next training run writes it again") from error
+        raise DamagedFileError(
+            f"{FINISHED} is damaged: {error}",
+            str(path),
+            "remove it; the next training run writes it again",
+        ) from error
 
 
-def wait_for_action(poll: Callable[[], NextAction], runtime: ElasticRuntime, signals: StopSignals) -> tuple[NextAction, str]:
+def wait_for_action(
+    poll: Callable[[], NextAction], runtime: ElasticRuntime, signals: StopSignals
+) -> tuple[NextAction, str]:
     """Collective. Poll on rank 0 until there is something to do. Return it, and the stop signal that
     arrived first, or ""."""
 
@@ -247,14 +292,20 @@ def agreed_stop(runtime: ElasticRuntime, signals: StopSignals) -> str:
 def resolve_step(folder: Path, step: int | None, runtime: ElasticRuntime) -> int:
     """Collective. Return `step`, or the newest step. CheckpointError if it is not committed."""
     checkpoints = folder / "checkpoints"
-    return run_on_rank0(runtime, lambda: choose_step(step, committed_steps(checkpoints), checkpoints))
+    return run_on_rank0(
+        runtime, lambda: choose_step(step, committed_steps(checkpoints), checkpoints)
+    )
 
 
 def forward_to_trackers(folder: Path, run: RunConfig) -> None:
     """Send new lines to the trackers, unless an active training run does."""
     if not run.track.tensorboard and run.track.wandb == "off":
         return
-    options: dict[str, Any] = {"tensorboard": run.track.tensorboard, "wandb": run.track.wandb, "project": run.track.project}
+    options: dict[str, Any] = {
+        "tensorboard": run.track.tensorboard,
+        "wandb": run.track.wandb,
+        "project": run.track.project,
+    }
     try:
         with Tracker(folder, leader=True, from_step=None, **options) as tracker:
             tracker.forward_evaluations()
@@ -263,7 +314,14 @@ def forward_to_trackers(folder: Path, run: RunConfig) -> None:
 
 
 def find_record(folder: Path, spec: EvalSpec, step: int) -> dict[str, Any] | None:
-    return next((record for record in iter_steps(folder / EVALUATIONS) if record["step"] == step and spec.matches(record)), None)
+    return next(
+        (
+            record
+            for record in iter_steps(folder / EVALUATIONS)
+            if record["step"] == step and spec.matches(record)
+        ),
+        None,
+    )
 
 
 def append_record(folder: Path, record: dict[str, Any]) -> bool:
@@ -285,40 +343,77 @@ def best_of(records: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     """Return the best evaluation of the validation split, or None: highest BLEU, else highest exact
     match, else lowest loss. Ties: lowest loss, then earliest step."""
     validation = [record for record in records if record.get("split") == "validation"]
-    metric = next((key for key in ("bleu", "exact_match") if any(key in record for record in validation)), "loss")
+    metric = next(
+        (key for key in ("bleu", "exact_match") if any(key in record for record in validation)),
+        "loss",
+    )
     needed = ("step", metric, "loss", *vars(EvalSpec()))
-    validation = [record for record in validation if all(key in record for key in needed)]  # skip damaged lines
+    validation = [
+        record for record in validation if all(key in record for key in needed)
+    ]  # skip damaged lines
     if not validation:
         return None
-    best = min(validation, key=lambda r: (r["loss"] if metric == "loss" else -r[metric], r["loss"], r["step"]))
+    best = min(
+        validation,
+        key=lambda r: (r["loss"] if metric == "loss" else -r[metric], r["loss"], r["step"]),
+    )
     return {"by": metric, **{key: best[key] for key in dict.fromkeys(needed)}}
 
 
-def evaluate_with_lm_eval(folder: Path, step: int | None, tasks: str, include_path: Path | None, *, chat: bool) -> str:
+def evaluate_with_lm_eval(
+    folder: Path, step: int | None, tasks: str, include_path: Path | None, *, chat: bool
+) -> str:
     """Score a checkpoint (None: the newest) and add a line to evaluations.jsonl; return a table.
 
     tasks  names, separated by commas; include_path: a folder of further tasks; chat: apply the template
     """
     if not is_llama_run(folder):
         refuse_no_model(folder)
-        raise UsageError(f"{folder} is a Hugging Face model, not a run", str(folder), f"try lm_eval --model_args pretrained={folder}")
+        raise UsageError(
+            f"{folder} is a Hugging Face model, not a run",
+            str(folder),
+            f"try lm_eval --model_args pretrained={folder}",
+        )
     try:
         from lm_eval import simple_evaluate  # the extra [eval]
         from lm_eval.models import huggingface  # noqa: F401  imports transformers and accelerate
         from lm_eval.tasks import TaskManager
         from lm_eval.utils import make_table
     except ImportError as error:
-        raise UsageError(f"lm-eval cannot be imported: {error}", "--lm-eval", 'pip install "lockstep-train[eval]"') from error
+        raise UsageError(
+            f"lm-eval cannot be imported: {error}",
+            "--lm-eval",
+            'pip install "lockstep-train[eval]"',
+        ) from error
     step = choose_step(step, committed_steps(folder / CHECKPOINTS), folder)
     manager = TaskManager(include_path=include_path and str(include_path))
-    options = {"task_manager": manager, "device": "cuda" if torch.cuda.is_available() else "cpu", "apply_chat_template": chat}
+    options = {
+        "task_manager": manager,
+        "device": "cuda" if torch.cuda.is_available() else "cpu",
+        "apply_chat_template": chat,
+    }
     with TemporaryDirectory(prefix=".lm-eval-", dir=folder) as temporary:
         export_run(folder, step, Path(temporary) / "model")
         try:
-            results = simple_evaluate("hf", {"pretrained": f"{temporary}/model"}, tasks.split(","), log_samples=False, **options)
+            results = simple_evaluate(
+                "hf",
+                {"pretrained": f"{temporary}/model"},
+                tasks.split(","),
+                log_samples=False,
+                **options,
+            )
         except (ValueError, KeyError) as error:
-            raise UsageError(f"lm-eval failed: {error}", f"--lm-eval {tasks}", "list the tasks with lm_eval ls tasks") from error
-    scores = {f"{task}/{name}": value for task, values in results["results"].items() for name, value in values.items() if name != "alias"}
+            raise UsageError(
+                f"lm-eval failed: {error}",
+                f"--lm-eval {tasks}",
+                "list the tasks with lm_eval ls tasks",
+            ) from error
+    scores = {
+        f"{task}/{name}": value
+        for task, values in results["results"].items()
+        for name, value in values.items()
+        if name != "alias"
+    }
     split = f"lm-eval {tasks}{' --chat' * chat}"  # no other line has it, and selection of the best step skips it
     append_record(folder, {"step": step, **vars(EvalSpec()), "split": split, **scores})
     return f"step {step:,}\n{make_table(results)}"

@@ -43,24 +43,40 @@ class EvalResult:
     complete: bool  # whether the whole split was used
 
 
-def batches_of_rank(batches: Iterable[T], runtime: ElasticRuntime, stopped: Callable[[], str]) -> Iterator[tuple[int, T]]:
+def batches_of_rank(
+    batches: Iterable[T], runtime: ElasticRuntime, stopped: Callable[[], str]
+) -> Iterator[tuple[int, T]]:
     """Yield (number, batch) of this rank's share, until a stop signal arrives."""
     for number, batch in enumerate(batches):
         if number % runtime.world.size == runtime.world.rank and not stopped():
             yield number, batch
 
 
-def merge_results(runtime: ElasticRuntime, stopped: Callable[[], str], **results: dict[int, Any]) -> dict[str, dict[int, Any]] | None:
+def merge_results(
+    runtime: ElasticRuntime, stopped: Callable[[], str], **results: dict[int, Any]
+) -> dict[str, dict[int, Any]] | None:
     """Collective. Return the results of all ranks, by number; None after a stop signal."""
     # Lists of pairs, because JSON keys are strings. JSON keeps floats exactly.
-    by_rank = all_gather_json(runtime, {"stopped": stopped(), **{name: list(values.items()) for name, values in results.items()}})
+    by_rank = all_gather_json(
+        runtime,
+        {"stopped": stopped(), **{name: list(values.items()) for name, values in results.items()}},
+    )
     if any(rank["stopped"] for rank in by_rank):
         return None
     return {name: dict(item for rank in by_rank for item in rank[name]) for name in results}
 
 
-def loss_record(spec: EvalSpec, steps: Sequence[int], losses: Iterable[float], tokens: int) -> dict[str, Any]:
+def loss_record(
+    spec: EvalSpec, steps: Sequence[int], losses: Iterable[float], tokens: int
+) -> dict[str, Any]:
     """Return the part of a record that all tasks share. losses: sums of -log p, in nats."""
     loss = math.fsum(losses) / max(1, tokens)
     perplexity = math.exp(loss) if loss < 700 else math.inf
-    return {"step": steps[-1], **vars(spec), "averaged": list(steps), "loss": loss, "perplexity": perplexity, "tokens": tokens}
+    return {
+        "step": steps[-1],
+        **vars(spec),
+        "averaged": list(steps),
+        "loss": loss,
+        "perplexity": perplexity,
+        "tokens": tokens,
+    }

@@ -30,7 +30,16 @@ from lockstep.data.text.chat_samples import chat_samples, chats, last_answer
 from lockstep.data.text.chat_template import renderer
 from lockstep.data.text.chat_tokenizer import ChatTokenizer, optional_json
 from lockstep.data.text.documents import documents, held_inside, in_groups
-from lockstep.data.text.packing import IGNORE_INDEX, CutRows, PackedRows, RowLoader, batch_of, pack_rows, save_packed_rows, window
+from lockstep.data.text.packing import (
+    IGNORE_INDEX,
+    CutRows,
+    PackedRows,
+    RowLoader,
+    batch_of,
+    pack_rows,
+    save_packed_rows,
+    window,
+)
 from lockstep.data.text.prepare import PreparedText
 from lockstep.data.text.token_stream import Ints, TokenStream
 from lockstep.data.tokenizer import CHAT_SPECIALS, CHAT_TEMPLATE
@@ -39,14 +48,33 @@ from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import ConfigError, DataError, UsageError
 from lockstep.files import write_atomic, write_json
 from lockstep.generation.decoder import Decoder
-from lockstep.generation.sampling import CONTEXT_TOKENS, TextStream, sample_tokens, stream_continuations
+from lockstep.generation.sampling import (
+    CONTEXT_TOKENS,
+    TextStream,
+    sample_tokens,
+    stream_continuations,
+)
 from lockstep.log import log
 from lockstep.models.llama import Llama
 from lockstep.models.llama_config import LLAMA_CONFIGS, LlamaConfig
-from lockstep.models.llama_io import TOKENIZER, InitialWeights, LoadedLlama, load_llama, open_weights, write_model_json
+from lockstep.models.llama_io import (
+    TOKENIZER,
+    InitialWeights,
+    LoadedLlama,
+    load_llama,
+    open_weights,
+    write_model_json,
+)
 from lockstep.models.transformers_model import TransformersConfig, TransformersModel, limit_of_ropes
 from lockstep.record.step_timer import flops_per_token
-from lockstep.tasks.evaluator import EvalResult, EvalSpec, Split, batches_of_rank, loss_record, merge_results
+from lockstep.tasks.evaluator import (
+    EvalResult,
+    EvalSpec,
+    Split,
+    batches_of_rank,
+    loss_record,
+    merge_results,
+)
 from lockstep.units import format_count
 
 
@@ -59,15 +87,21 @@ class LanguageModelTask(InitialWeights):
     fingerprints: Mapping[str, str]
 
     @classmethod
-    def open(cls, run: RunConfig, folder: Path, runtime: ElasticRuntime, digests: FileDigests) -> Self:
+    def open(
+        cls, run: RunConfig, folder: Path, runtime: ElasticRuntime, digests: FileDigests
+    ) -> Self:
         """Collective. Return the task over the rows of prepared data; rank 0 prepares it."""
         prepare = prepare_chats if run.task == "sft" else prepare_documents
         preparing = runtime.board.during("preparing")
         run_in_run_folder(runtime, lambda: preparing(prepare)(run, folder, digests))
         tokenizer = ChatTokenizer.load(folder / TOKENIZER, {})
         prepared = preparing(data.open_prepared)(folder / "data", tokenizer, digests)
-        initial_weights = InitialWeights.of(run, tokenizer.inner.get_vocab_size(with_added_tokens=True))
-        start = run_in_run_folder(runtime, lambda: preparing(write_model_json)(initial_weights, folder))
+        initial_weights = InitialWeights.of(
+            run, tokenizer.inner.get_vocab_size(with_added_tokens=True)
+        )
+        start = run_in_run_folder(
+            runtime, lambda: preparing(write_model_json)(initial_weights, folder)
+        )
         fingerprints = prepared.fingerprints | {"start": start}
         if initial_weights.adapter:
             fingerprints["adapter"] = state_dict.digest(initial_weights.adapter)
@@ -78,7 +112,9 @@ class LanguageModelTask(InitialWeights):
         rows: CutRows | PackedRows = CutRows(stream, length)
         if run.task == "sft":
             arguments = folder / "data", stream, length, run.seed, fingerprints["data"]
-            name, digest = run_in_run_folder(runtime, lambda: preparing(save_packed_rows)(*arguments))
+            name, digest = run_in_run_folder(
+                runtime, lambda: preparing(save_packed_rows)(*arguments)
+            )
             path = folder / "data" / name
             verify_files({path: digest}, path.with_suffix(".json"), digests)
             rows = PackedRows(stream, length, np.asarray(np.load(path, mmap_mode="r")))
@@ -88,7 +124,12 @@ class LanguageModelTask(InitialWeights):
         k = run.batch.micro_batches
         order = UniformOrder(len(rows), k * (run.batch.tokens // length), k, run.seed)
         loader = RowLoader(rows, order, runtime.world.device)
-        return cls(**vars(initial_weights), loader=loader, validation=prepared.validation, fingerprints=fingerprints)
+        return cls(
+            **vars(initial_weights),
+            loader=loader,
+            validation=prepared.validation,
+            fingerprints=fingerprints,
+        )
 
     @property
     def length(self) -> int:
@@ -101,7 +142,10 @@ class LanguageModelTask(InitialWeights):
         total = sum(p.numel() for p in parameters) - embedding
         trained = sum(p.numel() for p in parameters if p.requires_grad) if self.lora else total
         frozen = total - trained  # frozen weights need no gradient
-        return flops_per_token(total, self.config.n_layers, self.config.dim, self.length) - 2.0 * frozen
+        return (
+            flops_per_token(total, self.config.n_layers, self.config.dim, self.length)
+            - 2.0 * frozen
+        )
 
     def loss(self, model: Callable[..., Tensor], batch: Any) -> Tensor:
         return model(batch.tokens, batch.labels, batch.documents)
@@ -111,24 +155,45 @@ def prepare_documents(run: RunConfig, folder: Path, digests: FileDigests = NOT_S
     """For rank 0: prepare the tokenizer and the token streams of the run's documents."""
     inside = not (folder / "data" / MANIFEST).exists() and held_inside(run.data)
     if inside:
-        log.info("too few documents to hold out whole ones: a share of %g of each goes to validation and to test", run.data.held_out_share)
-    tokenizer = tokenizer_of(run, folder, (d.text for split, d in documents(run.data, inside) if split == "train"))
+        log.info(
+            "too few documents to hold out whole ones: a share of %g of each goes to validation and to test",
+            run.data.held_out_share,
+        )
+    tokenizer = tokenizer_of(
+        run, folder, (d.text for split, d in documents(run.data, inside) if split == "train")
+    )
     samples = data.document_samples(tokenizer, documents(run.data, inside))
     data.prepare(run, folder / "data", tokenizer, samples, Counter(), digests)
 
 
 def prepare_chats(run: RunConfig, folder: Path, digests: FileDigests = NOT_SHARED) -> None:
     """For rank 0: prepare the tokenizer and the token streams of the run's chats."""
-    texts = (m.get("content") or "" for split, chat in chats(run.data, Counter()) if split == "train" for m in chat.messages)
+    texts = (
+        m.get("content") or ""
+        for split, chat in chats(run.data, Counter())
+        if split == "train"
+        for m in chat.messages
+    )
     tokenizer = with_template(tokenizer_of(run, folder, texts), folder / TOKENIZER)
     dropped: Counter[str] = Counter()
-    data.prepare(run, folder / "data", tokenizer, chat_samples(tokenizer, run.data, run.batch.seq_len, dropped), dropped, digests)
+    data.prepare(
+        run,
+        folder / "data",
+        tokenizer,
+        chat_samples(tokenizer, run.data, run.batch.seq_len, dropped),
+        dropped,
+        digests,
+    )
     renderer.close()
 
 
 def tokenizer_of(run: RunConfig, folder: Path, texts: Iterable[str]) -> ChatTokenizer:
     """For rank 0: write the tokenizer of llama.init_from, or one trained on `texts`; return it."""
-    start = open_weights(Path(run.llama.init_from), backend=run.llama.backend) if run.llama.init_from else None
+    start = (
+        open_weights(Path(run.llama.init_from), backend=run.llama.backend)
+        if run.llama.init_from
+        else None
+    )
     if not (folder / "data" / MANIFEST).exists():
         refuse_long_rows(run, start.config if start else LLAMA_CONFIGS[run.llama.size])
         if start:
@@ -158,7 +223,11 @@ def refuse_long_rows(run: RunConfig, config: LlamaConfig | TransformersConfig) -
     elif config.following_ropes:
         what = f"batch.seq_len={length:,}: {limit_of_ropes(config.following_ropes, limit)}"
         hint += ', or a rope_type that scales all rows alike, such as "yarn" or "linear"'
-    where = f"llama.init_from={run.llama.init_from}" if run.llama.init_from else f"llama.size={run.llama.size}"
+    where = (
+        f"llama.init_from={run.llama.init_from}"
+        if run.llama.init_from
+        else f"llama.size={run.llama.size}"
+    )
     raise ConfigError(what, where, hint)
 
 
@@ -170,9 +239,16 @@ def with_template(tokenizer: ChatTokenizer, folder: Path) -> ChatTokenizer:
     ids = {token: tokenizer.inner.token_to_id(token) for token in CHAT_SPECIALS}
     if missing := [token for token, number in ids.items() if number is None]:
         what = f"the tokenizer has no chat template, and lacks {', '.join(missing)}, which Llama 3's template needs"
-        raise DataError(what, str(tokenizer.folder), "add a chat_template.jinja that uses its own tokens beside it")
+        raise DataError(
+            what,
+            str(tokenizer.folder),
+            "add a chat_template.jinja that uses its own tokens beside it",
+        )
     eos_ids = [*sorted(tokenizer.eos_ids), ids[CHAT_SPECIALS[-1]]]
-    write_json(folder / "generation_config.json", optional_json(folder / "generation_config.json") | {"eos_token_id": eos_ids})
+    write_json(
+        folder / "generation_config.json",
+        optional_json(folder / "generation_config.json") | {"eos_token_id": eos_ids},
+    )
     write_atomic(folder / "chat_template.jinja", CHAT_TEMPLATE)
     return ChatTokenizer.load(folder, {})
 
@@ -205,24 +281,39 @@ class LlamaEvaluator:
         return load_llama(self.folder, step, device=device)
 
     def evaluate(
-        self, loaded: LoadedLlama, spec: EvalSpec, runtime: ElasticRuntime, stopped: Callable[[], str], *, limit: int = 0
+        self,
+        loaded: LoadedLlama,
+        spec: EvalSpec,
+        runtime: ElasticRuntime,
+        stopped: Callable[[], str],
+        *,
+        limit: int = 0,
     ) -> EvalResult | None:
         start_s = time.monotonic()
         stream: TokenStream = getattr(self.data, spec.split)
         device, length = next(loaded.model.parameters()).device, self.run.batch.seq_len
         rows = held_out_rows(stream, length, packed=self.run.task == "sft")
         batches = in_groups(rows, max(1, BATCH_TOKENS // length), kind=lambda row: len(row[0]))
-        losses = {number: loss_of(loaded.model, batch, device) for number, batch in batches_of_rank(batches, runtime, stopped)}
+        losses = {
+            number: loss_of(loaded.model, batch, device)
+            for number, batch in batches_of_rank(batches, runtime, stopped)
+        }
         chats = self.data.records(spec.split) if self.run.task == "sft" else []
         chosen = chats[:limit] if limit else chats
         questions = [last_answer(self.data.tokenizer, chat) for chat in chosen]
         renderer.close()
-        answers = generate_answers(loaded, self.data.tokenizer, questions, runtime, stopped) if chosen else {}
+        answers = (
+            generate_answers(loaded, self.data.tokenizer, questions, runtime, stopped)
+            if chosen
+            else {}
+        )
         results = merge_results(runtime, stopped, losses=losses, answers=answers)
         if results is None:
             return None
         sums = list(results["losses"].values())  # (nats, tokens) of each batch
-        record = loss_record(spec, loaded.steps, (nats for nats, _ in sums), sum(tokens for _, tokens in sums))
+        record = loss_record(
+            spec, loaded.steps, (nats for nats, _ in sums), sum(tokens for _, tokens in sums)
+        )
         samples: list[str] = []
         if self.run.task == "sft":
             texts = results["answers"]
@@ -267,7 +358,9 @@ def windows(stream: TokenStream, length: int) -> Iterator[Row]:
 
 
 @torch.no_grad()
-def loss_of(model: Callable[..., Tensor], rows: list[Row], device: torch.device) -> tuple[float, int]:
+def loss_of(
+    model: Callable[..., Tensor], rows: list[Row], device: torch.device
+) -> tuple[float, int]:
     """Return (sum of -log p over the labels that are not ignored, their number)."""
     batch = batch_of(rows, device)
     count = int((batch.labels != IGNORE_INDEX).sum())
@@ -285,9 +378,13 @@ def generate_answers(
     order = sorted(range(len(questions)), key=lambda i: (len(questions[i][0]), i))
     answers: dict[int, str] = {}
     decoder = Decoder(loaded.model) if isinstance(loaded.model, Llama) else None
-    for _, batch in batches_of_rank(in_groups(order, CHATS_PER_BATCH if decoder else 1), runtime, stopped):
+    for _, batch in batches_of_rank(
+        in_groups(order, CHATS_PER_BATCH if decoder else 1), runtime, stopped
+    ):
         texts = ["" for _ in batch]
-        tokens = max(len(questions[i][1]) for i in batch) + 8  # a longer answer cannot match the reference
+        tokens = (
+            max(len(questions[i][1]) for i in batch) + 8
+        )  # a longer answer cannot match the reference
         prompts = [questions[i][0] for i in batch]
         if decoder:
             drawn = sample_tokens(decoder, prompts, tokens=tokens)
@@ -300,7 +397,9 @@ def generate_answers(
 
 
 @torch.inference_mode()
-def draw_greedily(model: TransformersModel, prompt: Sequence[int], tokens: int) -> Iterator[list[int]]:
+def draw_greedily(
+    model: TransformersModel, prompt: Sequence[int], tokens: int
+) -> Iterator[list[int]]:
     """Yield the next id of one prompt, computed without a cache: for a model without a Decoder.
 
     At the last position of the model the answer ends.
@@ -319,11 +418,20 @@ def answer_text(tokenizer: ChatTokenizer, prompt: Sequence[int], answer: Sequenc
     return "".join([*map(text.add, answer), text.close()])
 
 
-def format_samples(chats: Sequence[dict[str, Any]], texts: dict[int, str], references: Sequence[str], count: int = 6) -> Iterator[str]:
+def format_samples(
+    chats: Sequence[dict[str, Any]],
+    texts: dict[int, str],
+    references: Sequence[str],
+    count: int = 6,
+) -> Iterator[str]:
     """Yield lines with `count` evenly spaced answers, and the reference where it differs."""
     for i in range(0, len(chats), max(1, -(-len(chats) // count))):
         yield ""
         yield f"  {chats[i]['messages'][-2]['content'] if len(chats[i]['messages']) > 1 else ''}"
         text, reference = texts[i], references[i]
-        show = repr if text.strip() == reference.strip() and text != reference else str.strip  # repr shows spaces that differ
-        yield f"  > {show(text)}" + ("" if text == reference else f"   (reference: {show(reference)})")
+        show = (
+            repr if text.strip() == reference.strip() and text != reference else str.strip
+        )  # repr shows spaces that differ
+        yield f"  > {show(text)}" + (
+            "" if text == reference else f"   (reference: {show(reference)})"
+        )

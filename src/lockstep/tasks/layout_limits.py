@@ -16,7 +16,11 @@ def layout_limits(run: RunConfig) -> LayoutLimits:
     torch, only if the layout splits layers."""
     if run.task == "translate":
         model = run.model
-        return LayoutLimits(run.data_parallel_limit, (model.n_heads, model.ffn_dim), model.encoder_layers + model.decoder_layers)
+        return LayoutLimits(
+            run.data_parallel_limit,
+            (model.n_heads, model.ffn_dim),
+            model.encoder_layers + model.decoder_layers,
+        )
     if run.layout.tensor == run.layout.pipeline == 1:
         return LayoutLimits(run.data_parallel_limit)
     config = llama_config(run)
@@ -24,7 +28,11 @@ def layout_limits(run: RunConfig) -> LayoutLimits:
         from lockstep.parallel.plans import plan_of  # loads torch
 
         return plan_of(config.meta_model()).layout_limits(run.data_parallel_limit)
-    return LayoutLimits(run.data_parallel_limit, (config.n_heads, config.n_kv_heads, config.ffn_dim), config.n_layers)
+    return LayoutLimits(
+        run.data_parallel_limit,
+        (config.n_heads, config.n_kv_heads, config.ffn_dim),
+        config.n_layers,
+    )
 
 
 def llama_config(run: RunConfig) -> LlamaConfig:
@@ -35,7 +43,9 @@ def llama_config(run: RunConfig) -> LlamaConfig:
     from lockstep.models.llama_io import is_llama_run, read_model, refuse_other_backend
 
     start = Path(run.llama.init_from)
-    config = read_model(start)[0] if is_llama_run(start) else open_hub(start, run.llama.backend).config
+    config = (
+        read_model(start)[0] if is_llama_run(start) else open_hub(start, run.llama.backend).config
+    )
     refuse_other_backend(config, run.llama.backend, run.llama.init_from)
     return cast("LlamaConfig", config)
 

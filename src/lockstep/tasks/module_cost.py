@@ -44,13 +44,21 @@ def make_module(spelled: str, device: torch.device) -> tuple[nn.Module, tuple[An
     except LockstepError:
         raise
     except Exception as error:
-        raise UsageError(f"{spelled} failed: {described(error)}", line_of(error, spelled), HINT) from error
+        raise UsageError(
+            f"{spelled} failed: {described(error)}", line_of(error, spelled), HINT
+        ) from error
     if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
         raise UsageError(f"{spelled} returned {type(made).__name__}", "lockstep plan", HINT)
     module, inputs = made
     inputs = inputs if isinstance(inputs, tuple) else (inputs,)
-    if not any(isinstance(value, Tensor) for value in inputs) or not any(p.requires_grad for p in module.parameters()):
-        raise UsageError(f"{spelled} returned no tensor as input, or a module without trained parameters", "lockstep plan", HINT)
+    if not any(isinstance(value, Tensor) for value in inputs) or not any(
+        p.requires_grad for p in module.parameters()
+    ):
+        raise UsageError(
+            f"{spelled} returned no tensor as input, or a module without trained parameters",
+            "lockstep plan",
+            HINT,
+        )
     return module.train(), inputs
 
 
@@ -61,7 +69,11 @@ def described(error: Exception) -> str:
 def line_of(error: Exception, spelled: str) -> str:
     """Return FILE:LINE of the innermost code of the user that ran when `error` was raised."""
     folder = str(Path(spelled.rpartition(":")[0]).resolve().parent)
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename.startswith(folder)]
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.filename.startswith(folder)
+    ]
     return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else spelled.rpartition(":")[0]
 
 
@@ -71,9 +83,14 @@ def own_timing(spelled: str, run: RunConfig) -> Timing:
     device, _ = select_device(None)
     module, inputs = make_module(spelled, device)
     names, precision = {name: name for name in find_units(module)}, run.compute.precision
-    measured = time_passes(module, names, lambda given: total(module(*given)), precision, [inputs] * STEPS)
+    measured = time_passes(
+        module, names, lambda given: total(module(*given)), precision, [inputs] * STEPS
+    )
     update_s = time_update(module, run) / sum(p.numel() for p in module.parameters())
-    passes, source = {(kind, 1): seconds for kind, seconds in measured.items()}, f"blocks of {spelled} timed on this {device.type}"
+    passes, source = (
+        {(kind, 1): seconds for kind, seconds in measured.items()},
+        f"blocks of {spelled} timed on this {device.type}",
+    )
     message_s = MESSAGE_S[device.type] if device.type == "cuda" else time_messages()
     return Timing(passes, update_s, COPY_S[device.type], message_s, EXCHANGE_S[device.type], source)
 
@@ -81,8 +98,18 @@ def own_timing(spelled: str, run: RunConfig) -> Timing:
 def total(outputs: Any) -> Tensor:
     """Return the sum of all outputs that have a gradient: something to start a backward pass from."""
     if isinstance(outputs, Tensor):
-        return outputs.float().sum() if outputs.requires_grad else torch.zeros((), device=outputs.device)
-    values = list(outputs.values()) if isinstance(outputs, Mapping) else outputs if isinstance(outputs, list | tuple) else []
+        return (
+            outputs.float().sum()
+            if outputs.requires_grad
+            else torch.zeros((), device=outputs.device)
+        )
+    values = (
+        list(outputs.values())
+        if isinstance(outputs, Mapping)
+        else outputs
+        if isinstance(outputs, list | tuple)
+        else []
+    )
     return sum((total(value) for value in values), torch.zeros(()))
 
 
@@ -90,7 +117,11 @@ def own_model_cost(spelled: str) -> ModelCost:
     """Return the cost of the module that FILE.py:FUNCTION returns. UsageError: it needs values of its inputs."""
     module, inputs = make_module(spelled, torch.device("meta"))
     names = find_units(module)
-    saved, running, seen = Counter[str](), ["embedding"], {p.untyped_storage()._cdata for p in module.parameters()}
+    saved, running, seen = (
+        Counter[str](),
+        ["embedding"],
+        {p.untyped_storage()._cdata for p in module.parameters()},
+    )
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
@@ -115,7 +146,9 @@ def own_model_cost(spelled: str) -> ModelCost:
     for hook in hooks:
         hook.remove()
     if not total(outputs).requires_grad:
-        raise UsageError(f"no output of the module of {spelled} has a gradient", "lockstep plan", HINT)
+        raise UsageError(
+            f"no output of the module of {spelled} has a gradient", "lockstep plan", HINT
+        )
     del outputs
     flops, root = counter.get_flop_counts(), type(module).__name__
 
@@ -124,12 +157,29 @@ def own_model_cost(spelled: str) -> ModelCost:
 
     def unit_of(name: str, parameters: list[nn.Parameter], passes: float) -> Unit:
         return Unit(
-            name, tuple(Amount(p.numel()) for p in parameters), Amount(passes), dict.fromkeys(CHECKPOINT_MODES, Saved(Amount(saved[name])))
+            name,
+            tuple(Amount(p.numel()) for p in parameters),
+            Amount(passes),
+            dict.fromkeys(CHECKPOINT_MODES, Saved(Amount(saved[name]))),
         )
 
-    blocks = tuple(unit_of(name, list(module.get_submodule(name).parameters()), macs(name)) for name in names)
+    blocks = tuple(
+        unit_of(name, list(module.get_submodule(name).parameters()), macs(name)) for name in names
+    )
     in_units = {id(p) for name in names for p in module.get_submodule(name).parameters()}
     others = [p for p in module.parameters() if id(p) not in in_units]
     rest = macs("") - sum(unit.macs.whole for unit in blocks)
     rows = next(len(value) for value in inputs if isinstance(value, Tensor))
-    return ModelCost(root, unit_of("embedding", others, 0.0), blocks, unit_of("output", [], rest), rows, 0, 0, False, (), 0, ragged=False)
+    return ModelCost(
+        root,
+        unit_of("embedding", others, 0.0),
+        blocks,
+        unit_of("output", [], rest),
+        rows,
+        0,
+        0,
+        False,
+        (),
+        0,
+        ragged=False,
+    )

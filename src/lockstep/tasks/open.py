@@ -38,7 +38,9 @@ def digests_on_host(runtime: ElasticRuntime, folder: Path) -> FileDigests:
     """Collective in a static group. Return the digests that this host shares in this start."""
     if runtime.membership:
         env = runtime.membership.worker_env
-        return FileDigests(Path(env.state) / "file_digests.json", f"after generation {env.after_generation}")
+        return FileDigests(
+            Path(env.state) / "file_digests.json", f"after generation {env.after_generation}"
+        )
     start = run_on_rank0(runtime, lambda: secrets.token_hex(8))
     if runtime.world.local_size == 1:
         return FileDigests()

@@ -40,22 +40,32 @@ def task_that_fits(run: RunConfig, folder: Path, runtime: ElasticRuntime) -> Ite
     Out-of-memory errors inside become an OutOfMemoryError that names a layout that fits.
     """
     if run.track.backend:
-        load_backend(run.track.backend)  # a wrong one is refused here, too: rank 0 opens it after the data is prepared
+        load_backend(
+            run.track.backend
+        )  # a wrong one is refused here, too: rank 0 opens it after the data is prepared
     axes = run.layout
     layout = Layout(1, axes.shard, axes.tensor, axes.pipeline)
     frozen = run.task != "translate" and run.lora.rank > 0
-    refuse_too_large(min_parameters(run), frozen, run.memory, layout, runtime.world.device, run.optim)
+    refuse_too_large(
+        min_parameters(run), frozen, run.memory, layout, runtime.world.device, run.optim
+    )
     task = open_task(run, folder, runtime)
     model = task.meta_model()
     limits, device = plan_of(model).layout_limits(run.data_parallel_limit), runtime.world.device
     if not frozen:  # now with the embedding
         parameters = sum(p.numel() for p in model.parameters())
-        refuse_too_large(parameters, frozen, run.memory, layout, device, run.optim, adamw_share(model, run.optim))
-    with explain_out_of_memory(model, layout, limits, device, lambda: folder / "oom" / f"rank-{runtime.world.rank}.txt"):
+        refuse_too_large(
+            parameters, frozen, run.memory, layout, device, run.optim, adamw_share(model, run.optim)
+        )
+    with explain_out_of_memory(
+        model, layout, limits, device, lambda: folder / "oom" / f"rank-{runtime.world.rank}.txt"
+    ):
         yield task
 
 
-def build_model(resolved: ResolvedRun, task: Task, runtime: ElasticRuntime, fingerprints: Mapping[str, str]) -> LocalModel:
+def build_model(
+    resolved: ResolvedRun, task: Task, runtime: ElasticRuntime, fingerprints: Mapping[str, str]
+) -> LocalModel:
     """Collective. Build the part of a new model that this worker holds. Parameters that checkpoints
     contain are NaN: load a state, or call `draw_initial_values`.
 
@@ -70,15 +80,28 @@ def build_model(resolved: ResolvedRun, task: Task, runtime: ElasticRuntime, fing
         if runtime.is_joining:
             # Without a rank a worker does not know which part of the model it holds.
             runtime.join_running(fingerprints)
-        layout = choose_layout(asked, runtime.world.size, plan_of(model).layout_limits(run.data_parallel_limit), "[layout] of the run")
-        log.info("%s: %s", layout, "each replica spans several workers" if layout.replicate > 1 else "one replica")
+        layout = choose_layout(
+            asked,
+            runtime.world.size,
+            plan_of(model).layout_limits(run.data_parallel_limit),
+            "[layout] of the run",
+        )
+        log.info(
+            "%s: %s",
+            layout,
+            "each replica spans several workers" if layout.replicate > 1 else "one replica",
+        )
     else:
         layout = replace(asked, replicate=runtime.world.size or 1)
-    return runtime.board.during("preparing")(parallelize)(  # reads the weights of llama.init_from: minutes for a large model
+    return runtime.board.during("preparing")(
+        parallelize
+    )(  # reads the weights of llama.init_from: minutes for a large model
         model,
         layout,
         layout.coordinates(max(0, runtime.world.rank)),
-        deferred(task.init_param, {name for name, _ in model.named_parameters() if task.is_saved(name)}),
+        deferred(
+            task.init_param, {name for name, _ in model.named_parameters() if task.is_saved(name)}
+        ),
         runtime.world.device,
         prepare_blocks=partial(_prepare_blocks, run=run),
         prefetch_units=run.fsdp.prefetch_units,
@@ -104,7 +127,9 @@ def _prepare_blocks(blocks: list[nn.Module], run: RunConfig) -> None:
 
 def warm_up(model: nn.Module, task: Task, run: RunConfig, runtime: ElasticRuntime) -> None:
     """Run one discarded pass, so that other workers need not wait for compilation."""
-    with torch.autocast(runtime.world.device.type, torch.bfloat16, enabled=run.compute.precision == "bf16"):
+    with torch.autocast(
+        runtime.world.device.type, torch.bfloat16, enabled=run.compute.precision == "bf16"
+    ):
         task.loss(model, task.loader.micro_batch(0, 0)).backward()
     model.zero_grad(set_to_none=True)
 
@@ -112,11 +137,22 @@ def warm_up(model: nn.Module, task: Task, run: RunConfig, runtime: ElasticRuntim
 def make_step_timer(task: Task, run: RunConfig, runtime: ElasticRuntime) -> StepTimer:
     """Return the step timer, with the peak FLOP/s if known or asked for (`track.mfu`)."""
     cuda = runtime.world.device.type == "cuda"
-    peak = peak_flops(torch.cuda.get_device_name(runtime.world.device), run.compute.precision) if cuda else None
+    peak = (
+        peak_flops(torch.cuda.get_device_name(runtime.world.device), run.compute.precision)
+        if cuda
+        else None
+    )
     if peak is None and run.track.mfu:
         peak = measure_matmul_flops(runtime.world.device, run.compute.precision)
-        log.info("the peak of this device is not known; its matrix products reach %.3g TFLOP/s now", peak / 1e12)
-    memory = (lambda: torch.cuda.max_memory_allocated(runtime.world.device)) if cuda else peak_resident_bytes
+        log.info(
+            "the peak of this device is not known; its matrix products reach %.3g TFLOP/s now",
+            peak / 1e12,
+        )
+    memory = (
+        (lambda: torch.cuda.max_memory_allocated(runtime.world.device))
+        if cuda
+        else peak_resident_bytes
+    )
     return StepTimer(flops_per_token=task.flops_per_token, peak_flops=peak, memory=memory)
 
 
@@ -134,6 +170,10 @@ def best_steps(folder: Path, *validated: int) -> list[int]:
         return [*validated, best["step"]] if best else [*validated]
     except (OSError, ValueError, KeyError, TypeError) as error:
         steps = [best["step"]] if best else committed_steps(folder / "checkpoints")
-        stays = f"step {best['step']}, the best one of {EVALUATIONS}, is kept" if best else "no checkpoint is deleted until it is removed"
+        stays = (
+            f"step {best['step']}, the best one of {EVALUATIONS}, is kept"
+            if best
+            else "no checkpoint is deleted until it is removed"
+        )
         log.warning("%s cannot be read (%s): %s", path, error, stays)
         return [*validated, *steps]

@@ -29,7 +29,14 @@ from lockstep.models.build import choose_attention, translator_on_meta
 from lockstep.models.load_translator import LoadedTranslator, load_translator
 from lockstep.models.translator import Translator, init_param
 from lockstep.record.step_timer import flops_per_token
-from lockstep.tasks.evaluator import EvalResult, EvalSpec, Split, batches_of_rank, loss_record, merge_results
+from lockstep.tasks.evaluator import (
+    EvalResult,
+    EvalSpec,
+    Split,
+    batches_of_rank,
+    loss_record,
+    merge_results,
+)
 from lockstep.units import format_count
 
 
@@ -42,14 +49,22 @@ class TranslationTask:
     loader: PairLoader
 
     @classmethod
-    def open(cls, run: RunConfig, folder: Path, runtime: ElasticRuntime, digests: FileDigests) -> TranslationTask:
+    def open(
+        cls, run: RunConfig, folder: Path, runtime: ElasticRuntime, digests: FileDigests
+    ) -> TranslationTask:
         """Collective. Return the task. Rank 0 prepares its corpus the first time."""
         preparing = runtime.board.during("preparing")
-        run_in_run_folder(runtime, lambda: preparing(prepare)(run.data, run.tokenizer, folder / "data", digests))
+        run_in_run_folder(
+            runtime, lambda: preparing(prepare)(run.data, run.tokenizer, folder / "data", digests)
+        )
         corpus = preparing(open_prepared)(folder / "data", digests)
         assert_equal_on_all_ranks(runtime, corpus.fingerprints)
         order = make_order(run, corpus)
-        return cls(run, corpus, PairLoader(corpus.train, order, runtime.world.device, fixed_shapes=run.compute.compile))
+        return cls(
+            run,
+            corpus,
+            PairLoader(corpus.train, order, runtime.world.device, fixed_shapes=run.compute.compile),
+        )
 
     @property
     def fingerprints(self) -> Mapping[str, str]:
@@ -65,8 +80,15 @@ class TranslationTask:
     def flops_per_token(self) -> float:
         """Floating-point operations per trained token, forward and backward."""
         model = self.run.model
-        parameters = sum(p.numel() for p in translator_on_meta(model, self.corpus.tokenizer.vocab_size, "cpu", self.length).parameters())
-        return flops_per_token(parameters, model.encoder_layers + model.decoder_layers, model.dim, self.length)
+        parameters = sum(
+            p.numel()
+            for p in translator_on_meta(
+                model, self.corpus.tokenizer.vocab_size, "cpu", self.length
+            ).parameters()
+        )
+        return flops_per_token(
+            parameters, model.encoder_layers + model.decoder_layers, model.dim, self.length
+        )
 
     def meta_model(self) -> Translator:
         """Return a new model on the meta device, in training mode, with `requires_grad` set."""
@@ -86,20 +108,32 @@ class TranslationTask:
 
     def loss(self, model: Callable[..., Tensor], batch: Any) -> Tensor:
         """Return the sum of the losses of a `PairBatch`, 0-dim. Calls `model(...)` once."""
-        return model(batch.source, batch.target, batch.labels, smoothing=self.run.optim.label_smoothing)
+        return model(
+            batch.source, batch.target, batch.labels, smoothing=self.run.optim.label_smoothing
+        )
 
 
 def make_order(run: RunConfig, corpus: PreparedPairs) -> BucketOrder:
     """Return the order of the run's micro-batches; log their shapes."""
     lengths = corpus.train.lengths.max(axis=1)
-    shapes, reason = choose_bucket_shapes(lengths, tokens=run.batch.tokens, shapes=run.batch.buckets)
+    shapes, reason = choose_bucket_shapes(
+        lengths, tokens=run.batch.tokens, shapes=run.batch.buckets
+    )
     log.info(reason)
     return BucketOrder(lengths, shapes, micro_batches=run.batch.micro_batches, seed=run.seed)
 
 
 BATCH_TOKENS = 4096  # tokens scored or translated per batch, including padding
 # Languages written without spaces between words, and the tokenizer that sacrebleu needs for them.
-UNSPACED = {"zh": "zh", "yue": "zh", "ja": "char", "th": "char", "lo": "char", "km": "char", "my": "char"}
+UNSPACED = {
+    "zh": "zh",
+    "yue": "zh",
+    "ja": "char",
+    "th": "char",
+    "lo": "char",
+    "km": "char",
+    "my": "char",
+}
 
 
 @dataclass(frozen=True)
@@ -121,7 +155,13 @@ class TranslationEvaluator:
         return load_translator(self.folder, step, spec.average, device=device)
 
     def evaluate(
-        self, loaded: LoadedTranslator, spec: EvalSpec, runtime: ElasticRuntime, stopped: Callable[[], str], *, limit: int = 0
+        self,
+        loaded: LoadedTranslator,
+        spec: EvalSpec,
+        runtime: ElasticRuntime,
+        stopped: Callable[[], str],
+        *,
+        limit: int = 0,
     ) -> EvalResult | None:
         """Collective. Compute loss and scores on the held-out split; None after a stop signal.
 
@@ -135,12 +175,19 @@ class TranslationEvaluator:
         encoded = getattr(self.corpus, spec.split)
         rows = loaded.tokenizer.encode(sources)
         loss_batches = batches_by_length(encoded.lengths.max(axis=1).tolist(), BATCH_TOKENS)
-        text_batches = batches_by_length([len(row) + 1 for row in rows], max(1, BATCH_TOKENS // spec.beams))
-        losses = {number: loss_of(loaded, encoded, batch) for number, batch in batches_of_rank(loss_batches, runtime, stopped)}
+        text_batches = batches_by_length(
+            [len(row) + 1 for row in rows], max(1, BATCH_TOKENS // spec.beams)
+        )
+        losses = {
+            number: loss_of(loaded, encoded, batch)
+            for number, batch in batches_of_rank(loss_batches, runtime, stopped)
+        }
         translations: dict[int, list[int]] = {}
         for _, batch in batches_of_rank(text_batches, runtime, stopped):
             source = pad_rows([rows[i] for i in batch], loaded.model.embedding.weight.device)
-            ids = beam_search(loaded.model, source, beams=spec.beams, max_tokens=2 * loaded.run.data.max_tokens)
+            ids = beam_search(
+                loaded.model, source, beams=spec.beams, max_tokens=2 * loaded.run.data.max_tokens
+            )
             translations |= dict(zip(batch, ids, strict=True))
         results = merge_results(runtime, stopped, losses=losses, translations=translations)
         if results is None:
@@ -152,12 +199,18 @@ class TranslationEvaluator:
             **score(texts, references, language=loaded.run.data.target, lowercase=spec.lowercase),
             "seconds": round(time.monotonic() - start_s, 3),
         }
-        return EvalResult(record, samples(sources, texts, references, self.run), complete=len(chosen) == len(text))
+        return EvalResult(
+            record, samples(sources, texts, references, self.run), complete=len(chosen) == len(text)
+        )
 
     def summary(self, record: dict[str, Any]) -> str:
         search = "greedy" if record["beams"] == 1 else f"{record['beams']} beams"
         how = f"{record['split']}, {format_count(record['pairs'])} pairs, {search}"
-        mean = f", mean of {len(record['averaged'])} checkpoints" if len(record["averaged"]) > 1 else ""
+        mean = (
+            f", mean of {len(record['averaged'])} checkpoints"
+            if len(record["averaged"]) > 1
+            else ""
+        )
         scores = f"loss {record['loss']:.4f}  BLEU {record['bleu']:.2f}  chrF {record['chrf']:.2f}  exact {record['exact_match']:.1%}"
         return f"step {record['step']:,}  {scores}  CER {record['cer']:.3f}  WER {record['wer']:.3f}  ({how}{mean})"
 
@@ -166,13 +219,21 @@ class TranslationEvaluator:
 def loss_of(loaded: LoadedTranslator, encoded: EncodedPairs, batch: Sequence[int]) -> float:
     """Return the sum of -log p over the target tokens of a batch, without label smoothing."""
     lengths = encoded.lengths[batch].max(axis=0)
-    arrays = encoded.gather(torch.tensor(batch).numpy(), len(batch), int(lengths[0]), int(lengths[1]))
+    arrays = encoded.gather(
+        torch.tensor(batch).numpy(), len(batch), int(lengths[0]), int(lengths[1])
+    )
     device = loaded.model.embedding.weight.device
     source, target, labels = (torch.from_numpy(array).to(device) for array in arrays)
     return float(loaded.model(source, target, labels))
 
 
-def samples(sources: Sequence[str], texts: Sequence[str], references: Sequence[str], run: RunConfig, count: int = 6) -> list[str]:
+def samples(
+    sources: Sequence[str],
+    texts: Sequence[str],
+    references: Sequence[str],
+    run: RunConfig,
+    count: int = 6,
+) -> list[str]:
     """Return lines with `count` evenly spaced translations, and the reference where it differs."""
     lines = []
     for i in range(0, len(texts), -(-len(texts) // count)):
@@ -182,7 +243,13 @@ def samples(sources: Sequence[str], texts: Sequence[str], references: Sequence[s
     return lines
 
 
-def score(translations: Sequence[str], references: Sequence[str], *, language: str, lowercase: bool = False) -> dict[str, float | str]:
+def score(
+    translations: Sequence[str],
+    references: Sequence[str],
+    *,
+    language: str,
+    lowercase: bool = False,
+) -> dict[str, float | str]:
     """Return the scores of translations with one reference each.
 
     language     code of the target language; selects the tokenizer of BLEU
@@ -196,18 +263,26 @@ def score(translations: Sequence[str], references: Sequence[str], *, language: s
 
     if len(translations) != len(references) or not translations:
         raise ValueError(f"{len(translations)} translations for {len(references)} references")
-    bleu = BLEU(lowercase=lowercase, tokenize=UNSPACED.get(language.split("_")[0].split("-")[0], "13a"))
+    bleu = BLEU(
+        lowercase=lowercase, tokenize=UNSPACED.get(language.split("_")[0].split("-")[0], "13a")
+    )
     chrf = CHRF(lowercase=lowercase)
     scores: dict[str, float | str] = {
         "bleu": bleu.corpus_score(list(translations), [list(references)]).score,
         "chrf": chrf.corpus_score(list(translations), [list(references)]).score,
     }
     if lowercase:
-        translations, references = [text.lower() for text in translations], [text.lower() for text in references]
+        translations, references = (
+            [text.lower() for text in translations],
+            [text.lower() for text in references],
+        )
     return scores | {
         "cer": error_rate(translations, references),
-        "wer": error_rate([text.split() for text in translations], [text.split() for text in references]),
-        "exact_match": sum(a == b for a, b in zip(translations, references, strict=True)) / len(references),
+        "wer": error_rate(
+            [text.split() for text in translations], [text.split() for text in references]
+        ),
+        "exact_match": sum(a == b for a, b in zip(translations, references, strict=True))
+        / len(references),
         "bleu_signature": str(bleu.get_signature()),
         "chrf_signature": str(chrf.get_signature()),
     }

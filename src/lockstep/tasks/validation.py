@@ -50,13 +50,22 @@ class Validation:
     UsageError when the run has no validation split.
     """
 
-    def __init__(self, run: RunConfig, task: Task, folder: Path, runtime: ElasticRuntime, saved: Mapping[str, Any] | None) -> None:
+    def __init__(
+        self,
+        run: RunConfig,
+        task: Task,
+        folder: Path,
+        runtime: ElasticRuntime,
+        saved: Mapping[str, Any] | None,
+    ) -> None:
         self.run, self.task, self.folder, self.runtime = run, task, folder, runtime
         self.history = History(**(runtime.loop_state.get("validation") or saved or {}))
         self.batch_count = sum(1 for _ in self._batches()) if run.evaluate.every_steps else 0
         if run.evaluate.every_steps and not self.batch_count:
             hint = "give data.validation, or a data.held_out_share above 0; or remove evaluate.every_steps"
-            raise UsageError("the run has no validation split to evaluate", "evaluate.every_steps", hint)
+            raise UsageError(
+                "the run has no validation split to evaluate", "evaluate.every_steps", hint
+            )
         runtime.set_loop_state("validation", asdict(self.history))
         if self.stops:
             log.info("the run has stopped early; a higher evaluate.patience continues it")
@@ -72,14 +81,21 @@ class Validation:
     def stops(self) -> bool:
         return 0 < self.run.evaluate.patience <= self.history.worse
 
-    def evaluate(self, replicas: ReplicaGroup, optimizers: Sequence[torch.optim.Optimizer], step: int) -> dict[str, float]:
+    def evaluate(
+        self, replicas: ReplicaGroup, optimizers: Sequence[torch.optim.Optimizer], step: int
+    ) -> dict[str, float]:
         """Collective. Score the weights (or their averages) after `step` steps; return the metrics."""
         device, precision = self.runtime.world.device, self.run.compute.precision
 
         def scores(numbers: Iterable[int]) -> Scores:
             chosen = set(numbers)
-            batches = [(number, rows) for number, rows in enumerate(self._batches()) if number in chosen]
-            return {number: dict(zip(("nats", "tokens"), loss_of(replicas, rows, device), strict=True)) for number, rows in batches}
+            batches = [
+                (number, rows) for number, rows in enumerate(self._batches()) if number in chosen
+            ]
+            return {
+                number: dict(zip(("nats", "tokens"), loss_of(replicas, rows, device), strict=True))
+                for number, rows in batches
+            }
 
         with (
             self.runtime.during("evaluating"),
@@ -87,21 +103,33 @@ class Validation:
             averaged_weights(optimizers),
             torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"),
         ):
-            batches = compute_in_shares(self.runtime, scores, self.batch_count, replicas.replica.workers_per_replica).values()
+            batches = compute_in_shares(
+                self.runtime, scores, self.batch_count, replicas.replica.workers_per_replica
+            ).values()
         tokens = int(sum(batch["tokens"] for batch in batches))
         record = loss_record(EvalSpec(), [step], (batch["nats"] for batch in batches), tokens)
         self.history = self.history.after(step, record["loss"])
         self.runtime.set_loop_state("validation", asdict(self.history))
         if self.stops and self.runtime.world.leader:
-            append_event(self.folder, "stopped early", step=step, patience=self.run.evaluate.patience, **asdict(self.history))
+            append_event(
+                self.folder,
+                "stopped early",
+                step=step,
+                patience=self.run.evaluate.patience,
+                **asdict(self.history),
+            )
         return {f"validation_{name}": record[name] for name in ("loss", "perplexity")}
 
     def describe(self, step: int, values: Mapping[str, float]) -> str:
         text = f"step {step:,}  validation loss {values['validation_loss']:.4f}  perplexity {values['validation_perplexity']:.2f}"
         best = f"  (lowest: {self.history.best_loss:.4f} at step {self.history.best_step:,})"
-        return text + best + f"; stopping: not lower in {self.history.worse} evaluations" * self.stops
+        return (
+            text + best + f"; stopping: not lower in {self.history.worse} evaluations" * self.stops
+        )
 
     def _batches(self) -> Iterator[list[Row]]:
         assert isinstance(self.task, LanguageModelTask)  # evaluate.every_steps is refused otherwise
         rows = held_out_rows(self.task.validation, self.task.length, packed=self.run.task == "sft")
-        return in_groups(rows, max(1, self.run.batch.tokens // self.task.length), kind=lambda row: len(row[0]))
+        return in_groups(
+            rows, max(1, self.run.batch.tokens // self.task.length), kind=lambda row: len(row[0])
+        )

@@ -63,8 +63,12 @@ class Attributes:
         state: Mapping[str, object] | None = None,
     ) -> None:
         self.module = module
-        self.averages = {name: value for name, value in (state or {}).items() if isinstance(value, nn.Module)}
-        self.optimizers = {f"optimizer {i}": o for i, o in enumerate(optimizers) if not overrides(o, "state_dict")}
+        self.averages = {
+            name: value for name, value in (state or {}).items() if isinstance(value, nn.Module)
+        }
+        self.optimizers = {
+            f"optimizer {i}": o for i, o in enumerate(optimizers) if not overrides(o, "state_dict")
+        }
         self.excluded: set[str] = set()
         self.initial = {name: snapshot.mark for name, snapshot in self._snapshots()}
         self._before_loop: dict[str, AttributeValue] | None = None
@@ -97,8 +101,16 @@ class Attributes:
     def _weight_storages(self) -> set[int]:
         """Return the addresses of what checkpoints hold as weights: views of it are not state."""
         modules = [self.module, *self.averages.values()] if self.module else []
-        tensors = [tensor for module in modules for tensor in (*module.parameters(), *persistent_buffers(module))]
-        return {tensor.untyped_storage().data_ptr() for tensor in tensors if type(tensor) in (Tensor, nn.Parameter)}
+        tensors = [
+            tensor
+            for module in modules
+            for tensor in (*module.parameters(), *persistent_buffers(module))
+        ]
+        return {
+            tensor.untyped_storage().data_ptr()
+            for tensor in tensors
+            if type(tensor) in (Tensor, nn.Parameter)
+        }
 
     # -- what forward passes change -----------------------------------------------------------------------------------
 
@@ -107,18 +119,28 @@ class Attributes:
         objects they are."""
         if not self._is_observed:
             self._before_loop = dict(self._snapshots())
-        self._identities = [(name, place, place.holder.get(place.key)) for name, place in self._watched]
+        self._identities = [
+            (name, place, place.holder.get(place.key)) for name, place in self._watched
+        ]
 
     def end_loop(self, followed: Collection[str] = ()) -> None:
         """Exclude what the micro-batch loop has changed, except buffers that follow the micro-batches on
         all workers alike."""
-        replaced = {name for name, place, before in self._identities if place.holder.get(place.key) is not before}
+        replaced = {
+            name
+            for name, place, before in self._identities
+            if place.holder.get(place.key) is not before
+        }
         self._identities = []
         self.excluded |= replaced - set(followed)
         if self._before_loop is not None:
             self._exclude_changes(self._before_loop, followed)
             self._before_loop, self._is_observed = None, True
-            self._watched = [(name, place) for name, place in self._places() if self.initial.get(name) and name not in self.excluded]
+            self._watched = [
+                (name, place)
+                for name, place in self._places()
+                if self.initial.get(name) and name not in self.excluded
+            ]
 
     @contextmanager
     def unsaved_changes(self) -> Iterator[None]:
@@ -127,7 +149,9 @@ class Attributes:
         yield
         self._exclude_changes(before)
 
-    def _exclude_changes(self, before: Mapping[str, AttributeValue], followed: Collection[str] = ()) -> None:
+    def _exclude_changes(
+        self, before: Mapping[str, AttributeValue], followed: Collection[str] = ()
+    ) -> None:
         changed = {name for name, now in self._snapshots() if is_changed(before.get(name), now)}
         self.excluded |= changed - set(followed)
 
@@ -136,7 +160,11 @@ class Attributes:
     def changed(self) -> dict[str, AttributeValue]:
         """Return by name what differs from its value as constructed."""
         snapshots = {name: now for name, now in self._snapshots() if name not in self.excluded}
-        return {name: now for name, now in sorted(snapshots.items()) if now.mark not in (None, self._initial(name))}
+        return {
+            name: now
+            for name, now in sorted(snapshots.items())
+            if now.mark not in (None, self._initial(name))
+        }
 
     def _initial(self, name: str) -> str | None:
         return self.initial.get(name, "")
@@ -154,24 +182,37 @@ class Attributes:
         saved = self._unpack(tensors)
         unknown = [name for name in saved if name.rpartition(".")[0] not in holders]
         if unknown:
-            log.warning("the checkpoint has attributes of modules that the model lacks: %s", join_names(unknown))
+            log.warning(
+                "the checkpoint has attributes of modules that the model lacks: %s",
+                join_names(unknown),
+            )
         for name, value in saved.items():
             path, _, key = name.rpartition(".")
             if name in unknown:
                 continue
             holder = places[name].holder if name in places else holders[path]
             current = holder.get(key)
-            if isinstance(value, Tensor) and isinstance(current, Tensor) and (value.shape, value.dtype) == (current.shape, current.dtype):
+            if (
+                isinstance(value, Tensor)
+                and isinstance(current, Tensor)
+                and (value.shape, value.dtype) == (current.shape, current.dtype)
+            ):
                 current.copy_(value)
             else:
-                holder[key] = value.to(current.device if isinstance(current, Tensor) else device) if isinstance(value, Tensor) else value
+                holder[key] = (
+                    value.to(current.device if isinstance(current, Tensor) else device)
+                    if isinstance(value, Tensor)
+                    else value
+                )
 
     def _holders(self) -> Iterator[tuple[str, dict[str, Any]]]:
         yield from ((path, vars(module)) for path, module in self._modules())
         yield from ((path, vars(optimizer)) for path, optimizer in self.optimizers.items())
 
     def _unpack(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-        values: dict[str, Any] = unpack(ATTRIBUTES, tensors) if f"{ATTRIBUTES}:json" in tensors else {}
+        values: dict[str, Any] = (
+            unpack(ATTRIBUTES, tensors) if f"{ATTRIBUTES}:json" in tensors else {}
+        )
         return values
 
     def announce(self) -> None:
@@ -192,20 +233,32 @@ class Attributes:
         states = {rank: marks for rank, (marks, _) in enumerate(filter(None, described))}
         self.excluded |= {name for _, excluded in filter(None, described) for name in excluded}
         names = sorted({name for marks in states.values() for name in marks} - self.excluded)
-        differing = [name for name in names if len({marks.get(name) for marks in states.values()}) > 1]
+        differing = [
+            name for name in names if len({marks.get(name) for marks in states.values()}) > 1
+        ]
         self.excluded |= set(differing)
         if differing:
-            marks = [rank_marks.get(differing[0], "as constructed") for rank_marks in states.values()]
+            marks = [
+                rank_marks.get(differing[0], "as constructed") for rank_marks in states.values()
+            ]
             log.warning(
                 "attributes differ between the workers, and no checkpoint holds them: %s (%s: %s); if forward passes depend on them, "
                 "the workers train different models: change them after the micro-batch loop, on all workers alike",
-                *(join_names(differing), differing[0], ", ".join(sorted({mark[:SHOWN_CHARS] for mark in marks}))),
+                *(
+                    join_names(differing),
+                    differing[0],
+                    ", ".join(sorted({mark[:SHOWN_CHARS] for mark in marks})),
+                ),
             )
 
 
 def persistent_buffers(module: nn.Module) -> Iterator[Tensor]:
     for child in module.modules():
-        yield from (b for name, b in own_buffers(child).items() if b is not None and name not in non_persistent_buffers(child))
+        yield from (
+            b
+            for name, b in own_buffers(child).items()
+            if b is not None and name not in non_persistent_buffers(child)
+        )
 
 
 def is_changed(before: AttributeValue | None, now: AttributeValue) -> bool:
@@ -221,7 +274,10 @@ def mark_of(value: Any, weights: Collection[int]) -> str | None:
     tensors: dict[str, Tensor] = {}
     try:
         text = json.dumps(encode(value, "", tensors))
-        if any(type(t) is not Tensor or t.untyped_storage().data_ptr() in weights for t in tensors.values()):
+        if any(
+            type(t) is not Tensor or t.untyped_storage().data_ptr() in weights
+            for t in tensors.values()
+        ):
             return None
         if tensors:
             text += f" {[(str(t.dtype), *t.shape) for t in tensors.values()]} {digest_of(as_bytes(t) for t in tensors.values())}"

@@ -40,24 +40,51 @@ def build_replica(  # 11 parameters: those of all kinds of replica
     """
     module, local_model = unwrap_local_model(model)
     layout = local_model.layout if local_model else Layout(1)
-    if conflict := wire_conflict(wire, reduce, layout.tensor, layout.pipeline, "per_step" if reduce_once_per_step else ""):
+    if conflict := wire_conflict(
+        wire, reduce, layout.tensor, layout.pipeline, "per_step" if reduce_once_per_step else ""
+    ):
         raise UsageError(*conflict)
     generation_error = runtime.generation_error if runtime.membership else static_group
-    shared: dict[str, Any] = {"micro_batches": micro_batches, "seed": seed, "wire": wire, "statistics": statistics}
+    shared: dict[str, Any] = {
+        "micro_batches": micro_batches,
+        "seed": seed,
+        "wire": wire,
+        "statistics": statistics,
+    }
     shared |= {"unused": unused, "board": runtime.board, "generation_error": generation_error}
     if local_model:
-        shared |= {"form_context": runtime.group.track_subgroups, "reduce_once_per_step": reduce_once_per_step}
-        return LearnerShards(local_model, bucket_bytes=bucket_bytes, **shared) if has_learners else ShardedReplica(local_model, **shared)
-    return Replica(module, reduce=reduce, bucket_bytes=bucket_bytes, init_sync=runtime.first_generation, **shared)
+        shared |= {
+            "form_context": runtime.group.track_subgroups,
+            "reduce_once_per_step": reduce_once_per_step,
+        }
+        return (
+            LearnerShards(local_model, bucket_bytes=bucket_bytes, **shared)
+            if has_learners
+            else ShardedReplica(local_model, **shared)
+        )
+    return Replica(
+        module,
+        reduce=reduce,
+        bucket_bytes=bucket_bytes,
+        init_sync=runtime.first_generation,
+        **shared,
+    )
 
 
-def refuse_other_checkpointer(checkpointer: Checkpointer, runtime: ElasticRuntime, model: nn.Module | LocalModel) -> None:
+def refuse_other_checkpointer(
+    checkpointer: Checkpointer, runtime: ElasticRuntime, model: nn.Module | LocalModel
+) -> None:
     """UsageError when the checkpointer saves another model than the group trains."""
     module, local_model = unwrap_local_model(model)
     same = local_model is not None or (
-        isinstance(checkpointer.model, nn.Module) and unwrap_model(checkpointer.model) is unwrap_model(module)
+        isinstance(checkpointer.model, nn.Module)
+        and unwrap_model(checkpointer.model) is unwrap_model(module)
     )
-    if checkpointer.runtime is not runtime or checkpointer.local_model is not local_model or not same:
+    if (
+        checkpointer.runtime is not runtime
+        or checkpointer.local_model is not local_model
+        or not same
+    ):
         raise UsageError(
             f"the ReplicaGroup trains {model_name(module)}, the Checkpointer saves another {model_name(checkpointer.model)}",
             "Checkpointer(folder, runtime, model, ...) and ReplicaGroup(runtime, model, ...)",

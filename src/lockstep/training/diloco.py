@@ -38,7 +38,13 @@ from lockstep.parallel.replica import Gradients, Replica
 from lockstep.parallel.sharded_replica import ShardedReplica
 from lockstep.record.step_timer import StepTimer
 from lockstep.runtime.numerics import seed_generators
-from lockstep.training.optim import LeanAdamW, learning_rate, make_optimizers, set_learning_rate, trained_parameters
+from lockstep.training.optim import (
+    LeanAdamW,
+    learning_rate,
+    make_optimizers,
+    set_learning_rate,
+    trained_parameters,
+)
 from lockstep.units import join_names
 
 NO_BIAS_CORRECTION = 1e6  # steps of AdamW after which beta1**step and beta2**step are zero
@@ -46,7 +52,13 @@ NO_BIAS_CORRECTION = 1e6  # steps of AdamW after which beta1**step and beta2**st
 
 def outer_optimizer(model: LocalModel, values: DilocoOptions) -> torch.optim.Optimizer:
     parameters, momentum = [p for _, p in trained_parameters(model)], values.outer_momentum
-    return torch.optim.SGD(parameters, lr=values.outer_learning_rate, momentum=momentum, nesterov=momentum > 0, foreach=False)
+    return torch.optim.SGD(
+        parameters,
+        lr=values.outer_learning_rate,
+        momentum=momentum,
+        nesterov=momentum > 0,
+        foreach=False,
+    )
 
 
 class PseudoGradient(torch.autograd.Function):
@@ -133,14 +145,27 @@ class Learners:
         replica: Replica | ShardedReplica | None = None,
     ) -> None:
         self.shards = replica if isinstance(replica, LearnerShards) else None
-        self.resolved, self.module, self.runtime, self.loader, self.loss, self.timer = resolved, model.module, runtime, loader, loss, timer
+        self.resolved, self.module, self.runtime, self.loader, self.loss, self.timer = (
+            resolved,
+            model.module,
+            runtime,
+            loader,
+            loss,
+            timer,
+        )
         named = trained_parameters(model)
         self.parameters = [p for _, p in named]
-        self.elements = sum(math.prod(model.slices[name].shape) if model.slices else p.numel() for name, p in named)  # of the whole model
+        self.elements = sum(
+            math.prod(model.slices[name].shape) if model.slices else p.numel() for name, p in named
+        )  # of the whole model
         self.optimizers = make_optimizers(model, resolved.run.optim, resolved.run.memory)
-        self._learners: dict[tuple[int, int, int], Learner] = {}  # of the newest outer step: its first step and digest, and m
+        self._learners: dict[
+            tuple[int, int, int], Learner
+        ] = {}  # of the newest outer step: its first step and digest, and m
         self.nonfinite: list[tuple[int, int]] = []  # (learner, step) of losses that are not finite
-        self.micro_batches = resolved.run.batch.micro_batches // resolved.run.diloco.learners  # of a learner's step
+        self.micro_batches = (
+            resolved.run.batch.micro_batches // resolved.run.diloco.learners
+        )  # of a learner's step
 
     def train(self, step: int, m: int) -> Tensor:
         """Return the losses of learner `m` in the outer step that starts at `step`, summed; the
@@ -150,10 +175,18 @@ class Learners:
         next generation repeats the outer step, and continues a learner where this worker left it if
         the common weights are the same.
         """
-        every, start, sums = self.resolved.run.diloco.every, copy_of(self.parameters), [p.grad for p in self.parameters]
+        every, start, sums = (
+            self.resolved.run.diloco.every,
+            copy_of(self.parameters),
+            [p.grad for p in self.parameters],
+        )
         outer_step = (step, digest_of(start))
-        self._learners = {key: learner for key, learner in self._learners.items() if key[:2] == outer_step}
-        new = Learner(0, torch.zeros((), device=start[0].device), start, [{} for _ in self.optimizers])
+        self._learners = {
+            key: learner for key, learner in self._learners.items() if key[:2] == outer_step
+        }
+        new = Learner(
+            0, torch.zeros((), device=start[0].device), start, [{} for _ in self.optimizers]
+        )
         learner = self._learners.setdefault((*outer_step, m), new)
         if self.shards and not self.shards.is_equal(learner.steps):
             learner = self._learners[*outer_step, m] = new
@@ -165,7 +198,10 @@ class Learners:
             if not math.isfinite(learner.loss):
                 self.nonfinite.append((m, step + learner.steps))
             unfinished = learner.steps < every
-            learner.keep(copy_of(self.parameters), [dict(optimizer.state) if unfinished else {} for optimizer in self.optimizers])
+            learner.keep(
+                copy_of(self.parameters),
+                [dict(optimizer.state) if unfinished else {} for optimizer in self.optimizers],
+            )
         finally:
             fill(self.parameters, start)
             for p, gradient in zip(self.parameters, sums, strict=True):
@@ -178,7 +214,11 @@ class Learners:
     def _advance(self, learner: Learner, step: int, m: int) -> None:
         """Take the steps that the learner lacks. In shards an error is kept for the ReplicaGroup."""
         try:
-            while learner.steps < self.resolved.run.diloco.every and math.isfinite(learner.loss) and not self.runtime.generation_error():
+            while (
+                learner.steps < self.resolved.run.diloco.every
+                and math.isfinite(learner.loss)
+                and not self.runtime.generation_error()
+            ):
                 learner.take(self._step(step + learner.steps, m))
         except Exception as error:
             if not self.shards:
@@ -188,7 +228,13 @@ class Learners:
     def refuse_nonfinite(self, decision: StepDecision) -> None:
         """Collective if the loss is not finite. DivergedError, which names learner and step."""
         if not decision.finite:
-            found = sorted({(m, step) for rows in all_gather_json(self.runtime, self.nonfinite) for m, step in rows})
+            found = sorted(
+                {
+                    (m, step)
+                    for rows in all_gather_json(self.runtime, self.nonfinite)
+                    for m, step in rows
+                }
+            )
             raise DivergedError(
                 f"loss not finite: {join_names([f'learner {m} at step {step}' for m, step in found])}",
                 "agreed by all processes before the outer step, which was not made",
@@ -199,11 +245,18 @@ class Learners:
         """Take one step of learner `m`; return the sum of its losses."""
         run, leaves = self.resolved.run, range(m * self.micro_batches, (m + 1) * self.micro_batches)
         if self.shards:
-            losses, squared = self.shards.sum_gradients(step, leaves, partial(self._loss, self.shards, step))
+            losses, squared = self.shards.sum_gradients(
+                step, leaves, partial(self._loss, self.shards, step)
+            )
         else:
             losses, squared = self._sum_gradients(step, leaves), None
         tokens = self.loader.tokens_in_step(step, leaves)
-        norm = divide_and_clip(self.parameters, divisor=tokens, clip_norm=run.optim.clip_norm, grad_norm_squared=squared)
+        norm = divide_and_clip(
+            self.parameters,
+            divisor=tokens,
+            clip_norm=run.optim.clip_norm,
+            grad_norm_squared=squared,
+        )
         rate = learning_rate(step + 1, self.resolved.optim_after(step))
         for optimizer in self.optimizers:
             growth, every = 1.0, run.diloco.every
@@ -221,7 +274,9 @@ class Learners:
         """Write the sum of the gradients of these micro-batches to .grad; return their losses."""
         tree, losses = SumTree[Gradients](), list[Tensor]()
         for i, k in enumerate(leaves):
-            seed_generators(splitmix64(self.resolved.run.seed, step, k) >> 1, self.runtime.world.device)
+            seed_generators(
+                splitmix64(self.resolved.run.seed, step, k) >> 1, self.runtime.world.device
+            )
             loss = self._loss(self.module, step, k)
             self.runtime.board.enter("backward")
             tree.add(Subtree(i, 1), Gradients(list(torch.autograd.grad(loss, self.parameters))))
@@ -234,5 +289,9 @@ class Learners:
         self.runtime.board.enter("forward", step + 1)
         with self.timer.timing("data"):
             batch = self.loader.micro_batch(step, k)
-        with torch.autocast(self.runtime.world.device.type, torch.bfloat16, enabled=self.resolved.run.compute.precision == "bf16"):
+        with torch.autocast(
+            self.runtime.world.device.type,
+            torch.bfloat16,
+            enabled=self.resolved.run.compute.precision == "bf16",
+        ):
             return self.loss(model, batch)

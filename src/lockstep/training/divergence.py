@@ -95,7 +95,11 @@ class ReplicaComparison:
 
     def is_due(self, step: int) -> bool:
         """Return whether the replicas are compared at the vote on `step`."""
-        return bool(self.verify_every) and step % self.verify_every == 0 and self.runtime.world.size > self.replica_size
+        return (
+            bool(self.verify_every)
+            and step % self.verify_every == 0
+            and self.runtime.world.size > self.replica_size
+        )
 
     def record_equal(self, step: int) -> None:
         """Record that all replicas are equal after `step` steps."""
@@ -143,7 +147,11 @@ class ReplicaComparison:
         state = self.get_state()
         digests = all_gather_json(runtime, digests_of(state))
         same_position = digests[runtime.world.rank % self.replica_size :: self.replica_size]
-        names = [name for name in state if len({rank_digests.get(name) for rank_digests in same_position}) > 1]
+        names = [
+            name
+            for name in state
+            if len({rank_digests.get(name) for rank_digests in same_position}) > 1
+        ]
         for path in again:
             path.unlink(missing_ok=True)
         raise UsageError(
@@ -163,7 +171,9 @@ class ReplicaComparison:
             "change them alike on every worker: by no rank, no slice of a weight or gradient, and no number of micro-batches",
         )
 
-    def evict(self, step: int, divergent: Sequence[int], digests: Sequence[int | None], what: str) -> None:
+    def evict(
+        self, step: int, divergent: Sequence[int], digests: Sequence[int | None], what: str
+    ) -> None:
         """Continue without the replicas whose state differs from the majority; FencedError on these
         replicas.
 
@@ -172,20 +182,40 @@ class ReplicaComparison:
         were equal. The repeated steps show which replica was wrong.
         """
         world, members = self.runtime.world, self.runtime.world.members
-        listed = ", ".join(f"rank {rank} ({members[rank]})" if members else f"rank {rank}" for rank in divergent)
+        listed = ", ".join(
+            f"rank {rank} ({members[rank]})" if members else f"rank {rank}" for rank in divergent
+        )
         message = f"the {what} of {listed} differ before step {step + 1}"
         holders = [rank for rank, digest in enumerate(digests) if digest is not None]
         no_majority = not self.runtime.membership or list(divergent) == holders
         if no_majority or self.verify_every > 1:
-            message += ", and none is in the majority" if no_majority else ", and their gradients may have been used"
+            message += (
+                ", and none is in the majority"
+                if no_majority
+                else ", and their gradients may have been used"
+            )
             digest_of_member = {members[rank]: str(digests[rank]) for rank in holders if members}
-            self.runtime.mark_untrusted(message, {"step": step, "what": what, "digests": digest_of_member})
+            self.runtime.mark_untrusted(
+                message, {"step": step, "what": what, "digests": digest_of_member}
+            )
             if self.checkpointer:
-                self.checkpointer.store.set_aside_after(self.identical_at if self.identical_at >= 0 else max(0, step - self.verify_every))
-            raise FencedError(message, "a bit has flipped in one of them, or their updates differ", "the same command resumes the run")
+                self.checkpointer.store.set_aside_after(
+                    self.identical_at
+                    if self.identical_at >= 0
+                    else max(0, step - self.verify_every)
+                )
+            raise FencedError(
+                message,
+                "a bit has flipped in one of them, or their updates differ",
+                "the same command resumes the run",
+            )
         log.error("%s from those of the others: a bit has flipped there", message)
         if world.rank in divergent:
-            raise FencedError(message, "a bit has flipped here", "this worker is restarted and receives the state of the others")
+            raise FencedError(
+                message,
+                "a bit has flipped here",
+                "this worker is restarted and receives the state of the others",
+            )
         for rank in divergent:
             self.runtime.evict(rank, f"its {what} differ before step {step + 1}")
 
@@ -204,8 +234,19 @@ class ReplicaComparison:
                 same_position = list(record["digests"].items())[position :: self.replica_size]
                 wrong = [id for id, digest in same_position if digest != right]
                 if wrong:
-                    log.error("before step %d the %s of %s were wrong: a bit had flipped there", step + 1, record["what"], ", ".join(wrong))
-                    append_event(path.parent.parent, "culprit found", step=step, wrong=wrong, why="the step was repeated from a checkpoint")
+                    log.error(
+                        "before step %d the %s of %s were wrong: a bit had flipped there",
+                        step + 1,
+                        record["what"],
+                        ", ".join(wrong),
+                    )
+                    append_event(
+                        path.parent.parent,
+                        "culprit found",
+                        step=step,
+                        wrong=wrong,
+                        why="the step was repeated from a checkpoint",
+                    )
             path.unlink(missing_ok=True)
         self._unexplained = remaining
 

@@ -35,11 +35,18 @@ def mean_over(
     replica_size: int,
 ) -> Any:
     """Collective. Return the mean of function(batch), weighted by samples; see Session.evaluate."""
-    count, device = number_of_samples(dataset, "session.evaluate(function, dataset)"), runtime.world.device
+    count, device = (
+        number_of_samples(dataset, "session.evaluate(function, dataset)"),
+        runtime.world.device,
+    )
     if not count:
         hint = "give it samples, or leave the call out where there are none"
-        raise UsageError("there is no sample to evaluate", "session.evaluate(function, dataset)", hint)
-    batches = [range(first, min(first + batch_size, count)) for first in range(0, count, batch_size)]
+        raise UsageError(
+            "there is no sample to evaluate", "session.evaluate(function, dataset)", hint
+        )
+    batches = [
+        range(first, min(first + batch_size, count)) for first in range(0, count, batch_size)
+    ]
 
     def compute_scores(numbers: Iterable[int]) -> Scores:
         scores = {}
@@ -51,34 +58,64 @@ def mean_over(
 
     with torch.no_grad(), runtime.during("evaluating"):
         scores = compute_in_shares(runtime, compute_scores, len(batches), replica_size)
-    means = {name: weighted_mean([(len(batches[n]), scores[n][name]) for n in range(len(batches))]) for name in scores[0]}
+    means = {
+        name: weighted_mean([(len(batches[n]), scores[n][name]) for n in range(len(batches))])
+        for name in scores[0]
+    }
     return means[""] if [*means] == [""] else means
 
 
-def compute_in_shares(runtime: ElasticRuntime, compute: Callable[[Iterable[int]], Scores], count: int, replica_size: int) -> Scores:
+def compute_in_shares(
+    runtime: ElasticRuntime,
+    compute: Callable[[Iterable[int]], Scores],
+    count: int,
+    replica_size: int,
+) -> Scores:
     """Collective. Return compute(range(count)), of which each replica computes a share.
 
     If a worker is lost, this worker computes everything, and the next step regroups. PeersLostError
     where a replica is several workers, which compute the same batches together. A replica that has
     joined computes everything before its first step: the others have evaluated, and wait in the step.
     """
-    has_joined = runtime.progress.step < 0 <= max((member.step for member in runtime.member_progress), default=-1)
+    has_joined = (
+        runtime.progress.step
+        < 0
+        <= max((member.step for member in runtime.member_progress), default=-1)
+    )
     if has_joined or (runtime.is_late and replica_size == 1):
         return compute(range(count))
-    rank, size = (0, 1) if runtime.is_joining else (runtime.world.rank // replica_size, runtime.world.size // replica_size)
+    rank, size = (
+        (0, 1)
+        if runtime.is_joining
+        else (runtime.world.rank // replica_size, runtime.world.size // replica_size)
+    )
     own = compute(range(rank, count, size))
     with runtime.catch_peer_loss() as loss:
-        return {number: scores for rows in all_gather_json(runtime, [*own.items()]) for number, scores in rows}
+        return {
+            number: scores
+            for rows in all_gather_json(runtime, [*own.items()])
+            for number, scores in rows
+        }
     if replica_size > 1:
-        raise PeersLostError(f"a worker was lost during an evaluation: {loss.why}", "session.evaluate, in shards")
-    log.info("a worker was lost during an evaluation (%s); this worker evaluates everything", loss.why)
+        raise PeersLostError(
+            f"a worker was lost during an evaluation: {loss.why}", "session.evaluate, in shards"
+        )
+    log.info(
+        "a worker was lost during an evaluation (%s); this worker evaluates everything", loss.why
+    )
     return own | compute(number for number in range(count) if number not in own)
 
 
 @contextmanager
 def in_eval_mode(*models: object) -> Iterator[None]:
     """Put all modules of the models into eval mode; restore the mode of each afterwards."""
-    training = [module for model in models if isinstance(model, nn.Module) for module in model.modules() if module.training]
+    training = [
+        module
+        for model in models
+        if isinstance(model, nn.Module)
+        for module in model.modules()
+        if module.training
+    ]
     try:
         for module in training:
             module.training = False
@@ -90,7 +127,10 @@ def in_eval_mode(*models: object) -> Iterator[None]:
 
 def to_numbers(value: Any) -> dict[str, float]:
     """Return the numbers of a batch by name; a single number has the name ""."""
-    return {str(name): float(number) for name, number in (value.items() if isinstance(value, Mapping) else [("", value)])}
+    return {
+        str(name): float(number)
+        for name, number in (value.items() if isinstance(value, Mapping) else [("", value)])
+    }
 
 
 def weighted_mean(rows: list[tuple[int, float]]) -> float:
@@ -102,4 +142,6 @@ def weighted_mean(rows: list[tuple[int, float]]) -> float:
     if all(map(math.isfinite, values)):
         with suppress(OverflowError):
             return math.fsum(values) / total
-    return float(sum(weight * Fraction(value) for weight, value in rows) / total)  # the mean lies between the values
+    return float(
+        sum(weight * Fraction(value) for weight, value in rows) / total
+    )  # the mean lies between the values

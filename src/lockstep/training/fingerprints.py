@@ -36,17 +36,70 @@ MAX_PARTS = 32  # of a container whose items are marked
 MAX_MARKED_BYTES = 1 << 14  # of an array; of a larger one a sample
 MAX_BYTES = 1 << 18  # of a tensor or array; of larger ones a sample
 OPAQUE_PACKAGES = {
-    *("lockstep", "threading", "_thread", "socket", "logging", "multiprocessing", "concurrent", "asyncio", "subprocess"),
-    *("tqdm", "tensorboard", "tensorboardX", "wandb", "mlflow", "rich", "matplotlib", "pathlib", "re", "datetime", "weakref"),
-    *("_pytest", "pytest", "unittest", "contextlib", "typing", "enum", "ast", "inspect", "importlib", "omegaconf", "loguru", "ctypes"),
+    *(
+        "lockstep",
+        "threading",
+        "_thread",
+        "socket",
+        "logging",
+        "multiprocessing",
+        "concurrent",
+        "asyncio",
+        "subprocess",
+    ),
+    *(
+        "tqdm",
+        "tensorboard",
+        "tensorboardX",
+        "wandb",
+        "mlflow",
+        "rich",
+        "matplotlib",
+        "pathlib",
+        "re",
+        "datetime",
+        "weakref",
+    ),
+    *(
+        "_pytest",
+        "pytest",
+        "unittest",
+        "contextlib",
+        "typing",
+        "enum",
+        "ast",
+        "inspect",
+        "importlib",
+        "omegaconf",
+        "loguru",
+        "ctypes",
+    ),
 }
-OPAQUE_MODULES = ("torch.utils.tensorboard", "torch.cuda", "torch.profiler", "torch.distributed", "torch._", "torch.autograd")
+OPAQUE_MODULES = (
+    "torch.utils.tensorboard",
+    "torch.cuda",
+    "torch.profiler",
+    "torch.distributed",
+    "torch._",
+    "torch.autograd",
+)
 SAMPLES_OF_ITERATORS: tuple[Any, ...] = (
     *(iter([]), iter(()), iter(range(0)), reversed([]), iter(""), iter(b"")),
     *(iter({}), iter(dict[Any, Any]().items()), iter(dict[Any, Any]().values())),
 )
 BUILTIN_ITERATORS = tuple(type(iterator) for iterator in SAMPLES_OF_ITERATORS)
-ITERATORS = (*BUILTIN_ITERATORS, enumerate, zip, map, filter, reversed, itertools.count, itertools.cycle, itertools.chain, itertools.islice)
+ITERATORS = (
+    *BUILTIN_ITERATORS,
+    enumerate,
+    zip,
+    map,
+    filter,
+    reversed,
+    itertools.count,
+    itertools.cycle,
+    itertools.chain,
+    itertools.islice,
+)
 PLAIN = (int, float, str, bytes, bool, type(None))
 SIMPLE = (int, str, bytes, bool, complex, type(None))
 
@@ -59,7 +112,9 @@ class Look:
     """One look at many values. skipped: ids of objects that checkpoints hold; is_user_class:
     whether the attributes of a class's objects are listed one by one."""
 
-    def __init__(self, skipped: set[int], is_user_class: Callable[[type], bool], seconds: float) -> None:
+    def __init__(
+        self, skipped: set[int], is_user_class: Callable[[type], bool], seconds: float
+    ) -> None:
         self.skipped, self.is_user_class = skipped, is_user_class
         self.deadline = time.thread_time() + seconds  # without the time of other processes
         self.objects = 0
@@ -90,7 +145,9 @@ class Look:
 
     def _has_slots(self, value: Any) -> bool:
         kind = type(value)
-        return kind is types.SimpleNamespace or (self.is_user_class(kind) and not isinstance(value, type | types.FunctionType))
+        return kind is types.SimpleNamespace or (
+            self.is_user_class(kind) and not isinstance(value, type | types.FunctionType)
+        )
 
     def fingerprint(self, value: Any) -> int:
         """Return a hash of the value's contents. Raises Unfinished at the limit."""
@@ -106,7 +163,11 @@ class Look:
         if kind is float:
             return hash(struct.pack("d", value))
         self.objects += 1
-        if self.objects > MAX_OBJECTS or depth > MAX_DEPTH or (self.objects % 64 == 0 and time.thread_time() > self.deadline):
+        if (
+            self.objects > MAX_OBJECTS
+            or depth > MAX_DEPTH
+            or (self.objects % 64 == 0 and time.thread_time() > self.deadline)
+        ):
             raise Unfinished("the limit of a look")
         if id(value) in self.skipped or is_opaque(kind):
             return hash(kind.__qualname__)
@@ -125,7 +186,10 @@ class Look:
         elif isinstance(value, list | tuple | collections.deque):
             yield from self._sequence(value, depth)
         elif isinstance(value, set | frozenset):
-            yield from (len(value), sum(self._hash(item, depth) for item in itertools.islice(value, MAX_ITEMS)))
+            yield from (
+                len(value),
+                sum(self._hash(item, depth) for item in itertools.islice(value, MAX_ITEMS)),
+            )
         elif isinstance(value, bytearray | memoryview | array.array):
             yield hash(bytes(value[:MAX_BYTES]))
         elif isinstance(value, types.FunctionType | types.MethodType | functools.partial):
@@ -143,17 +207,31 @@ class Look:
     def _mapping(self, value: dict[Any, Any], depth: int) -> Iterator[int]:
         yield len(value)
         items = itertools.islice(dict.items(value), MAX_ITEMS)
-        last = itertools.islice(reversed(dict.items(value)), MAX_ITEMS) if len(value) > MAX_ITEMS else ()
+        last = (
+            itertools.islice(reversed(dict.items(value)), MAX_ITEMS)
+            if len(value) > MAX_ITEMS
+            else ()
+        )
         for key, item in (*items, *last):
             yield self._hash(key, depth)
             yield self._hash(item, depth)
 
     def _sequence(self, value: Any, depth: int) -> Iterator[int]:
         yield len(value)
-        kind = list if isinstance(value, list) else tuple if isinstance(value, tuple) else collections.deque
+        kind = (
+            list
+            if isinstance(value, list)
+            else tuple
+            if isinstance(value, tuple)
+            else collections.deque
+        )
         items = list(kind.__iter__(value))
         if len(items) > MAX_ITEMS:
-            items = [*items[: MAX_ITEMS // 4], *items[:: len(items) // MAX_ITEMS + 1], *items[-MAX_ITEMS // 4 :]]
+            items = [
+                *items[: MAX_ITEMS // 4],
+                *items[:: len(items) // MAX_ITEMS + 1],
+                *items[-MAX_ITEMS // 4 :],
+            ]
         for item in items:
             yield self._hash(item, depth)
 
@@ -237,7 +315,9 @@ def tensor_marks(tensor: Tensor) -> Iterator[int]:
     """Yield hashes of a tensor's shape and bytes; of a large one, or one on a device, of a version counter."""
     tensor = tensor.detach() if type(tensor) is torch.nn.Parameter else tensor
     yield hash((tuple(tensor.shape), str(tensor.dtype)))
-    is_plain = type(tensor) is Tensor and tensor.layout == torch.strided and tensor.device.type == "cpu"
+    is_plain = (
+        type(tensor) is Tensor and tensor.layout == torch.strided and tensor.device.type == "cpu"
+    )
     if is_plain and tensor.numel() * tensor.element_size() <= MAX_BYTES:
         yield hash(as_bytes(tensor).numpy().tobytes())
     elif tensor.is_inference():
@@ -245,7 +325,11 @@ def tensor_marks(tensor: Tensor) -> Iterator[int]:
     else:
         yield version_of(tensor)
         if is_plain:
-            sample = tensor.reshape(-1)[:: tensor.numel() * tensor.element_size() // MAX_BYTES + 1] if tensor.is_contiguous() else None
+            sample = (
+                tensor.reshape(-1)[:: tensor.numel() * tensor.element_size() // MAX_BYTES + 1]
+                if tensor.is_contiguous()
+                else None
+            )
             yield 0 if sample is None else hash(as_bytes(sample).numpy().tobytes())
 
 
@@ -270,7 +354,11 @@ def parts_of_function(function: Any) -> list[Any]:
         return [function.func, function.args, function.keywords]
     if isinstance(function, types.MethodType):
         return [function.__self__]
-    return [*(value for _, value in closure_of(function)), function.__defaults__, function.__kwdefaults__]
+    return [
+        *(value for _, value in closure_of(function)),
+        function.__defaults__,
+        function.__kwdefaults__,
+    ]
 
 
 def closure_of(function: types.FunctionType) -> list[tuple[str, Any]]:
@@ -328,7 +416,13 @@ def file_position(file: io.IOBase) -> int | None:
 
 def has_position(value: Any) -> bool:
     """Return whether a value exists to be consumed: a generator, an iterator, a file, random numbers."""
-    kinds = (types.GeneratorType, random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
+    kinds = (
+        types.GeneratorType,
+        random.Random,
+        np.random.Generator,
+        np.random.RandomState,
+        torch.Generator,
+    )
     is_open = isinstance(value, io.IOBase) and file_position(value) is not None
     return isinstance(value, kinds) or type(value) in ITERATORS or is_open
 
@@ -340,7 +434,15 @@ def is_opaque(kind: type) -> bool:
         return False
     if module.partition(".")[0] in OPAQUE_PACKAGES or module.startswith(OPAQUE_MODULES):
         return True
-    return issubclass(kind, type | types.ModuleType | types.BuiltinFunctionType | BaseException | types.CodeType | types.FrameType)
+    return issubclass(
+        kind,
+        type
+        | types.ModuleType
+        | types.BuiltinFunctionType
+        | BaseException
+        | types.CodeType
+        | types.FrameType,
+    )
 
 
 def kind_of(value: Any) -> str:

@@ -19,11 +19,18 @@ from lockstep.tensor_slice import TensorSlice
 
 def deferred(init_param: InitParam, names: Collection[str]) -> InitParam:
     """Return `init_param` with NaN in place of the parameters `names`, which takes no memory."""
-    return lambda name, shape: torch.tensor(math.nan).expand(shape) if name in names else init_param(name, shape)
+    return lambda name, shape: (
+        torch.tensor(math.nan).expand(shape) if name in names else init_param(name, shape)
+    )
 
 
 @torch.no_grad()
-def draw_initial_values(model: LocalModel, init_param: InitParam, is_saved: Callable[[str], bool], runtime: ElasticRuntime) -> None:
+def draw_initial_values(
+    model: LocalModel,
+    init_param: InitParam,
+    is_saved: Callable[[str], bool],
+    runtime: ElasticRuntime,
+) -> None:
     """Collective. Fill the parameters that `deferred` left as NaN.
 
     The value of a parameter follows from the seed and its name, all of it at once. So the shards of
@@ -32,7 +39,11 @@ def draw_initial_values(model: LocalModel, init_param: InitParam, is_saved: Call
     """
     layout, rank = model.layout, runtime.world.rank
     ranks = layout.ranks_along(rank, "shard") if layout.workers_per_replica > 1 else [rank]
-    slices = {name: model.tensor_slices.get(name, TensorSlice.whole(p.shape)) for name, p in model.local_params.items() if is_saved(name)}
+    slices = {
+        name: model.tensor_slices.get(name, TensorSlice.whole(p.shape))
+        for name, p in model.local_params.items()
+        if is_saved(name)
+    }
     # By whole size: the same order on all shards, which draw parameters of similar size at a time.
     names = sorted(slices, key=lambda name: (-math.prod(slices[name].shape), name))
     for start in range(0, len(names), len(ranks)):
@@ -46,7 +57,9 @@ def draw_initial_values(model: LocalModel, init_param: InitParam, is_saved: Call
                 continue
             value = init_param(name, torch.Size(slices[name].shape)).to(parameter.dtype)
             for shard, other in enumerate(ranks):
-                rows = (slices[name].split_rows(shard, len(ranks)) if len(ranks) > 1 else slices[name]).of(value)
+                rows = (
+                    slices[name].split_rows(shard, len(ranks)) if len(ranks) > 1 else slices[name]
+                ).of(value)
                 if other == rank:
                     parameter.copy_(rows)
                 elif rows.numel():

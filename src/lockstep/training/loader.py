@@ -76,7 +76,9 @@ class Loader:
         self._keys: Iterator[Key] = iter(())
         self._next: Key = (-1, -1)
         self._last: Key = (-1, -1)
-        self._members: tuple[int, ...] = ()  # the generation and micro-batches for which the stream was made
+        self._members: tuple[
+            int, ...
+        ] = ()  # the generation and micro-batches for which the stream was made
         self._marks = Marks(None)  # of the data set that the processes of the stream have
         self._has_warned = False
         self._batch: Any = None  # the micro-batch that the loop has, before its copy to the device
@@ -108,12 +110,25 @@ class Loader:
         if self._batch is None:
             return None
         if isinstance(self.order, BucketOrder):
-            what, where = "micro-batches under a token budget have different numbers of samples", "backward(loss), without count"
-            raise UsageError(what, where, "give the sum and the number of tokens or samples it is over: backward(loss_sum, count=n)")
-        return self._sizes.samples(Sizes.of(self._batch), self.order.batch_size // self.order.micro_batches)
+            what, where = (
+                "micro-batches under a token budget have different numbers of samples",
+                "backward(loss), without count",
+            )
+            raise UsageError(
+                what,
+                where,
+                "give the sum and the number of tokens or samples it is over: backward(loss_sum, count=n)",
+            )
+        return self._sizes.samples(
+            Sizes.of(self._batch), self.order.batch_size // self.order.micro_batches
+        )
 
     def __iter__(self) -> Iterator[Any]:
-        raise UsageError("the loader was iterated without a step", "for ... in loader", "write `for batch in loader(step)`")
+        raise UsageError(
+            "the loader was iterated without a step",
+            "for ... in loader",
+            "write `for batch in loader(step)`",
+        )
 
     def close(self) -> None:
         """Stop the worker processes."""
@@ -122,7 +137,9 @@ class Loader:
     def _fetch(self, key: Key) -> Any:
         own = self._own_leaves()
         members = (self.runtime.world.generation, *own)
-        repeated = key[1] not in own or (members == self._members and (key == self._last or key[0] == self._next[0] != -1))
+        repeated = key[1] not in own or (
+            members == self._members and (key == self._last or key[0] == self._next[0] != -1)
+        )
         if not self.num_workers:
             return self.batches[key]
         if repeated and key != self._next:
@@ -180,8 +197,14 @@ def get_samples(dataset: Any, ids: Sequence[int]) -> list[Any]:
 def number_of_samples(dataset: Any, where: str) -> int:
     """Return the length. UsageError for a data set without length or index (IterableDataset)."""
     if isinstance(dataset, tuple) and all(isinstance(tensor, torch.Tensor) for tensor in dataset):
-        raise UsageError("a tuple of tensors is not a data set", where, "pass torch.utils.data.TensorDataset(x, y)")
-    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")) or isinstance(dataset, torch.utils.data.IterableDataset):
+        raise UsageError(
+            "a tuple of tensors is not a data set",
+            where,
+            "pass torch.utils.data.TensorDataset(x, y)",
+        )
+    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")) or isinstance(
+        dataset, torch.utils.data.IterableDataset
+    ):
         raise UsageError(
             f"{type(dataset).__name__} has no length or no index",
             where,
@@ -201,7 +224,9 @@ def release_sockets(worker_id: int) -> None:
     process dies."""
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor, _ in open_sockets():
-        os.dup2(null, descriptor)  # not closed: an object of the training process may still close this number
+        os.dup2(
+            null, descriptor
+        )  # not closed: an object of the training process may still close this number
 
 
 @dataclass(frozen=True)
@@ -215,7 +240,10 @@ class Sizes:
     def of(cls, batch: Any) -> Sizes:
         tensors = list(tensors_of(batch))
         integers = [tensor for tensor in tensors if tensor.dtype == torch.int64]
-        return cls(tuple(tuple(tensor.shape) for tensor in tensors), sum(int((tensor == IGNORED).sum()) for tensor in integers))
+        return cls(
+            tuple(tuple(tensor.shape) for tensor in tensors),
+            sum(int((tensor == IGNORED).sum()) for tensor in integers),
+        )
 
     def samples(self, rows: int | None) -> int | None:
         """Return the common number of rows, at most `rows`: some collate functions leave samples
@@ -242,7 +270,12 @@ class MeanSizes:
         if sizes != self.first and samples == self.first.samples(rows) and not self.warned:
             self.warned = True
             what = "micro-batches differ: %s, then %s. session.backward(loss) gives each the same weight: right for a mean over samples, "
-            log.warning(what + "wrong for a mean over tokens, which needs session.backward(loss_sum, count=n)", self.first, sizes)
+            log.warning(
+                what
+                + "wrong for a mean over tokens, which needs session.backward(loss_sum, count=n)",
+                self.first,
+                sizes,
+            )
         return samples
 
 

@@ -20,7 +20,9 @@ from lockstep.training.shared_tensors import SharedTensors
 log = logging.getLogger("lockstep")
 
 
-def load_checkpoint(runtime: ElasticRuntime, store: CheckpointStore, how: str, local_model: LocalModel | None) -> Checkpoint | None:
+def load_checkpoint(
+    runtime: ElasticRuntime, store: CheckpointStore, how: str, local_model: LocalModel | None
+) -> Checkpoint | None:
     """Collective. Return this worker's part of a checkpoint; None for a new run.
 
     Each rank reads and verifies a share of the files, and keeps it in memory. They send it to each
@@ -29,19 +31,28 @@ def load_checkpoint(runtime: ElasticRuntime, store: CheckpointStore, how: str, l
     how  see Checkpointer.resume
     """
     own: tuple[StoredTensors, dict[str, Any]] | None = None
-    readers, loading = ranks_that_read(runtime), runtime.board.during("preparing")  # as long as the disk requires
+    readers, loading = (
+        ranks_that_read(runtime),
+        runtime.board.during("preparing"),
+    )  # as long as the disk requires
     reads = runtime.world.rank in readers
 
     def select() -> tuple[list[int], str, bool]:
         """For rank 0: return the steps to try, the newest first, the reason, and whether the later
         ones are set aside."""
         if runtime.membership and (why := folder_error(runtime.membership.worker_env)):
-            raise RunFolderUnavailableError(f"the run folder cannot be used: {why}", str(store.folder), "mount it again")
+            raise RunFolderUnavailableError(
+                f"the run folder cannot be used: {why}", str(store.folder), "mount it again"
+            )
         refresh_copy(store.folder.parent, keep=["run.json"])
         store.preflight()
         steps = store.steps()
         chosen, reason = choose_resume_step(how, steps)
-        return [] if chosen is None else [chosen] if how.isdecimal() else steps[::-1], reason, how == "never" or how.isdecimal()
+        return (
+            [] if chosen is None else [chosen] if how.isdecimal() else steps[::-1],
+            reason,
+            how == "never" or how.isdecimal(),
+        )
 
     def read(step: int) -> list[str]:
         """Verify this rank's share of a checkpoint, and keep it; return its problems."""
@@ -49,7 +60,9 @@ def load_checkpoint(runtime: ElasticRuntime, store: CheckpointStore, how: str, l
         if not reads:
             own = StoredTensors({}), {}
             return []
-        stored, facts, problems = store.read_share(step, (readers.index(runtime.world.rank), len(readers)))
+        stored, facts, problems = store.read_share(
+            step, (readers.index(runtime.world.rank), len(readers))
+        )
         if stored is None and not problems:
             raise missing_checkpoint(step, store.steps(), str(store.folder))
         own = (stored, facts) if stored is not None else None
@@ -61,7 +74,13 @@ def load_checkpoint(runtime: ElasticRuntime, store: CheckpointStore, how: str, l
     damaged: dict[int, list[str]] = {}
     step = None
     for candidate in steps:
-        if not (problems := {problem for found in gather_results(runtime, loading(partial(read, candidate))) for problem in found}):
+        if not (
+            problems := {
+                problem
+                for found in gather_results(runtime, loading(partial(read, candidate)))
+                for problem in found
+            }
+        ):
             step = candidate
             break
         damaged[candidate], own = sorted(problems), None
@@ -78,7 +97,9 @@ def load_checkpoint(runtime: ElasticRuntime, store: CheckpointStore, how: str, l
         return None
     store.set_damaged_aside({}, step)
     assert own is not None
-    needed = (local_model.slices, local_model.layout.workers_per_replica) if local_model else (None, 1)
+    needed = (
+        (local_model.slices, local_model.layout.workers_per_replica) if local_model else (None, 1)
+    )
     facts = own[1] if len(readers) == runtime.world.size else run_on_rank0(runtime, lambda: own[1])
     return Checkpoint(step, SharedTensors(runtime, own[0], *needed), facts)
 
@@ -86,4 +107,8 @@ def load_checkpoint(runtime: ElasticRuntime, store: CheckpointStore, how: str, l
 def ranks_that_read(runtime: ElasticRuntime) -> list[int]:
     """Return the ranks whose run folder has the checkpoints that rank 0 sees."""
     hosts = [id.partition("/")[0] for id in runtime.world.members]
-    return [rank for rank, host in enumerate(hosts) if host == hosts[0]] if runtime.has_own_folder else [*range(runtime.world.size)]
+    return (
+        [rank for rank, host in enumerate(hosts) if host == hosts[0]]
+        if runtime.has_own_folder
+        else [*range(runtime.world.size)]
+    )

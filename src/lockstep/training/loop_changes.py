@@ -39,7 +39,11 @@ class LoopChanges:
         if self.checkpointer:
             modules = dict(self.module.named_modules())
             evaluating = (name for name, child in modules.items() if not child.training)
-            outermost = [name or "the model" for name in evaluating if not name or modules[name.rpartition(".")[0]].training]
+            outermost = [
+                name or "the model"
+                for name in evaluating
+                if not name or modules[name.rpartition(".")[0]].training
+            ]
             self.checkpointer.follow_eval_mode(outermost)
         self._weights = {name: p for name, p in self.module.named_parameters() if p.numel()}
         self._before, self._attributes = self._values(), self._numbers()
@@ -48,13 +52,19 @@ class LoopChanges:
         """UsageError: weights or state have changed. Warn of changed attributes of modules."""
         frozen_state.refuse_changes(self._buffers, step)
         now, attributes = self._values(), self._numbers()
-        if changed := sorted(name for name in self._before.keys() | now.keys() if self._before.get(name) != now.get(name)):
+        if changed := sorted(
+            name
+            for name in self._before.keys() | now.keys()
+            if self._before.get(name) != now.get(name)
+        ):
             raise UsageError(
                 f"{join_names(changed)} changed in the micro-batch loop of step {step}; no update was made",
                 "each worker runs as many micro-batches as the number of workers gives it, and the first step of a start one more",
                 "move optimizer.step(), scheduler.step(), the update of an average and other changes behind the micro-batch loop",
             )
-        if counted := [name for name, value in attributes.items() if self._attributes.get(name, value) != value]:
+        if counted := [
+            name for name, value in attributes.items() if self._attributes.get(name, value) != value
+        ]:
             what = "%s changed in the micro-batch loop of step %d: if forward passes depend on it, bits depend on the number of workers"
             log.warning(what, join_names(counted), step)
         self.first_step = False
@@ -67,7 +77,11 @@ class LoopChanges:
         for optimizer in self.checkpointer.optimizers:
             for i, group in enumerate(optimizer.param_groups):
                 where = f"of parameter group {i} of {type(optimizer).__name__}"
-                values |= {f"{key} {where}": _comparable(value) for key, value in group.items() if key != "params"}
+                values |= {
+                    f"{key} {where}": _comparable(value)
+                    for key, value in group.items()
+                    if key != "params"
+                }
         for name, value in (self.checkpointer.state or {}).items():
             if self.first_step:
                 packed = pack(f"state.{name}", value.state_dict())
@@ -79,8 +93,14 @@ class LoopChanges:
     def _numbers(self) -> dict[str, float]:
         """Return the numbers that modules keep as attributes, in the first step."""
         modules = self.module.named_modules() if self.first_step else ()
-        numbers = ((path, name, value) for path, child in modules for name, value in vars(child).items())
-        return {f"{path}.{name}".lstrip("."): value for path, name, value in numbers if isinstance(value, int | float)}
+        numbers = (
+            (path, name, value) for path, child in modules for name, value in vars(child).items()
+        )
+        return {
+            f"{path}.{name}".lstrip("."): value
+            for path, name, value in numbers
+            if isinstance(value, int | float)
+        }
 
 
 def digest_of_one(tensor: Tensor) -> int:

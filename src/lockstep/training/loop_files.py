@@ -7,8 +7,20 @@ from collections.abc import Iterable, Iterator
 
 READS = {"read_text", "read_bytes"}  # of a path
 WRITES = {"write_text", "write_bytes"}
-LOADS = {("torch", "load"), ("np", "load"), ("numpy", "load"), ("pd", "read_csv"), ("np", "loadtxt")}  # of a path as first argument
-SAVES = {("torch", "save"): 1, ("np", "save"): 0, ("numpy", "save"): 0, ("np", "savez"): 0, ("np", "savetxt"): 0}  # where the path is
+LOADS = {
+    ("torch", "load"),
+    ("np", "load"),
+    ("numpy", "load"),
+    ("pd", "read_csv"),
+    ("np", "loadtxt"),
+}  # of a path as first argument
+SAVES = {
+    ("torch", "save"): 1,
+    ("np", "save"): 0,
+    ("numpy", "save"): 0,
+    ("np", "savez"): 0,
+    ("np", "savetxt"): 0,
+}  # where the path is
 
 
 def files_read_and_written(nodes: Iterable[ast.AST]) -> list[int]:
@@ -55,6 +67,10 @@ def _mode(arguments: list[ast.expr], call: ast.Call) -> str:
 
 def _spelled(path: ast.expr) -> str:
     """Return the text of a path: of Path("a") and open("a") the same."""
-    if isinstance(path, ast.Call) and len(path.args) == 1 and ast.unparse(path.func).rpartition(".")[2] in ("Path", "str", "fspath"):
+    if (
+        isinstance(path, ast.Call)
+        and len(path.args) == 1
+        and ast.unparse(path.func).rpartition(".")[2] in ("Path", "str", "fspath")
+    ):
         return _spelled(path.args[0])
     return ast.unparse(path)

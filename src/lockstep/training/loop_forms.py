@@ -10,28 +10,142 @@ from dataclasses import dataclass
 from lockstep.training.user_functions import Function, UserFunction, UserFunctions, own_nodes
 
 PRINTS = {
-    *("print", "pprint", "display", "info", "debug", "warning", "warn", "error", "critical", "exception", "log", "log_metrics"),
-    *("add_scalar", "add_scalars", "add_histogram", "add_image", "add_text", "set_postfix", "set_postfix_str", "set_description"),
-    *("write", "writerow", "writerows", "writelines", "plot", "savefig", "savetxt", "to_csv", "dump", "flush", "report", "log_dict"),
+    *(
+        "print",
+        "pprint",
+        "display",
+        "info",
+        "debug",
+        "warning",
+        "warn",
+        "error",
+        "critical",
+        "exception",
+        "log",
+        "log_metrics",
+    ),
+    *(
+        "add_scalar",
+        "add_scalars",
+        "add_histogram",
+        "add_image",
+        "add_text",
+        "set_postfix",
+        "set_postfix_str",
+        "set_description",
+    ),
+    *(
+        "write",
+        "writerow",
+        "writerows",
+        "writelines",
+        "plot",
+        "savefig",
+        "savetxt",
+        "to_csv",
+        "dump",
+        "flush",
+        "report",
+        "log_dict",
+    ),
 }
-PRINTERS = {"plt", "wandb", "logger", "logging", "log", "writer", "tb", "pbar", "bar", "progress", "tqdm", "mlflow", "console", "stdout"}
+PRINTERS = {
+    "plt",
+    "wandb",
+    "logger",
+    "logging",
+    "log",
+    "writer",
+    "tb",
+    "pbar",
+    "bar",
+    "progress",
+    "tqdm",
+    "mlflow",
+    "console",
+    "stdout",
+}
 CLOCKS = {
-    *("time", "perf_counter", "monotonic", "process_time", "time_ns", "perf_counter_ns", "now", "utcnow"),
+    *(
+        "time",
+        "perf_counter",
+        "monotonic",
+        "process_time",
+        "time_ns",
+        "perf_counter_ns",
+        "now",
+        "utcnow",
+    ),
     *("elapsed_time", "default_timer"),
 }
 APPENDS = {"append", "extend"}
 MUTATORS = {
-    *("appendleft", "extendleft", "add", "update", "setdefault", "insert", "push", "put", "rotate", "sort", "reverse", "subtract"),
-    *("pop", "popleft", "popitem", "remove", "discard", "get_nowait", "send", "readline", "__next__"),
+    *(
+        "appendleft",
+        "extendleft",
+        "add",
+        "update",
+        "setdefault",
+        "insert",
+        "push",
+        "put",
+        "rotate",
+        "sort",
+        "reverse",
+        "subtract",
+    ),
+    *(
+        "pop",
+        "popleft",
+        "popitem",
+        "remove",
+        "discard",
+        "get_nowait",
+        "send",
+        "readline",
+        "__next__",
+    ),
 }
-RESETS = {"clear", "zero_", "fill_", "copy_", "manual_seed", "seed", "set_state", "setstate", "seek"}
+RESETS = {
+    "clear",
+    "zero_",
+    "fill_",
+    "copy_",
+    "manual_seed",
+    "seed",
+    "set_state",
+    "setstate",
+    "seek",
+}
 EFFECTS = {"load_state_dict", "backward", "step", "learn", "fit", "save", "save_pretrained", "load"}
 ITERATION = ("__iter__", "__next__", "__getitem__", "__getitems__", "__len__")
 VIEWS = {
-    *("parameters", "named_parameters", "buffers", "named_buffers", "modules", "children", "state_dict"),
+    *(
+        "parameters",
+        "named_parameters",
+        "buffers",
+        "named_buffers",
+        "modules",
+        "children",
+        "state_dict",
+    ),
     *("values", "items", "zip", "enumerate"),
 }
-CONSTANTS = {"0", "0.0", "1", "1.0", "None", "False", "True", "[]", "{}", "set()", "list()", "dict()", "()"}
+CONSTANTS = {
+    "0",
+    "0.0",
+    "1",
+    "1.0",
+    "None",
+    "False",
+    "True",
+    "[]",
+    "{}",
+    "set()",
+    "list()",
+    "dict()",
+    "()",
+}
 GRADIENTS = {".grad", ".data"}
 NUMBERS_OF_SESSION = {"loss", "step", "world"}
 SESSION_METHODS = {"prepare", "state", "steps", "loader", "micro_batches"}
@@ -54,7 +168,9 @@ def find_loop(body: Sequence[ast.stmt], line: int) -> LoopPath | None:
             return None
         rest = body[i + 1 :]
         blocks = [getattr(statement, name, []) for name in ("body", "orelse", "finalbody")]
-        blocks += [part.body for name in ("handlers", "cases") for part in getattr(statement, name, [])]
+        blocks += [
+            part.body for name in ("handlers", "cases") for part in getattr(statement, name, [])
+        ]
         for block in blocks:
             if (found := find_loop(block, line)) is not None:
                 return LoopPath(found.loop, (*found.following, rest))
@@ -69,7 +185,9 @@ def filled_first(statement: ast.If) -> set[int]:
     if not isinstance(test, ast.Compare) or not isinstance(test.ops[0], ast.Is) or statement.orelse:
         return set()
     checked = ast.unparse(test.left)
-    targets = [target for node in statement.body if isinstance(node, ast.Assign) for target in node.targets]
+    targets = [
+        target for node in statement.body if isinstance(node, ast.Assign) for target in node.targets
+    ]
     return {id(target) for target in targets if ast.unparse(target) == checked}
 
 
@@ -77,9 +195,20 @@ def ends_constant(body: Sequence[ast.stmt], label: str) -> bool:
     """Return whether the last change of a variable in the body sets it to a constant, or clears it."""
     for statement in reversed(body):
         for node in own_nodes([statement]):
-            if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node) == label:
-                return isinstance(statement, ast.Assign) and assigned_value(statement, label) in CONSTANTS
-            method = node.func if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) else None
+            if (
+                isinstance(node, ast.Name | ast.Attribute)
+                and isinstance(node.ctx, ast.Store)
+                and ast.unparse(node) == label
+            ):
+                return (
+                    isinstance(statement, ast.Assign)
+                    and assigned_value(statement, label) in CONSTANTS
+                )
+            method = (
+                node.func
+                if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+                else None
+            )
             if method is not None and mutates(method.attr) and ast.unparse(method.value) == label:
                 return isinstance(statement, ast.Expr) and method.attr in ("clear", "zero_")
     return False
@@ -88,7 +217,11 @@ def ends_constant(body: Sequence[ast.stmt], label: str) -> bool:
 def assigned_value(statement: ast.Assign, label: str) -> str:
     for target in statement.targets:
         targets = target.elts if isinstance(target, ast.Tuple) else [target]
-        values = statement.value.elts if isinstance(statement.value, ast.Tuple) else [statement.value] * len(targets)
+        values = (
+            statement.value.elts
+            if isinstance(statement.value, ast.Tuple)
+            else [statement.value] * len(targets)
+        )
         for element, value in zip(targets, values, strict=False):
             if ast.unparse(element) == label:
                 return ast.unparse(value)
@@ -100,15 +233,26 @@ def session_variables(functions: UserFunctions) -> Iterable[str]:
     for function in {id(f): f for f in functions.by_line.values()}.values():
         for node in own_nodes(function.body):
             call = node.value if isinstance(node, ast.Assign) else node
-            if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute) or call.func.attr not in SESSION_METHODS:
+            if (
+                not isinstance(call, ast.Call)
+                or not isinstance(call.func, ast.Attribute)
+                or call.func.attr not in SESSION_METHODS
+            ):
                 continue
-            if call.func.attr in ("state", "steps") and "session" not in ast.unparse(call.func.value).lower():
+            if (
+                call.func.attr in ("state", "steps")
+                and "session" not in ast.unparse(call.func.value).lower()
+            ):
                 continue
             parts: list[ast.expr] = [call.func.value]
             if call.func.attr in ("prepare", "state"):
                 parts += [*call.args, *(keyword.value for keyword in call.keywords)]
             if isinstance(node, ast.Assign) and call.func.attr in ("prepare", "loader", "state"):
-                parts += [element for target in node.targets for element in getattr(target, "elts", [target])]
+                parts += [
+                    element
+                    for target in node.targets
+                    for element in getattr(target, "elts", [target])
+                ]
             yield from (key for part in parts if (key := key_of(part, function)))
 
 
@@ -129,7 +273,13 @@ def root_name(node: ast.expr) -> str:
 
 
 def last_name(callee: ast.AST | None) -> str:
-    return callee.id if isinstance(callee, ast.Name) else callee.attr if isinstance(callee, ast.Attribute) else ""
+    return (
+        callee.id
+        if isinstance(callee, ast.Name)
+        else callee.attr
+        if isinstance(callee, ast.Attribute)
+        else ""
+    )
 
 
 def names_in_chain(node: ast.expr) -> set[str]:
@@ -149,11 +299,17 @@ def mutates(method: str) -> bool:
 def is_range(node: ast.expr) -> bool:
     if not isinstance(node, ast.Call):
         return False
-    return last_name(node.func) == "range" or (last_name(node.func) == "enumerate" and bool(node.args) and is_range(node.args[0]))
+    return last_name(node.func) == "range" or (
+        last_name(node.func) == "enumerate" and bool(node.args) and is_range(node.args[0])
+    )
 
 
 def is_whole_slice(target: ast.expr) -> bool:
-    return isinstance(target, ast.Subscript) and isinstance(target.slice, ast.Slice) and target.slice.lower is target.slice.upper is None
+    return (
+        isinstance(target, ast.Subscript)
+        and isinstance(target.slice, ast.Slice)
+        and target.slice.lower is target.slice.upper is None
+    )
 
 
 def sides(node: ast.Compare) -> list[ast.expr]:

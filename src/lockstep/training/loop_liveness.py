@@ -34,7 +34,9 @@ class Change:
     file: str
     line: int
     kinds: set[str] = field(default_factory=set)
-    values: list[tuple[bool, frozenset[str]]] = field(default_factory=list)  # (reads a clock, variables) of each value
+    values: list[tuple[bool, frozenset[str]]] = field(
+        default_factory=list
+    )  # (reads a clock, variables) of each value
 
 
 @dataclass(frozen=True)
@@ -73,14 +75,18 @@ class LoopLiveness:
         self.targets: set[str] = set()  # of `for` loops
         self.lazy: set[int] = set()  # ids of targets that are assigned once, in their first use
         self.reached: dict[str, UserFunction] = {}
-        self.loop: UserFunction | None = None  # the function of the loop, which its body does not call
+        self.loop: UserFunction | None = (
+            None  # the function of the loop, which its body does not call
+        )
         self._reset()
 
     def _reset(self) -> None:
         self.effects = 0  # so far: assignments of live variables, calls with an effect, jumps
         self.expressions = 0
         self.recording = False
-        self.implicit = False  # in a function that runs without a call by its name: forward, __getitem__
+        self.implicit = (
+            False  # in a function that runs without a call by its name: forward, __getitem__
+        )
         self.calling: list[UserFunction] = []
         self.bound: set[str] = set()  # names of the comprehensions and lambdas around
         self.walked: dict[tuple[str, bool, frozenset[str]], tuple[frozenset[str], bool]] = {}
@@ -92,14 +98,24 @@ class LoopLiveness:
             return None
         self.loop = function
         live = self._walk_loop(function, path)
-        kept = {key for key in self.changes if key in live and not self._is_clock(key) and not self._is_lazy(key)}
-        kept -= {key for key in kept if loop_forms.ends_constant(path.loop.body, self.changes[key].label)}
+        kept = {
+            key
+            for key in self.changes
+            if key in live and not self._is_clock(key) and not self._is_lazy(key)
+        }
+        kept -= {
+            key for key in kept if loop_forms.ends_constant(path.loop.body, self.changes[key].label)
+        }
         self.returns_count = False
         in_loop = self._walk_loop(function, path)
-        kept -= {key for key in kept if self.changes[key].kinds <= {"append"} and key not in in_loop}
+        kept -= {
+            key for key in kept if self.changes[key].kinds <= {"append"} and key not in in_loop
+        }
         self.returns_count, self.prints_count = True, True
         kept |= self.extremes & self._walk_loop(function, path)
-        changes = {key: self.changes[key] for key in sorted(kept, key=lambda key: self.changes[key].line)}
+        changes = {
+            key: self.changes[key] for key in sorted(kept, key=lambda key: self.changes[key].line)
+        }
         targets = {key.rpartition(":")[2] for key in self.targets}
         return LoopVariables(live, changes, set(self.changes), list(self.reached.values()), targets)
 
@@ -126,7 +142,9 @@ class LoopLiveness:
                 self.expression(child, live, context, True)
         return live
 
-    def _FunctionDef(self, statement: ast.FunctionDef, live: set[str], context: Context) -> set[str]:
+    def _FunctionDef(
+        self, statement: ast.FunctionDef, live: set[str], context: Context
+    ) -> set[str]:
         live.discard(context.function.variable(statement.name))
         return live
 
@@ -156,7 +174,9 @@ class LoopLiveness:
 
     def _AugAssign(self, statement: ast.AugAssign, live: set[str], context: Context) -> set[str]:
         key = self._key(statement.target, context)
-        fixed = not isinstance(statement.target, ast.Name) and self._is_fixed(statement.target, context)
+        fixed = not isinstance(statement.target, ast.Name) and self._is_fixed(
+            statement.target, context
+        )
         if not fixed:
             self._record(key, statement.target, context, "augment", statement.value)
         wanted = key in live or fixed
@@ -196,7 +216,9 @@ class LoopLiveness:
     def _If(self, statement: ast.If, live: set[str], context: Context) -> set[str]:
         before = self.effects
         self.lazy |= loop_forms.filled_first(statement)
-        merged = self.block(statement.body, set(live), context) | self.block(statement.orelse, set(live), context)
+        merged = self.block(statement.body, set(live), context) | self.block(
+            statement.orelse, set(live), context
+        )
         self._record_extremes(statement, context)
         self.expression(statement.test, merged, context, self.effects > before)
         return merged
@@ -209,10 +231,14 @@ class LoopLiveness:
         self.expression(statement.subject, merged, context, True)
         return merged
 
-    def _With(self, statement: ast.With | ast.AsyncWith, live: set[str], context: Context) -> set[str]:
+    def _With(
+        self, statement: ast.With | ast.AsyncWith, live: set[str], context: Context
+    ) -> set[str]:
         live = self.block(statement.body, live, context)
         for item in reversed(statement.items):
-            wanted = bool(item.optional_vars) and self._store([item.optional_vars], None, live, context, record=False)
+            wanted = bool(item.optional_vars) and self._store(
+                [item.optional_vars], None, live, context, record=False
+            )
             self.expression(item.context_expr, live, context, wanted)
         return live
 
@@ -239,15 +265,25 @@ class LoopLiveness:
         after = self.block(statement.orelse, live, context)
         return self._repeat(statement, after, context) | after
 
-    def _repeat(self, loop: ast.For | ast.AsyncFor | ast.While, after: set[str], context: Context) -> set[str]:
+    def _repeat(
+        self, loop: ast.For | ast.AsyncFor | ast.While, after: set[str], context: Context
+    ) -> set[str]:
         if not isinstance(loop, ast.While) and self._mentions_fixed(loop.iter, context):
             self._fix([loop.target], context)
         if not isinstance(loop, ast.While):
-            self.targets |= {self._key(node, context) for node in ast.walk(loop.target) if isinstance(node, ast.Name)}
+            self.targets |= {
+                self._key(node, context)
+                for node in ast.walk(loop.target)
+                if isinstance(node, ast.Name)
+            }
         head, before, wanted = set[str](), self.effects, False
         for _ in range(ROUNDS):
             end = frozenset(after | head)
-            start = self.block(loop.body, set(end), replace(context, after_break=frozenset(after), after_continue=end))
+            start = self.block(
+                loop.body,
+                set(end),
+                replace(context, after_break=frozenset(after), after_continue=end),
+            )
             if isinstance(loop, ast.While):
                 self.expression(loop.test, start, context, self.effects > before)
             else:
@@ -260,21 +296,36 @@ class LoopLiveness:
             self.expression(loop.iter, head, context, wanted)
             if wanted and not loop_forms.is_range(loop.iter):
                 self._walk_named(loop_forms.ITERATION, head)
-                self._walk_named([name for name in self.functions.by_name if "collate" in name], head)
+                self._walk_named(
+                    [name for name in self.functions.by_name if "collate" in name], head
+                )
         return head
 
     # Assignments.
 
     def _store(
-        self, targets: Iterable[ast.expr | None], value: ast.expr | None, live: set[str], context: Context, *, record: bool = True
+        self,
+        targets: Iterable[ast.expr | None],
+        value: ast.expr | None,
+        live: set[str],
+        context: Context,
+        *,
+        record: bool = True,
     ) -> bool:
         """Assign to the targets. Return whether the value reaches something."""
         wanted = False
         for target in targets:
             if isinstance(target, ast.Tuple | ast.List):
-                values = value.elts if isinstance(value, ast.Tuple | ast.List) and len(value.elts) == len(target.elts) else None
+                values = (
+                    value.elts
+                    if isinstance(value, ast.Tuple | ast.List)
+                    and len(value.elts) == len(target.elts)
+                    else None
+                )
                 for i, element in enumerate(target.elts):
-                    wanted |= self._store([element], values[i] if values else value, live, context, record=record)
+                    wanted |= self._store(
+                        [element], values[i] if values else value, live, context, record=record
+                    )
                 continue
             if isinstance(target, ast.Starred):
                 target = target.value
@@ -283,7 +334,14 @@ class LoopLiveness:
         self.effects += wanted
         return wanted
 
-    def _store_one(self, target: ast.expr, value: ast.expr | None, live: set[str], context: Context, record: bool) -> bool:
+    def _store_one(
+        self,
+        target: ast.expr,
+        value: ast.expr | None,
+        live: set[str],
+        context: Context,
+        record: bool,
+    ) -> bool:
         key = self._key(target, context)
         wanted = key in live
         fixed = not isinstance(target, ast.Name) and self._is_fixed(target, context)
@@ -299,12 +357,16 @@ class LoopLiveness:
             self._record_extreme_call(key, target, value)
         return wanted
 
-    def _record(self, key: str, target: ast.expr, context: Context, kind: str, value: ast.expr | None = None) -> None:
+    def _record(
+        self, key: str, target: ast.expr, context: Context, kind: str, value: ast.expr | None = None
+    ) -> None:
         if not self.recording or not key or key in loop_forms.GRADIENTS:
             return
         while isinstance(target, ast.Subscript | ast.Starred):
             target = target.value
-        change = self.changes.setdefault(key, Change(ast.unparse(target), context.function.file, target.lineno))
+        change = self.changes.setdefault(
+            key, Change(ast.unparse(target), context.function.file, target.lineno)
+        )
         if change.file == context.function.file:
             change = self.changes[key] = replace(change, line=min(change.line, target.lineno))
         change.kinds.add(kind)
@@ -321,18 +383,30 @@ class LoopLiveness:
     def _record_extremes(self, statement: ast.If, context: Context) -> None:
         """Record `if score > best: best = score`."""
         compared = [
-            ast.unparse(side) for node in ast.walk(statement.test) if isinstance(node, ast.Compare) for side in loop_forms.sides(node)
+            ast.unparse(side)
+            for node in ast.walk(statement.test)
+            if isinstance(node, ast.Compare)
+            for side in loop_forms.sides(node)
         ]
         for node in statement.body:
             targets = node.targets if isinstance(node, ast.Assign) else []
             for target in targets:
-                if isinstance(node, ast.Assign) and ast.unparse(target) in compared and ast.unparse(node.value) in compared:
+                if (
+                    isinstance(node, ast.Assign)
+                    and ast.unparse(target) in compared
+                    and ast.unparse(node.value) in compared
+                ):
                     self.extremes.add(self._key(target, context))
 
     def _inputs(self, value: ast.expr | None, context: Context) -> tuple[bool, frozenset[str]]:
         nodes = list(ast.walk(value)) if value else []
-        reads_clock = any(isinstance(node, ast.Call) and loop_forms.last_name(node.func) in loop_forms.CLOCKS for node in nodes)
-        keys = {self._key(node, context) for node in nodes if isinstance(node, ast.Name | ast.Attribute)}
+        reads_clock = any(
+            isinstance(node, ast.Call) and loop_forms.last_name(node.func) in loop_forms.CLOCKS
+            for node in nodes
+        )
+        keys = {
+            self._key(node, context) for node in nodes if isinstance(node, ast.Name | ast.Attribute)
+        }
         return reads_clock, frozenset(keys)
 
     def _is_clock(self, key: str, seen: frozenset[str] = frozenset()) -> bool:
@@ -341,7 +415,9 @@ class LoopLiveness:
             return False
         for reads_clock, inputs in self.changes[key].values:
             others = inputs & self.changes.keys() - {key}
-            if not reads_clock and not (others and all(self._is_clock(other, seen | {key}) for other in others)):
+            if not reads_clock and not (
+                others and all(self._is_clock(other, seen | {key}) for other in others)
+            ):
                 return False
         return True
 
@@ -349,11 +425,15 @@ class LoopLiveness:
         """Return whether a variable is only filled once, with values that no step changes."""
         change = self.changes[key]
         inputs = frozenset[str]().union(*(keys for _, keys in change.values))
-        return change.kinds == {"lazy"} and not inputs & (self.changes.keys() | self.fixed | self.targets)
+        return change.kinds == {"lazy"} and not inputs & (
+            self.changes.keys() | self.fixed | self.targets
+        )
 
     # Expressions.
 
-    def expression(self, node: ast.AST | None, live: set[str], context: Context, wanted: bool) -> None:
+    def expression(
+        self, node: ast.AST | None, live: set[str], context: Context, wanted: bool
+    ) -> None:
         """Add what the expression reads, if its value is wanted, and the effects of its calls."""
         self.expressions += 1
         if isinstance(node, ast.Call):
@@ -362,12 +442,20 @@ class LoopLiveness:
             if wanted and node.id not in self.bound:
                 key = context.function.variable(node.id)
                 live.add(key)
-                passed_on = [f for f in self.functions.by_name.get(node.id, ()) if not f.in_class and f.is_value_of(key)]
+                passed_on = [
+                    f
+                    for f in self.functions.by_name.get(node.id, ())
+                    if not f.in_class and f.is_value_of(key)
+                ]
                 self._walk_all(passed_on, live, True)  # called elsewhere
         elif isinstance(node, ast.Attribute):
             if wanted:
                 live.add(f".{node.attr}")
-                self._walk_all([f for f in self.functions.by_name.get(node.attr, ()) if f.is_property], live, True)
+                self._walk_all(
+                    [f for f in self.functions.by_name.get(node.attr, ()) if f.is_property],
+                    live,
+                    True,
+                )
             self.expression(node.value, live, context, wanted)
         elif isinstance(node, ast.NamedExpr):
             wanted |= self._store([node.target], node.value, live, context)
@@ -375,7 +463,12 @@ class LoopLiveness:
         elif isinstance(node, ast.Lambda):
             self._with_bound({a.arg for a in node.args.args}, [node.body], live, context, wanted)
         elif isinstance(node, ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp):
-            names = {n.id for part in node.generators for n in ast.walk(part.target) if isinstance(n, ast.Name)}
+            names = {
+                n.id
+                for part in node.generators
+                for n in ast.walk(part.target)
+                if isinstance(n, ast.Name)
+            }
             self._with_bound(names, list(ast.iter_child_nodes(node)), live, context, wanted)
         elif isinstance(node, ast.Yield | ast.YieldFrom):
             self.effects += 1
@@ -384,17 +477,31 @@ class LoopLiveness:
             for child in ast.iter_child_nodes(node):
                 self.expression(child, live, context, wanted)
 
-    def _with_bound(self, names: set[str], nodes: Sequence[ast.AST], live: set[str], context: Context, wanted: bool) -> None:
+    def _with_bound(
+        self,
+        names: set[str],
+        nodes: Sequence[ast.AST],
+        live: set[str],
+        context: Context,
+        wanted: bool,
+    ) -> None:
         before = self.bound
         self.bound = before | names
         for node in nodes:
             self.expression(node, live, context, wanted)
         self.bound = before
 
-    def call(self, node: ast.Call, live: set[str], context: Context, wanted: bool, *, bare: bool) -> None:
-        name, receiver = loop_forms.last_name(node.func), node.func.value if isinstance(node.func, ast.Attribute) else None
+    def call(
+        self, node: ast.Call, live: set[str], context: Context, wanted: bool, *, bare: bool
+    ) -> None:
+        name, receiver = (
+            loop_forms.last_name(node.func),
+            node.func.value if isinstance(node.func, ast.Attribute) else None,
+        )
         arguments = [*node.args, *(keyword.value for keyword in node.keywords)]
-        if not wanted and (name in loop_forms.PRINTS or loop_forms.names_in_chain(node.func) & loop_forms.PRINTERS):
+        if not wanted and (
+            name in loop_forms.PRINTS or loop_forms.names_in_chain(node.func) & loop_forms.PRINTERS
+        ):
             self._read(arguments, live, context, self.prints_count)
             return
         if name in loop_forms.CLOCKS and not arguments:
@@ -403,13 +510,31 @@ class LoopLiveness:
         if name == "next" and receiver is None and node.args:
             self._mutate(node.args[0], arguments, live, context, wanted, "mutate")
             self._walk_named(("__next__",), live)
-        elif receiver is not None and loop_forms.mutates(name) and not self._is_module(receiver, context):
-            kind = "append" if name in loop_forms.APPENDS else "reset" if name in loop_forms.RESETS else "mutate"
+        elif (
+            receiver is not None
+            and loop_forms.mutates(name)
+            and not self._is_module(receiver, context)
+        ):
+            kind = (
+                "append"
+                if name in loop_forms.APPENDS
+                else "reset"
+                if name in loop_forms.RESETS
+                else "mutate"
+            )
             self._mutate(receiver, arguments, live, context, wanted, kind)
         elif not followed:
             self._call_unknown(node, arguments, live, context, wanted, bare)
 
-    def _mutate(self, target: ast.expr, arguments: Sequence[ast.expr], live: set[str], context: Context, wanted: bool, kind: str) -> None:
+    def _mutate(
+        self,
+        target: ast.expr,
+        arguments: Sequence[ast.expr],
+        live: set[str],
+        context: Context,
+        wanted: bool,
+        kind: str,
+    ) -> None:
         """`target.append(argument)`: the arguments reach what the target reaches."""
         key = self._key(target, context)
         fixed = self._is_fixed(target, context) or not key
@@ -423,21 +548,37 @@ class LoopLiveness:
         self.expression(target, live, context, wanted and kind != "reset")
 
     def _call_unknown(
-        self, node: ast.Call, arguments: Sequence[ast.expr], live: set[str], context: Context, wanted: bool, bare: bool
+        self,
+        node: ast.Call,
+        arguments: Sequence[ast.expr],
+        live: set[str],
+        context: Context,
+        wanted: bool,
+        bare: bool,
     ) -> None:
         receiver = node.func.value if isinstance(node.func, ast.Attribute) else None
-        fixed = self._is_fixed(node.func, context) or any(self._is_view(argument, context) for argument in arguments)
-        elsewhere = receiver is None or self._is_module(receiver, context)  # no object that the call changes
-        if not wanted and (fixed or (bare and (elsewhere or loop_forms.last_name(node.func) in loop_forms.EFFECTS))):
+        fixed = self._is_fixed(node.func, context) or any(
+            self._is_view(argument, context) for argument in arguments
+        )
+        elsewhere = receiver is None or self._is_module(
+            receiver, context
+        )  # no object that the call changes
+        if not wanted and (
+            fixed or (bare and (elsewhere or loop_forms.last_name(node.func) in loop_forms.EFFECTS))
+        ):
             self.effects += 1
             wanted = True
         changed = "" if receiver is None or elsewhere else self._key(receiver, context)
         self._read(arguments, live, context, wanted or changed in live)
         self.expression(node.func, live, context, wanted)
-        if wanted and (receiver is None or ast.unparse(receiver) == "self"):  # a module, or another callable object
+        if wanted and (
+            receiver is None or ast.unparse(receiver) == "self"
+        ):  # a module, or another callable object
             self._walk_named(("forward", "__call__"), live)
 
-    def _read(self, nodes: Iterable[ast.AST], live: set[str], context: Context, wanted: bool) -> None:
+    def _read(
+        self, nodes: Iterable[ast.AST], live: set[str], context: Context, wanted: bool
+    ) -> None:
         for node in nodes:
             self.expression(node, live, context, wanted)
 
@@ -448,7 +589,10 @@ class LoopLiveness:
         candidates = self._candidates(node.func, context)
         if not candidates:
             return False
-        arguments, receiver = list(node.args), node.func.value if isinstance(node.func, ast.Attribute) else None
+        arguments, receiver = (
+            list(node.args),
+            node.func.value if isinstance(node.func, ast.Attribute) else None,
+        )
         for function in candidates:
             is_method = function.in_class and not function.is_static
             names = function.parameters[1:] if is_method else function.parameters
@@ -456,9 +600,15 @@ class LoopLiveness:
             pairs += [(keyword.arg, keyword.value) for keyword in node.keywords if keyword.arg]
             if is_method and receiver is not None and function.parameters:
                 pairs.append((function.parameters[0], receiver))
-            self.fixed |= {f"{function.key}:{name}" for name, argument in pairs if self._is_view(argument, context)}
+            self.fixed |= {
+                f"{function.key}:{name}"
+                for name, argument in pairs
+                if self._is_view(argument, context)
+            }
         before = self.effects
-        constructs = any(function.name == "__init__" for function in candidates)  # attributes of a new object
+        constructs = any(
+            function.name == "__init__" for function in candidates
+        )  # attributes of a new object
         self.recording, recording = self.recording and not constructs, self.recording
         entered = self._walk_all(candidates, live, wanted, certain=not constructs)
         self.recording = recording
@@ -469,19 +619,44 @@ class LoopLiveness:
             is_method = function.in_class and not function.is_static
             self._pass(node, function, entered, live, context, matters)
             if is_method and receiver is not None:
-                read = bool(function.parameters) and f"{function.key}:{function.parameters[0]}" in entered
+                read = (
+                    bool(function.parameters)
+                    and f"{function.key}:{function.parameters[0]}" in entered
+                )
                 self.expression(receiver, live, context, read and matters)
         return True
 
-    def _pass(self, node: ast.Call, function: UserFunction, entered: set[str], live: set[str], context: Context, matters: bool) -> None:
+    def _pass(
+        self,
+        node: ast.Call,
+        function: UserFunction,
+        entered: set[str],
+        live: set[str],
+        context: Context,
+        matters: bool,
+    ) -> None:
         """Read the arguments of the parameters that the function reads."""
-        names = function.parameters[1:] if function.in_class and not function.is_static else function.parameters
+        names = (
+            function.parameters[1:]
+            if function.in_class and not function.is_static
+            else function.parameters
+        )
         for i, argument in enumerate(node.args):
             known = i < len(names) and not isinstance(argument, ast.Starred)
-            self.expression(argument, live, context, f"{function.key}:{names[i]}" in entered if known else matters)
+            self.expression(
+                argument,
+                live,
+                context,
+                f"{function.key}:{names[i]}" in entered if known else matters,
+            )
         for keyword in node.keywords:
             known = keyword.arg in function.locals
-            self.expression(keyword.value, live, context, f"{function.key}:{keyword.arg}" in entered if known else matters)
+            self.expression(
+                keyword.value,
+                live,
+                context,
+                f"{function.key}:{keyword.arg}" in entered if known else matters,
+            )
 
     def _candidates(self, callee: ast.expr, context: Context) -> list[UserFunction]:
         name = loop_forms.last_name(callee)
@@ -489,7 +664,9 @@ class LoopLiveness:
             key = context.function.variable(name)
             name = self.aliases.get(key, name)
             named = self.functions.by_name.get(name, ())
-            found = self.functions.classes.get(name) or [f for f in named if key in self.aliases or not f.in_class]
+            found = self.functions.classes.get(name) or [
+                f for f in named if key in self.aliases or not f.in_class
+            ]
         elif isinstance(callee, ast.Attribute) and not self._is_module(callee.value, context):
             found = self.functions.by_name.get(name, [])
             if not context.function.variable(loop_forms.root_name(callee)).startswith("global:"):
@@ -509,9 +686,18 @@ class LoopLiveness:
         self._walk_all(found[: 2 * MAX_CANDIDATES], live, True)
         self.implicit = False
 
-    def _walk_all(self, candidates: Sequence[UserFunction], live: set[str], wanted: bool, *, certain: bool = False) -> set[str]:
+    def _walk_all(
+        self,
+        candidates: Sequence[UserFunction],
+        live: set[str],
+        wanted: bool,
+        *,
+        certain: bool = False,
+    ) -> set[str]:
         """Walk the bodies, as branches. Return what they read. certain: one of them runs here."""
-        results = [self._walk_function(function, frozenset(live), wanted) for function in candidates]
+        results = [
+            self._walk_function(function, frozenset(live), wanted) for function in candidates
+        ]
         if not results:
             return set()
         entered = set[str]().union(*results)
@@ -521,8 +707,14 @@ class LoopLiveness:
         live |= {key for key in entered if not key.startswith(own)}
         return entered
 
-    def _walk_function(self, function: UserFunction, live: frozenset[str], wanted: bool) -> frozenset[str]:
-        if function in self.calling or len(self.calling) >= MAX_CALLS or self.expressions > MAX_EXPRESSIONS:
+    def _walk_function(
+        self, function: UserFunction, live: frozenset[str], wanted: bool
+    ) -> frozenset[str]:
+        if (
+            function in self.calling
+            or len(self.calling) >= MAX_CALLS
+            or self.expressions > MAX_EXPRESSIONS
+        ):
             return live
         known = self.walked.get((function.key, wanted, live))
         if known is None:
@@ -534,7 +726,10 @@ class LoopLiveness:
             entered = frozenset(self.block(function.body, set(live), context))
             self.bound = bound
             self.calling.pop()
-            known = self.walked[function.key, wanted, live] = entered, self.effects > before and entered != live
+            known = self.walked[function.key, wanted, live] = (
+                entered,
+                self.effects > before and entered != live,
+            )
             self.effects = before
         self.effects += known[1]
         return known[0]
@@ -556,26 +751,45 @@ class LoopLiveness:
 
     def _is_fixed(self, node: ast.expr, context: Context) -> bool:
         keys = self._keys_in_chain(node, context)
-        return bool(keys & self.fixed) or any(key.endswith((":session", ".session")) for key in keys)
+        return bool(keys & self.fixed) or any(
+            key.endswith((":session", ".session")) for key in keys
+        )
 
     def _is_view(self, node: ast.expr, context: Context) -> bool:
         """Return whether the value is a part of the trained state: model.head, model.parameters()."""
         if loop_forms.last_name(node) in loop_forms.NUMBERS_OF_SESSION:
             return False
         if isinstance(node, ast.Call):
-            parts = [node.func, *node.args] if loop_forms.last_name(node.func) in loop_forms.VIEWS else []
-            return any(self._is_fixed(part, context) or self._is_view(part, context) for part in parts)
-        return isinstance(node, ast.Name | ast.Attribute | ast.Subscript) and self._is_fixed(node, context)
+            parts = (
+                [node.func, *node.args]
+                if loop_forms.last_name(node.func) in loop_forms.VIEWS
+                else []
+            )
+            return any(
+                self._is_fixed(part, context) or self._is_view(part, context) for part in parts
+            )
+        return isinstance(node, ast.Name | ast.Attribute | ast.Subscript) and self._is_fixed(
+            node, context
+        )
 
     def _mentions_fixed(self, node: ast.expr, context: Context) -> bool:
         if self._is_view(node, context):
             return True
         names = (child for child in ast.walk(node) if isinstance(child, ast.Name | ast.Attribute))
-        return loop_forms.last_name(getattr(node, "func", None)) in loop_forms.VIEWS and any(self._is_view(name, context) for name in names)
+        return loop_forms.last_name(getattr(node, "func", None)) in loop_forms.VIEWS and any(
+            self._is_view(name, context) for name in names
+        )
 
     def _fix(self, targets: Iterable[ast.expr], context: Context) -> None:
-        names = (node for target in targets for node in ast.walk(target) if isinstance(node, ast.Name | ast.Attribute))
-        self.fixed |= {self._key(name, context) for name in names if isinstance(name.ctx, ast.Store)}
+        names = (
+            node
+            for target in targets
+            for node in ast.walk(target)
+            if isinstance(node, ast.Name | ast.Attribute)
+        )
+        self.fixed |= {
+            self._key(name, context) for name in names if isinstance(name.ctx, ast.Store)
+        }
 
     def _is_module(self, node: ast.expr, context: Context) -> bool:
         """Return whether the expression is a module that is not one of the user's."""
@@ -583,4 +797,6 @@ class LoopLiveness:
             node = node.value
         if not isinstance(node, ast.Name) or node.id in self.stems:
             return False
-        return node.id in context.function.modules and context.function.variable(node.id).startswith("global:")
+        return node.id in context.function.modules and context.function.variable(
+            node.id
+        ).startswith("global:")

@@ -15,7 +15,13 @@ from lockstep.log import log
 from lockstep.runtime.torch_private import hook_count
 from lockstep.units import join_names
 
-FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial, type)
+FUNCTIONS = (
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.MethodType,
+    functools.partial,
+    type,
+)
 
 
 class ModulePart(NamedTuple):
@@ -27,7 +33,9 @@ class ModulePart(NamedTuple):
 
     @classmethod
     def of(cls, module: nn.Module) -> ModulePart:
-        functions = {name: value for name, value in vars(module).items() if isinstance(value, FUNCTIONS)}
+        functions = {
+            name: value for name, value in vars(module).items() if isinstance(value, FUNCTIONS)
+        }
         return cls(type(module), hook_count(module), functions)
 
 
@@ -54,7 +62,9 @@ class ModelForm:
         if names == self.names:
             return
         changes = {"new": sorted(names - self.names), "gone": sorted(self.names - names)}
-        listed = "; ".join(f"{kind}: {join_names(changed)}" for kind, changed in changes.items() if changed)
+        listed = "; ".join(
+            f"{kind}: {join_names(changed)}" for kind, changed in changes.items() if changed
+        )
         raise CheckpointError(
             f"the model's parameters and buffers changed during the run: {listed}",
             "checkpoints before the change are whole",
@@ -66,7 +76,9 @@ class ModelForm:
         if self.parts is None or self._warned:
             return
         now, before = self._parts(), self.parts
-        changed = sorted(name for name in now.keys() | before.keys() if now.get(name) != before.get(name))
+        changed = sorted(
+            name for name in now.keys() | before.keys() if now.get(name) != before.get(name)
+        )
         if changed:
             self._warned = True
             log.warning(

@@ -27,7 +27,9 @@ from lockstep.units import join_names
 log = logging.getLogger("lockstep")
 
 DEFAULT_MEMORY = MemoryOptions()
-NOT_OF_A_LAYER = re.compile(r"embed|(^|\.)(output|lm_head|wte|wpe)\.")  # matrices that Muon leaves to AdamW (Jordan et al., 2024)
+NOT_OF_A_LAYER = re.compile(
+    r"embed|(^|\.)(output|lm_head|wte|wpe)\."
+)  # matrices that Muon leaves to AdamW (Jordan et al., 2024)
 NamedParameters = Iterable[tuple[str, nn.Parameter]]
 
 
@@ -44,7 +46,15 @@ def make_optimizers(
         return [adamw(model, values, memory)]
     on_gpu, rate = all(p.device.type == "cuda" for _, p in named), values.learning_rate
     if values.kind == "sgd":
-        return [torch.optim.SGD(parameter_groups(named, values), lr=rate, momentum=values.momentum, fused=on_gpu, foreach=False)]
+        return [
+            torch.optim.SGD(
+                parameter_groups(named, values),
+                lr=rate,
+                momentum=values.momentum,
+                fused=on_gpu,
+                foreach=False,
+            )
+        ]
     if values.kind == "lion":
         return [Lion(parameter_groups(named, values), lr=rate, betas=(values.beta1, values.beta2))]
     if values.kind == "adafactor":
@@ -53,7 +63,11 @@ def make_optimizers(
     others = [(name, p) for name, p in named if name not in matrices]
     groups = parameter_groups(matrices.items(), values)
     # With this adjustment an update of Muon is as large as one of AdamW, so both take the same learning rate (Liu et al., 2025).
-    muon = torch.optim.Muon(groups, lr=rate, momentum=values.momentum, adjust_lr_fn="match_rms_adamw") if groups else None
+    muon = (
+        torch.optim.Muon(groups, lr=rate, momentum=values.momentum, adjust_lr_fn="match_rms_adamw")
+        if groups
+        else None
+    )
     rest = torch_adamw(others, values, fused=on_gpu) if others else None
     return [optimizer for optimizer in (muon, rest) if optimizer]
 
@@ -65,21 +79,35 @@ def adamw_share(model: nn.Module, values: OptimOptions) -> float:
         return 0.0
     counts: dict[type, int] = {}
     for optimizer in make_optimizers(model, values):
-        counts[type(optimizer)] = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
+        counts[type(optimizer)] = sum(
+            p.numel() for group in optimizer.param_groups for p in group["params"]
+        )
     return 1.0 - counts.get(torch.optim.Muon, 0) / max(1, sum(counts.values()))
 
 
 def trained_parameters(model: nn.Module | LocalModel) -> list[tuple[str, nn.Parameter]]:
-    named = model.local_params.items() if isinstance(model, LocalModel) else model.named_parameters()
+    named = (
+        model.local_params.items() if isinstance(model, LocalModel) else model.named_parameters()
+    )
     return [(name, p) for name, p in named if p.requires_grad]
 
 
-def refuse_unused_patterns(model: nn.Module | LocalModel, named: NamedParameters, values: OptimOptions) -> None:
+def refuse_unused_patterns(
+    model: nn.Module | LocalModel, named: NamedParameters, values: OptimOptions
+) -> None:
     names = [name for name, _ in named]
-    unused = [text for text in values.groups if not any(fnmatchcase(name, parse_group(text)[0]) for name in names)]
-    if unused and not (isinstance(model, LocalModel) and model.stage):  # a stage has only some of the parameters
+    unused = [
+        text
+        for text in values.groups
+        if not any(fnmatchcase(name, parse_group(text)[0]) for name in names)
+    ]
+    if unused and not (
+        isinstance(model, LocalModel) and model.stage
+    ):  # a stage has only some of the parameters
         raise UsageError(
-            f"optim.groups matches no trained parameter: {', '.join(unused)}", "optim.groups", f"names are {join_names(names)}"
+            f"optim.groups matches no trained parameter: {', '.join(unused)}",
+            "optim.groups",
+            f"names are {join_names(names)}",
         )
 
 
@@ -92,7 +120,9 @@ def parameter_groups(named: NamedParameters, values: OptimOptions) -> list[dict[
     groups: dict[tuple[float, float], list[nn.Parameter]] = {(1.0, 1.0): [], (1.0, 0.0): []}
     for name, p in named:
         own = (1.0, 1.0 if p.dim() >= 2 else 0.0)
-        factors = next(((rate, decay) for pattern, rate, decay in patterns if fnmatchcase(name, pattern)), own)
+        factors = next(
+            ((rate, decay) for pattern, rate, decay in patterns if fnmatchcase(name, pattern)), own
+        )
         groups.setdefault(factors, []).append(p)
     return [
         {"params": parameters, "weight_decay": values.weight_decay * decay, "lr_factor": rate}
@@ -101,7 +131,9 @@ def parameter_groups(named: NamedParameters, values: OptimOptions) -> list[dict[
     ]
 
 
-def adamw(model: nn.Module | LocalModel, values: OptimOptions, memory: MemoryOptions = DEFAULT_MEMORY) -> torch.optim.Optimizer:
+def adamw(
+    model: nn.Module | LocalModel, values: OptimOptions, memory: MemoryOptions = DEFAULT_MEMORY
+) -> torch.optim.Optimizer:
     """Return AdamW over the trained parameters, with weight decay on matrices only.
 
     On a GPU always fused: elementwise there, and a third of the memory traffic of foreach. On a CPU
@@ -113,16 +145,29 @@ def adamw(model: nn.Module | LocalModel, values: OptimOptions, memory: MemoryOpt
         state = torch.bfloat16 if memory.optimizer_state == "bf16" else torch.float32
         betas, offload = (values.beta1, values.beta2), memory.offload == "optimizer"
         groups = parameter_groups(named, values)
-        return LeanAdamW(groups, lr=values.learning_rate, betas=betas, eps=values.epsilon, state_dtype=state, offload=offload)
+        return LeanAdamW(
+            groups,
+            lr=values.learning_rate,
+            betas=betas,
+            eps=values.epsilon,
+            state_dtype=state,
+            offload=offload,
+        )
     on_gpu = all(p.device.type == "cuda" for _, p in named)
     if values.fused and not on_gpu:
-        log.info("fused AdamW: faster with whole replicas; in shards each parameter is updated by its owner")
+        log.info(
+            "fused AdamW: faster with whole replicas; in shards each parameter is updated by its owner"
+        )
     return torch_adamw(named, values, fused=values.fused or on_gpu)
 
 
-def torch_adamw(named: NamedParameters, values: OptimOptions, *, fused: bool) -> torch.optim.Optimizer:
+def torch_adamw(
+    named: NamedParameters, values: OptimOptions, *, fused: bool
+) -> torch.optim.Optimizer:
     betas, groups = (values.beta1, values.beta2), parameter_groups(named, values)
-    return torch.optim.AdamW(groups, lr=values.learning_rate, betas=betas, eps=values.epsilon, fused=fused, foreach=False)
+    return torch.optim.AdamW(
+        groups, lr=values.learning_rate, betas=betas, eps=values.epsilon, fused=fused, foreach=False
+    )
 
 
 class Lion(torch.optim.Optimizer):
@@ -130,7 +175,14 @@ class Lion(torch.optim.Optimizer):
 
     elementwise = True
 
-    def __init__(self, params: Any, *, lr: float, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0) -> None:
+    def __init__(
+        self,
+        params: Any,
+        *,
+        lr: float,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+    ) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
     @torch.no_grad()
@@ -177,7 +229,9 @@ class LeanAdamW(torch.optim.Optimizer):
         offload: bool = False,
     ) -> None:
         self.state_dtype, self.offload = state_dtype, offload
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        super().__init__(
+            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
@@ -213,7 +267,9 @@ class LeanAdamW(torch.optim.Optimizer):
         if not state:
             state["step"] = torch.tensor(0.0)
             for name in ("exp_avg", "exp_avg_sq"):
-                state[name] = torch.zeros_like(parameter, dtype=self.state_dtype, device=device, requires_grad=False)
+                state[name] = torch.zeros_like(
+                    parameter, dtype=self.state_dtype, device=device, requires_grad=False
+                )
             if parameter.dtype != torch.float32 or parameter.device != device:
                 state["master"] = parameter.detach().to(device, torch.float32, copy=True)
         for name, value in state.items():
@@ -233,7 +289,12 @@ def stochastic_round(wide: Tensor, noise: Tensor, step: int) -> Tensor:
     Rounding to nearest would never let a mean of squares fall: at beta2 = 0.999 a step removes a
     thousandth, and neighbors in bfloat16 are 1/128 to 1/256 apart.
     """
-    chance = noise.view(torch.int32).to(torch.int64).bitwise_xor_(step * 0x9E3779B1 % 2**32).mul_(0x5851F42D4C957F2D)
+    chance = (
+        noise.view(torch.int32)
+        .to(torch.int64)
+        .bitwise_xor_(step * 0x9E3779B1 % 2**32)
+        .mul_(0x5851F42D4C957F2D)
+    )
     chance = (chance >> 40).bitwise_and_(0xFFFF).to(torch.int32)
     rounded = ((wide.view(torch.int32) + chance) & -0x10000).view(torch.float32)
     return torch.where(wide.isnan(), wide, rounded).to(torch.bfloat16)
@@ -290,7 +351,12 @@ def update_average(optimizers: Sequence[torch.optim.Optimizer], decay: float, st
 @contextmanager
 def averaged_weights(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[None]:
     """Give the parameters their averages meanwhile, if the run has them. Memory: the weights once."""
-    averages = [(p, state["ema"]) for optimizer in optimizers for p, state in optimizer.state.items() if "ema" in state]
+    averages = [
+        (p, state["ema"])
+        for optimizer in optimizers
+        for p, state in optimizer.state.items()
+        if "ema" in state
+    ]
     own = [p.detach().clone() for p, _ in averages]
     try:
         for p, average in averages:

@@ -22,14 +22,18 @@ class PreparedModel(nn.Module):
 
     module: nn.Module
 
-    def __init__(self, module: nn.Module, replicas_in_loop: Callable[[], Callable[..., Any] | None]) -> None:
+    def __init__(
+        self, module: nn.Module, replicas_in_loop: Callable[[], Callable[..., Any] | None]
+    ) -> None:
         super().__init__()
         self.module, self._replicas_in_loop = module, replicas_in_loop
         self._sizes, self._inputs = MeanSizes(), Sizes((), 0)
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         if replicas := self._replicas_in_loop():
-            self._inputs = Sizes(tuple(tuple(tensor.shape) for tensor in tensors_of((inputs, named))), 0)
+            self._inputs = Sizes(
+                tuple(tuple(tensor.shape) for tensor in tensors_of((inputs, named))), 0
+            )
         return (replicas or self.module)(*inputs, **named)
 
     def samples_of_mean(self) -> int | None:

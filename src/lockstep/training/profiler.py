@@ -53,7 +53,11 @@ class ProfiledSteps:
         match = re.fullmatch(r"steps=(\d{1,18})(?:\.\.(\d{1,18}))?", text)
         steps = cls(int(match[1]), int(match[2] or match[1])) if match else cls(0, 0)
         if not 1 <= steps.first <= steps.last:
-            raise UsageError(f"--profile {text}", "command line", "give steps=FIRST..LAST, such as steps=10..12; the first step is 1")
+            raise UsageError(
+                f"--profile {text}",
+                "command line",
+                "give steps=FIRST..LAST, such as steps=10..12; the first step is 1",
+            )
         return steps
 
 
@@ -67,8 +71,14 @@ class TimeShares:
 
     def show(self) -> str:
         whole = max(self.compute_s + self.exposed_s + self.idle_s, 1e-12)
-        named = {"compute": self.compute_s, "exposed communication": self.exposed_s, "idle": self.idle_s}
-        return ", ".join(f"{name} {seconds:.3f} s ({seconds / whole:.0%})" for name, seconds in named.items())
+        named = {
+            "compute": self.compute_s,
+            "exposed communication": self.exposed_s,
+            "idle": self.idle_s,
+        }
+        return ", ".join(
+            f"{name} {seconds:.3f} s ({seconds / whole:.0%})" for name, seconds in named.items()
+        )
 
 
 def merge_intervals(intervals: Iterable[Interval]) -> list[Interval]:
@@ -86,7 +96,9 @@ def total_length(intervals: Iterable[Interval]) -> float:
     return sum(end - begin for begin, end in merge_intervals(intervals))
 
 
-def shares(window: Interval, compute: Iterable[Interval], communication: Iterable[Interval]) -> TimeShares:
+def shares(
+    window: Interval, compute: Iterable[Interval], communication: Iterable[Interval]
+) -> TimeShares:
     """Return the shares of a window, s. Communication during compute does not count."""
 
     def clip(intervals: Iterable[Interval]) -> list[Interval]:
@@ -101,7 +113,11 @@ def shares(window: Interval, compute: Iterable[Interval], communication: Iterabl
 def shares_of(events: Iterable[FunctionEvent], device_type: str) -> TimeShares:
     """Return the shares of the recorded events, from the first to the last."""
     event_device = DeviceType.CUDA if device_type == "cuda" else DeviceType.CPU
-    timed = [(e.name, (e.time_range.start * 1e-6, e.time_range.end * 1e-6)) for e in events if e.device_type == event_device]
+    timed = [
+        (e.name, (e.time_range.start * 1e-6, e.time_range.end * 1e-6))
+        for e in events
+        if e.device_type == event_device
+    ]
     if not timed:
         return TimeShares(0.0, 0.0, 0.0)
     window = min(interval[0] for _, interval in timed), max(interval[1] for _, interval in timed)
@@ -109,7 +125,8 @@ def shares_of(events: Iterable[FunctionEvent], device_type: str) -> TimeShares:
     compute = [
         interval
         for name, interval in timed
-        if not COMMUNICATION.match(name) and (event_device is DeviceType.CUDA or name.startswith(("aten::", "lockstep::")))
+        if not COMMUNICATION.match(name)
+        and (event_device is DeviceType.CUDA or name.startswith(("aten::", "lockstep::")))
     ]
     return shares(window, compute, communication)
 
@@ -119,7 +136,11 @@ def compile_summary() -> str:
     counters = compile_counters()
     graphs, reasons = counters["stats"]["unique_graphs"], counters["graph_break"]
     listed = "; ".join(f"{count} x {reason}" for reason, count in reasons.items())
-    return f"torch.compile: {graphs} graphs, {sum(reasons.values())} graph breaks{': ' + listed if listed else ''}" if graphs else ""
+    return (
+        f"torch.compile: {graphs} graphs, {sum(reasons.values())} graph breaks{': ' + listed if listed else ''}"
+        if graphs
+        else ""
+    )
 
 
 class Profiler:
@@ -143,9 +164,15 @@ class Profiler:
             self._start(step)
 
     def _start(self, step: int) -> None:
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.runtime.world.device.type == "cuda" else [])]
+        activities = [
+            ProfilerActivity.CPU,
+            *([ProfilerActivity.CUDA] if self.runtime.world.device.type == "cuda" else []),
+        ]
         all_threads = profile_all_threads()  # the reducing thread too
-        self.running, self.first_step = profile(activities=activities, experimental_config=all_threads), step
+        self.running, self.first_step = (
+            profile(activities=activities, experimental_config=all_threads),
+            step,
+        )
         self.running.start()
 
     def stop(self) -> None:
@@ -161,14 +188,27 @@ class Profiler:
         finished.export_chrome_trace(str(path))
         time_shares = shares_of(finished.events() or [], self.runtime.world.device.type).show()
         device = self.runtime.world.device
-        peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_resident_bytes()
-        log.info("steps %d..%d: %s; peak memory %s; %s", self.first_step + 1, self.latest, time_shares, format_bytes(peak), path)
+        peak = (
+            torch.cuda.max_memory_allocated(device)
+            if device.type == "cuda"
+            else peak_resident_bytes()
+        )
+        log.info(
+            "steps %d..%d: %s; peak memory %s; %s",
+            self.first_step + 1,
+            self.latest,
+            time_shares,
+            format_bytes(peak),
+            path,
+        )
         if summary := compile_summary():
             log.info("%s", summary)
 
 
 @contextmanager
-def profiling(spec: ProfiledSteps | None, folder: Path, runtime: ElasticRuntime) -> Iterator[Profiler]:
+def profiling(
+    spec: ProfiledSteps | None, folder: Path, runtime: ElasticRuntime
+) -> Iterator[Profiler]:
     """Profile `spec`. A run that ends before its last step writes the trace of the steps so far."""
     profiler = Profiler(spec, folder, runtime)
     try:
@@ -185,7 +225,10 @@ def measure_matmul_flops(device: torch.device, precision: str, seconds: float = 
     """
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     size, best_s = (8192 if device.type == "cuda" else 1024), float("inf")
-    a, b = torch.randn(size, size, device=device).to(dtype), torch.randn(size, size, device=device).to(dtype)
+    a, b = (
+        torch.randn(size, size, device=device).to(dtype),
+        torch.randn(size, size, device=device).to(dtype),
+    )
     start_s = time.perf_counter()
     while time.perf_counter() - start_s < seconds:
         product_start_s = time.perf_counter()

@@ -86,7 +86,9 @@ class Rehearsal:
         if saved:
             self._compare_with_saved(step, FirstMicroBatch.from_json(saved), rows[0]["differences"])
 
-    def _pass(self, step: int, first: int, buffers: dict[str, Tensor]) -> Generator[int, None, dict[str, Tensor]]:
+    def _pass(
+        self, step: int, first: int, buffers: dict[str, Tensor]
+    ) -> Generator[int, None, dict[str, Tensor]]:
         """Collective. Yield the micro-batch, with these values of declared buffers; return their
         values after it. UsageError for a collective in the loop."""
         after = buffers
@@ -132,7 +134,9 @@ class Rehearsal:
 
     def hashes(self, step: int) -> bool:
         """Return whether this attempt hashes the gradient of its first micro-batch."""
-        return self._has_whole_gradients and (self._rehearsed is not None or self._follows_save(step))
+        return self._has_whole_gradients and (
+            self._rehearsed is not None or self._follows_save(step)
+        )
 
     @property
     def _has_whole_gradients(self) -> bool:
@@ -159,9 +163,14 @@ class Rehearsal:
         what = "loss" if len(set(losses.values())) > 1 else ""
         listed = ", ".join(f"{loss} on rank {rank}" for rank, loss in losses.items())
         size = self.replica.workers_per_replica
-        if not what and any(len({row["gradient"] for row in rows[position::size]}) > 1 for position in range(size)):
+        if not what and any(
+            len({row["gradient"] for row in rows[position::size]}) > 1 for position in range(size)
+        ):
             what = "gradient"
-            listed = ", ".join(f"hash {row['gradient'] % 2**64:016x} on rank {rank}" for rank, row in enumerate(rows))
+            listed = ", ".join(
+                f"hash {row['gradient'] % 2**64:016x} on rank {rank}"
+                for rank, row in enumerate(rows)
+            )
         if not what:
             return
         unequal = f"the {what} of micro-batch {first} of step {step} is not the same on all workers: {listed}"
@@ -171,7 +180,9 @@ class Rehearsal:
         joined = "a worker has joined, with everything that a checkpoint holds, and computed it like the others"
         raise UsageError(unequal, joined, f"{BELONGS}; rehearse=False skips the comparison")
 
-    def _compare_with_saved(self, step: int, saved: FirstMicroBatch, differences: Sequence[str]) -> None:
+    def _compare_with_saved(
+        self, step: int, saved: FirstMicroBatch, differences: Sequence[str]
+    ) -> None:
         """CheckpointError when the step begins otherwise than in the run that saved this state. With
         `differences` of code or machine, which explain it, a warning."""
         assert self._rehearsed is not None

@@ -26,7 +26,13 @@ from torch import nn
 from lockstep.checkpoint.state_dict import get_state_dict
 from lockstep.data.order import splitmix64
 from lockstep.elastic.collectives import all_gather_json, vote_on_step
-from lockstep.elastic.consensus import STOP_REQUEST, StepDecision, Vote, find_divergent_ranks, parse_count
+from lockstep.elastic.consensus import (
+    STOP_REQUEST,
+    StepDecision,
+    Vote,
+    find_divergent_ranks,
+    parse_count,
+)
 from lockstep.elastic.fault_injection import FaultInjectingBoard, flip_bit
 from lockstep.elastic.progress import Progress, decision_before, transfer_roles
 from lockstep.elastic.runtime import ElasticRuntime
@@ -39,7 +45,11 @@ from lockstep.parallel.grad_norm import StepGradient, commit_gradient
 from lockstep.parallel.gradient_watch import Unused
 from lockstep.parallel.parallelize import LocalModel, unwrap_local_model
 from lockstep.parallel.replica import Replica
-from lockstep.parallel.running_statistics import BufferKinds, RunningStatistics, replace_sync_batchnorm
+from lockstep.parallel.running_statistics import (
+    BufferKinds,
+    RunningStatistics,
+    replace_sync_batchnorm,
+)
 from lockstep.record.events import append_event
 from lockstep.record.tracker import BackgroundTracker, Tracker
 from lockstep.runtime.numerics import seed_generators
@@ -115,37 +125,70 @@ class ReplicaGroup:
         if checkpointer:
             refuse_other_checkpointer(checkpointer, runtime, model)
         runtime.register(self)
-        self.runtime, self.board, self.checkpointer, self.tracker = runtime, runtime.board, checkpointer, tracker
+        self.runtime, self.board, self.checkpointer, self.tracker = (
+            runtime,
+            runtime.board,
+            checkpointer,
+            tracker,
+        )
         self.rollback, self.trained = rollback, rollback.trained if rollback else lambda _: None
-        self.on_nonfinite, self.commit_steps, (self.module, self.local_model) = on_nonfinite, commit_steps or 1, unwrap_local_model(model)
+        self.on_nonfinite, self.commit_steps, (self.module, self.local_model) = (
+            on_nonfinite,
+            commit_steps or 1,
+            unwrap_local_model(model),
+        )
         replace_sync_batchnorm(self.module)
         self.statistics = RunningStatistics(self.module, micro_batches, buffers or {})
         self.replica = build_replica(
-            runtime, model, micro_batches, seed, self.statistics, reduce, wire, bucket_bytes, reduce_once_per_step, commit_steps > 0, unused
+            runtime,
+            model,
+            micro_batches,
+            seed,
+            self.statistics,
+            reduce,
+            wire,
+            bucket_bytes,
+            reduce_once_per_step,
+            commit_steps > 0,
+            unused,
         )
         layout = self.local_model.layout if self.local_model else Layout(1)
         self.rehearsal: Rehearsal | None = None
         if rehearse:
-            saves = None if commit_steps else checkpointer  # a learner of DiLoCo has no gradient to record
+            saves = (
+                None if commit_steps else checkpointer
+            )  # a learner of DiLoCo has no gradient to record
             slices = (layout.tensor, layout.pipeline)
             self.rehearsal = Rehearsal(runtime, self.replica, saves, slices, self._save_before_exit)
         self.rehearsal_due = True  # a member is new, and has not rehearsed with the others
         unit, even = layout.shard, balance == "off" or reduce == "fast"
         self.balance = ShareBalance(runtime, self.replica, unit, enabled=not even)
         self._trained, self.frozen_state = self.replica.parameters, self._make_frozen_state()
-        self.loop_changes = LoopChanges(nn.Module() if commit_steps or self.local_model else self.module, checkpointer)
+        self.loop_changes = LoopChanges(
+            nn.Module() if commit_steps or self.local_model else self.module, checkpointer
+        )
         self.carried = carried
         self._shared_memory = names_by_memory(self._modules()) if not self.local_model else set()
         self.compare_all = True  # the frozen weights of a new member have not been compared yet
         self.grad_norm_squared: torch.Tensor | None = None
         self.gradient = StepGradient((), None, 1, in_slices=False)  # of the last step
         optimizers = checkpointer.optimizers if checkpointer else ()
-        self._hooks = [optimizer.register_step_pre_hook(self._before_update) for optimizer in optimizers]
+        self._hooks = [
+            optimizer.register_step_pre_hook(self._before_update) for optimizer in optimizers
+        ]
         self.scaler: torch.amp.GradScaler | None = None  # of the newest backward pass
         self.stops = signals is None and runtime.membership is not None
-        self.signals = StopSignals().__enter__() if self.stops else signals  # until the process exits
-        self.decision = decision_before(runtime.member_progress, checkpointer.facts if checkpointer else {})
-        self.last_step, self._stop_requested, self.leaving = -1, False, False  # the newest step that this group has committed
+        self.signals = (
+            StopSignals().__enter__() if self.stops else signals
+        )  # until the process exits
+        self.decision = decision_before(
+            runtime.member_progress, checkpointer.facts if checkpointer else {}
+        )
+        self.last_step, self._stop_requested, self.leaving = (
+            -1,
+            False,
+            False,
+        )  # the newest step that this group has committed
         self.unfinished: int | None = None  # the step whose micro-batch loop has not ended
         self._counts: list[int | None] = []  # of this step's micro-batches
         self._samples: list[int] = []  # of those whose loss is a mean
@@ -162,7 +205,9 @@ class ReplicaGroup:
             checkpointer.compare_before_saving(self.replicas_identical)
         runtime.set_stop_signal(lambda: self.signals.received if self.signals else "")
         if isinstance(self.board, FaultInjectingBoard):
-            weights = [p for p in (*self.replica.parameters, *self.frozen_state.frozen) if p.numel()]
+            weights = [
+                p for p in (*self.replica.parameters, *self.frozen_state.frozen) if p.numel()
+            ]
             self.board.set_flip(partial(flip_bit, weights))
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
@@ -170,7 +215,12 @@ class ReplicaGroup:
         return self.replica(*inputs, **named)
 
     def backward(
-        self, loss: torch.Tensor, count: int | None = None, *, scaler: torch.amp.GradScaler | None = None, samples: int | None = None
+        self,
+        loss: torch.Tensor,
+        count: int | None = None,
+        *,
+        scaler: torch.amp.GradScaler | None = None,
+        samples: int | None = None,
     ) -> None:
         """Run the backward pass of a micro-batch; its loss becomes part of the vote.
 
@@ -181,19 +231,33 @@ class ReplicaGroup:
                 between the micro-batches of a step
         """
         count = None if count is None else parse_count(count)
-        if scaler and self.local_model and self.local_model.layout.tensor * self.local_model.layout.pipeline > 1:
+        if (
+            scaler
+            and self.local_model
+            and self.local_model.layout.tensor * self.local_model.layout.pipeline > 1
+        ):
             what = f"scaler is not supported with the layout {self.local_model.layout}"
-            raise UsageError(what, "backward(loss, ...)", "train with whole replicas or shards, or scale the gradient yourself")
+            raise UsageError(
+                what,
+                "backward(loss, ...)",
+                "train with whole replicas or shards, or scale the gradient yourself",
+            )
         if self._counts and (count is None) != (self._counts[0] is None):
             what = "some micro-batches of a step have a count and others have none"
-            raise UsageError(what, f"backward(loss, count=...), step {self.unfinished}", "give a count to all of them, or to none")
+            raise UsageError(
+                what,
+                f"backward(loss, count=...), step {self.unfinished}",
+                "give a count to all of them, or to none",
+            )
         if self.replica.counts:
             self._counts.append(count)
             self._samples += [] if samples is None else [samples]
         self.scaler = scaler
         self.replica.backward(loss, scaler)
 
-    def _before_update(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _before_update(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         """Hook of `optimizer.step`. UsageError: an update that would differ between workers."""
         refuse_closure(optimizer, args, kwargs)
         self.gradient.refuse_noise()
@@ -222,8 +286,14 @@ class ReplicaGroup:
         """
         self._refuse_unfinished()
         if step == self.last_step:
-            what = f"a second micro-batch loop in step {step}: it would drop the gradient of the first"
-            raise UsageError(what, "replicas.micro_batches(step), called twice", "add the losses of each micro-batch in one loop")
+            what = (
+                f"a second micro-batch loop in step {step}: it would drop the gradient of the first"
+            )
+            raise UsageError(
+                what,
+                "replicas.micro_batches(step), called twice",
+                "add the losses of each micro-batch in one loop",
+            )
         self.runtime.set_progress(self._progress(step))
         if self.stops and self.decision.stop:
             self._stop(step)
@@ -261,7 +331,9 @@ class ReplicaGroup:
             if not lost.why and committed:
                 return
             if not self._voted:
-                self.runtime.ledger.move("training", "lost", time.monotonic() - start_s, time.monotonic())
+                self.runtime.ledger.move(
+                    "training", "lost", time.monotonic() - start_s, time.monotonic()
+                )
             if self._regroup(step, lost.why or "replicas differ", voted=self._voted):
                 return
 
@@ -312,7 +384,9 @@ class ReplicaGroup:
         self.comparison.name_culprits(step)
         if self.rollback and self.rollback.suspects(step, decision):
             self._voted = False
-            self.runtime.ledger.move("training", "lost", time.monotonic() - start_s, time.monotonic())
+            self.runtime.ledger.move(
+                "training", "lost", time.monotonic() - start_s, time.monotonic()
+            )
             yield from self.rollback.measure(step, self.replica)
             return (yield from self._attempt(step))
         self._commit(step, decision)
@@ -333,7 +407,9 @@ class ReplicaGroup:
         """Collective. Yield micro-batch 0 of `step`, which a resume compares. A failure is logged: the
         run has been saved, and is about to exit."""
         newest = max((member.step for member in self.runtime.member_progress), default=-1)
-        if self.rehearsal is None or newest >= step:  # a group that formed after the last update takes no part in passes
+        if (
+            self.rehearsal is None or newest >= step
+        ):  # a group that formed after the last update takes no part in passes
             return
         try:
             yield from self.rehearsal.run(step)
@@ -352,7 +428,9 @@ class ReplicaGroup:
 
     def _make_frozen_state(self) -> FrozenState:
         frozen = [p for p in (self.local_model or self.module).parameters() if not p.requires_grad]
-        return FrozenState(self.module, frozen, followed=self.statistics.names, local=self.statistics.local)
+        return FrozenState(
+            self.module, frozen, followed=self.statistics.names, local=self.statistics.local
+        )
 
     def _stop(self, step: int) -> None:
         """Save and end a loop that does not handle stop signals itself."""
@@ -368,7 +446,12 @@ class ReplicaGroup:
     def _commit(self, step: int, decision: StepDecision) -> None:
         """Commit `step`, which all ranks have agreed on."""
         if self.on_nonfinite == "raise":
-            refuse_nonfinite_gradient(decision, step, self.module if isinstance(self.replica, Replica) else None, self.grad_norm_squared)
+            refuse_nonfinite_gradient(
+                decision,
+                step,
+                self.module if isinstance(self.replica, Replica) else None,
+                self.grad_norm_squared,
+            )
         if self.rollback:
             self.rollback.commit(step, decision)
         if self.rehearsal:
@@ -379,17 +462,25 @@ class ReplicaGroup:
         self.compare_all = self.compare_all and not self.comparison.is_due(step)
         self.rehearsal_due = False
         self.board.enter("updating")
-        self.decision = replace(decision, micro_batch_us=())  # all members exchange it when a generation forms
+        self.decision = replace(
+            decision, micro_batch_us=()
+        )  # all members exchange it when a generation forms
         if self.checkpointer:
             self.checkpointer.drop_save_request()
         self.runtime.set_progress(self._progress(step + self.commit_steps))
         # All replicas draw the same numbers later, although they computed different micro-batches.
-        seed_generators(splitmix64(self.replica.seed, step, self.replica.leaves) >> 1, self.runtime.world.device)
-        self.gradient = commit_gradient(self.replica.parameters, self.grad_norm_squared, decision.count)
+        seed_generators(
+            splitmix64(self.replica.seed, step, self.replica.leaves) >> 1, self.runtime.world.device
+        )
+        self.gradient = commit_gradient(
+            self.replica.parameters, self.grad_norm_squared, decision.count
+        )
 
     def _progress(self, step: int) -> Progress:
         divergences = self.comparison.divergence.count
-        return Progress("step", step, self.decision, divergences, self.compare_all, self.rehearsal_due)
+        return Progress(
+            "step", step, self.decision, divergences, self.compare_all, self.rehearsal_due
+        )
 
     def stop_signal(self) -> str:
         """Return the signal that asks to stop the run; "" for none, or to drain the host only."""
@@ -397,22 +488,33 @@ class ReplicaGroup:
 
     def _is_drained(self) -> bool:
         membership = self.runtime.membership
-        return bool(membership and membership.worker_env.drain and self.signals and self.signals.received == "SIGUSR1")
+        return bool(
+            membership
+            and membership.worker_env.drain
+            and self.signals
+            and self.signals.received == "SIGUSR1"
+        )
 
     def _vote(self, digest: int) -> Vote:
         membership = self.runtime.membership
         self.leaving = self.leaving or self._is_drained()
-        counts, squared = [count for count in self._counts if count is not None], self.grad_norm_squared
+        counts, squared = (
+            [count for count in self._counts if count is not None],
+            self.grad_norm_squared,
+        )
         return Vote(
             self.replica.losses(),
             count=sum(counts) if counts else None,
             samples=self._samples,
-            stop_signal=self.stop_signal() or (membership.stop_signal if membership else "") or STOP_REQUEST * self._stop_requested,
+            stop_signal=self.stop_signal()
+            or (membership.stop_signal if membership else "")
+            or STOP_REQUEST * self._stop_requested,
             save_failed=bool(self.checkpointer and self.checkpointer.save_failed()),
             joiners_waiting=bool(membership and membership.joiner_count),
             leaving=self.leaving,
             digest=digest,
-            gradient_finite=self.replica.is_gradient_finite() and (squared is None or bool(squared.isfinite())),
+            gradient_finite=self.replica.is_gradient_finite()
+            and (squared is None or bool(squared.isfinite())),
             step=self.unfinished or 0,
             **self.balance.measured_us(),
         )
@@ -429,20 +531,39 @@ class ReplicaGroup:
     def _modules(self) -> dict[str, nn.Module]:
         """Return the model and the modules of the state, by the prefix of their names."""
         state = (self.checkpointer.state or {}) if self.checkpointer else {}
-        averages = {f"state.{name}.": value for name, value in state.items() if isinstance(value, nn.Module)}
+        averages = {
+            f"state.{name}.": value for name, value in state.items() if isinstance(value, nn.Module)
+        }
         return {"": self.module, **averages}
 
     def _state_dict(self) -> dict[str, torch.Tensor]:
         model = self.local_model.local_params if self.local_model else self.module
-        modes = {f"training mode of {name or 'the model'}": torch.tensor(m.training) for name, m in self.module.named_modules()}
-        return modes | (self.checkpointer.state_dict() if self.checkpointer else get_state_dict(model))
+        modes = {
+            f"training mode of {name or 'the model'}": torch.tensor(m.training)
+            for name, m in self.module.named_modules()
+        }
+        return modes | (
+            self.checkpointer.state_dict() if self.checkpointer else get_state_dict(model)
+        )
 
     def _digest(self, what: str, step: int = 0) -> int:
         """Return 64 bits over WEIGHTS (of `step`), ALL_WEIGHTS or STATE of this replica."""
-        slice_number = step // self.commit_steps // max(1, self.comparison.verify_every) if what == WEIGHTS else None
-        weights = (self.replica.digest() + DIGEST_FACTOR * self.frozen_state.digest(slice_number)) % 2**64
-        modes = 0 if what == STATE else self.frozen_state.mode_digest()  # between steps, one rank may evaluate
-        return weights ^ modes ^ (self.checkpointer.optimizer_digest() if self.checkpointer and what == STATE else 0)
+        slice_number = (
+            step // self.commit_steps // max(1, self.comparison.verify_every)
+            if what == WEIGHTS
+            else None
+        )
+        weights = (
+            self.replica.digest() + DIGEST_FACTOR * self.frozen_state.digest(slice_number)
+        ) % 2**64
+        modes = (
+            0 if what == STATE else self.frozen_state.mode_digest()
+        )  # between steps, one rank may evaluate
+        return (
+            weights
+            ^ modes
+            ^ (self.checkpointer.optimizer_digest() if self.checkpointer and what == STATE else 0)
+        )
 
     def _regroup(self, step: int, why: str, *, voted: bool) -> bool:
         """Collective. Form the next generation; return whether others have committed `step`.
@@ -462,10 +583,24 @@ class ReplicaGroup:
         seconds = time.monotonic() - start_s
         runtime.ledger.switch(before, time.monotonic())
         if runtime.shows_progress():
-            log.warning("%s; continuing with %d %s after %s", why, world.size, "workers"[: 6 + (world.size > 1)], format_duration(seconds))
+            log.warning(
+                "%s; continuing with %d %s after %s",
+                why,
+                world.size,
+                "workers"[: 6 + (world.size > 1)],
+                format_duration(seconds),
+            )
         if world.leader and runtime.membership:
-            facts = {"why": why, "workers": list(world.members), "joined": joined, "step": newest, "seconds": round(seconds, 4)}
-            append_event(runtime.membership.folder, "regrouped", generation=world.generation, **facts)
+            facts = {
+                "why": why,
+                "workers": list(world.members),
+                "joined": joined,
+                "step": newest,
+                "seconds": round(seconds, 4),
+            }
+            append_event(
+                runtime.membership.folder, "regrouped", generation=world.generation, **facts
+            )
         if newest == step:
             self.decision, self.compare_all = replace(self.decision, regroup=False), compare_all
             self.rehearsal_due = rehearsal_due
@@ -474,7 +609,9 @@ class ReplicaGroup:
             return False
         decision = members[sources[0]].decision
         if newest != step + self.commit_steps or not voted or decision is None:
-            raise PeersLostError(f"this worker is at step {step}, the others at {newest}", world.members[world.rank])
+            raise PeersLostError(
+                f"this worker is at step {step}, the others at {newest}", world.members[world.rank]
+            )
         self._commit(step, replace(decision, regroup=False))
         self.compare_all = compare_all
         self.rehearsal_due = rehearsal_due
@@ -487,12 +624,24 @@ class ReplicaGroup:
         def synchronize() -> None:
             if self.tracker:
                 self.tracker.take_over(step + 1)
-            get_state, attributes = (self.checkpointer.state_dict, self.checkpointer.attributes) if self.checkpointer else (None, None)
+            get_state, attributes = (
+                (self.checkpointer.state_dict, self.checkpointer.attributes)
+                if self.checkpointer
+                else (None, None)
+            )
             try:
-                transfer_state(self.runtime, get_state, self.replica.workers_per_replica, partial(self._digest, STATE), attributes)
+                transfer_state(
+                    self.runtime,
+                    get_state,
+                    self.replica.workers_per_replica,
+                    partial(self._digest, STATE),
+                    attributes,
+                )
             except StateMismatchError as error:
                 divergent = find_divergent_ranks(error.digests, self.replica.workers_per_replica)
-                self.comparison.evict(transfer_roles(self.runtime.member_progress)[0], divergent, error.digests, STATE)
+                self.comparison.evict(
+                    transfer_roles(self.runtime.member_progress)[0], divergent, error.digests, STATE
+                )
                 raise
 
         try:

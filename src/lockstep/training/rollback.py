@@ -54,14 +54,20 @@ def loss_limit(losses: Sequence[float], deviations: float, parts: int = 1) -> fl
     if not deviations or len(losses) < MIN_STEPS:
         return math.inf
     middle = median(losses)
-    deviation = max(1.4826 * median(abs(loss - middle) for loss in losses), LEAST_DEVIATION * abs(middle))
+    deviation = max(
+        1.4826 * median(abs(loss - middle) for loss in losses), LEAST_DEVIATION * abs(middle)
+    )
     return middle + deviations * deviation * math.sqrt(parts)
 
 
 def find_guilty(measured: Mapping[int, MicroBatchResult], limit: float) -> list[int]:
     """Return the micro-batches that are not finite; if all are finite, those with a loss above `limit`,
     unless that is all of them: then the weights are the cause."""
-    if not_finite := sorted(k for k, result in measured.items() if not (math.isfinite(result.loss) and result.gradient_finite)):
+    if not_finite := sorted(
+        k
+        for k, result in measured.items()
+        if not (math.isfinite(result.loss) and result.gradient_finite)
+    ):
         return not_finite
     high = sorted(k for k, result in measured.items() if result.loss > limit)
     return high if len(high) < len(measured) else []
@@ -75,19 +81,37 @@ class Rollback:
     A guilty micro-batch is forgotten when the generation ends before the commit: all ranks find it again.
     """
 
-    def __init__(self, run: RunConfig, loader: PairLoader | RowLoader, checkpointer: Checkpointer) -> None:
-        self.options, self.enabled, self.micro_batches = run.divergence, run.on_divergence == "rollback", run.batch.micro_batches
+    def __init__(
+        self, run: RunConfig, loader: PairLoader | RowLoader, checkpointer: Checkpointer
+    ) -> None:
+        self.options, self.enabled, self.micro_batches = (
+            run.divergence,
+            run.on_divergence == "rollback",
+            run.batch.micro_batches,
+        )
         self.loader, self.checkpointer, self.runtime = loader, checkpointer, checkpointer.runtime
-        saved: Mapping[str, Any] = self.runtime.loop_state.get("rollback") or checkpointer.facts.get("rollback") or {}
+        saved: Mapping[str, Any] = (
+            self.runtime.loop_state.get("rollback") or checkpointer.facts.get("rollback") or {}
+        )
         self._given = parse_skip(run.divergence.skip)
-        self._found: dict[int, list[int]] = {int(number) - 1: ks for number, ks in saved.get("skipped", {}).items()}
-        self._losses: list[tuple[int, float]] = [(step, loss) for step, loss in saved.get("losses", [])]
-        self._attempt = (-1, -1)  # the generation and the step that `_guilty` and `_measured` belong to
+        self._found: dict[int, list[int]] = {
+            int(number) - 1: ks for number, ks in saved.get("skipped", {}).items()
+        }
+        self._losses: list[tuple[int, float]] = [
+            (step, loss) for step, loss in saved.get("losses", [])
+        ]
+        self._attempt = (
+            -1,
+            -1,
+        )  # the generation and the step that `_guilty` and `_measured` belong to
         self._guilty, self._measured = list[int](), dict[int, MicroBatchResult]()
         self._record()
 
     def to_json(self) -> dict[str, Any]:
-        return {"skipped": {str(step + 1): ks for step, ks in self._found.items()}, "losses": self._losses}
+        return {
+            "skipped": {str(step + 1): ks for step, ks in self._found.items()},
+            "losses": self._losses,
+        }
 
     def _record(self) -> None:
         if self._found or self._losses:
@@ -112,7 +136,10 @@ class Rollback:
         if not (decision.finite and decision.gradient_finite):
             return True
         limit = loss_limit([loss for _, loss in self._losses], self.options.spike)
-        return limit < math.inf and decision.loss / self.loader.tokens_in_step(step, self.trained(step)) > limit
+        return (
+            limit < math.inf
+            and decision.loss / self.loader.tokens_in_step(step, self.trained(step)) > limit
+        )
 
     def measure(self, step: int, replica: Replica | ShardedReplica) -> Iterator[int]:
         """Collective. Yield each micro-batch of this replica that is not skipped, computed alone and
@@ -126,10 +153,16 @@ class Rollback:
         self.runtime.board.enter("voting")
         self.runtime.board.enter_collective()
         for k, loss, finite in chain.from_iterable(all_gather_json(self.runtime, rows)):
-            before = self._measured.get(k)  # from another worker of the replica, with other parts of the gradient
+            before = self._measured.get(
+                k
+            )  # from another worker of the replica, with other parts of the gradient
             mean = float(loss) / max(1, self.loader.tokens_in_step(step, [k]))
-            self._measured[k] = MicroBatchResult(mean, finite and (before is None or before.gradient_finite))
-        limit = loss_limit([loss for _, loss in self._losses], self.options.spike, self.micro_batches)
+            self._measured[k] = MicroBatchResult(
+                mean, finite and (before is None or before.gradient_finite)
+            )
+        limit = loss_limit(
+            [loss for _, loss in self._losses], self.options.spike, self.micro_batches
+        )
         self._guilty = find_guilty(self._measured, limit)
         self._refuse(step)
         self.runtime.ledger.move("training", "lost", time.monotonic() - start_s, time.monotonic())
@@ -139,11 +172,18 @@ class Rollback:
 
         def fail(what: str, hint: str) -> NoReturn:
             self._append_event("diverged", step)
-            raise DivergedError(what, "measured one by one, agreed by all processes before the update, which was not made", hint)
+            raise DivergedError(
+                what,
+                "measured one by one, agreed by all processes before the update, which was not made",
+                hint,
+            )
 
         if len(self._guilty) == len(self._measured):
             what = f"none of the {len(self._measured)} micro-batches of step {step + 1} is finite: the cause is the weights, not the data"
-            fail(what, "lower optim.learning_rate, lengthen optim.warmup_steps, or set optim.clip_norm; the checkpoints before are whole")
+            fail(
+                what,
+                "lower optim.learning_rate, lengthen optim.warmup_steps, or set optim.clip_norm; the checkpoints before are whole",
+            )
         before, allowed = sum(map(len, self._found.values())), self.options.max_skipped
         if before + len(self._guilty) > allowed:
             what = f"step {step + 1} diverges: {self._describe(step)}; with {before} skipped before, that is more than {allowed}"
@@ -153,8 +193,14 @@ class Rollback:
         kind, texts = self.loader.sample_kind, list[str]()
         for k in self._guilty:
             loss, samples = self._measured[k].loss, self.loader.samples(step, k)
-            reason = f"loss {loss:.4g}" if self._measured[k].gradient_finite else f"loss {loss:.4g}, gradient not finite"
-            texts.append(f"micro-batch {k} ({reason}; {kind} {join_names([str(sample) for sample in samples])})")
+            reason = (
+                f"loss {loss:.4g}"
+                if self._measured[k].gradient_finite
+                else f"loss {loss:.4g}, gradient not finite"
+            )
+            texts.append(
+                f"micro-batch {k} ({reason}; {kind} {join_names([str(sample) for sample in samples])})"
+            )
         return ", ".join(texts)
 
     def commit(self, step: int, decision: StepDecision) -> None:
@@ -164,8 +210,16 @@ class Rollback:
             if self.runtime.world.leader:
                 log.warning("step %d was retried without %s", step + 1, self._describe(step))
             self._append_event("rolled back", step)
-        elif self._measured and decision.finite and decision.gradient_finite and self.runtime.world.leader:
-            log.warning("step %d: the loss is a spike, but no micro-batch is: the step is trained as it is", step + 1)
+        elif (
+            self._measured
+            and decision.finite
+            and decision.gradient_finite
+            and self.runtime.world.leader
+        ):
+            log.warning(
+                "step %d: the loss is a spike, but no micro-batch is: the step is trained as it is",
+                step + 1,
+            )
             self._append_event("spike", step)
         if self.enabled:
             tokens = self.loader.tokens_in_step(step, self.trained(step))
@@ -174,5 +228,17 @@ class Rollback:
 
     def _append_event(self, event: str, step: int) -> None:
         if self.runtime.world.leader:
-            rows = [{"k": k, **vars(self._measured[k]), self.loader.sample_kind: self.loader.samples(step, k)} for k in self._guilty]
-            append_event(self.checkpointer.store.folder.parent, event, step=step + 1, micro_batches=to_json_value(rows))
+            rows = [
+                {
+                    "k": k,
+                    **vars(self._measured[k]),
+                    self.loader.sample_kind: self.loader.samples(step, k),
+                }
+                for k in self._guilty
+            ]
+            append_event(
+                self.checkpointer.store.folder.parent,
+                event,
+                step=step + 1,
+                micro_batches=to_json_value(rows),
+            )

@@ -33,16 +33,31 @@ class Mixture(ConcatDataset[Any]):
     other.
     """
 
-    def __init__(self, datasets: Sequence[Any], weights: Sequence[float] | Mapping[int, Sequence[float]]) -> None:
-        self.sizes = tuple(number_of_samples(dataset, f"Mixture(datasets), data set {i}") for i, dataset in enumerate(datasets))
+    def __init__(
+        self, datasets: Sequence[Any], weights: Sequence[float] | Mapping[int, Sequence[float]]
+    ) -> None:
+        self.sizes = tuple(
+            number_of_samples(dataset, f"Mixture(datasets), data set {i}")
+            for i, dataset in enumerate(datasets)
+        )
         if not datasets or 0 in self.sizes:
-            raise UsageError(f"data sets of {self.sizes} samples", "Mixture(datasets, weights)", "give data sets with samples")
+            raise UsageError(
+                f"data sets of {self.sizes} samples",
+                "Mixture(datasets, weights)",
+                "give data sets with samples",
+            )
         super().__init__(datasets)
         stages = sorted(weights.items()) if isinstance(weights, Mapping) else [(0, weights)]
         if not stages or stages[0][0] != 0 or any(step != int(step) for step, _ in stages):
             where = f"Mixture(datasets, weights={weights})"
-            raise UsageError("the stages do not start with step 0", where, "give {0: weights, STEP: weights of the stage from STEP on}")
-        self.stages = tuple((int(step), whole_weights(of_stage, len(self.sizes))) for step, of_stage in stages)
+            raise UsageError(
+                "the stages do not start with step 0",
+                where,
+                "give {0: weights, STEP: weights of the stage from STEP on}",
+            )
+        self.stages = tuple(
+            (int(step), whole_weights(of_stage, len(self.sizes))) for step, of_stage in stages
+        )
 
 
 def whole_weights(weights: Sequence[float], datasets: int) -> tuple[int, ...]:
@@ -53,18 +68,29 @@ def whole_weights(weights: Sequence[float], datasets: int) -> tuple[int, ...]:
     except ValueError:
         exact = []
     if len(exact) != datasets or min(exact) < 0 or not any(exact):
-        raise UsageError(f"these are not the weights of {datasets} data sets", where, "give one number of at least 0 for each, not all 0")
+        raise UsageError(
+            f"these are not the weights of {datasets} data sets",
+            where,
+            "give one number of at least 0 for each, not all 0",
+        )
     scale = math.lcm(*(weight.denominator for weight in exact))
     integers = [int(weight * scale) for weight in exact]
     integers = [weight // math.gcd(*integers) for weight in integers]
     if sum(integers) > LONGEST_WINDOW:
         what = f"these proportions are exact only over windows of {sum(integers):,} samples"
-        raise UsageError(what, where, f"round the weights to integers whose sum is at most {LONGEST_WINDOW:,}")
+        raise UsageError(
+            what, where, f"round the weights to integers whose sum is at most {LONGEST_WINDOW:,}"
+        )
     return tuple(integers)
 
 
 def make_order(
-    dataset: Any, batch_size: int | None, tokens: int | None, lengths: Any, micro_batches: int, seed: int
+    dataset: Any,
+    batch_size: int | None,
+    tokens: int | None,
+    lengths: Any,
+    micro_batches: int,
+    seed: int,
 ) -> tuple[UniformOrder | BucketOrder | MixtureOrder, str]:
     """Return the order of a Session's loader, and what a resumed run must have in common with it."""
     samples = number_of_samples(dataset, "session.loader(dataset, ...)")
@@ -72,37 +98,55 @@ def make_order(
         return bucket_order(dataset, samples, tokens, lengths, micro_batches, seed)
     if tokens is not None or lengths is not None:
         where = f"session.loader(batch_size={batch_size}, tokens={tokens}, lengths=...)"
-        raise UsageError("batch_size cannot be combined with tokens and lengths", where, "give batch_size, or tokens and lengths")
+        raise UsageError(
+            "batch_size cannot be combined with tokens and lengths",
+            where,
+            "give batch_size, or tokens and lengths",
+        )
     if not 1 <= batch_size <= samples or batch_size % micro_batches:
         what = f"batch_size={batch_size} with micro_batches={micro_batches} and {samples} samples"
         hint = f"batch_size counts the samples of a whole step: give a multiple of {micro_batches}, at most the size of the data set"
         raise UsageError(what, "session.loader(...), Session(micro_batches=...)", hint)
     fact = f"{samples} samples, batch_size {batch_size}"
     if isinstance(dataset, Mixture):
-        stages = "; ".join(f"from step {step} {':'.join(map(str, weights))}" for step, weights in dataset.stages)
+        stages = "; ".join(
+            f"from step {step} {':'.join(map(str, weights))}" for step, weights in dataset.stages
+        )
         order = MixtureOrder(dataset.sizes, dataset.stages, batch_size, micro_batches, seed)
         return order, f"{fact}, of data sets of {dataset.sizes} samples {stages}"
     return UniformOrder(samples, batch_size, micro_batches, seed), fact
 
 
-def bucket_order(dataset: Any, samples: int, tokens: int | None, lengths: Any, micro_batches: int, seed: int) -> tuple[BucketOrder, str]:
+def bucket_order(
+    dataset: Any, samples: int, tokens: int | None, lengths: Any, micro_batches: int, seed: int
+) -> tuple[BucketOrder, str]:
     """Return an order whose micro-batches have samples of similar length within `tokens`."""
     where = f"session.loader(dataset, tokens={tokens}, lengths=...)"
     if tokens is None or lengths is None:
         hint = "give batch_size=N, or tokens=N and lengths=[tokens of each sample]"
-        raise UsageError("a loader needs batch_size, or tokens and lengths", "session.loader(dataset, ...)", hint)
+        raise UsageError(
+            "a loader needs batch_size, or tokens and lengths", "session.loader(dataset, ...)", hint
+        )
     if isinstance(dataset, Mixture):
-        raise UsageError("tokens and lengths are not supported with a Mixture", where, "give batch_size=N")
+        raise UsageError(
+            "tokens and lengths are not supported with a Mixture", where, "give batch_size=N"
+        )
     array: npt.NDArray[Any] = np.asarray(lengths)
     if array.shape != (samples,) or array.dtype.kind not in "iu":
         what = f"lengths of shape {array.shape} and type {array.dtype} for {samples} samples"
         raise UsageError(what, where, "give one integer for each sample of the data set")
     if outside := np.flatnonzero((array < 1) | (array > tokens)).tolist():
         what = f"sample {outside[0]} has {array[outside[0]]} tokens, and {len(outside)} of {samples} samples are not within 1 and {tokens}"
-        raise UsageError(what, where, "increase tokens, or shorten these samples or leave them out of the data set")
+        raise UsageError(
+            what,
+            where,
+            "increase tokens, or shorten these samples or leave them out of the data set",
+        )
     longest = int(array.max())
     unit = -(-longest // DISTINCT_LENGTHS)
     rounded = np.minimum(-(-array.astype(np.int64) // unit) * unit, longest).astype(np.int32)
     shapes, _ = choose_bucket_shapes(rounded, tokens=tokens, shapes=SHAPES)
     digest = hashlib.sha256(array.astype("<i8").tobytes()).hexdigest()[:12]
-    return BucketOrder(rounded, shapes, micro_batches=micro_batches, seed=seed), f"{samples} samples, tokens {tokens}, lengths {digest}"
+    return BucketOrder(
+        rounded, shapes, micro_batches=micro_batches, seed=seed
+    ), f"{samples} samples, tokens {tokens}, lengths {digest}"

@@ -20,7 +20,20 @@ from lockstep.errors import UsageError
 from lockstep.runtime.tensor_bytes import as_bytes
 from lockstep.runtime.torch_private import version_of
 
-PLAIN = (bool, int, float, str, type(None), list, tuple, dict, deque, Tensor, np.ndarray, np.generic)
+PLAIN = (
+    bool,
+    int,
+    float,
+    str,
+    type(None),
+    list,
+    tuple,
+    dict,
+    deque,
+    Tensor,
+    np.ndarray,
+    np.generic,
+)
 MARK_CHARS = 1000  # of an array or a tuple
 
 
@@ -44,13 +57,18 @@ class SavedState:
         if not isinstance(self._values[name], PLAIN):
             kind = type(self._values[name]).__name__
             hint = "change the object itself, which checkpoints hold"
-            raise UsageError(f"{name!r} is a {kind}, not a plain value", f"saved.{name} = ...", hint)
+            raise UsageError(
+                f"{name!r} is a {kind}, not a plain value", f"saved.{name} = ...", hint
+            )
         self._values[name] = value
 
     def add(self, values: Mapping[str, Any]) -> dict[str, Stateful]:
         """Add values; return what holds the state of each in a checkpoint."""
         self._values.update(values)
-        return {name: PlainValue(self._values, name) if isinstance(value, PLAIN) else value for name, value in values.items()}
+        return {
+            name: PlainValue(self._values, name) if isinstance(value, PLAIN) else value
+            for name, value in values.items()
+        }
 
 
 class PlainValue:
@@ -68,7 +86,11 @@ class PlainValue:
         value = self.values[self.name]
         if isinstance(value, Tensor):
             return id(value), version_of(value)
-        return (id(value), len(value)) if isinstance(value, list | dict | deque) else repr(value)[:MARK_CHARS]
+        return (
+            (id(value), len(value))
+            if isinstance(value, list | dict | deque)
+            else repr(value)[:MARK_CHARS]
+        )
 
     def load_state_dict(self, value: Any) -> None:
         """Restore the value. Containers and tensors are filled: a variable of the loop may hold them."""
@@ -85,7 +107,10 @@ class PlainValue:
             current.extend(value)
         elif isinstance(current, Tensor) and is_alike(current, value):
             current.detach().copy_(value)
-        elif isinstance(current, np.ndarray) and (current.shape, current.dtype) == (value.shape, value.dtype):
+        elif isinstance(current, np.ndarray) and (current.shape, current.dtype) == (
+            value.shape,
+            value.dtype,
+        ):
             current[...] = value
         else:
             self.values[self.name] = value
@@ -104,8 +129,12 @@ class PerMicroBatch:
     get_micro_batch    returns the number of the micro-batch that the loop is in; None outside
     """
 
-    def __init__(self, initial: Tensor, micro_batches: int, get_micro_batch: Callable[[], int | None]) -> None:
-        self._rows = initial.detach().expand(micro_batches, *initial.shape).clone()  # (K, *initial.shape)
+    def __init__(
+        self, initial: Tensor, micro_batches: int, get_micro_batch: Callable[[], int | None]
+    ) -> None:
+        self._rows = (
+            initial.detach().expand(micro_batches, *initial.shape).clone()
+        )  # (K, *initial.shape)
         self._get_micro_batch = get_micro_batch
         self._assigned: dict[int, Tensor] = {}  # in this attempt, by micro-batch
 
@@ -122,27 +151,41 @@ class PerMicroBatch:
     def value(self, value: Tensor) -> None:
         micro_batch = self._micro_batch()
         if not isinstance(value, Tensor) or not is_alike(value, self._rows[0]):
-            got = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            got = (
+                f"{value.dtype} {tuple(value.shape)}"
+                if isinstance(value, Tensor)
+                else type(value).__name__
+            )
             what = f"the value of micro-batch {micro_batch} is {got}, the initial one {self._rows.dtype} {tuple(self._rows.shape[1:])}"
-            raise UsageError(what, "session.per_micro_batch(initial), value = ...", "keep shape and dtype")
+            raise UsageError(
+                what, "session.per_micro_batch(initial), value = ...", "keep shape and dtype"
+            )
         self._assigned[micro_batch] = value.detach().clone()
 
     def _micro_batch(self) -> int:
         if (micro_batch := self._get_micro_batch()) is None:
             where = "session.per_micro_batch(...).value"
-            raise UsageError("there is a value only in the micro-batch loop", where, "use it in `for batch in loader(step)`")
+            raise UsageError(
+                "there is a value only in the micro-batch loop",
+                where,
+                "use it in `for batch in loader(step)`",
+            )
         return micro_batch
 
     def start_attempt(self) -> None:
         """Forget what an earlier attempt at the step, or the rehearsal, has assigned."""
         self._assigned = {}
 
-    def exchange(self, group: dist.ProcessGroup | None, wait: Callable[[list[dist.Work | None]], None]) -> None:
+    def exchange(
+        self, group: dist.ProcessGroup | None, wait: Callable[[list[dist.Work | None]], None]
+    ) -> None:
         """Collective. Receive the values of the micro-batches of other workers."""
         if group is None or group.size() == 1:
             return
         row_bytes = self._rows[0].nbytes
-        sent = torch.zeros(len(self._rows), row_bytes + 1, dtype=torch.uint8, device=self._rows.device)
+        sent = torch.zeros(
+            len(self._rows), row_bytes + 1, dtype=torch.uint8, device=self._rows.device
+        )
         for number, value in self._assigned.items():
             sent[number, :row_bytes] = as_bytes(value)
             sent[number, row_bytes] = 1

@@ -48,7 +48,17 @@ class ReplicaOptions(TypedDict, total=False):
     balance: Literal["auto", "off"]
 
 
-OWN_OPTIONS = ("micro_batches", "save_every", "keep", "seed", "resume", "threads", "shard", "tensor", "pipeline")  # of Session itself
+OWN_OPTIONS = (
+    "micro_batches",
+    "save_every",
+    "keep",
+    "seed",
+    "resume",
+    "threads",
+    "shard",
+    "tensor",
+    "pipeline",
+)  # of Session itself
 
 
 def refuse_wrong_options(micro_batches: int, options: Mapping[str, Any]) -> None:
@@ -57,19 +67,35 @@ def refuse_wrong_options(micro_batches: int, options: Mapping[str, Any]) -> None
         hint = f"did you mean {' or '.join(get_close_matches(unknown[0], known) or known)}?"
         raise UsageError(f"Session takes no {unknown[0]}", "Session(out, ...)", hint)
     if (balance := options.get("balance", "auto")) not in ("auto", "off"):
-        raise UsageError(f"balance={balance!r}", "Session(balance=...)", 'give "auto", or "off" for equal shares')
+        raise UsageError(
+            f"balance={balance!r}", "Session(balance=...)", 'give "auto", or "off" for equal shares'
+        )
     if (unused := options.get("unused", "raise")) not in ("raise", "zero"):
-        raise UsageError(f"unused={unused!r}", "Session(unused=...)", 'give "raise", or "zero" for gradients of zero')
+        raise UsageError(
+            f"unused={unused!r}",
+            "Session(unused=...)",
+            'give "raise", or "zero" for gradients of zero',
+        )
     if micro_batches < 1:
-        raise UsageError(f"micro_batches={micro_batches}", "Session(micro_batches=...)", "give at least one for each worker")
+        raise UsageError(
+            f"micro_batches={micro_batches}",
+            "Session(micro_batches=...)",
+            "give at least one for each worker",
+        )
 
 
-def refuse_second_session(out: Path, opened: Sequence[Path], entered: bool, worker_env: WorkerEnv | None) -> None:
+def refuse_second_session(
+    out: Path, opened: Sequence[Path], entered: bool, worker_env: WorkerEnv | None
+) -> None:
     """UsageError when this process has a Session open, or has an agent and `entered` one before or is
     in another run folder. SystemExit where `lockstep run` then starts again (ask_for_start)."""
     if opened:
         where = f"Session({str(out)!r}) inside Session({str(opened[0])!r})"
-        raise UsageError("a second Session is open in this process", where, "close the first one, or start another process")
+        raise UsageError(
+            "a second Session is open in this process",
+            where,
+            "close the first one, or start another process",
+        )
     is_elsewhere = worker_env is not None and Path(worker_env.folder) != out.resolve()
     if not entered and (worker_env is None or is_elsewhere):
         ask_for_start(out)
@@ -92,21 +118,41 @@ def refuse_different_folders(folders: Sequence[str]) -> None:
     """UsageError when ranks that no agent started give different folders."""
     if len(set(folders)) > 1:
         listed = ", ".join(f"{folder} on rank {rank}" for rank, folder in enumerate(folders))
-        raise UsageError(f"the Session's folder differs: {listed}", "Session(out, ...)", "give one folder, without the rank or the time")
+        raise UsageError(
+            f"the Session's folder differs: {listed}",
+            "Session(out, ...)",
+            "give one folder, without the rank or the time",
+        )
 
 
 def refuse_unprepared(model: Any, optimizers: Sequence[Any]) -> None:
     """UsageError unless these are a module and the optimizers of its parameters."""
-    if not isinstance(model, nn.Module) or not all(isinstance(optimizer, Optimizer) for optimizer in optimizers):
+    if not isinstance(model, nn.Module) or not all(
+        isinstance(optimizer, Optimizer) for optimizer in optimizers
+    ):
         names = ", ".join(type(argument).__name__ for argument in (model, *optimizers))
         what = "session.prepare takes one module, then optimizers of torch"
-        raise UsageError(what, f"session.prepare({names})", "write session.prepare(model, optimizer)")
-    if incomplete := [type(optimizer).__name__ for optimizer in optimizers if not hasattr(optimizer, "_optimizer_step_pre_hooks")]:
+        raise UsageError(
+            what, f"session.prepare({names})", "write session.prepare(model, optimizer)"
+        )
+    if incomplete := [
+        type(optimizer).__name__
+        for optimizer in optimizers
+        if not hasattr(optimizer, "_optimizer_step_pre_hooks")
+    ]:
         what = f"{incomplete[0]} has not called the constructor of torch.optim.Optimizer"
-        raise UsageError(what, "session.prepare(model, optimizer)", "call super().__init__(params, defaults) in its __init__")
+        raise UsageError(
+            what,
+            "session.prepare(model, optimizer)",
+            "call super().__init__(params, defaults) in its __init__",
+        )
     if isinstance(model, DistributedDataParallel | nn.DataParallel):
         what = f"the model is wrapped in {type(model).__name__}, which would sum its gradients a second time"
-        raise UsageError(what, "session.prepare(...)", "pass the module itself: session.prepare(model, optimizer)")
+        raise UsageError(
+            what,
+            "session.prepare(...)",
+            "pass the module itself: session.prepare(model, optimizer)",
+        )
     for name in (type(optimizer).__name__ for optimizer in optimizers if needs_closure(optimizer)):
         what = f"{name}.step needs a closure that computes the loss again, and a step runs its micro-batches once"
         hint = "use an optimizer whose step() needs no argument"
@@ -116,20 +162,30 @@ def refuse_unprepared(model: Any, optimizers: Sequence[Any]) -> None:
 
 def needs_closure(optimizer: Optimizer) -> bool:
     """Return whether `optimizer.step()` without an argument is an error."""
-    signature = inspect.signature(type(optimizer).step)  # a scheduler wraps the method of the instance
+    signature = inspect.signature(
+        type(optimizer).step
+    )  # a scheduler wraps the method of the instance
     _, *parameters = signature.parameters.values()
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return any(p.default is p.empty and p.kind not in variable for p in parameters)
 
 
-def refuse_uneven_skips(scaler: GradScaler | None, on_nonfinite: str, state: Mapping[str, Any]) -> None:
+def refuse_uneven_skips(
+    scaler: GradScaler | None, on_nonfinite: str, state: Mapping[str, Any]
+) -> None:
     """UsageError where some shards might skip an update that is not finite, and others not."""
     if scaler is None and on_nonfinite == "ignore":
         hint = "pass the GradScaler: session.backward(loss, scaler=scaler)"
-        raise UsageError("a gradient that is not finite would be ignored by some shards only", "Session(on_nonfinite='ignore')", hint)
+        raise UsageError(
+            "a gradient that is not finite would be ignored by some shards only",
+            "Session(on_nonfinite='ignore')",
+            hint,
+        )
     if scaler is not None and not any(scaler is value for value in state.values()):
         where = "session.backward(loss, scaler=...), in shards"
-        raise UsageError("the GradScaler is not in session.state", where, "add it: session.state(scaler=scaler)")
+        raise UsageError(
+            "the GradScaler is not in session.state", where, "add it: session.state(scaler=scaler)"
+        )
 
 
 def warn_of_collectives(before: int | None, step: int, workers: int) -> bool:
@@ -145,16 +201,26 @@ def warn_of_collectives(before: int | None, step: int, workers: int) -> bool:
     return True
 
 
-def watch_variables(runtime: ElasticRuntime, held: Sequence[Any], loaders: Iterable[tuple[Loader, str]]) -> UnsavedVariables:
+def watch_variables(
+    runtime: ElasticRuntime, held: Sequence[Any], loaders: Iterable[tuple[Loader, str]]
+) -> UnsavedVariables:
     """Return what names, on rank 0, variables of the loop that no checkpoint holds."""
-    sources = [part for loader, _ in loaders for part in (loader.batches.dataset, loader.batches.collate_fn)]
+    sources = [
+        part
+        for loader, _ in loaders
+        for part in (loader.batches.dataset, loader.batches.collate_fn)
+    ]
     return UnsavedVariables(held, sources, enabled=runtime.is_leader())
 
 
 def warn_of_other_bits(facts: Mapping[str, Any], layout: Layout) -> None:
     """Warn when the checkpoint with these facts was saved with another size of the tensor axis."""
     if facts and (before := facts.get("tensor", 1)) != layout.tensor:
-        log.warning("tensor is %d, it was %d: from here on other bits, equal to rounding", layout.tensor, before)
+        log.warning(
+            "tensor is %d, it was %d: from here on other bits, equal to rounding",
+            layout.tensor,
+            before,
+        )
 
 
 class UpdateWatch:
@@ -203,10 +269,16 @@ class UpdateWatch:
 def numbers_to_log(values: Mapping[str, Any], get_loss: Callable[[], float]) -> dict[str, float]:
     """Return the values of session.log. UsageError for names that the line has anyway."""
     numbers = {name: number_of(name, value) for name, value in values.items()}
-    reserved = [name for name in numbers if name in RECORDED or (name == "loss" and str(numbers[name]) != str(get_loss()))]
+    reserved = [
+        name
+        for name in numbers
+        if name in RECORDED or (name == "loss" and str(numbers[name]) != str(get_loss()))
+    ]
     if reserved:
         where = f"session.log({reserved[0]}={values[reserved[0]]!r})"
-        raise UsageError(f"{reserved[0]} is recorded already, with another value", where, "give it another name")
+        raise UsageError(
+            f"{reserved[0]} is recorded already, with another value", where, "give it another name"
+        )
     return numbers
 
 
@@ -217,7 +289,11 @@ def number_of(name: str, value: Any) -> float:
     except (RuntimeError, ValueError):  # several elements
         number = None
     if not isinstance(number, int | float):
-        raise UsageError(f"{name} is a {type(value).__name__}, not a number", f"session.log({name}=...)", "give a number or one element")
+        raise UsageError(
+            f"{name} is a {type(value).__name__}, not a number",
+            f"session.log({name}=...)",
+            "give a number or one element",
+        )
     return number
 
 
@@ -226,7 +302,10 @@ def refuse_early_use(name: str) -> None:
     if name in ("runtime", "replicas", "checkpointer", "tracker"):
         names, when = f"session.{name} does", "after session.steps(...) has started"
         if name == "runtime":
-            names, when = "session.world and session.runtime do", "inside `with Session(...) as session`"
+            names, when = (
+                "session.world and session.runtime do",
+                "inside `with Session(...) as session`",
+            )
         raise UsageError(f"{names} not exist yet", f"set {when}", "move the line there")
 
 

@@ -30,11 +30,17 @@ OF_SLICES = "mixed torch.Tensor and DTensor|No backend type associated|FSDP does
 
 def in_session_words(error: BaseException | None) -> LockstepError | None:
     """Return the error with other words; None when there is nothing to replace."""
-    if isinstance(error, RuntimeError | AssertionError) and (found := re.search(OF_SLICES, str(error))):
+    if isinstance(error, RuntimeError | AssertionError) and (
+        found := re.search(OF_SLICES, str(error))
+    ):
         what = f"an operation needs whole weights or gradients, and this worker has slices of them ({found[0]})"
         hint = "clip with session.clip_grad_norm_, compare outputs in session.evaluate, or train with whole replicas (docs/parallelism.md)"
         return UsageError(what, "the training loop, in shards", hint)
-    if not isinstance(error, LockstepError) or type(error) not in (UsageError, CheckpointError, DivergedError):
+    if not isinstance(error, LockstepError) or type(error) not in (
+        UsageError,
+        CheckpointError,
+        DivergedError,
+    ):
         return None
     parts = [error.what, error.where, error.hint]
     for text, replacement in SESSION_WORDS.items():

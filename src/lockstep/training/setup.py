@@ -63,17 +63,26 @@ def lock_run_folder(folder: Path, resolved: ResolvedRun, *, alone: bool = True) 
         lock = try_lock(folder / "run.lock") if alone else None
         if alone and lock is None:
             what = f"another training is already running in {folder}"
-            raise UsageError(what, f"it holds {folder}/run.lock", "wait for it, stop it, or give another --out")
+            raise UsageError(
+                what, f"it holds {folder}/run.lock", "wait for it, stop it, or give another --out"
+            )
         earlier_run = read_run(folder) if resolved.overrides else None
         known_overrides = earlier_run.overrides if earlier_run else ()
         write_run(folder, resolved)
     except OSError as error:
-        what, hint = f"{folder} cannot be written: {error.strerror}", "give a folder that this user can write, on a disk with space"
+        what, hint = (
+            f"{folder} cannot be written: {error.strerror}",
+            "give a folder that this user can write, on a disk with space",
+        )
         raise UsageError(what, "given with --out", hint) from None
     for override in resolved.overrides:
         if override not in known_overrides:
             events.append_event(folder, "override", step=override.step, values=override.values)
-            log.info("from step %d on: %s", override.step + 1, ", ".join(f"{key} = {item}" for key, item in override.values.items()))
+            log.info(
+                "from step %d on: %s",
+                override.step + 1,
+                ", ".join(f"{key} = {item}" for key, item in override.values.items()),
+            )
     try:
         yield
     finally:
@@ -84,11 +93,19 @@ def lock_run_folder(folder: Path, resolved: ResolvedRun, *, alone: bool = True) 
 def run_fingerprints(resolved: ResolvedRun, task_fingerprints: Mapping[str, str]) -> dict[str, str]:
     """Return the values that must be equal on all workers: task, configuration, overrides."""
     fingerprints = dict(task_fingerprints)
-    fingerprints |= {f"run {key}": text for key, text in shared_values(resolved.run).items() if key not in DATA_PATHS}
-    return fingerprints | {"run overrides": json.dumps([asdict(override) for override in resolved.overrides])}
+    fingerprints |= {
+        f"run {key}": text
+        for key, text in shared_values(resolved.run).items()
+        if key not in DATA_PATHS
+    }
+    return fingerprints | {
+        "run overrides": json.dumps([asdict(override) for override in resolved.overrides])
+    }
 
 
-def make_tracker(resolved: ResolvedRun, folder: Path, runtime: ElasticRuntime, first_step: int) -> Tracker:
+def make_tracker(
+    resolved: ResolvedRun, folder: Path, runtime: ElasticRuntime, first_step: int
+) -> Tracker:
     track = resolved.run.track
     return Tracker(
         folder,
@@ -134,14 +151,22 @@ def make_replica_group(
 
 
 def resume_run(
-    checkpointer: Checkpointer, resolved: ResolvedRun, folder: Path, how: str, fingerprints: Mapping[str, str], task: Mapping[str, str]
+    checkpointer: Checkpointer,
+    resolved: ResolvedRun,
+    folder: Path,
+    how: str,
+    fingerprints: Mapping[str, str],
+    task: Mapping[str, str],
 ) -> int:
     """Collective. Load the checkpoint that `how` names and the run's ledger; return its step.
 
     fingerprints  the result of run_fingerprints
     task          the fingerprints of the task, which the facts of each checkpoint hold
     """
-    saved_facts = {"run": to_json(resolved), "fingerprints": dict(task) | bit_deciding_values(resolved.run)}
+    saved_facts = {
+        "run": to_json(resolved),
+        "fingerprints": dict(task) | bit_deciding_values(resolved.run),
+    }
     first_step = checkpointer.resume(how, fingerprints, saved_facts)
     refuse_other_overrides(checkpointer.facts, resolved, first_step)
     _resume_ledger(checkpointer.runtime, checkpointer.facts, first_step, folder)
@@ -163,17 +188,26 @@ def refuse_other_overrides(facts: Mapping[str, Any], resolved: ResolvedRun, step
 
 def warn_of_other_layout(facts: Mapping[str, Any], run: RunConfig, model: nn.Module) -> None:
     """Warn when the checkpoint with these facts was saved in a layout with other bits."""
-    dropout = run.task == "translate" and run.model.dropout > 0  # that of adapters has the same masks in every layout
+    dropout = (
+        run.task == "translate" and run.model.dropout > 0
+    )  # that of adapters has the same masks in every layout
     is_tied = getattr(model, "output", None) is None
     decides_bits = {"tensor": True, "pipeline": dropout or is_tied, "pipeline_chunks": dropout}
     saved_layout = facts["run"]["values"].get("layout", {}) if "run" in facts else {}
     for axis, saved in saved_layout.items():
         now = getattr(run.layout, axis, saved)
         if decides_bits.get(axis) and saved != now:
-            log.warning("layout.%s is %s, it was %s: from here on other bits, equal to rounding", axis, now, saved)
+            log.warning(
+                "layout.%s is %s, it was %s: from here on other bits, equal to rounding",
+                axis,
+                now,
+                saved,
+            )
 
 
-def _resume_ledger(runtime: ElasticRuntime, facts: Mapping[str, Any], first_step: int, folder: Path) -> None:
+def _resume_ledger(
+    runtime: ElasticRuntime, facts: Mapping[str, Any], first_step: int, folder: Path
+) -> None:
     """Collective, except for a joiner, which received a ledger. Continue the run's time account.
 
     It continues from the checkpoint, or from the run's first start. Training after `first_step`
@@ -183,7 +217,10 @@ def _resume_ledger(runtime: ElasticRuntime, facts: Mapping[str, Any], first_step
         return
 
     def read_files() -> tuple[dict[str, Any] | None, float]:
-        seconds_after = (line.get("seconds", 0.0) for line in iter_steps(folder / "metrics.jsonl", after=first_step))
+        seconds_after = (
+            line.get("seconds", 0.0)
+            for line in iter_steps(folder / "metrics.jsonl", after=first_step)
+        )
         return facts.get("time") or _empty_ledger(folder), math.fsum(seconds_after)
 
     saved_ledger, lost_s = run_on_rank0(runtime, read_files)
@@ -192,29 +229,47 @@ def _resume_ledger(runtime: ElasticRuntime, facts: Mapping[str, Any], first_step
     now_s = time.monotonic()
     starting_s = runtime.ledger.summary(now_s)["wall_s"]
     runtime.set_ledger(Ledger.from_json(saved_ledger, now_s, wall_clock_s=time.time()))
-    runtime.ledger.move("down", "starting", math.inf if runtime.world.generation == 1 else starting_s, now_s)
+    runtime.ledger.move(
+        "down", "starting", math.inf if runtime.world.generation == 1 else starting_s, now_s
+    )
     runtime.ledger.move("down", "lost", lost_s, now_s)
 
 
 def _empty_ledger(folder: Path) -> dict[str, Any] | None:
     """Return an empty ledger that starts with the run's first event; None without events."""
     first = next(events.iter_events(folder), None)
-    return {"wall_clock_s": datetime.fromisoformat(first["time"]).timestamp(), "seconds": {}} if first else None
+    return (
+        {"wall_clock_s": datetime.fromisoformat(first["time"]).timestamp(), "seconds": {}}
+        if first
+        else None
+    )
 
 
 def metrics_of_steps(steps: range, values: dict[str, Any]) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield (step, its metrics) of the steps that were committed together: an equal share of tokens and
     seconds; those of a validation only with the last one."""
     for step in steps[:-1]:
-        yield step, {name: value for name, value in share_of(values, len(steps)).items() if not name.startswith("validation_")}
+        yield (
+            step,
+            {
+                name: value
+                for name, value in share_of(values, len(steps)).items()
+                if not name.startswith("validation_")
+            },
+        )
     yield steps[-1], share_of(values, len(steps))
 
 
 def share_of(values: dict[str, Any], steps: int) -> dict[str, Any]:
-    return {name: value / steps if steps > 1 and name.endswith(("tokens", "seconds")) else value for name, value in values.items()}
+    return {
+        name: value / steps if steps > 1 and name.endswith(("tokens", "seconds")) else value
+        for name, value in values.items()
+    }
 
 
 def account_step(ledger: Ledger, values: Mapping[str, Any]) -> None:
     """Move the step's waiting for communication and data from training to their own accounts."""
-    ledger.move("training", "communication", values.get("communication_seconds", 0.0), time.monotonic())
+    ledger.move(
+        "training", "communication", values.get("communication_seconds", 0.0), time.monotonic()
+    )
     ledger.move("training", "data", values.get("data_seconds", 0.0), time.monotonic())

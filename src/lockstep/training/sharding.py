@@ -31,7 +31,9 @@ from lockstep.training.owner_update import apply_owner_rule
 SESSION_AXES = ("shard", "tensor", "pipeline")
 
 
-def choose_replica_layout(given: Layout, micro_batches: int, worker_env: WorkerEnv | None) -> Layout:
+def choose_replica_layout(
+    given: Layout, micro_batches: int, worker_env: WorkerEnv | None
+) -> Layout:
     """Return the layout of a replica: each axis of the command line, or else as `given` to Session.
 
     UsageError when the expected workers or micro-batches cannot be divided so.
@@ -42,16 +44,28 @@ def choose_replica_layout(given: Layout, micro_batches: int, worker_env: WorkerE
         text = os.environ.get(variable, "")
         where = f"--layout.{axis} or {variable}" if text else f"Session({axis}=...)"
         if text and not (text.isdecimal() and int(text)):
-            raise UsageError(f"{variable}={text!r} is not a number of workers", "environment", "give 1 or more")
+            raise UsageError(
+                f"{variable}={text!r} is not a number of workers", "environment", "give 1 or more"
+            )
         layout = replace(layout, **{axis: int(text)}) if text else layout
         if axis == "shard" and not 1 <= layout.shard <= micro_batches:
             what = f"{layout.shard} shards share {micro_batches} micro-batches a step"
-            raise UsageError(what, f"{where}, Session(micro_batches=...)", f"give 1 to {micro_batches} shards, or more micro-batches")
+            raise UsageError(
+                what,
+                f"{where}, Session(micro_batches=...)",
+                f"give 1 to {micro_batches} shards, or more micro-batches",
+            )
         if getattr(layout, axis) < 1:
-            raise UsageError(f"{axis}={getattr(layout, axis)} is not a number of workers", where, "give 1 or more")
+            raise UsageError(
+                f"{axis}={getattr(layout, axis)} is not a number of workers",
+                where,
+                "give 1 or more",
+            )
     if layout.tensor > 1 and layout.pipeline > 1:
         raise UsageError(
-            f"tensor {layout.tensor} with pipeline {layout.pipeline} is not supported for own models", "layout", "give one of them"
+            f"tensor {layout.tensor} with pipeline {layout.pipeline} is not supported for own models",
+            "layout",
+            "give one of them",
         )
     if worker_env:
         refuse_incomplete_replicas(worker_env.expected_workers, layout)
@@ -61,7 +75,11 @@ def choose_replica_layout(given: Layout, micro_batches: int, worker_env: WorkerE
 def refuse_incomplete_replicas(workers: int, layout: Layout) -> None:
     if workers % (size := layout.workers_per_replica):
         what = f"{workers} workers cannot form replicas of {size} workers ({layout})"
-        raise UsageError(what, "--workers; --layout or Session(...)", f"give a multiple: --workers {-(-workers // size) * size}")
+        raise UsageError(
+            what,
+            "--workers; --layout or Session(...)",
+            f"give a multiple: --workers {-(-workers // size) * size}",
+        )
 
 
 def shard_session(  # 11 parameters: what Session and Session.prepare were given
@@ -88,15 +106,25 @@ def shard_session(  # 11 parameters: what Session and Session.prepare were given
         runtime.join_running(facts)  # without a rank a worker does not know its slices
     else:
         assert_equal_on_all_ranks(runtime, runtime.fingerprint(facts))
-    averages = {f"state.{name}.": (value, copy) for name, value in state.items() if (copy := find_copy(value, model))}
+    averages = {
+        f"state.{name}.": (value, copy)
+        for name, value in state.items()
+        if (copy := find_copy(value, model))
+    }
     recording, sends = recording_of(model), runtime.first_generation and runtime.world.size > 1
     is_scaled = any(isinstance(value, torch.amp.GradScaler) for value in state.values())
     if layout.pipeline > 1 and (averages or is_scaled or "buffers" in facts):
         what = "averages of the model, GradScalers and declared buffers are not supported in a pipeline"
-        raise UsageError(what, f"session.state(...) and Session(buffers=...), layout {layout}", "use layout.shard; bf16 instead of fp16")
+        raise UsageError(
+            what,
+            f"session.state(...) and Session(buffers=...), layout {layout}",
+            "use layout.shard; bf16 instead of fp16",
+        )
     if recording and layout.workers_per_replica > layout.shard:
         what = "a model of deferred_init is not supported in a pipeline or with tensor"
-        raise UsageError(what, f"layout {layout}", "construct the model itself, or give layout.shard only")
+        raise UsageError(
+            what, f"layout {layout}", "construct the model itself, or give layout.shard only"
+        )
 
     def of_rank_0(value: Tensor) -> Tensor:
         value = value.detach().to(runtime.world.device, copy=True)
@@ -106,19 +134,35 @@ def shard_session(  # 11 parameters: what Session and Session.prepare were given
 
     init_param = (lambda name, _: of_rank_0(recording.value(name))) if recording else None
     modules = (*(average for average, _ in averages.values()), *(() if recording else (model,)))
-    tensors = [t for module in modules for t in (*module.parameters(), *module.buffers()) if not t.is_meta]
-    if sends and runtime.world.device.type == "cpu" and not recording:  # see Replica: equal weights are not sent
+    tensors = [
+        t for module in modules for t in (*module.parameters(), *module.buffers()) if not t.is_meta
+    ]
+    if (
+        sends and runtime.world.device.type == "cpu" and not recording
+    ):  # see Replica: equal weights are not sent
         sends = len(set(runtime.group.gather_json(runtime.world.size, sha256_of(tensors)))) > 1
     for tensor in tensors if sends else ():
         tensor.data.copy_(of_rank_0(tensor))
-    names, position = {id(parameter): name for name, parameter in model.named_parameters()}, layout.coordinates(runtime.world.rank)
+    names, position = (
+        {id(parameter): name for name, parameter in model.named_parameters()},
+        layout.coordinates(runtime.world.rank),
+    )
     verify = verify and runtime.first_generation  # ranks that are training would not take part
-    how: dict[str, Any] = {"units": units, "tensor_plan": tensor_plan, "split_points": split_points, "verify": verify}
-    local = shard_module(model, layout, position, runtime.world.device, **how, init_param=init_param)
+    how: dict[str, Any] = {
+        "units": units,
+        "tensor_plan": tensor_plan,
+        "split_points": split_points,
+        "verify": verify,
+    }
+    local = shard_module(
+        model, layout, position, runtime.world.device, **how, init_param=init_param
+    )
     for prefix, (average, copy) in averages.items():
         shard_average(prefix, average, copy, local, position, init_param)
     for optimizer in optimizers:
-        local.updated_together.append([names[id(p)] for group in optimizer.param_groups for p in group["params"]])
+        local.updated_together.append(
+            [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
+        )
         if is_scaled:
             refuse_shard_without_rows(optimizer, local)
         give_slices(optimizer, local, names)
@@ -133,10 +177,16 @@ def refuse_shard_without_rows(optimizer: torch.optim.Optimizer, local: LocalMode
     if not any(whole.split_rows(shards - 1, shards).rows for whole in wholes):
         name = type(optimizer).__name__
         what = f"the last of {shards} shards has no rows of the parameters of {name}, and a GradScaler needs some"
-        raise UsageError(what, "session.state(scaler=...), in shards", "use fewer shards, or one optimizer for all parameters")
+        raise UsageError(
+            what,
+            "session.state(scaler=...), in shards",
+            "use fewer shards, or one optimizer for all parameters",
+        )
 
 
-def give_slices(optimizer: torch.optim.Optimizer, local: LocalModel, names: Mapping[int, str]) -> None:
+def give_slices(
+    optimizer: torch.optim.Optimizer, local: LocalModel, names: Mapping[int, str]
+) -> None:
     """Replace whole parameters and their state by this worker's slices. names: by id of a parameter."""
     for group in optimizer.param_groups:
         for i, parameter in enumerate(group["params"]):

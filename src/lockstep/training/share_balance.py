@@ -21,7 +21,9 @@ log = logging.getLogger("lockstep")
 
 NAME_EVERY_S = 300.0  # seconds between two lines about one slow worker
 WINDOW_STEPS = 5  # of the median; a worker that slows down is noticed after three steps
-REPLICAS_PER_DECISION = 16  # more replicas decide less often: a decision takes about 0.2 ms for each
+REPLICAS_PER_DECISION = (
+    16  # more replicas decide less often: a decision takes about 0.2 ms for each
+)
 
 
 class ShareBalance:
@@ -32,12 +34,21 @@ class ShareBalance:
     enabled  False: shares stay equal, and slow replicas are only named
     """
 
-    def __init__(self, runtime: ElasticRuntime, replica: Replica | ShardedReplica, unit: int, *, enabled: bool) -> None:
+    def __init__(
+        self,
+        runtime: ElasticRuntime,
+        replica: Replica | ShardedReplica,
+        unit: int,
+        *,
+        enabled: bool,
+    ) -> None:
         self.runtime, self.replica, self.unit, self.enabled = runtime, replica, unit, enabled
         self._measured: deque[tuple[float, float]] = deque(maxlen=WINDOW_STEPS)
         self._generation, self._shares = -1, tuple[int, ...]()
         self._slow: tuple[str, ...] = ()
-        self._named_s = dict[str, float]()  # when each worker was named last, by the monotonic clock
+        self._named_s = dict[
+            str, float
+        ]()  # when each worker was named last, by the monotonic clock
 
     @property
     def shares(self) -> tuple[int, ...]:
@@ -54,7 +65,9 @@ class ShareBalance:
             self._measured.append(measured)
         if 2 * len(self._measured) <= WINDOW_STEPS:
             return {}
-        compute_us, exchange_us = (1 + int(1e6 * median_low(times)) for times in zip(*self._measured, strict=True))
+        compute_us, exchange_us = (
+            1 + int(1e6 * median_low(times)) for times in zip(*self._measured, strict=True)
+        )
         return {"micro_batch_us": compute_us, "exchange_us": exchange_us}
 
     def decide(self, decision: StepDecision, step: int) -> None:
@@ -78,13 +91,25 @@ class ShareBalance:
         size = self.replica.workers_per_replica
         names = [self._name(range(i * size, (i + 1) * size)) for i in range(len(times))]
         slow = find_slow(times, [i for i, name in enumerate(names) if name in self._slow])
-        median_s, before, self._slow = median_low(times) / 1e6, self._slow, tuple(names[i] for i in slow)
+        median_s, before, self._slow = (
+            median_low(times) / 1e6,
+            self._slow,
+            tuple(names[i] for i in slow),
+        )
         if not self.runtime.world.leader:
             return
         now_s = time.monotonic()
-        for i in (i for i in slow if now_s - self._named_s.get(names[i], -math.inf) >= NAME_EVERY_S):
+        for i in (
+            i for i in slow if now_s - self._named_s.get(names[i], -math.inf) >= NAME_EVERY_S
+        ):
             seconds, self._named_s[names[i]] = times[i] / 1e6, now_s
-            log.warning("%s: %.3g s per micro-batch, %.1f times the median of %.3g s", names[i], seconds, seconds / median_s, median_s)
+            log.warning(
+                "%s: %.3g s per micro-batch, %.1f times the median of %.3g s",
+                names[i],
+                seconds,
+                seconds / median_s,
+                median_s,
+            )
             self._append_event("slow", worker=names[i], seconds=seconds, median=median_s)
         if recovered := [name for name in before if name in names and name not in self._slow]:
             log.info("%s: no longer slow", join_names(recovered))
@@ -99,4 +124,6 @@ class ShareBalance:
 
     def _append_event(self, event: str, **facts: object) -> None:
         if membership := self.runtime.membership:
-            append_event(membership.folder, event, generation=self.runtime.world.generation, **facts)
+            append_event(
+                membership.folder, event, generation=self.runtime.world.generation, **facts
+            )

@@ -55,40 +55,72 @@ class SharedTensors(Mapping[str, Tensor]):
     """
 
     def __init__(
-        self, runtime: ElasticRuntime, share: StoredTensors, slices: Mapping[str, TensorSlice] | None = None, replica_size: int = 1
+        self,
+        runtime: ElasticRuntime,
+        share: StoredTensors,
+        slices: Mapping[str, TensorSlice] | None = None,
+        replica_size: int = 1,
     ) -> None:
         """Collective. Exchange what each rank needs and has read, and the values of the small state."""
         self._runtime, self._replica_size = runtime, replica_size
-        described = {name: part.to_json() for name, part in (slices or {}).items()} if runtime.world.rank < replica_size else {}
+        described = (
+            {name: part.to_json() for name, part in (slices or {}).items()}
+            if runtime.world.rank < replica_size
+            else {}
+        )
         answers = all_gather_json(runtime, {"host": runtime.world.host, "slices": described})
         hosts: dict[str, list[int]] = {}
         for rank, answer in enumerate(answers):
             hosts.setdefault(answer["host"], []).append(rank)
         self._hosts = list(hosts.values())
-        by_position = [{name: TensorSlice.from_json(part) for name, part in answer["slices"].items()} for answer in answers[:replica_size]]
+        by_position = [
+            {name: TensorSlice.from_json(part) for name, part in answer["slices"].items()}
+            for answer in answers[:replica_size]
+        ]
         self._own: dict[int, tuple[StoredSlice, TensorSlice]] = {}
         own = []
         for stored in (stored for tensor in share.values() for stored in tensor.slices):
-            for part, needed_at in needed_parts(stored, [None] if slices is None else by_position).items():
+            for part, needed_at in needed_parts(
+                stored, [None] if slices is None else by_position
+            ).items():
                 cut = stored.part(part)
                 own.append([*cut.spec, part.to_json(), digest_of([as_tensor(cut)]), needed_at])
                 self._own[len(self._own)] = stored, part
         self._pieces: dict[str, list[Piece]] = {}
         for number, row in enumerate(itertools.zip_longest(*all_gather_json(runtime, own))):
-            for owner, values in enumerate(row):  # one of each owner in turn, so that all of them send
+            for owner, values in enumerate(
+                row
+            ):  # one of each owner in turn, so that all of them send
                 if values:
                     name, dtype, shape, described_part, digest, needed_at = values
                     spec = TensorSpec(name, dtype, tuple(shape))
-                    piece = Piece(number, owner, spec, TensorSlice.from_json(described_part), digest, tuple(needed_at))
+                    piece = Piece(
+                        number,
+                        owner,
+                        spec,
+                        TensorSlice.from_json(described_part),
+                        digest,
+                        tuple(needed_at),
+                    )
                     self._pieces.setdefault(name, []).append(piece)
-        self._needed = {name: needed for name in self._pieces if (needed := needed_slice(name, self._spec(name).shape, slices))}
+        self._needed = {
+            name: needed
+            for name in self._pieces
+            if (needed := needed_slice(name, self._spec(name).shape, slices))
+        }
         self._streamed = [name for name in self._pieces if name.startswith(STREAMED)]
-        self._small = dict(self._receive([name for name in self._pieces if name not in self._streamed]))
+        self._small = dict(
+            self._receive([name for name in self._pieces if name not in self._streamed])
+        )
 
     def __getitem__(self, name: str) -> Tensor:
         if name in self._small:
             return self._small[name]
-        return torch.empty(self._needed[name].local_shape, dtype=TORCH_DTYPES[self._spec(name).dtype], device="meta")
+        return torch.empty(
+            self._needed[name].local_shape,
+            dtype=TORCH_DTYPES[self._spec(name).dtype],
+            device="meta",
+        )
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._needed)
@@ -110,20 +142,44 @@ class SharedTensors(Mapping[str, Tensor]):
         rank = self._runtime.world.rank
         for start in range(0, len(names), TENSORS_AT_ONCE):
             window = names[start : start + TENSORS_AT_ONCE]
-            pieces = [piece for name in window for piece in self._pieces[name] if rank == piece.owner or self._is_needed(piece, rank)]
+            pieces = [
+                piece
+                for name in window
+                for piece in self._pieces[name]
+                if rank == piece.owner or self._is_needed(piece, rank)
+            ]
             stored = {piece: self._buffer(piece) for piece in pieces}
             with self._runtime.board.during("preparing"):
                 for hop in (self._between_hosts, self._within_hosts):
-                    works = [work for piece in pieces for work in self._exchange(as_tensor(stored[piece]), hop(piece))]
+                    works = [
+                        work
+                        for piece in pieces
+                        for work in self._exchange(as_tensor(stored[piece]), hop(piece))
+                    ]
                     self._runtime.group.wait(works)
             received = [piece for piece in pieces if piece.owner != rank]
-            if wrong := [piece for piece in received if digest_of([as_tensor(stored[piece])]) != piece.digest]:
-                what = f"{wrong[0].spec.name} arrived with other bytes than rank {wrong[0].owner} sent"
-                raise PeersLostError(what, "reading a checkpoint together", "start again; if it recurs, check memory and network")
+            if wrong := [
+                piece for piece in received if digest_of([as_tensor(stored[piece])]) != piece.digest
+            ]:
+                what = (
+                    f"{wrong[0].spec.name} arrived with other bytes than rank {wrong[0].owner} sent"
+                )
+                raise PeersLostError(
+                    what,
+                    "reading a checkpoint together",
+                    "start again; if it recurs, check memory and network",
+                )
             for name in window:
                 if name in self._needed:
-                    slices = [stored.pop(piece) for piece in self._pieces[name] if self._is_needed(piece, rank)]
-                    yield name, tensor_from_bytes(*assemble(self._spec(name), slices, self._needed[name]))
+                    slices = [
+                        stored.pop(piece)
+                        for piece in self._pieces[name]
+                        if self._is_needed(piece, rank)
+                    ]
+                    yield (
+                        name,
+                        tensor_from_bytes(*assemble(self._spec(name), slices, self._needed[name])),
+                    )
 
     def _is_needed(self, piece: Piece, rank: int) -> bool:
         return rank % self._replica_size in piece.positions
@@ -131,11 +187,15 @@ class SharedTensors(Mapping[str, Tensor]):
     def _buffer(self, piece: Piece) -> StoredSlice:
         """Return the bytes of a piece that this rank has read, or memory for those of another."""
         if piece.owner == self._runtime.world.rank:
-            stored, part = self._own.pop(piece.number)  # no longer held here: a file is freed after its last tensor
+            stored, part = self._own.pop(
+                piece.number
+            )  # no longer held here: a file is freed after its last tensor
             return stored.part(part)
         return StoredSlice(piece.spec, memoryview(bytearray(piece.spec.bytes)), piece.slice, "")
 
-    def _exchange(self, data: Tensor, transfers: Iterator[tuple[int, int]]) -> Iterator[Work | None]:
+    def _exchange(
+        self, data: Tensor, transfers: Iterator[tuple[int, int]]
+    ) -> Iterator[Work | None]:
         rank, group = self._runtime.world.rank, self._runtime.group
         for source, target in transfers if len(data) else ():
             if rank == source:
@@ -149,16 +209,28 @@ class SharedTensors(Mapping[str, Tensor]):
 
     def _within_hosts(self, piece: Piece) -> Iterator[tuple[int, int]]:
         """Yield (source, target) from that rank, or the owner, to the others of its host."""
-        return ((first, rank) for first, ranks in self._receivers(piece) for rank in ranks if rank != first)
+        return (
+            (first, rank)
+            for first, ranks in self._receivers(piece)
+            for rank in ranks
+            if rank != first
+        )
 
     def _receivers(self, piece: Piece) -> Iterator[tuple[int, list[int]]]:
         """Yield of each host the rank that has the piece first, and the ranks that need it."""
         for ranks in self._hosts:
             if receivers := [rank for rank in ranks if self._is_needed(piece, rank)]:
-                yield piece.owner if piece.owner in ranks else receivers[piece.number % len(receivers)], receivers
+                yield (
+                    piece.owner
+                    if piece.owner in ranks
+                    else receivers[piece.number % len(receivers)],
+                    receivers,
+                )
 
 
-def needed_slice(name: str, shape: tuple[int, ...], slices: Mapping[str, TensorSlice] | None) -> TensorSlice | None:
+def needed_slice(
+    name: str, shape: tuple[int, ...], slices: Mapping[str, TensorSlice] | None
+) -> TensorSlice | None:
     """Return the slice of tensor `name` that a worker with `slices` needs; None: nothing of it.
 
     Every worker needs the state that belongs to no parameter and is not in `slices`.
@@ -168,7 +240,9 @@ def needed_slice(name: str, shape: tuple[int, ...], slices: Mapping[str, TensorS
     return slice_of(name, shape, slices) if parameter_of(name) in slices else None
 
 
-def needed_parts(stored: StoredSlice, positions: Sequence[Mapping[str, TensorSlice] | None]) -> dict[TensorSlice, list[int]]:
+def needed_parts(
+    stored: StoredSlice, positions: Sequence[Mapping[str, TensorSlice] | None]
+) -> dict[TensorSlice, list[int]]:
     """Return the parts of a stored slice -> the positions in a replica of the workers that need them.
 
     positions  the slices of parameters that the worker at each position needs
@@ -184,4 +258,8 @@ def needed_parts(stored: StoredSlice, positions: Sequence[Mapping[str, TensorSli
 
 def as_tensor(stored: StoredSlice) -> Tensor:
     """Return the bytes of a slice as a tensor on the same memory."""
-    return torch.frombuffer(stored.data, dtype=torch.uint8) if stored.data.nbytes else torch.empty(0, dtype=torch.uint8)
+    return (
+        torch.frombuffer(stored.data, dtype=torch.uint8)
+        if stored.data.nbytes
+        else torch.empty(0, dtype=torch.uint8)
+    )

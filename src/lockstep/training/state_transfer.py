@@ -69,33 +69,60 @@ def transfer_state(
     if not sources or not joiners:
         return None
     all_sources, all_joiners = sources, joiners
-    position = {rank: rank % replica_size for rank in range(world.size)}  # of a worker in its replica
-    first_source = {rank: next(source for source in sources if position[source] == position[rank]) for rank in [*sources, *joiners]}
-    sources, joiners = ([rank for rank in ranks if position[rank] == position[world.rank]] for ranks in (sources, joiners))
+    position = {
+        rank: rank % replica_size for rank in range(world.size)
+    }  # of a worker in its replica
+    first_source = {
+        rank: next(source for source in sources if position[source] == position[rank])
+        for rank in [*sources, *joiners]
+    }
+    sources, joiners = (
+        [rank for rank in ranks if position[rank] == position[world.rank]]
+        for ranks in (sources, joiners)
+    )
     if one_source := any(member.one_source for member in runtime.member_progress):
         sources = sources[:1]
     is_source, is_joiner = world.rank in sources, world.rank in joiners
-    described = group.gather_json(world.size, attributes.describe() if attributes and world.rank in all_sources else None)
+    described = group.gather_json(
+        world.size, attributes.describe() if attributes and world.rank in all_sources else None
+    )
     if attributes:
         attributes.agree(described)
     state = dict(get_state()) if is_source and get_state else {}
     specs = [[name, DTYPES[tensor.dtype], list(tensor.shape)] for name, tensor in state.items()]
     specs_hash = hashlib.sha256(json.dumps(specs).encode()).hexdigest() if is_source else ""
-    offer = {"host": world.host, "hash": specs_hash, "tensors": specs if world.rank == sources[0] else []}
+    offer = {
+        "host": world.host,
+        "hash": specs_hash,
+        "tensors": specs if world.rank == sources[0] else [],
+    }
     offers = group.gather_json(world.size, offer)
 
     def refuse(what: str) -> NoReturn:
-        state_digests = group.gather_json(world.size, get_digest() if get_digest and world.rank in all_sources else None)
+        state_digests = group.gather_json(
+            world.size, get_digest() if get_digest and world.rank in all_sources else None
+        )
         if find_divergent_ranks(state_digests, replica_size):
             raise StateMismatchError(state_digests)
         runtime.set_progress(replace(runtime.progress, one_source=True))
         raise PeersLostError(what, f"sent by ranks {sources}")
 
-    if other := [rank for rank in all_sources if offers[rank]["hash"] not in ("", offers[first_source[rank]]["hash"])]:
-        refuse(f"rank {', '.join(map(str, other))} holds tensors of other names or shapes than the others")
-    sent = [TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in offers[sources[0]]["tensors"]]
+    if other := [
+        rank
+        for rank in all_sources
+        if offers[rank]["hash"] not in ("", offers[first_source[rank]]["hash"])
+    ]:
+        refuse(
+            f"rank {', '.join(map(str, other))} holds tensors of other names or shapes than the others"
+        )
+    sent = [
+        TensorSpec(name, dtype, tuple(shape))
+        for name, dtype, shape in offers[sources[0]]["tensors"]
+    ]
     hosts = {rank: rank if one_source else offers[rank]["host"] for rank in joiners}
-    receivers = {host: rank for rank, host in reversed(hosts.items())}  # the first joiner of each host
+    receivers = {
+        host: rank for rank, host in reversed(hosts.items())
+    }  # the first joiner of each host
     with open(os.memfd_create("lockstep-state"), "r+b") as file:
         if world.rank in receivers.values():
             state = map_tensors(file, sent, mmap.ACCESS_WRITE)
@@ -105,14 +132,22 @@ def transfer_state(
         addresses = group.gather_json(world.size, f"/proc/{os.getpid()}/fd/{file.fileno()}")
         if is_joiner and world.rank not in receivers.values():
             state = map_received(addresses[receivers[hosts[world.rank]]], sent)
-        digests = group.gather_json(world.size, digest(state) if is_joiner or world.rank == sources[0] else None)
+        digests = group.gather_json(
+            world.size, digest(state) if is_joiner or world.rank == sources[0] else None
+        )
     if wrong := [rank for rank in all_joiners if digests[rank] != digests[first_source[rank]]]:
-        refuse(f"rank {', '.join(map(str, wrong))} received something other than the state of one worker")
+        refuse(
+            f"rank {', '.join(map(str, wrong))} received something other than the state of one worker"
+        )
     return state if is_joiner else None
 
 
 def start_transfer(
-    runtime: ElasticRuntime, state: Mapping[str, Tensor], specs: Sequence[TensorSpec], sources: Sequence[int], receivers: Sequence[int]
+    runtime: ElasticRuntime,
+    state: Mapping[str, Tensor],
+    specs: Sequence[TensorSpec],
+    sources: Sequence[int],
+    receivers: Sequence[int],
 ) -> list[Work | None]:
     """Start to send `state` from `sources` to `receivers`, into their `state`."""
     rank, group, works = runtime.world.rank, runtime.group, list[Work | None]()
@@ -121,17 +156,24 @@ def start_transfer(
         if rank in receivers:
             works.append(group.irecv(as_bytes(state[spec.name]), source))
         elif source == rank:
-            works += [group.isend(as_bytes(state[spec.name].cpu()), receiver) for receiver in receivers]
+            works += [
+                group.isend(as_bytes(state[spec.name].cpu()), receiver) for receiver in receivers
+            ]
     return works
 
 
 def map_tensors(file: IO[bytes], specs: Sequence[TensorSpec], access: int) -> dict[str, Tensor]:
     """Return tensors that share memory with a file."""
-    *starts, size = accumulate((-(-spec.bytes // ALIGNMENT) * ALIGNMENT for spec in specs), initial=0)
+    *starts, size = accumulate(
+        (-(-spec.bytes // ALIGNMENT) * ALIGNMENT for spec in specs), initial=0
+    )
     if access == mmap.ACCESS_WRITE:
         file.truncate(max(1, size))
     memory = memoryview(mmap.mmap(file.fileno(), max(1, size), access=access))
-    return {spec.name: tensor_from_bytes(spec, memory[start : start + spec.bytes]) for start, spec in zip(starts, specs, strict=True)}
+    return {
+        spec.name: tensor_from_bytes(spec, memory[start : start + spec.bytes])
+        for start, spec in zip(starts, specs, strict=True)
+    }
 
 
 def map_received(path: str, specs: Sequence[TensorSpec]) -> dict[str, Tensor]:

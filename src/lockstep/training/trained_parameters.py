@@ -16,11 +16,15 @@ from lockstep.units import join_names
 
 log = logging.getLogger("lockstep")
 Model = nn.Module | Mapping[str, Tensor]
-GroupIds = Sequence[Sequence[Sequence[int]]]  # of each optimizer and group the ids of the parameters
+GroupIds = Sequence[
+    Sequence[Sequence[int]]
+]  # of each optimizer and group the ids of the parameters
 
 
 def trained_names(model: Model) -> list[str]:
-    return [name for name, tensor in state_dict.named_tensors(model).items() if tensor.requires_grad]
+    return [
+        name for name, tensor in state_dict.named_tensors(model).items() if tensor.requires_grad
+    ]
 
 
 def refuse_misplaced_parameters(model: Model, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -31,7 +35,9 @@ def refuse_misplaced_parameters(model: Model, optimizers: Sequence[torch.optim.O
         raise UsageError(*error.args) from None
 
 
-def warn_of_other_options(model: Model, optimizers: Sequence[torch.optim.Optimizer], tensors: Mapping[str, Tensor]) -> None:
+def warn_of_other_options(
+    model: Model, optimizers: Sequence[torch.optim.Optimizer], tensors: Mapping[str, Tensor]
+) -> None:
     """Warn of options (lr, momentum, ...) that the loaded state replaces by other values.
 
     Where a scheduler changes lr, momentum and betas, these are not compared.
@@ -44,15 +50,23 @@ def warn_of_other_options(model: Model, optimizers: Sequence[torch.optim.Optimiz
         for saved, group in zip(saved_optimizer["groups"], optimizer["groups"], strict=False):
             scheduled = {"lr", "momentum", "betas"} if "initial_lr" in group else set()
             for key, value in group.items():
-                is_compared = key in saved and key not in {"params", *scheduled} and not isinstance(value, Tensor)
+                is_compared = (
+                    key in saved
+                    and key not in {"params", *scheduled}
+                    and not isinstance(value, Tensor)
+                )
                 if is_compared and value != saved[key]:
-                    differences[f"{key} is {saved[key]} from the checkpoint, not {value} as constructed"] = None
+                    differences[
+                        f"{key} is {saved[key]} from the checkpoint, not {value} as constructed"
+                    ] = None
         if differences:
             log.warning("optimizer %s: %s", optimizer["class"], "; ".join(differences))
 
 
 def warn_of_other_constants(
-    state: Mapping[str, stateful.Stateful], constructed: Mapping[str, Mapping[str, Any]], paths: Mapping[str, Sequence[str]]
+    state: Mapping[str, stateful.Stateful],
+    constructed: Mapping[str, Mapping[str, Any]],
+    paths: Mapping[str, Sequence[str]],
 ) -> dict[str, dict[str, Any]]:
     """Warn of values that the loaded state has replaced, and that training does not change: those
     at `paths`. Return the loaded ones, and of objects without paths those `constructed`."""
@@ -61,15 +75,26 @@ def warn_of_other_constants(
         loaded = dict(stateful.plain_values(state[name].state_dict()))
         constants[name] = {path: loaded[path] for path in paths[name] if path in loaded}
         own = constructed[name]
-        differing = [path for path, value in constants[name].items() if path in own and own[path] != value]
+        differing = [
+            path for path, value in constants[name].items() if path in own and own[path] != value
+        ]
         if differing:
-            described = [f"{path} is {loaded[path]} from the checkpoint, {own[path]} as constructed" for path in differing]
+            described = [
+                f"{path} is {loaded[path]} from the checkpoint, {own[path]} as constructed"
+                for path in differing
+            ]
             hint = "for another schedule set the rate in each step before optimizer.step(): group['lr'] = rate(step)"
-            log.warning("%s: %s; the checkpoint's values hold; %s", name, join_names(described), hint)
+            log.warning(
+                "%s: %s; the checkpoint's values hold; %s", name, join_names(described), hint
+            )
     return constants
 
 
-def refuse_unsaved(model: Model, optimizers: Sequence[torch.optim.Optimizer], state: Mapping[str, stateful.Stateful] | None) -> None:
+def refuse_unsaved(
+    model: Model,
+    optimizers: Sequence[torch.optim.Optimizer],
+    state: Mapping[str, stateful.Stateful] | None,
+) -> None:
     """UsageError for trained parameters and schedulers that no checkpoint would hold."""
     known = state_dict.optimizer_parameters(model, optimizers)
     if unsaved := [name for name in trained_names(model) if name not in known]:
@@ -88,12 +113,16 @@ def refuse_unsaved(model: Model, optimizers: Sequence[torch.optim.Optimizer], st
         )
 
 
-def refuse_new_groups(model: Model, optimizers: Sequence[torch.optim.Optimizer], before: GroupIds, step: int) -> None:
+def refuse_new_groups(
+    model: Model, optimizers: Sequence[torch.optim.Optimizer], before: GroupIds, step: int
+) -> None:
     """UsageError: parameter groups have changed since the first step."""
     refuse_misplaced_parameters(model, optimizers)
     names = {id(tensor): name for name, tensor in state_dict.named_tensors(model).items()}
     old = {number for groups in before for group in groups for number in group}
-    now = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+    now = [
+        p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]
+    ]
     new = [names.get(id(p), f"shape {tuple(p.shape)}") for p in now if id(p) not in old]
     raise UsageError(
         f"the parameter groups changed during the run, before step {step}: {join_names(new) or 'some were removed or reordered'}",

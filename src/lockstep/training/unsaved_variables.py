@@ -46,7 +46,12 @@ MAX_ATTRIBUTES = 3  # of one object that a warning lists one by one
 SHARE = 0.01  # of the time of the loop that looks may take, after those before the first checkpoint
 MAX_SOURCES = 60
 MAX_SOURCE_BYTES = 1_000_000
-TRAINED = (nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
+TRAINED = (
+    nn.Module,
+    torch.optim.Optimizer,
+    torch.optim.lr_scheduler.LRScheduler,
+    torch.amp.GradScaler,
+)
 UPDATES = ("step", "update_parameters")  # methods after which an object has another state
 
 
@@ -66,7 +71,9 @@ class UnsavedVariables:
     """The looks at one loop. held: objects that checkpoints hold, and Lockstep's; others: objects that
     the loop uses without a name, such as the data sets of its loaders."""
 
-    def __init__(self, held: Sequence[Any], others: Sequence[Any] = (), *, enabled: bool = True) -> None:
+    def __init__(
+        self, held: Sequence[Any], others: Sequence[Any] = (), *, enabled: bool = True
+    ) -> None:
         self.held, self.skipped = held, set[int]()  # ids
         self.others = others
         self.looks, self.seconds, self.started = 0, 0.0, time.perf_counter()
@@ -93,7 +100,9 @@ class UnsavedVariables:
         try:
             action()
         except Exception as error:  # the user's loop does not fail for a warning
-            log.debug("the variables of the loop were not compared: %s: %s", type(error).__name__, error)
+            log.debug(
+                "the variables of the loop were not compared: %s: %s", type(error).__name__, error
+            )
         self.seconds += time.perf_counter() - started
 
     def _start(self) -> None:
@@ -114,42 +123,66 @@ class UnsavedVariables:
             return
         names = locals_of(frame)
         aliases, fixed = self._names_of_values(names, self.function)
-        self.source = LoopLiveness(self.functions, aliases, fixed).run(self.function, frame.f_lineno)
+        self.source = LoopLiveness(self.functions, aliases, fixed).run(
+            self.function, frame.f_lineno
+        )
         if self.source is None:
             return
         # `helper.factor` reads a global of a module that a function of that module assigns.
-        imported = [value for value in {**frame.f_globals, **names}.values() if isinstance(value, types.ModuleType)]
-        attributes_of_modules = {name for module in imported if module in self.modules for name in vars(module)}
-        read = {f"global:{name}" for name in attributes_of_modules if f".{name}" in self.source.live}
+        imported = [
+            value
+            for value in {**frame.f_globals, **names}.values()
+            if isinstance(value, types.ModuleType)
+        ]
+        attributes_of_modules = {
+            name for module in imported if module in self.modules for name in vars(module)
+        }
+        read = {
+            f"global:{name}" for name in attributes_of_modules if f".{name}" in self.source.live
+        }
         self.of_modules = (read & self.source.assigned) - self.source.live
         self.source.live.update(self.of_modules)
         self.called = {function.name for function in self.source.reached}
-        self.files = files_read_and_written([path.loop, *(f.node for f in self.source.reached if f.node)])
+        self.files = files_read_and_written(
+            [path.loop, *(f.node for f in self.source.reached if f.node)]
+        )
         self.updates = updating_calls(path.loop)
         self.slots = self._slots(names)
         self.looks = 1
 
-    def _names_of_values(self, names: dict[str, Any], function: UserFunction) -> tuple[dict[str, str], set[str]]:
+    def _names_of_values(
+        self, names: dict[str, Any], function: UserFunction
+    ) -> tuple[dict[str, str], set[str]]:
         """Return the functions that variables hold, and the variables that hold what checkpoints have."""
         aliases, fixed = dict[str, str](), set[str]()
-        outside = next((vars(module) for module in self.modules if file_of(module) == function.file), {})
-        known = {f"global:{name}": value for name, value in outside.items() if not name.startswith("__")}
+        outside = next(
+            (vars(module) for module in self.modules if file_of(module) == function.file), {}
+        )
+        known = {
+            f"global:{name}": value for name, value in outside.items() if not name.startswith("__")
+        }
         known |= {function.variable(name): value for name, value in names.items()}
         for key, value in known.items():
             target = value.__func__ if isinstance(value, types.MethodType) else value
-            if isinstance(target, types.FunctionType) and not key.endswith(f":{target.__code__.co_name}"):
+            if isinstance(target, types.FunctionType) and not key.endswith(
+                f":{target.__code__.co_name}"
+            ):
                 aliases[key] = target.__code__.co_name
             if self._is_held(value):
                 fixed.add(key)
             elif is_plain_object(value, self.module_names):
-                fixed |= {f".{attribute}" for attribute, item in attributes(value) if self._is_held(item)}
+                fixed |= {
+                    f".{attribute}" for attribute, item in attributes(value) if self._is_held(item)
+                }
         return aliases, fixed
 
     def _is_held(self, value: Any) -> bool:
         if isinstance(value, torch.amp.GradScaler) and not value.is_enabled():
             return True  # it has no state
         module = type(value).__module__
-        return id(value) in self.skipped or (isinstance(module, str) and module.partition(".")[0] == "lockstep")
+        return id(value) in self.skipped or (
+            isinstance(module, str) and module.partition(".")[0] == "lockstep"
+        )
 
     def _look(self, saves: bool) -> None:
         frame = user_frame(self.code)
@@ -158,7 +191,11 @@ class UnsavedVariables:
         names = locals_of(frame)
         now = self._slots(names)
         self.looks += 1
-        self.found |= {path: self._describe(path, slot) for path, slot in now.items() if self._has_changed(path, slot)}
+        self.found |= {
+            path: self._describe(path, slot)
+            for path, slot in now.items()
+            if self._has_changed(path, slot)
+        }
         self.slots = now
         if self.looks >= LOOKS_AT_FIRST or saves:
             self.found |= self._from_source(names, now)
@@ -177,10 +214,14 @@ class UnsavedVariables:
         if kind == "called":
             return name in self.called
         if slot.variable == ".environ":
-            return bool({".environ", ".getenv", "global:environ", "global:getenv"} & self.source.live)
+            return bool(
+                {".environ", ".getenv", "global:environ", "global:getenv"} & self.source.live
+            )
         if slot.variable in self.source.live:
             return slot.variable.removeprefix(".") not in self.functions.memos
-        unknown = slot.variable.startswith(".") and slot.variable[1:] not in self.functions.attributes
+        unknown = (
+            slot.variable.startswith(".") and slot.variable[1:] not in self.functions.attributes
+        )
         return unknown and slot.root in self.source.live
 
     def _from_source(self, names: dict[str, Any], now: dict[str, ComparedValue]) -> dict[str, str]:
@@ -189,7 +230,9 @@ class UnsavedVariables:
         found, paths = {}, {slot.variable: path for path, slot in reversed(now.items())}
         walked = {slot.root for slot in now.values() if slot.variable.startswith(".")}
         for key, change in self.source.changes.items():
-            if key.removeprefix(".") in self.functions.memos or (key in walked and "assign" not in change.kinds):
+            if key.removeprefix(".") in self.functions.memos or (
+                key in walked and "assign" not in change.kinds
+            ):
                 continue  # the attributes of an object tell more
             root, _, attribute = change.label.partition(".")
             path = change.label
@@ -203,12 +246,18 @@ class UnsavedVariables:
         for name, value in names.items():
             key = self.function.variable(name)
             if key in self.source.live and has_position(value) and not self._is_known(value):
-                found.setdefault(name, self._describe(name, ComparedValue(key, key, kind_of(value), 0, False, False)))
+                found.setdefault(
+                    name,
+                    self._describe(name, ComparedValue(key, key, kind_of(value), 0, False, False)),
+                )
         for path, line in self.updates.items():
             value = value_at(path, names)
             if has_state_dict(value) and not self._is_known(value):
                 found.setdefault(path, self._text(path, kind_of(value), self.function.file, line))
-        return found | {f"file {line}": f"a file that the loop writes and reads (line {line})" for line in self.files}
+        return found | {
+            f"file {line}": f"a file that the loop writes and reads (line {line})"
+            for line in self.files
+        }
 
     def _value_of(self, key: str, name: str, names: dict[str, Any]) -> Any:
         assert self.function is not None
@@ -246,7 +295,11 @@ class UnsavedVariables:
     # Values.
 
     def _slots(self, names: dict[str, Any]) -> dict[str, ComparedValue]:
-        look = Look(self.skipped, lambda kind: kind.__module__ in self.module_names and not is_opaque(kind), SECONDS_OF_A_LOOK)
+        look = Look(
+            self.skipped,
+            lambda kind: kind.__module__ in self.module_names and not is_opaque(kind),
+            SECONDS_OF_A_LOOK,
+        )
         slots: dict[str, ComparedValue] = {}
         try:
             for path, root, value in self._roots(names):
@@ -287,11 +340,15 @@ class UnsavedVariables:
             elif self._is_compared(name, f"global:{name}", value):
                 yield path, f"global:{name}", value
 
-    def _roots_of_function(self, path: str, value: types.FunctionType) -> Iterator[tuple[str, str, Any]]:
+    def _roots_of_function(
+        self, path: str, value: types.FunctionType
+    ) -> Iterator[tuple[str, str, Any]]:
         """Yield what a function of the user's program keeps between its calls."""
         assert self.source is not None
         code = value.__code__
-        function = self.functions.by_line.get((os.path.abspath(code.co_filename), code.co_firstlineno))
+        function = self.functions.by_line.get(
+            (os.path.abspath(code.co_filename), code.co_firstlineno)
+        )
         if function is None:
             return
         for name, item in list(value.__dict__.items()):
@@ -306,20 +363,39 @@ class UnsavedVariables:
     def _is_compared(self, name: str, key: str, value: Any) -> bool:
         """Return whether values tell more than the source, which knows each change of a plain variable."""
         assert self.source is not None
-        if name.startswith("__") or isinstance(value, type | types.ModuleType) or type(value).__module__ == "typing":
+        if (
+            name.startswith("__")
+            or isinstance(value, type | types.ModuleType)
+            or type(value).__module__ == "typing"
+        ):
             return False
         by_source = key in self.source.assigned - self.of_modules and not isinstance(value, TRAINED)
-        return not by_source or (key in self.source.live and is_plain_object(value, self.module_names))
+        return not by_source or (
+            key in self.source.live and is_plain_object(value, self.module_names)
+        )
 
 
 def slots_of(look: Look, path: str, root: str, value: Any) -> Iterator[tuple[str, ComparedValue]]:
     """Yield (path, slot) of a value, or of each attribute of an object of a user's class."""
     if isinstance(value, TRAINED) and id(value) not in look.skipped:
         tensors = [*value.parameters(), *value.buffers()] if isinstance(value, nn.Module) else value
-        yield path, ComparedValue(root, root, kind_of(value), look.fingerprint(tensors), False, True)
+        yield (
+            path,
+            ComparedValue(root, root, kind_of(value), look.fingerprint(tensors), False, True),
+        )
     if look.is_object(value):
         for slot_path, attribute, kind, item in look.attributes(path, value):
-            yield slot_path, ComparedValue(f".{attribute}", root, kind, look.fingerprint(item), is_empty(item), isinstance(item, TRAINED))
+            yield (
+                slot_path,
+                ComparedValue(
+                    f".{attribute}",
+                    root,
+                    kind,
+                    look.fingerprint(item),
+                    is_empty(item),
+                    isinstance(item, TRAINED),
+                ),
+            )
     elif not isinstance(value, TRAINED):
         kind = "" if is_simple(value) or type(value) in (list, dict, set, tuple) else kind_of(value)
         yield path, ComparedValue(root, root, kind, look.fingerprint(value), is_empty(value), False)
@@ -328,7 +404,11 @@ def slots_of(look: Look, path: str, root: str, value: Any) -> Iterator[tuple[str
 def updating_calls(loop: ast.AST) -> dict[str, int]:
     """Return {path: line} of the objects whose state a loop updates, though perhaps in a late step only."""
     calls = [node.func for node in ast.walk(loop) if isinstance(node, ast.Call)]
-    return {ast.unparse(call.value): call.lineno for call in calls if isinstance(call, ast.Attribute) and call.attr in UPDATES}
+    return {
+        ast.unparse(call.value): call.lineno
+        for call in calls
+        if isinstance(call, ast.Attribute) and call.attr in UPDATES
+    }
 
 
 def has_state_dict(value: Any) -> bool:
@@ -352,7 +432,11 @@ def is_empty(value: Any) -> bool:
 def roots_of_class(path: str, kind: type) -> Iterator[tuple[str, str, Any]]:
     """Yield the attributes that the objects of a class of the user's share."""
     for name, value in list(vars(kind).items()):
-        is_code = callable(value) or hasattr(type(value), "__get__") or isinstance(value, types.ModuleType)
+        is_code = (
+            callable(value)
+            or hasattr(type(value), "__get__")
+            or isinstance(value, types.ModuleType)
+        )
         if not name.startswith("__") and not is_code:
             yield f"{path}.{name}", f".{name}", value
 
@@ -392,12 +476,20 @@ def held_ids(held: Iterable[Any]) -> set[int]:
     pending = list(held)
     while pending:
         value = pending.pop()
-        if id(value) in ids or is_simple(value) or isinstance(value, type | types.ModuleType | types.FunctionType):
+        if (
+            id(value) in ids
+            or is_simple(value)
+            or isinstance(value, type | types.ModuleType | types.FunctionType)
+        ):
             continue
         if not isinstance(value, tuple):  # equal constant tuples are one object
             ids.add(id(value))
         if isinstance(value, nn.Module):
-            pending += [*value.children(), *value.parameters(recurse=False), *value.buffers(recurse=False)]
+            pending += [
+                *value.children(),
+                *value.parameters(recurse=False),
+                *value.buffers(recurse=False),
+            ]
         elif isinstance(value, dict):
             pending += dict.values(value)
         elif isinstance(value, list | tuple | set | collections.deque):
@@ -410,7 +502,9 @@ def held_ids(held: Iterable[Any]) -> set[int]:
 def is_plain_object(value: Any, modules: set[str]) -> bool:
     """Return whether the attributes of a value are compared one by one."""
     kind = type(value)
-    return kind is types.SimpleNamespace or (kind.__module__ in modules and hasattr(value, "__dict__") and not isinstance(value, type))
+    return kind is types.SimpleNamespace or (
+        kind.__module__ in modules and hasattr(value, "__dict__") and not isinstance(value, type)
+    )
 
 
 def is_simple(value: Any) -> bool:
@@ -424,11 +518,17 @@ def first_change(functions: UserFunctions, loop: UserFunction, variable: str) ->
     for function in {id(f): f for f in functions.by_line.values()}.values():
         for node in own_nodes(function.body):
             is_attribute = isinstance(node, ast.Attribute) and variable == f".{node.attr}"
-            if is_attribute or (isinstance(node, ast.Name) and node.id == name and function.variable(name) == variable):
+            if is_attribute or (
+                isinstance(node, ast.Name)
+                and node.id == name
+                and function.variable(name) == variable
+            ):
                 assert isinstance(node, ast.Name | ast.Attribute)
                 outside = function.name in ("__init__", "<module>") and function is not loop
                 changes = isinstance(node.ctx, ast.Store)
-                ranked.append(((outside, not changes, function is not loop), node.lineno, function.file))
+                ranked.append(
+                    ((outside, not changes, function is not loop), node.lineno, function.file)
+                )
     if variable.startswith("called:"):
         found = functions.by_name.get(name, [])
         return (found[0].file, found[0].node.lineno) if found and found[0].node else ("", 0)

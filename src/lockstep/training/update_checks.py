@@ -13,7 +13,9 @@ from torch import nn
 from lockstep.errors import UsageError
 
 
-def refuse_closure(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def refuse_closure(
+    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
     """UsageError for `optimizer.step(closure)`, given the arguments of a hook before the step."""
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if closure is not None:
@@ -25,7 +27,10 @@ def refuse_closure(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwar
 
 
 @contextmanager
-def scaler_watch(optimizers: Sequence[torch.optim.Optimizer], get_scaler: Callable[[], torch.amp.GradScaler | None]) -> Iterator[None]:
+def scaler_watch(
+    optimizers: Sequence[torch.optim.Optimizer],
+    get_scaler: Callable[[], torch.amp.GradScaler | None],
+) -> Iterator[None]:
     """Refuse, while entered, updates by another GradScaler than the one that backward has received:
     the loss that it scaled would be recorded with its scale.
 
@@ -77,7 +82,9 @@ def names_by_memory(modules: Mapping[str, nn.Module]) -> set[tuple[str, ...]]:
     return {tuple(together) for together in names.values() if len(together) > 1}
 
 
-def refuse_new_memory(before: set[tuple[str, ...]], modules: Mapping[str, nn.Module], step: int) -> None:
+def refuse_new_memory(
+    before: set[tuple[str, ...]], modules: Mapping[str, nn.Module], step: int
+) -> None:
     """UsageError: other parameters share memory than before the loop."""
     now = names_by_memory(modules)
     if changed := sorted(now ^ before):

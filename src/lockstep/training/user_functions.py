@@ -44,7 +44,9 @@ class UserFunction:
 
     def is_value_of(self, variable: str) -> bool:
         """Return whether a variable of this function's name may hold it: not one of another function."""
-        return variable.startswith("global:") or (self.parent is not None and variable == f"{self.parent.key}:{self.name}")
+        return variable.startswith("global:") or (
+            self.parent is not None and variable == f"{self.parent.key}:{self.name}"
+        )
 
     @cached_property
     def is_property(self) -> bool:
@@ -77,16 +79,28 @@ class UserFunctions:
             self.attributes |= {node.attr for node in named}
             self.memos |= set(_memos(tree))
 
-    def _add_functions(self, body: list[ast.stmt], parent: UserFunction, owner: ast.ClassDef | None = None) -> None:
+    def _add_functions(
+        self, body: list[ast.stmt], parent: UserFunction, owner: ast.ClassDef | None = None
+    ) -> None:
         for node in own_nodes(body):
             if isinstance(node, Function):
                 self._add(node, parent, owner)
             elif isinstance(node, ast.ClassDef):
                 self._add_functions(node.body, parent, node)
-                self.classes[node.name] += [f for f in self.by_name["__init__"] if f.node in node.body]
+                self.classes[node.name] += [
+                    f for f in self.by_name["__init__"] if f.node in node.body
+                ]
 
     def _add(self, node: Function, parent: UserFunction, owner: ast.ClassDef | None) -> None:
-        function = UserFunction(f"{parent.file}:{node.lineno}", node.name, parent.file, node.body, node, parent, owner is not None)
+        function = UserFunction(
+            f"{parent.file}:{node.lineno}",
+            node.name,
+            parent.file,
+            node.body,
+            node,
+            parent,
+            owner is not None,
+        )
         function.has_base = owner is not None and bool(owner.bases)
         function.modules = parent.modules
         arguments = node.args
@@ -102,10 +116,16 @@ class UserFunctions:
 def _memos(tree: ast.Module) -> Iterator[str]:
     """Yield X of `if i not in self.X: self.X[i] = ...` in classes of data sets."""
     for owner in ast.walk(tree):
-        if not isinstance(owner, ast.ClassDef) or not any(getattr(item, "name", "") == "__getitem__" for item in owner.body):
+        if not isinstance(owner, ast.ClassDef) or not any(
+            getattr(item, "name", "") == "__getitem__" for item in owner.body
+        ):
             continue
         for node in ast.walk(owner):
-            if isinstance(node, ast.If) and isinstance(node.test, ast.Compare) and isinstance(node.test.ops[0], ast.NotIn):
+            if (
+                isinstance(node, ast.If)
+                and isinstance(node.test, ast.Compare)
+                and isinstance(node.test.ops[0], ast.NotIn)
+            ):
                 cache = node.test.comparators[0]
                 if isinstance(cache, ast.Attribute):
                     yield cache.attr

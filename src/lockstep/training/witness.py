@@ -38,7 +38,12 @@ class FirstMicroBatch:
         """ValueError, KeyError or TypeError for other values than those of `asdict`."""
         tensor, pipeline = values["slices"]
         gradient = None if values["gradient"] is None else int(values["gradient"])
-        return cls(int(values["number"]), str(float(values["loss"])), gradient, (int(tensor), int(pipeline)))
+        return cls(
+            int(values["number"]),
+            str(float(values["loss"])),
+            gradient,
+            (int(tensor), int(pipeline)),
+        )
 
 
 def describe_difference(saved: FirstMicroBatch, now: FirstMicroBatch) -> str:

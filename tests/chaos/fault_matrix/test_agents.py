@@ -32,7 +32,9 @@ OTHER_KERNELS = ("env", "ATEN_CPU_CAPABILITY=default")  # computes different bit
 
 
 @long
-def test_row_12_agent_killed_the_next_one_adopts_its_workers(start_training: StartTraining, reference: Reference) -> None:
+def test_row_12_agent_killed_the_next_one_adopts_its_workers(
+    start_training: StartTraining, reference: Reference
+) -> None:
     # With --min 3 the run cannot end before the new agent's fork server has imported everything.
     training = start_training(steps=60, words=("--min", "3"))
     training.wait_for_step(8)
@@ -41,7 +43,9 @@ def test_row_12_agent_killed_the_next_one_adopts_its_workers(start_training: Sta
     training.agents.clear()
     train_steps(training, 5)
     training.start_agent()
-    adopted_s = training.wait(lambda: len(training.events("worker taken over")) == 3, what="the adoption")
+    adopted_s = training.wait(
+        lambda: len(training.events("worker taken over")) == 3, what="the adoption"
+    )
     assert training.newest == before and adopted_s < BACK_WITHIN_S
     training.kill(training.member(1))
     print_seconds(adopted=adopted_s, whole=training.wait_until_whole(before))
@@ -72,7 +76,9 @@ def test_agent_with_another_command_does_not_adopt_the_workers(
 
 
 @long
-@pytest.mark.parametrize("host", [pytest.param(0, id="13-of the leader's host"), pytest.param(None, id="14-all")])
+@pytest.mark.parametrize(
+    "host", [pytest.param(0, id="13-of the leader's host"), pytest.param(None, id="14-all")]
+)
 def test_agents_of_several_hosts_killed_the_next_ones_adopt(
     start_training: StartTraining, reference: Reference, network: Network, host: int | None
 ) -> None:
@@ -85,7 +91,9 @@ def test_agents_of_several_hosts_killed_the_next_ones_adopt(
     train_steps(training, 5)
     for each in killed:
         training.start_agent(each)
-    training.wait(lambda: len(training.events("worker taken over")) == len(killed), what="the adoption")
+    training.wait(
+        lambda: len(training.events("worker taken over")) == len(killed), what="the adoption"
+    )
     assert training.newest == before
     training.assert_same_bits(reference(60))
 
@@ -99,7 +107,11 @@ def test_agents_of_several_hosts_killed_the_next_ones_adopt(
     ],
 )
 def test_lost_host_the_survivors_train_on_until_it_returns(
-    start_training: StartTraining, reference: Reference, network: Network, number: int, away_s: float
+    start_training: StartTraining,
+    reference: Reference,
+    network: Network,
+    number: int,
+    away_s: float,
 ) -> None:
     steps = 600 if away_s > 10 else 120
     training = start_training(network.hosts, workers=1, steps=steps)
@@ -119,7 +131,9 @@ def test_lost_host_the_survivors_train_on_until_it_returns(
 
 
 @long
-def test_row_18_fork_server_and_a_worker_killed_the_worker_is_replaced(start_training: StartTraining, reference: Reference) -> None:
+def test_row_18_fork_server_and_a_worker_killed_the_worker_is_replaced(
+    start_training: StartTraining, reference: Reference
+) -> None:
     training = start_training(steps=100)
     training.wait_for_step(8)
     before = training.newest
@@ -130,7 +144,9 @@ def test_row_18_fork_server_and_a_worker_killed_the_worker_is_replaced(start_tra
 
 
 @long
-def test_row_20_stopped_agent_follows_the_run_after_sigcont(start_training: StartTraining, reference: Reference) -> None:
+def test_row_20_stopped_agent_follows_the_run_after_sigcont(
+    start_training: StartTraining, reference: Reference
+) -> None:
     training = start_training(steps=120)
     training.wait_for_step(8)
     before = training.newest
@@ -144,18 +160,24 @@ def test_row_20_stopped_agent_follows_the_run_after_sigcont(start_training: Star
 
 
 @long
-def test_row_33_second_start_of_a_running_run_is_refused(start_training: StartTraining, reference: Reference) -> None:
+def test_row_33_second_start_of_a_running_run_is_refused(
+    start_training: StartTraining, reference: Reference
+) -> None:
     training = start_training(steps=60)
     training.wait_for_step(5)
     first_agent = training.agents.pop("here")
     training.start_agent()
-    assert training.end() == {"here": 2} and training.wrote("another training is already running in run")
+    assert training.end() == {"here": 2} and training.wrote(
+        "another training is already running in run"
+    )
     training.agents["here"] = first_agent
     training.assert_same_bits(reference(60))
 
 
 @long
-def test_row_34_files_of_a_dead_run_are_ignored(start_training: StartTraining, reference: Reference) -> None:
+def test_row_34_files_of_a_dead_run_are_ignored(
+    start_training: StartTraining, reference: Reference
+) -> None:
     training = start_training()
     training.wait_for_step(14)
     before = training.newest
@@ -167,9 +189,13 @@ def test_row_34_files_of_a_dead_run_are_ignored(start_training: StartTraining, r
 
 
 @long
-def test_row_35_run_grows_from_one_worker_to_four_and_shrinks_to_one(start_training: StartTraining, reference: Reference) -> None:
+def test_row_35_run_grows_from_one_worker_to_four_and_shrinks_to_one(
+    start_training: StartTraining, reference: Reference
+) -> None:
     hosts, start_s = [Host(name) for name in "abcd"], time.monotonic()
-    training = start_training(hosts, workers=1, steps=400, start=hosts[:1], values={"elastic__rendezvous_timeout_s": 0.1})
+    training = start_training(
+        hosts, workers=1, steps=400, start=hosts[:1], values={"elastic__rendezvous_timeout_s": 0.1}
+    )
     training.wait_for_step(5)
     for size, host in enumerate(hosts[1:], 2):
         before = training.newest
@@ -179,20 +205,31 @@ def test_row_35_run_grows_from_one_worker_to_four_and_shrinks_to_one(start_train
         before = training.newest
         training.kill_agent(host, signal.SIGUSR1)
         training.wait_until_back(before, size)
-    sizes, steps = zip(*((len(record.members), record.step) for record in training.generations), strict=True)
+    sizes, steps = zip(
+        *((len(record.members), record.step) for record in training.generations), strict=True
+    )
     assert sizes == (1, 2, 3, 4, 3, 2, 1) and list(steps) == sorted(steps)
     training.assert_same_bits(reference(400))
     wall_s, goodput = time.monotonic() - start_s, training.events("goodput")[-1]
-    assert 0.5 * wall_s < goodput["wall_s"] < wall_s, "the last worker to join reports the goodput of the whole run"
-    categories_s = sum(seconds for name, seconds in goodput.items() if name.endswith("_s") and name != "wall_s")
+    assert 0.5 * wall_s < goodput["wall_s"] < wall_s, (
+        "the last worker to join reports the goodput of the whole run"
+    )
+    categories_s = sum(
+        seconds for name, seconds in goodput.items() if name.endswith("_s") and name != "wall_s"
+    )
     assert categories_s == pytest.approx(goodput["wall_s"])
 
 
 @long
-def test_row_35_standby_worker_has_its_model_when_it_joins(start_training: StartTraining, reference: Reference) -> None:
+def test_row_35_standby_worker_has_its_model_when_it_joins(
+    start_training: StartTraining, reference: Reference
+) -> None:
     hosts = [Host(name) for name in "abc"]
     training = start_training(hosts, workers=1, steps=120, words=("--max", "2"))
-    training.wait(lambda: len(list((training.run / "waiting").glob("c-*.json"))) == 1 and training.step >= 10, what="the standby worker")
+    training.wait(
+        lambda: len(list((training.run / "waiting").glob("c-*.json"))) == 1 and training.step >= 10,
+        what="the standby worker",
+    )
     before = training.newest
     training.kill(before.members[1])
     print_seconds(back=training.wait_until_back(before, 2))
@@ -201,9 +238,13 @@ def test_row_35_standby_worker_has_its_model_when_it_joins(start_training: Start
 
 
 @long
-def test_row_36_joiner_that_computes_other_bits_is_refused(start_training: StartTraining, reference: Reference) -> None:
+def test_row_36_joiner_that_computes_other_bits_is_refused(
+    start_training: StartTraining, reference: Reference
+) -> None:
     hosts = [Host("a"), Host("b", enter=OTHER_KERNELS)]
-    training = start_training(hosts, workers=1, steps=120, start=hosts[:1], values={"elastic__rendezvous_timeout_s": 0.1})
+    training = start_training(
+        hosts, workers=1, steps=120, start=hosts[:1], values={"elastic__rendezvous_timeout_s": 0.1}
+    )
     training.wait_for_step(5)
     before = training.newest
     training.start_agent(hosts[1])
@@ -213,9 +254,13 @@ def test_row_36_joiner_that_computes_other_bits_is_refused(start_training: Start
 
 
 @long
-def test_row_36_joiner_with_another_number_of_steps_is_refused(start_training: StartTraining, reference: Reference) -> None:
+def test_row_36_joiner_with_another_number_of_steps_is_refused(
+    start_training: StartTraining, reference: Reference
+) -> None:
     hosts = [Host("a"), Host("b")]
-    training = start_training(hosts, workers=1, steps=120, start=hosts[:1], values={"elastic__rendezvous_timeout_s": 0.1})
+    training = start_training(
+        hosts, workers=1, steps=120, start=hosts[:1], values={"elastic__rendezvous_timeout_s": 0.1}
+    )
     training.wait_for_step(5)
     before = training.newest
     refused = start_other_command(training, hosts[1], steps=60)
@@ -225,7 +270,9 @@ def test_row_36_joiner_with_another_number_of_steps_is_refused(start_training: S
 
 
 @long
-def test_row_36_standby_worker_that_computes_other_bits_is_refused(start_training: StartTraining, reference: Reference) -> None:
+def test_row_36_standby_worker_that_computes_other_bits_is_refused(
+    start_training: StartTraining, reference: Reference
+) -> None:
     hosts = [Host("a"), Host("b"), Host("c", enter=OTHER_KERNELS)]
     training = start_training(hosts, workers=1, steps=60, words=("--max", "2"))
     training.wait_for_step(5)
@@ -237,14 +284,20 @@ def test_row_36_standby_worker_that_computes_other_bits_is_refused(start_trainin
 
 
 @long
-def test_row_36_joiner_with_other_flags_of_the_users_loop_is_refused(start_training: StartTraining) -> None:
+def test_row_36_joiner_with_other_flags_of_the_users_loop_is_refused(
+    start_training: StartTraining,
+) -> None:
     hosts = [Host("a"), Host("b")]
     training = start_training(hosts, workers=1, steps=5000, script=HANGING_LOOP)
     training.wait_for_step(20)
     before = training.newest
     training.kill_host(hosts[1])
     training.wait_until_back(before, 1)
-    wait_for_refusal(training, start_other_command(training, hosts[1], steps=60), "--steps is '60' there and '5000' here")
+    wait_for_refusal(
+        training,
+        start_other_command(training, hosts[1], steps=60),
+        "--steps is '60' there and '5000' here",
+    )
     training.agents.pop("b", None)
     training.stop()
     assert set(training.end().values()) == {75}

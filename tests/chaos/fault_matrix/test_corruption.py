@@ -15,7 +15,10 @@ SUPPORT = ROOT / "tests" / "support"
 
 
 @long
-@pytest.mark.parametrize("step", [pytest.param(20, id="37-before a save"), pytest.param(30, id="37-before the last save")])
+@pytest.mark.parametrize(
+    "step",
+    [pytest.param(20, id="37-before a save"), pytest.param(30, id="37-before the last save")],
+)
 def test_bit_flipped_on_the_leader_before_it_saves_is_in_no_checkpoint(
     start_training: StartTraining, reference: Reference, step: int
 ) -> None:
@@ -23,7 +26,9 @@ def test_bit_flipped_on_the_leader_before_it_saves_is_in_no_checkpoint(
     training.wait_for_step(4)
     training.inject_fault(training.leader.slot, "flip", at="saving", step=step)
     training.assert_same_bits(reference(30))
-    assert training.wrote(rf"the weights or optimizer state of rank 0 .* differ before step {step + 1}")
+    assert training.wrote(
+        rf"the weights or optimizer state of rank 0 .* differ before step {step + 1}"
+    )
     assert digest_line(training.run, 20) == digest_line(reference(30).run, 20)
 
 
@@ -32,7 +37,11 @@ def test_bit_flipped_on_the_leader_before_it_saves_is_in_no_checkpoint(
 def test_row_37_with_verify_every_10_all_restart_from_a_verified_checkpoint(
     start_training: StartTraining, reference: Reference, workers: int
 ) -> None:
-    training = start_training(steps=60, workers=workers, values={"elastic__verify_every": 10, "checkpoint__every_steps": 5})
+    training = start_training(
+        steps=60,
+        workers=workers,
+        values={"elastic__verify_every": 10, "checkpoint__every_steps": 5},
+    )
     training.wait_for_step(8)
     training.inject_fault(1, "flip", at="forward", step=32)
     training.assert_same_bits(reference(60))
@@ -41,18 +50,24 @@ def test_row_37_with_verify_every_10_all_restart_from_a_verified_checkpoint(
 
 def assert_equal_to_one_worker(tmp_path: Path, script: str) -> None:
     """Assert that checkpoint 100 equals that of an undisturbed run on one worker."""
-    run_lockstep("train", script, "--workers", 1, "--out", "alone", "--steps", 100, cwd=tmp_path, check=True)
+    run_lockstep(
+        "train", script, "--workers", 1, "--out", "alone", "--steps", 100, cwd=tmp_path, check=True
+    )
     assert digest_line(tmp_path / "run", 100) == digest_line(tmp_path / "alone", 100)
 
 
 @long
-def test_row_37_leader_that_misses_the_verdict_trusts_no_state(start_training: StartTraining, tmp_path: Path) -> None:
+def test_row_37_leader_that_misses_the_verdict_trusts_no_state(
+    start_training: StartTraining, tmp_path: Path
+) -> None:
     script = f"{SUPPORT / 'late_verdict_loop.py'}:train"
     training = start_training(steps=100, workers=2, script=script)
     training.wait_for_step(8)
     training.inject_fault(training.leader.slot, "flip", at="forward", step=70)
     assert training.end() == {"here": 0}, training.report()
-    assert training.wrote("none is in the majority") and training.wrote(r"the weights.* of here/[02]/\w+ were wrong")
+    assert training.wrote("none is in the majority") and training.wrote(
+        r"the weights.* of here/[02]/\w+ were wrong"
+    )
     assert training.wrote("resumes from step 50")
     assert_equal_to_one_worker(tmp_path, script)
 
@@ -80,6 +95,8 @@ def test_bit_flipped_by_a_source_of_a_state_transfer_is_found(
         assert training.wrote("here/2: its weights or optimizer state differ before step [5-9]")
         assert not training.wrote("resumes from step 50")
     else:
-        assert training.wrote("none is in the majority") and training.wrote(r"the weights.* of here/[02]/\w+ were wrong")
+        assert training.wrote("none is in the majority") and training.wrote(
+            r"the weights.* of here/[02]/\w+ were wrong"
+        )
         assert training.wrote("resumes from step 50")
     assert_equal_to_one_worker(tmp_path, script)

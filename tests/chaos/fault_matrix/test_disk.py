@@ -10,7 +10,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from support.fault_matrix import BACK_WITHIN_S, STEPS, Reference, StartTraining, print_seconds, print_steps
+from support.fault_matrix import (
+    BACK_WITHIN_S,
+    STEPS,
+    Reference,
+    StartTraining,
+    print_seconds,
+    print_steps,
+)
 from support.faults import empty_folder_over, frozen, mounted_disk
 
 long = pytest.mark.long
@@ -24,7 +31,13 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @long
-@pytest.mark.parametrize("folder", [pytest.param("run/generations", id="32-the log"), pytest.param("run", id="32-the whole run folder")])
+@pytest.mark.parametrize(
+    "folder",
+    [
+        pytest.param("run/generations", id="32-the log"),
+        pytest.param("run", id="32-the whole run folder"),
+    ],
+)
 def test_training_continues_while_the_run_folder_is_unreachable(
     start_training: StartTraining, reference: Reference, tmp_path: Path, folder: str
 ) -> None:
@@ -39,7 +52,9 @@ def test_training_continues_while_the_run_folder_is_unreachable(
 
 
 @long
-def test_row_41_committer_killed_during_a_save(start_training: StartTraining, reference: Reference) -> None:
+def test_row_41_committer_killed_during_a_save(
+    start_training: StartTraining, reference: Reference
+) -> None:
     training = start_training()
     training.wait_for_step(8)
     before = training.newest
@@ -51,7 +66,9 @@ def test_row_41_committer_killed_during_a_save(start_training: StartTraining, re
 
 
 @long
-def test_row_53_no_line_is_lost_while_the_metrics_cannot_be_written(start_training: StartTraining, reference: Reference) -> None:
+def test_row_53_no_line_is_lost_while_the_metrics_cannot_be_written(
+    start_training: StartTraining, reference: Reference
+) -> None:
     training = start_training(steps=60, values={"track__tensorboard": True})
     training.wait_for_step(8)
     metrics, elsewhere = training.run / "metrics.jsonl", training.run / "elsewhere.jsonl"
@@ -83,10 +100,18 @@ def test_replacement_waits_for_the_run_folder_and_writes_nothing_elsewhere(
         training.kill(next(member for member in before.members if member.slot == slot))
         time.sleep(5)  # longer than three attempts to start would take
         assert all(agent.poll() is None for agent in training.agents.values())
-        written = {path.name for path in training.run.iterdir()} & {"token", "generations", "waiting", "checkpoints", "logs"}
+        written = {path.name for path in training.run.iterdir()} & {
+            "token",
+            "generations",
+            "waiting",
+            "checkpoints",
+            "logs",
+        }
         assert not written
     print_seconds(whole=training.wait_until_whole(before))
-    assert [record.number for record in training.generations] == list(range(1, training.newest.number + 1))
+    assert [record.number for record in training.generations] == list(
+        range(1, training.newest.number + 1)
+    )
     assert survivors < {member.id for member in training.newest.members}
     assert training.log.read(before.number).token == before.token
     training.assert_same_bits(reference(120))
@@ -97,7 +122,9 @@ def test_replacement_waits_for_the_run_folder_and_writes_nothing_elsewhere(
 
 
 @long
-def test_row_57_agent_started_over_an_empty_folder_exits_and_names_it(start_training: StartTraining, reference: Reference) -> None:
+def test_row_57_agent_started_over_an_empty_folder_exits_and_names_it(
+    start_training: StartTraining, reference: Reference
+) -> None:
     training = start_training(steps=120)
     training.wait_for_step(12)
     before = training.newest
@@ -105,7 +132,9 @@ def test_row_57_agent_started_over_an_empty_folder_exits_and_names_it(start_trai
     with empty_folder_over(training.run, writable=True):
         training.start_agent()
         assert training.end() == {"here": 2}
-        assert training.wrote("run is not the folder that the workers of here train in: it has no token")
+        assert training.wrote(
+            "run is not the folder that the workers of here train in: it has no token"
+        )
         assert not list(training.run.iterdir())
     training.start_agent()
     training.assert_same_bits(reference(120))
@@ -113,7 +142,9 @@ def test_row_57_agent_started_over_an_empty_folder_exits_and_names_it(start_trai
 
 
 @long
-@pytest.mark.parametrize("on_error", [pytest.param("continue", id="59-wait for it"), pytest.param("stop", id="59-exit")])
+@pytest.mark.parametrize(
+    "on_error", [pytest.param("continue", id="59-wait for it"), pytest.param("stop", id="59-exit")]
+)
 def test_run_that_ends_while_its_folder_is_unreachable_waits_or_exits_with_3(
     start_training: StartTraining, reference: Reference, on_error: str
 ) -> None:
@@ -125,7 +156,9 @@ def test_run_that_ends_while_its_folder_is_unreachable_waits_or_exits_with_3(
             assert training.wrote(r"SaveFailedError: the checkpoint of step \d+ was not saved")
             assert not (training.run / "generations").exists()
             return
-        training.wait(lambda: training.wrote("worker here/0 waits for it"), what="the end of the training")
+        training.wait(
+            lambda: training.wrote("worker here/0 waits for it"), what="the end of the training"
+        )
         assert not (training.run / "generations").exists()
     training.assert_same_bits(reference(STEPS))
 
@@ -133,9 +166,15 @@ def test_run_that_ends_while_its_folder_is_unreachable_waits_or_exits_with_3(
 @long
 @pytest.mark.parametrize(
     "killed",
-    [pytest.param((), id="60-no worker dies"), pytest.param((1,), id="60-a worker dies"), pytest.param((0,), id="60-the leader dies")],
+    [
+        pytest.param((), id="60-no worker dies"),
+        pytest.param((1,), id="60-a worker dies"),
+        pytest.param((0,), id="60-the leader dies"),
+    ],
 )
-def test_no_step_waits_for_a_frozen_disk(start_training: StartTraining, reference: Reference, disk: Path, killed: Sequence[int]) -> None:
+def test_no_step_waits_for_a_frozen_disk(
+    start_training: StartTraining, reference: Reference, disk: Path, killed: Sequence[int]
+) -> None:
     training = start_training(steps=300, values={"elastic__hang_timeout_s": 3.0})
     training.wait_for_step(12)
     before = training.newest
@@ -148,5 +187,7 @@ def test_no_step_waits_for_a_frozen_disk(start_training: StartTraining, referenc
     else:
         assert training.newest == before
     training.assert_same_bits(reference(300))
-    assert training.wrote(r"the save of step \d+ is skipped: the previous one is still being written")
+    assert training.wrote(
+        r"the save of step \d+ is skipped: the previous one is still being written"
+    )
     assert not training.events("hang") and not training.wrote("cannot be written")

@@ -10,14 +10,23 @@ import time
 from pathlib import Path
 
 import pytest
-from support.fault_matrix import BACK_WITHIN_S, STEPS, Reference, StartTraining, assert_back_in_time, print_seconds
+from support.fault_matrix import (
+    BACK_WITHIN_S,
+    STEPS,
+    Reference,
+    StartTraining,
+    assert_back_in_time,
+    print_seconds,
+)
 from support.hosts import Host, Network
 
 long = pytest.mark.long
 
 
 @long
-@pytest.mark.parametrize("seconds", [pytest.param(1.0, id="25-1 s"), pytest.param(5.0, id="25-5 s")])
+@pytest.mark.parametrize(
+    "seconds", [pytest.param(1.0, id="25-1 s"), pytest.param(5.0, id="25-5 s")]
+)
 def test_link_down_longer_than_the_heartbeat_timeout_changes_the_generation(
     start_training: StartTraining, reference: Reference, network: Network, seconds: float
 ) -> None:
@@ -35,7 +44,10 @@ def test_link_down_longer_than_the_heartbeat_timeout_changes_the_generation(
     training.assert_same_bits(reference(120))
 
 
-@pytest.mark.parametrize("number", [pytest.param(0, id="26-the leader", marks=long), pytest.param(1, id="26-another", marks=long)])
+@pytest.mark.parametrize(
+    "number",
+    [pytest.param(0, id="26-the leader", marks=long), pytest.param(1, id="26-another", marks=long)],
+)
 def test_one_host_of_three_cut_off_for_good_is_evicted(
     start_training: StartTraining, reference: Reference, network: Network, number: int
 ) -> None:
@@ -45,12 +57,16 @@ def test_one_host_of_three_cut_off_for_good_is_evicted(
     network.disconnect(lost)
     after = assert_back_in_time(training, before)
     assert after.step >= step
-    assert {member.host for member in after.members} == {host.name for host in network.hosts} - {lost.name}
+    assert {member.host for member in after.members} == {host.name for host in network.hosts} - {
+        lost.name
+    }
     training.assert_same_bits(reference(60))
 
 
 @long
-def test_row_26_of_two_hosts_cut_apart_exactly_one_continues(start_training: StartTraining, reference: Reference, network: Network) -> None:
+def test_row_26_of_two_hosts_cut_apart_exactly_one_continues(
+    start_training: StartTraining, reference: Reference, network: Network
+) -> None:
     hosts = network.hosts[:2]
     training = start_training(hosts, workers=1, steps=700)
     training.wait_for_step(8)
@@ -79,7 +95,9 @@ def test_row_27_packets_dropped_in_one_direction_evict_one_host(
 def test_row_28_of_two_workers_that_cannot_reach_each_other_one_is_evicted(
     start_training: StartTraining, reference: Reference, network: Network
 ) -> None:
-    training = start_training(network.hosts, workers=1, steps=60, values={"elastic__hang_timeout_s": 4.0})
+    training = start_training(
+        network.hosts, workers=1, steps=60, values={"elastic__hang_timeout_s": 4.0}
+    )
     training.wait_for_step(8)
     before, step, (_, b, c) = training.newest, training.step, network.hosts
     network.drop_packets(b, c)
@@ -107,7 +125,9 @@ def test_row_29_cut_off_host_joins_again_after_the_others_continued(
 
 
 @long
-def test_row_30_slow_network_evicts_no_worker(start_training: StartTraining, reference: Reference, network: Network) -> None:
+def test_row_30_slow_network_evicts_no_worker(
+    start_training: StartTraining, reference: Reference, network: Network
+) -> None:
     training = start_training(network.hosts, workers=1, steps=15)
     training.wait_for_step(3)
     before = training.newest
@@ -119,7 +139,9 @@ def test_row_30_slow_network_evicts_no_worker(start_training: StartTraining, ref
 
 
 @long
-@pytest.mark.parametrize("rank", [pytest.param(1, id="30-a worker"), pytest.param(0, id="30-the leader")])
+@pytest.mark.parametrize(
+    "rank", [pytest.param(1, id="30-a worker"), pytest.param(0, id="30-the leader")]
+)
 def test_worker_killed_while_a_bucket_is_in_flight_on_a_slow_network(
     start_training: StartTraining, reference: Reference, network: Network, rank: int
 ) -> None:
@@ -140,10 +162,19 @@ def test_worker_killed_while_a_bucket_is_in_flight_on_a_slow_network(
 
 
 @long
-@pytest.mark.parametrize("shift_s", [pytest.param(3600, id="31-ahead"), pytest.param(-3600, id="31-behind")])
-def test_clock_an_hour_off_has_no_effect(start_training: StartTraining, reference: Reference, tmp_path: Path, shift_s: int) -> None:
-    (tmp_path / "sitecustomize.py").write_text(f"import time\nright = time.time\ntime.time = lambda: right() + {shift_s}\n")
-    hosts = [Host("a"), Host("b", enter=("env", f"PYTHONPATH={tmp_path}:{os.environ.get('PYTHONPATH', '')}"))]
+@pytest.mark.parametrize(
+    "shift_s", [pytest.param(3600, id="31-ahead"), pytest.param(-3600, id="31-behind")]
+)
+def test_clock_an_hour_off_has_no_effect(
+    start_training: StartTraining, reference: Reference, tmp_path: Path, shift_s: int
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        f"import time\nright = time.time\ntime.time = lambda: right() + {shift_s}\n"
+    )
+    hosts = [
+        Host("a"),
+        Host("b", enter=("env", f"PYTHONPATH={tmp_path}:{os.environ.get('PYTHONPATH', '')}")),
+    ]
     training = start_training(hosts, workers=1)
     training.wait_for_step(12)
     before = training.newest

@@ -45,7 +45,9 @@ long = pytest.mark.long
         pytest.param({"at": "updating"}, id="4-in the update"),
     ],
 )
-def test_worker_killed_in_a_step_costs_at_most_that_step(start_training: StartTraining, reference: Reference, where: Any) -> None:
+def test_worker_killed_in_a_step_costs_at_most_that_step(
+    start_training: StartTraining, reference: Reference, where: Any
+) -> None:
     training = start_training()
     training.wait_for_step(8)
     before = training.newest
@@ -57,19 +59,31 @@ def test_worker_killed_in_a_step_costs_at_most_that_step(start_training: StartTr
     training.assert_same_bits(reference(STEPS))
 
 
-def test_row_5_leader_killed_loses_no_committed_step(start_training: StartTraining, reference: Reference) -> None:
+def test_row_5_leader_killed_loses_no_committed_step(
+    start_training: StartTraining, reference: Reference
+) -> None:
     training = start_training()
     training.wait_for_step(12)
     before, step = training.newest, training.step
     training.kill(training.leader)
     after = assert_back_in_time(training, before)
     print_seconds(whole=training.wait_until_whole(before))
-    assert after.step >= step and before.members[0].id not in {member.id for member in after.members}
+    assert after.step >= step and before.members[0].id not in {
+        member.id for member in after.members
+    }
     training.assert_same_bits(reference(STEPS))
 
 
-@pytest.mark.parametrize("after", [pytest.param(0, id="6-left the old group", marks=long), pytest.param(1, id="6-forming the new group")])
-def test_leader_killed_while_a_group_forms_delays_the_run_little(start_training: StartTraining, reference: Reference, after: int) -> None:
+@pytest.mark.parametrize(
+    "after",
+    [
+        pytest.param(0, id="6-left the old group", marks=long),
+        pytest.param(1, id="6-forming the new group"),
+    ],
+)
+def test_leader_killed_while_a_group_forms_delays_the_run_little(
+    start_training: StartTraining, reference: Reference, after: int
+) -> None:
     training = start_training()
     training.wait_for_step(8)
     before = training.newest
@@ -82,7 +96,9 @@ def test_leader_killed_while_a_group_forms_delays_the_run_little(start_training:
 
 
 @long
-def test_row_7_one_survivor_is_the_source_of_the_state(start_training: StartTraining, reference: Reference) -> None:
+def test_row_7_one_survivor_is_the_source_of_the_state(
+    start_training: StartTraining, reference: Reference
+) -> None:
     training = start_training()
     training.wait_for_step(12)
     before, step = training.newest, training.step
@@ -95,7 +111,9 @@ def test_row_7_one_survivor_is_the_source_of_the_state(start_training: StartTrai
     training.assert_same_bits(reference(STEPS))
 
 
-def test_row_8_all_workers_killed_restart_from_the_newest_checkpoint(start_training: StartTraining, reference: Reference) -> None:
+def test_row_8_all_workers_killed_restart_from_the_newest_checkpoint(
+    start_training: StartTraining, reference: Reference
+) -> None:
     """Before the first checkpoint and after it. The goodput counts every second, also the lost ones."""
     training = start_training(steps=60, values={"checkpoint__every_steps": 20})
     for step in (10, 30):
@@ -106,13 +124,19 @@ def test_row_8_all_workers_killed_restart_from_the_newest_checkpoint(start_train
     assert training.step >= 20
     training.assert_same_bits(reference(60))
     starts, saved = training.events("began"), {event["step"] for event in training.events("saved")}
-    assert [start["step"] for start in starts[:2]] == [0, 0] and starts[0]["generation"] == 1 < starts[1]["generation"]
+    assert [start["step"] for start in starts[:2]] == [0, 0] and starts[0][
+        "generation"
+    ] == 1 < starts[1]["generation"]
     assert starts[2]["step"] in saved
     first, goodput = training.events("worker started")[0], training.events("goodput")[-1]
-    wall_s = (datetime.fromisoformat(goodput["time"]) - datetime.fromisoformat(first["time"])).total_seconds()
+    wall_s = (
+        datetime.fromisoformat(goodput["time"]) - datetime.fromisoformat(first["time"])
+    ).total_seconds()
     assert goodput["wall_s"] == pytest.approx(wall_s, rel=0.01)
     assert goodput["lost_s"] > 0 and goodput["starting_s"] > 0
-    categories_s = sum(seconds for name, seconds in goodput.items() if name.endswith("_s") and name != "wall_s")
+    categories_s = sum(
+        seconds for name, seconds in goodput.items() if name.endswith("_s") and name != "wall_s"
+    )
     assert categories_s == pytest.approx(goodput["wall_s"])
 
 
@@ -124,7 +148,9 @@ def test_row_8_all_workers_killed_restart_from_the_newest_checkpoint(start_train
         pytest.param(2, id="10-the other source", marks=long),
     ],
 )
-def test_worker_killed_during_state_transfer_delays_the_run_little(start_training: StartTraining, reference: Reference, slot: int) -> None:
+def test_worker_killed_during_state_transfer_delays_the_run_little(
+    start_training: StartTraining, reference: Reference, slot: int
+) -> None:
     training = start_training()
     training.wait_for_step(12)
     before = training.newest
@@ -138,7 +164,9 @@ def test_worker_killed_during_state_transfer_delays_the_run_little(start_trainin
 
 
 @long
-def test_row_11_run_progresses_under_kills_every_half_second(start_training: StartTraining, reference: Reference) -> None:
+def test_row_11_run_progresses_under_kills_every_half_second(
+    start_training: StartTraining, reference: Reference
+) -> None:
     training = start_training(steps=400, values={"checkpoint__every_steps": 5})
     training.wait_for_step(8)
     chance, kills, stop_s, first_step = random.Random(1), 0, time.monotonic() + 60, training.step
@@ -146,7 +174,9 @@ def test_row_11_run_progresses_under_kills_every_half_second(start_training: Sta
         training.kill(chance.choice(list(training.processes().values()) or [training.leader]))
         kills += 1
         time.sleep(0.5)
-    print(f"{kills} kills, {training.step - first_step} steps meanwhile, {training.newest.number} generations")
+    print(
+        f"{kills} kills, {training.step - first_step} steps meanwhile, {training.newest.number} generations"
+    )
     assert kills >= 50 and training.step > first_step
     training.assert_same_bits(reference(400))
 
@@ -162,7 +192,9 @@ def test_row_11_run_progresses_under_kills_every_half_second(start_training: Sta
         pytest.param("flip", id="37-a bit of its weights flips", marks=long),
     ],
 )
-def test_failing_worker_is_evicted_and_replaced(start_training: StartTraining, reference: Reference, fault: Any) -> None:
+def test_failing_worker_is_evicted_and_replaced(
+    start_training: StartTraining, reference: Reference, fault: Any
+) -> None:
     training = start_training(steps=60, values={"elastic__hang_timeout_s": 4.0})
     training.wait_for_step(8)
     before, pid = training.newest, training.member(1).pid
@@ -170,13 +202,19 @@ def test_failing_worker_is_evicted_and_replaced(start_training: StartTraining, r
     back_s = training.wait_for_step(13)
     print_seconds(back=back_s, whole=back_s + training.wait_until_whole(before))
     after = training.log.read(before.number + 1)
-    assert pid not in {member.pid for member in training.newest.members} and after.step >= 11 and back_s < BACK_WITHIN_S
+    assert (
+        pid not in {member.pid for member in training.newest.members}
+        and after.step >= 11
+        and back_s < BACK_WITHIN_S
+    )
     assert "/1" in after.reason
     training.assert_same_bits(reference(60))
 
 
 @long
-def test_row_22_an_error_at_every_attempt_ends_the_run_with_its_traceback(start_training: StartTraining) -> None:
+def test_row_22_an_error_at_every_attempt_ends_the_run_with_its_traceback(
+    start_training: StartTraining,
+) -> None:
     training = start_training()
     training.wait_for_step(8)
 
@@ -186,17 +224,25 @@ def test_row_22_an_error_at_every_attempt_ends_the_run_with_its_traceback(start_
                 training.request_fault(slot, "raise", at="backward", step=12)
         return all(agent.poll() is not None for agent in training.agents.values())
 
-    print_seconds(exit_after=training.wait(fail_until_the_agent_exits, what="the exit of the agent"))
+    print_seconds(
+        exit_after=training.wait(fail_until_the_agent_exits, what="the exit of the agent")
+    )
     for slot in range(3):
         training.withdraw_fault(slot)
     assert set(training.end().values()) == {1} and training.step <= 12
-    assert training.wrote("ValueError: injected error") and training.wrote("in a row to fail at step 1[12]")
+    assert training.wrote("ValueError: injected error") and training.wrote(
+        "in a row to fail at step 1[12]"
+    )
     training.assert_nothing_left()
 
 
 @long
-@pytest.mark.parametrize("target", [pytest.param("worker", id="24-a worker"), pytest.param("agent", id="24-the agent")])
-def test_sigterm_saves_and_the_same_command_resumes(start_training: StartTraining, reference: Reference, target: str) -> None:
+@pytest.mark.parametrize(
+    "target", [pytest.param("worker", id="24-a worker"), pytest.param("agent", id="24-the agent")]
+)
+def test_sigterm_saves_and_the_same_command_resumes(
+    start_training: StartTraining, reference: Reference, target: str
+) -> None:
     training = start_training()
     training.wait_for_step(12)
     if target == "agent":
@@ -213,12 +259,17 @@ def test_sigterm_saves_and_the_same_command_resumes(start_training: StartTrainin
 
 
 @long
-def test_row_52_worker_killed_by_the_kernel_for_memory_is_replaced(start_training: StartTraining, reference: Reference) -> None:
+def test_row_52_worker_killed_by_the_kernel_for_memory_is_replaced(
+    start_training: StartTraining, reference: Reference
+) -> None:
     training = start_training(steps=60)
     training.wait_for_step(8)
     before, step = training.newest, training.step
     with out_of_memory(training.member(1).pid):
-        back_s = training.wait(lambda: training.newest.number > before.number and training.step > step, what="the next generation")
+        back_s = training.wait(
+            lambda: training.newest.number > before.number and training.step > step,
+            what="the next generation",
+        )
         print_seconds(back=back_s, whole=back_s + training.wait_until_whole(before))
     assert training.newest.step >= step
     training.assert_same_bits(reference(60))
@@ -234,7 +285,9 @@ PLACES: list[dict[str, Any]] = [
 
 
 @pytest.mark.timeout(600)
-def test_row_54_kill_at_every_place_of_every_step(start_training: StartTraining, reference: Reference) -> None:
+def test_row_54_kill_at_every_place_of_every_step(
+    start_training: StartTraining, reference: Reference
+) -> None:
     """SIGKILL at each place of each step, the replicas in turn.
 
     With --min 3 the survivors wait until all three are there and retry the step, in which the next
@@ -250,18 +303,28 @@ def test_row_54_kill_at_every_place_of_every_step(start_training: StartTraining,
             training.wait_until_joining(next_slot)
         training.request_fault(slots[5], "kill", at="updating", step=step)
         training.inject_fault(slots[6], "kill", at="saving", step=step)
-        training.wait(lambda slot=slots[5]: training.fault_taken(slot), what=f"the update of {step}")  # type: ignore[misc]
+        training.wait(
+            lambda slot=slots[5]: training.fault_taken(slot), what=f"the update of {step}"
+        )  # type: ignore[misc]
         if step < 6:
             training.wait_until_joining(slots[7])
     print_seconds(each=(time.monotonic() - start_s) / 42)
     training.assert_same_bits(reference(6))
-    expected = [(place["at"], step) for step in range(1, 7) for place in (*PLACES, {"at": "updating"}, {"at": "saving"})]
+    expected = [
+        (place["at"], step)
+        for step in range(1, 7)
+        for place in (*PLACES, {"at": "updating"}, {"at": "saving"})
+    ]
     assert sorted(training.injected_faults()) == sorted(expected)
 
 
 @long
-def test_row_58_an_error_at_every_start_of_the_users_loop_ends_the_run(start_training: StartTraining, tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text("def train(steps: int = 0) -> None:\n    open('no such folder/file')\n")
+def test_row_58_an_error_at_every_start_of_the_users_loop_ends_the_run(
+    start_training: StartTraining, tmp_path: Path
+) -> None:
+    (tmp_path / "own.py").write_text(
+        "def train(steps: int = 0) -> None:\n    open('no such folder/file')\n"
+    )
     training = start_training(script="own.py:train")
     assert training.end() == {"here": 1}
     assert training.wrote("FileNotFoundError: .*no such folder/file")
@@ -270,7 +333,9 @@ def test_row_58_an_error_at_every_start_of_the_users_loop_ends_the_run(start_tra
 
 
 @long
-def test_users_loop_recovers_in_place_from_one_fault_after_another(start_training: StartTraining, tmp_path: Path) -> None:
+def test_users_loop_recovers_in_place_from_one_fault_after_another(
+    start_training: StartTraining, tmp_path: Path
+) -> None:
     """Rows 1, 5, 37, 12 and 19 in one run of examples/own_loop.py."""
     training = start_training(steps=1_000_000, script=OWN_LOOP)
     training.wait_for_step(50)
@@ -290,7 +355,22 @@ def test_users_loop_recovers_in_place_from_one_fault_after_another(start_trainin
         print_seconds(**{fault: training.wait_until_whole(before)})
     training.stop()
     assert set(training.end().values()) == {75}, training.report()
-    assert not [record.reason for record in training.generations if "no member of generation" in record.reason]
-    run_lockstep("train", OWN_LOOP, "--workers", 1, "--out", "alone", "--steps", training.step, cwd=tmp_path, check=True)
+    assert not [
+        record.reason
+        for record in training.generations
+        if "no member of generation" in record.reason
+    ]
+    run_lockstep(
+        "train",
+        OWN_LOOP,
+        "--workers",
+        1,
+        "--out",
+        "alone",
+        "--steps",
+        training.step,
+        cwd=tmp_path,
+        check=True,
+    )
     saved = training.step // 50 * 50
     assert digest_line(training.run, saved) == digest_line(tmp_path / "alone", saved)

@@ -93,16 +93,26 @@ def run_all(cases: list[Case], plant: str) -> list[list[Outcome]]:
     return [outcomes[i] for i in range(len(cases))]
 
 
-def compare(case: Case, expected: list[Expected], alone: list[Outcome], ranks: list[Outcome]) -> Result:
+def compare(
+    case: Case, expected: list[Expected], alone: list[Outcome], ranks: list[Outcome]
+) -> Result:
     if expected[-1].unused:
         return compare_refusals(case, len(expected) - 1, expected[-1].unused, ranks)
-    if errors := [f"rank {rank}: {one.error}" for rank, one in enumerate([*ranks, *alone]) if one.error]:
+    if errors := [
+        f"rank {rank}: {one.error}" for rank, one in enumerate([*ranks, *alone]) if one.error
+    ]:
         return Result(case, errors)
     faults = []
-    outcomes = [*((f"rank {rank} of {len(ranks)}", one) for rank, one in enumerate(ranks)), *(("one worker", one) for one in alone)]
+    outcomes = [
+        *((f"rank {rank} of {len(ranks)}", one) for rank, one in enumerate(ranks)),
+        *(("one worker", one) for one in alone),
+    ]
     for step, one in enumerate(expected):
         for where, outcome in outcomes:
-            faults += [f"step {step}, {where}: {fault}" for fault in faults_of_sums(case, outcome.steps[step], one)]
+            faults += [
+                f"step {step}, {where}: {fault}"
+                for fault in faults_of_sums(case, outcome.steps[step], one)
+            ]
         for rank, outcome in enumerate(ranks[1:], 1):
             if bits(outcome.steps[step]) != bits(ranks[0].steps[step]):
                 faults.append(f"step {step}: rank 0 and rank {rank} have other bits")
@@ -110,14 +120,18 @@ def compare(case: Case, expected: list[Expected], alone: list[Outcome], ranks: l
         if case.layout.workers_per_replica == 1 and losses != sorted(one.losses):
             faults.append(f"step {step}: losses {losses}, expected {one.losses}")
     if len({tuple(outcome.group_losses) for _, outcome in outcomes}) > 1:
-        faults.append(f"the loss of the group depends on the workers: {[outcome.group_losses for _, outcome in outcomes]}")
+        faults.append(
+            f"the loss of the group depends on the workers: {[outcome.group_losses for _, outcome in outcomes]}"
+        )
     distance = wide_distance(ranks[0].steps[0], expected[0])
     if distance > WIDE[rounding_of(case)]:
         faults.append(f"the distance to the float64 model is {distance:.2g}")
     return Result(case, faults, distance=distance)
 
 
-def compare_refusals(case: Case, step: int, unused: dict[int, list[str]], ranks: list[Outcome]) -> Result:
+def compare_refusals(
+    case: Case, step: int, unused: dict[int, list[str]], ranks: list[Outcome]
+) -> Result:
     """No rank may finish the step, and a rank must name a parameter without a gradient.
 
     With shards, FSDP2 reduces nothing for the layer on that rank, and gloo ends a process that
@@ -125,9 +139,18 @@ def compare_refusals(case: Case, step: int, unused: dict[int, list[str]], ranks:
     """
     if case.layout.workers_per_replica > 1 and any(one.died for one in ranks):
         return Result(case, [])
-    faults = [f"rank {rank} finished step {step} without {unused}" for rank, one in enumerate(ranks) if len(one.steps) != step]
+    faults = [
+        f"rank {rank} finished step {step} without {unused}"
+        for rank, one in enumerate(ranks)
+        if len(one.steps) != step
+    ]
     faults += [f"rank {rank} reported no error" for rank, one in enumerate(ranks) if not one.error]
-    named = [one for one in ranks if "no gradient arrived for" in one.error and any(names[0] in one.error for names in unused.values())]
+    named = [
+        one
+        for one in ranks
+        if "no gradient arrived for" in one.error
+        and any(names[0] in one.error for names in unused.values())
+    ]
     if not named:
         faults.append(f"no rank names {unused}: {[one.error for one in ranks]}")
     return Result(case, faults, refused=len(named))
@@ -139,16 +162,22 @@ def bits(gradients: Arrays) -> dict[str, bytes]:
 
 def faults_of_sums(case: Case, gradients: Arrays, expected: Expected) -> list[str]:
     if gradients.keys() != expected.tree.keys():
-        return [f"other parameters have gradients: {sorted(gradients.keys() ^ expected.tree.keys())}"]
+        return [
+            f"other parameters have gradients: {sorted(gradients.keys() ^ expected.tree.keys())}"
+        ]
     faults = []
     for name, gradient in gradients.items():
         if case.one_tree and gradient.tobytes() != expected.tree[name].tobytes():
-            faults.append(f"{name}: not the bits of one process, off by {np.abs(gradient - expected.tree[name]).max():.2g}")
+            faults.append(
+                f"{name}: not the bits of one process, off by {np.abs(gradient - expected.tree[name]).max():.2g}"
+            )
         if case.is_split:
             continue
         allowed = bound(case, expected.roundoff[name]) * expected.magnitude[name] + 1e-300
         if (over := np.abs(gradient - expected.exact[name]) > allowed).any():
-            faults.append(f"{name}: {over.sum()} of {over.size} elements are further from the exact sum than rounding allows")
+            faults.append(
+                f"{name}: {over.sum()} of {over.size} elements are further from the exact sum than rounding allows"
+            )
     return faults
 
 
@@ -160,7 +189,14 @@ def bound(case: Case, roundoff: float) -> float:
 def wide_distance(gradients: Arrays, expected: Expected) -> float:
     """Return the distance to the gradient in float64, relative to its norm."""
     norm = np.sqrt(sum(np.square(wide).sum() for wide in expected.wide.values()))
-    return float(max(np.linalg.norm(gradients[name] - wide) for name, wide in expected.wide.items() if name in gradients) / norm)
+    return float(
+        max(
+            np.linalg.norm(gradients[name] - wide)
+            for name, wide in expected.wide.items()
+            if name in gradients
+        )
+        / norm
+    )
 
 
 def rounding_of(case: Case) -> str:

@@ -16,7 +16,14 @@ from lockstep.models.build import materialize
 CPU = torch.device("cpu")
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 SHARDED = [Layout(1, 2), Layout(1, 3), Layout(1, 4), Layout(1, 5), Layout(2, 2)]
-SPLIT = [Layout(1, 1, 2), Layout(2, 1, 2), Layout(1, 2, 2), Layout(1, 1, 1, 2), Layout(2, 1, 1, 2), Layout(1, 2, 1, 2)]
+SPLIT = [
+    Layout(1, 1, 2),
+    Layout(2, 1, 2),
+    Layout(1, 2, 2),
+    Layout(1, 1, 1, 2),
+    Layout(2, 1, 1, 2),
+    Layout(1, 2, 1, 2),
+]
 
 
 @dataclass(frozen=True)
@@ -81,10 +88,21 @@ def draw_model(seed: int, random: Random) -> Case:
     count, steps, k = random.randint(1, 6), random.randint(2, 3), random.randint(1, 12)
     kinds = [random.choice(list(KINDS))]
     kinds += random.choices([*KINDS, "again", "again"], k=count - 1)
-    dtypes = random.choices(list(DTYPES), k=count) if random.random() < 0.15 else [random.choice(["float32", "float32", *DTYPES])] * count
-    dtypes = ["float32" if kind in NO_BFLOAT16 and dtype == "bfloat16" else dtype for kind, dtype in zip(kinds, dtypes, strict=True)]
+    dtypes = (
+        random.choices(list(DTYPES), k=count)
+        if random.random() < 0.15
+        else [random.choice(["float32", "float32", *DTYPES])] * count
+    )
+    dtypes = [
+        "float32" if kind in NO_BFLOAT16 and dtype == "bfloat16" else dtype
+        for kind, dtype in zip(kinds, dtypes, strict=True)
+    ]
     tied, freezes, group = random.random() < 0.5, random.random() < 0.4, random.random() < 0.2
-    trained = {i: random.choice([(0, 0), (1, 3), (0, 1), (0, 2), (2, 3)]) for i in range(count) if freezes and random.random() < 0.5}
+    trained = {
+        i: random.choice([(0, 0), (1, 3), (0, 1), (0, 2), (2, 3)])
+        for i in range(count)
+        if freezes and random.random() < 0.5
+    }
     leaves_out = random.random() < 0.07
     return Case(
         seed,
@@ -99,7 +117,9 @@ def draw_model(seed: int, random: Random) -> Case:
         trained=trained,
         frozen_embedding=freezes and not tied and random.random() < 0.3,
         frozen_biases=random.random() < 0.1,
-        leave_out=(random.randrange(steps), random.randrange(k), random.randrange(count)) if leaves_out else None,
+        leave_out=(random.randrange(steps), random.randrange(k), random.randrange(count))
+        if leaves_out
+        else None,
         autocast="float32" in dtypes and random.random() < 0.25,
         group=group,
         scale=2.0 ** random.randint(0, 16) if not group and random.random() < 0.15 else 0.0,
@@ -124,7 +144,9 @@ def draw_llama(seed: int, random: Random) -> Case:
         checkpointed=tuple(range(layers)) if random.random() < 0.3 else (),
         tied=random.random() < 0.5,
         trained={0: (0, 0)} if frozen else {},
-        leave_out=(1, layout.data_parallel_size - 1, 1) if not split and random.random() < 0.07 else None,
+        leave_out=(1, layout.data_parallel_size - 1, 1)
+        if not split and random.random() < 0.07
+        else None,
         autocast=not split and random.random() < 0.3,
         once_per_step=layout.shard > 1 and random.random() < 0.4,
         prefetch_units=random.randint(0, 2),
@@ -134,7 +156,18 @@ def draw_llama(seed: int, random: Random) -> Case:
 
 def llama_of(case: Case) -> nn.Module:
     """Build the Llama of the case on the meta device."""
-    config = llama.LlamaConfig(31, case.width, len(case.kinds), 4, 2, 4, 3 * case.width, 64, 10_000.0, tie_embeddings=case.tied)
+    config = llama.LlamaConfig(
+        31,
+        case.width,
+        len(case.kinds),
+        4,
+        2,
+        4,
+        3 * case.width,
+        64,
+        10_000.0,
+        tie_embeddings=case.tied,
+    )
     with torch.device("meta"):
         return llama.Llama(config).to(DTYPES[case.dtypes[0]])
 
@@ -148,7 +181,14 @@ def build_model(case: Case) -> nn.Module:
     if case.kinds[0] == "llama":
         return materialize(llama_of(case), CPU, lambda name, size: llama_value(case, name, size))
     dtypes = [DTYPES[name] for name in case.dtypes]
-    return RandomModel(list(case.kinds), dtypes, case.width, checkpointed=list(case.checkpointed), tied=case.tied, seed=case.seed)
+    return RandomModel(
+        list(case.kinds),
+        dtypes,
+        case.width,
+        checkpointed=list(case.checkpointed),
+        tied=case.tied,
+        seed=case.seed,
+    )
 
 
 def freeze(case: Case, model: nn.Module, step: int) -> None:

@@ -108,7 +108,10 @@ def as_array(tensor: Tensor) -> np.ndarray:
 def tree_sum(leaves: list[Tensor]) -> Tensor:
     """Add neighbors until one is left; a last one without a neighbor moves up a level."""
     while len(leaves) > 1:
-        leaves = [leaves[i] + leaves[i + 1] if i + 1 < len(leaves) else leaves[i] for i in range(0, len(leaves), 2)]
+        leaves = [
+            leaves[i] + leaves[i + 1] if i + 1 < len(leaves) else leaves[i]
+            for i in range(0, len(leaves), 2)
+        ]
     return leaves[0]
 
 
@@ -125,9 +128,19 @@ def expected_steps(case: Case) -> list[Expected]:
         found.append(
             Expected(
                 {name: as_array(tree_sum(one).div(divisor)) for name, one in complete.items()},
-                {name: as_array(torch.stack([g.double() for g in one]).sum(0)) / divisor for name, one in complete.items()},
-                {name: as_array(torch.stack([g.double().abs() for g in one]).sum(0)) / divisor for name, one in complete.items()},
-                {name: as_array(torch.stack(one).sum(0)) / divisor for name, one in wide_leaves.items() if name in complete},
+                {
+                    name: as_array(torch.stack([g.double() for g in one]).sum(0)) / divisor
+                    for name, one in complete.items()
+                },
+                {
+                    name: as_array(torch.stack([g.double().abs() for g in one]).sum(0)) / divisor
+                    for name, one in complete.items()
+                },
+                {
+                    name: as_array(torch.stack(one).sum(0)) / divisor
+                    for name, one in wide_leaves.items()
+                    if name in complete
+                },
                 losses,
                 {name: torch.finfo(one[0].dtype).eps / 2 for name, one in complete.items()},
                 unused,
@@ -209,13 +222,20 @@ def run_case(runtime: ElasticRuntime, case: Case, plant: str, outcome: Outcome) 
         for p in model.parameters() if runtime.world.rank else ():
             p.zero_()  # rank 0's values arrive when the replica is built
     freeze(case, model, 0)
-    options: dict[str, Any] = {"micro_batches": case.micro_batches, "seed": case.seed, "bucket_bytes": case.bucket_bytes}
+    options: dict[str, Any] = {
+        "micro_batches": case.micro_batches,
+        "seed": case.seed,
+        "bucket_bytes": case.bucket_bytes,
+    }
     options["reduce"] = "ordered" if case.ordered and plant != "fast" else "fast"
     replicas = ReplicaGroup(runtime, model, **options) if case.group else Replica(model, **options)
     for step in range(case.steps):
         freeze(case, model, step)
         for k in replicas.micro_batches(step):
-            with planted(case, plant, model, step, k) as other, layer_left_out(case, model, step, k):
+            with (
+                planted(case, plant, model, step, k) as other,
+                layer_left_out(case, model, step, k),
+            ):
                 loss = loss_of(case, model if case.calls_model else replicas, step, other)
                 if case.group:
                     replicas.backward(loss, count_of(step, k))
@@ -255,10 +275,18 @@ def run_sharded(runtime: ElasticRuntime, case: Case, plant: str, outcome: Outcom
         prefetch_units=case.prefetch_units,
         reshard_after_forward=case.reshard,
     )
-    replica = ShardedReplica(local, micro_batches=case.micro_batches, seed=case.seed, reduce_once_per_step=case.once_per_step)
+    replica = ShardedReplica(
+        local,
+        micro_batches=case.micro_batches,
+        seed=case.seed,
+        reduce_once_per_step=case.once_per_step,
+    )
     for step in range(case.steps):
         for k in replica.micro_batches(step):
-            with planted(case, plant, local.module, step, k) as other, layer_left_out(case, local.module, step, k):
+            with (
+                planted(case, plant, local.module, step, k) as other,
+                layer_left_out(case, local.module, step, k),
+            ):
                 replica.backward(loss_of(case, replica, step, other))
         outcome.steps.append(assemble(local))
         outcome.losses.append(replica.losses())
@@ -268,13 +296,19 @@ def run_sharded(runtime: ElasticRuntime, case: Case, plant: str, outcome: Outcom
 
 def assemble(local: LocalModel) -> Arrays:
     """Return the whole gradients, from the slices of all workers."""
-    own = {name: (local.slices[name], p.grad) for name, p in local.local_params.items() if p.grad is not None}
+    own = {
+        name: (local.slices[name], p.grad)
+        for name, p in local.local_params.items()
+        if p.grad is not None
+    }
     per_rank: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(per_rank, own)
     whole: dict[str, Tensor] = {}
     for slices in per_rank:
         for name, (piece, gradient) in slices.items():
-            target = whole.setdefault(name, torch.full(piece.shape, float("nan"), dtype=gradient.dtype))
+            target = whole.setdefault(
+                name, torch.full(piece.shape, float("nan"), dtype=gradient.dtype)
+            )
             piece.copy_to(TensorSlice.whole(piece.shape), gradient, target)
     return {name: as_array(gradient) for name, gradient in whole.items()}
 
@@ -288,7 +322,10 @@ def planted(case: Case, plant: str, model: nn.Module, step: int, k: int) -> Any:
     """
     last = case.micro_batches - 1
     if plant == "drop" and k == last:
-        parameter = min((p for p in model.parameters() if p.requires_grad and p.numel()), key=lambda p: p.numel())
+        parameter = min(
+            (p for p in model.parameters() if p.requires_grad and p.numel()),
+            key=lambda p: p.numel(),
+        )
         handle = parameter.register_hook(torch.zeros_like)
         yield k
         handle.remove()

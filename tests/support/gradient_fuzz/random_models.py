@@ -25,7 +25,9 @@ class Convolution(nn.Module):
     def __init__(self, width: int, dimensions: int, bias: bool) -> None:
         super().__init__()
         self.one = nn.Conv1d(width, width, 3, padding=1, bias=bias) if dimensions == 1 else None
-        self.two = nn.Conv2d(width, width, (3, 1), padding=(1, 0), bias=bias) if dimensions == 2 else None
+        self.two = (
+            nn.Conv2d(width, width, (3, 1), padding=(1, 0), bias=bias) if dimensions == 2 else None
+        )
         if self.two:
             self.two.to(memory_format=torch.channels_last)
 
@@ -40,7 +42,11 @@ class Norm(nn.Module):
         self.norm = nn.LayerNorm(width) if kind == "layer" else nn.GroupNorm(2, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.norm(x) if isinstance(self.norm, nn.LayerNorm) else self.norm(x.transpose(1, 2)).transpose(1, 2)
+        return (
+            self.norm(x)
+            if isinstance(self.norm, nn.LayerNorm)
+            else self.norm(x.transpose(1, 2)).transpose(1, 2)
+        )
 
 
 class Recurrent(nn.Module):
@@ -49,7 +55,9 @@ class Recurrent(nn.Module):
         self.recurrent = kind(width, width, batch_first=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", enabled=False):  # torch's CPU kernels take one dtype for input and state
+        with torch.autocast(
+            "cpu", enabled=False
+        ):  # torch's CPU kernels take one dtype for input and state
             return self.recurrent(x)[0]
 
 
@@ -83,7 +91,11 @@ class Shapeless(nn.Module):
         self.empty, self.no_rows = nn.Parameter(torch.empty(0)), nn.Parameter(torch.empty(0, width))
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.cat([x.flatten(0, 1), self.no_rows]).view(x.shape) * self.scale + self.shift + self.empty.sum()
+        return (
+            torch.cat([x.flatten(0, 1), self.no_rows]).view(x.shape) * self.scale
+            + self.shift
+            + self.empty.sum()
+        )
 
 
 class SharedGradient(nn.Module):
@@ -103,7 +115,9 @@ class Lists(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.offsets = nn.ParameterList([torch.randn(width) for _ in range(2)])
-        self.named = nn.ParameterDict({"again": self.offsets[0], "scale": nn.Parameter(torch.rand(width))})
+        self.named = nn.ParameterDict(
+            {"again": self.offsets[0], "scale": nn.Parameter(torch.rand(width))}
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return (x + self.offsets[0] - self.offsets[1]) * self.named["scale"] + self.named["again"]
@@ -146,9 +160,14 @@ KINDS: dict[str, Callable[[int], nn.Module]] = {
     "shared gradient": SharedGradient,
     "lists": Lists,
     "dropout": Dropout,
-    "nested": lambda width: nn.Sequential(nn.Linear(width, 2 * width), nn.Tanh(), nn.Sequential(nn.Linear(2 * width, width))),
+    "nested": lambda width: nn.Sequential(
+        nn.Linear(width, 2 * width), nn.Tanh(), nn.Sequential(nn.Linear(2 * width, width))
+    ),
 }
-NO_BFLOAT16 = ("rnn", "gru")  # torch has no bfloat16 kernel for their backward pass on every processor
+NO_BFLOAT16 = (
+    "rnn",
+    "gru",
+)  # torch has no bfloat16 kernel for their backward pass on every processor
 
 
 class RandomModel(nn.Module):
@@ -158,14 +177,25 @@ class RandomModel(nn.Module):
     backward pass. The caller of forward() may leave one layer out.
     """
 
-    def __init__(self, kinds: list[str], dtypes: list[torch.dtype], width: int, *, checkpointed: list[int], tied: bool, seed: int) -> None:
+    def __init__(
+        self,
+        kinds: list[str],
+        dtypes: list[torch.dtype],
+        width: int,
+        *,
+        checkpointed: list[int],
+        tied: bool,
+        seed: int,
+    ) -> None:
         super().__init__()
         torch.manual_seed(seed)
         choose, self.checkpointed = Random(seed), checkpointed
         self.embedding = nn.Embedding(VOCABULARY, width, padding_idx=0)
         layers: list[nn.Module] = []
         for kind, dtype in zip(kinds, dtypes, strict=True):
-            layers.append(Again(choose.choice(layers)) if kind == "again" else KINDS[kind](width).to(dtype))
+            layers.append(
+                Again(choose.choice(layers)) if kind == "again" else KINDS[kind](width).to(dtype)
+            )
         self.layers = nn.ModuleList(layers)
         self.head = None if tied else nn.Linear(width, VOCABULARY)
         for ends in (self.embedding, self.head):
@@ -179,15 +209,25 @@ class RandomModel(nn.Module):
             if i != leave_out:
                 x = x + 0.5 * self._run(i, layer, x)
         x = x.to(self.embedding.weight.dtype)
-        logits = self.head(x) if self.head is not None else functional.linear(x, self.embedding.weight)
+        logits = (
+            self.head(x) if self.head is not None else functional.linear(x, self.embedding.weight)
+        )
         wide = logits.double() if logits.dtype == torch.float64 else logits.float()
-        return functional.cross_entropy(wide.flatten(0, 1), tokens.roll(1, 1).flatten(), reduction="sum")
+        return functional.cross_entropy(
+            wide.flatten(0, 1), tokens.roll(1, 1).flatten(), reduction="sum"
+        )
 
     def _run(self, number: int, layer: nn.Module, x: Tensor) -> Tensor:
         inputs: Any = x.to(next(layer.parameters()).dtype)
-        return checkpoint(layer, inputs, use_reentrant=False) if number in self.checkpointed else layer(inputs)
+        return (
+            checkpoint(layer, inputs, use_reentrant=False)
+            if number in self.checkpointed
+            else layer(inputs)
+        )
 
 
 def tokens_of(step: int, k: int) -> Tensor:
     """Return the (2, 5) tokens of micro-batch `k`; rows may hold the padding token 0."""
-    return torch.randint(0, VOCABULARY, (2, 5), generator=torch.Generator().manual_seed(100 * step + k))
+    return torch.randint(
+        0, VOCABULARY, (2, 5), generator=torch.Generator().manual_seed(100 * step + k)
+    )

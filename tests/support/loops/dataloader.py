@@ -26,9 +26,13 @@ def train(steps: int = 6, out: Path = Path("run")) -> None:
         model, (inputs, targets) = make_model(), make_points()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         batches = endless(DataLoader(TensorDataset(inputs, targets), batch_size=2, shuffle=True))
-        with Checkpointer(out / "checkpoints", runtime, model, optimizer, every_steps=2) as checkpointer:
+        with Checkpointer(
+            out / "checkpoints", runtime, model, optimizer, every_steps=2
+        ) as checkpointer:
             step = checkpointer.resume()
-            with ReplicaGroup(runtime, model, checkpointer, micro_batches=MICRO_BATCHES) as replicas:
+            with ReplicaGroup(
+                runtime, model, checkpointer, micro_batches=MICRO_BATCHES
+            ) as replicas:
                 while step < steps:
                     for _ in replicas.micro_batches(step):
                         rows, wanted = next(batches)

@@ -23,7 +23,9 @@ class Sequences(Dataset[Tensor]):
 
     def __init__(self, size: int, offset: int) -> None:
         self.offset = offset
-        self.lengths = torch.randint(1, 41, (size,), generator=torch.Generator().manual_seed(offset)).tolist()
+        self.lengths = torch.randint(
+            1, 41, (size,), generator=torch.Generator().manual_seed(offset)
+        ).tolist()
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -44,13 +46,17 @@ class Stream(IterableDataset[Tensor]):
 
 def pad(sequences: list[Any]) -> Tensor:
     """Pad with 0. Accepts rows of a Hugging Face data set, too."""
-    tensors = [torch.as_tensor(row["tokens"] if isinstance(row, dict) else row) for row in sequences]
+    tensors = [
+        torch.as_tensor(row["tokens"] if isinstance(row, dict) else row) for row in sequences
+    ]
     return nn.utils.rnn.pad_sequence(tensors, batch_first=True)
 
 
 def leave_long_ones_out(sequences: list[Tensor]) -> Tensor:
     """Return the first tokens of those with at least 10."""
-    return torch.stack([row[:10] for row in sequences if len(row) >= 10] or [torch.zeros(10, dtype=torch.int64)])
+    return torch.stack(
+        [row[:10] for row in sequences if len(row) >= 10] or [torch.zeros(10, dtype=torch.int64)]
+    )
 
 
 def hugging_face_rows(streamed: bool) -> Any:
@@ -63,19 +69,35 @@ def hugging_face_rows(streamed: bool) -> Any:
 def make_loader(session: lockstep.Session, kind: str, out: str, num_workers: int) -> Any:
     if kind == "tokens":
         sequences = Sequences(300, 3)
-        return session.loader(sequences, tokens=160, lengths=sequences.lengths, collate_fn=pad, num_workers=num_workers)
+        return session.loader(
+            sequences,
+            tokens=160,
+            lengths=sequences.lengths,
+            collate_fn=pad,
+            num_workers=num_workers,
+        )
     if kind == "dropping":
         return session.loader(Sequences(200, 3), batch_size=24, collate_fn=leave_long_ones_out)
     dataset: Any = {
-        "mixture": lambda: lockstep.Mixture([Sequences(90, 3), Sequences(200, 5)], {0: [2, 1], 11: [1, 3], 19: [0, 1]}),
+        "mixture": lambda: lockstep.Mixture(
+            [Sequences(90, 3), Sequences(200, 5)], {0: [2, 1], 11: [1, 3], 19: [0, 1]}
+        ),
         "indexed": lambda: lockstep.index_dataset(Stream(), Path(out).parent / "index"),
         "rows": lambda: hugging_face_rows(streamed=False),
-        "streamed": lambda: lockstep.index_dataset(hugging_face_rows(streamed=True), Path(out).parent / "rows"),
+        "streamed": lambda: lockstep.index_dataset(
+            hugging_face_rows(streamed=True), Path(out).parent / "rows"
+        ),
     }[kind]()
     return session.loader(dataset, batch_size=24, collate_fn=pad, num_workers=num_workers)
 
 
-def train(out: str = "runs/loaders", kind: str = "tokens", steps: int = 24, micro_batches: int = 6, num_workers: int = 0) -> None:
+def train(
+    out: str = "runs/loaders",
+    kind: str = "tokens",
+    steps: int = 24,
+    micro_batches: int = 6,
+    num_workers: int = 0,
+) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(31, 8), nn.Dropout(0.1), nn.Linear(8, 31))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -86,7 +108,9 @@ def train(out: str = "runs/loaders", kind: str = "tokens", steps: int = 24, micr
             for tokens in loader(step):
                 disturb(Path(out) / "disturb", session.runtime, step)
                 mask = tokens > 0
-                loss = nn.functional.cross_entropy(model(tokens)[mask], tokens[mask], reduction="sum")
+                loss = nn.functional.cross_entropy(
+                    model(tokens)[mask], tokens[mask], reduction="sum"
+                )
                 if kind == "dropping":
                     session.backward(loss / mask.sum())
                 else:

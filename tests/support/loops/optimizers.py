@@ -17,9 +17,13 @@ def train(steps: int = 6, out: Path = Path("run")) -> None:
         model, (inputs, targets) = make_model(), make_points()
         first = torch.optim.SGD(model[0].parameters(), lr=0.1, momentum=0.9)
         second = torch.optim.AdamW(model[2].parameters(), lr=0.01)
-        with Checkpointer(out / "checkpoints", runtime, model, [first, second], every_steps=2) as checkpointer:
+        with Checkpointer(
+            out / "checkpoints", runtime, model, [first, second], every_steps=2
+        ) as checkpointer:
             step = checkpointer.resume()
-            with ReplicaGroup(runtime, model, checkpointer, micro_batches=MICRO_BATCHES) as replicas:
+            with ReplicaGroup(
+                runtime, model, checkpointer, micro_batches=MICRO_BATCHES
+            ) as replicas:
                 while step < steps:
                     for k in replicas.micro_batches(step):
                         rows = ORDER.ids(step, k)

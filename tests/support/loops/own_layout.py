@@ -21,7 +21,9 @@ class Block(nn.Module):
         self.norm, self.inner, self.outer = nn.LayerNorm(9), nn.Linear(9, 13), nn.Linear(13, 9)
 
     def forward(self, rows: Tensor) -> Tensor:
-        return rows + self.outer(nn.functional.dropout(self.inner(self.norm(rows)).relu(), 0.1, self.training))
+        return rows + self.outer(
+            nn.functional.dropout(self.inner(self.norm(rows)).relu(), 0.1, self.training)
+        )
 
 
 def train(out: str = "runs/own_layout", steps: int = 30, habit: str = "") -> None:
@@ -38,7 +40,12 @@ def train(out: str = "runs/own_layout", steps: int = 30, habit: str = "") -> Non
         loader = session.loader(points, batch_size=24)
         for step in session.steps(steps):
             if habit == "evaluate first":
-                session.log(step, error=session.evaluate(lambda rows: model(rows).abs().mean(), points, batch_size=50))
+                session.log(
+                    step,
+                    error=session.evaluate(
+                        lambda rows: model(rows).abs().mean(), points, batch_size=50
+                    ),
+                )
             for rows in loader(step):
                 disturb(Path(out) / "disturb", session.runtime, step)
                 calls += habit == "hidden state"
@@ -61,10 +68,17 @@ def train(out: str = "runs/own_layout", steps: int = 30, habit: str = "") -> Non
                 session.log(step, error=session.evaluate(error, points, batch_size=50))
 
 
-def misbehave(habit: str, where: str, session: lockstep.Session, model: nn.Module, rows: Tensor) -> None:
+def misbehave(
+    habit: str, where: str, session: lockstep.Session, model: nn.Module, rows: Tensor
+) -> None:
     """Do what a loop in shards must not do: `habit`, after "in the loop: ", "after it: " or "after
     the clip: "."""
-    slices = [p for optimizer in session.optimizers for group in optimizer.param_groups for p in group["params"]]
+    slices = [
+        p
+        for optimizer in session.optimizers
+        for group in optimizer.param_groups
+        for p in group["params"]
+    ]
     habits = {
         "in the loop: backward": lambda: session.backward(model(rows).mean()),
         "in the loop: clip": lambda: session.clip_grad_norm_(0.5),

@@ -42,7 +42,10 @@ class First(nn.Module):
 
 
 def make_model(habit: str) -> nn.Module:
-    blocks: list[nn.Module] = [*(Block() for _ in range(3)), nn.Sequential(nn.Linear(9, 8), nn.BatchNorm1d(8), nn.Linear(8, 9))]
+    blocks: list[nn.Module] = [
+        *(Block() for _ in range(3)),
+        nn.Sequential(nn.Linear(9, 8), nn.BatchNorm1d(8), nn.Linear(8, 9)),
+    ]
     if habit in ("buffer", "unused output", "numpy", "dict", "unused parameters"):
         blocks[1:1] = [Odd(habit), *([nn.Linear(9, 9)] if habit == "unused output" else [])]
     if habit == "unused output":
@@ -50,7 +53,9 @@ def make_model(habit: str) -> nn.Module:
     return nn.Sequential(*blocks)
 
 
-def train(out: str = "runs/own_pipeline", steps: int = 30, habit: str = "", split: str = "") -> None:
+def train(
+    out: str = "runs/own_pipeline", steps: int = 30, habit: str = "", split: str = ""
+) -> None:
     torch.manual_seed(3)
     points, calls = torch.rand(240, 9), 0
     model = make_model(habit)
@@ -74,7 +79,11 @@ def train(out: str = "runs/own_pipeline", steps: int = 30, habit: str = "", spli
                 calls += habit == "hidden state"
                 if habit == "backward":
                     session.backward(rows.mean())
-                noisy = rows + 0.1 * torch.rand_like(rows) + (session.world.rank if habit == "rank" else 0)
+                noisy = (
+                    rows
+                    + 0.1 * torch.rand_like(rows)
+                    + (session.world.rank if habit == "rank" else 0)
+                )
                 session.forward_backward(noisy, 1 / (1 + rows) + calls, error)
                 if habit == "twice":
                     session.forward_backward(noisy, 1 / (1 + rows), error)
@@ -86,7 +95,14 @@ def train(out: str = "runs/own_pipeline", steps: int = 30, habit: str = "", spli
             scheduler.step()
             session.log(step, norm=norm)
             if step % 10 == 9:
-                session.log(step, error=session.evaluate(lambda rows: (model(rows) - 1 / (1 + rows)).abs().mean(), points, batch_size=50))
+                session.log(
+                    step,
+                    error=session.evaluate(
+                        lambda rows: (model(rows) - 1 / (1 + rows)).abs().mean(),
+                        points,
+                        batch_size=50,
+                    ),
+                )
 
 
 if __name__ == "__main__":

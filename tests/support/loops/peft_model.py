@@ -16,9 +16,20 @@ def make_model() -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes = {
+        "vocab_size": 64,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
     base = LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=True))
-    return get_peft_model(base, LoraConfig(r=3, lora_dropout=0.1, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM"))
+    return get_peft_model(
+        base,
+        LoraConfig(
+            r=3, lora_dropout=0.1, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM"
+        ),
+    )
 
 
 def train(out: str = "runs/peft_model", steps: int = 12) -> None:

@@ -17,9 +17,13 @@ def train(steps: int = 6, out: Path = Path("run")) -> None:
         model, (inputs, targets) = make_model(), make_points()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
-        with Checkpointer(out / "checkpoints", runtime, model, optimizer, state={"scaler": scaler}, every_steps=2) as checkpointer:
+        with Checkpointer(
+            out / "checkpoints", runtime, model, optimizer, state={"scaler": scaler}, every_steps=2
+        ) as checkpointer:
             step = checkpointer.resume()
-            with ReplicaGroup(runtime, model, checkpointer, micro_batches=MICRO_BATCHES) as replicas:
+            with ReplicaGroup(
+                runtime, model, checkpointer, micro_batches=MICRO_BATCHES
+            ) as replicas:
                 while step < steps:
                     for k in replicas.micro_batches(step):
                         rows = ORDER.ids(step, k)

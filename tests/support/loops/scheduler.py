@@ -17,9 +17,18 @@ def train(steps: int = 6, out: Path = Path("run")) -> None:
         model, (inputs, targets) = make_model(), make_points()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
-        with Checkpointer(out / "checkpoints", runtime, model, optimizer, state={"scheduler": scheduler}, every_steps=2) as checkpointer:
+        with Checkpointer(
+            out / "checkpoints",
+            runtime,
+            model,
+            optimizer,
+            state={"scheduler": scheduler},
+            every_steps=2,
+        ) as checkpointer:
             step = checkpointer.resume()
-            with ReplicaGroup(runtime, model, checkpointer, micro_batches=MICRO_BATCHES) as replicas:
+            with ReplicaGroup(
+                runtime, model, checkpointer, micro_batches=MICRO_BATCHES
+            ) as replicas:
                 while step < steps:
                     for k in replicas.micro_batches(step):
                         rows = ORDER.ids(step, k)

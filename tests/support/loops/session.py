@@ -35,7 +35,9 @@ class Points(Dataset[tuple[Tensor, Tensor]]):
 
 
 def train(out: str = "runs/session", steps: int = 40, num_workers: int = 0) -> None:
-    model = nn.Sequential(nn.Linear(2, 16), nn.GELU(), nn.Dropout(0.1), nn.Linear(16, 1), nn.Flatten(0))
+    model = nn.Sequential(
+        nn.Linear(2, 16), nn.GELU(), nn.Dropout(0.1), nn.Linear(16, 1), nn.Flatten(0)
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 7, 0.7)
     with lockstep.Session(out, micro_batches=6, save_every=10) as session:
@@ -51,7 +53,11 @@ def train(out: str = "runs/session", steps: int = 40, num_workers: int = 0) -> N
             scheduler.step()
             session.log(step, norm=norm)
             if step % 10 == 9:
-                error = session.evaluate(lambda batch: (model(batch[0]) - batch[1]).abs().mean(), Points(), batch_size=100)
+                error = session.evaluate(
+                    lambda batch: (model(batch[0]) - batch[1]).abs().mean(),
+                    Points(),
+                    batch_size=100,
+                )
                 session.log(step, error=error)
 
 
@@ -72,7 +78,9 @@ def disturb(path: Path, runtime: lockstep.ElasticRuntime, step: int) -> None:
     slot, done = runtime.slot_or_rank, path.with_name("killed")
     if step == orders.get("kill") and slot == 1 and not done.exists():
         done.touch()
-        time.sleep(0.3)  # the others end the evaluation before the step: in shards, a loss in it ends the run
+        time.sleep(
+            0.3
+        )  # the others end the evaluation before the step: in shards, a loss in it ends the run
         os.kill(os.getpid(), signal.SIGKILL)
     if step == orders.get("stop") and slot == 0:
         path.unlink(missing_ok=True)
@@ -80,7 +88,12 @@ def disturb(path: Path, runtime: lockstep.ElasticRuntime, step: int) -> None:
     sizes_seen.add(runtime.world.size)
     if orders and runtime.world.size < 3:
         time.sleep(0.1)
-    if "kill" in orders and runtime.world.rank == 0 and runtime.world.size < max(sizes_seen) and step not in steps_held:
+    if (
+        "kill" in orders
+        and runtime.world.rank == 0
+        and runtime.world.size < max(sizes_seen)
+        and step not in steps_held
+    ):
         steps_held.add(step)
         assert runtime.membership is not None
         until_s = time.monotonic() + SECONDS_PER_STEP

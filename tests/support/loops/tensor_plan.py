@@ -30,7 +30,9 @@ def train(out: str = "runs/tensor_plan", steps: int = 24) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.8))
     with lockstep.Session(out, micro_batches=4, save_every=8) as session:
-        model, optimizer = session.prepare(model, optimizer, tensor_plan={"*.inner": "colwise", "*.outer": "rowwise"})
+        model, optimizer = session.prepare(
+            model, optimizer, tensor_plan={"*.inner": "colwise", "*.outer": "rowwise"}
+        )
         session.state(ema=ema)
         loader = session.loader(points, batch_size=24)
         for step in session.steps(steps):
@@ -42,7 +44,12 @@ def train(out: str = "runs/tensor_plan", steps: int = 24) -> None:
             ema.update_parameters(model)
             session.log(step, norm=norm)
             if step % 8 == 7:
-                session.log(step, error=session.evaluate(lambda rows: (ema(rows) - model(rows)).abs().mean(), points, batch_size=50))
+                session.log(
+                    step,
+                    error=session.evaluate(
+                        lambda rows: (ema(rows) - model(rows)).abs().mean(), points, batch_size=50
+                    ),
+                )
 
 
 if __name__ == "__main__":

@@ -17,8 +17,12 @@ def train(out: str = "runs/sessions", case: str = "second") -> None:
     for fold in range(1 if case == "rank" else 2):
         torch.manual_seed(fold)
         model = nn.Linear(2, 1)
-        with lockstep.Session(f"{out}/{fold}" if case == "folds" else out, micro_batches=2) as session:
-            prepared, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        with lockstep.Session(
+            f"{out}/{fold}" if case == "folds" else out, micro_batches=2
+        ) as session:
+            prepared, optimizer = session.prepare(
+                model, torch.optim.SGD(model.parameters(), lr=0.1)
+            )
             for step in session.steps(2):
                 for _ in session.micro_batches(step):
                     session.backward(prepared(torch.ones(3, 2)).mean())

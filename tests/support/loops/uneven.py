@@ -19,15 +19,30 @@ import lockstep
 SLOW = 6
 
 
-def train(out: str = "runs/uneven", steps: int = 30, num_workers: int = 0, pause_s: float = 0.02, kill: int = -1) -> None:
-    model = nn.Sequential(nn.Linear(2, 64), nn.BatchNorm1d(64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 1), nn.Flatten(0))
+def train(
+    out: str = "runs/uneven",
+    steps: int = 30,
+    num_workers: int = 0,
+    pause_s: float = 0.02,
+    kill: int = -1,
+) -> None:
+    model = nn.Sequential(
+        nn.Linear(2, 64),
+        nn.BatchNorm1d(64),
+        nn.GELU(),
+        nn.Dropout(0.1),
+        nn.Linear(64, 1),
+        nn.Flatten(0),
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     with lockstep.Session(out, micro_batches=8, save_every=10) as session:
         model, optimizer = session.prepare(model, optimizer)
         loader = session.loader(Points(), batch_size=40, num_workers=num_workers)
         for step in session.steps(steps):
             for inputs, targets in loader(step):
-                is_second = session.runtime.slot_or_rank >= session.replicas.replica.workers_per_replica
+                is_second = (
+                    session.runtime.slot_or_rank >= session.replicas.replica.workers_per_replica
+                )
                 time.sleep(pause_s * (3 if is_second and step >= SLOW else 1))
                 session.backward(nn.functional.mse_loss(model(inputs), targets))
             optimizer.step()

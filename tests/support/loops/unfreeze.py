@@ -16,10 +16,14 @@ def train(steps: int = 6, out: Path = Path("run")) -> None:
     with ElasticRuntime.join() as runtime:
         model, (inputs, targets) = make_model(), make_points()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        with Checkpointer(out / "checkpoints", runtime, model, optimizer, every_steps=2) as checkpointer:
+        with Checkpointer(
+            out / "checkpoints", runtime, model, optimizer, every_steps=2
+        ) as checkpointer:
             step = checkpointer.resume()
             model[0].requires_grad_(step >= 3)
-            with ReplicaGroup(runtime, model, checkpointer, micro_batches=MICRO_BATCHES) as replicas:
+            with ReplicaGroup(
+                runtime, model, checkpointer, micro_batches=MICRO_BATCHES
+            ) as replicas:
                 while step < steps:
                     if step == 3:
                         model[0].requires_grad_(True)

@@ -19,13 +19,19 @@ def train(steps: int = 6, out: Path = Path("run")) -> None:
         model, inputs = make_model(), torch.from_numpy(np.random.rand(48, 4)).float()
         targets = inputs.sum(1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        with Checkpointer(out / "checkpoints", runtime, model, optimizer, every_steps=2) as checkpointer:
+        with Checkpointer(
+            out / "checkpoints", runtime, model, optimizer, every_steps=2
+        ) as checkpointer:
             step = checkpointer.resume()
-            with ReplicaGroup(runtime, model, checkpointer, micro_batches=MICRO_BATCHES) as replicas:
+            with ReplicaGroup(
+                runtime, model, checkpointer, micro_batches=MICRO_BATCHES
+            ) as replicas:
                 while step < steps:
                     for k in replicas.micro_batches(step):
                         rows = ORDER.ids(step, k)
-                        noisy = inputs[rows] + 0.1 * random.random() + 0.1 * torch.randn(len(rows), 4)
+                        noisy = (
+                            inputs[rows] + 0.1 * random.random() + 0.1 * torch.randn(len(rows), 4)
+                        )
                         loss = loss_of(replicas(noisy), targets[rows])
                         replicas.backward(loss)
                     optimizer.step()

@@ -14,7 +14,12 @@ def peak_bytes() -> int:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    states, weight = torch.randn(1536, 8, requires_grad=True), torch.randn(128_256, 8, requires_grad=True)
+    states, weight = (
+        torch.randn(1536, 8, requires_grad=True),
+        torch.randn(128_256, 8, requires_grad=True),
+    )
     before = peak_bytes()
-    output_cross_entropy(states, weight, torch.arange(1536), smoothing=0.0, ignore_index=-100).backward()
+    output_cross_entropy(
+        states, weight, torch.arange(1536), smoothing=0.0, ignore_index=-100
+    ).backward()
     print(peak_bytes() - before)

@@ -29,18 +29,43 @@ from lockstep.elastic.protocol.decisions import ElasticLimits
 from lockstep.elastic.protocol.effects import ReadLog, Send
 from lockstep.elastic.protocol.transitions import Protocol
 
-LIMITS = ElasticLimits(heartbeat_s=0.5, heartbeat_timeout_s=2.5, log_poll_s=0.25, rendezvous_timeout_s=4.0, takeover_s=6.0)
+LIMITS = ElasticLimits(
+    heartbeat_s=0.5,
+    heartbeat_timeout_s=2.5,
+    log_poll_s=0.25,
+    rendezvous_timeout_s=4.0,
+    takeover_s=6.0,
+)
 # After the last fault all workers train within: a start (2 s), the takeover of a generation that
 # does not answer, a rendezvous, and three times a heartbeat timeout and a group that does not form.
-SETTLE_S = 2 + LIMITS.takeover_s + LIMITS.rendezvous_timeout_s + 3 * (LIMITS.heartbeat_timeout_s + FORM_S)
+SETTLE_S = (
+    2 + LIMITS.takeover_s + LIMITS.rendezvous_timeout_s + 3 * (LIMITS.heartbeat_timeout_s + FORM_S)
+)
 STABLE_S = 2.0  # the cluster must stay well for this time
 # The same if some workers can never reach the others: they must not disturb them.
 STABLE_APART_S = LIMITS.takeover_s + LIMITS.rendezvous_timeout_s + 4
 
 WORKER_FAULTS = ("kill", "stop", "reset", "slow leave", "evict", "drain")
-HOST_FAULTS = ("power", "cut", "one-way cut", "cut pair", "slow network", "very slow network", "slow disk", "bad disk", "agent")
+HOST_FAULTS = (
+    "power",
+    "cut",
+    "one-way cut",
+    "cut pair",
+    "slow network",
+    "very slow network",
+    "slow disk",
+    "bad disk",
+    "agent",
+)
 LASTING = ("power", "cut", "cut pair", "drain")  # may be permanent
-HARMLESS = ("reset", "slow leave", "slow network", "slow disk", "bad disk", "agent")  # must not remove any worker
+HARMLESS = (
+    "reset",
+    "slow leave",
+    "slow network",
+    "slow disk",
+    "bad disk",
+    "agent",
+)  # must not remove any worker
 
 
 @dataclass(frozen=True)
@@ -81,7 +106,9 @@ class History:
 class Cluster:
     """The whole simulation."""
 
-    def __init__(self, history: History, protocol: type[Protocol] = Protocol, folder: type[Folder] = Folder) -> None:
+    def __init__(
+        self, history: History, protocol: type[Protocol] = Protocol, folder: type[Folder] = Folder
+    ) -> None:
         self.history, self.protocol, self.folder = history, protocol, folder()
         self.clock = Clock(history.seed)
         self.network = Network(self.clock)
@@ -94,7 +121,9 @@ class Cluster:
             replica_size=history.replica_size,
             one_host=history.one_host,
         )
-        self.hosts = [Host("abcdefgh"[index], [None] * history.slots) for index in range(history.hosts)]
+        self.hosts = [
+            Host("abcdefgh"[index], [None] * history.slots) for index in range(history.hosts)
+        ]
         self.workers: dict[str, Worker] = {}  # id -> worker, dead ones included
         self.groups: dict[str, Group] = {}  # token -> group
         self.stores: dict[str, Worker] = {}  # token -> its proposer, which hosts the store
@@ -109,7 +138,10 @@ class Cluster:
 
     def play(self) -> None:
         """Run until the cluster is well, and stays so, after the last fault."""
-        apart = any(fault.duration_s is None and fault.kind in ("cut", "cut pair") for fault in self.history.faults)
+        apart = any(
+            fault.duration_s is None and fault.kind in ("cut", "cut pair")
+            for fault in self.history.faults
+        )
         well_s, next_s = None, self.last_fault_end_s
         while True:
             self.clock.step()
@@ -118,7 +150,10 @@ class Cluster:
             next_s, missing = self.clock.now_s + 0.25, self.invariants.missing()
             if missing:
                 well_s = None
-                check(self.clock.now_s < self.last_fault_end_s + SETTLE_S, f"{SETTLE_S:g} s after the last fault: {missing}")
+                check(
+                    self.clock.now_s < self.last_fault_end_s + SETTLE_S,
+                    f"{SETTLE_S:g} s after the last fault: {missing}",
+                )
             elif well_s is None:
                 well_s = self.clock.now_s
             elif self.clock.now_s > well_s + (STABLE_APART_S if apart else STABLE_S):
@@ -129,7 +164,9 @@ class Cluster:
 
     def note(self, name: str, event: object) -> None:
         """Add a line to the trace of a violation."""
-        if not isinstance(event, ReadLog) and not (isinstance(event, Send) and event.message["kind"] == "heartbeat"):
+        if not isinstance(event, ReadLog) and not (
+            isinstance(event, Send) and event.message["kind"] == "heartbeat"
+        ):
             self.trace.append(f"{self.clock.now_s:7.3f} {name:8} {event}")
 
     def token(self) -> str:
@@ -140,12 +177,22 @@ class Cluster:
 
     @property
     def living(self) -> list[Worker]:
-        return [worker for host in self.hosts for worker in host.workers_by_slot if worker and worker.alive]
+        return [
+            worker
+            for host in self.hosts
+            for worker in host.workers_by_slot
+            if worker and worker.alive
+        ]
 
     @property
     def target_size(self) -> int:
         """The number of workers after every slot has started."""
-        return sum((host.name, slot) not in self.drained for host in self.hosts if host.on for slot in range(self.history.slots))
+        return sum(
+            (host.name, slot) not in self.drained
+            for host in self.hosts
+            if host.on
+            for slot in range(self.history.slots)
+        )
 
     def agent(self, host: Host) -> None:
         """Kill the workers that the newest generation removed, and start workers in empty slots."""
@@ -158,15 +205,26 @@ class Cluster:
                 self.workers[removed.id].end()
         for slot, worker in enumerate(host.workers_by_slot):
             if (worker is None or not worker.alive) and (host.name, slot) not in self.drained:
-                host.workers_by_slot[slot] = worker = Worker(self, host, slot, len(self.workers) + 1)
+                host.workers_by_slot[slot] = worker = Worker(
+                    self, host, slot, len(self.workers) + 1
+                )
                 self.workers[worker.me.id] = worker
 
     def try_to_form(self, group: Group) -> None:
         """Form the group if all members have arrived and reach each other and the store."""
         workers, store = group.workers, self.stores[group.generation.token]
-        if group.formed or group.lost or len(workers) < len(group.generation.members) or not store.alive:
+        if (
+            group.formed
+            or group.lost
+            or len(workers) < len(group.generation.members)
+            or not store.alive
+        ):
             return
-        if all(self.network.both_ways_open(worker.host, other.host) for worker in workers for other in (*workers, store)):
+        if all(
+            self.network.both_ways_open(worker.host, other.host)
+            for worker in workers
+            for other in (*workers, store)
+        ):
             group.formed = True
             for worker in workers:
                 worker.main.after(self.clock.between(0.01, 0.1), worker.main.on_formed)
@@ -180,7 +238,8 @@ class Cluster:
         winner = self.folder.propose(generation)
         if len(self.folder.log) > known:
             self.note(
-                "----", f"{generation.number} {[member.id for member in generation.members]} step {generation.step}: {generation.reason}"
+                "----",
+                f"{generation.number} {[member.id for member in generation.members]} step {generation.step}: {generation.reason}",
             )
             self.invariants.publish(generation, worker.me.id)
         return winner
@@ -193,7 +252,9 @@ class Cluster:
     # -- faults -------------------------------------------------------------------------------------------------------------
 
     def _plan(self, fault: Fault) -> None:
-        duration_s = fault.duration_s if fault.duration_s is not None or fault.kind in LASTING else 3.0
+        duration_s = (
+            fault.duration_s if fault.duration_s is not None or fault.kind in LASTING else 3.0
+        )
         self.last_fault_end_s = max(self.last_fault_end_s, fault.at_s + (duration_s or 0))
         self.clock.at(fault.at_s, lambda: self._apply(fault, True))
         if duration_s is not None:
@@ -202,11 +263,23 @@ class Cluster:
     def _apply(self, fault: Fault, starts: bool) -> None:
         self.note("****", f"{fault.kind} {sorted(fault.targets)} {'starts' if starts else 'ends'}")
         if fault.kind in WORKER_FAULTS:
-            for index in sorted({index % (self.history.hosts * self.history.slots) for index in fault.targets}):
-                self._apply_to_worker(fault.kind, self.hosts[index // self.history.slots], index % self.history.slots, starts)
+            for index in sorted(
+                {index % (self.history.hosts * self.history.slots) for index in fault.targets}
+            ):
+                self._apply_to_worker(
+                    fault.kind,
+                    self.hosts[index // self.history.slots],
+                    index % self.history.slots,
+                    starts,
+                )
         else:
             self._apply_to_hosts(
-                fault.kind, [self.hosts[index] for index in sorted({index % len(self.hosts) for index in fault.targets})], starts
+                fault.kind,
+                [
+                    self.hosts[index]
+                    for index in sorted({index % len(self.hosts) for index in fault.targets})
+                ],
+                starts,
             )
 
     def _apply_to_worker(self, kind: str, host: Host, slot: int, starts: bool) -> None:
@@ -239,22 +312,37 @@ class Cluster:
         match kind:
             case "cut" | "one-way cut" | "cut pair":
                 others = [host for host in self.hosts if host not in hosts]
-                pairs = [(hosts[0], hosts[-1])] if kind == "cut pair" else [(host, other) for host in hosts for other in others]
+                pairs = (
+                    [(hosts[0], hosts[-1])]
+                    if kind == "cut pair"
+                    else [(host, other) for host in hosts for other in others]
+                )
                 for host, other in [(host, other) for host, other in pairs if host is not other]:
-                    for direction in [(host.name, other.name), (other.name, host.name)][: 1 if kind == "one-way cut" else 2]:
+                    for direction in [(host.name, other.name), (other.name, host.name)][
+                        : 1 if kind == "one-way cut" else 2
+                    ]:
                         (self.network.block if starts else self.network.unblock)(direction)
                     host.trouble.change(starts, self.clock.now_s)
                     other.trouble.change(starts, self.clock.now_s)
             case _:
                 for host in hosts:
                     host.active_faults[kind] += 1 if starts else -1
-                for host in hosts if kind == "power" else self.hosts if kind == "very slow network" else ():
+                for host in (
+                    hosts if kind == "power" else self.hosts if kind == "very slow network" else ()
+                ):
                     host.trouble.change(starts, self.clock.now_s)
-                for worker in [worker for host in hosts for worker in host.workers_by_slot if worker and not host.on]:
+                for worker in [
+                    worker
+                    for host in hosts
+                    for worker in host.workers_by_slot
+                    if worker and not host.on
+                ]:
                     worker.end(silently=True)
 
 
-def play(history: History, protocol: type[Protocol] = Protocol, folder: type[Folder] = Folder) -> Cluster:
+def play(
+    history: History, protocol: type[Protocol] = Protocol, folder: type[Folder] = Folder
+) -> Cluster:
     """Play a history to its end. Violation, with its trace, when an invariant does not hold."""
     cluster = Cluster(history, protocol, folder)
     try:

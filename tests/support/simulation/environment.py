@@ -85,7 +85,9 @@ class Network:
         self._since_s: dict[tuple[str, str], float] = {}
 
     def latency_s(self, a: Host, b: Host) -> float:
-        slow_s = max(SLOW_S[kind] * bool(host.active_faults[kind]) for kind in SLOW_S for host in (a, b))
+        slow_s = max(
+            SLOW_S[kind] * bool(host.active_faults[kind]) for kind in SLOW_S for host in (a, b)
+        )
         return self.clock.between(0.0002, 0.005) + slow_s
 
     def both_ways_open(self, a: Host, b: Host) -> bool:
@@ -96,8 +98,12 @@ class Network:
         self.blocked[direction] += 1
         if self.blocked[direction] == 1:
             since_s = self._since_s[direction] = self.clock.now_s
-            self.clock.after(BREAK_S + self.clock.between(0, 0.5), lambda: self._break(direction, since_s, 0))
-            self.clock.after(BREAK_S + self.clock.between(0, 0.5), lambda: self._break(direction, since_s, 1))
+            self.clock.after(
+                BREAK_S + self.clock.between(0, 0.5), lambda: self._break(direction, since_s, 0)
+            )
+            self.clock.after(
+                BREAK_S + self.clock.between(0, 0.5), lambda: self._break(direction, since_s, 1)
+            )
 
     def unblock(self, direction: tuple[str, str]) -> None:
         self.blocked[direction] -= 1
@@ -105,7 +111,9 @@ class Network:
             connection.flush(connection.direction(1) == direction)
 
     def _using(self, direction: tuple[str, str]) -> list[Connection]:
-        return [line for line in self.connections if direction in (line.direction(0), line.direction(1))]
+        return [
+            line for line in self.connections if direction in (line.direction(0), line.direction(1))
+        ]
 
     def _break(self, direction: tuple[str, str], since_s: float, end: int) -> None:
         """Break the connections that were blocked in this direction for too long."""
@@ -144,7 +152,9 @@ class Connection:
 
     def _deliver(self, end: int, message: Any) -> None:
         other = self.ends[1 - end]
-        if not other.alive:  # its kernel resets the connection; a host without power acknowledges nothing
+        if (
+            not other.alive
+        ):  # its kernel resets the connection; a host without power acknowledges nothing
             self.clock.after(0 if other.host.on else BREAK_S, lambda: self.close(end))
         elif self.open[1 - end]:
             other.take(lambda: other.receive(self, 1 - end, message))

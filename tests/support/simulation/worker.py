@@ -17,7 +17,17 @@ from support.simulation.environment import BREAK_S, Connection, Event, Host, Sta
 
 from lockstep.elastic.generation_log import Generation, Member
 from lockstep.elastic.protocol.decisions import LeaveReport
-from lockstep.elastic.protocol.effects import AbortGroup, Connect, Effect, Exit, FormGroup, GetReady, Propose, ReadLog, Send
+from lockstep.elastic.protocol.effects import (
+    AbortGroup,
+    Connect,
+    Effect,
+    Exit,
+    FormGroup,
+    GetReady,
+    Propose,
+    ReadLog,
+    Send,
+)
 
 if TYPE_CHECKING:
     from support.simulation.cluster import Cluster
@@ -33,7 +43,9 @@ class Worker:
 
     def __init__(self, cluster: Cluster, host: Host, slot: int, number: int) -> None:
         self.cluster, self.clock, self.host, self.slot = cluster, cluster.clock, host, slot
-        self.me = Member(f"{host.name}/{slot}/{number}", host.name, slot, number, f"127.0.0.1:{number + 1}")
+        self.me = Member(
+            f"{host.name}/{slot}/{number}", host.name, slot, number, f"127.0.0.1:{number + 1}"
+        )
         self.alive, self.stopped = True, False
         self.trouble = Trouble()
         self.connections: dict[str, list[Connection]] = {}
@@ -77,7 +89,9 @@ class Worker:
 
     def reset(self, *, silently: bool = False) -> None:
         """Break all its connections."""
-        for connection in [connection for connections in self.connections.values() for connection in connections]:
+        for connection in [
+            connection for connections in self.connections.values() for connection in connections
+        ]:
             connection.close(connection.ends.index(self), silently=silently)
 
     # -- the membership thread ------------------------------------------------------------------------------------------
@@ -90,9 +104,14 @@ class Worker:
         """Join the newest generation if a member answers, else start with other new workers."""
         newest = self.cluster.folder.newest
         members = [self.cluster.workers[member.id] for member in newest.members] if newest else []
-        joins = any(worker.alive and self.cluster.network.both_ways_open(self.host, worker.host) for worker in members)
+        joins = any(
+            worker.alive and self.cluster.network.both_ways_open(self.host, worker.host)
+            for worker in members
+        )
         self.cluster.folder.waiting_members[self.me.id] = self.me
-        self.carry_out(self.protocol.request_join(self.now_s, FACTS if joins else {}, is_joining=joins))
+        self.carry_out(
+            self.protocol.request_join(self.now_s, FACTS if joins else {}, is_joining=joins)
+        )
 
     def join(self) -> None:
         """Join, with a model, the workers that started without this one."""
@@ -115,11 +134,16 @@ class Worker:
                     self.connect(self.cluster.workers[member.id])
                 case Send(id, message):
                     for connection in self.connections.get(id, [])[:1]:
-                        connection.send(connection.ends.index(self), json.loads(json.dumps(message)))
+                        connection.send(
+                            connection.ends.index(self), json.loads(json.dumps(message))
+                        )
                 case ReadLog(known):
                     self.disk(lambda: self.read_log(known), self.on_log_read)
                 case Propose(generation):
-                    self.disk(lambda: self.cluster.propose(self, generation), lambda winner: self.report("on_proposed", winner))
+                    self.disk(
+                        lambda: self.cluster.propose(self, generation),
+                        lambda winner: self.report("on_proposed", winner),
+                    )
                 case AbortGroup():
                     self.main.abort()
                 case FormGroup(generation):
@@ -134,9 +158,15 @@ class Worker:
         folder = self.cluster.folder
         if self.protocol.writes_liveness:
             folder.liveness_writes[self.me.id] = folder.liveness_writes.get(self.me.id, 0) + 1
-        alive = [id for id, count in folder.liveness_writes.items() if count != self.seen.get(id, count)]
+        alive = [
+            id for id, count in folder.liveness_writes.items() if count != self.seen.get(id, count)
+        ]
         self.seen = dict(folder.liveness_writes)
-        return folder.newest if len(folder.log) > known else None, list(folder.waiting_members.values()), alive
+        return (
+            folder.newest if len(folder.log) > known else None,
+            list(folder.waiting_members.values()),
+            alive,
+        )
 
     def on_log_read(self, result: tuple[Generation | None, list[Member], list[str]]) -> None:
         newest, waiting_members, alive = result
@@ -144,7 +174,11 @@ class Worker:
 
     def disk(self, work: Callable[[], Any], answer: Callable[[Any], None] | None = None) -> None:
         """Request disk work: done even if the worker dies; may report a failure after success."""
-        duration_s = self.clock.between(0.3, 3) if self.host.active_faults["slow disk"] else self.clock.between(0.001, 0.02)
+        duration_s = (
+            self.clock.between(0.3, 3)
+            if self.host.active_faults["slow disk"]
+            else self.clock.between(0.001, 0.02)
+        )
         bad, rng = self.host.active_faults["bad disk"] > 0, self.clock.rng
 
         def happen() -> None:
@@ -171,7 +205,9 @@ class Worker:
             if other.alive:
                 other.take(answer)
             else:
-                self.after(self.cluster.network.latency_s(other.host, self.host), lambda: fail(True))
+                self.after(
+                    self.cluster.network.latency_s(other.host, self.host), lambda: fail(True)
+                )
 
         def answer() -> None:
             if not attempt.over:
@@ -244,7 +280,11 @@ class Group:
 
     @property
     def workers(self) -> list[Worker]:
-        return [self.arrived[member.id] for member in self.generation.members if member.id in self.arrived]
+        return [
+            self.arrived[member.id]
+            for member in self.generation.members
+            if member.id in self.arrived
+        ]
 
 
 class MainThread:
@@ -266,7 +306,9 @@ class MainThread:
         self.in_collective = self.result_pending = self.aborting = False
         self.slow = self.drains = False
         self.evicts = ""
-        self.breaks_up = self.clock.rng.random() < 0.5  # the coordinator detects a hanging connection, not its timeout
+        self.breaks_up = (
+            self.clock.rng.random() < 0.5
+        )  # the coordinator detects a hanging connection, not its timeout
 
     # -- form -------------------------------------------------------------------------------------------------------------
 
@@ -274,11 +316,18 @@ class MainThread:
         """Form the group of a generation; leave it if it does not form in time."""
         self.cluster.invariants.form(self, generation)
         group = self.group = self.cluster.groups.setdefault(generation.token, Group(generation))
-        self.collective_index, self.in_collective, self.result_pending, self.aborting = 0, False, False, False
+        self.collective_index, self.in_collective, self.result_pending, self.aborting = (
+            0,
+            False,
+            False,
+            False,
+        )
 
         def arrive() -> None:
             group.arrived[self.worker.me.id] = self.worker
-            self.after(FORM_S, lambda: None if group.formed else self.leave("the group did not form"))
+            self.after(
+                FORM_S, lambda: None if group.formed else self.leave("the group did not form")
+            )
             self.cluster.try_to_form(group)
 
         self.after(self.clock.between(0.001, 0.02), arrive)
@@ -286,7 +335,10 @@ class MainThread:
     def on_formed(self) -> None:
         """The group has formed: commit an agreed step, compare states, transfer them to joiners."""
         assert self.group is not None
-        generation, leads = self.group.generation, self.group.generation.rank_of(self.worker.me.id) == 0
+        generation, leads = (
+            self.group.generation,
+            self.group.generation.rank_of(self.worker.me.id) == 0,
+        )
         if self.state and self.ready and self.state[0] < generation.step == self.ready[0]:
             self.commit(self.ready)
         self.ready = None
@@ -295,7 +347,11 @@ class MainThread:
             self.after(0.5, self.on_formed)
         else:
             self.worker.report("set_fingerprint", FACTS)
-            self.enter_collective(CollectiveInput(self.state, checkpoint=self.cluster.folder.checkpoint if leads else None))
+            self.enter_collective(
+                CollectiveInput(
+                    self.state, checkpoint=self.cluster.folder.checkpoint if leads else None
+                )
+            )
 
     # -- train ------------------------------------------------------------------------------------------------------------
 
@@ -333,9 +389,19 @@ class MainThread:
         group = self.group
         if group is None or not self.result_pending:
             return
-        if any(self.cluster.network.blocked[worker.host.name, self.worker.host.name] for worker in group.workers):
+        if any(
+            self.cluster.network.blocked[worker.host.name, self.worker.host.name]
+            for worker in group.workers
+        ):
             coordinator = next(
-                (worker for worker in group.workers if worker.alive and worker.main.group is group and worker.protocol.is_coordinator), None
+                (
+                    worker
+                    for worker in group.workers
+                    if worker.alive
+                    and worker.main.group is group
+                    and worker.protocol.is_coordinator
+                ),
+                None,
             )
             if late_s > BREAK_S and coordinator and self.breaks_up:
                 coordinator.report("regroup", "no progress, and no rank is to blame")
@@ -357,7 +423,16 @@ class MainThread:
         self.state = self.cluster.invariants.equal(group.generation, states)
         wishes: frozenset[str] = frozenset().union(*(value.wishes for value in contributions))
         if not first:
-            self.commit(after_step(self.state, [number for contribution in contributions for number in contribution.micro_batches]))
+            self.commit(
+                after_step(
+                    self.state,
+                    [
+                        number
+                        for contribution in contributions
+                        for number in contribution.micro_batches
+                    ],
+                )
+            )
         for id in sorted(wishes - {"join", "drain"}):
             self.worker.report("evict", id, "its state differs")
         if not wishes:
@@ -382,7 +457,10 @@ class MainThread:
         if self.group and not self.aborting:
             self.aborting = True
             self.result_pending = self.result_pending and self.clock.rng.random() < 0.5
-            self.after(self.clock.between(1, 3) if self.slow else self.clock.between(0.005, 0.05), lambda: self.leave("aborted"))
+            self.after(
+                self.clock.between(1, 3) if self.slow else self.clock.between(0.005, 0.05),
+                lambda: self.leave("aborted"),
+            )
 
     def fail_or_hang(self) -> None:
         """A member is lost: the collective fails here, or hangs until the group is aborted."""
@@ -393,7 +471,9 @@ class MainThread:
         """Leave the group and report it."""
         assert self.group is not None
         self.disappear(silently=False)
-        report = self.left = LeaveReport(self.group.generation.number, self.state[0] if self.state else -1, self.drains, why)
+        report = self.left = LeaveReport(
+            self.group.generation.number, self.state[0] if self.state else -1, self.drains, why
+        )
         self.group = None
         self.cluster.note(self.worker.me.id, report)
         self.worker.report("on_group_left", report)

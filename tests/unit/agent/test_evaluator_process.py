@@ -11,7 +11,9 @@ from lockstep.agent.evaluator_process import EvaluatorProcess
 from lockstep.agent.run_logs import EventLog
 
 
-def test_an_evaluator_that_cannot_be_recorded_is_not_started_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_evaluator_that_cannot_be_recorded_is_not_started_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     program = tmp_path / "sleep"
     program.write_text("#!/bin/sh\nexec sleep 60\n")
     program.chmod(0o700)

@@ -21,10 +21,23 @@ def log(tmp_path: Path) -> GenerationLog:
     """A log of 60 generations: worker 12 is removed in generation 51."""
     (tmp_path / "generations").mkdir()
     log = GenerationLog(tmp_path / "generations")
-    members = [Member(f"here/{slot}/x", "here", slot, pid, "127.0.0.1:1") for slot, pid in enumerate((STAYS, REMOVED))]
+    members = [
+        Member(f"here/{slot}/x", "here", slot, pid, "127.0.0.1:1")
+        for slot, pid in enumerate((STAYS, REMOVED))
+    ]
     for number in range(1, NEWEST + 1):
         out = (Removed("here/1/x", "silent"),) if number == LAST_OF_REMOVED + 1 else ()
-        log.propose(Generation(number, str(number), tuple(members[: 1 + (number <= LAST_OF_REMOVED)]), "", number, "", out))
+        log.propose(
+            Generation(
+                number,
+                str(number),
+                tuple(members[: 1 + (number <= LAST_OF_REMOVED)]),
+                "",
+                number,
+                "",
+                out,
+            )
+        )
     return log
 
 
@@ -42,10 +55,14 @@ def test_only_the_newest_generation_is_read_if_it_has_all_workers(log: Generatio
 
 
 def test_removal_that_no_agent_saw_is_read(log: GenerationLog) -> None:
-    assert read_after_restart(log, STAYS, REMOVED) == [(number, number - 1) for number in range(LAST_OF_REMOVED, NEWEST + 1)]
+    assert read_after_restart(log, STAYS, REMOVED) == [
+        (number, number - 1) for number in range(LAST_OF_REMOVED, NEWEST + 1)
+    ]
 
 
-def test_search_for_a_waiting_worker_ends(log: GenerationLog, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_search_for_a_waiting_worker_ends(
+    log: GenerationLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert len(read_after_restart(log, STAYS, WAITS)) == NEWEST - 1
     monkeypatch.setattr(run_logs, "KEEP", 20)
     assert len(read_after_restart(log, STAYS, WAITS)) == 20
@@ -54,8 +71,12 @@ def test_search_for_a_waiting_worker_ends(log: GenerationLog, monkeypatch: pytes
 def test_generation_is_read_once(log: GenerationLog) -> None:
     newest = log.newest()
     assert newest
-    reader = GenerationReader(log.folder.parent, PriorState(newest, NEWEST, {}), EventLog(log.folder.parent, "here"))
+    reader = GenerationReader(
+        log.folder.parent, PriorState(newest, NEWEST, {}), EventLog(log.folder.parent, "here")
+    )
     assert list(reader.read_new()) == []
     log.propose(Generation(NEWEST + 1, "x", newest.members, "", NEWEST, ""))
-    assert [(record.number, before.number) for record, before in reader.read_new()] == [(NEWEST + 1, NEWEST)]
+    assert [(record.number, before.number) for record, before in reader.read_new()] == [
+        (NEWEST + 1, NEWEST)
+    ]
     assert list(reader.read_new()) == []

@@ -50,15 +50,21 @@ class MADGRAD(Plain):
         self.state["k"].add_(1)
 
     def update(self, grad: Tensor, state: dict[str, Any]) -> Tensor:
-        return state.setdefault("s", torch.zeros_like(grad)).add_(grad * float(self.state["k"] + 1) ** 0.5)
+        return state.setdefault("s", torch.zeros_like(grad)).add_(
+            grad * float(self.state["k"] + 1) ** 0.5
+        )
 
 
 class AggMo(Plain):
     """A dict of buffers by their momentum."""
 
     def update(self, grad: Tensor, state: dict[str, Any]) -> Tensor:
-        buffers = state.setdefault("momentum_buffer", {beta: torch.zeros_like(grad) for beta in (0.0, 0.9, 0.99)})
-        return torch.stack([buffer.mul_(beta).add_(grad) for beta, buffer in buffers.items()]).mean(0)
+        buffers = state.setdefault(
+            "momentum_buffer", {beta: torch.zeros_like(grad) for beta in (0.0, 0.9, 0.99)}
+        )
+        return torch.stack([buffer.mul_(beta).add_(grad) for beta, buffer in buffers.items()]).mean(
+            0
+        )
 
 
 class AdaShift(Plain):
@@ -110,7 +116,9 @@ OPTIMIZERS["Counting"] = Counting
 
 
 class Run:
-    def __init__(self, folder: Path, make_optimizer: Callable[[Any], torch.optim.Optimizer]) -> None:
+    def __init__(
+        self, folder: Path, make_optimizer: Callable[[Any], torch.optim.Optimizer]
+    ) -> None:
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
         self.optimizer = make_optimizer(self.model.parameters())
@@ -139,7 +147,10 @@ def test_state_of_any_layout_is_resumed_with_the_same_bits(tmp_path: Path, name:
 
 def test_load_state_dict_that_restores_less_than_it_saved_is_refused(tmp_path: Path) -> None:
     Run(tmp_path, Forgetful).train(range(2))
-    with pytest.raises(CheckpointError, match=r"Forgetful differs from the saved state after load_state_dict: Forgetful.state_dict.k"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"Forgetful differs from the saved state after load_state_dict: Forgetful.state_dict.k",
+    ):
         Run(tmp_path, Forgetful).checkpointer.resume()
 
 
@@ -155,7 +166,10 @@ class Keyed(torch.optim.SGD):
     """A state_dict with parameters as keys."""
 
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "slow": {p: p.detach().clone() for p in self.param_groups[0]["params"]}}
+        return {
+            **super().state_dict(),
+            "slow": {p: p.detach().clone() for p in self.param_groups[0]["params"]},
+        }
 
 
 class Wrapper(torch.optim.SGD):
@@ -169,12 +183,23 @@ class Wrapper(torch.optim.SGD):
 @pytest.mark.parametrize(
     ("make_optimizer", "what"),
     [
-        (Conda, r"Conda keeps 'projector' as a Conda, which a checkpoint cannot hold\n  state of 0.weight"),
-        (Keyed, r"Keyed keeps 'slow' as a dict, which a checkpoint cannot hold\n  Keyed.state_dict\(\); .*slow is a dict by tensors"),
-        (Wrapper, r"Wrapper keeps another optimizer, SGD, in its attribute base, which its state_dict does not return"),
+        (
+            Conda,
+            r"Conda keeps 'projector' as a Conda, which a checkpoint cannot hold\n  state of 0.weight",
+        ),
+        (
+            Keyed,
+            r"Keyed keeps 'slow' as a dict, which a checkpoint cannot hold\n  Keyed.state_dict\(\); .*slow is a dict by tensors",
+        ),
+        (
+            Wrapper,
+            r"Wrapper keeps another optimizer, SGD, in its attribute base, which its state_dict does not return",
+        ),
     ],
 )
-def test_optimizer_that_cannot_be_saved_is_refused_by_name(tmp_path: Path, make_optimizer: Any, what: str) -> None:
+def test_optimizer_that_cannot_be_saved_is_refused_by_name(
+    tmp_path: Path, make_optimizer: Any, what: str
+) -> None:
     with pytest.raises((CheckpointError, UsageError), match=what):
         Run(tmp_path, make_optimizer).train(range(1))
         Run(tmp_path, make_optimizer).checkpointer.state_dict()
@@ -188,7 +213,9 @@ class Schedule(torch.optim.SGD):
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         self.param_groups[0]["lr"] = 0.9 * np.cos(self.param_groups[0]["lr"])
-        self.param_groups[0]["weight_decay"] = np.float32(0.9) * np.float32(self.param_groups[0]["weight_decay"] + 0.01)
+        self.param_groups[0]["weight_decay"] = np.float32(0.9) * np.float32(
+            self.param_groups[0]["weight_decay"] + 0.01
+        )
         super().step()
 
 
@@ -208,7 +235,9 @@ def test_parameters_and_buffers_named_like_json_are_loaded_again(tmp_path: Path)
         model.register_parameter("a:json", nn.Parameter(torch.ones(2)))
         model.register_buffer("b:json", torch.ones(1))
         runtime = ElasticRuntime(World(0, 1, 0, 1, "here", torch.device("cpu")))
-        return Checkpointer(tmp_path, runtime, model, torch.optim.SGD(model.parameters(), momentum=0.9))
+        return Checkpointer(
+            tmp_path, runtime, model, torch.optim.SGD(model.parameters(), momentum=0.9)
+        )
 
     with saver() as checkpointer:
         checkpointer.save(1)
@@ -224,7 +253,9 @@ def test_names_without_separators_are_unchanged_and_others_are_distinct() -> Non
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(2)).sum().backward()
     optimizer.step()
-    names = {f"optim.{p}.{key}" for p in ("weight", "bias") for key in ("step", "exp_avg", "exp_avg_sq")}
+    names = {
+        f"optim.{p}.{key}" for p in ("weight", "bias") for key in ("step", "exp_avg", "exp_avg_sq")
+    }
     assert set(get_state_dict(model, optimizer)) == names | {"model.weight", "model.bias"}
 
 
@@ -232,8 +263,18 @@ def test_strides_of_matrices_are_restored() -> None:
     """A product of a transposed matrix may have other bits."""
     model, restored = nn.Linear(2, 3), nn.Linear(2, 3)
     optimizer, restored_optimizer = MADGRAD(model.parameters()), MADGRAD(restored.parameters())
-    optimizer.state[model.weight] = {"basis": torch.rand(4, 2).t(), "q": [torch.rand(2, 3, 4).permute(2, 0, 1)], "s": torch.rand(3, 2)}
+    optimizer.state[model.weight] = {
+        "basis": torch.rand(4, 2).t(),
+        "q": [torch.rand(2, 3, 4).permute(2, 0, 1)],
+        "s": torch.rand(3, 2),
+    }
     set_state_dict(restored, restored_optimizer, get_state_dict(model, optimizer))
     state = restored_optimizer.state[restored.weight]
-    assert (state["basis"].stride(), state["q"][0].stride(), state["s"].stride()) == ((1, 2), (1, 12, 4), (2, 1))
-    assert digest(get_state_dict(restored, restored_optimizer)) == digest(get_state_dict(model, optimizer))
+    assert (state["basis"].stride(), state["q"][0].stride(), state["s"].stride()) == (
+        (1, 2),
+        (1, 12, 4),
+        (2, 1),
+    )
+    assert digest(get_state_dict(restored, restored_optimizer)) == digest(
+        get_state_dict(model, optimizer)
+    )

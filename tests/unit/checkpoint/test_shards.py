@@ -18,7 +18,9 @@ def writer(number: int) -> ShardWriter:
     return ShardWriter(number, 2, {}, lambda: 1, lambda: "")
 
 
-def test_a_folder_that_writer_0_has_emptied_at_once_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_writer_0_has_emptied_at_once_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     flush = files.fsync_folder
 
     def flush_slowly(folder: Path) -> None:
@@ -29,7 +31,9 @@ def test_a_folder_that_writer_0_has_emptied_at_once_is_no_error(tmp_path: Path, 
     monkeypatch.setattr(files, "fsync_folder", flush_slowly)
     with ThreadPoolExecutor(1) as thread:
         for step in range(5):
-            writing = thread.submit(writer(1).write, tmp_path, step, [(f"{step}.bin", [b"content"])])
+            writing = thread.submit(
+                writer(1).write, tmp_path, step, [(f"{step}.bin", [b"content"])]
+            )
             with Attempt(tmp_path, step) as attempt:
                 writer(0).collect(attempt, tmp_path, step)
                 writing.result()

@@ -30,8 +30,12 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
     "CyclicLR": lambda o: schedulers.CyclicLR(o, 0.1, 0.5, step_size_up=3),
     "CosineAnnealingWarmRestarts": lambda o: schedulers.CosineAnnealingWarmRestarts(o, 4),
     "ReduceLROnPlateau": lambda o: schedulers.ReduceLROnPlateau(o, patience=0),
-    "SequentialLR": lambda o: schedulers.SequentialLR(o, [schedulers.ConstantLR(o), schedulers.ExponentialLR(o, 0.9)], [2]),
-    "ChainedScheduler": lambda o: schedulers.ChainedScheduler([schedulers.ConstantLR(o), schedulers.ExponentialLR(o, 0.9)]),
+    "SequentialLR": lambda o: schedulers.SequentialLR(
+        o, [schedulers.ConstantLR(o), schedulers.ExponentialLR(o, 0.9)], [2]
+    ),
+    "ChainedScheduler": lambda o: schedulers.ChainedScheduler(
+        [schedulers.ConstantLR(o), schedulers.ExponentialLR(o, 0.9)]
+    ),
 }
 
 
@@ -45,8 +49,14 @@ class Run:
         self.optimizers = [first, torch.optim.AdamW(self.model[1].parameters(), lr=0.01)]
         self.scheduler = SCHEDULERS[scheduler](first)
         self.ema = AveragedModel(self.model, avg_fn=lambda old, new, _: 0.9 * old + 0.1 * new)
-        state = {"scheduler": self.scheduler, "ema": self.ema, "scaler": torch.amp.GradScaler("cpu", enabled=False)}
-        self.checkpointer = Checkpointer(folder, alone(), self.model, self.optimizers, state=state, every_steps=3)
+        state = {
+            "scheduler": self.scheduler,
+            "ema": self.ema,
+            "scaler": torch.amp.GradScaler("cpu", enabled=False),
+        }
+        self.checkpointer = Checkpointer(
+            folder, alone(), self.model, self.optimizers, state=state, every_steps=3
+        )
 
     def train(self, steps: range) -> str:
         for step in steps:
@@ -67,7 +77,9 @@ def alone() -> ElasticRuntime:
 
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
-def test_resumed_run_has_the_learning_rates_and_bits_of_an_uninterrupted_one(tmp_path: Path, scheduler: str) -> None:
+def test_resumed_run_has_the_learning_rates_and_bits_of_an_uninterrupted_one(
+    tmp_path: Path, scheduler: str
+) -> None:
     undisturbed = Run(tmp_path / "undisturbed", scheduler)
     expected = undisturbed.train(range(9))
     Run(tmp_path / "resumed", scheduler).train(range(4))
@@ -75,7 +87,11 @@ def test_resumed_run_has_the_learning_rates_and_bits_of_an_uninterrupted_one(tmp
     step = resumed.checkpointer.resume()
     assert step == 3
     assert resumed.train(range(step, 9)) == expected
-    assert resumed.optimizers[0].param_groups[0]["lr"] == undisturbed.optimizers[0].param_groups[0]["lr"] != 0.1
+    assert (
+        resumed.optimizers[0].param_groups[0]["lr"]
+        == undisturbed.optimizers[0].param_groups[0]["lr"]
+        != 0.1
+    )
     assert digest(CheckpointStore(tmp_path / "resumed").load(9).tensors) == expected
 
 
@@ -110,13 +126,21 @@ class Odd:
     ("state", "what"),
     [
         ({"odd": Odd({1, 2})}, "state.odd.inner.0 is a set, which a checkpoint cannot hold"),
-        ({"odd": Odd(torch.eye(2).to_sparse())}, "cannot hold a tensor of torch.float32, torch.sparse_coo\n  state.odd.inner.0"),
+        (
+            {"odd": Odd(torch.eye(2).to_sparse())},
+            "cannot hold a tensor of torch.float32, torch.sparse_coo\n  state.odd.inner.0",
+        ),
         ({"odd": 0.5}, "state 'odd' is a float, which has no state_dict and load_state_dict"),
         ({"a.b": Odd(1)}, "'a.b' is not a name for a state"),
-        ({"second": torch.optim.SGD(nn.Linear(1, 1).parameters())}, "state 'second' is an optimizer"),
+        (
+            {"second": torch.optim.SGD(nn.Linear(1, 1).parameters())},
+            "state 'second' is an optimizer",
+        ),
     ],
 )
-def test_unsupported_state_is_refused_at_construction(tmp_path: Path, state: dict[str, Any], what: str) -> None:
+def test_unsupported_state_is_refused_at_construction(
+    tmp_path: Path, state: dict[str, Any], what: str
+) -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(LockstepError, match=what):
         Checkpointer(tmp_path, alone(), model, torch.optim.SGD(model.parameters()), state=state)
@@ -136,10 +160,26 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     [
         (sgd, {}, "in the checkpoint, but not in Checkpointer\\(state=...\\): state.odd"),
         (sgd, {"odd": Odd(1), "more": Odd(2)}, "missing in the checkpoint: state.more"),
-        (lambda m: torch.optim.AdamW(m.parameters()), {"odd": Odd(1)}, "the checkpoint's optimizers are SGD, this run's AdamW"),
-        (lambda m: [torch.optim.SGD(layer.parameters()) for layer in m], {"odd": Odd(1)}, "optimizers are SGD, this run's SGD, SGD"),
-        (lambda m: torch.optim.SGD([{"params": layer.parameters()} for layer in m]), {"odd": Odd(1)}, "hold other parameters"),
-        (sgd, {"odd": Odd(2)}, "state.odd \\(Odd\\) differs from the saved state after load_state_dict: state.odd.inner.0"),
+        (
+            lambda m: torch.optim.AdamW(m.parameters()),
+            {"odd": Odd(1)},
+            "the checkpoint's optimizers are SGD, this run's AdamW",
+        ),
+        (
+            lambda m: [torch.optim.SGD(layer.parameters()) for layer in m],
+            {"odd": Odd(1)},
+            "optimizers are SGD, this run's SGD, SGD",
+        ),
+        (
+            lambda m: torch.optim.SGD([{"params": layer.parameters()} for layer in m]),
+            {"odd": Odd(1)},
+            "hold other parameters",
+        ),
+        (
+            sgd,
+            {"odd": Odd(2)},
+            "state.odd \\(Odd\\) differs from the saved state after load_state_dict: state.odd.inner.0",
+        ),
     ],
 )
 def test_checkpoint_of_other_state_or_optimizers_is_refused_by_name(
@@ -154,7 +194,13 @@ def test_checkpoint_of_other_state_or_optimizers_is_refused_by_name(
 def test_checkpoint_without_parameter_groups_is_refused(tmp_path: Path) -> None:
     checkpointer = keeper_of(tmp_path, sgd)
     checkpointer.store.save(
-        1, {name: tensor for name, tensor in checkpointer.state_dict().items() if name.startswith(("model.", "optim."))}, {}
+        1,
+        {
+            name: tensor
+            for name, tensor in checkpointer.state_dict().items()
+            if name.startswith(("model.", "optim."))
+        },
+        {},
     )
     with pytest.raises(CheckpointError, match="missing in the checkpoint: groups"):
         checkpointer.resume()

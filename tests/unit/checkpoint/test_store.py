@@ -17,7 +17,14 @@ from hypothesis import strategies as st
 from support.checkpoints import save
 
 from lockstep.checkpoint import commands, commit, safetensors_io
-from lockstep.checkpoint.folder import committed_steps, lock_marker, pinned, retire, sweep, unlock_marker
+from lockstep.checkpoint.folder import (
+    committed_steps,
+    lock_marker,
+    pinned,
+    retire,
+    sweep,
+    unlock_marker,
+)
 from lockstep.checkpoint.policy import choose_resume_step, steps_to_delete
 from lockstep.checkpoint.safetensors_io import TensorSpec
 from lockstep.errors import CheckpointError, UsageError
@@ -34,14 +41,18 @@ from lockstep.errors import CheckpointError, UsageError
         ("00000200", [200], 200),
     ],
 )
-def test_resume_chooses_a_step_with_a_reason(resume: str, steps: list[int], expected: int | None) -> None:
+def test_resume_chooses_a_step_with_a_reason(
+    resume: str, steps: list[int], expected: int | None
+) -> None:
     step, reason = choose_resume_step(resume, steps)
     assert step == expected
     assert (str(expected) if expected is not None else "step 0") in reason
 
 
 def test_errors_list_the_available_checkpoints() -> None:
-    with pytest.raises(CheckpointError, match=r"no checkpoint of step 150\n.*checkpoints: 100, 200"):
+    with pytest.raises(
+        CheckpointError, match=r"no checkpoint of step 150\n.*checkpoints: 100, 200"
+    ):
         choose_resume_step("150", [100, 200])
     with pytest.raises(CheckpointError, match="no checkpoint to resume from"):
         choose_resume_step("required", [])
@@ -80,23 +91,44 @@ def test_tensors_are_restored_from_files_of_any_size_with_one_digest(
     data = {spec.name: memoryview(os.urandom(spec.bytes)) for spec in specs}
     parsed = {}
     for part in safetensors_io.split_into_files(specs, file_bytes):
-        assert sum(spec.bytes for spec in part) <= file_bytes or len([spec for spec in part if spec.bytes]) == 1
-        content = memoryview(b"".join(bytes(chunk) for chunk in safetensors_io.file_chunks(part, data.__getitem__, {"a": "b"})))
+        assert (
+            sum(spec.bytes for spec in part) <= file_bytes
+            or len([spec for spec in part if spec.bytes]) == 1
+        )
+        content = memoryview(
+            b"".join(
+                bytes(chunk)
+                for chunk in safetensors_io.file_chunks(part, data.__getitem__, {"a": "b"})
+            )
+        )
         for spec, view in safetensors_io.parse_file(content)[1]:
             start = content.nbytes - sum(s.bytes for s in part)
             assert start % 8 == 0
             parsed[spec.name] = (spec, view)
-    assert {name: (spec, bytes(view)) for name, (spec, view) in parsed.items()} == {s.name: (s, bytes(data[s.name])) for s in specs}
-    digest = safetensors_io.digest_of_fingerprints({s.name: safetensors_io.tensor_fingerprint(s, data[s.name]) for s in specs})
+    assert {name: (spec, bytes(view)) for name, (spec, view) in parsed.items()} == {
+        s.name: (s, bytes(data[s.name])) for s in specs
+    }
+    digest = safetensors_io.digest_of_fingerprints(
+        {s.name: safetensors_io.tensor_fingerprint(s, data[s.name]) for s in specs}
+    )
     assert digest == safetensors_io.digest_of_fingerprints(
         {name: safetensors_io.tensor_fingerprint(*pair) for name, pair in parsed.items()}
     )
 
 
 def test_digest_is_stable_across_versions() -> None:
-    lines = {n: safetensors_io.tensor_fingerprint(TensorSpec(n, "F32", (2,)), memoryview(n.encode() * 8)) for n in ("b", "a")}
-    assert lines["a"] == '["a", "F32", [2], "1f3ce40415a2081fa3eee75fc39fff8e56c22270d1a978a7249b592dcebd20b4"]'
-    assert safetensors_io.digest_of_fingerprints(lines) == "1b8677a8152cd4ca50a695290fd9711bb5d5dfbe4a49a44206f314d7de2c3360"
+    lines = {
+        n: safetensors_io.tensor_fingerprint(TensorSpec(n, "F32", (2,)), memoryview(n.encode() * 8))
+        for n in ("b", "a")
+    }
+    assert (
+        lines["a"]
+        == '["a", "F32", [2], "1f3ce40415a2081fa3eee75fc39fff8e56c22270d1a978a7249b592dcebd20b4"]'
+    )
+    assert (
+        safetensors_io.digest_of_fingerprints(lines)
+        == "1b8677a8152cd4ca50a695290fd9711bb5d5dfbe4a49a44206f314d7de2c3360"
+    )
 
 
 def test_folder_without_marker_is_not_a_checkpoint(tmp_path: Path) -> None:
@@ -122,7 +154,10 @@ def test_later_format_is_not_damage(tmp_path: Path) -> None:
     manifest = json.dumps(value | {"format": 2}).encode()
     (path / "manifest.json").write_bytes(manifest)
     (path / "COMMITTED").write_bytes(commit.marker_content(10, manifest))
-    with pytest.raises(CheckpointError, match=r"has format 2, this version reads format 1[\s\S]*newer version of lockstep"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"has format 2, this version reads format 1[\s\S]*newer version of lockstep",
+    ):
         commands.verify(tmp_path)
 
 
@@ -134,9 +169,15 @@ def test_commands_accept_the_run_folder_or_its_checkpoints(tmp_path: Path) -> No
     assert commands.verify(tmp_path) == commands.verify(folder)
     assert commands.verify(folder)[0]
     table = commands.list_table(tmp_path).splitlines()
-    assert len(table) == 4 and "step-00000200" in table[2] and table[3].startswith("not a checkpoint: .step-00000300")
+    assert (
+        len(table) == 4
+        and "step-00000200" in table[2]
+        and table[3].startswith("not a checkpoint: .step-00000300")
+    )
     assert commands.digest_line(tmp_path).startswith("step 200 sha256 ")
-    assert commands.digest_line(folder, 100) != commands.digest_line(folder, 200).replace("200", "100")
+    assert commands.digest_line(folder, 100) != commands.digest_line(folder, 200).replace(
+        "200", "100"
+    )
     (folder / "step-00000200" / "notes.txt").write_text("mine")
     assert commands.verify(tmp_path) == (
         False,
@@ -151,7 +192,10 @@ def test_commands_accept_the_run_folder_or_its_checkpoints(tmp_path: Path) -> No
 def test_folder_without_checkpoints_is_not_whole(tmp_path: Path) -> None:
     assert commands.verify(tmp_path) == (False, [f"there is no committed checkpoint in {tmp_path}"])
     assert "no committed checkpoint" in commands.list_table(tmp_path)
-    for call in (lambda: commands.digest_line(tmp_path), lambda: commands.verify(tmp_path / "missing")):
+    for call in (
+        lambda: commands.digest_line(tmp_path),
+        lambda: commands.verify(tmp_path / "missing"),
+    ):
         with pytest.raises(CheckpointError, match=r"no checkpoint yet|no such folder"):
             call()
     save(tmp_path, 5)
@@ -162,18 +206,30 @@ def test_folder_without_checkpoints_is_not_whole(tmp_path: Path) -> None:
 def test_export_writes_only_the_tensors_of_the_model(tmp_path: Path) -> None:
     with commit.Attempt(tmp_path, 3) as attempt:
         attempt.put("facts.json", [b"{}"])
-        specs = [TensorSpec("model.w", "F32", (4,)), TensorSpec("optim.w.exp_avg", "F32", (4,)), TensorSpec("model.b", "BF16", (2, 3))]
+        specs = [
+            TensorSpec("model.w", "F32", (4,)),
+            TensorSpec("optim.w.exp_avg", "F32", (4,)),
+            TensorSpec("model.b", "BF16", (2, 3)),
+        ]
         attempt.put(
             "tensors-00000.safetensors",
-            safetensors_io.file_chunks(specs, lambda name: memoryview(name[-1:].encode() * 16)[: 12 if name[-1] == "b" else 16]),
+            safetensors_io.file_chunks(
+                specs,
+                lambda name: memoryview(name[-1:].encode() * 16)[: 12 if name[-1] == "b" else 16],
+            ),
         )
         attempt.commit()
     line = commands.export(tmp_path, None, tmp_path / "out.safetensors")
     assert "step 3: 2 tensors" in line
     exported = {
-        spec.name: (spec, data) for spec, data in safetensors_io.parse_file(safetensors_io.map_file(tmp_path / "out.safetensors"))[1]
+        spec.name: (spec, data)
+        for spec, data in safetensors_io.parse_file(
+            safetensors_io.map_file(tmp_path / "out.safetensors")
+        )[1]
     }
-    assert {name: (spec.dtype, spec.shape, bytes(data)) for name, (spec, data) in exported.items()} == {
+    assert {
+        name: (spec.dtype, spec.shape, bytes(data)) for name, (spec, data) in exported.items()
+    } == {
         "w": ("F32", (4,), b"w" * 16),
         "b": ("BF16", (2, 3), b"b" * 12),
     }
@@ -188,7 +244,13 @@ def test_commands_do_not_import_torch(tmp_path: Path) -> None:
         "print(c.list_table(p), c.verify(p), c.digest_line(p), c.export(p, 5, p / 'x')); print('torch' in sys.modules)"
     )
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    shown = subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, env=environ, capture_output=True, text=True).stdout
+    shown = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)],
+        check=True,
+        env=environ,
+        capture_output=True,
+        text=True,
+    ).stdout
     assert "step 5" in shown and shown.endswith("False\n"), shown
 
 
@@ -242,7 +304,9 @@ def test_other_things_at_the_name_of_a_checkpoint_are_set_aside(tmp_path: Path) 
     assert committed_steps(tmp_path) == [4, 5, 6, 7]
     assert commands.verify(tmp_path)[0]
     assert (elsewhere / "WRITING").exists()
-    assert sorted(p.name for p in tmp_path.glob("*.unmarked")) == [f"step-0000000{n}.unmarked" for n in (4, 5, 6)]
+    assert sorted(p.name for p in tmp_path.glob("*.unmarked")) == [
+        f"step-0000000{n}.unmarked" for n in (4, 5, 6)
+    ]
 
 
 def test_exactly_one_of_two_commits_of_a_step_wins(tmp_path: Path) -> None:
@@ -258,7 +322,9 @@ def test_exactly_one_of_two_commits_of_a_step_wins(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not Path("/proc/locks").exists(), reason="needs /proc/locks to see who waits")
 @pytest.mark.parametrize("saved_anew", [True, False])
-def test_reader_that_waited_for_a_deletion_reads_the_current_checkpoint(tmp_path: Path, saved_anew: bool) -> None:
+def test_reader_that_waited_for_a_deletion_reads_the_current_checkpoint(
+    tmp_path: Path, saved_anew: bool
+) -> None:
     path = save(tmp_path, 9)
     lock = lock_marker(path / "COMMITTED", fcntl.LOCK_EX)  # as retention locks it
     assert lock is not None
@@ -267,12 +333,17 @@ def test_reader_that_waited_for_a_deletion_reads_the_current_checkpoint(tmp_path
 
     def read() -> None:
         with pinned(tmp_path, 9) as checkpoint:
-            results.append((checkpoint, lock_marker(path / "COMMITTED", fcntl.LOCK_EX | fcntl.LOCK_NB)))
+            results.append(
+                (checkpoint, lock_marker(path / "COMMITTED", fcntl.LOCK_EX | fcntl.LOCK_NB))
+            )
 
     reader = threading.Thread(target=read)
     reader.start()
     deadline = time.monotonic() + 60
-    while not any(f":{inode} " in line and "->" in line for line in Path("/proc/locks").read_text().splitlines()):
+    while not any(
+        f":{inode} " in line and "->" in line
+        for line in Path("/proc/locks").read_text().splitlines()
+    ):
         assert time.monotonic() < deadline and reader.is_alive()
         time.sleep(0.001)
     path.rename(tmp_path / "on its way out")
@@ -280,7 +351,9 @@ def test_reader_that_waited_for_a_deletion_reads_the_current_checkpoint(tmp_path
         save(tmp_path, 9)
     unlock_marker(lock)
     reader.join()
-    assert results == [(path if saved_anew else None, None)]  # pinned: no other process gets the lock
+    assert results == [
+        (path if saved_anew else None, None)
+    ]  # pinned: no other process gets the lock
 
 
 def test_linked_checkpoint_is_read_but_not_deleted(tmp_path: Path) -> None:

@@ -14,7 +14,19 @@ import pytest
 from lockstep.checkpoint.commit import PIECE_BYTES, set_direct, write_all, write_file
 
 
-@pytest.mark.parametrize("size", [0, 1, 4096, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, 3 * PIECE_BYTES, 3 * PIECE_BYTES + 777])
+@pytest.mark.parametrize(
+    "size",
+    [
+        0,
+        1,
+        4096,
+        PIECE_BYTES - 1,
+        PIECE_BYTES,
+        PIECE_BYTES + 1,
+        3 * PIECE_BYTES,
+        3 * PIECE_BYTES + 777,
+    ],
+)
 def test_any_size_in_any_chunks_is_written_and_hashed(tmp_path: Path, size: int) -> None:
     content = random.Random(size).randbytes(size)
     for chunk_bytes in (size or 1, 1_234_567, PIECE_BYTES):
@@ -59,5 +71,8 @@ def test_write_that_the_file_system_refuses_goes_through_the_page_cache(tmp_path
 
 
 def test_other_write_errors_are_raised(tmp_path: Path) -> None:
-    with open("/dev/full", "wb", buffering=0) as file, pytest.raises(OSError, match="No space left"):
+    with (
+        open("/dev/full", "wb", buffering=0) as file,
+        pytest.raises(OSError, match="No space left"),
+    ):
         write_all(file, np.zeros(10, np.uint8))

@@ -15,7 +15,11 @@ from support.written_run import write_run_folder
 from lockstep.cli.main import main
 
 SECRET = "very-secret-value"
-STORE = {"AWS_ENDPOINT_URL": "http://127.0.0.1:9", "AWS_ACCESS_KEY_ID": SECRET, "AWS_SECRET_ACCESS_KEY": SECRET}
+STORE = {
+    "AWS_ENDPOINT_URL": "http://127.0.0.1:9",
+    "AWS_ACCESS_KEY_ID": SECRET,
+    "AWS_SECRET_ACCESS_KEY": SECRET,
+}
 FILES = {
     "good.toml": "steps = 5\n",
     "broken.toml": "steps = = 5\n",
@@ -125,7 +129,10 @@ INPUTS = {f"render {words}": problem for words, problem in RENDER.items()} | LAU
 
 def contents(folder: Path) -> dict[str, str]:
     """Return the sha256 of each file, and "" for each folder."""
-    return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "" for path in folder.rglob("*")}
+    return {
+        str(path): hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
+        for path in folder.rglob("*")
+    }
 
 
 @pytest.mark.parametrize("words", INPUTS)
@@ -144,7 +151,11 @@ def test_bad_input_is_refused_and_nothing_is_lost(
     out, error = capfd.readouterr()
     assert code == (3 if "HTTP error" in error else 2), error
     lines = error[error.index("Error: ") :].splitlines()
-    assert INPUTS[words] in lines[0] and len(lines) >= 3 and all(line.startswith("  ") for line in lines[1:]), error
+    assert (
+        INPUTS[words] in lines[0]
+        and len(lines) >= 3
+        and all(line.startswith("  ") for line in lines[1:])
+    ), error
     assert SECRET not in error + out and SECRET.replace("-", "") not in error + out
     assert contents(tmp_path) == before
 

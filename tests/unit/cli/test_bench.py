@@ -34,12 +34,21 @@ def test_an_invalid_size_is_refused_with_three_parts(text: str, words: str) -> N
     assert caught.value.where == "command line" and "separate sizes by commas" in caught.value.hint
 
 
-def test_the_measurement_starts_like_a_user_s_loop_with_all_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_measurement_starts_like_a_user_s_loop_with_all_workers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     started: list[tuple[Namespace, list[str]]] = []
     monkeypatch.setattr(bench.launch, "main", lambda args, rest: started.append((args, rest)) or 0)
-    assert main(["bench", "comm", "--workers", "3", "--out", "shared/a.json", "--sizes", "1 KiB"]) == 0
+    assert (
+        main(["bench", "comm", "--workers", "3", "--out", "shared/a.json", "--sizes", "1 KiB"]) == 0
+    )
     ((args, rest),) = started
-    assert (args.target, str(args.out), args.min, args.workers) == ("lockstep.parallel.comm_bench:main", "shared/a", 3, 3)
+    assert (args.target, str(args.out), args.min, args.workers) == (
+        "lockstep.parallel.comm_bench:main",
+        "shared/a",
+        3,
+        3,
+    )
     assert rest == ["--sizes", "1024", "--file", "shared/a.json"]
 
 

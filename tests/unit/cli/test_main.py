@@ -60,7 +60,20 @@ PROGRAM = Path(__file__).parents[2] / "support" / "command_without_torch.py"
         (["bench", "comm", "--hosts", "absent.toml"], 2),
         (["doctor", "--hosts", "absent.toml"], 2),
         (["plan", "--devices", "2x2:cpu-4GiB", "--link", "1Gbit/s"], 0),
-        (["plan", "--devices", "4x8:H100-80GB", "--link", "100Gbit/s", "--task", "pretrain", "--data.kind", "stdlib"], 0),
+        (
+            [
+                "plan",
+                "--devices",
+                "4x8:H100-80GB",
+                "--link",
+                "100Gbit/s",
+                "--task",
+                "pretrain",
+                "--data.kind",
+                "stdlib",
+            ],
+            0,
+        ),
         (["plan", "--devices", "2x2:cpu-4MiB", "--link", "1Gbit/s"], 2),
         (["render", "slurm", "recipes/translate.toml", "--nodes", "1:2"], 0),
         (["render", "slurm", "absent.toml", "--nodes", "1:2"], 2),
@@ -68,15 +81,33 @@ PROGRAM = Path(__file__).parents[2] / "support" / "command_without_torch.py"
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_help_and_refusals_do_not_import_torch(words: list[str], code: int) -> None:
-    done = subprocess.run([sys.executable, PROGRAM, *words], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, PROGRAM, *words], capture_output=True, text=True, check=False
+    )
     assert done.returncode == code, done.stderr
 
 
 def test_light_modules_do_not_import_torch() -> None:
     modules = ["config.schema", "runtime.environment", "data.order", "agent.agent"]
-    modules += ["cli.train", "cli.run", "cli.launch", "cli.status", "cli.watch", "cli.report", "cli.drill", "cli.evaluate"]
+    modules += [
+        "cli.train",
+        "cli.run",
+        "cli.launch",
+        "cli.status",
+        "cli.watch",
+        "cli.report",
+        "cli.drill",
+        "cli.evaluate",
+    ]
     modules += ["cli.generate", "cli.checkpoint", "cli.recipes", "cli.completion", "cli.render"]
-    modules += ["cli.bench", "cli.doctor", "cli.lab", "cli.plan", "doctor.peers", "network.measurements"]
+    modules += [
+        "cli.bench",
+        "cli.doctor",
+        "cli.lab",
+        "cli.plan",
+        "doctor.peers",
+        "network.measurements",
+    ]
     code = f"import sys, {', '.join('lockstep.' + name for name in modules)}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
@@ -99,7 +130,16 @@ def test_an_integer_option_has_bounds() -> None:
 
 def test_values_of_a_run_are_separated_from_options() -> None:
     train = subcommands(options.build_parser())["train"]
-    words = ["run.toml", "--steps", "3", "--out", "a", "--optim.clip_norm=0", "--resume=never", "--seed"]
+    words = [
+        "run.toml",
+        "--steps",
+        "3",
+        "--out",
+        "a",
+        "--optim.clip_norm=0",
+        "--resume=never",
+        "--seed",
+    ]
     assert split_values(train, words) == (
         ["run.toml", "--out", "a", "--resume=never"],
         ["--steps", "3", "--optim.clip_norm=0", "--seed"],
@@ -110,8 +150,16 @@ def test_values_of_a_run_are_separated_from_options() -> None:
 
 def test_arguments_behind_a_script_are_its_own() -> None:
     parser = options.build_parser()
-    assert split_script(parser, ["run", "--out", "a", "my.py", "--steps", "3"]) == (["run", "--out", "a"], "my.py", ["--steps", "3"])
-    assert split_script(parser, ["train", "my.py", "--steps", "3"]) == (["train", "my.py", "--steps", "3"], "", [])
+    assert split_script(parser, ["run", "--out", "a", "my.py", "--steps", "3"]) == (
+        ["run", "--out", "a"],
+        "my.py",
+        ["--steps", "3"],
+    )
+    assert split_script(parser, ["train", "my.py", "--steps", "3"]) == (
+        ["train", "my.py", "--steps", "3"],
+        "",
+        [],
+    )
 
 
 def test_a_word_that_is_not_utf8_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -154,7 +202,12 @@ def test_a_run_that_never_started_has_nothing_to_export(
 ) -> None:
     for name in ("generations", "logs", "waiting"):
         (tmp_path / "run" / name).mkdir(parents=True)
-    assert main(["checkpoint", "export", str(tmp_path / "run"), "--out", str(tmp_path / "out"), *words]) == 3
+    assert (
+        main(
+            ["checkpoint", "export", str(tmp_path / "run"), "--out", str(tmp_path / "out"), *words]
+        )
+        == 3
+    )
     error = capsys.readouterr().err
     assert what in error and "wait for" in error and len(error.splitlines()) == 3
     assert not (tmp_path / "out").exists()

@@ -87,13 +87,17 @@ def test_the_script_defines_main_and_all_that_it_uses() -> None:
     cells.run(LOOP)
     text = script_of(cells.names["main"])
     assert run_text(text)["main"]() == cells.names["main"]() == 9 + 2 + 2 + 2
-    assert text.endswith('if __name__ == "__main__":\n    import lockstep\n\n    lockstep.launch(main)\n')
+    assert text.endswith(
+        'if __name__ == "__main__":\n    import lockstep\n\n    lockstep.launch(main)\n'
+    )
     assert "open(" not in text and str(Path.cwd()) in text
 
 
 def test_the_script_has_the_newest_definitions() -> None:
     cells = Cells()
-    cells.run("SIZE = 1\nclass A:\n    x = 1\ndef f():\n    return 1\ndef main():\n    return SIZE, A.x, f()\n")
+    cells.run(
+        "SIZE = 1\nclass A:\n    x = 1\ndef f():\n    return 1\ndef main():\n    return SIZE, A.x, f()\n"
+    )
     cells.run("class A:\n    x = 2\ndef f():\n    return 2\n")
     cells.run("SIZE = 2\n")
     assert run_text(script_of(cells.names["main"]))["main"]() == (2, 2, 2)
@@ -106,12 +110,30 @@ def test_the_script_has_the_newest_definitions() -> None:
             "log = open(0, closefd=False)\ndef main(): log.write('x')",
             "main uses the global log, of type TextIOWrapper, which a fresh process",
         ),
-        ("f = lambda x: x\ndef main(): f(1)", "main uses the global f, a lambda, which .*\n.*\n  write def f"),
-        ("def g(): return data\ndef main(): g()\ndata = [object()]", "g uses the global data, of type list, .*\n.*\n  create it in g"),
-        ("def make():\n    y = 1\n    def main(): return y\n    return main\nmain = make()", "main, of type function, which"),
-        ("main = lambda: 1", "takes a function that a cell defines with def, not <function <lambda>"),
-        ("class A: pass\nmain = A()", "takes a function that a cell defines with def, not <__main__.A"),
-        ("exec('def helper(): return 1')\ndef main(): helper()", "main uses the global helper, of type function"),
+        (
+            "f = lambda x: x\ndef main(): f(1)",
+            "main uses the global f, a lambda, which .*\n.*\n  write def f",
+        ),
+        (
+            "def g(): return data\ndef main(): g()\ndata = [object()]",
+            "g uses the global data, of type list, .*\n.*\n  create it in g",
+        ),
+        (
+            "def make():\n    y = 1\n    def main(): return y\n    return main\nmain = make()",
+            "main, of type function, which",
+        ),
+        (
+            "main = lambda: 1",
+            "takes a function that a cell defines with def, not <function <lambda>",
+        ),
+        (
+            "class A: pass\nmain = A()",
+            "takes a function that a cell defines with def, not <__main__.A",
+        ),
+        (
+            "exec('def helper(): return 1')\ndef main(): helper()",
+            "main uses the global helper, of type function",
+        ),
     ],
 )
 def test_what_a_fresh_process_cannot_recreate_is_refused(cell: str, message: str) -> None:
@@ -124,7 +146,9 @@ def test_what_a_fresh_process_cannot_recreate_is_refused(cell: str, message: str
 def test_the_output_and_the_exit_code_of_the_run_reach_the_notebook(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "lockstep.py").write_text("import sys\nprint(sys.argv[1:])\nprint('reason', file=sys.stderr)\nsys.exit(4)\n")
+    (tmp_path / "lockstep.py").write_text(
+        "import sys\nprint(sys.argv[1:])\nprint('reason', file=sys.stderr)\nsys.exit(4)\n"
+    )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with pytest.raises(LockstepError, match="the run ended with exit code 4"):
         notebook.run_script(tmp_path / "run" / "notebook.py", "pass\n", ["--workers", "2"])
@@ -133,7 +157,9 @@ def test_the_output_and_the_exit_code_of_the_run_reach_the_notebook(
     assert (tmp_path / "run" / "notebook.py").read_text() == "pass\n"
 
 
-def test_launch_in_a_program_without_a_file_runs_the_written_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launch_in_a_program_without_a_file_runs_the_written_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from lockstep.cli.script import launch
 
     cells, started = Cells(), []
@@ -142,4 +168,10 @@ def test_launch_in_a_program_without_a_file_runs_the_written_script(tmp_path: Pa
     monkeypatch.setattr(sys, "argv", ["ipykernel_launcher.py", "-f", "kernel.json"])
     monkeypatch.setattr(notebook, "run_script", lambda *words: started.append(words))
     launch(cells.names["main"], workers=2)
-    assert started == [(Path("runs/own/notebook.py"), script_of(cells.names["main"]), ["--workers", "2", "--out", "runs/own"])]
+    assert started == [
+        (
+            Path("runs/own/notebook.py"),
+            script_of(cells.names["main"]),
+            ["--workers", "2", "--out", "runs/own"],
+        )
+    ]

@@ -12,7 +12,9 @@ from lockstep.cli.options import node_range
 SLURM = ["render", "slurm", "recipes/translate.toml"]
 
 
-def test_a_layout_must_divide_the_workers_of_every_number_of_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_layout_must_divide_the_workers_of_every_number_of_nodes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = tmp_path / "sharded.toml"
     run.write_text("layout.shard = 4\n[batch]\nmicro_batches = 16\n")
     assert main(["render", "slurm", str(run), "--nodes", "2:4", "--gpus", "2"]) == 0
@@ -28,7 +30,9 @@ def test_workers_beyond_the_micro_batches_are_reported(capsys: pytest.CaptureFix
     assert "a step has work for 8 workers: 8 of 16 are on standby" in capsys.readouterr().err
 
 
-def test_a_file_is_written_once_and_never_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_is_written_once_and_never_overwritten(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "job.sbatch"
     words = [*SLURM, "--nodes", "2", "--out", str(out)]
     assert main(words) == 0 and "#SBATCH --nodes=2" in out.read_text()

@@ -5,18 +5,31 @@ from __future__ import annotations
 import pytest
 
 from lockstep.cli import start
-from lockstep.cli.start import choose_worker_count, max_workers, refuse_layout, refuse_other_worker_count, workers_per_replica
+from lockstep.cli.start import (
+    choose_worker_count,
+    max_workers,
+    refuse_layout,
+    refuse_other_worker_count,
+    workers_per_replica,
+)
 from lockstep.config.resolve import resolve
 from lockstep.errors import UsageError
 from lockstep.runtime.environment import check_worker_count
 
 
-def test_the_default_number_of_workers_fills_whole_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_number_of_workers_fills_whole_replicas(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(start, "default_worker_count", lambda: (5, "5 GPUs"))
     sharded = resolve(None, {"layout.shard": "2"}).run
     assert choose_worker_count(None, None) == (5, "5 GPUs")
     assert choose_worker_count(None, sharded) == (4, "as many as the layout takes")
-    assert choose_worker_count(None, resolve(None, {"layout.shard": "2", "layout.replicate": "3"}).run)[0] == 6
+    assert (
+        choose_worker_count(
+            None, resolve(None, {"layout.shard": "2", "layout.replicate": "3"}).run
+        )[0]
+        == 6
+    )
     assert choose_worker_count(7, sharded) == (7, "--workers")
 
 
@@ -36,11 +49,15 @@ def test_a_layout_that_does_not_suit_the_workers_is_refused() -> None:
 
 
 def test_each_replica_of_learners_in_shards_needs_a_learner() -> None:
-    run = resolve(None, {"layout.shard": "2", "diloco.learners": "2", "checkpoint.every_steps": "50"}).run
+    run = resolve(
+        None, {"layout.shard": "2", "diloco.learners": "2", "checkpoint.every_steps": "50"}
+    ).run
     assert max_workers(run, 100) == 4
     for workers in (2, 4):
         refuse_layout(run, workers, "--workers")
-    with pytest.raises(UsageError, match=r"6 workers for a step of 2 learners, each on layout\.shard=2 workers") as caught:
+    with pytest.raises(
+        UsageError, match=r"6 workers for a step of 2 learners, each on layout\.shard=2 workers"
+    ) as caught:
         refuse_layout(run, 6, "--workers")
     assert caught.value.hint == "give 2 to 4 workers, or more learners"
     with pytest.raises(UsageError, match="it needs 2 workers, 3 are running"):
@@ -50,7 +67,9 @@ def test_each_replica_of_learners_in_shards_needs_a_learner() -> None:
 def test_workers_must_match_the_launch_environment() -> None:
     refuse_other_worker_count(None, 2, "rank 0 of 2")
     refuse_other_worker_count(2, 2, "rank 0 of 2")
-    with pytest.raises(UsageError, match="--workers 3 does not match the launch environment: rank 0 of 2"):
+    with pytest.raises(
+        UsageError, match="--workers 3 does not match the launch environment: rank 0 of 2"
+    ):
         refuse_other_worker_count(3, 2, "rank 0 of 2")
 
 

@@ -24,10 +24,32 @@ from lockstep.elastic.generation_log import Generation, GenerationLog, RunResult
 from lockstep.report.page import write_report
 from lockstep.report.run_data import RunData
 
-MEMBER = {"rank": 0, "host": "a", "slot": 1, "pid": 12, "role": "leader", "step": 61, "phase": "backward"}
+MEMBER = {
+    "rank": 0,
+    "host": "a",
+    "slot": 1,
+    "pid": 12,
+    "role": "leader",
+    "step": 61,
+    "phase": "backward",
+}
 STATUS = {
-    **{"run": "run", "generation": 3, "began_at_step": 38, "reason": "members change", "shares": [5, 3], "ended": None},
-    **{"members": [MEMBER, MEMBER | {"rank": 1, "host": "b", "phase": None, "unreachable": "timed out"}], "waiting": [], "evaluators": []},
+    **{
+        "run": "run",
+        "generation": 3,
+        "began_at_step": 38,
+        "reason": "members change",
+        "shares": [5, 3],
+        "ended": None,
+    },
+    **{
+        "members": [
+            MEMBER,
+            MEMBER | {"rank": 1, "host": "b", "phase": None, "unreachable": "timed out"},
+        ],
+        "waiting": [],
+        "evaluators": [],
+    },
 }
 
 
@@ -40,7 +62,14 @@ def text_of(data: RunData, status: dict[str, Any], rows: int = 100) -> str:
 def test_a_frame_has_workers_speed_generations_failures_and_progress(tmp_path: Path) -> None:
     run = write_run_folder(tmp_path, 60)
     text = text_of(RunData(run, TAIL_BYTES).update(), STATUS)
-    for words in ("2 workers on 2 hosts", "step 60 of 60", "tok/s 8.2 k", "exposed comm 20%", "shares 5+3", "checkpoint: none"):
+    for words in (
+        "2 workers on 2 hosts",
+        "step 60 of 60",
+        "tok/s 8.2 k",
+        "exposed comm 20%",
+        "shares 5+3",
+        "checkpoint: none",
+    ):
         assert words in text, text
     lines = [" ".join(line.split()) for line in text.splitlines()]
     assert "generation 3, from step 38 on: members change; shares 5+3" in lines
@@ -55,10 +84,16 @@ def test_missing_steps_are_named(tmp_path: Path) -> None:
     (run / "metrics.jsonl").write_text("".join(lines[:10] + lines[13:40]))
     save(run / "checkpoints", 50)
     text = text_of(RunData(run).update(), {})
-    assert "metrics.jsonl: steps 11 to 13 are missing" in text and "metrics.jsonl: steps 41 to 50 are missing" in text
+    assert (
+        "metrics.jsonl: steps 11 to 13 are missing" in text
+        and "metrics.jsonl: steps 41 to 50 are missing" in text
+    )
     write_report([run], tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text()
-    assert "metrics.jsonl: steps 11 to 13 are missing" in page and "metrics.jsonl: steps 41 to 50 are missing" in page
+    assert (
+        "metrics.jsonl: steps 11 to 13 are missing" in page
+        and "metrics.jsonl: steps 41 to 50 are missing" in page
+    )
 
 
 def test_what_does_not_fit_is_counted(tmp_path: Path) -> None:
@@ -79,12 +114,19 @@ def test_a_refresh_reads_only_the_tail_and_then_what_is_new(tmp_path: Path, byte
 def test_control_characters_of_a_folder_do_not_reach_the_terminal(tmp_path: Path) -> None:
     run = write_run_folder(tmp_path / "run\x1b[2J", 60)
     append_note(run, "killed \x1b]52;c;bHMgfg==\x07")
-    status = {**STATUS, "run": str(run), "reason": "\x1b[2J", "members": [MEMBER | {"host": "\x9b2J", "phase": "\x1bc\ud800"}]}
+    status = {
+        **STATUS,
+        "run": str(run),
+        "reason": "\x1b[2J",
+        "members": [MEMBER | {"host": "\x9b2J", "phase": "\x1bc\ud800"}],
+    }
     text = text_of(RunData(run, TAIL_BYTES).update(), status)
     assert not set("\x1b\x07\x9b\ud800") & set(text)
     assert "killed \ufffd]52;c;bHMgfg==\ufffd" in text
     (run / "generations").mkdir()
-    reason = Generation(1, "t", (), "", 60, "the run ended", end=RunResult(4, "NaN\x1b]52;c;bHMgfg==\x07"))
+    reason = Generation(
+        1, "t", (), "", 60, "the run ended", end=RunResult(4, "NaN\x1b]52;c;bHMgfg==\x07")
+    )
     GenerationLog(run / "generations").propose(reason)
     for command in ("watch", "status"):
         done = run_lockstep(command, run)
@@ -94,18 +136,36 @@ def test_control_characters_of_a_folder_do_not_reach_the_terminal(tmp_path: Path
     assert not set("\x1b\x07\x9b") & set((tmp_path / "report.html").read_text())
 
 
-ODD_VALUES = {"400 digits": "9" * 400, "1e308": "1e308", "a lone surrogate": '"\\ud800"', "infinity": "1e999", "a list": "[]"}
+ODD_VALUES = {
+    "400 digits": "9" * 400,
+    "1e308": "1e308",
+    "a lone surrogate": '"\\ud800"',
+    "infinity": "1e999",
+    "a list": "[]",
+}
 
 
 @pytest.mark.parametrize("odd", ODD_VALUES.values(), ids=ODD_VALUES.keys())
 def test_odd_values_in_a_folder_are_skipped_or_shown(tmp_path: Path, odd: str) -> None:
     run = write_run_folder(tmp_path, 6)
     for name, key in (
-        *(("metrics.jsonl", "loss"), ("metrics.jsonl", "seconds"), ("metrics.jsonl", "step"), ("run.json", "steps")),
-        *(("events.jsonl", "step"), ("events.jsonl", "why"), ("events.jsonl", "training_s"), ("events.jsonl", "generation")),
+        *(
+            ("metrics.jsonl", "loss"),
+            ("metrics.jsonl", "seconds"),
+            ("metrics.jsonl", "step"),
+            ("run.json", "steps"),
+        ),
+        *(
+            ("events.jsonl", "step"),
+            ("events.jsonl", "why"),
+            ("events.jsonl", "training_s"),
+            ("events.jsonl", "generation"),
+        ),
     ):
         path, text = run / name, (run / name).read_text()
-        changed = re.sub(rf'"{key}": ("[^"]*"|[^,}}\s]+)', lambda match, key=key: f'"{key}": {odd}', text)
+        changed = re.sub(
+            rf'"{key}": ("[^"]*"|[^,}}\s]+)', lambda match, key=key: f'"{key}": {odd}', text
+        )
         assert changed != text
         path.write_text(changed)
         data = RunData(run, TAIL_BYTES)
@@ -116,7 +176,12 @@ def test_odd_values_in_a_folder_are_skipped_or_shown(tmp_path: Path, odd: str) -
 
 def test_piped_output_is_one_plain_frame(tmp_path: Path) -> None:
     done = run_lockstep("watch", write_run_folder(tmp_path))
-    assert done.returncode == 0 and "step 60 of 60" in done.stdout and "\x1b" not in done.stdout and not done.stderr
+    assert (
+        done.returncode == 0
+        and "step 60 of 60" in done.stdout
+        and "\x1b" not in done.stdout
+        and not done.stderr
+    )
 
 
 @pytest.mark.parametrize("signal_", [signal.SIGINT, signal.SIGTERM])
@@ -133,9 +198,14 @@ def test_the_terminal_is_clean_after_an_interrupt(tmp_path: Path, signal_: signa
         output += os.read(master, 1 << 16)
     assert b"\x1b[?1049h" in output  # the alternate screen
     process.send_signal(signal_)
-    while b"\x1b[?1049l" not in output or b"checkpoint: none" not in output.rpartition(b"\x1b[?1049l")[2]:
+    while (
+        b"\x1b[?1049l" not in output
+        or b"checkpoint: none" not in output.rpartition(b"\x1b[?1049l")[2]
+    ):
         output += os.read(master, 1 << 16)
-    assert process.wait(10) == 0 and output.rfind(b"\x1b[?25h") > output.rfind(b"\x1b[?25l"), "the cursor stays hidden"
+    assert process.wait(10) == 0 and output.rfind(b"\x1b[?25h") > output.rfind(b"\x1b[?25l"), (
+        "the cursor stays hidden"
+    )
     assert termios.tcgetattr(slave) == before and b"Traceback" not in output
     os.close(slave)
     os.close(master)
@@ -144,12 +214,17 @@ def test_the_terminal_is_clean_after_an_interrupt(tmp_path: Path, signal_: signa
 def test_a_finished_run_is_shown_once(tmp_path: Path) -> None:
     run = write_run_folder(tmp_path)
     (run / "generations").mkdir()
-    GenerationLog(run / "generations").propose(Generation(1, "t", (), "", 60, "the run ended", end=RunResult(4, "the loss is NaN")))
+    GenerationLog(run / "generations").propose(
+        Generation(1, "t", (), "", 60, "the run ended", end=RunResult(4, "the loss is NaN"))
+    )
     done = run_lockstep("watch", run)
     assert done.returncode == 0 and "ended with exit code 4: the loss is NaN" in done.stdout
 
 
 def test_words_for_another_host() -> None:
     words = ssh_words("ada", "/runs/my run", 2.0, terminal=True)
-    assert words[:4] == ["ssh", "-t", "--", "ada"] and "exec lockstep watch '/runs/my run' --every 2;" in words[4]
+    assert (
+        words[:4] == ["ssh", "-t", "--", "ada"]
+        and "exec lockstep watch '/runs/my run' --every 2;" in words[4]
+    )
     assert "-t" not in ssh_words("ada", "/runs/a", 2.0, terminal=False)

@@ -8,7 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.config.resolve import FORMER_KEYS, parse_flags, read_toml, refuse_unknown_variables, resolve
+from lockstep.config.resolve import (
+    FORMER_KEYS,
+    parse_flags,
+    read_toml,
+    refuse_unknown_variables,
+    resolve,
+)
 from lockstep.config.saved_run import format_run, from_json, to_json
 from lockstep.config.schema import config_fields
 from lockstep.errors import ConfigError
@@ -17,12 +23,26 @@ from lockstep.runtime.environment import RESERVED_VARIABLES
 
 def test_a_flag_beats_the_environment_beats_the_file_beats_the_default(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
-    file.write_text('steps = 7\n[optim]\nlearning_rate = 1e-3\nwarmup_steps = 3\n[parallel]\nbucket_bytes = "2 MiB"\ntimeout_s = "2 min"\n')
-    resolved = resolve(file, {"optim.warmup_steps": "5"}, {"LOCKSTEP_OPTIM_WARMUP_STEPS": "4", "LOCKSTEP_SEED": "9", "HOME": "/"})
+    file.write_text(
+        'steps = 7\n[optim]\nlearning_rate = 1e-3\nwarmup_steps = 3\n[parallel]\nbucket_bytes = "2 MiB"\ntimeout_s = "2 min"\n'
+    )
+    resolved = resolve(
+        file,
+        {"optim.warmup_steps": "5"},
+        {"LOCKSTEP_OPTIM_WARMUP_STEPS": "4", "LOCKSTEP_SEED": "9", "HOME": "/"},
+    )
     run = resolved.run
-    assert (run.steps, run.optim.learning_rate, run.optim.warmup_steps, run.seed, run.batch.micro_batches) == (7, 1e-3, 5, 9, 8)
+    assert (
+        run.steps,
+        run.optim.learning_rate,
+        run.optim.warmup_steps,
+        run.seed,
+        run.batch.micro_batches,
+    ) == (7, 1e-3, 5, 9, 8)
     assert (run.parallel.bucket_bytes, run.parallel.timeout_s) == (2 * 2**20, 120.0)
-    assert resolved.origin["optim.warmup_steps"] == "command line" and resolved.origin["seed"].startswith("LOCKSTEP_")
+    assert resolved.origin["optim.warmup_steps"] == "command line" and resolved.origin[
+        "seed"
+    ].startswith("LOCKSTEP_")
     assert resolved.origin["steps"] == str(file) and resolved.origin["batch.tokens"] == "default"
     assert from_json(json.loads(json.dumps(to_json(resolved)))) == resolved
     shown = format_run(resolved).splitlines()
@@ -34,7 +54,10 @@ def test_a_flag_beats_the_environment_beats_the_file_beats_the_default(tmp_path:
 @pytest.mark.parametrize(
     ("flags", "parts"),
     [
-        ({"optim.lr": "1"}, ["unknown key 'optim.lr'", "command line", "perhaps optim.learning_rate"]),
+        (
+            {"optim.lr": "1"},
+            ["unknown key 'optim.lr'", "command line", "perhaps optim.learning_rate"],
+        ),
         ({"model.n_haeds": "1"}, ["unknown key 'model.n_haeds'", "perhaps model.n_heads"]),
         ({"batch.tokens": "many"}, ["batch.tokens = 'many'", "valid integer"]),
         ({"parallel.bucket_bytes": "3 parsecs"}, ["unknown unit 'parsecs'", "25 MB"]),
@@ -42,10 +65,15 @@ def test_a_flag_beats_the_environment_beats_the_file_beats_the_default(tmp_path:
         ({"model.n_heads": "5"}, ["model.dim=128", "model.n_heads=5", "try model.n_heads=4"]),
         ({"optim.schedule": "square"}, ["optim.schedule = 'square'", "'linear'"]),
         ({"data.kind": "files"}, ["data.train is empty", 'try data.train=["train.en.gz"']),
-        ({"optim.lr": "1", "model.dropout": "x"}, ["2 invalid values", "unknown key 'optim.lr'", "model.dropout = 'x'"]),
+        (
+            {"optim.lr": "1", "model.dropout": "x"},
+            ["2 invalid values", "unknown key 'optim.lr'", "model.dropout = 'x'"],
+        ),
     ],
 )
-def test_an_invalid_value_is_an_error_of_three_parts(flags: dict[str, str], parts: list[str]) -> None:
+def test_an_invalid_value_is_an_error_of_three_parts(
+    flags: dict[str, str], parts: list[str]
+) -> None:
     with pytest.raises(ConfigError) as caught:
         resolve(None, flags)
     assert caught.value.exit_code == 2 and caught.value.where
@@ -60,7 +88,12 @@ def test_an_invalid_toml_file_is_a_config_error(tmp_path: Path) -> None:
 
 
 def test_a_missing_run_file_offers_run_files_only(tmp_path: Path) -> None:
-    for name, text in (("pyproject", "[project]"), ("hosts", "[[host]]"), ("torn", "["), ("run", "[optim]\nlearning_rate = 1")):
+    for name, text in (
+        ("pyproject", "[project]"),
+        ("hosts", "[[host]]"),
+        ("torn", "["),
+        ("run", "[optim]\nlearning_rate = 1"),
+    ):
         (tmp_path / f"{name}.toml").write_text(f"{text}\n")
     with pytest.raises(ConfigError) as caught:
         read_toml(tmp_path / "absent.toml")
@@ -78,8 +111,14 @@ def test_flags_are_parsed_in_both_spellings_and_other_words_are_refused() -> Non
 
 
 def test_every_former_key_leads_to_its_new_name() -> None:
-    assert set(FORMER_KEYS.values()) <= set(config_fields()) and not set(FORMER_KEYS) & set(config_fields())
-    for old, new in [*FORMER_KEYS.items(), ("save.keep", "checkpoint.keep"), ("batch.length", "batch.seq_len")]:
+    assert set(FORMER_KEYS.values()) <= set(config_fields()) and not set(FORMER_KEYS) & set(
+        config_fields()
+    )
+    for old, new in [
+        *FORMER_KEYS.items(),
+        ("save.keep", "checkpoint.keep"),
+        ("batch.length", "batch.seq_len"),
+    ]:
         with pytest.raises(ConfigError, match=f"perhaps {new}"):
             resolve(None, {old: "1"})
 
@@ -94,24 +133,36 @@ def test_every_former_key_leads_to_its_new_name() -> None:
     ],
 )
 def test_an_unknown_variable_is_refused_with_the_nearest_name(name: str, near: str) -> None:
-    refuse_unknown_variables({"LOCKSTEP_TMP": "", "LOCKSTEP_SEED": "1", "LOCKSTEP_WORKER_ENV": "", "HOME": "/"}, RESERVED_VARIABLES)
+    refuse_unknown_variables(
+        {"LOCKSTEP_TMP": "", "LOCKSTEP_SEED": "1", "LOCKSTEP_WORKER_ENV": "", "HOME": "/"},
+        RESERVED_VARIABLES,
+    )
     with pytest.raises(ConfigError, match=f"unknown variable {name}") as caught:
         refuse_unknown_variables({name: "1"}, RESERVED_VARIABLES)
     assert near in caught.value.hint
 
 
-def test_a_recipe_is_found_by_its_name_where_there_is_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recipe_is_found_by_its_name_where_there_is_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In any folder, so also when installed from a wheel; an existing file takes precedence."""
     repository = Path(__file__).parents[3]
     monkeypatch.chdir(tmp_path)
     for path in sorted((repository / "recipes").glob("*.toml")):
         values = read_toml(path)
-        assert values and all(read_toml(Path(name)) == values for name in (path.stem, path.name, f"recipes/{path.name}"))
+        assert values and all(
+            read_toml(Path(name)) == values
+            for name in (path.stem, path.name, f"recipes/{path.name}")
+        )
     (tmp_path / "translate.toml").write_text("seed = 5")
     assert read_toml(Path("translate.toml")) == {"seed": 5}
     for absent in ("other/translate.toml", "absent", "translate.txt"):
         with pytest.raises(ConfigError, match=r"there is no run file") as caught:
             read_toml(Path(absent))
-        assert "recipes/llama-sft.toml" in caught.value.hint or "translate.toml" in caught.value.hint
+        assert (
+            "recipes/llama-sft.toml" in caught.value.hint or "translate.toml" in caught.value.hint
+        )
     project = tomllib.loads((repository / "pyproject.toml").read_text())
-    assert project["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"] == {"recipes": "lockstep/recipes"}
+    assert project["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"] == {
+        "recipes": "lockstep/recipes"
+    }

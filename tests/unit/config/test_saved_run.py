@@ -15,10 +15,17 @@ from lockstep.files import add_checksum, write_json
 @pytest.mark.parametrize("number", [None, 1, 3])
 def test_a_run_folder_of_another_format_is_refused(tmp_path: Path, number: int | None) -> None:
     value = to_json(resolve()) | {"format": number}
-    write_json(tmp_path / "run.json", add_checksum({key: item for key, item in value.items() if item is not None}))
-    with pytest.raises(CheckpointError, match=f"reads runs of format 2, not of format {number or 1}") as caught:
+    write_json(
+        tmp_path / "run.json",
+        add_checksum({key: item for key, item in value.items() if item is not None}),
+    )
+    with pytest.raises(
+        CheckpointError, match=f"reads runs of format 2, not of format {number or 1}"
+    ) as caught:
         read_run(tmp_path)
-    assert str(tmp_path / "run.json") in caught.value.where and "another folder" in caught.value.hint
+    assert (
+        str(tmp_path / "run.json") in caught.value.where and "another folder" in caught.value.hint
+    )
 
 
 def test_a_saved_run_is_read_back_and_a_damaged_one_refused(tmp_path: Path) -> None:

@@ -41,7 +41,9 @@ def open_and_count(runtime: ElasticRuntime, folder: Path, state: str) -> int:
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("run")
-    prepare(DataOptions(pairs=20_000, held_out=40), TokenizerOptions(vocab_size=1000), folder / "data")
+    prepare(
+        DataOptions(pairs=20_000, held_out=40), TokenizerOptions(vocab_size=1000), folder / "data"
+    )
     return folder
 
 
@@ -60,7 +62,9 @@ def test_a_changed_file_is_hashed_again(tmp_path: Path) -> None:
     path, digests = tmp_path / "file", FileDigests(tmp_path / "digests.json", "start 1")
     path.write_bytes(b"some bytes")
     first = digests.of([path])[path]
-    assert first == hashlib.sha256(b"some bytes").hexdigest() and digests.of([path]) == {path: first}
+    assert first == hashlib.sha256(b"some bytes").hexdigest() and digests.of([path]) == {
+        path: first
+    }
     times = path.stat()
     path.write_bytes(b"other byte")  # of equal length, with the old time of modification
     os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
@@ -106,11 +110,17 @@ def test_damage_is_found_with_shared_digests(prepared: Path, tmp_path: Path) -> 
 
 
 def test_a_worker_killed_while_it_hashes_does_not_block_the_others(tmp_path: Path) -> None:
-    large, small, digests = tmp_path / "large", tmp_path / "small", FileDigests(tmp_path / "digests.json", "start 1")
+    large, small, digests = (
+        tmp_path / "large",
+        tmp_path / "small",
+        FileDigests(tmp_path / "digests.json", "start 1"),
+    )
     small.write_bytes(b"some bytes")
     with open(large, "wb") as file:
         file.truncate(1 << 40)  # a hole: it occupies no disk, and hashing it takes many minutes
-    program = "import sys; from pathlib import Path; from lockstep.data.manifest import FileDigests\n"
+    program = (
+        "import sys; from pathlib import Path; from lockstep.data.manifest import FileDigests\n"
+    )
     program += f"FileDigests(Path({str(digests.path)!r}), 'start 1').of([Path({str(large)!r})])"
     with subprocess.Popen([sys.executable, "-c", program]) as hashing:
         wait_until(lambda: is_locked(tmp_path / "digests.lock"), "the lock", process=hashing)
@@ -131,7 +141,9 @@ def is_locked(path: Path) -> bool:
     return False
 
 
-def test_a_run_of_one_worker_leaves_no_state_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_of_one_worker_leaves_no_state_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import torch
 
     monkeypatch.setenv("LOCKSTEP_TMP", str(tmp_path))

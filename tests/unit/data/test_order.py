@@ -10,7 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.data.order import BucketOrder, BucketShape, MixtureOrder, UniformOrder, choose_bucket_lengths, choose_bucket_shapes, permute
+from lockstep.data.order import (
+    BucketOrder,
+    BucketShape,
+    MixtureOrder,
+    UniformOrder,
+    choose_bucket_lengths,
+    choose_bucket_shapes,
+    permute,
+)
 
 
 @given(st.integers(1, 3000), st.integers(0, 2**64 - 1))
@@ -25,9 +33,13 @@ def test_permutations_of_three_are_uniform() -> None:
 
 
 def test_images_of_each_position_are_uniform() -> None:
-    landed = np.bincount([int(permute(np.array([7]), 10, key)[0]) for key in range(5000)], minlength=10)
+    landed = np.bincount(
+        [int(permute(np.array([7]), 10, key)[0]) for key in range(5000)], minlength=10
+    )
     chi_square = float(((landed - 500) ** 2 / 500).sum())
-    assert chi_square < 30  # 9 degrees of freedom: exceeded once in 2,000 fair draws, and the draw is fixed
+    assert (
+        chi_square < 30
+    )  # 9 degrees of freedom: exceeded once in 2,000 fair draws, and the draw is fixed
 
 
 def test_the_order_never_changes() -> None:
@@ -42,15 +54,26 @@ UNIFORM = [55, 719]
 
 @given(st.integers(1, 50), st.integers(1, 4), st.integers(1, 5), st.integers(0, 9))
 @settings(max_examples=60, deadline=None)
-def test_uniform_order_has_every_sample_once_per_epoch(samples: int, k: int, rows: int, seed: int) -> None:
+def test_uniform_order_has_every_sample_once_per_epoch(
+    samples: int, k: int, rows: int, seed: int
+) -> None:
     order = UniformOrder(samples, k * rows, k, seed)
-    row = np.concatenate([order.ids(step, i) for step in range(-(-2 * samples // (k * rows))) for i in range(k)])
+    row = np.concatenate(
+        [order.ids(step, i) for step in range(-(-2 * samples // (k * rows))) for i in range(k)]
+    )
     assert sorted(row[:samples]) == sorted(row[samples : 2 * samples]) == list(range(samples))
 
 
-@given(st.lists(st.integers(1, 40), min_size=1, max_size=200), st.integers(1, 5), st.integers(1, 9), st.integers(0, 9))
+@given(
+    st.lists(st.integers(1, 40), min_size=1, max_size=200),
+    st.integers(1, 5),
+    st.integers(1, 9),
+    st.integers(0, 9),
+)
 @settings(max_examples=60, deadline=None)
-def test_bucket_order_has_every_sample_once_per_epoch_within_the_budget(lengths: list[int], shapes: int, k: int, seed: int) -> None:
+def test_bucket_order_has_every_sample_once_per_epoch_within_the_budget(
+    lengths: list[int], shapes: int, k: int, seed: int
+) -> None:
     array = np.array(lengths, dtype=np.int32)
     bucket_shapes, _ = choose_bucket_shapes(array, tokens=64, shapes=shapes)
     order = BucketOrder(array, bucket_shapes, micro_batches=k, seed=seed)
@@ -60,18 +83,36 @@ def test_bucket_order_has_every_sample_once_per_epoch_within_the_budget(lengths:
         assert sorted(np.concatenate(ids)) == list(range(len(lengths)))
         for g, some in zip(range(first, first + epoch), ids, strict=True):
             shape = order.shape(*divmod(g, k))
-            assert len(some) <= shape.rows and array[some].max() <= shape.length and shape.rows * shape.length <= 64
+            assert (
+                len(some) <= shape.rows
+                and array[some].max() <= shape.length
+                and shape.rows * shape.length <= 64
+            )
 
 
-@given(st.lists(st.integers(1, 40), min_size=1, max_size=200), st.integers(1, 64), st.integers(0, 9), st.integers(0, 20))
+@given(
+    st.lists(st.integers(1, 40), min_size=1, max_size=200),
+    st.integers(1, 64),
+    st.integers(0, 9),
+    st.integers(0, 20),
+)
 @settings(max_examples=60, deadline=None)
-def test_ids_of_a_step_are_those_of_its_micro_batches(lengths: list[int], k: int, seed: int, step: int) -> None:
+def test_ids_of_a_step_are_those_of_its_micro_batches(
+    lengths: list[int], k: int, seed: int, step: int
+) -> None:
     """Also in a step that spans several epochs."""
     array = np.array(lengths, dtype=np.int32)
-    buckets = BucketOrder(array, choose_bucket_shapes(array, tokens=64, shapes=3)[0], micro_batches=k, seed=seed)
-    assert sorted(buckets.step_ids(step)) == sorted(np.concatenate([buckets.ids(step, i) for i in range(k)]))
+    buckets = BucketOrder(
+        array, choose_bucket_shapes(array, tokens=64, shapes=3)[0], micro_batches=k, seed=seed
+    )
+    assert sorted(buckets.step_ids(step)) == sorted(
+        np.concatenate([buckets.ids(step, i) for i in range(k)])
+    )
     uniform = UniformOrder(len(lengths), 3 * k, k, seed)
-    assert uniform.step_ids(step).tolist() == np.concatenate([uniform.ids(step, i) for i in range(k)]).tolist()
+    assert (
+        uniform.step_ids(step).tolist()
+        == np.concatenate([uniform.ids(step, i) for i in range(k)]).tolist()
+    )
 
 
 def test_tokens_of_a_step_need_one_permutation_per_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,7 +121,9 @@ def test_tokens_of_a_step_need_one_permutation_per_bucket(monkeypatch: pytest.Mo
     shapes, _ = choose_bucket_shapes(lengths, tokens=4096, shapes=6)
     order = BucketOrder(lengths, shapes, micro_batches=512, seed=1)
     calls: list[int] = []
-    monkeypatch.setattr("lockstep.data.order.permute", lambda *args: calls.append(len(args[0])) or permute(*args))
+    monkeypatch.setattr(
+        "lockstep.data.order.permute", lambda *args: calls.append(len(args[0])) or permute(*args)
+    )
     order.step_ids(0)
     assert len(calls) == 1 + len(shapes)
 
@@ -97,8 +140,12 @@ def test_more_than_256_shapes_keep_every_sample_in_a_bucket_it_fits() -> None:
 
 def test_epochs_differ_and_seeds_differ() -> None:
     lengths = np.full(100, 8, dtype=np.int32)
-    orders = [BucketOrder(lengths, [BucketShape(10, 8)], micro_batches=10, seed=seed) for seed in (1, 2)]
-    rows = [np.concatenate([o.ids(s, k) for k in range(10)]).tolist() for o in orders for s in (0, 1)]
+    orders = [
+        BucketOrder(lengths, [BucketShape(10, 8)], micro_batches=10, seed=seed) for seed in (1, 2)
+    ]
+    rows = [
+        np.concatenate([o.ids(s, k) for k in range(10)]).tolist() for o in orders for s in (0, 1)
+    ]
     assert len({tuple(row) for row in rows}) == 4
 
 
@@ -112,7 +159,11 @@ def test_choose_lengths_is_optimal() -> None:
     from itertools import combinations
 
     for shapes in range(1, 5):
-        minimum = min(padded_positions((*some, 8)) for size in range(shapes) for some in combinations(present[:-1], size))
+        minimum = min(
+            padded_positions((*some, 8))
+            for size in range(shapes)
+            for some in combinations(present[:-1], size)
+        )
         assert padded_positions(tuple(choose_bucket_lengths(histogram, shapes))) == minimum
 
 
@@ -122,7 +173,9 @@ def test_seek_to_step_1_000_000_of_10_million_samples_in_5_seconds() -> None:
     shapes, _ = choose_bucket_shapes(lengths, tokens=4096, shapes=6)
     order = BucketOrder(lengths, shapes, micro_batches=8, seed=1)
     ids = order.ids(1_000_000, 3)
-    assert len(ids) and time.process_time() - start_s < 5  # as in docs/data-order.md; CPU time, as the machine may be busy
+    assert (
+        len(ids) and time.process_time() - start_s < 5
+    )  # as in docs/data-order.md; CPU time, as the machine may be busy
 
 
 @pytest.mark.parametrize("batch", [7, 9])
@@ -147,10 +200,17 @@ MIXTURE = [14, 2, 79]
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2, 4])
-def test_each_window_of_a_mixture_has_its_proportions_and_each_source_its_epochs(micro_batches: int) -> None:
+def test_each_window_of_a_mixture_has_its_proportions_and_each_source_its_epochs(
+    micro_batches: int,
+) -> None:
     order = MixtureOrder(SIZES, MIXED, 12, micro_batches, seed=5)
     row = np.concatenate([order.ids(step, k) for step in range(40) for k in range(micro_batches)])
-    assert row.tolist() == np.concatenate([MixtureOrder(SIZES, MIXED, 12, 1, seed=5).ids(step, 0) for step in range(40)]).tolist()
+    assert (
+        row.tolist()
+        == np.concatenate(
+            [MixtureOrder(SIZES, MIXED, 12, 1, seed=5).ids(step, 0) for step in range(40)]
+        ).tolist()
+    )
     sources = source_of(row)
     for (start, weights), end in zip(MIXED, (6, 9, 40), strict=True):
         of_stage, window = sources[12 * start : 12 * end], sum(weights)
@@ -158,8 +218,14 @@ def test_each_window_of_a_mixture_has_its_proportions_and_each_source_its_epochs
             counts = Counter(of_stage[first : first + window])
             assert [counts[source] for source in range(3)] == list(weights)
     for source, (first, size) in enumerate(zip((0, 50, 58), SIZES, strict=True)):
-        numbers = [number - first for number, of in zip(row.tolist(), sources, strict=True) if of == source]
+        numbers = [
+            number - first for number, of in zip(row.tolist(), sources, strict=True) if of == source
+        ]
         assert len(numbers) >= size
         for epoch in range(0, len(numbers) - size + 1, size):
-            assert sorted(numbers[epoch : epoch + size]) == list(range(size)), "each sample once per epoch, over the stages too"
-    assert len({tuple(sources[first : first + 10]) for first in range(0, 70, 10)}) > 3, "windows differ"
+            assert sorted(numbers[epoch : epoch + size]) == list(range(size)), (
+                "each sample once per epoch, over the stages too"
+            )
+    assert len({tuple(sources[first : first + 10]) for first in range(0, 70, 10)}) > 3, (
+        "windows differ"
+    )

@@ -14,17 +14,37 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.data.pairs import cldr
-from lockstep.data.tokenizer import BEGIN, END, MAX_WORD, PAD, SPECIALS, UNKNOWN, WORDS_OF_DOCUMENTS, Tokenizer, truncate_words
+from lockstep.data.tokenizer import (
+    BEGIN,
+    END,
+    MAX_WORD,
+    PAD,
+    SPECIALS,
+    UNKNOWN,
+    WORDS_OF_DOCUMENTS,
+    Tokenizer,
+    truncate_words,
+)
 from lockstep.errors import DataError
 
 ALL = "[PAD] [BEGIN] [END] [UNKNOWN]"
-TEXTS = ["Wednesday, July 3, 2024", "mercoledì 3 luglio 2024", "12.50 US dollars", "Straße und 日本", f"who writes {ALL} here?"] * 3
+TEXTS = [
+    "Wednesday, July 3, 2024",
+    "mercoledì 3 luglio 2024",
+    "12.50 US dollars",
+    "Straße und 日本",
+    f"who writes {ALL} here?",
+] * 3
 
 TRAIN_TOKENIZER = Path(__file__).parents[2] / "support" / "train_tokenizer.py"
 
 
-def train(kind: str = "bpe", texts: list[str] = TEXTS, vocabulary: int = 400, lowercase: bool = False) -> Tokenizer:
-    return Tokenizer.train(texts, kind=kind, vocab_size=vocabulary, min_frequency=1, lowercase=lowercase)  # type: ignore[arg-type]
+def train(
+    kind: str = "bpe", texts: list[str] = TEXTS, vocabulary: int = 400, lowercase: bool = False
+) -> Tokenizer:
+    return Tokenizer.train(
+        texts, kind=kind, vocab_size=vocabulary, min_frequency=1, lowercase=lowercase
+    )  # type: ignore[arg-type]
 
 
 BPE = train()
@@ -33,7 +53,11 @@ BPE = train()
 def test_special_tokens_have_the_first_four_ids() -> None:
     for kind in ("bpe", "word"):
         tokenizer = train(kind)
-        assert [tokenizer._inner.id_to_token(i) for i in (PAD, BEGIN, END, UNKNOWN)] == SPECIALS == ALL.split()
+        assert (
+            [tokenizer._inner.id_to_token(i) for i in (PAD, BEGIN, END, UNKNOWN)]
+            == SPECIALS
+            == ALL.split()
+        )
 
 
 @given(st.text())
@@ -84,7 +108,11 @@ def test_a_saved_tokenizer_is_equal_and_readable_by_the_library(tmp_path: Path) 
     path = tmp_path / "tokenizer.json"
     BPE.save(path)
     loaded = Tokenizer.load(path)
-    assert (loaded.fingerprint, loaded.vocab_size, loaded.encode(TEXTS)) == (BPE.fingerprint, BPE.vocab_size, BPE.encode(TEXTS))
+    assert (loaded.fingerprint, loaded.vocab_size, loaded.encode(TEXTS)) == (
+        BPE.fingerprint,
+        BPE.vocab_size,
+        BPE.encode(TEXTS),
+    )
     assert set(json.loads(path.read_text())["model"]["vocab"]) >= set(SPECIALS)
 
 
@@ -92,17 +120,44 @@ def test_a_saved_tokenizer_is_equal_and_readable_by_the_library(tmp_path: Path) 
 def test_training_does_not_depend_on_order_threads_or_process(kind: str) -> None:
     pairs = cldr.generate_pairs("en", "it", limit=3000, held_out=50)[0]["train"]
     texts = [text for pair in pairs for text in pair]
-    fingerprint = Tokenizer.train(texts, kind=kind, vocab_size=2000, min_frequency=2, lowercase=False).fingerprint  # type: ignore[arg-type]
+    fingerprint = Tokenizer.train(
+        texts, kind=kind, vocab_size=2000, min_frequency=2, lowercase=False
+    ).fingerprint  # type: ignore[arg-type]
     random.Random(0).shuffle(texts)
-    assert Tokenizer.train(texts, kind=kind, vocab_size=2000, min_frequency=2, lowercase=False).fingerprint == fingerprint  # type: ignore[arg-type]
+    assert (
+        Tokenizer.train(
+            texts, kind=kind, vocab_size=2000, min_frequency=2, lowercase=False
+        ).fingerprint
+        == fingerprint
+    )  # type: ignore[arg-type]
     for threads, seed, parallel in (("1", "1", "true"), ("3", "2", "true"), ("2", "3", "false")):
-        env = {**os.environ, "RAYON_NUM_THREADS": threads, "PYTHONHASHSEED": seed, "TOKENIZERS_PARALLELISM": parallel}
+        env = {
+            **os.environ,
+            "RAYON_NUM_THREADS": threads,
+            "PYTHONHASHSEED": seed,
+            "TOKENIZERS_PARALLELISM": parallel,
+        }
         command = [sys.executable, str(TRAIN_TOKENIZER), kind]
-        assert subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout.strip() == fingerprint
+        assert (
+            subprocess.run(
+                command, env=env, capture_output=True, text=True, check=True
+            ).stdout.strip()
+            == fingerprint
+        )
 
 
 def test_the_fingerprint_depends_on_the_vocabulary() -> None:
-    assert len({BPE.fingerprint, train("word").fingerprint, train(vocabulary=300).fingerprint, train(texts=TEXTS[:4]).fingerprint}) == 4
+    assert (
+        len(
+            {
+                BPE.fingerprint,
+                train("word").fingerprint,
+                train(vocabulary=300).fingerprint,
+                train(texts=TEXTS[:4]).fingerprint,
+            }
+        )
+        == 4
+    )
 
 
 def test_the_vocabulary_has_the_configured_size() -> None:

@@ -10,12 +10,21 @@ import pytest
 from support.fake_cluster import FakeCluster, run_workers
 
 from lockstep import errors
-from lockstep.elastic.collectives import assert_equal_on_all_ranks, gather_results, run_on_rank0, vote_on_step
+from lockstep.elastic.collectives import (
+    assert_equal_on_all_ranks,
+    gather_results,
+    run_on_rank0,
+    vote_on_step,
+)
 from lockstep.elastic.consensus import StepDecision, Vote
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import ERRORS_BY_NAME, LockstepError, UsageError
 
-KINDS = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, LockstepError)]
+KINDS = [
+    kind
+    for _, kind in inspect.getmembers(errors, inspect.isclass)
+    if issubclass(kind, LockstepError)
+]
 
 
 def on_ranks(folder: Path, size: int, work: Any) -> list[Any]:
@@ -39,7 +48,9 @@ def test_error_of_rank_0_is_raised_on_all_ranks(kind: type[LockstepError], tmp_p
         raise kind("what happened", "where", "hint")
 
     raised = on_ranks(tmp_path, 2, lambda runtime: run_on_rank0(runtime, fail))
-    assert [(type(error), error.what, error.where, error.hint) for error in raised] == [(kind, "what happened", "where", "hint")] * 2
+    assert [(type(error), error.what, error.where, error.hint) for error in raised] == [
+        (kind, "what happened", "where", "hint")
+    ] * 2
 
 
 def test_first_error_is_raised_on_all_ranks(tmp_path: Path) -> None:
@@ -59,11 +70,16 @@ def test_other_exceptions_keep_their_type_on_their_rank(tmp_path: Path) -> None:
 
     other, own = on_ranks(tmp_path, 2, fail_on_1)
     assert isinstance(own, ZeroDivisionError)
-    assert type(other) is LockstepError and other.what.startswith("rank 1 failed: ZeroDivisionError")
+    assert type(other) is LockstepError and other.what.startswith(
+        "rank 1 failed: ZeroDivisionError"
+    )
 
 
 def test_results_are_gathered_by_rank(tmp_path: Path) -> None:
-    assert on_ranks(tmp_path, 3, lambda runtime: gather_results(runtime, lambda: runtime.world.rank)) == [[0, 1, 2]] * 3
+    assert (
+        on_ranks(tmp_path, 3, lambda runtime: gather_results(runtime, lambda: runtime.world.rank))
+        == [[0, 1, 2]] * 3
+    )
 
 
 def test_facts_that_differ_are_named_with_their_ranks(tmp_path: Path) -> None:
@@ -71,11 +87,17 @@ def test_facts_that_differ_are_named_with_their_ranks(tmp_path: Path) -> None:
         assert_equal_on_all_ranks(runtime, {"torch": "2.13", "seed": str(runtime.world.rank // 2)})
 
     raised = on_ranks(tmp_path, 3, compare)
-    assert all("seed is '0' on rank 0 (h), rank 1 (h) and '1' on rank 2 (h)" in error.what for error in raised)
+    assert all(
+        "seed is '0' on rank 0 (h), rank 1 (h) and '1' on rank 2 (h)" in error.what
+        for error in raised
+    )
 
 
 def test_vote_has_the_same_decision_on_all_ranks(tmp_path: Path) -> None:
-    votes = [Vote([1.0, 2.0], 3, digest=2**63 + 5), Vote([4.0], 4, stop_signal="SIGTERM", joiners_waiting=True, digest=2**63 + 5)]
+    votes = [
+        Vote([1.0, 2.0], 3, digest=2**63 + 5),
+        Vote([4.0], 4, stop_signal="SIGTERM", joiners_waiting=True, digest=2**63 + 5),
+    ]
 
     def vote(runtime: ElasticRuntime) -> StepDecision:
         return vote_on_step(runtime, votes[runtime.world.rank])

@@ -20,7 +20,14 @@ from hypothesis import strategies as st
 from support.ranks import run_ranks
 
 from lockstep.elastic.collectives import all_gather_json, combine_rows, vote_on_step
-from lockstep.elastic.consensus import SIGNALS, StepDecision, Vote, find_divergent_ranks, row_to_decision, vote_to_row
+from lockstep.elastic.consensus import (
+    SIGNALS,
+    StepDecision,
+    Vote,
+    find_divergent_ranks,
+    row_to_decision,
+    vote_to_row,
+)
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import CollectiveMismatchError, PeersLostError, UsageError
 from lockstep.runtime import process_group
@@ -50,7 +57,8 @@ def count_all_votes(votes: Sequence[Vote], replica_size: int) -> StepDecision | 
         count=sum(given_counts),
         finite=finite,
         gradient_finite=all(vote.gradient_finite for vote in votes),
-        stop=max((vote.stop_signal for vote in votes), key=SIGNALS.index) or ("SIGUSR1" if all(vote.leaving for vote in votes) else ""),
+        stop=max((vote.stop_signal for vote in votes), key=SIGNALS.index)
+        or ("SIGUSR1" if all(vote.leaving for vote in votes) else ""),
         save_failed=any(vote.save_failed for vote in votes),
         regroup=any(vote.joiners_waiting or vote.leaving for vote in votes),
         divergent_ranks=find_divergent_ranks(digests, replica_size) if differ else (),
@@ -61,7 +69,10 @@ def count_all_votes(votes: Sequence[Vote], replica_size: int) -> StepDecision | 
 
 
 def least_times(times: list[int | None], replica_size: int) -> tuple[int, ...]:
-    replicas = [[time for time in times[first : first + replica_size] if time is not None] for first in range(0, len(times), replica_size)]
+    replicas = [
+        [time for time in times[first : first + replica_size] if time is not None]
+        for first in range(0, len(times), replica_size)
+    ]
     return tuple(map(min, replicas)) if all(replicas) else ()
 
 
@@ -83,12 +94,15 @@ def random_votes(size: int, replica_size: int, seed: int) -> list[Vote]:
         return Vote(
             [loss() for _ in range(chance.randrange(4 if many else 2))],
             count=chance.randrange(3) if has_count else None,
-            samples=[] if has_count else chance.choices([7, 8] if seed % 7 == 5 else [7], k=chance.randrange(3)),
+            samples=[]
+            if has_count
+            else chance.choices([7, 8] if seed % 7 == 5 else [7], k=chance.randrange(3)),
             stop_signal=chance.choice(SIGNALS) if flag[0] else "",
             save_failed=flag[1],
             joiners_waiting=flag[2],
             leaving=flag[3] or leaving,
-            digest=digests[rank % replica_size] ^ (flag[4] and chance.random() < 0.5) << chance.randrange(64),
+            digest=digests[rank % replica_size]
+            ^ (flag[4] and chance.random() < 0.5) << chance.randrange(64),
             gradient_finite=random.Random(1000 * seed + rank).random() >= unusual,
             micro_batch_us=None if flag[4] else 1000 + (37 * rank + seed) % 91,
             exchange_us=(53 * rank + seed) % 97,
@@ -120,14 +134,23 @@ def exchange_rounds(rounds_of_rank: list[Iterator[Round]]) -> tuple[list[int], l
             for part, to in sent:
                 mail[rank, to].append(part.clone())
                 ready.append(to)
-    assert not running and not any(mail.values()), "a rank waits for a message, or did not receive one"
+    assert not running and not any(mail.values()), (
+        "a rank waits for a message, or did not receive one"
+    )
     return rounds, messages
 
 
-def combined_rows(votes: list[Vote], replica_size: int) -> tuple[list[torch.Tensor], list[int], list[int]]:
+def combined_rows(
+    votes: list[Vote], replica_size: int
+) -> tuple[list[torch.Tensor], list[int], list[int]]:
     replicas = len(votes) // replica_size
-    rows = [torch.tensor(vote_to_row(vote, rank, replica_size, replicas)) for rank, vote in enumerate(votes)]
-    counts = exchange_rounds([reduce_rounds(row, rank, len(rows), combine_rows) for rank, row in enumerate(rows)])
+    rows = [
+        torch.tensor(vote_to_row(vote, rank, replica_size, replicas))
+        for rank, vote in enumerate(votes)
+    ]
+    counts = exchange_rounds(
+        [reduce_rounds(row, rank, len(rows), combine_rows) for rank, row in enumerate(rows)]
+    )
     return rows, *counts
 
 
@@ -139,7 +162,9 @@ def decide(row: torch.Tensor, votes: Sequence[Vote], replica_size: int) -> StepD
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_a_vote_takes_at_most_2_rounds_more_than_log2_and_decides_as_all_votes_do(size: int) -> None:
+def test_a_vote_takes_at_most_2_rounds_more_than_log2_and_decides_as_all_votes_do(
+    size: int,
+) -> None:
     seen = set()
     for seed in range(12 if size <= 64 else 2):
         replica_size = random.Random(seed).choice([n for n in (1, 2, 3, 4, 8) if size % n == 0])
@@ -149,15 +174,29 @@ def test_a_vote_takes_at_most_2_rounds_more_than_log2_and_decides_as_all_votes_d
         whole_rounds = size.bit_length() - 1
         assert max(rounds) == whole_rounds + 2 * (size != 1 << whole_rounds)
         assert max(messages) <= whole_rounds + 1
-        assert all(torch.equal(row, rows[0]) for row in rows) and len(rows[0]) == 81 + 2 * replica_size + size // replica_size
+        assert (
+            all(torch.equal(row, rows[0]) for row in rows)
+            and len(rows[0]) == 81 + 2 * replica_size + size // replica_size
+        )
         decision = decide(rows[0], votes, replica_size)
         assert repr(decision) == repr(expected)  # NaN is not equal to itself
-        seen.add(decision if isinstance(decision, str) else "divergent" if decision.divergent_ranks else decision.finite)
-    assert not 8 <= size <= 64 or {True, False, "divergent", "some workers gave counts and others none"} <= seen
+        seen.add(
+            decision
+            if isinstance(decision, str)
+            else "divergent"
+            if decision.divergent_ranks
+            else decision.finite
+        )
+    assert (
+        not 8 <= size <= 64
+        or {True, False, "divergent", "some workers gave counts and others none"} <= seen
+    )
 
 
 @given(st.lists(st.floats(), max_size=40), st.integers(1, 5), st.randoms())
-def test_the_loss_is_rounded_once_as_by_fsum_for_every_split(losses: list[float], size: int, chance: random.Random) -> None:
+def test_the_loss_is_rounded_once_as_by_fsum_for_every_split(
+    losses: list[float], size: int, chance: random.Random
+) -> None:
     cuts = [0, *sorted(chance.choices(range(len(losses) + 1), k=size - 1)), len(losses)]
     shuffled = chance.sample(losses, len(losses))
     votes = [Vote(shuffled[start:stop]) for start, stop in pairwise(cuts)]
@@ -173,7 +212,16 @@ def test_the_loss_is_rounded_once_as_by_fsum_for_every_split(losses: list[float]
 
 
 @pytest.mark.parametrize(
-    "losses", [[5e-324] * 3, [-5e-324], [2.0**53, 1.0, -1.0, 2.0**-1000], [HUGE, 5e-324, -HUGE], [-HUGE, 1.0], [1.0, 1e-16, 1e-16], []]
+    "losses",
+    [
+        [5e-324] * 3,
+        [-5e-324],
+        [2.0**53, 1.0, -1.0, 2.0**-1000],
+        [HUGE, 5e-324, -HUGE],
+        [-HUGE, 1.0],
+        [1.0, 1e-16, 1e-16],
+        [],
+    ],
 )
 def test_the_loss_of_extreme_values_is_that_of_fsum(losses: list[float]) -> None:
     rows, _, _ = combined_rows([Vote([loss]) for loss in losses] or [Vote([])], 1)
@@ -185,7 +233,11 @@ def test_the_loss_of_extreme_values_is_that_of_fsum(losses: list[float]) -> None
 def test_finite_losses_whose_sum_no_float_holds_are_not_finite(sign: int) -> None:
     rows, _, _ = combined_rows([Vote([sign * HUGE]), Vote([sign * HUGE])], 1)
     decision = decide(rows[0], [], 1)
-    assert isinstance(decision, StepDecision) and not decision.finite and decision.loss == sign * math.inf
+    assert (
+        isinstance(decision, StepDecision)
+        and not decision.finite
+        and decision.loss == sign * math.inf
+    )
 
 
 def test_limbs_hold_the_largest_losses_of_a_million_ranks() -> None:
@@ -202,7 +254,9 @@ def test_gathering_takes_log2_rounds_of_one_message_each(size: int) -> None:
     buffers = [torch.full((ends[-1],), -1) for ends in starts]
     for rank, buffer in enumerate(buffers):
         buffer[: starts[rank][1]] = rank
-    rounds, messages = exchange_rounds([gather_rounds(*own) for own in zip(buffers, starts, range(size), strict=True)])
+    rounds, messages = exchange_rounds(
+        [gather_rounds(*own) for own in zip(buffers, starts, range(size), strict=True)]
+    )
     assert set(rounds) == set(messages) == {(size - 1).bit_length()}
     for rank, buffer in enumerate(buffers):
         assert buffer.tolist() == [number for number in order[rank] for _ in range(1 + number % 3)]
@@ -216,7 +270,9 @@ def vote_and_gather(runtime: ElasticRuntime, case: int) -> list[Any]:
     """Return the decision or error, its values, and the messages of a vote and of a gathering."""
     world, sent = runtime.world, []
     isend = dist.isend
-    process_group.dist.isend = lambda tensor, **where: sent.append(tensor.nbytes) or isend(tensor, **where)
+    process_group.dist.isend = lambda tensor, **where: (
+        sent.append(tensor.nbytes) or isend(tensor, **where)
+    )
     replica_size = 2 if case % 2 == world.size % 2 == 0 else 1
     votes = random_votes(world.size, replica_size, case)
     try:
@@ -245,8 +301,13 @@ def test_real_ranks_vote_and_gather_with_few_messages(size: int) -> None:
         assert {gathered for _, _, gathered in of_ranks} == {2 * (size - 1).bit_length()}
         for decision, sent, _ in of_ranks:
             rows = [number for number in sent if number > 600]
-            assert len(rows) <= size.bit_length() and set(rows) <= {8 * (83 + size), 8 * (85 + size // 2)}
-            assert ("divergent_ranks=()" in decision or "StepDecision" not in decision) == (rows == sent) or size == 1
+            assert len(rows) <= size.bit_length() and set(rows) <= {
+                8 * (83 + size),
+                8 * (85 + size // 2),
+            }
+            assert ("divergent_ranks=()" in decision or "StepDecision" not in decision) == (
+                rows == sent
+            ) or size == 1
 
 
 def compare_weights(runtime: ElasticRuntime) -> list[Any]:
@@ -265,7 +326,10 @@ def pair_wrongly(runtime: ElasticRuntime) -> list[str]:
     """Enter another gather, and then a vote on another step, on the last rank; return the errors."""
     is_last, errors = runtime.world.rank == runtime.world.size - 1, []
     gather = share_scores if is_last else compare_weights
-    works: list[Callable[[], Any]] = [lambda: gather(runtime), lambda: vote_on(runtime, 7 + is_last)]
+    works: list[Callable[[], Any]] = [
+        lambda: gather(runtime),
+        lambda: vote_on(runtime, 7 + is_last),
+    ]
     for work in works:
         with pytest.raises(CollectiveMismatchError) as error:
             work()
@@ -287,7 +351,9 @@ def vote_without_rank_1(runtime: ElasticRuntime) -> str:
     error = ""
     if runtime.world.rank == 0:
         start_s = time.monotonic()
-        runtime.group._waits = WorkWaiter(lambda: "rank 1 left" if time.monotonic() > start_s + 0.5 else "")
+        runtime.group._waits = WorkWaiter(
+            lambda: "rank 1 left" if time.monotonic() > start_s + 0.5 else ""
+        )
         try:
             vote_on_step(runtime, Vote([1.0]))
         except PeersLostError as lost:

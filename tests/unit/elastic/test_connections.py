@@ -23,15 +23,22 @@ def test_first_event_is_logged_and_later_ones_counted() -> None:
 
 def test_number_of_keys_is_limited() -> None:
     limiter = LogLimiter(10.0)
-    assert sum(bool(limiter.due(number, 0.0)) for number in range(10 * MAX_REFUSAL_KEYS)) == MAX_REFUSAL_KEYS + 1
+    assert (
+        sum(bool(limiter.due(number, 0.0)) for number in range(10 * MAX_REFUSAL_KEYS))
+        == MAX_REFUSAL_KEYS + 1
+    )
     assert limiter.due("the last", 10.0) == 9 * MAX_REFUSAL_KEYS
 
 
 def test_rejecting_peer_is_forgotten() -> None:
     listener = socket.create_server(("127.0.0.1", 0))
     listener.setblocking(False)
-    protocol = Protocol(Member("a/0/x", "a", 0, 1, "127.0.0.1:1"), ElasticLimits(), lambda: "token", 0.0)
-    connections = Connections(listener, b"token", protocol, lambda effects: None, lambda link, message: None)
+    protocol = Protocol(
+        Member("a/0/x", "a", 0, 1, "127.0.0.1:1"), ElasticLimits(), lambda: "token", 0.0
+    )
+    connections = Connections(
+        listener, b"token", protocol, lambda effects: None, lambda link, message: None
+    )
     with socket.create_server(("127.0.0.1", 0)) as peer:
         connections.connect(Member("b/0/y", "b", 0, 2, f"127.0.0.1:{peer.getsockname()[1]}"))
         peer.accept()[0].close()
@@ -45,13 +52,22 @@ def test_rejecting_peer_is_forgotten() -> None:
 
 
 def test_closed_connections_leave_no_descriptor_and_never_write_to_another(tmp_path: Path) -> None:
-    protocol = Protocol(Member("a/0/x", "a", 0, 1, "127.0.0.1:1"), ElasticLimits(), lambda: "token", 0.0)
+    protocol = Protocol(
+        Member("a/0/x", "a", 0, 1, "127.0.0.1:1"), ElasticLimits(), lambda: "token", 0.0
+    )
     before = sorted(os.listdir("/proc/self/fd"))
-    connections = Connections(socket.create_server(("127.0.0.1", 0)), b"token", protocol, lambda effects: None, lambda link, message: None)
+    connections = Connections(
+        socket.create_server(("127.0.0.1", 0)),
+        b"token",
+        protocol,
+        lambda effects: None,
+        lambda link, message: None,
+    )
     connections.wake()
     connections.close()
     assert sorted(os.listdir("/proc/self/fd")) == before
-    files = [open(tmp_path / str(number), "wb") for number in range(8)]  # they get the numbers of the closed descriptors  # noqa: SIM115
+    # They get the numbers of the closed descriptors.
+    files = [open(tmp_path / str(number), "wb") for number in range(8)]  # noqa: SIM115
     connections.wake()
     for file in files:
         file.close()

@@ -41,10 +41,14 @@ def make_member(number: int, host: str = "h") -> Member:
 def view(size: int, dead: set[int], joiners: int = 0) -> CoordinatorView:
     members = tuple(make_member(number) for number in range(size))
     record = Generation(7, "token", members, "", 40, "")
-    reports = {member.id: LeaveReport(7, 50) for number, member in enumerate(members) if number not in dead}
+    reports = {
+        member.id: LeaveReport(7, 50) for number, member in enumerate(members) if number not in dead
+    }
     reaches = frozenset(member.id for member in members)
     new = [Joiner(make_member(size + number), {}, reaches) for number in range(joiners)]
-    return CoordinatorView(record, reports, {members[number].id: "it has exited" for number in dead}, new)
+    return CoordinatorView(
+        record, reports, {members[number].id: "it has exited" for number in dead}, new
+    )
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.data())
@@ -55,32 +59,52 @@ def test_only_whole_replicas_survive(replicas: int, unit: int, data: st.DataObje
     record, _ = next_generation(view(size, dead, joiners), ElasticLimits(replica_size=unit), "next")
     assert record is not None and record.number == 8
     old = [member.slot for member in record.members if member.slot < size]
-    whole = [n for first in range(0, size, unit) for n in range(first, first + unit) if not dead & set(range(first, first + unit))]
+    whole = [
+        n
+        for first in range(0, size, unit)
+        for n in range(first, first + unit)
+        if not dead & set(range(first, first + unit))
+    ]
     assert old == whole  # in order, so that each keeps its position
     new = len(record.members) - len(old)
     assert new == (joiners // unit * unit if whole else 0) and len(record.members) % unit == 0
-    assert {member.id for member in record.out} == {make_member(n).id for n in range(size) if n not in whole}
+    assert {member.id for member in record.out} == {
+        make_member(n).id for n in range(size) if n not in whole
+    }
 
 
 def test_without_a_whole_replica_all_members_are_removed_and_restart() -> None:
     record, reason = next_generation(view(4, {0, 3}), ElasticLimits(replica_size=2), "next")
-    assert record is not None and not record.members and len(record.out) == 4 and "newest checkpoint" in reason
+    assert (
+        record is not None
+        and not record.members
+        and len(record.out) == 4
+        and "newest checkpoint" in reason
+    )
 
 
 def test_joiners_of_one_host_form_a_replica() -> None:
     hosts = [make_member(0, "b"), make_member(0, "a"), make_member(1, "b"), make_member(1, "a")]
     ids = frozenset(member.id for member in hosts)
-    new = select_joiners([Joiner(member, {}, ids) for member in hosts], [], ElasticLimits(replica_size=2))
+    new = select_joiners(
+        [Joiner(member, {}, ids) for member in hosts], [], ElasticLimits(replica_size=2)
+    )
     assert [member.host for member in new] == ["a", "a", "b", "b"]
 
 
 def test_without_a_shared_disk_no_replica_spans_hosts() -> None:
     limits = ElasticLimits(replica_size=2, one_host=True)
-    hosts = [make_member(slot, host) for slot, host in ((0, "b"), (0, "a"), (0, "c"), (1, "a"), (2, "a"), (1, "b"))]
+    hosts = [
+        make_member(slot, host)
+        for slot, host in ((0, "b"), (0, "a"), (0, "c"), (1, "a"), (2, "a"), (1, "b"))
+    ]
     ids = frozenset(member.id for member in hosts)
     new = select_joiners([Joiner(member, {}, ids) for member in hosts], [], limits)
     assert [f"{member.host}{member.slot}" for member in new] == ["a0", "a1", "b0", "b1"]
-    assert [f"{member.host}{member.slot}" for member in first_whole_replicas(hosts, 3, limits)] == ["b0", "b1"]
+    assert [f"{member.host}{member.slot}" for member in first_whole_replicas(hosts, 3, limits)] == [
+        "b0",
+        "b1",
+    ]
     assert not first_whole_replicas(hosts[:3], 3, limits)
 
 
@@ -101,7 +125,9 @@ def test_three_divergences_in_a_row_after_a_state_transfer_are_a_bug_of_the_loop
     """
     runtime, divergence = FakeRuntime(), Divergence()
     for turn, step in enumerate((0, 10, 20, 30, 40)):
-        runtime.form(2 * turn, Progress("step", step, divergences=divergence.count), Progress("join", -1))
+        runtime.form(
+            2 * turn, Progress("step", step, divergences=divergence.count), Progress("join", -1)
+        )
         divergence.start_generation(runtime, step)
         divergence.record_equal(step)  # the state as received: no update yet
         assert not divergence.proven
@@ -111,7 +137,9 @@ def test_three_divergences_in_a_row_after_a_state_transfer_are_a_bug_of_the_loop
         assert divergence.count == (0 if healthy else turn + 1 if turn < 2 else turn - 2)
         runtime.form(2 * turn + 1, *[Progress("step", step + 1, divergences=divergence.count)] * 3)
         divergence.start_generation(runtime, step + 1)
-        divergence.record_equal(step + 2)  # without the divergent worker, which proves nothing about it
+        divergence.record_equal(
+            step + 2
+        )  # without the divergent worker, which proves nothing about it
 
 
 def test_state_comes_from_ranks_at_the_same_step() -> None:
@@ -122,11 +150,23 @@ def test_state_comes_from_ranks_at_the_same_step() -> None:
 def test_generations_stay_untrusted_until_the_divergent_rank_is_found(tmp_path: Path) -> None:
     log = GenerationLog(tmp_path)
     for number in (12, 7, 7):  # every member that detects it writes it
-        log.mark_untrusted(number, f"replicas differ in {number}", {"step": number, "what": "weights", "digests": {}})
-    assert [log.untrusted_reason(number) for number in (6, 7, 12)] == ["", "replicas differ in 7", "replicas differ in 12"]
+        log.mark_untrusted(
+            number,
+            f"replicas differ in {number}",
+            {"step": number, "what": "weights", "digests": {}},
+        )
+    assert [log.untrusted_reason(number) for number in (6, 7, 12)] == [
+        "",
+        "replicas differ in 7",
+        "replicas differ in 12",
+    ]
     assert log.newest() is None  # no generations
     path, record = log.divergence_records()[0]
     assert record["step"] == 7
     path.unlink()
-    (tmp_path / "000009.suspects.json").symlink_to(tmp_path / "gone")  # deleted by another while it is read
-    assert log.untrusted_reason(7) == log.untrusted_reason(9) == "" and [record["step"] for _, record in log.divergence_records()] == [12]
+    (tmp_path / "000009.suspects.json").symlink_to(
+        tmp_path / "gone"
+    )  # deleted by another while it is read
+    assert log.untrusted_reason(7) == log.untrusted_reason(9) == "" and [
+        record["step"] for _, record in log.divergence_records()
+    ] == [12]

@@ -28,20 +28,26 @@ MEMBER = Member("here/0/a", "here", 0, os.getpid(), "127.0.0.1:9")
 
 @pytest.fixture
 def store() -> Iterator[TCPStore]:
-    yield TCPStore("127.0.0.1", 0, 1, is_master=True, timeout=timedelta(seconds=20), wait_for_workers=False)
+    yield TCPStore(
+        "127.0.0.1", 0, 1, is_master=True, timeout=timedelta(seconds=20), wait_for_workers=False
+    )
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def form(group: GenerationGroup, store: TCPStore, number: int) -> None:
-    generation = Generation(number, f"token {number}", (MEMBER,), f"127.0.0.1:{store.port}", 0, "test")
+    generation = Generation(
+        number, f"token {number}", (MEMBER,), f"127.0.0.1:{store.port}", 0, "test"
+    )
     group.form(generation, 0, str)
 
 
 def test_a_store_whose_process_exited_is_not_waited_for() -> None:
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
-        generation = Generation(1, "token 1", (MEMBER,), f"127.0.0.1:{closed.getsockname()[1]}", 0, "test")
+        generation = Generation(
+            1, "token 1", (MEMBER,), f"127.0.0.1:{closed.getsockname()[1]}", 0, "test"
+        )
         start_s = time.monotonic()
         with pytest.raises(RuntimeError, match="nothing listens at 127"):
             GenerationGroup(torch.device("cpu")).form(generation, 0, str)
@@ -59,7 +65,9 @@ class Closing:
         self.finished.set()
 
 
-def test_the_next_generation_forms_while_the_closing_of_the_last_one_blocks(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_generation_forms_while_the_closing_of_the_last_one_blocks(
+    store: TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     group, closing = GenerationGroup(torch.device("cpu")), Closing()
     form(group, store, 1)
     monkeypatch.setattr(generation_group, "CLOSE_TIMEOUT_S", 0.01)
@@ -71,7 +79,10 @@ def test_the_next_generation_forms_while_the_closing_of_the_last_one_blocks(stor
     assert closing.finished.wait(5)
     monkeypatch.undo()
     wait_until(lambda: not any(thread.name == "lockstep-close" for thread in threading.enumerate()))
-    for formed in (None, subgroup):  # the late closing must not have unregistered the groups of generation 2
+    for formed in (
+        None,
+        subgroup,
+    ):  # the late closing must not have unregistered the groups of generation 2
         tensor = torch.ones(1)
         dist.all_reduce(tensor, group=formed)
         assert tensor.item() == 1
@@ -90,7 +101,9 @@ class Communicator:
         self.finish.wait()
 
 
-def test_each_communicator_is_aborted_once_and_none_blocks_the_membership_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_communicator_is_aborted_once_and_none_blocks_the_membership_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     communicators = [Communicator(), Communicator()]
     monkeypatch.setattr(generation_group, "device_backends", lambda device: communicators)
     group = GenerationGroup(torch.device("cuda"))
@@ -136,7 +149,9 @@ def test_the_communicators_of_an_intact_group_live_until_all_members_have_left(
     communicator.finish.set()
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: calls.append("synchronize"))
     monkeypatch.setattr(generation_group, "device_backends", lambda device: [communicator])
-    monkeypatch.setattr(generation_group, "init_default_group", lambda store, rank, size, device, timeout_s: None)
+    monkeypatch.setattr(
+        generation_group, "init_default_group", lambda store, rank, size, device, timeout_s: None
+    )
     monkeypatch.setattr(generation_group, "set_group_timeout", lambda timeout, group: None)
     group = GenerationGroup(torch.device("cuda"))
     form(group, store, 1)
@@ -156,7 +171,9 @@ def test_nothing_is_aborted_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("is_aborting", [True, False])
-def test_a_worker_whose_gpu_cannot_be_aborted_restarts(is_aborting: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_whose_gpu_cannot_be_aborted_restarts(
+    is_aborting: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its main thread is blocked in CUDA, where no stack shows it. The limit counts from the break."""
     exits: list[str] = []
     monkeypatch.setattr(watchdog, "exit_for_restart", lambda why, stack: exits.append(why))
@@ -169,11 +186,21 @@ def test_a_worker_whose_gpu_cannot_be_aborted_restarts(is_aborting: bool, monkey
     assert exits == ["stuck while aborting the communicators of its GPU"] * is_aborting
 
 
-def test_torch_neither_ends_the_process_nor_waits_after_an_error_of_nccl(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_neither_ends_the_process_nor_waits_after_an_error_of_nccl(
+    store: TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     formed: list[float] = []
-    monkeypatch.setattr(generation_group, "init_default_group", lambda store, rank, size, device, timeout_s: formed.append(timeout_s))
+    monkeypatch.setattr(
+        generation_group,
+        "init_default_group",
+        lambda store, rank, size, device, timeout_s: formed.append(timeout_s),
+    )
     monkeypatch.setattr(generation_group, "set_group_timeout", lambda timeout, group: None)
-    names = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC")
+    names = (
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT",
+        "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC",
+    )
     for name in names:
         monkeypatch.setenv(name, "3")
     form(GenerationGroup(torch.device("cpu")), store, 1)

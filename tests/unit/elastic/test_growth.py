@@ -59,7 +59,9 @@ def test_work_of_a_start_and_a_loss_is_linear_in_the_members() -> None:
         work["loss"].append(calls)
         (proposal,) = [effect.generation for effect in effects if isinstance(effect, Propose)]
         assert len(proposal.members) == members - 1
-        assert len([effect for effect in effects if isinstance(effect, Send)]) == members - 2, "one message to each member"
+        assert len([effect for effect in effects if isinstance(effect, Send)]) == members - 2, (
+            "one message to each member"
+        )
     for name, (few, many) in work.items():
         assert many <= 4.4 * few, f"{name}: {few} calls for 128 members, {many} for 512"
 
@@ -67,23 +69,46 @@ def test_work_of_a_start_and_a_loss_is_linear_in_the_members() -> None:
 def test_announcement_names_only_the_changes() -> None:
     cluster = ManyMembers(512)
     first = cluster.start()
-    survivor, newcomer = (Protocol(make_member(index), ElasticLimits(), lambda: "token", 0.0) for index in (5, 600))
+    survivor, newcomer = (
+        Protocol(make_member(index), ElasticLimits(), lambda: "token", 0.0) for index in (5, 600)
+    )
     survivor.request_join(0.0, {"torch": "2.13"})
     survivor.on_log_read(first, [], 0.0)
     joiner = make_member(16)  # it replaces a member of the third host, so all ranks after it move
     joined = Generation(
-        2, "token 2", (*first.members[:16], *first.members[17:30], replace(joiner, id="h0002/0/new"), *first.members[30:]), "", 7, ""
+        2,
+        "token 2",
+        (
+            *first.members[:16],
+            *first.members[17:30],
+            replace(joiner, id="h0002/0/new"),
+            *first.members[30:],
+        ),
+        "",
+        7,
+        "",
     )
-    message = json.dumps({"kind": "generation", "number": 2, "follows": "token", "generation": joined.to_json(first)})
+    message = json.dumps(
+        {"kind": "generation", "number": 2, "follows": "token", "generation": joined.to_json(first)}
+    )
     assert len(message) < 500
-    assert FormGroup(joined) in survivor.on_message("h0000/0", json.loads(message), 1.0) and survivor.generation == joined
-    assert newcomer.on_message("h0000/0", json.loads(message), 1.0) == [ReadLog(0)], "it does not know generation 1"
+    assert (
+        FormGroup(joined) in survivor.on_message("h0000/0", json.loads(message), 1.0)
+        and survivor.generation == joined
+    )
+    assert newcomer.on_message("h0000/0", json.loads(message), 1.0) == [ReadLog(0)], (
+        "it does not know generation 1"
+    )
     proposal_after_a_loss(cluster)
     assert len(json.dumps(cluster.protocol.announcement)) < 400
 
 
-@pytest.mark.parametrize(("index", "is_linked", "reads"), [(0, True, 20), (1, True, 2), (1, False, 20)])
-def test_members_linked_to_the_coordinator_seldom_read_the_log(index: int, is_linked: bool, reads: int) -> None:
+@pytest.mark.parametrize(
+    ("index", "is_linked", "reads"), [(0, True, 20), (1, True, 2), (1, False, 20)]
+)
+def test_members_linked_to_the_coordinator_seldom_read_the_log(
+    index: int, is_linked: bool, reads: int
+) -> None:
     members = tuple(map(make_member, range(3)))
     worker = Protocol(members[index], ElasticLimits(), lambda: "token", 0.0)
     worker.request_join(0.0, {"torch": "2.13"})
@@ -101,16 +126,22 @@ def test_members_linked_to_the_coordinator_seldom_read_the_log(index: int, is_li
     assert read == ReadLog(1), "a process that was stopped reads the log at once"
 
 
-def test_waiting_worker_reads_each_file_of_the_waiting_room_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_worker_reads_each_file_of_the_waiting_room_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     room = waiting_room.WaitingRoom(tmp_path)
     create_run_folder(tmp_path, "here")
     members, opened = [make_member(index) for index in range(20)], []
     for member in members[:-1]:
         room.register(member)
     room.write_liveness(members[3])
-    monkeypatch.setattr(stored_folder, "read_json", lambda path: opened.append(path.name))  # where a store would be named
+    monkeypatch.setattr(
+        stored_folder, "read_json", lambda path: opened.append(path.name)
+    )  # where a store would be named
     read = waiting_room.read_text
-    monkeypatch.setattr(waiting_room, "read_text", lambda path: opened.append(path.name) or read(path))
+    monkeypatch.setattr(
+        waiting_room, "read_text", lambda path: opened.append(path.name) or read(path)
+    )
     known: dict[str, Any] = {}
     assert room.members(known) == members[:-1] and len(opened) == 19
     room.register(members[-1])

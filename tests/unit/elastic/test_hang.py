@@ -25,7 +25,15 @@ QUEUE = """\
 /usr/lib/python3.11/multiprocessing/queues.py:113 in get: if not self._poll(timeout):"""
 
 
-def in_phase(phase: Phase, age_s: float = 11.8, *, step: int = 118, collective: int = 40, size: int = 0, step_s: float = 0.5) -> Status:
+def in_phase(
+    phase: Phase,
+    age_s: float = 11.8,
+    *,
+    step: int = 118,
+    collective: int = 40,
+    size: int = 0,
+    step_s: float = 0.5,
+) -> Status:
     return Status(4709, 7, step, phase, False, collective, size, age_s, age_s, step_s)
 
 
@@ -33,7 +41,15 @@ def four() -> list[MemberSnapshot]:
     """Ranks 0 and 1 on host a, 2 and 3 on host b, all in the reduction of step 118 for 11.8 s."""
     hosts = [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
     return [
-        MemberSnapshot(f"{host}/{slot}/x", host, slot, rank, replace(in_phase("reducing"), pid=4709 + rank), 0.1, "S")
+        MemberSnapshot(
+            f"{host}/{slot}/x",
+            host,
+            slot,
+            rank,
+            replace(in_phase("reducing"), pid=4709 + rank),
+            0.1,
+            "S",
+        )
         for rank, (host, slot) in enumerate(hosts)
     ]
 
@@ -64,7 +80,10 @@ def test_full_paragraph() -> None:
 
 
 def test_preparing_data_has_no_limit_unless_the_process_is_stopped() -> None:
-    hours = [replace(member, status=replace(in_phase("joining", 7200.0), pid=member.status.pid)) for member in four()]
+    hours = [
+        replace(member, status=replace(in_phase("joining", 7200.0), pid=member.status.pid))
+        for member in four()
+    ]
     hours[0] = replace(hours[0], status=replace(hours[0].status, phase="preparing"))
     assert diagnose(hours) is None and diagnose(hours[:1]) is None
     hours[0] = replace(hours[0], state="T", silent_s=11.0)
@@ -91,13 +110,20 @@ HANGS: dict[str, tuple[list[MemberSnapshot], list[int], str, list[str]]] = {
         with_rank(1, state="T", silent_s=11.0),  # in the same collective as the others
         [1],
         "evict",
-        ["rank 1 (host a, slot 1, pid 4710) is stopped", "in the reduction of step 118", "ranks 0, 2 and 3 have waited for it"],
+        [
+            "rank 1 (host a, slot 1, pid 4710) is stopped",
+            "in the reduction of step 118",
+            "ranks 0, 2 and 3 have waited for it",
+        ],
     ),
     "dead data worker": (
         with_rank(0, status=in_phase("data", 13, collective=39), stack=QUEUE),
         [0],
         "evict",
-        ["rank 0 (host a", "has been fetching the data of step 118 for 13 s, at train.py:20 in main: `batch = next(batches)`"],
+        [
+            "rank 0 (host a",
+            "has been fetching the data of step 118 for 13 s, at train.py:20 in main: `batch = next(batches)`",
+        ],
     ),
     "skipped collective": (
         with_rank(3, status=in_phase("voting", 12, collective=40)),
@@ -116,7 +142,15 @@ HANGS: dict[str, tuple[list[MemberSnapshot], list[int], str, list[str]]] = {
         ["the vote of step 117 (collective 39", "the reduction of step 118 (collective 40"],
     ),
     "mismatched shape": (
-        [replace(member, status=replace(member.status, collective_bytes=2**20 if member.rank == 2 else 2**21)) for member in four()],
+        [
+            replace(
+                member,
+                status=replace(
+                    member.status, collective_bytes=2**20 if member.rank == 2 else 2**21
+                ),
+            )
+            for member in four()
+        ],
         [2],
         "evict",
         [
@@ -128,7 +162,9 @@ HANGS: dict[str, tuple[list[MemberSnapshot], list[int], str, list[str]]] = {
         ],
     ),
     "exited": (
-        with_rank(2, status=in_phase("updating", 12, step=117, collective=39), state="Z", silent_s=12),
+        with_rank(
+            2, status=in_phase("updating", 12, step=117, collective=39), state="Z", silent_s=12
+        ),
         [2],
         "evict",
         [
@@ -137,7 +173,10 @@ HANGS: dict[str, tuple[list[MemberSnapshot], list[int], str, list[str]]] = {
         ],
     ),
     "host cut off": (
-        [replace(member, state="", silent_s=12.0) if member.host == "b" else member for member in four()],
+        [
+            replace(member, state="", silent_s=12.0) if member.host == "b" else member
+            for member in four()
+        ],
         [2, 3],
         "evict",
         [
@@ -159,7 +198,10 @@ HANGS: dict[str, tuple[list[MemberSnapshot], list[int], str, list[str]]] = {
         with_rank(0, status=in_phase("evaluating", 1900, step=117, collective=39)),
         [0],
         "evict",
-        ["rank 0 (host a, slot 0, pid 4709) has been evaluating step 117 for 32 min", "ranks 1, 2 and 3 have waited for it"],
+        [
+            "rank 0 (host a, slot 0, pid 4709) has been evaluating step 117 for 32 min",
+            "ranks 1, 2 and 3 have waited for it",
+        ],
     ),
     "spinning with the GIL held": (
         with_rank(2, status=in_phase("backward", 12, collective=39), state="R", silent_s=12),
@@ -174,23 +216,46 @@ HANGS: dict[str, tuple[list[MemberSnapshot], list[int], str, list[str]]] = {
         ["(blocked in I/O)"],
     ),
     "two at once": (
-        [replace(member, status=in_phase("forward", 12, collective=39)) if member.rank in (1, 2) else member for member in four()],
+        [
+            replace(member, status=in_phase("forward", 12, collective=39))
+            if member.rank in (1, 2)
+            else member
+            for member in four()
+        ],
         [1, 2],
         "evict",
-        ["ranks 1 and 2 (hosts a and b) have been in the forward pass of step 118 for 12 s; ranks 0 and 3 have waited for them"],
+        [
+            "ranks 1 and 2 (hosts a and b) have been in the forward pass of step 118 for 12 s; ranks 0 and 3 have waited for them"
+        ],
     ),
     "two in different places": (
         [
-            replace(member, status=in_phase("data" if member.rank else "forward", 12, collective=39)) if member.rank in (0, 3) else member
+            replace(
+                member, status=in_phase("data" if member.rank else "forward", 12, collective=39)
+            )
+            if member.rank in (0, 3)
+            else member
             for member in four()
         ],
         [0, 3],
         "evict",
-        ["rank 0 (host a, slot 0", "forward pass of step 118 for 12 s; rank 3 (host b, slot 1", "ranks 1 and 2 have waited for them"],
+        [
+            "rank 0 (host a, slot 0",
+            "forward pass of step 118 for 12 s; rank 3 (host b, slot 1",
+            "ranks 1 and 2 have waited for them",
+        ],
     ),
-    "alone in a collective": (four()[:1], [], "regroup", ["in the reduction of step 118 for 12 s, in which no other rank is"]),
+    "alone in a collective": (
+        four()[:1],
+        [],
+        "regroup",
+        ["in the reduction of step 118 for 12 s, in which no other rank is"],
+    ),
     "all with a shared cause": (
-        [replace(member, status=in_phase("data", 12, collective=39), stack=QUEUE) for member in four()],
+        [
+            replace(member, status=in_phase("data", 12, collective=39), stack=QUEUE)
+            for member in four()
+        ],
         [],
         "warn",
         [
@@ -225,7 +290,9 @@ def test_injected_hang_gets_the_right_verdict(name: str) -> None:
     members, culprits, action, words = HANGS[name]
     verdict = diagnose(members)
     assert verdict is not None
-    assert (culprit_ranks(members, verdict), verdict.action) == (culprits, action), verdict.paragraph
+    assert (culprit_ranks(members, verdict), verdict.action) == (culprits, action), (
+        verdict.paragraph
+    )
     for part in words:
         assert part in verdict.paragraph
 
@@ -233,14 +300,29 @@ def test_injected_hang_gets_the_right_verdict(name: str) -> None:
 SLOW: dict[str, list[MemberSnapshot]] = {
     "all move": [replace(member, status=in_phase("forward", 9.9)) for member in four()],
     "the last rank still computes": with_rank(1, status=in_phase("backward", 9.0, collective=39)),
-    "a long checkpoint on the leader": with_rank(0, status=in_phase("saving", 500, step=117, collective=39)),
-    "a long evaluation on one rank": with_rank(2, status=in_phase("evaluating", 1700, step=117, collective=39)),
-    "one compiles": with_rank(2, status=in_phase("compiling", 90, collective=39), state="R", silent_s=40),  # with the GIL held
-    "a first batch": [replace(member, status=replace(member.status, first_step=True, moved_s=50, since_s=50)) for member in four()],
+    "a long checkpoint on the leader": with_rank(
+        0, status=in_phase("saving", 500, step=117, collective=39)
+    ),
+    "a long evaluation on one rank": with_rank(
+        2, status=in_phase("evaluating", 1700, step=117, collective=39)
+    ),
+    "one compiles": with_rank(
+        2, status=in_phase("compiling", 90, collective=39), state="R", silent_s=40
+    ),  # with the GIL held
+    "a first batch": [
+        replace(member, status=replace(member.status, first_step=True, moved_s=50, since_s=50))
+        for member in four()
+    ],
     "slow steps": [replace(member, status=in_phase("reducing", 40, step_s=5)) for member in four()],
-    "the steps of the slowest rank count": with_rank(3, status=in_phase("backward", 40, collective=39, step_s=5)),
-    "stopped for a moment, in a long checkpoint": with_rank(0, status=in_phase("saving", 500, step=117), state="T", silent_s=4),
-    "no answer for a moment": with_rank(0, status=in_phase("saving", 500, step=117), state="", silent_s=4),
+    "the steps of the slowest rank count": with_rank(
+        3, status=in_phase("backward", 40, collective=39, step_s=5)
+    ),
+    "stopped for a moment, in a long checkpoint": with_rank(
+        0, status=in_phase("saving", 500, step=117), state="T", silent_s=4
+    ),
+    "no answer for a moment": with_rank(
+        0, status=in_phase("saving", 500, step=117), state="", silent_s=4
+    ),
     "no member": [],
 }
 
@@ -253,7 +335,12 @@ def test_slow_is_no_hang(name: str) -> None:
 def test_configured_action_is_taken() -> None:
     members = with_rank(2, status=in_phase("forward", 12))
     for action, end in (("abort", "The run is aborted."), ("warn", "No action is taken.")):
-        for case in (members, four(), HANGS["all with a shared cause"][0], HANGS["mismatched shape"][0]):
+        for case in (
+            members,
+            four(),
+            HANGS["all with a shared cause"][0],
+            HANGS["mismatched shape"][0],
+        ):
             verdict = diagnose(case, ElasticLimits(on_hang=action))  # type: ignore[arg-type]
             assert verdict and verdict.action == action and verdict.paragraph.endswith(end)
 
@@ -290,7 +377,9 @@ def histories(draw: st.DrawFn) -> list[MemberSnapshot]:
 
 @settings(deadline=None)
 @given(histories(), st.randoms(use_true_random=False))
-def test_culprit_depends_on_neither_order_nor_ranks(members: list[MemberSnapshot], rng: random.Random) -> None:
+def test_culprit_depends_on_neither_order_nor_ranks(
+    members: list[MemberSnapshot], rng: random.Random
+) -> None:
     ranks = [member.rank for member in members]
     rng.shuffle(ranks)
     shuffled = [replace(member, rank=rank) for member, rank in zip(members, ranks, strict=True)]
@@ -313,14 +402,20 @@ def test_verdict_is_sound(members: list[MemberSnapshot]) -> None:
     assert all(of[id].status.moved_s > 10 for id in verdict.culprits)
     assert bool(verdict.culprits) == (verdict.action == "evict")
     assert verdict.paragraph[-1] == "." and "  " not in verdict.paragraph
-    assert all(f"rank {of[id].rank}" in verdict.paragraph or f" {of[id].rank}" in verdict.paragraph for id in verdict.culprits)
+    assert all(
+        f"rank {of[id].rank}" in verdict.paragraph or f" {of[id].rank}" in verdict.paragraph
+        for id in verdict.culprits
+    )
 
 
 @settings(deadline=None)
 @given(histories(), st.floats(0, 1000))
 def test_hang_does_not_go_away_by_itself(members: list[MemberSnapshot], seconds: float) -> None:
     """Without progress or heartbeats, a detected hang stays one."""
-    later = [replace(member, status=member.status.after(seconds), silent_s=member.silent_s + seconds) for member in members]
+    later = [
+        replace(member, status=member.status.after(seconds), silent_s=member.silent_s + seconds)
+        for member in members
+    ]
     first, second = diagnose(members), diagnose(later)
     assert not first or second is not None
 
@@ -346,7 +441,9 @@ def test_stack_of_a_thread_ends_where_it_waits() -> None:
         thread.join()
     assert "threading.py" in stack.splitlines()[-1]
     line = innermost(stack)
-    assert line.startswith("test_hang.py:") and line.endswith(" in wait_here: `done.wait()  # the expected line`")
+    assert line.startswith("test_hang.py:") and line.endswith(
+        " in wait_here: `done.wait()  # the expected line`"
+    )
     assert stack_of(thread.ident) == "", "the thread has exited"
 
 

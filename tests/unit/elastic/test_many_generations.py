@@ -30,7 +30,9 @@ def count_access(event: str, arguments: tuple[Any, ...]) -> None:
         return
     accesses[event] += 1
     if event == "os.listdir":
-        accesses["entries"] += sum(1 for _ in Path(arguments[0]).iterdir()) if accesses["os.listdir"] == 1 else 0
+        accesses["entries"] += (
+            sum(1 for _ in Path(arguments[0]).iterdir()) if accesses["os.listdir"] == 1 else 0
+        )
 
 
 @contextmanager
@@ -57,14 +59,20 @@ class Survivor:
     def do(self, event: Callable[..., list[Effect]], *values: Any) -> None:
         """Process one event; write a proposal to the log, and adopt it."""
         now_s = (self.now_s,)
-        effects = event(*now_s, *values) if event == self.protocol.request_join else event(*values, *now_s)
+        effects = (
+            event(*now_s, *values)
+            if event == self.protocol.request_join
+            else event(*values, *now_s)
+        )
         effects += self.protocol.advance(self.now_s)
         for effect in effects:
             if isinstance(effect, Propose):
                 self.do(self.protocol.on_proposed, self.log.propose(effect.generation))
 
     def leave(self) -> None:
-        self.do(self.protocol.on_group_left, LeaveReport(self.protocol.number, self.protocol.number))
+        self.do(
+            self.protocol.on_group_left, LeaveReport(self.protocol.number, self.protocol.number)
+        )
 
     def replace_peer(self) -> Member:
         """A worker joins, trains and exits: two generations."""
@@ -73,12 +81,33 @@ class Survivor:
         self.now_s += 1.0
         self.do(self.protocol.tick)
         self.do(self.protocol.on_link_up, peer.id)
-        request = {"member": vars(peer), "fingerprint": {"torch": "2.13"}, "reaches": [self.protocol.me.id]}
-        self.do(self.protocol.on_message, peer.id, {"kind": "join", "number": self.protocol.number, **request})
+        request = {
+            "member": vars(peer),
+            "fingerprint": {"torch": "2.13"},
+            "reaches": [self.protocol.me.id],
+        }
+        self.do(
+            self.protocol.on_message,
+            peer.id,
+            {"kind": "join", "number": self.protocol.number, **request},
+        )
         self.leave()
-        left = {"kind": "left", "step": -1, "leaving": False, "why": "", "lost": [], "dead": {}, "partition_suspected": False}
-        assert self.protocol.generation and self.protocol.generation.members == (self.protocol.me, peer)
-        self.do(self.protocol.on_message, peer.id, {**left, "number": self.protocol.number - 1})  # a late one
+        left = {
+            "kind": "left",
+            "step": -1,
+            "leaving": False,
+            "why": "",
+            "lost": [],
+            "dead": {},
+            "partition_suspected": False,
+        }
+        assert self.protocol.generation and self.protocol.generation.members == (
+            self.protocol.me,
+            peer,
+        )
+        self.do(
+            self.protocol.on_message, peer.id, {**left, "number": self.protocol.number - 1}
+        )  # a late one
         self.do(self.protocol.on_link_down, peer.id)
         self.do(self.protocol.on_connect_failed, peer.id, True)
         self.leave()
@@ -87,11 +116,17 @@ class Survivor:
 
     def sizes(self) -> dict[str, int]:
         """The size of each container of the protocol."""
-        return {name: len(value) for name, value in vars(self.protocol).items() if isinstance(value, (dict, set, list, tuple))}
+        return {
+            name: len(value)
+            for name, value in vars(self.protocol).items()
+            if isinstance(value, (dict, set, list, tuple))
+        }
 
 
 @pytest.mark.slow
-def test_ten_thousand_generations_cost_no_more_than_a_thousand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ten_thousand_generations_cost_no_more_than_a_thousand(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("os.fsync", lambda descriptor: None)  # for speed: no power is cut here
     sys.addaudithook(count_access)
     create_run_folder(tmp_path, "here")
@@ -114,14 +149,18 @@ def test_ten_thousand_generations_cost_no_more_than_a_thousand(tmp_path: Path, m
     assert all(reader.read(number).number == number for number in numbers), "no generation is lost"
 
 
-def test_stale_reader_finds_generations_that_were_archived(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stale_reader_finds_generations_that_were_archived(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(generation_log, "KEEP", 3)
     log, stale = GenerationLog(tmp_path), GenerationLog(tmp_path)
     for number in range(1, 10):
         log.propose(Generation(number, f"token {number}", (make_member(0),), "", 0, ""))
         if number == 2:
             assert stale.newest() == log.read(2)
-    assert sorted(path.name for path in tmp_path.glob("*.json")) == [f"{number:06d}.json" for number in (7, 8, 9)]
+    assert sorted(path.name for path in tmp_path.glob("*.json")) == [
+        f"{number:06d}.json" for number in (7, 8, 9)
+    ]
     assert stale.newest(2) == log.read(9) and stale.read(3).token == "token 3"
     for path in tmp_path.glob("*.json"):
         path.unlink()
@@ -129,7 +168,9 @@ def test_stale_reader_finds_generations_that_were_archived(tmp_path: Path, monke
         stale.newest(9)
 
 
-def test_proposal_of_an_archived_number_loses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_proposal_of_an_archived_number_loses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(generation_log, "KEEP", 3)
     log, stopped = GenerationLog(tmp_path), GenerationLog(tmp_path)
     late = Generation(2, "late", (make_member(1),), "", 0, "")

@@ -23,7 +23,13 @@ from lockstep.elastic.run_folder import create_run_folder
 from lockstep.errors import FencedError, PeersLostError, UsageError
 from lockstep.runtime.worker_env import WorkerEnv
 
-LIMITS = ElasticLimits(heartbeat_s=0.2, heartbeat_timeout_s=0.4, log_poll_s=0.05, rendezvous_timeout_s=0.2, takeover_s=0.5)
+LIMITS = ElasticLimits(
+    heartbeat_s=0.2,
+    heartbeat_timeout_s=0.4,
+    log_poll_s=0.05,
+    rendezvous_timeout_s=0.2,
+    takeover_s=0.5,
+)
 FINGERPRINT = {"torch": "2.13"}
 
 
@@ -47,7 +53,10 @@ class Cluster:
 
     def write(self, number: int, *members: Member, end: RunResult | None = None) -> Generation:
         """Write a generation to the log, as another worker would."""
-        return self.log.records.setdefault(number, Generation(number, f"token {number}", members, "127.0.0.1:9", 0, "test", end=end))
+        return self.log.records.setdefault(
+            number,
+            Generation(number, f"token {number}", members, "127.0.0.1:9", 0, "test", end=end),
+        )
 
     def start(self, *members: Member) -> None:
         """Form generation 1 of these members, with links to the peer if it is one."""
@@ -66,7 +75,13 @@ class Cluster:
 
     def join_request(self) -> dict[str, Any]:
         """A request of the peer to join generation 1."""
-        return {"kind": "join", "number": 1, "member": vars(self.peer.me), "fingerprint": FINGERPRINT, "reaches": [self.me.id]}
+        return {
+            "kind": "join",
+            "number": 1,
+            "member": vars(self.peer.me),
+            "fingerprint": FINGERPRINT,
+            "reaches": [self.me.id],
+        }
 
     def close(self) -> None:
         self.log.opened.set()
@@ -210,7 +225,9 @@ def test_blocked_disk_does_not_stop_heartbeats_and_replies(cluster: Cluster) -> 
 
 
 def test_proposer_adopts_the_generation_of_another_worker(cluster: Cluster) -> None:
-    cluster.log.rival = lambda generation: Generation(generation.number, "rival", (cluster.peer.me, cluster.me), "127.0.0.1:9", 0, "rival")
+    cluster.log.rival = lambda generation: Generation(
+        generation.number, "rival", (cluster.peer.me, cluster.me), "127.0.0.1:9", 0, "rival"
+    )
     cluster.membership.request_join({}, is_joining=False)
     generation = cluster.membership.next_generation(0)
     assert generation.token == "rival" and generation.rank_of(cluster.me.id) == 1
@@ -218,7 +235,9 @@ def test_proposer_adopts_the_generation_of_another_worker(cluster: Cluster) -> N
 
 def test_member_left_out_by_another_proposer_is_fenced(cluster: Cluster) -> None:
     cluster.start(cluster.me)
-    cluster.log.rival = lambda generation: Generation(generation.number, "rival", (cluster.peer.me,), "127.0.0.1:9", 7, "rival")
+    cluster.log.rival = lambda generation: Generation(
+        generation.number, "rival", (cluster.peer.me,), "127.0.0.1:9", 7, "rival"
+    )
     cluster.membership.report_left(LeaveReport(1, 7, why="test"))
     with pytest.raises(FencedError, match="it was not there"):
         cluster.membership.next_generation(1)
@@ -245,11 +264,18 @@ def test_status_command_reports_the_membership(cluster: Cluster) -> None:
     assert (cluster.status()["membership"], cluster.status()["number"]) == ("in", 1)
 
 
-@pytest.mark.parametrize(("signal", "expected"), [("SIGINT", "SIGINT"), ("SIGKILL", "SIGTERM"), (None, "SIGTERM")])
+@pytest.mark.parametrize(
+    ("signal", "expected"), [("SIGINT", "SIGINT"), ("SIGKILL", "SIGTERM"), (None, "SIGTERM")]
+)
 def test_stop_command_sets_the_signal(cluster: Cluster, signal: str | None, expected: str) -> None:
     cluster.start(cluster.me)
-    reply = send_control_message(cluster.me.address, cluster.token, {"kind": "stop", "signal": signal})
-    assert reply == {"kind": "stopping", "id": cluster.me.id} and cluster.membership.stop_signal == expected
+    reply = send_control_message(
+        cluster.me.address, cluster.token, {"kind": "stop", "signal": signal}
+    )
+    assert (
+        reply == {"kind": "stopping", "id": cluster.me.id}
+        and cluster.membership.stop_signal == expected
+    )
 
 
 def test_stop_of_a_waiting_run_records_its_end(tmp_path: Path) -> None:
@@ -266,8 +292,16 @@ def test_published_result_ends_the_run_for_this_worker_and_its_peers(cluster: Cl
     cluster.membership.publish_result(RunResult(0, "complete"))
     cluster.membership.wait_for_result(1)
     cluster.until(lambda: "generation" in cluster.peer.kinds())
-    (record,) = [message["generation"] for message in cluster.peer.received if message["kind"] == "generation"]
-    assert record["number"] == 2 and record["end"]["code"] == 0 and record["end"] == vars(cluster.log.records[2].end)
+    (record,) = [
+        message["generation"]
+        for message in cluster.peer.received
+        if message["kind"] == "generation"
+    ]
+    assert (
+        record["number"] == 2
+        and record["end"]["code"] == 0
+        and record["end"] == vars(cluster.log.records[2].end)
+    )
     assert cluster.aborts == 0, "some ranks may still be in the last collective"
 
 
@@ -278,7 +312,9 @@ def test_publishing_a_result_survives_a_disk_error(cluster: Cluster) -> None:
     assert cluster.membership.thread.is_alive() and list(cluster.log.records) == [1]
 
 
-def test_malformed_message_of_a_member_closes_its_link(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
+def test_malformed_message_of_a_member_closes_its_link(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
     logging.getLogger("lockstep").propagate = True
     cluster.start(cluster.me, cluster.peer.me)
     with caplog.at_level(logging.WARNING, logger="lockstep"):
@@ -296,7 +332,9 @@ def test_stack_of_the_main_thread_is_sent_on_request(cluster: Cluster) -> None:
     assert "test_stack_of_the_main_thread_is_sent_on_request" in answer["stack"]
 
 
-def test_changing_liveness_file_of_an_unreachable_member_refuses_a_second_training(cluster: Cluster) -> None:
+def test_changing_liveness_file_of_an_unreachable_member_refuses_a_second_training(
+    cluster: Cluster,
+) -> None:
     other = Member("there/0/other", "there", 0, 1, "127.0.0.1:9", loopback="another boot")
     cluster.write(1, other)
     cluster.membership.request_join({}, is_joining=False)
@@ -314,7 +352,9 @@ def test_changing_liveness_file_of_an_unreachable_member_refuses_a_second_traini
     writer.join()
 
 
-def test_messages_that_arrive_together_are_answered_in_one_turn(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_that_arrive_together_are_answered_in_one_turn(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cluster.start(cluster.me, cluster.peer.me)
     answered: list[int] = []
     handled, advance = 0, cluster.membership.protocol.advance
@@ -342,7 +382,9 @@ def test_messages_that_arrive_together_are_answered_in_one_turn(cluster: Cluster
     assert len(answered) < 10, "a turn answers all messages that it received"
 
 
-def test_message_to_many_members_is_encoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_message_to_many_members_is_encoded_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cluster = Cluster(tmp_path)
     cluster.peers += [FakePeer(cluster.token, slot) for slot in range(2, 6)]
     for slot, peer in enumerate(cluster.peers, 1):
@@ -365,11 +407,18 @@ def test_message_to_many_members_is_encoded_once(tmp_path: Path, monkeypatch: py
     cluster.until(lambda: all("generation" in peer.kinds() for peer in cluster.peers))
     monkeypatch.undo()
     cluster.close()
-    (message,) = {dumps(message) for peer in cluster.peers for message in peer.received if message["kind"] == "generation"}
+    (message,) = {
+        dumps(message)
+        for peer in cluster.peers
+        for message in peer.received
+        if message["kind"] == "generation"
+    }
     assert encoded.count("generation") == 1 and json.loads(message)["follows"] == "token 1"
 
 
-def test_bug_in_the_membership_thread_ends_the_worker(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bug_in_the_membership_thread_ends_the_worker(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cluster.start(cluster.me)
     monkeypatch.setattr(cluster.membership.protocol, "tick", lambda now_s: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -382,6 +431,8 @@ def test_closed_membership_has_no_threads_and_no_files(cluster: Cluster) -> None
     cluster.membership.next_generation(0)
     cluster.membership.close()
     cluster.membership.close()
-    assert not cluster.membership.thread.is_alive() and not cluster.membership.disk.thread.is_alive()
+    assert (
+        not cluster.membership.thread.is_alive() and not cluster.membership.disk.thread.is_alive()
+    )
     assert list((cluster.membership.folder / "waiting").iterdir()) == []
     assert cluster.membership.connections.descriptors() == {-1}

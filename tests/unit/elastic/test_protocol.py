@@ -26,7 +26,17 @@ from support.simulation.invariants import Violation
 from lockstep.elastic.generation_log import Generation, Member, Removed, RunResult
 from lockstep.elastic.protocol import decisions, state, transitions
 from lockstep.elastic.protocol.decisions import CoordinatorView, ElasticLimits, Joiner, LeaveReport
-from lockstep.elastic.protocol.effects import AbortGroup, Connect, Effect, Exit, GetReady, LogMessage, Propose, ReadLog, Send
+from lockstep.elastic.protocol.effects import (
+    AbortGroup,
+    Connect,
+    Effect,
+    Exit,
+    GetReady,
+    LogMessage,
+    Propose,
+    ReadLog,
+    Send,
+)
 from lockstep.elastic.protocol.transitions import Protocol
 
 HISTORIES = int(os.environ.get("LOCKSTEP_HISTORIES", "500"))
@@ -52,7 +62,9 @@ ALL = ("everything", *THEMES)
 THEMES["stops and a slow disk"] = ("stop", "slow disk")
 
 
-def some_history(rng: random.Random, themes: Sequence[str] = ALL, hosts: int = 1, faults: Sequence[int] = MANY) -> History:
+def some_history(
+    rng: random.Random, themes: Sequence[str] = ALL, hosts: int = 1, faults: Sequence[int] = MANY
+) -> History:
     """Up to four hosts with one or two workers; faults of a theme, some of them permanent."""
     hosts, slots = rng.randint(hosts, 4), rng.randint(1, 2)
     max_workers = rng.choice([hosts * slots, rng.randint(1, hosts * slots)])
@@ -62,15 +74,24 @@ def some_history(rng: random.Random, themes: Sequence[str] = ALL, hosts: int = 1
     for _ in range(rng.choice(faults)):
         targets = frozenset(rng.randint(0, 7) for _ in range(rng.randint(1, 3)))
         lasts = rng.choice([rng.randint(1, 20), rng.randint(1, 150), None])
-        happen.append(Fault(rng.choice(kinds), rng.randint(0, within) / 10, targets, lasts and lasts / 10))
+        happen.append(
+            Fault(rng.choice(kinds), rng.randint(0, within) / 10, targets, lasts and lasts / 10)
+        )
     return History(rng.randint(0, 2**32 - 1), hosts, slots, min_workers, max_workers, tuple(happen))
 
 
 def kill_then_cut(rng: random.Random) -> History:
     """A worker is killed, and the network is cut while the others form the next generation."""
     history, cut_s = some_history(rng, hosts=2), rng.randint(80, 120) / 10
-    kill = Fault("kill", cut_s - rng.choice([0.1, 0.2, 0.3, 0.5, 0.8]), frozenset({rng.randint(0, 7)}), None)
-    cut = Fault("cut", cut_s, frozenset(rng.randint(0, 3) for _ in range(rng.randint(1, 2))), rng.choice([None, 5.0, 10.0]))
+    kill = Fault(
+        "kill", cut_s - rng.choice([0.1, 0.2, 0.3, 0.5, 0.8]), frozenset({rng.randint(0, 7)}), None
+    )
+    cut = Fault(
+        "cut",
+        cut_s,
+        frozenset(rng.randint(0, 3) for _ in range(rng.randint(1, 2))),
+        rng.choice([None, 5.0, 10.0]),
+    )
     return replace(history, faults=(kill, cut))
 
 
@@ -93,7 +114,14 @@ def in_replicas(history: History) -> History:
     max_workers = max(2, history.max_workers // 2 * 2)
     min_workers = min(max_workers, max(2, history.min_workers // 2 * 2))
     one_host = history.seed % 2 == 1
-    return replace(history, slots=2, max_workers=max_workers, min_workers=min_workers, replica_size=2, one_host=one_host)
+    return replace(
+        history,
+        slots=2,
+        max_workers=max_workers,
+        min_workers=min_workers,
+        replica_size=2,
+        one_host=one_host,
+    )
 
 
 def some_history_in_replicas(rng: random.Random) -> History:
@@ -127,20 +155,39 @@ def test_invariants_hold_in_random_histories() -> None:
     started_s = time.perf_counter()
 
     @seed(SEED)
-    @settings(max_examples=HISTORIES, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @settings(
+        max_examples=HISTORIES,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
     @given(st.randoms(use_true_random=False).map(some_history))
     def invariants_hold(history: History) -> None:
         cluster = play(history)
-        count.update({"histories": 1, "events": cluster.clock.count, "faults": len(history.faults), "workers": len(cluster.workers)})
-        count.update({"generations": len(cluster.folder.log), "steps": len(cluster.invariants.committed)})
+        count.update(
+            {
+                "histories": 1,
+                "events": cluster.clock.count,
+                "faults": len(history.faults),
+                "workers": len(cluster.workers),
+            }
+        )
+        count.update(
+            {"generations": len(cluster.folder.log), "steps": len(cluster.invariants.committed)}
+        )
         count.update(fault.kind for fault in history.faults)
         settled_s.append(cluster.settled_s)
 
     invariants_hold()
     worst = sorted(settled_s)
     print(f"\nseed {SEED}: {', '.join(f'{number:,} {what}' for what, number in count.items())}")
-    print(f"{time.perf_counter() - started_s:.0f} s; all train after the last fault: median {worst[len(worst) // 2]:.1f} s, ", end="")
-    print(f"99 of 100 within {worst[len(worst) * 99 // 100]:.1f} s, longest {worst[-1]:.1f} s, bound {SETTLE_S:g} s")
+    print(
+        f"{time.perf_counter() - started_s:.0f} s; all train after the last fault: median {worst[len(worst) // 2]:.1f} s, ",
+        end="",
+    )
+    print(
+        f"99 of 100 within {worst[len(worst) * 99 // 100]:.1f} s, longest {worst[-1]:.1f} s, bound {SETTLE_S:g} s"
+    )
 
 
 # Broken variants. Each must violate an invariant.
@@ -162,31 +209,53 @@ class Unfenced(Folder):
         return self.checkpoint == state
 
 
-def hasty(view: CoordinatorView, limits: ElasticLimits, token: str) -> tuple[Generation | None, str]:
+def hasty(
+    view: CoordinatorView, limits: ElasticLimits, token: str
+) -> tuple[Generation | None, str]:
     """The coordinator does not wait for reports."""
     step = max((report.step for report in view.reports.values()), default=0)
-    guessed = {worker.id: LeaveReport(view.generation.number, step) for worker in view.generation.members}
+    guessed = {
+        worker.id: LeaveReport(view.generation.number, step) for worker in view.generation.members
+    }
     return NEXT_GENERATION(replace(view, reports=guessed | dict(view.reports)), limits, token)
 
 
-def backward(view: CoordinatorView, limits: ElasticLimits, token: str) -> tuple[Generation | None, str]:
+def backward(
+    view: CoordinatorView, limits: ElasticLimits, token: str
+) -> tuple[Generation | None, str]:
     """The smallest step counts, not the largest."""
     generation, reason = NEXT_GENERATION(view, limits, token)
-    steps = [view.reports[worker.id].step for worker in generation.members if worker.id in view.reports] if generation else []
+    steps = (
+        [view.reports[worker.id].step for worker in generation.members if worker.id in view.reports]
+        if generation
+        else []
+    )
     return (replace(generation, step=min(steps)) if generation else None), reason
 
 
-def too_few(view: CoordinatorView, limits: ElasticLimits, token: str) -> tuple[Generation | None, str]:
+def too_few(
+    view: CoordinatorView, limits: ElasticLimits, token: str
+) -> tuple[Generation | None, str]:
     """`min_workers` does not count."""
     return NEXT_GENERATION(view, replace(limits, min_workers=1), token)
 
 
-def all_friends(view: CoordinatorView, limits: ElasticLimits, token: str) -> tuple[Generation | None, str]:
+def all_friends(
+    view: CoordinatorView, limits: ElasticLimits, token: str
+) -> tuple[Generation | None, str]:
     """Members that do not reach each other stay together."""
-    return NEXT_GENERATION(replace(view, reports={id: replace(worker, lost=()) for id, worker in view.reports.items()}), limits, token)
+    return NEXT_GENERATION(
+        replace(
+            view, reports={id: replace(worker, lost=()) for id, worker in view.reports.items()}
+        ),
+        limits,
+        token,
+    )
 
 
-def all_welcome(joiners: Iterable[Joiner], stay: Sequence[Member], limits: ElasticLimits) -> list[Member]:
+def all_welcome(
+    joiners: Iterable[Joiner], stay: Sequence[Member], limits: ElasticLimits
+) -> list[Member]:
     """Joiners are admitted though they do not reach every member."""
     return [worker.member for worker in joiners][: max(0, limits.max_workers - len(stay))]
 
@@ -215,7 +284,9 @@ class Belated(Protocol):
 
     def on_message(self, id: str, message: Mapping[str, Any], now_s: float) -> list[Effect]:
         late = message["kind"] in ("left", "ended")
-        return super().on_message(id, {**message, "number": self.number} if late else message, now_s)
+        return super().on_message(
+            id, {**message, "number": self.number} if late else message, now_s
+        )
 
 
 class Careless(Protocol):
@@ -263,13 +334,21 @@ class Suspicious(Protocol):
     """It expects heartbeats of members that send it none."""
 
     def _monitored(self) -> list[Member]:
-        return list({worker.id: worker for worker in (*super()._monitored(), *self.others)}.values())
+        return list(
+            {worker.id: worker for worker in (*super()._monitored(), *self.others)}.values()
+        )
 
 
 class Mistaken(Protocol):
     """It ignores liveness files."""
 
-    def on_log_read(self, newest: Generation | None, room: Sequence[Member], now_s: float, alive: Iterable[str] = ()) -> list[Effect]:
+    def on_log_read(
+        self,
+        newest: Generation | None,
+        room: Sequence[Member],
+        now_s: float,
+        alive: Iterable[str] = (),
+    ) -> list[Effect]:
         return super().on_log_read(newest, room, now_s)
 
 
@@ -384,7 +463,12 @@ def test_broken_variants_violate_an_invariant(broken: Any, monkeypatch: pytest.M
     with pytest.raises(Violation):
         for number in range(300):
             rng, kind = random.Random(number), BROKEN[broken]
-            play(some_history(rng, [kind], hosts=2, faults=FEW) if isinstance(kind, str) else kind(rng), **how)
+            play(
+                some_history(rng, [kind], hosts=2, faults=FEW)
+                if isinstance(kind, str)
+                else kind(rng),
+                **how,
+            )
 
 
 # Cases that the histories do not cover.
@@ -393,7 +477,17 @@ def test_broken_variants_violate_an_invariant(broken: Any, monkeypatch: pytest.M
 class OneEventPerTurn(Protocol):
     """Each event also returns the effects of the `advance` that follows it."""
 
-    EVENTS = ("request_join", "set_fingerprint", "on_group_left", "evict", "regroup", "request_stop", "tick", "on_link_up", "on_link_down")
+    EVENTS = (
+        "request_join",
+        "set_fingerprint",
+        "on_group_left",
+        "evict",
+        "regroup",
+        "request_stop",
+        "tick",
+        "on_link_up",
+        "on_link_down",
+    )
     EVENTS += ("on_connect_failed", "on_message", "on_log_read", "on_proposed", "on_disk_error")
 
     def __getattribute__(self, name: str) -> Any:
@@ -411,7 +505,11 @@ class OneEventPerTurn(Protocol):
 def protocol(slot: int = 0, **more: Any) -> Protocol:
     """The protocol of worker a/SLOT; slot 0 is the first candidate of a start."""
     return OneEventPerTurn(
-        member(slot), ElasticLimits(heartbeat_s=0.5, heartbeat_timeout_s=2.5, expected_workers=2), lambda: "token", 0.0, **more
+        member(slot),
+        ElasticLimits(heartbeat_s=0.5, heartbeat_timeout_s=2.5, expected_workers=2),
+        lambda: "token",
+        0.0,
+        **more,
     )
 
 
@@ -435,10 +533,20 @@ def started(*slots: int, **more: Any) -> Protocol:
 
 def test_joiner_with_another_fingerprint_is_refused() -> None:
     worker = started(0)
-    join = {"kind": "join", "number": 1, "member": vars(member(1)), "fingerprint": {"torch": "2.11"}, "reaches": ["a/0/x"]}
+    join = {
+        "kind": "join",
+        "number": 1,
+        "member": vars(member(1)),
+        "fingerprint": {"torch": "2.11"},
+        "reaches": ["a/0/x"],
+    }
     worker.on_link_up("a/1/x", 1.0)
     (refusal,) = worker.on_message("a/1/x", join, 1.0)
-    assert isinstance(refusal, Send) and refusal.message["kind"] == "refused" and "'2.11' there and '2.13' here" in refusal.message["why"]
+    assert (
+        isinstance(refusal, Send)
+        and refusal.message["kind"] == "refused"
+        and "'2.11' there and '2.13' here" in refusal.message["why"]
+    )
     other = protocol(1)
     other.request_join(0.0, {"torch": "2.11"})
     assert other.on_message("a/0/x", refusal.message, 1.0) == [Exit(refusal.message["why"])]
@@ -457,9 +565,16 @@ def test_joiner_of_a_different_run_is_refused_with_the_differences() -> None:
     }
     (refusal,) = worker.on_message("a/1/x", join, 1.0)
     assert isinstance(refusal, Send)
-    assert refusal.message["why"] == "it was started for a different run: run steps is '40' there and '80' here (there: a/1, here: a/0)"
-    (unset,) = worker.on_message("a/1/x", {**join, "fingerprint": {"torch": "2.13", "run steps": "80", "--rows": "5"}}, 1.0)
-    assert isinstance(unset, Send) and "--rows is '5' there and not set here" in unset.message["why"]
+    assert (
+        refusal.message["why"]
+        == "it was started for a different run: run steps is '40' there and '80' here (there: a/1, here: a/0)"
+    )
+    (unset,) = worker.on_message(
+        "a/1/x", {**join, "fingerprint": {"torch": "2.13", "run steps": "80", "--rows": "5"}}, 1.0
+    )
+    assert (
+        isinstance(unset, Send) and "--rows is '5' there and not set here" in unset.message["why"]
+    )
 
 
 def test_worker_on_standby_gets_ready_before_it_is_admitted() -> None:
@@ -470,10 +585,19 @@ def test_worker_on_standby_gets_ready_before_it_is_admitted() -> None:
     other.on_log_read(generation(1, 0), [member(0)], 0.0)
     worker.on_link_up("a/1/x", 0.0)
     asks = [effect for effect in other.on_link_up("a/0/x", 0.0) if isinstance(effect, Send)]
-    assert worker.on_message("a/1/x", asks[0].message, 0.5) == [] and worker.joiners, "before training starts it may still start with them"
+    assert worker.on_message("a/1/x", asks[0].message, 0.5) == [] and worker.joiners, (
+        "before training starts it may still start with them"
+    )
     (sent,) = worker.set_fingerprint({"torch": "2.13"}, 1.0)
-    assert isinstance(sent, Send) and sent.message == {"kind": "get_ready"} and worker.joiner_count == 0
-    assert other.on_message("a/0/x", sent.message, 1.0) == [GetReady()] and other.on_message("a/0/x", sent.message, 1.1) == []
+    assert (
+        isinstance(sent, Send)
+        and sent.message == {"kind": "get_ready"}
+        and worker.joiner_count == 0
+    )
+    assert (
+        other.on_message("a/0/x", sent.message, 1.0) == [GetReady()]
+        and other.on_message("a/0/x", sent.message, 1.1) == []
+    )
     other.request_join(5.0, {"torch": "2.13"}, is_joining=True)
     (joins,) = [effect for effect in other.on_log_read(None, [], 5.0) if isinstance(effect, Send)]
     worker.on_message("a/1/x", joins.message, 5.0)
@@ -484,7 +608,15 @@ def test_no_joiner_is_admitted_after_stop_admitting() -> None:
     worker = started(0)
     worker.on_link_up("a/1/x", 1.0)
     worker.on_message(
-        "a/1/x", {"kind": "join", "number": 1, "member": vars(member(1)), "fingerprint": {"torch": "2.13"}, "reaches": ["a/0/x"]}, 1.0
+        "a/1/x",
+        {
+            "kind": "join",
+            "number": 1,
+            "member": vars(member(1)),
+            "fingerprint": {"torch": "2.13"},
+            "reaches": ["a/0/x"],
+        },
+        1.0,
     )
     assert worker.joiner_count == 1
     worker.stop_admitting()
@@ -494,10 +626,14 @@ def test_no_joiner_is_admitted_after_stop_admitting() -> None:
 @pytest.mark.parametrize(("after", "leaves"), [(0, True), (2, False)])
 def test_recorded_end_does_not_apply_to_a_later_start(after: int, leaves: bool) -> None:
     end = RunResult(0, "done")
-    assert started(0, 1, after=after).on_log_read(generation(2, end=end), [], 1.0)[-1] == Exit("the run ended", end=end)
+    assert started(0, 1, after=after).on_log_read(generation(2, end=end), [], 1.0)[-1] == Exit(
+        "the run ended", end=end
+    )
     new = protocol(after=after)
     new.request_join(0.0, {})
-    assert (Exit("the run ended", end=end) in new.on_log_read(generation(2, end=end), [], 1.0)) is leaves
+    assert (
+        Exit("the run ended", end=end) in new.on_log_read(generation(2, end=end), [], 1.0)
+    ) is leaves
 
 
 def test_stopped_process_does_not_count_its_own_pause_as_silence() -> None:
@@ -511,35 +647,80 @@ def test_stopped_process_does_not_count_its_own_pause_as_silence() -> None:
 def test_regroup_keeps_all_members() -> None:
     worker = started(0, 1)
     abort, sent = worker.regroup("no progress", 1.0)
-    assert abort == AbortGroup("no progress") and isinstance(sent, Send) and sent.message["kind"] == "ended"
-    left = {"kind": "left", "number": 1, "step": 7, "leaving": False, "why": "cut", "lost": [], "dead": {}, "partition_suspected": True}
+    assert (
+        abort == AbortGroup("no progress")
+        and isinstance(sent, Send)
+        and sent.message["kind"] == "ended"
+    )
+    left = {
+        "kind": "left",
+        "number": 1,
+        "step": 7,
+        "leaving": False,
+        "why": "cut",
+        "lost": [],
+        "dead": {},
+        "partition_suspected": True,
+    }
     worker.on_message("a/1/x", left, 1.0)
     (proposal,) = worker.on_group_left(LeaveReport(1, 7, why="cut"), 1.0)
-    assert isinstance(proposal, Propose) and proposal.generation.members == (member(0), member(1)) and proposal.generation.step == 7
+    assert (
+        isinstance(proposal, Propose)
+        and proposal.generation.members == (member(0), member(1))
+        and proposal.generation.step == 7
+    )
 
 
 def test_regroup_keeps_members_that_reach_each_other() -> None:
     worker = started(0, 1, 2)
     worker.regroup("no progress", 1.0)
-    report = {"kind": "left", "number": 1, "step": 7, "leaving": False, "why": "cut", "dead": {}, "partition_suspected": True}
+    report = {
+        "kind": "left",
+        "number": 1,
+        "step": 7,
+        "leaving": False,
+        "why": "cut",
+        "dead": {},
+        "partition_suspected": True,
+    }
     worker.on_message("a/1/x", {**report, "lost": ["a/2/x"]}, 1.0)
     worker.on_message("a/2/x", {**report, "lost": ["a/1/x"]}, 1.0)
     (proposal,) = worker.on_group_left(LeaveReport(1, 7, why="cut"), 1.0)
-    assert isinstance(proposal, Propose) and proposal.generation.members == (member(0), member(1)) and proposal.generation.step == 7
+    assert (
+        isinstance(proposal, Propose)
+        and proposal.generation.members == (member(0), member(1))
+        and proposal.generation.step == 7
+    )
     other = protocol(1)
     other.request_join(0.0, {})
     other.on_log_read(generation(1, 0, 1, 2), [], 0.0)
     other.on_link_up("a/0/x", 0.0)
-    other.on_message("a/0/x", {"kind": "ended", "number": 1, "why": "no progress", "dead": {}, "partition_suspected": True}, 1.0)
-    assert Connect(member(2)) in other.on_group_left(LeaveReport(1, 7, why="cut"), 1.0), "it probes the others before it reports"
+    other.on_message(
+        "a/0/x",
+        {
+            "kind": "ended",
+            "number": 1,
+            "why": "no progress",
+            "dead": {},
+            "partition_suspected": True,
+        },
+        1.0,
+    )
+    assert Connect(member(2)) in other.on_group_left(LeaveReport(1, 7, why="cut"), 1.0), (
+        "it probes the others before it reports"
+    )
 
 
 def test_last_leaving_member_stays_until_a_joiner_has_its_state() -> None:
     reports = {"a/0/x": LeaveReport(1, 7, leaving=True)}
-    alone, why = NEXT_GENERATION(CoordinatorView(generation(1, 0), reports, {}, []), ElasticLimits(), "token")
+    alone, why = NEXT_GENERATION(
+        CoordinatorView(generation(1, 0), reports, {}, []), ElasticLimits(), "token"
+    )
     assert alone is None and why == "no member would stay"
     joiner = Joiner(member(1), {}, frozenset({"a/0/x"}))
-    both, _ = NEXT_GENERATION(CoordinatorView(generation(1, 0), reports, {}, [joiner]), ElasticLimits(), "token")
+    both, _ = NEXT_GENERATION(
+        CoordinatorView(generation(1, 0), reports, {}, [joiner]), ElasticLimits(), "token"
+    )
     assert both and both.members == (member(0), member(1)) and both.step == 7
 
 
@@ -550,7 +731,9 @@ def test_replica_of_joiners_that_reach_each_other_is_admitted() -> None:
     limits = ElasticLimits(replica_size=2)
     assert NEWCOMERS(joiners, [members[0]], limits) == [members[2], members[3]]
     assert NEWCOMERS(joiners[:2], [members[0]], limits) == []
-    on_one_host = [replace(joiner, member=member(slot)) for slot, joiner in enumerate(joiners[:2], 1)]
+    on_one_host = [
+        replace(joiner, member=member(slot)) for slot, joiner in enumerate(joiners[:2], 1)
+    ]
     assert NEWCOMERS(on_one_host, [members[0]], limits) == [member(1), member(2)]
 
 
@@ -562,8 +745,14 @@ def test_joiner_links_to_joiners_of_other_hosts_that_may_share_its_replica() -> 
     effects = joiner.on_log_read(generation(1, 0), [elsewhere, member(3)], 0.0)
     assert effects == [Connect(member(0)), Connect(elsewhere)]
     joiner.on_link_up("a/0/x", 0.1)
-    requests = [effect.message for effect in joiner.on_link_up("a/2/x", 0.2) if isinstance(effect, Send) and effect.id == "a/0/x"]
-    assert requests[0]["reaches"] == ["a/2/x"] and requests[0]["misses"] == [], "it reaches all members"
+    requests = [
+        effect.message
+        for effect in joiner.on_link_up("a/2/x", 0.2)
+        if isinstance(effect, Send) and effect.id == "a/0/x"
+    ]
+    assert requests[0]["reaches"] == ["a/2/x"] and requests[0]["misses"] == [], (
+        "it reaches all members"
+    )
     other = started(0)
     other.on_message("a/1/x", requests[0], 0.3)
     assert other.joiners["a/1/x"].reaches == {"a/0/x", "a/2/x"}
@@ -571,26 +760,40 @@ def test_joiner_links_to_joiners_of_other_hosts_that_may_share_its_replica() -> 
 
 def test_reason_names_removed_members_and_joiners() -> None:
     view = CoordinatorView(
-        generation(3, 0, 1), {"a/0/x": LeaveReport(3, 5)}, {"a/1/x": "exited"}, [Joiner(member(2), {}, frozenset({"a/0/x"}))]
+        generation(3, 0, 1),
+        {"a/0/x": LeaveReport(3, 5)},
+        {"a/1/x": "exited"},
+        [Joiner(member(2), {}, frozenset({"a/0/x"}))],
     )
     successor, reason = NEXT_GENERATION(view, ElasticLimits(), "token")
-    assert successor and successor.out == (Removed("a/1/x", "exited"),) and reason == "a/1: exited; a/2 joined"
+    assert (
+        successor
+        and successor.out == (Removed("a/1/x", "exited"),)
+        and reason == "a/1: exited; a/2 joined"
+    )
 
 
 def test_ranks_of_one_host_are_adjacent_after_joins() -> None:
     def at(host: str, slot: int) -> Member:
         return replace(member(slot), id=f"{host}/{slot}/x", host=host)
 
-    def successor(stay: Sequence[Member], joiners: Sequence[Member], replica_size: int) -> list[str]:
+    def successor(
+        stay: Sequence[Member], joiners: Sequence[Member], replica_size: int
+    ) -> list[str]:
         reports = {worker.id: LeaveReport(1, 7) for worker in stay}
         everyone = frozenset(worker.id for worker in (*stay, *joiners))
         asking = [Joiner(worker, {}, everyone) for worker in joiners]
-        view = CoordinatorView(Generation(1, "token", tuple(stay), "a:9", 0, ""), reports, {}, asking)
+        view = CoordinatorView(
+            Generation(1, "token", tuple(stay), "a:9", 0, ""), reports, {}, asking
+        )
         proposal, _ = NEXT_GENERATION(view, ElasticLimits(replica_size=replica_size), "token")
         assert proposal
         return [worker.id[:3] for worker in proposal.members]
 
-    stay, joiners = [at("b", 0), at("a", 1), at("b", 2)], [at("c", 0), at("b", 1), at("a", 0), at("c", 1)]
+    stay, joiners = (
+        [at("b", 0), at("a", 1), at("b", 2)],
+        [at("c", 0), at("b", 1), at("a", 0), at("c", 1)],
+    )
     assert successor(stay, joiners, 1) == ["b/0", "b/2", "b/1", "a/1", "a/0", "c/0", "c/1"]
     # A replica of workers of two hosts counts as its first host's; the workers in it keep their order.
     stay = [at("a", 0), at("b", 1), at("c", 1), at("c", 0)]
@@ -619,15 +822,26 @@ def test_stop_request_lowers_min_workers(before: bool) -> None:
         assert effects == [LogMessage("too few workers: 1 available, at least 2 required")]
         effects = worker.request_stop("SIGTERM", 2.0)
     (proposal,) = effects
-    assert isinstance(proposal, Propose) and proposal.generation.members == (member(0),) and proposal.generation.step == 7
+    assert (
+        isinstance(proposal, Propose)
+        and proposal.generation.members == (member(0),)
+        and proposal.generation.step == 7
+    )
     assert proposal.generation.end is None and worker.stop_signal == "SIGTERM"
 
 
 @pytest.mark.parametrize("stops", ["", "SIGINT"])
 def test_stopping_run_still_needs_a_complete_replica(stops: str) -> None:
     limits = ElasticLimits(min_workers=4, replica_size=2)
-    view = CoordinatorView(generation(1, 0, 1, 2, 3), {f"a/{slot}/x": LeaveReport(1, 7) for slot in (0, 1, 2)}, {"a/3/x": "exited"}, [])
-    successor, _ = NEXT_GENERATION(view, replace(limits, min_workers=limits.replica_size) if stops else limits, "token")
+    view = CoordinatorView(
+        generation(1, 0, 1, 2, 3),
+        {f"a/{slot}/x": LeaveReport(1, 7) for slot in (0, 1, 2)},
+        {"a/3/x": "exited"},
+        [],
+    )
+    successor, _ = NEXT_GENERATION(
+        view, replace(limits, min_workers=limits.replica_size) if stops else limits, "token"
+    )
     assert (successor and successor.members) == ((member(0), member(1)) if stops else None)
 
 
@@ -646,7 +860,12 @@ def in_two_replicas(slot: int) -> Protocol:
 def left(worker: int, *dead: int) -> dict[str, Any]:
     """The message of worker a/WORKER after leaving generation 1 at step 7."""
     facts = {"step": 7, "leaving": False, "why": "lost", "lost": [], "partition_suspected": False}
-    return {"kind": "left", "number": 1, **facts, "dead": {member(slot).id: "exited" for slot in dead}}
+    return {
+        "kind": "left",
+        "number": 1,
+        **facts,
+        "dead": {member(slot).id: "exited" for slot in dead},
+    }
 
 
 def test_partner_of_a_lost_worker_is_released_while_too_few_workers_are_left() -> None:
@@ -654,7 +873,9 @@ def test_partner_of_a_lost_worker_is_released_while_too_few_workers_are_left() -
     coordinator.on_message("a/1/x", left(1, 3), 1.0)
     effects = coordinator.on_message("a/2/x", left(2, 3), 1.0)
     assert LogMessage("too few workers: 2 available, at least 4 required") in effects
-    (update,) = [effect.message for effect in effects if isinstance(effect, Send) and effect.id == "a/2/x"]
+    (update,) = [
+        effect.message for effect in effects if isinstance(effect, Send) and effect.id == "a/2/x"
+    ]
     assert update["dead"] == {"a/2/x": "its replica is incomplete", "a/3/x": "exited"}
     released = Exit("this worker was removed from the run: its replica is incomplete", fenced=True)
     assert in_two_replicas(2).on_message("a/0/x", update, 2.0) == [released]
@@ -664,8 +885,13 @@ def test_coordinator_of_an_incomplete_replica_releases_itself() -> None:
     coordinator = in_two_replicas(0)
     coordinator.on_message("a/2/x", left(2, 1), 1.0)
     effects = coordinator.on_message("a/3/x", left(3, 1), 1.0)
-    assert Exit("this worker was removed from the run: its replica is incomplete", fenced=True) in effects
-    assert coordinator.phase == "gone" and not any(isinstance(effect, Propose) for effect in effects)
+    assert (
+        Exit("this worker was removed from the run: its replica is incomplete", fenced=True)
+        in effects
+    )
+    assert coordinator.phase == "gone" and not any(
+        isinstance(effect, Propose) for effect in effects
+    )
 
 
 def test_stop_request_of_a_member_that_has_left_reaches_the_coordinator() -> None:
@@ -673,15 +899,34 @@ def test_stop_request_of_a_member_that_has_left_reaches_the_coordinator() -> Non
     other.request_join(0.0, {})
     other.on_log_read(generation(1, 0, 1, 2), [], 0.0)
     other.on_link_up("a/0/x", 0.0)
-    other.on_message("a/0/x", {"kind": "ended", "number": 1, "why": "lost", "dead": {"a/2/x": "exited"}, "partition_suspected": False}, 1.0)
+    other.on_message(
+        "a/0/x",
+        {
+            "kind": "ended",
+            "number": 1,
+            "why": "lost",
+            "dead": {"a/2/x": "exited"},
+            "partition_suspected": False,
+        },
+        1.0,
+    )
     other.on_group_left(LeaveReport(1, 7, why="lost"), 1.0)
     (sent,) = other.request_stop("SIGTERM", 2.0)
-    assert isinstance(sent, Send) and sent.id == "a/0/x" and sent.message["kind"] == "left" and sent.message["stops"] == "SIGTERM"
+    assert (
+        isinstance(sent, Send)
+        and sent.id == "a/0/x"
+        and sent.message["kind"] == "left"
+        and sent.message["stops"] == "SIGTERM"
+    )
     coordinator = started(0, 1, 2)
     coordinator.limits = replace(coordinator.limits, min_workers=3)
     coordinator.dead["a/2/x"] = "exited"
     coordinator.on_group_left(LeaveReport(1, 7, why="lost"), 1.0)
-    (proposal,) = [effect for effect in coordinator.on_message("a/1/x", sent.message, 2.0) if isinstance(effect, Propose)]
+    (proposal,) = [
+        effect
+        for effect in coordinator.on_message("a/1/x", sent.message, 2.0)
+        if isinstance(effect, Propose)
+    ]
     assert proposal.generation.members == (member(0), member(1)) and proposal.generation.step == 7
 
 
@@ -694,7 +939,17 @@ def test_no_joiner_is_admitted_once_a_member_has_ended_its_loop(ends: bool) -> N
     other.on_link_up("a/0/x", 0.0)
     if ends:
         other.stop_admitting()
-    other.on_message("a/0/x", {"kind": "ended", "number": 1, "why": "lost", "dead": {"a/2/x": "exited"}, "partition_suspected": False}, 1.0)
+    other.on_message(
+        "a/0/x",
+        {
+            "kind": "ended",
+            "number": 1,
+            "why": "lost",
+            "dead": {"a/2/x": "exited"},
+            "partition_suspected": False,
+        },
+        1.0,
+    )
     (sent,) = other.on_group_left(LeaveReport(1, 7, why="lost"), 1.0)
     assert isinstance(sent, Send) and sent.message["kind"] == "left"
     coordinator.limits = replace(coordinator.limits, min_workers=3)
@@ -702,8 +957,14 @@ def test_no_joiner_is_admitted_once_a_member_has_ended_its_loop(ends: bool) -> N
     coordinator.joiners["a/3/x"] = Joiner(member(3), {}, frozenset({"a/0/x", "a/1/x"}))
     coordinator.last_heard_s["a/3/x"] = 1.0
     coordinator.on_group_left(LeaveReport(1, 6, why="lost"), 1.0)
-    (proposal,) = [effect for effect in coordinator.on_message("a/1/x", sent.message, 1.0) if isinstance(effect, Propose)]
-    assert proposal.generation.members == ((member(0), member(1)) if ends else (member(0), member(1), member(3)))
+    (proposal,) = [
+        effect
+        for effect in coordinator.on_message("a/1/x", sent.message, 1.0)
+        if isinstance(effect, Propose)
+    ]
+    assert proposal.generation.members == (
+        (member(0), member(1)) if ends else (member(0), member(1), member(3))
+    )
 
 
 def test_stop_request_of_a_worker_on_standby_reaches_the_members() -> None:
@@ -716,9 +977,11 @@ def test_stop_request_of_a_worker_on_standby_reaches_the_members() -> None:
     coordinator = started(0)
     coordinator.on_link_up("a/1/x", 1.0)
     coordinator.on_message("a/1/x", sent.message, 1.0)
-    assert coordinator.stop_signal == "SIGTERM" and coordinator.phase == "in" and not coordinator.generation_error, (
-        "the vote of the next step has it"
-    )
+    assert (
+        coordinator.stop_signal == "SIGTERM"
+        and coordinator.phase == "in"
+        and not coordinator.generation_error
+    ), "the vote of the next step has it"
 
 
 @pytest.mark.parametrize(("stops", "code"), [("SIGTERM", 75), ("SIGINT", 130)])
@@ -727,10 +990,16 @@ def test_run_stopped_before_its_start_ends_without_members(stops: str, code: int
     worker.request_join(0.0, {})
     worker.on_log_read(None, [], 0.1)
     (proposal,) = worker.request_stop(stops, 1.0)
-    assert isinstance(proposal, Propose) and proposal.generation.members == () and proposal.generation.number == 1
+    assert (
+        isinstance(proposal, Propose)
+        and proposal.generation.members == ()
+        and proposal.generation.number == 1
+    )
     assert proposal.generation.end and proposal.generation.end.code == code
     assert worker.request_stop(stops, 1.1) == [], "it is on its way"
-    assert worker.on_proposed(proposal.generation, 1.2)[-1] == Exit("the run ended", end=proposal.generation.end)
+    assert worker.on_proposed(proposal.generation, 1.2)[-1] == Exit(
+        "the run ended", end=proposal.generation.end
+    )
 
 
 def test_start_logs_what_it_waits_for_when_that_changes() -> None:
@@ -738,9 +1007,29 @@ def test_start_logs_what_it_waits_for_when_that_changes() -> None:
     worker.limits = replace(worker.limits, expected_workers=3, min_workers=2)
     worker.request_join(0.0, {})
     worker.on_log_read(None, [], 0.0)
-    logged = [(tick, effect.text) for tick in range(100) for effect in worker.tick(tick * 0.2) if isinstance(effect, LogMessage)]
-    assert [text for _, text in logged] == ["too few workers: 1 available (a/0), at least 2 required"] and logged[0][0] >= 12
+    logged = [
+        (tick, effect.text)
+        for tick in range(100)
+        for effect in worker.tick(tick * 0.2)
+        if isinstance(effect, LogMessage)
+    ]
+    assert [text for _, text in logged] == [
+        "too few workers: 1 available (a/0), at least 2 required"
+    ] and logged[0][0] >= 12
     worker.on_link_up("a/1/x", 20.0)
-    join = {"kind": "join", "number": 0, "member": vars(member(1)), "fingerprint": {}, "reaches": []}
-    (effect,) = [effect for effect in worker.on_message("a/1/x", join, 20.0) if isinstance(effect, LogMessage)]
-    assert effect.text == "waiting for workers: 2 of 3 available (a/0, a/1); training starts without the others after 30 s"
+    join = {
+        "kind": "join",
+        "number": 0,
+        "member": vars(member(1)),
+        "fingerprint": {},
+        "reaches": [],
+    }
+    (effect,) = [
+        effect
+        for effect in worker.on_message("a/1/x", join, 20.0)
+        if isinstance(effect, LogMessage)
+    ]
+    assert (
+        effect.text
+        == "waiting for workers: 2 of 3 available (a/0, a/1); training starts without the others after 30 s"
+    )

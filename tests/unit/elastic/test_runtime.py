@@ -49,7 +49,13 @@ def failing(*errors: Exception) -> Callable[[], str]:
 
 def test_world_is_a_value_that_each_generation_replaces(runtime: ElasticRuntime) -> None:
     before = runtime.world
-    assert (before.rank, before.size, before.generation, before.members, before.leader) == (0, 1, 1, ("h/0/x",), True)
+    assert (before.rank, before.size, before.generation, before.members, before.leader) == (
+        0,
+        1,
+        1,
+        ("h/0/x",),
+        True,
+    )
     with pytest.raises(dataclasses.FrozenInstanceError):
         before.rank = 1  # type: ignore[misc]
     runtime.leave_group("members change")
@@ -61,15 +67,25 @@ def test_local_rank_counts_the_workers_of_one_host(tmp_path: Path) -> None:
     cluster = FakeCluster(tmp_path, 3)
     runtimes = [cluster.runtime(slot) for slot in range(3)]
     run_workers(cluster, lambda slot: runtimes[slot].join_first_generation(), [0, 1, 2])
-    assert [(r.world.rank, r.world.local_rank, r.world.local_size) for r in runtimes] == [(n, n, 3) for n in range(3)]
-    assert [r.world.leader for r in runtimes] == [r.shows_progress() for r in runtimes] == [True, False, False]
+    assert [(r.world.rank, r.world.local_rank, r.world.local_size) for r in runtimes] == [
+        (n, n, 3) for n in range(3)
+    ]
+    assert (
+        [r.world.leader for r in runtimes]
+        == [r.shows_progress() for r in runtimes]
+        == [True, False, False]
+    )
 
 
 # Retries.
 
 
-def test_lost_peer_leads_to_the_next_generation_until_the_function_returns(runtime: ElasticRuntime) -> None:
-    function = failing(LOST, PeersLostError("a worker is gone"), RuntimeError("wait timeout after 10ms"))
+def test_lost_peer_leads_to_the_next_generation_until_the_function_returns(
+    runtime: ElasticRuntime,
+) -> None:
+    function = failing(
+        LOST, PeersLostError("a worker is gone"), RuntimeError("wait timeout after 10ms")
+    )
     assert runtime.retry_across_generations(function) == "done"
     assert runtime.world.generation == 4 and runtime.leave_reason == "wait timeout after 10ms"
 
@@ -81,7 +97,14 @@ def test_retry_first_leaves_a_generation_that_is_over(runtime: ElasticRuntime) -
 
 @pytest.mark.parametrize(
     "error",
-    [UsageError("wrong"), ValueError("a bug"), RuntimeError("a bug"), FencedError("evicted"), RuntimeError("out of memory"), MemoryError()],
+    [
+        UsageError("wrong"),
+        ValueError("a bug"),
+        RuntimeError("a bug"),
+        FencedError("evicted"),
+        RuntimeError("out of memory"),
+        MemoryError(),
+    ],
 )
 def test_other_errors_are_raised(runtime: ElasticRuntime, error: Exception) -> None:
     with pytest.raises(type(error)):
@@ -89,10 +112,14 @@ def test_other_errors_are_raised(runtime: ElasticRuntime, error: Exception) -> N
     assert runtime.world.generation == 1
 
 
-def test_any_torch_error_is_a_lost_peer_once_the_generation_is_over(cluster: FakeCluster, runtime: ElasticRuntime) -> None:
+def test_any_torch_error_is_a_lost_peer_once_the_generation_is_over(
+    cluster: FakeCluster, runtime: ElasticRuntime
+) -> None:
     assert not runtime.is_peer_loss(RuntimeError("a bug"))
     cluster.gone["h/0/x"] = "killed"
-    assert runtime.is_peer_loss(RuntimeError("a bug")) and not runtime.is_peer_loss(RuntimeError("out of memory"))
+    assert runtime.is_peer_loss(RuntimeError("a bug")) and not runtime.is_peer_loss(
+        RuntimeError("out of memory")
+    )
 
 
 def test_static_group_has_no_next_generation() -> None:
@@ -114,7 +141,9 @@ def test_caught_peer_loss_keeps_no_traceback(runtime: ElasticRuntime) -> None:
 # Forming a generation.
 
 
-def fail_to_form(monkeypatch: pytest.MonkeyPatch, runtime: ElasticRuntime, times: int, error: Exception) -> None:
+def fail_to_form(
+    monkeypatch: pytest.MonkeyPatch, runtime: ElasticRuntime, times: int, error: Exception
+) -> None:
     form, remaining = runtime.group.form, [error] * times
 
     def fail(*arguments: Any) -> None:
@@ -125,21 +154,29 @@ def fail_to_form(monkeypatch: pytest.MonkeyPatch, runtime: ElasticRuntime, times
     monkeypatch.setattr(runtime.group, "form", fail)
 
 
-def test_generation_that_breaks_while_it_forms_is_abandoned(runtime: ElasticRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generation_that_breaks_while_it_forms_is_abandoned(
+    runtime: ElasticRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fail_to_form(monkeypatch, runtime, 3, RuntimeError("timed out connecting"))
     runtime.leave_group("members change")
     runtime.form_next()
     assert runtime.world.generation == 5
 
 
-def test_too_many_broken_generations_in_a_row_end_the_worker(runtime: ElasticRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_broken_generations_in_a_row_end_the_worker(
+    runtime: ElasticRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(runtime_module, "MAX_FAILED_GENERATIONS", 3)
     fail_to_form(monkeypatch, runtime, 9, RuntimeError("timed out connecting"))
-    with pytest.raises(PeersLostError, match="3 generations in a row failed to form: timed out connecting"):
+    with pytest.raises(
+        PeersLostError, match="3 generations in a row failed to form: timed out connecting"
+    ):
         runtime.retry_across_generations(failing(), "members change")
 
 
-def test_out_of_memory_while_forming_is_not_retried(runtime: ElasticRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_while_forming_is_not_retried(
+    runtime: ElasticRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fail_to_form(monkeypatch, runtime, 1, RuntimeError("can't start new thread"))
     with pytest.raises(RuntimeError, match="can't start new thread"):
         runtime.retry_across_generations(failing(), "members change")
@@ -156,19 +193,26 @@ def test_untrusted_state_restarts_the_worker(cluster: FakeCluster, runtime: Elas
 @pytest.mark.parametrize(
     ("progress", "message"),
     [
-        ((Progress("join", -1), Progress("resume", -1)), "workers are at different stages of the start: join, resume"),
+        (
+            (Progress("join", -1), Progress("resume", -1)),
+            "workers are at different stages of the start: join, resume",
+        ),
         ((Progress("join", -1), Progress("join", -1)), ""),
         ((Progress("step", 7), Progress("resume", -1)), ""),
     ],
 )
-def test_new_workers_start_at_the_same_stage(tmp_path: Path, progress: tuple[Progress, Progress], message: str) -> None:
+def test_new_workers_start_at_the_same_stage(
+    tmp_path: Path, progress: tuple[Progress, Progress], message: str
+) -> None:
     cluster = FakeCluster(tmp_path, 2)
     runtimes = [cluster.runtime(slot) for slot in range(2)]
     for runtime, own in zip(runtimes, progress, strict=True):
         runtime.set_progress(own)
     results = run_workers(cluster, lambda slot: runtimes[slot].join_first_generation(), [0, 1])
     if message:
-        assert all(isinstance(error, FencedError) and message in str(error) for error in results.values())
+        assert all(
+            isinstance(error, FencedError) and message in str(error) for error in results.values()
+        )
     else:
         assert results == {0: None, 1: None}
 
@@ -208,13 +252,20 @@ def test_stop_records_its_own_exit_code(cluster: FakeCluster, runtime: ElasticRu
     assert cluster.ended is not None and cluster.ended.code == 75
 
 
-def test_torch_error_of_a_lost_peer_becomes_a_peers_lost_error(cluster: FakeCluster, runtime: ElasticRuntime) -> None:
-    with pytest.raises(PeersLostError, match="rank 0 lost its peers: Connection closed by peer"), runtime:
+def test_torch_error_of_a_lost_peer_becomes_a_peers_lost_error(
+    cluster: FakeCluster, runtime: ElasticRuntime
+) -> None:
+    with (
+        pytest.raises(PeersLostError, match="rank 0 lost its peers: Connection closed by peer"),
+        runtime,
+    ):
         raise LOST
     assert cluster.ended is None
 
 
-def test_second_owner_of_one_kind_is_refused_while_the_first_is_open(runtime: ElasticRuntime) -> None:
+def test_second_owner_of_one_kind_is_refused_while_the_first_is_open(
+    runtime: ElasticRuntime,
+) -> None:
     class Owner: ...
 
     first, second = Owner(), Owner()
@@ -231,12 +282,25 @@ def test_second_owner_of_one_kind_is_refused_while_the_first_is_open(runtime: El
 def test_progress_survives_json() -> None:
     for progress in (
         Progress("join", -1),
-        Progress("step", 7, StepDecision(1.5, 4, divergent_ranks=(1,), digests=(2, 3)), 2, True, True, False, {"seconds": {}}),
+        Progress(
+            "step",
+            7,
+            StepDecision(1.5, 4, divergent_ranks=(1,), digests=(2, 3)),
+            2,
+            True,
+            True,
+            False,
+            {"seconds": {}},
+        ),
     ):
         assert Progress.from_json(dataclasses.asdict(progress)) == progress
 
 
-@pytest.mark.parametrize("change", [{"extra": 1}, {"step": None}, {"decision": {"loss": 1.0}}], ids=["unknown", "missing", "decision"])
+@pytest.mark.parametrize(
+    "change",
+    [{"extra": 1}, {"step": None}, {"decision": {"loss": 1.0}}],
+    ids=["unknown", "missing", "decision"],
+)
 def test_progress_of_another_version_is_refused(change: dict[str, Any]) -> None:
     values = dataclasses.asdict(Progress("step", 7)) | change
     if change == {"step": None}:

@@ -28,6 +28,12 @@ def test_materialize_initializes_each_tensor_once_and_keeps_kinds() -> None:
 
     assert materialize(model, torch.device("cpu"), init_param) is model
     assert initialized == ["frozen", "embedding.weight", "seen"]
-    assert isinstance(model.frozen, nn.Parameter) and not model.frozen.requires_grad and model.embedding.weight.requires_grad
+    assert (
+        isinstance(model.frozen, nn.Parameter)
+        and not model.frozen.requires_grad
+        and model.embedding.weight.requires_grad
+    )
     assert torch.equal(model.embedding.weight, torch.full((5, 3), 2.0))
-    assert torch.equal(model.seen, torch.full((2,), 3.0)) and not isinstance(model.seen, nn.Parameter)
+    assert torch.equal(model.seen, torch.full((2,), 3.0)) and not isinstance(
+        model.seen, nn.Parameter
+    )

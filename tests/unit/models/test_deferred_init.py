@@ -25,11 +25,17 @@ class OwnInit(nn.Module):
     def __init__(self, width: int = 24) -> None:
         super().__init__()
         self.embed = nn.Embedding(50, width, padding_idx=3)
-        self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(width, 2, 30, batch_first=True) for _ in range(2))
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(width, 2, 30, batch_first=True) for _ in range(2)
+        )
         self.norm, self.head = nn.BatchNorm1d(width), nn.Linear(width, 50, bias=False)
         self.scale = nn.Parameter(torch.ones(2, width))
-        self.table = nn.Parameter(torch.from_numpy(np.arange(12, dtype=np.float32)).reshape(3, 4) / 7)
-        self.register_buffer("rotation", 1e4 ** (-torch.arange(0, width, 2).float() / width), persistent=False)
+        self.table = nn.Parameter(
+            torch.from_numpy(np.arange(12, dtype=np.float32)).reshape(3, 4) / 7
+        )
+        self.register_buffer(
+            "rotation", 1e4 ** (-torch.arange(0, width, 2).float() / width), persistent=False
+        )
         self.register_buffer("mask", torch.ones(9, 9).tril().bool())
         self.register_buffer("data", torch.tensor([1.5, -2.0]))
         self.apply(self.init)
@@ -55,8 +61,17 @@ class OwnInit(nn.Module):
 
 def gemma() -> nn.Module:
     transformers = pytest.importorskip("transformers")
-    sizes = {"vocab_size": 99, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8, "num_attention_heads": 4}
-    config = transformers.AutoConfig.for_model("gemma3_text", **sizes, num_key_value_heads=2, tie_word_embeddings=True)
+    sizes = {
+        "vocab_size": 99,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "head_dim": 8,
+        "num_attention_heads": 4,
+    }
+    config = transformers.AutoConfig.for_model(
+        "gemma3_text", **sizes, num_key_value_heads=2, tie_word_embeddings=True
+    )
     model: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
     return model
 
@@ -73,8 +88,14 @@ class ReadsValues(nn.Module):
         self.layer.bias.data.copy_(torch.tensor(self.rates).normal_())
         with torch.no_grad():
             self.layer.weight[self.layer.weight > self.rates[1]] *= 0.5
-            self.norm.weight.copy_(torch.randn(4, generator=generator) if self.layer.weight.sum() > 0 else torch.ones(4))
-            self.norm.bias.copy_(torch.nonzero(self.layer.weight.flatten() > self.rates[3]).sum().expand(4))
+            self.norm.weight.copy_(
+                torch.randn(4, generator=generator)
+                if self.layer.weight.sum() > 0
+                else torch.ones(4)
+            )
+            self.norm.bias.copy_(
+                torch.nonzero(self.layer.weight.flatten() > self.rates[3]).sum().expand(4)
+            )
             torch.tensor([1.0, 2.0]).copy_(self.norm.weight[:2])
 
 
@@ -85,8 +106,12 @@ class MixesData(nn.Module):
         super().__init__()
         self.layer = nn.Linear(3, 4)
         exponents = torch.arange(0, 8, 2).float() / 8
-        self.register_buffer("frequencies", 1.0 / (torch.tensor([1.0, 1.5, 2.0, 4.0]) * 1e4**exponents))
-        self.register_buffer("positions", torch.arange(6).float().unsqueeze(1) * torch.tensor([[1.0, 0.5]]))
+        self.register_buffer(
+            "frequencies", 1.0 / (torch.tensor([1.0, 1.5, 2.0, 4.0]) * 1e4**exponents)
+        )
+        self.register_buffer(
+            "positions", torch.arange(6).float().unsqueeze(1) * torch.tensor([[1.0, 0.5]])
+        )
         self.positions[2, :] = 0
 
 
@@ -94,7 +119,9 @@ FUNCTIONS: list[Callable[[], nn.Module]] = [
     OwnInit,
     ReadsValues,
     gemma,
-    lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.ConvTranspose1d(8, 4, 2), nn.PReLU()),
+    lambda: nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.ConvTranspose1d(8, 4, 2), nn.PReLU()
+    ),
     lambda: nn.LSTM(7, 9, num_layers=2, bidirectional=True),
     lambda: nn.Linear(5, 6, dtype=torch.bfloat16).to(torch.float64),
     MixesData,
@@ -105,8 +132,14 @@ def tensors(module: nn.Module) -> dict[str, Tensor]:
     return {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers())}
 
 
-@pytest.mark.parametrize("function", FUNCTIONS, ids=["own init", "reads values", "gemma", "convolutions", "lstm", "casts", "data"])
-def test_deferred_weights_have_the_bits_of_a_module_built_at_once(function: Callable[[], nn.Module]) -> None:
+@pytest.mark.parametrize(
+    "function",
+    FUNCTIONS,
+    ids=["own init", "reads values", "gemma", "convolutions", "lstm", "casts", "data"],
+)
+def test_deferred_weights_have_the_bits_of_a_module_built_at_once(
+    function: Callable[[], nn.Module],
+) -> None:
     torch.manual_seed(5)
     expected = function()
     drawn = torch.get_rng_state()
@@ -122,7 +155,9 @@ def test_deferred_weights_have_the_bits_of_a_module_built_at_once(function: Call
     assert torch.equal(torch.get_rng_state(), state)
     assert tensors(module).keys() == tensors(expected).keys()
     for name, value in tensors(expected).items():
-        assert tensors(module)[name].dtype == value.dtype and torch.equal(tensors(module)[name], value), name
+        assert tensors(module)[name].dtype == value.dtype and torch.equal(
+            tensors(module)[name], value
+        ), name
     assert all(p is before[name] for name, p in module.named_parameters())
     assert {id(p) for p in optimizer.param_groups[0]["params"]} == set(map(id, module.parameters()))
     sum(p.sum() for p in module.parameters()).backward()  # type: ignore[union-attr]
@@ -157,12 +192,17 @@ class UsesAnother(nn.Module):
     ("function", "message"),
     [
         (Uninitialized, "does not initialize unset"),
-        (lambda: nn.Sequential(nn.Linear(2, 2), ON_META), r"does not initialize 1\.weight, 1\.bias"),
+        (
+            lambda: nn.Sequential(nn.Linear(2, 2), ON_META),
+            r"does not initialize 1\.weight, 1\.bias",
+        ),
         (UsesAnother, "is not the function's"),
         (SharesMemory, "cannot run without values.*numpy"),
     ],
 )
-def test_functions_that_cannot_be_repeated_are_refused(function: Callable[[], nn.Module], message: str) -> None:
+def test_functions_that_cannot_be_repeated_are_refused(
+    function: Callable[[], nn.Module], message: str
+) -> None:
     with pytest.raises(UsageError, match=message):
         deferred_init(function)
 
@@ -173,7 +213,9 @@ def test_weights_that_would_be_lost_are_refused() -> None:
         loaded.load_state_dict(nn.Linear(2, 2).state_dict())
     replaced.weight = nn.Parameter(torch.ones(2, 2, device="meta"))
     for module in (loaded, replaced):
-        with pytest.raises(UsageError, match="weights changed between deferred_init and their computation: weight"):
+        with pytest.raises(
+            UsageError, match="weights changed between deferred_init and their computation: weight"
+        ):
             move_to(module, CPU)
 
 
@@ -204,7 +246,13 @@ def test_a_shard_has_memory_for_its_slices_only() -> None:
     """120 MB of weights in four shards. Without the setting, glibc may keep freed memory."""
     grown, environ = {}, {**os.environ, "MALLOC_MMAP_THRESHOLD_": "131072"}
     for how in ("deferred", "at once"):
-        shown = subprocess.run([sys.executable, "-c", MEASURE, how], check=True, capture_output=True, text=True, env=environ).stdout
+        shown = subprocess.run(
+            [sys.executable, "-c", MEASURE, how],
+            check=True,
+            capture_output=True,
+            text=True,
+            env=environ,
+        ).stdout
         grown[how] = float(shown)
     print(f"growth of a worker in MiB: {grown}")
     assert grown["deferred"] < 100 < 120 < grown["at once"], grown

@@ -30,7 +30,12 @@ def rope(**values: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_theta": 10_000.0, **values}}
 
 
-LONG = rope(rope_type="longrope", short_factor=[1.0] * 4, long_factor=[2.0] * 4, original_max_position_embeddings=32)
+LONG = rope(
+    rope_type="longrope",
+    short_factor=[1.0] * 4,
+    long_factor=[2.0] * 4,
+    original_max_position_embeddings=32,
+)
 EQUAL: list[tuple[str, dict[str, Any]]] = [
     ("llama", {}),
     ("llama", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
@@ -54,10 +59,22 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", rope(rope_type="yarn", factor=2.0, original_max_position_embeddings=32), "rope_type"),
     ("mistral", {"sliding_window": 16}, "sliding_window"),
     ("mistral", {"sliding_window": None, "hidden_act": "gelu"}, "hidden_act"),
-    ("qwen2", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}, "sliding"),
+    (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1},
+        "sliding",
+    ),
     ("qwen2", rope(rope_type="yarn", factor=2.0, original_max_position_embeddings=32), "rope_type"),
     ("qwen3", {"head_dim": 8, "attention_bias": True}, "attention_bias"),
-    ("qwen3", {"head_dim": 8, "layer_types": ["full_attention", "sliding_attention"], "use_sliding_window": True}, "sliding"),
+    (
+        "qwen3",
+        {
+            "head_dim": 8,
+            "layer_types": ["full_attention", "sliding_attention"],
+            "use_sliding_window": True,
+        },
+        "sliding",
+    ),
     ("phi3", {"sliding_window": 16}, "sliding_window"),
     ("phi3", LONG, "rope_type"),
     ("phi3", rope(partial_rotary_factor=0.5), "partial_rotary_factor"),
@@ -86,7 +103,9 @@ def random_model(kind: str, more: dict[str, Any], folder: Path) -> Any:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(1)
     config = transformers.AutoConfig.for_model(kind, **SIZES | more)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn(parameter.shape), alpha=0.2)
@@ -96,7 +115,9 @@ def random_model(kind: str, more: dict[str, Any], folder: Path) -> Any:
 
 @pytest.mark.parametrize(("kind", "more"), EQUAL)
 @torch.no_grad()
-def test_accepted_folders_have_the_logits_of_transformers(kind: str, more: dict[str, Any], tmp_path: Path) -> None:
+def test_accepted_folders_have_the_logits_of_transformers(
+    kind: str, more: dict[str, Any], tmp_path: Path
+) -> None:
     """Also greedy decoding with a cache, and the model that `transformers` reads from the export."""
     transformers = pytest.importorskip("transformers")
     theirs, tokens = random_model(kind, more, tmp_path / "hub"), torch.randint(3, V, (2, 60))
@@ -105,20 +126,28 @@ def test_accepted_folders_have_the_logits_of_transformers(kind: str, more: dict[
     logits = theirs(tokens).logits
     assert logits.std() > 0.5
     torch.testing.assert_close(ours(tokens), logits, rtol=0, atol=1e-4)
-    continued = theirs.generate(tokens[:, :20], max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0)[:, 20:]
+    continued = theirs.generate(
+        tokens[:, :20], max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0
+    )[:, 20:]
     continuation = list(sample_tokens(Decoder(ours, rows=2), tokens[:, :20].tolist(), tokens=20))
     assert torch.tensor(continuation).T.tolist() == continued.tolist()
     llama_io.import_hub(tmp_path / "hub", tmp_path / "run")
     llama_io.export_run(tmp_path / "run", None, tmp_path / "export")
-    exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "export", attn_implementation="eager").eval()
+    exported = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "export", attn_implementation="eager"
+    ).eval()
     assert torch.equal(exported(tokens).logits, logits) or kind == "phi3"
     torch.testing.assert_close(exported(tokens).logits, logits, rtol=0, atol=1e-4)
     before, after = (hub.open_hub(tmp_path / name).tensors for name in ("hub", "export"))
-    assert list(before) == list(after) and all(torch.equal(before[name], after[name]) for name in before)
+    assert list(before) == list(after) and all(
+        torch.equal(before[name], after[name]) for name in before
+    )
 
 
 @pytest.mark.parametrize(("kind", "more", "key"), REFUSED)
-def test_other_folders_are_refused_with_the_key(kind: str, more: dict[str, Any], key: str, tmp_path: Path) -> None:
+def test_other_folders_are_refused_with_the_key(
+    kind: str, more: dict[str, Any], key: str, tmp_path: Path
+) -> None:
     random_model(kind, more, tmp_path)
     with pytest.raises(CheckpointError) as caught:
         hub.open_hub(tmp_path)
@@ -126,9 +155,17 @@ def test_other_folders_are_refused_with_the_key(kind: str, more: dict[str, Any],
 
 
 @pytest.mark.parametrize(
-    ("kind", "key"), [("mistral", "sliding_window"), ("qwen2", "num_key_value_heads"), ("qwen3", "head_dim"), ("phi3", "rms_norm_eps")]
+    ("kind", "key"),
+    [
+        ("mistral", "sliding_window"),
+        ("qwen2", "num_key_value_heads"),
+        ("qwen3", "head_dim"),
+        ("phi3", "rms_norm_eps"),
+    ],
 )
-def test_missing_keys_whose_default_differs_between_families_are_refused(kind: str, key: str, tmp_path: Path) -> None:
+def test_missing_keys_whose_default_differs_between_families_are_refused(
+    kind: str, key: str, tmp_path: Path
+) -> None:
     random_model(kind, {"head_dim": 8, "sliding_window": None}, tmp_path)
     hub.open_hub(tmp_path)
     config = json.loads((tmp_path / hub.CONFIG_FILE).read_text())

@@ -23,7 +23,9 @@ from lockstep.models.llama_config import LlamaConfig, RopeScaling
 from lockstep.models.llama_io import InitialWeights
 
 CPU = torch.device("cpu")
-CONFIG = LlamaConfig(300, 16, 2, 2, 1, 8, 24, max_seq_len=64, rope_scaling=RopeScaling(4.0, 1.0, 4.0, 32))
+CONFIG = LlamaConfig(
+    300, 16, 2, 2, 1, 8, 24, max_seq_len=64, rope_scaling=RopeScaling(4.0, 1.0, 4.0, 32)
+)
 ODD: list[Any] = [
     None, True, False, -1, 0, 1, 7, 10**9, 10**40, 1.5, -0.5, math.nan, math.inf, "", "x", "1", [], [1], ["x"], [None], {}, {"x": 1},
 ]  # fmt: skip
@@ -42,7 +44,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.set_num_threads(1)
     path = tmp_path_factory.mktemp("hub") / "small"
     hub.write_hub(path, CONFIG, dict(build_llama(CONFIG, device=CPU, seed=1).named_parameters()))
-    Tokenizer.train_on_documents(["a cat"] * 3, vocab_size=300, min_frequency=1).save_for_llama(path)
+    Tokenizer.train_on_documents(["a cat"] * 3, vocab_size=300, min_frequency=1).save_for_llama(
+        path
+    )
     (path / "generation_config.json").unlink()
     return path
 
@@ -66,17 +70,36 @@ def logits(folder: Path) -> torch.Tensor:
 
 
 @pytest.mark.slow
-def test_odd_values_in_every_key_of_a_config_are_refused_or_change_nothing(folder: Path, tmp_path: Path) -> None:
+def test_odd_values_in_every_key_of_a_config_are_refused_or_change_nothing(
+    folder: Path, tmp_path: Path
+) -> None:
     """A valid value may give another model, with finite logits, if its key is in READ_KEYS."""
     config = json.loads((folder / hub.CONFIG_FILE).read_text())
     expected = logits(folder)
-    inner = [("rope_scaling", key) for key in [*config["rope_scaling"], "rope_theta", "partial_rotary_factor", "unknown"]]
+    inner = [
+        ("rope_scaling", key)
+        for key in [*config["rope_scaling"], "rope_theta", "partial_rotary_factor", "unknown"]
+    ]
     keys = [
-        (key,) for key in sorted({*hf_config.READ_KEYS, *hf_config.FIXED_KEYS, *hf_config.HARMLESS_KEYS, *config, "layer_types", "unknown"})
+        (key,)
+        for key in sorted(
+            {
+                *hf_config.READ_KEYS,
+                *hf_config.FIXED_KEYS,
+                *hf_config.HARMLESS_KEYS,
+                *config,
+                "layer_types",
+                "unknown",
+            }
+        )
     ]
     refused = 0
     for path in [*keys, *inner]:
-        for value in ODD if path[0] not in hf_config.HARMLESS_KEYS or path[0] == "eos_token_id" else ODD[6:16:3]:
+        for value in (
+            ODD
+            if path[0] not in hf_config.HARMLESS_KEYS or path[0] == "eos_token_id"
+            else ODD[6:16:3]
+        ):
             changed = json.loads(json.dumps(config))
             (changed if len(path) == 1 else changed[path[0]])[path[-1]] = value
             try:
@@ -84,16 +107,29 @@ def test_odd_values_in_every_key_of_a_config_are_refused_or_change_nothing(folde
             except (CheckpointError, DataError) as error:
                 refused += 1
                 assert error.what and error.where and error.hint, (path, value)
-                assert path[-1] in str(error) or path[-1] in hf_config.READ_KEYS, (path, value, str(error))
+                assert path[-1] in str(error) or path[-1] in hf_config.READ_KEYS, (
+                    path,
+                    value,
+                    str(error),
+                )
                 continue
             assert torch.isfinite(new_logits).all(), (path, value)
-            assert path[0] in hf_config.READ_KEYS or torch.equal(new_logits, expected), (path, value)
-            assert path[0] not in hf_config.FIXED_KEYS or value is None or value == hf_config.FIXED_KEYS[path[0]]
+            assert path[0] in hf_config.READ_KEYS or torch.equal(new_logits, expected), (
+                path,
+                value,
+            )
+            assert (
+                path[0] not in hf_config.FIXED_KEYS
+                or value is None
+                or value == hf_config.FIXED_KEYS[path[0]]
+            )
             assert value is None or path[-1] not in ("unknown", "layer_types") or value == []
     assert refused > 400
 
 
-@pytest.mark.parametrize("content", ["[]", "5", "{", '{"a":' * 5000, '{"vocab_size": ' + "9" * 5000 + "}", "\xff"])
+@pytest.mark.parametrize(
+    "content", ["[]", "5", "{", '{"a":' * 5000, '{"vocab_size": ' + "9" * 5000 + "}", "\xff"]
+)
 def test_config_that_is_no_object_is_refused(folder: Path, tmp_path: Path, content: str) -> None:
     bad = with_config(folder, tmp_path / "bad", {})
     (bad / hub.CONFIG_FILE).write_bytes(content.encode("latin-1"))
@@ -111,10 +147,15 @@ def test_config_that_is_no_object_is_refused(folder: Path, tmp_path: Path, conte
         ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000"),
         ({"residual_multiplier": 0.22}, "residual_multiplier is 0.22"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, 'scaled by rope_type "yarn"'),
-        ({"rope_scaling": LLAMA_3, "rope_parameters": {"rope_theta": 5.0}}, "rope_parameters has rope_theta 5.0"),
+        (
+            {"rope_scaling": LLAMA_3, "rope_parameters": {"rope_theta": 5.0}},
+            "rope_parameters has rope_theta 5.0",
+        ),
     ],
 )
-def test_unsupported_keys_are_refused_by_name(folder: Path, tmp_path: Path, more: dict[str, Any], message: str) -> None:
+def test_unsupported_keys_are_refused_by_name(
+    folder: Path, tmp_path: Path, more: dict[str, Any], message: str
+) -> None:
     config = json.loads((folder / hub.CONFIG_FILE).read_text()) | more
     with pytest.raises(CheckpointError) as caught:
         hub.open_hub(with_config(folder, tmp_path / "bad", config))
@@ -146,9 +187,18 @@ def test_the_keys_of_published_models_change_nothing(folder: Path, tmp_path: Pat
 
 
 ROPES: dict[str, dict[str, Any]] = {
-    "scaling beside parameters": {"rope_parameters": {"rope_type": "default", "rope_theta": 20_000.0}, "rope_scaling": LLAMA_3},
-    "scaling beside a type alone": {"rope_parameters": {"rope_type": "default"}, "rope_scaling": LLAMA_3},
-    "parameters alone": {"rope_parameters": LLAMA_3 | {"rope_theta": 5_000.0}, "rope_scaling": None},
+    "scaling beside parameters": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 20_000.0},
+        "rope_scaling": LLAMA_3,
+    },
+    "scaling beside a type alone": {
+        "rope_parameters": {"rope_type": "default"},
+        "rope_scaling": LLAMA_3,
+    },
+    "parameters alone": {
+        "rope_parameters": LLAMA_3 | {"rope_theta": 5_000.0},
+        "rope_scaling": None,
+    },
     "parameters without a base": {"rope_parameters": LLAMA_3, "rope_scaling": None},
     "a base inside the scaling": {"rope_scaling": LLAMA_3 | {"rope_theta": 5_000.0}},
     "the old word for the type": {"rope_scaling": {"type": "default"}},
@@ -156,13 +206,19 @@ ROPES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", ROPES)
-def test_rotary_frequencies_equal_those_of_transformers(folder: Path, tmp_path: Path, name: str) -> None:
+def test_rotary_frequencies_equal_those_of_transformers(
+    folder: Path, tmp_path: Path, name: str
+) -> None:
     transformers = pytest.importorskip("transformers")
-    config = json.loads((folder / hub.CONFIG_FILE).read_text()) | {"rope_theta": 20_000.0} | ROPES[name]
+    config = (
+        json.loads((folder / hub.CONFIG_FILE).read_text()) | {"rope_theta": 20_000.0} | ROPES[name]
+    )
     changed = with_config(folder, tmp_path / "rope", config)
     expected = transformers.LlamaForCausalLM.from_pretrained(changed, dtype=torch.float32)
     with torch.no_grad():
-        torch.testing.assert_close(logits(changed), expected(torch.arange(50)[None]).logits, rtol=0, atol=1e-4)
+        torch.testing.assert_close(
+            logits(changed), expected(torch.arange(50)[None]).logits, rtol=0, atol=1e-4
+        )
 
 
 def test_odd_values_in_every_field_of_a_header_are_refused(folder: Path, tmp_path: Path) -> None:
@@ -171,12 +227,28 @@ def test_odd_values_in_every_field_of_a_header_are_refused(folder: Path, tmp_pat
     header, data = json.loads(content[8 : 8 + length]), content[8 + length :]
     name = "model.norm.weight"
     begin, end = header[name]["data_offsets"]
-    other = next(entry["data_offsets"] for key, entry in header.items() if key != name and entry.get("shape") == [16])
-    offsets = [[end, begin], [-begin, end], [begin - 64, end - 64], [begin, end + 4], [float(begin), float(end)], [begin], other, [0, 0]]
+    other = next(
+        entry["data_offsets"]
+        for key, entry in header.items()
+        if key != name and entry.get("shape") == [16]
+    )
+    offsets = [
+        [end, begin],
+        [-begin, end],
+        [begin - 64, end - 64],
+        [begin, end + 4],
+        [float(begin), float(end)],
+        [begin],
+        other,
+        [0, 0],
+    ]
     cases: list[Any] = [
         *({**header, name: {**header[name], "data_offsets": value}} for value in [*ODD, *offsets]),
         *({**header, name: {**header[name], "dtype": value}} for value in ODD),
-        *({**header, name: {**header[name], "shape": value}} for value in [*ODD, [16.0], [-16], [-4, -4], [True, 16], [4, 4]]),
+        *(
+            {**header, name: {**header[name], "shape": value}}
+            for value in [*ODD, [16.0], [-16], [-4, -4], [True, 16], [4, 4]]
+        ),
         *({**header, name: value} for value in ODD),
         *({**header, "__metadata__": value} for value in ODD if value not in ({}, None)),
         *ODD,
@@ -187,7 +259,9 @@ def test_odd_values_in_every_field_of_a_header_are_refused(folder: Path, tmp_pat
         bad.write_bytes(len(text).to_bytes(8, "little") + text + data)
         with pytest.raises(LockstepError) as caught:
             hub.match_tensors(hub.tensor_locations(bad), CONFIG, tmp_path)
-        assert isinstance(caught.value, CheckpointError) and caught.value.where and caught.value.hint, case
+        assert (
+            isinstance(caught.value, CheckpointError) and caught.value.where and caught.value.hint
+        ), case
     for text in (b'{"a":' * 5000, b'{"a": ' + b"9" * 5000 + b"}", b'{"a": {}, "a": {}}'):
         bad = tmp_path / "odd.safetensors"
         bad.write_bytes(len(text).to_bytes(8, "little") + text)
@@ -199,7 +273,9 @@ def test_odd_values_in_every_field_of_a_header_are_refused(folder: Path, tmp_pat
 def test_parameter_shapes_equal_those_of_the_whole_model_in_order(tied: bool) -> None:
     config = replace(CONFIG, n_layers=12, tie_embeddings=tied)
     with torch.device("meta"):
-        expected = [(name, tuple(parameter.shape)) for name, parameter in Llama(config).named_parameters()]
+        expected = [
+            (name, tuple(parameter.shape)) for name, parameter in Llama(config).named_parameters()
+        ]
     assert list(hf_config.parameter_shapes(config).items()) == expected
 
 
@@ -207,10 +283,20 @@ def test_damaged_shape_in_model_json_is_refused(folder: Path, tmp_path: Path) ->
     llama_io.import_hub(folder, tmp_path / "run")
     about = json.loads((tmp_path / "run" / llama_io.MODEL).read_text())
     for key in about["shape"]:
-        for value in (-1, 0, math.nan, "x", [], {"x": 1}, 10**9 if key not in ("max_seq_len", "rope_theta") else True):
+        for value in (
+            -1,
+            0,
+            math.nan,
+            "x",
+            [],
+            {"x": 1},
+            10**9 if key not in ("max_seq_len", "rope_theta") else True,
+        ):
             if key in ("tie_embeddings", "qkv_bias", "qk_norm") and not value:
                 continue
-            (tmp_path / "run" / llama_io.MODEL).write_text(json.dumps(about | {"shape": {**about["shape"], key: value}}))
+            (tmp_path / "run" / llama_io.MODEL).write_text(
+                json.dumps(about | {"shape": {**about["shape"], key: value}})
+            )
             with pytest.raises(LockstepError):
                 llama_io.load_llama(tmp_path / "run", device=CPU)
 
@@ -218,40 +304,59 @@ def test_damaged_shape_in_model_json_is_refused(folder: Path, tmp_path: Path) ->
 # -- generate and export -----------------------------------------------------------------------------------------------
 
 
-def test_prompts_of_a_file_are_split_at_line_feeds_only(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prompts_of_a_file_are_split_at_line_feeds_only(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "lines").write_bytes("a cat\u2028a\x0cb\x85c\rd\r\na".encode())
     assert main(["generate", str(folder), "--file", str(tmp_path / "lines"), "--tokens", "2"]) == 0
     assert len(capsys.readouterr().out.splitlines()) == 2
     (tmp_path / "lines").write_bytes(b"a cat\n\n\xff")
-    assert main(["generate", str(folder), "--file", str(tmp_path / "lines"), "--tokens", "2"]) == DataError.exit_code
+    assert (
+        main(["generate", str(folder), "--file", str(tmp_path / "lines"), "--tokens", "2"])
+        == DataError.exit_code
+    )
     assert "is not UTF-8: byte 0xff at offset 7" in capsys.readouterr().err
-    assert main(["generate", str(folder), "--file", str(tmp_path / "absent")]) == UsageError.exit_code
+    assert (
+        main(["generate", str(folder), "--file", str(tmp_path / "absent")]) == UsageError.exit_code
+    )
     assert main(["generate", str(folder), "\udcff"]) == UsageError.exit_code
 
 
-def test_options_are_accepted_before_and_between_prompts(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_are_accepted_before_and_between_prompts(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     texts = ["a cat", "a cat a"]
     assert main(["generate", str(folder), *texts, "--tokens", "3"]) == 0
     expected = capsys.readouterr().out
-    for words in (["--tokens", "3", *texts], [texts[0], "--tokens", "3", texts[1]], ["--tokens=3", "--seed", "0", *texts]):
+    for words in (
+        ["--tokens", "3", *texts],
+        [texts[0], "--tokens", "3", texts[1]],
+        ["--tokens=3", "--seed", "0", *texts],
+    ):
         assert main(["generate", str(folder), *words]) == 0
         assert capsys.readouterr().out == expected
     assert main(["generate", str(folder), "--token", "3", *texts]) == UsageError.exit_code
     assert "unknown option '--token'" in capsys.readouterr().err
 
 
-def test_more_tokens_than_the_model_has_positions_are_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_more_tokens_than_the_model_has_positions_are_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["generate", str(folder), "a cat", "--tokens", "100000"]) == UsageError.exit_code
     assert "tokens with the prompt, and the model has" in capsys.readouterr().err
 
 
 def test_prompt_with_a_token_beyond_the_vocabulary_is_refused(folder: Path, tmp_path: Path) -> None:
-    larger = with_config(folder, tmp_path / "larger", json.loads((folder / hub.CONFIG_FILE).read_text()))
+    larger = with_config(
+        folder, tmp_path / "larger", json.loads((folder / hub.CONFIG_FILE).read_text())
+    )
     inner = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     inner.add_tokens([f"new{number}" for number in range(60)])
     (larger / "tokenizer.json").unlink()
     inner.save(str(larger / "tokenizer.json"))
-    assert main(["generate", str(larger), "a cat", "--tokens", "2"]) == 0, "accepted: no token of the prompt is beyond the vocabulary"
+    assert main(["generate", str(larger), "a cat", "--tokens", "2"]) == 0, (
+        "accepted: no token of the prompt is beyond the vocabulary"
+    )
     assert main(["generate", str(larger), "a new59", "--tokens", "2"]) == UsageError.exit_code
 
 
@@ -273,14 +378,22 @@ def test_changed_max_seq_len_keeps_the_token_ids_of_the_config(folder: Path) -> 
     assert written["dtype"] == "float32"
 
 
-def test_export_has_the_dtype_of_the_import_or_the_requested_one(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_export_has_the_dtype_of_the_import_or_the_requested_one(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Like a run that started from bf16 weights and trained them in fp32."""
     llama_io.import_hub(folder, tmp_path / "run")
     about = json.loads((tmp_path / "run" / llama_io.MODEL).read_text())
     for number, (began, asked, expected) in enumerate(
-        [("bfloat16", "", torch.bfloat16), ("", "", torch.float32), ("bfloat16", "float16", torch.float16)]
+        [
+            ("bfloat16", "", torch.bfloat16),
+            ("", "", torch.float32),
+            ("bfloat16", "float16", torch.float16),
+        ]
     ):
-        (tmp_path / "run" / llama_io.MODEL).write_text(json.dumps(about | ({"dtype": began} if began else {})))
+        (tmp_path / "run" / llama_io.MODEL).write_text(
+            json.dumps(about | ({"dtype": began} if began else {}))
+        )
         words = [
             "checkpoint",
             "export",
@@ -292,11 +405,18 @@ def test_export_has_the_dtype_of_the_import_or_the_requested_one(folder: Path, t
         assert main(words) == 0
         back = hub.open_hub(tmp_path / f"out{number}")
         first = hub.open_hub(folder).tensors
-        assert all(torch.equal(back.tensors[name], first[name].to(expected)) and back.tensors[name].dtype == expected for name in first)
+        assert all(
+            torch.equal(back.tensors[name], first[name].to(expected))
+            and back.tensors[name].dtype == expected
+            for name in first
+        )
         assert str(expected) == "torch." + back.hf_config["torch_dtype"]
     with pytest.raises(CheckpointError, match="x has values up to 1e"):
         llama_io.cast_tensor("x", torch.tensor([1e6]), torch.float16)
     begun = InitialWeights.of(
-        resolve(None, {"task": "sft", "data.kind": "drills", "llama.init_from": str(tmp_path / "out0")}).run, CONFIG.vocab_size
+        resolve(
+            None, {"task": "sft", "data.kind": "drills", "llama.init_from": str(tmp_path / "out0")}
+        ).run,
+        CONFIG.vocab_size,
     )
     assert begun.to_json()["dtype"] == "bfloat16"

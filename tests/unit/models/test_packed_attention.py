@@ -22,13 +22,29 @@ DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2], [0, 1, 1, 1, 1, 1, 1, 1]])
 
 
 def one_document_at_a_time(
-    query: Tensor, key: Tensor, value: Tensor, ends: Tensor, key_ends: Tensor, max_q: int, max_k: int, **options: Any
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    ends: Tensor,
+    key_ends: Tensor,
+    max_q: int,
+    max_k: int,
+    **options: Any,
 ) -> Tensor:
     """Reference for varlen_attn: (positions, heads, E)."""
-    assert options == {"window_size": (-1, 0), **llama.GROUPED} and ends is key_ends and max_q == max_k
-    spans = [slice(start, end) for start, end in zip(ends.tolist(), ends.tolist()[1:], strict=False)]
+    assert (
+        options == {"window_size": (-1, 0), **llama.GROUPED} and ends is key_ends and max_q == max_k
+    )
+    spans = [
+        slice(start, end) for start, end in zip(ends.tolist(), ends.tolist()[1:], strict=False)
+    ]
     parts = [[tensor[span].transpose(0, 1) for tensor in (query, key, value)] for span in spans]
-    return torch.cat([F.scaled_dot_product_attention(*part, is_causal=True, enable_gqa=True).transpose(0, 1) for part in parts])
+    return torch.cat(
+        [
+            F.scaled_dot_product_attention(*part, is_causal=True, enable_gqa=True).transpose(0, 1)
+            for part in parts
+        ]
+    )
 
 
 def test_the_ends_of_documents_over_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,14 +62,19 @@ def test_document_attention_gives_the_logits_of_the_mask(monkeypatch: pytest.Mon
     with_mask = model(tokens, documents=DOCUMENTS)
     monkeypatch.setattr(torch_varlen, "varlen_attn", one_document_at_a_time)
     monkeypatch.setattr(llama, "has_document_attention", lambda device: True)
-    monkeypatch.setattr(torch, "get_autocast_dtype", lambda device_type: torch.float32)  # to compare without bf16's rounding
+    monkeypatch.setattr(
+        torch, "get_autocast_dtype", lambda device_type: torch.float32
+    )  # to compare without bf16's rounding
     torch.testing.assert_close(model(tokens, documents=DOCUMENTS), with_mask)
 
 
 def test_torch_accepts_the_call_and_its_gradient() -> None:
     """On the device "meta", which has shapes and no values."""
     with torch.device("meta"):
-        query, key, value = (torch.empty(2, heads, 8, 16, dtype=torch.bfloat16, requires_grad=True) for heads in (4, 2, 2))
+        query, key, value = (
+            torch.empty(2, heads, 8, 16, dtype=torch.bfloat16, requires_grad=True)
+            for heads in (4, 2, 2)
+        )
         ends = DocumentEnds(torch.empty(6, dtype=torch.int32), 8, torch.bfloat16)
     attended = attend(query, key, value, ends)
     assert attended.shape == query.shape

@@ -32,11 +32,27 @@ def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("production")
     config = LlamaConfig(420, 32, 2, 4, 2, 8, 48, max_seq_len=128)
-    hub.write_hub(folder / "made", config, dict(build_llama(config, device=CPU, seed=1).named_parameters()))
-    Tokenizer.train_on_documents(TEXTS * 5, vocab_size=400, min_frequency=1).save_for_llama(folder / "made")
+    hub.write_hub(
+        folder / "made", config, dict(build_llama(config, device=CPU, seed=1).named_parameters())
+    )
+    Tokenizer.train_on_documents(TEXTS * 5, vocab_size=400, min_frequency=1).save_for_llama(
+        folder / "made"
+    )
     assert main(["checkpoint", "import", str(folder / "made"), "--out", str(folder / "run")]) == 0
     shards = ["--shard-bytes", request.param] if request.param else []
-    assert main(["checkpoint", "export", str(folder / "run"), "--out", str(folder / "exported"), *shards]) == 0
+    assert (
+        main(
+            [
+                "checkpoint",
+                "export",
+                str(folder / "run"),
+                "--out",
+                str(folder / "exported"),
+                *shards,
+            ]
+        )
+        == 0
+    )
     return folder / "exported"
 
 
@@ -49,17 +65,26 @@ def test_a_pipeline_of_transformers_reads_the_folder_without_arguments(exported:
     torch.testing.assert_close(generate.model(ids).logits, ours.model(ids), rtol=0, atol=1e-4)
     text = generate(TEXTS[0], max_new_tokens=4, do_sample=False)[0]["generated_text"]
     assert text.startswith(TEXTS[0])
-    chat = generate([{"role": "user", "content": TEXTS[1]}], max_new_tokens=4, do_sample=False)[0]["generated_text"]
+    chat = generate([{"role": "user", "content": TEXTS[1]}], max_new_tokens=4, do_sample=False)[0][
+        "generated_text"
+    ]
     assert [message["role"] for message in chat] == ["user", "assistant"]
 
 
 def test_the_folder_has_what_the_loaders_of_vllm_and_sglang_read(exported: Path) -> None:
     config = json.loads((exported / "config.json").read_text())
     assert config["architectures"] == ["LlamaForCausalLM"] and config["model_type"] == "llama"
-    assert config["torch_dtype"] == "float32" and config["num_key_value_heads"] == 2 and config["vocab_size"] > 300
-    assert {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"} <= {
-        p.name for p in exported.iterdir()
-    }
+    assert (
+        config["torch_dtype"] == "float32"
+        and config["num_key_value_heads"] == 2
+        and config["vocab_size"] > 300
+    )
+    assert {
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "chat_template.jinja",
+        "generation_config.json",
+    } <= {p.name for p in exported.iterdir()}
     shapes = {}
     files = sorted(exported.glob("*.safetensors"))
     for file in files:
@@ -69,10 +94,24 @@ def test_the_folder_has_what_the_loaders_of_vllm_and_sglang_read(exported: Path)
             shapes |= {name: tuple(tensors.get_slice(name).get_shape()) for name in names}
     if len(files) > 1:  # the loaders take exactly the files of the index
         index = json.loads((exported / "model.safetensors.index.json").read_text())["weight_map"]
-        assert index.keys() == shapes.keys() and {exported / name for name in index.values()} == set(files)
+        assert index.keys() == shapes.keys() and {
+            exported / name for name in index.values()
+        } == set(files)
     else:
         assert [file.name for file in files] == ["model.safetensors"]
-    packed = {name.replace(part, whole) for name in shapes for whole, parts in PACKED.items() for part in parts if part in name}
-    others = {name for name in shapes if not any(part in name for parts in PACKED.values() for part in parts)}
+    packed = {
+        name.replace(part, whole)
+        for name in shapes
+        for whole, parts in PACKED.items()
+        for part in parts
+        if part in name
+    }
+    others = {
+        name
+        for name in shapes
+        if not any(part in name for parts in PACKED.values() for part in parts)
+    }
     assert all(SERVED.fullmatch(name) for name in packed | others), packed | others
-    assert len(packed) == 2 * 2 and len(others) == 2 * 4 + (2 if config["tie_word_embeddings"] else 3)
+    assert len(packed) == 2 * 2 and len(others) == 2 * 4 + (
+        2 if config["tie_word_embeddings"] else 3
+    )

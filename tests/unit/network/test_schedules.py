@@ -27,7 +27,11 @@ def play(schedule: Schedule, buffers: list[list[int]]) -> None:
         sent = [(move, buffers[move.sender][move.slice_of(length)]) for move in moves]
         for move, values in sorted(sent, key=lambda pair: pair[0].adds):
             part, buffer = move.slice_of(length), buffers[move.receiver]
-            buffer[part] = [old + new for old, new in zip(buffer[part], values, strict=True)] if move.adds else values
+            buffer[part] = (
+                [old + new for old, new in zip(buffer[part], values, strict=True)]
+                if move.adds
+                else values
+            )
 
 
 @pytest.mark.parametrize("collective", COLLECTIVES)
@@ -60,7 +64,11 @@ def test_no_rank_writes_what_it_sends_in_the_same_round() -> None:
     """Else the result over a network would depend on which message is faster."""
     for case in cases():
         for moves in rounds(schedule_of(*case)):
-            assert not any(sent.sender == got.receiver and overlap(sent, got) for sent in moves for got in moves), case
+            assert not any(
+                sent.sender == got.receiver and overlap(sent, got)
+                for sent in moves
+                for got in moves
+            ), case
 
 
 def overlap(left: Move, right: Move) -> bool:
@@ -72,9 +80,15 @@ def test_halving_is_what_the_engine_sends(ranks: int) -> None:
     schedule = list(rounds(schedule_of("all-reduce", "halving", ranks)))
     for rank in range(ranks):
         reduce, gather = rounds_of_rank(rank, (1,) * ranks)
-        turns = [([m[1:] for m in turn.sends], [m[1:] for m in turn.receives]) for turn in (*reduce, *gather)]
+        turns = [
+            ([m[1:] for m in turn.sends], [m[1:] for m in turn.receives])
+            for turn in (*reduce, *gather)
+        ]
         own = [
-            ([m[1:4] for m in moves if m.sender == rank], [(m.sender, m.start, m.stop) for m in moves if m.receiver == rank])
+            (
+                [m[1:4] for m in moves if m.sender == rank],
+                [(m.sender, m.start, m.stop) for m in moves if m.receiver == rank],
+            )
             for moves in schedule
         ]
         assert [turn for turn in own if turn != ([], [])] == turns
@@ -84,7 +98,10 @@ def test_hosts_that_do_not_fit_are_refused() -> None:
     with pytest.raises(UsageError, match=r"8 ranks do not fill hosts of 3\n.*\n.*1, 2, 4, 8"):
         schedule_of("all-reduce", "ring", 8, 3)
     for per_host in (1, 8):
-        with pytest.raises(UsageError, match=r"no hierarchical broadcast of 8 ranks(.|\n)*naive, tree, ring, halving"):
+        with pytest.raises(
+            UsageError,
+            match=r"no hierarchical broadcast of 8 ranks(.|\n)*naive, tree, ring, halving",
+        ):
             schedule_of("broadcast", "hierarchical", 8, per_host)
     assert algorithms_for(8, 4) == [*ALGORITHMS]
     assert algorithms_for(8, 8) == algorithms_for(8, 1) == [*ALGORITHMS[:-1]]

@@ -25,7 +25,9 @@ from lockstep.network.subtrees import equal_shares
         ((1, 1, 1), (100, 300, 100), (1, 1, 1)),
     ],
 )
-def test_shares_follow_speed(current: tuple[int, ...], micro_batch_us: tuple[int, ...], expected: tuple[int, ...]) -> None:
+def test_shares_follow_speed(
+    current: tuple[int, ...], micro_batch_us: tuple[int, ...], expected: tuple[int, ...]
+) -> None:
     shares, reason = choose_shares(current, micro_batch_us, 0)
     assert shares == expected
     assert reason.startswith("shares " if expected != current else "no other shares")
@@ -36,7 +38,10 @@ def test_equal_workers_keep_equal_shares_under_noise() -> None:
     for size, leaves in ((2, 8), (4, 8), (8, 64), (3, 8)):
         current = equal_shares(size, leaves)
         for _ in range(200):
-            assert choose_shares(current, [draw.randint(965, 1035) for _ in range(size)], 500)[0] == current
+            assert (
+                choose_shares(current, [draw.randint(965, 1035) for _ in range(size)], 500)[0]
+                == current
+            )
 
 
 def test_shares_stay_equal_when_the_exchange_would_cost_more_than_they_save() -> None:
@@ -48,7 +53,10 @@ def test_shares_stay_equal_when_the_exchange_would_cost_more_than_they_save() ->
 def test_replicas_of_shards_get_whole_passes() -> None:
     assert choose_shares((8, 8), (100, 300), 0, unit=2)[0] == (12, 4)
     assert choose_shares((4, 4), (100, 300), 0, unit=4)[0] == (4, 4)  # one pass each
-    assert choose_shares((4, 3), (100, 300), 0, unit=2)[0] == (4, 3)  # 7 micro-batches are no whole passes
+    assert choose_shares((4, 3), (100, 300), 0, unit=2)[0] == (
+        4,
+        3,
+    )  # 7 micro-batches are no whole passes
 
 
 def test_random_speeds_are_within_a_fifth_of_the_ideal_split_when_leaves_are_many() -> None:
@@ -66,7 +74,11 @@ def test_random_speeds_are_within_a_fifth_of_the_ideal_split_when_leaves_are_man
 
 def test_slow_replicas_are_found_and_forgotten_with_a_margin() -> None:
     assert find_slow((100, 310), ()) == (1,)
-    assert find_slow((100, 140), ()) == () and find_slow((100, 140), (1,)) == (1,) and find_slow((100, 109), (1,)) == ()
+    assert (
+        find_slow((100, 140), ()) == ()
+        and find_slow((100, 140), (1,)) == (1,)
+        and find_slow((100, 109), (1,)) == ()
+    )
     assert find_slow((100, 100, 100, 900), ()) == (3,)
 
 

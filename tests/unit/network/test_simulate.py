@@ -34,10 +34,14 @@ def test_times_of_the_literature() -> None:
     """Latency a, seconds of the whole buffer b: the ring takes 2(N-1)(a + b/N), halving 2(log2(N) a + (N-1)/N b)."""
     for ranks in (2, 4, 8, 64):
         a, b = 0.5, 5.0
-        assert seconds("all-reduce", "ring", ranks, 5e6, flat(a)) == pytest.approx(2 * (ranks - 1) * (a + b / ranks))
+        assert seconds("all-reduce", "ring", ranks, 5e6, flat(a)) == pytest.approx(
+            2 * (ranks - 1) * (a + b / ranks)
+        )
         halving = 2 * ((ranks.bit_length() - 1) * a + (ranks - 1) / ranks * b)
         assert seconds("all-reduce", "halving", ranks, 5e6, flat(a)) == pytest.approx(halving)
-        assert seconds("broadcast", "ring", ranks, 5e6, flat(a)) == pytest.approx((ranks + 30) * (a + b / 32))
+        assert seconds("broadcast", "ring", ranks, 5e6, flat(a)) == pytest.approx(
+            (ranks + 30) * (a + b / 32)
+        )
 
 
 def test_equal_rounds_are_played_once_with_the_same_result() -> None:
@@ -47,7 +51,10 @@ def test_equal_rounds_are_played_once_with_the_same_result() -> None:
         short = Simulation(schedule, 24, 1e6, network)
         one_by_one = Simulation([round_of(moves) for moves in rounds(schedule)], 24, 1e6, network)
         assert short.round_ends_s == pytest.approx(one_by_one.round_ends_s)
-        assert (short.messages, short.bytes) == (one_by_one.messages, pytest.approx(one_by_one.bytes))
+        assert (short.messages, short.bytes) == (
+            one_by_one.messages,
+            pytest.approx(one_by_one.bytes),
+        )
 
 
 def test_a_rank_waits_for_its_own_data_only() -> None:
@@ -59,20 +66,30 @@ def test_a_rank_waits_for_its_own_data_only() -> None:
 def test_ranks_of_a_host_share_its_port() -> None:
     moves = [Move(rank, rank + 2, 0, WHOLE, False) for rank in (0, 1)]
     fast = Link(0, 1e9)
-    assert Simulation([round_of(moves)], 4, 1e6, Network(Link(0, 1e6), fast, 2)).seconds == pytest.approx(2)
-    assert Simulation([round_of(moves)], 4, 1e6, Network(Link(0, 1e6), fast, 1)).seconds == pytest.approx(1)
+    assert Simulation(
+        [round_of(moves)], 4, 1e6, Network(Link(0, 1e6), fast, 2)
+    ).seconds == pytest.approx(2)
+    assert Simulation(
+        [round_of(moves)], 4, 1e6, Network(Link(0, 1e6), fast, 1)
+    ).seconds == pytest.approx(1)
 
 
 def test_hierarchical_sends_less_between_hosts_that_are_no_power_of_two() -> None:
     network = Network(Link(0, 1e6), Link(0, 1e8), 6)
-    times = {algorithm: seconds("all-reduce", algorithm, 48, 1e6, network) for algorithm in algorithms_for(48, 6)}
+    times = {
+        algorithm: seconds("all-reduce", algorithm, 48, 1e6, network)
+        for algorithm in algorithms_for(48, 6)
+    }
     assert times["hierarchical"] == pytest.approx(2 * 7 / 8 + 2 * 5 / 6 / 100, rel=0.01)
     assert times["hierarchical"] < 0.8 * times["halving"]
 
 
 def test_halving_is_hierarchical_by_itself_on_hosts_of_a_power_of_two() -> None:
     network = Network(Link(0, 1e6), Link(0, 1e8), 8)
-    halving, hierarchical = (seconds("all-reduce", algorithm, 64, 1e6, network) for algorithm in ("halving", "hierarchical"))
+    halving, hierarchical = (
+        seconds("all-reduce", algorithm, 64, 1e6, network)
+        for algorithm in ("halving", "hierarchical")
+    )
     assert halving == pytest.approx(hierarchical)
 
 

@@ -16,12 +16,20 @@ def parameters(*sizes: int, dtype: torch.dtype = torch.float32) -> list[nn.Param
 
 @pytest.mark.parametrize(
     "tensor",
-    [torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last), torch.zeros(3, 4).t(), torch.zeros(()), torch.zeros(1, 5, 1)],
+    [
+        torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        torch.zeros(3, 4).t(),
+        torch.zeros(()),
+        torch.zeros(1, 5, 1),
+    ],
 )
 def test_dense_parameter_keeps_its_strides(tensor: torch.Tensor) -> None:
     gradient = torch.autograd.grad(tensor.requires_grad_().sum(), tensor, create_graph=False)[0]
     (bucket,) = [Bucket([0], [nn.Parameter(tensor.detach())])]
-    assert dense_strides(tensor) == tensor.stride() == bucket.views[0].stride() and bucket.views[0].shape == gradient.shape
+    assert (
+        dense_strides(tensor) == tensor.stride() == bucket.views[0].stride()
+        and bucket.views[0].shape == gradient.shape
+    )
 
 
 def test_parameter_with_gaps_or_overlaps_has_a_row_major_gradient() -> None:
@@ -32,7 +40,9 @@ def test_parameter_with_gaps_or_overlaps_has_a_row_major_gradient() -> None:
 def test_buckets_are_reported_in_their_order_even_if_a_later_one_is_complete_first() -> None:
     first, second = parameters(4, 4)
     ready: list[list[int]] = []
-    buckets = GradientBuckets([first, second], 16, lambda bucket: ready.append(list(bucket.indices)), order=[1, 0])
+    buckets = GradientBuckets(
+        [first, second], 16, lambda bucket: ready.append(list(bucket.indices)), order=[1, 0]
+    )
     buckets.start_pass(fill=True, send=True)
     first.sum().backward()
     assert ready == [] and buckets.missing() == [1]

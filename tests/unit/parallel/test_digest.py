@@ -18,7 +18,9 @@ class CountReads(TorchDispatchMode):
         super().__init__()
         self.reads = 0
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         self.reads += function is torch.ops.aten._local_scalar_dense.default
         return function(*args, **(kwargs or {}))
 
@@ -40,7 +42,10 @@ def digest_one_by_one(tensors: list[torch.Tensor]) -> int:
 def mixed_tensors() -> list[torch.Tensor]:
     """Return tensors of odd sizes, an empty one and transposed ones."""
     generator = torch.Generator().manual_seed(3)
-    words = [torch.randint(-(2**62), 2**62, (size,), generator=generator) for size in (1, 7, 1000, 0, 4097)]
+    words = [
+        torch.randint(-(2**62), 2**62, (size,), generator=generator)
+        for size in (1, 7, 1000, 0, 4097)
+    ]
     halves = [torch.randn(size, generator=generator).to(torch.bfloat16) for size in (1, 3, 1001)]
     columns = [torch.randn(size, 5, generator=generator).T for size in (2, 3, 300)]
     return [words[0], columns[0], *words[1:], columns[1], *halves, columns[2]]

@@ -21,10 +21,15 @@ from lockstep.planner.devices import Cluster
 from lockstep.planner.exchange_cost import tree_all_reduce_cost
 
 
-def reduce_in_threads(values: Tensor, shares: tuple[int, ...]) -> tuple[list[Tensor], list[Traffic]]:
+def reduce_in_threads(
+    values: Tensor, shares: tuple[int, ...]
+) -> tuple[list[Tensor], list[Traffic]]:
     """Return (result, traffic) of each rank; values are those of the leaves, (K, length)."""
     size = len(shares)
-    results, traffic = [torch.empty(values.shape[1]) for _ in range(size)], [Traffic() for _ in range(size)]
+    results, traffic = (
+        [torch.empty(values.shape[1]) for _ in range(size)],
+        [Traffic() for _ in range(size)],
+    )
 
     def run(group: QueueGroup) -> None:
         tree, rank = SumTree[Tensor](), group.rank()
@@ -55,7 +60,9 @@ def test_sum_has_the_bits_of_the_tree_on_1_to_64_ranks(size: int) -> None:
         if leaves < size:
             continue
         generator = torch.Generator().manual_seed(100 * size + leaves)
-        values = torch.randn(leaves, length, generator=generator) * 2.0 ** torch.randint(-20, 20, (leaves, 1), generator=generator)
+        values = torch.randn(leaves, length, generator=generator) * 2.0 ** torch.randint(
+            -20, 20, (leaves, 1), generator=generator
+        )
         expected = total_of(values)
         results, _ = reduce_in_threads(values, equal_shares(size, leaves))
         assert all(torch.equal(result, expected) for result in results), (size, leaves, length)
@@ -65,15 +72,21 @@ def test_sum_has_the_bits_of_the_tree_on_1_to_64_ranks(size: int) -> None:
 def test_equal_shares_send_log_n_messages_and_the_bytes_of_a_ring(size: int) -> None:
     length = 64 * size
     _, traffic = reduce_in_threads(torch.ones(2 * size, length), (2,) * size)
-    assert {(sent.messages, sent.bytes) for sent in traffic} == {(2 * int(log2(size)), 2 * (size - 1) * length * 4 // size)}
+    assert {(sent.messages, sent.bytes) for sent in traffic} == {
+        (2 * int(log2(size)), 2 * (size - 1) * length * 4 // size)
+    }
 
 
 @pytest.mark.parametrize(("size", "leaves"), [(2, 4), (3, 8), (4, 4), (5, 11), (7, 64), (16, 16)])
 def test_a_plan_counts_the_bytes_of_the_engine(size: int, leaves: int) -> None:
     length, link = 64 * 3 * 5 * 7 * 11, Link(1e-4, 1e6)
     _, traffic = reduce_in_threads(torch.ones(leaves, length), equal_shares(size, leaves))
-    _, sent = tree_all_reduce_cost(tuple(range(size)), leaves, 4.0 * length, Cluster(size, 1, "cpu", 0, link, link))
-    assert sent == pytest.approx(max(rank.bytes for rank in traffic), abs=64)  # slices are rounded to elements
+    _, sent = tree_all_reduce_cost(
+        tuple(range(size)), leaves, 4.0 * length, Cluster(size, 1, "cpu", 0, link, link)
+    )
+    assert sent == pytest.approx(
+        max(rank.bytes for rank in traffic), abs=64
+    )  # slices are rounded to elements
 
 
 def test_largest_messages_go_to_the_nearest_neighbors() -> None:
@@ -101,16 +114,29 @@ def test_plan_for_4096_ranks_sends_24_messages_per_rank() -> None:
 def some_shares() -> list[tuple[int, ...]]:
     """Return all shares of up to 5 micro-batches, and 150 of up to 16 for 8 ranks."""
     draw = Random(1)
-    cuts = [[0, *sorted(draw.sample(range(1, leaves), draw.randint(1, 7))), leaves] for leaves in (9, 13, 16) for _ in range(50)]
+    cuts = [
+        [0, *sorted(draw.sample(range(1, leaves), draw.randint(1, 7))), leaves]
+        for leaves in (9, 13, 16)
+        for _ in range(50)
+    ]
     drawn = [tuple(stop - start for start, stop in pairwise(cut)) for cut in cuts]
-    return [shares for size in range(1, 6) for shares in product(range(1, 6), repeat=size) if sum(shares) <= 5] + drawn
+    return [
+        shares
+        for size in range(1, 6)
+        for shares in product(range(1, 6), repeat=size)
+        if sum(shares) <= 5
+    ] + drawn
 
 
-def test_uneven_shares_have_the_bits_of_the_tree_and_at_most_three_times_the_bytes_of_a_ring() -> None:
+def test_uneven_shares_have_the_bits_of_the_tree_and_at_most_three_times_the_bytes_of_a_ring() -> (
+    None
+):
     generator = torch.Generator().manual_seed(1)
     for shares in some_shares():
         size, leaves, length = len(shares), sum(shares), 840
-        values = torch.randn(leaves, length, generator=generator) * 2.0 ** torch.randint(-20, 20, (leaves, 1), generator=generator)
+        values = torch.randn(leaves, length, generator=generator) * 2.0 ** torch.randint(
+            -20, 20, (leaves, 1), generator=generator
+        )
         results, traffic = reduce_in_threads(values, shares)
         assert all(torch.equal(result, total_of(values)) for result in results), shares
         assert max(sent.bytes for sent in traffic) <= 3 * 2 * (size - 1) / size * length * 4, shares

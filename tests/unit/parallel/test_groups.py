@@ -15,7 +15,9 @@ def groups() -> ProcessGroups:
     return ProcessGroups(Layout(2, shard=2, tensor=2))
 
 
-def test_layout_of_a_generation_has_as_many_replicas_as_its_workers_fill(groups: ProcessGroups) -> None:
+def test_layout_of_a_generation_has_as_many_replicas_as_its_workers_fill(
+    groups: ProcessGroups,
+) -> None:
     assert groups.layout_of(12) == Layout(3, shard=2, tensor=2)
     assert groups.layout_of(4) == Layout(1, shard=2, tensor=2)
 

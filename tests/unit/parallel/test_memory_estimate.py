@@ -13,7 +13,11 @@ from lockstep.layout import Layout, LayoutLimits
 from lockstep.models.llama import Llama
 from lockstep.models.llama_config import LLAMA_CONFIGS
 from lockstep.parallel import memory_estimate
-from lockstep.parallel.memory_estimate import ModelSize, explain_out_of_memory, smallest_fitting_layout
+from lockstep.parallel.memory_estimate import (
+    ModelSize,
+    explain_out_of_memory,
+    smallest_fitting_layout,
+)
 from lockstep.units import format_bytes, parse_bytes
 
 LIMITS = LayoutLimits(micro_batches=8, tensor=(4, 2, 384), stages=4)
@@ -26,10 +30,15 @@ def model() -> nn.Module:
         return Llama(LLAMA_CONFIGS["1M"])
 
 
-def hint_after_running_out(model: nn.Module, layout: Layout, monkeypatch: pytest.MonkeyPatch, limit: int) -> str:
+def hint_after_running_out(
+    model: nn.Module, layout: Layout, monkeypatch: pytest.MonkeyPatch, limit: int
+) -> str:
     monkeypatch.setattr(memory_estimate, "memory_limit", lambda device: (limit, "a test"))
     monkeypatch.setattr(memory_estimate, "used_bytes", lambda device: 0)
-    with pytest.raises(OutOfMemoryError) as caught, explain_out_of_memory(model, layout, LIMITS, CPU):
+    with (
+        pytest.raises(OutOfMemoryError) as caught,
+        explain_out_of_memory(model, layout, LIMITS, CPU),
+    ):
         raise MemoryError
     assert "from a test" in caught.value.where
     return caught.value.hint
@@ -57,38 +66,60 @@ def test_smallest_fitting_layout_prefers_shards_and_respects_the_limits() -> Non
     assert smallest_fitting_layout(size, 42_000, LayoutLimits(1)) is None
 
 
-def test_proposed_layout_is_larger_than_the_one_that_ran_out(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_proposed_layout_is_larger_than_the_one_that_ran_out(
+    model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plenty = 10**12  # the estimate does not see activations, so any layout seems to fit
-    assert hint_after_running_out(model, Layout(), monkeypatch, plenty).startswith("try --layout.shard 2:")
-    assert hint_after_running_out(model, Layout(2, 2), monkeypatch, plenty).startswith("try --layout.shard 4:")
-    assert hint_after_running_out(model, Layout(1, 8, 2), monkeypatch, plenty).startswith("give it more memory")
+    assert hint_after_running_out(model, Layout(), monkeypatch, plenty).startswith(
+        "try --layout.shard 2:"
+    )
+    assert hint_after_running_out(model, Layout(2, 2), monkeypatch, plenty).startswith(
+        "try --layout.shard 4:"
+    )
+    assert hint_after_running_out(model, Layout(1, 8, 2), monkeypatch, plenty).startswith(
+        "give it more memory"
+    )
 
 
 def test_the_error_names_a_file_with_what_uses_the_memory(model: nn.Module, tmp_path: Path) -> None:
     path = tmp_path / "oom" / "rank-3.txt"
-    with pytest.raises(OutOfMemoryError) as caught, explain_out_of_memory(model, Layout(1, 2), LIMITS, CPU, lambda: path):
+    with (
+        pytest.raises(OutOfMemoryError) as caught,
+        explain_out_of_memory(model, Layout(1, 2), LIMITS, CPU, lambda: path),
+    ):
         torch.empty(1 << 62, dtype=torch.uint8)
     assert f"; memory in use: {path}" in caught.value.where
     first, second, *rows = path.read_text().splitlines()
     assert "can't allocate memory" in first and second == f"1.0 M parameters, {Layout(1, 2)}"
     sizes = {name: size for size, name in (row.strip().split("  ", 1) for row in rows)}
-    assert sizes["estimated: weights"] == sizes["estimated: gradients"] == format_bytes(2 * LLAMA_CONFIGS["1M"].num_parameters)
+    assert (
+        sizes["estimated: weights"]
+        == sizes["estimated: gradients"]
+        == format_bytes(2 * LLAMA_CONFIGS["1M"].num_parameters)
+    )
     assert sizes["estimated: optimizer"] == format_bytes(4 * LLAMA_CONFIGS["1M"].num_parameters)
     assert parse_bytes(sizes["resident"].replace(" ", "")) <= 1.1 * parse_bytes(
         sizes["peak resident"].replace(" ", "")
     )  # the kernel counts late
 
 
-def test_a_file_that_cannot_be_written_does_not_hide_the_error(model: nn.Module, tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_written_does_not_hide_the_error(
+    model: nn.Module, tmp_path: Path
+) -> None:
     (tmp_path / "oom").write_text("a file")
     with (
         pytest.raises(OutOfMemoryError) as caught,
-        explain_out_of_memory(model, Layout(), LIMITS, CPU, lambda: tmp_path / "oom" / "rank-0.txt"),
+        explain_out_of_memory(
+            model, Layout(), LIMITS, CPU, lambda: tmp_path / "oom" / "rank-0.txt"
+        ),
     ):
         raise MemoryError
     assert "memory in use" not in caught.value.where
 
 
 def test_other_errors_pass_unchanged(model: nn.Module) -> None:
-    with pytest.raises(ValueError, match="unrelated"), explain_out_of_memory(model, Layout(), LIMITS, CPU):
+    with (
+        pytest.raises(ValueError, match="unrelated"),
+        explain_out_of_memory(model, Layout(), LIMITS, CPU),
+    ):
         raise ValueError("unrelated")

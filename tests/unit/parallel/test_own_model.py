@@ -29,7 +29,9 @@ class Nested(nn.Module):
 
     def __init__(self, *, tied: bool = False) -> None:
         super().__init__()
-        self.stages = nn.ModuleList(nn.ModuleDict({"blocks": nn.ModuleList(block() for _ in range(2))}) for _ in range(2))
+        self.stages = nn.ModuleList(
+            nn.ModuleDict({"blocks": nn.ModuleList(block() for _ in range(2))}) for _ in range(2)
+        )
         self.head = nn.Linear(3, 3)
         if tied:
             self.stages[1]["blocks"][1][0].weight = self.head.weight  # type: ignore[index, union-attr]
@@ -46,11 +48,19 @@ class FromHub(Nested):
         (nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), None, []),
         (nn.Sequential(block(), block()), None, ["0", "1"]),
         (Nested(), None, ["stages.0", "stages.1"]),
-        (Nested(), "stages.*.blocks.*", ["stages.0.blocks.0", "stages.0.blocks.1", "stages.1.blocks.0", "stages.1.blocks.1"]),
+        (
+            Nested(),
+            "stages.*.blocks.*",
+            ["stages.0.blocks.0", "stages.0.blocks.1", "stages.1.blocks.0", "stages.1.blocks.1"],
+        ),
         (Nested(), ["stages.0", "head"], ["stages.0", "head"]),
         (Nested(), (), []),
         (Nested(tied=True), None, ["stages.0"]),
-        (FromHub(), None, [*(f"stages.{i}.blocks.{j}.0" for i in range(2) for j in range(2)), "head"]),
+        (
+            FromHub(),
+            None,
+            [*(f"stages.{i}.blocks.{j}.0" for i in range(2) for j in range(2)), "head"],
+        ),
     ],
 )
 def test_units_of_a_module(model: nn.Module, patterns: Patterns, units: list[str]) -> None:
@@ -91,19 +101,30 @@ def with_compiled_stages() -> nn.Module:
     [
         (with_scalar, "scalar parameters cannot be sharded: temperature"),
         (with_hook, "gradient hooks of parameters would not run in shards: 0.weight"),
-        (lambda: nn.Conv2d(2, 2, 3).to(memory_format=torch.channels_last), "not contiguous cannot be sharded: weight"),
+        (
+            lambda: nn.Conv2d(2, 2, 3).to(memory_format=torch.channels_last),
+            "not contiguous cannot be sharded: weight",
+        ),
         (
             lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double()),
             "several dtypes: 0.bias is torch.float32, 1.bias is torch.float64",
         ),
         (lambda: nn.ModuleDict({"a": block()}), "a ModuleDict has no forward"),
         (compiled_in_place, "the model is compiled as one graph"),
-        (lambda: torch.compile(block()), "torch.compile wraps the model, which renames the parameters"),
-        (lambda: nn.Sequential(torch.compile(block()), torch.compile(block())), "torch.compile wraps 0, 1, which renames"),
+        (
+            lambda: torch.compile(block()),
+            "torch.compile wraps the model, which renames the parameters",
+        ),
+        (
+            lambda: nn.Sequential(torch.compile(block()), torch.compile(block())),
+            "torch.compile wraps 0, 1, which renames",
+        ),
         (with_compiled_stages, "stages is compiled as one graph"),
     ],
 )
-def test_parameters_that_cannot_be_sharded_are_refused(make: Callable[[], nn.Module], message: str) -> None:
+def test_parameters_that_cannot_be_sharded_are_refused(
+    make: Callable[[], nn.Module], message: str
+) -> None:
     with pytest.raises(UsageError, match=message.replace("(", r"\(")):
         shard_module(make(), Layout(1, 2), Layout(1, 2).coordinates(0), torch.device("cpu"))
 
@@ -126,14 +147,34 @@ def test_compiled_units_can_be_sharded() -> None:
 
 def test_scalar_parameters_of_a_transformers_model_cannot_be_sharded() -> None:
     pytest.importorskip("transformers")
-    sizes = {"vocab_size": 9, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 4}
-    model = TransformersConfig({"model_type": "qwen3", "num_key_value_heads": 2, **sizes}).meta_model()
+    sizes = {
+        "vocab_size": 9,
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "head_dim": 4,
+    }
+    model = TransformersConfig(
+        {"model_type": "qwen3", "num_key_value_heads": 2, **sizes}
+    ).meta_model()
     model.inner.temperature = nn.Parameter(torch.ones((), device="meta"))
-    with pytest.raises(UsageError, match=r"scalar parameters cannot be sharded: inner\.temperature\n  TransformersModel, in shards"):
-        parallelize(model, Layout(1, 2), Layout(1, 2).coordinates(0), lambda name, shape: torch.zeros(shape), torch.device("cpu"))
+    with pytest.raises(
+        UsageError,
+        match=r"scalar parameters cannot be sharded: inner\.temperature\n  TransformersModel, in shards",
+    ):
+        parallelize(
+            model,
+            Layout(1, 2),
+            Layout(1, 2).coordinates(0),
+            lambda name, shape: torch.zeros(shape),
+            torch.device("cpu"),
+        )
 
 
-def test_layout_of_a_replica_comes_from_the_command_line_or_the_session(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layout_of_a_replica_comes_from_the_command_line_or_the_session(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert choose_replica_layout(Layout(1, 2), 4, None) == Layout(1, 2)
     monkeypatch.setenv("LOCKSTEP_LAYOUT_SHARD", "3")
     assert choose_replica_layout(Layout(1, 2), 4, None) == Layout(1, 3)
@@ -148,19 +189,26 @@ def test_layout_of_a_replica_comes_from_the_command_line_or_the_session(monkeypa
     monkeypatch.setenv("LOCKSTEP_LAYOUT_PIPELINE", "2")
     assert choose_replica_layout(Layout(), 4, None) == Layout(pipeline=2)
     monkeypatch.setenv("LOCKSTEP_LAYOUT_TENSOR", "2")
-    with pytest.raises(UsageError, match="tensor 2 with pipeline 2 is not supported for own models"):
+    with pytest.raises(
+        UsageError, match="tensor 2 with pipeline 2 is not supported for own models"
+    ):
         choose_replica_layout(Layout(), 4, None)
 
 
 def test_workers_must_be_a_multiple_of_a_replica() -> None:
     refuse_incomplete_replicas(8, Layout(1, 2, 2))
-    with pytest.raises(UsageError, match=r"6 workers cannot form replicas of 4 workers \(shard 2 x tensor 2\)\n.*\n.*--workers 8"):
+    with pytest.raises(
+        UsageError,
+        match=r"6 workers cannot form replicas of 4 workers \(shard 2 x tensor 2\)\n.*\n.*--workers 8",
+    ):
         refuse_incomplete_replicas(6, Layout(1, 2, 2))
 
 
 def test_clipping_equals_that_of_torch_and_sees_changes() -> None:
     torch.manual_seed(0)
-    ours, theirs = ([nn.Parameter(torch.zeros(4, 3)), nn.Parameter(torch.zeros(5))] for _ in range(2))
+    ours, theirs = (
+        [nn.Parameter(torch.zeros(4, 3)), nn.Parameter(torch.zeros(5))] for _ in range(2)
+    )
     for p, q in zip(ours, theirs, strict=True):
         p.grad = torch.randn_like(p)
         q.grad = p.grad / 3

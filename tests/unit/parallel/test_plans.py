@@ -60,10 +60,14 @@ def test_limits_of_a_plan_name_what_an_axis_must_divide() -> None:
         ),
     ],
 )
-def test_models_of_transformers_without_a_supported_plan_are_refused(kind: str, more: dict[str, int], message: str) -> None:
+def test_models_of_transformers_without_a_supported_plan_are_refused(
+    kind: str, more: dict[str, int], message: str
+) -> None:
     transformers = pytest.importorskip("transformers")
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(kind, **more))
+        model = transformers.AutoModelForCausalLM.from_config(
+            transformers.AutoConfig.for_model(kind, **more)
+        )
     with pytest.raises(UsageError, match=re.escape(message)):
         styles_of(model, "auto")
 
@@ -72,19 +76,30 @@ def test_adapters_are_split_with_their_weights() -> None:
     model = add_adapters(llama(), LoraOptions(2, 4.0, ("query", "down")))
     slices = tensor_slices(model, plan_of(model), 0, 2)
     whole = {name for name, part in slices.items() if "lora" in name and part.is_whole}
-    assert whole == {f"layers.{i}.{name}" for i in range(4) for name in ("attention.query.lora_down", "feed_forward.out.lora_up")}
+    assert whole == {
+        f"layers.{i}.{name}"
+        for i in range(4)
+        for name in ("attention.query.lora_down", "feed_forward.out.lora_up")
+    }
 
 
-@pytest.mark.parametrize(("stage", "kept"), [(0, ("encoder.0", "encoder.1", "encoder_norm")), (1, ("decoder.0", "decoder.1"))])
+@pytest.mark.parametrize(
+    ("stage", "kept"),
+    [(0, ("encoder.0", "encoder.1", "encoder_norm")), (1, ("decoder.0", "decoder.1"))],
+)
 def test_plan_within_a_stage_has_only_its_units(stage: int, kept: tuple[str, ...]) -> None:
     model = translator()
     plan = plan_of(model)
     pipeline_stage = build_stage(model, stage, 2, 1)
     within = plan.within(model)
     assert within.units == kept
-    assert {region.rpartition(".")[0] for region in within.regions} == {name for name in kept if name != "encoder_norm"}
+    assert {region.rpartition(".")[0] for region in within.regions} == {
+        name for name in kept if name != "encoder_norm"
+    }
     assert isinstance(model.decoder_norm, nn.Identity) == (stage == 0)
-    assert (pipeline_stage.lent, pipeline_stage.borrowed) == ((("embedding.weight",), ()) if stage == 0 else ((), ("embedding.weight",)))
+    assert (pipeline_stage.lent, pipeline_stage.borrowed) == (
+        (("embedding.weight",), ()) if stage == 0 else ((), ("embedding.weight",))
+    )
 
 
 def test_middle_stage_of_a_llama_has_neither_embedding_nor_norm() -> None:

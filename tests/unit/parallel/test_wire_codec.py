@@ -21,7 +21,10 @@ def values(count: int = 2190) -> torch.Tensor:
 
 def test_bf16_is_rounded_to_nearest_even() -> None:
     flat = values()
-    assert torch.equal(decode(encode(flat, (Section(1, 2190),), 7), (Section(1, 2190),)), flat.to(torch.bfloat16).float())
+    assert torch.equal(
+        decode(encode(flat, (Section(1, 2190),), 7), (Section(1, 2190),)),
+        flat.to(torch.bfloat16).float(),
+    )
 
 
 def test_int8_errs_by_less_than_a_127th_of_the_largest_element_of_the_block() -> None:
@@ -35,7 +38,9 @@ def test_int8_has_no_bias_and_independent_errors() -> None:
     """Equal elements too: gradients of bf16 products have few different values."""
     flat = torch.cat([values(256), torch.full((255,), 0.3), torch.ones(1)])
     sections, rounds = (Section(256, 512),), 1000
-    errors = torch.stack([decode(encode(flat, sections, splitmix64(key)), sections) - flat for key in range(rounds)]).double()
+    errors = torch.stack(
+        [decode(encode(flat, sections, splitmix64(key)), sections) - flat for key in range(rounds)]
+    ).double()
     errors = errors[:, errors.std(0) > 1e-3]  # the largest of a block is exact
     assert errors.shape[1] > 500
     scores = errors.mean(0) / errors.std(0) * math.sqrt(rounds)
@@ -48,7 +53,10 @@ def test_encoded_bytes_do_not_depend_on_how_a_buffer_is_cut() -> None:
     flat, cuts = values(), [0, 11, 37, 72, 142, 142 + 256, 2190]
     whole = encode(flat, SECTIONS, 7)
     parts = [between(SECTIONS, slice(*pair)) for pair in pairwise(cuts)]
-    pieces = [encode(piece, part, 7) for piece, part in zip(flat.tensor_split(cuts[1:-1]), parts, strict=True)]
+    pieces = [
+        encode(piece, part, 7)
+        for piece, part in zip(flat.tensor_split(cuts[1:-1]), parts, strict=True)
+    ]
     assert torch.equal(torch.cat(pieces), whole) and len(whole) == encoded_bytes(SECTIONS)
     for part, piece in zip(parts, whole.split([len(piece) for piece in pieces]), strict=True):
         decode(piece, part)  # a view at any byte

@@ -53,7 +53,9 @@ def queues_for_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("leaves", [*range(1, 9), 16])
 def test_sum_has_one_set_of_bits_on_1_to_8_ranks(wire: Wire, leaves: int) -> None:
     (expected,), _ = reduce_in_threads(wire, (leaves,))
-    exact = sum(torch.cat([tensor.reshape(-1) for tensor in leaf(k)]).double() for k in range(leaves))
+    exact = sum(
+        torch.cat([tensor.reshape(-1) for tensor in leaf(k)]).double() for k in range(leaves)
+    )
     assert 0 < float((expected - exact).norm() / exact.norm()) < 0.02
     for size in range(2, min(leaves, 8) + 1):
         uneven = (leaves - size + 1, *(1,) * (size - 1))
@@ -78,13 +80,17 @@ def test_a_nan_of_one_micro_batch_is_in_the_sum_of_every_rank(wire: Wire) -> Non
 def test_bytes_on_the_network_are_those_of_the_plan(wire: Wire, size: int, leaves: int) -> None:
     _, sections = wire_order(wire, row_lengths(leaf(0)))
     _, traffic = reduce_in_threads(wire, equal_shares(size, leaves))
-    assert [sent.bytes for sent in traffic] == [sent_bytes(wire, sections, rank, equal_shares(size, leaves)) for rank in range(size)]
+    assert [sent.bytes for sent in traffic] == [
+        sent_bytes(wire, sections, rank, equal_shares(size, leaves)) for rank in range(size)
+    ]
 
 
 def test_memory_format_of_gradients_does_not_change_the_bits() -> None:
     gradients = leaf(5)
     total = WireSum("int8", row_lengths(gradients), (3, 11), (8,))
-    strided = [gradient.T.contiguous().T if gradient.dim() == 2 else gradient for gradient in gradients]
+    strided = [
+        gradient.T.contiguous().T if gradient.dim() == 2 else gradient for gradient in gradients
+    ]
     assert torch.equal(total.encode(5, strided), total.encode(5, gradients))
 
 

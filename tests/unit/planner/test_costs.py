@@ -17,13 +17,26 @@ from lockstep.planner.devices import Cluster
 from lockstep.planner.exchange_cost import all_to_all_seconds, halving_seconds, tree_all_reduce_cost
 from lockstep.planner.memory_cost import bytes_per_parameter, memory_cost
 from lockstep.planner.model_cost import CHECKPOINT_MODES, MicroBatch, llama_cost
-from lockstep.planner.step_cost import StepCost, Timeline, Timing, mean_timing, play_pipeline, step_cost
+from lockstep.planner.step_cost import (
+    StepCost,
+    Timeline,
+    Timing,
+    mean_timing,
+    play_pipeline,
+    step_cost,
+)
 from lockstep.training.optim import adamw_share, make_optimizers
 
 MODEL = llama_cost(LLAMA_CONFIGS["5M"], MicroBatch(2, 256), "fp32")
-RUN = replace(RunConfig(), compute=replace(RunConfig().compute, precision="fp32"))  # 8 micro-batches
+RUN = replace(
+    RunConfig(), compute=replace(RunConfig().compute, precision="fp32")
+)  # 8 micro-batches
 BF16 = replace(RUN, parallel=replace(RUN.parallel, wire="bf16"))
-PASSES = {("layer", 1): (0.01, 0.02), ("embedding", 1): (0.001, 0.002), ("output", 1): (0.003, 0.004)}
+PASSES = {
+    ("layer", 1): (0.01, 0.02),
+    ("embedding", 1): (0.001, 0.002),
+    ("output", 1): (0.003, 0.004),
+}
 TIMING = Timing(PASSES, 0.0, 6e-9, 0.0, 0.0, "by hand")
 MICRO_S = 6 * 0.03 + 0.01
 FAST = Link(0.0, 1e15)
@@ -38,7 +51,10 @@ def cost(layout: Layout, link: Link = FAST, run: RunConfig = RUN) -> StepCost:
 
 
 def test_two_ranks_send_the_bytes_once_and_wait_for_two_latencies() -> None:
-    assert tree_all_reduce_cost((0, 1), 4, 1e6, cluster(Link(0.25, 1e6))) == (pytest.approx(1.5), 1e6)
+    assert tree_all_reduce_cost((0, 1), 4, 1e6, cluster(Link(0.25, 1e6))) == (
+        pytest.approx(1.5),
+        1e6,
+    )
     assert halving_seconds((0, 1), 1e6, cluster(Link(0.25, 1e6))) == pytest.approx(1.5)
 
 
@@ -57,7 +73,9 @@ def test_workers_of_a_host_share_its_link() -> None:
 
 
 @pytest.mark.parametrize("layout", [Layout(2), Layout(4), Layout(1, 2), Layout(2, 2)], ids=str)
-def test_without_communication_a_step_is_its_passes_and_the_copies_of_shards(layout: Layout) -> None:
+def test_without_communication_a_step_is_its_passes_and_the_copies_of_shards(
+    layout: Layout,
+) -> None:
     step, passes = cost(layout), 8 / layout.data_parallel_size
     copies_s = TIMING.copy_s * MODEL.parameters * passes if layout.shard > 1 else 0
     assert step.seconds == pytest.approx(passes * MICRO_S + copies_s, rel=1e-3)
@@ -72,17 +90,28 @@ def test_messages_slow_down_computation_only_while_they_are_sent() -> None:
     timeline.compute(4.0)
     assert timeline.now_s == 5.25 + 0.25 * 0.75
     link = Link(0.0, 1e8)
-    waits, slowed = (step_cost(MODEL, RUN, Layout(1, 2), cluster(link), replace(TIMING, message_s=s)).seconds for s in (0.0, 5e-9))
+    waits, slowed = (
+        step_cost(MODEL, RUN, Layout(1, 2), cluster(link), replace(TIMING, message_s=s)).seconds
+        for s in (0.0, 5e-9)
+    )
     assert waits < slowed < 1.5 * waits
 
 
 def test_timings_of_several_workers_are_averaged() -> None:
     twice = Timing(
-        {key: (2 * forward_s, 2 * backward_s) for key, (forward_s, backward_s) in PASSES.items()}, 2.0, 3e-9, 2e-9, 2e-3, "", 4.0
+        {key: (2 * forward_s, 2 * backward_s) for key, (forward_s, backward_s) in PASSES.items()},
+        2.0,
+        3e-9,
+        2e-9,
+        2e-3,
+        "",
+        4.0,
     )
     mean = mean_timing([TIMING, twice])
     assert mean.passes["layer", 1] == pytest.approx((0.015, 0.03)) and mean.source == "by hand"
-    assert (mean.update_s, mean.copy_s, mean.message_s, mean.exchange_s) == pytest.approx((1.0, 4.5e-9, 1e-9, 1e-3))
+    assert (mean.update_s, mean.copy_s, mean.message_s, mean.exchange_s) == pytest.approx(
+        (1.0, 4.5e-9, 1e-9, 1e-3)
+    )
     assert mean.accumulate_s == 2.0
 
 
@@ -90,14 +119,22 @@ def test_a_slow_link_is_exposed_except_beside_the_last_backward_pass() -> None:
     step, nbytes = cost(Layout(2), Link(0.0, 1e6)), 4 * MODEL.parameters
     assert step.seconds >= 4 * MICRO_S + nbytes / 1e6 - 0.13
     assert step.exposed_s <= nbytes / 1e6
-    assert cost(Layout(2), Link(0.0, 1e6), BF16).exposed_s == pytest.approx(step.exposed_s - nbytes / 2e6, rel=0.02)
+    assert cost(Layout(2), Link(0.0, 1e6), BF16).exposed_s == pytest.approx(
+        step.exposed_s - nbytes / 2e6, rel=0.02
+    )
     assert step.sent_bytes == pytest.approx(nbytes)
 
 
 def test_learners_exchange_once_in_their_steps() -> None:
-    run, link, nbytes = replace(RUN, diloco=replace(RUN.diloco, learners=4, every=50)), Link(0.0, 1e6), 4 * MODEL.parameters
+    run, link, nbytes = (
+        replace(RUN, diloco=replace(RUN.diloco, learners=4, every=50)),
+        Link(0.0, 1e6),
+        4 * MODEL.parameters,
+    )
     step = cost(Layout(2), link, run)
-    assert step.compute_s == pytest.approx(4 * MICRO_S) and step.exposed_s == pytest.approx(nbytes / 1e6 / 50)
+    assert step.compute_s == pytest.approx(4 * MICRO_S) and step.exposed_s == pytest.approx(
+        nbytes / 1e6 / 50
+    )
     assert step.sent_bytes == pytest.approx(nbytes / 50)
     plain, learning = (memory_cost(MODEL, values, Layout(2), "cpu") for values in (RUN, run))
     assert learning.weights - plain.weights == (8 + 4 * 2) * MODEL.parameters
@@ -106,12 +143,24 @@ def test_learners_exchange_once_in_their_steps() -> None:
 def test_shards_of_a_learner_exchange_in_each_step_and_replicas_once() -> None:
     """Two learners in two replicas, each with the half of the micro-batches."""
     run, half = (replace(RUN, batch=replace(RUN.batch, micro_batches=n)) for n in (8, 4))
-    run, slow, rows = replace(run, diloco=replace(run.diloco, learners=2, every=50)), Link(0.0, 1e6), 4 * MODEL.parameters / 2
-    inside, both = (step_cost(MODEL, half, Layout(1, 2), cluster(link), TIMING) for link in (FAST, slow))
+    run, slow, rows = (
+        replace(run, diloco=replace(run.diloco, learners=2, every=50)),
+        Link(0.0, 1e6),
+        4 * MODEL.parameters / 2,
+    )
+    inside, both = (
+        step_cost(MODEL, half, Layout(1, 2), cluster(link), TIMING) for link in (FAST, slow)
+    )
     step = step_cost(MODEL, run, Layout(2, 2), replace(cluster(slow, 2, 2), same_host=FAST), TIMING)
-    assert step.compute_s == pytest.approx(inside.compute_s) and step.sent_bytes == pytest.approx(inside.sent_bytes + rows / 50)
-    assert step.exposed_s == pytest.approx(inside.exposed_s + 2 * rows / 1e6 / 50), "two workers share the link of a host"
-    assert step_cost(MODEL, run, Layout(1, 2), cluster(slow), TIMING).exposed_s == pytest.approx(2 * both.exposed_s)
+    assert step.compute_s == pytest.approx(inside.compute_s) and step.sent_bytes == pytest.approx(
+        inside.sent_bytes + rows / 50
+    )
+    assert step.exposed_s == pytest.approx(inside.exposed_s + 2 * rows / 1e6 / 50), (
+        "two workers share the link of a host"
+    )
+    assert step_cost(MODEL, run, Layout(1, 2), cluster(slow), TIMING).exposed_s == pytest.approx(
+        2 * both.exposed_s
+    )
 
 
 def test_shards_gather_twice_and_send_gradients_of_each_pass() -> None:
@@ -119,12 +168,17 @@ def test_shards_gather_twice_and_send_gradients_of_each_pass() -> None:
     assert cost(Layout(1, 2)).sent_bytes == pytest.approx(4 * 3 * rows)
     once = replace(RUN, fsdp=replace(RUN.fsdp, reduce="per_step"))
     assert cost(Layout(1, 2), run=once).sent_bytes == pytest.approx((4 * 2 + 1) * rows)
-    assert cost(Layout(1, 2), Link(0.0, 1e6), once).seconds < cost(Layout(1, 2), Link(0.0, 1e6)).seconds
+    assert (
+        cost(Layout(1, 2), Link(0.0, 1e6), once).seconds
+        < cost(Layout(1, 2), Link(0.0, 1e6)).seconds
+    )
 
 
 @pytest.mark.parametrize(("stages", "micro_batches"), [(2, 4), (4, 4), (4, 16)])
 def test_a_pipeline_is_idle_for_all_stages_but_one(stages: int, micro_batches: int) -> None:
-    assert max(play_pipeline([(1.0, 2.0)] * stages, micro_batches, 1, 0, FAST)) == pytest.approx(3.0 * (micro_batches + stages - 1))
+    assert max(play_pipeline([(1.0, 2.0)] * stages, micro_batches, 1, 0, FAST)) == pytest.approx(
+        3.0 * (micro_batches + stages - 1)
+    )
 
 
 def test_chunks_shorten_the_idle_time_of_a_pipeline() -> None:
@@ -140,7 +194,10 @@ def test_activations_of_a_pipeline_wait_for_the_link() -> None:
 def test_shards_take_less_memory_than_replicas_and_checkpoints_less_than_none() -> None:
     totals = [memory_cost(MODEL, RUN, Layout(2 // shard, shard), "cuda").total for shard in (1, 2)]
     assert totals[1] < totals[0]
-    modes = [replace(RUN, memory=replace(RUN.memory, activation_checkpoint=mode)) for mode in CHECKPOINT_MODES]
+    modes = [
+        replace(RUN, memory=replace(RUN.memory, activation_checkpoint=mode))
+        for mode in CHECKPOINT_MODES
+    ]
     activations = [memory_cost(MODEL, run, Layout(1), "cuda").activations for run in modes]
     assert activations == sorted(activations, reverse=True)
     whole = memory_cost(MODEL, RUN, Layout(1), "cuda")
@@ -158,9 +215,16 @@ def test_the_optimizer_takes_the_bytes_of_its_state(kind: Any, size: str) -> Non
         parameter.grad = torch.zeros_like(parameter)
     for optimizer in optimizers:
         optimizer.step()
-    states = [value for optimizer in optimizers for state in optimizer.state.values() for value in state.values()]
+    states = [
+        value
+        for optimizer in optimizers
+        for state in optimizer.state.values()
+        for value in state.values()
+    ]
     real = sum(value.nbytes for value in states if isinstance(value, torch.Tensor) and value.dim())
     model = llama_cost(LLAMA_CONFIGS[size], MicroBatch(2, 256), "fp32")
-    assert memory_cost(model, replace(RUN, optim=optim), Layout(1), "cuda").optimizer == pytest.approx(real, rel=0.005)
+    assert memory_cost(
+        model, replace(RUN, optim=optim), Layout(1), "cuda"
+    ).optimizer == pytest.approx(real, rel=0.005)
     per_parameter = bytes_per_parameter(RUN.memory, optim, "cuda", adamw_share(module, optim))[1]
     assert per_parameter * model.parameters == pytest.approx(real)

@@ -29,11 +29,17 @@ def model_of(name: str, run: RunConfig) -> ModelCost:
     return llama_cost(config, MicroBatch(2, run.batch.seq_len), "fp32")
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row['model']}, {row['layout']}, {row['link']}")
+@pytest.mark.parametrize(
+    "row", ROWS, ids=lambda row: f"{row['model']}, {row['layout']}, {row['link']}"
+)
 def test_an_estimate_is_an_upper_bound(row: dict[str, Any]) -> None:
-    run = resolve(flags=parse_flags([*MODELS[row["model"]].split(), *LAYOUTS[row["layout"]].split()])).run
+    run = resolve(
+        flags=parse_flags([*MODELS[row["model"]].split(), *LAYOUTS[row["layout"]].split()])
+    ).run
     axes = run.layout
-    layout = Layout(2 // (axes.shard * axes.tensor * axes.pipeline), axes.shard, axes.tensor, axes.pipeline)
+    layout = Layout(
+        2 // (axes.shard * axes.tensor * axes.pipeline), axes.shard, axes.tensor, axes.pipeline
+    )
     ratio = memory_cost(model_of(row["model"], run), run, layout, "cpu").total / row["bytes"]
     grows = row["model"] == "translator" and axes.tensor > 1  # from 12 to 40 steps by a tenth
     assert 1.0 <= ratio <= (1.13 if grows else 1.06)

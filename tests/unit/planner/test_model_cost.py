@@ -39,17 +39,36 @@ def saved_bytes(model: nn.Module, loss: Callable[[], Tensor], precision: str) ->
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
 
-def assert_same(cost: ModelCost, model: nn.Module, loss: Callable[[], Tensor], precision: str, tensor: int) -> None:
+def assert_same(
+    cost: ModelCost, model: nn.Module, loss: Callable[[], Tensor], precision: str, tensor: int
+) -> None:
     units = (cost.embedding, *cost.blocks, cost.output)
-    assert [p.on(tensor) for unit in units for p in unit.parameters] == [p.numel() for p in model.parameters()]
-    assert sum(unit.saved["none"].bytes(tensor, precision) for unit in units) == saved_bytes(model, loss, precision)
+    assert [p.on(tensor) for unit in units for p in unit.parameters] == [
+        p.numel() for p in model.parameters()
+    ]
+    assert sum(unit.saved["none"].bytes(tensor, precision) for unit in units) == saved_bytes(
+        model, loss, precision
+    )
 
 
 @PRECISIONS
-@pytest.mark.filterwarnings("ignore:Mismatch dtype")  # of torch, about its norm without a fused kernel
-@pytest.mark.parametrize("values", [{}, {"qkv_bias": True}, {"qk_norm": True}, {"tie_embeddings": False}], ids=str)
+@pytest.mark.filterwarnings(
+    "ignore:Mismatch dtype"
+)  # of torch, about its norm without a fused kernel
+@pytest.mark.parametrize(
+    "values", [{}, {"qkv_bias": True}, {"qk_norm": True}, {"tie_embeddings": False}], ids=str
+)
 def test_llama(values: dict[str, bool], precision: str) -> None:
-    config = LlamaConfig(512, 96, 2, n_heads=4, n_kv_heads=2, head_dim=40, ffn_dim=176, **({"tie_embeddings": True} | values))
+    config = LlamaConfig(
+        512,
+        96,
+        2,
+        n_heads=4,
+        n_kv_heads=2,
+        head_dim=40,
+        ffn_dim=176,
+        **({"tie_embeddings": True} | values),
+    )
     model, tokens = build_llama(config, device=CPU, seed=1), torch.randint(0, 512, (2, 48))
     cost = llama_cost(config, MicroBatch(2, 48), precision)
     assert_same(cost, model, lambda: model(tokens, tokens), precision, 1)
@@ -66,7 +85,15 @@ def test_translator(precision: str) -> None:
 
 
 def test_a_rank_of_the_tensor_axis() -> None:
-    config = LlamaConfig(512, 96, 2, n_heads=4, n_kv_heads=2, head_dim=40, ffn_dim=176, tie_embeddings=True)
+    config = LlamaConfig(
+        512, 96, 2, n_heads=4, n_kv_heads=2, head_dim=40, ffn_dim=176, tie_embeddings=True
+    )
     model, tokens = build_llama(config, device=CPU, seed=1), torch.randint(0, 512, (2, 48))
     apply_tensor_parallel(model, plan_of(model), ProcessGroups(Layout(tensor=2)), 0, 2)
-    assert_same(llama_cost(config, MicroBatch(2, 48), "fp32"), model, lambda: model(tokens, tokens), "fp32", 2)
+    assert_same(
+        llama_cost(config, MicroBatch(2, 48), "fp32"),
+        model,
+        lambda: model(tokens, tokens),
+        "fp32",
+        2,
+    )

@@ -28,11 +28,17 @@ events = st.lists(
 
 @settings(deadline=None)
 @given(events, st.floats(-1e6, 1e6))
-def test_categories_add_up_to_the_wall_time(events: list[tuple[str, object, float]], start_s: float) -> None:
+def test_categories_add_up_to_the_wall_time(
+    events: list[tuple[str, object, float]], start_s: float
+) -> None:
     now_s, wall_clock_s, elapsed_s = start_s, 1.8e9, 0.0
     ledger = Ledger(now_s)
     for event, facts, passed_s in events:
-        now_s, wall_clock_s, elapsed_s = now_s + passed_s, wall_clock_s + passed_s, elapsed_s + passed_s
+        now_s, wall_clock_s, elapsed_s = (
+            now_s + passed_s,
+            wall_clock_s + passed_s,
+            elapsed_s + passed_s,
+        )
         match event, facts:
             case "switch", category:
                 category_before = ledger.category
@@ -81,8 +87,14 @@ def test_describe() -> None:
 
 def test_summary_has_seconds_per_category() -> None:
     values = an_hour_with_a_failure().summary(3700.0)
-    assert values["wall_s"] == pytest.approx(3600) and values["lost_s"] == 5 and values["starting_s"] == 60
-    assert values["regrouping_s"] == pytest.approx(0.3) and values["down_s"] == values["other_s"] == 0
+    assert (
+        values["wall_s"] == pytest.approx(3600)
+        and values["lost_s"] == 5
+        and values["starting_s"] == 60
+    )
+    assert (
+        values["regrouping_s"] == pytest.approx(0.3) and values["down_s"] == values["other_s"] == 0
+    )
     assert values["training_s"] == pytest.approx(3600 - 72 - 36 - 72 - 5 - 60 - 0.3)
     assert values["goodput"] == values["training_s"] / values["wall_s"]
 
@@ -110,12 +122,18 @@ def test_restart_counts_the_gap_as_down() -> None:
     saved = an_hour_with_a_failure().to_json(3700.0, wall_clock_s=1.8e9)
     resumed = Ledger.from_json(saved, 12.0, wall_clock_s=1.8e9 + 8 * 3600)
     values = resumed.summary(72.0)
-    assert values["down_s"] == 8 * 3600 and values["wall_s"] == pytest.approx(9 * 3600 + 60) and values["starting_s"] == 120
+    assert (
+        values["down_s"] == 8 * 3600
+        and values["wall_s"] == pytest.approx(9 * 3600 + 60)
+        and values["starting_s"] == 120
+    )
 
 
 def test_new_leader_with_a_wrong_clock_counts_no_gap() -> None:
     saved = an_hour_with_a_failure().to_json(3700.0, wall_clock_s=1.8e9)
-    assert Ledger.from_json(saved, 9e9, "training").summary(9e9 + 1)["wall_s"] == pytest.approx(3601)
+    assert Ledger.from_json(saved, 9e9, "training").summary(9e9 + 1)["wall_s"] == pytest.approx(
+        3601
+    )
     set_back = Ledger.from_json(saved, 0.0, wall_clock_s=1.8e9 - 3600)
     assert set_back.summary(0.0)["wall_s"] == pytest.approx(3600)
 
@@ -132,7 +150,14 @@ def test_no_time_has_passed() -> None:
 
 
 @pytest.mark.parametrize(
-    "value", [{}, {"seconds": None}, {"seconds": {"data": "x"}}, {"seconds": {"data": -1}}, {"seconds": {"data": "nan"}}]
+    "value",
+    [
+        {},
+        {"seconds": None},
+        {"seconds": {"data": "x"}},
+        {"seconds": {"data": -1}},
+        {"seconds": {"data": "nan"}},
+    ],
 )
 def test_invalid_json_is_rejected(value: dict[str, object]) -> None:
     with pytest.raises((KeyError, TypeError, ValueError)):

@@ -43,7 +43,12 @@ def undisturbed(tmp_path: Path) -> bytes:
 
 
 def test_line_is_a_json_object_with_the_step_first(undisturbed: bytes) -> None:
-    assert json.loads(undisturbed.splitlines()[6]) == {"step": 7, "loss": 1 / 7, "tokens": 107, "seconds": 0.25}
+    assert json.loads(undisturbed.splitlines()[6]) == {
+        "step": 7,
+        "loss": 1 / 7,
+        "tokens": 107,
+        "seconds": 0.25,
+    }
     assert undisturbed.startswith(b'{"step": 1, ')
 
 
@@ -73,11 +78,15 @@ def test_process_killed_while_writing_loses_and_repeats_nothing(tmp_path: Path) 
             process.send_signal(signal.SIGKILL)
         checkpoint = printed[-1] - 20
     MetricsFile(path, checkpoint).close()
-    assert [(line["step"], line["loss"]) for line in read_metrics(path)] == [(step, 1 / step) for step in range(1, checkpoint + 1)]
+    assert [(line["step"], line["loss"]) for line in read_metrics(path)] == [
+        (step, 1 / step) for step in range(1, checkpoint + 1)
+    ]
     assert checkpoint > 300
 
 
-def test_steps_after_the_checkpoint_are_truncated_at_once(tmp_path: Path, undisturbed: bytes) -> None:
+def test_steps_after_the_checkpoint_are_truncated_at_once(
+    tmp_path: Path, undisturbed: bytes
+) -> None:
     path = tmp_path / "undisturbed.jsonl"
     MetricsFile(path, 20).close()
     assert [line["step"] for line in read_metrics(path)] == list(range(1, 21))
@@ -92,7 +101,9 @@ def test_steps_after_the_checkpoint_are_truncated_at_once(tmp_path: Path, undist
         ([1, 2, 3], 5, "the last line is step 3"),
     ],
 )
-def test_missing_or_repeated_step_is_an_error_with_the_line(lines: list[int], from_step: int, problem: str, tmp_path: Path) -> None:
+def test_missing_or_repeated_step_is_an_error_with_the_line(
+    lines: list[int], from_step: int, problem: str, tmp_path: Path
+) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(f'{{"step": {step}, "loss": 1}}\n' for step in lines))
     before = path.read_bytes()
@@ -133,34 +144,57 @@ def test_repeated_or_skipped_step_is_rejected(tmp_path: Path) -> None:
 def test_non_finite_numbers_round_trip_as_valid_json(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     metrics = MetricsFile(path, 0)
-    metrics.log(1, {"loss": math.nan, "norm": math.inf, "low": -math.inf, "deep": [math.nan], "name": "città"})
+    metrics.log(
+        1,
+        {"loss": math.nan, "norm": math.inf, "low": -math.inf, "deep": [math.nan], "name": "città"},
+    )
     metrics.close()
 
     def refuse(constant: str) -> None:
         raise AssertionError(f"{constant} is not JSON")
 
     raw = json.loads(path.read_text(), parse_constant=refuse)
-    assert raw == {"step": 1, "loss": "NaN", "norm": "Infinity", "low": "-Infinity", "deep": ["NaN"], "name": "città"}
+    assert raw == {
+        "step": 1,
+        "loss": "NaN",
+        "norm": "Infinity",
+        "low": "-Infinity",
+        "deep": ["NaN"],
+        "name": "città",
+    }
     line = read_metrics(path)[0]
     assert math.isnan(line["loss"]) and line["norm"] == math.inf and line["low"] == -math.inf
 
 
 @given(loss=st.floats(allow_nan=False))
 @settings(max_examples=50, deadline=None)
-def test_floats_round_trip_with_the_same_bits(loss: float, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_floats_round_trip_with_the_same_bits(
+    loss: float, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     path = tmp_path_factory.mktemp("run") / "metrics.jsonl"
     metrics = MetricsFile(path, 0)
     metrics.log(1, {"loss": loss})
     metrics.close()
-    assert math.copysign(1, read_metrics(path)[0]["loss"]) == math.copysign(1, loss) and read_metrics(path)[0]["loss"] == loss
+    assert (
+        math.copysign(1, read_metrics(path)[0]["loss"]) == math.copysign(1, loss)
+        and read_metrics(path)[0]["loss"] == loss
+    )
 
 
 def test_full_disk_neither_stops_the_run_nor_leaves_a_gap(tmp_path: Path) -> None:
-    command = [sys.executable, str(SUPPORT / "metrics_on_full_disk.py"), str(tmp_path / "metrics.jsonl")]
+    command = [
+        sys.executable,
+        str(SUPPORT / "metrics_on_full_disk.py"),
+        str(tmp_path / "metrics.jsonl"),
+    ]
     output = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-    assert f"WHILE FULL {list(range(1, 11))} True" in output, "a partial line is truncated, readers never see it"
+    assert f"WHILE FULL {list(range(1, 11))} True" in output, (
+        "a partial line is truncated, readers never see it"
+    )
     assert output[-1] == "AT LAST True"
-    assert sum("cannot be written" in line for line in output) == 2, "each outage is logged once, not once per step"
+    assert sum("cannot be written" in line for line in output) == 2, (
+        "each outage is logged once, not once per step"
+    )
     assert sum("can be written again" in line for line in output) == 2
 
 
@@ -173,7 +207,10 @@ def test_unwritable_folder_is_an_error_before_the_first_step(tmp_path: Path) -> 
 def test_long_file_is_opened_in_constant_memory(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     with open(path, "w") as file:
-        file.writelines(f'{{"step": {step}, "loss": 0.123456789, "tokens": 2048, "seconds": 0.1}}\n' for step in range(1, 100_001))
+        file.writelines(
+            f'{{"step": {step}, "loss": 0.123456789, "tokens": 2048, "seconds": 0.1}}\n'
+            for step in range(1, 100_001)
+        )
     tracemalloc.start()
     metrics = MetricsFile(path, 99_990)
     assert next(metrics.after(99_989))["step"] == 99_990
@@ -200,15 +237,29 @@ def flip(content: bytes, line: int) -> bytes:
 
 
 DAMAGE = {
-    "a flipped bit": (lambda content: flip(content, 14), "a line of steps 11 to 20 was changed after it was written"),
+    "a flipped bit": (
+        lambda content: flip(content, 14),
+        "a line of steps 11 to 20 was changed after it was written",
+    ),
     "an emptied file": (lambda content: b"", "steps 1 to 30 are missing"),
-    "another run's file": (lambda content: content.replace(b"0.25", b"0.26"), "a line of steps 1 to 10 was changed after it was written"),
+    "another run's file": (
+        lambda content: content.replace(b"0.25", b"0.26"),
+        "a line of steps 1 to 10 was changed after it was written",
+    ),
     "a lost line": (
-        lambda content: b"".join(content.splitlines(keepends=True)[:4] + content.splitlines(keepends=True)[5:]),
+        lambda content: b"".join(
+            content.splitlines(keepends=True)[:4] + content.splitlines(keepends=True)[5:]
+        ),
         "step 5 is missing",
     ),
-    "an earlier copy": (lambda content: b"".join(content.splitlines(keepends=True)[:17]), "steps 18 to 30 are missing"),
-    "a file of later steps": (lambda content: content[content.index(b'{"step": 25') :], "steps 1 to 24 are missing"),
+    "an earlier copy": (
+        lambda content: b"".join(content.splitlines(keepends=True)[:17]),
+        "steps 18 to 30 are missing",
+    ),
+    "a file of later steps": (
+        lambda content: content[content.index(b'{"step": 25') :],
+        "steps 1 to 24 are missing",
+    ),
 }
 
 
@@ -245,12 +296,16 @@ def test_a_run_that_resumes_from_any_checkpoint_has_the_states_of_its_file(tmp_p
     assert metrics_damage(tmp_path, 30) == []
     record(tmp_path, 30, 40)
     path.write_bytes(flip(path.read_bytes(), 35))
-    assert metrics_damage(tmp_path, 40) == ["a line of steps 31 to 40 was changed after it was written"]
+    assert metrics_damage(tmp_path, 40) == [
+        "a line of steps 31 to 40 was changed after it was written"
+    ]
 
 
 def test_a_long_run_keeps_few_states(tmp_path: Path) -> None:
     steps = 4 * MAX_STATES
     record(tmp_path, 0, steps, sync_every=1)
     states = json.loads((tmp_path / "tracker.json").read_text())["metrics"]
-    assert MAX_STATES // 2 < len(states) <= MAX_STATES and states[0][0] == 1 and states[-1][0] == steps
+    assert (
+        MAX_STATES // 2 < len(states) <= MAX_STATES and states[0][0] == 1 and states[-1][0] == steps
+    )
     assert metrics_damage(tmp_path, steps) == []

@@ -18,7 +18,9 @@ SCRIPT = Path(__file__).parents[2] / "support" / "show_progress.py"
 
 def run(*words: object) -> subprocess.Popen[str]:
     command = [sys.executable, str(SCRIPT), *map(str, words)]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
 
 def test_pipe_gets_lines_at_the_interval_and_for_the_first_and_last_step() -> None:
@@ -31,7 +33,9 @@ def test_lines_are_flushed() -> None:
     with run(50, 0, 20, 1, "wait") as process:
         assert process.stdout is not None and process.stdin is not None
         assert process.stdout.readline() == "step 1  loss 1.500\n"
-        assert process.stdout.readline() == "step 20  loss 1.500\n", "flushed: the run waits for input before the next step"
+        assert process.stdout.readline() == "step 20  loss 1.500\n", (
+            "flushed: the run waits for input before the next step"
+        )
         process.stdin.write("\n")
         process.stdin.flush()
         assert process.stdout.readline() == "step 40  loss 1.500\n"
@@ -44,7 +48,9 @@ def test_other_processes_of_a_host_show_nothing() -> None:
 
 def test_run_continues_when_the_reader_exits() -> None:
     with run(50, 0, 1, 1, "wait") as process:
-        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+        assert (
+            process.stdin is not None and process.stdout is not None and process.stderr is not None
+        )
         process.stdout.readline()
         process.stdout.close()
         process.stdin.write("\n")
@@ -58,7 +64,9 @@ def test_terminal_gets_lines_above_a_bar() -> None:
     parent, child = pty.openpty()
     command = [sys.executable, str(SCRIPT), "50", "0", "20", "1"]
     env = os.environ | {"TERM": "xterm", "COLUMNS": "100"}
-    process = subprocess.Popen(command, stdin=child, stdout=child, stderr=subprocess.DEVNULL, env=env)
+    process = subprocess.Popen(
+        command, stdin=child, stdout=child, stderr=subprocess.DEVNULL, env=env
+    )
     os.close(child)
     output = b""
     while True:
@@ -84,12 +92,20 @@ def test_no_control_characters_without_a_bar() -> None:
         for step in range(1, 11):
             progress.step(step, {"loss": 2.0})
         progress.print_line("saved [step 10]")
-    assert stream.getvalue().splitlines() == [*(f"step {step}  loss 2.000" for step in (1, 5, 10)), "saved [step 10]"]
+    assert stream.getvalue().splitlines() == [
+        *(f"step {step}  loss 2.000" for step in (1, 5, 10)),
+        "saved [step 10]",
+    ]
     assert "\x1b" not in stream.getvalue()
 
 
-@pytest.mark.parametrize(("step", "shown"), [(101, True), (102, False), (120, True), (999, False), (1000, True), (1001, False)])
-def test_lines_are_due_at_the_first_step_the_interval_and_the_last_step(step: int, shown: bool) -> None:
+@pytest.mark.parametrize(
+    ("step", "shown"),
+    [(101, True), (102, False), (120, True), (999, False), (1000, True), (1001, False)],
+)
+def test_lines_are_due_at_the_first_step_the_interval_and_the_last_step(
+    step: int, shown: bool
+) -> None:
     stream = io.StringIO()
     with ProgressDisplay(1000, 100, lambda: True, log_every=20, stream=stream) as progress:
         progress.step(step, {"loss": 2.0})

@@ -7,7 +7,13 @@ import math
 import psutil
 import pytest
 
-from lockstep.record.step_timer import StepTimer, flops_per_token, format_step_line, peak_flops, peak_resident_bytes
+from lockstep.record.step_timer import (
+    StepTimer,
+    flops_per_token,
+    format_step_line,
+    peak_flops,
+    peak_resident_bytes,
+)
 
 
 class Clock:
@@ -174,8 +180,14 @@ def test_format_step_line() -> None:
         "memory_bytes": 61 * 2**30,
         "seconds": 0.1,
     }
-    assert format_step_line(1200, values) == "step 1,200  loss 2.314  norm 0.81  tok/s 41.2 k  mfu 38%  exposed comm 3%  mem 61.0 GiB"
-    assert format_step_line(7, {"loss": math.nan, "data_wait": 0.2}) == "step 7  loss nan  data wait 20%"
+    assert (
+        format_step_line(1200, values)
+        == "step 1,200  loss 2.314  norm 0.81  tok/s 41.2 k  mfu 38%  exposed comm 3%  mem 61.0 GiB"
+    )
+    assert (
+        format_step_line(7, {"loss": math.nan, "data_wait": 0.2})
+        == "step 7  loss nan  data wait 20%"
+    )
     assert format_step_line(7, {}) == "step 7"
     assert format_step_line(7, {"loss": 1.0, "shares": (6, 2)}) == "step 7  loss 1.000  shares 6+2"
     assert format_step_line(7, {"loss": 1.0, "shares": ()}) == "step 7  loss 1.000"

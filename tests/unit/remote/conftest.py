@@ -27,7 +27,10 @@ def server() -> Iterator[str]:
 def proxy(server: str, tmp_path: Path) -> Iterator[Proxy]:
     """The proxy, at which this process reaches the bucket `runs`."""
     make_bucket(server)
-    with Proxy(server) as proxy, mock.patch.dict(os.environ, environment(proxy.address, tmp_path / "copies")):
+    with (
+        Proxy(server) as proxy,
+        mock.patch.dict(os.environ, environment(proxy.address, tmp_path / "copies")),
+    ):
         yield proxy
 
 

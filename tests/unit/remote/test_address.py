@@ -27,8 +27,23 @@ def test_folders_are_no_addresses(path: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        *("gs://runs/a", "az://runs/a", "https://host/runs", "file:///tmp/run", "s3://", "s3://Runs/a", "s3://r/a", "s3://runs/../a"),
-        *("s3://runs/a b", "s3://runs/a?x=1", "s3://runs/a#b", "s3://runs/a%2fb", "s3://key:very-secret-value@runs/a"),
+        *(
+            "gs://runs/a",
+            "az://runs/a",
+            "https://host/runs",
+            "file:///tmp/run",
+            "s3://",
+            "s3://Runs/a",
+            "s3://r/a",
+            "s3://runs/../a",
+        ),
+        *(
+            "s3://runs/a b",
+            "s3://runs/a?x=1",
+            "s3://runs/a#b",
+            "s3://runs/a%2fb",
+            "s3://key:very-secret-value@runs/a",
+        ),
     ],
 )
 def test_other_addresses_are_refused_without_a_secret(text: str) -> None:
@@ -39,8 +54,12 @@ def test_other_addresses_are_refused_without_a_secret(text: str) -> None:
         assert text.partition(":")[0] in caught.value.what
 
 
-@pytest.mark.parametrize("text", ["127.0.0.1:9000", "http://user:very-secret-value@host", "ftp://host", "http://"])
-def test_a_malformed_endpoint_is_refused_without_a_secret(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "text", ["127.0.0.1:9000", "http://user:very-secret-value@host", "ftp://host", "http://"]
+)
+def test_a_malformed_endpoint_is_refused_without_a_secret(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", text)
     with pytest.raises(UsageError, match="AWS_ENDPOINT_URL") as caught:
         endpoint()
@@ -55,7 +74,9 @@ def test_copies_of_equal_addresses_at_two_endpoints_differ(monkeypatch: pytest.M
     assert len(copies) == 3 and {copy.name for copy in copies} == {"first"}
 
 
-def test_a_loop_that_nothing_mirrors_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loop_that_nothing_mirrors_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError, match="lockstep run --out s3://runs/first"):
         Session("s3://runs/first", micro_batches=2)

@@ -24,7 +24,10 @@ def first_puts(fault: str, count: int) -> object:
 def test_an_upload_through_a_fault_is_whole(fault: str, proxy: Proxy, bucket: RunBucket) -> None:
     proxy.fault = first_puts(fault, 2)
     bucket.put("blobs/o/1", b"x" * 100_000)
-    assert len(proxy.faults) == (1 if fault == "slow" else 2) and bucket.get("blobs/o/1") == b"x" * 100_000
+    assert (
+        len(proxy.faults) == (1 if fault == "slow" else 2)
+        and bucket.get("blobs/o/1") == b"x" * 100_000
+    )
 
 
 def test_an_upload_that_always_arrives_torn_is_an_error(proxy: Proxy, bucket: RunBucket) -> None:
@@ -34,7 +37,9 @@ def test_an_upload_that_always_arrives_torn_is_an_error(proxy: Proxy, bucket: Ru
 
 
 @pytest.mark.parametrize("fault", ["lost", "503", "slow", "cut"])
-def test_a_conditional_put_knows_its_own_object(fault: str, proxy: Proxy, bucket: RunBucket) -> None:
+def test_a_conditional_put_knows_its_own_object(
+    fault: str, proxy: Proxy, bucket: RunBucket
+) -> None:
     proxy.fault = first_puts(fault, 1)
     assert bucket.put_if_absent("snapshots/1", b"mine") == b"mine"
     assert bucket.put_if_absent("snapshots/1", b"other") == b"mine"
@@ -43,18 +48,33 @@ def test_a_conditional_put_knows_its_own_object(fault: str, proxy: Proxy, bucket
 def test_one_of_many_conditional_puts_wins(bucket: RunBucket) -> None:
     contents = [str(number).encode() for number in range(8)]
     with ThreadPoolExecutor(8) as pool:
-        assert len(set(pool.map(lambda content: bucket.put_if_absent("snapshots/1", content), contents))) == 1
+        assert (
+            len(
+                set(
+                    pool.map(lambda content: bucket.put_if_absent("snapshots/1", content), contents)
+                )
+            )
+            == 1
+        )
 
 
-def test_errors_name_the_cause_and_no_secret(proxy: Proxy, bucket: RunBucket, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(StoreError, match=r"NoSuchBucket.*\n.*AWS_REGION us-east-1\n.*create the bucket"):
+def test_errors_name_the_cause_and_no_secret(
+    proxy: Proxy, bucket: RunBucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(
+        StoreError, match=r"NoSuchBucket.*\n.*AWS_REGION us-east-1\n.*create the bucket"
+    ):
         RunBucket(Address("absent", "first")).list("snapshots")
     with pytest.raises(FileNotFoundError):
         bucket.get("absent")
     proxy.fault = lambda method, path: "503"
     with pytest.raises(StoreError, match=r"503|SlowDown") as caught:
         bucket.put("blobs/o/1", b"x")
-    assert "very-secret-value" not in str(caught.value) and "AKIATEST" not in str(caught.value) and caught.value.__cause__ is None
+    assert (
+        "very-secret-value" not in str(caught.value)
+        and "AKIATEST" not in str(caught.value)
+        and caught.value.__cause__ is None
+    )
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     with pytest.raises(StoreError, match="check the network"):
         RunBucket(bucket.address).get("absent")
@@ -63,7 +83,10 @@ def test_errors_name_the_cause_and_no_secret(proxy: Proxy, bucket: RunBucket, mo
 @pytest.mark.parametrize(
     ("text", "summary"),
     [
-        ("Generic S3 error: Error performing PUT http://169.254.169.254/latest/api/token in 2s - HTTP error", "no credentials"),
+        (
+            "Generic S3 error: Error performing PUT http://169.254.169.254/latest/api/token in 2s - HTTP error",
+            "no credentials",
+        ),
         (
             "x - Server returned 403: <?xml?>\n<Error><Code>AccessDenied</Code><Message>no very-secret-value</Message>",
             "AccessDenied: no ...",
@@ -74,12 +97,20 @@ def test_errors_name_the_cause_and_no_secret(proxy: Proxy, bucket: RunBucket, mo
         ),
     ],
 )
-def test_a_summary_has_the_reason_alone(text: str, summary: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_summary_has_the_reason_alone(
+    text: str, summary: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "very-secret-value")
-    assert summarize(text).startswith(summary.removesuffix("...")) and "secret" not in summarize(text) and "http:" not in summarize(text)
+    assert (
+        summarize(text).startswith(summary.removesuffix("..."))
+        and "secret" not in summarize(text)
+        and "http:" not in summarize(text)
+    )
 
 
-def test_missing_credentials_are_an_error_that_says_so(bucket: RunBucket, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_credentials_are_an_error_that_says_so(
+    bucket: RunBucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     monkeypatch.setenv("AWS_METADATA_ENDPOINT", "http://127.0.0.1:9")

@@ -18,7 +18,9 @@ from lockstep.remote.upload import Mirror
 from lockstep.remote.working_copy import owned_copy
 
 
-def test_what_describes_a_run_is_copied_and_the_rest_is_not(bucket: RunBucket, proxy: Proxy, tmp_path: Path) -> None:
+def test_what_describes_a_run_is_copied_and_the_rest_is_not(
+    bucket: RunBucket, proxy: Proxy, tmp_path: Path
+) -> None:
     (view := tmp_path / "watch" / "first").mkdir(parents=True)
     followed = FollowedCopy(bucket, view)
     with pytest.raises(CheckpointError, match="there is no run"):
@@ -32,7 +34,11 @@ def test_what_describes_a_run_is_copied_and_the_rest_is_not(bucket: RunBucket, p
         (copy / "metrics.jsonl").write_text(lines)
         assert mirror.publish()
         status = followed.status()
-        assert status["source"].startswith("snapshot 2, put by ") and status["source"].endswith(" ago") and not status["silent"]
+        assert (
+            status["source"].startswith("snapshot 2, put by ")
+            and status["source"].endswith(" ago")
+            and not status["silent"]
+        )
         assert status["run"] == "s3://runs/team/first" and status["ended"] is None
         names = {str(path.relative_to(view)) for path in view.rglob("*") if path.is_file()}
         assert names == {"metrics.jsonl", "checkpoints/step-00000010/COMMITTED"}
@@ -47,10 +53,14 @@ def test_what_describes_a_run_is_copied_and_the_rest_is_not(bucket: RunBucket, p
         assert followed.status()["ended"] == {"code": 0, "text": ""}
         assert (view / "metrics.jsonl").read_text() == lines + '{"step": 1000}\n'
         blobs = [path for path in requests if "/blobs/" in path]
-        assert len(blobs) == 3, "the last blob of the metrics, which have three, the events, the generation"
+        assert len(blobs) == 3, (
+            "the last blob of the metrics, which have three, the events, the generation"
+        )
 
 
-def test_an_outage_and_a_lost_host_are_shown(bucket: RunBucket, proxy: Proxy, tmp_path: Path) -> None:
+def test_an_outage_and_a_lost_host_are_shown(
+    bucket: RunBucket, proxy: Proxy, tmp_path: Path
+) -> None:
     with owned_copy(bucket, "a") as (copy, ownership):
         (copy / "metrics.jsonl").write_text('{"step": 1}\n')
         assert Mirror(copy, ownership).publish()
@@ -65,5 +75,7 @@ def test_an_outage_and_a_lost_host_are_shown(bucket: RunBucket, proxy: Proxy, tm
     followed.next_s = 0.0
     status = followed.status()
     assert "snapshots was not listed" in status["source"] and (view / "metrics.jsonl").exists()
-    with mock.patch.object(followed_copy.time, "time", return_value=followed.put_s + 5 * followed.snapshot.beat_s + 1):
+    with mock.patch.object(
+        followed_copy.time, "time", return_value=followed.put_s + 5 * followed.snapshot.beat_s + 1
+    ):
         assert followed.status()["silent"]

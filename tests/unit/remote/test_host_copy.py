@@ -15,13 +15,26 @@ from support.object_store import Proxy
 
 from lockstep.checkpoint.commands import verify
 from lockstep.checkpoint.folder import committed_steps, folder_name, retire, set_aside
-from lockstep.elastic.generation_log import Generation, GenerationLog, Member, RunResult, open_generation_log
+from lockstep.elastic.generation_log import (
+    Generation,
+    GenerationLog,
+    Member,
+    RunResult,
+    open_generation_log,
+)
 from lockstep.elastic.link import read_token
 from lockstep.elastic.run_folder import create_run_folder
 from lockstep.errors import CheckpointError, DamagedFileError, StoreError, UsageError
 from lockstep.object_store.bucket import RunBucket
 from lockstep.remote import host_copy
-from lockstep.remote.host_copy import IDENTITY, HostMirror, fetch_checkpoint, joined_copy, refresh_copy, wait_until_published
+from lockstep.remote.host_copy import (
+    IDENTITY,
+    HostMirror,
+    fetch_checkpoint,
+    joined_copy,
+    refresh_copy,
+    wait_until_published,
+)
 from lockstep.remote.snapshots import Snapshot, newest
 from lockstep.remote.upload import Mirror, steps_of
 from lockstep.remote.working_copy import owned_copy
@@ -51,7 +64,9 @@ def start(bucket: RunBucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def form(host: HostMirror, number: int, *names: str) -> None:
     """Form a generation with one worker on each host, the first of which has rank 0."""
     members = tuple(Member(f"{name}/0/{number:04x}", name, 0, 7, "10.0.0.1:2000") for name in names)
-    open_generation_log(host.folder).propose(Generation(number, f"t{number}", members, "", 0, "test"))
+    open_generation_log(host.folder).propose(
+        Generation(number, f"t{number}", members, "", 0, "test")
+    )
 
 
 def poll(*hosts: HostMirror) -> None:
@@ -73,7 +88,9 @@ def train(host: HostMirror, *steps: int) -> None:
     """As rank 0: save checkpoints, and write metrics up to the last step."""
     for step in steps:
         checkpoints.save(host.folder / "checkpoints", step)
-    (host.folder / "metrics.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in range(1, steps[-1] + 1)))
+    (host.folder / "metrics.jsonl").write_text(
+        "".join(f'{{"step": {step}}}\n' for step in range(1, steps[-1] + 1))
+    )
 
 
 def test_hosts_have_one_token_and_one_run_id(start: Start, bucket: RunBucket) -> None:
@@ -84,7 +101,9 @@ def test_hosts_have_one_token_and_one_run_id(start: Start, bucket: RunBucket) ->
     assert (a.folder / "token").stat().st_mode & 0o777 == 0o600
 
 
-def test_the_host_of_rank_0_publishes_and_the_others_follow(start: Start, bucket: RunBucket) -> None:
+def test_the_host_of_rank_0_publishes_and_the_others_follow(
+    start: Start, bucket: RunBucket
+) -> None:
     a, b = start("a"), start("b")
     poll(a, b)
     assert newest(bucket) is None
@@ -112,9 +131,16 @@ def test_a_new_host_of_rank_0_publishes_all_checkpoints(start: Start, bucket: Ru
     train(a, 40)  # a was cut off, and does not know generation 2
     a.poll()
     a.poll()
-    assert steps_of(stored(bucket).files) == [10, 20, 30] and stored(bucket).generation == 2 and not a.problem
+    assert (
+        steps_of(stored(bucket).files) == [10, 20, 30]
+        and stored(bucket).generation == 2
+        and not a.problem
+    )
     poll(a)
-    assert a.mirror is None and (a.folder / "metrics.jsonl").read_bytes() == (b.folder / "metrics.jsonl").read_bytes()
+    assert (
+        a.mirror is None
+        and (a.folder / "metrics.jsonl").read_bytes() == (b.folder / "metrics.jsonl").read_bytes()
+    )
     form(b, 3, "a", "b")
     poll(a, b)
     assert stored(bucket).generation == 3 and b.mirror is None
@@ -159,26 +185,36 @@ def test_each_host_has_the_events_of_all_that_published(start: Start, bucket: Ru
     assert [json.loads(line)["event"] for line in lines] == ["started b", "started a"]
 
 
-def test_a_start_reads_the_newest_snapshot_unless_it_has_put_it(start: Start, bucket: RunBucket) -> None:
+def test_a_start_reads_the_newest_snapshot_unless_it_has_put_it(
+    start: Start, bucket: RunBucket
+) -> None:
     a = start("a")
     form(a, 1, "a")
     train(a, 10)
     poll(a)
     train(a, 20)  # not published before it was killed
     c = start("c")
-    assert committed_steps(c.folder / "checkpoints") == [10] and (c.folder / "metrics.jsonl").exists()
-    assert GenerationLog(c.folder / "generations").newest() == open_generation_log(a.folder).newest()
+    assert (
+        committed_steps(c.folder / "checkpoints") == [10] and (c.folder / "metrics.jsonl").exists()
+    )
+    assert (
+        GenerationLog(c.folder / "generations").newest() == open_generation_log(a.folder).newest()
+    )
     a = start("a")
     assert committed_steps(a.folder / "checkpoints") == [10, 20]
     form(c, 2, "c")
     train(c, 15)
     poll(c)
     refresh_copy(a.folder)
-    assert committed_steps(a.folder / "checkpoints") == [10, 15] and list(a.folder.glob("checkpoints/*20.abandoned"))
+    assert committed_steps(a.folder / "checkpoints") == [10, 15] and list(
+        a.folder.glob("checkpoints/*20.abandoned")
+    )
     assert (a.folder / "metrics.jsonl").read_text().count("\n") == 15
 
 
-def test_a_start_deletes_checkpoints_that_the_run_no_longer_keeps(start: Start, bucket: RunBucket) -> None:
+def test_a_start_deletes_checkpoints_that_the_run_no_longer_keeps(
+    start: Start, bucket: RunBucket
+) -> None:
     a, b = start("a"), start("b")
     form(a, 1, "a", "b")
     train(a, 10)
@@ -191,11 +227,16 @@ def test_a_start_deletes_checkpoints_that_the_run_no_longer_keeps(start: Start, 
     train(b, 40)
     poll(b)
     a = start("a")
-    assert committed_steps(a.folder / "checkpoints") == [30, 40] and not list(a.folder.glob("checkpoints/*abandoned*"))
+    assert committed_steps(a.folder / "checkpoints") == [30, 40] and not list(
+        a.folder.glob("checkpoints/*abandoned*")
+    )
 
 
 def test_a_checkpoint_of_rank_0_reaches_a_host_that_scores_it(
-    start: Start, bucket: RunBucket, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    start: Start,
+    bucket: RunBucket,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     a, b = start("a"), start("b")
     form(a, 1, "a", "b")
@@ -214,7 +255,9 @@ def test_a_checkpoint_of_rank_0_reaches_a_host_that_scores_it(
         fetch_checkpoint(b.folder, 30)
 
 
-def test_a_damaged_checkpoint_is_no_start(start: Start, bucket: RunBucket, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_checkpoint_is_no_start(
+    start: Start, bucket: RunBucket, caplog: pytest.LogCaptureFixture
+) -> None:
     a = start("a")
     form(a, 1, "a")
     train(a, 10)
@@ -225,10 +268,15 @@ def test_a_damaged_checkpoint_is_no_start(start: Start, bucket: RunBucket, caplo
         start("b")
     train(a, 20)
     poll(a)
-    assert committed_steps(start("b").folder / "checkpoints") == [20] and "step-00000010 is damaged" in caplog.text
+    assert (
+        committed_steps(start("b").folder / "checkpoints") == [20]
+        and "step-00000010 is damaged" in caplog.text
+    )
 
 
-def test_a_run_that_returned_to_an_earlier_step_keeps_no_later_checkpoint(start: Start, bucket: RunBucket) -> None:
+def test_a_run_that_returned_to_an_earlier_step_keeps_no_later_checkpoint(
+    start: Start, bucket: RunBucket
+) -> None:
     a, b = start("a"), start("b")
     form(a, 1, "a", "b")
     train(a, 10, 20, 30)
@@ -242,12 +290,16 @@ def test_a_run_that_returned_to_an_earlier_step_keeps_no_later_checkpoint(start:
     poll(b)
     assert steps_of(stored(bucket).files) == [10, 20], "30 is not downloaded again"
     published = stored(bucket).files
-    set_aside(late.folder / "checkpoints" / folder_name(30), "abandoned")  # as a worker does that joins at step 25
+    set_aside(
+        late.folder / "checkpoints" / folder_name(30), "abandoned"
+    )  # as a worker does that joins at step 25
     form(b, 3, "a", "b")
     poll(late)
     assert steps_of(stored(bucket).files) == [10, 20] and stored(bucket).generation == 3
     tensors = "checkpoints/step-00000020/tensors-00000.safetensors"
-    assert stored(bucket).files[tensors] == published[tensors], "the step of the run that was left is replaced"
+    assert stored(bucket).files[tensors] == published[tensors], (
+        "the step of the run that was left is replaced"
+    )
     assert bytes([99]) * 64 in (late.folder / tensors).read_bytes()
 
 
@@ -275,7 +327,11 @@ def test_a_drained_host_releases_nothing(start: Start, bucket: RunBucket) -> Non
 
 
 def test_an_outage_of_the_store_is_a_warning(
-    start: Start, proxy: Proxy, bucket: RunBucket, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    start: Start,
+    proxy: Proxy,
+    bucket: RunBucket,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     a, b = start("a"), start("b")
     form(a, 1, "a", "b")
@@ -294,7 +350,9 @@ def test_an_outage_of_the_store_is_a_warning(
     assert steps_of(stored(bucket).files) == [10] and (b.folder / "metrics.jsonl").exists()
 
 
-def test_a_run_of_one_host_and_a_run_of_several_are_not_mixed(start: Start, bucket: RunBucket, tmp_path: Path) -> None:
+def test_a_run_of_one_host_and_a_run_of_several_are_not_mixed(
+    start: Start, bucket: RunBucket, tmp_path: Path
+) -> None:
     with owned_copy(bucket, "single") as (copy, ownership):
         assert Mirror(copy, ownership).publish(released=True)
     with pytest.raises(UsageError, match="is one of a single host"):
@@ -305,7 +363,9 @@ def test_a_run_of_one_host_and_a_run_of_several_are_not_mixed(start: Start, buck
         pass
 
 
-def test_other_objects_a_lost_store_and_a_second_agent_are_refused(start: Start, bucket: RunBucket) -> None:
+def test_other_objects_a_lost_store_and_a_second_agent_are_refused(
+    start: Start, bucket: RunBucket
+) -> None:
     bucket.put("photos/cat.jpg", b"x")
     with pytest.raises(UsageError, match="holds no run, but 1 other names: photos"):
         start("a")
@@ -318,7 +378,13 @@ def test_other_objects_a_lost_store_and_a_second_agent_are_refused(start: Start,
         joined_copy(bucket, "a"),
     ):
         pass
-    for identity in (b"{", b"[]", b'{"token": 5, "run_id": []}', b'{"token": "../../x", "run_id": "00000000"}', b"\xff"):
+    for identity in (
+        b"{",
+        b"[]",
+        b'{"token": 5, "run_id": []}',
+        b'{"token": "../../x", "run_id": "00000000"}',
+        b"\xff",
+    ):
         bucket.put(IDENTITY, identity)
         with pytest.raises(DamagedFileError, match="identity of the run is damaged"):
             start("b")
@@ -327,7 +393,9 @@ def test_other_objects_a_lost_store_and_a_second_agent_are_refused(start: Start,
         start("a")
 
 
-def test_a_new_host_does_not_start_anew_when_the_snapshots_are_gone(start: Start, bucket: RunBucket) -> None:
+def test_a_new_host_does_not_start_anew_when_the_snapshots_are_gone(
+    start: Start, bucket: RunBucket
+) -> None:
     a = start("a")
     form(a, 1, "a")
     train(a, 10)
@@ -339,7 +407,9 @@ def test_a_new_host_does_not_start_anew_when_the_snapshots_are_gone(start: Start
     assert committed_steps(start("b").folder / "checkpoints") == [10]
 
 
-def test_a_generation_that_is_no_text_is_an_error_that_is_tried_again(start: Start, bucket: RunBucket) -> None:
+def test_a_generation_that_is_no_text_is_an_error_that_is_tried_again(
+    start: Start, bucket: RunBucket
+) -> None:
     a = start("a")
     form(a, 1, "a")
     bucket.put("membership/generations/000002.json", b"\xff\xfe")
@@ -350,13 +420,18 @@ def test_a_generation_that_is_no_text_is_an_error_that_is_tried_again(start: Sta
 
 
 def test_any_failure_of_a_poll_is_a_warning_and_of_the_end_an_error(
-    start: Start, bucket: RunBucket, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    start: Start,
+    bucket: RunBucket,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     a = start("a")
     form(a, 1, "a")
     poll(a)
     train(a, 10)
-    monkeypatch.setattr(a, "read_generations", mock.Mock(side_effect=IndexError("list index out of range")))
+    monkeypatch.setattr(
+        a, "read_generations", mock.Mock(side_effect=IndexError("list index out of range"))
+    )
     a.poll()
     a.poll()
     assert caplog.text.count("the mirror failed: IndexError: list index out of range") == 1

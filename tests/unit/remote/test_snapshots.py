@@ -14,7 +14,14 @@ from support.object_store import Proxy
 from lockstep.errors import CheckpointError, FencedError, StoreError, UsageError
 from lockstep.files import add_checksum
 from lockstep.object_store.bucket import RunBucket
-from lockstep.remote.snapshots import Ownership, Snapshot, name_of, newest, refuse_unsafe_store, wait_until_silent
+from lockstep.remote.snapshots import (
+    Ownership,
+    Snapshot,
+    name_of,
+    newest,
+    refuse_unsafe_store,
+    wait_until_silent,
+)
 
 FILES = {"run.json": (("a/1", 3),)}
 
@@ -47,7 +54,9 @@ def test_one_of_many_starts_owns_the_run(bucket: RunBucket) -> None:
 
 
 @pytest.mark.parametrize("fault", ["lost", "torn", "503"])
-def test_an_owner_survives_faults_of_its_own_put(fault: str, proxy: Proxy, bucket: RunBucket) -> None:
+def test_an_owner_survives_faults_of_its_own_put(
+    fault: str, proxy: Proxy, bucket: RunBucket
+) -> None:
     owner = Ownership(bucket, "a", None)
     faults = iter([fault, fault])
     proxy.fault = lambda method, path: next(faults, "") if method == "PUT" else ""
@@ -92,7 +101,9 @@ def test_damaged_snapshots_are_skipped(bucket: RunBucket) -> None:
 
 @pytest.mark.parametrize("path", ["/etc/passwd", "../x", "a/../../x"])
 def test_a_snapshot_cannot_name_files_elsewhere(path: str) -> None:
-    assert Snapshot.from_bytes(replace(Snapshot(1, "a", 1.0, {}), files={path: ()}).to_bytes()) is None
+    assert (
+        Snapshot.from_bytes(replace(Snapshot(1, "a", 1.0, {}), files={path: ()}).to_bytes()) is None
+    )
 
 
 WRONG = [
@@ -144,8 +155,12 @@ def test_a_whole_snapshot_with_a_wrong_value_is_damaged(name: str, value: object
     assert Snapshot.from_bytes(changed_snapshot(2, name, value)) is None
 
 
-@pytest.mark.parametrize(("name", "value"), [("beat_s", float("inf")), ("files", {"a": [["a/1", "3"]]}), ("owner", 5)])
-def test_a_wrong_value_is_named_and_its_number_is_skipped(name: str, value: object, bucket: RunBucket) -> None:
+@pytest.mark.parametrize(
+    ("name", "value"), [("beat_s", float("inf")), ("files", {"a": [["a/1", "3"]]}), ("owner", 5)]
+)
+def test_a_wrong_value_is_named_and_its_number_is_skipped(
+    name: str, value: object, bucket: RunBucket
+) -> None:
     owner = Ownership(bucket, "a", None)
     bucket.put(name_of(2), changed_snapshot(2, name, value))
     with pytest.raises(CheckpointError, match=f"snapshot 2 is damaged: {name} is"):
@@ -154,7 +169,9 @@ def test_a_wrong_value_is_named_and_its_number_is_skipped(name: str, value: obje
     assert newest(bucket) == owner.newest and owner.newest.number == 3
 
 
-def test_a_changed_snapshot_is_no_torn_upload(bucket: RunBucket, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_changed_snapshot_is_no_torn_upload(
+    bucket: RunBucket, caplog: pytest.LogCaptureFixture
+) -> None:
     owner = Ownership(bucket, "a", None)
     owner.put(FILES)
     content = bucket.get(name_of(2))
@@ -186,7 +203,9 @@ def test_blobs_without_snapshots_are_no_new_run(bucket: RunBucket) -> None:
         newest(bucket)
 
 
-def test_a_snapshot_that_is_gone_at_once_was_not_put(bucket: RunBucket, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_snapshot_that_is_gone_at_once_was_not_put(
+    bucket: RunBucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
     owner = Ownership(bucket, "a", None)
     read = bucket.put_if_absent
 
@@ -195,7 +214,10 @@ def test_a_snapshot_that_is_gone_at_once_was_not_put(bucket: RunBucket, monkeypa
         bucket.delete(bucket.list("snapshots"))
         return stored
 
-    with monkeypatch.context() as patch, pytest.raises(StoreError, match="snapshot 2 was stored, and was gone at once"):
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(StoreError, match="snapshot 2 was stored, and was gone at once"),
+    ):
         patch.setattr(bucket, "put_if_absent", put_and_delete)
         owner.put(FILES)
     owner.put(FILES)
@@ -232,7 +254,9 @@ def test_a_run_that_trains_is_not_taken_over(bucket: RunBucket) -> None:
     assert wait_until_silent(bucket, silent).released
 
 
-def test_a_store_without_conditional_puts_is_refused(bucket: RunBucket, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_without_conditional_puts_is_refused(
+    bucket: RunBucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
     refuse_unsafe_store(bucket)
     assert bucket.list("probes") == []
     store = bucket._store
@@ -255,7 +279,9 @@ class Unconditional:
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "often", "1e9", "nan"])
-def test_a_wrong_beat_is_refused(text: str, bucket: RunBucket, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_beat_is_refused(
+    text: str, bucket: RunBucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("LOCKSTEP_STORE_BEAT_S", text)
     with pytest.raises(UsageError, match="LOCKSTEP_STORE_BEAT_S"):
         Ownership(bucket, "a", None)

@@ -11,7 +11,14 @@ import pytest
 from support.object_store import Proxy
 
 from lockstep.elastic import waiting_room
-from lockstep.elastic.generation_log import Generation, GenerationLog, Member, RunResult, StoredGenerationLog, open_generation_log
+from lockstep.elastic.generation_log import (
+    Generation,
+    GenerationLog,
+    Member,
+    RunResult,
+    StoredGenerationLog,
+    open_generation_log,
+)
 from lockstep.elastic.stored_folder import STORE_FILE, stored_folder
 from lockstep.errors import DamagedFileError
 from lockstep.files import add_checksum
@@ -39,14 +46,24 @@ def member(id: str = "a/0/1234") -> Member:
 
 
 def test_a_run_folder_without_an_address_has_its_log_on_the_disk(tmp_path: Path) -> None:
-    assert type(open_generation_log(tmp_path)) is GenerationLog and stored_folder(tmp_path, "waiting") is None
+    assert (
+        type(open_generation_log(tmp_path)) is GenerationLog
+        and stored_folder(tmp_path, "waiting") is None
+    )
 
 
 def test_two_hosts_have_one_log(hosts: tuple[Path, Path]) -> None:
     first, second = map(open_generation_log, hosts)
     assert isinstance(first, StoredGenerationLog) and first.newest() is None
-    assert first.propose(generation(1, "first")).token == second.propose(generation(1, "second")).token == "first"
-    assert second.newest() == first.newest() == generation(1, "first") and second.newest(known=1) is None
+    assert (
+        first.propose(generation(1, "first")).token
+        == second.propose(generation(1, "second")).token
+        == "first"
+    )
+    assert (
+        second.newest() == first.newest() == generation(1, "first")
+        and second.newest(known=1) is None
+    )
     assert second.propose(generation(2)).number == 2
     newest = first.newest(known=1)
     assert newest and newest.number == 2 and first.read(1).token == "first"
@@ -56,7 +73,17 @@ def test_two_hosts_have_one_log(hosts: tuple[Path, Path]) -> None:
 def test_one_of_many_proposals_wins(hosts: tuple[Path, Path]) -> None:
     logs = [open_generation_log(hosts[k % 2]) for k in range(8)]
     with ThreadPoolExecutor(8) as pool:
-        assert len({winner.token for winner in pool.map(lambda k: logs[k].propose(generation(1, str(k))), range(8))}) == 1
+        assert (
+            len(
+                {
+                    winner.token
+                    for winner in pool.map(
+                        lambda k: logs[k].propose(generation(1, str(k))), range(8)
+                    )
+                }
+            )
+            == 1
+        )
 
 
 def test_a_copy_gets_the_newest_generation_and_those_after_it(hosts: tuple[Path, Path]) -> None:
@@ -70,7 +97,11 @@ def test_a_copy_gets_the_newest_generation_and_those_after_it(hosts: tuple[Path,
         log.propose(generation(number))
     log.mark_untrusted(4, "replicas differ", {"step": 5, "what": "weights", "digests": {}})
     copy.copy_new()
-    assert sorted(path.name for path in hosts[1].glob("generations/*")) == ["000002.json", "000003.json", "000004.json"]
+    assert sorted(path.name for path in hosts[1].glob("generations/*")) == [
+        "000002.json",
+        "000003.json",
+        "000004.json",
+    ]
     assert GenerationLog(hosts[1] / "generations").newest() == generation(4)
 
 
@@ -88,7 +119,9 @@ def test_generations_from_a_million_on_are_in_order(hosts: tuple[Path, Path]) ->
                 copy.copy_new()
             assert log.propose(generation(number)).number == number
             for known in (0, number - 1):
-                newest = type(log)(log.folder, *([log.stored] if isinstance(log, StoredGenerationLog) else [])).newest(known)
+                newest = type(log)(
+                    log.folder, *([log.stored] if isinstance(log, StoredGenerationLog) else [])
+                ).newest(known)
                 assert newest and newest.number == number
     assert isinstance(copy, StoredGenerationLog)
     copy.copy_new()
@@ -99,7 +132,9 @@ def test_generations_from_a_million_on_are_in_order(hosts: tuple[Path, Path]) ->
 def test_the_end_of_the_run_is_recorded_once(hosts: tuple[Path, Path]) -> None:
     first, second = map(open_generation_log, hosts)
     first.propose(generation(1))
-    ends = [log.record_end(RunResult(code), "done", after=0) for code, log in ((0, first), (1, second))]
+    ends = [
+        log.record_end(RunResult(code), "done", after=0) for code, log in ((0, first), (1, second))
+    ]
     assert ends[0] == ends[1] and ends[0].number == 2 and ends[0].end == RunResult(0)
 
 
@@ -111,7 +146,9 @@ def test_distrust_of_one_host_reaches_the_other(hosts: tuple[Path, Path]) -> Non
     assert [facts["step"] for _, facts in second.divergence_records()] == [3]
 
 
-def test_a_log_that_lost_a_generation_is_unavailable(hosts: tuple[Path, Path], bucket: RunBucket) -> None:
+def test_a_log_that_lost_a_generation_is_unavailable(
+    hosts: tuple[Path, Path], bucket: RunBucket
+) -> None:
     log = open_generation_log(hosts[0])
     log.propose(generation(1))
     log.propose(generation(2))
@@ -132,11 +169,17 @@ def test_a_damaged_generation_names_its_object(hosts: tuple[Path, Path], bucket:
 
 
 @pytest.mark.parametrize("fault", ["503", "cut"])
-def test_a_store_that_does_not_answer_is_an_unavailable_disk(fault: str, proxy: Proxy, hosts: tuple[Path, Path]) -> None:
+def test_a_store_that_does_not_answer_is_an_unavailable_disk(
+    fault: str, proxy: Proxy, hosts: tuple[Path, Path]
+) -> None:
     log = open_generation_log(hosts[0])
     log.propose(generation(1))
     proxy.fault = lambda method, path: fault
-    for call in (log.newest, lambda: log.propose(generation(2)), lambda: waiting_room.WaitingRoom(hosts[0]).register(member())):
+    for call in (
+        log.newest,
+        lambda: log.propose(generation(2)),
+        lambda: waiting_room.WaitingRoom(hosts[0]).register(member()),
+    ):
         with pytest.raises(OSError, match="was not"):
             call()
     proxy.fault = lambda method, path: ""
@@ -144,7 +187,9 @@ def test_a_store_that_does_not_answer_is_an_unavailable_disk(fault: str, proxy: 
 
 
 @pytest.mark.parametrize("fault", ["lost", "slow"])
-def test_a_proposal_whose_reply_is_lost_wins(fault: str, proxy: Proxy, hosts: tuple[Path, Path]) -> None:
+def test_a_proposal_whose_reply_is_lost_wins(
+    fault: str, proxy: Proxy, hosts: tuple[Path, Path]
+) -> None:
     proxy.fault = lambda method, path: fault if method == "PUT" else ""
     assert open_generation_log(hosts[0]).propose(generation(1, "mine")).token == "mine"
 
@@ -154,15 +199,26 @@ def test_hosts_meet_in_one_waiting_room(hosts: tuple[Path, Path]) -> None:
     worker, other = member("a/0/1234"), member("b/1/5678")
     waiting_room.WaitingRoom(first).register(worker)
     waiting_room.WaitingRoom(second).register(other)
-    assert waiting_room.WaitingRoom(first).members() == waiting_room.WaitingRoom(second).members() == [worker, other]
-    waiting_room.WaitingRoom(first).register(replaced := member("a/0/abcd"))  # its predecessor was killed
+    assert (
+        waiting_room.WaitingRoom(first).members()
+        == waiting_room.WaitingRoom(second).members()
+        == [worker, other]
+    )
+    waiting_room.WaitingRoom(first).register(
+        replaced := member("a/0/abcd")
+    )  # its predecessor was killed
     assert waiting_room.WaitingRoom(second).members() == [replaced, other]
     waiting_room.WaitingRoom(first).write_liveness(replaced)
     before = waiting_room.WaitingRoom(second).read_liveness([replaced, other])
     waiting_room.WaitingRoom(first).write_liveness(replaced)
-    assert list(before) == ["a/0/abcd"] and waiting_room.WaitingRoom(second).read_liveness([replaced, other]) != before
+    assert (
+        list(before) == ["a/0/abcd"]
+        and waiting_room.WaitingRoom(second).read_liveness([replaced, other]) != before
+    )
     waiting_room.WaitingRoom(first).unregister(replaced, with_liveness=True)
-    assert waiting_room.WaitingRoom(second).members() == [other] and not waiting_room.WaitingRoom(second).read_liveness([replaced])
+    assert waiting_room.WaitingRoom(second).members() == [other] and not waiting_room.WaitingRoom(
+        second
+    ).read_liveness([replaced])
     assert not list(first.glob("waiting/*"))
 
 

@@ -35,7 +35,9 @@ def stored(bucket: RunBucket) -> Snapshot:
     return snapshot
 
 
-def test_a_snapshot_has_the_run_without_what_belongs_to_this_host(host: Host, bucket: RunBucket) -> None:
+def test_a_snapshot_has_the_run_without_what_belongs_to_this_host(
+    host: Host, bucket: RunBucket
+) -> None:
     mirror = host("a")
     checkpoints.save(mirror.folder / "checkpoints", 10)
     for name in (
@@ -56,11 +58,15 @@ def test_a_snapshot_has_the_run_without_what_belongs_to_this_host(host: Host, bu
     assert mirror.publish()
     files = stored(bucket).files
     own = {"run.json", "data/corpus.bin", "logs/a-0.log", "metrics.jsonl"}
-    assert {path for path in files if not path.startswith("checkpoints/")} == own and steps_of(files) == [10]
+    assert {path for path in files if not path.startswith("checkpoints/")} == own and steps_of(
+        files
+    ) == [10]
     assert content(bucket, stored(bucket), "data/corpus.bin") == b"data/corpus.bin"
 
 
-def test_equal_bytes_are_uploaded_once(host: Host, bucket: RunBucket, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_bytes_are_uploaded_once(
+    host: Host, bucket: RunBucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(upload, "GROWING_BLOB_BYTES", 1000)
     mirror = host("a")
     metrics = mirror.folder / "metrics.jsonl"
@@ -70,11 +76,20 @@ def test_equal_bytes_are_uploaded_once(host: Host, bucket: RunBucket, monkeypatc
     with open(metrics, "ab") as file:
         file.write(b"x" * 10)
     assert mirror.publish()
-    assert mirror.uploaded_bytes == 1010 and content(bucket, stored(bucket), "metrics.jsonl") == metrics.read_bytes()
+    assert (
+        mirror.uploaded_bytes == 1010
+        and content(bucket, stored(bucket), "metrics.jsonl") == metrics.read_bytes()
+    )
 
 
-def test_a_run_through_faults_is_in_the_store_whole(proxy: Proxy, host: Host, bucket: RunBucket) -> None:
-    mirror, requests, faults = host("a"), itertools.count(), itertools.cycle(["503", "slow", "torn", "cut", "lost"])
+def test_a_run_through_faults_is_in_the_store_whole(
+    proxy: Proxy, host: Host, bucket: RunBucket
+) -> None:
+    mirror, requests, faults = (
+        host("a"),
+        itertools.count(),
+        itertools.cycle(["503", "slow", "torn", "cut", "lost"]),
+    )
 
     def every_third(method: str, path: str) -> str:
         fault = next(faults) if next(requests) % 3 == 2 else ""
@@ -93,7 +108,9 @@ def test_a_run_through_faults_is_in_the_store_whole(proxy: Proxy, host: Host, bu
             assert content(bucket, snapshot, path) == (mirror.folder / path).read_bytes()
 
 
-def test_an_outage_loses_nothing(proxy: Proxy, host: Host, bucket: RunBucket, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_outage_loses_nothing(
+    proxy: Proxy, host: Host, bucket: RunBucket, caplog: pytest.LogCaptureFixture
+) -> None:
     mirror = host("a")
     proxy.fault = lambda method, path: "503"
     for step in (10, 20):
@@ -106,7 +123,9 @@ def test_an_outage_loses_nothing(proxy: Proxy, host: Host, bucket: RunBucket, ca
     assert [record.levelname for record in caplog.records].count("WARNING") == 2  # out, and back
 
 
-def test_a_checkpoint_is_not_listed_before_all_its_blobs_are_stored(proxy: Proxy, host: Host, bucket: RunBucket) -> None:
+def test_a_checkpoint_is_not_listed_before_all_its_blobs_are_stored(
+    proxy: Proxy, host: Host, bucket: RunBucket
+) -> None:
     mirror = host("a")
     checkpoints.save(mirror.folder / "checkpoints", 10)
     proxy.fault = lambda method, path: "torn" if method == "PUT" and f"/{BLOBS}/" in path else ""
@@ -137,15 +156,26 @@ def add_file(name: bytes) -> Callable[[Path], object]:
 
 STRAYS: dict[str, tuple[Callable[[Path], object], str]] = {
     "not UTF-8": (add_file(b"caf\xe9.txt"), r"caf\\udce9.txt is omitted .* not UTF-8"),
-    "a folder that is not UTF-8": (lambda folder: os.mkdir(os.fsencode(folder) + b"/caf\xe9"), "not UTF-8"),
+    "a folder that is not UTF-8": (
+        lambda folder: os.mkdir(os.fsencode(folder) + b"/caf\xe9"),
+        "not UTF-8",
+    ),
     "a pipe": (lambda folder: os.mkfifo(folder / "pipe"), "pipe is omitted .* a named pipe"),
-    "in a checkpoint": (add_file(b"checkpoints/step-00000010/notes.txt"), "notes.txt is omitted .* manifest"),
-    "hidden, in a checkpoint": (add_file(b"checkpoints/step-00000010/.nfs01"), ".nfs01 is omitted .* manifest"),
+    "in a checkpoint": (
+        add_file(b"checkpoints/step-00000010/notes.txt"),
+        "notes.txt is omitted .* manifest",
+    ),
+    "hidden, in a checkpoint": (
+        add_file(b"checkpoints/step-00000010/.nfs01"),
+        ".nfs01 is omitted .* manifest",
+    ),
 }
 
 
 @pytest.mark.parametrize("stray", STRAYS)
-def test_a_stray_file_is_omitted_with_one_warning(stray: str, host: Host, bucket: RunBucket, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_stray_file_is_omitted_with_one_warning(
+    stray: str, host: Host, bucket: RunBucket, caplog: pytest.LogCaptureFixture
+) -> None:
     add, warning = STRAYS[stray]
     mirror = host("a")
     checkpoints.save(mirror.folder / "checkpoints", 10)
@@ -153,13 +183,16 @@ def test_a_stray_file_is_omitted_with_one_warning(stray: str, host: Host, bucket
     mirror.poll()
     mirror.finish()
     assert set(stored(bucket).files) - {"events.jsonl"} == {
-        f"checkpoints/step-00000010/{name}" for name in ("COMMITTED", "facts.json", "manifest.json", "tensors-00000.safetensors")
+        f"checkpoints/step-00000010/{name}"
+        for name in ("COMMITTED", "facts.json", "manifest.json", "tensors-00000.safetensors")
     }
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert len(warnings) == 1 and re.search(warning, warnings[0])
 
 
-def test_a_stray_file_that_always_changes_blocks_no_checkpoint(host: Host, bucket: RunBucket, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stray_file_that_always_changes_blocks_no_checkpoint(
+    host: Host, bucket: RunBucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
     mirror, numbers = host("a"), itertools.count()
     checkpoints.save(mirror.folder / "checkpoints", 10)
     (mirror.folder / "data").mkdir()
@@ -176,13 +209,17 @@ def test_a_stray_file_that_always_changes_blocks_no_checkpoint(host: Host, bucke
     assert mirror.publish() and steps_of(stored(bucket).files) == [10]
 
 
-def test_a_run_whose_prepared_data_is_gone_is_not_uploaded(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_whose_prepared_data_is_gone_is_not_uploaded(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(upload, "FINAL_BEATS", 0)
     mirror = host("a")
     checkpoints.save(mirror.folder / "checkpoints", 10)
     (mirror.folder / "data").mkdir()
     (mirror.folder / "data/prepared.json").write_text('{"files": {"train.bin": ""}}')
-    with pytest.raises(StoreError, match=r"was not uploaded: the run folder lacks its data: data/train\.bin"):
+    with pytest.raises(
+        StoreError, match=r"was not uploaded: the run folder lacks its data: data/train\.bin"
+    ):
         mirror.finish()
 
 
@@ -203,32 +240,50 @@ def test_blobs_that_the_store_has_lost_are_uploaded_again(
     snapshot = stored(bucket)
     for path in snapshot.files:
         assert content(bucket, snapshot, path) == (mirror.folder / path).read_bytes()
-    assert "blobs of s3://runs/team/first are gone from the store, and are uploaded again" in caplog.text
+    assert (
+        "blobs of s3://runs/team/first are gone from the store, and are uploaded again"
+        in caplog.text
+    )
 
 
-def test_the_end_finds_blobs_that_were_never_stored(proxy: Proxy, host: Host, bucket: RunBucket, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_end_finds_blobs_that_were_never_stored(
+    proxy: Proxy, host: Host, bucket: RunBucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(upload, "FINAL_BEATS", 1)
     mirror = host("a")
     checkpoints.save(mirror.folder / "checkpoints", 10)
-    proxy.fault = lambda method, path: "swallowed" if method == "PUT" and f"/{BLOBS}/" in path else ""
+    proxy.fault = lambda method, path: (
+        "swallowed" if method == "PUT" and f"/{BLOBS}/" in path else ""
+    )
     with pytest.raises(StoreError, match="blobs are missing right after their upload"):
         mirror.finish()
     assert steps_of(stored(bucket).files) == []
 
 
-def test_the_end_of_a_run_whose_last_checkpoint_is_damaged_here_is_an_error(host: Host, bucket: RunBucket) -> None:
+def test_the_end_of_a_run_whose_last_checkpoint_is_damaged_here_is_an_error(
+    host: Host, bucket: RunBucket
+) -> None:
     mirror = host("a")
     for step in (10, 20):
         path = checkpoints.save(mirror.folder / "checkpoints", step)
     (path / "tensors-00000.safetensors").write_bytes(b"other")
-    with pytest.raises(CheckpointError, match="step 20 is damaged or unreadable on this host, so it is not in the store"):
+    with pytest.raises(
+        CheckpointError,
+        match="step 20 is damaged or unreadable on this host, so it is not in the store",
+    ):
         mirror.finish()
     assert steps_of(stored(bucket).files) == [10] and stored(bucket).released
 
 
-@pytest.mark.parametrize("failure", [ValueError("x"), IndexError("x"), MemoryError(), PermissionError(13, "Permission denied")])
+@pytest.mark.parametrize(
+    "failure",
+    [ValueError("x"), IndexError("x"), MemoryError(), PermissionError(13, "Permission denied")],
+)
 def test_a_failed_mirror_is_the_exit_code(
-    failure: Exception, host: Host, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    failure: Exception,
+    host: Host,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Also of a type that nothing expects, and also when the run itself has exited with 75: saved."""
     monkeypatch.setattr(upload, "FINAL_BEATS", 1)
@@ -247,7 +302,9 @@ def test_a_failed_mirror_is_the_exit_code(
     assert len(polls) > 6 and "Error: " in capsys.readouterr().err
 
 
-def test_no_snapshot_mixes_two_moments(host: Host, bucket: RunBucket, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_snapshot_mixes_two_moments(
+    host: Host, bucket: RunBucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A run goes back to step 10 while its files are read: step 20 is set aside, then the metrics are truncated."""
     mirror = host("a")
     for step in (10, 20):
@@ -268,7 +325,9 @@ def test_no_snapshot_mixes_two_moments(host: Host, bucket: RunBucket, monkeypatc
     assert content(bucket, stored(bucket), "metrics.jsonl") == b"10 lines"
 
 
-def test_a_checkpoint_is_not_deleted_while_it_is_uploaded(proxy: Proxy, host: Host, bucket: RunBucket) -> None:
+def test_a_checkpoint_is_not_deleted_while_it_is_uploaded(
+    proxy: Proxy, host: Host, bucket: RunBucket
+) -> None:
     mirror, deleted = host("a"), []
     folder = mirror.folder / "checkpoints"
     checkpoints.save(folder, 10)
@@ -285,7 +344,9 @@ def test_a_checkpoint_is_not_deleted_while_it_is_uploaded(proxy: Proxy, host: Ho
     assert retire(folder, 10) and mirror.publish() and steps_of(stored(bucket).files) == []
 
 
-def test_retention_deletes_what_no_kept_snapshot_lists(host: Host, bucket: RunBucket, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_retention_deletes_what_no_kept_snapshot_lists(
+    host: Host, bucket: RunBucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
     mirror = host("a")
     folder = mirror.folder / "checkpoints"
     bucket.put(f"{BLOBS}/{mirror.ownership.newest.owner}/orphan", b"of an upload that was killed")
@@ -338,9 +399,15 @@ def test_beats_continue_during_a_long_upload(proxy: Proxy, host: Host, bucket: R
     assert stored(bucket).number >= number + 2
 
 
-def test_the_steps_of_a_folder_are_those_in_its_snapshot(host: Host, bucket: RunBucket, tmp_path: Path) -> None:
+def test_the_steps_of_a_folder_are_those_in_its_snapshot(
+    host: Host, bucket: RunBucket, tmp_path: Path
+) -> None:
     mirror = host("a")
     for step in (7, 123_456_789):
         checkpoints.save(mirror.folder / "checkpoints", step)
     mirror.publish()
-    assert steps_of(stored(bucket).files) == committed_steps(mirror.folder / "checkpoints") == [7, 123_456_789]
+    assert (
+        steps_of(stored(bucket).files)
+        == committed_steps(mirror.folder / "checkpoints")
+        == [7, 123_456_789]
+    )

@@ -35,15 +35,22 @@ def test_another_host_continues_from_the_newest_snapshot(host: Host, bucket: Run
     GenerationLog(first.folder / "generations").propose(Generation(1, "t", (), "", 0, "start"))
     train(first, 10, 20)
     second = host("b")
-    assert second.folder != first.folder and (second.folder / "metrics.jsonl").read_text() == "until 20"
+    assert (
+        second.folder != first.folder
+        and (second.folder / "metrics.jsonl").read_text() == "until 20"
+    )
     assert verify(second.folder) == (True, ["step 10 is whole", "step 20 is whole"])
     last = GenerationLog(second.folder / "generations").newest()
-    assert last and last.number == 2 and last.end  # no worker waits for members of the other cluster
+    assert (
+        last and last.number == 2 and last.end
+    )  # no worker waits for members of the other cluster
     train(second, 30)
     assert second.uploaded_bytes < 2000  # the blobs of steps 10 and 20 stay
 
 
-def test_the_same_host_continues_its_copy_although_it_was_killed(host: Host, bucket: RunBucket) -> None:
+def test_the_same_host_continues_its_copy_although_it_was_killed(
+    host: Host, bucket: RunBucket
+) -> None:
     first = host("a")
     train(first, 10, released=False)
     checkpoints.save(first.folder / "checkpoints", 20)  # not uploaded before the kill
@@ -64,7 +71,9 @@ def test_a_host_that_was_killed_before_its_first_snapshot_still_owns_its_copy(
     assert host("a").folder == first.folder and not list(first.folder.parent.glob("*.old*"))
 
 
-def test_a_first_start_that_failed_can_be_repeated(host: Host, bucket: RunBucket, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_first_start_that_failed_can_be_repeated(
+    host: Host, bucket: RunBucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with monkeypatch.context() as patch, pytest.raises(UsageError, match="LOCKSTEP_STORE_BEAT_S"):
         patch.setenv("LOCKSTEP_STORE_BEAT_S", "often")
         host("a")
@@ -72,7 +81,9 @@ def test_a_first_start_that_failed_can_be_repeated(host: Host, bucket: RunBucket
     assert newest(bucket)
 
 
-def test_a_copy_that_was_overtaken_is_set_aside(host: Host, bucket: RunBucket, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_copy_that_was_overtaken_is_set_aside(
+    host: Host, bucket: RunBucket, caplog: pytest.LogCaptureFixture
+) -> None:
     first = host("a")
     train(first, 10)
     checkpoints.save(first.folder / "checkpoints", 15)  # never uploaded
@@ -91,17 +102,26 @@ def test_a_silent_host_is_overtaken(host: Host, bucket: RunBucket) -> None:
     assert steps_of(second.ownership.newest.files) == [10]
 
 
-def test_a_damaged_checkpoint_is_left_out(host: Host, bucket: RunBucket, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_checkpoint_is_left_out(
+    host: Host, bucket: RunBucket, caplog: pytest.LogCaptureFixture
+) -> None:
     train(first := host("a"), 10, 20)
     blob = blob_of(first, "checkpoints/step-00000020/tensors-00000.safetensors")
     bucket.put(blob, bucket.get(blob)[:-1] + b"\xff")
     second = host("b")
-    assert verify(second.folder) == (True, ["step 10 is whole"]) and "step-00000020 is damaged" in caplog.text
-    assert sorted(path.name for path in (second.folder / "checkpoints").iterdir()) == ["step-00000010"]
+    assert (
+        verify(second.folder) == (True, ["step 10 is whole"])
+        and "step-00000020 is damaged" in caplog.text
+    )
+    assert sorted(path.name for path in (second.folder / "checkpoints").iterdir()) == [
+        "step-00000010"
+    ]
 
 
 @pytest.mark.parametrize("damage", ["missing", "changed"])
-def test_without_a_whole_checkpoint_nothing_starts(damage: str, host: Host, bucket: RunBucket) -> None:
+def test_without_a_whole_checkpoint_nothing_starts(
+    damage: str, host: Host, bucket: RunBucket
+) -> None:
     train(first := host("a"), 10)
     blob = blob_of(first, "checkpoints/step-00000010/tensors-00000.safetensors")
     if damage == "missing":
@@ -121,7 +141,9 @@ def test_a_damaged_file_of_the_run_is_an_error(host: Host, bucket: RunBucket) ->
         host("b")
 
 
-def test_a_flipped_byte_on_the_way_is_read_again(proxy: Proxy, host: Host, bucket: RunBucket, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_flipped_byte_on_the_way_is_read_again(
+    proxy: Proxy, host: Host, bucket: RunBucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
     train(host("a"), 10)
     get, flipped = bucket.get, []
 
@@ -142,16 +164,26 @@ def test_a_reader_takes_the_newer_snapshot_when_its_own_is_deleted(
     train(mirror := host("a"), 10)
     before = newest(bucket)
     assert before
-    (mirror.folder / "checkpoints/step-00000010").rename(mirror.folder / "checkpoints/step-00000010.abandoned")
+    (mirror.folder / "checkpoints/step-00000010").rename(
+        mirror.folder / "checkpoints/step-00000010.abandoned"
+    )
     train(mirror, 20)
     monkeypatch.setattr(upload, "RETENTION_S", 0.0)
     mirror.retain()
     used, problems = download(bucket, before, tmp_path / "reader")
-    assert used == newest(bucket) and not problems and verify(tmp_path / "reader") == (True, ["step 20 is whole"])
+    assert (
+        used == newest(bucket)
+        and not problems
+        and verify(tmp_path / "reader") == (True, ["step 20 is whole"])
+    )
 
 
 def test_a_copy_has_one_owner_on_a_host(bucket: RunBucket) -> None:
-    with owned_copy(bucket, "a"), pytest.raises(UsageError, match="already running"), owned_copy(bucket, "a"):
+    with (
+        owned_copy(bucket, "a"),
+        pytest.raises(UsageError, match="already running"),
+        owned_copy(bucket, "a"),
+    ):
         pass
 
 

@@ -21,8 +21,12 @@ def job_of(file: Path, text: str = "", *, run_folder: str = "runs/x", image: str
 
 def test_the_name_of_the_run_file_becomes_a_label_of_kubernetes(tmp_path: Path) -> None:
     assert job_of(tmp_path / "My_Run.v2.toml").name == "my-run-v2"
-    assert job_of(tmp_path / f"{'long-' * 20}.toml").name == "long-long-long-long-long-long-long-long"
-    assert [job_of(tmp_path / f"{stem}.toml").name for stem in ("No", "1e3", "2026-11", "on-x")] == [
+    assert (
+        job_of(tmp_path / f"{'long-' * 20}.toml").name == "long-long-long-long-long-long-long-long"
+    )
+    assert [
+        job_of(tmp_path / f"{stem}.toml").name for stem in ("No", "1e3", "2026-11", "on-x")
+    ] == [
         "run-no",
         "run-1e3",
         "run-2026-11",
@@ -50,11 +54,15 @@ def test_the_values_of_a_run_file_survive_and_its_comments_do_not(tmp_path: Path
         'data.train = ["x.en", "sk-abcdefghijklmnop1234"]',
     ],
 )
-def test_a_value_that_looks_like_a_secret_is_refused_and_not_shown(tmp_path: Path, text: str) -> None:
+def test_a_value_that_looks_like_a_secret_is_refused_and_not_shown(
+    tmp_path: Path, text: str
+) -> None:
     with pytest.raises(ConfigError, match="looks like a secret") as error:
         job_of(tmp_path / "run.toml", text)
     assert text.partition(" = ")[0] in str(error.value) and "LOCKSTEP_" in str(error.value)
-    assert not any(word in str(error.value) for word in ("hunter2", "hf_a", "0123456789abcdef", "sk-a"))
+    assert not any(
+        word in str(error.value) for word in ("hunter2", "hf_a", "0123456789abcdef", "sk-a")
+    )
 
 
 def test_secrets_are_the_variables_that_the_run_reads(tmp_path: Path) -> None:
@@ -65,20 +73,43 @@ def test_secrets_are_the_variables_that_the_run_reads(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "folder", ["", "a b", "$HOME/x", "x\n#SBATCH --uid=0", "a'b", 'a"b', "a;b", "`id`", "a{b}", "a#b", "${x}", ":x", "-x", "~/x", "@x"]
+    "folder",
+    [
+        "",
+        "a b",
+        "$HOME/x",
+        "x\n#SBATCH --uid=0",
+        "a'b",
+        'a"b',
+        "a;b",
+        "`id`",
+        "a{b}",
+        "a#b",
+        "${x}",
+        ":x",
+        "-x",
+        "~/x",
+        "@x",
+    ],
 )
-def test_a_folder_with_a_meaning_to_a_shell_or_to_yaml_is_refused(tmp_path: Path, folder: str) -> None:
+def test_a_folder_with_a_meaning_to_a_shell_or_to_yaml_is_refused(
+    tmp_path: Path, folder: str
+) -> None:
     with pytest.raises(UsageError, match="cannot be written into a job file"):
         job_of(tmp_path / "run.toml", run_folder=folder)
 
 
-@pytest.mark.parametrize("image", ["", "Lockstep:1", "ada:secret@registry/x", "x y", "x:1:2", "x\nkind: Secret"])
+@pytest.mark.parametrize(
+    "image", ["", "Lockstep:1", "ada:secret@registry/x", "x y", "x:1:2", "x\nkind: Secret"]
+)
 def test_an_image_that_is_no_reference_is_refused(tmp_path: Path, image: str) -> None:
     with pytest.raises(UsageError, match="cannot be written into a job file"):
         job_of(tmp_path / "run.toml", image=image)
 
 
-@pytest.mark.parametrize("image", ["lockstep", "registry:5000/team/lockstep:1.0", f"x/y@sha256:{'0' * 64}"])
+@pytest.mark.parametrize(
+    "image", ["lockstep", "registry:5000/team/lockstep:1.0", f"x/y@sha256:{'0' * 64}"]
+)
 def test_images_are_accepted_with_registry_tag_and_digest(tmp_path: Path, image: str) -> None:
     assert job_of(tmp_path / "run.toml", image=image).image == image
 
@@ -95,5 +126,7 @@ def test_an_invalid_run_file_is_refused(tmp_path: Path, text: str) -> None:
 
 
 def test_a_recipe_is_known_by_its_name() -> None:
-    job, _ = make_job(Path("recipes/translate.toml"), (1, 2), gpus=0, workers=2, run_folder="runs/x", image=IMAGE)
+    job, _ = make_job(
+        Path("recipes/translate.toml"), (1, 2), gpus=0, workers=2, run_folder="runs/x", image=IMAGE
+    )
     assert tomllib.loads(job.toml)["steps"] == read_toml(Path("recipes/translate.toml"))["steps"]

@@ -47,7 +47,9 @@ CASES = {
 
 
 @pytest.fixture(params=list(CASES.values()), ids=list(CASES))
-def rendered(request: pytest.FixtureRequest, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
+def rendered(
+    request: pytest.FixtureRequest, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> dict[str, str]:
     """Every file of a run, by target."""
     options, text = request.param
     (tmp_path / "tiny.toml").write_text(text)
@@ -62,7 +64,11 @@ def differences(given: Any, kept: Any, path: str = "") -> Iterator[str]:
     """Yield what a model dropped or changed."""
     if isinstance(given, dict):
         for key, value in given.items():
-            yield from differences(value, kept[key], f"{path}.{key}") if key in (kept or {}) else [f"{path}.{key} is unknown"]
+            yield from (
+                differences(value, kept[key], f"{path}.{key}")
+                if key in (kept or {})
+                else [f"{path}.{key} is unknown"]
+            )
     elif isinstance(given, list):
         assert len(given) == len(kept), path
         for index, (one, other) in enumerate(zip(given, kept, strict=True)):
@@ -77,24 +83,39 @@ def test_files_for_kubernetes_are_valid(rendered: dict[str, str]) -> None:
             if model := MODELS.get(document["kind"]):
                 assert not list(differences(document, model.from_dict(document).to_dict())), target
             else:
-                assert [kubernetes_validate.validate(document, version, strict=True) for version in KUBERNETES] == KUBERNETES
+                assert [
+                    kubernetes_validate.validate(document, version, strict=True)
+                    for version in KUBERNETES
+                ] == KUBERNETES
 
 
 def test_the_models_notice_an_unknown_field() -> None:
-    job_set = {"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": {"name": "x"}, "spec": {"replicatedJobz": []}}
-    assert list(differences(job_set, MODELS["JobSet"].from_dict(job_set).to_dict())) == [".spec.replicatedJobz is unknown"]
+    job_set = {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": {"name": "x"},
+        "spec": {"replicatedJobz": []},
+    }
+    assert list(differences(job_set, MODELS["JobSet"].from_dict(job_set).to_dict())) == [
+        ".spec.replicatedJobz is unknown"
+    ]
 
 
 def test_the_pods_of_a_jobset_and_a_job_are_validated_as_pods(rendered: dict[str, str]) -> None:
     """The models of Kubeflow check names; the schemas of Kubernetes check the templates too."""
     _, job_set = yaml.safe_load_all(rendered["jobset"])
     _, runtime, _ = yaml.safe_load_all(rendered["trainjob"])
-    templates = [job_set["spec"]["replicatedJobs"][0], runtime["spec"]["template"]["spec"]["replicatedJobs"][0]]
+    templates = [
+        job_set["spec"]["replicatedJobs"][0],
+        runtime["spec"]["template"]["spec"]["replicatedJobs"][0],
+    ]
     for template in templates:
         spec = template["template"]["spec"]
         spec["template"]["spec"]["containers"][0].setdefault("command", ["true"])
         job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "x"}, "spec": spec}
-        assert [kubernetes_validate.validate(job, version, strict=True) for version in OLDEST_NEWEST] == OLDEST_NEWEST
+        assert [
+            kubernetes_validate.validate(job, version, strict=True) for version in OLDEST_NEWEST
+        ] == OLDEST_NEWEST
 
 
 def test_the_pods_of_a_ray_job_are_valid(rendered: dict[str, str]) -> None:
@@ -105,7 +126,9 @@ def test_the_pods_of_a_ray_job_are_valid(rendered: dict[str, str]) -> None:
     (workers,) = cluster["workerGroupSpecs"]
     for group in (cluster["headGroupSpec"], workers):
         pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}, **group["template"]}
-        assert [kubernetes_validate.validate(pod, version, strict=True) for version in OLDEST_NEWEST] == OLDEST_NEWEST
+        assert [
+            kubernetes_validate.validate(pod, version, strict=True) for version in OLDEST_NEWEST
+        ] == OLDEST_NEWEST
     per_node = int(re.findall(r"--workers (\d+)", ray_job["spec"]["entrypoint"])[0])
     assert f"--min {workers['minReplicas'] * per_node} " in ray_job["spec"]["entrypoint"]
 
@@ -114,14 +137,18 @@ def test_files_for_compose_are_valid(rendered: dict[str, str]) -> None:
     compose = yaml.safe_load(rendered["compose"])  # with YAML's merge keys, as Compose reads it
     hosts = list(compose["services"])
     for service in compose["services"].values():
-        assert service.pop("restart") == "on-failure:5"  # the package does not know the limit of attempts
+        assert (
+            service.pop("restart") == "on-failure:5"
+        )  # the package does not know the limit of attempts
     assert list(compose_spec.PyCompose.from_json(json.dumps(compose)).service_names()) == hosts
     started = [name for name, service in compose["services"].items() if "profiles" not in service]
     first = compose["services"]["host-0"]
     fewest, most = re.findall(r"--nodes (\d+):(\d+)", first["entrypoint"])[0]
     assert (len(started), len(hosts)) == (int(fewest), int(most))
     assert all(service["hostname"] == name for name, service in compose["services"].items())
-    assert "command" not in first  # the entry point of the image would precede it: `lockstep lockstep launch`
+    assert (
+        "command" not in first
+    )  # the entry point of the image would precede it: `lockstep lockstep launch`
     assert ("deploy" in first) == (first.get("shm_size") == "8g")
 
 
@@ -132,7 +159,9 @@ def test_a_file_for_skypilot_starts_one_node(rendered: dict[str, str]) -> None:
     assert task["resources"]["job_recovery"]["recover_on_exit_codes"] == [75, 76, 137]
     wheel = f"lockstep_train-{lockstep.__version__}-py3-none-any.whl"
     assert task["file_mounts"][f"/tmp/lockstep/{wheel}"] == f"dist/{wheel}"
-    assert task["setup"].startswith(f'pip install "/tmp/lockstep/{wheel}')  # no index has the package
+    assert task["setup"].startswith(
+        f'pip install "/tmp/lockstep/{wheel}'
+    )  # no index has the package
     assert not task.get("secrets") or set(task["secrets"].values()) == {None}
 
 
@@ -141,14 +170,28 @@ def test_every_file_starts_a_command_that_lockstep_accepts(rendered: dict[str, s
         (line,) = re.findall(r"^[^#\n]*?(lockstep launch /\S+ .*)$", text, re.MULTILINE)
         words = shlex.split(line.rstrip("& "))
         args = build_parser().parse_args(words[1:])
-        assert args.workers and str(args.out) in ("runs/tiny", "$run", "s3:/runs/team/tiny"), (target, words)
+        assert args.workers and str(args.out) in ("runs/tiny", "$run", "s3:/runs/team/tiny"), (
+            target,
+            words,
+        )
 
 
-def test_keys_of_the_run_are_in_the_command_of_every_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_keys_of_the_run_are_in_the_command_of_every_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "tiny.toml"
     file.write_text("steps = 40")
     for target in TARGETS:
-        words = ["render", target, str(file), "--nodes", "1:16", "--batch.micro_batches", "32", "--optim.learning_rate=5e-4"]
+        words = [
+            "render",
+            target,
+            str(file),
+            "--nodes",
+            "1:16",
+            "--batch.micro_batches",
+            "32",
+            "--optim.learning_rate=5e-4",
+        ]
         assert main(words) == 0
         text = capsys.readouterr().out
         (line,) = re.findall(r"^[^#\n]*?(lockstep launch /\S+ .*)$", text, re.MULTILINE)
@@ -177,40 +220,64 @@ def test_a_key_that_cannot_be_rendered_is_refused(
 
 def test_nodes_share_a_disk_or_have_the_credentials_of_a_store(rendered: dict[str, str]) -> None:
     """Credentials by reference only, and all of them optional: machines may have a role instead."""
-    job, compose = list(yaml.safe_load_all(rendered["kubernetes"]))[1], yaml.safe_load(rendered["compose"])
+    job, compose = (
+        list(yaml.safe_load_all(rendered["kubernetes"]))[1],
+        yaml.safe_load(rendered["compose"]),
+    )
     spec = job["spec"]["template"]["spec"]
     (container,) = spec["containers"]
-    volumes = {name for volume in spec["volumes"] for name in volume if name != "name"} - {"configMap"}
+    volumes = {name for volume in spec["volumes"] for name in volume if name != "name"} - {
+        "configMap"
+    }
     hosts = [set(service.get("environment", ())) for service in compose["services"].values()]
     ray = list(yaml.safe_load_all(rendered["ray"]))[1]["spec"]["rayClusterSpec"]
     pods = [group["template"]["spec"] for group in (ray["headGroupSpec"], *ray["workerGroupSpecs"])]
     if STORE not in rendered["slurm"]:
         assert all("emptyDir" not in str(pod) and "envFrom" not in str(pod) for pod in pods)
-        assert "persistentVolumeClaim" in volumes and compose["volumes"] and "envFrom" not in container
+        assert (
+            "persistentVolumeClaim" in volumes and compose["volumes"] and "envFrom" not in container
+        )
     else:
         keys = {"AWS_ENDPOINT_URL", "AWS_REGION", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"}
         assert "persistentVolumeClaim" not in volumes and "volumes" not in compose
         assert container["envFrom"] == [{"secretRef": {"name": "tiny-store", "optional": True}}]
         for pod in pods:
-            assert pod["containers"][0]["envFrom"] == container["envFrom"] and "persistentVolumeClaim" not in str(pod)
+            assert pod["containers"][0]["envFrom"] == container[
+                "envFrom"
+            ] and "persistentVolumeClaim" not in str(pod)
             assert {"name": "LOCKSTEP_STORE_CACHE", "value": "/work"} in pod["containers"][0]["env"]
         assert all(keys < names and "LOCKSTEP_STORE_CACHE=/work" in names for names in hosts)
         assert keys <= yaml.safe_load(rendered["skypilot"])["secrets"].keys()
-        assert {"name": "LOCKSTEP_STORE_CACHE", "value": "/work"} in container["env"] and container["workingDir"] == "/work"
+        assert {"name": "LOCKSTEP_STORE_CACHE", "value": "/work"} in container["env"] and container[
+            "workingDir"
+        ] == "/work"
         assert "SLURMD_NODENAME" in rendered["slurm"]
 
 
 def test_shell_scripts_in_the_files_parse(rendered: dict[str, str]) -> None:
-    (_, job), task = yaml.safe_load_all(rendered["kubernetes"]), yaml.safe_load(rendered["skypilot"])
-    scripts = [rendered["slurm"], task["run"], job["spec"]["template"]["spec"]["containers"][0]["args"][0]]
+    (_, job), task = (
+        yaml.safe_load_all(rendered["kubernetes"]),
+        yaml.safe_load(rendered["skypilot"]),
+    )
+    scripts = [
+        rendered["slurm"],
+        task["run"],
+        job["spec"]["template"]["spec"]["containers"][0]["args"][0],
+    ]
     for script in scripts:
-        done = subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            ["bash", "-n"], input=script, capture_output=True, text=True, check=False
+        )
         assert done.returncode == 0, done.stderr
 
 
-def test_files_hold_the_run_file_and_no_secret(rendered: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_hold_the_run_file_and_no_secret(
+    rendered: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     config_map, _ = yaml.safe_load_all(rendered["kubernetes"])
-    compose = yaml.safe_load(rendered["compose"])["configs"]["run-file"]["content"].replace("$$", "$")
+    compose = yaml.safe_load(rendered["compose"])["configs"]["run-file"]["content"].replace(
+        "$$", "$"
+    )
     assert config_map["data"]["run.toml"].strip() == compose.strip()
     if "wandb" in compose:
         assert "secretKeyRef" in rendered["kubernetes"] and "- WANDB_API_KEY" in rendered["compose"]
@@ -224,7 +291,9 @@ def test_files_have_the_size_of_a_file_that_a_person_writes(rendered: dict[str, 
         assert not any(line != line.rstrip() for line in lines), target
 
 
-def test_values_of_the_environment_do_not_enter_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_values_of_the_environment_do_not_enter_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
     (tmp_path / "tiny.toml").write_text(RUN)
     monkeypatch.setenv("WANDB_API_KEY", "topsecretvalue")
     monkeypatch.setenv("HF_TOKEN", "topsecretvalue")
@@ -236,21 +305,34 @@ def test_values_of_the_environment_do_not_enter_a_file(tmp_path: Path, monkeypat
 @pytest.mark.parametrize(
     ("options", "what"),
     [
-        (("slurm", "--run", STORE, "--workers", "3", "shards"), "3 workers per host for replicas of 2, each of which must share a disk"),
+        (
+            ("slurm", "--run", STORE, "--workers", "3", "shards"),
+            "3 workers per host for replicas of 2, each of which must share a disk",
+        ),
         (("slurm", "--run", "s3://ada:hunter2@runs/x"), "no address of a bucket"),
         (("slurm", "--run", "gs://runs/x"), "gs:// is not supported"),
     ],
 )
-def test_what_a_store_does_not_support_is_refused(options: tuple[str, ...], what: str, tmp_path: Path, capsys: Any) -> None:
-    (tmp_path / "tiny.toml").write_text("steps = 40\n" + "[layout]\nshard = 2\n" * ("shards" in options))
+def test_what_a_store_does_not_support_is_refused(
+    options: tuple[str, ...], what: str, tmp_path: Path, capsys: Any
+) -> None:
+    (tmp_path / "tiny.toml").write_text(
+        "steps = 40\n" + "[layout]\nshard = 2\n" * ("shards" in options)
+    )
     target, *words = [word for word in options if word != "shards"]
     assert main(["render", target, str(tmp_path / "tiny.toml"), "--nodes", "2", *words]) == 2
     error = capsys.readouterr().err
     assert what in error and "hunter2" not in error
 
 
-def test_the_page_about_clusters_shows_the_file_for_slurm(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_about_clusters_shows_the_file_for_slurm(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     page = (Path(__file__).parents[3] / "docs" / "clusters.md").read_text()
-    command, shown = re.findall(r"^`lockstep (render slurm .*)` prints:\n\n```bash\n(.*?)```$", page, re.MULTILINE | re.DOTALL)[0]
+    command, shown = re.findall(
+        r"^`lockstep (render slurm .*)` prints:\n\n```bash\n(.*?)```$",
+        page,
+        re.MULTILINE | re.DOTALL,
+    )[0]
     assert main(command.split()) == 0
     assert capsys.readouterr().out == shown

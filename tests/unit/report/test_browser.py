@@ -39,18 +39,29 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
-    runs = [write_run_folder(folder / "first", 400), write_run_folder(folder / "second", 300, seed="5")]
+    runs = [
+        write_run_folder(folder / "first", 400),
+        write_run_folder(folder / "second", 300, seed="5"),
+    ]
     write_report(runs, folder / "report.html")
     return folder / "report.html"
 
 
 @pytest.mark.parametrize(("width", "dark"), [(1200, False), (1200, True), (375, False)])
-def test_every_chart_is_visible_and_nothing_overflows(browser: Browser, page: Path, width: int, dark: bool) -> None:
+def test_every_chart_is_visible_and_nothing_overflows(
+    browser: Browser, page: Path, width: int, dark: bool
+) -> None:
     browser.open(page, width=width, dark=dark)
-    assert browser.evaluate("[...document.querySelectorAll('.chart, .timeline, .bar')].every(f => f.getBoundingClientRect().height > 20)")
+    assert browser.evaluate(
+        "[...document.querySelectorAll('.chart, .timeline, .bar')].every(f => f.getBoundingClientRect().height > 20)"
+    )
     assert browser.evaluate("document.querySelectorAll('.chart').length") == 8
-    assert browser.evaluate("document.documentElement.scrollWidth") == width, "the page scrolls sideways"
-    assert browser.evaluate("[...document.querySelectorAll('.chart .line, .band')].every(p => p.getBoundingClientRect().width > 100)")
+    assert browser.evaluate("document.documentElement.scrollWidth") == width, (
+        "the page scrolls sideways"
+    )
+    assert browser.evaluate(
+        "[...document.querySelectorAll('.chart .line, .band')].every(p => p.getBoundingClientRect().width > 100)"
+    )
     background = browser.evaluate("getComputedStyle(document.body).backgroundColor")
     assert background == ("rgb(13, 17, 23)" if dark else "rgb(246, 248, 250)")
     assert browser.problems == []
@@ -58,23 +69,40 @@ def test_every_chart_is_visible_and_nothing_overflows(browser: Browser, page: Pa
 
 def test_the_mouse_reads_values_and_zooms_all_charts(browser: Browser, page: Path) -> None:
     browser.open(page)
-    box = browser.evaluate(f"(({{x, y, width, height}}) => [x, y, width, height])({PLOT}.getBoundingClientRect())")
+    box = browser.evaluate(
+        f"(({{x, y, width, height}}) => [x, y, width, height])({PLOT}.getBoundingClientRect())"
+    )
     at = [(box[0] + box[2] * share, box[1] + box[3] / 2) for share in (0.25, 0.5)]
     browser.mouse("mouseMoved", *at[1])
     tip = browser.evaluate(f"{OUTPUT}.hidden ? '' : {OUTPUT}.textContent")
-    assert tip.startswith("step 20") and "first: training" in tip and "generation 2 from step 200: a/0: exited" in tip
-    before = browser.evaluate("[...document.querySelectorAll('.chart svg')].map(s => s.getAttribute('viewBox'))")
+    assert (
+        tip.startswith("step 20")
+        and "first: training" in tip
+        and "generation 2 from step 200: a/0: exited" in tip
+    )
+    before = browser.evaluate(
+        "[...document.querySelectorAll('.chart svg')].map(s => s.getAttribute('viewBox'))"
+    )
     browser.mouse("mouseMoved", *at[0])
     browser.mouse("mousePressed", *at[0])
     browser.mouse("mouseMoved", *at[1])
     browser.mouse("mouseReleased", *at[1])
     low, high = map(int, browser.evaluate("document.documentElement.dataset.range").split())
     assert 95 <= low <= 105 and 195 <= high <= 205
-    after = browser.evaluate("[...document.querySelectorAll('.chart svg')].map(s => s.getAttribute('viewBox'))")
+    after = browser.evaluate(
+        "[...document.querySelectorAll('.chart svg')].map(s => s.getAttribute('viewBox'))"
+    )
     assert all(old != new for old, new in zip(before, after, strict=True))
-    assert browser.evaluate("[...document.querySelectorAll('.chart .x li')].every(l => +l.dataset.v >= 99 && +l.dataset.v <= 206)")
+    assert browser.evaluate(
+        "[...document.querySelectorAll('.chart .x li')].every(l => +l.dataset.v >= 99 && +l.dataset.v <= 206)"
+    )
     browser.evaluate("document.querySelector('button[aria-label=\"show all steps\"]').click()")
-    assert browser.evaluate("[...document.querySelectorAll('.chart svg')].map(s => s.getAttribute('viewBox'))")[0] == "0 0 1000 300"
+    assert (
+        browser.evaluate(
+            "[...document.querySelectorAll('.chart svg')].map(s => s.getAttribute('viewBox'))"
+        )[0]
+        == "0 0 1000 300"
+    )
     assert browser.problems == []
 
 
@@ -84,7 +112,9 @@ def test_keys_read_values_and_zoom(browser: Browser, page: Path) -> None:
     browser.key("ArrowRight")
     first = browser.evaluate(f"{OUTPUT}.textContent")
     browser.key("ArrowRight")
-    assert first.startswith("step 9") and browser.evaluate(f"{OUTPUT}.textContent").startswith("step 17")
+    assert first.startswith("step 9") and browser.evaluate(f"{OUTPUT}.textContent").startswith(
+        "step 17"
+    )
     browser.key("+", text="+")
     assert browser.evaluate("document.documentElement.dataset.range") == "101 300"
     browser.key("Escape")
@@ -94,9 +124,7 @@ def test_keys_read_values_and_zoom(browser: Browser, page: Path) -> None:
 
 def test_the_timeline_names_workers_and_generations(browser: Browser, page: Path) -> None:
     browser.open(page)
-    script = (
-        "(({x, y, width, height}) => [x + width / 2, y + height / 2])(document.querySelector('.timeline rect').getBoundingClientRect())"
-    )
+    script = "(({x, y, width, height}) => [x + width / 2, y + height / 2])(document.querySelector('.timeline rect').getBoundingClientRect())"
     browser.evaluate("document.querySelector('.timeline').scrollIntoView()")
     browser.mouse("mouseMoved", *browser.evaluate(script))
     tip = browser.evaluate("document.querySelector('.timeline output').textContent")

@@ -12,7 +12,13 @@ from random import Random
 from typing import Any
 
 import pytest
-from support.written_run import SPIKE_STEP, append_note, write_long_metrics, write_many_generations, write_run_folder
+from support.written_run import (
+    SPIKE_STEP,
+    append_note,
+    write_long_metrics,
+    write_many_generations,
+    write_run_folder,
+)
 
 from lockstep.files import add_checksum
 from lockstep.report.charts import hide_secrets, number, percents, ticks
@@ -33,7 +39,9 @@ def charts_of(page: str) -> dict[str, dict[str, Any]]:
     found = {}
     for figure in CHART.findall(page):
         title = html.unescape(re.search("<h3>(.*?) <small>", figure)[1])
-        found[title] = json.loads(re.search('<script type="application/json">(.*?)</script>', figure)[1])
+        found[title] = json.loads(
+            re.search('<script type="application/json">(.*?)</script>', figure)[1]
+        )
         for drawing in re.findall("<svg.*?</svg>", figure):
             ET.fromstring(drawing)  # well-formed
         assert 'role="img" aria-label="' in figure
@@ -43,13 +51,32 @@ def charts_of(page: str) -> dict[str, dict[str, Any]]:
 def test_charts_have_all_steps_the_spike_and_the_failure(tmp_path: Path) -> None:
     page = page_of(write_run_folder(tmp_path / "run"))
     charts = charts_of(page)
-    assert {"Loss", "Gradient norm", "Throughput", "Memory", "Link and data waits", "Time of a step"} <= charts.keys()
-    assert charts["Loss"]["x"] == [1.0, 60.0] and charts["Loss"]["marks"] == [[30, "generation 2 from step 30: a/0: exited"]]
+    assert {
+        "Loss",
+        "Gradient norm",
+        "Throughput",
+        "Memory",
+        "Link and data waits",
+        "Time of a step",
+    } <= charts.keys()
+    assert charts["Loss"]["x"] == [1.0, 60.0] and charts["Loss"]["marks"] == [
+        [30, "generation 2 from step 30: a/0: exited"]
+    ]
     norm = charts["Gradient norm"]["lines"][0]
     assert norm["y"][norm["x"].index(SPIKE_STEP)] == 900.0
     bands = charts["Time of a step"]["lines"]
-    assert all(abs(sum(band["y"][i] for band in bands) - 100) < 0.01 for i in range(60)) and bands[0]["y"][0] == 70.0
-    for words in ("goodput", '<dd class="a">70.0%</dd>', "martedì", "Tuesday &lt;b&gt;", "a/0: killed by SIGKILL", "31.5"):
+    assert (
+        all(abs(sum(band["y"][i] for band in bands) - 100) < 0.01 for i in range(60))
+        and bands[0]["y"][0] == 70.0
+    )
+    for words in (
+        "goodput",
+        '<dd class="a">70.0%</dd>',
+        "martedì",
+        "Tuesday &lt;b&gt;",
+        "a/0: killed by SIGKILL",
+        "31.5",
+    ):
         assert words in page
     assert not re.search(r"(src|href)=|https?://|@import|url\(", page), "the page loads something"
 
@@ -58,12 +85,22 @@ def test_two_runs_share_their_charts(tmp_path: Path) -> None:
     runs = [write_run_folder(tmp_path / "a", 40), write_run_folder(tmp_path / "b", 60, seed="7")]
     page = page_of(*runs)
     loss = charts_of(page)["Loss"]
-    assert [line["name"] for line in loss["lines"]][:2] == ["a: training", "b: training"] and loss["x"] == [1.0, 60.0]
-    assert len(loss["marks"]) == 2 and "values that differ" in page and '<th scope="row">seed</th><td>1</td><td>7</td>' in page
+    assert [line["name"] for line in loss["lines"]][:2] == ["a: training", "b: training"] and loss[
+        "x"
+    ] == [1.0, 60.0]
+    assert (
+        len(loss["marks"]) == 2
+        and "values that differ" in page
+        and '<th scope="row">seed</th><td>1</td><td>7</td>' in page
+    )
 
 
 def test_shares_sum_to_exactly_100() -> None:
-    for seconds in ({"a": 1.0, "b": 1.0, "c": 1.0}, {"a": 1e-9, "b": 5.0}, {"a": 12.588, "b": 11.615, "c": 0.27, "d": 2.45}):
+    for seconds in (
+        {"a": 1.0, "b": 1.0, "c": 1.0},
+        {"a": 1e-9, "b": 5.0},
+        {"a": 12.588, "b": 11.615, "c": 0.27, "d": 2.45},
+    ):
         shares = percents(seconds)
         assert round(sum(shares.values()), 6) == 100.0 and all(
             abs(shares[k] - 100 * v / sum(seconds.values())) < 0.1 for k, v in seconds.items()
@@ -74,15 +111,25 @@ def test_shares_sum_to_exactly_100() -> None:
 def test_secrets_do_not_get_into_the_page(tmp_path: Path) -> None:
     write_run_folder(tmp_path)
     saved = json.loads((tmp_path / "run.json").read_text())
-    saved["values"]["track"] |= {"wandb_api_key": "s3cr3t-1", "project": "https://me:s3cr3t-2@host/x"}
-    (tmp_path / "run.json").write_text(json.dumps(add_checksum({key: saved[key] for key in saved if key != "sha256"})))
-    append_note(
-        tmp_path, "failed: cannot open https://me:s3cr3t-3@host/x with password=s3cr3t-4 and token: 's3cr3t-5', hf_s3cr3t6789012345"
+    saved["values"]["track"] |= {
+        "wandb_api_key": "s3cr3t-1",
+        "project": "https://me:s3cr3t-2@host/x",
+    }
+    (tmp_path / "run.json").write_text(
+        json.dumps(add_checksum({key: saved[key] for key in saved if key != "sha256"}))
     )
-    (tmp_path / "samples.json").write_text(json.dumps({"lines": ["AWS_SECRET_ACCESS_KEY=s3cr3t-7"]}))
+    append_note(
+        tmp_path,
+        "failed: cannot open https://me:s3cr3t-3@host/x with password=s3cr3t-4 and token: 's3cr3t-5', hf_s3cr3t6789012345",
+    )
+    (tmp_path / "samples.json").write_text(
+        json.dumps({"lines": ["AWS_SECRET_ACCESS_KEY=s3cr3t-7"]})
+    )
     page = page_of(tmp_path)
     assert "s3cr3t" not in page and page.count("(hidden)") >= 4 and "wandb_api_key" in page
-    assert hide_secrets("tokens 512, token_stream, monkey: 3") == "tokens 512, token_stream, monkey: 3"
+    assert (
+        hide_secrets("tokens 512, token_stream, monkey: 3") == "tokens 512, token_stream, monkey: 3"
+    )
 
 
 def test_texts_of_a_run_are_escaped(tmp_path: Path) -> None:
@@ -92,7 +139,12 @@ def test_texts_of_a_run_are_escaped(tmp_path: Path) -> None:
         lines = file.read().replace("a/0: exited", "</script><b>")
     (run / "events.jsonl").write_text(lines)
     page = page_of(run)
-    assert page.count("<script") == page.count("</script>") and "<b>" not in page and "<img" not in page and "alert(1)<" not in page
+    assert (
+        page.count("<script") == page.count("</script>")
+        and "<b>" not in page
+        and "<img" not in page
+        and "alert(1)<" not in page
+    )
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl", "run.json"])
@@ -109,13 +161,19 @@ def test_what_is_not_finite_is_named(tmp_path: Path) -> None:
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('{"step": 61, "loss": "NaN", "norm": "Infinity"}\n')
     page = page_of(tmp_path)
-    assert "loss is not finite at 1 steps, first at step 61" in page and "NaN" not in json.dumps(charts_of(page)["Loss"])
+    assert "loss is not finite at 1 steps, first at step 61" in page and "NaN" not in json.dumps(
+        charts_of(page)["Loss"]
+    )
 
 
 def test_two_long_runs_with_many_workers_and_failures_have_a_small_report(tmp_path: Path) -> None:
     random, runs = Random(1), [tmp_path / "a", tmp_path / "b"]
     for run in runs:
-        write_long_metrics(run / "metrics.jsonl", 3000, lambda step: {f"own_{i}": random.gauss(0, 1) for i in range(12)})
+        write_long_metrics(
+            run / "metrics.jsonl",
+            3000,
+            lambda step: {f"own_{i}": random.gauss(0, 1) for i in range(12)},
+        )
         write_many_generations(run, generations=150, workers=24)
     start_s = time.process_time()
     page = page_of(*runs)
@@ -129,4 +187,10 @@ def test_ticks_are_round_and_inside() -> None:
     for low, high in ((0.0, 1.0), (1, 60), (3.7, 8.6), (-0.02, 0.01), (0, 1e9)):
         marks = ticks(low, high)
         assert 2 <= len(marks) <= 9 and low <= marks[0] and marks[-1] <= high
-    assert [number(value) for value in (0.0, 8.566, 1234.0, 15_000.0, 2.5e6)] == ["0", "8.566", "1,234", "15 k", "2.5 M"]
+    assert [number(value) for value in (0.0, 8.566, 1234.0, 15_000.0, 2.5e6)] == [
+        "0",
+        "8.566",
+        "1,234",
+        "15 k",
+        "2.5 M",
+    ]

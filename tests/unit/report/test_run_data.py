@@ -14,15 +14,29 @@ from lockstep.report.run_data import RunData, read_facts, require_run
 
 def test_generations_failures_and_members(tmp_path: Path) -> None:
     data = RunData(write_run_folder(tmp_path)).update()
-    assert [(formed.number, formed.step, len(formed.workers), formed.failed) for formed in data.generations] == [
+    assert [
+        (formed.number, formed.step, len(formed.workers), formed.failed)
+        for formed in data.generations
+    ] == [
         (1, 0, 3, False),
         (2, 30, 2, True),
         (3, 38, 3, False),  # a join is no failure
     ]
-    assert data.failures == 1 and [note.text for note in data.notes] == ["a/0: killed by SIGKILL; restarting now"]
+    assert data.failures == 1 and [note.text for note in data.notes] == [
+        "a/0: killed by SIGKILL; restarting now"
+    ]
     spans = {(s.worker, s.generation): s.end_s - s.start_s for s in data.all_stretches()}
-    assert spans["a/0", 1] == 10.0 and spans["b/0", 1] == 10.5 and ("a/0", 2) not in spans and spans["b/0", 3] == 8.0
-    assert data.seconds["training"] == 14.7 and data.step == 60 and data.last["loss"] == metrics_of(60)["loss"]
+    assert (
+        spans["a/0", 1] == 10.0
+        and spans["b/0", 1] == 10.5
+        and ("a/0", 2) not in spans
+        and spans["b/0", 3] == 8.0
+    )
+    assert (
+        data.seconds["training"] == 14.7
+        and data.step == 60
+        and data.last["loss"] == metrics_of(60)["loss"]
+    )
 
 
 def test_an_update_reads_only_new_bytes(tmp_path: Path) -> None:
@@ -55,7 +69,9 @@ def test_damaged_lines_are_skipped_and_counted(tmp_path: Path) -> None:
     write_run_folder(tmp_path)
     for name in ("metrics.jsonl", "events.jsonl"):
         with open(tmp_path / name, "ab") as file:
-            file.write(b'\x00\xff{"step"\n[]\n{"step": 12, "loss": 1.0}\n{"time": "2026-11-01T12:00:00+00:00", "event": "began"}\n')
+            file.write(
+                b'\x00\xff{"step"\n[]\n{"step": 12, "loss": 1.0}\n{"time": "2026-11-01T12:00:00+00:00", "event": "began"}\n'
+            )
     data = RunData(tmp_path).update()
     assert (data.step, data.damaged_lines, data.damaged_events) == (60, 4, 4)
 
@@ -67,7 +83,10 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     (tmp_path / "evaluations.jsonl").unlink()
     (tmp_path / "evaluations.jsonl").mkdir()
     facts = read_facts(tmp_path)
-    assert [problem.partition(" cannot be read")[0] for problem in facts.problems] == ["evaluations.jsonl", "samples.json"]
+    assert [problem.partition(" cannot be read")[0] for problem in facts.problems] == [
+        "evaluations.jsonl",
+        "samples.json",
+    ]
     assert facts.samples == {} and facts.evaluations == [] and facts.end == ""
 
 

@@ -29,5 +29,8 @@ def test_new_tensors_are_not_filled(deterministic_cuda: None) -> None:
 
 def test_an_operation_without_deterministic_kernel_is_an_error(deterministic_cuda: None) -> None:
     """With warn_only, the backward passes of flash attention would use kernels that add in any order."""
-    assert torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+    assert (
+        torch.are_deterministic_algorithms_enabled()
+        and not torch.is_deterministic_algorithms_warn_only_enabled()
+    )
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"

@@ -7,7 +7,14 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import UsageError
-from lockstep.runtime.environment import RankInfo, choose_device, default_worker_count, first_host, read_rank_info, tasks_per_node
+from lockstep.runtime.environment import (
+    RankInfo,
+    choose_device,
+    default_worker_count,
+    first_host,
+    read_rank_info,
+    tasks_per_node,
+)
 
 TORCHRUN = {
     "RANK": "3",
@@ -21,9 +28,25 @@ TORCHRUN = {
     "TORCHELASTIC_MAX_RESTARTS": "3",
     "TORCHELASTIC_USE_AGENT_STORE": "True",
 }
-OURS = {name: TORCHRUN[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+OURS = {
+    name: TORCHRUN[name]
+    for name in (
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+    )
+}
 OURS["LOCKSTEP_EXIT_REPORT"] = "/tmp/state/3.exit_report"
-PET = {"PET_NODE_RANK": "1", "PET_NNODES": "3", "PET_NPROC_PER_NODE": "1", "PET_MASTER_ADDR": "m", "PET_MASTER_PORT": "29500"}
+PET = {
+    "PET_NODE_RANK": "1",
+    "PET_NNODES": "3",
+    "PET_NPROC_PER_NODE": "1",
+    "PET_MASTER_ADDR": "m",
+    "PET_MASTER_PORT": "29500",
+}
 SRUN = {
     "SLURM_JOB_ID": "1234",
     "SLURM_STEP_ID": "2",
@@ -52,9 +75,20 @@ def test_empty_environment_has_no_launcher() -> None:
 def test_torchrun_variables_are_read_and_described() -> None:
     info, reason = read_rank_info(TORCHRUN)
     assert info == RankInfo(
-        3, 4, 1, 2, "node0", 29500, "torchrun", launcher_has_store=True, attempt="x-2", warnings=info.warnings if info else ()
+        3,
+        4,
+        1,
+        2,
+        "node0",
+        29500,
+        "torchrun",
+        launcher_has_store=True,
+        attempt="x-2",
+        warnings=info.warnings if info else (),
     )
-    assert reason == "rank 3 of 4, local rank 1 of 2, started by torchrun; rendezvous at node0:29500"
+    assert (
+        reason == "rank 3 of 4, local rank 1 of 2, started by torchrun; rendezvous at node0:29500"
+    )
 
 
 def test_torchrun_with_restarts_warns_about_its_shared_store() -> None:
@@ -65,16 +99,32 @@ def test_torchrun_with_restarts_warns_about_its_shared_store() -> None:
 
 def test_workers_of_our_agent_have_torchruns_variables() -> None:
     info = rank_info(OURS)
-    assert (info.launcher, info.rank, info.master_addr, info.launcher_has_store) == ("lockstep", 3, "node0", False)
-    assert rank_info({name: text for name, text in OURS.items() if name in TORCHRUN}).launcher == "RANK in the environment"
+    assert (info.launcher, info.rank, info.master_addr, info.launcher_has_store) == (
+        "lockstep",
+        3,
+        "node0",
+        False,
+    )
+    assert (
+        rank_info({name: text for name, text in OURS.items() if name in TORCHRUN}).launcher
+        == "RANK in the environment"
+    )
 
 
 def test_pet_variables_are_one_worker_per_machine() -> None:
     info = rank_info(PET)
-    assert (info.rank, info.size, info.local_rank, info.local_size, info.master_port) == (1, 3, 0, 1, 29500)
+    assert (info.rank, info.size, info.local_rank, info.local_size, info.master_port) == (
+        1,
+        3,
+        0,
+        1,
+        29500,
+    )
 
 
-@pytest.mark.parametrize("change", [{"PET_NPROC_PER_NODE": "4"}, {"PET_NPROC_PER_NODE": "gpu"}, {"PET_NNODES": "1:4"}])
+@pytest.mark.parametrize(
+    "change", [{"PET_NPROC_PER_NODE": "4"}, {"PET_NPROC_PER_NODE": "gpu"}, {"PET_NNODES": "1:4"}]
+)
 def test_pet_variables_for_several_workers_need_torchrun(change: dict[str, str]) -> None:
     with pytest.raises(UsageError, match="torchrun"):
         read_rank_info(PET | change)
@@ -82,9 +132,18 @@ def test_pet_variables_for_several_workers_need_torchrun(change: dict[str, str])
 
 def test_srun_task_has_rank_master_and_a_port_of_its_job() -> None:
     info = rank_info(SRUN)
-    assert (info.rank, info.size, info.local_rank, info.local_size, info.master_addr) == (5, 7, 1, 2, "gpu03")
+    assert (info.rank, info.size, info.local_rank, info.local_size, info.master_addr) == (
+        5,
+        7,
+        1,
+        2,
+        "gpu03",
+    )
     assert 12_000 <= info.master_port < 32_000
-    assert info.master_port == rank_info(SRUN | {"SLURM_PROCID": "4", "SLURM_LOCALID": "0"}).master_port
+    assert (
+        info.master_port
+        == rank_info(SRUN | {"SLURM_PROCID": "4", "SLURM_LOCALID": "0"}).master_port
+    )
     assert info.master_port != rank_info(SRUN | {"SLURM_STEP_ID": "3"}).master_port
     named = rank_info(SRUN | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "4444"})
     assert (named.master_addr, named.master_port) == ("10.0.0.1", 4444)
@@ -99,7 +158,13 @@ def test_batch_script_of_several_tasks_does_not_train_alone() -> None:
 
 @pytest.mark.parametrize(
     ("nodes", "host"),
-    [("gpu[03-05,9],x1", "gpu03"), ("n1,n2", "n1"), ("solo", "solo"), ("rack[1-2]-n[01-04]", "rack1-n01"), ("a[7]", "a7")],
+    [
+        ("gpu[03-05,9],x1", "gpu03"),
+        ("n1,n2", "n1"),
+        ("solo", "solo"),
+        ("rack[1-2]-n[01-04]", "rack1-n01"),
+        ("a[7]", "a7"),
+    ],
 )
 def test_first_host_of_a_slurm_node_list(nodes: str, host: str) -> None:
     assert first_host(nodes) == host
@@ -113,7 +178,15 @@ def test_slurm_tasks_per_node_are_expanded() -> None:
 
 @pytest.mark.parametrize("family", [TORCHRUN, OURS, PET, SRUN])
 def test_missing_variable_is_named_in_the_error(family: dict[str, str]) -> None:
-    optional = ("TORCHELASTIC", "LOCKSTEP_EXIT", "SLURM_NTASKS", "SLURM_STEP_ID", "SLURM_PROCID", "SLURM_STEP_NUM", "SLURM_STEP_NODELIST")
+    optional = (
+        "TORCHELASTIC",
+        "LOCKSTEP_EXIT",
+        "SLURM_NTASKS",
+        "SLURM_STEP_ID",
+        "SLURM_PROCID",
+        "SLURM_STEP_NUM",
+        "SLURM_STEP_NODELIST",
+    )
     for name in family:
         if name.startswith(optional):
             continue
@@ -125,7 +198,14 @@ def test_missing_variable_is_named_in_the_error(family: dict[str, str]) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"RANK": "4"}, {"LOCAL_RANK": "2"}, {"LOCAL_WORLD_SIZE": "5"}, {"RANK": "0"}, {"MASTER_PORT": "0"}, {"MASTER_PORT": "70000"}],
+    [
+        {"RANK": "4"},
+        {"LOCAL_RANK": "2"},
+        {"LOCAL_WORLD_SIZE": "5"},
+        {"RANK": "0"},
+        {"MASTER_PORT": "0"},
+        {"MASTER_PORT": "70000"},
+    ],
 )
 def test_inconsistent_numbers_are_an_error_with_their_values(change: dict[str, str]) -> None:
     with pytest.raises(UsageError) as failed:
@@ -146,13 +226,22 @@ def test_device_is_the_local_gpu_or_the_cpu_with_a_reason() -> None:
     assert choose_device({}, None, gpus=2)[0] == "cuda:0"
     assert choose_device({}, info, gpus=0) == ("cpu", "torch sees no GPU")
     assert choose_device({"LOCKSTEP_DEVICE": "cpu"}, info, gpus=2) == ("cpu", "LOCKSTEP_DEVICE=cpu")
-    assert choose_device({}, rank_info(SRUN), gpus=1)[0] == "cuda:0"  # srun binds a GPU to each task
-    assert choose_device({"LOCKSTEP_DEVICE": "cuda:0"}, info, gpus=1)[0] == "cuda:0"  # shared: there is no GPU 1
+    assert (
+        choose_device({}, rank_info(SRUN), gpus=1)[0] == "cuda:0"
+    )  # srun binds a GPU to each task
+    assert (
+        choose_device({"LOCKSTEP_DEVICE": "cuda:0"}, info, gpus=1)[0] == "cuda:0"
+    )  # shared: there is no GPU 1
 
 
 def test_unavailable_device_is_an_error() -> None:
     info = rank_info(TORCHRUN)
-    for environ, gpus in (({}, 1), ({"LOCKSTEP_DEVICE": "cuda"}, 0), ({"LOCKSTEP_DEVICE": "tpu"}, 1), ({"LOCKSTEP_DEVICE": "cuda:1"}, 1)):
+    for environ, gpus in (
+        ({}, 1),
+        ({"LOCKSTEP_DEVICE": "cuda"}, 0),
+        ({"LOCKSTEP_DEVICE": "tpu"}, 1),
+        ({"LOCKSTEP_DEVICE": "cuda:1"}, 1),
+    ):
         with pytest.raises(UsageError):
             choose_device(environ, info, gpus)
 
@@ -165,5 +254,8 @@ def test_default_is_one_worker_per_gpu_or_two_on_a_cpu(tmp_path: Path) -> None:
     assert default_worker_count({}, tmp_path) == (3, "one for each GPU")
     assert default_worker_count({"CUDA_VISIBLE_DEVICES": "0,2"}, tmp_path)[0] == 2
     assert default_worker_count({"CUDA_VISIBLE_DEVICES": "1,-1,2"}, tmp_path)[0] == 1
-    assert default_worker_count({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == (2, "two on the CPU (CUDA_VISIBLE_DEVICES=)")
+    assert default_worker_count({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == (
+        2,
+        "two on the CPU (CUDA_VISIBLE_DEVICES=)",
+    )
     assert default_worker_count({"LOCKSTEP_DEVICE": "cpu"}, tmp_path)[0] == 2

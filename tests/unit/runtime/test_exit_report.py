@@ -6,22 +6,39 @@ import signal
 
 import pytest
 
-from lockstep.runtime.exit_report import ExitReport, WorkerExit, error_summary, is_peer_loss, summarize_exits
+from lockstep.runtime.exit_report import (
+    ExitReport,
+    WorkerExit,
+    error_summary,
+    is_peer_loss,
+    summarize_exits,
+)
 
 KILL, TERM, INT = signal.SIGKILL, signal.SIGTERM, signal.SIGINT
 
 
-def exited(rank: int, code: int, at_s: float = 1.0, *, sent: tuple[int, ...] = (), report: ExitReport | None = None) -> WorkerExit:
+def exited(
+    rank: int,
+    code: int,
+    at_s: float = 1.0,
+    *,
+    sent: tuple[int, ...] = (),
+    report: ExitReport | None = None,
+) -> WorkerExit:
     return WorkerExit(rank, 100 + rank, code, at_s, sent, report, f"logs/vm-{rank}.log")
 
 
-def reported(code: int, at_s: float, text: str = "", *, finished: bool = False, lost: bool = False) -> ExitReport:
+def reported(
+    code: int, at_s: float, text: str = "", *, finished: bool = False, lost: bool = False
+) -> ExitReport:
     return ExitReport(code, at_s, text, finished=finished, lost_peers=lost)
 
 
 @pytest.mark.parametrize("code", [0, 75, 130])
 def test_common_exit_code_is_the_code_of_the_command(code: int) -> None:
-    assert summarize_exits([exited(rank, code, report=reported(code, 1, finished=True)) for rank in range(3)]) == (code, "")
+    assert summarize_exits(
+        [exited(rank, code, report=reported(code, 1, finished=True)) for rank in range(3)]
+    ) == (code, "")
 
 
 def test_earliest_failure_counts_not_the_earliest_consequence() -> None:
@@ -33,26 +50,44 @@ def test_earliest_failure_counts_not_the_earliest_consequence() -> None:
     code, text = summarize_exits(exits)
     assert code == 4
     assert text.splitlines()[:2] == ["rank 2 (pid 102) failed first:", "DivergedError: first"]
-    assert text.splitlines()[3:] == ["rank 0 lost its peers", "rank 1 failed too: DataError: later (log: logs/vm-1.log)"]
+    assert text.splitlines()[3:] == [
+        "rank 0 lost its peers",
+        "rank 1 failed too: DataError: later (log: logs/vm-1.log)",
+    ]
 
 
 def test_error_raised_by_all_workers_is_shown_once() -> None:
-    assert summarize_exits([exited(r, 4, report=reported(4, r, "DivergedError: nan")) for r in range(3)]) == (
+    assert summarize_exits(
+        [exited(r, 4, report=reported(4, r, "DivergedError: nan")) for r in range(3)]
+    ) == (
         4,
         "DivergedError: nan",
     )
 
 
 def test_worker_killed_from_outside_is_the_first_failure() -> None:
-    code, text = summarize_exits([exited(0, 76, 0.5, report=reported(76, 0.5, "lost", lost=True)), exited(1, -KILL, 0.9)])
+    code, text = summarize_exits(
+        [exited(0, 76, 0.5, report=reported(76, 0.5, "lost", lost=True)), exited(1, -KILL, 0.9)]
+    )
     assert code == 137
-    for part in ("rank 1 (pid 101) was killed by SIGKILL", "logs/vm-1.log", "memory", "rank 0 lost its peers"):
+    for part in (
+        "rank 1 (pid 101) was killed by SIGKILL",
+        "logs/vm-1.log",
+        "memory",
+        "rank 0 lost its peers",
+    ):
         assert part in text
     assert summarize_exits([exited(0, -64)])[0] == 192  # a signal without a name
 
 
 def test_workers_killed_by_the_parent_are_not_failures() -> None:
-    code, text = summarize_exits([exited(0, -TERM, 0.1, sent=(TERM,)), exited(1, -KILL, 0.2, sent=(TERM, KILL)), exited(2, 5, 9.0)])
+    code, text = summarize_exits(
+        [
+            exited(0, -TERM, 0.1, sent=(TERM,)),
+            exited(1, -KILL, 0.2, sent=(TERM, KILL)),
+            exited(2, 5, 9.0),
+        ]
+    )
     assert code == 5
     assert "rank 2 (pid 102) exited with code 5 and left no error report" in text
 
@@ -67,7 +102,12 @@ def test_exit_0_while_others_train_is_a_failure() -> None:
 
 
 def test_all_workers_lost_their_peers() -> None:
-    code, text = summarize_exits([exited(r, 76, report=reported(76, r, f"PeersLostError: rank {r}", lost=True)) for r in range(3)])
+    code, text = summarize_exits(
+        [
+            exited(r, 76, report=reported(76, r, f"PeersLostError: rank {r}", lost=True))
+            for r in range(3)
+        ]
+    )
     assert code == 76
     assert "PeersLostError: rank 0" in text and "ranks 1 and 2 lost their peers" in text
 
@@ -81,17 +121,29 @@ def test_finished_worker_killed_while_exiting_is_finished() -> None:
 
 
 def test_failed_worker_that_hung_while_exiting_has_its_reported_code() -> None:
-    assert summarize_exits([exited(0, -KILL, sent=(TERM, KILL), report=reported(3, 1, "DataError: x"))])[0] == 3
+    assert (
+        summarize_exits(
+            [exited(0, -KILL, sent=(TERM, KILL), report=reported(3, 1, "DataError: x"))]
+        )[0]
+        == 3
+    )
 
 
 def test_different_exit_codes_are_an_error() -> None:
-    code, text = summarize_exits([exited(0, 75, report=reported(75, 1, finished=True)), exited(1, 0, report=reported(0, 1, finished=True))])
+    code, text = summarize_exits(
+        [
+            exited(0, 75, report=reported(75, 1, finished=True)),
+            exited(1, 0, report=reported(0, 1, finished=True)),
+        ]
+    )
     assert code == 1
     assert "rank 0 with 75, rank 1 with 0" in text
 
 
 def test_workers_that_did_not_stop_in_time_are_named() -> None:
-    code, text = summarize_exits([exited(0, -KILL, sent=(KILL,)), exited(1, 75)], asked=[TERM], grace_s=30)
+    code, text = summarize_exits(
+        [exited(0, -KILL, sent=(KILL,)), exited(1, 75)], asked=[TERM], grace_s=30
+    )
     assert code == 128 + TERM
     assert "rank 0 did not stop within 30 s of SIGTERM" in text
     code, text = summarize_exits([exited(0, -INT), exited(1, -INT)], asked=[INT], grace_s=30)
@@ -123,7 +175,9 @@ def test_torch_messages_for_a_lost_peer_are_recognized(message: str) -> None:
 
 def test_other_errors_are_not_peer_loss() -> None:
     assert not is_peer_loss(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
-    assert not is_peer_loss(RuntimeError("[/x/gloo/pair.cc:446] op.preamble.length <= op.nbytes. 40 vs 4"))  # shapes differ: a bug
+    assert not is_peer_loss(
+        RuntimeError("[/x/gloo/pair.cc:446] op.preamble.length <= op.nbytes. 40 vs 4")
+    )  # shapes differ: a bug
     assert not is_peer_loss(ConnectionResetError("Connection reset by peer"))  # a download, say
     assert not is_peer_loss(None)
 

@@ -19,14 +19,22 @@ GPU = torch.device("cuda", 0)
         ("cpu", {}, "gloo"),
         ("cuda:1", {"LOCKSTEP_DEVICE": "cuda"}, "cpu:gloo,cuda:nccl"),
         ("cuda:0", {"LOCKSTEP_DEVICE": "cuda:0"}, "gloo"),
-        ("cuda:0", {"LOCKSTEP_DEVICE": "cuda:0", "NCCL_MULTI_RANK_GPU_ENABLE": "1"}, "cpu:gloo,cuda:nccl"),
+        (
+            "cuda:0",
+            {"LOCKSTEP_DEVICE": "cuda:0", "NCCL_MULTI_RANK_GPU_ENABLE": "1"},
+            "cpu:gloo,cuda:nccl",
+        ),
     ],
 )
-def test_nccl_serves_workers_with_a_gpu_of_their_own(device: str, environ: dict[str, str], backend: str) -> None:
+def test_nccl_serves_workers_with_a_gpu_of_their_own(
+    device: str, environ: dict[str, str], backend: str
+) -> None:
     assert choose_backend(torch.device(device), environ) == backend
 
 
-def test_communicators_connect_when_the_group_forms_and_are_not_split(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_communicators_connect_when_the_group_forms_and_are_not_split(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """torch splits the communicator of a default group that has a device, for which it needs all
     ranks; but only the members of a subgroup form it."""
     formed: list[tuple[str, Any, float]] = []

@@ -41,17 +41,27 @@ def fingerprint_of(folder: Path, monkeypatch: pytest.MonkeyPatch, loop: str, lay
     return sources.fingerprint()["own loop"]
 
 
-def test_user_code_is_its_file_and_its_imports_from_the_same_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_user_code_is_its_file_and_its_imports_from_the_same_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     loop, layer = "import fp_layers\ndef train(): return 1.0\n", "WIDTH = 8\n"
     expected = fingerprint_of(tmp_path / "a", monkeypatch, loop, layer)
     assert expected.startswith("fp_loop.py and 1 modules, sources ")
-    assert fingerprint_of(tmp_path / "b", monkeypatch, loop, layer) == expected, "another clone, another unused file"
-    assert fingerprint_of(tmp_path / "c", monkeypatch, loop.replace("1.0", "1.001"), layer) != expected
+    assert fingerprint_of(tmp_path / "b", monkeypatch, loop, layer) == expected, (
+        "another clone, another unused file"
+    )
+    assert (
+        fingerprint_of(tmp_path / "c", monkeypatch, loop.replace("1.0", "1.001"), layer) != expected
+    )
     assert fingerprint_of(tmp_path / "d", monkeypatch, loop, layer.replace("8", "9")) != expected
 
 
-def test_a_script_has_the_same_fingerprint_under_every_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "train.py").write_text("from lockstep.runtime.sources import fingerprint\nresult = fingerprint()['own loop']\n")
+def test_a_script_has_the_same_fingerprint_under_every_launcher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "train.py").write_text(
+        "from lockstep.runtime.sources import fingerprint\nresult = fingerprint()['own loop']\n"
+    )
     monkeypatch.chdir(tmp_path)
     by_lockstep_run = runpy.run_path("train.py", run_name="__main__")["result"]
     monkeypatch.setattr(sources, "user_code", {})
@@ -59,7 +69,9 @@ def test_a_script_has_the_same_fingerprint_under_every_launcher(tmp_path: Path, 
     assert by_lockstep_run == by_python and by_python.startswith("train.py, sources ")
 
 
-def test_editing_a_loaded_file_does_not_change_the_fingerprint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_editing_a_loaded_file_does_not_change_the_fingerprint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     expected = fingerprint_of(tmp_path / "a", monkeypatch, "def train(): pass\n", "")
     (tmp_path / "a" / "fp_loop.py").write_text("def train(): return 2\n")
     load_function(f"{tmp_path}/a/fp_loop.py:train")

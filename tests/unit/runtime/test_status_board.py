@@ -15,14 +15,25 @@ from zlib import crc32
 import pytest
 from support.processes import SUPPORT
 
-from lockstep.runtime.status_board import BODY, CHECK, PHASES, RECORD_BYTES, Status, StatusBoard, read_status, valid_body
+from lockstep.runtime.status_board import (
+    BODY,
+    CHECK,
+    PHASES,
+    RECORD_BYTES,
+    Status,
+    StatusBoard,
+    read_status,
+    valid_body,
+)
 
 
 @pytest.fixture
 def spinning(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
     """A process that writes status records in a loop, and the path of its board."""
     path = tmp_path / "0.board"
-    with subprocess.Popen([sys.executable, str(SUPPORT / "write_statuses.py"), str(path)]) as process:
+    with subprocess.Popen(
+        [sys.executable, str(SUPPORT / "write_statuses.py"), str(path)]
+    ) as process:
         try:
             while not path.exists() or read_status(path).step < 100:
                 assert process.poll() is None
@@ -52,7 +63,9 @@ def test_reader_never_sees_a_torn_record(spinning: tuple[subprocess.Popen[bytes]
     assert len(steps) > 2, "the writer made no progress between the reads"
 
 
-def test_stopped_or_killed_worker_leaves_a_valid_record(spinning: tuple[subprocess.Popen[bytes], Path]) -> None:
+def test_stopped_or_killed_worker_leaves_a_valid_record(
+    spinning: tuple[subprocess.Popen[bytes], Path],
+) -> None:
     process, path = spinning
     for _ in range(50):
         process.send_signal(signal.SIGSTOP)
@@ -67,7 +80,10 @@ def test_stopped_or_killed_worker_leaves_a_valid_record(spinning: tuple[subproce
 
 
 def test_torn_record_is_detected() -> None:
-    first, second = (body + CHECK.pack(crc32(body)) for body in (BODY.pack(n, 9, 1, n, n, 5, n, n, n, n, 0.5) for n in (4, 6)))
+    first, second = (
+        body + CHECK.pack(crc32(body))
+        for body in (BODY.pack(n, 9, 1, n, n, 5, n, n, n, n, 0.5) for n in (4, 6))
+    )
     assert valid_body(first) and valid_body(second) and not valid_body(bytes(RECORD_BYTES))
     for written in range(1, RECORD_BYTES):
         torn = second[:written] + first[written:]
@@ -82,20 +98,34 @@ def test_previous_record_is_read_when_the_newest_is_torn(tmp_path: Path) -> None
     newest = board._number % 2 * RECORD_BYTES
     torn[newest + 20] ^= 0xFF
     (tmp_path / "1.board").write_bytes(torn)
-    assert read_status(tmp_path / "0.board").step == 3 and read_status(tmp_path / "1.board").step == 2
+    assert (
+        read_status(tmp_path / "0.board").step == 3 and read_status(tmp_path / "1.board").step == 2
+    )
 
 
 def test_phase_step_and_collective_are_recorded(tmp_path: Path) -> None:
     path = tmp_path / "3.board"
     board = StatusBoard(path)
-    assert (read_status(path).phase, read_status(path).pid, read_status(path).step) == ("starting", os.getpid(), 0)
+    assert (read_status(path).phase, read_status(path).pid, read_status(path).step) == (
+        "starting",
+        os.getpid(),
+        0,
+    )
     board.enter("joining", generation=2)
     board.enter_collective(64)
     board.enter("forward", 118)
     status = read_status(path)
-    assert (status.phase, status.step, status.generation, status.collective, status.collective_bytes) == ("forward", 118, 2, 1, 64)
+    assert (
+        status.phase,
+        status.step,
+        status.generation,
+        status.collective,
+        status.collective_bytes,
+    ) == ("forward", 118, 2, 1, 64)
     board.enter("joining", generation=3)
-    assert read_status(path).collective == 0 and read_status(path).step == 118, "a new generation counts collectives from 0"
+    assert read_status(path).collective == 0 and read_status(path).step == 118, (
+        "a new generation counts collectives from 0"
+    )
 
 
 def test_collective_resets_moved_s_but_not_since_s(tmp_path: Path) -> None:
@@ -106,7 +136,10 @@ def test_collective_resets_moved_s_but_not_since_s(tmp_path: Path) -> None:
     board.enter_collective()
     status = read_status(path)
     assert status.since_s > 0.02 > status.moved_s
-    assert status.after(5).since_s == status.since_s + 5 and status.after(5).moved_s == status.moved_s + 5
+    assert (
+        status.after(5).since_s == status.since_s + 5
+        and status.after(5).moved_s == status.moved_s + 5
+    )
 
 
 def test_during_restores_the_previous_phase(tmp_path: Path) -> None:
@@ -117,7 +150,10 @@ def test_during_restores_the_previous_phase(tmp_path: Path) -> None:
             assert read_status(tmp_path / "0.board").phase == "evaluating"
         assert read_status(tmp_path / "0.board").phase == "saving"
         raise OSError
-    assert (read_status(tmp_path / "0.board").phase, read_status(tmp_path / "0.board").step) == ("updating", 5)
+    assert (read_status(tmp_path / "0.board").phase, read_status(tmp_path / "0.board").step) == (
+        "updating",
+        5,
+    )
 
 
 def test_first_step_of_a_generation(tmp_path: Path) -> None:
@@ -130,11 +166,19 @@ def test_first_step_of_a_generation(tmp_path: Path) -> None:
     assert seen == [True, True, False, True, True, False]
 
 
-def test_median_step_ignores_outliers_and_jumps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_median_step_ignores_outliers_and_jumps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now = [10**9]
     monkeypatch.setattr(time, "monotonic_ns", lambda: now[0])
     board = StatusBoard(tmp_path / "0.board")
-    for step, seconds in [(1, 2), (2, 2), (3, 100), (4, 2), (9, 2)]:  # a checkpoint after step 3, and a jump from 4 to 9
+    for step, seconds in [
+        (1, 2),
+        (2, 2),
+        (3, 100),
+        (4, 2),
+        (9, 2),
+    ]:  # a checkpoint after step 3, and a jump from 4 to 9
         board.enter("data", step)
         now[0] += 10**9
         board.enter("forward", step)
@@ -151,7 +195,9 @@ def test_new_worker_is_not_disturbed_by_an_old_one_in_its_slot(tmp_path: Path) -
     assert [path.name for path in tmp_path.iterdir()] == ["0.board"]
 
 
-def test_board_without_agent_writes_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_board_without_agent_writes_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     board = StatusBoard(None)
     with board.during("saving"):
@@ -174,5 +220,7 @@ def test_a_call_takes_microseconds(tmp_path: Path) -> None:
         "enter_collective": board.enter_collective,
         "read_status": lambda: read_status(tmp_path / "0.board"),
     }.items():
-        times[name] = min(timeit.repeat(call, timer=time.process_time, number=200, repeat=5)) / 200 * 1e6
+        times[name] = (
+            min(timeit.repeat(call, timer=time.process_time, number=200, repeat=5)) / 200 * 1e6
+        )
     assert max(times.values()) < 200, f"microseconds: {times}"

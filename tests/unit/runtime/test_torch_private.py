@@ -43,7 +43,9 @@ def private_names(source: str) -> Iterator[str]:
         if isinstance(node, ast.Import):
             imported = [(alias.name, alias.asname) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            imported = [(f"{node.module}.{alias.name}", alias.asname or alias.name) for alias in node.names]
+            imported = [
+                (f"{node.module}.{alias.name}", alias.asname or alias.name) for alias in node.names
+            ]
         else:
             continue
         for path, local in imported:
@@ -52,7 +54,11 @@ def private_names(source: str) -> Iterator[str]:
                 if any(map(is_private, path.split("."))):
                     yield f"{node.lineno}: {path}"
     for node in ast.walk(tree):
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Attribute) and ast.unparse(node.value).split(".")[0] in modules:
+        if (
+            isinstance(node, ast.Assign)
+            and isinstance(node.value, ast.Attribute)
+            and ast.unparse(node.value).split(".")[0] in modules
+        ):
             modules |= {target.id for target in node.targets if isinstance(target, ast.Name)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and is_private(node.attr):
@@ -63,7 +69,11 @@ def private_names(source: str) -> Iterator[str]:
 
 def test_no_other_file_of_src_has_a_private_name_of_torch() -> None:
     files = [path for path in SRC.rglob("*.py") if path.name != "torch_private.py"]
-    hits = [f"{path.relative_to(SRC)}:{name}" for path in files for name in private_names(path.read_text())]
+    hits = [
+        f"{path.relative_to(SRC)}:{name}"
+        for path in files
+        for name in private_names(path.read_text())
+    ]
     assert not hits, "move these to lockstep/runtime/torch_private.py:\n" + "\n".join(hits)
 
 
@@ -73,7 +83,10 @@ def test_no_other_file_of_src_has_a_private_name_of_torch() -> None:
         ("from torch._C import thing", "torch._C.thing"),
         ("from torch import _dynamo", "torch._dynamo"),
         ("import torch._inductor.config", "torch._inductor.config"),
-        ("import torch.distributed as dist\ndist.distributed_c10d._world", "dist.distributed_c10d._world"),
+        (
+            "import torch.distributed as dist\ndist.distributed_c10d._world",
+            "dist.distributed_c10d._world",
+        ),
         ("import torch\naten = torch.ops.aten\naten._softmax", "aten._softmax"),
         ("def f(module): return module._buffers", "module._buffers"),
     ],
@@ -112,7 +125,11 @@ def test_what_torch_sets_on_an_optimizer_while_it_trains_is_listed() -> None:
         weight.grad = torch.ones(2)
         optimizer.step()
         scheduler.step()
-        changed = {name for name, value in vars(optimizer).items() if name not in before or before[name] is not value}
+        changed = {
+            name
+            for name, value in vars(optimizer).items()
+            if name not in before or before[name] is not value
+        }
         assert changed - {"step"} <= set(private.OPTIMIZER_FLAGS)
 
 
@@ -128,7 +145,12 @@ def test_own_parameters_and_buffers_are_live_and_without_children() -> None:
     norm.register_buffer("scratch", torch.zeros(1), persistent=False)
     norm.child = nn.Linear(1, 1)
     assert private.own_parameters(norm) == {"weight": None, "bias": None}
-    assert list(private.own_buffers(norm)) == ["running_mean", "running_var", "num_batches_tracked", "scratch"]
+    assert list(private.own_buffers(norm)) == [
+        "running_mean",
+        "running_var",
+        "num_batches_tracked",
+        "scratch",
+    ]
     assert private.non_persistent_buffers(norm) == {"scratch"}
     private.own_buffers(norm)["scratch"] = torch.ones(1)
     assert norm.scratch.item() == 1.0
@@ -138,14 +160,19 @@ def test_own_parameters_and_buffers_are_live_and_without_children() -> None:
 
 
 def test_a_schema_names_an_operator_and_its_writes() -> None:
-    fill, empty = (private.schema_of(op) for op in (private.aten.fill_.Scalar, private.aten.empty.memory_format))
+    fill, empty = (
+        private.schema_of(op)
+        for op in (private.aten.fill_.Scalar, private.aten.empty.memory_format)
+    )
     assert (fill.name, fill.is_mutable, empty.is_mutable) == ("aten::fill_", True, False)
     assert "device" in [argument.name for argument in empty.arguments]
 
 
 def test_trees_are_mapped_and_iterated() -> None:
     tree = (1, {"a": [2, 3]})
-    assert list(private.tree_iter(tree)) == [1, 2, 3] and private.tree_map(lambda leaf: -leaf, tree) == (-1, {"a": [-2, -3]})
+    assert list(private.tree_iter(tree)) == [1, 2, 3] and private.tree_map(
+        lambda leaf: -leaf, tree
+    ) == (-1, {"a": [-2, -3]})
 
 
 def test_attention_on_a_cpu_calls_one_of_the_attention_ops() -> None:
@@ -185,7 +212,9 @@ def test_a_process_that_was_not_forked_can_use_cuda() -> None:
 
 @pytest.fixture
 def group(tmp_path: Path) -> Iterator[dist.ProcessGroup]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=7))
+    dist.init_process_group(
+        "gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=7)
+    )
     yield dist.group.WORLD
     dist.destroy_process_group()
 
@@ -210,12 +239,18 @@ def test_collectives_of_a_group_are_counted(group: dist.ProcessGroup) -> None:
     assert private.collectives_of(group) == before + 1
 
 
-def test_detached_groups_are_open_and_a_new_default_group_can_form(group: dist.ProcessGroup) -> None:
+def test_detached_groups_are_open_and_a_new_default_group_can_form(
+    group: dist.ProcessGroup,
+) -> None:
     subgroup = dist.new_group([0])
     backends = private.device_backends(torch.device("cpu"))
     assert backends == [member._get_backend(torch.device("cpu")) for member in (group, subgroup)]
     detached = private.detach_groups()
-    assert set(detached) == {group, subgroup} and not dist.is_initialized() and not private.device_backends(torch.device("cpu"))
+    assert (
+        set(detached) == {group, subgroup}
+        and not dist.is_initialized()
+        and not private.device_backends(torch.device("cpu"))
+    )
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     while detached:
         detached.pop().shutdown()
@@ -280,7 +315,9 @@ def test_inductor_freezing_ends_with_its_context() -> None:
 
 
 def test_the_profiler_accepts_the_option_for_all_threads() -> None:
-    with profile(activities=[ProfilerActivity.CPU], experimental_config=private.profile_all_threads()) as recorded:
+    with profile(
+        activities=[ProfilerActivity.CPU], experimental_config=private.profile_all_threads()
+    ) as recorded:
         torch.ones(2) + 1
     assert any(event.name == "aten::add" for event in recorded.events())
 
@@ -289,19 +326,36 @@ def test_gradient_hooks_of_a_parameter_are_seen() -> None:
     plain, hooked, accumulated = (nn.Parameter(torch.ones(2)) for _ in range(3))
     hooked.register_hook(lambda gradient: gradient)
     accumulated.register_post_accumulate_grad_hook(lambda parameter: None)
-    assert [private.has_gradient_hooks(p) for p in (plain, hooked, accumulated)] == [False, True, True]
+    assert [private.has_gradient_hooks(p) for p in (plain, hooked, accumulated)] == [
+        False,
+        True,
+        True,
+    ]
 
 
 def test_compiled_modules_are_seen() -> None:
     plain, in_place = nn.Linear(1, 1), nn.Linear(1, 1)
     in_place.compile()
     wrapped = torch.compile(nn.Linear(1, 1))
-    assert [private.is_compiled_in_place(m) for m in (plain, in_place, wrapped)] == [False, True, False]
-    assert [private.is_compiled_wrapper(m) for m in (plain, in_place, wrapped)] == [False, False, True]
+    assert [private.is_compiled_in_place(m) for m in (plain, in_place, wrapped)] == [
+        False,
+        True,
+        False,
+    ]
+    assert [private.is_compiled_wrapper(m) for m in (plain, in_place, wrapped)] == [
+        False,
+        False,
+        True,
+    ]
 
 
 def test_forward_hooks_of_modules_are_found() -> None:
-    registrations = ("register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook", "register_full_backward_pre_hook")
+    registrations = (
+        "register_forward_hook",
+        "register_forward_pre_hook",
+        "register_full_backward_hook",
+        "register_full_backward_pre_hook",
+    )
     for registration in registrations:
         module = nn.Sequential(nn.Linear(1, 1))
         assert not private.has_forward_hooks(module)

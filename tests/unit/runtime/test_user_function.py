@@ -27,7 +27,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def test_file_can_import_its_neighbors(folder: Path) -> None:
     (folder / "loops").mkdir()
     (folder / "loops/my_parts.py").write_text("ANSWER = 42\n")
-    (folder / "loops/my_loop.py").write_text("from my_parts import ANSWER\ndef train(): return ANSWER\n")
+    (folder / "loops/my_loop.py").write_text(
+        "from my_parts import ANSWER\ndef train(): return ANSWER\n"
+    )
     function = load_function("loops/my_loop.py:train")
     assert function() == 42
     assert sys.modules[function.__module__].train is function  # so that it can be pickled
@@ -55,7 +57,9 @@ def test_module_in_the_current_folder_is_found(folder: Path) -> None:
         ("nowhere/at_all.py:train", "no file"),
     ],
 )
-def test_unknown_name_is_an_error_with_the_nearest_names(folder: Path, spelled: str, says: str) -> None:
+def test_unknown_name_is_an_error_with_the_nearest_names(
+    folder: Path, spelled: str, says: str
+) -> None:
     (folder / "my_loop.py").write_text("NUMBER = 1\ndef train(): ...\ndef evaluate(): ...\n")
     with pytest.raises(UsageError, match=says):
         load_function(spelled)
@@ -78,13 +82,19 @@ def test_errors_while_loading_pass_through(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("function", "flags", "says"),
     [
-        ("shaped", {"shape": "wide"}, "--shape 'wide': Input should be a dictionary or an instance of Shape"),
+        (
+            "shaped",
+            {"shape": "wide"},
+            "--shape 'wide': Input should be a dictionary or an instance of Shape",
+        ),
         ("several", {"options": "1"}, "takes no --options"),
         ("several", {"numbers": "1"}, "takes no --numbers"),
         ("positional", {"first": "1"}, "takes no --first"),
     ],
 )
-def test_flags_that_do_not_fit_the_function_are_rejected(folder: Path, function: str, flags: dict[str, str], says: str) -> None:
+def test_flags_that_do_not_fit_the_function_are_rejected(
+    folder: Path, function: str, flags: dict[str, str], says: str
+) -> None:
     (folder / "odd.py").write_text(
         "from dataclasses import dataclass\n@dataclass\nclass Shape:\n    width: int = 1\n"
         "def shaped(shape: Shape = Shape()): ...\ndef several(*numbers: int, **options: int): ...\ndef positional(first: int = 1, /): ...\n"

@@ -25,7 +25,9 @@ class RecordingWork(dist.Work):
 @pytest.mark.parametrize("in_thread", [True, False])
 def test_only_a_cpu_waits_with_a_timeout(in_thread: bool) -> None:
     """With one, NCCL's wait polls until the kernel has finished, so nothing overlaps."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=7))
+    dist.init_process_group(
+        "gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=7)
+    )
     try:
         work = RecordingWork()
         WorkWaiter(in_thread=in_thread).wait([None, work])

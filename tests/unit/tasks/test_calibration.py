@@ -15,7 +15,13 @@ from lockstep.planner.devices import Cluster
 from lockstep.planner.step_cost import step_cost
 from lockstep.tasks.calibration import calibrate, time_messages
 
-TINY = {"data.pairs": 300, "data.held_out": 20, "tokenizer.vocab_size": 300, "batch.tokens": 128, "batch.micro_batches": 4}
+TINY = {
+    "data.pairs": 300,
+    "data.held_out": 20,
+    "tokenizer.vocab_size": 300,
+    "batch.tokens": 128,
+    "batch.micro_batches": 4,
+}
 TINY |= {"model.dim": 32, "model.ffn_dim": 64, "model.encoder_layers": 1, "model.decoder_layers": 2}
 
 
@@ -29,14 +35,30 @@ def test_blocks_are_timed_whole_and_as_a_rank_of_the_tensor_axis(tmp_path: Path)
     model, timing = calibrate(run, tmp_path, "cpu", [2])
     kinds = {"embedding", "encoder", "encoder_norm", "decoder", "output"}
     assert timing.passes.keys() == {(kind, tensor) for kind in kinds for tensor in (1, 2)}
-    assert all(min(seconds) >= 0 for seconds in timing.passes.values()) and timing.passes["decoder", 1][1] > 1e-5
-    assert timing.passes["decoder", 1][0] > timing.passes["encoder_norm", 1][0] and timing.update_s > 0
-    assert [block.kind for block in model.blocks] == ["encoder", "encoder_norm", "decoder", "decoder"] and 0 < model.tokens <= 128
+    assert (
+        all(min(seconds) >= 0 for seconds in timing.passes.values())
+        and timing.passes["decoder", 1][1] > 1e-5
+    )
+    assert (
+        timing.passes["decoder", 1][0] > timing.passes["encoder_norm", 1][0] and timing.update_s > 0
+    )
+    assert [block.kind for block in model.blocks] == [
+        "encoder",
+        "encoder_norm",
+        "decoder",
+        "decoder",
+    ] and 0 < model.tokens <= 128
     assert 0 <= timing.copy_s < 1e-6
     fast = Cluster(1, 1, "cpu", 1, Link(0, 1e12), Link(0, 1e12))
     step = step_cost(model, replace(run), Layout(), fast, timing)
-    micro_s = sum(sum(timing.of(unit, 1)) for unit in (model.embedding, *model.blocks, model.output))
-    assert step.compute_s > 0 and timing.accumulate_s >= 0 and abs(step.compute_s - 4 * (micro_s + timing.accumulate_s)) < 1e-9
+    micro_s = sum(
+        sum(timing.of(unit, 1)) for unit in (model.embedding, *model.blocks, model.output)
+    )
+    assert (
+        step.compute_s > 0
+        and timing.accumulate_s >= 0
+        and abs(step.compute_s - 4 * (micro_s + timing.accumulate_s)) < 1e-9
+    )
 
 
 def test_a_byte_between_two_processes_takes_less_than_a_memory_access() -> None:

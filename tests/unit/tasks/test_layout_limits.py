@@ -14,7 +14,13 @@ LLAMA = {"task": "pretrain", "data.kind": "stdlib", "llama.size": "5M"}
 
 
 def test_a_translator_is_limited_by_its_heads_feed_forward_and_layers() -> None:
-    sizes = {"model.n_heads": 4, "model.ffn_dim": 96, "model.encoder_layers": 2, "model.decoder_layers": 3, "batch.micro_batches": 6}
+    sizes = {
+        "model.n_heads": 4,
+        "model.ffn_dim": 96,
+        "model.encoder_layers": 2,
+        "model.decoder_layers": 3,
+        "batch.micro_batches": 6,
+    }
     assert layout_limits(resolve(None, sizes).run) == LayoutLimits(6, (4, 96), 5)
 
 
@@ -38,6 +44,11 @@ sys.exit("torch" in sys.modules)
 
 
 def test_a_larger_model_has_more_parameters() -> None:
-    sizes = [min_parameters(resolve(None, LLAMA | {"llama.size": size}).run) for size in ("1M", "5M", "25M")]
+    sizes = [
+        min_parameters(resolve(None, LLAMA | {"llama.size": size}).run)
+        for size in ("1M", "5M", "25M")
+    ]
     assert sizes == sorted(sizes) and sizes[0] > 0
-    assert min_parameters(resolve(None, {"model.encoder_layers": 4}).run) > min_parameters(resolve(None, {}).run)
+    assert min_parameters(resolve(None, {"model.encoder_layers": 4}).run) > min_parameters(
+        resolve(None, {}).run
+    )

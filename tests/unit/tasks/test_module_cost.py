@@ -82,26 +82,44 @@ def test_counted_as_the_real_module(file: Path) -> None:
     module, inputs = __import__("planned_modules").net()
     assert cost.parameters == sum(p.numel() for p in module.parameters())
     assert [unit.kind for unit in cost.blocks] == ["blocks.0", "blocks.1", "blocks.2"]
-    assert all(unit.macs.whole == 32 * 2 * 16 * 64 and unit.elements(1) == 2 * 16 * 64 + 64 + 16 for unit in cost.blocks)
+    assert all(
+        unit.macs.whole == 32 * 2 * 16 * 64 and unit.elements(1) == 2 * 16 * 64 + 64 + 16
+        for unit in cost.blocks
+    )
     assert cost.output.macs.whole == 32 * (8 * 16 + 16 * 4) and cost.tokens == 32
     units = (cost.embedding, *cost.blocks, cost.output)
-    assert sum(4 * unit.saved["none"].wide.whole for unit in units) == saved_bytes(module, inputs) > 0
+    assert (
+        sum(4 * unit.saved["none"].wide.whole for unit in units) == saved_bytes(module, inputs) > 0
+    )
 
 
 def test_units_are_timed_and_a_module_without_units_is_one_part(file: Path) -> None:
     run = resolve(flags={"batch.micro_batches": "2"}).run
     timing = own_timing(f"{file}:net", run)
-    assert set(timing.passes) == {(kind, 1) for kind in ("embedding", "blocks.0", "blocks.1", "blocks.2", "output")}
-    assert all(min(seconds) >= 0 for seconds in timing.passes.values()) and min(timing.passes["blocks.0", 1]) > 0
+    assert set(timing.passes) == {
+        (kind, 1) for kind in ("embedding", "blocks.0", "blocks.1", "blocks.2", "output")
+    }
+    assert (
+        all(min(seconds) >= 0 for seconds in timing.passes.values())
+        and min(timing.passes["blocks.0", 1]) > 0
+    )
     whole = own_timing(f"{file}:plain", run)
     assert whole.passes["embedding", 1] == (0, 0) and min(whole.passes["output", 1]) > 0
 
 
 def test_the_plan_of_an_own_module(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("net", "plain"):
-        assert main(["plan", f"{file}:{name}", "--devices", "2x2:cpu-4GiB", "--link", "100Mbit/s"]) == 0
+        assert (
+            main(["plan", f"{file}:{name}", "--devices", "2x2:cpu-4GiB", "--link", "100Mbit/s"])
+            == 0
+        )
         text = capsys.readouterr().out
-        assert "replicate 4" in text and "shard 4" in text and "Session(wire=" in text and "diloco" not in text
+        assert (
+            "replicate 4" in text
+            and "shard 4" in text
+            and "Session(wire=" in text
+            and "diloco" not in text
+        )
         assert "tensor 2: this model does not support tensor parallelism" in text
 
 
@@ -130,6 +148,8 @@ def test_a_file_that_python_cannot_read_is_refused(tmp_path: Path) -> None:
         own_model_cost(f"{tmp_path}/broken_plan.py:make_model")
 
 
-def test_a_file_without_a_function_is_refused(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_without_a_function_is_refused(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["plan", str(file), "--devices", "2x1:cpu", "--link", "100Mbit/s"]) == 2
     assert ":make_model" in capsys.readouterr().err

@@ -21,7 +21,13 @@ from lockstep.tasks.evaluator import merge_results
 from lockstep.tasks.open import Evaluator, Task, open_evaluator, open_task
 
 PAIRS = {"data.pairs": 400, "data.held_out": 20, "tokenizer.vocab_size": 400, "batch.tokens": 256}
-TEXT = {"task": "pretrain", "data.kind": "text", "data.held_out_share": 0.1, "tokenizer.vocab_size": 400, "llama.size": "1M"}
+TEXT = {
+    "task": "pretrain",
+    "data.kind": "text",
+    "data.held_out_share": 0.1,
+    "tokenizer.vocab_size": 400,
+    "llama.size": "1M",
+}
 CHATS = TEXT | {"task": "sft", "data.kind": "drills", "data.pairs": 60}
 ROWS = {"batch.seq_len": 64, "batch.tokens": 128}
 
@@ -37,7 +43,9 @@ def open_alone(run: RunConfig, folder: Path) -> Task:
 
 @pytest.fixture
 def text(tmp_path: Path) -> dict[str, Any]:
-    lines = "".join(f"Line {number} of a text about {number % 7} things.\n" for number in range(400))
+    lines = "".join(
+        f"Line {number} of a text about {number % 7} things.\n" for number in range(400)
+    )
     (tmp_path / "text.txt").write_text(lines)
     return TEXT | ROWS | {"data.train": str(tmp_path / "text.txt")}
 
@@ -51,23 +59,33 @@ def test_a_translation_task_counts_the_tokens_of_its_micro_batches(tmp_path: Pat
 
 
 @pytest.mark.parametrize("kind", ["text", "chats"])
-def test_a_llama_task_counts_the_labels_of_its_micro_batches(kind: str, text: dict[str, Any], tmp_path: Path) -> None:
+def test_a_llama_task_counts_the_labels_of_its_micro_batches(
+    kind: str, text: dict[str, Any], tmp_path: Path
+) -> None:
     run = run_of(text if kind == "text" else CHATS | ROWS)
     task = open_alone(run, tmp_path / "run")
     batches = [task.loader.micro_batch(1, k) for k in range(run.batch.micro_batches)]
-    assert task.loader.tokens_in_step(1) == sum(int((batch.labels != IGNORE_INDEX).sum()) for batch in batches)
+    assert task.loader.tokens_in_step(1) == sum(
+        int((batch.labels != IGNORE_INDEX).sum()) for batch in batches
+    )
     assert {tuple(batch.labels.shape) for batch in batches} == {(2, 64)} and task.length == 64
 
 
-def test_a_task_opens_again_with_equal_data_and_weights(text: dict[str, Any], tmp_path: Path) -> None:
+def test_a_task_opens_again_with_equal_data_and_weights(
+    text: dict[str, Any], tmp_path: Path
+) -> None:
     for number, values in enumerate([PAIRS, text]):
         first, second = (open_alone(run_of(values), tmp_path / str(number)) for _ in range(2))
         assert first.fingerprints == second.fingerprints
         name, parameter = next(iter(first.meta_model().named_parameters()))
-        assert torch.equal(first.init_param(name, parameter.shape), second.init_param(name, parameter.shape))
+        assert torch.equal(
+            first.init_param(name, parameter.shape), second.init_param(name, parameter.shape)
+        )
 
 
-def open_and_count_packings(runtime: ElasticRuntime, folder: Path, state: str) -> tuple[int, list[list[int]]]:
+def open_and_count_packings(
+    runtime: ElasticRuntime, folder: Path, state: str
+) -> tuple[int, list[list[int]]]:
     """Open the task; return how often this process packed the chats, and its rows."""
     os.environ["LOCKSTEP_TMP"] = state
     pack, calls = packing.pack, list[int]()
@@ -119,9 +137,14 @@ def test_a_text_shorter_than_a_row_is_refused(text: dict[str, Any], tmp_path: Pa
 
 
 @pytest.mark.parametrize("task", ["pretrain", "sft"])
-def test_rows_longer_than_the_context_are_refused_before_the_data_is_prepared(task: str, text: dict[str, Any], tmp_path: Path) -> None:
+def test_rows_longer_than_the_context_are_refused_before_the_data_is_prepared(
+    task: str, text: dict[str, Any], tmp_path: Path
+) -> None:
     values = (text if task == "pretrain" else CHATS) | {"batch.seq_len": 2048, "batch.tokens": 2048}
-    with pytest.raises(ConfigError, match=r"batch\.seq_len=2,048 is above the 1,024 positions[\s\S]*llama\.max_seq_len=2048"):
+    with pytest.raises(
+        ConfigError,
+        match=r"batch\.seq_len=2,048 is above the 1,024 positions[\s\S]*llama\.max_seq_len=2048",
+    ):
         open_alone(run_of(values), tmp_path / "run")
     assert not (tmp_path / "run" / "data").exists()
 
@@ -137,5 +160,8 @@ def test_an_evaluator_needs_prepared_data(tmp_path: Path) -> None:
 
 def test_results_are_merged_by_number_unless_a_signal_arrived() -> None:
     with ElasticRuntime.join(threads=1) as runtime:
-        assert merge_results(runtime, lambda: "", losses={1: 0.5, 0: 2.0}, answers={}) == {"losses": {1: 0.5, 0: 2.0}, "answers": {}}
+        assert merge_results(runtime, lambda: "", losses={1: 0.5, 0: 2.0}, answers={}) == {
+            "losses": {1: 0.5, 0: 2.0},
+            "answers": {},
+        }
         assert merge_results(runtime, lambda: "SIGTERM", losses={1: 0.5}) is None

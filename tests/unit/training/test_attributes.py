@@ -84,10 +84,18 @@ def test_what_the_loop_changes_is_restored() -> None:
     other, other_optimizer, restored = make()
     tau = other.tau
     restored.load_state_dict(state, CPU)
-    assert other.tau is tau and other.tau.tolist() == [0.5, 0.5] and other.mask.tolist() == [1.0, 1.0]
-    assert other.unused == {"a": [1, 2.0, 3]} and other.norm.momentum == 0.3 and other.new.tolist() == [0, 1, 2]
+    assert (
+        other.tau is tau and other.tau.tolist() == [0.5, 0.5] and other.mask.tolist() == [1.0, 1.0]
+    )
+    assert (
+        other.unused == {"a": [1, 2.0, 3]}
+        and other.norm.momentum == 0.3
+        and other.new.tolist() == [0, 1, 2]
+    )
     assert vars(other_optimizer)["k"] == 7
-    assert {name: tensor.tolist() for name, tensor in restored.state_dict().items()} == {n: t.tolist() for n, t in state.items()}
+    assert {name: tensor.tolist() for name, tensor in restored.state_dict().items()} == {
+        n: t.tolist() for n, t in state.items()
+    }
 
 
 def test_attributes_of_missing_modules_are_named(caplog: pytest.LogCaptureFixture) -> None:
@@ -116,7 +124,9 @@ def test_a_cache_that_grows_in_a_later_loop_is_no_state() -> None:
     assert "longest" not in attributes.changed()
 
 
-def test_what_differs_between_workers_is_named_and_not_saved(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_differs_between_workers_is_named_and_not_saved(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     workers = [make() for _ in range(3)]
     for rank, (model, optimizer, attributes) in enumerate(workers):
         if rank:  # rank 0 has just joined
@@ -131,4 +141,8 @@ def test_what_differs_between_workers_is_named_and_not_saved(caplog: pytest.LogC
     saved = [set(attributes.changed()) for _, _, attributes in workers]
     assert saved == [{"tau", "mask", "unused", "new", "optimizer 0.k"}] * 3
     messages = {record.getMessage() for record in caplog.records}
-    assert len(messages) == 1 and "no checkpoint holds them: norm.momentum (norm.momentum: 0.25, 0.5, as constructed)" in messages.pop()
+    assert (
+        len(messages) == 1
+        and "no checkpoint holds them: norm.momentum (norm.momentum: 0.25, 0.5, as constructed)"
+        in messages.pop()
+    )

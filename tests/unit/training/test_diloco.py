@@ -46,7 +46,9 @@ def make_learners(over_after: list[int]) -> tuple[Learners, nn.Linear, list[int]
         return nn.functional.dropout(model(batch), 0.5).square().sum()  # type: ignore[no-any-return]
 
     runtime: Any = SimpleNamespace(
-        generation_error=generation_error, board=StatusBoard(None), world=SimpleNamespace(device=torch.device("cpu"))
+        generation_error=generation_error,
+        board=StatusBoard(None),
+        world=SimpleNamespace(device=torch.device("cpu")),
     )
     flags = {
         "diloco.learners": "2",
@@ -81,7 +83,9 @@ def test_an_interrupted_learner_continues_in_the_next_generation() -> None:
     for _ in range(3):
         learners.train(12, 1)
     loss = learners.train(12, 1)
-    assert own_passes == passes == [step for step in range(12, 12 + H) for _ in range(2)], "no step is computed twice"
+    assert own_passes == passes == [step for step in range(12, 12 + H) for _ in range(2)], (
+        "no step is computed twice"
+    )
     assert loss.item() == expected.item()
     for got, wanted in zip(gradients(loss, own), gradients(expected, module), strict=True):
         assert torch.equal(got, wanted) and wanted.abs().sum() > 0
@@ -108,12 +112,19 @@ def test_a_learner_is_not_continued_from_weights_that_were_rolled_back() -> None
 
 def test_weights_and_gradients_are_as_before() -> None:
     learners, module, _ = make_learners([])
-    weights, sums = [p.detach().clone() for p in module.parameters()], [torch.ones_like(p) for p in module.parameters()]
+    weights, sums = (
+        [p.detach().clone() for p in module.parameters()],
+        [torch.ones_like(p) for p in module.parameters()],
+    )
     for p, gradient in zip(module.parameters(), sums, strict=True):
         p.grad = gradient
     learners.train(0, 0)
     for p, weight, gradient in zip(module.parameters(), weights, sums, strict=True):
-        assert torch.equal(p, weight) and p.grad is gradient and torch.equal(gradient, torch.ones_like(p))
+        assert (
+            torch.equal(p, weight)
+            and p.grad is gradient
+            and torch.equal(gradient, torch.ones_like(p))
+        )
 
 
 def test_adamw_takes_full_steps_on_average_while_its_first_moment_grows() -> None:

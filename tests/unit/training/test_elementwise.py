@@ -15,7 +15,11 @@ from lockstep.training.owner_update import ELEMENTWISE, couples_elements
 
 Options = dict[Callable[..., optim.Optimizer], list[dict[str, Any]]]
 OPTIONS: Options = {
-    optim.SGD: [{}, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}, {"momentum": 0.9, "dampening": 0.1, "maximize": True}],
+    optim.SGD: [
+        {},
+        {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
+        {"momentum": 0.9, "dampening": 0.1, "maximize": True},
+    ],
     optim.Adam: [{"weight_decay": 0.1}, {"amsgrad": True}],
     optim.AdamW: [{}, {"amsgrad": True}],
     optim.NAdam: [{}, {"decoupled_weight_decay": True, "weight_decay": 0.1}],
@@ -35,11 +39,15 @@ OWN: Options = {
 SHAPES = [(37, 19), (64, 3), (24, 40)]
 
 
-def trained(make: Callable[[Iterable[nn.Parameter]], optim.Optimizer], shape: tuple[int, ...], parts: int) -> tuple[bool, list[Tensor]]:
+def trained(
+    make: Callable[[Iterable[nn.Parameter]], optim.Optimizer], shape: tuple[int, ...], parts: int
+) -> tuple[bool, list[Tensor]]:
     """Train a tensor in `parts` slices for seven steps. Return whether the optimizer is known to
     couple elements, and the weights and state, put together."""
     chance = torch.Generator().manual_seed(shape[0])
-    parameters = [nn.Parameter(part.clone()) for part in torch.randn(shape, generator=chance).chunk(parts)]
+    parameters = [
+        nn.Parameter(part.clone()) for part in torch.randn(shape, generator=chance).chunk(parts)
+    ]
     optimizer = make(parameters)
     for step in range(7):
         gradient = torch.randn(shape, generator=chance) * 10.0 ** (step % 3 - 1)
@@ -56,7 +64,9 @@ def trained(make: Callable[[Iterable[nn.Parameter]], optim.Optimizer], shape: tu
     return couples_elements(optimizer), tensors
 
 
-def differs_in_slices(make: Callable[[Iterable[nn.Parameter]], optim.Optimizer]) -> tuple[bool, bool]:
+def differs_in_slices(
+    make: Callable[[Iterable[nn.Parameter]], optim.Optimizer],
+) -> tuple[bool, bool]:
     """Return (is known to couple elements, a slice gets other bits than in the whole tensor)."""
     differs = False
     for shape in SHAPES:
@@ -68,19 +78,31 @@ def differs_in_slices(make: Callable[[Iterable[nn.Parameter]], optim.Optimizer])
 
 
 def test_every_optimizer_of_torch_is_in_a_table() -> None:
-    classes = {value for value in vars(optim).values() if isinstance(value, type) and issubclass(value, optim.Optimizer)}
+    classes = {
+        value
+        for value in vars(optim).values()
+        if isinstance(value, type) and issubclass(value, optim.Optimizer)
+    }
     assert {*OPTIONS, *COUPLED} == classes - {optim.Optimizer, optim.LBFGS, optim.SparseAdam}
     assert set(ELEMENTWISE) == set(OPTIONS)
 
 
-@pytest.mark.parametrize("kernel", [{"foreach": False}, {"foreach": True}, {"fused": True}], ids=str)
+@pytest.mark.parametrize(
+    "kernel", [{"foreach": False}, {"foreach": True}, {"fused": True}], ids=str
+)
 @pytest.mark.parametrize("kind", OPTIONS, ids=lambda kind: kind.__name__)
-def test_torch_updates_a_slice_as_the_slice_of_the_tensor(kind: Any, kernel: dict[str, Any]) -> None:
+def test_torch_updates_a_slice_as_the_slice_of_the_tensor(
+    kind: Any, kernel: dict[str, Any]
+) -> None:
     if "fused" in kernel and kind not in (optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad):
         pytest.skip(f"{kind.__name__} has no fused kernel")
-    outcomes = [differs_in_slices(partial(kind, lr=0.02, **kernel, **options)) for options in OPTIONS[kind]]
+    outcomes = [
+        differs_in_slices(partial(kind, lr=0.02, **kernel, **options)) for options in OPTIONS[kind]
+    ]
     assert {known for known, _ in outcomes} == {"fused" in kernel}
-    is_cut = "fused" in kernel and kind is not optim.Adagrad  # a fused kernel on a CPU computes the last elements otherwise
+    is_cut = (
+        "fused" in kernel and kind is not optim.Adagrad
+    )  # a fused kernel on a CPU computes the last elements otherwise
     assert any(differs for _, differs in outcomes) == is_cut
 
 

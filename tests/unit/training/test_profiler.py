@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 
 from lockstep.errors import UsageError
-from lockstep.training.profiler import ProfiledSteps, TimeShares, merge_intervals, shares, total_length
+from lockstep.training.profiler import (
+    ProfiledSteps,
+    TimeShares,
+    merge_intervals,
+    shares,
+    total_length,
+)
 
 
 def test_steps_are_parsed_as_numbered_on_the_screen() -> None:
@@ -23,7 +29,12 @@ def test_overlaps_count_once() -> None:
 
 
 def test_exposed_communication_excludes_compute_and_shares_add_up_to_the_window() -> None:
-    time_shares = shares((0, 10), compute=[(0, 4), (3, 5), (8, 9)], communication=[(2, 7), (8.5, 8.7), (9.5, 20)])
+    time_shares = shares(
+        (0, 10), compute=[(0, 4), (3, 5), (8, 9)], communication=[(2, 7), (8.5, 8.7), (9.5, 20)]
+    )
     assert time_shares == TimeShares(compute_s=6, exposed_s=2.5, idle_s=1.5)
-    assert time_shares.show() == "compute 6.000 s (60%), exposed communication 2.500 s (25%), idle 1.500 s (15%)"
+    assert (
+        time_shares.show()
+        == "compute 6.000 s (60%), exposed communication 2.500 s (25%), idle 1.500 s (15%)"
+    )
     assert shares((0, 2), [], []) == TimeShares(0, 0, 2)

@@ -66,12 +66,25 @@ class Run:
         runtime.is_joining = slot in self.joiners
         if not runtime.is_joining:
             runtime.join_first_generation()
-        checkpointer = worker.checkpointer = Checkpointer(self.cluster.folder / "checkpoints", runtime, model, optimizer, **self.options)
+        checkpointer = worker.checkpointer = Checkpointer(
+            self.cluster.folder / "checkpoints", runtime, model, optimizer, **self.options
+        )
         step = checkpointer.resume()
-        group = ReplicaGroup(runtime, model, checkpointer, micro_batches=MICRO_BATCHES, rehearse=False, signals=worker.signals)
+        group = ReplicaGroup(
+            runtime,
+            model,
+            checkpointer,
+            micro_batches=MICRO_BATCHES,
+            rehearse=False,
+            signals=worker.signals,
+        )
         with runtime, checkpointer, group as replicas:
             worker.replicas = replicas
-            while step < self.steps and not replicas.decision.stop and not replicas.decision.save_failed:
+            while (
+                step < self.steps
+                and not replicas.decision.stop
+                and not replicas.decision.save_failed
+            ):
                 for k in replicas.micro_batches(step):
                     self.on_micro_batch(worker, step, k)
                     loss = replicas(INPUTS[step, k]).square().sum()
@@ -123,7 +136,9 @@ def kill(worker: Worker) -> None:
     raise WorkerKilled
 
 
-def test_every_number_of_workers_commits_the_same_steps(tmp_path: Path, expected: list[float]) -> None:
+def test_every_number_of_workers_commits_the_same_steps(
+    tmp_path: Path, expected: list[float]
+) -> None:
     run, weights = train(tmp_path, 3)
     assert weights == dict.fromkeys(range(3), expected)
     assert run.workers[0].losses == run.workers[1].losses == run.workers[2].losses
@@ -132,7 +147,9 @@ def test_every_number_of_workers_commits_the_same_steps(tmp_path: Path, expected
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3])
-def test_counts_divide_the_gradient_by_their_total_on_every_number_of_workers(tmp_path: Path, workers: int) -> None:
+def test_counts_divide_the_gradient_by_their_total_on_every_number_of_workers(
+    tmp_path: Path, workers: int
+) -> None:
     _, weights = train(tmp_path / "counts", workers, counts=True)
     _, alone = train(tmp_path / "alone", 1, counts=True)
     assert weights == dict.fromkeys(range(workers), alone[0])
@@ -146,14 +163,23 @@ def test_counts_on_some_workers_only_are_refused_by_all(tmp_path: Path) -> None:
 
     cluster = FakeCluster(tmp_path, 2)
     errors = run_workers(cluster, mixed, [0, 1])
-    assert all(isinstance(error, UsageError) and "some workers gave counts and others none" in error.what for error in errors.values())
+    assert all(
+        isinstance(error, UsageError) and "some workers gave counts and others none" in error.what
+        for error in errors.values()
+    )
 
 
 @pytest.mark.parametrize("k", [0, 5], ids=["first micro-batch", "last micro-batch"])
 @pytest.mark.parametrize("victim", [0, 1])
-def test_survivors_retry_the_step_of_a_lost_worker(tmp_path: Path, expected: list[float], victim: int, k: int) -> None:
+def test_survivors_retry_the_step_of_a_lost_worker(
+    tmp_path: Path, expected: list[float], victim: int, k: int
+) -> None:
     def disturb(worker: Worker, step: int, micro_batch: int) -> None:
-        if step == 2 and worker.slot == victim and micro_batch == worker.replicas.replica.own_leaves[0 if k == 0 else -1]:
+        if (
+            step == 2
+            and worker.slot == victim
+            and micro_batch == worker.replicas.replica.own_leaves[0 if k == 0 else -1]
+        ):
             kill(worker)
 
     run, weights = train(tmp_path, 3, on_micro_batch=disturb)
@@ -162,15 +188,23 @@ def test_survivors_retry_the_step_of_a_lost_worker(tmp_path: Path, expected: lis
     survivor = run.workers[2].runtime
     assert survivor.world.generation == 2 and survivor.world.size == 2
     regrouped = [event for event in read_events(tmp_path) if event["event"] == "regrouped"]
-    assert [(event["step"], event["workers"]) for event in regrouped] == [(2, list(survivor.world.members))]
+    assert [(event["step"], event["workers"]) for event in regrouped] == [
+        (2, list(survivor.world.members))
+    ]
 
 
 def test_last_survivor_finishes_alone(tmp_path: Path, expected: list[float]) -> None:
-    _, weights = train(tmp_path, 2, on_micro_batch=lambda worker, step, k: kill(worker) if worker.slot == 1 == step else None)
+    _, weights = train(
+        tmp_path,
+        2,
+        on_micro_batch=lambda worker, step, k: kill(worker) if worker.slot == 1 == step else None,
+    )
     assert weights[0] == expected
 
 
-def test_rank_that_missed_the_result_of_a_vote_commits_in_the_next_generation(tmp_path: Path, expected: list[float]) -> None:
+def test_rank_that_missed_the_result_of_a_vote_commits_in_the_next_generation(
+    tmp_path: Path, expected: list[float]
+) -> None:
     def disturb(worker: Worker, step: int, k: int) -> None:
         if step == 2 and worker.slot == 1 and worker.runtime.world.generation == 1:
             worker.runtime.group.lose_results = 1
@@ -181,7 +215,9 @@ def test_rank_that_missed_the_result_of_a_vote_commits_in_the_next_generation(tm
     assert run.workers[0].runtime.world.generation == 2
 
 
-def test_rank_that_missed_a_vote_starts_no_collective_before_the_next_step(tmp_path: Path, expected: list[float]) -> None:
+def test_rank_that_missed_a_vote_starts_no_collective_before_the_next_step(
+    tmp_path: Path, expected: list[float]
+) -> None:
     """The others are in the next step, whose collectives would meet those of a save or an evaluation."""
     sums: dict[int, list[float]] = {}
 
@@ -190,21 +226,33 @@ def test_rank_that_missed_a_vote_starts_no_collective_before_the_next_step(tmp_p
             worker.runtime.group.lose_results = 1
 
     def evaluate(worker: Worker, step: int) -> None:
-        scores = compute_in_shares(worker.runtime, lambda numbers: {n: {"": float(n)} for n in numbers}, 7, 1)
+        scores = compute_in_shares(
+            worker.runtime, lambda numbers: {n: {"": float(n)} for n in numbers}, 7, 1
+        )
         sums.setdefault(worker.slot, []).append(sum(score[""] for score in scores.values()))
 
-    run, weights = train(tmp_path, 3, on_micro_batch=disturb, after_update=evaluate, options={"every_steps": 1})
+    run, weights = train(
+        tmp_path, 3, on_micro_batch=disturb, after_update=evaluate, options={"every_steps": 1}
+    )
     assert weights == dict.fromkeys(range(3), expected)
-    assert sums == dict.fromkeys(range(3), [21.0] * STEPS) and run.workers[0].runtime.world.generation == 2
+    assert (
+        sums == dict.fromkeys(range(3), [21.0] * STEPS)
+        and run.workers[0].runtime.world.generation == 2
+    )
 
 
-def test_divergent_rank_is_evicted_and_the_others_continue(tmp_path: Path, expected: list[float]) -> None:
+def test_divergent_rank_is_evicted_and_the_others_continue(
+    tmp_path: Path, expected: list[float]
+) -> None:
     def flip(worker: Worker, step: int) -> None:
         if step == 1 and worker.slot == 2:
             worker.model.weight.data[0, 0] += 1.0
 
     run, weights = train(tmp_path, 3, after_update=flip)
-    assert isinstance(weights[2], FencedError) and "the weights and buffers of rank 2" not in weights[2].what
+    assert (
+        isinstance(weights[2], FencedError)
+        and "the weights and buffers of rank 2" not in weights[2].what
+    )
     assert weights[0] == weights[1] == expected
     assert run.cluster.log.divergence_records() == [] and run.workers[0].runtime.world.size == 2
 
@@ -221,12 +269,16 @@ def test_without_a_majority_all_ranks_restart_from_a_checkpoint(tmp_path: Path) 
     assert record["step"] == 2 and len(record["digests"]) == 2
 
 
-def test_joiner_receives_the_state_and_trains_with_the_others(tmp_path: Path, expected: list[float]) -> None:
+def test_joiner_receives_the_state_and_trains_with_the_others(
+    tmp_path: Path, expected: list[float]
+) -> None:
     run, weights = train(tmp_path, 3, on_micro_batch=wait_for_joiner, joiners=(2,), steps=STEPS + 2)
     _, alone = train(tmp_path / "alone", 1, steps=STEPS + 2)
     assert weights == dict.fromkeys(range(3), alone[0])
     joiner = run.workers[2]
-    assert not joiner.runtime.is_joining and joiner.runtime.world.size == 3 and min(joiner.losses) > 1
+    assert (
+        not joiner.runtime.is_joining and joiner.runtime.world.size == 3 and min(joiner.losses) > 1
+    )
     assert len(joiner.losses) < STEPS + 2
 
 
@@ -238,9 +290,13 @@ def test_joiner_receives_attributes_that_the_loop_changes(tmp_path: Path) -> Non
     def halve(worker: Worker, step: int) -> None:
         worker.model.tau = 0.5 * getattr(worker.model, "tau", 1.0)
 
-    run, _ = train(tmp_path, 3, on_micro_batch=forward, after_update=halve, joiners=(2,), steps=STEPS + 2)
+    run, _ = train(
+        tmp_path, 3, on_micro_batch=forward, after_update=halve, joiners=(2,), steps=STEPS + 2
+    )
     assert [worker.model.tau for worker in run.workers.values()] == [0.5 ** (STEPS + 2)] * 3
-    assert all(list(worker.checkpointer.attributes.changed()) == ["tau"] for worker in run.workers.values())
+    assert all(
+        list(worker.checkpointer.attributes.changed()) == ["tau"] for worker in run.workers.values()
+    )
 
 
 def test_joiner_is_lost_during_the_transfer_and_the_others_continue(
@@ -276,7 +332,9 @@ def test_stop_signal_of_one_rank_stops_all_after_the_same_step(tmp_path: Path) -
     assert {worker.replicas.decision.stop for worker in run.workers.values()} == {"SIGTERM"}
 
 
-def test_drained_host_leaves_and_the_others_continue(tmp_path: Path, expected: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drained_host_leaves_and_the_others_continue(
+    tmp_path: Path, expected: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(replica_group, "LINGER_S", 0.0)
 
     def disturb(worker: Worker, step: int, k: int) -> None:
@@ -304,23 +362,33 @@ def fail_saves(monkeypatch: pytest.MonkeyPatch, *steps: int) -> None:
 
 
 def test_failed_save_is_a_warning_and_the_next_one_succeeds(
-    tmp_path: Path, expected: list[float], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    expected: list[float],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     fail_saves(monkeypatch, 2)
     run, weights = train(tmp_path, 2, options={"every_steps": 2})
     assert weights == dict.fromkeys(range(2), expected)
     assert run.workers[0].checkpointer.store.steps() == [4]
-    assert "the checkpoint of step 2 was not saved" in caplog.text and "training continues" in caplog.text
+    assert (
+        "the checkpoint of step 2 was not saved" in caplog.text
+        and "training continues" in caplog.text
+    )
 
 
-def test_failed_save_stops_all_ranks_when_the_user_asks_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_save_stops_all_ranks_when_the_user_asks_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fail_saves(monkeypatch, 2)
 
     def wait_for_save(worker: Worker, step: int, k: int) -> None:
         if step == 2 and worker.slot == 0:
             worker.checkpointer.saver.wait()
 
-    run, errors = train(tmp_path, 2, options={"every_steps": 2, "on_error": "stop"}, on_micro_batch=wait_for_save)
+    run, errors = train(
+        tmp_path, 2, options={"every_steps": 2, "on_error": "stop"}, on_micro_batch=wait_for_save
+    )
     assert all(isinstance(error, SaveFailedError) for error in errors.values()), errors
     assert [max(worker.losses) for worker in run.workers.values()] == [3, 3]
 
@@ -360,7 +428,9 @@ def test_all_ranks_resume_from_the_step_that_rank_0_selects(how: str, tmp_path: 
         assert all(isinstance(error, outcome) for error in results.values()), results
 
 
-def test_damaged_newest_checkpoint_is_set_aside_and_the_one_before_is_used(tmp_path: Path, expected: list[float]) -> None:
+def test_damaged_newest_checkpoint_is_set_aside_and_the_one_before_is_used(
+    tmp_path: Path, expected: list[float]
+) -> None:
     train(tmp_path, 1, options={"every_steps": 2}, steps=4)
     (tensors,) = (tmp_path / "checkpoints").glob("*4/*.safetensors")
     tensors.write_bytes(tensors.read_bytes()[:-1])
@@ -369,14 +439,20 @@ def test_damaged_newest_checkpoint_is_set_aside_and_the_one_before_is_used(tmp_p
     assert [min(worker.losses) for worker in run.workers.values()] == [3, 3]
 
 
-def test_new_leader_saves_what_a_lost_leader_did_not_finish(tmp_path: Path, expected: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_leader_saves_what_a_lost_leader_did_not_finish(
+    tmp_path: Path, expected: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
     save = CheckpointStore.save
 
     def save_on_worker_1_only(store: CheckpointStore, step: int, *rest: Any) -> Path:
-        return save(store, step, *rest) if store is run.workers[1].checkpointer.store else store.folder
+        return (
+            save(store, step, *rest) if store is run.workers[1].checkpointer.store else store.folder
+        )
 
     monkeypatch.setattr(CheckpointStore, "save", save_on_worker_1_only)
     run = Run(FakeCluster(tmp_path, 2), options={"every_steps": 2})
-    run.on_micro_batch = lambda worker, step, k: kill(worker) if step == 2 and worker.slot == 0 else None
+    run.on_micro_batch = lambda worker, step, k: (
+        kill(worker) if step == 2 and worker.slot == 0 else None
+    )
     weights = run_workers(run.cluster, run, [0, 1])
     assert weights[1] == expected and run.workers[1].checkpointer.store.steps() == [2, 4]

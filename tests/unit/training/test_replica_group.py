@@ -49,17 +49,26 @@ def test_second_loop_of_a_step_is_refused(runtime: ElasticRuntime) -> None:
 # The state of a user's loop.
 
 
-def test_trained_parameters_in_no_optimizer_are_refused_by_name(runtime: ElasticRuntime, tmp_path: Path) -> None:
+def test_trained_parameters_in_no_optimizer_are_refused_by_name(
+    runtime: ElasticRuntime, tmp_path: Path
+) -> None:
     model = layers()
-    checkpointer = Checkpointer(tmp_path, runtime, model, torch.optim.SGD(model[0].parameters(), lr=0.1))
-    with pytest.raises(UsageError, match=r"2 trained parameters are in no optimizer that the Checkpointer knows: 1\.weight, 1\.bias"):
+    checkpointer = Checkpointer(
+        tmp_path, runtime, model, torch.optim.SGD(model[0].parameters(), lr=0.1)
+    )
+    with pytest.raises(
+        UsageError,
+        match=r"2 trained parameters are in no optimizer that the Checkpointer knows: 1\.weight, 1\.bias",
+    ):
         ReplicaGroup(runtime, model, checkpointer, micro_batches=1)
     model[1].requires_grad_(False)
     with ReplicaGroup(runtime, model, checkpointer, micro_batches=1):
         pass
 
 
-def test_second_replica_group_or_checkpointer_is_refused_until_the_first_is_closed(runtime: ElasticRuntime, tmp_path: Path) -> None:
+def test_second_replica_group_or_checkpointer_is_refused_until_the_first_is_closed(
+    runtime: ElasticRuntime, tmp_path: Path
+) -> None:
     model = layers()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with (
@@ -79,8 +88,13 @@ def test_second_replica_group_or_checkpointer_is_refused_until_the_first_is_clos
 
 def test_checkpointer_of_another_module_is_refused(runtime: ElasticRuntime, tmp_path: Path) -> None:
     model = layers()
-    checkpointer = Checkpointer(tmp_path, runtime, model, torch.optim.SGD(model.parameters(), lr=0.1))
-    with pytest.raises(UsageError, match="the ReplicaGroup trains Sequential, the Checkpointer saves another Sequential"):
+    checkpointer = Checkpointer(
+        tmp_path, runtime, model, torch.optim.SGD(model.parameters(), lr=0.1)
+    )
+    with pytest.raises(
+        UsageError,
+        match="the ReplicaGroup trains Sequential, the Checkpointer saves another Sequential",
+    ):
         ReplicaGroup(runtime, layers(), checkpointer, micro_batches=1)
 
 
@@ -127,12 +141,16 @@ class Warmup:
 SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
     "StepLR": lambda o: schedulers.StepLR(o, 1),
     "ReduceLROnPlateau": schedulers.ReduceLROnPlateau,
-    "SequentialLR": lambda o: schedulers.SequentialLR(o, [schedulers.ConstantLR(o), schedulers.ConstantLR(o)], [2]),
+    "SequentialLR": lambda o: schedulers.SequentialLR(
+        o, [schedulers.ConstantLR(o), schedulers.ConstantLR(o)], [2]
+    ),
 }
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
-def test_unregistered_scheduler_is_refused(runtime: ElasticRuntime, tmp_path: Path, name: str) -> None:
+def test_unregistered_scheduler_is_refused(
+    runtime: ElasticRuntime, tmp_path: Path, name: str
+) -> None:
     model = layers()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = SCHEDULERS[name](optimizer)
@@ -159,7 +177,9 @@ LOSSES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("what", LOSSES)
-def test_nonfinite_loss_or_gradient_ends_the_run_before_the_update(runtime: ElasticRuntime, tmp_path: Path, what: str) -> None:
+def test_nonfinite_loss_or_gradient_ends_the_run_before_the_update(
+    runtime: ElasticRuntime, tmp_path: Path, what: str
+) -> None:
     model = layers()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     refused = pytest.raises(DivergedError, match=what)
@@ -176,12 +196,19 @@ def test_nonfinite_loss_or_gradient_ends_the_run_before_the_update(runtime: Elas
     assert all(map(torch.equal, before, model.parameters()))
 
 
-def test_nonfinite_gradients_can_be_left_to_a_scaler(runtime: ElasticRuntime, tmp_path: Path) -> None:
+def test_nonfinite_gradients_can_be_left_to_a_scaler(
+    runtime: ElasticRuntime, tmp_path: Path
+) -> None:
     model = layers()
-    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=1e-3), torch.amp.GradScaler("cpu", init_scale=2.0**120)
+    optimizer, scaler = (
+        torch.optim.SGD(model.parameters(), lr=1e-3),
+        torch.amp.GradScaler("cpu", init_scale=2.0**120),
+    )
     with (
         Checkpointer(tmp_path, runtime, model, optimizer, state={"scaler": scaler}) as checkpointer,
-        ReplicaGroup(runtime, model, checkpointer, micro_batches=1, on_nonfinite="ignore") as replicas,
+        ReplicaGroup(
+            runtime, model, checkpointer, micro_batches=1, on_nonfinite="ignore"
+        ) as replicas,
     ):
         for step in range(3):
             for _ in replicas.micro_batches(step):
@@ -189,14 +216,21 @@ def test_nonfinite_gradients_can_be_left_to_a_scaler(runtime: ElasticRuntime, tm
             scaler.step(optimizer)
             scaler.update()
         checkpointer.save(3)
-    assert scaler.get_scale() < 2.0**120 and all(bool(p.isfinite().all()) for p in model.parameters())
+    assert scaler.get_scale() < 2.0**120 and all(
+        bool(p.isfinite().all()) for p in model.parameters()
+    )
 
 
-def test_nonfinite_state_is_not_saved_and_the_last_checkpoint_stays(runtime: ElasticRuntime, tmp_path: Path) -> None:
+def test_nonfinite_state_is_not_saved_and_the_last_checkpoint_stays(
+    runtime: ElasticRuntime, tmp_path: Path
+) -> None:
     model = layers()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
     model.register_buffer("mask", torch.full((3,), float("-inf")))
-    refused = pytest.raises(DivergedError, match=r"not finite after step 2: optim\.0\.weight\.momentum_buffer\n.*checkpoints: 1")
+    refused = pytest.raises(
+        DivergedError,
+        match=r"not finite after step 2: optim\.0\.weight\.momentum_buffer\n.*checkpoints: 1",
+    )
     with refused, Checkpointer(tmp_path, runtime, model, optimizer, keep=1) as checkpointer:
         model(torch.ones(2, 3)).sum().backward()
         optimizer.step()
@@ -227,7 +261,9 @@ def test_parameters_that_share_other_memory_than_at_the_start_are_refused_at_the
         one_step(replicas, 0, optimizer)
         checkpointer.save(1)
         one_step(replicas, 1, optimizer)
-        target[0].weight.data = target[0].weight.data.clone() if shared_first else model[0].weight.data
+        target[0].weight.data = (
+            target[0].weight.data.clone() if shared_first else model[0].weight.data
+        )
         checkpointer.save(2)
     assert checkpointer.store.steps() == [1]
 
@@ -239,7 +275,10 @@ def test_parameters_that_share_other_memory_than_at_the_start_are_refused_at_the
 def test_sparse_buffers_are_refused_by_name(runtime: ElasticRuntime, persistent: bool) -> None:
     model = layers()
     model.register_buffer("adjacency", torch.eye(3).to_sparse(), persistent=persistent)
-    with pytest.raises(UsageError, match=r"sparse parameters and buffers are not supported: adjacency \(torch\.sparse_coo\)"):
+    with pytest.raises(
+        UsageError,
+        match=r"sparse parameters and buffers are not supported: adjacency \(torch\.sparse_coo\)",
+    ):
         ReplicaGroup(runtime, model, micro_batches=1)
 
 
@@ -265,7 +304,9 @@ class Cached(Counting):
 
 
 @pytest.mark.parametrize("persistent", [True, False])
-def test_buffers_changed_by_the_forward_pass_are_refused_by_name(persistent: bool, runtime: ElasticRuntime) -> None:
+def test_buffers_changed_by_the_forward_pass_are_refused_by_name(
+    persistent: bool, runtime: ElasticRuntime
+) -> None:
     with (
         pytest.raises(UsageError, match=r"passes of step 1: seen \(Counting\)"),
         ReplicaGroup(runtime, model := Counting(persistent), micro_batches=2) as replicas,
@@ -285,7 +326,13 @@ def test_every_byte_of_frozen_weights_and_buffers_is_hashed_in_one_cycle_of_slic
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(frozen_state, "SLICE_BYTES", 64)
-    frozen = [torch.zeros(9, dtype=torch.bfloat16), torch.zeros(50), torch.zeros(0), torch.zeros(3, 5).t(), torch.tensor(1.0)]
+    frozen = [
+        torch.zeros(9, dtype=torch.bfloat16),
+        torch.zeros(50),
+        torch.zeros(0),
+        torch.zeros(3, 5).t(),
+        torch.tensor(1.0),
+    ]
     module = nn.BatchNorm1d(4)
     rest = frozen_state.FrozenState(module, frozen)
     count = len(rest.slices)
@@ -296,9 +343,14 @@ def test_every_byte_of_frozen_weights_and_buffers_is_hashed_in_one_cycle_of_slic
         for position in range(tensor.numel()):
             original = tensor.detach().clone()
             torch.as_strided(tensor, (tensor.numel(),), (1,))[position] += 1
-            assert sum(rest.digest(number) != digest for number, digest in enumerate(before)) == 1 and rest.digest() != whole
+            assert (
+                sum(rest.digest(number) != digest for number, digest in enumerate(before)) == 1
+                and rest.digest() != whole
+            )
             tensor.copy_(original)
-    assert [rest.digest(number + count) for number in range(count)] == before and rest.digest() == whole
+    assert [
+        rest.digest(number + count) for number in range(count)
+    ] == before and rest.digest() == whole
 
 
 def test_layers_frozen_differently_after_a_resume_are_a_warning(
@@ -314,10 +366,14 @@ def test_layers_frozen_differently_after_a_resume_are_a_warning(
             with ReplicaGroup(runtime, model, checkpointer, micro_batches=1) as replicas:
                 one_step(replicas, start, optimizer)
             checkpointer.save(start + 1)
-        assert ("other layers frozen: 0.bias, 0.weight changed since" in caplog.text) is warned, caplog.text
+        assert ("other layers frozen: 0.bias, 0.weight changed since" in caplog.text) is warned, (
+            caplog.text
+        )
 
 
-def test_loading_a_checkpoint_has_no_time_limit(runtime: ElasticRuntime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loading_a_checkpoint_has_no_time_limit(
+    runtime: ElasticRuntime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = layers()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with Checkpointer(tmp_path / "checkpoints", runtime, model, optimizer) as checkpointer:

@@ -17,7 +17,13 @@ from lockstep.errors import DivergedError
 from lockstep.record.events import read_events
 from lockstep.training.checkpointer import Checkpointer
 from lockstep.training.replica_group import ReplicaGroup
-from lockstep.training.rollback import MIN_STEPS, MicroBatchResult, Rollback, find_guilty, loss_limit
+from lockstep.training.rollback import (
+    MIN_STEPS,
+    MicroBatchResult,
+    Rollback,
+    find_guilty,
+    loss_limit,
+)
 
 K = 4
 LossOf = Callable[[int, int, Tensor], Tensor]
@@ -51,7 +57,9 @@ def run_steps(
     run = resolve(None, {"on_divergence": "rollback", "batch.micro_batches": str(K), **values}).run
     with Checkpointer(folder / "checkpoints", runtime, model, optimizer) as checkpointer:
         rollback = Rollback(run, cast(Any, Points()), checkpointer)
-        with ReplicaGroup(runtime, model, checkpointer, micro_batches=K, rehearse=False, rollback=rollback) as replicas:
+        with ReplicaGroup(
+            runtime, model, checkpointer, micro_batches=K, rehearse=False, rollback=rollback
+        ) as replicas:
             for step in range(steps):
                 for k in replicas.micro_batches(step):
                     replicas.backward(loss_of(step, k, replicas(torch.full((2, 3), 1.0 + k))))
@@ -81,7 +89,9 @@ def test_guilty_are_those_not_finite_then_those_above_the_limit_but_not_all() ->
     assert find_guilty({0: nan, 1: nan}, 5.0) == [0, 1]
 
 
-def test_a_step_is_retried_without_a_loss_and_a_gradient_that_are_not_finite(runtime: ElasticRuntime, tmp_path: Path) -> None:
+def test_a_step_is_retried_without_a_loss_and_a_gradient_that_are_not_finite(
+    runtime: ElasticRuntime, tmp_path: Path
+) -> None:
     def poisoned(step: int, k: int, out: Tensor) -> Tensor:
         if step == 1 and k == 1:
             return (out.sum() * 0).sqrt()  # loss 0, gradient NaN
@@ -94,37 +104,66 @@ def test_a_step_is_retried_without_a_loss_and_a_gradient_that_are_not_finite(run
     for ours, p in zip(gradients, model.parameters(), strict=True):
         torch.testing.assert_close(ours, p.grad)
     assert (rollback.trained(0), rollback.trained(1)) == (None, [0, 3])
-    assert facts["rollback"]["skipped"] == {"2": [1, 2]} and [step for step, _ in facts["rollback"]["losses"]] == [0, 1]
+    assert facts["rollback"]["skipped"] == {"2": [1, 2]} and [
+        step for step, _ in facts["rollback"]["losses"]
+    ] == [0, 1]
     (event,) = [event for event in read_events(tmp_path) if event["event"] == "rolled back"]
-    assert event["step"] == 2 and [row["points"] for row in event["micro_batches"]] == [[2, 3], [4, 5]]
-    assert [(row["k"], row["gradient_finite"], math.isfinite(float(row["loss"]))) for row in event["micro_batches"]] == [
+    assert event["step"] == 2 and [row["points"] for row in event["micro_batches"]] == [
+        [2, 3],
+        [4, 5],
+    ]
+    assert [
+        (row["k"], row["gradient_finite"], math.isfinite(float(row["loss"])))
+        for row in event["micro_batches"]
+    ] == [
         (1, False, True),
         (2, False, False),
     ]
 
-    given, _, _ = run_steps(runtime, tmp_path / "given", 2, plain, **{"divergence.skip": "2:1,2:2", "on_divergence": "stop"})
+    given, _, _ = run_steps(
+        runtime,
+        tmp_path / "given",
+        2,
+        plain,
+        **{"divergence.skip": "2:1,2:2", "on_divergence": "stop"},
+    )
     assert all(map(torch.equal, gradients, given))
 
 
-def test_a_resumed_run_and_a_joiner_know_what_was_skipped(runtime: ElasticRuntime, tmp_path: Path) -> None:
-    _, facts, _ = run_steps(runtime, tmp_path, 1, lambda step, k, out: out.sum() * (math.nan if k == 3 else 1))
-    run, received = resolve(None, {"on_divergence": "rollback", "batch.micro_batches": str(K)}).run, runtime.loop_state
+def test_a_resumed_run_and_a_joiner_know_what_was_skipped(
+    runtime: ElasticRuntime, tmp_path: Path
+) -> None:
+    _, facts, _ = run_steps(
+        runtime, tmp_path, 1, lambda step, k, out: out.sum() * (math.nan if k == 3 else 1)
+    )
+    run, received = (
+        resolve(None, {"on_divergence": "rollback", "batch.micro_batches": str(K)}).run,
+        runtime.loop_state,
+    )
     for loop_state, saved in ((received, {}), ({}, facts)):
         model = nn.Linear(3, 1)
-        with Checkpointer(tmp_path, runtime, model, torch.optim.SGD(model.parameters(), lr=0.0)) as checkpointer:
+        with Checkpointer(
+            tmp_path, runtime, model, torch.optim.SGD(model.parameters(), lr=0.0)
+        ) as checkpointer:
             runtime.loop_state, checkpointer.facts = loop_state, saved
             again = Rollback(run, cast(Any, Points()), checkpointer)
             assert again.trained(0) == [0, 1, 2] and again.to_json() == facts["rollback"]
 
 
-def test_a_spike_of_one_micro_batch_is_skipped_and_one_of_all_is_trained(runtime: ElasticRuntime, tmp_path: Path) -> None:
+def test_a_spike_of_one_micro_batch_is_skipped_and_one_of_all_is_trained(
+    runtime: ElasticRuntime, tmp_path: Path
+) -> None:
     def spiking(step: int, k: int, out: Tensor) -> Tensor:
         scale = {(20, 2): 50.0, (21, k): 50.0}.get((step, k), 1.0)
         return out.square().sum() * 0 + scale * (1 + 0.01 * (step % 5))
 
     _, facts, _ = run_steps(runtime, tmp_path, 23, spiking)
     assert facts["rollback"]["skipped"] == {"21": [2]}
-    assert [(event["event"], event["step"]) for event in read_events(tmp_path) if event["event"] in ("rolled back", "spike")] == [
+    assert [
+        (event["event"], event["step"])
+        for event in read_events(tmp_path)
+        if event["event"] in ("rolled back", "spike")
+    ] == [
         ("rolled back", 21),
         ("spike", 22),
     ]
@@ -135,7 +174,11 @@ def test_a_spike_of_one_micro_batch_is_skipped_and_one_of_all_is_trained(runtime
 @pytest.mark.parametrize(
     ("bad", "values", "what"),
     [
-        ({0, 1, 2, 3}, {}, "none of the 4 micro-batches of step 1 is finite: the cause is the weights"),
+        (
+            {0, 1, 2, 3},
+            {},
+            "none of the 4 micro-batches of step 1 is finite: the cause is the weights",
+        ),
         (
             {1, 2},
             {"divergence.max_skipped": "1"},
@@ -147,7 +190,17 @@ def test_a_run_ends_when_nothing_or_too_little_is_left(
     runtime: ElasticRuntime, tmp_path: Path, bad: set[int], values: dict[str, str], what: str
 ) -> None:
     with pytest.raises(DivergedError, match=what) as caught:
-        run_steps(runtime, tmp_path, 1, lambda step, k, out: out.sum() * (math.nan if k in bad else 1), **values)
-    assert caught.value.exit_code == 4 and "agreed by all processes" in caught.value.where and caught.value.hint
+        run_steps(
+            runtime,
+            tmp_path,
+            1,
+            lambda step, k, out: out.sum() * (math.nan if k in bad else 1),
+            **values,
+        )
+    assert (
+        caught.value.exit_code == 4
+        and "agreed by all processes" in caught.value.where
+        and caught.value.hint
+    )
     (event,) = [event for event in read_events(tmp_path) if event["event"] == "diverged"]
     assert {row["k"] for row in event["micro_batches"]} == bad

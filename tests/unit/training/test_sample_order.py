@@ -34,9 +34,18 @@ def refused(message: str) -> Any:
 
 def test_a_mixture_has_the_samples_of_all_its_data_sets() -> None:
     mixture = Mixture([Numbers(0, 3), Numbers(100, 2)], [0.75, 0.25])
-    assert isinstance(mixture, ConcatDataset) and [mixture[i] for i in range(len(mixture))] == [0, 1, 2, 100, 101]
+    assert isinstance(mixture, ConcatDataset) and [mixture[i] for i in range(len(mixture))] == [
+        0,
+        1,
+        2,
+        100,
+        101,
+    ]
     assert mixture.stages == ((0, (3, 1)),)
-    assert Mixture([Numbers(0, 3), Numbers(9, 2)], {100: [0, 1], 0: [2, 4]}).stages == ((0, (1, 2)), (100, (0, 1)))
+    assert Mixture([Numbers(0, 3), Numbers(9, 2)], {100: [0, 1], 0: [2, 4]}).stages == (
+        (0, (1, 2)),
+        (100, (0, 1)),
+    )
 
 
 @pytest.mark.parametrize(
@@ -46,7 +55,10 @@ def test_a_mixture_has_the_samples_of_all_its_data_sets() -> None:
         ([0, 0], "these are not the weights of 2 data sets"),
         ([1, -1], "these are not the weights of 2 data sets"),
         ([1, float("nan")], "these are not the weights of 2 data sets"),
-        ([0.123457, 0.876543], r"exact only over windows of 1,000,000 samples\n.*0\.123457.*\n.*round the weights"),
+        (
+            [0.123457, 0.876543],
+            r"exact only over windows of 1,000,000 samples\n.*0\.123457.*\n.*round the weights",
+        ),
         ({5: [1, 1]}, "the stages do not start with step 0"),
         ({}, "the stages do not start with step 0"),
     ],
@@ -82,7 +94,10 @@ def test_micro_batches_under_a_token_budget_hold_similar_lengths_and_each_sample
         ((8, 64, [3] * 20), "batch_size cannot be combined with tokens and lengths"),
         ((None, 64, [3] * 19), r"lengths of shape \(19,\) and type int64 for 20 samples"),
         ((None, 64, [3.0] * 20), r"lengths of shape \(20,\) and type float64"),
-        ((None, 64, [3] * 18 + [65, 70]), "sample 18 has 65 tokens, and 2 of 20 samples are not within 1 and 64"),
+        (
+            (None, 64, [3] * 18 + [65, 70]),
+            "sample 18 has 65 tokens, and 2 of 20 samples are not within 1 and 64",
+        ),
         ((None, 64, [0] + [3] * 19), "sample 0 has 0 tokens"),
     ],
 )

@@ -87,7 +87,10 @@ def test_a_name_that_was_not_declared_is_refused(tmp_path: Path) -> None:
     def change(saved: Any, step: int) -> None:
         saved.other = 1
 
-    with pytest.raises(UsageError, match=r"session\.state has received no 'other'(?s:.*)saved = session\.state\(other=\.\.\.\)"):
+    with pytest.raises(
+        UsageError,
+        match=r"session\.state has received no 'other'(?s:.*)saved = session\.state\(other=\.\.\.\)",
+    ):
         train(tmp_path, 1, {"best": 0.0}, change)
 
 
@@ -100,7 +103,9 @@ def test_an_object_cannot_be_replaced_by_an_assignment(tmp_path: Path) -> None:
         train(tmp_path, 1, {"average": average}, change)
 
 
-def carry(out: Path, steps: int, *, read_outside: bool = False, shape: tuple[int, ...] = (8, 4)) -> str:
+def carry(
+    out: Path, steps: int, *, read_outside: bool = False, shape: tuple[int, ...] = (8, 4)
+) -> str:
     """Train with a hidden state of each micro-batch; return its last values."""
     torch.manual_seed(0)
     cell = nn.RNNCell(4, 4)
@@ -125,10 +130,15 @@ def test_a_value_of_each_micro_batch_is_carried_and_resumed(tmp_path: Path) -> N
     assert carry(tmp_path / "one step", 1) != whole
 
 
-def test_a_value_of_each_micro_batch_is_refused_outside_of_the_loop_and_with_another_shape(tmp_path: Path) -> None:
+def test_a_value_of_each_micro_batch_is_refused_outside_of_the_loop_and_with_another_shape(
+    tmp_path: Path,
+) -> None:
     with pytest.raises(UsageError, match="there is a value only in the micro-batch loop"):
         carry(tmp_path / "outside", 1, read_outside=True)
-    with pytest.raises(UsageError, match=r"the value of micro-batch 0 is torch\.float32 \(4, 8\), the initial one torch\.float32 \(8, 4\)"):
+    with pytest.raises(
+        UsageError,
+        match=r"the value of micro-batch 0 is torch\.float32 \(4, 8\), the initial one torch\.float32 \(8, 4\)",
+    ):
         carry(tmp_path / "shape", 1, shape=(4, 8))
 
 

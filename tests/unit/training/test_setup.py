@@ -35,7 +35,9 @@ def test_only_a_layout_with_other_bits_is_a_warning(
     with caplog.at_level(logging.WARNING):
         warn_of_other_layout({"run": {"values": {"layout": saved}}}, run, model)
         warn_of_other_layout({}, run, model)
-    assert [message.split()[0] for message in caplog.messages] == [f"layout.{axis}" for axis in warned]
+    assert [message.split()[0] for message in caplog.messages] == [
+        f"layout.{axis}" for axis in warned
+    ]
 
 
 def bytes_read() -> int:
@@ -45,7 +47,10 @@ def bytes_read() -> int:
 def test_time_account_of_a_long_run_reads_only_the_first_event(tmp_path: Path) -> None:
     """All of it was read: 8 MB here."""
     assert _empty_ledger(tmp_path) is None
-    lines = [json.dumps({"time": f"2026-11-23T00:00:00.{number:06}+00:00", "event": "saved"}) for number in range(100_000)]
+    lines = [
+        json.dumps({"time": f"2026-11-23T00:00:00.{number:06}+00:00", "event": "saved"})
+        for number in range(100_000)
+    ]
     (tmp_path / "events.jsonl").write_text("\n".join(['{"time": "torn', *lines]))
     before = bytes_read()
     ledger = _empty_ledger(tmp_path)
@@ -54,7 +59,24 @@ def test_time_account_of_a_long_run_reads_only_the_first_event(tmp_path: Path) -
 
 
 def test_steps_that_are_committed_together_share_tokens_and_seconds() -> None:
-    values = {"loss": 2.0, "tokens": 30, "seconds": 6.0, "data_seconds": 3.0, "tokens_per_second": 5.0, "validation_loss": 1.5}
+    values = {
+        "loss": 2.0,
+        "tokens": 30,
+        "seconds": 6.0,
+        "data_seconds": 3.0,
+        "tokens_per_second": 5.0,
+        "validation_loss": 1.5,
+    }
     assert list(metrics_of_steps(range(7, 8), values)) == [(7, values)]
-    shares = {"loss": 2.0, "tokens": 10.0, "seconds": 2.0, "data_seconds": 1.0, "tokens_per_second": 5.0}
-    assert list(metrics_of_steps(range(4, 7), values)) == [(4, shares), (5, shares), (6, shares | {"validation_loss": 1.5})]
+    shares = {
+        "loss": 2.0,
+        "tokens": 10.0,
+        "seconds": 2.0,
+        "data_seconds": 1.0,
+        "tokens_per_second": 5.0,
+    }
+    assert list(metrics_of_steps(range(4, 7), values)) == [
+        (4, shares),
+        (5, shares),
+        (6, shares | {"validation_loss": 1.5}),
+    ]

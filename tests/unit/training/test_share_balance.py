@@ -19,19 +19,35 @@ def make_balance(times: list[tuple[float, float] | None], *, enabled: bool = Tru
     """Return the balance of a leader whose replica measures `times` in turn."""
     world = World(0, 2, 0, 2, "a", torch.device("cpu"), 1, ("a/0/x", "b/1/y"))
     replica = SimpleNamespace(measured_s=iter(times).__next__, workers_per_replica=1, leaves=8)
-    return ShareBalance(cast(Any, SimpleNamespace(world=world, membership=None)), cast(Any, replica), 1, enabled=enabled)
+    return ShareBalance(
+        cast(Any, SimpleNamespace(world=world, membership=None)),
+        cast(Any, replica),
+        1,
+        enabled=enabled,
+    )
 
 
 def test_vote_has_the_median_of_the_newest_five_steps_once_there_are_three() -> None:
     balance = make_balance([(0.1, 0.01), (9.0, 0.01), (0.2, 0.02), *[(0.3, 0.03)] * 4, None])
     assert [balance.measured_us() for _ in range(2)] == [{}, {}]
     assert balance.measured_us() == {"micro_batch_us": 200_001, "exchange_us": 10_001}
-    assert [balance.measured_us() for _ in range(4)][-1] == {"micro_batch_us": 300_001, "exchange_us": 30_001}
-    assert balance.measured_us() == {"micro_batch_us": 300_001, "exchange_us": 30_001}  # a stage that measures nothing
+    assert [balance.measured_us() for _ in range(4)][-1] == {
+        "micro_batch_us": 300_001,
+        "exchange_us": 30_001,
+    }
+    assert balance.measured_us() == {
+        "micro_batch_us": 300_001,
+        "exchange_us": 30_001,
+    }  # a stage that measures nothing
 
 
-def test_slow_worker_is_relieved_named_once_and_equal_again_in_the_next_generation(caplog: pytest.LogCaptureFixture) -> None:
-    balance, slow = make_balance([(0.1, 0.0)] * 9), StepDecision(1.0, micro_batch_us=(100_000, 310_000))
+def test_slow_worker_is_relieved_named_once_and_equal_again_in_the_next_generation(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    balance, slow = (
+        make_balance([(0.1, 0.0)] * 9),
+        StepDecision(1.0, micro_batch_us=(100_000, 310_000)),
+    )
     assert balance.shares == ()
     with caplog.at_level(logging.INFO, "lockstep"):
         balance.decide(StepDecision(1.0), 0)  # some are unknown
@@ -52,7 +68,9 @@ def test_slow_worker_is_relieved_named_once_and_equal_again_in_the_next_generati
     assert balance.shares == ()
 
 
-def test_slow_worker_is_named_but_keeps_its_share_when_balance_is_off(caplog: pytest.LogCaptureFixture) -> None:
+def test_slow_worker_is_named_but_keeps_its_share_when_balance_is_off(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     balance = make_balance([], enabled=False)
     balance.decide(StepDecision(1.0, micro_batch_us=(100_000, 310_000)), 1)
     assert balance.shares == () and "worker 1 on host b" in caplog.text

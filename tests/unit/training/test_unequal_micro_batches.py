@@ -44,7 +44,14 @@ def as_graph(rows: list[Tensor]) -> dict[str, Any]:
     return {"nodes": torch.cat(rows), "targets": torch.ones(len(rows))}
 
 
-def run(folder: Path, collate_fn: Callable[[Any], Any], *, with_count: bool = False, steps: int = 2, **options: Any) -> None:
+def run(
+    folder: Path,
+    collate_fn: Callable[[Any], Any],
+    *,
+    with_count: bool = False,
+    steps: int = 2,
+    **options: Any,
+) -> None:
     model = nn.Linear(1, 1)
     with Session(folder, micro_batches=4) as session:
         prepared, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
@@ -52,7 +59,9 @@ def run(folder: Path, collate_fn: Callable[[Any], Any], *, with_count: bool = Fa
         for step in session.steps(steps):
             for batch in loader(step):
                 values = next(iter(batch.values())) if isinstance(batch, dict) else batch
-                losses = prepared((values[0] if isinstance(values, list) else values).reshape(-1, 1))
+                losses = prepared(
+                    (values[0] if isinstance(values, list) else values).reshape(-1, 1)
+                )
                 if with_count:
                     session.backward(losses.sum(), count=len(losses))
                 else:
@@ -64,7 +73,10 @@ def test_a_mean_over_samples_that_a_collate_function_left_out_is_refused(tmp_pat
     def leave_out(rows: list[Tensor]) -> Tensor:
         return torch.stack([row[:1] for row in rows if len(row) > 3] or [torch.zeros(1)])
 
-    with pytest.raises(UsageError, match=r"have 1 to 3 samples, and their losses are means\n.*\n.*session\.backward\(loss_sum, count=n\)"):
+    with pytest.raises(
+        UsageError,
+        match=r"have 1 to 3 samples, and their losses are means\n.*\n.*session\.backward\(loss_sum, count=n\)",
+    ):
         run(tmp_path / "mean", leave_out)
     run(tmp_path / "count", leave_out, with_count=True)
 
@@ -72,8 +84,14 @@ def test_a_mean_over_samples_that_a_collate_function_left_out_is_refused(tmp_pat
 @pytest.mark.parametrize(
     ("collate_fn", "message"),
     [
-        (padded, r"micro-batches differ: 3 x \d+, then 3 x \d+\. session.backward\(loss\) gives each the same weight"),
-        (labeled, r"micro-batches differ: 3 x 12, 3 x 12 \(\d+ labels of -100\), then 3 x 12, 3 x 12 \(\d+ labels of -100\)\."),
+        (
+            padded,
+            r"micro-batches differ: 3 x \d+, then 3 x \d+\. session.backward\(loss\) gives each the same weight",
+        ),
+        (
+            labeled,
+            r"micro-batches differ: 3 x 12, 3 x 12 \(\d+ labels of -100\), then 3 x 12, 3 x 12 \(\d+ labels of -100\)\.",
+        ),
         (as_graph, r"micro-batches differ: \d+, 3, then \d+, 3\."),
     ],
 )
@@ -81,14 +99,20 @@ def test_other_unequal_sizes_are_a_warning_once(
     collate_fn: Callable[[Any], Any], message: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run(tmp_path / "mean", collate_fn)
-    (warning,) = (record.getMessage() for record in caplog.records if record.levelno == logging.WARNING and "differ" in record.msg)
+    (warning,) = (
+        record.getMessage()
+        for record in caplog.records
+        if record.levelno == logging.WARNING and "differ" in record.msg
+    )
     assert re.match(message, warning), warning
     caplog.clear()
     run(tmp_path / "count", collate_fn, with_count=True)
     assert "differ" not in caplog.text
 
 
-def test_equal_sizes_are_neither_named_nor_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_equal_sizes_are_neither_named_nor_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     run(tmp_path / "rows", lambda rows: torch.stack([row[:1] for row in rows]))
     run(tmp_path / "packed", lambda rows: torch.stack([row[:1] for row in rows[:2]]))
     assert "differ" not in caplog.text
@@ -96,11 +120,20 @@ def test_equal_sizes_are_neither_named_nor_refused(tmp_path: Path, caplog: pytes
 
 def test_a_token_budget_needs_counts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     budget = {"tokens": 24, "lengths": range(1, 13)}
-    with pytest.raises(UsageError, match=r"under a token budget have different numbers of samples\n.*\n.*session\.backward\(loss_sum"):
+    with pytest.raises(
+        UsageError,
+        match=r"under a token budget have different numbers of samples\n.*\n.*session\.backward\(loss_sum",
+    ):
         run(tmp_path / "mean", padded, **budget)
     run(tmp_path / "count", padded, with_count=True, **budget)
     with pytest.raises(CheckpointError, match="loader 0"):
-        run(tmp_path / "count", padded, with_count=True, steps=3, **(budget | {"lengths": [*range(1, 12), 11]}))
+        run(
+            tmp_path / "count",
+            padded,
+            with_count=True,
+            steps=3,
+            **(budget | {"lengths": [*range(1, 12), 11]}),
+        )
     assert "differ" not in caplog.text
 
 

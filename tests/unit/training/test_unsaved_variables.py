@@ -61,7 +61,9 @@ def load(tmp_path: Path) -> Iterator[Load]:
         sys.modules.pop(name, None)
 
 
-def run(module: ModuleType, out: Path, caplog: pytest.LogCaptureFixture, steps: int = 3) -> list[str]:
+def run(
+    module: ModuleType, out: Path, caplog: pytest.LogCaptureFixture, steps: int = 3
+) -> list[str]:
     """Run the script; return what the warnings name."""
     out.mkdir(exist_ok=True)
     caplog.clear()
@@ -69,11 +71,17 @@ def run(module: ModuleType, out: Path, caplog: pytest.LogCaptureFixture, steps: 
         module.run(out, steps)
     assert "were not compared" not in caplog.text
     messages = (record.getMessage() for record in caplog.records)
-    return [message.removeprefix(WARNING).partition(". After a resume")[0] for message in messages if message.startswith(WARNING)]
+    return [
+        message.removeprefix(WARNING).partition(". After a resume")[0]
+        for message in messages
+        if message.startswith(WARNING)
+    ]
 
 
 @pytest.mark.parametrize("case", CARRIED, ids=lambda case: case.title)
-def test_a_value_that_later_steps_use_is_named(case: Case, load: Load, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_value_that_later_steps_use_is_named(
+    case: Case, load: Load, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     [named] = run(load(case.script()), tmp_path / "run", caplog)
     for name in case.names:
         assert name in named
@@ -81,7 +89,9 @@ def test_a_value_that_later_steps_use_is_named(case: Case, load: Load, tmp_path:
     assert len(named.split("), ")) == len(case.names), named
 
 
-def test_a_function_named_like_a_method_of_the_model_hides_nothing(load: Load, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_function_named_like_a_method_of_the_model_hides_nothing(
+    load: Load, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     body = "model.train()\nif session.loss < best:\n    best = session.loss\n    optimizer.param_groups[0]['lr'] *= 0.9"
     text = Case("", (), {"before": "best = 1e9", "body": body}).script()
     module = load(text.replace("def run(", "def train(") + "\nrun = train\n")
@@ -90,11 +100,15 @@ def test_a_function_named_like_a_method_of_the_model_hides_nothing(load: Load, t
 
 
 @pytest.mark.parametrize("case", ORDINARY, ids=lambda case: case.title)
-def test_an_ordinary_loop_is_no_warning(case: Case, load: Load, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_ordinary_loop_is_no_warning(
+    case: Case, load: Load, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     assert run(load(case.script()), tmp_path / "run", caplog) == []
 
 
-def test_the_warning_comes_before_the_first_checkpoint_of_each_start(load: Load, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_warning_comes_before_the_first_checkpoint_of_each_start(
+    load: Load, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     case = next(case for case in CARRIED if case.title == "patience")
     for save_every, steps in ((1, 3), (2, 6)):
         script = load(case.script().replace("rehearse=False", f"save_every={save_every}"))
@@ -117,10 +131,16 @@ OTHER_FORMS = {
 
 
 @pytest.mark.parametrize("form", OTHER_FORMS)
-def test_a_wrapped_loop_is_found(form: str, load: Load, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_wrapped_loop_is_found(
+    form: str, load: Load, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     case = next(case for case in CARRIED if case.title == "best score")
     wrapper = "from tqdm import tqdm\ndef wrap(steps):\n    return tqdm(steps, disable=True)\n"
-    [named] = run(load(wrapper + case.script().replace("for step in session.steps(steps):", form)), tmp_path / "run", caplog)
+    [named] = run(
+        load(wrapper + case.script().replace("for step in session.steps(steps):", form)),
+        tmp_path / "run",
+        caplog,
+    )
     assert OTHER_FORMS[form] in named
 
 
@@ -169,12 +189,21 @@ def run(out, steps):
 """
 
 
-def test_attributes_of_a_trainer_and_globals_of_a_module_are_named(load: Load, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    load("CALLS = 0\ndef weight():\n    global CALLS\n    CALLS += 1\n    return 1 / CALLS\n", "shared_state")
+def test_attributes_of_a_trainer_and_globals_of_a_module_are_named(
+    load: Load, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    load(
+        "CALLS = 0\ndef weight():\n    global CALLS\n    CALLS += 1\n    return 1 / CALLS\n",
+        "shared_state",
+    )
     found = run(load(TRAINER), tmp_path / "run", caplog)
     assert len(found) == 1, found
     [named] = found
-    assert sorted(text.partition(" ")[0] for text in named.split("), ")) == ["CALLS", "self.bad", "self.best"]
+    assert sorted(text.partition(" ")[0] for text in named.split("), ")) == [
+        "CALLS",
+        "self.bad",
+        "self.best",
+    ]
     assert "CALLS (shared_state.py:4)" in named
 
 
@@ -195,7 +224,12 @@ class Hostile:
 
 
 def test_a_look_calls_no_code_of_the_user_and_keeps_no_object() -> None:
-    values = {"object": Hostile(), "list": [Hostile()], "tensor": torch.ones(8), "array": np.ones(8)}
+    values = {
+        "object": Hostile(),
+        "list": [Hostile()],
+        "tensor": torch.ones(8),
+        "array": np.ones(8),
+    }
     look = Look(set(), lambda kind: kind is Hostile, 1.0)
     marks = [look.fingerprint(value) for value in values.values()]
     list(look.attributes("object", values["object"]))
@@ -225,7 +259,9 @@ def test_looks_keep_no_variable_of_the_loop_alive(tmp_path: Path) -> None:
     assert alive == [False] * 4
 
 
-def test_a_failed_look_is_no_error_of_the_loop(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_look_is_no_error_of_the_loop(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("lockstep.training.unsaved_variables.user_frame", lambda: 1 / 0)
     with caplog.at_level(logging.DEBUG, "lockstep"):
         UnsavedVariables(()).look(saves=True)

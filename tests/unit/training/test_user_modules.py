@@ -28,17 +28,28 @@ def run(net):
 }
 
 
-def test_modules_of_a_loop_are_those_that_its_callers_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_modules_of_a_loop_are_those_that_its_callers_import(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, text in FILES.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
-    caller, data, _ = (importlib.import_module(f"loop_{name}") for name in ("caller", "data", "elsewhere"))
+    caller, data, _ = (
+        importlib.import_module(f"loop_{name}") for name in ("caller", "data", "elsewhere")
+    )
     try:
         found = [module.__name__ for module in user_modules(caller.call(), [data.Data()])]
         assert found[:2] == ["loop_main", "loop_caller"]
         own = {name for name in found if name.startswith("loop_")}
-        assert own == {"loop_main", "loop_caller", "loop_package", "loop_package.nets", "loop_late", "loop_data"}
+        assert own == {
+            "loop_main",
+            "loop_caller",
+            "loop_package",
+            "loop_package.nets",
+            "loop_late",
+            "loop_data",
+        }
     finally:
         for name in [name for name in sys.modules if name.startswith("loop_")]:
             del sys.modules[name]

@@ -87,12 +87,24 @@ def tiny_difference(parts: Parts) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [other_inputs, other_attribute, other_factor, other_hidden_state, other_draw_before_the_loop, tiny_difference],
+    [
+        other_inputs,
+        other_attribute,
+        other_factor,
+        other_hidden_state,
+        other_draw_before_the_loop,
+        tiny_difference,
+    ],
 )
-def test_resume_with_something_else_than_the_checkpoint_holds_is_refused(change: Callable[[Parts], None], tmp_path: Path) -> None:
+def test_resume_with_something_else_than_the_checkpoint_holds_is_refused(
+    change: Callable[[Parts], None], tmp_path: Path
+) -> None:
     with pytest.raises(Crash):
         train(tmp_path, crash=True)
-    with pytest.raises(CheckpointError, match=r"step 3 began otherwise when the checkpoint of step 2 was saved: loss 0\."):
+    with pytest.raises(
+        CheckpointError,
+        match=r"step 3 began otherwise when the checkpoint of step 2 was saved: loss 0\.",
+    ):
         train(tmp_path, change=change)
     train(tmp_path)
 
@@ -108,7 +120,9 @@ def test_equal_loss_with_another_gradient_is_refused(tmp_path: Path) -> None:
         train(tmp_path, change=other_factor, loss_of=loss_of)
 
 
-def test_repeated_step_with_another_loss_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_repeated_step_with_another_loss_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     def loss_of(parts: Parts, output: Tensor, step: int) -> Tensor:
         return output.square().mean() * (parts.factor if step == 4 else 1.0)
 
@@ -119,7 +133,10 @@ def test_repeated_step_with_another_loss_is_named(tmp_path: Path, caplog: pytest
     with pytest.raises(Crash):
         train(tmp_path / "other", crash=True, crash_at=6, loss_of=loss_of, save_every=3)
     train(tmp_path / "other", change=other_factor, loss_of=loss_of, save_every=3)
-    assert caplog.text.count("is repeated with loss") == 1 and "step 5 is repeated with loss" in caplog.text
+    assert (
+        caplog.text.count("is repeated with loss") == 1
+        and "step 5 is repeated with loss" in caplog.text
+    )
 
 
 def test_refused_resume_continues_without_the_comparison(tmp_path: Path) -> None:
@@ -128,20 +145,27 @@ def test_refused_resume_continues_without_the_comparison(tmp_path: Path) -> None
     train(tmp_path, change=other_inputs, rehearse=False)
 
 
-def test_other_arguments_explain_the_difference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_other_arguments_explain_the_difference(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr("sys.argv", ["train.py", "--noise", "0.1"])
     with pytest.raises(Crash):
         train(tmp_path, crash=True)
     monkeypatch.setattr("sys.argv", ["train.py", "--noise", "0.2"])
     train(tmp_path, change=other_inputs)
-    assert "step 3 began otherwise" in caplog.text and "--arguments was --noise 0.1, is --noise 0.2" in caplog.text
+    assert (
+        "step 3 began otherwise" in caplog.text
+        and "--arguments was --noise 0.1, is --noise 0.2" in caplog.text
+    )
 
 
 def test_finished_run_that_is_extended_has_no_record_and_continues(tmp_path: Path) -> None:
     train(tmp_path, steps=4)
     assert sorted(WitnessFile(tmp_path).read()) == [2]
     train(tmp_path, steps=6)
-    assert sorted(WitnessFile(tmp_path).read()) == [2, 4], "the resume has recorded what it began with"
+    assert sorted(WitnessFile(tmp_path).read()) == [2, 4], (
+        "the resume has recorded what it began with"
+    )
 
 
 def test_return_to_an_earlier_step_drops_the_records_after_it(tmp_path: Path) -> None:
@@ -151,7 +175,9 @@ def test_return_to_an_earlier_step_drops_the_records_after_it(tmp_path: Path) ->
     assert sorted(WitnessFile(tmp_path).read()) == [2]
 
 
-def test_damaged_record_is_named_and_compares_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_damaged_record_is_named_and_compares_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with pytest.raises(Crash):
         train(tmp_path, crash=True)
     path = tmp_path / "witness.json"
@@ -166,6 +192,9 @@ def test_passes_of_other_slices_are_not_compared() -> None:
     whole = FirstMicroBatch(0, "0.5", 1)
     assert not describe_difference(whole, FirstMicroBatch(0, "0.7", None, (2, 1)))
     assert describe_difference(whole, FirstMicroBatch(0, "0.7", 1)) == "loss 0.5, now 0.7"
-    assert describe_difference(whole, FirstMicroBatch(0, "0.5", 2)) == "loss 0.5 as now, and another gradient"
+    assert (
+        describe_difference(whole, FirstMicroBatch(0, "0.5", 2))
+        == "loss 0.5 as now, and another gradient"
+    )
     assert not describe_difference(whole, FirstMicroBatch(0, "0.5", 1))
     assert not describe_difference(whole, FirstMicroBatch(1, "0.7", 1))

@@ -36,17 +36,33 @@ from lockstep.data.pairs.cldr_format import SPACES, LocaleFormatter, MissingCldr
 from lockstep.errors import DataError
 
 GENERATOR = 1  # part of the fingerprint: increment it when the generated sentences change
-MAX_PAIRS = 400_000  # number of pairs with `limit=0`; the ranges of the families below are sized for it
+MAX_PAIRS = (
+    400_000  # number of pairs with `limit=0`; the ranges of the families below are sized for it
+)
 
 TRAINING_ONLY = {"minutes"}  # 3:05 PM occurs in dates too, so it would not be an unseen value
 NAMES_SHARE = 0.1  # of the training pairs at most, to keep a small corpus balanced
 FORMS_OF_A_VALUE = 3  # per training value: more values teach more than more forms
 
-DAY_STYLES = (("full", "short"), ("long", "full"), ("medium", "long"), ("short", "medium"), ("yMMMEd", "full"))  # alone, with a time
+DAY_STYLES = (
+    ("full", "short"),
+    ("long", "full"),
+    ("medium", "long"),
+    ("short", "medium"),
+    ("yMMMEd", "full"),
+)  # alone, with a time
 FIRST_DAY, DAYS = dt.date(1950, 1, 1), 36_525  # 100 years, so that a two-digit year is unambiguous
 
 # Units of exact durations (in seconds) and calendar durations (in months), and their combinations.
-SIZES = {"second": 1, "minute": 60, "hour": 3600, "day": 86_400, "week": 604_800, "month": 1, "year": 12}
+SIZES = {
+    "second": 1,
+    "minute": 60,
+    "hour": 3600,
+    "day": 86_400,
+    "week": 604_800,
+    "month": 1,
+    "year": 12,
+}
 BASE = {unit: "month" if unit in ("month", "year") else "second" for unit in SIZES}
 UNIT_COMBINATIONS: dict[tuple[str, ...], int] = {  # units -> maximum count of the first one
     ("second",): 999,
@@ -98,11 +114,24 @@ def distinct(sample: Callable[[], T], max_misses: int = 1000) -> Iterator[T]:
 def shared_codes(a: LocaleFormatter, b: LocaleFormatter) -> SharedCodes:
     """Return the codes that CLDR names in both languages, in a fixed order."""
     spoken: Any = get_global("territory_languages")  # countries only, with their languages
-    tender = {c for of in get_global("territory_currencies").values() for c, _, end, legal in of if legal and not end}
+    tender = {
+        c
+        for of in get_global("territory_currencies").values()
+        for c, _, end, legal in of
+        if legal and not end
+    }
     official = {c for country in spoken for c in languages.get_official_languages(country)}
     units = [unit for unit in a.data["unit_patterns"] if not unit.startswith("duration-")]
-    codes = {"unit_patterns": units, "currency_names": tender, "territories": spoken, "languages": official}
-    return {table: sorted(c for c in of if a.data[table].get(c) and b.data[table].get(c)) for table, of in codes.items()}
+    codes = {
+        "unit_patterns": units,
+        "currency_names": tender,
+        "territories": spoken,
+        "languages": official,
+    }
+    return {
+        table: sorted(c for c in of if a.data[table].get(c) and b.data[table].get(c))
+        for table, of in codes.items()
+    }
 
 
 def dates(rng: Random, shared: SharedCodes) -> Values:
@@ -112,7 +141,10 @@ def dates(rng: Random, shared: SharedCodes) -> Values:
         yield [
             form
             for alone, timed in DAY_STYLES
-            for form in (methodcaller("format_date", day, alone), methodcaller("format_datetime", day, time, timed))
+            for form in (
+                methodcaller("format_date", day, alone),
+                methodcaller("format_datetime", day, time, timed),
+            )
         ]
 
 
@@ -120,12 +152,19 @@ def times(rng: Random, shared: SharedCodes) -> Values:
     """Times with seconds, which no other family contains."""
     for second in distinct(lambda: below(rng, 86_400)):
         if second % 60:
-            yield [methodcaller("format_time", dt.time(second // 3600, second // 60 % 60, second % 60), "medium")]
+            yield [
+                methodcaller(
+                    "format_time", dt.time(second // 3600, second // 60 % 60, second % 60), "medium"
+                )
+            ]
 
 
 def minutes(rng: Random, shared: SharedCodes) -> Values:
     for minute in shuffled(rng, range(1440)):
-        yield [methodcaller("format_time", dt.time(minute // 60, minute % 60), style) for style in ("short", "medium")]
+        yield [
+            methodcaller("format_time", dt.time(minute // 60, minute % 60), style)
+            for style in ("short", "medium")
+        ]
 
 
 def split_duration(duration: int, units: Sequence[str], limit: int) -> Parts | None:
@@ -146,7 +185,9 @@ def durations(rng: Random, shared: SharedCodes) -> Values:
         units, limit = list(UNIT_COMBINATIONS.items())[below(rng, len(UNIT_COMBINATIONS))]
         sizes = [SIZES[unit] for unit in units]
         limits = [limit, *(larger // size - 1 for larger, size in itertools.pairwise(sizes))]
-        return BASE[units[0]], sum(size * (1 + below(rng, limit)) for size, limit in zip(sizes, limits, strict=True))
+        return BASE[units[0]], sum(
+            size * (1 + below(rng, limit)) for size, limit in zip(sizes, limits, strict=True)
+        )
 
     for base, length in distinct(duration):
         forms: list[Form] = []
@@ -156,9 +197,16 @@ def durations(rng: Random, shared: SharedCodes) -> Values:
                 continue
             if len(parts) == 1:
                 directions = itertools.product(("future", "past"), ("", "-short"))
-                forms += [methodcaller("format_relative", *parts[0], length, direction) for direction, length in directions]
-            styles = itertools.product(("standard", "unit") if len(parts) > 1 else ("standard",), ("long", "short"))
-            forms += [methodcaller("format_duration", parts, length, style) for style, length in styles]
+                forms += [
+                    methodcaller("format_relative", *parts[0], length, direction)
+                    for direction, length in directions
+                ]
+            styles = itertools.product(
+                ("standard", "unit") if len(parts) > 1 else ("standard",), ("long", "short")
+            )
+            forms += [
+                methodcaller("format_duration", parts, length, style) for style, length in styles
+            ]
         yield forms
 
 
@@ -174,7 +222,10 @@ def money(rng: Random, shared: SharedCodes) -> Values:
 
     for value, currency in distinct(amount) if currencies else ():
         exact = int(value) if value == int(value) else value
-        yield [methodcaller(form, exact, currency) for form in ("format_currency_name", "format_currency")]
+        yield [
+            methodcaller(form, exact, currency)
+            for form in ("format_currency_name", "format_currency")
+        ]
 
 
 def units(rng: Random, shared: SharedCodes) -> Values:
@@ -203,7 +254,10 @@ def plain_numbers(rng: Random, shared: SharedCodes) -> Values:
 
     for value in distinct(number):
         is_round = isinstance(value, int) and value >= 10**6 and value % 10**5 == 0
-        yield [methodcaller(form, value) for form in ("format_number", "format_compact")[: 1 + is_round]]
+        yield [
+            methodcaller(form, value)
+            for form in ("format_number", "format_compact")[: 1 + is_round]
+        ]
 
 
 def percentages(rng: Random, shared: SharedCodes) -> Values:
@@ -214,10 +268,16 @@ def percentages(rng: Random, shared: SharedCodes) -> Values:
 def sets_of_names(table: str, rng: Random, shared: SharedCodes) -> Values:
     """Lists of two to four names. The value is the set: all its orders are in one split."""
     codes = shared[table]
-    for chosen in distinct(lambda: frozenset(codes[below(rng, len(codes))] for _ in range(2 + below(rng, 3)))) if codes else ():
+    for chosen in (
+        distinct(lambda: frozenset(codes[below(rng, len(codes))] for _ in range(2 + below(rng, 3))))
+        if codes
+        else ()
+    ):
         order = shuffled(rng, sorted(chosen))
         if len(order) > 1:
-            yield [methodcaller("format_names", table, order, style) for style in ("standard", "or")]
+            yield [
+                methodcaller("format_names", table, order, style) for style in ("standard", "or")
+            ]
 
 
 # Family -> (share of the sentences, generator). Dates, durations and money are the purpose of the
@@ -247,10 +307,14 @@ def names(a: LocaleFormatter, b: LocaleFormatter) -> Iterator[Pair]:
     for x, y in shared(a.data["unit_display_names"], b.data["unit_display_names"]):
         yield x.get("long") or x.get("short", ""), y.get("long") or y.get("short", "")
     for table in ("months", "days", "quarters"):
-        yield from shared(a.data[table]["stand-alone"]["wide"], b.data[table]["stand-alone"]["wide"])
+        yield from shared(
+            a.data[table]["stand-alone"]["wide"], b.data[table]["stand-alone"]["wide"]
+        )
     for x, y in shared(a.data["meta_zones"], b.data["meta_zones"]):
         x, y = x.get("long", {}), y.get("long", {})
-        yield from ((x[key], y[key]) for key in ("generic", "standard", "daylight") if key in x and key in y)
+        yield from (
+            (x[key], y[key]) for key in ("generic", "standard", "daylight") if key in x and key in y
+        )
     zones_a, zones_b = a.data["time_zones"], b.data["time_zones"]
     for zone in sorted(set(zones_a) | set(zones_b)):
         # CLDR: the default name of a city is the last part of the zone's identifier.
@@ -270,7 +334,10 @@ class Collector:
 
     def add(self, source: str, target: str) -> Pair | None:
         """Return the pair with plain spaces, or None if it is dropped."""
-        source, target = " ".join(source.translate(SPACES).split()), " ".join(target.translate(SPACES).split())
+        source, target = (
+            " ".join(source.translate(SPACES).split()),
+            " ".join(target.translate(SPACES).split()),
+        )
         known_target = self.targets.get(source)
         if not source or not target:
             self.left_out["values that CLDR lacks in one language"] += 1
@@ -278,7 +345,9 @@ class Collector:
             self.targets[source] = target
             return source, target
         else:
-            self.left_out["duplicates" if known_target == target else "conflicting translations"] += 1
+            self.left_out[
+                "duplicates" if known_target == target else "conflicting translations"
+            ] += 1
         return None
 
     def add_value(self, form: Form) -> Pair | None:
@@ -288,12 +357,18 @@ class Collector:
             return self.add("", "")
 
 
-def generate_sentences(values: Values, collector: Collector, rng: Random, held_out: int, train: int) -> tuple[list[Pair], ...]:
+def generate_sentences(
+    values: Values, collector: Collector, rng: Random, held_out: int, train: int
+) -> tuple[list[Pair], ...]:
     """Return training, validation and test pairs of one family. The first values go to validation
     (each in one form), the next to test, the others to training, so the held-out pairs do not
     depend on the number of training pairs."""
     splits: tuple[list[Pair], ...] = ([], [], [])
-    for count, split, max_forms in ((held_out, splits[1], 1), (held_out, splits[2], 1), (train, splits[0], FORMS_OF_A_VALUE)):
+    for count, split, max_forms in (
+        (held_out, splits[1], 1),
+        (held_out, splits[2], 1),
+        (train, splits[0], FORMS_OF_A_VALUE),
+    ):
         while len(split) < count and (forms := next(values, None)) is not None:
             first = below(rng, len(forms))
             for form in [*forms[first:], *forms[:first]][: min(max_forms, count - len(split))]:
@@ -303,7 +378,9 @@ def generate_sentences(values: Values, collector: Collector, rng: Random, held_o
     return splits
 
 
-def generate_pairs(source: str, target: str, *, limit: int, held_out: int) -> tuple[dict[str, list[Pair]], dict[str, int]]:
+def generate_pairs(
+    source: str, target: str, *, limit: int, held_out: int
+) -> tuple[dict[str, list[Pair]], dict[str, int]]:
     """Generate pairs for two of CLDR's languages, by their codes (en, pt_BR, zh_Hant). Return the
     pairs of each split, and the number of dropped pairs by reason.
 
@@ -312,10 +389,16 @@ def generate_pairs(source: str, target: str, *, limit: int, held_out: int) -> tu
     DataError if CLDR lacks a language, or most of its data.
     """
     if locale(source) == locale(target):
-        raise DataError(f"source and target are both {source!r}", "data.source, data.target", "name two languages")
+        raise DataError(
+            f"source and target are both {source!r}",
+            "data.source, data.target",
+            "name two languages",
+        )
     collector = Collector(LocaleFormatter(locale(source)), LocaleFormatter(locale(target)))
     limit = limit or MAX_PAIRS
-    dictionary = [pair for x, y in names(collector.source, collector.target) if (pair := collector.add(x, y))]
+    dictionary = [
+        pair for x, y in names(collector.source, collector.target) if (pair := collector.add(x, y))
+    ]
     train = shuffled(Random("names"), dictionary)[: int(NAMES_SHARE * limit)]
     splits = {"train": train, "validation": list[Pair](), "test": list[Pair]()}
     collector.left_out["names beyond their share"] = len(dictionary) - len(train)
@@ -324,20 +407,30 @@ def generate_pairs(source: str, target: str, *, limit: int, held_out: int) -> tu
     streams: dict[str, Values] = {}
     for family, (_, values) in FAMILIES.items():
         stream = values(draws[family], shared)
-        if first := next(stream, None):  # a family without shared data gives its share to the others
+        if first := next(
+            stream, None
+        ):  # a family without shared data gives its share to the others
             streams[family] = itertools.chain([first], stream)
     shares = apportion(limit - len(train), streams)
     held_shares = apportion(held_out, streams.keys() - TRAINING_ONLY)
     for family, stream in streams.items():
-        family_splits = generate_sentences(stream, collector, draws[family], held_shares.get(family, 0), shares[family])
+        family_splits = generate_sentences(
+            stream, collector, draws[family], held_shares.get(family, 0), shares[family]
+        )
         for split, pairs in zip(splits.values(), family_splits, strict=True):
             split += pairs
-    if len(train) < min(limit, 1000) or (held_out and not (splits["validation"] and splits["test"])):
+    if len(train) < min(limit, 1000) or (
+        held_out and not (splits["validation"] and splits["test"])
+    ):
         counts = f"{len(train)} training and {len(splits['validation'])} held-out pairs"
         what = f"CLDR has too little data for {source!r} and {target!r}: {counts}"
         hint = "use languages that CLDR covers well, or increase data.pairs"
         raise DataError(what, f"babel {babel.__version__}, data.source, data.target", hint)
-    mixed = {name: shuffled(Random(name), split) for name, split in splits.items() if held_out or name == "train"}
+    mixed = {
+        name: shuffled(Random(name), split)
+        for name, split in splits.items()
+        if held_out or name == "train"
+    }
     return mixed, {reason: n for reason, n in sorted(collector.left_out.items()) if n}
 
 
@@ -353,7 +446,9 @@ def apportion(total: int, families: Collection[str]) -> dict[str, int]:
 
 def fingerprint(source: str, target: str, *, limit: int, held_out: int) -> str:
     """Return the hex sha256 of all inputs: CLDR data of both languages, versions, options."""
-    digest = hashlib.sha256(f"cldr {GENERATOR} {babel.__version__} {source} {target} {limit} {held_out}".encode())
+    digest = hashlib.sha256(
+        f"cldr {GENERATOR} {babel.__version__} {source} {target} {limit} {held_out}".encode()
+    )
     folder = Path(localedata.__file__).parent
     for code in (source, target):
         parts = str(locale(code)).split("_")

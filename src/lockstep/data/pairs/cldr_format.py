@@ -39,21 +39,32 @@ class LocaleFormatter:
         self.plural_form = cache(locale.plural_form)
         # In CLDR, a pattern that is missing in "long" equals the one in "short".
         self.unit_patterns = {
-            unit: {"short": of.get("short", {}), "long": {**of.get("short", {}), **of.get("long", {})}}
+            unit: {
+                "short": of.get("short", {}),
+                "long": {**of.get("short", {}), **of.get("long", {})},
+            }
             for unit, of in self.data["unit_patterns"].items()
         }
 
     def _format_number(self, value: int | Decimal) -> str:
-        return str(self.locale.decimal_formats[None].apply(value, self.locale, decimal_quantization=False))
+        return str(
+            self.locale.decimal_formats[None].apply(value, self.locale, decimal_quantization=False)
+        )
 
     def format_compact(self, value: int) -> str:
         """3.2 million. With up to three decimals, so that no language has to round: 1.05 crore."""
         if "long" not in self.data["compact_decimal_formats"]:
             raise MissingCldrData
-        return numbers.format_compact_decimal(value, format_type="long", locale=self.locale, fraction_digits=3)
+        return numbers.format_compact_decimal(
+            value, format_type="long", locale=self.locale, fraction_digits=3
+        )
 
     def format_percent(self, value: Decimal) -> str:
-        return str(self.locale.percent_formats[None].apply(value / 100, self.locale, decimal_quantization=False))
+        return str(
+            self.locale.percent_formats[None].apply(
+                value / 100, self.locale, decimal_quantization=False
+            )
+        )
 
     def plural_pattern(self, patterns: dict[str, str], value: int | Decimal) -> str:
         """Return the pattern for the plural form of `value`, or else the form "other"."""
@@ -69,22 +80,31 @@ class LocaleFormatter:
 
     def format_duration(self, parts: Parts, length: str, style: str) -> str:
         """3 hours and 5 minutes"""
-        return self.format_list([self.format_unit(n, f"duration-{unit}", length) for n, unit in parts], style)
+        return self.format_list(
+            [self.format_unit(n, f"duration-{unit}", length) for n, unit in parts], style
+        )
 
     def format_relative(self, value: int, unit: str, length: str, direction: str) -> str:
         """in 3 days, 3 days ago. `direction`: future or past; `length`: empty or -short."""
         fields = self.data["date_fields"]
         patterns = fields.get(unit + length) or fields.get(unit, {})
-        return self.plural_pattern(patterns.get(direction, {}), value).replace("{0}", self.format_number(value))
+        return self.plural_pattern(patterns.get(direction, {}), value).replace(
+            "{0}", self.format_number(value)
+        )
 
     def format_currency_name(self, value: int | Decimal, currency: str) -> str:
         """12.50 US dollars. Whole amounts have no decimals, others those of the currency."""
         cents = isinstance(value, Decimal)
-        return numbers.format_currency(value, currency, locale=self.locale, format_type="name", currency_digits=cents)
+        return numbers.format_currency(
+            value, currency, locale=self.locale, format_type="name", currency_digits=cents
+        )
 
     def format_currency(self, value: int | Decimal, currency: str) -> str:
         """$12.50, EUR 12.50. With currencySpacing (UTS 35, part 3), which babel lacks."""
-        return LETTER_BY_DIGIT.sub(" ", self.locale.currency_formats["standard"].apply(value, self.locale, currency=currency))
+        return LETTER_BY_DIGIT.sub(
+            " ",
+            self.locale.currency_formats["standard"].apply(value, self.locale, currency=currency),
+        )
 
     def format_date(self, value: dt.date, style: str) -> str:
         """July 3, 2024. `style`: full, long, medium, short, or a CLDR skeleton such as yMMMEd."""
@@ -98,7 +118,9 @@ class LocaleFormatter:
 
     def format_datetime(self, day: dt.date, time: dt.time, style: str) -> str:
         pattern = str(self.data["datetime_formats"][style]).replace("'", "")
-        return pattern.replace("{0}", self.format_time(time, "short")).replace("{1}", self.format_date(day, style))
+        return pattern.replace("{0}", self.format_time(time, "short")).replace(
+            "{1}", self.format_date(day, style)
+        )
 
     def format_names(self, table: str, codes: Sequence[str], style: str) -> str:
         """Italy, France, and Chad"""
@@ -112,13 +134,19 @@ class LocaleFormatter:
             return patterns["2"].format(*items)
         text = items[0]
         for i, item in enumerate(items[1:], start=2):
-            text = patterns["start" if i == 2 else "end" if i == len(items) else "middle"].format(text, item)
+            text = patterns["start" if i == 2 else "end" if i == len(items) else "middle"].format(
+                text, item
+            )
         return text
 
 
 def plain(value: Any) -> Any:
     """Convert babel's lazy dictionaries to dicts: lookups dominate the cost of formatting."""
-    return {key: plain(value[key]) for key in value} if isinstance(value, localedata.LocaleDataDict) else value
+    return (
+        {key: plain(value[key]) for key in value}
+        if isinstance(value, localedata.LocaleDataDict)
+        else value
+    )
 
 
 def locale(code: str) -> Locale:
@@ -126,14 +154,26 @@ def locale(code: str) -> Locale:
     identifiers = {name.lower(): name for name in localedata.locale_identifiers()}
     name = identifiers.get(code.lower().replace("-", "_"))
     if name is None:
-        english = {word.lower(): key for key, word in Locale.parse("en").languages.items() if key.lower() in identifiers}
+        english = {
+            word.lower(): key
+            for key, word in Locale.parse("en").languages.items()
+            if key.lower() in identifiers
+        }
         near = difflib.get_close_matches(code.lower(), [*identifiers, *english], n=4, cutoff=0.6)
         codes = list(dict.fromkeys(identifiers.get(word) or english[word] for word in near))
         what = f"CLDR has no language {code!r}"
-        hint = f"did you mean {', '.join(codes)}?" if codes else "languages are codes such as en, it, de, pt_BR, zh_Hant"
+        hint = (
+            f"did you mean {', '.join(codes)}?"
+            if codes
+            else "languages are codes such as en, it, de, pt_BR, zh_Hant"
+        )
         raise DataError(what, f"babel {babel.__version__}, data.source, data.target", hint)
     parsed = Locale.parse(name)
     if parsed.months["format"]["wide"][1] == "M01":  # CLDR's fallback for a language without data
         what = f"CLDR has no month names in {code!r}, so no sentences can be generated"
-        raise DataError(what, f"babel {babel.__version__}, data.source, data.target", "use a language that CLDR covers well")
+        raise DataError(
+            what,
+            f"babel {babel.__version__}, data.source, data.target",
+            "use a language that CLDR covers well",
+        )
     return parsed

@@ -64,25 +64,50 @@ def read_corpus(data: config.DataOptions) -> Corpus:
     raw = sum(len(pairs) for pairs in splits.values()) + sum(dropped.values())
     cleaned = {split: clean(splits.get(split, []), dropped) for split in SPLITS}
     if not cleaned["train"]:
-        reason = f"{raw:,} pairs were read, none has text on both sides" if raw else "nothing was read"
-        raise DataError(f"the training text is empty: {reason}", describe_source(data), "check the file, the split and the languages")
+        reason = (
+            f"{raw:,} pairs were read, none has text on both sides" if raw else "nothing was read"
+        )
+        raise DataError(
+            f"the training text is empty: {reason}",
+            describe_source(data),
+            "check the file, the split and the languages",
+        )
     for split in SPLITS[1:]:
         if split in splits and not cleaned[split]:
-            raise DataError(f"the {split} text is empty", describe_source(data), f"remove data.{split}, to hold out training pairs")
+            raise DataError(
+                f"the {split} text is empty",
+                describe_source(data),
+                f"remove data.{split}, to hold out training pairs",
+            )
     missing = [split for split in SPLITS[1:] if split not in splits]
-    cleaned["train"], *held_out = hold_out(cleaned["train"], data.held_out, parts=len(missing), where=describe_source(data))
+    cleaned["train"], *held_out = hold_out(
+        cleaned["train"], data.held_out, parts=len(missing), where=describe_source(data)
+    )
     cleaned.update(zip(missing, held_out, strict=True))
-    report = CorpusReport(raw, {split: len(pairs) for split, pairs in cleaned.items()}, {k: n for k, n in dropped.items() if n})
+    report = CorpusReport(
+        raw,
+        {split: len(pairs) for split, pairs in cleaned.items()},
+        {k: n for k, n in dropped.items() if n},
+    )
     return Corpus(**cleaned, fingerprint=digest(cleaned), report=report)
 
 
 def read_splits(data: config.DataOptions) -> tuple[dict[str, Pairs], dict[str, int]]:
     """Return the splits of the source, and the pairs that its reader dropped, by reason."""
     if data.kind == "cldr":
-        return cldr.generate_pairs(data.source, data.target, limit=data.pairs, held_out=data.held_out)
+        return cldr.generate_pairs(
+            data.source, data.target, limit=data.pairs, held_out=data.held_out
+        )
     if data.kind == "files":
-        given = {split: getattr(data, split) for split in SPLITS if getattr(data, split) or split == "train"}
-        return {split: textfiles.read_pairs(paths, data.source, data.target, split) for split, paths in given.items()}, {}
+        given = {
+            split: getattr(data, split)
+            for split in SPLITS
+            if getattr(data, split) or split == "train"
+        }
+        return {
+            split: textfiles.read_pairs(paths, data.source, data.target, split)
+            for split, paths in given.items()
+        }, {}
     return importlib.import_module("lockstep.data.pairs.huggingface").read_dataset(data), {}
 
 
@@ -101,11 +126,19 @@ def hold_out(pairs: Pairs, size: int, *, parts: int, where: str) -> tuple[Pairs,
     into a part stays in training. DataError if the parts take more than half."""
     if 2 * parts * size > len(pairs):
         what = f"{len(pairs):,} pairs are too few to hold out {parts} times {size:,}"
-        raise DataError(what, where, f"set data.held_out to {max(1, len(pairs) // (8 * parts)):,}, or give validation and test files")
+        raise DataError(
+            what,
+            where,
+            f"set data.held_out to {max(1, len(pairs) // (8 * parts)):,}, or give validation and test files",
+        )
     groups = Counter(source for source, _ in pairs)
     part_of: dict[str, int] = {}
     space = [size] * parts
-    for source in sorted(groups, key=lambda text: hashlib.blake2b(text.encode(), digest_size=16).digest()) if parts else ():
+    for source in (
+        sorted(groups, key=lambda text: hashlib.blake2b(text.encode(), digest_size=16).digest())
+        if parts
+        else ()
+    ):
         part = next((i for i, free in enumerate(space) if groups[source] <= free), None)
         if part is not None:
             part_of[source] = part + 1
@@ -132,16 +165,30 @@ def fingerprint(data: config.DataOptions, digests: FileDigests = NOT_SHARED) -> 
     cldr: versions, CLDR data, options. files, local datasets: bytes of the files. Hub datasets:
     name and options only, so that a prepared run resumes without network.
     """
-    total = hashlib.sha256(json.dumps({k: v for k, v in asdict(data).items() if k not in (*SPLITS, "dataset", "max_tokens")}).encode())
+    total = hashlib.sha256(
+        json.dumps(
+            {k: v for k, v in asdict(data).items() if k not in (*SPLITS, "dataset", "max_tokens")}
+        ).encode()
+    )
     if data.kind == "cldr":
-        total.update(cldr.fingerprint(data.source, data.target, limit=data.pairs, held_out=data.held_out).encode())
+        total.update(
+            cldr.fingerprint(
+                data.source, data.target, limit=data.pairs, held_out=data.held_out
+            ).encode()
+        )
     if data.kind == "huggingface" and not Path(data.dataset).is_dir():
-        total.update(json.dumps([data.dataset, *(getattr(data, split) for split in SPLITS)]).encode())
+        total.update(
+            json.dumps([data.dataset, *(getattr(data, split) for split in SPLITS)]).encode()
+        )
     files = files_of(data)
     try:
         sha256 = digests.of(path for _, path in files)
     except OSError as error:
-        raise DataError(f"{error.filename} cannot be read: {error.strerror}", describe_source(data), "check the path") from None
+        raise DataError(
+            f"{error.filename} cannot be read: {error.strerror}",
+            describe_source(data),
+            "check the path",
+        ) from None
     for split, path in files:
         total.update(f"{split} {path.name} {sha256[path]}\n".encode())
     return total.hexdigest()
@@ -152,18 +199,32 @@ def files_of(data: config.DataOptions) -> list[tuple[str, Path]]:
     if data.kind == "files":
         return [(split, Path(path)) for split in SPLITS for path in getattr(data, split)]
     if data.kind == "huggingface" and Path(data.dataset).is_dir():
-        return [("dataset", path) for path in sorted(Path(data.dataset).rglob("*")) if path.is_file()]
+        return [
+            ("dataset", path) for path in sorted(Path(data.dataset).rglob("*")) if path.is_file()
+        ]
     return []
 
 
 def refuse_unused_options(data: config.DataOptions) -> None:
-    unused = [name for name in FIELDS["huggingface"] if name not in FIELDS[data.kind] and getattr(data, name)]
+    unused = [
+        name
+        for name in FIELDS["huggingface"]
+        if name not in FIELDS[data.kind] and getattr(data, name)
+    ]
     if unused:
         where = describe_source(data)
         kinds = [kind for kind, fields in FIELDS.items() if unused[0] in fields]
-        raise ConfigError(f"data.kind={data.kind} does not read data.{unused[0]}", where, f"set data.kind to {' or '.join(kinds)}")
+        raise ConfigError(
+            f"data.kind={data.kind} does not read data.{unused[0]}",
+            where,
+            f"set data.kind to {' or '.join(kinds)}",
+        )
 
 
 def describe_source(data: config.DataOptions) -> str:
-    fields = {name: getattr(data, name) for name in ("kind", "source", "target", *FIELDS[data.kind])}
-    return " ".join(f"data.{k}={v if isinstance(v, str) else ','.join(v)}" for k, v in fields.items() if v)
+    fields = {
+        name: getattr(data, name) for name in ("kind", "source", "target", *FIELDS[data.kind])
+    }
+    return " ".join(
+        f"data.{k}={v if isinstance(v, str) else ','.join(v)}" for k, v in fields.items() if v
+    )

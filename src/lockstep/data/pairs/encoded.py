@@ -21,7 +21,9 @@ Ints = npt.NDArray[np.int64]
 SIDES = ("source", "target")
 
 
-def write_side(folder: Path, split: str, side: str, rows: Iterable[list[int]], vocab_size: int) -> list[Path]:
+def write_side(
+    folder: Path, split: str, side: str, rows: Iterable[list[int]], vocab_size: int
+) -> list[Path]:
     """Write and sync one side of a split, with 16-bit ids if possible; return the files."""
     ids, ends = array("H" if vocab_size <= 1 << 16 else "I"), array("q", [0])
     for row in rows:
@@ -42,7 +44,9 @@ class EncodedPairs:
 
     def __init__(self, ids: list[npt.NDArray[np.unsignedinteger]], offsets: list[Ints]) -> None:
         self._ids, self._offsets = ids, offsets
-        self.lengths: npt.NDArray[np.int32] = np.stack([np.diff(o) + 1 for o in offsets], axis=1).astype(np.int32)
+        self.lengths: npt.NDArray[np.int32] = np.stack(
+            [np.diff(o) + 1 for o in offsets], axis=1
+        ).astype(np.int32)
 
     @classmethod
     def open(cls, folder: Path, split: str) -> EncodedPairs:
@@ -55,16 +59,28 @@ class EncodedPairs:
                     loaded.append(np.load(path, mmap_mode="r"))
                 except (OSError, ValueError) as error:
                     what = f"{path} cannot be opened: {error}"
-                    raise DataError(what, "a file of the prepared corpus", "remove its folder to prepare it again") from None
+                    raise DataError(
+                        what,
+                        "a file of the prepared corpus",
+                        "remove its folder to prepare it again",
+                    ) from None
         offsets = [np.asarray(o, dtype=np.int64) for o in arrays["offsets"]]
-        if len({len(o) for o in offsets}) > 1 or any(o[-1] != len(i) for o, i in zip(offsets, arrays["ids"], strict=True)):
-            raise DataError(f"the arrays of {split} are inconsistent", str(folder), "remove the folder to prepare the corpus again")
+        if len({len(o) for o in offsets}) > 1 or any(
+            o[-1] != len(i) for o, i in zip(offsets, arrays["ids"], strict=True)
+        ):
+            raise DataError(
+                f"the arrays of {split} are inconsistent",
+                str(folder),
+                "remove the folder to prepare the corpus again",
+            )
         return cls(arrays["ids"], offsets)
 
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def gather(self, ids: Ints, rows: int, source_length: int, target_length: int) -> tuple[Ints, Ints, Ints]:
+    def gather(
+        self, ids: Ints, rows: int, source_length: int, target_length: int
+    ) -> tuple[Ints, Ints, Ints]:
         """Return source (rows, S), target (rows, T) and labels (rows, T), int64, padded with PAD.
 
         source = sentence, END; target = BEGIN, sentence; labels = sentence, END. ValueError if
@@ -87,7 +103,9 @@ class EncodedPairs:
         tokens = self.lengths[ids, side].astype(np.int64)[:, None] - 1
         if tokens.max() >= length:
             worst = int(tokens.argmax())
-            raise ValueError(f"{SIDES[side]} of pair {ids[worst]} has {tokens[worst, 0] + 1} tokens, the shape holds {length}")
+            raise ValueError(
+                f"{SIDES[side]} of pair {ids[worst]} has {tokens[worst, 0] + 1} tokens, the shape holds {length}"
+            )
         column = np.arange(length)[None, :]
         inside = column < tokens
         out[: len(ids)][inside] = self._ids[side][(start + column)[inside]]

@@ -26,27 +26,52 @@ def read_dataset(data: DataOptions) -> dict[str, Pairs]:
     pairs = {}
     for ours, wanted in splits_of(data).items():
         split = dataset[wanted]
-        texts = {column: split[column][:] for column in split.column_names if column in ("translation", source, target, "source", "target")}
+        texts = {
+            column: split[column][:]
+            for column in split.column_names
+            if column in ("translation", source, target, "source", "target")
+        }
         if not texts:
             what = f"no column for {source!r} and {target!r}, but {', '.join(split.column_names)}"
             raise DataError(what, where, "set data.source, data.target")
-        rows = (dict(zip(texts, values, strict=True)) for values in zip(*texts.values(), strict=True))
-        pairs[ours] = [sides_of(row, source, target, f"{where}, split {wanted}, row {i}") for i, row in enumerate(rows)]
+        rows = (
+            dict(zip(texts, values, strict=True)) for values in zip(*texts.values(), strict=True)
+        )
+        pairs[ours] = [
+            sides_of(row, source, target, f"{where}, split {wanted}, row {i}")
+            for i, row in enumerate(rows)
+        ]
     return pairs
 
 
-def choose_splits(requested: Mapping[str, str], available: Sequence[str], where: str) -> dict[str, str]:
+def choose_splits(
+    requested: Mapping[str, str], available: Sequence[str], where: str
+) -> dict[str, str]:
     """Return our split -> the dataset's split: the requested one, else the one of our name unless
     it is requested for another split. DataError if a split does not exist, or is used twice."""
     chosen: dict[str, str] = {}
     for split, given in requested.items():
         taken = split in [name for other_split, name in requested.items() if other_split != split]
-        chosen_name = given or ("train" if split == "train" else split if split in available and not taken else "")
+        chosen_name = given or (
+            "train" if split == "train" else split if split in available and not taken else ""
+        )
         if chosen_name and chosen_name not in available:
             near = get_close_matches(chosen_name, available, n=1, cutoff=0.0) or ["none"]
-            raise DataError(f"the dataset has no split {chosen_name!r}, but {', '.join(available)}", where, f"try data.{split}={near[0]}")
-        if used := [other_split for other_split, name in chosen.items() if chosen_name and name == chosen_name]:
-            raise DataError(f"data.{used[0]} and data.{split} are one split, {chosen_name!r}", where, "use another split, or remove one")
+            raise DataError(
+                f"the dataset has no split {chosen_name!r}, but {', '.join(available)}",
+                where,
+                f"try data.{split}={near[0]}",
+            )
+        if used := [
+            other_split
+            for other_split, name in chosen.items()
+            if chosen_name and name == chosen_name
+        ]:
+            raise DataError(
+                f"data.{used[0]} and data.{split} are one split, {chosen_name!r}",
+                where,
+                "use another split, or remove one",
+            )
         if chosen_name:
             chosen[split] = chosen_name
     return chosen
@@ -54,11 +79,21 @@ def choose_splits(requested: Mapping[str, str], available: Sequence[str], where:
 
 def splits_of(data: DataOptions) -> dict[str, str]:
     """Return our split -> the dataset's split. ConfigError: the user gave several names for one."""
-    names: dict[str, tuple[str, ...]] = {"train": data.train, "validation": data.validation, "test": data.test}
+    names: dict[str, tuple[str, ...]] = {
+        "train": data.train,
+        "validation": data.validation,
+        "test": data.test,
+    }
     if several := [split for split, given in names.items() if len(given) > 1]:
-        raise ConfigError(f"data.{several[0]} names several splits", f"data.dataset={data.dataset}", "name one, or none")
+        raise ConfigError(
+            f"data.{several[0]} names several splits",
+            f"data.dataset={data.dataset}",
+            "name one, or none",
+        )
     requested = {split: "".join(given) for split, given in names.items()}
-    return choose_splits(requested, list(load(data.dataset, data.subset)), describe(data.dataset, data.subset))
+    return choose_splits(
+        requested, list(load(data.dataset, data.subset)), describe(data.dataset, data.subset)
+    )
 
 
 def describe(name: str, subset: str) -> str:
@@ -82,11 +117,17 @@ def load(name: str, subset: str) -> datasets.DatasetDict:
     A dataset without splits becomes the split train. DataError."""
     folder = Path(name)
     try:
-        if folder.is_dir() and ((folder / "dataset_dict.json").exists() or (folder / "state.json").exists()):
+        if folder.is_dir() and (
+            (folder / "dataset_dict.json").exists() or (folder / "state.json").exists()
+        ):
             dataset = datasets.load_from_disk(name)
         else:
             dataset = datasets.load_dataset(name, subset or None)
-        return datasets.DatasetDict({"train": dataset}) if isinstance(dataset, datasets.Dataset) else dataset
+        return (
+            datasets.DatasetDict({"train": dataset})
+            if isinstance(dataset, datasets.Dataset)
+            else dataset
+        )
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         what = f"the dataset cannot be loaded: {' '.join(str(error).split())[:300]}"
         hint = "check the name and the network; a folder of `save_to_disk`, or one with parquet files, needs no network"

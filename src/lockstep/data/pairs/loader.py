@@ -25,7 +25,14 @@ class PairLoader:
     """Micro-batches of `pairs` in `order`, on `device`. Stateless: steps in any order. Padded to the
     longest sentence, or with `fixed_shapes`, for torch.compile, to the shape of the bucket."""
 
-    def __init__(self, pairs: EncodedPairs, order: BucketOrder, device: torch.device, *, fixed_shapes: bool = False) -> None:
+    def __init__(
+        self,
+        pairs: EncodedPairs,
+        order: BucketOrder,
+        device: torch.device,
+        *,
+        fixed_shapes: bool = False,
+    ) -> None:
         self.pairs, self.order, self.device, self.fixed_shapes = pairs, order, device, fixed_shapes
 
     sample_kind = "pairs"
@@ -37,13 +44,23 @@ class PairLoader:
     def tokens_in_step(self, step: int, micro_batches: Iterable[int] | None = None) -> int:
         """Return the number of target tokens of the step, END included; of these micro-batches only
         if given."""
-        ids = self.order.step_ids(step) if micro_batches is None else np.concatenate([self.order.ids(step, k) for k in micro_batches])
+        ids = (
+            self.order.step_ids(step)
+            if micro_batches is None
+            else np.concatenate([self.order.ids(step, k) for k in micro_batches])
+        )
         return int(self.pairs.lengths[ids, 1].sum())
 
     def micro_batch(self, step: int, k: int) -> PairBatch:
         shape, ids = self.order.shape(step, k), self.order.ids(step, k)
-        longest = (shape.length, shape.length) if self.fixed_shapes else tuple(int(n) for n in self.pairs.lengths[ids].max(axis=0))
-        tensors = [torch.from_numpy(array) for array in self.pairs.gather(ids, shape.rows, *longest)]
+        longest = (
+            (shape.length, shape.length)
+            if self.fixed_shapes
+            else tuple(int(n) for n in self.pairs.lengths[ids].max(axis=0))
+        )
+        tensors = [
+            torch.from_numpy(array) for array in self.pairs.gather(ids, shape.rows, *longest)
+        ]
         if self.device.type == "cuda":
             tensors = [tensor.pin_memory().to(self.device, non_blocking=True) for tensor in tensors]
         return PairBatch(*tensors)

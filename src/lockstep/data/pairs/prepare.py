@@ -13,7 +13,14 @@ from functools import partial
 from pathlib import Path
 
 from lockstep.config import schema as config
-from lockstep.data.manifest import NOT_SHARED, FileDigests, explain_damage, matches_prepared, open_manifest, write_manifest
+from lockstep.data.manifest import (
+    NOT_SHARED,
+    FileDigests,
+    explain_damage,
+    matches_prepared,
+    open_manifest,
+    write_manifest,
+)
 from lockstep.data.pairs import corpus
 from lockstep.data.pairs.corpus import SPLITS, Corpus, CorpusReport
 from lockstep.data.pairs.encoded import SIDES, EncodedPairs, write_side
@@ -44,27 +51,44 @@ class PreparedPairs:
         return [(row["source"], row["target"]) for row in map(json.loads, filter(None, lines))]
 
 
-def prepare(data: config.DataOptions, options: config.TokenizerOptions, folder: Path, digests: FileDigests = NOT_SHARED) -> None:
+def prepare(
+    data: config.DataOptions,
+    options: config.TokenizerOptions,
+    folder: Path,
+    digests: FileDigests = NOT_SHARED,
+) -> None:
     """For rank 0: prepare the corpus under `folder`, and the manifest last. If they exist, only
     compare the settings. DataError if another corpus is there, or this one cannot be read."""
     # The files depend on the corpus and on these settings.
-    settings = {"max_tokens": data.max_tokens, **{f"tokenizer.{name}": value for name, value in asdict(options).items()}}
+    settings = {
+        "max_tokens": data.max_tokens,
+        **{f"tokenizer.{name}": value for name, value in asdict(options).items()},
+    }
     if matches_prepared(folder, settings, "corpus", partial(corpus.fingerprint, data, digests)):
         return
     folder.mkdir(parents=True, exist_ok=True)
     remove_unpublished(folder)
     text = corpus.read_corpus(data)
     log.info(text.report.line())
-    tokenizer = Tokenizer.train((sentence for pair in text.train for sentence in pair), **asdict(options))
+    tokenizer = Tokenizer.train(
+        (sentence for pair in text.train for sentence in pair), **asdict(options)
+    )
     tokenizer.save(folder / "tokenizer.json")
     files, too_long = write_arrays(folder, text, tokenizer, data.max_tokens)
     for split in SPLITS[1:]:
-        rows = (json.dumps({"source": a, "target": b}, ensure_ascii=False) for a, b in getattr(text, split))
+        rows = (
+            json.dumps({"source": a, "target": b}, ensure_ascii=False)
+            for a, b in getattr(text, split)
+        )
         write_atomic(folder / f"{split}.jsonl", "\n".join(rows) + "\n")
         files.append(folder / f"{split}.jsonl")
     report = text.report
     for split, count in too_long.items():
-        reason = f"longer than {data.max_tokens} tokens" if split == "train" else f"too long for the loss of {split}, kept as text"
+        reason = (
+            f"longer than {data.max_tokens} tokens"
+            if split == "train"
+            else f"too long for the loss of {split}, kept as text"
+        )
         log.info("%s: %d pairs %s", split, count, reason)
         if split == "train":
             kept = {**report.kept, "train": report.kept["train"] - count}
@@ -72,22 +96,37 @@ def prepare(data: config.DataOptions, options: config.TokenizerOptions, folder: 
     if not report.kept["train"]:
         what = f"no training pair has at most {data.max_tokens} tokens"
         raise DataError(what, "data.max_tokens", "increase it, or split the text into sentences")
-    log.info("tokenizer: %d entries (%s, %d asked for)", tokenizer.vocab_size, options.kind, options.vocab_size)
+    log.info(
+        "tokenizer: %d entries (%s, %d asked for)",
+        tokenizer.vocab_size,
+        options.kind,
+        options.vocab_size,
+    )
     fingerprints = {"corpus": text.fingerprint, "tokenizer": tokenizer.fingerprint}
     facts = {**fingerprints, "asked": settings, "report": asdict(report), "too_long": too_long}
     write_manifest(folder, [folder / "tokenizer.json", *files], digests, **facts)
 
 
-def write_arrays(folder: Path, text: Corpus, tokenizer: Tokenizer, max_tokens: int) -> tuple[list[Path], dict[str, int]]:
+def write_arrays(
+    folder: Path, text: Corpus, tokenizer: Tokenizer, max_tokens: int
+) -> tuple[list[Path], dict[str, int]]:
     """Write the ids of every split. Return the files, and the number of long pairs by split."""
     files: list[Path] = []
     too_long: dict[str, int] = {}
     for split in SPLITS:
         pairs: Pairs = getattr(text, split)
-        sides = [list(encode(tokenizer, [pair[side] for pair in pairs])) for side in range(len(SIDES))]
+        sides = [
+            list(encode(tokenizer, [pair[side] for pair in pairs])) for side in range(len(SIDES))
+        ]
         fits = [max(len(a), len(b)) < max_tokens for a, b in zip(*sides, strict=True)]
         for side, rows in zip(SIDES, sides, strict=True):
-            files += write_side(folder, split, side, (row for row, fit in zip(rows, fits, strict=True) if fit), tokenizer.vocab_size)
+            files += write_side(
+                folder,
+                split,
+                side,
+                (row for row, fit in zip(rows, fits, strict=True) if fit),
+                tokenizer.vocab_size,
+            )
         if not all(fits):
             too_long[split] = fits.count(False)
     return files, too_long
@@ -108,6 +147,10 @@ def open_prepared(folder: Path, digests: FileDigests = NOT_SHARED) -> PreparedPa
         folder=folder,
         tokenizer=Tokenizer.load(folder / "tokenizer.json"),
         **{split: EncodedPairs.open(folder, split) for split in SPLITS},
-        fingerprints={"corpus": manifest["corpus"], "tokenizer": manifest["tokenizer"], "asked": settings},
+        fingerprints={
+            "corpus": manifest["corpus"],
+            "tokenizer": manifest["tokenizer"],
+            "asked": settings,
+        },
         report=report,
     )

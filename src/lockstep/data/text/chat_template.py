@@ -29,7 +29,10 @@ MEMORY_BYTES = 1 << 30
 MAX_CHARACTERS = 1 << 24
 
 # Tags of transformers around the text to learn; a filter block replaces them and keeps the white space.
-GENERATION, END_GENERATION = (re.compile(r"(\{%[-+]?\s*)" + word + r"(\s*[-+]?%\})") for word in ("generation", "endgeneration"))
+GENERATION, END_GENERATION = (
+    re.compile(r"(\{%[-+]?\s*)" + word + r"(\s*[-+]?%\})")
+    for word in ("generation", "endgeneration")
+)
 # Around the text of a tag, if asked for. No chat contains lone surrogates, and JSON joins no two of the second half.
 MARKS = "\udc00", "\udfff"
 
@@ -45,15 +48,26 @@ class TemplateRenderer:
         self.process: subprocess.Popen[bytes] | None = None
         self.owner = 0  # a forked child starts its own process
 
-    def render(self, template: str, values: Mapping[str, Any], now: datetime, *, marked: bool = False) -> str:
+    def render(
+        self, template: str, values: Mapping[str, Any], now: datetime, *, marked: bool = False
+    ) -> str:
         """Return the text; with `marked`, MARKS surround the text to learn. TemplateError."""
         if self.process is None or self.owner != os.getpid() or self.process.poll() is not None:
             self.close()
             command = [sys.executable, "-P", "-m", "lockstep.data.text.chat_template"]
-            pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-            self.process, self.owner = subprocess.Popen(command, **pipes, start_new_session=True), os.getpid()
+            pipes: Any = {
+                "stdin": subprocess.PIPE,
+                "stdout": subprocess.PIPE,
+                "stderr": subprocess.DEVNULL,
+            }
+            self.process, self.owner = (
+                subprocess.Popen(command, **pipes, start_new_session=True),
+                os.getpid(),
+            )
         assert self.process.stdin and self.process.stdout
-        request = json.dumps({"template": template, "values": values, "now": now.isoformat(), "marked": marked})
+        request = json.dumps(
+            {"template": template, "values": values, "now": now.isoformat(), "marked": marked}
+        )
         with suppress(BrokenPipeError):
             self.process.stdin.write(request.encode() + b"\n")
             self.process.stdin.flush()
@@ -61,7 +75,11 @@ class TemplateRenderer:
         if not line:
             code = self.process.wait()
             timed_out = code == -signal.SIGPROF
-            raise TemplateError(f"it takes more than {CPU_S:g} s" if timed_out else f"its process exited with code {code}")
+            raise TemplateError(
+                f"it takes more than {CPU_S:g} s"
+                if timed_out
+                else f"its process exited with code {code}"
+            )
         response = json.loads(line)
         if "error" in response:
             raise TemplateError(response["error"])
@@ -69,7 +87,12 @@ class TemplateRenderer:
 
     def close(self) -> None:
         """Stop the process; the next request starts another."""
-        if self.process and self.owner == os.getpid() and self.process.stdin and self.process.stdout:
+        if (
+            self.process
+            and self.owner == os.getpid()
+            and self.process.stdin
+            and self.process.stdout
+        ):
             with suppress(BrokenPipeError):
                 self.process.stdin.close()
             self.process.stdout.close()
@@ -107,15 +130,27 @@ def render(template: str, values: dict[str, Any], now: str, marked: bool) -> str
 
 @lru_cache(maxsize=8)
 def compiled(template: str, marked: bool) -> jinja2.Template:
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
     environment.filters["tojson"] = to_json  # the default escapes HTML
     environment.filters["generation"] = (lambda text: text.join(MARKS)) if marked else str
     environment.globals["raise_exception"] = raise_exception
-    return environment.from_string(END_GENERATION.sub(r"\1endfilter\2", GENERATION.sub(r"\1filter generation\2", template)))
+    return environment.from_string(
+        END_GENERATION.sub(r"\1endfilter\2", GENERATION.sub(r"\1filter generation\2", template))
+    )
 
 
-def to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+def to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: Any = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def raise_exception(message: str) -> NoReturn:

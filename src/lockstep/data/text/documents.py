@@ -39,7 +39,9 @@ class Document:
     text: str
 
 
-def documents(data: config.DataOptions, inside: bool | None = None) -> Iterator[tuple[Split, Document]]:
+def documents(
+    data: config.DataOptions, inside: bool | None = None
+) -> Iterator[tuple[Split, Document]]:
     """Yield every document that is not empty, with its split, in a fixed order. DataError.
 
     inside  hold out parts of documents instead of whole ones; None: as `held_inside` decides
@@ -72,7 +74,11 @@ def splits_of(data: config.DataOptions) -> dict[Split, str]:
         for path in files_of(data, split):
             if owner.setdefault(path.resolve(), split) != split:
                 what = f"{path} is both in data.{owner[path.resolve()]} and in data.{split}"
-                raise DataError(what, f"data.kind={data.kind}", "remove one of them; without files for validation, documents are held out")
+                raise DataError(
+                    what,
+                    f"data.kind={data.kind}",
+                    "remove one of them; without files for validation, documents are held out",
+                )
     return {split: "" for split in SPLITS if getattr(data, split) or split == "train"}
 
 
@@ -89,7 +95,9 @@ def held_inside(data: config.DataOptions) -> bool:
     return True
 
 
-def split_document(document: Document, share: float, held_out: Sequence[Split]) -> Iterator[tuple[Split, Document]]:
+def split_document(
+    document: Document, share: float, held_out: Sequence[Split]
+) -> Iterator[tuple[Split, Document]]:
     """Yield a document in parts, cut after a line, else after a word: the start for training, then
     a share of its characters for each of `held_out`."""
     text, start = document.text, 0
@@ -99,14 +107,28 @@ def split_document(document: Document, share: float, held_out: Sequence[Split]) 
             low = max(start + 1, end - round(len(text) * share / 2))
             end = text.rfind("\n", low, end) + 1 or text.rfind(" ", low, end) + 1 or max(start, end)
         if text[start:end].strip():
-            yield split, Document(f"{document.name}, characters {start:,} to {end:,}", text[start:end])
+            yield (
+                split,
+                Document(f"{document.name}, characters {start:,} to {end:,}", text[start:end]),
+            )
         start = end
 
 
 def choose_split(text: str, held_out_share: float) -> Split:
     """Return the split of a document by the hash of its text, for a source without splits."""
-    position: float = int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big") / 2**64
-    return "validation" if position < held_out_share else "test" if position < 2 * held_out_share else "train"
+    position: float = (
+        int.from_bytes(
+            hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big"
+        )
+        / 2**64
+    )
+    return (
+        "validation"
+        if position < held_out_share
+        else "test"
+        if position < 2 * held_out_share
+        else "train"
+    )
 
 
 def read(data: config.DataOptions, split: Split, named: str) -> Iterator[Document]:
@@ -129,16 +151,25 @@ def source_of(data: config.DataOptions) -> dict[str, Any]:
         return {"python": sys.version.split()[0]}
     if data.kind == "huggingface":
         path = Path(data.dataset)
-        return {"dataset": path.resolve().name if path.is_dir() else data.dataset, "subset": data.subset}
+        return {
+            "dataset": path.resolve().name if path.is_dir() else data.dataset,
+            "subset": data.subset,
+        }
     files: dict[str, list[list[str | int]]] = {}
     if data.kind not in ("text", "chat"):
         return files  # generated: ignores the files of a recipe
     for split in SPLITS:
         for path in files_of(data, split) if getattr(data, split) else []:
             try:
-                files.setdefault(split, []).append([path.name, path.stat().st_size, sha256_of_ends(path)])
+                files.setdefault(split, []).append(
+                    [path.name, path.stat().st_size, sha256_of_ends(path)]
+                )
             except OSError as error:
-                raise DataError(f"{path} cannot be read: {error.strerror}", f"data.{split}", "is the path right?") from None
+                raise DataError(
+                    f"{path} cannot be read: {error.strerror}",
+                    f"data.{split}",
+                    "is the path right?",
+                ) from None
     return files
 
 
@@ -156,9 +187,15 @@ def files_of(data: config.DataOptions, split: Split) -> list[Path]:
         if data.kind == "chat" and Path(pattern).is_dir():
             files += dataset_files(Path(pattern), f"data.{split}")
             continue
-        paths = sorted(path for path in map(Path, glob.glob(pattern, recursive=True)) if path.is_file())
+        paths = sorted(
+            path for path in map(Path, glob.glob(pattern, recursive=True)) if path.is_file()
+        )
         if not paths:
-            raise DataError(f"there is no file {pattern}", f"data.{split}", "check the path; * matches any name, ** any folders")
+            raise DataError(
+                f"there is no file {pattern}",
+                f"data.{split}",
+                "check the path; * matches any name, ** any folders",
+            )
         files += paths
     return files
 
@@ -174,7 +211,11 @@ def read_stdlib(root: Path) -> Iterator[Document]:
         except UnicodeDecodeError:
             continue
         except OSError as error:
-            raise DataError(f"{path} cannot be read: {error.strerror}", "data.kind=stdlib", "repair the installation of Python") from None
+            raise DataError(
+                f"{path} cannot be read: {error.strerror}",
+                "data.kind=stdlib",
+                "repair the installation of Python",
+            ) from None
 
 
 def read_file(path: Path, column: str) -> Iterator[Document]:
@@ -183,8 +224,16 @@ def read_file(path: Path, column: str) -> Iterator[Document]:
             record = parse_json_line(line, where)
             text = record.get(column) if isinstance(record, dict) else None
             if not isinstance(text, str):
-                columns = ", ".join(map(str, record)) if isinstance(record, dict) else type(record).__name__
-                raise DataError(f"no text in the column {column!r}, but {columns}", where, "set data.column to one of its columns")
+                columns = (
+                    ", ".join(map(str, record))
+                    if isinstance(record, dict)
+                    else type(record).__name__
+                )
+                raise DataError(
+                    f"no text in the column {column!r}, but {columns}",
+                    where,
+                    "set data.column to one of its columns",
+                )
             yield Document(where, text)
         return
     for number, lines in enumerate(in_groups(lines_of(path), PIECE_BYTES, size=len), start=1):
@@ -193,7 +242,11 @@ def read_file(path: Path, column: str) -> Iterator[Document]:
 
 
 def in_groups(
-    items: Iterable[T], limit: int, *, size: Callable[[T], int] = lambda _: 1, kind: Callable[[T], object] = lambda _: 0
+    items: Iterable[T],
+    limit: int,
+    *,
+    size: Callable[[T], int] = lambda _: 1,
+    kind: Callable[[T], object] = lambda _: 0,
 ) -> Iterator[list[T]]:
     """Yield groups of consecutive items of one kind, of total size `limit` or one item."""
     group: list[T] = []

@@ -83,7 +83,11 @@ class PackedRows:
     def __init__(self, stream: TokenStream, length: int, index: Ints) -> None:
         self.stream, self.length = stream, length
         rows = (len(index) - 1 - len(stream)) // 2
-        self._first, self._label_counts, self._members = index[: rows + 1], index[rows + 1 : 2 * rows + 1], index[2 * rows + 1 :]
+        self._first, self._label_counts, self._members = (
+            index[: rows + 1],
+            index[rows + 1 : 2 * rows + 1],
+            index[2 * rows + 1 :],
+        )
 
     def __len__(self) -> int:
         return len(self._label_counts)
@@ -92,7 +96,10 @@ class PackedRows:
         return [int(member) for member in self._members[self._first[i] : self._first[i + 1]]]
 
     def row(self, i: int) -> tuple[Ints, Ints, Ints]:
-        tokens, labels = np.zeros(self.length, np.int64), np.full(self.length, IGNORE_INDEX, np.int64)
+        tokens, labels = (
+            np.zeros(self.length, np.int64),
+            np.full(self.length, IGNORE_INDEX, np.int64),
+        )
         members = self.members(i)
         documents = np.full(self.length, len(members), np.int64)  # padding is a separate document
         position = 0
@@ -109,7 +116,9 @@ class PackedRows:
         return self._label_counts[ids]
 
 
-def save_packed_rows(folder: Path, stream: TokenStream, length: int, seed: int, source: str) -> tuple[str, str]:
+def save_packed_rows(
+    folder: Path, stream: TokenStream, length: int, seed: int, source: str
+) -> tuple[str, str]:
     """For rank 0: write the index of the rows of prepared data, unless `folder` has it. Return the
     name of the file and its sha256.
 
@@ -131,7 +140,9 @@ def save_packed_rows(folder: Path, stream: TokenStream, length: int, seed: int, 
 def pack_rows(stream: TokenStream, length: int, seed: int) -> Ints:
     """Return the index of `PackedRows`: for each row the number of its first member, and the number
     of members; for each row its label count; the members, which are document numbers."""
-    rows = pack(np.diff(stream.offsets) - 1, length, seed)  # the last token of a document is only a label
+    rows = pack(
+        np.diff(stream.offsets) - 1, length, seed
+    )  # the last token of a document is only a label
     members = np.fromiter(itertools.chain.from_iterable(rows), np.int64, len(stream))
     first = np.cumsum([0, *map(len, rows)])
     trained = np.concatenate([[0], np.cumsum(count_labels(stream)[members])])
@@ -143,7 +154,9 @@ def count_labels(stream: TokenStream) -> Ints:
     counts = np.zeros(len(stream), np.int64)
     for start in range(0, len(stream), DOCUMENTS_AT_ONCE):
         offsets = np.asarray(stream.offsets[start : start + DOCUMENTS_AT_ONCE + 1])
-        passed = np.concatenate([[0], np.cumsum(stream.read_loss_mask(int(offsets[0]), int(offsets[-1])))])
+        passed = np.concatenate(
+            [[0], np.cumsum(stream.read_loss_mask(int(offsets[0]), int(offsets[-1])))]
+        )
         firsts, ends = offsets[:-1] - offsets[0] + 1, offsets[1:] - offsets[0]
         counts[start : start + len(ends)] = passed[ends] - passed[firsts]
     return counts
@@ -152,7 +165,11 @@ def count_labels(stream: TokenStream) -> Ints:
 def pack(sizes: npt.NDArray[np.int64], length: int, seed: int) -> list[list[int]]:
     """Pack documents of `sizes` (documents,) into rows by best fit decreasing; return the document
     numbers of each row. A permutation of `seed` orders equal sizes."""
-    shuffled = permute(np.arange(len(sizes)), len(sizes), splitmix64(seed, 0xBED)) if len(sizes) else np.zeros(0, np.int64)
+    shuffled = (
+        permute(np.arange(len(sizes)), len(sizes), splitmix64(seed, 0xBED))
+        if len(sizes)
+        else np.zeros(0, np.int64)
+    )
     order = shuffled[np.argsort(-sizes[shuffled], kind="stable")]
     rows: list[list[int]] = []
     rows_by_space: list[list[int]] = [[] for _ in range(length + 1)]
@@ -186,12 +203,18 @@ class RowLoader:
 
     def samples(self, step: int, k: int) -> list[int]:
         """Return the numbers of the training documents in the rows of micro-batch `k`."""
-        return sorted({number for i in self.order.ids(step, k).tolist() for number in self.rows.members(i)})
+        return sorted(
+            {number for i in self.order.ids(step, k).tolist() for number in self.rows.members(i)}
+        )
 
     def tokens_in_step(self, step: int, micro_batches: Iterable[int] | None = None) -> int:
         """Return the number of labels of the step that are not ignored; of these micro-batches only
         if given."""
-        ids = self.order.step_ids(step) if micro_batches is None else np.concatenate([self.order.ids(step, k) for k in micro_batches])
+        ids = (
+            self.order.step_ids(step)
+            if micro_batches is None
+            else np.concatenate([self.order.ids(step, k) for k in micro_batches])
+        )
         return int(self.rows.label_counts(ids).sum())
 
     def micro_batch(self, step: int, k: int) -> TextBatch:
@@ -199,8 +222,13 @@ class RowLoader:
 
 
 def batch_of(rows: list[tuple[Ints, Ints, Ints]], device: torch.device) -> TextBatch:
-    tokens, labels, documents = (torch.from_numpy(np.stack(column)) for column in zip(*rows, strict=True))
+    tokens, labels, documents = (
+        torch.from_numpy(np.stack(column)) for column in zip(*rows, strict=True)
+    )
     several = bool((documents != documents[:, :1]).any())
     if device.type == "cuda":
-        tokens, labels, documents = (tensor.pin_memory().to(device, non_blocking=True) for tensor in (tokens, labels, documents))
+        tokens, labels, documents = (
+            tensor.pin_memory().to(device, non_blocking=True)
+            for tensor in (tokens, labels, documents)
+        )
     return TextBatch(tokens, labels, documents if several else None)

@@ -18,7 +18,10 @@ from lockstep.units import join_names
 
 Record = tuple[str, bytes]  # file and number for messages, a line of JSON
 PARQUET, ARROW = ".parquet", ".arrow"
-STATE, DATASET_DICT = "state.json", "dataset_dict.json"  # of one dataset on disk, and of several splits
+STATE, DATASET_DICT = (
+    "state.json",
+    "dataset_dict.json",
+)  # of one dataset on disk, and of several splits
 AGAIN = "copy the file again"
 
 
@@ -51,7 +54,9 @@ def array_items(path: Path) -> Iterator[Record]:
         items = parse_json(b"".join(lines_of(path)).removeprefix(b"\xef\xbb\xbf").decode())
     except ValueError as error:
         what = f"the file starts as a JSON array, and is not one: {error}"
-        raise DataError(what, str(path), "write one array of records, or one record per line") from None
+        raise DataError(
+            what, str(path), "write one array of records, or one record per line"
+        ) from None
     for number, item in enumerate(items, start=1):
         yield f"{path}, record {number:,}", json.dumps(item).encode()
 
@@ -62,7 +67,9 @@ def table_rows(path: Path) -> Iterator[Record]:
     A table gives each row the keys of all rows, so null keys count as absent.
     """
     if find_spec("pyarrow") is None:
-        raise ConfigError(f"{path.name} needs the package pyarrow", str(path), 'pip install "lockstep-train[hub]"')
+        raise ConfigError(
+            f"{path.name} needs the package pyarrow", str(path), 'pip install "lockstep-train[hub]"'
+        )
     import pyarrow.ipc  # optional
     import pyarrow.parquet
 
@@ -75,9 +82,14 @@ def table_rows(path: Path) -> Iterator[Record]:
         for batch in batches:
             for row in batch.to_pylist():
                 number += 1
-                yield f"{path}, row {number:,}", json.dumps(without_nulls(row), default=as_json_value).encode()
+                yield (
+                    f"{path}, row {number:,}",
+                    json.dumps(without_nulls(row), default=as_json_value).encode(),
+                )
     except (OSError, pyarrow.ArrowException) as error:
-        raise DataError(f"{path.name} cannot be read after row {number:,}: {error}", str(path), AGAIN) from None
+        raise DataError(
+            f"{path.name} cannot be read after row {number:,}: {error}", str(path), AGAIN
+        ) from None
 
 
 def without_nulls(value: Any) -> Any:
@@ -100,11 +112,23 @@ def dataset_files(folder: Path, key: str) -> list[Path]:
     """
     try:
         if (folder / STATE).exists():
-            return [folder / str(file["filename"]) for file in read_json(folder / STATE)["_data_files"]]
-        splits = read_json(folder / DATASET_DICT)["splits"] if (folder / DATASET_DICT).exists() else []
+            return [
+                folder / str(file["filename"]) for file in read_json(folder / STATE)["_data_files"]
+            ]
+        splits = (
+            read_json(folder / DATASET_DICT)["splits"] if (folder / DATASET_DICT).exists() else []
+        )
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(f"the dataset in {folder} cannot be read: {error}", key, "save it again with save_to_disk") from None
+        raise DataError(
+            f"the dataset in {folder} cannot be read: {error}",
+            key,
+            "save it again with save_to_disk",
+        ) from None
     if splits:
-        raise DataError(f"{folder} has the splits {join_names(splits)}", key, f"name one of them: {key}={folder / splits[0]}")
+        raise DataError(
+            f"{folder} has the splits {join_names(splits)}",
+            key,
+            f"name one of them: {key}={folder / splits[0]}",
+        )
     hint = f"name files in it: {key}={folder}/*.jsonl, .json or .parquet; a folder that save_to_disk has written is read, too"
     raise DataError(f"{folder} is a folder, and no dataset", key, hint)

@@ -28,8 +28,21 @@ SHARD_TOKENS = 1 << 26  # 128 MiB of ids
 class TokenStreamWriter:
     """Writes a stream to `folder`. It is complete when `close` returns."""
 
-    def __init__(self, folder: Path, name: str, vocab_size: int, *, has_loss_mask: bool = False, shard_tokens: int = SHARD_TOKENS) -> None:
-        self.folder, self.name, self.has_loss_mask, self.shard_tokens = folder, name, has_loss_mask, shard_tokens
+    def __init__(
+        self,
+        folder: Path,
+        name: str,
+        vocab_size: int,
+        *,
+        has_loss_mask: bool = False,
+        shard_tokens: int = SHARD_TOKENS,
+    ) -> None:
+        self.folder, self.name, self.has_loss_mask, self.shard_tokens = (
+            folder,
+            name,
+            has_loss_mask,
+            shard_tokens,
+        )
         self.bits = 16 if vocab_size <= 1 << 16 else 32
         self.tokens = self.documents = 0
         self.paths = [folder / f"{name}.offsets"]
@@ -68,7 +81,12 @@ class TokenStreamWriter:
         for file in [*self._files.values(), self._offsets]:
             publish(file)
         self._files = {}
-        header = {"documents": self.documents, "tokens": self.tokens, "bits": self.bits, "counted": self.has_loss_mask}
+        header = {
+            "documents": self.documents,
+            "tokens": self.tokens,
+            "bits": self.bits,
+            "counted": self.has_loss_mask,
+        }
         write_json(self.folder / f"{self.name}.json", header | {"shard_tokens": self.shard_tokens})
         return [*self.paths, self.folder / f"{self.name}.json"]
 
@@ -92,10 +110,21 @@ class TokenStream:
             sizes = [min(shard_tokens, tokens - first) for first in range(0, tokens, shard_tokens)]
             kind = np.uint16 if header["bits"] == 16 else np.uint32
             offsets = map_array(folder / f"{name}.offsets", np.int64, header["documents"] + 1)
-            ids = [map_array(folder / f"{name}.{i:05d}.ids", kind, size) for i, size in enumerate(sizes)]
-            loss_mask = [map_array(folder / f"{name}.{i:05d}.counts", np.uint8, size) for i, size in enumerate(sizes) if header["counted"]]
+            ids = [
+                map_array(folder / f"{name}.{i:05d}.ids", kind, size)
+                for i, size in enumerate(sizes)
+            ]
+            loss_mask = [
+                map_array(folder / f"{name}.{i:05d}.counts", np.uint8, size)
+                for i, size in enumerate(sizes)
+                if header["counted"]
+            ]
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise DataError(f"the tokens of {name} cannot be read: {error}", str(folder), "remove the folder to prepare it again") from None
+            raise DataError(
+                f"the tokens of {name} cannot be read: {error}",
+                str(folder),
+                "remove the folder to prepare it again",
+            ) from None
         return cls(tokens, shard_tokens, offsets, ids, loss_mask)
 
     def __len__(self) -> int:
@@ -107,21 +136,35 @@ class TokenStream:
     def read_loss_mask(self, start: int, end: int) -> npt.NDArray[np.bool_]:
         return self._gather(self.loss_mask, start, end).astype(bool)
 
-    def _gather(self, shards: list[npt.NDArray[np.unsignedinteger]] | list[npt.NDArray[np.uint8]], start: int, end: int) -> Ints:
+    def _gather(
+        self,
+        shards: list[npt.NDArray[np.unsignedinteger]] | list[npt.NDArray[np.uint8]],
+        start: int,
+        end: int,
+    ) -> Ints:
         first, last = start // self.shard_tokens, max(start, end - 1) // self.shard_tokens
         parts = [
-            shards[i][max(0, start - i * self.shard_tokens) : end - i * self.shard_tokens] for i in range(first, min(last + 1, len(shards)))
+            shards[i][max(0, start - i * self.shard_tokens) : end - i * self.shard_tokens]
+            for i in range(first, min(last + 1, len(shards)))
         ]
-        return np.concatenate([np.asarray(part, np.int64) for part in parts]) if parts else np.zeros(0, np.int64)
+        return (
+            np.concatenate([np.asarray(part, np.int64) for part in parts])
+            if parts
+            else np.zeros(0, np.int64)
+        )
 
     def documents_at(self, start: int, end: int) -> Ints:
         first = int(np.searchsorted(self.offsets, start, side="right")) - 1
         last = int(np.searchsorted(self.offsets, end - 1, side="right"))
-        return first + np.searchsorted(self.offsets[first + 1 : last], np.arange(start, end), side="right")
+        return first + np.searchsorted(
+            self.offsets[first + 1 : last], np.arange(start, end), side="right"
+        )
 
     def ends_in(self, start: Ints, end: Ints) -> Ints:
         """Return how many documents end in start .. end - 1, for arrays of start and end."""
-        return np.searchsorted(self.offsets[1:], end, side="right") - np.searchsorted(self.offsets[1:], start, side="right")
+        return np.searchsorted(self.offsets[1:], end, side="right") - np.searchsorted(
+            self.offsets[1:], start, side="right"
+        )
 
 
 def map_array(path: Path, kind: type[np.generic], length: int) -> npt.NDArray[Any]:

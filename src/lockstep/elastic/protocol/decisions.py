@@ -8,7 +8,10 @@ from typing import Literal
 
 from lockstep.elastic.generation_log import Generation, Member, Removed
 
-RUN_FACT_PREFIXES = ("run ", "--")  # of facts that the user asked for: "run steps", "--steps" of a user's loop
+RUN_FACT_PREFIXES = (
+    "run ",
+    "--",
+)  # of facts that the user asked for: "run steps", "--steps" of a user's loop
 INCOMPLETE = "its replica is incomplete"
 
 
@@ -17,11 +20,15 @@ class ElasticLimits:
     heartbeat_s: float = 0.5  # interval between heartbeats
     heartbeat_timeout_s: float = 2.5  # without a message for longer, a peer counts as lost
     log_poll_s: float = 0.25  # interval between reads of the log while waiting for a generation
-    rendezvous_timeout_s: float = 30.0  # how long a start waits for `expected_workers` once there are `min_workers`
+    rendezvous_timeout_s: float = (
+        30.0  # how long a start waits for `expected_workers` once there are `min_workers`
+    )
     takeover_s: float = 30.0  # how long new workers wait for members that neither answer nor update their liveness file
     hang_timeout_s: float = 10.0  # time without progress before the blocking rank is identified
     evaluate_timeout_s: float = 1800.0  # the same for a rank that evaluates
-    on_hang: Literal["evict", "abort", "warn"] = "evict"  # remove the culprits, end the run, or only log
+    on_hang: Literal["evict", "abort", "warn"] = (
+        "evict"  # remove the culprits, end the run, or only log
+    )
     expected_workers: int = 1  # that a start waits for
     min_workers: int = 1  # training waits below this number
     max_workers: int = 1_000_000  # at most this many train at once
@@ -34,11 +41,15 @@ class LeaveReport:
     """A member's report that its main thread has left generation `number`."""
 
     number: int
-    step: int  # committed steps, or steps that it must commit because all ranks agreed; < 0: no state
+    step: (
+        int  # committed steps, or steps that it must commit because all ranks agreed; < 0: no state
+    )
     leaving: bool = False  # the member leaves the run, because its host is drained
     why: str = ""
     lost: tuple[str, ...] = ()  # ids of members that it cannot reach; filled in by the protocol
-    ending: bool = False  # its loop is over: it would send no state to a joiner; filled in by the protocol
+    ending: bool = (
+        False  # its loop is over: it would send no state to a joiner; filled in by the protocol
+    )
 
 
 @dataclass(frozen=True)
@@ -51,7 +62,11 @@ class Joiner:
 
     def reaches_joiner(self, other: Joiner) -> bool:
         """Whether they are on one host, which no cut separates, or linked."""
-        return self.member.host == other.member.host or other.member.id in self.reaches or self.member.id in other.reaches
+        return (
+            self.member.host == other.member.host
+            or other.member.id in self.reaches
+            or self.member.id in other.reaches
+        )
 
 
 @dataclass(frozen=True)
@@ -62,10 +77,15 @@ class CoordinatorView:
     joiners: Sequence[Joiner]
 
 
-def next_generation(view: CoordinatorView, limits: ElasticLimits, token: str) -> tuple[Generation | None, str]:
+def next_generation(
+    view: CoordinatorView, limits: ElasticLimits, token: str
+) -> tuple[Generation | None, str]:
     """Return (the generation to propose, the reason), or (None, what the coordinator waits for)."""
     number = view.generation.number + 1
-    if missing := sum(member.id not in view.reports and member.id not in view.dead for member in view.generation.members):
+    if missing := sum(
+        member.id not in view.reports and member.id not in view.dead
+        for member in view.generation.members
+    ):
         return None, f"waiting for {missing} members to leave generation {view.generation.number}"
     if any(report.ending for id, report in view.reports.items() if id not in view.dead):
         # A member may have missed the vote after which the others ended the run. They meet in the end.
@@ -76,12 +96,21 @@ def next_generation(view: CoordinatorView, limits: ElasticLimits, token: str) ->
     stay, incomplete, removed = survivors
     if not stay and incomplete:
         reason = "no complete replica is left; resuming from the newest checkpoint"
-        return Generation(number, token, (), "", view.generation.step, reason, tuple(removed)), reason
+        return Generation(
+            number, token, (), "", view.generation.step, reason, tuple(removed)
+        ), reason
     new = select_joiners(view.joiners, stay, limits)
     if len(stay) + len(new) < limits.min_workers:
-        return None, f"too few workers: {len(stay) + len(new)} available, at least {limits.min_workers} required"
-    causes = [f"{member.id.rpartition('/')[0]}: {member.why}" for member in removed] + ([f"{member_names(new)} joined"] if new else [])
-    reason = "; ".join(causes) or next((report.why for report in view.reports.values() if report.why), "regrouped")
+        return (
+            None,
+            f"too few workers: {len(stay) + len(new)} available, at least {limits.min_workers} required",
+        )
+    causes = [f"{member.id.rpartition('/')[0]}: {member.why}" for member in removed] + (
+        [f"{member_names(new)} joined"] if new else []
+    )
+    reason = "; ".join(causes) or next(
+        (report.why for report in view.reports.values() if report.why), "regrouped"
+    )
     step = max(view.reports[member.id].step for member in stay)
     members = group_by_host([*stay, *new], limits.replica_size)
     return Generation(number, token, members, "", step, reason, tuple(removed)), reason
@@ -98,12 +127,16 @@ def group_by_host(members: Sequence[Member], replica_size: int) -> tuple[Member,
     return tuple(member for replicas in by_host.values() for member in replicas)
 
 
-def split_members(view: CoordinatorView, limits: ElasticLimits) -> tuple[list[Member], list[Member], list[Removed]] | None:
+def split_members(
+    view: CoordinatorView, limits: ElasticLimits
+) -> tuple[list[Member], list[Member], list[Removed]] | None:
     """Return the members (staying, of incomplete replicas, to remove). All have reported or are
     gone. None: all are leaving, and no joiner can take over their state yet."""
     members, reports = view.generation.members, view.reports
     alive = [member for member in members if member.id not in view.dead]
-    removed = [Removed(member.id, view.dead[member.id]) for member in members if member.id in view.dead]
+    removed = [
+        Removed(member.id, view.dead[member.id]) for member in members if member.id in view.dead
+    ]
     leaving = [member for member in alive if reports[member.id].leaving]
     if len(leaving) < len(alive):
         removed += [Removed(member.id, reports[member.id].why or "leaving") for member in leaving]
@@ -113,16 +146,27 @@ def split_members(view: CoordinatorView, limits: ElasticLimits) -> tuple[list[Me
     stay: list[Member] = []
     for member in alive:
         lost = set(reports[member.id].lost)
-        unreachable = next((other for other in (stay if lost else ()) if other.id in lost and member.id in reports[other.id].lost), None)
+        unreachable = next(
+            (
+                other
+                for other in (stay if lost else ())
+                if other.id in lost and member.id in reports[other.id].lost
+            ),
+            None,
+        )
         if unreachable:
-            removed.append(Removed(member.id, f"it and {member_names([unreachable])} cannot reach each other"))
+            removed.append(
+                Removed(member.id, f"it and {member_names([unreachable])} cannot reach each other")
+            )
         else:
             stay.append(member)
     stay, incomplete = split_whole_replicas(members, stay, limits.replica_size)
     return stay, incomplete, removed + [Removed(member.id, INCOMPLETE) for member in incomplete]
 
 
-def select_joiners(joiners: Iterable[Joiner], stay: Sequence[Member], limits: ElasticLimits) -> list[Member]:
+def select_joiners(
+    joiners: Iterable[Joiner], stay: Sequence[Member], limits: ElasticLimits
+) -> list[Member]:
     """Return the joiners to admit: whole replicas that reach every staying member.
     Replicas of one worker may not reach each other. Then the next generation does not form, and
     one of them is removed. Members of a larger replica would be removed and join together again."""
@@ -130,10 +174,14 @@ def select_joiners(joiners: Iterable[Joiner], stay: Sequence[Member], limits: El
     fit = [joiner for joiner in joiners if ids <= joiner.reaches]
     if limits.replica_size > 1:
         fit = replicas_that_reach_each_other(fit, limits)
-    return first_whole_replicas([joiner.member for joiner in fit], max(0, limits.max_workers - len(stay)), limits)
+    return first_whole_replicas(
+        [joiner.member for joiner in fit], max(0, limits.max_workers - len(stay)), limits
+    )
 
 
-def replicas_that_reach_each_other(joiners: Sequence[Joiner], limits: ElasticLimits) -> list[Joiner]:
+def replicas_that_reach_each_other(
+    joiners: Sequence[Joiner], limits: ElasticLimits
+) -> list[Joiner]:
     """Return joiners in whole replicas, preferably of one host, that all reach each other."""
     replica_size = limits.replica_size
     chosen: list[Joiner] = []
@@ -141,25 +189,39 @@ def replicas_that_reach_each_other(joiners: Sequence[Joiner], limits: ElasticLim
     while waiting:
         replica: list[Joiner] = []
         for joiner in waiting:
-            may_share = not (limits.one_host and replica) or joiner.member.host == replica[0].member.host
-            if may_share and len(replica) < replica_size and all(joiner.reaches_joiner(other) for other in (*chosen, *replica)):
+            may_share = (
+                not (limits.one_host and replica) or joiner.member.host == replica[0].member.host
+            )
+            if (
+                may_share
+                and len(replica) < replica_size
+                and all(joiner.reaches_joiner(other) for other in (*chosen, *replica))
+            ):
                 replica.append(joiner)
         chosen += replica if len(replica) == replica_size else []
         waiting = [joiner for joiner in waiting[1:] if joiner not in chosen]
     return chosen
 
 
-def first_whole_replicas(members: Sequence[Member], most: int, limits: ElasticLimits) -> list[Member]:
+def first_whole_replicas(
+    members: Sequence[Member], most: int, limits: ElasticLimits
+) -> list[Member]:
     """Return as many of the first `most` members as make whole replicas."""
     if limits.one_host:
         by_host: dict[str, list[Member]] = {}
         for member in members:
             by_host.setdefault(member.host, []).append(member)
-        members = [member for group in by_host.values() for member in group[: len(group) // limits.replica_size * limits.replica_size]]
+        members = [
+            member
+            for group in by_host.values()
+            for member in group[: len(group) // limits.replica_size * limits.replica_size]
+        ]
     return list(members[: min(len(members), most) // limits.replica_size * limits.replica_size])
 
 
-def split_whole_replicas(members: Sequence[Member], stay: Sequence[Member], replica_size: int) -> tuple[list[Member], list[Member]]:
+def split_whole_replicas(
+    members: Sequence[Member], stay: Sequence[Member], replica_size: int
+) -> tuple[list[Member], list[Member]]:
     """Split `stay` into (members whose whole replica stays, the others)."""
     ids = {member.id for member in stay}
     whole: list[Member] = []
@@ -191,7 +253,10 @@ def refusal_reason(theirs: Mapping[str, str], ours: Mapping[str, str]) -> str:
 
     different = [key for key in {**ours, **theirs} if theirs.get(key) != ours.get(key)]
     of_run = [key for key in different if key.startswith(RUN_FACT_PREFIXES)]
-    differences = "; ".join(f"{key} is {describe(key, theirs)} there and {describe(key, ours)} here" for key in of_run or different)
+    differences = "; ".join(
+        f"{key} is {describe(key, theirs)} there and {describe(key, ours)} here"
+        for key in of_run or different
+    )
     if of_run:
         return f"it was started for a different run: {differences}"
     return f"it would compute different bits: {differences}" if differences else ""

@@ -21,9 +21,13 @@ class MembershipState:
     tokens: Callable[[], str]  # returns a new random token for each proposal
     now_s: float
     after: int = 0  # newest generation before this start: a recorded end up to it is ignored
-    fingerprint: Mapping[str, str] = field(default_factory=dict)  # must be equal on all members; empty until this worker trains
+    fingerprint: Mapping[str, str] = field(
+        default_factory=dict
+    )  # must be equal on all members; empty until this worker trains
     generation: Generation = NO_GENERATION  # the newest one that this worker knows
-    announcement: dict[str, Any] = field(default_factory=dict)  # the message with it, for workers that know the one before
+    announcement: dict[str, Any] = field(
+        default_factory=dict
+    )  # the message with it, for workers that know the one before
     phase: str = "out"
     join_requested: bool = False  # by the main thread
     is_joining: bool = False  # it asked while others trained, and starts with no other worker
@@ -31,16 +35,28 @@ class MembershipState:
     partition_suspected: bool = False  # the generation stalled and no rank was to blame: some members may not reach each other
     is_ending: bool = False  # the main thread's loop is over
     stop_signal: str = ""  # the signal with which the run shall stop, as far as known
-    reports: dict[str, LeaveReport] = field(default_factory=dict)  # by id, of members that have left the generation
-    joiners: dict[str, Joiner] = field(default_factory=dict)  # by id, workers that asked this worker to join
-    dead: dict[str, str] = field(default_factory=dict)  # id -> why a worker is gone for good: exited or evicted
-    last_heard_s: dict[str, float] = field(default_factory=dict)  # id -> time of the last message, for each monitored peer
+    reports: dict[str, LeaveReport] = field(
+        default_factory=dict
+    )  # by id, of members that have left the generation
+    joiners: dict[str, Joiner] = field(
+        default_factory=dict
+    )  # by id, workers that asked this worker to join
+    dead: dict[str, str] = field(
+        default_factory=dict
+    )  # id -> why a worker is gone for good: exited or evicted
+    last_heard_s: dict[str, float] = field(
+        default_factory=dict
+    )  # id -> time of the last message, for each monitored peer
     links: set[str] = field(default_factory=set)  # ids of linked peers
-    waiting_members: tuple[Member, ...] = ()  # outside every generation, from the run folder; some may have exited
+    waiting_members: tuple[
+        Member, ...
+    ] = ()  # outside every generation, from the run folder; some may have exited
     _changed: bool = False  # since the last `advance`
     _last_sent: dict[str, dict[str, Any]] = field(default_factory=dict)  # id -> newest update sent
     _last_updates: object = None  # the result of `_updates` from which `_last_sent` was sent
-    _connect_after_s: dict[str, float] = field(default_factory=dict)  # id -> next attempt; inf: one is under way
+    _connect_after_s: dict[str, float] = field(
+        default_factory=dict
+    )  # id -> next attempt; inf: one is under way
     _has_read_log: bool = False
     _log_read_s: float = -math.inf
     _last_heartbeat_s: float = -math.inf
@@ -101,11 +117,15 @@ class MembershipState:
         return self._silence_s(id) > self.limits.heartbeat_timeout_s
 
     def _is_late(self, id: str) -> bool:
-        return id in self.dead or (id not in self.links and self._silence_s(id) > self.limits.heartbeat_s)
+        return id in self.dead or (
+            id not in self.links and self._silence_s(id) > self.limits.heartbeat_s
+        )
 
     def _loss_reason(self, id: str) -> str:
         """Return why a worker counts as gone, for good or until it is heard from; else ""."""
-        return self.dead.get(id) or (f"no heartbeat for {self.limits.heartbeat_timeout_s:g} s" if self._is_silent(id) else "")
+        return self.dead.get(id) or (
+            f"no heartbeat for {self.limits.heartbeat_timeout_s:g} s" if self._is_silent(id) else ""
+        )
 
     def _wanted_peers(self) -> list[Member]:
         """Return the peers to link to: the coordinator and the silent members before it.
@@ -115,32 +135,52 @@ class MembershipState:
             return []
         elif self.phase == "out" and self._active_members():
             partners = self.waiting_members if self.limits.replica_size > 1 else ()
-            wanted = [*self.generation.members, *(member for member in partners if member.host != self.me.host)]
+            wanted = [
+                *self.generation.members,
+                *(member for member in partners if member.host != self.me.host),
+            ]
         elif self.phase == "out":
             candidates = self._candidates()
-            wanted = [*self.generation.members, *candidates[: 1 + sum(self._is_late(member.id) for member in candidates)]]
+            wanted = [
+                *self.generation.members,
+                *candidates[: 1 + sum(self._is_late(member.id) for member in candidates)],
+            ]
         elif self._made_no_progress or (self.is_coordinator and self.generation_error):
             wanted = self.others
         elif coordinator := self.coordinator():
             wanted = self.generation.members[: self.generation.ranks[coordinator.id] + 1]
-        return [member for member in wanted if member.id != self.me.id and member.id not in self.dead]
+        return [
+            member for member in wanted if member.id != self.me.id and member.id not in self.dead
+        ]
 
     def _monitored(self) -> list[Member]:
         """Return the workers whose silence counts: peers, joiners, and a coordinator's members."""
-        joiners, peers = [joiner.member for joiner in self.joiners.values()], self.others if self.is_coordinator else self._wanted_peers()
+        joiners, peers = (
+            [joiner.member for joiner in self.joiners.values()],
+            self.others if self.is_coordinator else self._wanted_peers(),
+        )
         return [member for member in (*peers, *joiners) if member.id not in self.dead]
 
     def _active_members(self) -> list[Member]:
         """Return the members that may still train, as seen by a worker outside the generation."""
         since_s = self.now_s - self.limits.takeover_s
         alive = [member for member in self.generation.members if member.id not in self.dead]
-        return [member for member in alive if self.last_heard_s.get(member.id, self.now_s) >= since_s]
+        return [
+            member for member in alive if self.last_heard_s.get(member.id, self.now_s) >= since_s
+        ]
 
     def _candidates(self) -> list[Member]:
         """Return the workers outside every generation, up to this one. The first proposes."""
         own_key = self.me.sort_key
-        candidates = {member.id: member for member in (self.me, *self.waiting_members) if member.sort_key <= own_key}
-        return sorted((member for id, member in candidates.items() if id not in self.generation.ranks), key=lambda member: member.sort_key)
+        candidates = {
+            member.id: member
+            for member in (self.me, *self.waiting_members)
+            if member.sort_key <= own_key
+        }
+        return sorted(
+            (member for id, member in candidates.items() if id not in self.generation.ranks),
+            key=lambda member: member.sort_key,
+        )
 
     def _first_candidate(self) -> Member:
         return next(member for member in self._candidates() if not self._loss_reason(member.id))
@@ -154,7 +194,10 @@ class MembershipState:
         """Whether this worker left a generation that stalled or committed at most `steps` steps."""
         if self.phase != "left":
             return False
-        return self.partition_suspected or self.reports[self.me.id].step <= self.generation.step + steps
+        return (
+            self.partition_suspected
+            or self.reports[self.me.id].step <= self.generation.step + steps
+        )
 
     @property
     def _may_be_minority(self) -> bool:
@@ -165,20 +208,35 @@ class MembershipState:
         first have to learn which members they reach. No cut separates processes of one host.
         """
         alive = [member for member in self.generation.members if member.id not in self.dead]
-        silent = [member for member in alive if self._is_silent(member.id) and member.host != self.me.host]
+        silent = [
+            member for member in alive if self._is_silent(member.id) and member.host != self.me.host
+        ]
         if 2 * len(silent) + (alive[0] in silent) <= len(alive):
             return False
         longest_s = max(self.now_s - self.last_heard_s[member.id] for member in silent)
-        return longest_s <= (1 + self._committed_at_most(1) + len(alive) - len(silent)) * self.limits.heartbeat_timeout_s
+        return (
+            longest_s
+            <= (1 + self._committed_at_most(1) + len(alive) - len(silent))
+            * self.limits.heartbeat_timeout_s
+        )
 
     def _reachable_joiners(self) -> list[Joiner]:
         """Return the joiners heard from recently: the loss of a joiner is detected late."""
-        return [joiner for id, joiner in self.joiners.items() if self._silence_s(id) <= 2 * self.limits.heartbeat_s]
+        return [
+            joiner
+            for id, joiner in self.joiners.items()
+            if self._silence_s(id) <= 2 * self.limits.heartbeat_s
+        ]
 
     @property
     def _report_ready(self) -> bool:
         """Whether this worker has left its group and knows everything that its report contains."""
-        return self.phase == "left" and (not self._made_no_progress or self._reachability_known(self.others))
+        return self.phase == "left" and (
+            not self._made_no_progress or self._reachability_known(self.others)
+        )
 
     def _reachability_known(self, members: Sequence[Member]) -> bool:
-        return all(member.id in self.links or member.id == self.me.id or self._loss_reason(member.id) for member in members)
+        return all(
+            member.id in self.links or member.id == self.me.id or self._loss_reason(member.id)
+            for member in members
+        )

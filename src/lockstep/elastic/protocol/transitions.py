@@ -43,7 +43,18 @@ from typing import Any
 from lockstep.elastic.generation_log import Generation, Member, Removed, RunResult
 from lockstep.elastic.protocol import decisions
 from lockstep.elastic.protocol.decisions import Joiner, LeaveReport, member_names
-from lockstep.elastic.protocol.effects import AbortGroup, Connect, Effect, Exit, FormGroup, GetReady, LogMessage, Propose, ReadLog, Send
+from lockstep.elastic.protocol.effects import (
+    AbortGroup,
+    Connect,
+    Effect,
+    Exit,
+    FormGroup,
+    GetReady,
+    LogMessage,
+    Propose,
+    ReadLog,
+    Send,
+)
 from lockstep.elastic.protocol.state import MembershipState
 from lockstep.runtime.signals import STOP_EXIT_CODES
 
@@ -57,7 +68,9 @@ class Protocol(MembershipState):
 
     # -- requests of the main thread ------------------------------------------------------------------------------------
 
-    def request_join(self, now_s: float, fingerprint: Mapping[str, str], *, is_joining: bool = False) -> list[Effect]:
+    def request_join(
+        self, now_s: float, fingerprint: Mapping[str, str], *, is_joining: bool = False
+    ) -> list[Effect]:
         self.join_requested, self.fingerprint, self.is_joining = True, fingerprint, is_joining
         self._log_read_s = now_s
         return [ReadLog(0)]
@@ -114,7 +127,10 @@ class Protocol(MembershipState):
         self._last_sent.pop(id, None)
         self.joiners.pop(id, None)
         self._connect_after_s.pop(id, None)
-        return [*self._connect([member for member in self._monitored() if member.id == id], now_s), *self._note_change()]
+        return [
+            *self._connect([member for member in self._monitored() if member.id == id], now_s),
+            *self._note_change(),
+        ]
 
     def on_connect_failed(self, id: str, refused: bool, now_s: float) -> list[Effect]:
         """Retry later. A refused connection is taken as proof that the process exited."""
@@ -136,7 +152,10 @@ class Protocol(MembershipState):
         if kind == "get_ready":
             if self.phase != "out" or not self.join_requested or self.fingerprint:
                 return []
-            self.join_requested, self._rendezvous_since_s = False, None  # stop asking until this worker has a model
+            self.join_requested, self._rendezvous_since_s = (
+                False,
+                None,
+            )  # stop asking until this worker has a model
             return [GetReady()]
         if kind == "refused":
             self.phase = "gone"
@@ -146,8 +165,12 @@ class Protocol(MembershipState):
         if number < self.number:
             return [Send(id, self.announcement)]
         if kind == "join":
-            reaches = frozenset(message["reaches"]) | (self.generation.ranks.keys() - message.get("misses", self.generation.ranks))
-            return self._on_join_request(Joiner(Member.from_json(message["member"]), dict(message["fingerprint"]), reaches))
+            reaches = frozenset(message["reaches"]) | (
+                self.generation.ranks.keys() - message.get("misses", self.generation.ranks)
+            )
+            return self._on_join_request(
+                Joiner(Member.from_json(message["member"]), dict(message["fingerprint"]), reaches)
+            )
         if kind not in ("left", "ended") or self.phase == "out":
             return []
         if self.me.id in message["dead"]:
@@ -155,7 +178,11 @@ class Protocol(MembershipState):
         self.dead = {**message["dead"], **self.dead}
         self.partition_suspected = self.partition_suspected or bool(message["partition_suspected"])
         if kind == "left":
-            leaving, why, lost = bool(message["leaving"]), str(message["why"]), tuple(message["lost"])
+            leaving, why, lost = (
+                bool(message["leaving"]),
+                str(message["why"]),
+                tuple(message["lost"]),
+            )
             step, ending = int(message["step"]), bool(message.get("ending"))
             self.reports[id] = LeaveReport(number, step, leaving, why, lost, ending)
         return [*self._end_generation(str(message["why"]) or f"{id} left"), *self._note_change()]
@@ -163,13 +190,21 @@ class Protocol(MembershipState):
     # -- disk events ----------------------------------------------------------------------------------------------------
 
     def on_log_read(
-        self, newest: Generation | None, waiting_members: Sequence[Member], now_s: float, alive: Iterable[str] = ()
+        self,
+        newest: Generation | None,
+        waiting_members: Sequence[Member],
+        now_s: float,
+        alive: Iterable[str] = (),
     ) -> list[Effect]:
         """Adopt `newest`. alive: ids whose liveness file has changed since the last read."""
         self._has_read_log = True
-        self.waiting_members = tuple(member for member in waiting_members if member.id != self.me.id)
+        self.waiting_members = tuple(
+            member for member in waiting_members if member.id != self.me.id
+        )
         if self.phase == "out":
-            self.last_heard_s |= {id: now_s for id in alive if self.generation.rank_of(id) is not None}
+            self.last_heard_s |= {
+                id: now_s for id in alive if self.generation.rank_of(id) is not None
+            }
         return self._adopt(newest, now_s) if newest else self._note_change()
 
     def on_proposed(self, winner: Generation, now_s: float) -> list[Effect]:
@@ -187,14 +222,22 @@ class Protocol(MembershipState):
         passed_s = now_s - self.now_s
         if self.phase == "gone" or passed_s < self.limits.heartbeat_s / 10:
             return []
-        stopped_s = max(0.0, passed_s - self.limits.heartbeat_s)  # this process was stopped: not the peers' silence
+        stopped_s = max(
+            0.0, passed_s - self.limits.heartbeat_s
+        )  # this process was stopped: not the peers' silence
         self.now_s = now_s
         monitored = [member.id for member in self._monitored()]
-        self.last_heard_s = {id: min(now_s, self.last_heard_s.get(id, now_s) + stopped_s) for id in monitored}
-        self.joiners = {id: joiner for id, joiner in self.joiners.items() if not self._is_silent(id)}
+        self.last_heard_s = {
+            id: min(now_s, self.last_heard_s.get(id, now_s) + stopped_s) for id in monitored
+        }
+        self.joiners = {
+            id: joiner for id, joiner in self.joiners.items() if not self._is_silent(id)
+        }
         if now_s - self._last_heartbeat_s >= self.limits.heartbeat_s:
             self._last_heartbeat_s, self._last_sent = now_s, {}
-        if (now_s - self._log_read_s < self._log_pause_s and not stopped_s) or (self.phase == "out" and not self.join_requested):
+        if (now_s - self._log_read_s < self._log_pause_s and not stopped_s) or (
+            self.phase == "out" and not self.join_requested
+        ):
             return self._note_change()
         self._log_read_s = now_s
         return [ReadLog(self.number), *self._note_change()]
@@ -209,7 +252,11 @@ class Protocol(MembershipState):
         effects: list[Effect] = []
         if self.phase == "in" and not self.generation_error:
             lost = next((member for member in self.others if self._loss_reason(member.id)), None)
-            effects += self._end_generation(f"{member_names([lost])}: {self._loss_reason(lost.id)}") if lost else []
+            effects += (
+                self._end_generation(f"{member_names([lost])}: {self._loss_reason(lost.id)}")
+                if lost
+                else []
+            )
         effects += self._connect(self._wanted_peers(), now_s)
         effects += self._propose_start(now_s) if self.phase == "out" else self._propose(now_s)
         return [*effects, *self._send_updates()]
@@ -233,7 +280,11 @@ class Protocol(MembershipState):
         return [*effects, Exit(f"this worker was removed from the run: {why}", fenced=True)]
 
     def _connect(self, members: Sequence[Member], now_s: float) -> list[Effect]:
-        new = [member for member in members if member.id not in self.links and self._connect_after_s.get(member.id, now_s) <= now_s]
+        new = [
+            member
+            for member in members
+            if member.id not in self.links and self._connect_after_s.get(member.id, now_s) <= now_s
+        ]
         self._connect_after_s |= {member.id: math.inf for member in new}
         return [Connect(member) for member in new]
 
@@ -244,7 +295,13 @@ class Protocol(MembershipState):
         self._last_updates = targets, for_targets, for_members = updates
         effects: list[Effect] = []
         for id in sorted(peers):
-            update = for_targets if id in targets else for_members if id in self.generation.ranks else HEARTBEAT
+            update = (
+                for_targets
+                if id in targets
+                else for_members
+                if id in self.generation.ranks
+                else HEARTBEAT
+            )
             if self._last_sent.get(id) != update:
                 self._last_sent[id] = update
                 effects.append(Send(id, update))
@@ -255,8 +312,15 @@ class Protocol(MembershipState):
         stop = {"stops": self.stop_signal} if self.stop_signal else {}
         if self.phase == "out" and self.join_requested and (targets := self._join_targets()):
             members = self.generation.ranks.keys()
-            reached = {"reaches": sorted(self.links - members), "misses": sorted(members - self.links)}  # all members but `misses`
-            worker = {"number": self.number, "member": vars(self.me), "fingerprint": dict(self.fingerprint)}
+            reached = {
+                "reaches": sorted(self.links - members),
+                "misses": sorted(members - self.links),
+            }  # all members but `misses`
+            worker = {
+                "number": self.number,
+                "member": vars(self.me),
+                "fingerprint": dict(self.fingerprint),
+            }
             update = {"kind": "join", **worker, **reached, **stop}
             return frozenset(member.id for member in targets), update, HEARTBEAT
         if not self.generation_error:
@@ -267,8 +331,15 @@ class Protocol(MembershipState):
         if not self._report_ready:
             return frozenset(), ended, ended
         lost = [member.id for member in self.others if self._is_silent(member.id)]
-        left, coordinator = {"kind": "left", **vars(self.reports[self.me.id]), "lost": lost, **known}, self.coordinator()
-        return frozenset([coordinator.id] if coordinator else []), left, left if self.reports[self.me.id].leaving else ended
+        left, coordinator = (
+            {"kind": "left", **vars(self.reports[self.me.id]), "lost": lost, **known},
+            self.coordinator(),
+        )
+        return (
+            frozenset([coordinator.id] if coordinator else []),
+            left,
+            left if self.reports[self.me.id].leaving else ended,
+        )
 
     def _join_targets(self) -> list[Member]:
         """Return the workers to ask: all active members once probed, else the first candidate."""
@@ -287,9 +358,13 @@ class Protocol(MembershipState):
         if self._may_be_minority or not self._may_propose(now_s):
             return []
         gone = {member.id: why for member in self.others if (why := self._loss_reason(member.id))}
-        least = self.limits.replica_size if self.stop_signal else self.limits.min_workers  # one replica is enough to save and stop
+        least = (
+            self.limits.replica_size if self.stop_signal else self.limits.min_workers
+        )  # one replica is enough to save and stop
         limits = replace(self.limits, min_workers=least)
-        view = decisions.CoordinatorView(self.generation, self.reports, gone, self._reachable_joiners())
+        view = decisions.CoordinatorView(
+            self.generation, self.reports, gone, self._reachable_joiners()
+        )
         generation, reason = decisions.next_generation(view, limits, self.tokens())
         if generation is None:
             if reason.startswith("waiting"):
@@ -297,11 +372,21 @@ class Protocol(MembershipState):
             if not (survivors := decisions.split_members(view, limits)):
                 return self._log_status(reason)
             # The hosts of leaving members are about to be taken away: only the others wait for more workers.
-            self.dead |= {id: report.why or "leaving" for id, report in self.reports.items() if report.leaving and id not in gone}
+            self.dead |= {
+                id: report.why or "leaving"
+                for id, report in self.reports.items()
+                if report.leaving and id not in gone
+            }
             return [*self._log_status(reason), *self._release(survivors[1])]
-        incomplete = [member for member in self.generation.members if Removed(member.id, decisions.INCOMPLETE) in generation.out]
+        incomplete = [
+            member
+            for member in self.generation.members
+            if Removed(member.id, decisions.INCOMPLETE) in generation.out
+        ]
         if generation.members and self.me in incomplete:
-            return self._release(incomplete)  # the proposer holds the new generation's store, so another one proposes
+            return self._release(
+                incomplete
+            )  # the proposer holds the new generation's store, so another one proposes
         self._pending_proposal = generation.number
         return [Propose(generation)]
 
@@ -317,27 +402,56 @@ class Protocol(MembershipState):
         active = self._active_members()
         if self.is_joining and self.number and not active:
             self.phase = "gone"
-            return [Exit("no member is left to join; this worker restarts with the others", fenced=True)]
+            return [
+                Exit("no member is left to join; this worker restarts with the others", fenced=True)
+            ]
         if active or self._first_candidate() != self.me:
             self._rendezvous_since_s = None
             return []
         if self.stop_signal:
             return self._propose_end() if self._may_propose(now_s) else []
-        self._rendezvous_since_s = now_s if self._rendezvous_since_s is None else self._rendezvous_since_s
+        self._rendezvous_since_s = (
+            now_s if self._rendezvous_since_s is None else self._rendezvous_since_s
+        )
         waited_s, limits = now_s - self._rendezvous_since_s, self.limits
-        wanted = limits.min_workers if waited_s >= limits.rendezvous_timeout_s else max(limits.expected_workers, limits.min_workers)
-        workers = [self.me, *sorted((joiner.member for joiner in self.joiners.values()), key=lambda member: member.sort_key)]
+        wanted = (
+            limits.min_workers
+            if waited_s >= limits.rendezvous_timeout_s
+            else max(limits.expected_workers, limits.min_workers)
+        )
+        workers = [
+            self.me,
+            *sorted(
+                (joiner.member for joiner in self.joiners.values()),
+                key=lambda member: member.sort_key,
+            ),
+        ]
         if len(workers) < wanted or not self._may_propose(now_s):
-            return self._log_status(decisions.rendezvous_status(workers, limits)) if waited_s >= limits.heartbeat_timeout_s else []
+            return (
+                self._log_status(decisions.rendezvous_status(workers, limits))
+                if waited_s >= limits.heartbeat_timeout_s
+                else []
+            )
         members = tuple(decisions.first_whole_replicas(workers, limits.max_workers, limits))
         if self.me not in members:
-            return self._log_status(f"waiting for a whole replica of {limits.replica_size} workers on this host")
+            return self._log_status(
+                f"waiting for a whole replica of {limits.replica_size} workers on this host"
+            )
         no_answer = f"no answer for {limits.takeover_s:g} s"
-        removed = tuple(Removed(member.id, self.dead.get(member.id, no_answer)) for member in self.generation.members)
+        removed = tuple(
+            Removed(member.id, self.dead.get(member.id, no_answer))
+            for member in self.generation.members
+        )
         restarted = self.number > 0 and not self.generation.end
-        reason = f"no member of generation {self.number} is left; resuming from the newest checkpoint" if restarted else "start"
+        reason = (
+            f"no member of generation {self.number} is left; resuming from the newest checkpoint"
+            if restarted
+            else "start"
+        )
         self._pending_proposal = self.number + 1
-        return [Propose(Generation(self.number + 1, self.tokens(), members, "", 0, reason, removed))]
+        return [
+            Propose(Generation(self.number + 1, self.tokens(), members, "", 0, reason, removed))
+        ]
 
     def _log_status(self, text: str) -> list[Effect]:
         """Log what this worker waits for, at each change."""
@@ -349,13 +463,21 @@ class Protocol(MembershipState):
         self._pending_proposal, step = self.number + 1, self.generation.step
         reason = f"stopped by {self.stop_signal} while its workers waited to start"
         end = RunResult(STOP_EXIT_CODES[self.stop_signal], reason)
-        return [Propose(Generation(self._pending_proposal, self.tokens(), (), "", step, reason, end=end))]
+        return [
+            Propose(
+                Generation(self._pending_proposal, self.tokens(), (), "", step, reason, end=end)
+            )
+        ]
 
     def _on_join_request(self, joiner: Joiner) -> list[Effect]:
         id = joiner.member.id
         if self.fingerprint and self.phase in ("in", "left") and not joiner.fingerprint:
             return [Send(id, {"kind": "get_ready"})]
-        if self.fingerprint and joiner.fingerprint and (why := decisions.refusal_reason(joiner.fingerprint, self.fingerprint)):
+        if (
+            self.fingerprint
+            and joiner.fingerprint
+            and (why := decisions.refusal_reason(joiner.fingerprint, self.fingerprint))
+        ):
             where = f"(there: {member_names([joiner.member])}, here: {member_names([self.me])})"
             return [Send(id, {"kind": "refused", "why": f"{why} {where}"})]
         self.joiners[id] = joiner
@@ -366,15 +488,30 @@ class Protocol(MembershipState):
             return self._note_change()
         was_in = self.phase in ("in", "left")
         effects = self._end_generation("a newer generation exists")
-        self.announcement = {"kind": "generation", "number": generation.number, "follows": self.generation.token}
+        self.announcement = {
+            "kind": "generation",
+            "number": generation.number,
+            "follows": self.generation.token,
+        }
         self.announcement["generation"] = generation.to_json(self.generation)
-        self.generation, self.generation_error, self.partition_suspected, self.reports = generation, "", False, {}
+        self.generation, self.generation_error, self.partition_suspected, self.reports = (
+            generation,
+            "",
+            False,
+            {},
+        )
         self._rendezvous_since_s, self._last_status = None, ""
-        self.joiners = {id: joiner for id, joiner in self.joiners.items() if generation.rank_of(id) is None}
-        self.last_heard_s = {id: heard_s for id, heard_s in self.last_heard_s.items() if id in self.joiners}
+        self.joiners = {
+            id: joiner for id, joiner in self.joiners.items() if generation.rank_of(id) is None
+        }
+        self.last_heard_s = {
+            id: heard_s for id, heard_s in self.last_heard_s.items() if id in self.joiners
+        }
         known = {*generation.ranks, *self.joiners, *(member.id for member in self.waiting_members)}
         self.dead = {id: why for id, why in self.dead.items() if id in known}
-        self._connect_after_s = {id: after_s for id, after_s in self._connect_after_s.items() if id in known}
+        self._connect_after_s = {
+            id: after_s for id, after_s in self._connect_after_s.items() if id in known
+        }
         effects += [Send(id, self.announcement) for id in sorted(self.links)]
         if generation.end and (was_in or generation.number > self.after):
             self.phase = "gone"
@@ -383,6 +520,9 @@ class Protocol(MembershipState):
             self.phase = "in"
             effects.append(FormGroup(generation))
         elif was_in:
-            why = next((removed.why for removed in generation.out if removed.id == self.me.id), "it was not there")
+            why = next(
+                (removed.why for removed in generation.out if removed.id == self.me.id),
+                "it was not there",
+            )
             return [*effects, *self._exit_removed(why)]
         return [*effects, *self._note_change()]

@@ -31,7 +31,9 @@ def write(path: Path, lines: Sequence[str], end: str = "\n") -> str:
 
 
 def two_files(folder: Path, suffix: str = "", name: str = "train") -> tuple[str, str]:
-    return write(folder / f"{name}.en{suffix}", ENGLISH), write(folder / f"{name}.it{suffix}", ITALIAN)
+    return write(folder / f"{name}.en{suffix}", ENGLISH), write(
+        folder / f"{name}.it{suffix}", ITALIAN
+    )
 
 
 def files(*train: str, held_out: int = 4, **options: object) -> DataOptions:
@@ -55,18 +57,31 @@ def test_two_texts_plain_or_gz(tmp_path: Path, suffix: str) -> None:
 @pytest.mark.parametrize("suffix", ["", ".gz"])
 @pytest.mark.parametrize("heading", [[], ["en\tit"], ["it\tnote\ten"]])
 def test_tsv_with_and_without_a_heading(tmp_path: Path, suffix: str, heading: list[str]) -> None:
-    order = {"": "{en}\t{it}", "en\tit": "{en}\t{it}", "it\tnote\ten": "{it}\tx\t{en}"}["".join(heading)]
+    order = {"": "{en}\t{it}", "en\tit": "{en}\t{it}", "it\tnote\ten": "{it}\tx\t{en}"}[
+        "".join(heading)
+    ]
     rows = [order.format(en=en, it=it) for en, it in zip(ENGLISH, ITALIAN, strict=True)]
-    assert all_pairs(read_corpus(files(write(tmp_path / f"a.tsv{suffix}", heading + rows)))) == sorted(zip(ENGLISH, ITALIAN, strict=True))
+    assert all_pairs(
+        read_corpus(files(write(tmp_path / f"a.tsv{suffix}", heading + rows)))
+    ) == sorted(zip(ENGLISH, ITALIAN, strict=True))
 
 
 @pytest.mark.parametrize("suffix", ["", ".gz"])
 @pytest.mark.parametrize(
-    "shape", ['{"translation": {"en": %s, "it": %s}}', '{"en": %s, "it": %s, "id": 3}', '{"source": %s, "target": %s}']
+    "shape",
+    [
+        '{"translation": {"en": %s, "it": %s}}',
+        '{"en": %s, "it": %s, "id": 3}',
+        '{"source": %s, "target": %s}',
+    ],
 )
 def test_jsonl_in_three_shapes(tmp_path: Path, suffix: str, shape: str) -> None:
-    rows = [shape % (json.dumps(en), json.dumps(it)) for en, it in zip(ENGLISH, ITALIAN, strict=True)]
-    assert all_pairs(read_corpus(files(write(tmp_path / f"a.jsonl{suffix}", rows)))) == sorted(zip(ENGLISH, ITALIAN, strict=True))
+    rows = [
+        shape % (json.dumps(en), json.dumps(it)) for en, it in zip(ENGLISH, ITALIAN, strict=True)
+    ]
+    assert all_pairs(read_corpus(files(write(tmp_path / f"a.jsonl{suffix}", rows)))) == sorted(
+        zip(ENGLISH, ITALIAN, strict=True)
+    )
 
 
 def test_given_splits_are_used_and_missing_splits_are_held_out(tmp_path: Path) -> None:
@@ -80,7 +95,9 @@ def test_lines_end_at_line_feeds_alone(tmp_path: Path) -> None:
     """str.splitlines would cut at each of these and shift one side."""
     odd = ["one\u2028line", "two\x0blines\x0c", "three\x85", "four\x1c"] * 10
     en = write(tmp_path / "a.en", odd, end="\r\n")
-    (tmp_path / "a.it").write_bytes("\ufeff".encode() + "\n".join(ITALIAN).encode())  # a byte order mark, and no feed at the end
+    (tmp_path / "a.it").write_bytes(
+        "\ufeff".encode() + "\n".join(ITALIAN).encode()
+    )  # a byte order mark, and no feed at the end
     loaded = read_corpus(files(en, str(tmp_path / "a.it")))
     assert all_pairs(loaded) == sorted((a.strip(), b) for a, b in zip(odd, ITALIAN, strict=True))
 
@@ -91,13 +108,18 @@ def test_empty_lines_are_dropped_and_counted(tmp_path: Path) -> None:
     report = read_corpus(files(en, it)).report
     assert report.left_out == {"empty on one side": 2, "empty on both sides": 1}
     assert report.read == sum(report.kept.values()) + sum(report.left_out.values()) == 43
-    assert report.line() == "43 pairs read: 32 train, 4 validation, 4 test; dropped: 2 empty on one side, 1 empty on both sides"
+    assert (
+        report.line()
+        == "43 pairs read: 32 train, 4 validation, 4 test; dropped: 2 empty on one side, 1 empty on both sides"
+    )
 
 
 # Files that are bad.
 
 
-def refused(data: DataOptions, *words: str, kind: type[DataError | ConfigError] = DataError) -> None:
+def refused(
+    data: DataOptions, *words: str, kind: type[DataError | ConfigError] = DataError
+) -> None:
     """Assert that reading `data` fails with a three-part message that contains all `words`."""
     with pytest.raises(kind) as error:
         read_corpus(data)
@@ -138,7 +160,9 @@ def test_missing_files_and_wrong_numbers_of_files_are_refused(tmp_path: Path) ->
     refused(files(en, it, test=(en,)), "data.test has 1 file")
 
 
-@pytest.mark.parametrize(("lines", "words"), [(["", "  ", ""], "none has text"), ([], "nothing was read")])
+@pytest.mark.parametrize(
+    ("lines", "words"), [(["", "  ", ""], "none has text"), ([], "nothing was read")]
+)
 def test_an_empty_corpus_is_refused(tmp_path: Path, lines: list[str], words: str) -> None:
     paths = tmp_path / "a.en", tmp_path / "a.it"
     for path in paths:
@@ -175,12 +199,22 @@ def test_bad_jsonl_is_refused_with_its_line(tmp_path: Path, line: str, words: st
 
 def test_bad_tsv_is_refused_with_its_line(tmp_path: Path) -> None:
     refused(files(write(tmp_path / "a.tsv", ["a\tb", "c\td\te"])), "3 columns in line 2")
-    refused(files(write(tmp_path / "a.tsv", ["id\ten\tde", "1\tc\td"])), "no header with 'en' and 'it'")
+    refused(
+        files(write(tmp_path / "a.tsv", ["id\ten\tde", "1\tc\td"])), "no header with 'en' and 'it'"
+    )
 
 
 def test_a_field_that_the_kind_does_not_use_is_refused(tmp_path: Path) -> None:
-    refused(DataOptions(train=two_files(tmp_path)), "data.kind=cldr", "data.train", "files", kind=ConfigError)
-    refused(files(*two_files(tmp_path), dataset="x"), "data.dataset", "huggingface", kind=ConfigError)
+    refused(
+        DataOptions(train=two_files(tmp_path)),
+        "data.kind=cldr",
+        "data.train",
+        "files",
+        kind=ConfigError,
+    )
+    refused(
+        files(*two_files(tmp_path), dataset="x"), "data.dataset", "huggingface", kind=ConfigError
+    )
 
 
 # Held-out pairs.
@@ -190,7 +224,9 @@ def test_held_out_pairs_are_chosen_by_their_source_text_alone() -> None:
     pairs = list(zip(ENGLISH, ITALIAN, strict=True))
     train, validation, test = corpus.hold_out(pairs, 5, parts=2, where="")
     reordered = random.Random(1).sample(pairs, len(pairs))
-    for part, other in zip((train, validation, test), corpus.hold_out(reordered, 5, parts=2, where=""), strict=True):
+    for part, other in zip(
+        (train, validation, test), corpus.hold_out(reordered, 5, parts=2, where=""), strict=True
+    ):
         assert set(part) == set(other)
     assert len(set(train) | set(validation) | set(test)) == 40
     assert [len(train), len(validation), len(test)] == [30, 5, 5]
@@ -223,7 +259,9 @@ def test_the_fingerprint_depends_on_the_bytes_of_the_files(tmp_path: Path) -> No
 
 def test_the_fingerprint_does_not_depend_on_the_folder_of_the_files(tmp_path: Path) -> None:
     (tmp_path / "moved").mkdir()
-    assert corpus.fingerprint(files(*two_files(tmp_path))) == corpus.fingerprint(files(*two_files(tmp_path / "moved")))
+    assert corpus.fingerprint(files(*two_files(tmp_path))) == corpus.fingerprint(
+        files(*two_files(tmp_path / "moved"))
+    )
 
 
 def test_generated_pairs_are_read_as_a_corpus() -> None:
@@ -232,7 +270,11 @@ def test_generated_pairs_are_read_as_a_corpus() -> None:
     assert loaded.report.kept == {"train": 2000, "validation": 50, "test": 50}
     assert loaded.report.read == 2100 + sum(loaded.report.left_out.values())
     assert loaded.fingerprint == read_corpus(data).fingerprint
-    assert corpus.fingerprint(data) == corpus.fingerprint(data) != corpus.fingerprint(replace(data, target="de"))
+    assert (
+        corpus.fingerprint(data)
+        == corpus.fingerprint(data)
+        != corpus.fingerprint(replace(data, target="de"))
+    )
 
 
 # The real corpus.
@@ -245,7 +287,13 @@ def multi30k() -> DataOptions:
     def pair(name: str) -> tuple[str, str]:
         return str(MULTI30K / f"{name}.en.gz"), str(MULTI30K / f"{name}.de.gz")
 
-    return DataOptions(kind="files", target="de", train=pair("train"), validation=pair("val"), test=pair("test_2016_flickr"))
+    return DataOptions(
+        kind="files",
+        target="de",
+        train=pair("train"),
+        validation=pair("val"),
+        test=pair("test_2016_flickr"),
+    )
 
 
 def test_multi30k_is_read_whole() -> None:
@@ -260,9 +308,7 @@ def test_multi30k_is_read_whole() -> None:
 
 
 def test_the_datasets_library_is_imported_on_demand() -> None:
-    program = (
-        "import sys, lockstep.data.pairs.corpus, lockstep.data.pairs.prepare; sys.exit('datasets' in sys.modules or 'torch' in sys.modules)"
-    )
+    program = "import sys, lockstep.data.pairs.corpus, lockstep.data.pairs.prepare; sys.exit('datasets' in sys.modules or 'torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
@@ -271,14 +317,21 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folders of the schema of Helsinki-NLP/opus_books: as save_to_disk and as parquet files."""
     datasets = pytest.importorskip("datasets")
     folder = tmp_path_factory.mktemp("hub")
-    rows = [{"id": str(i), "translation": {"en": a, "it": b}} for i, (a, b) in enumerate(zip(ENGLISH, ITALIAN, strict=True))]
+    rows = [
+        {"id": str(i), "translation": {"en": a, "it": b}}
+        for i, (a, b) in enumerate(zip(ENGLISH, ITALIAN, strict=True))
+    ]
     rows[7]["translation"] = {"en": "No Italian.", "it": None}
     books = datasets.Dataset.from_list(rows)
     books.save_to_disk(str(folder / "alone"))
-    datasets.DatasetDict({"train": books, "validation": books.select(range(5))}).save_to_disk(str(folder / "splits"))
+    datasets.DatasetDict({"train": books, "validation": books.select(range(5))}).save_to_disk(
+        str(folder / "splits")
+    )
     (folder / "parquet").mkdir()
     books.to_parquet(str(folder / "parquet/train-00000-of-00001.parquet"))
-    flat = datasets.Dataset.from_list([{"en": a, "it": b, "score": 1.0} for a, b in zip(ENGLISH, ITALIAN, strict=True)])
+    flat = datasets.Dataset.from_list(
+        [{"en": a, "it": b, "score": 1.0} for a, b in zip(ENGLISH, ITALIAN, strict=True)]
+    )
     flat.save_to_disk(str(folder / "flat"))
     return folder
 
@@ -288,10 +341,14 @@ def books(folder: Path, **options: object) -> DataOptions:
 
 
 @pytest.mark.parametrize("name", ["alone", "parquet"])
-def test_a_local_dataset_of_the_hubs_schema(hub: Path, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_local_dataset_of_the_hubs_schema(
+    hub: Path, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path)
     loaded = read_corpus(books(hub / name))
-    assert set(all_pairs(loaded)) == set(zip(ENGLISH, ITALIAN, strict=True)) - {(ENGLISH[7], ITALIAN[7])}
+    assert set(all_pairs(loaded)) == set(zip(ENGLISH, ITALIAN, strict=True)) - {
+        (ENGLISH[7], ITALIAN[7])
+    }
     assert loaded.report.left_out == {"empty on one side": 1}
     assert (len(loaded.train), len(loaded.validation), len(loaded.test)) == (33, 3, 3)
 
@@ -311,11 +368,18 @@ def test_a_local_dataset_has_the_fingerprint_of_its_files(hub: Path) -> None:
     assert corpus.fingerprint(books(hub / "alone")) != corpus.fingerprint(books(hub / "flat"))
 
 
-def test_datasets_that_do_not_fit_are_refused(hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_datasets_that_do_not_fit_are_refused(
+    hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path)
     refused(books(hub / "alone", target="de"), "no columns 'en' and 'de', but en, it", "row 0")
-    refused(books(hub / "flat", source="fr", target="de"), "no column for 'fr' and 'de', but en, it, score")
-    refused(books(hub / "splits", test=("dev",)), "no split 'dev', but train, validation", "data.test")
+    refused(
+        books(hub / "flat", source="fr", target="de"),
+        "no column for 'fr' and 'de', but en, it, score",
+    )
+    refused(
+        books(hub / "splits", test=("dev",)), "no split 'dev', but train, validation", "data.test"
+    )
     refused(books(tmp_path / "absent"), "cannot be loaded", "absent")
     refused(books(tmp_path), "cannot be loaded")
     refused(books(hub / "splits", test=("a", "b")), "several splits", kind=ConfigError)

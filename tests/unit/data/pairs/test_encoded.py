@@ -25,28 +25,44 @@ def written(folder: Path, source: Rows, target: Rows, vocabulary: int = 1000) ->
 
 def by_hand(rows: Rows, begin: bool, end: bool, height: int, width: int) -> Rows:
     full = [[BEGIN] * begin + row + [END] * end for row in rows]
-    return [row + [PAD] * (width - len(row)) for row in full] + [[PAD] * width] * (height - len(rows))
+    return [row + [PAD] * (width - len(row)) for row in full] + [[PAD] * width] * (
+        height - len(rows)
+    )
 
 
 @given(
-    st.lists(st.tuples(st.lists(st.integers(4, 999), max_size=9), st.lists(st.integers(4, 999), max_size=9)), min_size=1, max_size=12),
+    st.lists(
+        st.tuples(
+            st.lists(st.integers(4, 999), max_size=9), st.lists(st.integers(4, 999), max_size=9)
+        ),
+        min_size=1,
+        max_size=12,
+    ),
     st.data(),
 )
 @settings(deadline=None, max_examples=150)
 def test_gather_equals_a_loop_over_rows(
-    tmp_path_factory: pytest.TempPathFactory, pairs: list[tuple[list[int], list[int]]], data: st.DataObject
+    tmp_path_factory: pytest.TempPathFactory,
+    pairs: list[tuple[list[int], list[int]]],
+    data: st.DataObject,
 ) -> None:
     source, target = [a for a, _ in pairs], [b for _, b in pairs]
     encoded = written(tmp_path_factory.mktemp("e"), source, target)
     ids = data.draw(st.lists(st.integers(0, len(pairs) - 1), max_size=8))
-    rows, width, height = len(ids) + data.draw(st.integers(0, 3)), data.draw(st.integers(10, 13)), data.draw(st.integers(10, 13))
+    rows, width, height = (
+        len(ids) + data.draw(st.integers(0, 3)),
+        data.draw(st.integers(10, 13)),
+        data.draw(st.integers(10, 13)),
+    )
     arrays = encoded.gather(np.array(ids, dtype=np.int64), rows, width, height)
     expected_arrays = (
         by_hand([source[i] for i in ids], False, True, rows, width),
         by_hand([target[i] for i in ids], True, False, rows, height),
         by_hand([target[i] for i in ids], False, True, rows, height),
     )
-    for array, expected, shape in zip(arrays, expected_arrays, ((rows, width), (rows, height), (rows, height)), strict=True):
+    for array, expected, shape in zip(
+        arrays, expected_arrays, ((rows, width), (rows, height), (rows, height)), strict=True
+    ):
         assert array.dtype == np.int64
         assert array.shape == shape
         assert array.tolist() == expected
@@ -71,7 +87,9 @@ def test_a_pair_as_long_as_its_shape_fits_and_a_longer_one_is_refused(tmp_path: 
 
 
 @pytest.mark.parametrize(("vocabulary", "kind"), [(65_536, np.uint16), (65_537, np.uint32)])
-def test_ids_take_two_bytes_where_the_vocabulary_allows(tmp_path: Path, vocabulary: int, kind: type) -> None:
+def test_ids_take_two_bytes_where_the_vocabulary_allows(
+    tmp_path: Path, vocabulary: int, kind: type
+) -> None:
     largest = vocabulary - 1
     encoded = written(tmp_path, [[largest]], [[largest]], vocabulary)
     assert np.load(tmp_path / "train.source.ids.npy").dtype == kind

@@ -55,7 +55,9 @@ def test_the_opened_corpus_equals_the_source(ready: Path) -> None:
         pairs, encoded = getattr(text, split), getattr(prepared, split)
         assert len(pairs) == len(encoded)
         _, _, labels = encoded.gather(np.arange(len(pairs)), len(pairs), 40, 40)
-        assert prepared.tokenizer.decode([row[: row.index(END)] for row in labels.tolist()]) == [target for _, target in pairs]
+        assert prepared.tokenizer.decode([row[: row.index(END)] for row in labels.tolist()]) == [
+            target for _, target in pairs
+        ]
     assert prepared.report == text.report
     assert prepared.fingerprints["corpus"] == text.fingerprint
     assert prepared.fingerprints["tokenizer"] == prepared.tokenizer.fingerprint
@@ -67,14 +69,21 @@ def test_the_vocabulary_is_learned_from_training_text_alone(tmp_path: Path) -> N
     prepared = open_prepared(tmp_path / "data")
     held_out = {prepared.text(split)[0][0] for split in ("validation", "test")}
     assert len(held_out) == 2
-    assert prepared.tokenizer.decode(prepared.tokenizer.encode(sorted(held_out))) == ["[UNKNOWN] again"] * 2
+    assert (
+        prepared.tokenizer.decode(prepared.tokenizer.encode(sorted(held_out)))
+        == ["[UNKNOWN] again"] * 2
+    )
 
 
 def test_a_second_preparation_changes_nothing(ready: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = {path.name: (path.stat().st_mtime_ns, path.read_bytes()) for path in ready.iterdir()}
-    monkeypatch.setattr(module.corpus, "read_corpus", lambda data: pytest.fail("the text was read again"))
+    monkeypatch.setattr(
+        module.corpus, "read_corpus", lambda data: pytest.fail("the text was read again")
+    )
     prepare(SMALL, TOKENS, ready)
-    assert {path.name: (path.stat().st_mtime_ns, path.read_bytes()) for path in ready.iterdir()} == before
+    assert {
+        path.name: (path.stat().st_mtime_ns, path.read_bytes()) for path in ready.iterdir()
+    } == before
 
 
 def test_two_preparations_are_equal_byte_for_byte(ready: Path, tmp_path: Path) -> None:
@@ -85,7 +94,10 @@ def test_two_preparations_are_equal_byte_for_byte(ready: Path, tmp_path: Path) -
     )
     env = {**os.environ, "PYTHONHASHSEED": "7", "RAYON_NUM_THREADS": "1"}
     subprocess.run([sys.executable, "-c", program, str(tmp_path / "other")], env=env, check=True)
-    files, other_files = ({path.name: path.read_bytes() for path in folder.iterdir()} for folder in (ready, tmp_path / "other"))
+    files, other_files = (
+        {path.name: path.read_bytes() for path in folder.iterdir()}
+        for folder in (ready, tmp_path / "other")
+    )
     assert files == other_files
 
 
@@ -93,18 +105,30 @@ def test_two_preparations_are_equal_byte_for_byte(ready: Path, tmp_path: Path) -
     ("data", "tokens", "words"),
     [
         (replace(SMALL, pairs=1600), TOKENS, "corpus differs"),
-        (SMALL, replace(TOKENS, vocab_size=900), "tokenizer.vocab_size: prepared with 1000, asked for 900"),
-        (replace(SMALL, max_tokens=64), replace(TOKENS, kind="word"), "max_tokens, tokenizer.kind differ"),
+        (
+            SMALL,
+            replace(TOKENS, vocab_size=900),
+            "tokenizer.vocab_size: prepared with 1000, asked for 900",
+        ),
+        (
+            replace(SMALL, max_tokens=64),
+            replace(TOKENS, kind="word"),
+            "max_tokens, tokenizer.kind differ",
+        ),
     ],
 )
-def test_another_corpus_in_the_folder_is_refused(ready: Path, data: DataOptions, tokens: TokenizerOptions, words: str) -> None:
+def test_another_corpus_in_the_folder_is_refused(
+    ready: Path, data: DataOptions, tokens: TokenizerOptions, words: str
+) -> None:
     with pytest.raises(DataError) as error:
         prepare(data, tokens, ready)
     assert words in str(error.value)
     assert str(ready) in error.value.where
 
 
-def test_changed_files_are_refused_and_missing_files_are_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_changed_files_are_refused_and_missing_files_are_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     data = texts(tmp_path, [f"sentence number {i}" for i in range(20)])
     prepare(data, TOKENS, tmp_path / "data")
     texts(tmp_path, [f"sentence number {i}" for i in range(21)])
@@ -118,14 +142,18 @@ def test_changed_files_are_refused_and_missing_files_are_a_warning(tmp_path: Pat
         prepare(data, replace(TOKENS, kind="word"), tmp_path / "data")
 
 
-def test_too_long_pairs_are_dropped_from_the_arrays_but_kept_in_held_out_text(tmp_path: Path) -> None:
+def test_too_long_pairs_are_dropped_from_the_arrays_but_kept_in_held_out_text(
+    tmp_path: Path,
+) -> None:
     short, long = "a b c", " ".join("abcdefghijklmnop")
     train = [f"{short} {i}" for i in range(10)] + [f"{long} {i}" for i in range(5)]
     data = replace(texts(tmp_path, train), max_tokens=12)
     held_out = [f"{short} x", f"{long} y", f"{short} z"]
     for language in ("en", "it"):
         (tmp_path / f"v.{language}").write_text("\n".join(held_out))
-    data = replace(data, validation=(str(tmp_path / "v.en"), str(tmp_path / "v.it")), test=data.train)
+    data = replace(
+        data, validation=(str(tmp_path / "v.en"), str(tmp_path / "v.it")), test=data.train
+    )
     prepare(data, TOKENS, tmp_path / "data")
     prepared = open_prepared(tmp_path / "data")
     assert (len(prepared.train), len(prepared.validation), len(prepared.test)) == (10, 2, 10)
@@ -135,7 +163,11 @@ def test_too_long_pairs_are_dropped_from_the_arrays_but_kept_in_held_out_text(tm
     assert prepared.report.left_out == {"longer than 12 tokens": 5}
     assert prepared.report.kept == {"train": 10, "validation": 3, "test": 15}
     assert prepared.report.read == sum(prepared.report.kept.values()) + 5
-    assert json.loads((tmp_path / "data/prepared.json").read_text())["too_long"] == {"train": 5, "validation": 1, "test": 5}
+    assert json.loads((tmp_path / "data/prepared.json").read_text())["too_long"] == {
+        "train": 5,
+        "validation": 1,
+        "test": 5,
+    }
 
 
 def test_the_longest_pair_has_max_tokens_including_end(tmp_path: Path) -> None:
@@ -208,7 +240,9 @@ def test_a_preparation_killed_at_any_time_is_repeated(original: Path, tmp_path: 
     )
     folder = tmp_path / "data"
     for wait_s in (0.1, 0.3, 0.5):
-        with subprocess.Popen([sys.executable, "-c", program, str(folder)], stdout=subprocess.PIPE) as child:
+        with subprocess.Popen(
+            [sys.executable, "-c", program, str(folder)], stdout=subprocess.PIPE
+        ) as child:
             assert child.stdout
             child.stdout.readline()
             time.sleep(wait_s)
@@ -222,10 +256,16 @@ def test_a_preparation_killed_at_any_time_is_repeated(original: Path, tmp_path: 
 
 
 def test_lower_case_reaches_the_arrays(tmp_path: Path) -> None:
-    prepare(texts(tmp_path, [f"HELLO There {i}" for i in range(9)]), replace(TOKENS, lowercase=True), tmp_path / "data")
+    prepare(
+        texts(tmp_path, [f"HELLO There {i}" for i in range(9)]),
+        replace(TOKENS, lowercase=True),
+        tmp_path / "data",
+    )
     prepared = open_prepared(tmp_path / "data")
     assert prepared.text("test")[0][0].startswith("HELLO There")
-    assert prepared.tokenizer.decode(prepared.tokenizer.encode(["HELLO There 3"])) == ["hello there 3"]
+    assert prepared.tokenizer.decode(prepared.tokenizer.encode(["HELLO There 3"])) == [
+        "hello there 3"
+    ]
 
 
 @pytest.mark.slow
@@ -236,10 +276,20 @@ def test_multi30k_is_prepared_completely(tmp_path: Path) -> None:
     def pair(name: str) -> tuple[str, str]:
         return str(MULTI30K / f"{name}.en.gz"), str(MULTI30K / f"{name}.de.gz")
 
-    data = DataOptions(kind="files", target="de", train=pair("train"), validation=pair("val"), test=pair("test_2016_flickr"))
+    data = DataOptions(
+        kind="files",
+        target="de",
+        train=pair("train"),
+        validation=pair("val"),
+        test=pair("test_2016_flickr"),
+    )
     prepare(data, TokenizerOptions(vocab_size=8000, lowercase=True), tmp_path / "data")
     prepared = open_prepared(tmp_path / "data")
-    assert (len(prepared.train), len(prepared.validation), len(prepared.test)) == (29_000, 1014, 1000)
+    assert (len(prepared.train), len(prepared.validation), len(prepared.test)) == (
+        29_000,
+        1014,
+        1000,
+    )
     assert prepared.tokenizer.vocab_size == 8000
     assert 14 < prepared.train.lengths[:, 1].mean() < 17
 
@@ -247,7 +297,11 @@ def test_multi30k_is_prepared_completely(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["cldr", "files"])
 def test_holding_out_is_optional(tmp_path: Path, kind: str) -> None:
     (tmp_path / "pairs.tsv").write_text("".join(f"the cat {i}\tdie Katze {i}\n" for i in range(30)))
-    source = DataOptions(kind="files", train=(str(tmp_path / "pairs.tsv"),), target="de") if kind == "files" else DataOptions(pairs=300)
+    source = (
+        DataOptions(kind="files", train=(str(tmp_path / "pairs.tsv"),), target="de")
+        if kind == "files"
+        else DataOptions(pairs=300)
+    )
     prepare(replace(source, held_out=0), TokenizerOptions(vocab_size=300), tmp_path / "data")
     prepared = open_prepared(tmp_path / "data")
     assert len(prepared.train) > 20 and len(prepared.validation) == len(prepared.test) == 0

@@ -32,8 +32,19 @@ from lockstep.data.tokenizer import CHAT_SPECIALS, Tokenizer
 from lockstep.errors import DataError
 from lockstep.tasks.language_model import answer_text
 
-TEXT = ["the cat sat on the mat, two dogs lay on the log. [INST] </s> <|user|>\n<|assistant|>\n", "Ein Hund: süße Äpfel! <<SYS>>"] * 9
-SPECIALS = ["<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", *CHAT_SPECIALS, "<|begin_of_text|>"]
+TEXT = [
+    "the cat sat on the mat, two dogs lay on the log. [INST] </s> <|user|>\n<|assistant|>\n",
+    "Ein Hund: süße Äpfel! <<SYS>>",
+] * 9
+SPECIALS = [
+    "<unk>",
+    "<s>",
+    "</s>",
+    "<|im_start|>",
+    "<|im_end|>",
+    *CHAT_SPECIALS,
+    "<|begin_of_text|>",
+]
 
 TEMPLATES = {
     "llama 2": (
@@ -70,14 +81,25 @@ TEMPLATES = {
         "{% elif message['role'] == 'assistant' %}{{ message['content'] + eos_token }}{% endif %}{% endfor %}"
     ),
 }
-ENDS = {"llama 2": "</s>", "zephyr": "</s>", "chatml": "<|im_end|>", "llama 3": "<|eot_id|>", "mistral": "</s>"}
+ENDS = {
+    "llama 2": "</s>",
+    "zephyr": "</s>",
+    "chatml": "<|im_end|>",
+    "llama 3": "<|eot_id|>",
+    "mistral": "</s>",
+}
 
 
 def byte_level() -> tokenizers.Tokenizer:
     inner = tokenizers.Tokenizer(models.BPE())
-    inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    inner.pre_tokenizer, inner.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    inner.train_from_iterator(TEXT, trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False))
+    inner.train_from_iterator(
+        TEXT, trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
+    )
     return inner
 
 
@@ -85,18 +107,31 @@ def metaspace(scheme: Any) -> tokenizers.Tokenizer:
     inner = tokenizers.Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True))
     inner.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
     inner.decoder = decoders.Metaspace(prepend_scheme=scheme)
-    inner.train_from_iterator(TEXT, trainers.BpeTrainer(vocab_size=250, special_tokens=["<unk>"], show_progress=False))
+    inner.train_from_iterator(
+        TEXT, trainers.BpeTrainer(vocab_size=250, special_tokens=["<unk>"], show_progress=False)
+    )
     return inner
 
 
 def legacy() -> tokenizers.Tokenizer:
     """As converted from sentencepiece by older releases (Llama 2, Zephyr): byte fallback."""
     inner = tokenizers.Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
-    inner.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    inner.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    inner.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    inner.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
     words = [word for text in TEXT for word in text.replace("\n", " ").split(" ")]
     of_bytes = [f"<0x{byte:02X}>" for byte in range(256)]
-    trainer = trainers.BpeTrainer(vocab_size=420, special_tokens=["<unk>", *of_bytes], show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=420, special_tokens=["<unk>", *of_bytes], show_progress=False
+    )
     inner.train_from_iterator(words, trainer)
     saved = json.loads(inner.to_str())
     saved["added_tokens"] = saved["added_tokens"][:1]  # bytes are words, not special tokens
@@ -108,7 +143,10 @@ def unigram() -> tokenizers.Tokenizer:
     inner.normalizer = normalizers.NFKC()
     inner.pre_tokenizer, inner.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
     inner.train_from_iterator(
-        TEXT, trainers.UnigramTrainer(vocab_size=200, unk_token="<unk>", special_tokens=["<unk>"], show_progress=False)
+        TEXT,
+        trainers.UnigramTrainer(
+            vocab_size=200, unk_token="<unk>", special_tokens=["<unk>"], show_progress=False
+        ),
     )
     return inner
 
@@ -125,13 +163,17 @@ MAKERS: dict[str, Callable[[], tokenizers.Tokenizer]] = {
 @pytest.fixture(scope="module", params=MAKERS)
 def inner(request: pytest.FixtureRequest) -> tokenizers.Tokenizer:
     tokenizer = MAKERS[request.param]()
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIALS])
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in SPECIALS]
+    )
     return tokenizer
 
 
 def tokenizer_with(inner: tokenizers.Tokenizer, template: str, end: str) -> ChatTokenizer:
     specials = {"bos_token": "<s>", "eos_token": "</s>"}
-    return ChatTokenizer(inner, template, specials, frozenset([inner.token_to_id(end)]), Path("here"))
+    return ChatTokenizer(
+        inner, template, specials, frozenset([inner.token_to_id(end)]), Path("here")
+    )
 
 
 TALK = [
@@ -147,15 +189,26 @@ def test_training_ids_equal_generation_ids(inner: tokenizers.Tokenizer, name: st
     transformers = pytest.importorskip("transformers")
     tokenizer = tokenizer_with(inner, TEMPLATES[name], ENDS[name])
     reference = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=inner, chat_template=TEMPLATES[name], bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+        tokenizer_object=inner,
+        chat_template=TEMPLATES[name],
+        bos_token="<s>",
+        eos_token="</s>",
+        unk_token="<unk>",
     )
     ids, counts = encode(tokenizer, Chat(list(TALK), "here"))
     assert ids == reference.apply_chat_template(TALK)["input_ids"]
     for turn in (1, 3):
         prompt = tokenizer.encode_chat(TALK[:turn])
-        assert prompt == reference.apply_chat_template(TALK[:turn], add_generation_prompt=True)["input_ids"]
+        assert (
+            prompt
+            == reference.apply_chat_template(TALK[:turn], add_generation_prompt=True)["input_ids"]
+        )
         assert ids[: len(prompt)] == prompt and counts[len(prompt)] and not counts[len(prompt) - 1]
-        answer = ids[len(prompt) : counts.index(False, len(prompt)) if False in counts[len(prompt) :] else None]
+        answer = ids[
+            len(prompt) : counts.index(False, len(prompt))
+            if False in counts[len(prompt) :]
+            else None
+        ]
         assert answer[-1] in tokenizer.eos_ids and not set(answer[:-1]) & tokenizer.eos_ids
         text = answer_text(tokenizer, prompt, answer[:-1])
         assert text.strip() == TALK[turn]["content"], "the loss mask covers the whole answer"
@@ -163,7 +216,9 @@ def test_training_ids_equal_generation_ids(inner: tokenizers.Tokenizer, name: st
             "a space that belongs to the answer is trained and seen"
         )
     if "{% generation" in TEMPLATES[name]:
-        mask = reference.apply_chat_template(TALK, return_assistant_tokens_mask=True, return_dict=True)["assistant_masks"]
+        mask = reference.apply_chat_template(
+            TALK, return_assistant_tokens_mask=True, return_dict=True
+        )["assistant_masks"]
         assert [bool(value) for value in mask] == counts
     assert last_answer(tokenizer, {"messages": TALK}) == (prompt, answer[:-1])
 
@@ -171,16 +226,22 @@ def test_training_ids_equal_generation_ids(inner: tokenizers.Tokenizer, name: st
 def test_an_answer_of_weight_zero_has_no_loss(tmp_path: Path) -> None:
     tokenizer = llama_tokenizer(tmp_path)
     talk = [*TALK[:1], {**TALK[1], "weight": 0}, *TALK[2:]]
-    (all_ids, all_counts), (ids, counts) = (encode(tokenizer, Chat(messages, "here")) for messages in (list(TALK), talk))
+    (all_ids, all_counts), (ids, counts) = (
+        encode(tokenizer, Chat(messages, "here")) for messages in (list(TALK), talk)
+    )
     prompt = len(tokenizer.encode_chat(TALK[:3]))
     assert ids == all_ids and counts == [False] * prompt + all_counts[prompt:]
     path = tmp_path / "chats.jsonl"
     path.write_text(json.dumps({"messages": [*TALK[:3], {**TALK[3], "weight": 0}]}) + "\n")
-    ((_, chat),) = chats(DataOptions(kind="chat", train=(str(path),), held_out_share=0.0), Counter())
+    ((_, chat),) = chats(
+        DataOptions(kind="chat", train=(str(path),), held_out_share=0.0), Counter()
+    )
     assert chat.messages == TALK[:2]
 
 
-def test_an_answer_that_starts_inside_a_token_is_dropped_and_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_answer_that_starts_inside_a_token_is_dropped_and_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """The prompt ends with a space, which merges with the first letter of the answer."""
     with_specials = byte_level()
     with_specials.add_special_tokens(["</s>"])
@@ -190,10 +251,22 @@ def test_an_answer_that_starts_inside_a_token_is_dropped_and_counted(tmp_path: P
         encode(bad, Chat(list(TALK[:2]), "here"))
     path = tmp_path / "chats.jsonl"
     answers = ["the mat", "the log", "(the dog)"]
-    path.write_text("".join(json.dumps({"messages": [TALK[0], {"role": "assistant", "content": text}]}) + "\n" for text in answers))
+    path.write_text(
+        "".join(
+            json.dumps({"messages": [TALK[0], {"role": "assistant", "content": text}]}) + "\n"
+            for text in answers
+        )
+    )
     left_out: Counter[str] = Counter()
-    samples = list(chat_samples(bad, DataOptions(kind="chat", train=(str(path),), held_out_share=0.0), 99, left_out))
-    assert len(samples) + left_out["with an answer that starts inside a token"] == 3 and len(samples) < 2
+    samples = list(
+        chat_samples(
+            bad, DataOptions(kind="chat", train=(str(path),), held_out_share=0.0), 99, left_out
+        )
+    )
+    assert (
+        len(samples) + left_out["with an answer that starts inside a token"] == 3
+        and len(samples) < 2
+    )
     assert "line 1" in caplog.text
 
 
@@ -210,7 +283,9 @@ WITH_TOOLS = (
 
 def llama_tokenizer(folder: Path, template: str | None = None) -> ChatTokenizer:
     if not (folder / "tokenizer").exists():
-        Tokenizer.train_on_documents(TEXT, vocab_size=340, min_frequency=2).save_for_llama(folder / "tokenizer")
+        Tokenizer.train_on_documents(TEXT, vocab_size=340, min_frequency=2).save_for_llama(
+            folder / "tokenizer"
+        )
     if template:
         shutil.copytree(folder / "tokenizer", folder / "other", dirs_exist_ok=True)
         (folder / "other/chat_template.jinja").write_text(template)
@@ -236,7 +311,9 @@ RESULT = {"role": "tool", "content": "42"}
         (line(ASK, {**ANSWER, "reasoning_content": "hm"}), "'reasoning_content' of message 2"),
     ],
 )
-def test_parts_that_the_template_does_not_render_are_refused(tmp_path: Path, chat: bytes, message: str) -> None:
+def test_parts_that_the_template_does_not_render_are_refused(
+    tmp_path: Path, chat: bytes, message: str
+) -> None:
     with pytest.raises(DataError, match=f"does not render {message}") as caught:
         refuse_unrendered(llama_tokenizer(tmp_path), parse_chat(chat, "chats.jsonl, line 7"))
     assert "chats.jsonl, line 7" in caught.value.where
@@ -244,7 +321,10 @@ def test_parts_that_the_template_does_not_render_are_refused(tmp_path: Path, cha
 
 def test_an_answer_that_contains_the_end_of_a_turn_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"answer 2 contains '<\|eot_id\|>'"):
-        refuse_unrendered(llama_tokenizer(tmp_path), parse_chat(line(ASK, {**ANSWER, "content": "say <|eot_id|> to end"}), "here"))
+        refuse_unrendered(
+            llama_tokenizer(tmp_path),
+            parse_chat(line(ASK, {**ANSWER, "content": "say <|eot_id|> to end"}), "here"),
+        )
 
 
 def test_a_role_that_the_template_drops_is_refused(inner: tokenizers.Tokenizer) -> None:
@@ -257,15 +337,25 @@ def test_rendered_parts_equal_those_of_transformers(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     tokenizer = llama_tokenizer(tmp_path, WITH_TOOLS)
     reference = transformers.AutoTokenizer.from_pretrained(tmp_path / "other")
-    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+    tools = [
+        {
+            "type": "function",
+            "function": {"name": "add", "parameters": {"type": "object", "properties": {}}},
+        }
+    ]
     chat = parse_chat(line({**ASK, "name": "Ann"}, CALLING, RESULT, ANSWER, tools=tools), "here")
     refuse_unrendered(tokenizer, chat)
     ids, counts = encode(tokenizer, chat)
     raw = [{**ASK, "name": "Ann"}, CALLING, RESULT, ANSWER]
     assert ids == reference.apply_chat_template(raw, tools=tools)["input_ids"]
     first = counts.index(True)
-    assert tokenizer.decode(ids[first : counts.index(False, first)]) == '{"name": "add", "arguments": {"a": 1}}', "the call is trained"
-    assert last_answer(tokenizer, {"messages": chat.messages, "tools": chat.tools})[0] == tokenizer.encode_chat(raw[:3], tools=tools)
+    assert (
+        tokenizer.decode(ids[first : counts.index(False, first)])
+        == '{"name": "add", "arguments": {"a": 1}}'
+    ), "the call is trained"
+    assert last_answer(tokenizer, {"messages": chat.messages, "tools": chat.tools})[
+        0
+    ] == tokenizer.encode_chat(raw[:3], tools=tools)
 
 
 @pytest.mark.parametrize(
@@ -294,7 +384,10 @@ def test_a_malformed_chat_is_refused(chat: bytes, message: str) -> None:
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "more than 2 s"),
+        (
+            "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+            "more than 2 s",
+        ),
         ("{{ 10 ** (10 ** 9) }}", "more than 2 s"),
         ("{{ 'a' * 10 ** 10 }}", "more than 1,024 MiB"),
         ("{{ 'a' * 10 ** 8 }}", "100,000,000 characters"),
@@ -303,7 +396,9 @@ def test_a_malformed_chat_is_refused(chat: bytes, message: str) -> None:
     ],
 )
 @pytest.mark.slow
-def test_a_template_beyond_a_limit_is_refused_and_the_next_one_works(tmp_path: Path, template: str, message: str) -> None:
+def test_a_template_beyond_a_limit_is_refused_and_the_next_one_works(
+    tmp_path: Path, template: str, message: str
+) -> None:
     bad = llama_tokenizer(tmp_path, template)
     with pytest.raises(DataError, match=message):
         bad.render(TALK)

@@ -19,7 +19,9 @@ DOCUMENTS = [[1, 5, 6, 2], [1, 2], [1, *range(3, 30), 2], [1, 70_000 % 60_000, 2
 
 
 def written(folder: Path, vocabulary: int = 1 << 16, shard_tokens: int = 7) -> TokenStream:
-    writer = TokenStreamWriter(folder, "train", vocabulary, has_loss_mask=True, shard_tokens=shard_tokens)
+    writer = TokenStreamWriter(
+        folder, "train", vocabulary, has_loss_mask=True, shard_tokens=shard_tokens
+    )
     for ids in DOCUMENTS:
         writer.add(ids, [i % 2 == 0 for i in ids])
     assert all(path.exists() for path in writer.close())
@@ -30,11 +32,17 @@ def written(folder: Path, vocabulary: int = 1 << 16, shard_tokens: int = 7) -> T
 def test_every_span_is_read_across_files_as_written(tmp_path: Path, vocabulary: int) -> None:
     stream, flat = written(tmp_path, vocabulary), [i for ids in DOCUMENTS for i in ids]
     owner = [number for number, ids in enumerate(DOCUMENTS) for _ in ids]
-    assert len(stream) == len(DOCUMENTS) and stream.tokens == len(flat) and len(stream.ids) == -(-len(flat) // 7)
+    assert (
+        len(stream) == len(DOCUMENTS)
+        and stream.tokens == len(flat)
+        and len(stream.ids) == -(-len(flat) // 7)
+    )
     for start in range(len(flat)):
         for end in range(start + 1, len(flat) + 1):
             assert stream.read(start, end).tolist() == flat[start:end]
-            assert stream.read_loss_mask(start, end).tolist() == [i % 2 == 0 for i in flat[start:end]]
+            assert stream.read_loss_mask(start, end).tolist() == [
+                i % 2 == 0 for i in flat[start:end]
+            ]
             assert stream.documents_at(start, end).tolist() == owner[start:end]
             ends = sum(int(o) in range(start + 1, end + 1) for o in stream.offsets[1:])
             assert stream.ends_in(np.array([start]), np.array([end])).tolist() == [ends]
@@ -51,7 +59,12 @@ def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def billion(tmp_path_factory: pytest.TempPathFactory) -> TokenStream:
     """10**9 tokens in a million documents. The id files are sparse."""
-    folder, tokens, shard_tokens, documents = tmp_path_factory.mktemp("billion"), 10**9, 1 << 26, 10**6
+    folder, tokens, shard_tokens, documents = (
+        tmp_path_factory.mktemp("billion"),
+        10**9,
+        1 << 26,
+        10**6,
+    )
     for number, first in enumerate(range(0, tokens, shard_tokens)):
         with open(folder / f"train.{number:05d}.ids", "wb") as file:
             file.truncate(2 * min(shard_tokens, tokens - first))
@@ -60,13 +73,22 @@ def billion(tmp_path_factory: pytest.TempPathFactory) -> TokenStream:
         ids[place % shard_tokens] = value
     np.arange(0, tokens + 1, tokens // documents, dtype=np.int64).tofile(folder / "train.offsets")
     write_json(
-        folder / "train.json", {"documents": documents, "tokens": tokens, "bits": 16, "counted": False, "shard_tokens": shard_tokens}
+        folder / "train.json",
+        {
+            "documents": documents,
+            "tokens": tokens,
+            "bits": 16,
+            "counted": False,
+            "shard_tokens": shard_tokens,
+        },
     )
     return TokenStream.open(folder, "train")
 
 
 def test_seeking_in_a_billion_tokens_is_fast(billion: TokenStream) -> None:
-    assert billion.read(0, 2).tolist() == [7, 0] and billion.read((1 << 26) - 1, (1 << 26) + 1).tolist() == [0, 8]
+    assert billion.read(0, 2).tolist() == [7, 0] and billion.read(
+        (1 << 26) - 1, (1 << 26) + 1
+    ).tolist() == [0, 8]
     assert billion.read(10**9 - 1, 10**9).tolist() == [9]
     assert billion.documents_at(999_999, 1_000_001).tolist() == [999, 1000]
     assert billion.ends_in(np.array([10**9 - 1]), np.array([10**9])).tolist() == [1]
@@ -76,8 +98,14 @@ def test_seeking_in_a_billion_tokens_is_fast(billion: TokenStream) -> None:
     for step in range(10**6, 10**6 + 50):
         for row in order.ids(step, 7)[:4]:
             start = int(row) * length
-            assert len(billion.read(start, start + length)) == len(billion.documents_at(start, start + length)) == length
-    assert time.process_time() - start_s < 20, "200 rows around step 1,000,000 take half a second; a scan, minutes"
+            assert (
+                len(billion.read(start, start + length))
+                == len(billion.documents_at(start, start + length))
+                == length
+            )
+    assert time.process_time() - start_s < 20, (
+        "200 rows around step 1,000,000 take half a second; a scan, minutes"
+    )
 
 
 @settings(deadline=None)
@@ -85,6 +113,8 @@ def test_seeking_in_a_billion_tokens_is_fast(billion: TokenStream) -> None:
 def test_each_epoch_has_every_row_once(samples: int, rows: int, k: int) -> None:
     order = UniformOrder(samples, rows * k, k, seed=3)
     steps = -(-2 * samples // (rows * k))
-    dealt = np.concatenate([order.ids(step, i) for step in range(steps) for i in range(k)])[: 2 * samples]
+    dealt = np.concatenate([order.ids(step, i) for step in range(steps) for i in range(k)])[
+        : 2 * samples
+    ]
     assert sorted(dealt[:samples]) == sorted(dealt[samples:]) == list(range(samples))
     assert order.epoch(steps) >= 2.0
