@@ -41,6 +41,7 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python tools/packages.py
+	$(BIN)/python tools/ratchet.py
 	$(BIN)/python tools/prose.py -q
 
 # On a machine with GPUs, about ten minutes on one; keeps its result in bench/gpu/.

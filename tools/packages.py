@@ -3,8 +3,7 @@
     python tools/packages.py [SRC/lockstep]
 
 Prints one line per package, lowest layer first, with the packages it imports and the number of
-import statements, then a few sizes of the code. Exits with code 1 when an import points upward or a
-layer contains a cycle. Imports inside functions and under `TYPE_CHECKING` count too.
+import statements. Exits with code 1 when an import points upward or a layer contains a cycle. Imports inside functions and under `TYPE_CHECKING` count too.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from pathlib import Path
-from statistics import median
 
 # Lowest first. A package may import from its own layer and from those listed before it.
 LAYERS = (
@@ -41,9 +39,8 @@ LAYERS = (
 )
 LEVEL = {package: level for level, layer in enumerate(LAYERS) for package in layer}
 
-Imports = dict[
-    tuple[str, str], list[str]
-]  # (importing, imported package): "module -> module" of each
+# (importing, imported package): "module -> module" of each
+Imports = dict[tuple[str, str], list[str]]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -52,7 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
     paths = modules(top)
     trees = {name: ast.parse(path.read_text(), str(path)) for name, path in paths.items()}
     imports = package_imports(trees)
-    print(*graph_lines(trees, imports), sizes(list(paths.values()), list(trees.values())), sep="\n")
+    print(*graph_lines(trees, imports), sep="\n")
     problems = find_problems(trees, imports)
     for problem in problems:
         print(f"error: {problem}", file=sys.stderr)
@@ -135,21 +132,6 @@ def graph_lines(trees: dict[str, ast.Module], imports: Imports) -> list[str]:
             count = f"{files[package]:3} file" + "s" * (files[package] > 1)
             lines.append(f"{level:2}  {package:13}{count}" + f"  -> {arrows}" * bool(arrows))
     return lines
-
-
-def sizes(paths: list[Path], trees: list[ast.Module]) -> str:
-    lines = {path: path.read_text().count("\n") for path in paths}
-    functions = [
-        node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)
-    ]
-    repeated = repeated_class_names(trees)
-    longest = max(lines, key=lambda path: lines[path])
-    return (
-        f"{len(lines)} files, {sum(lines.values()):,} lines; median file {median(lines.values()):.0f}, largest {longest.name} "
-        f"{lines[longest]}; functions over 60 lines: {sum((f.end_lineno or 0) - f.lineno >= 60 for f in functions)}, "
-        f"with more than 7 parameters: {sum(len(f.args.posonlyargs + f.args.args + f.args.kwonlyargs) > 7 for f in functions)}; "
-        f"names of several classes: {', '.join(repeated) or 'none'}"
-    )
 
 
 def repeated_class_names(trees: Iterable[ast.Module]) -> list[str]:
