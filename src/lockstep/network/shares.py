@@ -17,12 +17,59 @@ MIN_GAIN = 0.07  # of a step; smaller differences are noise
 MOST_SUBTREES = 3  # of a replica: each is a message more, and for a while a copy of the gradient
 UNEVEN_EXCHANGE = 2.0  # bytes that the busiest rank exchanges, when a rank has several subtrees, over those when none has
 SLOW, RECOVERED = 1.5, 1.1  # times the median
+AGREEING_VOTES = 3
+MIN_STEP_US = 50_000  # of shorter steps the noise is larger than what others shares would save
+
+
+class ShareRule:
+    """Decide when shares change. Every rank computes it from the same votes of one generation.
+
+    Shares change when the votes of AGREEING_VOTES steps in a row ask for more on the same replica,
+    of steps that take at least MIN_STEP_US. A change that has not shortened the step is taken back,
+    and the next one needs twice as many votes.
+    """
+
+    def __init__(self, unit: int = 1) -> None:
+        self.unit = unit
+        self.needed_votes = AGREEING_VOTES
+        self._votes = 0
+        self._most = -1  # the replica that shall compute most
+        self._before: tuple[tuple[int, ...], float] | None = None  # shares and step of a change
+
+    def decide(
+        self, current: tuple[int, ...], micro_batch_us: Sequence[int], exchange_us: int
+    ) -> tuple[tuple[int, ...], str]:
+        """Return the shares of the next step, by replica, and why; see `choose_shares`."""
+        now_us = compute_us(current, micro_batch_us, self.unit) + exchange_us
+        if self._before is not None:
+            (shares, before_us), self._before = self._before, None
+            if now_us > (1 - MIN_GAIN) * before_us:
+                self.needed_votes *= 2
+                return shares, f"shares {format_shares(current)} have not shortened the step"
+        chosen, reason = choose_shares(current, micro_batch_us, exchange_us, self.unit)
+        if now_us < MIN_STEP_US or chosen == current:
+            self._votes = 0
+            return current, reason
+        most = chosen.index(max(chosen))
+        self._votes = self._votes + 1 if most == self._most else 1
+        self._most = most
+        if self._votes < self.needed_votes:
+            return current, f"{self._votes} of {self.needed_votes} votes in a row"
+        self._votes = 0
+        self._before = current, now_us
+        return chosen, reason
+
+
+def compute_us(shares: Sequence[int], micro_batch_us: Sequence[int], unit: int) -> float:
+    """Return how long the slowest replica computes its share."""
+    passes = (-(-share // unit) * unit for share in shares)
+    return max(share * us for share, us in zip(passes, micro_batch_us, strict=True))
 
 
 def choose_shares(
     current: tuple[int, ...], micro_batch_us: Sequence[int], exchange_us: int, unit: int = 1
 ) -> tuple[tuple[int, ...], str]:
-    """Return the shares of the next step, by replica, and why. `current` if no others are much better.
+    """Return the best shares, by replica, and why. `current` if no others are much better.
 
     micro_batch_us  microseconds per micro-batch, by replica
     exchange_us     of communication that does not overlap with computation, with the current shares
@@ -31,29 +78,21 @@ def choose_shares(
     leaves = sum(current)
 
     def step_us(shares: tuple[int, ...]) -> float:
-        compute_us = max(
-            -(-share // unit) * unit * us for share, us in zip(shares, micro_batch_us, strict=True)
-        )
-        return compute_us + exchange_us * exchange_cost(shares) / exchange_cost(current)
+        exchange = exchange_us * exchange_cost(shares) / exchange_cost(current)
+        return compute_us(shares, micro_batch_us, unit) + exchange
 
     now_us = step_us(current)
-    least_us = leaves / fsum(
-        1 / us for us in micro_batch_us
-    )  # fsum: the same bits in every version of Python
+    # fsum: the same bits in every version of Python
+    least_us = leaves / fsum(1 / us for us in micro_batch_us)
     candidates = [current]
     if least_us < (1 - MIN_GAIN) * now_us:
-        candidates += [
-            equal_shares(len(current), leaves),
-            *proportional_shares(leaves, micro_batch_us, unit),
-        ]
+        candidates.append(equal_shares(len(current), leaves))
+        candidates += proportional_shares(leaves, micro_batch_us, unit)
     best = min(candidates, key=step_us)
     if step_us(best) > (1 - MIN_GAIN) * now_us:
         return current, f"no other shares shorten the step by {MIN_GAIN:.0%}"
-    expected, now = format_duration(step_us(best) / 1e6), format_duration(now_us / 1e6)
-    return (
-        best,
-        f"shares {format_shares(best)} instead of {format_shares(current)}: a step is expected to take {expected}, not {now}",
-    )
+    seconds = ", ".join(format_duration(us / 1e6) for us in micro_batch_us[:8])
+    return best, f"a micro-batch takes {seconds}"
 
 
 def proportional_shares(

@@ -10,7 +10,7 @@ from statistics import median_low
 
 from lockstep.elastic.consensus import StepDecision
 from lockstep.elastic.runtime import ElasticRuntime
-from lockstep.network.shares import choose_shares, find_slow
+from lockstep.network.shares import ShareRule, find_slow, format_shares
 from lockstep.network.subtrees import equal_shares
 from lockstep.parallel.replica import Replica
 from lockstep.parallel.sharded_replica import ShardedReplica
@@ -19,7 +19,8 @@ from lockstep.units import join_names
 
 log = logging.getLogger("lockstep")
 
-NAME_EVERY_S = 300.0  # seconds between two lines about one slow worker
+NAME_EVERY_S = 300.0  # seconds between two events about one slow worker
+SLOW_FOR_S = 60.0  # until the screen names it
 WINDOW_STEPS = 5  # of the median; a worker that slows down is noticed after three steps
 REPLICAS_PER_DECISION = (
     16  # more replicas decide less often: a decision takes about 0.2 ms for each
@@ -43,12 +44,12 @@ class ShareBalance:
         enabled: bool,
     ) -> None:
         self.runtime, self.replica, self.unit, self.enabled = runtime, replica, unit, enabled
+        self._rule = ShareRule(unit)
         self._measured: deque[tuple[float, float]] = deque(maxlen=WINDOW_STEPS)
         self._generation, self._shares = -1, tuple[int, ...]()
-        self._slow: tuple[str, ...] = ()
-        self._named_s = dict[
-            str, float
-        ]()  # when each worker was named last, by the monotonic clock
+        self._slow: dict[str, float] = {}  # workers, and since when, by the monotonic clock
+        self._shown = set[str]()  # those of them that the screen has named
+        self._recorded_s = dict[str, float]()  # when the last event about each was
 
     @property
     def shares(self) -> tuple[int, ...]:
@@ -56,6 +57,7 @@ class ShareBalance:
         if self.runtime.world.generation != self._generation:
             self._generation, self._shares = self.runtime.world.generation, ()
             self._measured.clear()
+            self._rule = ShareRule(self.unit)
         return self._shares
 
     def measured_us(self) -> dict[str, int]:
@@ -76,43 +78,53 @@ class ShareBalance:
         if len(times) < 2 or step % -(-len(times) // REPLICAS_PER_DECISION):
             return
         self._name_slow(times)
-        current = self._shares or equal_shares(len(times), self.replica.leaves)
-        shares, reason = choose_shares(current, times, decision.exchange_us, self.unit)
-        if not self.enabled or shares == current:
+        if not self.enabled:
             return
-        self._shares = () if shares == equal_shares(len(times), self.replica.leaves) else shares
+        equal = equal_shares(len(times), self.replica.leaves)
+        current = self._shares or equal
+        shares, reason = self._rule.decide(current, times, decision.exchange_us)
+        if shares == current:
+            return
+        self._shares = () if shares == equal else shares
         self._measured.clear()
         if self.runtime.world.leader:
-            log.info("from step %d on: %s", step + 2, reason)
-            self._append_event("shares", shares=shares, step=step + 1, why=reason)
+            what = f"shares {format_shares(shares)} instead of {format_shares(current)}: {reason}"
+            log.debug("from step %d on: %s", step + 2, what)
+            self._append_event("shares", shares=shares, step=step + 1, why=what)
 
     def _name_slow(self, times: tuple[int, ...]) -> None:
-        """Log which workers are slow, each at most once in NAME_EVERY_S."""
+        """Record which workers are slow, each at most once in NAME_EVERY_S. The screen names one that
+        has been slow for SLOW_FOR_S, once."""
         size = self.replica.workers_per_replica
         names = [self._name(range(i * size, (i + 1) * size)) for i in range(len(times))]
-        slow = find_slow(times, [i for i, name in enumerate(names) if name in self._slow])
-        median_s, before, self._slow = (
-            median_low(times) / 1e6,
-            self._slow,
-            tuple(names[i] for i in slow),
-        )
+        found = find_slow(times, [i for i, name in enumerate(names) if name in self._slow])
+        now_s = time.monotonic()
+        self._slow = {names[i]: self._slow.get(names[i], now_s) for i in found}
+        recovered = sorted(self._shown - self._slow.keys())
+        self._shown &= self._slow.keys()
         if not self.runtime.world.leader:
             return
-        now_s = time.monotonic()
-        for i in (
-            i for i in slow if now_s - self._named_s.get(names[i], -math.inf) >= NAME_EVERY_S
-        ):
-            seconds, self._named_s[names[i]] = times[i] / 1e6, now_s
-            log.warning(
-                "%s: %.3g s per micro-batch, %.1f times the median of %.3g s",
-                names[i],
-                seconds,
-                seconds / median_s,
-                median_s,
-            )
-            self._append_event("slow", worker=names[i], seconds=seconds, median=median_s)
-        if recovered := [name for name in before if name in names and name not in self._slow]:
+        if recovered:
             log.info("%s: no longer slow", join_names(recovered))
+        median_s = median_low(times) / 1e6
+        for i in found:
+            self._tell(names[i], times[i] / 1e6, median_s, now_s)
+
+    def _tell(self, worker: str, seconds: float, median_s: float, now_s: float) -> None:
+        """Record a slow worker where that is due, and show it."""
+        if now_s - self._recorded_s.get(worker, -math.inf) >= NAME_EVERY_S:
+            self._recorded_s[worker] = now_s
+            self._append_event("slow", worker=worker, seconds=seconds, median=median_s)
+        if worker in self._shown or now_s - self._slow[worker] < SLOW_FOR_S:
+            return
+        self._shown.add(worker)
+        log.warning(
+            "%s: %.3g s per micro-batch, %.1f times the median of %.3g s",
+            worker,
+            seconds,
+            seconds / median_s,
+            median_s,
+        )
 
     def _name(self, ranks: range) -> str:
         """Return "worker 1 on host b" for the ranks of a replica."""

@@ -6,7 +6,13 @@ from random import Random
 
 import pytest
 
-from lockstep.network.shares import choose_shares, find_slow, format_shares, proportional_shares
+from lockstep.network.shares import (
+    ShareRule,
+    choose_shares,
+    find_slow,
+    format_shares,
+    proportional_shares,
+)
 from lockstep.network.subtrees import equal_shares
 
 
@@ -30,7 +36,39 @@ def test_shares_follow_speed(
 ) -> None:
     shares, reason = choose_shares(current, micro_batch_us, 0)
     assert shares == expected
-    assert reason.startswith("shares " if expected != current else "no other shares")
+    assert reason.startswith("a micro-batch takes " if expected != current else "no other shares")
+
+
+def votes(rule: ShareRule, current: tuple[int, ...], *votes: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shares after these votes, with the measurements of each."""
+    for micro_batch_us in votes:
+        current, _ = rule.decide(current, micro_batch_us, 0)
+    return current
+
+
+SLOW = (100_000, 310_000)
+
+
+def test_shares_change_after_three_votes_in_a_row_for_the_same_replica() -> None:
+    assert votes(ShareRule(), (4, 4), SLOW, SLOW) == (4, 4)
+    assert votes(ShareRule(), (4, 4), SLOW, SLOW, SLOW) == (6, 2)
+    even = (100_000, 100_000)
+    assert votes(ShareRule(), (4, 4), SLOW, SLOW, even, SLOW, SLOW) == (4, 4)
+    assert votes(ShareRule(), (4, 4), *[SLOW, SLOW[::-1]] * 5) == (4, 4)
+
+
+def test_shares_of_steps_under_50_ms_stay() -> None:
+    assert votes(ShareRule(), (4, 4), *[(1_000, 3_100)] * 10) == (4, 4)
+    assert votes(ShareRule(), (1, 1), *[(1_000, 49_000)] * 10) == (1, 1)
+
+
+def test_a_change_that_shortens_no_step_is_taken_back_and_needs_more_votes_then() -> None:
+    rule = ShareRule()
+    assert votes(rule, (4, 4), SLOW, SLOW, SLOW) == (6, 2)
+    assert votes(rule, (6, 2), (300_000, 100_000)) == (4, 4)  # now the other one is slow
+    assert votes(rule, (4, 4), *[SLOW] * 5) == (4, 4)
+    assert votes(rule, (4, 4), SLOW) == (6, 2)
+    assert votes(rule, (6, 2), SLOW, SLOW) == (6, 2)  # it lasts
 
 
 def test_equal_workers_keep_equal_shares_under_noise() -> None:
