@@ -135,10 +135,8 @@ def docstring_starts(tree: ast.Module) -> Iterator[tuple[int, int]]:
     for node in ast.walk(tree):
         if not isinstance(node, ast.Module | ast.ClassDef | Function) or not node.body:
             continue
-        first = node.body[0]
-        is_text = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
-        if is_text and isinstance(first.value.value, str):
-            yield first.lineno, first.col_offset
+        if ast.get_docstring(node, clean=False) is not None:
+            yield node.body[0].lineno, node.body[0].col_offset
 
 
 def attributes_of(owner: ast.ClassDef) -> set[str]:

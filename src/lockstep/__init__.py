@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from lockstep.elastic.runtime import ElasticRuntime as ElasticRuntime
     from lockstep.elastic.world import World as World
     from lockstep.layout import Layout as Layout
-    from lockstep.models.deferred_init import deferred_init as deferred_init
+    from lockstep.parallel.deferred_init import deferred_init as deferred_init
     from lockstep.record.tracker import Tracker as Tracker
     from lockstep.session import Session as Session
     from lockstep.training.checkpointer import Checkpointer as Checkpointer
@@ -51,7 +51,7 @@ _MODULES = {
     "Tracker": "lockstep.record.tracker",
     "UniformOrder": "lockstep.data.order",
     "World": "lockstep.elastic.world",
-    "deferred_init": "lockstep.models.deferred_init",
+    "deferred_init": "lockstep.parallel.deferred_init",
     "index_dataset": "lockstep.data.indexed",
     "launch": "lockstep.cli.script",
 }

@@ -37,7 +37,7 @@ from lockstep.elastic.world import World
 from lockstep.errors import UsageError
 from lockstep.layout import Layout
 from lockstep.log import log
-from lockstep.models.deferred_init import move_to
+from lockstep.parallel.deferred_init import move_to
 from lockstep.object_store.address import local_folder
 from lockstep.parallel.parallelize import LocalModel
 from lockstep.parallel.plans import Patterns

@@ -13,8 +13,8 @@ from lockstep.generation.beam_search import (
     pad_rows,
     translate,
 )
-from lockstep.models.build import materialize
 from lockstep.models.translator import Translator, init_param
+from lockstep.parallel.materialize import materialize
 
 VOCABULARY = 60
 

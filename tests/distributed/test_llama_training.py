@@ -44,11 +44,11 @@ from lockstep.data.text.token_stream import TokenStream, TokenStreamWriter
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import CheckpointError, DataError, UsageError
 from lockstep.models import lora
-from lockstep.models.build import materialize
 from lockstep.models.llama import Llama
 from lockstep.models.llama_config import LLAMA_CONFIGS
 from lockstep.models.llama_io import InitialWeights, load_llama, open_weights
 from lockstep.models.lora import merged_weights
+from lockstep.parallel.materialize import materialize
 from lockstep.record.metrics import read_metrics
 from lockstep.tasks.evaluate import evaluate, evaluate_at_end
 from lockstep.tasks.language_model import prepare_documents, windows

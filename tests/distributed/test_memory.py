@@ -27,9 +27,9 @@ from lockstep.models.llama import Llama, build_llama
 from lockstep.models.llama_config import LLAMA_CONFIGS, LlamaConfig
 from lockstep.models.translator import Translator
 from lockstep.parallel.activation_checkpoint import Mode, checkpoint_activations
-from lockstep.parallel.memory_estimate import memory_limit, refuse_too_large
 from lockstep.parallel.plans import plan_of
 from lockstep.tasks.layout_limits import min_parameters
+from lockstep.tasks.memory_estimate import memory_limit, refuse_too_large
 from lockstep.training.optim import LeanAdamW, adamw, stochastic_round
 
 CONFIG = LlamaConfig(300, 64, 4, 4, 2, 16, 192, max_seq_len=256)

@@ -19,7 +19,7 @@ from lockstep.checkpoint.commands import digest_line
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import UsageError
 from lockstep.layout import Layout
-from lockstep.models.deferred_init import deferred_init
+from lockstep.parallel.deferred_init import deferred_init
 from lockstep.parallel.parallelize import LocalModel
 from lockstep.training.checkpointer import Checkpointer
 from lockstep.training.evaluation import mean_over

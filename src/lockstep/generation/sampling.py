@@ -25,7 +25,6 @@ from lockstep.generation.decoder import Decoder, KVCache
 from lockstep.log import log
 from lockstep.models.llama import Llama
 from lockstep.models.llama_config import LlamaConfig
-from lockstep.parallel.plans import plan_of_llama
 from lockstep.parallel.tensor_parallel import tensor_slices
 from lockstep.runtime.torch_private import inductor_freezing
 
@@ -327,7 +326,7 @@ def apply_tensor_parallel(model: Llama, runtime: ElasticRuntime, where: str) -> 
     UsageError, which names the option `where`: the model cannot be split so.
     """
     refuse_indivisible(model.config, runtime.world.size, where)
-    slices = tensor_slices(model, plan_of_llama(model), runtime.world.rank, runtime.world.size)
+    slices = tensor_slices(model, model.parallel_plan(), runtime.world.rank, runtime.world.size)
     for name, parameter in model.named_parameters():
         if not slices[name].is_whole:
             parameter.data = (

@@ -1,25 +1,21 @@
-"""Build a model on the meta device, then give it memory and initial values.
+"""Build a translator on the meta device, or with its initial values.
 
-On the meta device a model takes no memory and draws no random numbers. An initial value follows
-from (seed, name) or comes from a file. `llama.py` builds a Llama.
+`llama.py` builds a Llama.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
 
 from lockstep.models.kernels import AttentionKernel
 from lockstep.models.translator import Translator, init_param
+from lockstep.parallel.materialize import materialize
 
 if TYPE_CHECKING:
     from lockstep.config import schema as config
-
-Model = TypeVar("Model", bound=nn.Module)
 
 
 def choose_attention(device_type: str, length: int) -> tuple[AttentionKernel, str]:
@@ -56,23 +52,3 @@ def build_translator(
 ) -> Translator:
     translator = translator_on_meta(model, vocab_size, device.type, length)
     return materialize(translator, device, lambda name, shape: init_param(name, shape, seed))
-
-
-@torch.no_grad()
-def materialize(
-    model: Model, device: torch.device, init_param: Callable[[str, torch.Size], Tensor]
-) -> Model:
-    """Move a model from the meta device to `device` and initialize it, in place.
-
-    init_param  returns the initial value of the parameter or buffer of this name and shape, on the
-                CPU; called for one tensor at a time
-    """
-    swaps = torch.__future__.get_swap_module_params_on_conversion()
-    torch.__future__.set_swap_module_params_on_conversion(
-        True
-    )  # keeps ties, and the parameters of optimizers
-    model.to_empty(device=device)
-    torch.__future__.set_swap_module_params_on_conversion(swaps)
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        tensor.copy_(init_param(name, tensor.shape))
-    return model

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -24,9 +25,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lockstep.models.build import materialize
 from lockstep.models.llama_config import LlamaConfig
 from lockstep.models.loss import output_cross_entropy
+from lockstep.parallel.materialize import materialize
+from lockstep.parallel.plans import ParallelPlan
+from lockstep.parallel.staged_model import Chunk, StagedModel
 
 # torch 2.11 groups heads without being asked, and has no such argument.
 GROUPED: dict[str, Any] = {} if torch.__version__.startswith("2.11.") else {"enable_gqa": True}
@@ -205,8 +208,10 @@ class Layer(nn.Module):
         return cast(Tensor, states + self.feed_forward(self.feed_norm(states)))
 
 
-class Llama(nn.Module):
+class Llama(StagedModel):
     """`model(tokens)` returns logits; with labels the summed loss."""
+
+    masks_follow_layers = True  # those of adapters, see lora.py
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -231,11 +236,19 @@ class Llama(nn.Module):
         labels     (B, T) int64, the token after each token; IGNORE_INDEX: no loss there
         documents  (B, T) int64, see `positions_and_mask`
         """
-        states = self.norm(self.forward_layers(tokens, *positions_and_mask(tokens, documents)))
+        states = self.forward_layers(tokens, *positions_and_mask(tokens, documents))
         if labels is None:
-            return F.linear(states, self.output_weight)
+            return F.linear(self.norm(states), self.output_weight)
+        return self.loss_of(states, labels)
+
+    def loss_of(self, states: Tensor, labels: Tensor) -> Tensor:
+        """Return the summed loss of the states after the last layer."""
         return output_cross_entropy(
-            states, self.output_weight, labels, smoothing=0.0, ignore_index=IGNORE_INDEX
+            self.norm(states),
+            self.output_weight,
+            labels,
+            smoothing=0.0,
+            ignore_index=IGNORE_INDEX,
         )
 
     def forward_layers(
@@ -247,6 +260,59 @@ class Llama(nn.Module):
         for layer in self.layers:
             states = layer(states, rotary, mask)
         return cast(Tensor, states)
+
+    # -- in parts
+
+    def parallel_plan(self) -> ParallelPlan:
+        layers, config = self.layer_names(), self.config
+        return ParallelPlan(
+            units=tuple(layers),
+            regions=tuple(
+                f"{layer}.{part}" for layer in layers for part in ("attention", "feed_forward")
+            ),
+            column_parallel=(
+                (r"attention\.(query|key|value)\.(weight|bias|lora_up)$", 1),
+                (r"feed_forward\.(gate|up)\.(weight|lora_up)$", 1),
+            ),
+            row_parallel=r"(attention|feed_forward)\.out\.(weight|lora_down)$",
+            partial_grads=(
+                r"\.out\.lora_up$"
+                r"|\.(query|key|value|gate|up)\.lora_down$"
+                r"|(query|key)_norm\.weight$"
+            ),
+            widths=(config.n_heads, config.n_kv_heads, config.ffn_dim),
+            layers=config.n_layers,
+        )
+
+    @property
+    def tied_parameters(self) -> tuple[str, ...]:
+        return ("embedding.weight",) if self.output is None else ()
+
+    def layer_names(self) -> list[str]:
+        return [f"layers.{i}" for i in range(len(self.layers))]
+
+    def outer_modules(self, layers: Sequence[str], *, first: bool, last: bool) -> list[str]:
+        embedding = ["embedding"] if first or (last and self.tied_parameters) else []
+        return [*embedding, "norm", "output"] if last else embedding
+
+    def activation_shapes(self, tokens: Tensor, *_: Any) -> list[tuple[int, ...]]:
+        return [(*tokens.shape, self.config.dim)]
+
+    def forward_chunk(
+        self,
+        chunk: Chunk,
+        received: Sequence[Tensor],
+        tokens: Tensor,
+        labels: Tensor,
+        documents: Tensor | None = None,
+    ) -> tuple[Tensor, ...]:
+        """Run a chunk of `forward`: (states,) (B, T, D), or the loss at the end."""
+        positions, mask = positions_and_mask(tokens, documents)
+        states = self.embedding(tokens) if chunk.first else received[0]
+        rotary = RotaryEmbedding.of(positions, self.config, states.dtype)
+        for number in chunk.layers:
+            states = self.layers[number](states, rotary, mask)
+        return (self.loss_of(states, labels),) if chunk.last else (states,)
 
 
 # -- initial weights --------------------------------------------------------------------------------------------------

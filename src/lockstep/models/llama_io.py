@@ -33,7 +33,6 @@ from lockstep.data.tokenizer import BEGIN, END
 from lockstep.errors import CheckpointError, DataError, UsageError
 from lockstep.files import read_json, write_atomic, write_json
 from lockstep.models import llama, lora
-from lockstep.models.build import materialize
 from lockstep.models.hf_config import config_from_json, config_to_hf
 from lockstep.models.hub import (
     CONFIG_FILE,
@@ -49,6 +48,7 @@ from lockstep.models.llama import Llama
 from lockstep.models.llama_config import LLAMA_CONFIGS, LlamaConfig
 from lockstep.models.lora import is_adapter, merged_weights
 from lockstep.models.transformers_model import TransformersConfig, TransformersModel
+from lockstep.parallel.materialize import materialize
 from lockstep.units import format_bytes, format_count
 
 MODEL, TOKENIZER, CHECKPOINTS = "model.json", "tokenizer", "checkpoints"

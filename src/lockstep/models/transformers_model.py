@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, cast
 
@@ -17,9 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lockstep.errors import CheckpointError, UsageError
-from lockstep.models.deferred_init import LikeOnCpu, Recording
 from lockstep.models.llama import IGNORE_INDEX, document_positions
 from lockstep.models.loss import output_cross_entropy
+from lockstep.parallel.deferred_init import LikeOnCpu, Recording
+from lockstep.parallel.plans import ParallelPlan, find_units
+from lockstep.parallel.tensor_plan import styles_of
 from lockstep.units import join_names
 
 INNER = "inner."
@@ -200,6 +202,19 @@ class TransformersModel(nn.Module):
             )
         logits = self.inner(**inputs).logits.float().flatten(0, 1)
         return F.cross_entropy(logits, labels.flatten(), reduction="sum", ignore_index=IGNORE_INDEX)
+
+    def parallel_plan(self) -> ParallelPlan:
+        """Return the units, and the styles and widths if the configuration has a supported plan."""
+        config = self.inner.config
+        plan = ParallelPlan(tuple(INNER + name for name in find_units(self.inner)))
+        try:
+            styles = styles_of(self, "auto")
+        except UsageError:
+            return plan
+        heads = config.num_attention_heads
+        key_value_heads = getattr(config, "num_key_value_heads", heads)
+        widths = (heads, key_value_heads, config.intermediate_size)
+        return replace(plan, styles=styles, widths=widths)
 
     @torch.no_grad()
     def probe(self, device: torch.device) -> bool:

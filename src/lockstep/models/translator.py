@@ -19,8 +19,9 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -34,6 +35,8 @@ from lockstep.models.kernels import (
     attend_packed,
 )
 from lockstep.models.loss import output_cross_entropy
+from lockstep.parallel.plans import ParallelPlan
+from lockstep.parallel.staged_model import Chunk, StagedModel
 
 
 def sinusoidal_positions(length: int, dim: int, device: torch.device) -> Tensor:
@@ -235,7 +238,7 @@ class BeamCache:
 # -- the model --------------------------------------------------------------------------------------------------------
 
 
-class Translator(nn.Module):
+class Translator(StagedModel):
     """Encoder-decoder Transformer: `model(source, target)` returns the logits of each next token.
 
     vocab_size  of source and target; token `pad` is never attended to
@@ -278,9 +281,13 @@ class Translator(nn.Module):
         source (B, S) and target (B, T) int64, PAD only after a sentence.
         """
         states = self.decode(target, self.encode(source))
-        weight = self.embedding.weight
         if labels is None:
-            return F.linear(states, weight)
+            return F.linear(states, self.embedding.weight)
+        return self.loss_of(states, labels, smoothing)
+
+    def loss_of(self, states: Tensor, labels: Tensor, smoothing: float) -> Tensor:
+        """Return the summed loss of the decoder's states, which are normalized."""
+        weight = self.embedding.weight
         return output_cross_entropy(
             states, weight, labels, smoothing=smoothing, ignore_index=self.pad
         )
@@ -340,6 +347,77 @@ class Translator(nn.Module):
             states = cast(DecoderLayer, layer).step(states, cache, i, bias)
         cache.position += 1
         return F.linear(self.decoder_norm(states), self.embedding.weight)
+
+    # -- in parts
+
+    def parallel_plan(self) -> ParallelPlan:
+        layers = self.layer_names()
+        decoder = layers[len(self.encoder) :]
+        parts = ("self_attention", "cross_attention", "feed_forward")
+        modules = dict(self.named_modules())
+        regions = (f"{layer}.{part}" for layer in layers for part in parts)
+        return ParallelPlan(
+            # encoder_norm is a unit, or the root would gather it in mid-pass
+            units=(*layers[: len(self.encoder)], "encoder_norm", *decoder),
+            regions=tuple(name for name in regions if name in modules),
+            column_parallel=(
+                (r"query_key_value\.weight$", 3),
+                (r"key_value\.weight$", 2),
+                (r"(query|up)\.weight$", 1),
+            ),
+            row_parallel=r"(attention|feed_forward)\.out\.weight$",
+            per_rank_counts=((r"_attention$", "n_heads"),),
+            widths=(self.n_heads, len(self.get_parameter("decoder.0.feed_forward.up.weight"))),
+            layers=len(layers),
+        )
+
+    @property
+    def tied_parameters(self) -> tuple[str, ...]:
+        return ("embedding.weight",)
+
+    def layer_names(self) -> list[str]:
+        encoder = [f"encoder.{i}" for i in range(len(self.encoder))]
+        return encoder + [f"decoder.{i}" for i in range(len(self.decoder))]
+
+    def outer_modules(self, layers: Sequence[str], *, first: bool, last: bool) -> list[str]:
+        uses = {
+            "embedding": first or last,
+            "encoder_norm": f"encoder.{len(self.encoder) - 1}" in layers,
+            "decoder_norm": last,
+        }
+        return [name for name, used in uses.items() if used]
+
+    def activation_shapes(self, source: Tensor, target: Tensor, *_: Any) -> list[tuple[int, ...]]:
+        return [(*source.shape, self.dim), (*target.shape, self.dim)]
+
+    def forward_chunk(
+        self,
+        chunk: Chunk,
+        received: Sequence[Tensor],
+        source: Tensor,
+        target: Tensor,
+        labels: Tensor,
+        *,
+        smoothing: float = 0.0,
+    ) -> tuple[Tensor, ...]:
+        """Run a chunk of `forward`: (source states, target states), or the loss."""
+        dtype = next(self.parameters()).dtype
+        bias, causal = source_bias(source, self.pad, dtype), causal_bias(target, dtype)
+        if chunk.first:
+            received = (self.embed(source), self.embed(target))
+        states, target_states = received
+        for number in chunk.layers:
+            layer = number - len(self.encoder)
+            if layer < 0:
+                states = self.encoder[number](states, bias)
+            else:
+                memory = EncodedSource(states, bias)
+                target_states = self.decoder[layer](target_states, causal, memory)
+            if layer == -1:
+                states = self.encoder_norm(states)
+        if not chunk.last:
+            return states, target_states
+        return (self.loss_of(self.decoder_norm(target_states), labels, smoothing),)
 
 
 # -- initial weights --------------------------------------------------------------------------------------------------

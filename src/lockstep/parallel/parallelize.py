@@ -28,11 +28,12 @@ from torch.distributed.tensor import DTensor
 
 from lockstep.errors import UsageError
 from lockstep.layout import Coordinates, Layout
-from lockstep.models.build import materialize
 from lockstep.parallel.groups import ProcessGroups
+from lockstep.parallel.materialize import materialize
 from lockstep.parallel.pipeline import PipelineStage, build_stage
 from lockstep.parallel.plan_check import PlanCheck, split_layers
 from lockstep.parallel.plans import ParallelPlan, plan_of
+from lockstep.parallel.staged_model import StagedModel
 from lockstep.runtime.torch_private import (
     fsdp_parameters,
     init_fsdp,
@@ -207,6 +208,7 @@ def parallelize(  # 11 parameters: a model, its place in the layout, and three o
         return LocalModel(whole, layout, local_params=dict(whole.named_parameters()))
     plan, groups = plan or plan_of(model), ProcessGroups(layout, in_thread=device.type == "cpu")
     if stage is None and layout.pipeline > 1:
+        assert isinstance(model, StagedModel)  # others are refused by their plan, without layers
         stage = build_stage(model, coordinates.stage, layout.pipeline, chunks_per_stage)
     plan = plan.within(model)
     tensor_slices, plan_check = split_layers(model, plan, groups, coordinates.tensor, verify=verify)

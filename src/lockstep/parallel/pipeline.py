@@ -19,7 +19,8 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from itertools import chain
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -27,12 +28,10 @@ from torch import Tensor, nn
 
 from lockstep.data.order import splitmix64
 from lockstep.errors import UsageError
-from lockstep.models.llama import IGNORE_INDEX, Llama, RotaryEmbedding, positions_and_mask
-from lockstep.models.loss import output_cross_entropy
-from lockstep.models.translator import EncodedSource, Translator, causal_bias, source_bias
 from lockstep.network.pipeline_schedule import PipelineOp, adjacent_blocks, pipeline_schedule
 from lockstep.parallel.digest import digest_of
 from lockstep.parallel.groups import ProcessGroups
+from lockstep.parallel.staged_model import Chunk, StagedModel
 from lockstep.runtime.numerics import (
     generator_states,
     pack_generators,
@@ -58,14 +57,6 @@ class P2PMessage(NamedTuple):
         return ((self.micro * 1024 + self.edge) * 2 + (self.kind == "grads")) * (
             MAX_TENSORS + 1
         ) + number
-
-
-class Chunk(NamedTuple):
-    """Adjacent layers of the model, and whether they are the model's first and last."""
-
-    layers: Sequence[int]
-    first: bool
-    last: bool
 
 
 class PendingMicroBatch(NamedTuple):
@@ -160,65 +151,34 @@ class PipelineStage:
         return PendingMicroBatch(k, inputs, named, autocast_dtype, pack_generators(device), data)
 
 
-def build_stage(model: nn.Module, stage: int, stages: int, chunks_per_stage: int) -> PipelineStage:
+def build_stage(
+    model: StagedModel, stage: int, stages: int, chunks_per_stage: int
+) -> PipelineStage:
     """Remove the layers of other stages from a model on the meta device, in place.
 
     The forward pass becomes that of a chunk. Chunk c of stage s is chunk c * stages + s of all.
     """
-    names = layer_names(model)
+    names = model.layer_names()
     total = stages * chunks_per_stage
     ranges = adjacent_blocks(range(len(names)), total)
     chunks = tuple(Chunk(ranges[n], n == 0, n == total - 1) for n in range(stage, total, stages))
-    kept = {names[layer] for chunk in chunks for layer in chunk.layers}
+    layers = [[names[layer] for layer in chunk.layers] for chunk in chunks]
+    modules = tuple(
+        (*own, *model.outer_modules(own, first=chunk.first, last=chunk.last))
+        for own, chunk in zip(layers, chunks, strict=True)
+    )
+    kept = set(chain(*modules))
+    for name in (*names, *model.outer_modules(names, first=True, last=True)):
+        if name not in kept:
+            remove_module(model, name)
+    model.forward = lambda received, chunk, inputs, named: model.forward_chunk(
+        chunks[chunk], received(), *inputs, **named
+    )
     first, last = chunks[0].first, chunks[-1].last
-    last_encoder = names[len(model.encoder) - 1] if isinstance(model, Translator) else ""
-    outer = ("embedding", "norm", "output", "decoder_norm")
-    modules = []
-    for chunk in chunks:
-        layers = [names[layer] for layer in chunk.layers]
-        modules.append(
-            (
-                *layers,
-                *(outer if chunk.first or chunk.last else ()),
-                *(("encoder_norm",) if last_encoder in layers else ()),
-            )
-        )
-    tied = isinstance(model, Translator) or model.output is None
-    uses = {
-        "embedding": first or (last and tied),
-        "norm": last,
-        "output": last,
-        "decoder_norm": last,
-        "encoder_norm": last_encoder in kept,
-    }
-    for name in [name for name in names if name not in kept] + [
-        name for name, used in uses.items() if not used
-    ]:
-        remove_module(model, name)
-    run: Callable[..., tuple[Tensor, ...]] = (
-        forward_llama_chunk if isinstance(model, Llama) else forward_translator_chunk
-    )
-    model.forward = lambda received, chunk, inputs, named: run(
-        model, chunks[chunk], received(), *inputs, **named
-    )
-    shared = ("embedding.weight",) if tied and stages > 1 else ()
-    return PipelineStage(
-        stage,
-        stages,
-        chunks,
-        tuple(modules),
-        shared if last and not first else (),
-        shared if first and not last else (),
-    )
-
-
-def layer_names(model: nn.Module) -> list[str]:
-    if isinstance(model, Llama):
-        return [f"layers.{i}" for i in range(len(model.layers))]
-    assert isinstance(model, Translator)
-    return [f"encoder.{i}" for i in range(len(model.encoder))] + [
-        f"decoder.{i}" for i in range(len(model.decoder))
-    ]
+    shared = model.tied_parameters if first != last else ()
+    borrowed = shared if last else ()
+    lent = shared if first else ()
+    return PipelineStage(stage, stages, chunks, modules, borrowed, lent)
 
 
 def remove_module(model: nn.Module, name: str) -> None:
@@ -226,68 +186,6 @@ def remove_module(model: nn.Module, name: str) -> None:
     path, _, last = name.rpartition(".")
     if getattr(model.get_submodule(path), last, None) is not None:
         setattr(model.get_submodule(path), last, nn.Identity())
-
-
-def forward_llama_chunk(
-    model: Llama,
-    chunk: Chunk,
-    received: Sequence[Tensor],
-    tokens: Tensor,
-    labels: Tensor,
-    documents: Tensor | None = None,
-) -> tuple[Tensor, ...]:
-    """Run a chunk of Llama.forward: (states,) (B, T, D), or the loss at the end."""
-    positions, mask = positions_and_mask(tokens, documents)
-    states = model.embedding(tokens) if chunk.first else received[0]
-    rotary = RotaryEmbedding.of(positions, model.config, states.dtype)
-    for number in chunk.layers:
-        states = model.layers[number](states, rotary, mask)
-    if not chunk.last:
-        return (states,)
-    return (
-        output_cross_entropy(
-            model.norm(states),
-            model.output_weight,
-            labels,
-            smoothing=0.0,
-            ignore_index=IGNORE_INDEX,
-        ),
-    )
-
-
-def forward_translator_chunk(
-    model: Translator,
-    chunk: Chunk,
-    received: Sequence[Tensor],
-    source: Tensor,
-    target: Tensor,
-    labels: Tensor,
-    *,
-    smoothing: float = 0.0,
-) -> tuple[Tensor, ...]:
-    """Run a chunk of Translator.forward: (source states, target states), or the loss."""
-    dtype = next(model.parameters()).dtype
-    bias, causal = source_bias(source, model.pad, dtype), causal_bias(target, dtype)
-    states, target_states = (
-        (model.embed(source), model.embed(target)) if chunk.first else (received[0], received[1])
-    )
-    for number in chunk.layers:
-        if number < len(model.encoder):
-            states = model.encoder[number](states, bias)
-            if number == len(model.encoder) - 1:
-                states = model.encoder_norm(states)
-        else:
-            target_states = model.decoder[number - len(model.encoder)](
-                target_states, causal, EncodedSource(states, bias)
-            )
-    if not chunk.last:
-        return states, target_states
-    normed = model.decoder_norm(target_states)
-    return (
-        output_cross_entropy(
-            normed, model.embedding.weight, labels, smoothing=smoothing, ignore_index=model.pad
-        ),
-    )
 
 
 @dataclass(frozen=True)
@@ -306,15 +204,12 @@ class ChunkForward:
 
     def expected(self, micro: int) -> list[Tensor]:
         """Return empty tensors for the activations of a micro-batch; of a user's model none: unknown."""
-        if not isinstance(self.module, Llama | Translator):
+        if self.stage.passes_generators:
             return []
-        dim, streams = (
-            (self.module.config.dim, 1) if isinstance(self.module, Llama) else (self.module.dim, 2)
-        )
-        dtype, inputs = next(self.module.parameters()).dtype, self.pending[micro].inputs[:streams]
-        return [
-            torch.empty(*tokens.shape, dim, dtype=dtype, device=self.device) for tokens in inputs
-        ]
+        model = cast(StagedModel, self.module)
+        dtype = next(model.parameters()).dtype
+        shapes = model.activation_shapes(*self.pending[micro].inputs)
+        return [torch.empty(shape, dtype=dtype, device=self.device) for shape in shapes]
 
     def __call__(self, received: Activations | None, chunk: int, micro: int) -> Activations:
         k, inputs, named, autocast_dtype, generators, data = self.pending[micro]
@@ -333,12 +228,8 @@ class ChunkForward:
         if self.stage.passes_generators:
             restore_generators(received.generators if received else generators, self.device)
         else:
-            # the masks of a Llama's adapters follow from the layer (lora.py): the same in every layout
-            position = (
-                ()
-                if isinstance(self.module, Llama)
-                else (chunk * self.stage.stages + self.stage.number,)
-            )
+            follows_layers = cast(StagedModel, self.module).masks_follow_layers
+            position = () if follows_layers else (chunk * self.stage.stages + self.stage.number,)
             seed_generators(splitmix64(*self.seed, k, *position) >> 1, self.device)
         others = generator_states(self.device)[2:] if self.stage.passes_generators else ()
         with torch.autocast(self.device.type, autocast_dtype, enabled=autocast_dtype is not None):

@@ -1,4 +1,4 @@
-"""Where each model may be split, by module and parameter names; the models know nothing of it."""
+"""Where a model may be split, by module and parameter names."""
 
 from __future__ import annotations
 
@@ -6,15 +6,13 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from typing import Protocol, runtime_checkable
 
 from torch import nn
 
 from lockstep.errors import UsageError
 from lockstep.layout import LayoutLimits
-from lockstep.models.llama import Llama
-from lockstep.models.transformers_model import INNER, TransformersModel
-from lockstep.models.translator import Translator
-from lockstep.parallel.tensor_plan import PARTIAL, LayerStyle, styles_of
+from lockstep.parallel.tensor_plan import PARTIAL, LayerStyle
 from lockstep.units import join_names
 
 Patterns = str | Sequence[str] | None
@@ -22,25 +20,28 @@ Patterns = str | Sequence[str] | None
 
 @dataclass(frozen=True)
 class ParallelPlan:
-    """How a model may be split; patterns are searched in names of parameters or modules."""
+    """How a model may be split; patterns are searched in names of parameters or modules.
 
-    units: tuple[str, ...]  # modules that the shard axis gathers and frees, in forward order
-    regions: tuple[
-        str, ...
-    ]  # modules that the tensor axis shares: input replicated, output all-reduced
-    column_parallel: tuple[
-        tuple[str, int], ...
-    ]  # first weights of a region, split by rows: (pattern, matrices packed in one)
-    row_parallel: str  # last weight of a region, split by columns
-    partial_grads: str = r"$^"  # whole weights whose gradient is summed over the tensor axis
-    per_rank_counts: tuple[
-        tuple[str, str], ...
-    ] = ()  # attributes to divide by the tensor axis: (pattern of modules, attribute)
-    widths: tuple[int, ...] = ()  # numbers that the tensor axis must divide
-    layers: int = 0  # that can be split into stages
-    styles: Mapping[str, LayerStyle] = field(
-        default_factory=dict
-    )  # of layers by name, instead of regions and patterns
+    units            modules that the shard axis gathers and frees, in forward order
+    regions          modules that the tensor axis shares: input replicated, output all-reduced
+    column_parallel  first weights of a region, split by rows: (pattern, matrices packed in one)
+    row_parallel     last weight of a region, split by columns
+    partial_grads    whole weights whose gradient is summed over the tensor axis
+    per_rank_counts  attributes to divide by the tensor axis: (pattern of modules, attribute)
+    widths           numbers that the tensor axis must divide
+    layers           that can be split into stages
+    styles           of layers by name, instead of regions and patterns
+    """
+
+    units: tuple[str, ...]
+    regions: tuple[str, ...] = ()
+    column_parallel: tuple[tuple[str, int], ...] = ()
+    row_parallel: str = r"$^"
+    partial_grads: str = r"$^"
+    per_rank_counts: tuple[tuple[str, str], ...] = ()
+    widths: tuple[int, ...] = ()
+    layers: int = 0
+    styles: Mapping[str, LayerStyle] = field(default_factory=dict)
 
     def packed(self, name: str) -> int:
         """Return the number of matrices packed in a column-parallel weight; 0 for other weights."""
@@ -82,83 +83,22 @@ class ParallelPlan:
         return LayoutLimits(micro_batches, self.widths, self.layers)
 
 
+@runtime_checkable
+class HasPlan(Protocol):
+    """A model that knows how it may be split."""
+
+    def parallel_plan(self) -> ParallelPlan:
+        """Return its plan."""
+
+
 def plan_of(model: nn.Module) -> ParallelPlan:
-    """Return the plan of `model`. UsageError: there is none for its type."""
-    if isinstance(model, Llama):
-        return plan_of_llama(model)
-    if isinstance(model, Translator):
-        return plan_of_translator(model)
-    if isinstance(model, TransformersModel):
-        return plan_of_transformers(model)
+    """Return the plan of a built-in model. UsageError: there is none for its type."""
+    if isinstance(model, HasPlan):
+        return model.parallel_plan()
     raise UsageError(
         f"{type(model).__name__} cannot be sharded or split",
         "layout",
         "leave layout.shard, layout.tensor and layout.pipeline at 1: replicas support any model",
-    )
-
-
-def plan_of_transformers(model: TransformersModel) -> ParallelPlan:
-    """Return the units, and the styles and widths of a model whose configuration has a supported plan."""
-    units, config = tuple(INNER + name for name in find_units(model.inner)), model.inner.config
-    plan = ParallelPlan(units, regions=(), column_parallel=(), row_parallel=r"$^")
-    try:
-        styles = styles_of(model, "auto")
-    except UsageError:
-        return plan
-    heads = config.num_attention_heads
-    return replace(
-        plan,
-        styles=styles,
-        widths=(heads, getattr(config, "num_key_value_heads", heads), config.intermediate_size),
-    )
-
-
-def plan_of_llama(model: Llama) -> ParallelPlan:
-    config = model.config
-    layers = [f"layers.{i}" for i in range(config.n_layers)]
-    return ParallelPlan(
-        units=tuple(layers),
-        regions=tuple(
-            f"{layer}.{part}" for layer in layers for part in ("attention", "feed_forward")
-        ),
-        column_parallel=(
-            (r"attention\.(query|key|value)\.(weight|bias|lora_up)$", 1),
-            (r"feed_forward\.(gate|up)\.(weight|lora_up)$", 1),
-        ),
-        row_parallel=r"(attention|feed_forward)\.out\.(weight|lora_down)$",
-        partial_grads=r"\.out\.lora_up$|\.(query|key|value|gate|up)\.lora_down$|(query|key)_norm\.weight$",
-        widths=(config.n_heads, config.n_kv_heads, config.ffn_dim),
-        layers=config.n_layers,
-    )
-
-
-def plan_of_translator(model: Translator) -> ParallelPlan:
-    encoder = [f"encoder.{i}" for i in range(len(model.encoder))]
-    decoder = [f"decoder.{i}" for i in range(len(model.decoder))]
-    parts = ("self_attention", "cross_attention", "feed_forward")
-    names = dict(model.named_modules())
-    ffn_dim = len(model.get_parameter("decoder.0.feed_forward.up.weight"))
-    return ParallelPlan(
-        units=(
-            *encoder,
-            "encoder_norm",
-            *decoder,
-        ),  # encoder_norm is a unit, or the root would gather it in mid-pass
-        regions=tuple(
-            name
-            for layer in (*encoder, *decoder)
-            for part in parts
-            if (name := f"{layer}.{part}") in names
-        ),
-        column_parallel=(
-            (r"query_key_value\.weight$", 3),
-            (r"key_value\.weight$", 2),
-            (r"(query|up)\.weight$", 1),
-        ),
-        row_parallel=r"(attention|feed_forward)\.out\.weight$",
-        per_rank_counts=((r"_attention$", "n_heads"),),
-        widths=(model.n_heads, ffn_dim),
-        layers=len(encoder) + len(decoder),
     )
 
 

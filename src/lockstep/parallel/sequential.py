@@ -15,12 +15,12 @@ from torch.distributed.fsdp import FSDPModule
 from lockstep.errors import UsageError
 from lockstep.parallel.parallelize import LocalModel
 from lockstep.parallel.pipeline import (
-    Chunk,
     ChunkForward,
     PipelineRunner,
     PipelineStage,
     remove_module,
 )
+from lockstep.parallel.staged_model import Chunk
 from lockstep.runtime.numerics import restore_generators
 from lockstep.runtime.tensor_bytes import tensors_of
 from lockstep.runtime.torch_private import has_forward_hooks

@@ -14,13 +14,12 @@ from __future__ import annotations
 
 import re
 from functools import partial
-from typing import Any, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lockstep.models.lora import LoRALinear
 from lockstep.parallel.groups import ProcessGroups
 from lockstep.parallel.plans import ParallelPlan
 from lockstep.runtime.torch_private import version_of
@@ -50,6 +49,14 @@ class ReduceFromTensorParallel(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
+
+
+@runtime_checkable
+class KeepsColumns(Protocol):
+    """A linear layer with more than its weight by input column, as the masks of an adapter."""
+
+    def keep_columns(self, start: int, stop: int) -> None:
+        """Take these columns."""
 
 
 class RowParallelLinear(nn.Linear):
@@ -130,7 +137,7 @@ def apply_tensor_parallel(
         setattr(owner, last, nn.Parameter(cut, requires_grad=parameter.requires_grad))
         if isinstance(owner, nn.Linear) and last == "weight":
             owner.out_features, owner.in_features = slices[name].local_shape
-            if isinstance(owner, LoRALinear) and (columns := slices[name].columns):
+            if isinstance(owner, KeepsColumns) and (columns := slices[name].columns):
                 owner.keep_columns(*columns)
     for name, module in model.named_modules():
         for pattern, attribute in plan.per_rank_counts:

@@ -24,12 +24,12 @@ from lockstep.config.schema import RunConfig
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import UsageError
 from lockstep.layout import Coordinates, Layout
-from lockstep.models.build import materialize
 from lockstep.models.llama_config import LlamaConfig
 from lockstep.parallel.digest import digest_of
 from lockstep.parallel.exchange import start_exchange
 from lockstep.parallel.grad_norm import divide_and_clip
 from lockstep.parallel.groups import ProcessGroups
+from lockstep.parallel.materialize import materialize
 from lockstep.parallel.parallelize import parallelize
 from lockstep.parallel.plans import plan_of
 from lockstep.parallel.replica import Replica

@@ -18,7 +18,7 @@ from lockstep.files import read_json
 from lockstep.layout import Layout, choose_layout
 from lockstep.log import log
 from lockstep.parallel.activation_checkpoint import checkpoint_activations
-from lockstep.parallel.memory_estimate import explain_out_of_memory, refuse_too_large
+from lockstep.tasks.memory_estimate import explain_out_of_memory, refuse_too_large
 from lockstep.parallel.parallelize import LocalModel, parallelize
 from lockstep.parallel.plans import plan_of
 from lockstep.record.backends import load_backend

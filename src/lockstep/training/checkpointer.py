@@ -40,10 +40,9 @@ from lockstep.errors import CheckpointError, SaveFailedError, UsageError
 from lockstep.parallel.digest import digest_of
 from lockstep.parallel.parallelize import LocalModel, unwrap_local_model
 from lockstep.record.events import append_event
-from lockstep.remote.host_copy import wait_until_published
 from lockstep.runtime import numerics, sources
 from lockstep.runtime.tensor_bytes import bytes_of
-from lockstep.training import trained_parameters
+from lockstep.training import published_run, trained_parameters
 from lockstep.training.attributes import Attributes
 from lockstep.training.loading import load_checkpoint
 from lockstep.training.model_form import ModelForm
@@ -636,9 +635,7 @@ class Checkpointer:
             if self._failure:
                 raise self._failure
             if self.runtime.has_own_folder and (steps := self.store.steps()):
-                wait_until_published(
-                    self.store.folder.parent, steps[-1]
-                )  # else the next rank 0 saves the step again
+                published_run.wait_until_published(self.store.folder.parent, steps[-1])
 
         def finish_on_all() -> None:
             if self._request:

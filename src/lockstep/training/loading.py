@@ -14,7 +14,7 @@ from lockstep.elastic.run_folder import folder_error
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import RunFolderUnavailableError
 from lockstep.parallel.parallelize import LocalModel
-from lockstep.remote.host_copy import refresh_copy
+from lockstep.training import published_run
 from lockstep.training.shared_tensors import SharedTensors
 
 log = logging.getLogger("lockstep")
@@ -44,7 +44,7 @@ def load_checkpoint(
             raise RunFolderUnavailableError(
                 f"the run folder cannot be used: {why}", str(store.folder), "mount it again"
             )
-        refresh_copy(store.folder.parent, keep=["run.json"])
+        published_run.refresh(store.folder.parent)
         store.preflight()
         steps = store.steps()
         chosen, reason = choose_resume_step(how, steps)

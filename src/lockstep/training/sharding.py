@@ -18,7 +18,7 @@ from lockstep.elastic.collectives import assert_equal_on_all_ranks
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import UsageError
 from lockstep.layout import Layout
-from lockstep.models.deferred_init import recording_of
+from lockstep.parallel.deferred_init import recording_of
 from lockstep.parallel.gradient_watch import Unused
 from lockstep.parallel.own_model import find_copy, shard_average, shard_module
 from lockstep.parallel.parallelize import LocalModel

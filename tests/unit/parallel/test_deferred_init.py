@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import UsageError
-from lockstep.models.deferred_init import deferred_init, move_to
+from lockstep.parallel.deferred_init import deferred_init, move_to
 
 CPU = torch.device("cpu")
 
@@ -224,7 +224,7 @@ import re, sys, torch
 from pathlib import Path
 from torch import nn
 from lockstep.layout import Layout
-from lockstep.models.deferred_init import deferred_init, recording_of
+from lockstep.parallel.deferred_init import deferred_init, recording_of
 from lockstep.parallel.own_model import shard_module
 peak = lambda: int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) / 1024
 block = lambda: nn.Sequential(nn.Linear(1000, 1000), nn.ReLU())

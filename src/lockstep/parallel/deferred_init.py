@@ -18,7 +18,7 @@ from torch import Tensor, UntypedStorage, nn
 from torch.overrides import TorchFunctionMode
 
 from lockstep.errors import UsageError
-from lockstep.models.build import materialize
+from lockstep.parallel.materialize import materialize
 from lockstep.runtime.torch_private import (
     TorchDispatchMode,
     schema_of,
