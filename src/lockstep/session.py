@@ -15,7 +15,6 @@ without it (docs/loop.md).
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
@@ -37,12 +36,13 @@ from lockstep.elastic.world import World
 from lockstep.errors import UsageError
 from lockstep.layout import Layout
 from lockstep.log import log
-from lockstep.parallel.deferred_init import move_to
 from lockstep.object_store.address import local_folder
+from lockstep.parallel.deferred_init import move_to
 from lockstep.parallel.parallelize import LocalModel
 from lockstep.parallel.plans import Patterns
 from lockstep.parallel.sequential import evaluate_in_stages
 from lockstep.parallel.tensor_plan import TensorPlan
+from lockstep.record.progress import ProgressDisplay
 from lockstep.record.tracker import BackgroundTracker, Tracker
 from lockstep.runtime.numerics import make_deterministic, seed_generators
 from lockstep.runtime.signals import Stopped, StopSignals
@@ -58,6 +58,8 @@ from lockstep.training.sample_order import make_order
 from lockstep.training.saved_state import PerMicroBatch, SavedState
 from lockstep.training.session_checks import ReplicaOptions
 from lockstep.training.session_words import in_session_words
+from lockstep.training.step_record import StepRecord
+from lockstep.training.time_account import account_facts, resume_account
 from lockstep.training.update_checks import scaler_watch
 
 AFTER_EVALUATION, BEFORE_STEP = 1, 2  # separate the random numbers of these places
@@ -75,6 +77,7 @@ class Session:
     resume         "auto" (the newest valid checkpoint, if there is one), "never", "required", or a
                    step as text
     threads        of torch in this process; their number changes bits
+    progress       seconds between two lines of rank 0 on the screen; False: none
     shard, tensor, pipeline  sizes of the axes of the layout (docs/parallelism.md): workers that hold
                    one copy of the model together. `lockstep run --layout.shard` and the variable
                    LOCKSTEP_LAYOUT_SHARD replace `shard`, and so for the other axes
@@ -102,6 +105,7 @@ class Session:
         seed: int = 0,
         resume: str = "auto",
         threads: int = 1,
+        progress: float | bool = 10.0,
         shard: int = 1,
         tensor: int = 1,
         pipeline: int = 1,
@@ -115,6 +119,7 @@ class Session:
             keep,
         )
         self.seed, self.resume, self.threads, self.options = seed, resume, threads, options
+        self.progress_s = session_checks.progress_interval_s(progress)
         self.layout = Layout(1, shard, tensor, pipeline)  # of a replica
         self.step, self.in_micro_batches = 0, False
         self.model: PreparedModel | None = None
@@ -127,7 +132,6 @@ class Session:
         self._loaders: list[
             tuple[Loader, str]
         ] = []  # and what a resumed run must have in common with it
-        self._logged: dict[str, Any] = {}
         self._total = 0
         self._collectives: int | None = (
             None  # of the group so far, at the end of the micro-batch loop
@@ -310,7 +314,6 @@ class Session:
             self.runtime, (self.model, *self.optimizers, *self._state.values()), self._loaders
         )
         while self.step < total:
-            self._logged, start_s = {}, time.monotonic()
             step = self.step
             self._updates.start()
             self._seed(BEFORE_STEP)
@@ -326,13 +329,7 @@ class Session:
             )
             self.step += 1
             self._updates.end(step)
-            values = {
-                "loss": self.loss,
-                **self._logged,
-                "seconds": time.monotonic() - start_s,
-                "workers": self.world.size,
-            }
-            self._record.step(self.step, values)
+            self._record.end(self.step)
             stop = self.replicas.decision.stop
             unsaved.look(saves=bool(stop) or self.step >= total or self.checkpointer.due(self.step))
             self._save_if_due(last=bool(stop) or self.step >= total)
@@ -476,6 +473,7 @@ class Session:
         """Add numbers to this step's line in metrics.jsonl, which rank 0 writes.
 
         The line is numbered by committed steps: step + 1. It has loss, seconds and workers anyway.
+        The screen shows these numbers, too.
         """
         if step != self.step:
             raise UsageError(
@@ -483,7 +481,16 @@ class Session:
                 f"the loop is at step {self.step}",
                 "call it in the body of that step",
             )
-        self._logged |= session_checks.numbers_to_log(values, lambda: self.loss)
+        self._record.log(session_checks.numbers_to_log(values, lambda: self.loss))
+
+    def print(self, *values: object) -> None:
+        """Print a line on rank 0, whichever worker that is after a failure, beside the progress."""
+        if self.runtime.is_leader():
+            line = " ".join(map(str, values))
+            if "_record" in self.__dict__:
+                self._record.display.print_line(line)
+            else:
+                print(line, flush=True)
 
     def evaluate(
         self,
@@ -512,7 +519,8 @@ class Session:
             if "checkpointer" in self.__dict__
             else nullcontext()
         )
-        with unsaved, in_eval_mode(self.model, *self._state.values()):
+        timing = self._record.timing("overhead") if "_record" in self.__dict__ else nullcontext()
+        with unsaved, timing, in_eval_mode(self.model, *self._state.values()):
             means = mean_over(
                 dataset,
                 function,
@@ -584,20 +592,25 @@ class Session:
         saved = {"tensor": self.layout.tensor} if self.layout.tensor > 1 else {}
         self.step = checkpointer.resume(self.resume, facts, saved, options=options)
         session_checks.warn_of_other_bits(checkpointer.facts, self.layout)
+        resume_account(runtime, checkpointer.facts, self.step, self.out)
         signals = enter(StopSignals())
         tracker = enter(Tracker(self.out, leader=runtime.is_leader, from_step=self.step))
-        self._record = enter(BackgroundTracker(tracker))
+        metrics = enter(BackgroundTracker(tracker))
+        display = ProgressDisplay(total, self.step, runtime.shows_progress, every_s=self.progress_s)
+        enter(display)
         enter(checkpointer)
         group: Any = {
             "micro_batches": self.micro_batches_per_step,
             "seed": self.seed,
             "signals": signals,
-            "tracker": self._record,
+            "tracker": metrics,
         }
         group["carried"] = self._carried
         self.replicas = enter(ReplicaGroup(runtime, model, checkpointer, **group, **self.options))
         enter(scaler_watch(self.optimizers, lambda: self.replicas.scaler))
         self.checkpointer, self.tracker = checkpointer, tracker
+        loaders = [loader for loader, _ in self._loaders]
+        self._record = StepRecord(self.replicas, loaders, metrics, display)
         self._updates = session_checks.UpdateWatch(self.replicas, self.optimizers)
 
     def _replicas_in_loop(self) -> Callable[..., Any] | None:
@@ -610,12 +623,11 @@ class Session:
     def _save_if_due(self, *, last: bool) -> None:
         """Collective. Save the state and the loss after the last step, or when a save is due."""
         if last or self.checkpointer.due(self.step):
-            with self.runtime.during(
-                "saving"
-            ):  # the metrics are on disk first, so that no checkpoint is ahead of them
-                self.checkpointer.save(
-                    self.step, {"loss": self.loss}, first=self._record.sync, waits=last
-                )
+            facts = {"loss": self.loss, **account_facts(self.runtime.ledger)}
+            # The metrics are on disk first, so that no checkpoint is ahead of them.
+            first = self._record.tracker.sync
+            with self._record.timing("saving"), self.runtime.during("saving"):
+                self.checkpointer.save(self.step, facts, first=first, waits=last)
 
     def _refuse_after_start(self, what: str) -> None:
         if "replicas" in self.__dict__:

@@ -38,6 +38,7 @@ from lockstep.training.optim import (
 )
 from lockstep.training.owner_update import apply_owner_rule
 from lockstep.training.profiler import ProfiledSteps, compile_summary, profiling
+from lockstep.training.time_account import account_facts, account_step
 
 
 def train(
@@ -190,14 +191,14 @@ def train_task(  # over 60 lines: the whole loop in one place
                 with timer.timing("overhead"):
                     values |= validation.evaluate(replicas, optimizers, step)
                 progress.print_line(validation.describe(step, values))
-            training_setup.account_step(runtime.ledger, values)
+            account_step(runtime.ledger, values)
             values |= {
                 "generation": runtime.world.generation,
                 **runtime.ledger.metrics(time.monotonic()),
             }
             for number, shares in training_setup.metrics_of_steps(steps, values):
                 metrics.step(number, shares)
-            progress.step(step, values | {"shares": replicas.balance.shares}, steps=len(steps))
+            progress.step(step, values, steps=len(steps))
             profiler.step(step)
             if run.compute.compile and steps[0] == first_step + 1:
                 log.info(compile_summary())
@@ -209,10 +210,7 @@ def train_task(  # over 60 lines: the whole loop in one place
             is_best = step == (best := validation.history.best_step)
             if checkpointer.due(step) or is_last or is_best:
                 with timer.timing("saving"), runtime.during("saving"):
-                    facts = {
-                        "time": runtime.ledger.to_json(time.monotonic(), time.time()),
-                        **validation.facts,
-                    }
+                    facts = account_facts(runtime.ledger) | validation.facts
                     # The metrics are flushed first, so that no checkpoint is ahead of them.
                     checkpointer.save(
                         step,

@@ -3,8 +3,10 @@
 When the reader exits (`lockstep train | head`) the output ends and the training continues.
 """
 
+import math
 import os
 import sys
+import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, TextIO
@@ -22,6 +24,7 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
 
     shows      returns whether this process displays; called at each step, as the leader may change
     log_every  steps between lines; the first and the last step of a start also have one
+    every_s    instead of log_every: seconds between lines; inf: no lines and no bar
     stream     output; None: standard output
     """
 
@@ -32,33 +35,48 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
         shows: Callable[[], bool],
         *,
         log_every: int = 20,
+        every_s: float | None = None,
         stream: TextIO | None = None,
     ) -> None:
         self.total, self.start, self.log_every = total, start, log_every
+        self.every_s = every_s
+        self.last_line_s = -math.inf
         self.stream = stream or sys.stdout
         self.shows, self.closed = shows, False
         self.bar: Bar | None = None
-        if shows() and self.stream.isatty():
+        if shows() and self.stream.isatty() and every_s != math.inf:
             columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn())
             console = Console(file=self.stream, force_terminal=True, highlight=False)
             self.bar = Bar(*columns, console=console, refresh_per_second=2, transient=True)
             self.task = self.bar.add_task("step", total=total, completed=start)
             self.bar.start()
 
-    def step(self, step: int, values: Mapping[str, Any], *, steps: int = 1) -> None:
-        """Update the bar; print a line if one is due in these newest `steps`. values: see
+    def step(
+        self,
+        step: int,
+        values: Mapping[str, Any],
+        *,
+        steps: int = 1,
+        logged: Mapping[str, float] | None = None,
+    ) -> None:
+        """Update the bar; print a line if one is due in these newest `steps`. values, logged: see
         `format_step_line`."""
         if self.closed or not self.shows():
             return
         if self.bar is not None:
             self.bar.update(self.task, completed=step)
-        before = step - steps
-        if (
-            step // self.log_every > before // self.log_every
-            or before == self.start
-            or step == self.total
-        ):
-            self.print_line(format_step_line(step, values))
+        if self._is_due(step, step - steps):
+            self.last_line_s = time.monotonic()
+            self.print_line(format_step_line(step, values, logged))
+
+    def _is_due(self, step: int, before: int) -> bool:
+        if self.every_s == math.inf:
+            return False
+        if before == self.start or step == self.total:
+            return True
+        if self.every_s is not None:
+            return time.monotonic() - self.last_line_s >= self.every_s
+        return step // self.log_every > before // self.log_every
 
     def print_line(self, line: str) -> None:
         if self.closed or not self.shows():

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from lockstep.network.shares import format_shares
-from lockstep.units import format_bytes, format_count
+from lockstep.units import format_bytes, format_count, format_duration
 
 CATEGORIES = (
     "data",  # waiting for the next batch
@@ -68,35 +68,41 @@ class StepTimer:
     def add(self, category: str, seconds: float) -> None:
         self.seconds[category] += seconds
 
-    def step(self, tokens: int, devices: int = 1) -> dict[str, float]:
-        """End the step, in which `devices` trained `tokens` target tokens; return its metrics.
+    def step(self, count: int, devices: int = 1, unit: str = "tokens") -> dict[str, float]:
+        """End the step, in which `devices` trained `count` tokens or samples; return its metrics.
 
         Of this step: seconds, tokens, data_, communication_, saving_ and overhead_seconds.
         Averages: tokens_per_second(_per_device), data_wait and exposed_communication (shares of 1),
         mfu (if the peak is known). memory_bytes: peak of this rank since its start.
+        unit  what `count` counts, "tokens" or "samples"
         """
         now = self.clock()
-        exact = {"tokens": tokens, "seconds": now - self.since} | {
+        exact = {unit: count, "seconds": now - self.since} | {
             f"{name}_seconds": seconds for name, seconds in self.seconds.items()
         }
         self.since = now
         self.seconds = dict.fromkeys(CATEGORIES, 0.0)
-        if not self.warm and self.window:
+        if (not self.warm and self.window) or (self.window and unit not in self.window[0]):
             self.window.clear()
             self.warm = True
         self.window.append(exact)
         sums = {name: sum(step[name] for step in self.window) for name in exact}
         seconds = max(sums["seconds"], 1e-9)
-        rate = sums["tokens"] / seconds
+        rate = sums[unit] / seconds
         values = exact | {
-            "tokens_per_second": rate,
-            "tokens_per_second_per_device": rate / devices,
+            f"{unit}_per_second": rate,
+            f"{unit}_per_second_per_device": rate / devices,
             "data_wait": sums["data_seconds"] / seconds,
             "exposed_communication": sums["communication_seconds"] / seconds,
         }
         if self.flops_per_token and self.peak_flops:
             values["mfu"] = rate * self.flops_per_token / (self.peak_flops * devices)
         return values | {"memory_bytes": self.memory()}
+
+    @property
+    def mean_step_s(self) -> float:
+        """Return the mean seconds of the newest steps; 0 before the first."""
+        return sum(step["seconds"] for step in self.window) / max(1, len(self.window))
 
 
 def flops_per_token(parameters: int, layers: int, width: int, length: int) -> float:
@@ -144,22 +150,31 @@ def peak_flops(device_name: str, precision: str) -> float | None:
     return None
 
 
-def format_step_line(step: int, values: Mapping[str, Any]) -> str:
+def format_rate(rate: float) -> str:
+    return format_count(round(rate, 1) if rate < 1000 else rate)
+
+
+def format_step_line(
+    step: int, values: Mapping[str, Any], logged: Mapping[str, float] | None = None
+) -> str:
     """Return "step 1,200  loss 2.314  norm 0.81  tok/s 41.2 k  mfu 38%  mem 61.0 GiB  shares 6+2".
-    Missing values are omitted, data wait below 1%, and equal shares, which are ()."""
+    Missing values are omitted, data wait below 1%, and equal shares, which are ().
+
+    logged  further numbers of the step, behind the loss: {"accuracy": 0.91}
+    """
     formats: dict[str, Callable[[Any], str]] = {
         "loss": lambda value: f"loss {value:.3f}",
         "norm": lambda value: f"norm {value:.2f}",
-        "tokens_per_second": lambda value: (
-            f"tok/s {format_count(round(value, 1) if value < 1000 else value)}"
-        ),
+        "tokens_per_second": lambda value: f"tok/s {format_rate(value)}",
+        "samples_per_second": lambda value: f"samples/s {format_rate(value)}",
+        "eta_s": lambda value: f"eta {format_duration(value)}",
         "mfu": lambda value: f"mfu {value:.0%}",
         "exposed_communication": lambda value: f"exposed comm {value:.0%}",
         "data_wait": lambda value: f"data wait {value:.0%}" if value >= 0.01 else "",
         "memory_bytes": lambda value: f"mem {format_bytes(value)}",
         "shares": lambda value: f"shares {format_shares(value)}" if value else "",
     }
-    fields = [f"step {step:,}"] + [
-        text(values[key]) for key, text in formats.items() if key in values
-    ]
+    shown = {key: text(values[key]) for key, text in formats.items() if key in values}
+    further = [f"{name} {value:.4g}" for name, value in (logged or {}).items()]
+    fields = [f"step {step:,}", shown.pop("loss", ""), *further, *shown.values()]
     return "  ".join(field for field in fields if field)

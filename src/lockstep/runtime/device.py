@@ -4,6 +4,7 @@ import os
 
 import torch
 
+from lockstep.record.step_timer import peak_resident_bytes
 from lockstep.runtime.environment import RankInfo, choose_device
 
 
@@ -15,6 +16,14 @@ def select_device(info: RankInfo | None) -> tuple[torch.device, str]:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     return device, why
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Return the most memory that this process has used: of the GPU that torch has allocated, or
+    resident."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return peak_resident_bytes()
 
 
 def default_bucket_bytes(device: torch.device) -> int:

@@ -18,15 +18,16 @@ from lockstep.files import read_json
 from lockstep.layout import Layout, choose_layout
 from lockstep.log import log
 from lockstep.parallel.activation_checkpoint import checkpoint_activations
-from lockstep.tasks.memory_estimate import explain_out_of_memory, refuse_too_large
 from lockstep.parallel.parallelize import LocalModel, parallelize
 from lockstep.parallel.plans import plan_of
 from lockstep.record.backends import load_backend
 from lockstep.record.metrics import iter_steps
-from lockstep.record.step_timer import StepTimer, peak_flops, peak_resident_bytes
+from lockstep.record.step_timer import StepTimer, peak_flops
+from lockstep.runtime.device import peak_memory_bytes
 from lockstep.runtime.torch_private import set_recompile_limit
 from lockstep.tasks.evaluate import BEST, EVALUATIONS, best_of
 from lockstep.tasks.layout_limits import min_parameters
+from lockstep.tasks.memory_estimate import explain_out_of_memory, refuse_too_large
 from lockstep.tasks.open import Task, open_task
 from lockstep.training.initial_values import deferred
 from lockstep.training.optim import adamw_share
@@ -148,11 +149,7 @@ def make_step_timer(task: Task, run: RunConfig, runtime: ElasticRuntime) -> Step
             "the peak of this device is not known; its matrix products reach %.3g TFLOP/s now",
             peak / 1e12,
         )
-    memory = (
-        (lambda: torch.cuda.max_memory_allocated(runtime.world.device))
-        if cuda
-        else peak_resident_bytes
-    )
+    memory = partial(peak_memory_bytes, runtime.world.device)
     return StepTimer(flops_per_token=task.flops_per_token, peak_flops=peak, memory=memory)
 
 

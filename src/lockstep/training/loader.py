@@ -11,6 +11,7 @@ import copy
 import logging
 import operator
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -82,6 +83,8 @@ class Loader:
         self._marks = Marks(None)  # of the data set that the processes of the stream have
         self._has_warned = False
         self._batch: Any = None  # the micro-batch that the loop has, before its copy to the device
+        self._step = -1  # the newest one
+        self._waited_s = 0.0  # for micro-batches, since it was last asked for
         self._sizes = MeanSizes()
 
     def __call__(self, step: int) -> Iterator[Any]:
@@ -89,9 +92,12 @@ class Loader:
         seed, device = self.order.seed, self.runtime.world.device
         if self.num_workers:
             self._follow_data(step)
+        self._step = step
         for k in self._micro_batches(step):
+            start_s = time.perf_counter()
             self._batch = self._fetch((step, k))
             batch = to_device(self._batch, device)
+            self._waited_s += time.perf_counter() - start_s
             # As ReplicaGroup does: the model draws the same numbers, however samples are loaded.
             seed_generators(splitmix64(seed, step, k) >> 1, device)
             yield batch
@@ -100,6 +106,18 @@ class Loader:
     def batch(self, step: int, k: int) -> Any:
         """Return micro-batch `k` of a step on this worker's device, whichever worker trains it."""
         return to_device(self.batches[step, k], self.runtime.world.device)
+
+    def take_waited_s(self) -> float:
+        """Return the seconds that this worker has waited for micro-batches since the last call."""
+        waited_s, self._waited_s = self._waited_s, 0.0
+        return waited_s
+
+    def samples_in_step(self, step: int) -> int | None:
+        """Return the samples of all workers in `step`; None if the loop took others, or under a
+        token budget."""
+        if step != self._step or isinstance(self.order, BucketOrder):
+            return None
+        return self.order.batch_size
 
     def samples_of_mean(self) -> int | None:
         """Return the number of samples of the micro-batch that the loop has now, whose loss is a

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -55,6 +56,7 @@ OWN_OPTIONS = (
     "seed",
     "resume",
     "threads",
+    "progress",
     "shard",
     "tensor",
     "pipeline",
@@ -82,6 +84,16 @@ def refuse_wrong_options(micro_batches: int, options: Mapping[str, Any]) -> None
             "Session(micro_batches=...)",
             "give at least one for each worker",
         )
+
+
+def progress_interval_s(progress: float | bool) -> float:
+    """Return the seconds between two lines of Session(progress=...); inf: none."""
+    if isinstance(progress, bool):
+        return 10.0 if progress else math.inf
+    if not progress >= 0:
+        hint = "give the seconds between two lines, or False for none"
+        raise UsageError(f"progress={progress!r}", "Session(progress=...)", hint)
+    return progress
 
 
 def refuse_second_session(

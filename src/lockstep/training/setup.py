@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +20,11 @@ from lockstep.config.saved_run import read_run, to_json, write_run
 from lockstep.config.schema import ResolvedRun, RunConfig
 from lockstep.data.pairs.loader import PairLoader
 from lockstep.data.text.packing import RowLoader
-from lockstep.elastic.collectives import run_on_rank0
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import CheckpointError, UsageError
 from lockstep.files import try_lock
 from lockstep.parallel.parallelize import LocalModel
 from lockstep.record import events
-from lockstep.record.goodput import Ledger
-from lockstep.record.metrics import iter_steps
 from lockstep.record.tracker import BackgroundTracker, Tracker
 from lockstep.runtime.device import default_bucket_bytes
 from lockstep.runtime.numerics import choose_precision
@@ -38,6 +32,7 @@ from lockstep.runtime.signals import StopSignals
 from lockstep.training.checkpointer import Checkpointer
 from lockstep.training.replica_group import ReplicaGroup
 from lockstep.training.rollback import Rollback
+from lockstep.training.time_account import resume_account
 
 log = logging.getLogger("lockstep")
 
@@ -169,7 +164,7 @@ def resume_run(
     }
     first_step = checkpointer.resume(how, fingerprints, saved_facts)
     refuse_other_overrides(checkpointer.facts, resolved, first_step)
-    _resume_ledger(checkpointer.runtime, checkpointer.facts, first_step, folder)
+    resume_account(checkpointer.runtime, checkpointer.facts, first_step, folder)
     return first_step
 
 
@@ -205,46 +200,6 @@ def warn_of_other_layout(facts: Mapping[str, Any], run: RunConfig, model: nn.Mod
             )
 
 
-def _resume_ledger(
-    runtime: ElasticRuntime, facts: Mapping[str, Any], first_step: int, folder: Path
-) -> None:
-    """Collective, except for a joiner, which received a ledger. Continue the run's time account.
-
-    It continues from the checkpoint, or from the run's first start. Training after `first_step`
-    counts as lost, and the time without workers as down.
-    """
-    if not runtime.first_generation:
-        return
-
-    def read_files() -> tuple[dict[str, Any] | None, float]:
-        seconds_after = (
-            line.get("seconds", 0.0)
-            for line in iter_steps(folder / "metrics.jsonl", after=first_step)
-        )
-        return facts.get("time") or _empty_ledger(folder), math.fsum(seconds_after)
-
-    saved_ledger, lost_s = run_on_rank0(runtime, read_files)
-    if saved_ledger is None:
-        return
-    now_s = time.monotonic()
-    starting_s = runtime.ledger.summary(now_s)["wall_s"]
-    runtime.set_ledger(Ledger.from_json(saved_ledger, now_s, wall_clock_s=time.time()))
-    runtime.ledger.move(
-        "down", "starting", math.inf if runtime.world.generation == 1 else starting_s, now_s
-    )
-    runtime.ledger.move("down", "lost", lost_s, now_s)
-
-
-def _empty_ledger(folder: Path) -> dict[str, Any] | None:
-    """Return an empty ledger that starts with the run's first event; None without events."""
-    first = next(events.iter_events(folder), None)
-    return (
-        {"wall_clock_s": datetime.fromisoformat(first["time"]).timestamp(), "seconds": {}}
-        if first
-        else None
-    )
-
-
 def metrics_of_steps(steps: range, values: dict[str, Any]) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield (step, its metrics) of the steps that were committed together: an equal share of tokens and
     seconds; those of a validation only with the last one."""
@@ -265,11 +220,3 @@ def share_of(values: dict[str, Any], steps: int) -> dict[str, Any]:
         name: value / steps if steps > 1 and name.endswith(("tokens", "seconds")) else value
         for name, value in values.items()
     }
-
-
-def account_step(ledger: Ledger, values: Mapping[str, Any]) -> None:
-    """Move the step's waiting for communication and data from training to their own accounts."""
-    ledger.move(
-        "training", "communication", values.get("communication_seconds", 0.0), time.monotonic()
-    )
-    ledger.move("training", "data", values.get("data_seconds", 0.0), time.monotonic())

@@ -1,0 +1,73 @@
+"""What a Session measures of its steps, and tells: metrics.jsonl, the screen, the account of time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+
+from lockstep.record.progress import ProgressDisplay
+from lockstep.record.step_timer import StepTimer
+from lockstep.record.tracker import BackgroundTracker
+from lockstep.runtime.device import peak_memory_bytes
+from lockstep.training.loader import Loader
+from lockstep.training.replica_group import ReplicaGroup
+from lockstep.training.time_account import account_step
+
+
+class StepRecord:
+    """The steps of one start, from its creation on.
+
+    loaders  whose samples are counted, where the loop gives no count
+    """
+
+    def __init__(
+        self,
+        replicas: ReplicaGroup,
+        loaders: Sequence[Loader],
+        tracker: BackgroundTracker,
+        display: ProgressDisplay,
+    ) -> None:
+        self.replicas = replicas
+        self.runtime = replicas.runtime
+        self.loaders = loaders
+        self.tracker = tracker
+        self.display = display
+        self.timer = StepTimer(memory=partial(peak_memory_bytes, self.runtime.world.device))
+        self.logged: dict[str, float] = {}
+
+    def timing(self, category: str) -> AbstractContextManager[None]:
+        """Context manager: its seconds are saving or overhead of this step."""
+        return self.timer.timing(category)
+
+    def log(self, values: Mapping[str, float]) -> None:
+        """Add numbers to the line of this step."""
+        self.logged |= values
+
+    def end(self, step: int) -> None:
+        """Record the committed `step`."""
+        loss, world = self.replicas.loss, self.runtime.world
+        self.timer.add("communication", self.replicas.replica.exposed_s())
+        self.timer.add("data", sum(loader.take_waited_s() for loader in self.loaders))
+        count, unit = self._count(step - 1)
+        measured = self.timer.step(count, world.size, unit)
+        account_step(self.runtime.ledger, measured)
+        measured |= {"workers": world.size, "generation": world.generation}
+        account = self.runtime.ledger.metrics(time.monotonic())
+        self.tracker.step(step, {"loss": loss, **measured, **account, **self.logged})
+        shown = {
+            "loss": loss,
+            **measured,
+            "eta_s": (self.display.total - step) * self.timer.mean_step_s,
+        }
+        further = {name: value for name, value in self.logged.items() if name != "loss"}
+        self.display.step(step, shown, logged=further)
+        self.logged = {}
+
+    def _count(self, step: int) -> tuple[int, str]:
+        """Return how many tokens or samples all workers have trained in `step`, and which it is."""
+        if self.replicas.decision.count:
+            return self.replicas.decision.count, "tokens"
+        samples = (loader.samples_in_step(step) for loader in self.loaders)
+        return next(((number, "samples") for number in samples if number), (1, "steps"))

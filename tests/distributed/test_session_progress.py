@@ -1,0 +1,93 @@
+"""What a Session tells: lines on the screen, metrics.jsonl, and the account of time across starts."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from support.launching import one_thread, run_lockstep
+
+from lockstep.record.events import read_events
+from lockstep.record.metrics import iter_steps
+
+LOOP = """
+import time, torch, lockstep
+
+def train(out: str, steps: int = 4, progress: float = 0.0, tokens: bool = False):
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = torch.utils.data.TensorDataset(torch.ones(40, 3), torch.zeros(40, 1))
+    with lockstep.Session(out, micro_batches=4, progress=progress) as session:
+        model, optimizer = session.prepare(model, optimizer)
+        session.print("before", session.world.size)
+        loader = session.loader(data, batch_size=8)
+        for step in session.steps(steps):
+            for x, y in loader(step):
+                loss = torch.nn.functional.mse_loss(model(x), y, reduction="sum")
+                if tokens:
+                    session.backward(loss, count=7)
+                else:
+                    session.backward(loss)
+                time.sleep(0.01)
+            optimizer.step()
+            session.log(step, accuracy=0.5, lr=0.1)
+            session.evaluate(lambda batch: 1.0, data)
+            session.print("in step", step)
+"""
+
+
+def run(folder: Path, *flags: object) -> str:
+    (folder / "loop.py").write_text(LOOP)
+    words = ["launch", "--workers", "2", "--out", folder / "run", f"{folder / 'loop.py'}:train"]
+    done = run_lockstep(*words, *flags, env=one_thread())
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_screen_has_loss_rate_rest_and_what_the_loop_logs_and_prints_once(
+    tmp_path: Path,
+) -> None:
+    lines = run(tmp_path).splitlines()
+    assert lines[0] == "before 2"
+    assert [line for line in lines if line.startswith("in step")] == [
+        f"in step {step}" for step in range(4)
+    ]
+    steps = [line for line in lines if line.startswith("step ")]
+    assert len(steps) == 4
+    for number, line in enumerate(steps, 1):
+        shape = rf"step {number}  loss [\d.]+  accuracy 0.5  lr 0.1  samples/s [\d.]+( k)?  eta .+  exposed comm \d+%.*  mem .+"
+        assert re.fullmatch(shape, line), line
+
+
+def test_metrics_have_the_rate_and_the_waits_of_each_step(tmp_path: Path) -> None:
+    run(tmp_path)
+    lines = list(iter_steps(tmp_path / "run" / "metrics.jsonl"))
+    for line in lines:
+        assert line["samples"] == 8 and line["workers"] == 2 and line["accuracy"] == 0.5
+        assert line["overhead_seconds"] > 0 and line["data_seconds"] > 0
+        assert line["overhead_seconds"] + line["data_seconds"] < line["seconds"]
+        assert 0 <= line["exposed_communication"] < 1 and line["goodput"] > 0
+    assert lines[-1]["samples_per_second"] == pytest.approx(
+        8 * 3 / sum(line["seconds"] for line in lines[1:]), rel=1e-6
+    ), "without the first step of a start"
+
+
+def test_counts_of_the_loop_are_tokens(tmp_path: Path) -> None:
+    out = run(tmp_path, "--tokens", "true")
+    assert "tok/s" in out and "samples/s" not in out
+    assert [line["tokens"] for line in iter_steps(tmp_path / "run" / "metrics.jsonl")] == [28] * 4
+
+
+def test_a_resumed_run_continues_the_account_of_time(tmp_path: Path) -> None:
+    run(tmp_path)
+    first = [e for e in read_events(tmp_path / "run") if e["event"] == "goodput"][-1]
+    run(tmp_path, "--steps", "6")
+    second = [e for e in read_events(tmp_path / "run") if e["event"] == "goodput"][-1]
+    assert second["training_s"] > first["training_s"] and second["starting_s"] > first["starting_s"]
+    assert second["down_s"] > first["down_s"] == 0
+
+
+def test_progress_false_prints_no_lines_but_those_of_the_loop(tmp_path: Path) -> None:
+    lines = run(tmp_path, "--progress", "inf").splitlines()
+    assert lines == ["before 2", *(f"in step {step}" for step in range(4))]
