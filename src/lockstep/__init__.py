@@ -9,6 +9,7 @@
     lockstep.Tracker         metrics.jsonl, TensorBoard, Weights & Biases
     lockstep.Layout          how many workers hold one copy of the model, and how
     lockstep.deferred_init   build a model whose weights take no memory before it is sharded
+    lockstep.Best            the checkpoint with the best score; lockstep.EarlyStopping ends the loop
     lockstep.Mixture         data sets whose samples are taken in exact proportions, by stages
     lockstep.index_dataset   write the samples of a stream once, to find each by its number
     lockstep.UniformOrder    which samples belong to a step; BucketOrder: for sequences by length
@@ -37,12 +38,16 @@ if TYPE_CHECKING:
     from lockstep.training.checkpointer import Checkpointer as Checkpointer
     from lockstep.training.replica_group import ReplicaGroup as ReplicaGroup
     from lockstep.training.sample_order import Mixture as Mixture
+    from lockstep.training.scores import Best as Best
+    from lockstep.training.scores import EarlyStopping as EarlyStopping
 
 __version__ = "0.1.0"  # pyproject.toml reads it from here
 
 _MODULES = {
+    "Best": "lockstep.training.scores",
     "BucketOrder": "lockstep.data.order",
     "Checkpointer": "lockstep.training.checkpointer",
+    "EarlyStopping": "lockstep.training.scores",
     "ElasticRuntime": "lockstep.elastic.runtime",
     "Layout": "lockstep.layout",
     "Mixture": "lockstep.training.sample_order",

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lockstep.checkpoint.fingerprints import BEST_STEP
 from lockstep.checkpoint.stateful import Stateful, refuse_unsupported_state
 from lockstep.data.order import splitmix64
 from lockstep.elastic.collectives import all_gather_json
@@ -50,12 +51,13 @@ from lockstep.runtime.torch_private import collectives_of
 from lockstep.runtime.worker_env import read_worker_env
 from lockstep.training import session_checks, sharding
 from lockstep.training.checkpointer import Checkpointer
-from lockstep.training.evaluation import in_eval_mode, mean_over
+from lockstep.training.evaluation import Samples, gather_over, in_eval_mode, mean_over
 from lockstep.training.loader import Collate, Loader
 from lockstep.training.prepared_model import PreparedModel
 from lockstep.training.replica_group import ReplicaGroup
 from lockstep.training.sample_order import make_order
 from lockstep.training.saved_state import PerMicroBatch, SavedState
+from lockstep.training.scores import ScoredRun
 from lockstep.training.session_checks import ReplicaOptions
 from lockstep.training.session_words import in_session_words
 from lockstep.training.step_record import StepRecord
@@ -305,11 +307,15 @@ class Session:
         Saves when due and after the last step. After SIGTERM, SIGINT or SIGUSR1 the workers agree
         to stop, save, and raise Stopped: a SystemExit with code 75 or 130.
         """
-        if "replicas" not in self.__dict__:
+        if not self._is_started:
             self._start(total)
         self._total = total
         if self.step >= total:
             log.info("the run is finished: step %d of %d", self.step, total)
+        if self.step and (why := self._stopping.why()):
+            log.info("the run has stopped early, %s; a higher patience continues it", why)
+            self._total = self.step
+            return
         unsaved = session_checks.watch_variables(
             self.runtime, (self.model, *self.optimizers, *self._state.values()), self._loaders
         )
@@ -329,12 +335,15 @@ class Session:
             )
             self.step += 1
             self._updates.end(step)
-            self._record.end(self.step)
             stop = self.replicas.decision.stop
-            unsaved.look(saves=bool(stop) or self.step >= total or self.checkpointer.due(self.step))
-            self._save_if_due(last=bool(stop) or self.step >= total)
-            if stop == STOP_REQUEST:
-                log.info("session.stop(): step %d of %d is the last one", self.step, total)
+            ends = self._stopping.end(self.step)
+            is_last = bool(stop or ends) or self.step >= total
+            self._record.end(self.step, is_last=is_last)
+            unsaved.look(saves=is_last or self.checkpointer.due(self.step))
+            self._save_if_due(last=is_last)
+            if ends or stop == STOP_REQUEST:
+                why = ends or "session.stop()"
+                log.info("%s: step %d of %d is the last one", why, self.step, total)
                 self._total = self.step
                 return
             if stop:
@@ -351,7 +360,7 @@ class Session:
         The next vote carries the request: inside the micro-batch loop the current step is the last
         one; after that loop, the next step.
         """
-        if "replicas" not in self.__dict__:
+        if not self._is_started:
             raise UsageError(
                 "session.stop outside of the loop",
                 "session.stop()",
@@ -364,7 +373,7 @@ class Session:
 
         One loop per step.
         """
-        if "replicas" not in self.__dict__ or step != self.step:
+        if not self._is_started or step != self.step:
             raise UsageError(
                 f"the micro-batches of step {step}",
                 f"the loop is at step {self.step}",
@@ -399,7 +408,7 @@ class Session:
                 Give it for every micro-batch of a step, or for none
         scaler  scales the gradient; `loss` is unscaled, and so is the recorded loss
         """
-        if "replicas" not in self.__dict__:
+        if not self._is_started:
             raise UsageError(
                 "session.backward outside of the loop",
                 "session.backward(loss)",
@@ -456,7 +465,7 @@ class Session:
     @property
     def loss(self) -> float:
         """The mean loss of the newest step, also after a resume; the same bits on all workers."""
-        if "replicas" not in self.__dict__ or (self.step == 0 and self.replicas.last_step < 0):
+        if not self._is_started or (self.step == 0 and self.replicas.last_step < 0):
             raise UsageError(
                 "there is no loss yet",
                 "session.loss before the end of the first micro-batch loop",
@@ -506,32 +515,57 @@ class Session:
         Each worker computes its share, without gradients, with the model and the modules in
         `session.state` (an EMA) in eval mode. The same bits come out on any number of workers.
         """
+        samples = self._samples(
+            dataset, "session.evaluate(function, dataset)", batch_size, collate_fn
+        )
+        with self._evaluating():
+            return mean_over(self.runtime, samples, function)
+
+    def gather(
+        self,
+        function: Callable[[Any], Any],
+        dataset: Any,
+        *,
+        batch_size: int = 64,
+        collate_fn: Collate | None = None,
+    ) -> Any:
+        """Collective. Return function(batch) of the whole `dataset`, in its order, on all workers: for
+        scores that are no mean over samples, such as F1, BLEU or AUC.
+
+            labels, predicted = session.gather(lambda batch: (batch[1], model(batch[0]).argmax(1)), test)
+
+        function returns a tensor, an array or a list with one row for each sample, or a tuple or dict of
+        them. Tensors come back on the CPU. Shared and evaluated as by `evaluate`.
+        """
+        samples = self._samples(
+            dataset, "session.gather(function, dataset)", batch_size, collate_fn
+        )
+        with self._evaluating():
+            return gather_over(self.runtime, samples, function)
+
+    def _samples(
+        self, dataset: Any, where: str, batch_size: int, collate_fn: Collate | None
+    ) -> Samples:
+        size = self.replicas.replica.workers_per_replica if self._is_started else 1
+        return Samples(dataset, where, batch_size, collate_fn, self.seed, size)
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """Context manager around an evaluation: modules in eval mode, and the loop goes on as without it."""
         if self._stopped:
             raise self._stopped
-        sharing = {
-            "seed": self.seed,
-            "replica_size": self.replicas.replica.workers_per_replica
-            if "replicas" in self.__dict__
-            else 1,
-        }
-        unsaved = (
-            self.checkpointer.attributes.unsaved_changes()
-            if "checkpointer" in self.__dict__
-            else nullcontext()
-        )
-        timing = self._record.timing("overhead") if "_record" in self.__dict__ else nullcontext()
-        with unsaved, timing, in_eval_mode(self.model, *self._state.values()):
-            means = mean_over(
-                dataset,
-                function,
-                self.runtime,
-                batch_size=batch_size,
-                collate_fn=collate_fn,
-                **sharing,
-            )
+        with ExitStack() as stack:
+            if self._is_started:
+                stack.enter_context(self.checkpointer.attributes.unsaved_changes())
+                stack.enter_context(self._record.timing("overhead"))
+            stack.enter_context(in_eval_mode(self.model, *self._state.values()))
+            yield
         self._seed(AFTER_EVALUATION)
         self._collectives = None
-        return means
+
+    @property
+    def _is_started(self) -> bool:
+        return "replicas" in self.__dict__
 
     def _seed(self, place: int) -> None:
         """Seed the generators, equal on all workers, also on one that has resumed or joined."""
@@ -611,10 +645,11 @@ class Session:
         self.checkpointer, self.tracker = checkpointer, tracker
         loaders = [loader for loader, _ in self._loaders]
         self._record = StepRecord(self.replicas, loaders, metrics, display)
+        self._stopping = ScoredRun(self.out, self._state.values(), runtime.is_leader)
         self._updates = session_checks.UpdateWatch(self.replicas, self.optimizers)
 
     def _replicas_in_loop(self) -> Callable[..., Any] | None:
-        if self.layout.pipeline > 1 and "replicas" in self.__dict__:
+        if self.layout.pipeline > 1 and self._is_started:
             return partial(
                 evaluate_in_stages, self.replicas.local_model, in_loop=self.in_micro_batches
             )
@@ -622,15 +657,20 @@ class Session:
 
     def _save_if_due(self, *, last: bool) -> None:
         """Collective. Save the state and the loss after the last step, or when a save is due."""
-        if last or self.checkpointer.due(self.step):
+        best = self._stopping.best_steps()
+        is_best = self.step in best
+        if last or is_best or self.checkpointer.due(self.step):
             facts = {"loss": self.loss, **account_facts(self.runtime.ledger)}
+            facts |= {BEST_STEP: best[0]} if best else {}
             # The metrics are on disk first, so that no checkpoint is ahead of them.
             first = self._record.tracker.sync
             with self._record.timing("saving"), self.runtime.during("saving"):
-                self.checkpointer.save(self.step, facts, first=first, waits=last)
+                self.checkpointer.save(
+                    self.step, facts, first=first, protect=lambda: best, waits=last or is_best
+                )
 
     def _refuse_after_start(self, what: str) -> None:
-        if "replicas" in self.__dict__:
+        if self._is_started:
             raise UsageError(
                 f"session.{what} after session.steps",
                 "the run has resumed already",

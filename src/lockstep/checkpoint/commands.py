@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from lockstep.checkpoint import commit, safetensors_io
-from lockstep.checkpoint.fingerprints import newest_facts
+from lockstep.checkpoint.fingerprints import BEST_STEP, newest_facts
 from lockstep.checkpoint.folder import COMMITTED, committed_steps, folder_name, pinned
 from lockstep.checkpoint.policy import choose_step, show_steps
 from lockstep.checkpoint.shards import StoredTensors, inference_weights, open_tensors
@@ -66,9 +66,9 @@ def verify(folder: Path) -> tuple[bool, list[str]]:
 
 
 def best_step(folder: Path) -> int:
-    """Return the step of the lowest validation loss in training, else the one in best.json."""
+    """Return the best step of the validation in training, else the one in best.json."""
     _, facts = newest_facts(checkpoints_folder(folder)) or (0, {})
-    validated = int(facts.get("validation", {}).get("best_step", -1))
+    validated = int(facts.get("validation", facts).get(BEST_STEP, -1))
     try:
         return validated if validated >= 0 else int(read_json(folder / "best.json")["step"])
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -23,6 +23,7 @@ from lockstep.errors import CheckpointError
 from lockstep.files import read_json, write_json
 
 RUN_ID = "run_id.json"
+BEST_STEP = "best_step"  # fact: the step that a score of the loop has chosen
 MAX_SHOWN_CHARS = 80  # longest value that a message repeats
 
 

@@ -58,21 +58,22 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
         *,
         steps: int = 1,
         logged: Mapping[str, float] | None = None,
+        is_last: bool = False,
     ) -> None:
-        """Update the bar; print a line if one is due in these newest `steps`. values, logged: see
-        `format_step_line`."""
+        """Update the bar; print a line if one is due in these newest `steps`, or for the last one of
+        this start. values, logged: see `format_step_line`."""
         if self.closed or not self.shows():
             return
         if self.bar is not None:
             self.bar.update(self.task, completed=step)
-        if self._is_due(step, step - steps):
+        if self._is_due(step, step - steps, is_last):
             self.last_line_s = time.monotonic()
             self.print_line(format_step_line(step, values, logged))
 
-    def _is_due(self, step: int, before: int) -> bool:
+    def _is_due(self, step: int, before: int, is_last: bool) -> bool:
         if self.every_s == math.inf:
             return False
-        if before == self.start or step == self.total:
+        if before == self.start or step == self.total or is_last:
             return True
         if self.every_s is not None:
             return time.monotonic() - self.last_line_s >= self.every_s

@@ -1,76 +1,156 @@
-"""The mean of a function over a data set, with the same bits on any number of workers."""
+"""A function over a data set, its mean or all results: the same bits on any number of workers."""
 
 from __future__ import annotations
 
 import logging
 import math
+from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import default_collate
 
+from lockstep.checkpoint import json_tree
 from lockstep.data.order import splitmix64
 from lockstep.elastic.collectives import all_gather_json
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import PeersLostError, UsageError
 from lockstep.runtime.numerics import seed_generators
+from lockstep.runtime.tensor_bytes import DTYPES, TORCH_DTYPES, bytes_of
 from lockstep.training.loader import Collate, get_samples, number_of_samples, to_device
 
 log = logging.getLogger("lockstep")
 Scores = dict[int, dict[str, float]]  # by batch number, then by name
+Result = TypeVar("Result")  # of a batch, a JSON value
+PACKED = "results"
+CPU = torch.device("cpu")
 
 
-def mean_over(
-    dataset: Any,
-    function: Callable[[Any], Any],
-    runtime: ElasticRuntime,
-    *,
-    batch_size: int,
-    collate_fn: Collate | None,
-    seed: int,
-    replica_size: int,
-) -> Any:
+@dataclass(frozen=True)
+class Samples:
+    """A data set in batches, which the replicas compute in shares.
+
+    where  the call of the user, for errors
+    """
+
+    dataset: Any
+    where: str
+    batch_size: int
+    collate_fn: Collate | None
+    seed: int
+    replica_size: int
+
+    def compute(
+        self, runtime: ElasticRuntime, function: Callable[[int, Any], Result]
+    ) -> list[tuple[int, Result]]:
+        """Collective. Return (number of samples, function(number of samples, batch)) of each batch, in
+        order: computed by one worker each, without gradients, and sent to all as JSON."""
+        count, device = number_of_samples(self.dataset, self.where), runtime.world.device
+        if not count:
+            hint = "give it samples, or leave the call out where there are none"
+            raise UsageError("there is no sample to evaluate", self.where, hint)
+        batches = [
+            range(first, min(first + self.batch_size, count))
+            for first in range(0, count, self.batch_size)
+        ]
+
+        def compute_batches(numbers: Iterable[int]) -> dict[int, Result]:
+            results = {}
+            for number in numbers:
+                seed_generators(splitmix64(self.seed, number) >> 1, device)
+                samples = get_samples(self.dataset, batches[number])
+                batch = to_device((self.collate_fn or default_collate)(samples), device)
+                results[number] = function(len(samples), batch)
+            return results
+
+        with torch.no_grad(), runtime.during("evaluating"):
+            results = compute_in_shares(runtime, compute_batches, len(batches), self.replica_size)
+        return [(len(batch), results[number]) for number, batch in enumerate(batches)]
+
+
+def mean_over(runtime: ElasticRuntime, samples: Samples, function: Callable[[Any], Any]) -> Any:
     """Collective. Return the mean of function(batch), weighted by samples; see Session.evaluate."""
-    count, device = (
-        number_of_samples(dataset, "session.evaluate(function, dataset)"),
-        runtime.world.device,
-    )
-    if not count:
-        hint = "give it samples, or leave the call out where there are none"
-        raise UsageError(
-            "there is no sample to evaluate", "session.evaluate(function, dataset)", hint
-        )
-    batches = [
-        range(first, min(first + batch_size, count)) for first in range(0, count, batch_size)
-    ]
-
-    def compute_scores(numbers: Iterable[int]) -> Scores:
-        scores = {}
-        for number in numbers:
-            seed_generators(splitmix64(seed, number) >> 1, device)
-            batch = (collate_fn or default_collate)(get_samples(dataset, batches[number]))
-            scores[number] = to_numbers(function(to_device(batch, device)))
-        return scores
-
-    with torch.no_grad(), runtime.during("evaluating"):
-        scores = compute_in_shares(runtime, compute_scores, len(batches), replica_size)
+    rows = samples.compute(runtime, lambda _, batch: to_numbers(function(batch)))
     means = {
-        name: weighted_mean([(len(batches[n]), scores[n][name]) for n in range(len(batches))])
-        for name in scores[0]
+        name: weighted_mean([(count, numbers[name]) for count, numbers in rows])
+        for name in rows[0][1]
     }
     return means[""] if [*means] == [""] else means
 
 
+def gather_over(runtime: ElasticRuntime, samples: Samples, function: Callable[[Any], Any]) -> Any:
+    """Collective. Return function(batch) of all batches as one; see Session.gather."""
+
+    def pack_results(count: int, batch: Any) -> dict[str, Any]:
+        results = function(batch)
+        refuse_other_lengths(results, count, samples.where)
+        tensors = json_tree.pack(PACKED, to_device(results, CPU))
+        return {name: tensor_to_json(tensor) for name, tensor in tensors.items()}
+
+    rows = samples.compute(runtime, pack_results)
+    parts = [
+        json_tree.unpack(PACKED, {name: tensor_from_json(value) for name, value in row.items()})
+        for _, row in rows
+    ]
+    return concatenate(parts)
+
+
+def refuse_other_lengths(results: Any, count: int, where: str) -> None:
+    """UsageError unless these are results of `count` samples: a tensor, array or list with one row for
+    each, or a tuple or dict of them."""
+    if isinstance(results, tuple | Mapping):
+        for part in results.values() if isinstance(results, Mapping) else results:
+            refuse_other_lengths(part, count, where)
+        return
+    is_scalar = not isinstance(results, list) and not getattr(results, "shape", ())
+    if is_scalar or len(results) != count:
+        what = type(results).__name__ if is_scalar else f"{len(results)} results"
+        raise UsageError(
+            f"the function returns {what} for a batch of {count} samples",
+            where,
+            "return a tensor, an array or a list with one row for each sample, or a tuple or dict of "
+            "them; session.evaluate takes one number for a batch",
+        )
+
+
+def concatenate(parts: list[Any]) -> Any:
+    """Return the results of all batches as those of one."""
+    first = parts[0]
+    if isinstance(first, Mapping):
+        return {name: concatenate([part[name] for part in parts]) for name in first}
+    if isinstance(first, tuple):
+        return tuple(concatenate(list(column)) for column in zip(*parts, strict=True))
+    if isinstance(first, list):
+        return [item for part in parts for item in part]
+    if isinstance(first, np.ndarray):
+        return np.concatenate(parts)
+    return torch.cat(parts)
+
+
+def tensor_to_json(tensor: Tensor) -> list[Any]:
+    return [DTYPES[tensor.dtype], list(tensor.shape), b64encode(bytes_of(tensor)).decode()]
+
+
+def tensor_from_json(value: list[Any]) -> Tensor:
+    dtype, shape, text = value
+    data = bytearray(b64decode(text))
+    if not data:
+        return torch.empty(shape, dtype=TORCH_DTYPES[dtype])
+    return torch.frombuffer(data, dtype=TORCH_DTYPES[dtype]).view(shape)
+
+
 def compute_in_shares(
     runtime: ElasticRuntime,
-    compute: Callable[[Iterable[int]], Scores],
+    compute: Callable[[Iterable[int]], dict[int, Result]],
     count: int,
     replica_size: int,
-) -> Scores:
+) -> dict[int, Result]:
     """Collective. Return compute(range(count)), of which each replica computes a share.
 
     If a worker is lost, this worker computes everything, and the next step regroups. PeersLostError

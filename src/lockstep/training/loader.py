@@ -48,6 +48,76 @@ class KeyedBatches(Dataset[Any]):
         return self.collate_fn(get_samples(self.dataset, self.order.ids(*key).tolist()))
 
 
+class Prefetch:
+    """Worker processes that load the micro-batches which this worker needs next."""
+
+    def __init__(
+        self,
+        batches: KeyedBatches,
+        runtime: ElasticRuntime,
+        own_leaves: Callable[[], Sequence[int]],
+        num_workers: int,
+    ) -> None:
+        self.batches = batches
+        self.runtime = runtime
+        self.own_leaves = own_leaves
+        self.num_workers = num_workers
+        self._stream: Iterator[Any] | None = None  # yields the micro-batches of `_keys` in order
+        self._keys: Iterator[Key] = iter(())
+        self._next: Key = (-1, -1)
+        self._last: Key = (-1, -1)
+        self._members: tuple[int, ...] = ()  # generation and micro-batches of the stream
+        self._marks = Marks(None)  # of the data set that the processes of the stream have
+        self._has_warned = False
+
+    def close(self) -> None:
+        self._stream = None
+
+    def __getitem__(self, key: Key) -> Any:
+        own = self.own_leaves()
+        members = (self.runtime.world.generation, *own)
+        repeated = key[1] not in own or (
+            members == self._members and (key == self._last or key[0] == self._next[0] != -1)
+        )
+        if repeated and key != self._next:
+            batch = self.batches[key]  # the rehearsal of the first step asks out of turn
+            self._marks = Marks(self.batches.dataset)  # a data set may count or keep its samples
+            return batch
+        if self._stream is None or members != self._members or key != self._next:
+            self._members, self._keys = members, keys_from(*key, own)
+            self._next = next(self._keys)
+            self._stream = self._start(keys_from(*key, own))
+        self._last, self._next = key, next(self._keys)
+        return next(self._stream)
+
+    def follow_data(self, step: int) -> None:
+        """Stop processes that hold the data set as it was before a change by the loop."""
+        marks = Marks(self.batches.dataset)
+        if self._stream is not None and not marks.equal(self._marks):
+            self._stream = None
+            if not self._has_warned:
+                self._has_warned = True
+                log.warning(
+                    "the data set has changed at step %d: the processes that load it start again, "
+                    "with its new values, and so after every change (said once)",
+                    step,
+                )
+        self._marks = marks
+
+    def _start(self, keys: Iterator[Key]) -> Iterator[Any]:
+        self._stream = None  # stops the processes before others start
+        loader: DataLoader[Any] = DataLoader(
+            self.batches,
+            batch_size=None,
+            sampler=keys,  # any iterable of keys
+            collate_fn=unchanged,
+            num_workers=self.num_workers,
+            pin_memory=self.runtime.world.device.type == "cuda",
+            worker_init_fn=release_sockets,
+        )
+        return iter(loader)
+
+
 class Loader:
     """The micro-batches of a step on this worker's device: `for batch in loader(step)`. Stateless.
 
@@ -70,18 +140,12 @@ class Loader:
         collate_fn: Collate | None = None,
         num_workers: int = 0,
     ) -> None:
-        self.order, self.runtime, self.num_workers = order, runtime, num_workers
-        self._micro_batches, self._own_leaves = micro_batches, own_leaves
+        self.order, self.runtime = order, runtime
         self.batches = KeyedBatches(dataset, order, collate_fn)
-        self._stream: Iterator[Any] | None = None  # yields the micro-batches of `_keys` in order
-        self._keys: Iterator[Key] = iter(())
-        self._next: Key = (-1, -1)
-        self._last: Key = (-1, -1)
-        self._members: tuple[
-            int, ...
-        ] = ()  # the generation and micro-batches for which the stream was made
-        self._marks = Marks(None)  # of the data set that the processes of the stream have
-        self._has_warned = False
+        self._micro_batches = micro_batches
+        self._prefetch = None
+        if num_workers:
+            self._prefetch = Prefetch(self.batches, runtime, own_leaves, num_workers)
         self._batch: Any = None  # the micro-batch that the loop has, before its copy to the device
         self._step = -1  # the newest one
         self._waited_s = 0.0  # for micro-batches, since it was last asked for
@@ -90,12 +154,12 @@ class Loader:
     def __call__(self, step: int) -> Iterator[Any]:
         """Collective. Yield this worker's micro-batches; after a failure, its new share."""
         seed, device = self.order.seed, self.runtime.world.device
-        if self.num_workers:
-            self._follow_data(step)
+        if self._prefetch:
+            self._prefetch.follow_data(step)
         self._step = step
         for k in self._micro_batches(step):
             start_s = time.perf_counter()
-            self._batch = self._fetch((step, k))
+            self._batch = (self._prefetch or self.batches)[step, k]
             batch = to_device(self._batch, device)
             self._waited_s += time.perf_counter() - start_s
             # As ReplicaGroup does: the model draws the same numbers, however samples are loaded.
@@ -150,53 +214,8 @@ class Loader:
 
     def close(self) -> None:
         """Stop the worker processes."""
-        self._stream = None
-
-    def _fetch(self, key: Key) -> Any:
-        own = self._own_leaves()
-        members = (self.runtime.world.generation, *own)
-        repeated = key[1] not in own or (
-            members == self._members and (key == self._last or key[0] == self._next[0] != -1)
-        )
-        if not self.num_workers:
-            return self.batches[key]
-        if repeated and key != self._next:
-            batch = self.batches[key]  # the rehearsal of the first step asks out of turn
-            self._marks = Marks(self.batches.dataset)  # a data set may count or keep its samples
-            return batch
-        if self._stream is None or members != self._members or key != self._next:
-            self._members, self._keys = members, keys_from(*key, own)
-            self._next = next(self._keys)
-            self._stream = self._start(keys_from(*key, own))
-        self._last, self._next = key, next(self._keys)
-        return next(self._stream)
-
-    def _follow_data(self, step: int) -> None:
-        """Stop processes that hold the data set as it was before a change by the loop."""
-        marks = Marks(self.batches.dataset)
-        if self._stream is not None and not marks.equal(self._marks):
-            self._stream = None
-            if not self._has_warned:
-                self._has_warned = True
-                log.warning(
-                    "the data set has changed at step %d: the processes that load it start again, "
-                    "with its new values, and so after every change (said once)",
-                    step,
-                )
-        self._marks = marks
-
-    def _start(self, keys: Iterator[Key]) -> Iterator[Any]:
-        self._stream = None  # stops the processes before others start
-        loader: DataLoader[Any] = DataLoader(
-            self.batches,
-            batch_size=None,
-            sampler=keys,  # any iterable of keys
-            collate_fn=unchanged,
-            num_workers=self.num_workers,
-            pin_memory=self.runtime.world.device.type == "cuda",
-            worker_init_fn=release_sockets,
-        )
-        return iter(loader)
+        if self._prefetch:
+            self._prefetch.close()
 
 
 def keys_from(step: int, k: int, own: Sequence[int]) -> Iterator[Key]:

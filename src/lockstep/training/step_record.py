@@ -45,8 +45,8 @@ class StepRecord:
         """Add numbers to the line of this step."""
         self.logged |= values
 
-    def end(self, step: int) -> None:
-        """Record the committed `step`."""
+    def end(self, step: int, *, is_last: bool) -> None:
+        """Record the committed `step`. is_last: of this start."""
         loss, world = self.replicas.loss, self.runtime.world
         self.timer.add("communication", self.replicas.replica.exposed_s())
         self.timer.add("data", sum(loader.take_waited_s() for loader in self.loaders))
@@ -62,7 +62,7 @@ class StepRecord:
             "eta_s": (self.display.total - step) * self.timer.mean_step_s,
         }
         further = {name: value for name, value in self.logged.items() if name != "loss"}
-        self.display.step(step, shown, logged=further)
+        self.display.step(step, shown, logged=further, is_last=is_last)
         self.logged = {}
 
     def _count(self, step: int) -> tuple[int, str]:
