@@ -38,6 +38,7 @@ from lockstep.errors import UsageError
 from lockstep.layout import Layout
 from lockstep.log import log
 from lockstep.object_store.address import local_folder
+from lockstep.parallel.activation_checkpoint import Mode
 from lockstep.parallel.deferred_init import move_to
 from lockstep.parallel.parallelize import LocalModel
 from lockstep.parallel.plans import Patterns
@@ -49,10 +50,11 @@ from lockstep.runtime.numerics import make_deterministic, seed_generators
 from lockstep.runtime.signals import Stopped, StopSignals
 from lockstep.runtime.torch_private import collectives_of
 from lockstep.runtime.worker_env import read_worker_env
-from lockstep.training import session_checks, sharding
+from lockstep.training import model_options, session_checks, sharding
 from lockstep.training.checkpointer import Checkpointer
 from lockstep.training.evaluation import Samples, gather_over, in_eval_mode, mean_over
 from lockstep.training.loader import Collate, Loader
+from lockstep.training.model_options import Precision
 from lockstep.training.prepared_model import PreparedModel
 from lockstep.training.replica_group import ReplicaGroup
 from lockstep.training.sample_order import make_order
@@ -79,6 +81,8 @@ class Session:
     resume         "auto" (the newest valid checkpoint, if there is one), "never", "required", or a
                    step as text
     threads        of torch in this process; their number changes bits
+    track          metric backends that follow metrics.jsonl: "tensorboard", "wandb", "wandb:offline",
+                   "MODULE:CLASS" (docs/loop.md). `lockstep run --track NAME` adds others
     progress       seconds between two lines of rank 0 on the screen; False: none
     shard, tensor, pipeline  sizes of the axes of the layout (docs/parallelism.md): workers that hold
                    one copy of the model together. `lockstep run --layout.shard` and the variable
@@ -107,6 +111,7 @@ class Session:
         seed: int = 0,
         resume: str = "auto",
         threads: int = 1,
+        track: Sequence[str] = (),
         progress: float | bool = 10.0,
         shard: int = 1,
         tensor: int = 1,
@@ -121,6 +126,7 @@ class Session:
             keep,
         )
         self.seed, self.resume, self.threads, self.options = seed, resume, threads, options
+        self._backends = session_checks.choose_backends(track)
         self.progress_s = session_checks.progress_interval_s(progress)
         self.layout = Layout(1, shard, tensor, pipeline)  # of a replica
         self.step, self.in_micro_batches = 0, False
@@ -144,6 +150,7 @@ class Session:
 
     def __enter__(self) -> Session:
         worker_env = read_worker_env(os.environ)
+        session_checks.refuse_ineffective_variables(os.environ)
         session_checks.refuse_second_session(self.out, self._open, bool(self._entered), worker_env)
         self.layout = sharding.choose_replica_layout(
             self.layout, self.micro_batches_per_step, worker_env
@@ -198,6 +205,9 @@ class Session:
         units: Patterns = None,
         tensor_plan: TensorPlan = None,
         split_points: Sequence[str] = (),
+        precision: Precision | None = None,
+        compile: bool = False,
+        activation_checkpoint: Mode = "none",
     ) -> Any:
         """Return (the model to call in the loop, *optimizers); without optimizers only the model.
 
@@ -210,6 +220,11 @@ class Session:
                       {"layers.*.up": "colwise", "layers.*.down": "rowwise"}; "auto" for the plan of a
                       Hugging Face model
         split_points  in a pipeline: names of the first blocks of its later stages; (): similar bytes
+        precision     "bf16": forward passes run in torch.autocast and return float32; "auto": where
+                      the device has bf16 units; "fp32". None: the loop may use torch.autocast itself
+        compile       compile each of the units, or repeated blocks, in place
+        activation_checkpoint  what these keep for their backward pass: "none" (all activations),
+                      "selective" (matrix products), "full" (their inputs). The same bits
         """
         self._refuse_after_start("prepare")
         if self.model is not None:
@@ -219,14 +234,17 @@ class Session:
                 "put all trained modules into one nn.ModuleDict",
             )
         session_checks.refuse_unprepared(model, optimizers)
-        is_whole = self.layout.workers_per_replica == 1
-        self.model = PreparedModel(
-            move_to(model, self.world.device) if is_whole else model, self._replicas_in_loop
+        device = self.world.device
+        if self.layout.workers_per_replica == 1:
+            model = move_to(model, device)
+        model_options.prepare_blocks(
+            model, units, compile=compile, activation_checkpoint=activation_checkpoint
         )
-        self.optimizers, self._splits = (
-            optimizers,
-            {"units": units, "tensor_plan": tensor_plan, "split_points": split_points},
-        )
+        chosen = model_options.resolve_precision(precision, device)
+        self.model = PreparedModel(model, self._replicas_in_loop, device, chosen)
+        self.optimizers = optimizers
+        self._splits = {"units": units, "tensor_plan": tensor_plan, "split_points": split_points}
+        self._bits = {"precision": chosen or "of the loop", "compile": str(compile)}
         return (self.model, *optimizers) if optimizers else self.model
 
     def state(self, **objects: Any) -> SavedState:
@@ -435,9 +453,10 @@ class Session:
         pipeline needs this form, and runs the micro-batches together after the loop."""
         model: Any = self.model
         if self.layout.pipeline > 1:
-            result = self.replicas(
-                inputs, target, lambda output, target: self._share(loss(output, target), count)
-            )
+            with model_options.autocast(self.world.device, model.precision):
+                result = self.replicas(
+                    inputs, target, lambda output, target: self._share(loss(output, target), count)
+                )
         else:
             result = self._share(loss(model(inputs), target), count)
         with torch.autocast(self.world.device.type, enabled=False):
@@ -594,6 +613,7 @@ class Session:
             "micro_batches": str(self.micro_batches_per_step),
             "seed": str(self.seed),
             "wire": self.options.get("wire", "fp32"),
+            **self._bits,
         }
         facts |= {f"loader {i}": fact for i, (_, fact) in enumerate(self._loaders)}
         axes = {f"--layout.{axis}": getattr(self.layout, axis) for axis in sharding.SESSION_AXES}
@@ -628,7 +648,16 @@ class Session:
         session_checks.warn_of_other_bits(checkpointer.facts, self.layout)
         resume_account(runtime, checkpointer.facts, self.step, self.out)
         signals = enter(StopSignals())
-        tracker = enter(Tracker(self.out, leader=runtime.is_leader, from_step=self.step))
+        shown = {"values": facts | options}
+        tracker = enter(
+            Tracker(
+                self.out,
+                leader=runtime.is_leader,
+                from_step=self.step,
+                run=shown,
+                **self._backends,
+            )
+        )
         metrics = enter(BackgroundTracker(tracker))
         display = ProgressDisplay(total, self.step, runtime.shows_progress, every_s=self.progress_s)
         enter(display)

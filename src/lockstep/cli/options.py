@@ -304,6 +304,13 @@ def add_training_commands(commands: Commands) -> None:
             dest=axis,
             help=f"workers that share {split} (default: Session({axis}=...), or 1)",
         )
+    add(
+        "--track",
+        action="append",
+        metavar="NAME",
+        help="tensorboard, wandb, wandb:offline or MODULE:CLASS; may be given several times "
+        "(default: Session(track=[...]))",
+    )
     add("-m", **MODULE)
     add("--restart", **RESTART)
     add("--parent", **PARENT)

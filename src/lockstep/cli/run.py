@@ -11,7 +11,7 @@ from lockstep.cli.start import (
     run_as_worker,
     start_local_agent,
 )
-from lockstep.config.variables import environment_variable
+from lockstep.config.variables import TRACK, environment_variable
 from lockstep.errors import UsageError
 from lockstep.runtime.processes import die_with_parent
 
@@ -33,6 +33,8 @@ def main(args: argparse.Namespace, rest: list[str]) -> int:
             os.environ[environment_variable(f"layout.{axis}")] = str(
                 size
             )  # for the Sessions of the workers
+    if args.track:
+        os.environ[TRACK] = ",".join(args.track)
     code = run_as_worker(request, args.workers)
     if code is not None:
         return code

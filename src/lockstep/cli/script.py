@@ -35,6 +35,7 @@ OPTIONS_AFTER_SCRIPT = (
     "--host",
     "--ssh",
     "--restart",
+    "--track",
     *LAYOUT_OPTIONS,
 )
 

@@ -1,5 +1,7 @@
 """The names of environment variables that set keys of a run; loads nothing else."""
 
+TRACK = "LOCKSTEP_TRACK"  # the metric backends of Sessions, separated by commas
+
 
 def environment_variable(key: str) -> str:
     return "LOCKSTEP_" + key.upper().replace(".", "_")

@@ -9,7 +9,7 @@ import os
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
@@ -97,6 +97,24 @@ def wait_for_lock(path: Path, timeout_s: float) -> int:
             )
         time.sleep(0.05)
     return lock
+
+
+def options_of(names: Sequence[str], where: str) -> dict[str, Any]:
+    """Return arguments of a Tracker for the metric backends `names`: "tensorboard", "wandb",
+    "wandb:offline", and a class of one's own, "MODULE:CLASS". UsageError for others."""
+    options: dict[str, Any] = {"project": os.environ.get("WANDB_PROJECT", "lockstep")}
+    for name in names:
+        if name == "tensorboard":
+            options["tensorboard"] = True
+        elif name in ("wandb", "wandb:online", "wandb:offline"):
+            options["wandb"] = name.partition(":")[2] or "online"
+        elif name.count(":") == 1 and "backend" not in options:
+            options["backend"] = name
+        else:
+            what = "a second class" if ":" in name else "no metric backend"
+            hint = "give tensorboard, wandb, wandb:offline, or MODULE:CLASS"
+            raise UsageError(f"{name!r} is {what}", where, hint)
+    return options
 
 
 class Tracker(AbstractContextManager["Tracker"]):

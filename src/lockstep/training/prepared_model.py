@@ -6,10 +6,12 @@ from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
+import torch
 from torch import nn
 
 from lockstep.runtime.tensor_bytes import tensors_of
 from lockstep.training.loader import MeanSizes, Sizes
+from lockstep.training.model_options import autocast, in_float32
 
 
 class PreparedModel(nn.Module):
@@ -18,15 +20,22 @@ class PreparedModel(nn.Module):
 
     module            the model that was passed to Session.prepare; its attributes are available here, too
     replicas_in_loop  returns the ReplicaGroup inside a micro-batch; None elsewhere
+    precision         of forward passes, whose output is float32: "fp32", "bf16"; None: the caller's
     """
 
     module: nn.Module
 
     def __init__(
-        self, module: nn.Module, replicas_in_loop: Callable[[], Callable[..., Any] | None]
+        self,
+        module: nn.Module,
+        replicas_in_loop: Callable[[], Callable[..., Any] | None],
+        device: torch.device,
+        precision: str | None = None,
     ) -> None:
         super().__init__()
         self.module, self._replicas_in_loop = module, replicas_in_loop
+        self._device = device
+        self.precision = precision
         self._sizes, self._inputs = MeanSizes(), Sizes((), 0)
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
@@ -34,7 +43,9 @@ class PreparedModel(nn.Module):
             self._inputs = Sizes(
                 tuple(tuple(tensor.shape) for tensor in tensors_of((inputs, named))), 0
             )
-        return (replicas or self.module)(*inputs, **named)
+        with autocast(self._device, self.precision):
+            output = (replicas or self.module)(*inputs, **named)
+        return in_float32(output) if self.precision == "bf16" else output
 
     def samples_of_mean(self) -> int | None:
         """Return the number of samples in the newest inputs, if all tensors have as many rows."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -16,12 +17,15 @@ from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from lockstep.config.variables import TRACK, environment_variable
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import UsageError
 from lockstep.layout import Layout
 from lockstep.network.wire_format import Wire
 from lockstep.parallel.gradient_watch import Unused
 from lockstep.parallel.running_statistics import BufferKinds
+from lockstep.record.tracker import options_of
+from lockstep.runtime.environment import RESERVED_VARIABLES
 from lockstep.runtime.session_start import ask_for_start
 from lockstep.runtime.torch_private import collectives_of, version_of
 from lockstep.runtime.worker_env import WorkerEnv
@@ -29,6 +33,7 @@ from lockstep.training.loader import Loader
 from lockstep.training.replica_group import ReplicaGroup
 from lockstep.training.trained_parameters import refuse_misplaced_parameters
 from lockstep.training.unsaved_variables import UnsavedVariables
+from lockstep.units import join_names
 
 log = logging.getLogger("lockstep")
 HASHED_STEPS = 10  # after a step that may have changed no weight
@@ -56,6 +61,7 @@ OWN_OPTIONS = (
     "seed",
     "resume",
     "threads",
+    "track",
     "progress",
     "shard",
     "tensor",
@@ -84,6 +90,30 @@ def refuse_wrong_options(micro_batches: int, options: Mapping[str, Any]) -> None
             "Session(micro_batches=...)",
             "give at least one for each worker",
         )
+
+
+def choose_backends(track: Sequence[str]) -> dict[str, Any]:
+    """Return arguments of the Tracker: the backends of Session(track=...) and of the command line."""
+    if isinstance(track, str):
+        hint = f"write track=[{track!r}]"
+        raise UsageError(f"track={track!r} is a text", "Session(track=...)", hint)
+    asked = [name for name in os.environ.get(TRACK, "").split(",") if name]
+    where = f"Session(track=...), --track or {TRACK}"
+    return options_of(list(dict.fromkeys([*track, *asked])), where)
+
+
+def refuse_ineffective_variables(environ: Mapping[str, str]) -> None:
+    """UsageError for variables of Lockstep that a Session does not read: values of recipes, or typos."""
+    axes = [environment_variable(f"layout.{axis}") for axis in ("shard", "tensor", "pipeline")]
+    known = [*RESERVED_VARIABLES, *axes]
+    others = [name for name in environ if name.startswith("LOCKSTEP_") and name not in known]
+    if others:
+        near = get_close_matches(others[0], known, n=1)
+        hint = f"unset it; a Session reads {' and '.join(near or axes)}, and its own arguments"
+        if others[0].startswith(f"{TRACK}_"):
+            hint = f"write Session(track=[...]), lockstep run --track NAME or {TRACK}=NAME"
+        what = f"{join_names(others)} would have no effect on a Session"
+        raise UsageError(what, "environment", hint)
 
 
 def progress_interval_s(progress: float | bool) -> float:

@@ -1,0 +1,93 @@
+"""How a prepared model runs: precision, compiled blocks, checkpointed activations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.errors import UsageError
+from lockstep.log import log
+from lockstep.parallel.activation_checkpoint import Mode, checkpoint_activations
+from lockstep.parallel.plans import Patterns, find_units
+from lockstep.runtime.numerics import choose_precision
+from lockstep.runtime.torch_private import set_recompile_limit
+from lockstep.units import join_names
+
+Precision = Literal["fp32", "bf16", "auto"]
+SHAPES_PER_BLOCK = 16  # that torch.compile specializes for
+
+
+def resolve_precision(precision: Precision | None, device: torch.device) -> str | None:
+    """Return "fp32" or "bf16"; None where the loop decides. UsageError for other words."""
+    if precision not in (None, "fp32", "bf16", "auto"):
+        hint = 'give "fp32", "bf16" or "auto"; for fp16 use torch.autocast and a GradScaler'
+        raise UsageError(f"precision={precision!r}", "session.prepare(precision=...)", hint)
+    if precision != "auto":
+        return precision
+    chosen, reason = choose_precision(device)
+    log.info("precision %s: %s", chosen, reason)
+    return chosen
+
+
+def autocast(device: torch.device, precision: str | None) -> AbstractContextManager[None]:
+    """Context manager in which a forward pass runs; without a precision the loop's own holds."""
+    if precision is None:
+        return nullcontext()
+    return torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
+
+
+def in_float32(value: Any) -> Any:
+    """Return the output of a forward pass in bf16 with tensors in float32, for a loss outside of
+    autocast; containers keep their classes."""
+    if isinstance(value, Tensor):
+        return value.float() if value.dtype == torch.bfloat16 else value
+    if isinstance(value, dict):
+        converted = {name: in_float32(item) for name, item in value.items()}
+        value.update(converted)
+        return value
+    if type(value) in (list, tuple):
+        return type(value)(map(in_float32, value))
+    return value
+
+
+def prepare_blocks(
+    model: nn.Module, units: Patterns, *, compile: bool, activation_checkpoint: Mode
+) -> None:
+    """Checkpoint the activations of a model's blocks and compile them, in place. Each is compiled for
+    itself, as in every layout: a graph of the whole model may have other bits. UsageError where the
+    model has no blocks, or a block that cannot be computed twice."""
+    if not compile and activation_checkpoint == "none":
+        return
+    where = "session.prepare(compile=..., activation_checkpoint=...)"
+    if activation_checkpoint not in ("none", "selective", "full"):
+        what = f"activation_checkpoint={activation_checkpoint!r}"
+        raise UsageError(what, where, 'give "none", "selective" or "full"')
+    names = find_units(model, units)
+    if not names:
+        what = f"{type(model).__name__} has no repeated blocks"
+        raise UsageError(what, where, 'name them: session.prepare(units="layers.*")')
+    blocks = [model.get_submodule(name) for name in names]
+    if activation_checkpoint != "none":
+        refuse_changing_blocks(blocks, names, where)
+        checkpoint_activations(blocks, activation_checkpoint)
+    if compile:
+        set_recompile_limit(SHAPES_PER_BLOCK * len(blocks))
+        for block in blocks:
+            block.compile(dynamic=False)
+
+
+def refuse_changing_blocks(blocks: list[nn.Module], names: list[str], where: str) -> None:
+    """UsageError for blocks with running statistics: a second forward pass would update them again."""
+
+    def with_statistics() -> Iterator[str]:
+        for name, block in zip(names, blocks, strict=True):
+            if any(getattr(module, "track_running_stats", False) for module in block.modules()):
+                yield name
+
+    if changing := list(with_statistics()):
+        what = f"blocks with running statistics would update them twice: {join_names(changing)}"
+        raise UsageError(what, where, "name other blocks: session.prepare(units=...)")
