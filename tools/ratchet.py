@@ -119,7 +119,7 @@ def figures_of(sources: list[Source]) -> dict[str, int]:
 
 
 def modules_of_session() -> int:
-    """Return how many modules of the package `lockstep.Session` loads, in a process of its own."""
+    """Return how many modules of the package `lockstep.Session` loads, in a new process."""
     command = [sys.executable, "-c", REACHED]
     return int(subprocess.run(command, capture_output=True, check=True, text=True).stdout)
 

@@ -512,7 +512,7 @@ class Session:
         self._record.log(session_checks.numbers_to_log(values, lambda: self.loss))
 
     def print(self, *values: object) -> None:
-        """Print a line on rank 0, whichever worker that is after a failure, beside the progress."""
+        """Print a line on rank 0, also after a failure, above the bar of the progress."""
         if self.runtime.is_leader():
             line = " ".join(map(str, values))
             if "_record" in self.__dict__:
@@ -570,7 +570,7 @@ class Session:
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
-        """Context manager around an evaluation: modules in eval mode, and the loop goes on as without it."""
+        """Context manager around an evaluation: modules in eval mode. The loop continues as without it."""
         if self._stopped:
             raise self._stopped
         with ExitStack() as stack:
@@ -648,13 +648,12 @@ class Session:
         session_checks.warn_of_other_bits(checkpointer.facts, self.layout)
         resume_account(runtime, checkpointer.facts, self.step, self.out)
         signals = enter(StopSignals())
-        shown = {"values": facts | options}
         tracker = enter(
             Tracker(
                 self.out,
                 leader=runtime.is_leader,
                 from_step=self.step,
-                run=shown,
+                run=facts | options,
                 **self._backends,
             )
         )

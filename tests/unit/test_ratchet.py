@@ -1,4 +1,4 @@
-"""Each figure of tools/ratchet.py counts what its name says, and a figure that rises fails."""
+"""Each figure of tools/ratchet.py counts its own kind, and a figure that rises fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model implements to be cut into the stages of a pipeline, between its layers."""
+"""The interface of a model that is cut into the stages of a pipeline, between its layers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class StagedModel(nn.Module):
     def outer_modules(self, layers: Sequence[str], *, first: bool, last: bool) -> list[str]:
         """Return the modules beside its layers that a chunk uses.
 
-        first, last  whether the chunk begins and ends the model
+        first, last  whether it is the first chunk of the model, and the last
         """
         raise NotImplementedError
 

@@ -101,7 +101,7 @@ def wait_for_lock(path: Path, timeout_s: float) -> int:
 
 def options_of(names: Sequence[str], where: str) -> dict[str, Any]:
     """Return arguments of a Tracker for the metric backends `names`: "tensorboard", "wandb",
-    "wandb:offline", and a class of one's own, "MODULE:CLASS". UsageError for others."""
+    "wandb:offline", and "MODULE:CLASS". UsageError for others."""
     options: dict[str, Any] = {"project": os.environ.get("WANDB_PROJECT", "lockstep")}
     for name in names:
         if name == "tensorboard":

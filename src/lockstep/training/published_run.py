@@ -1,4 +1,4 @@
-"""What saves and resumes of a run in an object store add to those of a run on a disk.
+"""Additions to saves and resumes for a run in an object store.
 
 Only a run whose folder is a working copy of a store loads the code for it.
 """

@@ -122,7 +122,7 @@ class ScoredRun:
         return [best.step for best in self.bests if best.step is not None]
 
     def why(self) -> str:
-        """Return why the run has stopped; "" if it goes on."""
+        """Return why the run has stopped; "" if it continues."""
         return "; ".join(
             f"no score better than {stopping.best} in {stopping.worse}"
             for stopping in self.stoppings

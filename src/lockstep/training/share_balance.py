@@ -47,7 +47,9 @@ class ShareBalance:
         self._rule = ShareRule(unit)
         self._measured: deque[tuple[float, float]] = deque(maxlen=WINDOW_STEPS)
         self._generation, self._shares = -1, tuple[int, ...]()
-        self._slow: dict[str, float] = {}  # workers, and since when, by the monotonic clock
+        self._slow: dict[
+            str, float
+        ] = {}  # when each slow worker became slow, by the monotonic clock
         self._shown = set[str]()  # those of them that the screen has named
         self._recorded_s = dict[str, float]()  # when the last event about each was
 

@@ -1,17 +1,15 @@
-"""What a recipe prepares: warnings of another layout, the time account of an earlier start."""
+"""What a recipe prepares: warnings of another layout, shares of steps."""
 
 from __future__ import annotations
 
-import json
 import logging
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from torch import nn
 
 from lockstep.config.schema import LayoutOptions, ModelOptions, RunConfig
-from lockstep.training.setup import _empty_ledger, metrics_of_steps, warn_of_other_layout
+from lockstep.training.setup import metrics_of_steps, warn_of_other_layout
 
 TRANSLATOR, LLAMA = nn.Module(), nn.Module()
 LLAMA.output = nn.Linear(2, 2)  # a translator and a tied Llama have none
@@ -38,24 +36,6 @@ def test_only_a_layout_with_other_bits_is_a_warning(
     assert [message.split()[0] for message in caplog.messages] == [
         f"layout.{axis}" for axis in warned
     ]
-
-
-def bytes_read() -> int:
-    return int(Path("/proc/self/io").read_text().split()[1])
-
-
-def test_time_account_of_a_long_run_reads_only_the_first_event(tmp_path: Path) -> None:
-    """All of it was read: 8 MB here."""
-    assert _empty_ledger(tmp_path) is None
-    lines = [
-        json.dumps({"time": f"2026-11-23T00:00:00.{number:06}+00:00", "event": "saved"})
-        for number in range(100_000)
-    ]
-    (tmp_path / "events.jsonl").write_text("\n".join(['{"time": "torn', *lines]))
-    before = bytes_read()
-    ledger = _empty_ledger(tmp_path)
-    assert bytes_read() - before < 100_000
-    assert ledger == {"wall_clock_s": 1795392000.0, "seconds": {}}
 
 
 def test_steps_that_are_committed_together_share_tokens_and_seconds() -> None:
