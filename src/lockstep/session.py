@@ -23,14 +23,9 @@ from types import TracebackType
 from typing import Any, ClassVar, Unpack
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from lockstep.checkpoint.fingerprints import BEST_STEP
-from lockstep.checkpoint.stateful import Stateful, refuse_unsupported_state
-from lockstep.data.order import splitmix64
 from lockstep.elastic.collectives import all_gather_json
-from lockstep.elastic.consensus import STOP_REQUEST
 from lockstep.elastic.protocol.decisions import ElasticLimits
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.elastic.world import World
@@ -40,15 +35,12 @@ from lockstep.log import log
 from lockstep.object_store.address import local_folder
 from lockstep.parallel.activation_checkpoint import Mode
 from lockstep.parallel.deferred_init import move_to
-from lockstep.parallel.parallelize import LocalModel
 from lockstep.parallel.plans import Patterns
 from lockstep.parallel.sequential import evaluate_in_stages
 from lockstep.parallel.tensor_plan import TensorPlan
-from lockstep.record.progress import ProgressDisplay
-from lockstep.record.tracker import BackgroundTracker, Tracker
-from lockstep.runtime.numerics import make_deterministic, seed_generators
-from lockstep.runtime.signals import Stopped, StopSignals
-from lockstep.runtime.torch_private import collectives_of
+from lockstep.record.tracker import Tracker
+from lockstep.runtime.numerics import make_deterministic
+from lockstep.runtime.signals import Stopped
 from lockstep.runtime.worker_env import read_worker_env
 from lockstep.training import model_options, session_checks, sharding
 from lockstep.training.checkpointer import Checkpointer
@@ -59,12 +51,10 @@ from lockstep.training.prepared_model import PreparedModel
 from lockstep.training.replica_group import ReplicaGroup
 from lockstep.training.sample_order import make_order
 from lockstep.training.saved_state import PerMicroBatch, SavedState
-from lockstep.training.scores import ScoredRun
 from lockstep.training.session_checks import ReplicaOptions
+from lockstep.training.session_parts import Declared, SessionValues
 from lockstep.training.session_words import in_session_words
-from lockstep.training.step_record import StepRecord
-from lockstep.training.time_account import account_facts, resume_account
-from lockstep.training.update_checks import scaler_watch
+from lockstep.training.started_run import StartedRun
 
 AFTER_EVALUATION, BEFORE_STEP = 1, 2  # separate the random numbers of these places
 
@@ -81,12 +71,13 @@ class Session:
     resume         "auto" (the newest valid checkpoint, if there is one), "never", "required", or a
                    step as text
     threads        of torch in this process; their number changes bits
-    track          metric backends that follow metrics.jsonl: "tensorboard", "wandb", "wandb:offline",
-                   "MODULE:CLASS" (docs/loop.md). `lockstep run --track NAME` adds others
+    track          metric backends that follow metrics.jsonl: "tensorboard", "wandb",
+                   "wandb:offline", "MODULE:CLASS" (docs/loop.md). `lockstep run --track NAME` adds
+                   others
     progress       seconds between two lines of rank 0 on the screen; False: none
-    shard, tensor, pipeline  sizes of the axes of the layout (docs/parallelism.md): workers that hold
-                   one copy of the model together. `lockstep run --layout.shard` and the variable
-                   LOCKSTEP_LAYOUT_SHARD replace `shard`, and so for the other axes
+    shard, tensor, pipeline  sizes of the axes of the layout (docs/parallelism.md): workers that
+                   hold one copy of the model together. `lockstep run --layout.shard` and the
+                   variable LOCKSTEP_LAYOUT_SHARD replace `shard`, and so for the other axes
     options        keyword arguments for ReplicaGroup: reduce, wire, bucket_bytes, verify_every,
                    rehearse, on_nonfinite, buffers, unused, balance
 
@@ -119,33 +110,25 @@ class Session:
         **options: Unpack[ReplicaOptions],
     ) -> None:
         session_checks.refuse_wrong_options(micro_batches, options)
-        self.out, self.micro_batches_per_step, self.save_every, self.keep = (
-            local_folder(out),
-            micro_batches,
-            save_every,
-            keep,
+        self.out = local_folder(out)
+        self.values = SessionValues(
+            out=self.out,
+            micro_batches=micro_batches,
+            save_every=save_every,
+            keep=keep,
+            seed=seed,
+            resume=resume,
+            threads=threads,
+            backends=session_checks.choose_backends(track),
+            progress_s=session_checks.progress_interval_s(progress),
+            options=options,
         )
-        self.seed, self.resume, self.threads, self.options = seed, resume, threads, options
-        self._backends = session_checks.choose_backends(track)
-        self.progress_s = session_checks.progress_interval_s(progress)
         self.layout = Layout(1, shard, tensor, pipeline)  # of a replica
-        self.step, self.in_micro_batches = 0, False
-        self.model: PreparedModel | None = None
-        self._splits: dict[str, Any] = {}  # units and tensor_plan of `prepare`
-        self._state: dict[str, Stateful] = {}
-        self._saved = SavedState()  # what `state` returns
-        self._carried: list[PerMicroBatch] = []
+        self.step = 0
+        self._declared = Declared()
+        self._run: StartedRun | None = None
         self._micro_batch: int | None = None  # that the loop is in
         self._stopped: Stopped | None = None  # raised in the next micro-batch loop
-        self._loaders: list[
-            tuple[Loader, str]
-        ] = []  # and what a resumed run must have in common with it
-        self._total = 0
-        self._collectives: int | None = (
-            None  # of the group so far, at the end of the micro-batch loop
-        )
-        self._warned = False  # of collectives of the loop's own
-        self._zero_rates = session_checks.ZeroRates()
         self._exit = ExitStack()
 
     def __enter__(self) -> Session:
@@ -153,12 +136,12 @@ class Session:
         session_checks.refuse_ineffective_variables(os.environ)
         session_checks.refuse_second_session(self.out, self._open, bool(self._entered), worker_env)
         self.layout = sharding.choose_replica_layout(
-            self.layout, self.micro_batches_per_step, worker_env
+            self.layout, self.values.micro_batches, worker_env
         )
         with ExitStack() as stack:
             limits = ElasticLimits(replica_size=self.layout.workers_per_replica)
             self.runtime = stack.enter_context(
-                ElasticRuntime.join(threads=self.threads, limits=limits)
+                ElasticRuntime.join(threads=self.values.threads, limits=limits)
             )
             if self.runtime.membership is None:
                 sharding.refuse_incomplete_replicas(self.world.size, self.layout)
@@ -178,16 +161,17 @@ class Session:
         trace: TracebackType | None,
     ) -> None:
         """Collective, without an error: wait for the last checkpoint, then leave the run."""
-        if kind is None and self.step < self._total:
-            committed = max(self.step, self.replicas.last_step + 1)
-            what = "the loop was left after %d of %d steps, and those since the newest checkpoint are not saved: session.stop() saves"
-            log.warning(what, committed, self._total)
+        if kind is None and self._run:
+            self._run.warn_if_left(self.step)
         self._open.remove(self.out)
         self._exit.__exit__(kind, error, trace)
         if reworded := in_session_words(error):
             raise reworded.with_traceback(trace) from None
 
     def __getattr__(self, name: str) -> Any:
+        run = self.__dict__.get("_run")
+        if run and name in ("replicas", "checkpointer", "tracker"):
+            return getattr(run, name)
         session_checks.refuse_early_use(name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
@@ -217,17 +201,19 @@ class Session:
         units         in shards: names of the modules to gather one by one, "layers.*"; () for none.
                       None: repeated blocks (parallel/own_model.py). `steps` shards the model
         tensor_plan   with tensor: styles of layers by patterns of names (parallel/tensor_plan.py),
-                      {"layers.*.up": "colwise", "layers.*.down": "rowwise"}; "auto" for the plan of a
-                      Hugging Face model
-        split_points  in a pipeline: names of the first blocks of its later stages; (): similar bytes
+                      {"layers.*.up": "colwise", "layers.*.down": "rowwise"}; "auto" for the plan
+                      of a Hugging Face model
+        split_points  in a pipeline: names of the first blocks of its later stages; (): similar
+                      bytes
         precision     "bf16": forward passes run in torch.autocast and return float32; "auto": where
-                      the device has bf16 units; "fp32". None: the loop may use torch.autocast itself
+                      the device has bf16 units; "fp32". None: the loop may use torch.autocast
+                      itself
         compile       compile each of the units, or repeated blocks, in place
         activation_checkpoint  what these keep for their backward pass: "none" (all activations),
                       "selective" (matrix products), "full" (their inputs). The same bits
         """
         self._refuse_after_start("prepare")
-        if self.model is not None:
+        if self._declared.model is not None:
             raise UsageError(
                 "a second session.prepare",
                 "one Session trains one model",
@@ -241,11 +227,16 @@ class Session:
             model, units, compile=compile, activation_checkpoint=activation_checkpoint
         )
         chosen = model_options.resolve_precision(precision, device)
-        self.model = PreparedModel(model, self._replicas_in_loop, device, chosen)
-        self.optimizers = optimizers
-        self._splits = {"units": units, "tensor_plan": tensor_plan, "split_points": split_points}
-        self._bits = {"precision": chosen or "of the loop", "compile": str(compile)}
-        return (self.model, *optimizers) if optimizers else self.model
+        prepared = PreparedModel(model, self._replicas_in_loop, device, chosen)
+        self._declared.model = prepared
+        self._declared.optimizers = optimizers
+        self._declared.splits = {
+            "units": units,
+            "tensor_plan": tensor_plan,
+            "split_points": split_points,
+        }
+        self._declared.bits = {"precision": chosen or "of the loop", "compile": str(compile)}
+        return (prepared, *optimizers) if optimizers else prepared
 
     def state(self, **objects: Any) -> SavedState:
         """Add to the checkpoints, by name; return all of them as attributes of one object.
@@ -258,14 +249,13 @@ class Session:
         ones to the attribute. A resume and a join restore both.
         """
         self._refuse_after_start("state")
-        state = self._saved.add(objects)
-        refuse_unsupported_state(state)
-        self._state |= state
-        return self._saved
+        self._declared.add_state(objects)
+        return self._declared.saved
 
     def per_micro_batch(self, initial: torch.Tensor) -> PerMicroBatch:
-        """Return a tensor for each micro-batch, for session.state: what micro-batch k assigns to its
-        `value` in one step, it finds there in the next, on whichever worker. Moved to the device.
+        """Return a tensor for each micro-batch, for session.state: what micro-batch k assigns to
+        its `value` in one step, it finds there in the next, on whichever worker. Moved to the
+        device.
 
             saved = session.state(hidden=session.per_micro_batch(torch.zeros(8, 64)))
             for k in session.micro_batches(step):
@@ -275,9 +265,9 @@ class Session:
         """
         self._refuse_after_start("per_micro_batch")
         carried = PerMicroBatch(
-            initial.to(self.world.device), self.micro_batches_per_step, lambda: self._micro_batch
+            initial.to(self.world.device), self.values.micro_batches, lambda: self._micro_batch
         )
-        self._carried.append(carried)
+        self._declared.carried.append(carried)
         return carried
 
     def loader(
@@ -301,8 +291,9 @@ class Session:
         A resumed run is refused when the number of samples or one of these sizes differs. Other
         content of the same length is not detected.
         """
+        values = self.values
         order, fact = make_order(
-            dataset, batch_size, tokens, lengths, self.micro_batches_per_step, self.seed
+            dataset, batch_size, tokens, lengths, values.micro_batches, values.seed
         )
         loader = Loader(
             dataset,
@@ -314,7 +305,7 @@ class Session:
             num_workers,
         )
         self._exit.callback(loader.close)
-        self._loaders.append((loader, fact))
+        self._declared.loaders.append((loader, fact))
         return loader
 
     # The loop.
@@ -325,52 +316,37 @@ class Session:
         Saves when due and after the last step. After SIGTERM, SIGINT or SIGUSR1 the workers agree
         to stop, save, and raise Stopped: a SystemExit with code 75 or 130.
         """
-        if not self._is_started:
-            self._start(total)
-        self._total = total
-        if self.step >= total:
-            log.info("the run is finished: step %d of %d", self.step, total)
-        if self.step and (why := self._stopping.why()):
-            log.info("the run has stopped early, %s; a higher patience continues it", why)
-            self._total = self.step
-            return
-        unsaved = session_checks.watch_variables(
-            self.runtime, (self.model, *self.optimizers, *self._state.values()), self._loaders
-        )
-        while self.step < total:
-            step = self.step
-            self._updates.start()
-            self._seed(BEFORE_STEP)
-            yield step
-            if self.replicas.last_step != step:
-                what, hint = (
-                    f"the body of step {step} ran no micro-batches",
-                    "take all of them, `for batch in loader(step)`, in every step",
-                )
-                raise UsageError(what, "for step in session.steps(...)", hint)
-            self._warned = self._warned or session_checks.warn_of_collectives(
-                self._collectives, step, self.world.size
+        if self._run is None:
+            self._run = StartedRun(
+                self.values, self._declared, self.runtime, self.layout, total, self._exit
             )
+            self.step = self._run.first_step
+        run = self._run
+        run.total = total
+        if why := run.why_no_step(self.step):
+            log.info(why)
+            run.total = self.step
+        declared = self._declared
+        held = (declared.model, *declared.optimizers, *declared.state.values())
+        unsaved = session_checks.watch_variables(self.runtime, held, declared.loaders)
+        while self.step < run.total:
+            run.begin_step()
+            self.values.seed_generators(self.step, BEFORE_STEP, self.world.device)
+            yield self.step
             self.step += 1
-            self._updates.end(step)
-            stop = self.replicas.decision.stop
-            ends = self._stopping.end(self.step)
-            is_last = bool(stop or ends) or self.step >= total
-            self._record.end(self.step, is_last=is_last)
-            unsaved.look(saves=is_last or self.checkpointer.due(self.step))
-            self._save_if_due(last=is_last)
-            if ends or stop == STOP_REQUEST:
-                why = ends or "session.stop()"
-                log.info("%s: step %d of %d is the last one", why, self.step, total)
-                self._total = self.step
-                return
-            if stop:
-                self.checkpointer.close()
-                self._stopped = Stopped(stop)
-                if self.step < total and self.replicas.rehearsal:
-                    self._seed(BEFORE_STEP)
-                    yield self.step  # its micro-batch 0 is what a resume is compared with; then the loop raises
-                raise self._stopped
+            end = run.end_step(self.step)
+            unsaved.look(saves=end.is_last or run.checkpointer.due(self.step))
+            run.save_if_due(self.step, is_last=end.is_last)
+            if end.why:
+                log.info("%s: step %d of %d is the last one", end.why, self.step, total)
+                run.total = self.step
+            if end.stopped:
+                run.checkpointer.close()
+                self._stopped = end.stopped
+                if run.has_witness(self.step):
+                    self.values.seed_generators(self.step, BEFORE_STEP, self.world.device)
+                    yield self.step  # its micro-batch 0 is what a resume is compared with
+                raise end.stopped
 
     def stop(self) -> None:
         """End `steps` with a save and without an error, on all workers, when one of them asks to.
@@ -378,37 +354,25 @@ class Session:
         The next vote carries the request: inside the micro-batch loop the current step is the last
         one; after that loop, the next step.
         """
-        if not self._is_started:
-            raise UsageError(
-                "session.stop outside of the loop",
-                "session.stop()",
-                "call it in `for step in session.steps(...)`",
-            )
-        self.replicas.request_stop()
+        self._run_in_loop("session.stop()").replicas.request_stop()
 
     def micro_batches(self, step: int) -> Iterator[int]:
         """Collective. Yield the numbers of this worker's micro-batches: for data without a loader.
 
         One loop per step.
         """
-        if not self._is_started or step != self.step:
+        if not self._run or step != self.step:
             raise UsageError(
                 f"the micro-batches of step {step}",
                 f"the loop is at step {self.step}",
                 "for step in session.steps(...)",
             )
-        self.in_micro_batches = True
         try:
-            run = self.replicas.leave_witness if self._stopped else self.replicas.micro_batches
-            for micro_batch in run(step):
+            for micro_batch in self._run.micro_batches(step, self._stopped):
                 self._micro_batch = micro_batch
                 yield micro_batch
-            if self._stopped:
-                raise self._stopped
-            self._collectives = collectives_of(dist.group.WORLD)
-            self._zero_rates.record(self.optimizers, step)
         finally:
-            self.in_micro_batches, self._micro_batch = False, None
+            self._micro_batch = None
 
     def backward(
         self,
@@ -421,17 +385,12 @@ class Session:
 
         loss    mean over the micro-batch; the step's gradient is the mean over its micro-batches.
                 UsageError when these have different numbers of samples
-        count   number of samples or tokens of the micro-batch, an integer. `loss` is then their sum,
-                and the step's gradient is the sum of all losses divided by the sum of all counts.
-                Give it for every micro-batch of a step, or for none
+        count   number of samples or tokens of the micro-batch, an integer. `loss` is then their
+                sum, and the step's gradient is the sum of all losses divided by the sum of all
+                counts. Give it for every micro-batch of a step, or for none
         scaler  scales the gradient; `loss` is unscaled, and so is the recorded loss
         """
-        if not self._is_started:
-            raise UsageError(
-                "session.backward outside of the loop",
-                "session.backward(loss)",
-                "call it in `for batch in loader(step)`",
-            )
+        run = self._run_in_loop("session.backward(loss)")
         if self.layout.pipeline > 1:
             hint = "call session.forward_backward(x, y, loss_fn) for each micro-batch"
             raise UsageError(
@@ -439,7 +398,7 @@ class Session:
                 f"session.backward, layout {self.layout}",
                 hint,
             )
-        self._backward(self._share(loss, count), count, scaler)
+        run.backward(self.values.share(loss, count), count, scaler)
 
     def forward_backward(
         self,
@@ -451,51 +410,43 @@ class Session:
     ) -> None:
         """Run the passes of a micro-batch: `backward(loss(model(inputs), target), count=count)`. A
         pipeline needs this form, and runs the micro-batches together after the loop."""
-        model: Any = self.model
+        model: Any = self._declared.model
+        run = self._run_in_loop("session.forward_backward(x, y, loss)")
         if self.layout.pipeline > 1:
             with model_options.autocast(self.world.device, model.precision):
-                result = self.replicas(
-                    inputs, target, lambda output, target: self._share(loss(output, target), count)
+                result = run.replicas(
+                    inputs,
+                    target,
+                    lambda output, target: self.values.share(loss(output, target), count),
                 )
         else:
-            result = self._share(loss(model(inputs), target), count)
+            result = self.values.share(loss(model(inputs), target), count)
         with torch.autocast(self.world.device.type, enabled=False):
-            self._backward(result, count)
+            run.backward(result, count)
 
-    def _share(self, loss: torch.Tensor, count: int | None) -> torch.Tensor:
-        return loss / self.micro_batches_per_step if count is None else loss
-
-    def _backward(
-        self, loss: torch.Tensor, count: int | None, scaler: torch.amp.GradScaler | None = None
-    ) -> None:
-        if self.layout.workers_per_replica > 1:
-            session_checks.refuse_uneven_skips(
-                scaler, self.options.get("on_nonfinite", ""), self._state
-            )
-        sources: Any = (*(loader for loader, _ in self._loaders), self.model)
-        samples = (source.samples_of_mean() for source in sources if count is None)
-        self.replicas.backward(
-            loss,
-            count,
-            scaler=scaler,
-            samples=next((number for number in samples if number is not None), None),
-        )
+    def _run_in_loop(self, call: str) -> StartedRun:
+        """Return the started run. UsageError: the user has made this call before the loop."""
+        if self._run is None:
+            what = f"{call.partition('(')[0]} outside of the loop"
+            raise UsageError(what, call, "call it in `for step in session.steps(...)`")
+        return self._run
 
     @property
     def loss(self) -> float:
         """The mean loss of the newest step, also after a resume; the same bits on all workers."""
-        if not self._is_started or (self.step == 0 and self.replicas.last_step < 0):
+        if not self._run or (self.step == 0 and self._run.replicas.last_step < 0):
             raise UsageError(
                 "there is no loss yet",
                 "session.loss before the end of the first micro-batch loop",
                 "read it after the loop",
             )
-        return self.replicas.loss
+        return self._run.replicas.loss
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """Scale the step's gradient to a norm of at most `max_norm`; return the norm before. Call it
-        between the micro-batches and optimizer.step()."""
-        return self.replicas.gradient.clip_(max_norm)
+        """Scale the step's gradient to a norm of at most `max_norm`; return the norm before. Call
+        it between the micro-batches and optimizer.step()."""
+        run = self._run_in_loop("session.clip_grad_norm_(max_norm)")
+        return run.replicas.gradient.clip_(max_norm)
 
     def log(self, step: int, /, **values: Any) -> None:
         """Add numbers to this step's line in metrics.jsonl, which rank 0 writes.
@@ -509,16 +460,18 @@ class Session:
                 f"the loop is at step {self.step}",
                 "call it in the body of that step",
             )
-        self._record.log(session_checks.numbers_to_log(values, lambda: self.loss))
+        run = self._run_in_loop("session.log(step, ...)")
+        run.record.log(session_checks.numbers_to_log(values, lambda: self.loss))
 
     def print(self, *values: object) -> None:
         """Print a line on rank 0, also after a failure, above the bar of the progress."""
-        if self.runtime.is_leader():
-            line = " ".join(map(str, values))
-            if "_record" in self.__dict__:
-                self._record.display.print_line(line)
-            else:
-                print(line, flush=True)
+        line = " ".join(map(str, values))
+        if not self.runtime.is_leader():
+            return
+        if self._run:
+            self._run.record.display.print_line(line)
+        else:
+            print(line, flush=True)
 
     def evaluate(
         self,
@@ -534,10 +487,8 @@ class Session:
         Each worker computes its share, without gradients, with the model and the modules in
         `session.state` (an EMA) in eval mode. The same bits come out on any number of workers.
         """
-        samples = self._samples(
-            dataset, "session.evaluate(function, dataset)", batch_size, collate_fn
-        )
-        with self._evaluating():
+        where = "session.evaluate(function, dataset)"
+        with self._evaluating(where, dataset, batch_size, collate_fn) as samples:
             return mean_over(self.runtime, samples, function)
 
     def gather(
@@ -548,157 +499,48 @@ class Session:
         batch_size: int = 64,
         collate_fn: Collate | None = None,
     ) -> Any:
-        """Collective. Return function(batch) of the whole `dataset`, in its order, on all workers: for
-        scores that are no mean over samples, such as F1, BLEU or AUC.
+        """Collective. Return function(batch) of the whole `dataset`, in its order, on all workers:
+        for scores that are no mean over samples, such as F1, BLEU or AUC.
 
-            labels, predicted = session.gather(lambda batch: (batch[1], model(batch[0]).argmax(1)), test)
+            labels, predicted = session.gather(lambda batch: (batch[1], model(batch[0]).argmax(1)),
+            test)
 
-        function returns a tensor, an array or a list with one row for each sample, or a tuple or dict of
-        them. Tensors come back on the CPU. Shared and evaluated as by `evaluate`.
+        function returns a tensor, an array or a list with one row for each sample, or a tuple or
+        dict of them. Tensors come back on the CPU. Shared and evaluated as by `evaluate`.
         """
-        samples = self._samples(
-            dataset, "session.gather(function, dataset)", batch_size, collate_fn
-        )
-        with self._evaluating():
+        where = "session.gather(function, dataset)"
+        with self._evaluating(where, dataset, batch_size, collate_fn) as samples:
             return gather_over(self.runtime, samples, function)
 
-    def _samples(
-        self, dataset: Any, where: str, batch_size: int, collate_fn: Collate | None
-    ) -> Samples:
-        size = self.replicas.replica.workers_per_replica if self._is_started else 1
-        return Samples(dataset, where, batch_size, collate_fn, self.seed, size)
-
     @contextmanager
-    def _evaluating(self) -> Iterator[None]:
-        """Context manager around an evaluation: modules in eval mode. The loop continues as without it."""
+    def _evaluating(
+        self, where: str, dataset: Any, batch_size: int, collate_fn: Collate | None
+    ) -> Iterator[Samples]:
+        """Context manager around an evaluation: modules in eval mode. The loop continues as
+        without it."""
         if self._stopped:
             raise self._stopped
+        replica_size = self.layout.workers_per_replica if self._run else 1
         with ExitStack() as stack:
-            if self._is_started:
-                stack.enter_context(self.checkpointer.attributes.unsaved_changes())
-                stack.enter_context(self._record.timing("overhead"))
-            stack.enter_context(in_eval_mode(self.model, *self._state.values()))
-            yield
-        self._seed(AFTER_EVALUATION)
-        self._collectives = None
-
-    @property
-    def _is_started(self) -> bool:
-        return "replicas" in self.__dict__
-
-    def _seed(self, place: int) -> None:
-        """Seed the generators, equal on all workers, also on one that has resumed or joined."""
-        seed_generators(
-            splitmix64(self.seed, self.step, self.micro_batches_per_step, place) >> 1,
-            self.world.device,
-        )
-
-    def _start(self, total: int) -> None:
-        """Collective. Resume, and open what the loop needs for `total` steps."""
-        if self.model is None:
-            raise UsageError(
-                "session.steps without a model",
-                "session.steps(...)",
-                "call session.prepare(model, optimizer) before",
-            )
-        if any(
-            all(carried is not value for value in self._state.values()) for carried in self._carried
-        ):
-            hint = "saved = session.state(hidden=session.per_micro_batch(...)), then saved.hidden.value"
-            raise UsageError(
-                "session.state has not received a per_micro_batch", "session.steps(...)", hint
-            )
-        module, runtime, enter = self.model.module, self.runtime, self._exit.enter_context
-        facts = {
-            "micro_batches": str(self.micro_batches_per_step),
-            "seed": str(self.seed),
-            "wire": self.options.get("wire", "fp32"),
-            **self._bits,
-        }
-        facts |= {f"loader {i}": fact for i, (_, fact) in enumerate(self._loaders)}
-        axes = {f"--layout.{axis}": getattr(self.layout, axis) for axis in sharding.SESSION_AXES}
-        values = {
-            "steps": total,
-            "save_every": self.save_every,
-            **axes,
-            **self._splits,
-            **self.options,
-        }
-        options = {name: str(value) for name, value in values.items()}
-        model: nn.Module | LocalModel = module
-        if self.layout.workers_per_replica > 1:
-            how = self._splits | {
-                "verify": self.options.get("rehearse", True),
-                "unused": self.options.get("unused", "raise"),
-            }
-            model = sharding.shard_session(
-                runtime, module, self.optimizers, self.layout, facts | options, self._state, **how
-            )
-        checkpointer = Checkpointer(
-            self.out / "checkpoints",
-            runtime,
-            model,
-            self.optimizers,
-            state=self._state,
-            every_steps=self.save_every,
-            keep=self.keep,
-        )
-        saved = {"tensor": self.layout.tensor} if self.layout.tensor > 1 else {}
-        self.step = checkpointer.resume(self.resume, facts, saved, options=options)
-        session_checks.warn_of_other_bits(checkpointer.facts, self.layout)
-        resume_account(runtime, checkpointer.facts, self.step, self.out)
-        signals = enter(StopSignals())
-        tracker = enter(
-            Tracker(
-                self.out,
-                leader=runtime.is_leader,
-                from_step=self.step,
-                run=facts | options,
-                **self._backends,
-            )
-        )
-        metrics = enter(BackgroundTracker(tracker))
-        display = ProgressDisplay(total, self.step, runtime.shows_progress, every_s=self.progress_s)
-        enter(display)
-        enter(checkpointer)
-        group: Any = {
-            "micro_batches": self.micro_batches_per_step,
-            "seed": self.seed,
-            "signals": signals,
-            "tracker": metrics,
-        }
-        group["carried"] = self._carried
-        self.replicas = enter(ReplicaGroup(runtime, model, checkpointer, **group, **self.options))
-        enter(scaler_watch(self.optimizers, lambda: self.replicas.scaler))
-        self.checkpointer, self.tracker = checkpointer, tracker
-        loaders = [loader for loader, _ in self._loaders]
-        self._record = StepRecord(self.replicas, loaders, metrics, display)
-        self._stopping = ScoredRun(self.out, self._state.values(), runtime.is_leader)
-        self._updates = session_checks.UpdateWatch(self.replicas, self.optimizers)
+            if self._run:
+                stack.enter_context(self._run.checkpointer.attributes.unsaved_changes())
+                stack.enter_context(self._run.record.timing("overhead"))
+                self._run.forget_collectives()
+            declared = self._declared
+            stack.enter_context(in_eval_mode(declared.model, *declared.state.values()))
+            yield Samples(dataset, where, batch_size, collate_fn, self.values.seed, replica_size)
+        self.values.seed_generators(self.step, AFTER_EVALUATION, self.world.device)
 
     def _replicas_in_loop(self) -> Callable[..., Any] | None:
-        if self.layout.pipeline > 1 and self._is_started:
-            return partial(
-                evaluate_in_stages, self.replicas.local_model, in_loop=self.in_micro_batches
-            )
-        return self.replicas if self.in_micro_batches and torch.is_grad_enabled() else None
-
-    def _save_if_due(self, *, last: bool) -> None:
-        """Collective. Save the state and the loss after the last step, or when a save is due."""
-        best = self._stopping.best_steps()
-        is_best = self.step in best
-        if last or is_best or self.checkpointer.due(self.step):
-            facts = {"loss": self.loss, **account_facts(self.runtime.ledger)}
-            facts |= {BEST_STEP: best[0]} if best else {}
-            # The metrics are on disk first, so that no checkpoint is ahead of them.
-            first = self._record.tracker.sync
-            with self._record.timing("saving"), self.runtime.during("saving"):
-                self.checkpointer.save(
-                    self.step, facts, first=first, protect=lambda: best, waits=last or is_best
-                )
+        if self._run is None:
+            return None
+        in_loop = self._micro_batch is not None
+        if self.layout.pipeline > 1:
+            return partial(evaluate_in_stages, self._run.replicas.local_model, in_loop=in_loop)
+        return self._run.replicas if in_loop and torch.is_grad_enabled() else None
 
     def _refuse_after_start(self, what: str) -> None:
-        if self._is_started:
+        if self._run:
             raise UsageError(
                 f"session.{what} after session.steps",
                 "the run has resumed already",

@@ -203,7 +203,8 @@ class ChunkForward:
     after: Callable[[int], None] = lambda k: None
 
     def expected(self, micro: int) -> list[Tensor]:
-        """Return empty tensors for the activations of a micro-batch; of a user's model none: unknown."""
+        """Return empty tensors for the activations of a micro-batch; of a user's model none:
+        unknown."""
         if self.stage.passes_generators:
             return []
         model = cast(StagedModel, self.module)
@@ -233,7 +234,8 @@ class ChunkForward:
             seed_generators(splitmix64(*self.seed, k, *position) >> 1, self.device)
         others = generator_states(self.device)[2:] if self.stage.passes_generators else ()
         with torch.autocast(self.device.type, autocast_dtype, enabled=autocast_dtype is not None):
-            # hidden in a function: FSDP's hook would give a gradient of zeros to tensors that get none
+            # hidden in a function: FSDP's hook would give a gradient of zeros to tensors that get
+            # none
             output = self.module(
                 (lambda: received.output) if received else tuple, chunk, inputs, named
             )
@@ -347,10 +349,11 @@ class PipelineRunner:
         upcoming: Sequence[PipelineOp],
         in_flight: Mapping[tuple[int, int], tuple[Any, Sequence[Tensor]]],
     ) -> None:
-        """Start to receive what the next two passes need that receive anything, beside the pass before them.
+        """Start to receive what the next two passes need that receive anything, beside the pass
+        before them.
 
-        gloo sends nothing before the receiver asks for it. On NCCL a receive would hold up the sends
-        that follow, and the tensors of a user's model have unknown shapes.
+        gloo sends nothing before the receiver asks for it. On NCCL a receive would hold up the
+        sends that follow, and the tensors of a user's model have unknown shapes.
         """
         stage, stages = self.forward.stage.number, self.forward.stage.stages
         if self.forward.device.type != "cpu" or self.forward.stage.passes_generators:
@@ -411,7 +414,8 @@ class PipelineRunner:
     ) -> Activations:
         """Return what the peer has sent, with its strides: they may decide which kernels run.
 
-        expected  tensors to receive into, where the model is a built-in one, which sends no envelope
+        expected  tensors to receive into, where the model is a built-in one, which sends no
+                  envelope
         """
         if expected:
             self._start_receive(peer, message, expected)
@@ -461,8 +465,8 @@ class PipelineRunner:
 
 
 def follow_gradients(inputs: Sequence[Tensor]) -> list[Tensor | None]:
-    """Return a list that receives the gradients of `inputs` as the backward pass computes them: `grad`
-    would have other strides."""
+    """Return a list that receives the gradients of `inputs` as the backward pass computes them:
+    `grad` would have other strides."""
     gradients: list[Tensor | None] = [None for _ in inputs]
     for number, tensor in enumerate(inputs):
         tensor.register_hook(partial(gradients.__setitem__, number))

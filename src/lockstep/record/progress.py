@@ -60,8 +60,8 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
         logged: Mapping[str, float] | None = None,
         is_last: bool = False,
     ) -> None:
-        """Update the bar; print a line if one is due in these newest `steps`, or for the last one of
-        this start. values, logged: see `format_step_line`."""
+        """Update the bar; print a line if one is due in these newest `steps`, or for the last one
+        of this start. values, logged: see `format_step_line`."""
         if self.closed or not self.shows():
             return
         if self.bar is not None:

@@ -117,8 +117,8 @@ def flops_per_token(parameters: int, layers: int, width: int, length: int) -> fl
 
 # Dense peaks in TFLOP/s (without sparsity): bf16 with fp32 accumulation, fp32 without TF32. The
 # first pattern found in the device name counts. None: no bf16 units. Sources: NVIDIA's data sheets
-# and white papers (Ampere GA102 for the RTX 3090, Ada for the RTX 4090; of the B200, an eighth of an
-# HGX board), and AMD's for the MI300X.
+# and white papers (Ampere GA102 for the RTX 3090, Ada for the RTX 4090; of the B200, an eighth of
+# an HGX board), and AMD's for the MI300X.
 PEAKS_TFLOPS: tuple[tuple[str, float | None, float], ...] = (
     (r"\bA100\b", 312.0, 19.5),
     (r"\bH100\b.*\bPCIE\b", 756.0, 51.0),

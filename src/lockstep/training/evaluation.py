@@ -49,8 +49,8 @@ class Samples:
     def compute(
         self, runtime: ElasticRuntime, function: Callable[[int, Any], Result]
     ) -> list[tuple[int, Result]]:
-        """Collective. Return (number of samples, function(number of samples, batch)) of each batch, in
-        order: computed by one worker each, without gradients, and sent to all as JSON."""
+        """Collective. Return (number of samples, function(number of samples, batch)) of each
+        batch, in order: computed by one worker each, without gradients, and sent to all as JSON."""
         count, device = number_of_samples(self.dataset, self.where), runtime.world.device
         if not count:
             hint = "give it samples, or leave the call out where there are none"
@@ -102,8 +102,8 @@ def gather_over(runtime: ElasticRuntime, samples: Samples, function: Callable[[A
 
 
 def refuse_other_lengths(results: Any, count: int, where: str) -> None:
-    """UsageError unless these are results of `count` samples: a tensor, array or list with one row for
-    each, or a tuple or dict of them."""
+    """UsageError unless these are results of `count` samples: a tensor, array or list with one row
+    for each, or a tuple or dict of them."""
     if isinstance(results, tuple | Mapping):
         for part in results.values() if isinstance(results, Mapping) else results:
             refuse_other_lengths(part, count, where)
@@ -155,7 +155,8 @@ def compute_in_shares(
 
     If a worker is lost, this worker computes everything, and the next step regroups. PeersLostError
     where a replica is several workers, which compute the same batches together. A replica that has
-    joined computes everything before its first step: the others have evaluated, and wait in the step.
+    joined computes everything before its first step: the others have evaluated, and wait in the
+    step.
     """
     has_joined = (
         runtime.progress.step

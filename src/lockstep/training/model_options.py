@@ -57,9 +57,9 @@ def in_float32(value: Any) -> Any:
 def prepare_blocks(
     model: nn.Module, units: Patterns, *, compile: bool, activation_checkpoint: Mode
 ) -> None:
-    """Checkpoint the activations of a model's blocks and compile them, in place. Each is compiled for
-    itself, as in every layout: a graph of the whole model may have other bits. UsageError where the
-    model has no blocks, or a block that cannot be computed twice."""
+    """Checkpoint the activations of a model's blocks and compile them, in place. Each is compiled
+    for itself, as in every layout: a graph of the whole model may have other bits. UsageError
+    where the model has no blocks, or a block that cannot be computed twice."""
     if not compile and activation_checkpoint == "none":
         return
     where = "session.prepare(compile=..., activation_checkpoint=...)"
@@ -81,7 +81,8 @@ def prepare_blocks(
 
 
 def refuse_changing_blocks(blocks: list[nn.Module], names: list[str], where: str) -> None:
-    """UsageError for blocks with running statistics: a second forward pass would update them again."""
+    """UsageError for blocks with running statistics: a second forward pass would update them
+    again."""
 
     def with_statistics() -> Iterator[str]:
         for name, block in zip(names, blocks, strict=True):

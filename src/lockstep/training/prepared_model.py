@@ -18,7 +18,8 @@ class PreparedModel(nn.Module):
     """A model whose forward pass runs through the ReplicaGroup inside micro-batches. Elsewhere
     (evaluation, no_grad) it is the plain model.
 
-    module            the model that was passed to Session.prepare; its attributes are available here, too
+    module            the model that was passed to Session.prepare; its attributes are available
+                      here, too
     replicas_in_loop  returns the ReplicaGroup inside a micro-batch; None elsewhere
     precision         of forward passes, whose output is float32: "fp32", "bf16"; None: the caller's
     """

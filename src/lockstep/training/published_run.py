@@ -11,8 +11,8 @@ from lockstep.elastic.stored_folder import STORE_FILE
 
 
 def refresh(run: Path) -> None:
-    """Bring the working copy to the newest snapshot, but for the run.json that this start has written.
-    StoreError, CheckpointError."""
+    """Bring the working copy to the newest snapshot, but for the run.json that this start has
+    written. StoreError, CheckpointError."""
     if (run / STORE_FILE).exists():
         from lockstep.remote.host_copy import refresh_copy
 
@@ -20,7 +20,8 @@ def refresh(run: Path) -> None:
 
 
 def wait_until_published(run: Path, step: int) -> None:
-    """Wait until the store has the checkpoint of `step`: else the next rank 0 saves the step again."""
+    """Wait until the store has the checkpoint of `step`: else the next rank 0 saves the step
+    again."""
     from lockstep.remote.host_copy import wait_until_published
 
     wait_until_published(run, step)

@@ -34,7 +34,8 @@ class Best:
         self.score: float | None = None
 
     def update(self, step: int, score: float) -> bool:
-        """Give the score of the weights after `step` of session.steps. Return whether it is the best."""
+        """Give the score of the weights after `step` of session.steps. Return whether it is the
+        best."""
         is_best = is_better(score, self.score, self.mode)
         if is_best:
             self.step, self.score = step + 1, float(score)

@@ -93,7 +93,8 @@ def refuse_wrong_options(micro_batches: int, options: Mapping[str, Any]) -> None
 
 
 def choose_backends(track: Sequence[str]) -> dict[str, Any]:
-    """Return arguments of the Tracker: the backends of Session(track=...) and of the command line."""
+    """Return arguments of the Tracker: the backends of Session(track=...) and of the command
+    line."""
     if isinstance(track, str):
         hint = f"write track=[{track!r}]"
         raise UsageError(f"track={track!r} is a text", "Session(track=...)", hint)
@@ -103,7 +104,8 @@ def choose_backends(track: Sequence[str]) -> dict[str, Any]:
 
 
 def refuse_ineffective_variables(environ: Mapping[str, str]) -> None:
-    """UsageError for variables of Lockstep that a Session does not read: values of recipes, or typos."""
+    """UsageError for variables of Lockstep that a Session does not read: values of recipes, or
+    typos."""
     axes = [environment_variable(f"layout.{axis}") for axis in ("shard", "tensor", "pipeline")]
     known = [*RESERVED_VARIABLES, *axes]
     others = [name for name in environ if name.startswith("LOCKSTEP_") and name not in known]
@@ -129,8 +131,8 @@ def progress_interval_s(progress: float | bool) -> float:
 def refuse_second_session(
     out: Path, opened: Sequence[Path], entered: bool, worker_env: WorkerEnv | None
 ) -> None:
-    """UsageError when this process has a Session open, or has an agent and `entered` one before or is
-    in another run folder. SystemExit where `lockstep run` then starts again (ask_for_start)."""
+    """UsageError when this process has a Session open, or has an agent and `entered` one before or
+    is in another run folder. SystemExit where `lockstep run` then starts again (ask_for_start)."""
     if opened:
         where = f"Session({str(out)!r}) inside Session({str(opened[0])!r})"
         raise UsageError(
@@ -231,7 +233,8 @@ def refuse_uneven_skips(
 
 
 def warn_of_collectives(before: int | None, step: int, workers: int) -> bool:
-    """Warn, and return True, if a collective ran after the micro-batch loop. before: their number then."""
+    """Warn, and return True, if a collective ran after the micro-batch loop. before: their number
+    then."""
     if workers == 1 or before in (None, collectives_of(dist.group.WORLD)):
         return False
     what = (
@@ -286,7 +289,8 @@ class UpdateWatch:
             self._before = highest_rate(self.optimizers), self._versions(), digest
 
     def end(self, step: int) -> None:
-        """Warn if `step` has changed no trained weight. Without a learning rate that is expected."""
+        """Warn if `step` has changed no trained weight. Without a learning rate that is
+        expected."""
         if self._is_done or self._before is None:
             return
         rate, versions, digest = self._before

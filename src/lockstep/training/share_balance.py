@@ -1,4 +1,5 @@
-"""Measure how long the replicas compute their micro-batches; name slow ones, and give them fewer."""
+"""Measure how long the replicas compute their micro-batches; name slow ones, and give them
+fewer."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ REPLICAS_PER_DECISION = (
 
 
 class ShareBalance:
-    """The numbers of micro-batches of the replicas. Every rank decides from the same committed votes.
+    """The numbers of micro-batches of the replicas. Every rank decides from the same committed
+    votes.
 
     A generation starts with equal shares, so that a failure cannot leave ranks with different ones.
     unit     micro-batches that a replica computes at the same time
@@ -63,8 +65,8 @@ class ShareBalance:
         return self._shares
 
     def measured_us(self) -> dict[str, int]:
-        """Return this worker's part of the vote, {} before three measured steps: medians of the newest
-        steps in microseconds."""
+        """Return this worker's part of the vote, {} before three measured steps: medians of the
+        newest steps in microseconds."""
         if measured := self.replica.measured_s():
             self._measured.append(measured)
         if 2 * len(self._measured) <= WINDOW_STEPS:
@@ -95,8 +97,8 @@ class ShareBalance:
             self._append_event("shares", shares=shares, step=step + 1, why=what)
 
     def _name_slow(self, times: tuple[int, ...]) -> None:
-        """Record which workers are slow, each at most once in NAME_EVERY_S. The screen names one that
-        has been slow for SLOW_FOR_S, once."""
+        """Record which workers are slow, each at most once in NAME_EVERY_S. The screen names one
+        that has been slow for SLOW_FOR_S, once."""
         size = self.replica.workers_per_replica
         names = [self._name(range(i * size, (i + 1) * size)) for i in range(len(times))]
         found = find_slow(times, [i for i, name in enumerate(names) if name in self._slow])

@@ -1,4 +1,5 @@
-"""What a Session measures of its steps, and tells: metrics.jsonl, the screen, the account of time."""
+"""What a Session measures of its steps, and tells: metrics.jsonl, the screen, the account of
+time."""
 
 from __future__ import annotations
 

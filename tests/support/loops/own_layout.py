@@ -75,7 +75,7 @@ def misbehave(
     the clip: "."""
     slices = [
         p
-        for optimizer in session.optimizers
+        for optimizer in session.checkpointer.optimizers
         for group in optimizer.param_groups
         for p in group["params"]
     ]

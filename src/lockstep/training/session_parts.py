@@ -1,0 +1,109 @@
+"""What a Session is given: its arguments, and what the loop declares before its first step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lockstep.checkpoint.stateful import Stateful, refuse_unsupported_state
+from lockstep.data.order import splitmix64
+from lockstep.errors import UsageError
+from lockstep.layout import Layout
+from lockstep.runtime.numerics import seed_generators
+from lockstep.training import sharding
+from lockstep.training.loader import Loader
+from lockstep.training.prepared_model import PreparedModel
+from lockstep.training.saved_state import PerMicroBatch, SavedState
+from lockstep.training.session_checks import ReplicaOptions
+
+
+@dataclass(frozen=True)
+class SessionValues:
+    """The arguments of a Session; `backends` are arguments of its Tracker."""
+
+    out: Path
+    micro_batches: int
+    save_every: int
+    keep: int
+    seed: int
+    resume: str
+    threads: int
+    backends: Mapping[str, Any]
+    progress_s: float
+    options: ReplicaOptions
+
+    def share(self, loss: torch.Tensor, count: int | None) -> torch.Tensor:
+        """Return what a micro-batch adds to the step's loss: of a sum over `count` samples all of
+        it."""
+        return loss / self.micro_batches if count is None else loss
+
+    def seed_generators(self, step: int, place: int, device: torch.device) -> None:
+        """Seed the generators, equal on all workers, also on one that has resumed or joined."""
+        seed_generators(splitmix64(self.seed, step, self.micro_batches, place) >> 1, device)
+
+
+@dataclass
+class Declared:
+    """What the loop has declared: model, optimizers, state, loaders.
+
+    splits   how the model is split: units, tensor_plan, split_points
+    bits     values of `prepare` that decide bits, as text
+    saved    what Session.state has returned
+    loaders  and what a resumed run must have in common with each
+    """
+
+    model: PreparedModel | None = None
+    optimizers: Sequence[torch.optim.Optimizer] = ()
+    splits: dict[str, Any] = field(default_factory=dict)
+    bits: dict[str, str] = field(default_factory=dict)
+    state: dict[str, Stateful] = field(default_factory=dict)
+    saved: SavedState = field(default_factory=SavedState)
+    carried: list[PerMicroBatch] = field(default_factory=list)
+    loaders: list[tuple[Loader, str]] = field(default_factory=list)
+
+    def add_state(self, objects: Mapping[str, Any]) -> None:
+        state = self.saved.add(objects)
+        refuse_unsupported_state(state)
+        self.state |= state
+
+    def refuse_incomplete(self) -> PreparedModel:
+        """Return the model. UsageError when the loop has declared too little for its first step."""
+        if self.model is None:
+            raise UsageError(
+                "session.steps without a model",
+                "session.steps(...)",
+                "call session.prepare(model, optimizer) before",
+            )
+        states = self.state.values()
+        if any(all(carried is not value for value in states) for carried in self.carried):
+            hint = "saved = session.state(hidden=session.per_micro_batch(...)), then saved.hidden.value"
+            what = "session.state has not received a per_micro_batch"
+            raise UsageError(what, "session.steps(...)", hint)
+        return self.model
+
+    def facts(self, values: SessionValues) -> dict[str, str]:
+        """Return what a resumed run must have in common with the run, as text."""
+        facts = {
+            "micro_batches": str(values.micro_batches),
+            "seed": str(values.seed),
+            "wire": values.options.get("wire", "fp32"),
+        }
+        return facts | self.bits | {f"loader {i}": fact for i, (_, fact) in enumerate(self.loaders)}
+
+    def shown_options(self, values: SessionValues, layout: Layout, total: int) -> dict[str, str]:
+        """Return the other arguments, whose change at a resume is a warning, as text."""
+        axes = {f"--layout.{axis}": getattr(layout, axis) for axis in sharding.SESSION_AXES}
+        shown = {"steps": total, "save_every": values.save_every, **axes}
+        return {
+            name: str(value) for name, value in (shown | self.splits | {**values.options}).items()
+        }
+
+    def samples_of_mean(self) -> int | None:
+        """Return the number of samples of the micro-batch that the loop has now; None: unknown."""
+        sources: Iterator[Any] = iter((*(loader for loader, _ in self.loaders), self.model))
+        numbers = (source.samples_of_mean() for source in sources)
+        return next((number for number in numbers if number is not None), None)

@@ -1,0 +1,216 @@
+"""The parts of a Session from its first step on: they resume, train, record and save together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lockstep.checkpoint.fingerprints import BEST_STEP
+from lockstep.elastic.consensus import STOP_REQUEST
+from lockstep.elastic.runtime import ElasticRuntime
+from lockstep.errors import UsageError
+from lockstep.layout import Layout
+from lockstep.log import log
+from lockstep.parallel.parallelize import LocalModel
+from lockstep.record.progress import ProgressDisplay
+from lockstep.record.tracker import BackgroundTracker, Tracker
+from lockstep.runtime.signals import Stopped, StopSignals
+from lockstep.runtime.torch_private import collectives_of
+from lockstep.training import session_checks, sharding
+from lockstep.training.checkpointer import Checkpointer
+from lockstep.training.replica_group import ReplicaGroup
+from lockstep.training.scores import ScoredRun
+from lockstep.training.session_parts import Declared, SessionValues
+from lockstep.training.step_record import StepRecord
+from lockstep.training.time_account import account_facts, resume_account
+from lockstep.training.update_checks import scaler_watch
+
+
+@dataclass(frozen=True)
+class StepEnd:
+    """How a step has ended.
+
+    why      the loop ends without an error after it; "": it does not
+    stopped  the error that ends the loop after a stop signal
+    """
+
+    is_last: bool
+    why: str
+    stopped: Stopped | None
+
+
+class StartedRun:
+    """Collective. Resume, and open what the loop needs for `total` steps.
+
+    exits  leaves the contexts that are entered here, with the Session
+    """
+
+    def __init__(
+        self,
+        values: SessionValues,
+        declared: Declared,
+        runtime: ElasticRuntime,
+        layout: Layout,
+        total: int,
+        exits: ExitStack,
+    ) -> None:
+        enter = exits.enter_context
+        module = declared.refuse_incomplete().module
+        facts = declared.facts(values)
+        options = declared.shown_options(values, layout, total)
+        self.declared = declared
+        self.runtime = runtime
+        self.total = total
+        model: nn.Module | LocalModel = module
+        if layout.workers_per_replica > 1:
+            model = sharding.shard_session(
+                runtime,
+                module,
+                declared.optimizers,
+                layout,
+                facts | options,
+                declared.state,
+                **declared.splits,
+                verify=values.options.get("rehearse", True),
+                unused=values.options.get("unused", "raise"),
+            )
+        self.checkpointer = Checkpointer(
+            values.out / "checkpoints",
+            runtime,
+            model,
+            declared.optimizers,
+            state=declared.state,
+            every_steps=values.save_every,
+            keep=values.keep,
+        )
+        saved = {"tensor": layout.tensor} if layout.tensor > 1 else {}
+        self.first_step = self.checkpointer.resume(values.resume, facts, saved, options=options)
+        session_checks.warn_of_other_bits(self.checkpointer.facts, layout)
+        resume_account(runtime, self.checkpointer.facts, self.first_step, values.out)
+        signals = enter(StopSignals())
+        self.tracker = enter(
+            Tracker(
+                values.out,
+                leader=runtime.is_leader,
+                from_step=self.first_step,
+                run=facts | options,
+                **values.backends,
+            )
+        )
+        metrics = enter(BackgroundTracker(self.tracker))
+        shows = runtime.shows_progress
+        display = ProgressDisplay(total, self.first_step, shows, every_s=values.progress_s)
+        enter(display)
+        enter(self.checkpointer)
+        self.replicas = enter(
+            ReplicaGroup(
+                runtime,
+                model,
+                self.checkpointer,
+                micro_batches=values.micro_batches,
+                seed=values.seed,
+                signals=signals,
+                tracker=metrics,
+                carried=declared.carried,
+                **values.options,
+            )
+        )
+        enter(scaler_watch(declared.optimizers, lambda: self.replicas.scaler))
+        loaders = [loader for loader, _ in declared.loaders]
+        self.record = StepRecord(self.replicas, loaders, metrics, display)
+        self.scores = ScoredRun(values.out, declared.state.values(), runtime.is_leader)
+        self._updates = session_checks.UpdateWatch(self.replicas, declared.optimizers)
+        self._zero_rates = session_checks.ZeroRates()
+        self._collectives: int | None = None  # of the group, at the end of the micro-batch loop
+        self._has_warned = False  # of collectives of the loop's own
+
+    def begin_step(self) -> None:
+        self._updates.start()
+
+    def micro_batches(self, step: int, stopped: Stopped | None) -> Iterator[int]:
+        """Yield this worker's micro-batches of `step`; of a run that has stopped the one that a
+        resume compares, and then raise."""
+        yield from (self.replicas.leave_witness if stopped else self.replicas.micro_batches)(step)
+        if stopped:
+            raise stopped
+        self._collectives = collectives_of(dist.group.WORLD)
+        self._zero_rates.record(self.declared.optimizers, step)
+
+    def backward(
+        self, loss: torch.Tensor, count: int | None, scaler: torch.amp.GradScaler | None = None
+    ) -> None:
+        """Run the backward pass of a micro-batch. loss: its share of the step's loss."""
+        if self.replicas.replica.workers_per_replica > 1:
+            on_nonfinite = self.replicas.on_nonfinite
+            session_checks.refuse_uneven_skips(scaler, on_nonfinite, self.declared.state)
+        samples = self.declared.samples_of_mean() if count is None else None
+        self.replicas.backward(loss, count, scaler=scaler, samples=samples)
+
+    def forget_collectives(self) -> None:
+        """Expect other collectives than those of the micro-batch loop: an evaluation."""
+        self._collectives = None
+
+    def end_step(self, step: int) -> StepEnd:
+        """Record the step that the loop has trained, the number `step` of those committed."""
+        if self.replicas.last_step != step - 1:
+            raise UsageError(
+                f"the body of step {step - 1} ran no micro-batches",
+                "for step in session.steps(...)",
+                "take all of them, `for batch in loader(step)`, in every step",
+            )
+        self._has_warned = self._has_warned or session_checks.warn_of_collectives(
+            self._collectives, step - 1, self.runtime.world.size
+        )
+        self._updates.end(step - 1)
+        stop = self.replicas.decision.stop
+        why = self.scores.end(step) or "session.stop()" * (stop == STOP_REQUEST)
+        is_last = bool(stop or why) or step >= self.total
+        self.record.end(step, is_last=is_last)
+        return StepEnd(is_last, why, Stopped(stop) if stop and not why else None)
+
+    def save_if_due(self, step: int, *, is_last: bool) -> None:
+        """Collective. Save the state and the loss after the last step, the best one, or a step at
+        which a save is due."""
+        best = self.scores.best_steps()
+        is_best = step in best
+        if not (is_last or is_best or self.checkpointer.due(step)):
+            return
+        facts = {"loss": self.replicas.loss, **account_facts(self.runtime.ledger)}
+        facts |= {BEST_STEP: best[0]} if best else {}
+        with self.record.timing("saving"), self.runtime.during("saving"):
+            self.checkpointer.save(
+                step,
+                facts,
+                # The metrics are on disk first, so that no checkpoint is ahead of them.
+                first=self.record.tracker.sync,
+                protect=lambda: best,
+                waits=is_last or is_best,
+            )
+
+    def why_no_step(self, step: int) -> str:
+        """Return why the run trains no step after `step`; "" if it does."""
+        if step >= self.total:
+            return f"the run is finished: step {step} of {self.total}"
+        if step and (why := self.scores.why()):
+            return f"the run has stopped early, {why}; a higher patience continues it"
+        return ""
+
+    def has_witness(self, step: int) -> bool:
+        """Return whether a run that has stopped records what the step after `step` begins with."""
+        return step < self.total and self.replicas.rehearsal is not None
+
+    def warn_if_left(self, step: int) -> None:
+        """Warn when the loop was left before its last step."""
+        if step < self.total:
+            committed = max(step, self.replicas.last_step + 1)
+            log.warning(
+                "the loop was left after %d of %d steps, and those since the newest checkpoint are "
+                "not saved: session.stop() saves",
+                committed,
+                self.total,
+            )
