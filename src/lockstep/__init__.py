@@ -9,7 +9,8 @@
     lockstep.Tracker         metrics.jsonl, TensorBoard, Weights & Biases
     lockstep.Layout          how many workers hold one copy of the model, and how
     lockstep.deferred_init   build a model whose weights take no memory before it is sharded
-    lockstep.Best            the checkpoint with the best score; lockstep.EarlyStopping ends the loop
+    lockstep.Best            the checkpoint with the best score; lockstep.EarlyStopping ends the
+                             loop
     lockstep.Mixture         data sets whose samples are taken in exact proportions, by stages
     lockstep.index_dataset   write the samples of a stream once, to find each by its number
     lockstep.UniformOrder    which samples belong to a step; BucketOrder: for sequences by length

@@ -28,7 +28,8 @@ from lockstep.log import printable
 
 
 class LockstepError(Exception):
-    """`what` happened, `where` its values came from, `hint`: what to try. The last two may be ""."""
+    """`what` happened, `where` its values came from, `hint`: what to try. The last two may be
+    ""."""
 
     exit_code = 1
 

@@ -32,7 +32,8 @@ KINDS = {
 
 
 def scheme_of(path: str | os.PathLike[str]) -> str:
-    """Return the scheme of an address such as s3://BUCKET/RUN, also as a Path, s3:/BUCKET/RUN; else ""."""
+    """Return the scheme of an address such as s3://BUCKET/RUN, also as a Path, s3:/BUCKET/RUN;
+    else ""."""
     match = re.match(r"([a-z][a-z0-9+.-]+):(/|$)", os.fspath(path), re.IGNORECASE)
     return match[1].lower() if match else ""
 
@@ -103,8 +104,8 @@ def write_if_absent(path: Path, content: str, mode: int = 0o666) -> None:
 
 
 def open_unpublished(path: Path) -> BinaryIO:
-    """Open a new file beside `path` for `publish`. Two processes that write the same file, such as a
-    worker that was given up and its successor, never change each other's bytes."""
+    """Open a new file beside `path` for `publish`. Two processes that write the same file, such as
+    a worker that was given up and its successor, never change each other's bytes."""
     return open(temporary_name(path), "xb")
 
 
@@ -131,8 +132,8 @@ def temporary_name(path: Path) -> Path:
 def temporary_file(
     path: Path, content: bytes | str | Iterable[bytes | memoryview], mode: int = 0o666
 ) -> Iterator[Path]:
-    """Yield a flushed temporary file with `content` beside `path`; then flush the folder. An OSError
-    names `path`."""
+    """Yield a flushed temporary file with `content` beside `path`; then flush the folder. An
+    OSError names `path`."""
     data = content.encode() if isinstance(content, str) else content
     temporary = temporary_name(path)
     try:
@@ -157,7 +158,8 @@ def sha256_file(path: Path) -> str:
 
 
 def parse_integer(digits: str) -> int:
-    """Return an integer of JSON. ValueError for one that no float can hold: arithmetic would fail."""
+    """Return an integer of JSON. ValueError for one that no float can hold: arithmetic would
+    fail."""
     if len(digits) > MAX_DIGITS:
         raise ValueError(f"an integer has {len(digits):,} digits")
     return int(digits)

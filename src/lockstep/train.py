@@ -64,7 +64,8 @@ def train(
 def build(
     task: Task, resolved: ResolvedRun, folder: Path, runtime: ElasticRuntime, resume: str
 ) -> tuple[LocalModel, list[torch.optim.Optimizer], Checkpointer, int]:
-    """Collective. Build model, optimizers and checkpointer, and resume; return them and the step."""
+    """Collective. Build model, optimizers and checkpointer, and resume; return them and the
+    step."""
     run, saving = resolved.run, resolved.run.checkpoint
     log.info(make_deterministic(runtime.world.device))
     fingerprints = training_setup.run_fingerprints(resolved, task.fingerprints)

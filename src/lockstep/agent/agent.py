@@ -127,8 +127,8 @@ def run_static_group(
 ) -> int:
     """Run a static group on this host: `evaluate --workers` and `generate --tensor`.
 
-    The agent restarts no worker: the first failure ends them all, and is printed. Its files are in a
-    temporary folder. The workers get torchrun's variables and a port that is reserved here.
+    The agent restarts no worker: the first failure ends them all, and is printed. Its files are in
+    a temporary folder. The workers get torchrun's variables and a port that is reserved here.
     Call it from the main thread. UsageError before any worker is started.
     """
     check_worker_count(workers, "this machine")
@@ -299,7 +299,7 @@ class Agent:
             os.close(worker.pidfd)
         reap_orphans(())
 
-    # -- stopping -------------------------------------------------------------------------------------------------------------
+    # -- stopping ----------------------------------------------------------------------------------
 
     def stop_starting(self) -> None:
         self.pool.cancel()
@@ -376,7 +376,7 @@ class Agent:
             self.run_end = RunEnd(record.end.code, record.end.text or missed, now_s())
             self.stop_starting()
 
-    # -- workers --------------------------------------------------------------------------------------------------------------
+    # -- workers -----------------------------------------------------------------------------------
 
     def request_due_workers(self) -> None:
         for slot in self.slots.values():
@@ -389,8 +389,8 @@ class Agent:
                     slot.start_at_s = now_s() + RETRY_S
 
     def request_worker(self, slot: Slot) -> None:
-        """Request a worker. Slot 0 writes to the agent's terminal, the others to their logs; what rank 0
-        prints there is shown, too (leader_output.py)."""
+        """Request a worker. Slot 0 writes to the agent's terminal, the others to their logs; what
+        rank 0 prints there is shown, too (leader_output.py)."""
         with suppress(OSError):
             exit_report_path(self.state, slot.number).unlink(missing_ok=True)
             waiting_room.remove_stale_files(self.folder, self.host, slot.number)
@@ -452,7 +452,8 @@ class Agent:
         )
 
     def on_worker_exit(self, worker: Worker) -> None:
-        """Collect the exit of a worker, remove what it left behind, and restart it or end the run."""
+        """Collect the exit of a worker, remove what it left behind, and restart it or end the
+        run."""
         slot = self.slots[worker.slot]
         slot.worker = None
         self.leader_output.on_exit(slot.number)

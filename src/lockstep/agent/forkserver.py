@@ -12,7 +12,8 @@ If importing leaves threads or CUDA behind, no worker can be forked after it. Th
 imports nothing starts them, and each worker imports everything after execve(2).
 
     forkserver -> agent     {"ready": true} or {"unusable": REASON}, once
-    agent -> forkserver     the fields of WorkerSpec, with three file descriptors: stdout, stderr, gate
+    agent -> forkserver     the fields of WorkerSpec, with three file descriptors: stdout, stderr,
+                            gate
     forkserver -> agent     {"pid": 4711} or {"error": REASON}, for each request
 """
 
@@ -192,7 +193,8 @@ def is_cuda_lost_by_fork() -> bool:
 
 
 def serve(channel: socket.socket) -> tuple[WorkerSpec, int] | None:
-    """Fork workers. Return (spec, gate) in each, and None in the forkserver once the agent exited."""
+    """Fork workers. Return (spec, gate) in each, and None in the forkserver once the agent
+    exited."""
     while True:
         message, descriptors, _, _ = socket.recv_fds(channel, MAX_MESSAGE_BYTES, 3)
         if not message:

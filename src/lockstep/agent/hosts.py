@@ -88,7 +88,8 @@ class Hosts:
         return sum(host.workers for host in self.host)
 
     def find(self, name: str, source: str) -> Host:
-        """Return the host of that name. UsageError, which lists the known names, if there is none."""
+        """Return the host of that name. UsageError, which lists the known names, if there is
+        none."""
         for host in self.host:
             if host.name == name:
                 return host
@@ -145,9 +146,9 @@ def parse_hosts(values: Mapping[str, Any], source: str, hint: str = FORMAT_HINT)
 def ssh_command(
     host: Host, command: Sequence[str], cwd: Path, environ: Mapping[str, str]
 ) -> list[str]:
-    """Return the ssh command that runs `command` on a host, in `cwd`, with LOCKSTEP_ variables and the
-    address of an object store; its credentials, which `ps` would show, come from that host. The remote
-    shell reads signal names from standard input and sends them: ssh cannot forward them."""
+    """Return the ssh command that runs `command` on a host, in `cwd`, with LOCKSTEP_ variables and
+    the address of an object store; its credentials, which `ps` would show, come from that host. The
+    remote shell reads signal names from standard input and sends them: ssh cannot forward them."""
     variables = [
         f"{name}={value}"
         for name, value in sorted(environ.items())

@@ -1,7 +1,8 @@
 """Show on the terminal of an agent what rank 0 prints, when rank 0 is not in slot 0.
 
 Slot 0 writes to the terminal and the others to their logs (agent.py). Rank 0 moves to another slot
-when the worker in slot 0 is lost, and stays there. The agent then copies what it prints from its log.
+when the worker in slot 0 is lost, and stays there. The agent then copies what it prints from its
+log.
 """
 
 import os

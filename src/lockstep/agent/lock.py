@@ -1,7 +1,7 @@
 """The lock of the only agent of a host and run, and what an earlier agent left behind.
 
-The agent holds the file lock state/agent.lock, which the kernel releases when the agent dies. Before
-it starts a worker, it replaces the record state/agent.json, which tells the next agent:
+The agent holds the file lock state/agent.lock, which the kernel releases when the agent dies.
+Before it starts a worker, it replaces the record state/agent.json, which tells the next agent:
 
     pid              of the holder
     base_generation  the newest one before the workers were started: an earlier result is not theirs

@@ -1,11 +1,13 @@
 """`lockstep launch --ray`: an agent on each node of a Ray cluster.
 
-The driver reserves the same resources on each of N nodes (a placement group, STRICT_SPREAD) and runs
-one task in each. The task starts `lockstep launch` as the agent of its node and waits for it. Agent
-and workers end with the process of the task, so Ray knows which resources of the node are free.
+The driver reserves the same resources on each of N nodes (a placement group, STRICT_SPREAD) and
+runs one task in each. The task starts `lockstep launch` as the agent of its node and waits for it.
+Agent and workers end with the process of the task, so Ray knows which resources of the node are
+free.
 
-If a node is lost, the workers of the others continue at once, without Ray. Ray moves the reservation
-to another node as soon as one has room, and repeats the task there: its workers join the run.
+If a node is lost, the workers of the others continue at once, without Ray. Ray moves the
+reservation to another node as soon as one has room, and repeats the task there: its workers join
+the run.
 """
 
 from __future__ import annotations
@@ -105,7 +107,8 @@ def choose_reservation(
     cluster: Mapping[str, Resources], nodes: int | None, workers: int | None
 ) -> Reservation:
     """Return the reservation: for each worker a CPU, and a GPU if the cluster has any.
-    nodes: None: every node with room; workers: None: the fewest GPUs of a node that has any, or two."""
+    nodes: None: every node with room; workers: None: the fewest GPUs of a node that has any, or
+    two."""
     gpus = [int(resources["GPU"]) for resources in cluster.values() if resources.get("GPU", 0) >= 1]
     count = workers or min(gpus, default=CPU_WORKERS)
     needed = {"CPU": float(count)} | ({"GPU": float(count)} if gpus else {})
@@ -186,8 +189,9 @@ def run_agents(
 
 
 def wait_for_agents(ray: Any, group: Any, tasks: dict[Any, int], folder: Path, before: int) -> int:
-    """Wait for the exit of all agents, after the end of the run only for those whose nodes are alive.
-    Forward stop signals. tasks: with their index in the group; before: newest earlier generation."""
+    """Wait for the exit of all agents, after the end of the run only for those whose nodes are
+    alive. Forward stop signals. tasks: with their index in the group; before: newest earlier
+    generation."""
     codes: list[int] = []
     stopping = False
     with StopSignals() as signals:

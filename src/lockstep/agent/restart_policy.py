@@ -152,7 +152,8 @@ def decide_restart(
 
 
 def start_error(worker_exit: WorkerExit, lived_s: float, policy: RestartPolicy) -> str:
-    """Return the error text of a slot's first worker if it failed before its first step, else ""."""
+    """Return the error text of a slot's first worker if it failed before its first step, else
+    ""."""
     report = worker_exit.report
     early = (
         report is not None

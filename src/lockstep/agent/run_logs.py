@@ -73,9 +73,9 @@ class GenerationReader:
             self.events.warn("cannot read the generation log", error)
 
     def last_handled(self, newest: int, running: set[int]) -> int:
-        """Return the generation after which to read on, for an agent with workers of an earlier one.
-        A worker that was removed meanwhile is in an earlier generation than the newest. One that
-        waits to join is in none, so the search ends after KEEP generations."""
+        """Return the generation after which to read on, for an agent with workers of an earlier
+        one. A worker that was removed meanwhile is in an earlier generation than the newest. One
+        that waits to join is in none, so the search ends after KEEP generations."""
         number, oldest = newest, max(self.base, newest - KEEP)
         while running and number > oldest:
             running = running - {
@@ -99,7 +99,8 @@ class GenerationReader:
         }
 
     def record_end(self, code: int, text: str, reason: str) -> None:
-        """Record the end of the run as the next generation, unless another host has recorded one."""
+        """Record the end of the run as the next generation, unless another host has recorded
+        one."""
         try:
             open_generation_log(self.folder).record_end(RunResult(code, text), reason, self.base)
         except OSError as error:

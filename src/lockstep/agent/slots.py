@@ -83,7 +83,8 @@ class Slot:
 
 @dataclass(frozen=True)
 class RunEnd:
-    """The end of the run: exit code, text to print, monotonic time when this agent learned of it."""
+    """The end of the run: exit code, text to print, monotonic time when this agent learned of
+    it."""
 
     code: int
     text: str
@@ -204,7 +205,8 @@ class StopRequests:
         )
 
     def forward(self, number: int, workers: Collection[Worker]) -> None:
-        """Send a signal to the workers that do not wait to join; the waiting ones exit with the run."""
+        """Send a signal to the workers that do not wait to join; the waiting ones exit with the
+        run."""
         self.received.append(number)
         self.received_s = self.received_s or now_s()
         self.events.add("signal passed on", f"the agent received {signal.Signals(number).name}")

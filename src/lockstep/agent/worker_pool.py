@@ -17,10 +17,11 @@ from lockstep.runtime.worker_env import WorkerEnv
 
 RETRY_S = 1.0  # after a worker could not be started at all
 MAX_FAILURES = 2  # forkservers in a row that exited before they were ready, or hung
-# glibc returns large blocks to the kernel at every free, and each step allocates the same ones again:
-# keeping them saves page faults (mallopt(3)). Settings of the user take precedence.
+# glibc returns large blocks to the kernel at every free, and each step allocates the same ones
+# again: keeping them saves page faults (mallopt(3)). Settings of the user take precedence.
 MALLOC_SETTINGS = {"MALLOC_MMAP_THRESHOLD_": "2000000000", "MALLOC_TRIM_THRESHOLD_": "4000000000"}
-# torch.cuda.is_available() in a module that the forkserver imports must not initialize CUDA: no fork could use it.
+# torch.cuda.is_available() in a module that the forkserver imports must not initialize CUDA: no
+# fork could use it.
 CUDA_SETTINGS = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 
 
@@ -141,7 +142,7 @@ class WorkerPool:
         self.events.warn(what, error)
         self.retry_at_s = now_s() + RETRY_S
 
-    # -- the forkserver -------------------------------------------------------------------------------------------------------
+    # -- the forkserver ----------------------------------------------------------------------------
 
     def start_forkserver(self) -> None:
         try:
@@ -168,7 +169,8 @@ class WorkerPool:
                 self.start_forkserver()
 
     def replace_forkserver(self, reason: str, *, failed: bool) -> None:
-        """Replace a forkserver that exited or hangs; after several failures, by one without imports."""
+        """Replace a forkserver that exited or hangs; after several failures, by one without
+        imports."""
         assert self.forkserver is not None
         self.forkserver.kill()
         self.events.add("forkserver ended", reason)

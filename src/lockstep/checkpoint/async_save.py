@@ -37,8 +37,8 @@ def do_nothing() -> None: ...
 def copy_to_host(
     tensors: Mapping[str, Tensor], memory: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor], list[torch.cuda.Event]]:
-    """Return copies of the tensors on the CPU, and an event per GPU that marks the end of its copies:
-    its stream orders them before the next update of the weights.
+    """Return copies of the tensors on the CPU, and an event per GPU that marks the end of its
+    copies: its stream orders them before the next update of the weights.
 
     memory  the last copies, which are overwritten where they fit: the first use of memory costs
             more than the copy
@@ -183,7 +183,8 @@ class AsyncSaver(AbstractContextManager["AsyncSaver"]):
         return True
 
     def close(self) -> None:
-        """Wait for the save in progress; raise its error, or the first one that was not returned."""
+        """Wait for the save in progress; raise its error, or the first one that was not
+        returned."""
         self.wait()
         self._copies = {}
         error = self.failure()

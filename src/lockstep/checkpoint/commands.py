@@ -44,8 +44,8 @@ def list_table(folder: Path) -> str:
 
 
 def verify(folder: Path) -> tuple[bool, list[str]]:
-    """Return (True when checkpoints exist and all are whole, and the metrics up to the newest are as
-    they were written; findings). Reads every byte."""
+    """Return (True when checkpoints exist and all are whole, and the metrics up to the newest are
+    as they were written; findings). Reads every byte."""
     run, folder = folder, checkpoints_folder(folder)
     lines, whole = [], True
     for step in committed_steps(folder):

@@ -293,7 +293,8 @@ def write_file(
 
 
 def fill(buffer: Bytes, chunks: Iterable[bytes | memoryview]) -> Iterator[Bytes]:
-    """Yield `buffer` whenever it is full of the bytes of `chunks`, and last the part that is not."""
+    """Yield `buffer` whenever it is full of the bytes of `chunks`, and last the part that is
+    not."""
     used = 0
     for chunk in chunks:
         data = np.frombuffer(chunk, np.uint8)
@@ -331,8 +332,9 @@ def set_direct(file: FileIO, direct: bool) -> bool:
 
 
 def clear_target(target: Path) -> None:
-    """Free the name of something other than a checkpoint: wait for another process that is between its
-    rename and its marker; delete the folder of a process that died there; set aside one without."""
+    """Free the name of something other than a checkpoint: wait for another process that is between
+    its rename and its marker; delete the folder of a process that died there; set aside one
+    without."""
     deadline = time.monotonic() + COMMITTER_TIMEOUT_S
     while not target.is_symlink() and is_unfinished(target):
         if discard(target):

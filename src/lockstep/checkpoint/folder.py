@@ -5,8 +5,8 @@
       step-00001300.damaged/      set aside by a reader that found damage; Lockstep never deletes it
       .step-00001400.3f9c01d2a4b5e6f7/     WRITING facts.json ...    being written, or unfinished
 
-Each folder has a *marker*, a small file. Its name is the state of the folder. It holds the sha256 of
-manifest.json, which holds size and sha256 of every other file.
+Each folder has a *marker*, a small file. Its name is the state of the folder. It holds the sha256
+of manifest.json, which holds size and sha256 of every other file.
 
     WRITING    the writer holds a shared lock on it; several writers could share one attempt
     COMMITTED  a reader holds a shared lock on it while it reads
@@ -63,7 +63,8 @@ def committed_steps(folder: Path) -> list[int]:
 
 def lock_marker(marker: Path, how: int) -> int | None:
     """Return a descriptor with lock `how` on `marker`; None when it is missing or locked by others.
-    A flock(2) belongs to the open file: closing another descriptor of the file does not release it."""
+    A flock(2) belongs to the open file: closing another descriptor of the file does not release
+    it."""
     try:
         descriptor = open_regular(marker, os.O_RDONLY if how & fcntl.LOCK_SH else os.O_RDWR)
     except (FileNotFoundError, NotADirectoryError):
@@ -93,8 +94,9 @@ def unlock_marker(marker: int) -> None:
 
 @contextmanager
 def pinned(folder: Path, step: int) -> Iterator[Path | None]:
-    """Yield the path of the committed checkpoint, or None. It is not deleted inside the block, except
-    on a file system without locks (a read-only object-store mount): there hashes detect changes."""
+    """Yield the path of the committed checkpoint, or None. It is not deleted inside the block,
+    except on a file system without locks (a read-only object-store mount): there hashes detect
+    changes."""
     path = folder / folder_name(step)
     marker: int | None
     try:

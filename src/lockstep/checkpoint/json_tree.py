@@ -30,7 +30,8 @@ PLAIN = (bool, int, float, str)
 
 
 def spec_of(name: str, tensor: Tensor) -> TensorSpec:
-    """Return what a file stores about a tensor. CheckpointError for a tensor that it cannot hold."""
+    """Return what a file stores about a tensor. CheckpointError for a tensor that it cannot
+    hold."""
     if tensor.dtype not in DTYPES or tensor.layout != torch.strided:
         raise CheckpointError(
             f"a checkpoint cannot hold a tensor of {tensor.dtype}, {tensor.layout}", name
@@ -92,7 +93,8 @@ def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def _encode_numpy(value: np.generic) -> Any:
-    """Return the Python value of a NumPy scalar; with its dtype where its arithmetic rounds otherwise."""
+    """Return the Python value of a NumPy scalar; with its dtype where its arithmetic rounds
+    otherwise."""
     plain = value.item()
     if isinstance(value, np.float64 | np.bool_ | np.str_):
         return plain

@@ -85,7 +85,8 @@ def own_state(optimizer: Optimizer, known: Collection[int]) -> dict[str, dict[An
 
 
 def sorted_by_key(value: Any) -> Any:
-    """Return nested dicts in the order of their keys: load_state_dict of torch changes that order."""
+    """Return nested dicts in the order of their keys: load_state_dict of torch changes that
+    order."""
     if type(value) is list:
         return [sorted_by_key(item) for item in value]
     if type(value) is not dict:

@@ -2,9 +2,9 @@
 of each tensor (https://huggingface.co/docs/safetensors). The library reads these files, and vice
 versa (tested).
 
-The library is not used: without torch, `lockstep checkpoint list|verify|digest` start fast; one pass
-writes and hashes chunks; a full disk is an OSError with its number; no call holds the interpreter
-lock.
+The library is not used: without torch, `lockstep checkpoint list|verify|digest` start fast; one
+pass writes and hashes chunks; a full disk is an OSError with its number; no call holds the
+interpreter lock.
 """
 
 import hashlib

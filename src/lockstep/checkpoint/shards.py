@@ -247,8 +247,8 @@ def open_tensors(path: Path, step: int) -> StoredTensors:
 
 
 def parameter_of(name: str) -> str:
-    """Return the parameter of a tensor in a state (checkpoint/state_dict.py), by name; for a tensor of
-    a stateful object its own name."""
+    """Return the parameter of a tensor in a state (checkpoint/state_dict.py), by name; for a
+    tensor of a stateful object its own name."""
     kind, _, rest = name.partition(".")
     return rest if kind == "model" else rest.rpartition(".")[0] if kind == "optim" else name
 
@@ -259,8 +259,8 @@ def is_text(name: str) -> bool:
 
 
 def inference_weights(tensors: Mapping[str, T]) -> dict[str, T]:
-    """Return the weights to evaluate and export by parameter: averaged ones (`ema` of the optimizer)
-    where the run has them."""
+    """Return the weights to evaluate and export by parameter: averaged ones (`ema` of the
+    optimizer) where the run has them."""
     names = [name.removeprefix("model.") for name in tensors if name.startswith("model.")]
     return {
         name: tensors[average if (average := f"optim.{name}.ema") in tensors else f"model.{name}"]

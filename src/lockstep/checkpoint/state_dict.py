@@ -338,8 +338,9 @@ def optimizer_differences(
     parameters: OptimizedParameters, states: Mapping[str, Mapping[str, Tensor]]
 ) -> list[str]:
     """Return why the saved optimizer state cannot replace the current one. Parameters without state
-    on one side are not compared: a new optimizer has none, and neither has an unused parameter; some
-    optimizers create one entry when they are constructed, and the others in their first step."""
+    on one side are not compared: a new optimizer has none, and neither has an unused parameter;
+    some optimizers create one entry when they are constructed, and the others in their first
+    step."""
     lines = []
     if unexpected := sorted(f"optim.{name}" for name in states.keys() - parameters.keys()):
         lines.append(f"unexpected in the checkpoint: {join_names(unexpected)}")

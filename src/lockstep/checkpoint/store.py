@@ -288,8 +288,8 @@ class CheckpointStore:
         return None
 
     def set_damaged_aside(self, damaged: Mapping[int, list[str]], whole: int | None) -> None:
-        """Set damaged checkpoints (step -> problems) aside, since step `whole`, verified, replaces them.
-        CheckpointError when `whole` is None: then all stay in place."""
+        """Set damaged checkpoints (step -> problems) aside, since step `whole`, verified, replaces
+        them. CheckpointError when `whole` is None: then all stay in place."""
         if damaged and whole is None:
             raise self._damaged(damaged)
         for step, problems in damaged.items():
@@ -337,8 +337,9 @@ class CheckpointStore:
     def read_share(
         self, step: int, share: tuple[int, int] = (0, 1)
     ) -> tuple[shards.StoredTensors | None, dict[str, Any], list[str]]:
-        """Return the tensors in the i-th of n shares of the files, the facts, and no problems; or None
-        and the problems of the share. (None, {}, []) when there is no checkpoint. share: (i, n)."""
+        """Return the tensors in the i-th of n shares of the files, the facts, and no problems; or
+        None and the problems of the share. (None, {}, []) when there is no checkpoint. share: (i,
+        n)."""
         index, count = share
         with commit.explain_read_errors(self.folder), pinned(self.folder, step) as path:
             if path is None:

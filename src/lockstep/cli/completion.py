@@ -1,4 +1,5 @@
-"""`lockstep completion`: print a script that completes words in a shell, from the options and keys."""
+"""`lockstep completion`: print a script that completes words in a shell, from the options and
+keys."""
 
 import argparse
 import shlex
@@ -68,7 +69,8 @@ def known_words() -> Iterator[Word]:
 
 
 def bash_cases(commands: dict[str, str], words: list[Word]) -> Iterator[str]:
-    """Yield lines of a case statement over POSITION:COMMAND:PREVIOUS WORD:WORD; the first match counts."""
+    """Yield lines of a case statement over POSITION:COMMAND:PREVIOUS WORD:WORD; the first match
+    counts."""
     for names, option, _, choices, _ in words:
         if choices:
             yield f'    {"|".join(f"*:{name}:{option or name}:*" for name in names)}) words="{" ".join(choices)}" ;;'

@@ -265,7 +265,8 @@ def train_once(
 
 
 def log_of(out: str) -> Path:
-    """Return the file with the output of a run: a working copy is made by its run, so it is beside it."""
+    """Return the file with the output of a run: a working copy is made by its run, so it is beside
+    it."""
     folder = local_folder_of(out)
     return (folder.parent if parse_address(out) else folder) / "drill.log"
 
@@ -370,7 +371,8 @@ class DrillRun(AbstractContextManager["DrillRun"]):
                 os.kill(pid, signal.SIGKILL)
 
     def digest(self) -> str:
-        """Return `step S sha256 HEX` of the last checkpoint; with a store, of what the store holds."""
+        """Return `step S sha256 HEX` of the last checkpoint; with a store, of what the store
+        holds."""
         if not parse_address(self.out):
             return digest_line(self.folder, None)
         words = [sys.executable, "-m", "lockstep", "checkpoint", "digest", self.out]

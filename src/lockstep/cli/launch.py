@@ -1,4 +1,5 @@
-"""`lockstep launch`: be the agent of this host, or start the agents of all hosts, by ssh or by Ray."""
+"""`lockstep launch`: be the agent of this host, or start the agents of all hosts, by ssh or by
+Ray."""
 
 import argparse
 import os
@@ -161,8 +162,8 @@ def find_hosts(
 
 
 def is_complete(folder: Path, run: RunConfig | None) -> bool:
-    """Whether the run ended with code 0 after all of its steps. A host that a scheduler starts later
-    would wait in vain for the minimum."""
+    """Whether the run ended with code 0 after all of its steps. A host that a scheduler starts
+    later would wait in vain for the minimum."""
     end = newest_generation(folder).end if run and (folder / "generations").is_dir() else None
     return bool(
         run and end and not end.code and run.steps in committed_steps(folder / "checkpoints")
@@ -170,7 +171,8 @@ def is_complete(folder: Path, run: RunConfig | None) -> bool:
 
 
 def check_limits(args: argparse.Namespace, run: RunConfig | None, workers: int) -> int:
-    """Return how many of `workers` may train. UsageError if --min and --max do not allow a start."""
+    """Return how many of `workers` may train. UsageError if --min and --max do not allow a
+    start."""
     room = max_workers(run, args.max or workers)
     refuse_layout(
         run, min(workers, room), str(args.hosts or "--workers")

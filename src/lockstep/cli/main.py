@@ -176,8 +176,8 @@ def split_script(parser: Parser, words: list[str]) -> tuple[list[str], str, list
 
 
 def split_values(command: Parser, words: list[str]) -> tuple[list[str], list[str]]:
-    """Return (words for argparse, the `--section.key VALUE` words). argparse would take the value of
-    an option that it does not know as the run file."""
+    """Return (words for argparse, the `--section.key VALUE` words). argparse would take the value
+    of an option that it does not know as the run file."""
     ours: list[str] = []
     values: list[str] = []
     rest = iter(words)

@@ -1,8 +1,8 @@
 """lockstep.launch in a notebook: write main and what it uses to a script, and run that.
 
 A fresh process cannot import the functions of a notebook. So their sources, and the imports and the
-literals that they use, become RUN/notebook.py, an ordinary script that every worker runs: tracebacks
-show its lines, and other hosts can run it.
+literals that they use, become RUN/notebook.py, an ordinary script that every worker runs:
+tracebacks show its lines, and other hosts can run it.
 """
 
 import __future__
@@ -42,7 +42,8 @@ if __name__ == "__main__":
 
 
 def script_of(main: Callable[..., object]) -> str:
-    """Return a script that defines and launches `main`. UsageError for what no script can recreate."""
+    """Return a script that defines and launches `main`. UsageError for what no script can
+    recreate."""
     if not isinstance(main, FunctionType) or main.__name__ == "<lambda>":
         what = f"lockstep.launch takes a function that a cell defines with def, not {main!r}"
         raise UsageError(what, "a notebook", "write def main(...): in a cell")
@@ -114,7 +115,8 @@ def source_of(value: Any, names: Mapping[str, Any]) -> str:
     with suppress(OSError, TypeError):
         if not isinstance(value, type):
             return textwrap.dedent(inspect.getsource(value))
-    # inspect expects a class in the file of its module. Without methods it is in the newest cell that defines it.
+    # inspect expects a class in the file of its module. Without methods it is in the newest cell
+    # that defines it.
     files = [
         method.__code__.co_filename
         for method in vars(value).values()
@@ -135,7 +137,8 @@ def source_of(value: Any, names: Mapping[str, Any]) -> str:
 
 def run_script(file: Path, text: str, words: Sequence[str]) -> None:
     """Write the script, run its workers and show their output here. LockstepError if the run fails.
-    An interrupt of the kernel stops the workers after a step; KeyboardInterrupt when they have ended."""
+    An interrupt of the kernel stops the workers after a step; KeyboardInterrupt when they have
+    ended."""
     file.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(file, text)
     command = [

@@ -145,7 +145,8 @@ def build_parser() -> Parser:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="store_true", help="print the version and exit")
-    # As wide as the longest command, which argparse would wrap otherwise; prog: it puts its usage before the names.
+    # As wide as the longest command, which argparse would wrap otherwise; prog: it puts its usage
+    # before the names.
     commands = parser.add_subparsers(
         dest="command", metavar="COMMAND     ", prog="lockstep", parser_class=Parser
     )

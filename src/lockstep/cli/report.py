@@ -1,4 +1,5 @@
-"""`lockstep report`: one HTML file about a run, or about two runs together. Every training ends with one."""
+"""`lockstep report`: one HTML file about a run, or about two runs together. Every training ends
+with one."""
 
 import argparse
 from pathlib import Path

@@ -25,7 +25,8 @@ from lockstep.runtime.environment import read_rank_info
 from lockstep.runtime.exit_report import worker_main
 from lockstep.runtime.worker_env import read_worker_env
 
-# Lockstep's options that may also follow FILE.py; the script's arguments start at the first other word.
+# Lockstep's options that may also follow FILE.py; the script's arguments start at the first other
+# word.
 LAYOUT_OPTIONS = ("--layout.shard", "--layout.tensor", "--layout.pipeline")
 OPTIONS_AFTER_SCRIPT = (
     "--workers",
@@ -204,8 +205,8 @@ def arguments_of(
 
 
 def types_of(function: Callable[..., object], spelled: str) -> dict[str, Any]:
-    """Return the types of parameters by name: the annotation, else the type of a default that is not
-    None. A parameter that is not in it takes text, and `out` a path."""
+    """Return the types of parameters by name: the annotation, else the type of a default that is
+    not None. A parameter that is not in it takes text, and `out` a path."""
     defaults = {name: parameter.default for name, parameter in parameters_of(function).items()}
     types = {
         name: type(default)
@@ -226,8 +227,8 @@ def module_of(script: ModuleType) -> str:
 
 
 def run_file(file: Path, arguments: list[str], module: str = "") -> int:
-    """Run the script in this worker as `python FILE.py ARGUMENTS` does, or `python -m MODULE`; return
-    the exit code."""
+    """Run the script in this worker as `python FILE.py ARGUMENTS` does, or `python -m MODULE`;
+    return the exit code."""
     from lockstep.runtime.numerics import seed_unseeded_generators  # loads torch
 
     seed_unseeded_generators()
@@ -327,8 +328,8 @@ def search_folder(file: Path, module: str) -> Path:
 
 
 def read_sources(file: Path, module: str = "") -> list[ast.Module]:
-    """Parse the script and the modules that it imports, directly or not, from the folder of the script
-    or of -m MODULE. UsageError for the script; modules that are not Python are skipped."""
+    """Parse the script and the modules that it imports, directly or not, from the folder of the
+    script or of -m MODULE. UsageError for the script; modules that are not Python are skipped."""
     folder, script = search_folder(file, module), read_script(file)
     package = (
         module.rpartition(".")[0] if file.stem != "__main__" else module.removesuffix(".__main__")
@@ -355,7 +356,8 @@ def read_sources(file: Path, module: str = "") -> list[ast.Module]:
 
 
 def imported_names(tree: ast.Module, package: str) -> Iterator[str]:
-    """Yield the absolute names of what a module of `package` imports, of modules and their attributes."""
+    """Yield the absolute names of what a module of `package` imports, of modules and their
+    attributes."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -443,7 +445,8 @@ def text_of(node: ast.AST | None) -> str:
 def folder_of(
     file: Path, sources: Iterable[ast.Module], given: Path | None, arguments: Collection[str]
 ) -> Path:
-    """Return the run's folder: --out (`given`, or among `arguments`), the Session's, or runs/NAME."""
+    """Return the run's folder: --out (`given`, or among `arguments`), the Session's, or
+    runs/NAME."""
     literals = filter(None, map(session_folder, sources))
     name = file.resolve().parent.name if file.stem == "__main__" else file.stem
     return given or Path(given_out(list(arguments)) or next(literals, "") or Path("runs") / name)

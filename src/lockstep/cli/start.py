@@ -138,7 +138,8 @@ def workers_per_replica(run: RunConfig | None) -> int:
 
 
 def max_workers(run: RunConfig | None, workers: int) -> int:
-    """Return the number of workers that a step has micro-batches for; `workers` for a user's loop."""
+    """Return the number of workers that a step has micro-batches for; `workers` for a user's
+    loop."""
     return (
         run.data_parallel_limit // run.layout.shard * workers_per_replica(run) if run else workers
     )
@@ -149,7 +150,8 @@ def asked_layout(run: RunConfig) -> Layout:
 
 
 def refuse_layout(run: RunConfig | None, workers: int, where: str) -> None:
-    """UsageError, with the nearest valid layouts, if the layout does not suit `workers` processes."""
+    """UsageError, with the nearest valid layouts, if the layout does not suit `workers`
+    processes."""
     if run is None:
         return
     layout, most = asked_layout(run), max_workers(run, workers)
@@ -170,7 +172,8 @@ def refuse_layout(run: RunConfig | None, workers: int, where: str) -> None:
 
 
 def refuse_split_replicas(run: RunConfig | None, workers: int, where: str) -> None:
-    """UsageError if a host with `workers` would hold a part of a replica, where hosts share no disk."""
+    """UsageError if a host with `workers` would hold a part of a replica, where hosts share no
+    disk."""
     size = workers_per_replica(run)
     if workers % size:
         hint = f"give each host a multiple of {size} workers, or a run folder on a disk that all hosts share"

@@ -83,7 +83,8 @@ def watch(folder: Path, every_s: float, read_status: ReadStatus | None = None) -
 
 
 def watch_by_ssh(host: str, words: Sequence[str]) -> int:
-    """Run ssh until it ends, and pass signals on; return its exit code. UsageError: ssh itself failed."""
+    """Run ssh until it ends, and pass signals on; return its exit code. UsageError: ssh itself
+    failed."""
     ssh = subprocess.Popen(words)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, frame: ssh.send_signal(number))
@@ -107,7 +108,8 @@ def ssh_words(host: str, run: str, every: float, *, terminal: bool) -> list[str]
 
 def refresh(data: RunData, read_status: ReadStatus | None = None) -> dict[str, Any]:
     """Read what is new and ask the workers; return their status, {} for a run without an agent.
-    read_status: replaces asking the workers, where they are out of reach; it brings the new files"""
+    read_status: replaces asking the workers, where they are out of reach; it brings the new
+    files"""
     status = read_status() if read_status else {}
     data.update()
     with suppress(UsageError):

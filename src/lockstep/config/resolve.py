@@ -109,8 +109,8 @@ def is_run_file(path: Path) -> bool:
 
 
 def parse_flags(words: list[str]) -> dict[str, str]:
-    """Return `--key value` and `--key=value` as a mapping, and `--no-key`, which takes no value, with
-    an empty text. ConfigError for anything else."""
+    """Return `--key value` and `--key=value` as a mapping, and `--no-key`, which takes no value,
+    with an empty text. ConfigError for anything else."""
     flags: dict[str, str] = {}
     rest = list(words)
     while rest:

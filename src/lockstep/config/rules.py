@@ -435,9 +435,9 @@ def parse_overrides(words: Sequence[str]) -> dict[str, Any]:
 
 
 def add_override(resolved: ResolvedRun, override: ScheduleOverride, *, rewind: bool) -> ResolvedRun:
-    """Return the run with `override` in effect from its step on, unchanged if it already is: at that
-    step if the user returns to it (`rewind`), else at the end of the run's history, as the user may
-    repeat an earlier command."""
+    """Return the run with `override` in effect from its step on, unchanged if it already is: at
+    that step if the user returns to it (`rewind`), else at the end of the run's history, as the
+    user may repeat an earlier command."""
     effective = {
         f"optim.{name}": value
         for name, value in asdict(

@@ -54,7 +54,8 @@ def write_run(folder: Path, resolved: ResolvedRun) -> None:
 
 
 def read_run(folder: Path) -> ResolvedRun | None:
-    """Return the run in `folder`, or None. CheckpointError if damaged, ConfigError if unreadable."""
+    """Return the run in `folder`, or None. CheckpointError if damaged, ConfigError if
+    unreadable."""
     path = folder / RUN_FILE
     try:
         value = read_json(path)
@@ -77,7 +78,8 @@ def read_run(folder: Path) -> ResolvedRun | None:
 
 
 def has_output(folder: Path) -> bool:
-    """Whether the run has produced data, a step or a checkpoint. Until then its values may change."""
+    """Whether the run has produced data, a step or a checkpoint. Until then its values may
+    change."""
     return any(
         (folder / name).exists() for name in ("data/prepared.json", "metrics.jsonl", "checkpoints")
     )

@@ -65,7 +65,8 @@ class Field:
         return get_args(self.type) if get_origin(self.type) is Literal else ()
 
     def parse(self, raw: Any) -> Any:
-        """Return `raw` converted to the type of this key. ValueError with the reason if it is invalid."""
+        """Return `raw` converted to the type of this key. ValueError with the reason if it is
+        invalid."""
         if isinstance(raw, bool) and self.type is not bool:
             raise ValueError(f"must not be a boolean ({'true' if raw else 'false'})")
         try:
@@ -592,12 +593,14 @@ class RunConfig:
 
     @property
     def leaves(self) -> int:
-        """Operands of the sum over all workers: the micro-batches of a step, or DiLoCo's learners."""
+        """Operands of the sum over all workers: the micro-batches of a step, or DiLoCo's
+        learners."""
         return self.diloco.learners or self.batch.micro_batches
 
     @property
     def data_parallel_limit(self) -> int:
-        """Workers that can train different micro-batches. All shards of a replica share a learner."""
+        """Workers that can train different micro-batches. All shards of a replica share a
+        learner."""
         return self.diloco.learners * self.layout.shard or self.batch.micro_batches
 
     @property
@@ -608,7 +611,8 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class ScheduleOverride:
-    """Values of the learning rate schedule, by key, for the updates after `step` committed steps."""
+    """Values of the learning rate schedule, by key, for the updates after `step` committed
+    steps."""
 
     step: int
     values: dict[str, Any]
@@ -616,7 +620,8 @@ class ScheduleOverride:
 
 @dataclass(frozen=True)
 class ResolvedRun:
-    """A configuration, the source of each value by key, and its schedule overrides in step order."""
+    """A configuration, the source of each value by key, and its schedule overrides in step
+    order."""
 
     run: RunConfig
     origin: dict[str, str]

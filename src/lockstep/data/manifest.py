@@ -100,7 +100,8 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def identity(path: Path) -> list[int | str]:
-    """Return numbers that differ after a file was edited or replaced. No program can set st_ctime."""
+    """Return numbers that differ after a file was edited or replaced. No program can set
+    st_ctime."""
     status = path.stat()
     return [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
 
@@ -142,7 +143,8 @@ def damaged_manifest(folder: Path, error: Exception) -> DataError:
 
 @contextmanager
 def explain_damage(folder: Path) -> Iterator[None]:
-    """Turn the errors of a reader that misses a value of an older manifest, without a checksum, into a DataError."""
+    """Turn the errors of a reader that misses a value of an older manifest, without a checksum,
+    into a DataError."""
     try:
         yield
     except (LookupError, TypeError, AttributeError) as error:

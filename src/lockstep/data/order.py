@@ -208,8 +208,8 @@ class BucketOrder:
         return self._ids(epoch, bucket, np.array([number]))
 
     def step_ids(self, step: int) -> Ids:
-        """Return the sample ids of all micro-batches of `step`, by epoch and bucket: one permutation
-        for each epoch and bucket in the step, not two for each micro-batch."""
+        """Return the sample ids of all micro-batches of `step`, by epoch and bucket: one
+        permutation for each epoch and bucket in the step, not two for each micro-batch."""
         epochs, positions = np.divmod(
             step * self.micro_batches + np.arange(self.micro_batches), self.micro_batches_per_epoch
         )

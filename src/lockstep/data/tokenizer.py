@@ -67,8 +67,8 @@ class Tokenizer:
         min_frequency: int,
         lowercase: bool,
     ) -> Tokenizer:
-        """Train a tokenizer of at most `vocab_size` entries, with merges or words that occur at least
-        `min_frequency` times. It depends neither on the order of the texts nor on threads."""
+        """Train a tokenizer of at most `vocab_size` entries, with merges or words that occur at
+        least `min_frequency` times. It depends neither on the order of the texts nor on threads."""
         lower = [normalizers.Lowercase()] if lowercase else []
         sizes = {"vocab_size": vocab_size, "min_frequency": min_frequency}
         if kind == "bpe":

@@ -239,7 +239,8 @@ def of_addresses(hosts: Sequence[HostFacts]) -> Iterator[Finding]:
 
 
 def allows(text: str, interface: str) -> bool:
-    """Return whether NCCL takes this interface: "^docker,lo" excludes, "=eth0" is exact, "eth" a prefix."""
+    """Return whether NCCL takes this interface: "^docker,lo" excludes, "=eth0" is exact, "eth" a
+    prefix."""
     names = text.lstrip("^=").split(",")
     is_listed = (
         interface in names

@@ -28,7 +28,8 @@ QUERY = ("--query-gpu=name,driver_version,memory.used", "--format=csv,noheader")
 
 
 def gather(host: Host, address: str, run: str) -> HostFacts:
-    """Return the facts of this host, without those about its peers. run: folder, or address in a store"""
+    """Return the facts of this host, without those about its peers. run: folder, or address in a
+    store"""
     facts = HostFacts(host.name, host.workers, address=address, folder=run)
     facts = replace(
         facts, variables={name: os.environ[name] for name in INTERFACES if os.environ.get(name)}
@@ -157,7 +158,8 @@ def cgroup_limits(
 
 
 def form_group(rank: int, size: int, address: str, master: str, port: int) -> str:
-    """Collective. Form a process group of one process per host and all-reduce; return what it took."""
+    """Collective. Form a process group of one process per host and all-reduce; return what it
+    took."""
     import torch
     import torch.distributed as dist
 

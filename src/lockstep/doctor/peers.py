@@ -160,7 +160,8 @@ class Meeting(ThreadingTCPServer):
 
 
 def examine(me: Host, hosts: Sequence[Host], run: str, wait_s: float) -> list[HostFacts]:
-    """Collective. Return the facts of this host and of the hosts it reaches, in the order of `hosts`.
+    """Collective. Return the facts of this host and of the hosts it reaches, in the order of
+    `hosts`.
 
     run     folder, or address in a store
     wait_s  for hosts that do not answer
@@ -206,7 +207,8 @@ def wait_for_files(probes: Probes, names: set[str]) -> set[str]:
 
 
 def try_group(meeting: Meeting, hosts: Sequence[Host], rank: int) -> HostFacts:
-    """Collective. Form a process group if all hosts reach each other; return the facts with the result."""
+    """Collective. Form a process group if all hosts reach each other; return the facts with the
+    result."""
     facts = meeting.facts
     everyone = [*meeting.known.values(), facts]
     broken = meeting.errors or any(

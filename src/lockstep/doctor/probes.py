@@ -31,8 +31,8 @@ class Probes(Protocol):
     def names(self) -> Sequence[str]: ...
 
     def claim(self, name: str, own: str) -> bool:
-        """Return whether this host is the one that creates `name`, as it would a generation of a run.
-        own: the probe of this host"""
+        """Return whether this host is the one that creates `name`, as it would a generation of a
+        run. own: the probe of this host"""
 
     def remove(self, names: Sequence[str]) -> None:
         """Remove what another host has not removed."""

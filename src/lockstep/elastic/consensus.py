@@ -77,8 +77,8 @@ def vote_to_row(vote: Vote, rank: int, replica_size: int, replicas: int = 1) -> 
 
     The first SUMS are added: the count, and the loss in units of 2**-1074, of which every float is
     a multiple, in limbs of 32 bits. So the sum is exact in any order. Of the others, each is the
-    maximum over all votes. Digests are there as d and ~d, at the vote's position in its replica; the
-    step and the numbers of samples as n and ~n. Times are negative.
+    maximum over all votes. Digests are there as d and ~d, at the vote's position in its replica;
+    the step and the numbers of samples as n and ~n. Times are negative.
     """
     replica, position = divmod(rank, replica_size)
     finite, digests = all(map(math.isfinite, vote.losses)), [-(2**63)] * 2 * replica_size
@@ -105,8 +105,8 @@ def vote_to_row(vote: Vote, rank: int, replica_size: int, replicas: int = 1) -> 
 
 
 def sum_of_limbs(limbs: Sequence[int]) -> float:
-    """Return the sum of the losses, rounded once; an infinity if finite losses add up to more than a
-    float holds."""
+    """Return the sum of the losses, rounded once; an infinity if finite losses add up to more than
+    a float holds."""
     total = sum(limb << 32 * i for i, limb in enumerate(limbs))
     try:
         return total / 2**1074

@@ -158,7 +158,8 @@ def run_status(run: Path, shares: Mapping[int, list[int]] | None = None) -> dict
 
 
 def newest_shares(run: Path, generation: int) -> list[int]:
-    """Return the numbers of micro-batches of a step, by replica; [] if they have not been changed."""
+    """Return the numbers of micro-batches of a step, by replica; [] if they have not been
+    changed."""
     events = [
         event
         for event in iter_events(run)

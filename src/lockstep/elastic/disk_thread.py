@@ -105,11 +105,12 @@ class DiskThread:
         self.submit(read)
 
     def propose(self, generation: Generation, address: str) -> None:
-        """Propose a generation with a store at `address`, which listens before the proposal is visible.
+        """Propose a generation with a store at `address`, which listens before the proposal is
+        visible.
 
-        A start waits while a process records the run: the members of the newest generation are silent
-        or unreachable, but one of them is paused and not dead. It could not record its steps, and its
-        failure would end the run of that one, too.
+        A start waits while a process records the run: the members of the newest generation are
+        silent or unreachable, but one of them is paused and not dead. It could not record its
+        steps, and its failure would end the run of that one, too.
         """
         is_start = self.protocol.phase == "out" and bool(generation.members)
 

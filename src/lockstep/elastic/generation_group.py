@@ -28,8 +28,9 @@ from lockstep.runtime.work import WorkWaiter
 CLOSE_TIMEOUT_S = 5.0  # for a group to close after its sockets were shut down
 POLL_S = 0.02
 FIRST_ASK_S = 0.1  # until a store that does not answer is asked whether it exists; then twice as long each time
-# After an error of NCCL torch ends the process, asks the store for requests to dump its records, and sleeps for a minute with a
-# lock that every collective needs (ProcessGroupNCCL.cpp, Watchdog::runLoop). Here the membership aborts the group.
+# After an error of NCCL torch ends the process, asks the store for requests to dump its records,
+# and sleeps for a minute with a lock that every collective needs (ProcessGroupNCCL.cpp,
+# Watchdog::runLoop). Here the membership aborts the group.
 NCCL_SETTINGS = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
@@ -202,7 +203,8 @@ def start_aborts(backends: Iterable[Any]) -> dict[Any, threading.Thread]:
 def _close_in_thread(
     groups: list[dist.ProcessGroup], aborts: dict[Any, threading.Thread]
 ) -> threading.Thread:
-    """Close groups, each with its threads, sockets and port, after their communicators are aborted."""
+    """Close groups, each with its threads, sockets and port, after their communicators are
+    aborted."""
 
     def close() -> None:
         for thread in aborts.values():

@@ -35,12 +35,14 @@ ALLOWANCES_S: dict[Phase, float] = {  # without progress, in phases that may tak
     "compiling": 600.0,
     "saving": 600.0,
 }
-# Entering a phase or a collective is progress. A rank may be without progress for `hang_timeout_s`, or longer:
+# Entering a phase or a collective is progress. A rank may be without progress for
+# `hang_timeout_s`, or longer:
 MEDIAN_STEPS = 10.0  # for slow machines
 FIRST_STEP_S = 60.0  # in a generation's first step, which warms up
 COMMON_S = 300.0  # before all ranks are killed if all hang outside collectives: their shared cause (a disk) may recover
 
-# Kill the culprits and continue without them; form a new group of all members; end the run; only log.
+# Kill the culprits and continue without them; form a new group of all members; end the run; only
+# log.
 Action = Literal["evict", "regroup", "abort", "warn"]
 
 

@@ -84,8 +84,8 @@ class OthersStarted(Exception):
 class Membership:
     """This worker's membership in the run.
 
-    on_abort        aborts every collective of the group, but not the sockets with these descriptors;
-                    called by the membership thread
+    on_abort        aborts every collective of the group, but not the sockets with these
+                    descriptors; called by the membership thread
     generation_log  of the run; by default the one of the run folder
     joiner_count    joiners that could be admitted now; read by the main thread when it votes
     """
@@ -149,7 +149,7 @@ class Membership:
         self.thread = threading.Thread(target=self._run, name="lockstep-member", daemon=True)
         self.thread.start()
 
-    # -- for the main thread --------------------------------------------------------------------------------------------
+    # -- for the main thread -----------------------------------------------------------------------
 
     def request_join(self, fingerprint: Mapping[str, str], *, is_joining: bool) -> None:
         self._call(
@@ -250,7 +250,7 @@ class Membership:
         self.thread.join(5.0)
         self.disk.close(2.0)
 
-    # -- the membership thread ------------------------------------------------------------------------------------------
+    # -- the membership thread ---------------------------------------------------------------------
 
     def _call(self, function: Callable[[], Sequence[Effect]]) -> None:
         """Call a function on the membership thread, which carries out the effects."""
@@ -383,7 +383,8 @@ class Membership:
             self._turn.notify_all()
 
     def _connect(self, member: Member) -> None:
-        """Connect. An unreachable member without a new liveness file for LIVENESS_S counts as dead."""
+        """Connect. An unreachable member without a new liveness file for LIVENESS_S counts as
+        dead."""
         if is_loopback_reachable(member.loopback):
             self.connections.connect(member)
             return

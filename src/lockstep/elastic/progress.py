@@ -52,7 +52,8 @@ def _refuse_other_fields(kind: type, values: Mapping[str, Any]) -> None:
 
 
 def decision_before(members: Sequence[Progress], facts: Mapping[str, Any]) -> StepDecision:
-    """Return the loss of the last step before this start: from other workers, or of a checkpoint."""
+    """Return the loss of the last step before this start: from other workers, or of a
+    checkpoint."""
     if decisions := [member.decision for member in members if member.decision and member.step >= 0]:
         return StepDecision(decisions[0].loss, decisions[0].count)
     return StepDecision(float(facts.get("loss", 0.0)))

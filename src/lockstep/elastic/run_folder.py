@@ -46,8 +46,8 @@ def create_run_folder(run: Path, host: str) -> str:
 
 
 def remove_untrained_run(run: Path) -> None:
-    """Delete what a start has created in a new run folder in which nothing trained, and the folder if
-    nothing else is in it: the user's script may have written there."""
+    """Delete what a start has created in a new run folder in which nothing trained, and the folder
+    if nothing else is in it: the user's script may have written there."""
     for name in SUBFOLDERS:
         shutil.rmtree(run / name, ignore_errors=True)
     with suppress(OSError):
@@ -78,7 +78,8 @@ def read_worker_token(env: WorkerEnv) -> bytes:
 
 
 def folder_error(env: WorkerEnv) -> str:
-    """Return why the folder of a worker's run is unusable; "" if usable. UsageError: unsafe token."""
+    """Return why the folder of a worker's run is unusable; "" if usable. UsageError: unsafe
+    token."""
     run = Path(env.folder)
     try:
         read_worker_token(env)

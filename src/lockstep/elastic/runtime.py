@@ -208,8 +208,8 @@ class ElasticRuntime(AbstractContextManager["ElasticRuntime"]):
 
     @property
     def is_late(self) -> bool:
-        """True after this worker has committed a step whose vote it missed: the other members are in
-        the next step, whose collectives it must join first."""
+        """True after this worker has committed a step whose vote it missed: the other members are
+        in the next step, whose collectives it must join first."""
         steps = [member.step for member in self.member_progress]
         return bool(steps) and 0 <= steps[self.world.rank] < max(steps) == self.progress.step
 
@@ -282,11 +282,13 @@ class ElasticRuntime(AbstractContextManager["ElasticRuntime"]):
         return self.membership.generation_error(self.world.generation) if self.membership else ""
 
     def add_update_exchange(self) -> None:
-        """Record that an optimizer exchanges parts of its update: an interrupted one leaves no usable state."""
+        """Record that an optimizer exchanges parts of its update: an interrupted one leaves no
+        usable state."""
         self._exchanging += 1
 
     def hold_abort(self, seconds: float) -> None:
-        """Where updates are exchanged: let an abort wait for them, `seconds` at most. PeersLostError after an abort."""
+        """Where updates are exchanged: let an abort wait for them, `seconds` at most.
+        PeersLostError after an abort."""
         self._unfinished = self._exchanging
         if self._exchanging and not self.group.hold_abort(seconds):
             raise PeersLostError(self.generation_error(), self.world.members[self.world.rank])

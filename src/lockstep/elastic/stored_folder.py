@@ -22,7 +22,8 @@ STORE_FILE, MEMBERSHIP = "store.json", "membership"
 
 
 class StoredFolder:
-    """A folder of objects. Every method raises OSError when the store does not answer or refuses."""
+    """A folder of objects. Every method raises OSError when the store does not answer or
+    refuses."""
 
     def __init__(self, bucket: RunBucket, name: str) -> None:
         self.bucket, self.path = bucket, f"{MEMBERSHIP}/{name}"
@@ -87,7 +88,8 @@ def store_address(run: Path) -> Address | None:
 
 
 def stored_folder(run: Path, name: str) -> StoredFolder | None:
-    """Return the folder in the store that replaces RUN/NAME; None when the hosts share the run folder."""
+    """Return the folder in the store that replaces RUN/NAME; None when the hosts share the run
+    folder."""
     address = store_address(run)
     return StoredFolder(_bucket(address, endpoint()), name) if address else None
 

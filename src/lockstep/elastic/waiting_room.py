@@ -94,7 +94,8 @@ class WaitingRoom:
 
 
 def remove_stale_files(run: Path, host: str, slot: int) -> None:
-    """Remove the files of earlier workers of an empty slot. In a store, its next worker does that."""
+    """Remove the files of earlier workers of an empty slot. In a store, its next worker does
+    that."""
     for path in (run / FOLDER).glob("*"):
         if is_of_slot(path.name, host, slot):
             path.unlink(missing_ok=True)

@@ -106,7 +106,8 @@ def make_board(worker_env: WorkerEnv) -> StatusBoard:
 
 
 def is_run_active(folder: Path, worker_env: WorkerEnv) -> bool:
-    """Return whether a generation is training. UsageError if another host trains this run of one host."""
+    """Return whether a generation is training. UsageError if another host trains this run of one
+    host."""
     newest = open_generation_log(folder, since=worker_env.known_generation).newest()
     if newest is None or newest.end:
         return False

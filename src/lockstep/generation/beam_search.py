@@ -131,7 +131,7 @@ class BeamSearch:
         return [max(finished, key=lambda pair: pair[0])[1] for finished in self.finished]
 
 
-# -- texts ------------------------------------------------------------------------------------------------------------
+# -- texts -----------------------------------------------------------------------------------------
 
 
 def batches_by_length(lengths: Sequence[int], tokens: int) -> list[list[int]]:

@@ -1,7 +1,8 @@
 """Continue texts with a Llama: prefill, then one token at a time with a cache of fixed size.
 
     prompts = [tokenizer.encode("Once upon")]
-    for row, text in stream_continuations(tokenizer, prompts, sample_tokens(Decoder(model), prompts, tokens=50)):
+    for row, text in stream_continuations(tokenizer, prompts, sample_tokens(Decoder(model),
+    prompts, tokens=50)):
         print(text, end="")
 
 The rows of a batch may differ in length. Several processes may share a model: weights are split as
@@ -173,7 +174,8 @@ def stream_continuations(
     sampled: Iterable[Sequence[int]],
     stops: Sequence[str] = (),
 ) -> Iterator[tuple[int, str]]:
-    """Yield (row, new text) of the `sampled` tokens, until each row has an end token or a stop text."""
+    """Yield (row, new text) of the `sampled` tokens, until each row has an end token or a stop
+    text."""
     texts = [TextStream(tokenizer, ids[-CONTEXT_TOKENS:], stops) for ids in prompts]
     for newest in sampled:
         for row, token in enumerate(newest):

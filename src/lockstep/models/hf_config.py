@@ -26,7 +26,7 @@ ARCHITECTURES = {  # -> model_type
     "Phi3ForCausalLM": "phi3",
 }
 
-# -- names ------------------------------------------------------------------------------------------------------------
+# -- names -----------------------------------------------------------------------------------------
 
 HF_NAMES = {"embedding": "model.embed_tokens", "norm": "model.norm", "output": "lm_head"}
 HF_LAYER_NAMES = {
@@ -81,7 +81,7 @@ def parameter_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
     return {"embedding.weight": single.pop("embedding.weight")} | layers | single
 
 
-# -- config.json ------------------------------------------------------------------------------------------------------
+# -- config.json -----------------------------------------------------------------------------------
 
 SIZES = {  # field of LlamaConfig -> (key of config.json, largest accepted value)
     "vocab_size": ("vocab_size", 1 << 24),
@@ -174,7 +174,8 @@ def config_from_hf(hf_config: Mapping[str, Any], where: str) -> LlamaConfig:
 
 
 def family_of(hf_config: Mapping[str, Any], where: str) -> str:
-    """Return the model_type. CheckpointError: it is unsupported, or contradicts the architecture."""
+    """Return the model_type. CheckpointError: it is unsupported, or contradicts the
+    architecture."""
     named = [] if hf_config.get("architectures") is None else hf_config["architectures"]
     if not isinstance(named, list):
         raise CheckpointError(

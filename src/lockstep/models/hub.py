@@ -54,11 +54,12 @@ COMPANION_FILES = (  # files of a model besides config.json and its tensors; cop
 )  # fmt: skip
 SHARD_BYTES = 5 * 10**9
 
-# -- tensors in files -------------------------------------------------------------------------------------------------
+# -- tensors in files ------------------------------------------------------------------------------
 
 
 class LazyTensors(Mapping[str, Tensor]):
-    """The tensors of these names, in order; `compute(name)` returns one: memory holds one at a time."""
+    """The tensors of these names, in order; `compute(name)` returns one: memory holds one at a
+    time."""
 
     def __init__(self, names: Iterable[str], compute: Callable[[str], Tensor]) -> None:
         self.names, self.compute = dict.fromkeys(names), compute
@@ -155,7 +156,7 @@ def locations_in_folder(folder: Path) -> dict[str, TensorLocation]:
     return {name: located[file][name] for name, file in files.items()}
 
 
-# -- reading ----------------------------------------------------------------------------------------------------------
+# -- reading ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -257,7 +258,8 @@ def unpack_phi3(
 def match_tensors(
     located: Mapping[str, TensorLocation], config: LlamaConfig | TransformersConfig, folder: Path
 ) -> LazyTensors:
-    """Return the tensors under the names of the model. CheckpointError: they do not fit `config`."""
+    """Return the tensors under the names of the model. CheckpointError: they do not fit
+    `config`."""
     if isinstance(config, LlamaConfig):
         shapes = parameter_shapes(config)
         spares = (
@@ -281,7 +283,8 @@ def match_shapes(
     spares: Mapping[str, str],
     config_file: Path,
 ) -> LazyTensors:
-    """Return the tensors under the names of `shapes`. CheckpointError: names, shapes or dtypes differ.
+    """Return the tensors under the names of `shapes`. CheckpointError: names, shapes or dtypes
+    differ.
 
     spares  copies of other tensors, by name
     """
@@ -331,7 +334,7 @@ def match_shapes(
     return LazyTensors(names, lambda name: located[names[name]].map())
 
 
-# -- writing ----------------------------------------------------------------------------------------------------------
+# -- writing ---------------------------------------------------------------------------------------
 
 
 def write_hub(

@@ -22,7 +22,7 @@ def use_cpu_kernels(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
-# -- dropout ----------------------------------------------------------------------------------------------------------
+# -- dropout ---------------------------------------------------------------------------------------
 
 
 def dropout_mask(shape: torch.Size, probability: float, dtype: torch.dtype) -> Tensor:
@@ -69,7 +69,7 @@ def apply_dropout(states: Tensor, probability: float) -> Tensor:
     return F.dropout(states, probability)
 
 
-# -- attention --------------------------------------------------------------------------------------------------------
+# -- attention -------------------------------------------------------------------------------------
 # Dimensions: B rows, T target and S source positions, H heads, E head dim, P fused projections.
 
 

@@ -3,7 +3,8 @@
 The cross-entropy is in `loss.py`, generation in `generation/decoder.py`. Touvron et al. 2023,
 "LLaMA"; the Llama team 2024, "The Llama 3 Herd of Models". Choices, and why:
 
-* RMSNorm before each sublayer and once at the end (Zhang and Sennrich 2019). No biases, except those
+* RMSNorm before each sublayer and once at the end (Zhang and Sennrich 2019). No biases, except
+those
   of query, key and value in Qwen 2. Qwen 3 normalizes queries and keys instead, head by head.
 * Rotary embeddings (Su et al. 2021) as in Hugging Face: dimension i of a head rotates with i + E/2,
   so weights load and export without a permutation. No buffer of angles to save or materialize.
@@ -36,7 +37,7 @@ GROUPED: dict[str, Any] = {} if torch.__version__.startswith("2.11.") else {"ena
 
 IGNORE_INDEX = -100  # label without a loss, as in torch.nn.functional.cross_entropy
 
-# -- positions --------------------------------------------------------------------------------------------------------
+# -- positions -------------------------------------------------------------------------------------
 
 
 def rope_frequencies(config: LlamaConfig, device: torch.device) -> Tensor:
@@ -111,7 +112,8 @@ def positions_and_mask(
 
 
 def document_positions(tokens: Tensor, documents: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Return positions in documents and where these start: (B or 1, T), the latter None for rows."""
+    """Return positions in documents and where these start: (B or 1, T), the latter None for
+    rows."""
     position = torch.arange(tokens.shape[1], device=tokens.device)[None]
     if documents is None:
         return position, None
@@ -124,7 +126,7 @@ def has_document_attention(device: torch.device) -> bool:
     return device.type == "cuda" and torch.is_autocast_enabled("cuda")
 
 
-# -- attention --------------------------------------------------------------------------------------------------------
+# -- attention -------------------------------------------------------------------------------------
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | DocumentEnds | None) -> Tensor:
@@ -149,7 +151,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | DocumentEnd
     return cast(Tensor, cast(Tensor, attended).unflatten(0, (rows, length)).transpose(1, 2))
 
 
-# -- the model --------------------------------------------------------------------------------------------------------
+# -- the model -------------------------------------------------------------------------------------
 
 
 class LlamaAttention(nn.Module):
@@ -315,7 +317,7 @@ class Llama(StagedModel):
         return (self.loss_of(states, labels),) if chunk.last else (states,)
 
 
-# -- initial weights --------------------------------------------------------------------------------------------------
+# -- initial weights -------------------------------------------------------------------------------
 
 
 def build_llama(

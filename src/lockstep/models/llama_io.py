@@ -1,4 +1,5 @@
-"""Import, export and load Llama models: Hugging Face folders, run folders, memory; the initial weights of a run.
+"""Import, export and load Llama models: Hugging Face folders, run folders, memory; the initial
+weights of a run.
 
 A run folder of a Llama:
 
@@ -84,7 +85,7 @@ def read_model(folder: Path) -> tuple[LlamaConfig | TransformersConfig, dict[str
         ) from error
 
 
-# -- import, export ---------------------------------------------------------------------------------------------------
+# -- import, export --------------------------------------------------------------------------------
 
 
 def refuse_other_backend(
@@ -193,7 +194,8 @@ def export_run(
 
 
 def peft_config_of(folder: Path) -> dict[str, Any]:
-    """Return the adapter_config.json of a run. UsageError: its adapters do not fit a model of PEFT."""
+    """Return the adapter_config.json of a run. UsageError: its adapters do not fit a model of
+    PEFT."""
     model_json = read_json(folder / MODEL)
     if (lora := lora_of(model_json)) is None:
         raise UsageError(
@@ -250,7 +252,8 @@ def weights_changed_error(folder: Path, start: str, expected: str, current: str)
 
 
 def open_weights(folder: Path, step: int | None = None, backend: str = "lockstep") -> LlamaWeights:
-    """Open the model in a run folder (at `step`, verified; None: the newest) or Hugging Face folder.
+    """Open the model in a run folder (at `step`, verified; None: the newest) or Hugging Face
+    folder.
 
     UsageError: there is none. CheckpointError: it is damaged.
     """
@@ -266,7 +269,7 @@ def open_weights(folder: Path, step: int | None = None, backend: str = "lockstep
     return open_hub(folder, backend)
 
 
-# -- loading ----------------------------------------------------------------------------------------------------------
+# -- loading ---------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

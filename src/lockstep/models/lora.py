@@ -3,8 +3,8 @@
     y = x W^T + alpha / rank * (x D^T) U^T        W (out, in), D (rank, in), U (out, rank)
 
 U is initialized to zero, so the adapted model starts equal to the base model. Gradients, optimizer
-state and checkpoints hold D and U only. Merged, W + alpha / rank * U D is a Llama. PEFT's folders of
-adapters hold D as lora_A and U as lora_B.
+state and checkpoints hold D and U only. Merged, W + alpha / rank * U D is a Llama. PEFT's folders
+of adapters hold D as lora_A and U as lora_B.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ class LoRALinear(nn.Linear):
     def drop(self, states: Tensor) -> Tensor:
         """Apply dropout, with a mask of the generators' seed (the micro-batch) and of this layer.
 
-        So masks do not depend on which other layers this worker has, and recomputation repeats them.
+        So masks do not depend on which other layers this worker has, and recomputation repeats
+        them.
         """
         generator = torch.Generator(states.device).manual_seed(
             splitmix64(torch.initial_seed(), self.number) >> 1
@@ -107,7 +108,8 @@ def init_param(name: str, shape: torch.Size, seed: int) -> Tensor:
 def merged_weights(
     base: Mapping[str, Tensor], adapters: Mapping[str, Tensor], lora: LoraOptions
 ) -> LazyTensors:
-    """Return the weights of `base`, each merged with its adapter (`...lora_down`, `...lora_up`) on access."""
+    """Return the weights of `base`, each merged with its adapter (`...lora_down`, `...lora_up`) on
+    access."""
 
     def merge(name: str) -> Tensor:
         weight, path = base[name], name.removesuffix(".weight")

@@ -23,8 +23,8 @@ from torch import Tensor
 def output_cross_entropy(
     states: Tensor, weight: Tensor, labels: Tensor, *, smoothing: float, ignore_index: int
 ) -> Tensor:
-    """Return the summed, smoothed cross-entropy of the logits `states @ weight.T`, which never exist
-    all at once: a scalar.
+    """Return the summed, smoothed cross-entropy of the logits `states @ weight.T`, which never
+    exist all at once: a scalar.
 
     states (..., D), weight (V, D), labels (...). Products in autocast's dtype, sums in float32
     (float64 for float64 states).

@@ -39,7 +39,8 @@ class TransformersConfig:
 
     @cached_property
     def parsed(self) -> Any:
-        """Return the configuration object of `transformers`. CheckpointError: it is not supported."""
+        """Return the configuration object of `transformers`. CheckpointError: it is not
+        supported."""
         kind = self.hf_config.get("model_type")
         if self.hf_config.get("quantization_config"):
             raise CheckpointError(
@@ -126,7 +127,8 @@ class TransformersConfig:
 
 
 def decode_floats(value: Any) -> Any:
-    """Return a config.json with infinities for {"__float__": "Infinity"}, as transformers writes them."""
+    """Return a config.json with infinities for {"__float__": "Infinity"}, as transformers writes
+    them."""
     if isinstance(value, list):
         return [decode_floats(item) for item in value]
     if not isinstance(value, Mapping):

@@ -69,7 +69,7 @@ def causal_bias(target: Tensor, dtype: torch.dtype) -> Tensor:
     )
 
 
-# -- layers -----------------------------------------------------------------------------------------------------------
+# -- layers ----------------------------------------------------------------------------------------
 
 
 class MultiHeadAttention(nn.Module):
@@ -235,7 +235,7 @@ class BeamCache:
         ).to(self.positions.dtype)
 
 
-# -- the model --------------------------------------------------------------------------------------------------------
+# -- the model -------------------------------------------------------------------------------------
 
 
 class Translator(StagedModel):
@@ -420,7 +420,7 @@ class Translator(StagedModel):
         return (self.loss_of(self.decoder_norm(target_states), labels, smoothing),)
 
 
-# -- initial weights --------------------------------------------------------------------------------------------------
+# -- initial weights -------------------------------------------------------------------------------
 
 
 def init_param(name: str, shape: torch.Size, seed: int) -> Tensor:

@@ -96,7 +96,8 @@ def star(ranks: Ranks, parts: Sequence[Range]) -> Schedule:
 
 
 def tree(ranks: Ranks, parts: Sequence[Range]) -> Schedule:
-    """Send to each rank its part, through those before it: a rank receives for half as many others."""
+    """Send to each rank its part, through those before it: a rank receives for half as many
+    others."""
     schedule, size = [], len(ranks)
     for distance in (1 << bit for bit in reversed(range((size - 1).bit_length()))):
         pairs = [

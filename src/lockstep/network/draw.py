@@ -18,7 +18,8 @@ STYLE = """text{font:13px system-ui,sans-serif;fill:#333}line{stroke-width:1.5}.
 
 
 def draw_text(schedule: Schedule, simulation: Simulation) -> str:
-    """Return a line for each round: what each rank sends, receives or adds, the largest message, the end."""
+    """Return a line for each round: what each rank sends, receives or adds, the largest message,
+    the end."""
     shown = min(len(simulation.messages), MAX_RANKS)
     rows = [["round", *map(str, range(shown)), "largest", "done after"]]
     for number, moves in enumerate(islice(rounds(schedule), MAX_ROUNDS)):

@@ -95,7 +95,8 @@ def fit_link(seconds: dict[int, float]) -> Link:
 
 
 def class_links(pairs: Sequence[PairTimes], slow: Iterable[SlowLink] = ()) -> dict[str, Link]:
-    """Return the link of each class of pairs, fitted to the median times, without the slow links."""
+    """Return the link of each class of pairs, fitted to the median times, without the slow
+    links."""
     slow = list(slow)
     links = {}
     for kind in (SAME_HOST, OTHER_HOST):

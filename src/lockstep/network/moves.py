@@ -24,7 +24,8 @@ class Move(NamedTuple):
     adds: bool
 
     def slice_of(self, length: int) -> slice:
-        """Return its range in a buffer of `length` elements. Rounded up: a third of 6 is 2, not 1."""
+        """Return its range in a buffer of `length` elements. Rounded up: a third of 6 is 2, not
+        1."""
         return slice(-(-self.start * length // WHOLE), -(-self.stop * length // WHOLE))
 
 

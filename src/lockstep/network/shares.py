@@ -123,7 +123,8 @@ def round_down(number: int, bits: int) -> int:
 
 
 def first_true(condition: Callable[[int], bool], low: int, high: int) -> int:
-    """Return the smallest integer from `low` to `high` that meets a condition which all larger ones meet."""
+    """Return the smallest integer from `low` to `high` that meets a condition which all larger
+    ones meet."""
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if condition(middle) else (middle + 1, high)

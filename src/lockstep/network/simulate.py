@@ -39,14 +39,16 @@ class Simulation:
         self.messages, self.bytes = [0] * ranks, [0.0] * ranks
         self.round_ends_s: list[float] = []
         hosts = ranks // network.ranks_per_host
-        # When the ranks have done their rounds, and the hosts can send and receive again: [N ranks, H hosts, H hosts].
+        # When the ranks have done their rounds, and the hosts can send and receive again: [N
+        # ranks, H hosts, H hosts].
         self._times_s = [0.0] * (ranks + 2 * hosts)
         for phase in schedule:
             self._play_phase(phase)
         self.seconds = max(self.round_ends_s)
 
     def _play_phase(self, phase: Phase) -> None:
-        """Play the rounds until all times grow by the same amount; each further round adds it again."""
+        """Play the rounds until all times grow by the same amount; each further round adds it
+        again."""
         for k in range(phase.times):
             moves, before_s = phase.moves(k), self._times_s[:] if phase.times > 1 else []
             self._play_round(moves)

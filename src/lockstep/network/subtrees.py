@@ -91,7 +91,8 @@ def leaves_of_rank(rank: int, shares: tuple[int, ...]) -> list[int]:
 
 
 def is_one_addition(shares: tuple[int, ...]) -> bool:
-    """Return whether the ranks add one subtree each, once: addition commutes, so any all-reduce does."""
+    """Return whether the ranks add one subtree each, once: addition commutes, so any all-reduce
+    does."""
     return len(shares) == 2 and sum(map(len, assign_subtrees(shares))) == 2
 
 

@@ -1,4 +1,5 @@
-"""The messages of an all-reduce in the order of the tree in subtrees.py: recursive halving, doubling.
+"""The messages of an all-reduce in the order of the tree in subtrees.py: recursive halving,
+doubling.
 
 The sum of a node lies in equal slices on the ranks that computed its leaves. At a node, the slices
 of the left and of the right half are cut to equal slices for the ranks of both, and each rank
@@ -65,7 +66,8 @@ class Round(NamedTuple):
 
 @lru_cache(maxsize=64)
 def rounds_of_rank(rank: int, shares: tuple[int, ...]) -> tuple[list[Round], list[Round]]:
-    """Return the rounds (that add, that return the complete sum) of one rank. shares: leaves by rank."""
+    """Return the rounds (that add, that return the complete sum) of one rank. shares: leaves by
+    rank."""
     merges, returns = exchange_steps(shares)
     reduce = [
         round_of(rank, [(merge.left, merge.total), (merge.right, merge.total)], merge)
@@ -102,10 +104,12 @@ class OwnerPlan(NamedTuple):
 
 @lru_cache(maxsize=64)
 def owner_rounds(rank: int, shares: tuple[int, ...]) -> OwnerPlan:
-    """Return the messages of one rank when each subtree is sent to the owners of the slices at once.
+    """Return the messages of one rank when each subtree is sent to the owners of the slices at
+    once.
 
     No sum of several ranks is sent but the complete one. If partial sums take more bytes than
-    leaves (wire_format.py), this takes the fewest, in N - 1 messages per subtree instead of log2(N).
+    leaves (wire_format.py), this takes the fewest, in N - 1 messages per subtree instead of
+    log2(N).
     """
     assigned = assign_subtrees(shares)
     mains = merges_of({subtrees[0]: owner for owner, subtrees in enumerate(assigned)})

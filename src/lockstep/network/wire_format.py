@@ -46,7 +46,8 @@ Sections = tuple[Section, ...]
 
 
 def block_length(wire: Wire, row: int) -> int:
-    """Return how many elements of a row share a scale: a divisor, so that blocks fill whole rows."""
+    """Return how many elements of a row share a scale: a divisor, so that blocks fill whole
+    rows."""
     if wire == "int8":
         return next(
             (block for block in range(min(row, MAX_BLOCK), MIN_BLOCK - 1, -1) if row % block == 0),
@@ -56,7 +57,8 @@ def block_length(wire: Wire, row: int) -> int:
 
 
 def wire_order(wire: Wire, parts: Sequence[tuple[int, int]]) -> tuple[list[int], Sections]:
-    """Return (order of the parts in an encoded buffer, its sections): parts with equal blocks adjoin.
+    """Return (order of the parts in an encoded buffer, its sections): parts with equal blocks
+    adjoin.
 
     bf16 comes first, at an even byte of each slice.
 

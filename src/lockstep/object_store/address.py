@@ -1,4 +1,5 @@
-"""The address of a run in an object store, and the folders of this host with copies of such runs."""
+"""The address of a run in an object store, and the folders of this host with copies of such
+runs."""
 
 from __future__ import annotations
 
@@ -30,8 +31,8 @@ class Address:
 
     @property
     def copies(self) -> Path:
-        """The folder of this host for the copies of this run. Equal addresses at different endpoints
-        are different runs."""
+        """The folder of this host for the copies of this run. Equal addresses at different
+        endpoints are different runs."""
         cache = (
             os.environ.get(COPIES)
             or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lockstep"
@@ -46,7 +47,8 @@ class Address:
 
 
 def endpoint() -> str:
-    """Return the address of the store; "" for AWS. UsageError when it is malformed or has a password."""
+    """Return the address of the store; "" for AWS. UsageError when it is malformed or has a
+    password."""
     names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
     text = next(filter(None, map(os.environ.get, names)), "")
     if text and not re.fullmatch(r"https?://[\w.:\[\]-]+(/[^@?#\s]*)?", text, re.ASCII):
@@ -59,8 +61,8 @@ def endpoint() -> str:
 
 
 def parse_address(path: str | os.PathLike[str]) -> Address | None:
-    """Return the address s3://BUCKET/PREFIX; None for a path on this host. UsageError for other schemes.
-    The message does not repeat a malformed address: it may hold a password."""
+    """Return the address s3://BUCKET/PREFIX; None for a path on this host. UsageError for other
+    schemes. The message does not repeat a malformed address: it may hold a password."""
     scheme = scheme_of(path)
     if not scheme:
         return None
@@ -87,8 +89,8 @@ def parse_address(path: str | os.PathLike[str]) -> Address | None:
 
 
 def local_folder(out: str | os.PathLike[str]) -> Path:
-    """Return the folder that a Session uses for `out`. UsageError: a store, and Lockstep's command does
-    not mirror the folder to it."""
+    """Return the folder that a Session uses for `out`. UsageError: a store, and Lockstep's command
+    does not mirror the folder to it."""
     address = parse_address(out)
     if address is None:
         return Path(out)

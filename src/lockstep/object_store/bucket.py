@@ -1,4 +1,5 @@
-"""Verified reads and writes of whole objects below the prefix of a run. Errors name no credential."""
+"""Verified reads and writes of whole objects below the prefix of a run. Errors name no
+credential."""
 
 from __future__ import annotations
 
@@ -31,8 +32,8 @@ HINTS = {  # by a word of the reason
 
 
 class RunBucket:
-    """The objects of one run, by names below its prefix. Use it from any thread. Every method raises
-    StoreError when the store does not answer or refuses; without `waits`, after 10 s."""
+    """The objects of one run, by names below its prefix. Use it from any thread. Every method
+    raises StoreError when the store does not answer or refuses; without `waits`, after 10 s."""
 
     def __init__(self, address: Address, *, waits: bool = True) -> None:
         try:
@@ -59,7 +60,8 @@ class RunBucket:
             )
 
     def put(self, name: str, content: bytes) -> None:
-        """Store an object. StoreError, unless the store reports the MD5 of `content` or returns it."""
+        """Store an object. StoreError, unless the store reports the MD5 of `content` or returns
+        it."""
         md5 = hashlib.md5(content, usedforsecurity=False).hexdigest()
         with self._explained(f"{name} was not uploaded"):
             for _ in range(TRIES):
@@ -74,7 +76,8 @@ class RunBucket:
         )
 
     def put_if_absent(self, name: str, content: bytes) -> bytes:
-        """Store an object unless it exists; return what the store holds. A lost reply is no error."""
+        """Store an object unless it exists; return what the store holds. A lost reply is no
+        error."""
         with self._explained(f"{name} was not stored"):
             try:
                 self._store.put(name, content, mode="create", use_multipart=False)
@@ -97,7 +100,8 @@ class RunBucket:
             return float(self._store.head(name)["last_modified"].timestamp())
 
     def list(self, folder: str, after: str = "") -> Sequence[str]:
-        """Return the names of the objects below `folder`, in order; only those behind the name `after`."""
+        """Return the names of the objects below `folder`, in order; only those behind the name
+        `after`."""
         return sorted(self.sizes(folder, after))
 
     def sizes(self, folder: str, after: str = "") -> dict[str, int]:
@@ -125,7 +129,8 @@ class RunBucket:
 
     @contextmanager
     def _explained(self, what: str, *, may_be_missing: bool = False) -> Iterator[None]:
-        """Turn the errors of obstore inside into StoreError, except for an object that may be missing."""
+        """Turn the errors of obstore inside into StoreError, except for an object that may be
+        missing."""
         try:
             yield
         except (self._errors, OSError, ValueError) as error:

@@ -35,7 +35,8 @@ class Bucket:
         self._layout = self._current_layout()
 
     def _new_buffer(self) -> Tensor:
-        """Return a buffer in which only the gaps are written: its other pages take no memory yet."""
+        """Return a buffer in which only the gaps are written: its other pages take no memory
+        yet."""
         buffer = torch.empty(
             self._starts[-1], dtype=self.parameters[0].dtype, device=self.parameters[0].device
         )
@@ -46,7 +47,8 @@ class Bucket:
         return buffer
 
     def views_of(self, buffer: Tensor) -> list[Tensor]:
-        """Return views of the gradients, in memory order, which count in-place changes separately."""
+        """Return views of the gradients, in memory order, which count in-place changes
+        separately."""
         first = buffer.storage_offset()
         rows = zip(self._starts[:-1], self.parameters, strict=True)
         return [
@@ -60,7 +62,8 @@ class Bucket:
         self.missing -= 1
 
     def is_current(self) -> bool:
-        """Return False after model.to(...), which replaces the memory of parameters and of .grad."""
+        """Return False after model.to(...), which replaces the memory of parameters and of
+        .grad."""
         return self._layout == self._current_layout()
 
     def _current_layout(self) -> list[tuple[object, ...]]:

@@ -84,7 +84,8 @@ class CommBench:
         self.waits = WorkWaiter(in_thread=self.device.type == "cpu")
 
     def plays(self, length: int) -> dict[str, Play]:
-        """Return the collectives over float32 buffers of `length`, a multiple of the number of ranks."""
+        """Return the collectives over float32 buffers of `length`, a multiple of the number of
+        ranks."""
         whole, other = (
             torch.zeros(length, device=self.device),
             torch.zeros(length, device=self.device),
@@ -131,8 +132,8 @@ class CommBench:
         return rows
 
     def measure_pairs(self, hosts: list[str], sizes: Sequence[int]) -> list[PairTimes]:
-        """Time messages between the first ranks of each pair of hosts, and between the first two of each
-        host. Disjoint pairs of hosts are measured at once: they share no interface."""
+        """Time messages between the first ranks of each pair of hosts, and between the first two
+        of each host. Disjoint pairs of hosts are measured at once: they share no interface."""
         ranks_of = {
             host: [rank for rank, other in enumerate(hosts) if other == host] for host in hosts
         }
@@ -152,9 +153,9 @@ class CommBench:
         return pairs
 
     def exchanges(self, first: int, second: int, sizes: Sequence[int]) -> dict[int, float]:
-        """Return the seconds in which two ranks send each other a message, by its size: both at once,
-        as in a sum, where confirmations share the link with the data. The shortest counts, because
-        longer ones include the load of the hosts. `first` decides how often."""
+        """Return the seconds in which two ranks send each other a message, by its size: both at
+        once, as in a sum, where confirmations share the link with the data. The shortest counts,
+        because longer ones include the load of the hosts. `first` decides how often."""
         starts, peer, result = self.rank == first, first + second - self.rank, {}
         count = torch.ones(1, dtype=torch.int64, device=self.device)
 

@@ -134,7 +134,8 @@ class Recording(TorchDispatchMode):
         return memory
 
     def finish(self, tensors: dict[str, Tensor]) -> None:
-        """Set the tensors whose values are needed. UsageError: the function has not set all of them."""
+        """Set the tensors whose values are needed. UsageError: the function has not set all of
+        them."""
         self.values, self.marks = (
             {name: tensor.detach() for name, tensor in tensors.items()},
             marks_of(tensors),
@@ -153,7 +154,8 @@ class Recording(TorchDispatchMode):
 
 
 class LikeOnCpu(TorchFunctionMode):
-    """While entered, meta tensors say that they are on the CPU: torch.nn.init skips meta tensors."""
+    """While entered, meta tensors say that they are on the CPU: torch.nn.init skips meta
+    tensors."""
 
     def __torch_function__(
         self, function: Any, types: Any, arguments: Any = (), named: Any = None

@@ -23,7 +23,8 @@ def words_of(parameter: Tensor) -> np.ndarray[Any, Any] | None:
 
 
 def word_sum(tensor: Tensor) -> Tensor:
-    """Return the sum of a tensor's elements, read as integers, modulo 2**64: int64 () on its device.
+    """Return the sum of a tensor's elements, read as integers, modulo 2**64: int64 () on its
+    device.
 
     It depends neither on the order of the elements nor on zeros beside them, so a whole gradient
     has the same sum as the flat one of an FSDP unit.

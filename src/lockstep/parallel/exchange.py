@@ -1,4 +1,5 @@
-"""Play the rounds of network/tree_exchange.py on tensors: an all-reduce in the order of the tree."""
+"""Play the rounds of network/tree_exchange.py on tensors: an all-reduce in the order of the
+tree."""
 
 from __future__ import annotations
 

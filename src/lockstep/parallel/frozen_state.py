@@ -125,7 +125,8 @@ def is_changed(before: BufferSnapshot, now: BufferSnapshot) -> bool:
 
 
 def is_same_cache(before: Tensor, now: Tensor) -> bool:
-    """Return whether a cache has only been computed for other sizes: equal where both have values."""
+    """Return whether a cache has only been computed for other sizes: equal where both have
+    values."""
     if (before.dtype, before.device, before.dim()) != (now.dtype, now.device, now.dim()):
         return False
     common = tuple(slice(min(sizes)) for sizes in zip(before.shape, now.shape, strict=True))

@@ -82,8 +82,8 @@ def refuse_unsupported(model: nn.Module) -> None:
 
 
 def refuse_different_parameters(hashes: Sequence[str], names: Sequence[str], wait: Wait) -> None:
-    """Collective if the hashes differ. UsageError: this rank trains the parameters `names`, others do
-    not.
+    """Collective if the hashes differ. UsageError: this rank trains the parameters `names`, others
+    do not.
 
     hashes  of the names, by rank
     """

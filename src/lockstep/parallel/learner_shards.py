@@ -76,7 +76,8 @@ class LearnerShards(ShardedReplica):
         self._error, self._buckets = None, []
 
     def fail(self, error: Exception) -> None:
-        """Keep the error of an inner step: `micro_batches` raises it, where a lost peer is handled."""
+        """Keep the error of an inner step: `micro_batches` raises it, where a lost peer is
+        handled."""
         self._error = self._error or error
 
     def losses(self) -> list[float]:
@@ -165,7 +166,8 @@ class LearnerShards(ShardedReplica):
         return list(losses), squared
 
     def is_equal(self, steps: int) -> bool:
-        """Collective in the replica. Return whether all shards have taken as many steps of a learner."""
+        """Collective in the replica. Return whether all shards have taken as many steps of a
+        learner."""
         layout = self.groups.current_layout()
         counts = torch.zeros(layout.shard, dtype=torch.int64, device=self.parameters[0].device)
         counts[layout.coordinates(dist.get_rank()).shard] = steps
@@ -188,7 +190,8 @@ class LearnerShards(ShardedReplica):
         )
 
     def _all_reduce(self, bucket: DifferenceBucket, shares: tuple[int, ...], tag: int) -> None:
-        """Collective. Sum the differences of a bucket over all replicas, and write them to .grad."""
+        """Collective. Sum the differences of a bucket over all replicas, and write them to
+        .grad."""
         parameters = [self.parameters[i] for i in bucket.numbers]
         group, waits = self.groups.replica_group, self.groups.waits
         self.groups.board.enter_collective(sum(p.nbytes for p in parameters))

@@ -185,7 +185,8 @@ def shard_average(
     position: Coordinates,
     init_param: InitParam | None = None,
 ) -> None:
-    """Shard `copy`, the module in `average` with the parameters of the model, as `local` is sharded.
+    """Shard `copy`, the module in `average` with the parameters of the model, as `local` is
+    sharded.
 
     prefix      of the names of `average` in checkpoints
     init_param  see `parallelize`

@@ -50,8 +50,8 @@ Marks = tuple[int, bool, bool]
 
 
 class SliceMemory(NamedTuple):
-    """Where the values of a slice are. storage: of a sharded tensor, it has no memory; an assignment
-    to .data replaces it, and not the slice."""
+    """Where the values of a slice are. storage: of a sharded tensor, it has no memory; an
+    assignment to .data replaces it, and not the slice."""
 
     name: str
     tensor: Tensor
@@ -94,7 +94,8 @@ class LocalModel:
     averages: list[list[FSDPModule]] = field(
         default_factory=list
     )  # the units of each average of the model, its root last
-    # name -> whole parameter of a user's model, of any stage, alive where the user has kept it, and its marks before the cut
+    # name -> whole parameter of a user's model, of any stage, alive where the user has kept it,
+    # and its marks before the cut
     originals: dict[str, tuple[ReferenceType[nn.Parameter], Marks]] = field(default_factory=dict)
     placeholders: dict[str, nn.Parameter] = field(
         default_factory=dict
@@ -107,7 +108,8 @@ class LocalModel:
         return iter(self.local_params.values())
 
     def refuse_changes(self, trained: Collection[str]) -> None:
-        """UsageError: replaced parameters were used or changed, or others than `trained` are trained."""
+        """UsageError: replaced parameters were used or changed, or others than `trained` are
+        trained."""
         pairs = zip(self.local_params.items(), self.module.parameters(), strict=True)
         changed = [
             name
@@ -145,7 +147,8 @@ class LocalModel:
             )
 
     def foreign_parameters(self, module: nn.Module) -> list[str]:
-        """Return the names of parameters of a module that FSDP does not know: it would replace them."""
+        """Return the names of parameters of a module that FSDP does not know: it would replace
+        them."""
         foreign = [name for name, p in module.named_parameters() if id(p) not in self._known]
         if foreign:  # or gathered for the first time
             self._known = {id(p) for unit in self.fsdp_units for p in fsdp_parameters(unit)}
@@ -257,8 +260,8 @@ def parallelize(  # 11 parameters: a model, its place in the layout, and three o
 
 
 def recurrent_layers_on_gpu(model: nn.Module, device_type: str) -> list[str]:
-    """Return the names of layers whose bits in shards are others than in whole replicas: a GRU on an
-    H200 with torch 2.11 and cuDNN 9, measured with examples/gallery/lines_of_text.py."""
+    """Return the names of layers whose bits in shards are others than in whole replicas: a GRU on
+    an H200 with torch 2.11 and cuDNN 9, measured with examples/gallery/lines_of_text.py."""
     if device_type != "cuda":
         return []
     return [name for name, module in model.named_modules() if isinstance(module, nn.RNNBase)]
@@ -267,7 +270,8 @@ def recurrent_layers_on_gpu(model: nn.Module, device_type: str) -> list[str]:
 def shard_units(
     model: nn.Module, names: Sequence[str], mesh: DeviceMesh, reshard_after_forward: bool
 ) -> list[FSDPModule]:
-    """Wrap the units and the model. UsageError, with names, for parameters that FSDP cannot slice."""
+    """Wrap the units and the model. UsageError, with names, for parameters that FSDP cannot
+    slice."""
     where, parameters = f"{type(model).__name__}, in shards", dict(model.named_parameters())
     if scalars := [name for name, p in parameters.items() if not p.dim()]:
         hint = "give them the shape (1,), or train with whole replicas"

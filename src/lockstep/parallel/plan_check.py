@@ -120,8 +120,8 @@ class PlanCheck:
             self.calls[key] = RegionCall(name, *copies, dict(module.named_buffers()), autocast)
 
     def compare(self, *, complete: bool = True) -> None:
-        """Collective in the tensor group. UsageError, with names, for regions that compute something
-        else when they are split. complete: and for regions that were not called."""
+        """Collective in the tensor group. UsageError, with names, for regions that compute
+        something else when they are split. complete: and for regions that were not called."""
         for key, call in self.calls.items():
             self._compare_region(self.whole[key], self.split[key], call)
         if uncalled := [
@@ -225,7 +225,8 @@ class PlanCheck:
 def split_layers(
     model: nn.Module, plan: ParallelPlan, groups: ProcessGroups, part: int, *, verify: bool
 ) -> tuple[dict[str, TensorSlice], PlanCheck | None]:
-    """Split a model in place; return {parameter: its slice}, and the check of layers with styles."""
+    """Split a model in place; return {parameter: its slice}, and the check of layers with
+    styles."""
     parts = groups.layout.tensor
     if parts > 1:
         refuse_unsplittable(model, plan.split_styles(), parts)

@@ -80,7 +80,8 @@ class Reducer:
         self._done_at = time_mark(self.device)
 
     def drain(self) -> None:
-        """Wait until all jobs are done, or the generation is over; on CUDA only the current stream waits."""
+        """Wait until all jobs are done, or the generation is over; on CUDA only the current stream
+        waits."""
         if self._stream:
             torch.cuda.current_stream(self.device).wait_stream(self._stream)
         elif self._thread and self._submitted:

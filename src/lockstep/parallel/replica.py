@@ -66,11 +66,12 @@ class Replica:
     bucket_bytes   gradients reduced together
     unused         "zero": a parameter without a gradient in a micro-batch gets a gradient of zero
     statistics     of BatchNorm layers; None: the model has none
-    init_sync      Collective: give all ranks rank 0's weights. False: they are equal, or received later
+    init_sync      Collective: give all ranks rank 0's weights. False: they are equal, or received
+                   later
     board             where the current phase is recorded
     generation_error  returns why the generation is over; "" while it is intact
-    traffic           messages and bytes that this rank has sent in the current step, in the exchange of
-                      exchange.py
+    traffic           messages and bytes that this rank has sent in the current step, in the
+                      exchange of exchange.py
     UsageError: more processes than micro-batches, or no backward pass ran.
     """
 
@@ -128,8 +129,8 @@ class Replica:
         self._reducer = Reducer(self.device, generation_error)
 
     def _take_weights_of_rank_0(self, tensors: list[torch.Tensor]) -> None:
-        """Collective. Weights that are equal already, as from one seed, are not sent: a link may be slow.
-        On a GPU they are, since its links are faster than a hash."""
+        """Collective. Weights that are equal already, as from one seed, are not sent: a link may
+        be slow. On a GPU they are, since its links are faster than a hash."""
         size = dist.get_world_size()
         if size == 1 or (
             self.device.type == "cpu"
@@ -216,7 +217,8 @@ class Replica:
         self._losses.append(loss.detach())
 
     def skip(self) -> bool:
-        """Add zeros in place of the micro-batch's gradient, and no loss; return True: it is done."""
+        """Add zeros in place of the micro-batch's gradient, and no loss; return True: it is
+        done."""
         if not self.waits.generation_error():
             self.board.enter("backward")
             self._watch.before_backward()
@@ -225,7 +227,8 @@ class Replica:
         return True
 
     def _add_zeros(self, parameters: list[nn.Parameter]) -> None:
-        """Add gradients of zero by autograd, whose hooks count them and fill and send the buckets."""
+        """Add gradients of zero by autograd, whose hooks count them and fill and send the
+        buckets."""
         if parameters:
             torch.autograd.backward(parameters, [torch.zeros_like(p) for p in parameters])
 
@@ -237,7 +240,8 @@ class Replica:
         )
 
     def hash_gradient_of(self, leaf: int | None) -> None:
-        """Set `hashed_gradient` in the next step, on the rank of this micro-batch; None: of none."""
+        """Set `hashed_gradient` in the next step, on the rank of this micro-batch; None: of
+        none."""
         self._hash_leaf = leaf
 
     def micro_batches(
@@ -301,7 +305,8 @@ class Replica:
         self.statistics.exchange(self._group, self.waits.wait)
 
     def is_gradient_finite(self) -> bool:
-        """Return whether this rank's part of the gradient is finite; False also if its sum overflows."""
+        """Return whether this rank's part of the gradient is finite; False also if its sum
+        overflows."""
         return not self._slice_sums or bool(torch.stack(self._slice_sums).isfinite().all())
 
     @property
@@ -389,8 +394,8 @@ class Replica:
         self._reducer.submit(partial(self._reduce, bucket, self._current.first))
 
     def _reduce(self, bucket: Bucket, k: int) -> None:
-        """Collective. Sum a bucket over all replicas, in place; before leaf `k` is the last one, only
-        encode it."""
+        """Collective. Sum a bucket over all replicas, in place; before leaf `k` is the last one,
+        only encode it."""
         assert self._group is not None
         self.board.enter_collective(bucket.buffer.nbytes)
         if not bucket.is_current():

@@ -21,7 +21,8 @@ TOLERANCE = 1e-5  # of sums, relative to the largest one: fp32 in another order
 
 
 class Measured(NamedTuple):
-    """Seconds of the slowest rank, median of REPEATS; `difference` from torch, relative to the largest value."""
+    """Seconds of the slowest rank, median of REPEATS; `difference` from torch, relative to the
+    largest value."""
 
     measured_s: float
     torch_s: float
@@ -102,7 +103,8 @@ def timed(function: Callable[[], object], group: dist.ProcessGroup) -> float:
 
 
 def run_torch(collective: str, buffer: Tensor, own: slice, group: dist.ProcessGroup) -> None:
-    """Collective. Run torch's collective on each rank's `buffer`, in place. own: the range of this rank."""
+    """Collective. Run torch's collective on each rank's `buffer`, in place. own: the range of this
+    rank."""
     if collective == "broadcast":
         dist.broadcast(buffer, 0, group=group)
     elif collective == "reduce":

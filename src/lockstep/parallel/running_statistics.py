@@ -1,4 +1,5 @@
-"""Buffers that follow the micro-batches, such as BatchNorm's running statistics, on all workers alike.
+"""Buffers that follow the micro-batches, such as BatchNorm's running statistics, on all workers
+alike.
 
 In one process, micro-batch k changes the buffers that micro-batch k - 1 has left. Here every
 micro-batch of a step starts from the buffers of the step's start, and the buffers after it are
@@ -109,7 +110,8 @@ class RunningStatistics:
         buffers = self._buffers()
         if counts:
             torch.cat([as_bytes(tensor) for tensor in buffers], out=self._rows[k])
-        # `data`: in a pipeline the backward pass, which does not read them, follows and refuses a new version
+        # `data`: in a pipeline the backward pass, which does not read them, follows and refuses a
+        # new version
         foreach_copy_([tensor.data for tensor in buffers], self._start)
 
     def exchange(
@@ -240,7 +242,8 @@ class PlainBatchNorm(nn.BatchNorm1d):
 
 
 def replace_sync_batchnorm(model: nn.Module) -> None:
-    """Make SyncBatchNorm layers plain, with a warning: their sums depend on the number of workers."""
+    """Make SyncBatchNorm layers plain, with a warning: their sums depend on the number of
+    workers."""
     layers = {
         name or type(module).__name__: module
         for name, module in model.named_modules()

@@ -181,8 +181,8 @@ def refuse_other_leaves(loss: Any, output: Any) -> None:
 
 
 def evaluate_in_stages(local: LocalModel | None, inputs: Any, *, in_loop: bool) -> Any:
-    """Collective in the replica. Return the output of the model, on all stages. in_loop: called from
-    the micro-batch loop."""
+    """Collective in the replica. Return the output of the model, on all stages. in_loop: called
+    from the micro-batch loop."""
     assert local and local.stage and local.groups
     if torch.is_grad_enabled() or in_loop:
         what, where = (

@@ -196,7 +196,8 @@ class ShardedReplica:
             self.groups.form()
 
     def _refuse_foreign(self, module: nn.Module, _: Any) -> None:
-        """UsageError when a unit is called with other parameters, in whose place FSDP would set its own."""
+        """UsageError when a unit is called with other parameters, in whose place FSDP would set
+        its own."""
         if names := self.local.foreign_parameters(module):
             raise UsageError(
                 f"{type(module).__name__} was called with other parameters, in shards: {join_names(names)}",
@@ -206,7 +207,8 @@ class ShardedReplica:
             )
 
     def _after_forward(self, module: nn.Module, *_: Any) -> None:
-        """Free the root's weights after a pass without gradients: a later one must gather new ones."""
+        """Free the root's weights after a pass without gradients: a later one must gather new
+        ones."""
         if torch.is_grad_enabled():
             self._unit_order.end()
         if not torch.is_grad_enabled():
@@ -216,7 +218,8 @@ class ShardedReplica:
 
     @property
     def counts(self) -> bool:
-        """Whether the current micro-batch is this worker's; False: it only joins the collectives."""
+        """Whether the current micro-batch is this worker's; False: it only joins the
+        collectives."""
         return self._pass.counts
 
     def backward(self, loss: Tensor, scaler: torch.amp.GradScaler | None = None) -> None:
@@ -239,12 +242,13 @@ class ShardedReplica:
 
     @property
     def _replica_group(self) -> dist.ProcessGroup | None:
-        """The workers with the same rows, which finish the tree; None: the replica has all leaves."""
+        """The workers with the same rows, which finish the tree; None: the replica has all
+        leaves."""
         return self.groups.replica_group
 
     def skip(self) -> bool:
-        """Drop the loss and the gradients of this pass; return False: FSDP needs a pass all the same,
-        over any other micro-batch."""
+        """Drop the loss and the gradients of this pass; return False: FSDP needs a pass all the
+        same, over any other micro-batch."""
         self._skipping = True
         return False
 
@@ -257,8 +261,8 @@ class ShardedReplica:
         )
 
     def hash_gradient_of(self, leaf: int | None) -> None:
-        """Set `hashed_gradient` in the next step, on the rank of this micro-batch; None: of none. Not
-        in a pipeline; with tensor parallelism over this worker's part of it.
+        """Set `hashed_gradient` in the next step, on the rank of this micro-batch; None: of none.
+        Not in a pipeline; with tensor parallelism over this worker's part of it.
         """
         self._hash_leaf = leaf
         self._word_sums = []
@@ -413,8 +417,8 @@ class ShardedReplica:
         self.parameters = [self.local.local_params[name] for name in self._names]
 
     def _follow_requires_grad(self) -> None:
-        """Train the layers that are not frozen now, equal on all ranks. Collective in a new generation
-        and after changes."""
+        """Train the layers that are not frozen now, equal on all ranks. Collective in a new
+        generation and after changes."""
         pairs, wait = (
             list(
                 zip(self.local.local_params.values(), self.local.module.parameters(), strict=True)
@@ -532,7 +536,7 @@ class ShardedReplica:
         self._reducer.close()
         self.groups.clear()
 
-    # -- FSDP's collectives ---------------------------------------------------------------------------------------------
+    # -- FSDP's collectives ------------------------------------------------------------------------
 
     def _on_gradients(self, unit: int, out: Tensor) -> None:
         """FSDP's hook after a unit's backward pass: queue its gradients."""

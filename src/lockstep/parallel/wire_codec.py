@@ -27,8 +27,8 @@ POSITION_FACTOR = 0x1CE4E5B9BF58476D
 
 
 def encode(flat: Tensor, sections: Sections, key: int) -> Tensor:
-    """Return the encoded elements, uint8 (bytes,). A block with an infinity or NaN decodes to NaN or
-    infinities.
+    """Return the encoded elements, uint8 (bytes,). A block with an infinity or NaN decodes to NaN
+    or infinities.
 
     flat  (elements,), fp32
     key   decides how int8 rounds; 64 bits

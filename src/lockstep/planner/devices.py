@@ -79,8 +79,8 @@ class Cluster:
         return "cpu" if self.kind == "cpu" else "cuda"
 
     def precision(self) -> Literal["bf16", "fp32"]:
-        """Return what compute.precision = auto means there; a CPU is this machine's, and a GPU whose
-        peak is given has bf16 units."""
+        """Return what compute.precision = auto means there; a CPU is this machine's, and a GPU
+        whose peak is given has bf16 units."""
         if self.peak:
             return "bf16"
         return (

@@ -89,7 +89,8 @@ def halving_seconds(ranks: Sequence[int], nbytes: float, cluster: Cluster) -> fl
 
 
 def all_to_all_seconds(ranks: Sequence[int], nbytes: float, cluster: Cluster) -> float:
-    """Return the seconds in which each rank sends `nbytes` to each other rank, and receives as much."""
+    """Return the seconds in which each rank sends `nbytes` to each other rank, and receives as
+    much."""
     seconds = []
     for rank in ranks:
         links = [cluster.link(rank, peer) for peer in ranks if peer != rank]

@@ -21,14 +21,16 @@ RUNTIME_BYTES = (
     341_000_000  # Python, torch and its kernels: the peak of a model of 50,000 parameters
 )
 GROUP_BYTES = 1_600_000  # of each process group of gloo
-# The allocator returns nothing to the system, and leaves more holes where micro-batches have many shapes.
+# The allocator returns nothing to the system, and leaves more holes where micro-batches have many
+# shapes.
 ALLOCATED, ALLOCATED_RAGGED = 1.62, 1.78  # bytes for each byte of activations
 TENSOR_COPIES, TENSOR_COPIES_RAGGED = 1.45, 2.25  # more, for the sums over the tensor axis
 STORED_BYTES, STORED_SHARD_BYTES = (
     2.4,
     1.92,
 )  # for each byte of a partial sum that waits in the tree
-# oneDNN keeps 1,024 compiled products, and bf16 ones are large: rows of pairs have hundreds of shapes.
+# oneDNN keeps 1,024 compiled products, and bf16 ones are large: rows of pairs have hundreds of
+# shapes.
 KERNEL_BYTES = 900_000_000
 ALLOCATED_ON_GPU = 1.05  # not measured
 LOSS_ROWS = {"cpu": 256, "cuda": 8192}  # as in models/loss.py
@@ -106,7 +108,8 @@ def runtime_bytes(model: ModelCost, run: RunConfig, layout: Layout) -> int:
 
 
 def learner_bytes(run: RunConfig, layout: Layout) -> int:
-    """Return the bytes per parameter that DiLoCo adds: common weights, outer momentum, finished learners."""
+    """Return the bytes per parameter that DiLoCo adds: common weights, outer momentum, finished
+    learners."""
     return 8 + 4 * -(-run.diloco.learners // layout.replicate) if run.diloco.learners else 0
 
 
@@ -121,7 +124,8 @@ def groups_of(layout: Layout) -> int:
 
 
 def stored_sums(run: RunConfig, layout: Layout) -> float:
-    """Return the gradients that partial sums take which wait for their sibling in the tree of a step."""
+    """Return the gradients that partial sums take which wait for their sibling in the tree of a
+    step."""
     learners = run.diloco.learners
     leaves = -(-(learners or run.batch.micro_batches) // layout.replicate)
     if layout.workers_per_replica == 1:
@@ -165,7 +169,8 @@ def activation_bytes(
     blocks: tuple[Unit, ...],
     number: int,
 ) -> float:
-    """Return the bytes of the saved activations of all micro-batches in flight, and of their use."""
+    """Return the bytes of the saved activations of all micro-batches in flight, and of their
+    use."""
     mode, tensor, precision = run.memory.activation_checkpoint, layout.tensor, run.compute.precision
     assert mode in CHECKPOINT_MODES
     is_last = number == layout.pipeline - 1
@@ -190,7 +195,8 @@ def activation_bytes(
 
 
 def passes_in_flight(run: RunConfig, layout: Layout, stage: int) -> float:
-    """Return the most micro-batches whose forward pass through the stage is done, and not their backward pass."""
+    """Return the most micro-batches whose forward pass through the stage is done, and not their
+    backward pass."""
     if layout.pipeline == 1:
         return 1.0
     micro_batches, chunks = (

@@ -30,7 +30,8 @@ class Amount(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """Elements that a forward pass keeps for its backward pass: in float32, and in autocast's dtype."""
+    """Elements that a forward pass keeps for its backward pass: in float32, and in autocast's
+    dtype."""
 
     wide: Amount
     narrow: Amount = Amount(0)
@@ -41,12 +42,14 @@ class Saved(NamedTuple):
 
 @dataclass(frozen=True)
 class Unit:
-    """A block of layers that the shard axis gathers at once, or the rest of the model, in one place.
+    """A block of layers that the shard axis gathers at once, or the rest of the model, in one
+    place.
 
     parameters  elements of each parameter, in the order of the module
     macs        multiply-adds of a forward pass over a micro-batch
     saved       of a forward pass, by activation checkpointing
-    sums        elements of each sum over the tensor axis, of a micro-batch: (forward pass, backward pass)
+    sums        elements of each sum over the tensor axis, of a micro-batch: (forward pass,
+                backward pass)
     """
 
     kind: str
@@ -61,7 +64,8 @@ class Unit:
 
 @dataclass(frozen=True)
 class ModelCost:
-    """A model as blocks in forward order, and the rest: embedding before them, norm and output after.
+    """A model as blocks in forward order, and the rest: embedding before them, norm and output
+    after.
 
     passed  elements of a micro-batch that a pipeline stage passes on
     tied    the output matrix is the embedding
@@ -157,7 +161,8 @@ def llama_cost(config: LlamaConfig, batch: MicroBatch, precision: str) -> ModelC
 def translator_cost(
     model: ModelOptions, vocab_size: int, batch: MicroBatch, precision: str
 ) -> ModelCost:
-    """Return the cost of a translator over `batch`, with the attention of a CPU and with dropout."""
+    """Return the cost of a translator over `batch`, with the attention of a CPU and with
+    dropout."""
     d, f, h = model.dim, model.ffn_dim, model.n_heads
     source, target = batch.rows * batch.source, batch.rows * batch.target
     norm, square, feed_forward = [Amount(d)] * 2, Amount(0, d * d), [Amount(0, d * f)] * 2

@@ -1,4 +1,5 @@
-"""Every layout of a run on a cluster: what a step costs, what a device holds, and what to change."""
+"""Every layout of a run on a cluster: what a step costs, what a device holds, and what to
+change."""
 
 from __future__ import annotations
 
@@ -155,7 +156,8 @@ def advice(
 def best_with(
     model: ModelCost, run: RunConfig, cluster: Cluster, timing: Timing, mode: Mode
 ) -> tuple[float, str]:
-    """Return the seconds of a step with this activation checkpointing in its best layout, and a text."""
+    """Return the seconds of a step with this activation checkpointing in its best layout, and a
+    text."""
     changed = replace(run, memory=replace(run.memory, activation_checkpoint=mode))
     try:
         best = make_plan(model, changed, cluster, timing).fitting[0]
@@ -168,7 +170,8 @@ def best_with(
 
 
 def micro_batches(run: RunConfig, layout: Layout, step: StepCost) -> tuple[int, str]:
-    """Return a number of micro-batches that keeps all ranks busy, and in which the sum is hidden."""
+    """Return a number of micro-batches that keeps all ranks busy, and in which the sum is
+    hidden."""
     now, parallel = run.batch.micro_batches, layout.data_parallel_size
     busy = now / (-(-now // parallel) * parallel)
     each = -(-now // parallel)

@@ -39,8 +39,8 @@ class Timing:
 
     passes        {(kind of unit, tensor size): (forward, backward)} over a micro-batch
     update_s      of norm, clipping and optimizer, per parameter
-    copy_s        of a micro-batch in a replica of several workers, beside its passes, per parameter:
-                  whole units are copied, their gradients are copied and added
+    copy_s        of a micro-batch in a replica of several workers, beside its passes, per
+                  parameter: whole units are copied, their gradients are copied and added
     message_s     of a worker's core, per byte that it sends and receives
     exchange_s    by which an exchange of a unit between shards lengthens the computation beside it,
                   without its bytes: threads wake up, and wait for a core
@@ -251,7 +251,8 @@ def step_cost(
 def learners_cost(
     model: ModelCost, run: RunConfig, layout: Layout, cluster: Cluster, timing: Timing
 ) -> StepCost:
-    """Return the cost of a step of a replica's learners: each as a run of one replica, and an H-th of the exchange."""
+    """Return the cost of a step of a replica's learners: each as a run of one replica, and an H-th
+    of the exchange."""
     learners, every, batch = run.diloco.learners, run.diloco.every, run.batch
     inner = replace(
         run,
@@ -358,7 +359,8 @@ class Stage:
         return Part(forward_s + sums[0] + copy_s / 3, backward_s, *self.exchanged(elements))
 
     def exchanged(self, elements: float) -> tuple[float, float, float]:
-        """Return the seconds to gather a unit, to send the gradients of a pass, and the last sum."""
+        """Return the seconds to gather a unit, to send the gradients of a pass, and the last
+        sum."""
         if self.layout.workers_per_replica == 1 or not elements:
             return 0.0, 0.0, 0.0
         row = 4 * elements / self.layout.shard
@@ -381,7 +383,8 @@ class Stage:
         )
 
     def sends(self, once: bool) -> dict[int, list[float]] | None:
-        """Return what is sent after each unit of a pass that is not the last one; None: each unit."""
+        """Return what is sent after each unit of a pass that is not the last one; None: each
+        unit."""
         return {} if once or self.layout.shard == 1 else None
 
     def last_sends(self) -> dict[int, list[float]]:
@@ -416,7 +419,8 @@ class Stage:
         ]
 
     def pass_seconds(self, run: RunConfig, once: bool) -> tuple[float, float, float]:
-        """Return the seconds of a forward pass, of a backward pass, and what the last one waits for more."""
+        """Return the seconds of a forward pass, of a backward pass, and what the last one waits
+        for more."""
         usual, last = (Timeline(self.load, self.timing.exchange_s) for _ in range(2))
         forward_s = play_pass(usual, self.parts, self.root, run, self.sends(once))
         play_pass(last, self.parts, self.root, run, self.last_sends())

@@ -9,8 +9,8 @@ flush; the next start rewinds to it (`purge_step`: readers drop all points from 
 
 Weights & Biases cannot rewind, its offline mode cannot resume (0.31: a new folder for each start),
 and it loses the last seconds of a killed process. So every row has the cursor under the hidden keys
-`lockstep/*`, and the last row that arrived has the position: online in the server's summary, offline
-at the end of the newest file.
+`lockstep/*`, and the last row that arrived has the position: online in the server's summary,
+offline at the end of the newest file.
 """
 
 import importlib
@@ -43,17 +43,18 @@ class Cursor:
 
 
 class Backend(Protocol):
-    """The methods that the tracker calls, from one thread. After an exception it closes the backend, and
-    opens it again at the next checkpoint or start. It constructs a class of the user as
-    Class(folder, cursor, run=..., run_id=...).
+    """The methods that the tracker calls, from one thread. After an exception it closes the
+    backend, and opens it again at the next checkpoint or start. It constructs a class of the user
+    as Class(folder, cursor, run=..., run_id=...).
     """
 
     def add(self, axis: Axis, step: int, values: Mapping[str, float], now: Cursor) -> None:
-        """Add the values of a step, or the evaluation of its checkpoint. now: the cursor after them."""
+        """Add the values of a step, or the evaluation of its checkpoint. now: the cursor after
+        them."""
 
     def flush(self) -> None:
-        """Store what was added: the tracker notes the cursor, and what comes after it is sent again to
-        the next start."""
+        """Store what was added: the tracker notes the cursor, and what comes after it is sent
+        again to the next start."""
 
     def close(self, failed: bool) -> None: ...
 
@@ -123,7 +124,8 @@ class TensorBoard:
         self.cursor = Cursor(step=last)
 
     def add(self, axis: Axis, step: int, values: Mapping[str, float], now: Cursor) -> None:
-        """Add the values of a step, or the evaluation of its checkpoint. now: the cursor after them."""
+        """Add the values of a step, or the evaluation of its checkpoint. now: the cursor after
+        them."""
         if (
             axis == "validation"
             and step <= self.noted.step

@@ -63,7 +63,8 @@ def encode_line(line: Mapping[str, Any]) -> bytes:
 
 
 def decode_line(line: bytes) -> dict[str, Any] | None:
-    """Decode one line, with non-finite numbers; None when it is torn or damaged, or not an object."""
+    """Decode one line, with non-finite numbers; None when it is torn or damaged, or not an
+    object."""
     try:
         value = parse_json(line.decode())
     except ValueError:
@@ -240,8 +241,8 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 class MetricsFile:
     """Writer of metrics.jsonl: every committed step once, in order. One process at a time.
 
-    from_step  step at which the run resumes (0 for a new run); later lines are truncated, and a warning
-               names the first repeated step whose loss is another one
+    from_step  step at which the run resumes (0 for a new run); later lines are truncated, and a
+               warning names the first repeated step whose loss is another one
     known      states of the file, to be compared up to `from_step`
     A failed or partial write is undone by a truncation, and its lines stay in memory until a later
     step writes them: a full disk loses nothing. DataError when a step up to `from_step` is missing.

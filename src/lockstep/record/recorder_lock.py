@@ -9,7 +9,8 @@ RECORDER_LOCK = "tracker.lock"
 
 
 def is_recorded(folder: Path) -> bool:
-    """Return whether a living process records the run in `folder`, even if it is paused or cut off."""
+    """Return whether a living process records the run in `folder`, even if it is paused or cut
+    off."""
     if not (folder / RECORDER_LOCK).exists():
         return False
     lock = try_lock(folder / RECORDER_LOCK)

@@ -28,8 +28,9 @@ def download(
     wanted: Callable[[str], bool] = lambda path: True,
     earlier: Path | None = None,
 ) -> tuple[Snapshot, list[str]]:
-    """Write the wanted files to `folder`, which is empty; return (snapshot, problems of checkpoints).
-    earlier: a copy of an earlier snapshot. Its blobs are not requested again: most of a growing file.
+    """Write the wanted files to `folder`, which is empty; return (snapshot, problems of
+    checkpoints). earlier: a copy of an earlier snapshot. Its blobs are not requested again: most
+    of a growing file.
 
     The snapshot returned is a newer one if the blobs of the first were deleted meanwhile. A damaged
     checkpoint is omitted. DamagedFileError when another file is damaged.
@@ -90,8 +91,8 @@ def contents(
 
 
 def read_blob(bucket: RunBucket, name: str, size: int, earlier: Path | None, offset: int) -> bytes:
-    """Return the verified content of a blob: from the file `earlier` if it is at `offset` there, else
-    from the store. DamagedFileError when it is missing or damaged."""
+    """Return the verified content of a blob: from the file `earlier` if it is at `offset` there,
+    else from the store. DamagedFileError when it is missing or damaged."""
     if earlier:
         with suppress(FileNotFoundError), open(earlier, "rb", opener=open_regular) as file:
             file.seek(offset)

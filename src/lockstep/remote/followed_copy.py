@@ -26,8 +26,8 @@ UNREAD = ("data/", "logs/", "checkpoints/")
 
 
 class FollowedCopy:
-    """The files of the newest snapshot that describe a run: no data, no logs, and of each checkpoint
-    its marker."""
+    """The files of the newest snapshot that describe a run: no data, no logs, and of each
+    checkpoint its marker."""
 
     def __init__(self, bucket: RunBucket, folder: Path) -> None:
         self.bucket, self.folder = bucket, folder
@@ -37,8 +37,9 @@ class FollowedCopy:
         self.next_s = 0.0
 
     def status(self) -> dict[str, Any]:
-        """Copy what is new; return the status of the run as far as the store has it: `run`, `ended`,
-        `source`, and `silent`: no snapshot for as long as counts as a lost host. CheckpointError."""
+        """Copy what is new; return the status of the run as far as the store has it: `run`,
+        `ended`, `source`, and `silent`: no snapshot for as long as counts as a lost host.
+        CheckpointError."""
         problem = ""
         try:
             if time.monotonic() >= self.next_s:
@@ -92,8 +93,8 @@ class FollowedCopy:
 
 @contextmanager
 def followed_copy(address: Address) -> Iterator[tuple[Path, ReadStatus | None]]:
-    """Yield (copy, function that updates it and returns the status): the working copy, which needs no
-    function, if a training on this host uses it, else a copy that follows the store."""
+    """Yield (copy, function that updates it and returns the status): the working copy, which needs
+    no function, if a training on this host uses it, else a copy that follows the store."""
     copy = address.working_copy
     if copy.is_dir():
         lock = try_lock(copy.with_name(f"{copy.name}.lock"))

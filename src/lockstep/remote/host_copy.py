@@ -80,8 +80,9 @@ FOLLOW_PAUSE = 20  # times as long as the last download: each one reads metrics.
 
 @contextmanager
 def joined_copy(bucket: RunBucket, host: str) -> Iterator[tuple[Path, Files]]:
-    """Join the run; yield the working copy of this host, as new as the newest snapshot, and the files of
-    that. UsageError: a run of one host is in the store, or another agent of this host runs; StoreError."""
+    """Join the run; yield the working copy of this host, as new as the newest snapshot, and the
+    files of that. UsageError: a run of one host is in the store, or another agent of this host
+    runs; StoreError."""
     with locked_copy(bucket) as copy:
         refuse_unsafe_store(bucket)
         if not is_of_several_hosts(bucket):
@@ -99,8 +100,9 @@ def joined_copy(bucket: RunBucket, host: str) -> Iterator[tuple[Path, Files]]:
 
 @contextmanager
 def driver_copy(bucket: RunBucket) -> Iterator[Path]:
-    """Yield a folder with the generations of a run of several hosts, for a process that starts and stops
-    its agents and is none of them. UsageError: a run of one host is in the store; StoreError."""
+    """Yield a folder with the generations of a run of several hosts, for a process that starts and
+    stops its agents and is none of them. UsageError: a run of one host is in the store;
+    StoreError."""
     if not is_of_several_hosts(bucket):
         refuse_single_host(bucket)
     with temporary_copy(bucket.address) as copy:
@@ -148,8 +150,9 @@ def write_identity(bucket: RunBucket, copy: Path, token: str, run_id: str) -> No
 
 @contextmanager
 def ended_copy(bucket: RunBucket, host: str) -> Iterator[tuple[Path, Ownership]]:
-    """Own an ended run, to add scores to it; yield (the copy of this host, the right to put snapshots).
-    A start of the run takes it over. UsageError: the run has not ended. Errors of `joined_copy`."""
+    """Own an ended run, to add scores to it; yield (the copy of this host, the right to put
+    snapshots). A start of the run takes it over. UsageError: the run has not ended. Errors of
+    `joined_copy`."""
     with joined_copy(bucket, host) as (copy, _):
         last, before = GenerationLog(copy / "generations").newest(), newest(bucket)
         if before is None or not (last and last.end):
@@ -192,8 +195,8 @@ def copying_generations(copy: Path) -> Iterator[None]:
 
 def refresh_copy(run: Path, *, keep: Collection[str] = ()) -> Files:
     """Bring a copy in which no worker trains to the newest snapshot, unless this host has put that:
-    then the copy may be newer. Return its files. Without a store: do nothing. StoreError, CheckpointError.
-    keep: names of files that this start has written already"""
+    then the copy may be newer. Return its files. Without a store: do nothing. StoreError,
+    CheckpointError. keep: names of files that this start has written already"""
     if (address := store_address(run)) is None or (
         snapshot := newest(bucket := RunBucket(address), warns=True)
     ) is None:
@@ -236,8 +239,8 @@ def is_listed(checkpoint: Path, name: str, snapshot: Snapshot) -> bool:
 
 
 def add_checkpoints(bucket: RunBucket, snapshot: Snapshot, copy: Path) -> None:
-    """Bring the checkpoints of a snapshot to the copy of a host that trains. Omit a checkpoint that this
-    host has set aside because the run returned to an earlier step."""
+    """Bring the checkpoints of a snapshot to the copy of a host that trains. Omit a checkpoint
+    that this host has set aside because the run returned to an earlier step."""
     names, folder = [folder_name(step) for step in steps_of(snapshot.files)], copy / "checkpoints"
     wanted = {
         name
@@ -257,8 +260,8 @@ def add_checkpoints(bucket: RunBucket, snapshot: Snapshot, copy: Path) -> None:
 
 
 def wait_until_published(run: Path, step: int) -> None:
-    """For rank 0: wait until the store has the checkpoint of `step`. After FINAL_BEATS / 2, less than
-    counts as a hang, it is a warning."""
+    """For rank 0: wait until the store has the checkpoint of `step`. After FINAL_BEATS / 2, less
+    than counts as a hang, it is a warning."""
     bucket, until_s = bucket_of(run), time.monotonic() + FINAL_BEATS / 2 * read_beat_s()
     while time.monotonic() < until_s:
         with suppress(StoreError):  # an outage
@@ -269,8 +272,8 @@ def wait_until_published(run: Path, step: int) -> None:
 
 
 def fetch_checkpoint(run: Path, step: int = -1) -> int:
-    """Download the checkpoint of `step`, by default the newest one, if this host lacks it; return the
-    step. StoreError, CheckpointError."""
+    """Download the checkpoint of `step`, by default the newest one, if this host lacks it; return
+    the step. StoreError, CheckpointError."""
     local_steps, bucket = committed_steps(run / "checkpoints"), bucket_of(run)
     snapshot = newest(bucket)
     published_steps = steps_of(snapshot.files) if snapshot else []
@@ -298,8 +301,9 @@ def bucket_of(run: Path) -> RunBucket:
 def update_copy(
     bucket: RunBucket, snapshot: Snapshot, copy: Path, wanted: Callable[[str], bool]
 ) -> tuple[list[str], bool]:
-    """Put the wanted files of a snapshot into a copy, also beside a training. Return the problems of
-    its checkpoints, and whether everything was put: not while rank 0 on this host writes its metrics."""
+    """Put the wanted files of a snapshot into a copy, also beside a training. Return the problems
+    of its checkpoints, and whether everything was put: not while rank 0 on this host writes its
+    metrics."""
     with (
         locked(copy.with_name(f"{copy.name}.update")),
         TemporaryDirectory(dir=copy.parent, prefix="update-") as parent,
@@ -389,7 +393,8 @@ class HostMirror:
             self.leading = generation if generation.members else self.leading
 
     def take_over(self) -> Mirror:
-        """Own the run after the snapshots of an earlier generation. FencedError: a later one has put some."""
+        """Own the run after the snapshots of an earlier generation. FencedError: a later one has
+        put some."""
         before = newest(self.bucket)
         if (
             before
@@ -427,8 +432,8 @@ class HostMirror:
         self.follow_s = now_s + max(snapshot.beat_s / 4, FOLLOW_PAUSE * (now_s - start_s))
 
     def finish(self) -> None:
-        """Upload the rest and release the run after its end, if this host had its last rank 0. A host
-        that leaves a run does neither. StoreError when it fails for FINAL_BEATS."""
+        """Upload the rest and release the run after its end, if this host had its last rank 0. A
+        host that leaves a run does neither. StoreError when it fails for FINAL_BEATS."""
         until_s, stored = (
             time.monotonic() + FINAL_BEATS * read_beat_s(),
             open_generation_log(self.folder),

@@ -83,7 +83,8 @@ class Snapshot:
 
 
 class WrongValueError(ValueError):
-    """A snapshot that is a whole JSON text, so no torn upload, and that no owner has put like this."""
+    """A snapshot that is a whole JSON text, so no torn upload, and that no owner has put like
+    this."""
 
 
 def parse_snapshot(content: bytes) -> Snapshot:
@@ -196,8 +197,8 @@ def numbers(bucket: RunBucket) -> list[int]:
 
 
 def newest(bucket: RunBucket, *, warns: bool = False) -> Snapshot | None:
-    """Return the newest whole snapshot; None when there is none. CheckpointError: all are damaged, the
-    newest is no torn upload and has wrong values, or the store has blobs without a snapshot.
+    """Return the newest whole snapshot; None when there is none. CheckpointError: all are damaged,
+    the newest is no torn upload and has wrong values, or the store has blobs without a snapshot.
     warns: about torn uploads that are skipped"""
     for _ in range(READ_TRIES):
         if not (listed := numbers(bucket)):
@@ -221,7 +222,8 @@ def newest(bucket: RunBucket, *, warns: bool = False) -> Snapshot | None:
 
 
 def newest_of(bucket: RunBucket, listed: Sequence[int], *, warns: bool) -> Snapshot:
-    """Return the newest whole snapshot of `listed`, which is not empty. FileNotFoundError, CheckpointError."""
+    """Return the newest whole snapshot of `listed`, which is not empty. FileNotFoundError,
+    CheckpointError."""
     for number in reversed(listed):
         where, hint = (
             f"{bucket.address}/{name_of(number)}",
@@ -306,7 +308,8 @@ class Ownership:
         self, bucket: RunBucket, owner: str, before: Snapshot | None, generation: int = 0
     ) -> None:
         self.bucket, self.put_s, beat_s = bucket, time.monotonic(), read_beat_s()
-        # Owners whose blobs this one may delete. A later owner is not among them, so nothing of its is deleted.
+        # Owners whose blobs this one may delete. A later owner is not among them, so nothing of
+        # its is deleted.
         self.owners = {*bucket.names(BLOBS), owner}
         self.newest = replace(
             before or Snapshot(0, owner, beat_s, {}), owner=owner, beat_s=beat_s, released=False
@@ -335,7 +338,8 @@ class Ownership:
             if winner and winner.owner != snapshot.owner:
                 self._refuse(winner)
         listed = numbers(self.bucket)
-        # A number that a later owner has put and deleted is free again. Later numbers may also be damaged.
+        # A number that a later owner has put and deleted is free again. Later numbers may also be
+        # damaged.
         if (
             listed
             and listed[-1] > number

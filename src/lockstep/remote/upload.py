@@ -5,9 +5,9 @@ if one of their files changed or vanished, no snapshot is put, and the next atte
 metrics are read after the checkpoints were listed, so they reach at least as far.
 
 A snapshot with a new checkpoint, or the last one, is put after a listing of the store has shown all
-of its blobs, with their sizes. Blobs that the store lacks, such as expired ones, are uploaded again. Files that Lockstep did not write
-are mirrored, too, but none of them can keep a checkpoint out of the store: what cannot be read or
-named there is omitted, with one warning.
+of its blobs, with their sizes. Blobs that the store lacks, such as expired ones, are uploaded
+again. Files that Lockstep did not write are mirrored, too, but none of them can keep a checkpoint
+out of the store: what cannot be read or named there is omitted, with one warning.
 """
 
 from __future__ import annotations
@@ -121,7 +121,8 @@ class Mirror:
         until_s = time.monotonic() + FINAL_BEATS * self.ownership.newest.beat_s
         while True:
             try:
-                # Two snapshots with all steps: a run whose last one is damaged later is still whole.
+                # Two snapshots with all steps: a run whose last one is damaged later is still
+                # whole.
                 if self.publish() and self.publish(released=True):
                     break
                 raise StoreError("its files kept changing")
@@ -158,7 +159,8 @@ class Mirror:
             )
 
     def steps(self) -> dict[int, list[str]]:
-        """Return step -> files of each whole checkpoint, which is verified once. A damaged one is a warning."""
+        """Return step -> files of each whole checkpoint, which is verified once. A damaged one is
+        a warning."""
         steps = {}
         for step in committed_steps(self.checkpoints):
             marker = signature_of(self.checkpoints / folder_name(step) / COMMITTED)
@@ -231,7 +233,8 @@ class Mirror:
         return True
 
     def _read(self, checkpoint_paths: set[str]) -> Files | None:
-        """Upload the blobs that are new; return all files of the run, None when they are not of one moment."""
+        """Upload the blobs that are new; return all files of the run, None when they are not of
+        one moment."""
         data, listed = data_paths(self.folder), self._list(checkpoint_paths)
         if lost := sorted(data - listed.keys()):
             raise StoreError(
@@ -280,8 +283,8 @@ class Mirror:
             )
 
     def _lost_blobs(self, files: Files) -> set[str]:
-        """Return the blobs that the store lacks, or has with another size. One listing is cheaper than a
-        request for each blob."""
+        """Return the blobs that the store lacks, or has with another size. One listing is cheaper
+        than a request for each blob."""
         start_s = time.monotonic()
         stored = self.bucket.sizes(BLOBS)
         self.list_s = time.monotonic() + LIST_PAUSE * (time.monotonic() - start_s)
@@ -312,7 +315,8 @@ class Mirror:
         self.ownership.put(self.ownership.newest.files)
 
     def retain(self) -> None:
-        """Delete snapshots that ended RETENTION_S ago, then the blobs that no other snapshot lists."""
+        """Delete snapshots that ended RETENTION_S ago, then the blobs that no other snapshot
+        lists."""
         now_s = time.monotonic()
         if now_s < self.retained_s + RETENTION_S / 4:
             return
@@ -330,7 +334,8 @@ class Mirror:
         self.retained_s = now_s
 
     def _upload(self, path: str) -> Iterator[Blob]:
-        """Yield the blobs of a file. At the end all are in the store; only unknown ones are uploaded."""
+        """Yield the blobs of a file. At the end all are in the store; only unknown ones are
+        uploaded."""
         uploads: deque[tuple[Future[None], str, str]] = deque()
         with open(self.folder / path, "rb", opener=open_regular) as file:
             for content in iter(
@@ -387,7 +392,8 @@ def signature_of(path: Path) -> Signature:
 
 
 def data_paths(folder: Path) -> set[str]:
-    """Return the files of the prepared data: they belong together. None while it is being prepared."""
+    """Return the files of the prepared data: they belong together. None while it is being
+    prepared."""
     try:
         names = read_json(folder / "data" / DATA_MANIFEST)["files"]
         return {f"data/{name}" for name in (DATA_MANIFEST, *names)}
@@ -396,8 +402,8 @@ def data_paths(folder: Path) -> set[str]:
 
 
 def list_files(folder: Path) -> tuple[dict[str, Signature], dict[str, str]]:
-    """Return (the files to mirror without checkpoints, why others are omitted), by path in `folder`.
-    LOCAL ones and links are in neither."""
+    """Return (the files to mirror without checkpoints, why others are omitted), by path in
+    `folder`. LOCAL ones and links are in neither."""
     listed: dict[str, Signature] = {}
     omitted: dict[str, str] = {}
 

@@ -41,7 +41,8 @@ def owned_copy(bucket: RunBucket, host: str) -> Iterator[tuple[Path, Ownership]]
     """Own the run; yield (its working copy, the right to put snapshots).
 
     A copy of the newest snapshot's owner is continued as it is: it may be ahead of the store. Any
-    other copy is set aside, and the snapshot downloaded. UsageError: another training runs; StoreError.
+    other copy is set aside, and the snapshot downloaded. UsageError: another training runs;
+    StoreError.
     """
     with locked_copy(bucket) as copy:
         refuse_unsafe_store(bucket)
@@ -82,7 +83,8 @@ def is_of_several_hosts(bucket: RunBucket) -> bool:
 
 @contextmanager
 def locked_copy(bucket: RunBucket) -> Iterator[Path]:
-    """Hold the lock of the working copy; yield its path. UsageError when another process holds it."""
+    """Hold the lock of the working copy; yield its path. UsageError when another process holds
+    it."""
     copy = bucket.address.working_copy
     copy.parent.mkdir(parents=True, exist_ok=True)
     lock = try_lock(copy.with_name(f"{copy.name}.lock"))
@@ -99,7 +101,8 @@ def locked_copy(bucket: RunBucket) -> Iterator[Path]:
 
 @contextmanager
 def temporary_copy(address: Address) -> Iterator[Path]:
-    """Yield an empty folder for a copy that is only read; it has the name of the run, and is deleted."""
+    """Yield an empty folder for a copy that is only read; it has the name of the run, and is
+    deleted."""
     address.copies.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(
         prefix="read-", dir=address.copies, ignore_cleanup_errors=True
@@ -152,8 +155,8 @@ def refuse_running_workers(bucket: RunBucket, copy: Path, host: str) -> None:
 
 
 def download_copy(bucket: RunBucket, snapshot: Snapshot, copy: Path) -> Snapshot:
-    """Download a snapshot as the working copy; return it, or a newer one. CheckpointError when none of
-    its checkpoints is whole."""
+    """Download a snapshot as the working copy; return it, or a newer one. CheckpointError when
+    none of its checkpoints is whole."""
     partial = copy.with_name(f"{copy.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
@@ -173,7 +176,8 @@ def download_copy(bucket: RunBucket, snapshot: Snapshot, copy: Path) -> Snapshot
         )
     for problem in problems:
         log.warning("%s; it is omitted", problem)
-    # Its members are on other hosts, and lost the run. Without an end, new workers would wait for them.
+    # Its members are on other hosts, and lost the run. Without an end, new workers would wait for
+    # them.
     generations = GenerationLog(partial / "generations")
     if generations.folder.is_dir() and (last := generations.newest()) and not last.end:
         generations.record_end(RunResult(0, ""), f"continued from {bucket.address}", after=0)

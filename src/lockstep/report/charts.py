@@ -1,7 +1,7 @@
 """Charts as HTML with inline SVG. Each is readable without JavaScript; page.js adds hover and zoom.
 
-The SVG of a plot is stretched to its box, so that lines and text keep their size on a phone. Text is
-HTML beside it, placed in percent.
+The SVG of a plot is stretched to its box, so that lines and text keep their size on a phone. Text
+is HTML beside it, placed in percent.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ def line_chart(
     note: str = "",
     css: str = "",
 ) -> str:
-    """Return a figure of `lines` over `steps`, the range of all charts of the page; "" without points.
-    css: "zero" includes 0 on the vertical axis, "wide" fills the page."""
+    """Return a figure of `lines` over `steps`, the range of all charts of the page; "" without
+    points. css: "zero" includes 0 on the vertical axis, "wide" fills the page."""
     if not (lines := [line for line in lines if line.points]):
         return ""
     low, high = (

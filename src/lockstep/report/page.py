@@ -210,7 +210,8 @@ def summary(run: Run) -> dict[str, str]:
 
 
 def step_charts(runs: Sequence[Run], steps: tuple[float, float]) -> Iterator[str]:
-    """Yield the charts over steps: those of every run, then the values that only the user's loop logs."""
+    """Yield the charts over steps: those of every run, then the values that only the user's loop
+    logs."""
     known = {key for _, keys, *_ in CHARTS for key in keys} | set(UNDRAWN)
     own = [
         key

@@ -27,5 +27,6 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def default_bucket_bytes(device: torch.device) -> int:
-    """Return how many bytes of gradients are reduced together: NCCL needs more for its bandwidth."""
+    """Return how many bytes of gradients are reduced together: NCCL needs more for its
+    bandwidth."""
     return 100_000_000 if device.type == "cuda" else 25_000_000

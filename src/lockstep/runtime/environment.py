@@ -23,7 +23,8 @@ from lockstep.runtime.worker_env import EXIT_REPORT, SHARED_TERMINAL, STATE_FOLD
 
 BF16_FLAGS = ("amx_bf16", "avx512_bf16", "bf16")  # x86 AMX tiles, x86 AVX-512, Arm
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-# LOCKSTEP_* variables that are not configuration values: for users, for our own workers, for our tests.
+# LOCKSTEP_* variables that are not configuration values: for users, for our own workers, for our
+# tests.
 RESERVED_VARIABLES = (
     *("LOCKSTEP_DEVICE", "LOCKSTEP_TMP", WORKER_ENV, STATE_FOLDER, EXIT_REPORT, SHARED_TERMINAL),
     *(

@@ -123,7 +123,8 @@ def run_and_report(function: Callable[[], int | None]) -> ExitReport:
 
 
 def send_exit_report(report: ExitReport) -> bool:
-    """Write the report to the agent's state folder. False without an agent, or if the disk is full."""
+    """Write the report to the agent's state folder. False without an agent, or if the disk is
+    full."""
     worker_env = read_worker_env(os.environ)
     path = (
         exit_report_path(Path(worker_env.state), worker_env.slot)
@@ -160,7 +161,8 @@ def error_summary(error: BaseException) -> str:
 
 
 def exit_kind(exited: WorkerExit) -> str:
-    """Return "failed", "lost" (its peers), "exited early" (with code 0), "terminated" or "completed"."""
+    """Return "failed", "lost" (its peers), "exited early" (with code 0), "terminated" or
+    "completed"."""
     report = exited.report
     if report and not report.finished:
         if report.lost_peers:

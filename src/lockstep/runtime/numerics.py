@@ -1,4 +1,5 @@
-"""Versions, processor and threads, which decide bits like the run's config; compared at each resume."""
+"""Versions, processor and threads, which decide bits like the run's config; compared at each
+resume."""
 
 import functools
 import hashlib
@@ -92,7 +93,8 @@ def choose_precision(device: torch.device) -> tuple[Literal["bf16", "fp32"], str
 
 
 def fingerprint(device: torch.device) -> dict[str, str]:
-    """Return versions, settings, and digests of fixed computations, which show the chosen kernels."""
+    """Return versions, settings, and digests of fixed computations, which show the chosen
+    kernels."""
     threads = torch.get_num_threads() if device.type == "cpu" else 0
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     return {

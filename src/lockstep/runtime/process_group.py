@@ -49,7 +49,8 @@ def gather_rounds(buffer: torch.Tensor, starts: Sequence[int], rank: int) -> Ite
 def reduce_rounds(
     row: torch.Tensor, rank: int, size: int, combine: Callable[[torch.Tensor, torch.Tensor], None]
 ) -> Iterator[Round]:
-    """Yield the rounds of an all-reduce of `row`, in place: at most 2 + log2(N), by recursive doubling.
+    """Yield the rounds of an all-reduce of `row`, in place: at most 2 + log2(N), by recursive
+    doubling.
 
     Ranks from the largest power of two on send their row first and receive the result last.
     combine  combines its second row into the first: exact, commutative and associative
@@ -78,8 +79,8 @@ def run_rounds(rounds: Iterable[Round], wait: Callable[[list[dist.Work | None]],
 
 
 def gather_json(size: int, value: Any, wait: Callable[[list[dist.Work | None]], None]) -> list[Any]:
-    """Collective. Return the JSON values of all ranks, in rank order. CollectiveMismatchError, on all
-    of them, if some are in another gather: each message carries the name of its collective."""
+    """Collective. Return the JSON values of all ranks, in rank order. CollectiveMismatchError, on
+    all of them, if some are in another gather: each message carries the name of its collective."""
     if size == 1:
         return [value]
     rank, text = dist.get_rank(), json.dumps([collective_name(), value]).encode()
@@ -95,8 +96,8 @@ def gather_json(size: int, value: Any, wait: Callable[[list[dist.Work | None]], 
 
 
 def collective_name() -> str:
-    """Return the function and the line that this collective is in, by the call stack: so none can be
-    without a name, and no two have the same one. All workers of a run have the same sources."""
+    """Return the function and the line that this collective is in, by the call stack: so none can
+    be without a name, and no two have the same one. All workers of a run have the same sources."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__") in PASSED_ON_BY:
         frame = frame.f_back
@@ -124,10 +125,12 @@ def group_timeout(group: dist.ProcessGroup | None = None) -> timedelta:
 
 
 def new_subgroup(ranks: list[int]) -> dist.ProcessGroup | None:
-    """Collective of `ranks` only. Return their group, with the default timeout; None for one rank."""
+    """Collective of `ranks` only. Return their group, with the default timeout; None for one
+    rank."""
     if len(ranks) == 1:
         return None
-    # With its device known, NCCL connects now: at the first collective, after minutes of compilation, the timeout would be too short.
+    # With its device known, NCCL connects now: at the first collective, after minutes of
+    # compilation, the timeout would be too short.
     device = (
         torch.device("cuda", torch.cuda.current_device())
         if "nccl" in dist.get_backend_config()
@@ -146,7 +149,8 @@ def init_default_group(
 ) -> None:
     """Collective. Form the default process group, in one attempt."""
     backend = choose_backend(device, os.environ)
-    # The names of groups in the store contain torch's count of attempts: it must be equal on all ranks.
+    # The names of groups in the store contain torch's count of attempts: it must be equal on all
+    # ranks.
     reset_group_count()
     device_id = device if "nccl" in backend else None
     timeout = timedelta(seconds=timeout_s)

@@ -39,7 +39,8 @@ def kill_group(pid: int) -> None:
 
 
 def open_worker_log(run_folder: Path, slot: int, host: str) -> IO[bytes]:
-    """Open logs/HOST-SLOT.log, the output of a worker, to append to it. UsageError if that fails."""
+    """Open logs/HOST-SLOT.log, the output of a worker, to append to it. UsageError if that
+    fails."""
     path = run_folder / "logs" / f"{host}-{slot}.log"
     try:
         return open(path, "a+b", opener=open_regular)

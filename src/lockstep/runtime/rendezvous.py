@@ -34,7 +34,8 @@ class StoreConnection:
     groups: int = 0  # formed so far; each has separate keys
 
     def next_store(self, info: RankInfo, deadline_s: float, timeout_s: float) -> Store:
-        """Return the keys of the next group in the store of this launch, which is connected once."""
+        """Return the keys of the next group in the store of this launch, which is connected
+        once."""
         if self.info != info:
             self.info, self.store, self.groups = info, None, 0
         self.store = self.store or connect(info, deadline_s, timeout_s)
@@ -151,7 +152,8 @@ def wait_for_master(info: RankInfo, deadline_s: float, timeout_s: float) -> None
 def wait_for_all_ranks(
     info: RankInfo, store: Store, deadline_s: float, timeout_s: float, source: str
 ) -> None:
-    """Collective. Wait for all ranks. UsageError for wrong ones, PeersLostError for missing ones."""
+    """Collective. Wait for all ranks. UsageError for wrong ones, PeersLostError for missing
+    ones."""
     where = f"{source}; on {socket.gethostname()}, pid {os.getpid()}"
     size = int(store.compare_set("size", "", str(info.size)))
     if size != info.size:
@@ -176,7 +178,8 @@ def wait_for_all_ranks(
 
 
 def init_static_group(info: RankInfo, store: Store, device: torch.device, timeout_s: float) -> None:
-    """Collective. Initialize the process group over a store, which is not needed for it afterwards."""
+    """Collective. Initialize the process group over a store, which is not needed for it
+    afterwards."""
     try:
         init_default_group(store, info.rank, info.size, device, timeout_s)
     except RuntimeError as error:

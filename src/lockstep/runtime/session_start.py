@@ -6,8 +6,8 @@ Session that finds another start ends it before it trains: it writes its folder 
 raises SystemExit. The worker reports a StartAgainError, and the command starts once more as the
 error says.
 
-    TORCHELASTIC_ERROR_FILE  path of that file, STATE/SLOT.session-PID with the pid of the worker. It
-                             is set only where the user has not decided with --restart or --out.
+    TORCHELASTIC_ERROR_FILE  path of that file, STATE/SLOT.session-PID with the pid of the worker.
+                             It is set only where the user has not decided with --restart or --out.
                              torchrun sets this variable too, so a plain script sees none of ours;
                              torch.distributed.elastic may write its own JSON there
 """
@@ -90,8 +90,9 @@ class SessionStart:
 
 
 def ask_for_start(out: Path | None = None) -> None:
-    """Ask for a start under an agent, in the folder `out`, and raise SystemExit. Return where the user
-    has decided, and in other processes that the script starts: they are not workers of the run."""
+    """Ask for a start under an agent, in the folder `out`, and raise SystemExit. Return where the
+    user has decided, and in other processes that the script starts: they are not workers of the
+    run."""
     path = os.environ.get(
         ERROR_FILE, ""
     )  # with the pid of this process, or of the worker that runs the script as its child

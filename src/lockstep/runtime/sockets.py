@@ -1,4 +1,5 @@
-"""The open sockets of this process, how to break their connections, and gloo's network interface."""
+"""The open sockets of this process, how to break their connections, and gloo's network
+interface."""
 
 import os
 import socket

@@ -89,7 +89,8 @@ def is_user_code(module: ModuleType) -> bool:
 
 
 def python_files_in(folder: Path) -> Iterator[tuple[str, bytes]]:
-    """Yield (path, content) of each Python file in a package folder, except hidden ones of editors."""
+    """Yield (path, content) of each Python file in a package folder, except hidden ones of
+    editors."""
     for path in folder.rglob("*.py"):
         name = path.relative_to(folder).as_posix()
         if "/." not in f"/{name}":

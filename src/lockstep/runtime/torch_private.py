@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_iter as tree_iter
 from torch.utils._pytree import tree_map as tree_map
 
-# -- tensors and modules ----------------------------------------------------------------------------------------------
+# -- tensors and modules ---------------------------------------------------------------------------
 
 # Fused updates of lists of tensors, one kernel for all; only optimizers have a public form.
 foreach_add_ = torch._foreach_add_
@@ -40,7 +40,8 @@ non_persistent_buffers: Callable[[nn.Module], set[str]] = attrgetter("_non_persi
 
 
 def has_gradient_hooks(parameter: Tensor) -> bool:
-    """Return whether functions are registered that see or change the gradient; no public way to ask."""
+    """Return whether functions are registered that see or change the gradient; no public way to
+    ask."""
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
@@ -80,7 +81,7 @@ OPTIMIZER_FLAGS = (
 )
 
 
-# -- operators --------------------------------------------------------------------------------------------------------
+# -- operators -------------------------------------------------------------------------------------
 
 aten = torch.ops.aten
 
@@ -113,15 +114,16 @@ def packed_linear(states: Tensor, packed_weight: Tensor) -> Tensor:
     )
 
 
-# -- CUDA ------------------------------------------------------------------------------------------------------------
+# -- CUDA ------------------------------------------------------------------------------------------
 
 
 def is_in_bad_fork() -> bool:
-    """Return whether this process was forked from one that had initialized CUDA; an error publicly."""
+    """Return whether this process was forked from one that had initialized CUDA; an error
+    publicly."""
     return cast(bool, torch.cuda._is_in_bad_fork())
 
 
-# -- process groups ---------------------------------------------------------------------------------------------------
+# -- process groups --------------------------------------------------------------------------------
 
 
 def backend_timeout(group: dist.ProcessGroup) -> timedelta:
@@ -135,7 +137,8 @@ def set_group_timeout(timeout: timedelta, group: dist.ProcessGroup | None) -> No
 
 
 def device_backends(device: torch.device) -> list[Any]:
-    """Return the backend for tensors on `device` of each group; publicly a group has no backends."""
+    """Return the backend for tensors on `device` of each group; publicly a group has no
+    backends."""
     return [group._get_backend(device) for group in list(dist.distributed_c10d._world.pg_names)]
 
 
@@ -191,7 +194,8 @@ def fsdp_shard_rows(unit: object, shards: int) -> list[tuple[int, int]]:
 
 
 def fsdp_parameters(unit: object) -> list[nn.Parameter]:
-    """Return the parameters that FSDP sets in a unit's modules, sharded and gathered; not public."""
+    """Return the parameters that FSDP sets in a unit's modules, sharded and gathered; not
+    public."""
     group = cast(Any, unit)._get_fsdp_state()._fsdp_param_group
     params = group.fsdp_params if group else ()
     gathered = [p._unsharded_param for p in params if hasattr(p, "_unsharded_param")]
@@ -207,7 +211,7 @@ def collectives_of(group: Any) -> int:
     return int(group._get_sequence_number_for_group())
 
 
-# -- compilation and profiling ----------------------------------------------------------------------------------------
+# -- compilation and profiling ---------------------------------------------------------------------
 
 
 def on_compile(start: Callable[[object], None], end: Callable[[object], None]) -> None:

@@ -2,8 +2,8 @@
 
 A gloo send or receive in progress does not fail when its connection is closed (torch 2.13:
 `pair.cc` notifies the operations in its queues, not the one whose bytes it is moving), and a C++
-wait cannot be interrupted. So a thread waits that is not needed: when the generation is over, it and
-its operations are left behind until the group's timeout.
+wait cannot be interrupted. So a thread waits that is not needed: when the generation is over, it
+and its operations are left behind until the group's timeout.
 """
 
 import queue
@@ -48,8 +48,9 @@ class WorkWaiter:
     ) -> None:
         """Collective. Wait until all works are done, for the timeout of the group at most.
 
-        On a CPU the timeout is explicit: torch 2.13 does not pass a changed group timeout on to sends and
-        receives. PeersLostError when the generation ends first; otherwise the error of torch.
+        On a CPU the timeout is explicit: torch 2.13 does not pass a changed group timeout on to
+        sends and receives. PeersLostError when the generation ends first; otherwise the error of
+        torch.
         """
         started = [work for work in works if work is not None]
         if not started:
@@ -121,7 +122,8 @@ class JobThread:
         self._server.join(0.0 if self._left else timeout_s)
 
     def _wait(self, done: Callable[[float], bool]) -> bool:
-        """Return True when `done(seconds)` does; False, with a failure, if the generation ends first."""
+        """Return True when `done(seconds)` does; False, with a failure, if the generation ends
+        first."""
         over_since_s = None
         while not self._left:
             if done(POLL_S):

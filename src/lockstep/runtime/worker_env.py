@@ -82,7 +82,8 @@ class WorkerEnv:
 
 
 def read_worker_env(environ: Mapping[str, str]) -> WorkerEnv | None:
-    """Return the WorkerEnv of this process; None without an agent. UsageError when it is invalid."""
+    """Return the WorkerEnv of this process; None without an agent. UsageError when it is
+    invalid."""
     text = environ.get(WORKER_ENV)
     if not text:
         return None

@@ -53,7 +53,8 @@ MEASURED_PARAMETERS = 1_000_000_000  # a larger model is timed with two layers o
 def calibrate(
     run: RunConfig, folder: Path, kind: str, tensor_sizes: Iterable[int]
 ) -> tuple[ModelCost, Timing]:
-    """Return the cost of the run's model over its real micro-batches, and the seconds on this device.
+    """Return the cost of the run's model over its real micro-batches, and the seconds on this
+    device.
 
     Prepares the data in `folder` if that is missing, as training does.
     kind  of the devices that are planned for. UsageError: this machine has another
@@ -145,7 +146,8 @@ def cost_of(task: Task, run: RunConfig, batches: Sequence[Any]) -> ModelCost:
 
 
 def rank_model(task: Task, tensor: int, device: torch.device) -> nn.Module:
-    """Return what one rank of `tensor` computes, with random weights, without activation checkpointing."""
+    """Return what one rank of `tensor` computes, with random weights, without activation
+    checkpointing."""
     model = task.meta_model()
     if sum(p.numel() for p in model.parameters()) > MEASURED_PARAMETERS:
         for layers in [module for module in model.children() if isinstance(module, nn.ModuleList)]:
@@ -244,7 +246,8 @@ def time_beside_passes(
     run: RunConfig,
     batches: Sequence[Any],
 ) -> float:
-    """Return the seconds that a worker of `replica` takes for a micro-batch beside the passes of `model`. Collective."""
+    """Return the seconds that a worker of `replica` takes for a micro-batch beside the passes of
+    `model`. Collective."""
     own = list[int]()  # micro-batches of this worker
 
     def once(step: int, batches: Sequence[Any], whole: bool) -> float:
@@ -264,7 +267,8 @@ def time_beside_passes(
 
 
 def time_messages() -> float:
-    """Return the seconds of a core that a worker takes to send a byte to another process of this machine and to receive one."""
+    """Return the seconds of a core that a worker takes to send a byte to another process of this
+    machine and to receive one."""
     with TemporaryDirectory() as folder, get_context("spawn").Pool(2) as pool:
         return fmean(
             pool.starmap(
@@ -274,7 +278,8 @@ def time_messages() -> float:
 
 
 def time_exchange(rank: int, store: str) -> float:
-    """Collective of two processes. Return the processor time of one of them per byte that it sends and receives."""
+    """Collective of two processes. Return the processor time of one of them per byte that it sends
+    and receives."""
     os.environ["GLOO_SOCKET_IFNAME"] = interface_with_address(LOOPBACK)
     init_default_group(FileStore(store, 2), rank, 2, torch.device("cpu"), 60.0)
     assert dist.group.WORLD is not None
@@ -292,15 +297,16 @@ def time_exchange(rank: int, store: str) -> float:
 
 
 def time_exchanges(run: RunConfig, folder: Path, timing: Timing) -> float:
-    """Return `exchange_s` of two processes that train the model as shards over the loopback interface."""
+    """Return `exchange_s` of two processes that train the model as shards over the loopback
+    interface."""
     with reserve_port(LOOPBACK) as port, get_context("spawn").Pool(2) as pool:
         arguments = [(run, folder, timing, rank, port.getsockname()[1]) for rank in range(2)]
         return fmean(pool.starmap(time_shards, arguments, chunksize=1))
 
 
 def time_shards(run: RunConfig, folder: Path, timing: Timing, rank: int, port: int) -> float:
-    """Collective of two processes. Return the seconds of an exchange of a unit that are neither passes nor
-    copies, nor the processor time of its bytes."""
+    """Collective of two processes. Return the seconds of an exchange of a unit that are neither
+    passes nor copies, nor the processor time of its bytes."""
     addresses = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(port)}
     os.environ.update(
         addresses

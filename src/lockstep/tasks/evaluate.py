@@ -4,10 +4,11 @@ RUN/evaluations.jsonl has one line per (step, split, beams, average, lowercase).
 with a lock, after truncating a partial line of a killed process, unless it exists: an evaluator can
 be killed and restarted at any time, or run twice. RUN/best.json is computed from these lines.
 
---follow scores all committed checkpoints without a line, oldest first: retention deletes these first.
+--follow scores all committed checkpoints without a line, oldest first: retention deletes these
+first.
 
-With --lm-eval the library lm-eval scores a checkpoint: it loads a temporary export in the run folder
-with transformers, so the scores are those of `lm_eval --model hf` on an export.
+With --lm-eval the library lm-eval scores a checkpoint: it loads a temporary export in the run
+folder with transformers, so the scores are those of `lm_eval --model hf` on an export.
 """
 
 from __future__ import annotations
@@ -226,8 +227,8 @@ def next_action(
     last: int,
     finished: int,
 ) -> NextAction:
-    """Return the next action, given the steps that are committed, scored and unreadable, the last step
-    of the run, and the step at which a training run has `finished` (0: none has)."""
+    """Return the next action, given the steps that are committed, scored and unreadable, the last
+    step of the run, and the step at which a training run has `finished` (0: none has)."""
     pending = [step for step in committed if step not in scored and step not in unreadable]
     if pending:
         return NextAction(
@@ -264,8 +265,8 @@ def finished_step(folder: Path) -> int:
 def wait_for_action(
     poll: Callable[[], NextAction], runtime: ElasticRuntime, signals: StopSignals
 ) -> tuple[NextAction, str]:
-    """Collective. Poll on rank 0 until there is something to do. Return it, and the stop signal that
-    arrived first, or ""."""
+    """Collective. Poll on rank 0 until there is something to do. Return it, and the stop signal
+    that arrived first, or ""."""
 
     def poll_and_sleep() -> NextAction:
         action = poll()
@@ -365,7 +366,8 @@ def evaluate_with_lm_eval(
 ) -> str:
     """Score a checkpoint (None: the newest) and add a line to evaluations.jsonl; return a table.
 
-    tasks  names, separated by commas; include_path: a folder of further tasks; chat: apply the template
+    tasks  names, separated by commas; include_path: a folder of further tasks; chat: apply the
+           template
     """
     if not is_llama_run(folder):
         refuse_no_model(folder)

@@ -1,8 +1,8 @@
 """Training of a Llama, and the evaluation of its checkpoints.
 
-Pre-training (or continued pre-training) cuts concatenated documents into rows; supervised fine-tuning
-packs whole chats into rows, and its loss covers the answers only. Scores: nats per token, bits per
-byte; for chats, exact match of answers.
+Pre-training (or continued pre-training) cuts concatenated documents into rows; supervised
+fine-tuning packs whole chats into rows, and its loss covers the answers only. Scores: nats per
+token, bits per byte; for chats, exact match of answers.
 """
 
 from __future__ import annotations

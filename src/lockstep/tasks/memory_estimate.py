@@ -48,7 +48,8 @@ class ModelSize:
 
     @classmethod
     def of(cls, model: nn.Module) -> ModelSize:
-        """Count the parameters of a model, which may be on the meta device, and its largest unit."""
+        """Count the parameters of a model, which may be on the meta device, and its largest
+        unit."""
         whole = sum(p.numel() for p in model.parameters())
         units = [
             sum(p.numel() for p in model.get_submodule(name).parameters())
@@ -141,8 +142,8 @@ def smallest_fitting_layout(
 def write_memory_report(
     path: Path, size: ModelSize, layout: Layout, device: torch.device, error: BaseException
 ) -> str:
-    """Write to `path` what this process uses and what the estimate expects, and on a GPU torch's snapshot
-    beside it; return a sentence that names the files, "" if they cannot be written."""
+    """Write to `path` what this process uses and what the estimate expects, and on a GPU torch's
+    snapshot beside it; return a sentence that names the files, "" if they cannot be written."""
     cuda, workers = device.type == "cuda", layout.workers_per_replica
     state = {"weights": 4, "gradients": 4, "optimizer": 8, "copy while saving": SAVING_BYTES}
     limit, source = memory_limit(device)

@@ -1,4 +1,5 @@
-"""The cost of a user's own module, counted by a forward pass on torch's meta device: shapes without data.
+"""The cost of a user's own module, counted by a forward pass on torch's meta device: shapes
+without data.
 
 The user's function makes the module and the inputs of a micro-batch:
 
@@ -37,7 +38,8 @@ HINT = "return a module and the inputs of one micro-batch: return MyModel(), (in
 
 
 def make_module(spelled: str, device: torch.device) -> tuple[nn.Module, tuple[Any, ...]]:
-    """Call FILE.py:FUNCTION on `device`; return the module in training mode and its inputs. UsageError."""
+    """Call FILE.py:FUNCTION on `device`; return the module in training mode and its inputs.
+    UsageError."""
     try:
         with device:
             made = load_function(spelled)()
@@ -78,7 +80,8 @@ def line_of(error: Exception, spelled: str) -> str:
 
 
 def own_timing(spelled: str, run: RunConfig) -> Timing:
-    """Return the seconds of the module's units on this machine, on the inputs that the function returns."""
+    """Return the seconds of the module's units on this machine, on the inputs that the function
+    returns."""
     torch.set_num_threads(run.compute.num_threads)
     device, _ = select_device(None)
     module, inputs = make_module(spelled, device)
@@ -96,7 +99,8 @@ def own_timing(spelled: str, run: RunConfig) -> Timing:
 
 
 def total(outputs: Any) -> Tensor:
-    """Return the sum of all outputs that have a gradient: something to start a backward pass from."""
+    """Return the sum of all outputs that have a gradient: something to start a backward pass
+    from."""
     if isinstance(outputs, Tensor):
         return (
             outputs.float().sum()
@@ -114,7 +118,8 @@ def total(outputs: Any) -> Tensor:
 
 
 def own_model_cost(spelled: str) -> ModelCost:
-    """Return the cost of the module that FILE.py:FUNCTION returns. UsageError: it needs values of its inputs."""
+    """Return the cost of the module that FILE.py:FUNCTION returns. UsageError: it needs values of
+    its inputs."""
     module, inputs = make_module(spelled, torch.device("meta"))
     names = find_units(module)
     saved, running, seen = (

@@ -29,7 +29,8 @@ Evaluator = TranslationEvaluator | LlamaEvaluator
 
 
 def open_task(run: RunConfig, folder: Path, runtime: ElasticRuntime) -> Task:
-    """Collective. Return the task of the run; rank 0 prepares its data the first time. DataError."""
+    """Collective. Return the task of the run; rank 0 prepares its data the first time.
+    DataError."""
     task = TranslationTask if run.task == "translate" else LanguageModelTask
     return task.open(run, folder, runtime, digests_on_host(runtime, folder))
 

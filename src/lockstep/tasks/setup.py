@@ -116,8 +116,8 @@ def _prepare_blocks(blocks: list[nn.Module], run: RunConfig) -> None:
     """Checkpoint activations of the blocks and compile them, before FSDP wraps them.
 
     Each block is compiled alone, in every layout: a graph of the whole model would have other bits
-    than the blocks of a sharded one, and FSDP gathers between blocks. Equal blocks share a graph for
-    each shape of micro-batches.
+    than the blocks of a sharded one, and FSDP gathers between blocks. Equal blocks share a graph
+    for each shape of micro-batches.
     """
     checkpoint_activations(blocks, run.memory.activation_checkpoint)
     if run.compute.compile:

@@ -84,7 +84,8 @@ class Validation:
     def evaluate(
         self, replicas: ReplicaGroup, optimizers: Sequence[torch.optim.Optimizer], step: int
     ) -> dict[str, float]:
-        """Collective. Score the weights (or their averages) after `step` steps; return the metrics."""
+        """Collective. Score the weights (or their averages) after `step` steps; return the
+        metrics."""
         device, precision = self.runtime.world.device, self.run.compute.precision
 
         def scores(numbers: Iterable[int]) -> Scores:

@@ -1,7 +1,7 @@
 """Attributes of modules and optimizers, and buffers with persistent=False, as part of the state.
 
-A loop may keep a temperature or a counter there: `model.tau.mul_(0.9)` after the micro-batches. What
-differs from its value as constructed is in the checkpoints and is sent to joiners, as
+A loop may keep a temperature or a counter there: `model.tau.mul_(0.9)` after the micro-batches.
+What differs from its value as constructed is in the checkpoints and is sent to joiners, as
 `attributes:json`. So a model whose attributes do not change has the same checkpoint as without.
 
 Not part of the state: what forward passes change (a cache, the last attention), seen in the first
@@ -51,7 +51,8 @@ class AttributeValue(NamedTuple):
 
 
 class Attributes:
-    """The attributes of `module`, of optimizers whose state_dict is torch's, and of modules in `state`.
+    """The attributes of `module`, of optimizers whose state_dict is torch's, and of modules in
+    `state`.
 
     excluded  names that are not part of the state
     """
@@ -112,7 +113,7 @@ class Attributes:
             if type(tensor) in (Tensor, nn.Parameter)
         }
 
-    # -- what forward passes change -----------------------------------------------------------------------------------
+    # -- what forward passes change ----------------------------------------------------------------
 
     def begin_loop(self) -> None:
         """Take the attributes before a micro-batch loop; in later ones than the first only which
@@ -124,8 +125,8 @@ class Attributes:
         ]
 
     def end_loop(self, followed: Collection[str] = ()) -> None:
-        """Exclude what the micro-batch loop has changed, except buffers that follow the micro-batches on
-        all workers alike."""
+        """Exclude what the micro-batch loop has changed, except buffers that follow the
+        micro-batches on all workers alike."""
         replaced = {
             name
             for name, place, before in self._identities
@@ -155,7 +156,7 @@ class Attributes:
         changed = {name for name, now in self._snapshots() if is_changed(before.get(name), now)}
         self.excluded |= changed - set(followed)
 
-    # -- the state ----------------------------------------------------------------------------------------------------
+    # -- the state ---------------------------------------------------------------------------------
 
     def changed(self) -> dict[str, AttributeValue]:
         """Return by name what differs from its value as constructed."""
@@ -176,8 +177,8 @@ class Attributes:
 
     @torch.no_grad()
     def load_state_dict(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
-        """Set the saved attributes, tensors in place if they have the saved shape and dtype. Warn of
-        those of modules that the model lacks."""
+        """Set the saved attributes, tensors in place if they have the saved shape and dtype. Warn
+        of those of modules that the model lacks."""
         holders, places = dict(self._holders()), dict(self._places())
         saved = self._unpack(tensors)
         unknown = [name for name in saved if name.rpartition(".")[0] not in holders]
@@ -221,15 +222,15 @@ class Attributes:
             self._announced |= set(new)
             log.info("checkpoints hold attributes that change between steps: %s", join_names(new))
 
-    # -- the same on all workers --------------------------------------------------------------------------------------
+    # -- the same on all workers -------------------------------------------------------------------
 
     def describe(self) -> list[Any]:
         """Return what `agree` needs of this worker, as JSON."""
         return [{name: now.mark for name, now in self.changed().items()}, sorted(self.excluded)]
 
     def agree(self, described: Sequence[list[Any] | None]) -> None:
-        """Exclude what differs between the workers, or is excluded on one of them. None: of a worker
-        without the state."""
+        """Exclude what differs between the workers, or is excluded on one of them. None: of a
+        worker without the state."""
         states = {rank: marks for rank, (marks, _) in enumerate(filter(None, described))}
         self.excluded |= {name for _, excluded in filter(None, described) for name in excluded}
         names = sorted({name for marks in states.values() for name in marks} - self.excluded)
@@ -270,7 +271,8 @@ def is_changed(before: AttributeValue | None, now: AttributeValue) -> bool:
 
 
 def mark_of(value: Any, weights: Collection[int]) -> str | None:
-    """Return a text that is equal for equal values; None for a value that is not part of the state."""
+    """Return a text that is equal for equal values; None for a value that is not part of the
+    state."""
     tensors: dict[str, Tensor] = {}
     try:
         text = json.dumps(encode(value, "", tensors))

@@ -70,8 +70,8 @@ class Checkpointer:
 
     state        other objects that change during training, by name: {"scheduler": scheduler}. Each
                  has state_dict and load_state_dict. They are saved, resumed and sent to a joiner,
-                 as are the parameter groups of the optimizers (lr, ...). With a LocalModel: None, or
-                 objects equal on all workers, without tensors except in its averages
+                 as are the parameter groups of the optimizers (lr, ...). With a LocalModel: None,
+                 or objects equal on all workers, without tensors except in its averages
     every_steps  committed steps between two checkpoints; 0: only when `save` is called
     keep         number of newest checkpoints to keep; 0: all
     on_error     "continue": a failed save is a warning, and the next one is tried; "stop": it ends
@@ -260,7 +260,8 @@ class Checkpointer:
             )
 
     def common_state(self) -> dict[str, torch.Tensor]:
-        """Return the tensors that belong to no parameter: the workers of a replica hold them alike."""
+        """Return the tensors that belong to no parameter: the workers of a replica hold them
+        alike."""
         slices = self.local_model.slices if self.local_model else {}
         return {
             name: tensor
@@ -282,7 +283,8 @@ class Checkpointer:
         self.loaded = True
 
     def optimizer_digest(self) -> int:
-        """Return 64 bits over all state except model and attributes; equal on the same rank of replicas."""
+        """Return 64 bits over all state except model and attributes; equal on the same rank of
+        replicas."""
         tensors = [
             (name, tensor)
             for name, tensor in sorted(self._tensors().items())
@@ -330,7 +332,7 @@ class Checkpointer:
         self.store.share_writing(ShardWriter(rank, self.replica_size, shaped_slices, *generation))
         return {name: tensor for name, tensor in tensors.items() if writes(name)}
 
-    # -- resuming -----------------------------------------------------------------------------------------------------
+    # -- resuming ----------------------------------------------------------------------------------
 
     def resume(
         self,
@@ -467,7 +469,7 @@ class Checkpointer:
         )
         return self._saved_step
 
-    # -- saving -------------------------------------------------------------------------------------------------------
+    # -- saving ------------------------------------------------------------------------------------
 
     def due(self, step: int) -> bool:
         """True when a checkpoint is due after `step` committed steps."""

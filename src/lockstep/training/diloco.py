@@ -6,7 +6,8 @@ mean over the M leaves, added in the tree of the ordered sum, is the gradient of
 
 Between two outer steps all workers hold the same state: weights and outer momentum. The moments of
 the inner AdamW start from the first gradient of each outer step (start_moments), so a learner is a
-pure function of weights, step and m. Any worker can compute it, and a lost one takes nothing with it.
+pure function of weights, step and m. Any worker can compute it, and a lost one takes nothing with
+it.
 """
 
 from __future__ import annotations
@@ -92,7 +93,8 @@ class Learner:
 
 @torch.no_grad()
 def start_moments(optimizer: torch.optim.Optimizer, mean_square: Tensor) -> None:
-    """Start the moments of an AdamW without state from the gradients, and leave the weights as they are.
+    """Start the moments of an AdamW without state from the gradients, and leave the weights as
+    they are.
 
     The second moment of an element is the mean square of its row, at least `mean_square`. Fresh
     moments would have squares of single elements in their place, whose noise costs more steps than
@@ -111,8 +113,8 @@ def start_moments(optimizer: torch.optim.Optimizer, mean_square: Tensor) -> None
 
 
 def mean_growth(beta1: float, steps: int) -> float:
-    """Return the mean of 1 - beta1**t over steps t from 1: the share of a full step that AdamW takes
-    while its first moment grows from zero."""
+    """Return the mean of 1 - beta1**t over steps t from 1: the share of a full step that AdamW
+    takes while its first moment grows from zero."""
     return 1 - beta1 * (1 - beta1**steps) / (steps * (1 - beta1))
 
 
@@ -212,7 +214,8 @@ class Learners:
         return PseudoGradient.apply(learner.loss, change, *self.parameters)  # type: ignore[no-any-return, no-untyped-call]
 
     def _advance(self, learner: Learner, step: int, m: int) -> None:
-        """Take the steps that the learner lacks. In shards an error is kept for the ReplicaGroup."""
+        """Take the steps that the learner lacks. In shards an error is kept for the
+        ReplicaGroup."""
         try:
             while (
                 learner.steps < self.resolved.run.diloco.every

@@ -312,7 +312,8 @@ def parts_to_mark(value: Any) -> list[tuple[str, Any]]:
 
 
 def tensor_marks(tensor: Tensor) -> Iterator[int]:
-    """Yield hashes of a tensor's shape and bytes; of a large one, or one on a device, of a version counter."""
+    """Yield hashes of a tensor's shape and bytes; of a large one, or one on a device, of a version
+    counter."""
     tensor = tensor.detach() if type(tensor) is torch.nn.Parameter else tensor
     yield hash((tuple(tensor.shape), str(tensor.dtype)))
     is_plain = (
@@ -371,7 +372,8 @@ def closure_of(function: types.FunctionType) -> list[tuple[str, Any]]:
 
 
 def internal_state(value: Any) -> Any:
-    """Return the position of a generator, iterator, file or random generator; None for another value."""
+    """Return the position of a generator, iterator, file or random generator; None for another
+    value."""
     if isinstance(value, types.GeneratorType):
         frame = value.gi_frame
         return "finished" if frame is None else (frame.f_lasti, locals_of(frame))
@@ -415,7 +417,8 @@ def file_position(file: io.IOBase) -> int | None:
 
 
 def has_position(value: Any) -> bool:
-    """Return whether a value exists to be consumed: a generator, an iterator, a file, random numbers."""
+    """Return whether a value exists to be consumed: a generator, an iterator, a file, random
+    numbers."""
     kinds = (
         types.GeneratorType,
         random.Random,

@@ -1,7 +1,9 @@
-"""The initial values of a model, drawn only when neither a checkpoint nor other workers provide them.
+"""The initial values of a model, drawn only when neither a checkpoint nor other workers provide
+them.
 
 A model is built with NaN in every parameter that checkpoints contain. If no state was loaded,
-`draw_initial_values` replaces them; one that it missed makes the first loss NaN, which ends the run.
+`draw_initial_values` replaces them; one that it missed makes the first loss NaN, which ends the
+run.
 """
 
 from __future__ import annotations

@@ -26,8 +26,8 @@ def load_checkpoint(
     """Collective. Return this worker's part of a checkpoint; None for a new run.
 
     Each rank reads and verifies a share of the files, and keeps it in memory. They send it to each
-    other while the state is loaded: `tensors` is a SharedTensors. Where the hosts share no disk, the
-    ranks on the host of rank 0 read it.
+    other while the state is loaded: `tensors` is a SharedTensors. Where the hosts share no disk,
+    the ranks on the host of rank 0 read it.
     how  see Checkpointer.resume
     """
     own: tuple[StoredTensors, dict[str, Any]] | None = None

@@ -24,7 +24,8 @@ SAVES = {
 
 
 def files_read_and_written(nodes: Iterable[ast.AST]) -> list[int]:
-    """Return the lines that read a file whose path, as it is spelled, these statements also write."""
+    """Return the lines that read a file whose path, as it is spelled, these statements also
+    write."""
     reads, writes = dict[str, int](), set[str]()
     for node in nodes:
         for call in ast.walk(node):

@@ -1,5 +1,5 @@
-"""The forms of statements that the analysis of a user's loop knows: the loop itself, values that are
-set first, cleared or printed, and the names of methods that print, change or reset."""
+"""The forms of statements that the analysis of a user's loop knows: the loop itself, values that
+are set first, cleared or printed, and the names of methods that print, change or reset."""
 
 from __future__ import annotations
 
@@ -192,7 +192,8 @@ def filled_first(statement: ast.If) -> set[int]:
 
 
 def ends_constant(body: Sequence[ast.stmt], label: str) -> bool:
-    """Return whether the last change of a variable in the body sets it to a constant, or clears it."""
+    """Return whether the last change of a variable in the body sets it to a constant, or clears
+    it."""
     for statement in reversed(body):
         for node in own_nodes([statement]):
             if (
@@ -257,7 +258,8 @@ def session_variables(functions: UserFunctions) -> Iterable[str]:
 
 
 def key_of(target: ast.expr, function: UserFunction, bound: Collection[str] = ()) -> str:
-    """Return the key of the variable that holds the target; "" without one. bound: names of comprehensions."""
+    """Return the key of the variable that holds the target; "" without one. bound: names of
+    comprehensions."""
     while isinstance(target, ast.Subscript | ast.Starred):
         target = target.value
     if isinstance(target, ast.Name):

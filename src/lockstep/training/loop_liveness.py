@@ -1,10 +1,11 @@
-"""Find the variables that carry a value from one step of a user's loop to later ones, in its source.
+"""Find the variables that carry a value from one step of a user's loop to later ones, in its
+source.
 
-A strong live-variable analysis: statements are walked backwards from the end of the loop's body, and
-the functions of the user's sources are walked where they are called. A variable is live at the head
-of the loop when a later step reads it before it is assigned, and the value reaches something else
-than a line that is printed or logged: a loss, an update, a decision. Counters and lists that are
-only printed, and values that each step assigns first, are not live.
+A strong live-variable analysis: statements are walked backwards from the end of the loop's body,
+and the functions of the user's sources are walked where they are called. A variable is live at the
+head of the loop when a later step reads it before it is assigned, and the value reaches something
+else than a line that is printed or logged: a loss, an update, a decision. Counters and lists that
+are only printed, and values that each step assigns first, are not live.
 
 Names decide which function a call means, and an attribute has one key for all objects, so the
 result is a good guess, not a proof. It is meant for a warning.
@@ -128,7 +129,8 @@ class LoopLiveness:
         self.recording = True
         return self._repeat(path.loop, after, context)
 
-    # Statements. Each method takes what is live after the statement, and returns what is live before.
+    # Statements. Each method takes what is live after the statement, and returns what is live
+    # before.
 
     def block(self, statements: Sequence[ast.stmt], live: set[str], context: Context) -> set[str]:
         for statement in reversed(statements):
@@ -756,7 +758,8 @@ class LoopLiveness:
         )
 
     def _is_view(self, node: ast.expr, context: Context) -> bool:
-        """Return whether the value is a part of the trained state: model.head, model.parameters()."""
+        """Return whether the value is a part of the trained state: model.head,
+        model.parameters()."""
         if loop_forms.last_name(node) in loop_forms.NUMBERS_OF_SESSION:
             return False
         if isinstance(node, ast.Call):

@@ -57,7 +57,8 @@ class ModelForm:
         self.parts = self._parts()
 
     def refuse_other_names(self) -> None:
-        """CheckpointError: the model has other tensors than at the start, and no start could load them."""
+        """CheckpointError: the model has other tensors than at the start, and no start could load
+        them."""
         names = set(named_tensors(self.model))
         if names == self.names:
             return

@@ -1,8 +1,8 @@
 """The update of a recipe: optimizers, parameter groups, the learning rate schedule and the EMA.
 
 Pure functions of the summed gradients and the step, so replicas with equal bits stay equal. AdamW,
-SGD, Lion and the EMA are elementwise, so the bits do not depend on how tensors are sharded. Muon and
-Adafactor update whole parameters in shards, too: see owner_update.py.
+SGD, Lion and the EMA are elementwise, so the bits do not depend on how tensors are sharded. Muon
+and Adafactor update whole parameters in shards, too: see owner_update.py.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ def make_optimizers(
     matrices = {name: p for name, p in named if p.dim() == 2 and not NOT_OF_A_LAYER.search(name)}
     others = [(name, p) for name, p in named if name not in matrices]
     groups = parameter_groups(matrices.items(), values)
-    # With this adjustment an update of Muon is as large as one of AdamW, so both take the same learning rate (Liu et al., 2025).
+    # With this adjustment an update of Muon is as large as one of AdamW, so both take the same
+    # learning rate (Liu et al., 2025).
     muon = (
         torch.optim.Muon(groups, lr=rate, momentum=values.momentum, adjust_lr_fn="match_rms_adamw")
         if groups
@@ -112,7 +113,8 @@ def refuse_unused_patterns(
 
 
 def parameter_groups(named: NamedParameters, values: OptimOptions) -> list[dict[str, Any]]:
-    """Return parameter groups: matrices, parameters without weight decay, and those of `optim.groups`.
+    """Return parameter groups: matrices, parameters without weight decay, and those of
+    `optim.groups`.
 
     `lr_factor` of a group is its share of the learning rate. The first pattern that matches counts.
     """
@@ -171,7 +173,8 @@ def torch_adamw(
 
 
 class Lion(torch.optim.Optimizer):
-    """Algorithm 2 of Chen et al., 2023: the sign of a mean of gradients. State per parameter: exp_avg."""
+    """Algorithm 2 of Chen et al., 2023: the sign of a mean of gradients. State per parameter:
+    exp_avg."""
 
     elementwise = True
 
@@ -350,7 +353,8 @@ def update_average(optimizers: Sequence[torch.optim.Optimizer], decay: float, st
 
 @contextmanager
 def averaged_weights(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[None]:
-    """Give the parameters their averages meanwhile, if the run has them. Memory: the weights once."""
+    """Give the parameters their averages meanwhile, if the run has them. Memory: the weights
+    once."""
     averages = [
         (p, state["ema"])
         for optimizer in optimizers

@@ -29,7 +29,8 @@ from lockstep.runtime.tensor_bytes import DTYPES, TORCH_DTYPES, as_bytes
 from lockstep.runtime.work import WorkWaiter
 from lockstep.tensor_slice import TensorSlice
 
-# The update of a slice is the slice of the update: tests/unit/training/test_elementwise.py. On a CPU not with fused=True.
+# The update of a slice is the slice of the update: tests/unit/training/test_elementwise.py. On a
+# CPU not with fused=True.
 ELEMENTWISE = (
     *(optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax),
     *(optim.Adagrad, optim.Adadelta, optim.RMSprop, optim.Rprop, optim.ASGD),
@@ -127,7 +128,8 @@ class OwnerUpdate:
     def gather(
         self, optimizer: optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        """Collective. Give the optimizer the whole parameters that this shard owns, and no others."""
+        """Collective. Give the optimizer the whole parameters that this shard owns, and no
+        others."""
         if any(value is not None for value in (*args[1:], *kwargs.values())):
             what, hint = (
                 f"{type(optimizer).__name__}.step was called with a closure, in shards",
@@ -256,8 +258,8 @@ class OwnerUpdate:
         return "" if reason and self.runtime.group.is_abort_held() else reason
 
     def _exchange(self, sends: Transfers, receives: Transfers) -> None:
-        """Collective in the shards of a replica. FencedError when one is lost: the update is applied
-        in part, and this worker receives the state of another replica."""
+        """Collective in the shards of a replica. FencedError when one is lost: the update is
+        applied in part, and this worker receives the state of another replica."""
         group = dist.group.WORLD  # others need not take part, and it exists in every generation
         assert group is not None
         self.groups.board.enter_collective(sum(tensor.nbytes for _, tensor in sends))

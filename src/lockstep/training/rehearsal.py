@@ -58,7 +58,8 @@ class Rehearsal:
 
     def run(self, step: int, first: int = 0) -> Iterator[int]:
         """Collective. Yield micro-batch `first`. Errors, on all ranks, when its loss or gradient
-        differs between ranks (UsageError), or from the run that saved this state (CheckpointError)."""
+        differs between ranks (UsageError), or from the run that saved this state
+        (CheckpointError)."""
         statistics = self.replica.statistics
         before = statistics.declared_values()
         if before and self.slices[1] == 1:  # in a pipeline forward passes follow the loop
@@ -108,8 +109,8 @@ class Rehearsal:
         return after
 
     def compare(self, step: int, first: int) -> None:
-        """Collective in the attempt that rehearsed. UsageError, on all ranks, when micro-batch `first`
-        was another one in the rehearsal."""
+        """Collective in the attempt that rehearsed. UsageError, on all ranks, when micro-batch
+        `first` was another one in the rehearsal."""
         before, self._rehearsed, self._own = self._rehearsed, None, None
         if before is None and not self._follows_save(step):
             return
@@ -157,8 +158,8 @@ class Rehearsal:
         return FirstMicroBatch(first, str(losses[0]), gradient, self.slices)
 
     def _refuse_unequal(self, step: int, first: int, rows: Sequence[dict[str, Any]]) -> None:
-        """UsageError when ranks got other losses, or other gradients of the same slices. Collective when
-        a joiner did: what the others hold is saved."""
+        """UsageError when ranks got other losses, or other gradients of the same slices.
+        Collective when a joiner did: what the others hold is saved."""
         losses = {rank: row["loss"] for rank, row in enumerate(rows) if row["loss"] is not None}
         what = "loss" if len(set(losses.values())) > 1 else ""
         listed = ", ".join(f"{loss} on rank {rank}" for rank, loss in losses.items())
@@ -183,8 +184,8 @@ class Rehearsal:
     def _compare_with_saved(
         self, step: int, saved: FirstMicroBatch, differences: Sequence[str]
     ) -> None:
-        """CheckpointError when the step begins otherwise than in the run that saved this state. With
-        `differences` of code or machine, which explain it, a warning."""
+        """CheckpointError when the step begins otherwise than in the run that saved this state.
+        With `differences` of code or machine, which explain it, a warning."""
         assert self._rehearsed is not None
         if not (difference := describe_difference(saved, self._rehearsed)):
             return

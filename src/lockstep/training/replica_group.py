@@ -80,15 +80,18 @@ class ReplicaGroup:
     model          a module, of which each worker has a whole replica; or the part of it that this
                    worker holds (parallel/parallelize.py)
     checkpointer   provides the state for a worker that joins; None: no worker can join
-    micro_batches, seed, reduce, wire, bucket_bytes  see Replica; reduce_once_per_step: ShardedReplica
+    micro_batches, seed, reduce, wire, bucket_bytes  see Replica; reduce_once_per_step:
+                                                     ShardedReplica
     signals        stop signals for the loop to act on. None: the group saves and ends the loop
     tracker        writes the metrics that a lost rank 0 did not write
     verify_every   steps between two comparisons of all replicas' weights; 0: never. At 1 a gradient
                    of a replica whose weights differ is never used; above that all replicas return
                    to a checkpoint when one differs. The state is always compared before a save
-    rehearse       run micro-batch 0 once more in the first step of a start and after a join; errors when
-                   loss or gradient differ between ranks, or from the run that saved the checkpoint
-    on_nonfinite   loss or gradient not finite: "raise" before the update; "ignore", for a GradScaler
+    rehearse       run micro-batch 0 once more in the first step of a start and after a join;
+                   errors when loss or gradient differ between ranks, or from the run that saved
+                   the checkpoint
+    on_nonfinite   loss or gradient not finite: "raise" before the update; "ignore", for a
+                   GradScaler
     buffers        what forward passes may change besides BatchNorm's statistics: RunningStatistics
     unused         a trained parameter without a gradient in a micro-batch: "raise", or "zero" for a
                    gradient of zero there, and in a step that does not use it at all
@@ -227,7 +230,8 @@ class ReplicaGroup:
         count   number of samples or tokens that `loss` sums over: the step's gradient and loss are
                 divided by the total count of the step. For all micro-batches of a step, or for none
         scaler  scales the gradient, not the recorded loss; only in replicas and shards
-        samples  number of samples that `loss` is the mean over. UsageError, on all ranks, if it differs
+        samples  number of samples that `loss` is the mean over. UsageError, on all ranks, if it
+                 differs
                 between the micro-batches of a step
         """
         count = None if count is None else parse_count(count)
@@ -394,7 +398,8 @@ class ReplicaGroup:
         return True
 
     def _save_before_exit(self, step: int) -> None:
-        """Collective. Save the state before `step`. A joiner counts the step that it received as saved."""
+        """Collective. Save the state before `step`. A joiner counts the step that it received as
+        saved."""
         if self.checkpointer is None or not step:
             return
         self.unfinished = None
@@ -404,8 +409,8 @@ class ReplicaGroup:
         self.checkpointer.close()
 
     def leave_witness(self, step: int) -> Iterator[int]:
-        """Collective. Yield micro-batch 0 of `step`, which a resume compares. A failure is logged: the
-        run has been saved, and is about to exit."""
+        """Collective. Yield micro-batch 0 of `step`, which a resume compares. A failure is logged:
+        the run has been saved, and is about to exit."""
         newest = max((member.step for member in self.runtime.member_progress), default=-1)
         if (
             self.rehearsal is None or newest >= step

@@ -1,8 +1,9 @@
 """Retry a step that diverges, without the micro-batches that make it diverge.
 
-The vote on a step comes before its update, so weights and optimizer state are those before the step:
-finite, and compared between the replicas in the same vote. They are the newest verified state. A
-checkpoint has the same bits or older ones, and training from it leads to the same step again.
+The vote on a step comes before its update, so weights and optimizer state are those before the
+step: finite, and compared between the replicas in the same vote. They are the newest verified
+state. A checkpoint has the same bits or older ones, and training from it leads to the same step
+again.
 """
 
 from __future__ import annotations
@@ -46,10 +47,11 @@ class MicroBatchResult:
 
 
 def loss_limit(losses: Sequence[float], deviations: float, parts: int = 1) -> float:
-    """Return the loss above which a step is a spike; with `parts`, the limit for one of its equal parts,
-    whose mean varies more. Infinity without enough losses.
+    """Return the loss above which a step is a spike; with `parts`, the limit for one of its equal
+    parts, whose mean varies more. Infinity without enough losses.
 
-    median + deviations * s * sqrt(parts), where s is 1.4826 times the median distance to the median.
+    median + deviations * s * sqrt(parts), where s is 1.4826 times the median distance to the
+    median.
     """
     if not deviations or len(losses) < MIN_STEPS:
         return math.inf
@@ -61,8 +63,8 @@ def loss_limit(losses: Sequence[float], deviations: float, parts: int = 1) -> fl
 
 
 def find_guilty(measured: Mapping[int, MicroBatchResult], limit: float) -> list[int]:
-    """Return the micro-batches that are not finite; if all are finite, those with a loss above `limit`,
-    unless that is all of them: then the weights are the cause."""
+    """Return the micro-batches that are not finite; if all are finite, those with a loss above
+    `limit`, unless that is all of them: then the weights are the cause."""
     if not_finite := sorted(
         k
         for k, result in measured.items()
@@ -74,11 +76,12 @@ def find_guilty(measured: Mapping[int, MicroBatchResult], limit: float) -> list[
 
 
 class Rollback:
-    """The micro-batches of a run that contribute neither loss nor gradient nor tokens: the entries of
-    `divergence.skip`, and with `on_divergence = "rollback"` the causes of diverging steps.
+    """The micro-batches of a run that contribute neither loss nor gradient nor tokens: the entries
+    of `divergence.skip`, and with `on_divergence = "rollback"` the causes of diverging steps.
 
     Everything is decided from values that all ranks share. Checkpoints and joiners have `to_json`.
-    A guilty micro-batch is forgotten when the generation ends before the commit: all ranks find it again.
+    A guilty micro-batch is forgotten when the generation ends before the commit: all ranks find it
+    again.
     """
 
     def __init__(
@@ -142,8 +145,9 @@ class Rollback:
         )
 
     def measure(self, step: int, replica: Replica | ShardedReplica) -> Iterator[int]:
-        """Collective. Yield each micro-batch of this replica that is not skipped, computed alone and
-        dropped; decide which ones the next attempt skips. DivergedError when that is not possible."""
+        """Collective. Yield each micro-batch of this replica that is not skipped, computed alone
+        and dropped; decide which ones the next attempt skips. DivergedError when that is not
+        possible."""
         rows, skipped, start_s = list[tuple[int, str, bool]](), self.start(step), time.monotonic()
         for own in (k for k in replica.replica_leaves if k not in skipped):
             for k in replica.rehearsal(step, own):

@@ -92,7 +92,8 @@ def make_order(
     micro_batches: int,
     seed: int,
 ) -> tuple[UniformOrder | BucketOrder | MixtureOrder, str]:
-    """Return the order of a Session's loader, and what a resumed run must have in common with it."""
+    """Return the order of a Session's loader, and what a resumed run must have in common with
+    it."""
     samples = number_of_samples(dataset, "session.loader(dataset, ...)")
     if batch_size is None:
         return bucket_order(dataset, samples, tokens, lengths, micro_batches, seed)

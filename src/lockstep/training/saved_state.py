@@ -38,8 +38,8 @@ MARK_CHARS = 1000  # of an array or a tuple
 
 
 class SavedState:
-    """The values that session.state has received, as attributes. Assign to them: a resume and a join
-    restore what was assigned."""
+    """The values that session.state has received, as attributes. Assign to them: a resume and a
+    join restore what was assigned."""
 
     def __init__(self) -> None:
         object.__setattr__(self, "_values", {})
@@ -82,7 +82,8 @@ class PlainValue:
         return self.values[self.name]
 
     def mark(self) -> Any:
-        """Return what tells another value or another number of items, at no cost; not each change."""
+        """Return what tells another value or another number of items, at no cost; not each
+        change."""
         value = self.values[self.name]
         if isinstance(value, Tensor):
             return id(value), version_of(value)
@@ -93,7 +94,8 @@ class PlainValue:
         )
 
     def load_state_dict(self, value: Any) -> None:
-        """Restore the value. Containers and tensors are filled: a variable of the loop may hold them."""
+        """Restore the value. Containers and tensors are filled: a variable of the loop may hold
+        them."""
         current = self.values[self.name]
         if type(current) is not type(value):
             self.values[self.name] = value
@@ -121,8 +123,9 @@ def is_alike(tensor: Tensor, other: Tensor) -> bool:
 
 
 class PerMicroBatch:
-    """A tensor for each micro-batch of a step, such as the hidden state of truncated backpropagation
-    through time: what micro-batch k assigns to `value` in one step, it finds there in the next.
+    """A tensor for each micro-batch of a step, such as the hidden state of truncated
+    backpropagation through time: what micro-batch k assigns to `value` in one step, it finds there
+    in the next.
 
     initial            of all micro-batches; its shape and dtype are those of all values
     micro_batches      K

@@ -201,8 +201,8 @@ def warn_of_other_layout(facts: Mapping[str, Any], run: RunConfig, model: nn.Mod
 
 
 def metrics_of_steps(steps: range, values: dict[str, Any]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (step, its metrics) of the steps that were committed together: an equal share of tokens and
-    seconds; those of a validation only with the last one."""
+    """Yield (step, its metrics) of the steps that were committed together: an equal share of
+    tokens and seconds; those of a validation only with the last one."""
     for step in steps[:-1]:
         yield (
             step,

@@ -187,7 +187,8 @@ def refuse_shard_without_rows(optimizer: torch.optim.Optimizer, local: LocalMode
 def give_slices(
     optimizer: torch.optim.Optimizer, local: LocalModel, names: Mapping[int, str]
 ) -> None:
-    """Replace whole parameters and their state by this worker's slices. names: by id of a parameter."""
+    """Replace whole parameters and their state by this worker's slices. names: by id of a
+    parameter."""
     for group in optimizer.param_groups:
         for i, parameter in enumerate(group["params"]):
             name = names[id(parameter)]

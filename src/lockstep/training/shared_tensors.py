@@ -61,7 +61,8 @@ class SharedTensors(Mapping[str, Tensor]):
         slices: Mapping[str, TensorSlice] | None = None,
         replica_size: int = 1,
     ) -> None:
-        """Collective. Exchange what each rank needs and has read, and the values of the small state."""
+        """Collective. Exchange what each rank needs and has read, and the values of the small
+        state."""
         self._runtime, self._replica_size = runtime, replica_size
         described = (
             {name: part.to_json() for name, part in (slices or {}).items()}
@@ -243,7 +244,8 @@ def needed_slice(
 def needed_parts(
     stored: StoredSlice, positions: Sequence[Mapping[str, TensorSlice] | None]
 ) -> dict[TensorSlice, list[int]]:
-    """Return the parts of a stored slice -> the positions in a replica of the workers that need them.
+    """Return the parts of a stored slice -> the positions in a replica of the workers that need
+    them.
 
     positions  the slices of parameters that the worker at each position needs
     """

@@ -1,9 +1,10 @@
-"""Name what a user's loop changes from step to step, uses in later steps, and saves in no checkpoint.
+"""Name what a user's loop changes from step to step, uses in later steps, and saves in no
+checkpoint.
 
-Two views complement each other. The source of the loop (loop_liveness.py) tells which variables later
-steps use, even if they change every hundred steps only. The values (fingerprints.py) tell what
-changes inside objects: an environment, a generator, a cache. A value that changes and is used is
-named, in one warning, before the first checkpoint.
+Two views complement each other. The source of the loop (loop_liveness.py) tells which variables
+later steps use, even if they change every hundred steps only. The values (fingerprints.py) tell
+what changes inside objects: an environment, a generator, a cache. A value that changes and is used
+is named, in one warning, before the first checkpoint.
 """
 
 from __future__ import annotations
@@ -68,8 +69,8 @@ class ComparedValue:
 
 
 class UnsavedVariables:
-    """The looks at one loop. held: objects that checkpoints hold, and Lockstep's; others: objects that
-    the loop uses without a name, such as the data sets of its loaders."""
+    """The looks at one loop. held: objects that checkpoints hold, and Lockstep's; others: objects
+    that the loop uses without a name, such as the data sets of its loaders."""
 
     def __init__(
         self, held: Sequence[Any], others: Sequence[Any] = (), *, enabled: bool = True
@@ -88,7 +89,8 @@ class UnsavedVariables:
             self._guarded(self._start)
 
     def look(self, *, saves: bool) -> None:
-        """Look, at the end of a step, at its variables. saves: a checkpoint of this step follows."""
+        """Look, at the end of a step, at its variables. saves: a checkpoint of this step
+        follows."""
         cheap = self.seconds < SHARE * (time.perf_counter() - self.started)
         due = self.looks < LOOKS_AT_FIRST or (saves and (cheap or not self.has_saved))
         if due and self.source is not None:
@@ -153,7 +155,8 @@ class UnsavedVariables:
     def _names_of_values(
         self, names: dict[str, Any], function: UserFunction
     ) -> tuple[dict[str, str], set[str]]:
-        """Return the functions that variables hold, and the variables that hold what checkpoints have."""
+        """Return the functions that variables hold, and the variables that hold what checkpoints
+        have."""
         aliases, fixed = dict[str, str](), set[str]()
         outside = next(
             (vars(module) for module in self.modules if file_of(module) == function.file), {}
@@ -361,7 +364,8 @@ class UnsavedVariables:
                 yield name, key, item
 
     def _is_compared(self, name: str, key: str, value: Any) -> bool:
-        """Return whether values tell more than the source, which knows each change of a plain variable."""
+        """Return whether values tell more than the source, which knows each change of a plain
+        variable."""
         assert self.source is not None
         if (
             name.startswith("__")
@@ -402,7 +406,8 @@ def slots_of(look: Look, path: str, root: str, value: Any) -> Iterator[tuple[str
 
 
 def updating_calls(loop: ast.AST) -> dict[str, int]:
-    """Return {path: line} of the objects whose state a loop updates, though perhaps in a late step only."""
+    """Return {path: line} of the objects whose state a loop updates, though perhaps in a late step
+    only."""
     calls = [node.func for node in ast.walk(loop) if isinstance(node, ast.Call)]
     return {
         ast.unparse(call.value): call.lineno
@@ -470,8 +475,8 @@ def sources_of(modules: Sequence[types.ModuleType], first: str) -> dict[str, str
 
 
 def held_ids(held: Iterable[Any]) -> set[int]:
-    """Return the ids of objects that checkpoints hold, and of what they consist of. The plain attributes
-    of a module are not in its state_dict."""
+    """Return the ids of objects that checkpoints hold, and of what they consist of. The plain
+    attributes of a module are not in its state_dict."""
     ids = set[int]()
     pending = list(held)
     while pending:
@@ -512,7 +517,8 @@ def is_simple(value: Any) -> bool:
 
 
 def first_change(functions: UserFunctions, loop: UserFunction, variable: str) -> tuple[str, int]:
-    """Return the file and line of the first change of a variable, or of its first use; "" and 0 without one."""
+    """Return the file and line of the first change of a variable, or of its first use; "" and 0
+    without one."""
     _, _, name = variable.rpartition("." if variable.startswith(".") else ":")
     ranked: list[tuple[tuple[bool, bool, bool], int, str]] = []
     for function in {id(f): f for f in functions.by_line.values()}.values():

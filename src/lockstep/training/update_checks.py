@@ -55,8 +55,8 @@ def scaler_watch(
 
 
 def updating_scaler() -> torch.amp.GradScaler | None:
-    """Return the GradScaler whose `step` is running. Only the stack tells: it calls `optimizer.step()`
-    as a loop does. `f_locals` of other frames would keep their tensors alive."""
+    """Return the GradScaler whose `step` is running. Only the stack tells: it calls
+    `optimizer.step()` as a loop does. `f_locals` of other frames would keep their tensors alive."""
     frame = inspect.currentframe()
     while frame is not None:
         if frame.f_code is torch.amp.GradScaler.step.__code__:

@@ -43,7 +43,8 @@ class UserFunction:
         return f"global:{name}"
 
     def is_value_of(self, variable: str) -> bool:
-        """Return whether a variable of this function's name may hold it: not one of another function."""
+        """Return whether a variable of this function's name may hold it: not one of another
+        function."""
         return variable.startswith("global:") or (
             self.parent is not None and variable == f"{self.parent.key}:{self.name}"
         )
@@ -158,7 +159,8 @@ def _assigned_names(body: list[ast.stmt]) -> set[str]:
 
 
 def _imported_names(tree: ast.Module, stems: set[str]) -> Iterator[str]:
-    """Yield the names of imported modules, and of what comes from them, unless the user wrote them."""
+    """Yield the names of imported modules, and of what comes from them, unless the user wrote
+    them."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import) or (isinstance(node, ast.ImportFrom) and not node.level):
             where = node.module or "" if isinstance(node, ast.ImportFrom) else ""

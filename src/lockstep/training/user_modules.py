@@ -41,7 +41,8 @@ def user_modules(frame: types.FrameType, others: Iterable[Any] = ()) -> list[typ
 
 
 def loaded_modules() -> dict[str, types.ModuleType]:
-    """Return the loaded modules by file, without those of Python, of Lockstep and of installed packages."""
+    """Return the loaded modules by file, without those of Python, of Lockstep and of installed
+    packages."""
     found: dict[str, types.ModuleType] = {}
     for module in list(sys.modules.values()):
         path = file_of(module)

@@ -20,7 +20,8 @@ NAME = "witness.json"  # in the run folder
 
 @dataclass(frozen=True)
 class FirstMicroBatch:
-    """The passes of the first micro-batch of a step that is not skipped. Equal passes have equal values.
+    """The passes of the first micro-batch of a step that is not skipped. Equal passes have equal
+    values.
 
     number    of the micro-batch
     loss      decimals that restore its bits
@@ -75,13 +76,15 @@ class WitnessFile:
             return {}
 
     def write(self, step: int, first: FirstMicroBatch, kept: Collection[int]) -> None:
-        """Record the step after checkpoint `step`. Records from before the steps `kept` are removed."""
+        """Record the step after checkpoint `step`. Records from before the steps `kept` are
+        removed."""
         oldest = min(kept, default=0)
         records = {other: record for other, record in self.read().items() if other >= oldest}
         self._write(records | {step: first})
 
     def drop_after(self, step: int) -> None:
-        """Remove the records of checkpoints after `step`, which a new course of the run replaces."""
+        """Remove the records of checkpoints after `step`, which a new course of the run
+        replaces."""
         records = self.read()
         kept = {other: record for other, record in records.items() if other <= step}
         if kept != records:

@@ -121,9 +121,9 @@ def clean(pairs: Pairs, left_out: Counter[str]) -> Pairs:
 
 
 def hold_out(pairs: Pairs, size: int, *, parts: int, where: str) -> tuple[Pairs, ...]:
-    """Return (remaining pairs, part 1, .., part `parts`) in corpus order, each part with `size` pairs,
-    taken by the hash of the source text. A group of pairs with equal source text that does not fit
-    into a part stays in training. DataError if the parts take more than half."""
+    """Return (remaining pairs, part 1, .., part `parts`) in corpus order, each part with `size`
+    pairs, taken by the hash of the source text. A group of pairs with equal source text that does
+    not fit into a part stays in training. DataError if the parts take more than half."""
     if 2 * parts * size > len(pairs):
         what = f"{len(pairs):,} pairs are too few to hold out {parts} times {size:,}"
         raise DataError(

@@ -113,8 +113,8 @@ def read_column(name: str, subset: str, split: str, column: str) -> Iterator[tup
 
 @lru_cache(maxsize=1)  # a run reads its dataset several times, and each load contacts the hub
 def load(name: str, subset: str) -> datasets.DatasetDict:
-    """Load a dataset of the hub, a folder of `save_to_disk`, or one with parquet, jsonl or csv files.
-    A dataset without splits becomes the split train. DataError."""
+    """Load a dataset of the hub, a folder of `save_to_disk`, or one with parquet, jsonl or csv
+    files. A dataset without splits becomes the split train. DataError."""
     folder = Path(name)
     try:
         if folder.is_dir() and (

@@ -22,8 +22,8 @@ class PairBatch:
 
 
 class PairLoader:
-    """Micro-batches of `pairs` in `order`, on `device`. Stateless: steps in any order. Padded to the
-    longest sentence, or with `fixed_shapes`, for torch.compile, to the shape of the bucket."""
+    """Micro-batches of `pairs` in `order`, on `device`. Stateless: steps in any order. Padded to
+    the longest sentence, or with `fixed_shapes`, for torch.compile, to the shape of the bucket."""
 
     def __init__(
         self,

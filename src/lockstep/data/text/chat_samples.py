@@ -1,6 +1,7 @@
 """Training samples from chats: token ids, and a loss mask over exactly the answers.
 
-    chat    JSONL or a JSON array, plain or .gz, Parquet, a dataset on disk; records in one of CHAT_FORMS
+    chat    JSONL or a JSON array, plain or .gz, Parquet, a dataset on disk; records in one of
+            CHAT_FORMS
     drills  generated questions with one correct answer each, to try fine-tuning without a download
 
 The chat template of the model renders a chat, which is tokenized as a whole. The ids before an
@@ -186,7 +187,8 @@ def parse_chat(line: bytes, where: str) -> Chat:
 
 
 def with_text(message: Any, where: str) -> Any:
-    """Return a message whose content is a list of text parts with their text. DataError: other parts."""
+    """Return a message whose content is a list of text parts with their text. DataError: other
+    parts."""
     parts = message.get("content") if isinstance(message, dict) else None
     if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
         return message
@@ -280,8 +282,8 @@ def encode(tokenizer: ChatTokenizer, chat: Chat) -> tuple[list[int], list[bool]]
     """Return (ids, loss mask) of a chat up to the end of its last answer.
 
     DataError: the template writes only a part of an answer, it rewrites earlier turns and has no
-    `{% generation %}` tags, or it does not end an answer with an eos token. SplitTokenError: the ids
-    before an answer differ from the ids of its prompt.
+    `{% generation %}` tags, or it does not end an answer with an eos token. SplitTokenError: the
+    ids before an answer differ from the ids of its prompt.
     """
     inner, last = tokenizer.inner, max(chat.answers)
     whole = render(tokenizer, chat.messages[: last + 1], chat.tools)
@@ -349,8 +351,8 @@ def refuse_cut_answer(
 
 
 def tagged_spans(tokenizer: ChatTokenizer, chat: Chat, whole: str) -> list[tuple[int, int]]:
-    """Return first and last + 1 character of each text of `whole` in `{% generation %}` tags, without
-    answers of weight 0. DataError."""
+    """Return first and last + 1 character of each text of `whole` in `{% generation %}` tags,
+    without answers of weight 0. DataError."""
     messages = chat.messages[: max(chat.answers) + 1]
     marked = tokenizer.render(
         messages,
@@ -394,8 +396,8 @@ def last_answer(tokenizer: ChatTokenizer, record: Mapping[str, Any]) -> tuple[li
 def shortened(
     tokenizer: ChatTokenizer, chat: Chat, limit: int
 ) -> tuple[Chat, list[int], list[bool]] | None:
-    """Return the chat up to its last answer that ends within `limit` tokens, with ids and loss mask;
-    None if no answer does."""
+    """Return the chat up to its last answer that ends within `limit` tokens, with ids and loss
+    mask; None if no answer does."""
     for number in reversed(chat.answers):
         shorter = Chat(chat.messages[: number + 1], chat.where, chat.tools)
         ids, loss_mask = encode(tokenizer, shorter)
@@ -407,8 +409,9 @@ def shortened(
 def chat_samples(
     tokenizer: ChatTokenizer, data: config.DataOptions, length: int, dropped: Counter[str]
 ) -> Iterator[Sample]:
-    """Yield each chat as a sample. Drop or cut those longer than a row of `length` tokens, and count
-    them. A held-out chat is cut after an answer, since a part of an answer cannot be scored."""
+    """Yield each chat as a sample. Drop or cut those longer than a row of `length` tokens, and
+    count them. A held-out chat is cut after an answer, since a part of an answer cannot be
+    scored."""
     where = "the text in the generation tags of the chat template"
     log.info(
         "loss on %s",

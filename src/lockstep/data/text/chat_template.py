@@ -28,12 +28,14 @@ CPU_S = 2.0
 MEMORY_BYTES = 1 << 30
 MAX_CHARACTERS = 1 << 24
 
-# Tags of transformers around the text to learn; a filter block replaces them and keeps the white space.
+# Tags of transformers around the text to learn; a filter block replaces them and keeps the white
+# space.
 GENERATION, END_GENERATION = (
     re.compile(r"(\{%[-+]?\s*)" + word + r"(\s*[-+]?%\})")
     for word in ("generation", "endgeneration")
 )
-# Around the text of a tag, if asked for. No chat contains lone surrogates, and JSON joins no two of the second half.
+# Around the text of a tag, if asked for. No chat contains lone surrogates, and JSON joins no two
+# of the second half.
 MARKS = "\udc00", "\udfff"
 
 

@@ -1,4 +1,5 @@
-"""Records in files: JSON lines, a JSON array, Parquet, and datasets that `save_to_disk` has written.
+"""Records in files: JSON lines, a JSON array, Parquet, and datasets that `save_to_disk` has
+written.
 
 Each record becomes a line of JSON, so that all kinds of files have the same checks.
 """
@@ -106,7 +107,8 @@ def as_json_value(value: Any) -> str | None:
 
 
 def dataset_files(folder: Path, key: str) -> list[Path]:
-    """Return the files of a dataset that `save_to_disk` has written to `folder`. DataError: it is none.
+    """Return the files of a dataset that `save_to_disk` has written to `folder`. DataError: it is
+    none.
 
     key  of the configuration, for messages
     """

@@ -88,7 +88,8 @@ def next_generation(
     ):
         return None, f"waiting for {missing} members to leave generation {view.generation.number}"
     if any(report.ending for id, report in view.reports.items() if id not in view.dead):
-        # A member may have missed the vote after which the others ended the run. They meet in the end.
+        # A member may have missed the vote after which the others ended the run. They meet in the
+        # end.
         limits = replace(limits, min_workers=limits.replica_size, max_workers=0)
     survivors = split_members(view, limits)
     if survivors is None:
@@ -117,9 +118,11 @@ def next_generation(
 
 
 def group_by_host(members: Sequence[Member], replica_size: int) -> tuple[Member, ...]:
-    """Return the members with the replicas of each host adjacent, so that nearby ranks share a host.
+    """Return the members with the replicas of each host adjacent, so that nearby ranks share a
+    host.
 
-    Hosts and the replicas of a host keep the order of `members`. A replica counts as its first host's.
+    Hosts and the replicas of a host keep the order of `members`. A replica counts as its first
+    host's.
     """
     by_host: dict[str, list[Member]] = {}
     for first in range(0, len(members), replica_size):

@@ -10,11 +10,12 @@ through random histories of faults. Phases of a worker:
     gone   removed, refused, or the run ended
 
 The *coordinator* is the first member of the generation that this worker does not count as lost:
-rank 0, or the rank that would succeed it. Every member holds a link to it and receives its heartbeats. When the group
-breaks, every member leaves it and reports to the coordinator. Once each other member has reported,
-exited or timed out, the coordinator proposes the next generation to the log (generation_log.py);
-a proposer that loses adopts the winner. If the network is cut in two, the larger side proposes
-first. The smaller side waits as long again and proceeds only if the log is still unchanged.
+rank 0, or the rank that would succeed it. Every member holds a link to it and receives its
+heartbeats. When the group breaks, every member leaves it and reports to the coordinator. Once each
+other member has reported, exited or timed out, the coordinator proposes the next generation to the
+log (generation_log.py); a proposer that loses adopts the winner. If the network is cut in two, the
+larger side proposes first. The smaller side waits as long again and proceeds only if the log is
+still unchanged.
 
 Lost or repeated messages are harmless: each heartbeat re-sends the sender's state (`_update_for`),
 and a member heard from again counts as alive. Correctness depends on the log alone: two members
@@ -66,7 +67,7 @@ class Protocol(MembershipState):
     `advance` returns the others. It costs O(members), so call it once for all events of a turn:
     the reports of all members after a loss then cost O(members) together."""
 
-    # -- requests of the main thread ------------------------------------------------------------------------------------
+    # -- requests of the main thread ---------------------------------------------------------------
 
     def request_join(
         self, now_s: float, fingerprint: Mapping[str, str], *, is_joining: bool = False
@@ -112,7 +113,7 @@ class Protocol(MembershipState):
         self.phase = "gone"
         return []
 
-    # -- network events -------------------------------------------------------------------------------------------------
+    # -- network events ----------------------------------------------------------------------------
 
     def on_link_up(self, id: str, now_s: float) -> list[Effect]:
         self.links.add(id)
@@ -187,7 +188,7 @@ class Protocol(MembershipState):
             self.reports[id] = LeaveReport(number, step, leaving, why, lost, ending)
         return [*self._end_generation(str(message["why"]) or f"{id} left"), *self._note_change()]
 
-    # -- disk events ----------------------------------------------------------------------------------------------------
+    # -- disk events -------------------------------------------------------------------------------
 
     def on_log_read(
         self,
@@ -215,7 +216,7 @@ class Protocol(MembershipState):
         self._pending_proposal, self._disk_retry_s = 0, now_s + self.limits.log_poll_s
         return []
 
-    # -- clock ----------------------------------------------------------------------------------------------------------
+    # -- clock -------------------------------------------------------------------------------------
 
     def tick(self, now_s: float) -> list[Effect]:
         """Advance the clock. Call at least once per heartbeat interval; more often does no harm."""
@@ -242,7 +243,7 @@ class Protocol(MembershipState):
         self._log_read_s = now_s
         return [ReadLog(self.number), *self._note_change()]
 
-    # -- actions --------------------------------------------------------------------------------------------------------
+    # -- actions -----------------------------------------------------------------------------------
 
     def advance(self, now_s: float) -> list[Effect]:
         """Return every effect that is due after the events since the last call."""
@@ -371,7 +372,8 @@ class Protocol(MembershipState):
                 return []
             if not (survivors := decisions.split_members(view, limits)):
                 return self._log_status(reason)
-            # The hosts of leaving members are about to be taken away: only the others wait for more workers.
+            # The hosts of leaving members are about to be taken away: only the others wait for
+            # more workers.
             self.dead |= {
                 id: report.why or "leaving"
                 for id, report in self.reports.items()
@@ -391,7 +393,8 @@ class Protocol(MembershipState):
         return [Propose(generation)]
 
     def _release(self, members: Sequence[Member]) -> list[Effect]:
-        """Make members of incomplete replicas exit, through updates: replacements complete a replica."""
+        """Make members of incomplete replicas exit, through updates: replacements complete a
+        replica."""
         self.dead |= {member.id: decisions.INCOMPLETE for member in members}
         return self._exit_removed(decisions.INCOMPLETE) if self.me in members else []
 
