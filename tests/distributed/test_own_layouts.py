@@ -22,7 +22,7 @@ from lockstep.layout import Layout
 from lockstep.parallel.deferred_init import deferred_init
 from lockstep.parallel.parallelize import LocalModel
 from lockstep.training.checkpointer import Checkpointer
-from lockstep.training.evaluation import mean_over
+from lockstep.training.evaluation import Samples, mean_over
 from lockstep.training.replica_group import ReplicaGroup
 from lockstep.training.sharding import shard_session
 
@@ -295,8 +295,8 @@ def train_kind(
 def evaluate(
     module: nn.Module, dataset: list[Tensor], runtime: ElasticRuntime, shards: int
 ) -> float:
-    options: Any = {"batch_size": 1, "collate_fn": None, "seed": 0, "replica_size": shards}
-    return float(mean_over(dataset, lambda rows: module(rows[0]), runtime, **options))
+    samples = Samples(dataset, "a test", 1, None, seed=0, replica_size=shards)
+    return float(mean_over(runtime, samples, lambda rows: module(rows[0])))
 
 
 @pytest.fixture(scope="module")

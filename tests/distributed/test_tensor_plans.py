@@ -18,7 +18,7 @@ from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import UsageError
 from lockstep.layout import Layout
 from lockstep.training.checkpointer import Checkpointer
-from lockstep.training.evaluation import mean_over
+from lockstep.training.evaluation import Samples, mean_over
 from lockstep.training.replica_group import ReplicaGroup
 from lockstep.training.sharding import shard_session
 
@@ -135,15 +135,10 @@ def train_split(
                 norm = replicas.gradient.clip_(0.5)
                 optimizer.step()
                 state["ema"].update_parameters(model)
-                options: Any = {
-                    "batch_size": 1,
-                    "collate_fn": None,
-                    "seed": 0,
-                    "replica_size": layout.workers_per_replica,
-                }
                 data = [tokens_of(99, 1) for _ in range(3)]
+                samples = Samples(data, "a test", 1, None, 0, layout.workers_per_replica)
                 scores = [
-                    mean_over(data, lambda rows, m=m: m(rows[0]), runtime, **options)
+                    mean_over(runtime, samples, lambda rows, m=m: m(rows[0]))
                     for m in (model, state["ema"])
                 ]
                 results.append((replicas.loss, float(norm), *scores))

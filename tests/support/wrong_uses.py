@@ -465,7 +465,7 @@ class GradientHook(Loop):
 
 @use("an update in a gradient hook")
 class UpdateInHook(Loop):
-    refused = r"parameters|gradients"
+    refused = "a hook has removed gradients in micro-batch 0 of step 0: 0.weight, 0.bias"
 
     def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         optimizer = super().make_optimizer(model)

@@ -147,11 +147,14 @@ class GradientWatch:
                 "backward(loss)",
                 UNUSED_HINT,
             )
-        if sparse := [
-            name
-            for name, p in zip(self.names, self.parameters, strict=True)
-            if p.grad is not None and p.grad.is_sparse
-        ]:
+        named = list(zip(self.names, self.parameters, strict=True))
+        if gone := [name for name, p in named if p.grad is None]:
+            raise UsageError(
+                f"a hook has removed gradients in {self.where}: {join_names(gone)}",
+                "Tensor.register_post_accumulate_grad_hook",
+                "update in optimizer.step() after the loop, with the sum of all micro-batches",
+            )
+        if sparse := [name for name, p in named if p.grad is not None and p.grad.is_sparse]:
             raise UsageError(
                 f"sparse gradients are not supported: {join_names(sparse)}",
                 self.where,
