@@ -72,7 +72,10 @@ def best_step(folder: Path) -> int:
     try:
         return validated if validated >= 0 else int(read_json(folder / "best.json")["step"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        hint = f"set evaluate.every_steps for the training, or run lockstep evaluate {folder}"
+        hint = (
+            "give the step; a loop names its best one with lockstep.Best, a recipe with "
+            f"evaluate.every_steps or lockstep evaluate {folder}"
+        )
         raise CheckpointError(f"no best checkpoint is known: {error}", str(folder), hint) from error
 
 

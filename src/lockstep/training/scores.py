@@ -17,7 +17,8 @@ Mode = Literal["min", "max"]
 
 
 class Best:
-    """The step with the best score. Its checkpoint is saved and kept; `--step best` names it.
+    """The step with the best score. Its checkpoint is saved and kept, under the name "best":
+    `lockstep checkpoint export RUN best`.
 
         best = lockstep.Best(mode="max")
         session.state(best=best)
