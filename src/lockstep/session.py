@@ -224,18 +224,20 @@ class Session:
         if self.layout.workers_per_replica == 1:
             model = move_to(model, device)
         model_options.prepare_blocks(
-            model, units, compile=compile, activation_checkpoint=activation_checkpoint
+            model,
+            units,
+            compile=compile,
+            activation_checkpoint=activation_checkpoint,
+            counted=self.values.options.get("buffers") or {},
         )
         chosen = model_options.resolve_precision(precision, device)
         prepared = PreparedModel(model, self._replicas_in_loop, device, chosen)
-        self._declared.model = prepared
-        self._declared.optimizers = optimizers
-        self._declared.splits = {
-            "units": units,
-            "tensor_plan": tensor_plan,
-            "split_points": split_points,
-        }
-        self._declared.bits = {"precision": chosen or "of the loop", "compile": str(compile)}
+        self._declared.add_model(
+            prepared,
+            optimizers,
+            splits={"units": units, "tensor_plan": tensor_plan, "split_points": split_points},
+            bits={"precision": chosen or "of the loop", "compile": str(compile)},
+        )
         return (prepared, *optimizers) if optimizers else prepared
 
     def state(self, **objects: Any) -> SavedState:
@@ -322,15 +324,15 @@ class Session:
             )
             self.step = self._run.first_step
         run = self._run
-        run.total = total
+        run.set_total(total)
         if why := run.why_no_step(self.step):
             log.info(why)
-            run.total = self.step
+            run.set_total(self.step)
         declared = self._declared
         held = (declared.model, *declared.optimizers, *declared.state.values())
         unsaved = session_checks.watch_variables(self.runtime, held, declared.loaders)
         while self.step < run.total:
-            run.begin_step()
+            run.begin_step(self.step)
             self.values.seed_generators(self.step, BEFORE_STEP, self.world.device)
             yield self.step
             self.step += 1
@@ -339,7 +341,7 @@ class Session:
             run.save_if_due(self.step, is_last=end.is_last)
             if end.why:
                 log.info("%s: step %d of %d is the last one", end.why, self.step, total)
-                run.total = self.step
+                run.set_total(self.step)
             if end.stopped:
                 run.checkpointer.close()
                 self._stopped = end.stopped
@@ -413,11 +415,12 @@ class Session:
         model: Any = self._declared.model
         run = self._run_in_loop("session.forward_backward(x, y, loss)")
         if self.layout.pipeline > 1:
+            loss_of = model_options.outside_of_autocast(loss, self.world.device, model.precision)
             with model_options.autocast(self.world.device, model.precision):
                 result = run.replicas(
                     inputs,
                     target,
-                    lambda output, target: self.values.share(loss(output, target), count),
+                    lambda output, target: self.values.share(loss_of(output, target), count),
                 )
         else:
             result = self.values.share(loss(model(inputs), target), count)
@@ -469,7 +472,7 @@ class Session:
         if not self.runtime.is_leader():
             return
         if self._run:
-            self._run.record.display.print_line(line)
+            self._run.record.display.print_line(line, always=True)
         else:
             print(line, flush=True)
 

@@ -3,9 +3,13 @@ killed and resumed; and what is refused."""
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from support.fork_loop import LoopResult, run_loop
@@ -90,8 +94,65 @@ def test_what_cannot_be_prepared_is_refused() -> None:
         resolve_precision("fp16", torch.device("cpu"))  # type: ignore[arg-type]
 
 
+class Counting(nn.Module):
+    """A block with a count of its passes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.register_buffer("passes", torch.zeros(()))
+
+
+def test_blocks_that_cannot_be_computed_twice_are_refused() -> None:
+    counting = nn.Sequential(Counting(), Counting())
+    with pytest.raises(UsageError, match="would update them twice: 0, 1"):
+        prepare_blocks(
+            counting, None, compile=False, activation_checkpoint="full", counted={"*.passes": 1.0}
+        )
+    patched = nn.Sequential(Counting(), Counting())
+    patched[1].forward = lambda x: 7 * x
+    with pytest.raises(UsageError, match=r"whose forward\(\) was replaced .*: 1"):
+        prepare_blocks(patched, None, compile=False, activation_checkpoint="full")
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.rand])
+def test_draws_that_torch_does_not_repeat_are_refused(draw: Callable[[], float]) -> None:
+    class Drawing(Counting):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            result: torch.Tensor = self.linear(x * draw())
+            return result
+
+    model = nn.Sequential(Drawing(), Drawing())
+    prepare_blocks(model, None, compile=False, activation_checkpoint="full")
+    with pytest.raises(UsageError, match="drew numbers from NumPy's or Python's generator"):
+        model(torch.ones(1, 2))
+
+
+class Pair(NamedTuple):
+    logits: torch.Tensor
+    name: str
+
+
+@dataclass(frozen=True)
+class Output:
+    logits: torch.Tensor
+    count: int
+
+
 def test_outputs_become_float32_in_their_containers() -> None:
     half, whole = torch.ones(2, dtype=torch.bfloat16), torch.ones(2, dtype=torch.int64)
-    output = in_float32({"a": half, "b": [half, (whole, None)]})
+    given = {"a": half, "b": [half, (whole, None)], "c": Pair(half, "x"), "d": Output(half, 2)}
+    output = in_float32(given)
     assert output["a"].dtype == output["b"][0].dtype == torch.float32
     assert output["b"][1][0] is whole and output["b"][1][1] is None
+    assert isinstance(output["c"], Pair) and output["c"].logits.dtype == torch.float32
+    assert isinstance(output["d"], Output) and output["d"].logits.dtype == torch.float32
+    assert given["a"] is half, "nothing is changed in place"
+
+
+def test_outputs_of_transformers_become_float32() -> None:
+    outputs = pytest.importorskip("transformers.modeling_outputs")
+    given = outputs.CausalLMOutput(logits=torch.ones(2, dtype=torch.bfloat16))
+    output = in_float32(given)
+    assert type(output) is type(given) and output.logits.dtype == torch.float32
+    assert output["logits"] is output.logits and given.logits.dtype == torch.bfloat16

@@ -82,6 +82,7 @@ def train(out: str, wrong: str = ""):
         "one number": lambda batch: batch[0].mean(),
         "other rows": lambda batch: batch[0][1:],
         "an object": lambda batch: [object() for _ in batch[0]],
+        "other widths": lambda batch: torch.ones(len(batch[0]), int(batch[0][0, 0])),
     }
     with lockstep.Session(out, micro_batches=3) as session:
         model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -113,7 +114,8 @@ def test_all_workers_get_the_results_of_all_samples_in_order(
     [
         ("one number", "the function returns Tensor for a batch of 4 samples"),
         ("other rows", "the function returns 3 results for a batch of 4 samples"),
-        ("an object", "is a object"),
+        ("an object", "results cannot be sent: results.0 is a object"),
+        ("other widths", "the results of the batches have other shapes"),
     ],
 )
 def test_results_that_are_not_of_samples_are_refused(
@@ -121,3 +123,28 @@ def test_results_that_are_not_of_samples_are_refused(
 ) -> None:
     result = run_loop(gathered, tmp_path / "run", 1, wrong=wrong)
     assert result.code == 2 and message in result.text, result.text
+
+
+UNEQUAL = """
+import torch, lockstep
+
+def train(out: str):
+    model = torch.nn.Linear(2, 1)
+    data = torch.utils.data.TensorDataset(torch.ones(8, 2))
+    best = lockstep.Best()
+    with lockstep.Session(out, micro_batches=2) as session:
+        model, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        session.state(best=best)
+        loader = session.loader(data, batch_size=8)
+        for step in session.steps(6):
+            for (x,) in loader(step):
+                session.backward(model(x).square().mean())
+            optimizer.step()
+            best.update(step, float(session.world.rank))
+"""
+
+
+def test_scores_that_differ_between_workers_are_refused_on_all(tmp_path: Path) -> None:
+    (tmp_path / "unequal.py").write_text(UNEQUAL)
+    result = run_loop(tmp_path / "unequal.py", tmp_path / "run", 2, timeout_s=60)
+    assert result.code == 2 and "the scores differ between the workers: rank 0: " in result.text

@@ -10,6 +10,7 @@ from support.launching import one_thread, run_lockstep
 
 from lockstep.record.events import read_events
 from lockstep.record.metrics import iter_steps
+from lockstep.record.progress import ProgressDisplay
 
 LOOP = """
 import time, torch, lockstep
@@ -91,3 +92,15 @@ def test_a_resumed_run_continues_the_account_of_time(tmp_path: Path) -> None:
 def test_progress_false_prints_no_lines_but_those_of_the_loop(tmp_path: Path) -> None:
     lines = run(tmp_path, "--progress", "inf").splitlines()
     assert lines == ["before 2", *(f"in step {step}" for step in range(4))]
+
+
+def test_lines_of_rank_0_are_printed_when_another_worker_shows_the_progress(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """After slot 0 is lost and replaced, rank 0 is another worker than the one that shows."""
+    with ProgressDisplay(4, 0, lambda: False) as display:
+        display.print_line("of the progress")
+        display.print_line("of the loop", always=True)
+        display.set_total(8)
+    assert capsys.readouterr().out == "of the loop\n"
+    assert display.total == 8

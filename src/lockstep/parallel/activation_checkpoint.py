@@ -10,7 +10,7 @@ Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"; Korthikanti e
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from types import MethodType
 from typing import Any, Literal
@@ -19,8 +19,11 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from lockstep.errors import UsageError
+from lockstep.runtime.numerics import generator_states
 from lockstep.runtime.torch_private import ATTENTION_OPS
 
+CPU = torch.device("cpu")
 Mode = Literal["none", "selective", "full"]
 
 # Saved by "selective"; not bmm, whose result plain attention overwrites.
@@ -39,13 +42,27 @@ def checkpoint_activations(blocks: Iterable[nn.Module], mode: Mode) -> None:
 
 
 def full_checkpoint(block: nn.Module, *inputs: Any, **named: Any) -> Any:
-    return checkpoint(lambda: type(block).forward(block, *inputs, **named), use_reentrant=False)
+    return run_twice(block, lambda: type(block).forward(block, *inputs, **named))
 
 
 def selective_checkpoint(block: nn.Module, *inputs: Any, **named: Any) -> Any:
     contexts = partial(create_selective_checkpoint_contexts, SAVED_OPS)
-    return checkpoint(
-        lambda: type(block).forward(block, *inputs, **named),
-        use_reentrant=False,
-        context_fn=contexts,
+    return run_twice(
+        block, lambda: type(block).forward(block, *inputs, **named), context_fn=contexts
     )
+
+
+def run_twice(block: nn.Module, forward: Callable[[], Any], **options: Any) -> Any:
+    """Run a forward pass that is repeated in the backward pass. UsageError when it draws from the
+    generators of Python or NumPy: torch restores only its own for the second pass."""
+    if torch.compiler.is_compiling():
+        return checkpoint(forward, use_reentrant=False, **options)
+    before = generator_states(CPU)[2:]
+    output = checkpoint(forward, use_reentrant=False, **options)
+    if generator_states(CPU)[2:] != before:
+        raise UsageError(
+            "a forward pass drew numbers from NumPy's or Python's generator",
+            f"{type(block).__name__}, whose activations are computed twice",
+            "use torch's generators in the model, torch.rand(()), or keep its activations",
+        )
+    return output

@@ -3,20 +3,21 @@
 When the reader exits (`lockstep train | head`) the output ends and the training continues.
 """
 
+from __future__ import annotations
+
 import math
 import os
 import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, TextIO
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-from rich.progress import Progress as Bar
+from typing import TYPE_CHECKING, Any, TextIO
 
 from lockstep.log import log
 from lockstep.record.step_timer import format_step_line
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as Bar
 
 
 class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
@@ -44,11 +45,9 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
         self.stream = stream or sys.stdout
         self.shows, self.closed = shows, False
         self.bar: Bar | None = None
+        self.task: Any = None
         if shows() and self.stream.isatty() and every_s != math.inf:
-            columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn())
-            console = Console(file=self.stream, force_terminal=True, highlight=False)
-            self.bar = Bar(*columns, console=console, refresh_per_second=2, transient=True)
-            self.task = self.bar.add_task("step", total=total, completed=start)
+            self.bar, self.task = make_bar(self.stream, total, start)
             self.bar.start()
 
     def step(
@@ -79,12 +78,19 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
             return time.monotonic() - self.last_line_s >= self.every_s
         return step // self.log_every > before // self.log_every
 
-    def print_line(self, line: str) -> None:
-        if self.closed or not self.shows():
+    def set_total(self, total: int) -> None:
+        """Set another last step: of a loop that continues."""
+        self.total = total
+        if self.bar is not None:
+            self.bar.update(self.task, total=total)
+
+    def print_line(self, line: str, *, always: bool = False) -> None:
+        """Print a line where the progress is shown. always: in any case, on this process."""
+        if self.closed or not (always or self.shows()):
             return
         try:
             if self.bar is not None:
-                self.bar.console.print(line, markup=False, soft_wrap=True)
+                self.bar.console.print(line, markup=False, emoji=False, soft_wrap=True)
             else:
                 self.stream.write(line + "\n")
                 self.stream.flush()
@@ -105,3 +111,15 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
                 bar.stop()
             except OSError as error:
                 log.debug("the terminal was closed: %s", error.strerror)
+
+
+def make_bar(stream: TextIO, total: int, start: int) -> tuple[Bar, Any]:
+    """Return a bar on a terminal and its task."""
+    from rich.console import Console  # only where there is a terminal
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+    from rich.progress import TimeRemainingColumn as Remaining
+
+    console = Console(file=stream, force_terminal=True, highlight=False)
+    columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), Remaining())
+    bar = Progress(*columns, console=console, refresh_per_second=2, transient=True)
+    return bar, bar.add_task("step", total=total, completed=start)

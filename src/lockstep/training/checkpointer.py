@@ -145,6 +145,8 @@ class Checkpointer:
         )  # the last generation in which the replicas were not found identical
         runtime.register(self)
         self._replicas_identical: Callable[[int], bool] | None = None
+        self._more_facts: Callable[[int], dict[str, Any]] = lambda step: {}
+        self._protect: Callable[[], Collection[int]] = tuple
 
     @property
     def saved_step(self) -> int:
@@ -197,6 +199,13 @@ class Checkpointer:
                 "Checkpointer(folder, ...)",
                 f"give {published}, which is published to the store",
             )
+
+    def add_to_saves(
+        self, facts: Callable[[int], dict[str, Any]], protect: Callable[[], Collection[int]]
+    ) -> None:
+        """Add `facts(step)` to every save from now on, and keep the steps of `protect()`."""
+        self._more_facts = facts
+        self._protect = protect
 
     def refuse_unsaved_parameters(self) -> None:
         """UsageError for trained parameters and schedulers that no checkpoint would hold."""
@@ -507,9 +516,10 @@ class Checkpointer:
         self._form.refuse_other_names()
         self._form.warn_of_other_modules()
         described = {} if self.state is None else self._describe_state()
+        facts = self._more_facts(step) | (facts or {})
         self._saved_step, self._request = (
             step,
-            SaveRequest(step, {**self.run_facts, **described, **(facts or {})}, first, protect),
+            SaveRequest(step, {**self.run_facts, **described, **facts}, first, protect),
         )
         if self._replicas_identical and not self._replicas_identical(step):
             self._undecided_generation = self.runtime.world.generation
@@ -592,7 +602,11 @@ class Checkpointer:
         self._started = (request.step, self.runtime.world.generation)
         self.saver = self.saver or AsyncSaver(self.store, self._note_saved)
         self.saver.save(
-            request.step, self._state_to_write(), request.facts, request.protect, request.first
+            request.step,
+            self._state_to_write(),
+            request.facts,
+            lambda: {*request.protect(), *self._protect()},
+            request.first,
         )
 
     def _state_to_write(self) -> dict[str, torch.Tensor]:

@@ -23,13 +23,12 @@ from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import PeersLostError, UsageError
 from lockstep.runtime.numerics import seed_generators
 from lockstep.runtime.tensor_bytes import DTYPES, TORCH_DTYPES, bytes_of
-from lockstep.training.loader import Collate, get_samples, number_of_samples, to_device
+from lockstep.training.loader import Collate, get_samples, map_tensors, number_of_samples, to_device
 
 log = logging.getLogger("lockstep")
 Scores = dict[int, dict[str, float]]  # by batch number, then by name
 Result = TypeVar("Result")  # of a batch, a JSON value
 PACKED = "results"
-CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -90,7 +89,13 @@ def gather_over(runtime: ElasticRuntime, samples: Samples, function: Callable[[A
     def pack_results(count: int, batch: Any) -> dict[str, Any]:
         results = function(batch)
         refuse_other_lengths(results, count, samples.where)
-        tensors = json_tree.pack(PACKED, to_device(results, CPU))
+        try:
+            tensors = json_tree.pack(PACKED, map_tensors(results, on_cpu))
+        except UsageError as error:
+            hint = "return tensors, arrays of numbers, or lists of numbers and texts"
+            raise UsageError(
+                f"results cannot be sent: {error.args[0]}", samples.where, hint
+            ) from error
         return {name: tensor_to_json(tensor) for name, tensor in tensors.items()}
 
     rows = samples.compute(runtime, pack_results)
@@ -98,7 +103,12 @@ def gather_over(runtime: ElasticRuntime, samples: Samples, function: Callable[[A
         json_tree.unpack(PACKED, {name: tensor_from_json(value) for name, value in row.items()})
         for _, row in rows
     ]
-    return concatenate(parts)
+    try:
+        return concatenate(parts)
+    except (RuntimeError, ValueError, TypeError, KeyError) as error:
+        what = f"the results of the batches have other shapes or structures: {error}"
+        hint = "return the same for each batch, with rows of one shape; or lists"
+        raise UsageError(what, samples.where, hint) from error
 
 
 def refuse_other_lengths(results: Any, count: int, where: str) -> None:
@@ -122,7 +132,11 @@ def refuse_other_lengths(results: Any, count: int, where: str) -> None:
 def concatenate(parts: list[Any]) -> Any:
     """Return the results of all batches as those of one."""
     first = parts[0]
+    if {type(part) for part in parts} != {type(first)}:
+        raise TypeError(f"{type(first).__name__} and others")
     if isinstance(first, Mapping):
+        if any(part.keys() != first.keys() for part in parts):
+            raise KeyError("other keys")
         return {name: concatenate([part[name] for part in parts]) for name in first}
     if isinstance(first, tuple):
         return tuple(concatenate(list(column)) for column in zip(*parts, strict=True))
@@ -131,6 +145,11 @@ def concatenate(parts: list[Any]) -> Any:
     if isinstance(first, np.ndarray):
         return np.concatenate(parts)
     return torch.cat(parts)
+
+
+def on_cpu(tensor: Tensor) -> Tensor:
+    """Return a complete copy on the CPU, without lazy conjugation."""
+    return tensor.detach().resolve_conj().resolve_neg().cpu()
 
 
 def tensor_to_json(tensor: Tensor) -> list[Any]:

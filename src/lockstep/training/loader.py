@@ -13,7 +13,7 @@ import operator
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -317,28 +317,55 @@ class MeanSizes:
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """Return `value` with every tensor on `device`: tensors, objects with `to`, and mappings, lists
-    and tuples of them, which keep their classes. What needs no copy is returned itself."""
+    """Return `value` with every tensor on `device`; see `map_tensors`. A copy to the CPU is
+    complete."""
+    waits = device.type == "cpu"
+    return map_tensors(value, lambda tensor: tensor.to(device, non_blocking=not waits), device)
+
+
+def map_tensors(
+    value: Any, function: Callable[[torch.Tensor], torch.Tensor], device: torch.device | None = None
+) -> Any:
+    """Return `value` with function(tensor) for every tensor in it: in mappings, lists, tuples and
+    dataclasses, which keep their classes. What needs no change is returned itself, and nothing is
+    changed in place.
+
+    device  to which objects with a method `to` are moved; None: they stay
+    """
     if isinstance(value, torch.Tensor):
-        return value.to(device, non_blocking=True)
-    if callable(getattr(value, "to", None)):
+        return function(value)
+    if device and callable(getattr(value, "to", None)):
         return value.to(device)
     if isinstance(value, Mapping):
-        moved = {key: to_device(item, device) for key, item in value.items()}
+        moved = {key: map_tensors(item, function, device) for key, item in value.items()}
         is_same = all(moved[key] is item for key, item in value.items())
         return value if is_same else with_items(value, moved)
     if isinstance(value, list | tuple):
-        items = [to_device(item, device) for item in value]
+        items = [map_tensors(item, function, device) for item in value]
         is_same = all(map(operator.is_, items, value))
         return value if is_same else with_sequence(value, items)
+    if is_dataclass(value) and not isinstance(value, type):
+        changed = {
+            f.name: map_tensors(getattr(value, f.name), function, device) for f in fields(value)
+        }
+        return value if device else with_fields(value, changed)
     return value
+
+
+def with_fields(value: Any, changed: Mapping[str, Any]) -> Any:
+    """Return a dataclass of the same class with other fields; its constructor is not called."""
+    clone = copy.copy(value)
+    for name, item in changed.items():
+        object.__setattr__(clone, name, item)
+    return clone
 
 
 def with_items(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     """Return a mapping of the same class with other values, as torch's pin_memory does."""
     if isinstance(mapping, MutableMapping):
         clone = copy.copy(mapping)
-        clone.update(items)
+        for key, item in items.items():
+            clone[key] = item  # one by one: the outputs of transformers refuse update
         return clone
     try:
         return type(mapping)(items)  # type: ignore[call-arg]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 import torch
@@ -15,6 +16,7 @@ from lockstep.parallel.activation_checkpoint import Mode, checkpoint_activations
 from lockstep.parallel.plans import Patterns, find_units
 from lockstep.runtime.numerics import choose_precision
 from lockstep.runtime.torch_private import set_recompile_limit
+from lockstep.training.loader import map_tensors
 from lockstep.units import join_names
 
 Precision = Literal["fp32", "bf16", "auto"]
@@ -40,26 +42,40 @@ def autocast(device: torch.device, precision: str | None) -> AbstractContextMana
     return torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
 
 
+def outside_of_autocast(
+    loss: Callable[[Any, Any], Tensor], device: torch.device, precision: str | None
+) -> Callable[[Any, Any], Tensor]:
+    """Return a loss as whole replicas compute it: of the output in float32, outside of autocast."""
+    if precision is None:
+        return loss
+
+    def loss_of(output: Any, target: Any) -> Tensor:
+        with torch.autocast(device.type, enabled=False):
+            return loss(in_float32(output), target)
+
+    return loss_of
+
+
 def in_float32(value: Any) -> Any:
     """Return the output of a forward pass in bf16 with tensors in float32, for a loss outside of
     autocast; containers keep their classes."""
-    if isinstance(value, Tensor):
-        return value.float() if value.dtype == torch.bfloat16 else value
-    if isinstance(value, dict):
-        converted = {name: in_float32(item) for name, item in value.items()}
-        value.update(converted)
-        return value
-    if type(value) in (list, tuple):
-        return type(value)(map(in_float32, value))
-    return value
+    return map_tensors(value, lambda t: t.float() if t.dtype == torch.bfloat16 else t)
 
 
 def prepare_blocks(
-    model: nn.Module, units: Patterns, *, compile: bool, activation_checkpoint: Mode
+    model: nn.Module,
+    units: Patterns,
+    *,
+    compile: bool,
+    activation_checkpoint: Mode,
+    counted: Collection[str] = (),
 ) -> None:
     """Checkpoint the activations of a model's blocks and compile them, in place. Each is compiled
     for itself, as in every layout: a graph of the whole model may have other bits. UsageError
-    where the model has no blocks, or a block that cannot be computed twice."""
+    where the model has no blocks, or a block that cannot be computed twice.
+
+    counted  patterns of the buffers that forward passes change, Session(buffers=...)
+    """
     if not compile and activation_checkpoint == "none":
         return
     where = "session.prepare(compile=..., activation_checkpoint=...)"
@@ -72,7 +88,7 @@ def prepare_blocks(
         raise UsageError(what, where, 'name them: session.prepare(units="layers.*")')
     blocks = [model.get_submodule(name) for name in names]
     if activation_checkpoint != "none":
-        refuse_changing_blocks(blocks, names, where)
+        refuse_changing_blocks(dict(zip(names, blocks, strict=True)), counted, where)
         checkpoint_activations(blocks, activation_checkpoint)
     if compile:
         set_recompile_limit(SHAPES_PER_BLOCK * len(blocks))
@@ -80,15 +96,25 @@ def prepare_blocks(
             block.compile(dynamic=False)
 
 
-def refuse_changing_blocks(blocks: list[nn.Module], names: list[str], where: str) -> None:
-    """UsageError for blocks with running statistics: a second forward pass would update them
-    again."""
-
-    def with_statistics() -> Iterator[str]:
-        for name, block in zip(names, blocks, strict=True):
-            if any(getattr(module, "track_running_stats", False) for module in block.modules()):
-                yield name
-
-    if changing := list(with_statistics()):
+def refuse_changing_blocks(
+    blocks: Mapping[str, nn.Module], counted: Collection[str], where: str
+) -> None:
+    """UsageError for blocks that cannot be computed twice: with statistics that each forward pass
+    updates, or with a forward() of the instance, which would be lost."""
+    hint = "name other blocks: session.prepare(units=...)"
+    changing = [
+        name
+        for name, block in blocks.items()
+        if any(getattr(module, "track_running_stats", False) for module in block.modules())
+        or any(
+            fnmatchcase(f"{name}.{buffer}", pattern)
+            for buffer, _ in block.named_buffers()
+            for pattern in counted
+        )
+    ]
+    if changing:
         what = f"blocks with running statistics would update them twice: {join_names(changing)}"
-        raise UsageError(what, where, "name other blocks: session.prepare(units=...)")
+        raise UsageError(what, where, hint)
+    if patched := [name for name, block in blocks.items() if "forward" in vars(block)]:
+        what = f"blocks whose forward() was replaced cannot be checkpointed: {join_names(patched)}"
+        raise UsageError(what, where, hint)

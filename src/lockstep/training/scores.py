@@ -10,13 +10,56 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from lockstep.checkpoint.folder import committed_steps
+from lockstep.elastic.collectives import all_gather_json
+from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import UsageError
 from lockstep.record.events import append_event
 
 Mode = Literal["min", "max"]
 
 
-class Best:
+class Score:
+    """What Best and EarlyStopping have in common: a Session follows them."""
+
+    def __init__(self, mode: Mode, where: str) -> None:
+        if mode not in ("min", "max"):
+            raise UsageError(f"mode={mode!r}", where, 'give "min" or "max"')
+        self.mode = mode
+        self.is_updated = False  # in this step
+        self._step: Callable[[], int | None] | None = None
+
+    def follow(self, step: Callable[[], int | None]) -> None:
+        """Let a Session follow the scores. step: returns the step whose micro-batches are done."""
+        self._step = step
+
+    def state_dict(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def forget_update(self) -> None:
+        self.is_updated = False
+
+    def _accept(self, step: int | None) -> None:
+        """UsageError for a score that would have no effect, or another one after a failure."""
+        name = type(self).__name__
+        where = f"lockstep.{name}.update(...)"
+        if self._step is None:
+            hint = f"before the loop: session.state(name={name.lower()})"
+            raise UsageError(f"this {name} is not in session.state", where, hint)
+        trained = self._step()
+        if trained is None:
+            what = f"a score for {name} before the micro-batches of the step"
+            hint = "give it after optimizer.step(): a worker that joins repeats what is before them"
+            raise UsageError(what, where, hint)
+        if step is not None and step != trained:
+            what = f"a score of step {step}, and the loop is at step {trained}"
+            raise UsageError(
+                what, where, f"{name.lower()}.update(step, score), after optimizer.step()"
+            )
+        self.is_updated = True
+
+
+class Best(Score):
     """The step with the best score. Its checkpoint is saved and kept, under the name "best":
     `lockstep checkpoint export RUN best`.
 
@@ -30,13 +73,14 @@ class Best:
     """
 
     def __init__(self, mode: Mode = "min") -> None:
-        self.mode = checked_mode(mode, "lockstep.Best(mode=...)")
+        super().__init__(mode, "lockstep.Best(mode=...)")
         self.step: int | None = None
         self.score: float | None = None
 
     def update(self, step: int, score: float) -> bool:
         """Give the score of the weights after `step` of session.steps. Return whether it is the
         best."""
+        self._accept(step)
         is_best = is_better(score, self.score, self.mode)
         if is_best:
             self.step, self.score = step + 1, float(score)
@@ -49,7 +93,7 @@ class Best:
         self.step, self.score = state["step"], state["score"]
 
 
-class EarlyStopping:
+class EarlyStopping(Score):
     """End session.steps, with a save, after `patience` scores in a row that are not better.
 
         stopping = lockstep.EarlyStopping(patience=3)
@@ -67,8 +111,8 @@ class EarlyStopping:
         if patience < 1 or not min_delta >= 0:
             what = f"patience={patience}, min_delta={min_delta}"
             raise UsageError(what, where, "give a patience of at least 1, and a difference")
+        super().__init__(mode, where)
         self.patience = patience
-        self.mode = checked_mode(mode, where)
         self.min_delta = min_delta
         self.best: float | None = None
         self.worse = 0  # scores since the best one
@@ -79,6 +123,7 @@ class EarlyStopping:
 
     def update(self, score: float) -> bool:
         """Give the next score. Return whether the loop ends after this step."""
+        self._accept(None)
         if is_better(score, self.best, self.mode, self.min_delta):
             self.best, self.worse = float(score), 0
         else:
@@ -92,12 +137,6 @@ class EarlyStopping:
         self.best, self.worse = state["best"], state["worse"]
 
 
-def checked_mode(mode: Mode, where: str) -> Mode:
-    if mode not in ("min", "max"):
-        raise UsageError(f"mode={mode!r}", where, 'give "min" or "max"')
-    return mode
-
-
 def is_better(score: float, best: float | None, mode: Mode, min_delta: float = 0.0) -> bool:
     """Return whether a score is better than the best one; NaN is not."""
     if best is None or math.isnan(score):
@@ -109,19 +148,33 @@ def is_better(score: float, best: float | None, mode: Mode, min_delta: float = 0
 class ScoredRun:
     """What the scores in the state of a Session decide: the same on all workers.
 
-    leader  whether this worker records that the run stops
+    step  returns the step whose micro-batches are done; None: they are not
     """
 
-    def __init__(self, folder: Path, state: Iterable[object], leader: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        state: Iterable[object],
+        runtime: ElasticRuntime,
+        step: Callable[[], int | None],
+    ) -> None:
         self.folder = folder
-        self.leader = leader
-        values = list(state)
-        self.bests = [value for value in values if isinstance(value, Best)]
-        self.stoppings = [value for value in values if isinstance(value, EarlyStopping)]
+        self.runtime = runtime
+        self.scores = [value for value in state if isinstance(value, Score)]
+        for score in self.scores:
+            score.follow(step)
+        self.bests = [score for score in self.scores if isinstance(score, Best)]
+        self.stoppings = [score for score in self.scores if isinstance(score, EarlyStopping)]
+        self._chosen: list[list[int]] = [[] for _ in self.bests]  # each best step of this start
 
-    def best_steps(self) -> list[int]:
-        """Return the best steps so far, whose checkpoints retention keeps."""
-        return [best.step for best in self.bests if best.step is not None]
+    def is_best(self, step: int) -> bool:
+        return any(best.step == step for best in self.bests)
+
+    def best_steps(self, saving: int = -1) -> list[int]:
+        """Return the best steps that have a checkpoint, or get one with the save of `saving`."""
+        committed = {saving, *committed_steps(self.folder / "checkpoints")}
+        steps = [[step for step in chosen if step in committed] for chosen in self._chosen]
+        return [chosen[-1] for chosen in steps if chosen]
 
     def why(self) -> str:
         """Return why the run has stopped; "" if it continues."""
@@ -131,9 +184,35 @@ class ScoredRun:
             if stopping.stops
         )
 
+    def follow_state(self) -> None:
+        """Note the best steps that a checkpoint or another worker has given."""
+        for best, chosen in zip(self.bests, self._chosen, strict=True):
+            if best.step is not None and best.step not in chosen:
+                chosen.append(best.step)
+
     def end(self, step: int) -> str:
-        """Return why `step` is the last one, and record it; "" if it is not."""
+        """Collective, in a step with scores. Return why `step` is the last one, and record it; ""
+        if it is not. UsageError, on all workers, when their scores differ."""
+        if any(score.is_updated for score in self.scores):
+            self._refuse_different()
+        for score in self.scores:
+            score.forget_update()
+        self.follow_state()
         why = self.why()
-        if why and self.leader():
+        if why and self.runtime.is_leader():
             append_event(self.folder, "stopped early", step=step, why=why)
         return why
+
+    def _refuse_different(self) -> None:
+        if self.runtime.is_late:  # the others have ended this step
+            return
+        own = [score.state_dict() for score in self.scores]
+        with self.runtime.catch_peer_loss():
+            states = all_gather_json(self.runtime, own)
+            if any(state != states[0] for state in states):
+                listed = "; ".join(f"rank {rank}: {state}" for rank, state in enumerate(states))
+                raise UsageError(
+                    f"the scores differ between the workers: {listed}",
+                    "lockstep.Best, lockstep.EarlyStopping",
+                    "give them what session.evaluate or session.gather returns",
+                )

@@ -65,6 +65,18 @@ class Declared:
     carried: list[PerMicroBatch] = field(default_factory=list)
     loaders: list[tuple[Loader, str]] = field(default_factory=list)
 
+    def add_model(
+        self,
+        model: PreparedModel,
+        optimizers: Sequence[torch.optim.Optimizer],
+        splits: dict[str, Any],
+        bits: dict[str, str],
+    ) -> None:
+        self.model = model
+        self.optimizers = optimizers
+        self.splits = splits
+        self.bits = bits
+
     def add_state(self, objects: Mapping[str, Any]) -> None:
         state = self.saved.add(objects)
         refuse_unsupported_state(state)

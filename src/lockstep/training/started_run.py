@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -123,14 +124,33 @@ class StartedRun:
         enter(scaler_watch(declared.optimizers, lambda: self.replicas.scaler))
         loaders = [loader for loader, _ in declared.loaders]
         self.record = StepRecord(self.replicas, loaders, metrics, display)
-        self.scores = ScoredRun(values.out, declared.state.values(), runtime.is_leader)
+        self.scores = ScoredRun(values.out, declared.state.values(), runtime, self._trained_step)
+        self.scores.follow_state()
+        self.checkpointer.add_to_saves(self._facts, self.scores.best_steps)
+        self._step = -1  # that the loop is in
         self._updates = session_checks.UpdateWatch(self.replicas, declared.optimizers)
         self._zero_rates = session_checks.ZeroRates()
         self._collectives: int | None = None  # of the group, at the end of the micro-batch loop
         self._has_warned = False  # of collectives of the loop's own
 
-    def begin_step(self) -> None:
+    def set_total(self, total: int) -> None:
+        """Set the number of the last step."""
+        self.total = total
+        self.record.display.set_total(total)
+
+    def begin_step(self, step: int) -> None:
+        self._step = step
         self._updates.start()
+
+    def _trained_step(self) -> int | None:
+        """Return the step that the loop is in if its micro-batches are done."""
+        return self._step if self.replicas.last_step == self._step else None
+
+    def _facts(self, step: int) -> dict[str, Any]:
+        """Return what each checkpoint of a Session holds beside its state."""
+        best = self.scores.best_steps(step)
+        facts = {"loss": self.replicas.loss, **account_facts(self.runtime.ledger)}
+        return facts | ({BEST_STEP: best[0]} if best else {})
 
     def micro_batches(self, step: int, stopped: Stopped | None) -> Iterator[int]:
         """Yield this worker's micro-batches of `step`; of a run that has stopped the one that a
@@ -176,21 +196,13 @@ class StartedRun:
     def save_if_due(self, step: int, *, is_last: bool) -> None:
         """Collective. Save the state and the loss after the last step, the best one, or a step at
         which a save is due."""
-        best = self.scores.best_steps()
-        is_best = step in best
+        is_best = self.scores.is_best(step)
         if not (is_last or is_best or self.checkpointer.due(step)):
             return
-        facts = {"loss": self.replicas.loss, **account_facts(self.runtime.ledger)}
-        facts |= {BEST_STEP: best[0]} if best else {}
+        # The metrics are on disk first, so that no checkpoint is ahead of them.
+        first = self.record.tracker.sync
         with self.record.timing("saving"), self.runtime.during("saving"):
-            self.checkpointer.save(
-                step,
-                facts,
-                # The metrics are on disk first, so that no checkpoint is ahead of them.
-                first=self.record.tracker.sync,
-                protect=lambda: best,
-                waits=is_last or is_best,
-            )
+            self.checkpointer.save(step, first=first, waits=is_last or is_best)
 
     def why_no_step(self, step: int) -> str:
         """Return why the run trains no step after `step`; "" if it does."""

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from lockstep.checkpoint.folder import COMMITTED, folder_name
 from lockstep.errors import UsageError
 from lockstep.record.events import read_events
 from lockstep.training.scores import Best, EarlyStopping, ScoredRun
@@ -27,8 +30,10 @@ NAN = math.nan
 def test_best_is_the_first_step_with_the_best_score(
     mode: Any, scores: list[float], step: int | None, score: float | None
 ) -> None:
-    best = Best(mode)
-    told = [best.update(number, value) for number, value in enumerate(scores)]
+    best, told = Best(mode), list[bool]()
+    for number, value in enumerate(scores):
+        best.follow(lambda number=number: number)
+        told.append(best.update(number, value))
     assert (best.step, best.score) == (step, score)
     assert (
         told.index(True) == next(i for i, value in enumerate(scores) if value == value)
@@ -56,6 +61,7 @@ def test_stops_after_so_many_scores_that_are_not_better(
     stopping, told = EarlyStopping(**options), list[bool]()
     for score in scores:
         resumed = EarlyStopping(**options)
+        resumed.follow(lambda: 0)
         resumed.load_state_dict(stopping.state_dict())
         stopping = resumed
         told.append(stopping.update(score))
@@ -64,6 +70,7 @@ def test_stops_after_so_many_scores_that_are_not_better(
 
 def test_a_higher_patience_goes_on() -> None:
     stopping = EarlyStopping(1)
+    stopping.follow(lambda: 0)
     stopping.update(1.0)
     assert stopping.update(2.0)
     longer = EarlyStopping(2)
@@ -85,14 +92,50 @@ def test_wrong_arguments_are_refused(make: Any) -> None:
         make()
 
 
+def test_scores_that_would_have_no_effect_are_refused() -> None:
+    for score in (Best(), EarlyStopping(2)):
+        give = (
+            partial(score.update, 3, 0.5) if isinstance(score, Best) else partial(score.update, 0.5)
+        )
+        with pytest.raises(UsageError, match=r"is not in session\.state"):
+            give()
+        score.follow(lambda: None)
+        with pytest.raises(UsageError, match="before the micro-batches of the step"):
+            give()
+    best = Best()
+    best.follow(lambda: 4)
+    with pytest.raises(UsageError, match="a score of step 3, and the loop is at step 4"):
+        best.update(3, 0.5)
+    assert best.step is None
+
+
+def run_of(folder: Path, leader: bool, *state: object, step: list[int]) -> ScoredRun:
+    runtime: Any = SimpleNamespace(is_leader=lambda: leader, is_late=True)
+    return ScoredRun(folder, state, runtime, lambda: step[0])
+
+
 @pytest.mark.parametrize("leader", [True, False])
 def test_the_leader_records_why_a_run_stops(tmp_path: Path, leader: bool) -> None:
-    best, stopping = Best(), EarlyStopping(1)
-    run = ScoredRun(tmp_path, [object(), best, stopping], lambda: leader)
-    assert run.end(1) == run.why() == "" and run.best_steps() == []
-    for step, score in enumerate((1.0, 2.0)):
-        best.update(step, score)
+    stopping, step = EarlyStopping(1), [0]
+    run = run_of(tmp_path, leader, object(), stopping, step=step)
+    assert run.end(1) == run.why() == ""
+    for score in (1.0, 2.0):
         stopping.update(score)
-    assert run.best_steps() == [1]
     assert run.end(2) == "no score better than 1.0 in 1"
     assert [event["step"] for event in read_events(tmp_path)] == [2] * leader
+
+
+def test_the_best_step_is_one_with_a_checkpoint(tmp_path: Path) -> None:
+    """A best step whose save fails leaves the one before it protected and named."""
+    best, step = Best("max"), [0]
+    run = run_of(tmp_path, True, best, step=step)
+    for step[0], score in ((2, 0.5), (5, 0.7)):
+        best.update(step[0], score)
+        run.end(step[0] + 1)
+        assert run.is_best(step[0] + 1)
+        if step[0] == 2:
+            folder = tmp_path / "checkpoints" / folder_name(3)
+            folder.mkdir(parents=True)
+            (folder / COMMITTED).touch()
+    assert run.best_steps() == [3]
+    assert run.best_steps(saving=6) == [6]
