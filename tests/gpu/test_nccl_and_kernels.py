@@ -24,6 +24,8 @@ from lockstep.runtime.numerics import make_deterministic
 from lockstep.runtime.process_group import init_default_group, new_subgroup
 from lockstep.runtime.torch_private import detach_groups, device_backends, is_in_bad_fork
 from lockstep.runtime.work import WorkWaiter, start_p2p
+from lockstep.training.evaluation import on_cpu
+from lockstep.training.loader import to_device
 from lockstep.training.optim import adamw
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
@@ -138,6 +140,14 @@ def test_an_operation_without_deterministic_kernel_is_refused(deterministic: Non
     image = torch.ones(1, 1, 4, 4, device=GPU, requires_grad=True)
     with pytest.raises(RuntimeError, match="does not have a deterministic implementation"):
         F.max_unpool2d(image, torch.zeros(1, 1, 4, 4, dtype=torch.int64, device=GPU), 2)
+
+
+def test_results_of_a_gather_are_complete_before_they_are_sent() -> None:
+    """A copy to the CPU that does not wait would be read while the GPU still computes."""
+    torch.cuda._sleep(200_000_000)  # cycles, about 0.1 s
+    results = torch.full((1_000_000,), 3.0, device=GPU)
+    copies = [on_cpu(results), to_device(results, torch.device("cpu"))]
+    assert all(torch.equal(copy, torch.full((1_000_000,), 3.0)) for copy in copies)
 
 
 # -- several processes ------------------------------------------------------------------------------------------------
