@@ -21,8 +21,9 @@ $(VENV)/.set-up: pyproject.toml constraints.txt
 	$(PIP) -e ".[dev]"
 	touch $@
 
+# TRAIN adds options: make train TRAIN="--steps 60"
 train: setup
-	$(BIN)/lockstep train --out runs/default
+	$(BIN)/lockstep train --out runs/default $(TRAIN)
 
 # The unit tests without those marked slow: a minute on two idle cores.
 test-fast: setup

@@ -34,7 +34,15 @@ def train(folder: Path, workers: int, **options: Any) -> str:
     return digest_line(folder)
 
 
-@pytest.mark.parametrize("options", [BF16, FULL | BF16, SELECTIVE], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(BF16, marks=pytest.mark.long),
+        FULL | BF16,
+        pytest.param(SELECTIVE, marks=pytest.mark.long),
+    ],
+    ids=str,
+)
 def test_one_digest_in_all_layouts_killed_and_resumed(
     tmp_path: Path, options: dict[str, str]
 ) -> None:

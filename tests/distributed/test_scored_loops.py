@@ -43,7 +43,9 @@ def test_scores_vary_and_the_loop_stops_early(alone: Path) -> None:
     assert best_step(alone) in committed_steps(alone / "checkpoints"), "kept beside the newest"
 
 
-@pytest.mark.parametrize(("workers", "shard"), [(2, 1), (3, 1), (2, 2)])
+@pytest.mark.parametrize(
+    ("workers", "shard"), [pytest.param(2, 1, marks=pytest.mark.long), (3, 1), (2, 2)]
+)
 def test_other_workers_end_in_the_same_step_with_the_same_best_weights(
     alone: Path, tmp_path: Path, workers: int, shard: int
 ) -> None:
