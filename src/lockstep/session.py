@@ -345,7 +345,7 @@ class Session:
             if end.stopped:
                 run.checkpointer.close()
                 self._stopped = end.stopped
-                if run.has_witness(self.step):
+                if self.step < run.total and run.replicas.rehearsal:
                     self.values.seed_generators(self.step, BEFORE_STEP, self.world.device)
                     yield self.step  # its micro-batch 0 is what a resume is compared with
                 raise end.stopped
@@ -527,7 +527,7 @@ class Session:
         with ExitStack() as stack:
             if self._run:
                 stack.enter_context(self._run.checkpointer.attributes.unsaved_changes())
-                stack.enter_context(self._run.record.timing("overhead"))
+                stack.enter_context(self._run.record.timer.timing("overhead"))
                 self._run.forget_collectives()
             declared = self._declared
             stack.enter_context(in_eval_mode(declared.model, *declared.state.values()))

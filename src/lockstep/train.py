@@ -77,14 +77,13 @@ def build(
     )
     for optimizer in optimizers:
         apply_owner_rule(optimizer, model, runtime)
-    path, every_steps, keep = folder / "checkpoints", saving.every_steps, saving.keep
     checkpointer = Checkpointer(
-        path,
+        folder / "checkpoints",
         runtime,
         model,
         optimizers,
-        every_steps=every_steps,
-        keep=keep,
+        every_steps=saving.every_steps,
+        keep=saving.keep,
         on_error=saving.on_error,
         saved=task.is_saved,
     )
@@ -160,13 +159,12 @@ def train_task(  # over 60 lines: the whole loop in one place
             divisor, clip_norm = (
                 (run.diloco.learners, 0.0) if learners else (tokens, run.optim.clip_norm)
             )
-            squared = replicas.grad_norm_squared
             norm = float(
                 divide_and_clip(
                     model.parameters(),
                     divisor=divisor,
                     clip_norm=clip_norm,
-                    grad_norm_squared=squared,
+                    grad_norm_squared=replicas.grad_norm_squared,
                 )
             )
             if learners:

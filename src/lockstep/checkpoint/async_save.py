@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -193,12 +192,7 @@ class AsyncSaver(AbstractContextManager["AsyncSaver"]):
         if error:
             raise error
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         try:
             self.close()
         except Exception as failure:

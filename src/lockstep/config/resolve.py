@@ -16,7 +16,7 @@ from typing import Any, Literal
 from lockstep.config.adapter_config import ADAPTER_CONFIG, read_adapter_config
 from lockstep.config.rules import DECAY_STEPS, conflicts
 from lockstep.config.schema import ResolvedRun, build_config, config_fields, flatten
-from lockstep.config.variables import environment_variable, is_service_link, takes_no_value
+from lockstep.config.variables import environment_variable, takes_no_value, unknown_variables
 from lockstep.errors import ConfigError
 from lockstep.log import log
 from lockstep.units import shorten
@@ -149,9 +149,7 @@ def refuse_unknown_variables(environ: Mapping[str, str], others: Sequence[str]) 
     nor in `others`."""
     keys = list(config_fields())
     known = {*map(environment_variable, keys), *others}
-    named = [name for name in environ if name.startswith("LOCKSTEP_") and name not in known]
-    unknown = [name for name in named if not is_service_link(name)]
-    if unknown:
+    if unknown := unknown_variables(environ, known):
         key = unknown[0].removeprefix("LOCKSTEP_").lower().replace("_", ".", 1)
         near = difflib.get_close_matches(unknown[0], others, n=1, cutoff=0.85) or list(
             map(environment_variable, nearest_keys(key, keys))

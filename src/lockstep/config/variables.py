@@ -1,6 +1,7 @@
 """The names of environment variables that set keys of a run; loads nothing else."""
 
 import re
+from collections.abc import Collection, Iterable
 
 TRACK = "LOCKSTEP_TRACK"  # the metric backends of Sessions, separated by commas
 
@@ -15,6 +16,9 @@ def takes_no_value(word: str) -> bool:
     return word.startswith("--no-")
 
 
-def is_service_link(name: str) -> bool:
-    """Whether Kubernetes has set this variable, for a service with a name like lockstep-run."""
-    return bool(re.search(r"_SERVICE_(HOST|PORT)|_PORT(_\d+_(TCP|UDP).*)?$", name))
+def unknown_variables(environ: Iterable[str], known: Collection[str]) -> list[str]:
+    """Return the names that begin with LOCKSTEP_ and are not known. Not those that Kubernetes sets
+    for a service with a name like lockstep-run."""
+    linked = re.compile(r"_SERVICE_(HOST|PORT)|_PORT(_\d+_(TCP|UDP).*)?$")
+    names = [name for name in environ if name.startswith("LOCKSTEP_") and name not in known]
+    return [name for name in names if not linked.search(name)]

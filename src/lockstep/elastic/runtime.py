@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -444,12 +443,7 @@ class ElasticRuntime(AbstractContextManager["ElasticRuntime"]):
                     error,
                 )
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Leave. A torch error caused by a lost peer becomes a PeersLostError."""
         try:
             if error is None or isinstance(error, Stopped):

@@ -42,7 +42,8 @@ class ShareRule:
         """Return the shares of the next step, by replica, and why; see `choose_shares`."""
         now_us = compute_us(current, micro_batch_us, self.unit) + exchange_us
         if self._before is not None:
-            (shares, before_us), self._before = self._before, None
+            shares, before_us = self._before
+            self._before = None
             if now_us > (1 - MIN_GAIN) * before_us:
                 self.needed_votes *= 2
                 return shares, f"shares {format_shares(current)} have not shortened the step"

@@ -15,7 +15,6 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal
 
 from lockstep.errors import ConfigError, DataError, LockstepError, UsageError
@@ -324,12 +323,7 @@ class Tracker(AbstractContextManager["Tracker"]):
         os.close(self.lock)
         self.lock = None
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.close(failed=error is not None and not isinstance(error, SystemExit))
 
     def _open(self, name: str) -> None:
@@ -473,12 +467,7 @@ class BackgroundTracker(AbstractContextManager["BackgroundTracker"]):
         if self._failure:
             raise self._failure
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._thread.shutdown()
         if error is None:
             self._raise()

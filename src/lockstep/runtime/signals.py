@@ -12,7 +12,7 @@ import select
 import signal
 import threading
 from collections.abc import Mapping, Sequence
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -61,12 +61,7 @@ class StopSignals:
         os.register_at_fork(after_in_child=self.restore)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.restore()
         os.write(self.writer, b"\0")
         self.thread.join()
@@ -105,12 +100,7 @@ class SignalInbox:
             self.before[number] = signal.signal(number, lambda number, frame: None)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         restore_handlers(self.before)
         signal.set_wakeup_fd(self.wakeup_before)
         os.close(self.reader)

@@ -173,7 +173,8 @@ class Loader:
 
     def take_waited_s(self) -> float:
         """Return the seconds that this worker has waited for micro-batches since the last call."""
-        waited_s, self._waited_s = self._waited_s, 0.0
+        waited_s = self._waited_s
+        self._waited_s = 0.0
         return waited_s
 
     def samples_in_step(self, step: int) -> int | None:

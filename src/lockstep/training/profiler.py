@@ -30,7 +30,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import UsageError
-from lockstep.record.step_timer import peak_resident_bytes
+from lockstep.runtime.device import peak_memory_bytes
 from lockstep.runtime.torch_private import compile_counters, profile_all_threads
 from lockstep.units import format_bytes
 
@@ -188,11 +188,7 @@ class Profiler:
         finished.export_chrome_trace(str(path))
         time_shares = shares_of(finished.events() or [], self.runtime.world.device.type).show()
         device = self.runtime.world.device
-        peak = (
-            torch.cuda.max_memory_allocated(device)
-            if device.type == "cuda"
-            else peak_resident_bytes()
-        )
+        peak = peak_memory_bytes(device)
         log.info(
             "steps %d..%d: %s; peak memory %s; %s",
             self.first_step + 1,

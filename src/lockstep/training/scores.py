@@ -6,17 +6,45 @@ A score must be the same on all workers, as session.evaluate and session.gather 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal
+
+from torch.optim import Optimizer
 
 from lockstep.checkpoint.folder import committed_steps
 from lockstep.elastic.collectives import all_gather_json
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import UsageError
 from lockstep.record.events import append_event
+from lockstep.training.replica_group import ReplicaGroup
 
 Mode = Literal["min", "max"]
+
+
+class Position(AbstractContextManager["Position"]):
+    """The step that the loop is in, and the updates of the optimizers so far."""
+
+    def __init__(self, replicas: ReplicaGroup, optimizers: Sequence[Optimizer]) -> None:
+        self.replicas = replicas
+        self.step = -1
+        self.updates = 0
+        self._hooks = [optimizer.register_step_post_hook(self._count) for optimizer in optimizers]
+
+    def begin(self, step: int) -> None:
+        self.step = step
+
+    def trained_step(self) -> int | None:
+        """Return the step that the loop is in if its micro-batches are done."""
+        return self.step if self.replicas.last_step == self.step else None
+
+    def _count(self, *_: object) -> None:
+        self.updates += 1
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
 
 
 class Score:
@@ -26,37 +54,33 @@ class Score:
         if mode not in ("min", "max"):
             raise UsageError(f"mode={mode!r}", where, 'give "min" or "max"')
         self.mode = mode
-        self.is_updated = False  # in this step
-        self._step: Callable[[], int | None] | None = None
+        self.given_after: int | None = None  # updates, in this step; None: no score in it
+        self._loop: Position | None = None
 
-    def follow(self, step: Callable[[], int | None]) -> None:
-        """Let a Session follow the scores. step: returns the step whose micro-batches are done."""
-        self._step = step
-
-    def state_dict(self) -> dict[str, Any]:
-        raise NotImplementedError
+    def follow(self, loop: Position) -> None:
+        """Let a Session follow the scores."""
+        self._loop = loop
 
     def forget_update(self) -> None:
-        self.is_updated = False
+        self.given_after = None
 
     def _accept(self, step: int | None) -> None:
         """UsageError for a score that would have no effect, or another one after a failure."""
         name = type(self).__name__
         where = f"lockstep.{name}.update(...)"
-        if self._step is None:
+        if self._loop is None:
             hint = f"before the loop: session.state(name={name.lower()})"
             raise UsageError(f"this {name} is not in session.state", where, hint)
-        trained = self._step()
+        trained = self._loop.trained_step()
         if trained is None:
             what = f"a score for {name} before the micro-batches of the step"
             hint = "give it after optimizer.step(): a worker that joins repeats what is before them"
             raise UsageError(what, where, hint)
-        if step is not None and step != trained:
+        if step not in (None, trained):
             what = f"a score of step {step}, and the loop is at step {trained}"
-            raise UsageError(
-                what, where, f"{name.lower()}.update(step, score), after optimizer.step()"
-            )
-        self.is_updated = True
+            hint = f"{name.lower()}.update(step, score), after optimizer.step()"
+            raise UsageError(what, where, hint)
+        self.given_after = self._loop.updates
 
 
 class Best(Score):
@@ -146,23 +170,21 @@ def is_better(score: float, best: float | None, mode: Mode, min_delta: float = 0
 
 
 class ScoredRun:
-    """What the scores in the state of a Session decide: the same on all workers.
-
-    step  returns the step whose micro-batches are done; None: they are not
-    """
+    """What the scores in the state of a Session decide: the same on all workers."""
 
     def __init__(
         self,
         folder: Path,
         state: Iterable[object],
         runtime: ElasticRuntime,
-        step: Callable[[], int | None],
+        loop: Position,
     ) -> None:
         self.folder = folder
+        self.loop = loop
         self.runtime = runtime
-        self.scores = [value for value in state if isinstance(value, Score)]
+        self.scores = [value for value in state if isinstance(value, Best | EarlyStopping)]
         for score in self.scores:
-            score.follow(step)
+            score.follow(loop)
         self.bests = [score for score in self.scores if isinstance(score, Best)]
         self.stoppings = [score for score in self.scores if isinstance(score, EarlyStopping)]
         self._chosen: list[list[int]] = [[] for _ in self.bests]  # each best step of this start
@@ -193,8 +215,15 @@ class ScoredRun:
     def end(self, step: int) -> str:
         """Collective, in a step with scores. Return why `step` is the last one, and record it; ""
         if it is not. UsageError, on all workers, when their scores differ."""
-        if any(score.is_updated for score in self.scores):
+        if any(score.given_after is not None for score in self.scores):
             self._refuse_different()
+        now = self.loop.updates
+        if any(best.given_after not in (None, now) for best in self.bests):
+            raise UsageError(
+                f"the weights of step {step - 1} were scored before they were updated",
+                "lockstep.Best.update(step, score): the checkpoint of the step has others",
+                "score them after optimizer.step()",
+            )
         for score in self.scores:
             score.forget_update()
         self.follow_state()

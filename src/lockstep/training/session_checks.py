@@ -17,7 +17,7 @@ from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lockstep.config.variables import TRACK, environment_variable, is_service_link
+from lockstep.config.variables import TRACK, environment_variable, unknown_variables
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import UsageError
 from lockstep.layout import Layout
@@ -108,9 +108,7 @@ def refuse_ineffective_variables(environ: Mapping[str, str]) -> None:
     typos."""
     axes = [environment_variable(f"layout.{axis}") for axis in ("shard", "tensor", "pipeline")]
     known = [*RESERVED_VARIABLES, *axes]
-    named = [name for name in environ if name.startswith("LOCKSTEP_") and name not in known]
-    others = [name for name in named if not is_service_link(name)]
-    if others:
+    if others := unknown_variables(environ, known):
         near = get_close_matches(others[0], known, n=1)
         hint = f"unset it; a Session reads {' and '.join(near or axes)}, and its own arguments"
         if others[0].startswith(f"{TRACK}_"):

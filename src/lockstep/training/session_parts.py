@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -116,6 +116,6 @@ class Declared:
 
     def samples_of_mean(self) -> int | None:
         """Return the number of samples of the micro-batch that the loop has now; None: unknown."""
-        sources: Iterator[Any] = iter((*(loader for loader, _ in self.loaders), self.model))
+        sources: Any = (*(loader for loader, _ in self.loaders), self.model)
         numbers = (source.samples_of_mean() for source in sources)
         return next((number for number in numbers if number is not None), None)

@@ -25,7 +25,7 @@ from lockstep.runtime.torch_private import collectives_of
 from lockstep.training import session_checks, sharding
 from lockstep.training.checkpointer import Checkpointer
 from lockstep.training.replica_group import ReplicaGroup
-from lockstep.training.scores import ScoredRun
+from lockstep.training.scores import Position, ScoredRun
 from lockstep.training.session_parts import Declared, SessionValues
 from lockstep.training.step_record import StepRecord
 from lockstep.training.time_account import account_facts, resume_account
@@ -124,10 +124,10 @@ class StartedRun:
         enter(scaler_watch(declared.optimizers, lambda: self.replicas.scaler))
         loaders = [loader for loader, _ in declared.loaders]
         self.record = StepRecord(self.replicas, loaders, metrics, display)
-        self.scores = ScoredRun(values.out, declared.state.values(), runtime, self._trained_step)
+        self._position = enter(Position(self.replicas, declared.optimizers))
+        self.scores = ScoredRun(values.out, declared.state.values(), runtime, self._position)
         self.scores.follow_state()
         self.checkpointer.add_to_saves(self._facts, self.scores.best_steps)
-        self._step = -1  # that the loop is in
         self._updates = session_checks.UpdateWatch(self.replicas, declared.optimizers)
         self._zero_rates = session_checks.ZeroRates()
         self._collectives: int | None = None  # of the group, at the end of the micro-batch loop
@@ -139,12 +139,8 @@ class StartedRun:
         self.record.display.set_total(total)
 
     def begin_step(self, step: int) -> None:
-        self._step = step
+        self._position.begin(step)
         self._updates.start()
-
-    def _trained_step(self) -> int | None:
-        """Return the step that the loop is in if its micro-batches are done."""
-        return self._step if self.replicas.last_step == self._step else None
 
     def _facts(self, step: int) -> dict[str, Any]:
         """Return what each checkpoint of a Session holds beside its state."""
@@ -201,7 +197,7 @@ class StartedRun:
             return
         # The metrics are on disk first, so that no checkpoint is ahead of them.
         first = self.record.tracker.sync
-        with self.record.timing("saving"), self.runtime.during("saving"):
+        with self.record.timer.timing("saving"), self.runtime.during("saving"):
             self.checkpointer.save(step, first=first, waits=is_last or is_best)
 
     def why_no_step(self, step: int) -> str:
@@ -211,10 +207,6 @@ class StartedRun:
         if step and (why := self.scores.why()):
             return f"the run has stopped early, {why}; a higher patience continues it"
         return ""
-
-    def has_witness(self, step: int) -> bool:
-        """Return whether a run that has stopped records what the step after `step` begins with."""
-        return step < self.total and self.replicas.rehearsal is not None
 
     def warn_if_left(self, step: int) -> None:
         """Warn when the loop was left before its last step."""

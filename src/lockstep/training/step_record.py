@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 
 from lockstep.record.progress import ProgressDisplay
@@ -37,10 +36,6 @@ class StepRecord:
         self.display = display
         self.timer = StepTimer(memory=partial(peak_memory_bytes, self.runtime.world.device))
         self.logged: dict[str, float] = {}
-
-    def timing(self, category: str) -> AbstractContextManager[None]:
-        """Context manager: its seconds are saving or overhead of this step."""
-        return self.timer.timing(category)
 
     def log(self, values: Mapping[str, float]) -> None:
         """Add numbers to the line of this step."""

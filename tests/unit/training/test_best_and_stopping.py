@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,17 @@ from lockstep.record.events import read_events
 from lockstep.training.scores import Best, EarlyStopping, ScoredRun
 
 NAN = math.nan
+
+
+@dataclass
+class Loop:
+    """A loop whose micro-batches of `step` are done; None: they are not."""
+
+    step: int | None
+    updates: int = 0
+
+    def trained_step(self) -> int | None:
+        return self.step
 
 
 @pytest.mark.parametrize(
@@ -32,7 +44,7 @@ def test_best_is_the_first_step_with_the_best_score(
 ) -> None:
     best, told = Best(mode), list[bool]()
     for number, value in enumerate(scores):
-        best.follow(lambda number=number: number)
+        best.follow(Loop(number))
         told.append(best.update(number, value))
     assert (best.step, best.score) == (step, score)
     assert (
@@ -61,7 +73,7 @@ def test_stops_after_so_many_scores_that_are_not_better(
     stopping, told = EarlyStopping(**options), list[bool]()
     for score in scores:
         resumed = EarlyStopping(**options)
-        resumed.follow(lambda: 0)
+        resumed.follow(Loop(0))
         resumed.load_state_dict(stopping.state_dict())
         stopping = resumed
         told.append(stopping.update(score))
@@ -70,7 +82,7 @@ def test_stops_after_so_many_scores_that_are_not_better(
 
 def test_a_higher_patience_goes_on() -> None:
     stopping = EarlyStopping(1)
-    stopping.follow(lambda: 0)
+    stopping.follow(Loop(0))
     stopping.update(1.0)
     assert stopping.update(2.0)
     longer = EarlyStopping(2)
@@ -99,25 +111,25 @@ def test_scores_that_would_have_no_effect_are_refused() -> None:
         )
         with pytest.raises(UsageError, match=r"is not in session\.state"):
             give()
-        score.follow(lambda: None)
+        score.follow(Loop(None))
         with pytest.raises(UsageError, match="before the micro-batches of the step"):
             give()
     best = Best()
-    best.follow(lambda: 4)
+    best.follow(Loop(4))
     with pytest.raises(UsageError, match="a score of step 3, and the loop is at step 4"):
         best.update(3, 0.5)
     assert best.step is None
 
 
-def run_of(folder: Path, leader: bool, *state: object, step: list[int]) -> ScoredRun:
+def run_of(folder: Path, leader: bool, loop: Loop, *state: object) -> ScoredRun:
     runtime: Any = SimpleNamespace(is_leader=lambda: leader, is_late=True)
-    return ScoredRun(folder, state, runtime, lambda: step[0])
+    return ScoredRun(folder, state, runtime, loop)
 
 
 @pytest.mark.parametrize("leader", [True, False])
 def test_the_leader_records_why_a_run_stops(tmp_path: Path, leader: bool) -> None:
-    stopping, step = EarlyStopping(1), [0]
-    run = run_of(tmp_path, leader, object(), stopping, step=step)
+    stopping = EarlyStopping(1)
+    run = run_of(tmp_path, leader, Loop(0), object(), stopping)
     assert run.end(1) == run.why() == ""
     for score in (1.0, 2.0):
         stopping.update(score)
@@ -127,15 +139,28 @@ def test_the_leader_records_why_a_run_stops(tmp_path: Path, leader: bool) -> Non
 
 def test_the_best_step_is_one_with_a_checkpoint(tmp_path: Path) -> None:
     """A best step whose save fails leaves the one before it protected and named."""
-    best, step = Best("max"), [0]
-    run = run_of(tmp_path, True, best, step=step)
-    for step[0], score in ((2, 0.5), (5, 0.7)):
-        best.update(step[0], score)
-        run.end(step[0] + 1)
-        assert run.is_best(step[0] + 1)
-        if step[0] == 2:
+    best, loop = Best("max"), Loop(0)
+    run = run_of(tmp_path, True, loop, best)
+    for step, score in ((2, 0.5), (5, 0.7)):
+        loop.step = step
+        best.update(step, score)
+        run.end(step + 1)
+        assert run.is_best(step + 1)
+        if step == 2:
             folder = tmp_path / "checkpoints" / folder_name(3)
             folder.mkdir(parents=True)
             (folder / COMMITTED).touch()
     assert run.best_steps() == [3]
     assert run.best_steps(saving=6) == [6]
+
+
+def test_weights_that_are_updated_after_their_score_are_refused(tmp_path: Path) -> None:
+    best, stopping, loop = Best(), EarlyStopping(3), Loop(4, updates=4)
+    run = run_of(tmp_path, True, loop, best, stopping)
+    stopping.update(0.5)
+    loop.updates = 5
+    assert run.end(5) == "", "a score that names no checkpoint may be one of the weights before"
+    best.update(4, 0.5)
+    loop.updates = 6
+    with pytest.raises(UsageError, match="weights of step 4 were scored before they were updated"):
+        run.end(5)
