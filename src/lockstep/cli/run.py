@@ -19,11 +19,11 @@ from lockstep.runtime.processes import die_with_parent
 def main(args: argparse.Namespace, rest: list[str]) -> int:
     if not args.file.endswith(".py"):
         file, colon, _ = args.file.partition(":")
-        hint = (
-            f"give {file}; lockstep train takes FILE.py:FUNCTION"
-            if colon
-            else "give FILE.py; a run file: lockstep train RUN.toml"
-        )
+        hint = "give FILE.py; a run file: lockstep train RUN.toml"
+        if colon:
+            hint = f"give {file}; lockstep train takes FILE.py:FUNCTION"
+        elif rest and rest[-1].endswith(".py"):
+            hint = f"unknown option {rest[0]}; see lockstep run --help"
         raise UsageError(f"{args.file!r} is no script", "command line", hint)
     if args.parent:
         die_with_parent(args.parent)

@@ -105,7 +105,7 @@ def options_of(names: Sequence[str], where: str) -> dict[str, Any]:
     for name in names:
         if name == "tensorboard":
             options["tensorboard"] = True
-        elif name in ("wandb", "wandb:online", "wandb:offline"):
+        elif name in ("wandb", "wandb:offline"):
             options["wandb"] = name.partition(":")[2] or "online"
         elif name.count(":") == 1 and "backend" not in options:
             options["backend"] = name

@@ -346,19 +346,12 @@ def map_tensors(
         is_same = all(map(operator.is_, items, value))
         return value if is_same else with_sequence(value, items)
     if is_dataclass(value) and not isinstance(value, type):
-        changed = {
-            f.name: map_tensors(getattr(value, f.name), function, device) for f in fields(value)
-        }
-        return value if device else with_fields(value, changed)
+        clone = copy.copy(value)  # its constructor may take other arguments
+        for name in (field.name for field in fields(value)):
+            item = map_tensors(getattr(value, name), function, device)
+            object.__setattr__(clone, name, item)
+        return clone
     return value
-
-
-def with_fields(value: Any, changed: Mapping[str, Any]) -> Any:
-    """Return a dataclass of the same class with other fields; its constructor is not called."""
-    clone = copy.copy(value)
-    for name, item in changed.items():
-        object.__setattr__(clone, name, item)
-    return clone
 
 
 def with_items(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
