@@ -30,11 +30,12 @@ LAYERS = (
     ("remote", "report"),
     ("parallel",),
     ("training",),
+    ("session",),
     ("models",),
     ("planner",),
     ("generation",),
     ("tasks",),
-    ("train", "session", "evaluate", "doctor"),
+    ("recipes", "doctor"),
     ("cli", "__main__"),
 )
 LEVEL = {package: level for level, layer in enumerate(LAYERS) for package in layer}

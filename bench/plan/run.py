@@ -45,7 +45,7 @@ from lockstep.planner.model_cost import ModelCost  # noqa: E402
 from lockstep.planner.step_cost import Timing, mean_timing, step_cost  # noqa: E402
 from lockstep.tasks.calibration import calibrate_together  # noqa: E402
 
-COMMON = "--compute.precision fp32 --batch.micro_batches 4 --evaluate.at_end 0 --checkpoint.every_steps 0 --track.log_every 1000"
+COMMON = "--compute.precision fp32 --batch.micro_batches 4 --evaluate.at_end 0 --checkpoint.every_steps 0"
 MODELS = {
     "translator": f"{COMMON} --data.pairs 20000",
     "llama": f"{COMMON} --task pretrain --data.kind stdlib --llama.size 5M --tokenizer.vocab_size 4096 --batch.seq_len 256",

@@ -51,7 +51,7 @@ FLAGS = {
         "model.ffn_dim": 1024,
         "batch.tokens": 256,
     },
-    **{"checkpoint.every_steps": CYCLE, "checkpoint.keep": 1, "track.log_every": 1000},
+    **{"checkpoint.every_steps": CYCLE, "checkpoint.keep": 1, "track.every_s": 1000},
 }
 
 

@@ -19,12 +19,11 @@ from statistics import mean
 from typing import Any
 
 from bench.results import TOP, keep, machine
-from lockstep.cli.start import open_run
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.parallel import wire_codec
+from lockstep.recipes.script import lock_run_folder, train
+from lockstep.recipes.values import open_run
 from lockstep.record.metrics import read_metrics
-from lockstep.train import train
-from lockstep.training.setup import lock_run_folder
 
 sys.path.insert(0, str(TOP / "tests"))
 from support.ranks import run_ranks

@@ -20,7 +20,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, ClassVar, Unpack
+from typing import Any, ClassVar, Literal, Unpack
 
 import torch
 from torch import nn
@@ -45,6 +45,7 @@ from lockstep.runtime.worker_env import read_worker_env
 from lockstep.training import model_options, session_checks, sharding
 from lockstep.training.checkpointer import Checkpointer
 from lockstep.training.evaluation import Samples, gather_over, in_eval_mode, mean_over
+from lockstep.training.initial_values import InitialValues, allocate
 from lockstep.training.loader import Collate, Loader
 from lockstep.training.model_options import Precision
 from lockstep.training.prepared_model import PreparedModel
@@ -52,7 +53,7 @@ from lockstep.training.replica_group import ReplicaGroup
 from lockstep.training.sample_order import make_order
 from lockstep.training.saved_state import PerMicroBatch, SavedState
 from lockstep.training.session_checks import ReplicaOptions
-from lockstep.training.session_parts import Declared, SessionValues
+from lockstep.training.session_parts import Declared, RunValues, SessionValues
 from lockstep.training.session_words import in_session_words
 from lockstep.training.started_run import StartedRun
 
@@ -75,6 +76,9 @@ class Session:
                    "wandb:offline", "MODULE:CLASS" (docs/loop.md). `lockstep run --track NAME` adds
                    others
     progress       seconds between two lines of rank 0 on the screen; False: none
+    on_save_error  a checkpoint that cannot be written: "continue", with a warning, or "stop"
+    runtime        that has joined the workers already; None: the Session joins them
+    values         further values of the run, which decide what a resume compares (RunValues)
     shard, tensor, pipeline  sizes of the axes of the layout (docs/parallelism.md): workers that
                    hold one copy of the model together. `lockstep run --layout.shard` and the
                    variable LOCKSTEP_LAYOUT_SHARD replace `shard`, and so for the other axes
@@ -104,6 +108,9 @@ class Session:
         threads: int = 1,
         track: Sequence[str] = (),
         progress: float | bool = 10.0,
+        on_save_error: Literal["continue", "stop"] = "continue",
+        runtime: ElasticRuntime | None = None,
+        values: RunValues | None = None,
         shard: int = 1,
         tensor: int = 1,
         pipeline: int = 1,
@@ -121,8 +128,12 @@ class Session:
             threads=threads,
             backends=session_checks.choose_backends(track),
             progress_s=session_checks.progress_interval_s(progress),
+            on_save_error=on_save_error,
             options=options,
+            run=values,
         )
+        if runtime:
+            self.runtime = runtime
         self.layout = Layout(1, shard, tensor, pipeline)  # of a replica
         self.step = 0
         self._declared = Declared()
@@ -133,16 +144,18 @@ class Session:
 
     def __enter__(self) -> Session:
         worker_env = read_worker_env(os.environ)
-        session_checks.refuse_ineffective_variables(os.environ)
+        if self.values.run is None:
+            session_checks.refuse_ineffective_variables(os.environ)
         session_checks.refuse_second_session(self.out, self._open, bool(self._entered), worker_env)
         self.layout = sharding.choose_replica_layout(
             self.layout, self.values.micro_batches, worker_env
         )
         with ExitStack() as stack:
-            limits = ElasticLimits(replica_size=self.layout.workers_per_replica)
-            self.runtime = stack.enter_context(
-                ElasticRuntime.join(threads=self.values.threads, limits=limits)
-            )
+            if "runtime" not in vars(self):
+                limits = ElasticLimits(replica_size=self.layout.workers_per_replica)
+                self.runtime = stack.enter_context(
+                    ElasticRuntime.join(threads=self.values.threads, limits=limits)
+                )
             if self.runtime.membership is None:
                 sharding.refuse_incomplete_replicas(self.world.size, self.layout)
                 session_checks.refuse_different_folders(
@@ -192,12 +205,18 @@ class Session:
         precision: Precision | None = None,
         compile: bool = False,
         activation_checkpoint: Mode = "none",
+        init: InitialValues | None = None,
+        prefetch_units: int = 1,
+        reshard_after_forward: bool = True,
+        pipeline_chunks: int = 1,
     ) -> Any:
         """Return (the model to call in the loop, *optimizers); without optimizers only the model.
 
         Moves the model to world.device. Checkpoints hold the model and the optimizers. The returned
         model behaves like DistributedDataParallel: `model.module` is the model that was passed.
 
+        init          of a model on the meta device: its initial values, which are computed only where
+                      neither a checkpoint nor another worker has them (training/initial_values.py)
         units         in shards: names of the modules to gather one by one, "layers.*"; () for none.
                       None: repeated blocks (parallel/own_model.py). `steps` shards the model
         tensor_plan   with tensor: styles of layers by patterns of names (parallel/tensor_plan.py),
@@ -205,6 +224,7 @@ class Session:
                       of a Hugging Face model
         split_points  in a pipeline: names of the first blocks of its later stages; (): similar
                       bytes
+        prefetch_units, reshard_after_forward, pipeline_chunks  see parallel/parallelize.py
         precision     "bf16": forward passes run in torch.autocast and return float32; "auto": where
                       the device has bf16 units; "fp32". None: the loop may use torch.autocast
                       itself
@@ -222,7 +242,7 @@ class Session:
         session_checks.refuse_unprepared(model, optimizers)
         device = self.world.device
         if self.layout.workers_per_replica == 1:
-            model = move_to(model, device)
+            model = allocate(model, device, init) if init else move_to(model, device)
         model_options.prepare_blocks(
             model,
             units,
@@ -235,7 +255,15 @@ class Session:
         self._declared.add_model(
             prepared,
             optimizers,
-            splits={"units": units, "tensor_plan": tensor_plan, "split_points": split_points},
+            splits={
+                "units": units,
+                "tensor_plan": tensor_plan,
+                "split_points": split_points,
+                "prefetch_units": prefetch_units,
+                "reshard_after_forward": reshard_after_forward,
+                "pipeline_chunks": pipeline_chunks,
+            },
+            init=init,
             bits={"precision": chosen or "of the loop", "compile": str(compile)},
         )
         return (prepared, *optimizers) if optimizers else prepared
@@ -285,6 +313,9 @@ class Session:
         """Return a loader: `for batch in loader(step)` yields this worker's micro-batches, on its
         device. See training/loader.py.
 
+        dataset      has __len__ and __getitem__; or it makes its micro-batches itself: it has
+                     micro_batch(step, k) and `order`, as one of lockstep.UniformOrder, and
+                     none of the arguments below is given
         batch_size   samples of a step, over all workers; a multiple of micro_batches
         tokens       instead of batch_size: limit of a micro-batch's samples times the longest of
                      them. Its samples have similar lengths; give `count` to `backward`
@@ -393,7 +424,7 @@ class Session:
         scaler  scales the gradient; `loss` is unscaled, and so is the recorded loss
         """
         run = self._run_in_loop("session.backward(loss)")
-        if self.layout.pipeline > 1:
+        if self.layout.pipeline > 1 and not self._declared.is_staged:
             hint = "call session.forward_backward(x, y, loss_fn) for each micro-batch"
             raise UsageError(
                 "in a pipeline only the last stage has a loss",
@@ -538,6 +569,8 @@ class Session:
         if self._run is None:
             return None
         in_loop = self._micro_batch is not None
+        if self.layout.pipeline > 1 and self._declared.is_staged:
+            return self._run.replicas
         if self.layout.pipeline > 1:
             return partial(evaluate_in_stages, self._run.replicas.local_model, in_loop=in_loop)
         return self._run.replicas if in_loop and torch.is_grad_enabled() else None

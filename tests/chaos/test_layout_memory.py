@@ -32,7 +32,9 @@ ROOM = 2_900_000_000  # beyond Python and torch
 
 def taken_by_torch() -> int:
     """Return the address space of a worker before it builds a model."""
-    code = "import torch, lockstep.train; print(open('/proc/self/statm').read().split()[0])"
+    code = (
+        "import torch, lockstep.recipes.script; print(open('/proc/self/statm').read().split()[0])"
+    )
     pages = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=one_thread()
     ).stdout

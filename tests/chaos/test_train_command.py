@@ -88,8 +88,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "30",
         "--checkpoint.every_steps",
         "10",
-        "--track.log_every",
-        "15",
+        "--track.every_s",
+        "0",
         *SMALL,
     )
     assert result.returncode == 0, result.stderr

@@ -13,7 +13,6 @@ from support.ranks import run_ranks
 
 from lockstep.checkpoint.commands import digest_line
 from lockstep.checkpoint.store import CheckpointStore
-from lockstep.cli.start import open_run
 from lockstep.config.schema import ResolvedRun
 from lockstep.data.order import splitmix64
 from lockstep.data.pairs.loader import PairLoader
@@ -22,11 +21,11 @@ from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import DivergedError
 from lockstep.models.build import build_translator
 from lockstep.parallel.grad_norm import sum_of_squares
+from lockstep.recipes.script import lock_run_folder, train
+from lockstep.recipes.values import open_run
 from lockstep.record.metrics import read_metrics
 from lockstep.runtime.numerics import seed_generators
 from lockstep.tasks.translation import make_order
-from lockstep.train import train
-from lockstep.training.setup import lock_run_folder
 
 M, H, STEPS = 4, 3, 6
 FLAGS = {

@@ -12,13 +12,12 @@ from support.ranks import run_ranks
 from torch import Tensor
 
 from lockstep.checkpoint.commands import digest_line
-from lockstep.cli.start import open_run
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import DivergedError
+from lockstep.recipes.script import lock_run_folder, train
+from lockstep.recipes.values import open_run
 from lockstep.record.metrics import read_metrics
-from lockstep.train import train
 from lockstep.training.diloco import Learners
-from lockstep.training.setup import lock_run_folder
 
 Values = dict[str, Any]
 H, STEPS = 2, 4

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from support.ranks import run_ranks
 
+from lockstep.checkpoint.evaluations import best_of
 from lockstep.checkpoint.state_dict import get_state_dict
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.config.resolve import resolve
@@ -34,7 +35,6 @@ from lockstep.models.load_translator import load_translator, newest_steps
 from lockstep.record.metrics import read_metrics
 from lockstep.tasks.evaluate import (
     append_record,
-    best_of,
     evaluate,
     evaluate_at_end,
     next_action,

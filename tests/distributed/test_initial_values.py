@@ -13,15 +13,14 @@ from support.ranks import run_ranks
 from torch import Tensor, nn
 
 from lockstep.checkpoint import commands
-from lockstep.cli.start import open_run
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import DivergedError
 from lockstep.parallel.replica import Replica
+from lockstep.recipes.script import lock_run_folder, train
+from lockstep.recipes.values import open_run
 from lockstep.tasks import translation
 from lockstep.tasks.open import open_task
-from lockstep.train import train
 from lockstep.training.checkpointer import Checkpointer
-from lockstep.training.setup import lock_run_folder
 
 TINY: dict[str, Any] = {
     "data.kind": "files",

@@ -26,7 +26,7 @@ from lockstep.models.llama import Llama, init_param
 from lockstep.models.llama_io import model_tensors
 from lockstep.parallel.grad_norm import divide_and_clip
 from lockstep.training.checkpointer import Checkpointer
-from lockstep.training.optim import adamw
+from lockstep.training.optim import make_optimizers
 
 FIRST, LAST = 3, 6
 FROM = [Layout(), Layout(2, 2), Layout(1, 1, 2), Layout(1, 1, 1, 2)]
@@ -50,7 +50,7 @@ def train_to(
     """
     model = model_named("translator", dropout=0.1 if mixed_precision else 0.0)
     local = build_local_model(runtime, model, layout, torch.float32)
-    optimizer = adamw(local, OptimOptions(learning_rate=3e-3))
+    optimizer = make_optimizers(local, OptimOptions(learning_rate=3e-3))[0]
     losses = []
     with (
         Checkpointer(Path(folder), runtime, local, optimizer) as checkpointer,
@@ -135,7 +135,9 @@ def test_damaged_shard_is_detected_and_the_previous_checkpoint_loaded(tmp_path: 
 
 def outcome_of_resume(runtime: ElasticRuntime, layout: Layout, folder: str, how: str) -> str:
     local = build_local_model(runtime, model_named("translator"), layout, torch.float32)
-    checkpointer = Checkpointer(Path(folder), runtime, local, adamw(local, OptimOptions()))
+    checkpointer = Checkpointer(
+        Path(folder), runtime, local, make_optimizers(local, OptimOptions())[0]
+    )
     try:
         return f"step {checkpointer.resume(how)}"
     except CheckpointError as error:
@@ -172,7 +174,7 @@ def resume_and_save(
     per_host = runtime.world.size // hosts
     runtime.world = replace(runtime.world, host=f"host {runtime.world.rank // per_host}")
     local = build_local_model(runtime, WIDE_MODEL, layout, torch.float32)
-    optimizer = adamw(local, OptimOptions())
+    optimizer = make_optimizers(local, OptimOptions())[0]
     send, sent = runtime.group.isend, list[int]()
 
     def isend(tensor: torch.Tensor, rank: int) -> Any:

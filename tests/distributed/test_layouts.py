@@ -32,7 +32,7 @@ from lockstep.parallel.parallelize import LocalModel, parallelize
 from lockstep.parallel.replica import Replica
 from lockstep.parallel.sharded_replica import ShardedReplica
 from lockstep.tensor_slice import TensorSlice
-from lockstep.training.optim import adamw
+from lockstep.training.optim import make_optimizers
 
 CPU = torch.device("cpu")
 VOCABULARY = 211
@@ -330,7 +330,7 @@ def losses_of_twenty_steps(
     for name in names:
         model = model_named(name)
         local = build_local_model(runtime, model, layout, torch.float32)
-        optimizer = adamw(local, OptimOptions(learning_rate=3e-3))
+        optimizer = make_optimizers(local, OptimOptions(learning_rate=3e-3))[0]
         losses = []
         with build_replica(local, 4) as replica:
             for step in range(20):
@@ -379,7 +379,7 @@ def digest_after(
         torch.bfloat16 if memory.weights == "bf16" else torch.float32,
         **options,
     )
-    optimizer = adamw(local, OptimOptions(learning_rate=1e-2), memory)
+    optimizer = make_optimizers(local, OptimOptions(learning_rate=1e-2), memory)[0]
     with build_replica(local, 8, reduce_once_per_step, wire) as replica:
         for step in range(4):
             one_step(local, replica, model, step, narrow=True, shares=shares)
@@ -503,7 +503,7 @@ def local_bytes(runtime: ElasticRuntime, layout: Layout) -> int:
     """Return the bytes of parameters, gradients and optimizer state after a step."""
     model = model_named("llama")
     local = build_local_model(runtime, model, layout, torch.float32)
-    optimizer = adamw(local, OptimOptions())
+    optimizer = make_optimizers(local, OptimOptions())[0]
     with build_replica(local, 4) as replica:
         one_step(local, replica, model, 0)
         optimizer.step()

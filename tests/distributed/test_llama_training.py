@@ -24,7 +24,6 @@ from support.ranks import run_ranks
 from lockstep.checkpoint.commands import digest_line
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.cli.main import main
-from lockstep.cli.start import open_run
 from lockstep.config import schema as config
 from lockstep.config.resolve import resolve
 from lockstep.config.schema import LoraOptions, RunConfig
@@ -49,11 +48,11 @@ from lockstep.models.llama_config import LLAMA_CONFIGS
 from lockstep.models.llama_io import InitialWeights, load_llama, open_weights
 from lockstep.models.lora import merged_weights
 from lockstep.parallel.materialize import materialize
+from lockstep.recipes.script import lock_run_folder, train
+from lockstep.recipes.values import open_run
 from lockstep.record.metrics import read_metrics
 from lockstep.tasks.evaluate import evaluate, evaluate_at_end
-from lockstep.tasks.language_model import prepare_documents, windows
-from lockstep.train import train
-from lockstep.training.setup import lock_run_folder
+from lockstep.tasks.language_model import HeldOutRows, prepare_documents
 
 CPU = torch.device("cpu")
 STEPS = 3
@@ -70,6 +69,7 @@ TEXT = {
     "optim.warmup_steps": "0",
     "optim.schedule": "constant",
     "checkpoint.every_steps": "0",
+    "evaluate.at_end": "0",
 }
 CHATS = {
     **TEXT,
@@ -223,7 +223,7 @@ def test_cut_rows_predict_every_token_except_the_first_of_a_document(
 def test_windows_score_every_token_once_with_context(documents: TokenStream) -> None:
     scored: Counter[int] = Counter()
     begin = 0
-    for number, (tokens, labels, _) in enumerate(windows(documents, 8)):
+    for number, (tokens, labels, _) in enumerate(HeldOutRows(documents, 8, packed=False)):
         begin = 4 * number
         assert tokens.tolist() == documents.read(begin, begin + len(tokens)).tolist()
         places = begin + np.flatnonzero(labels != IGNORE_INDEX)
@@ -406,7 +406,7 @@ def test_the_held_out_loss_is_the_same_on_any_number_of_ranks(base: Path) -> Non
     data = open_prepared(base / "data", ChatTokenizer.load(base / "tokenizer", {}))
     for split, line in line_of.items():
         nats, tokens = 0.0, 0
-        for row, labels, inside in windows(getattr(data, split), 32):
+        for row, labels, inside in HeldOutRows(getattr(data, split), 32, packed=False):
             logits = loaded.model(torch.tensor(row)[None], documents=torch.tensor(inside)[None])[0]
             nats += float(
                 F.cross_entropy(

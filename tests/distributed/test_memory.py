@@ -30,7 +30,7 @@ from lockstep.parallel.activation_checkpoint import Mode, checkpoint_activations
 from lockstep.parallel.plans import plan_of
 from lockstep.tasks.layout_limits import min_parameters
 from lockstep.tasks.memory_estimate import memory_limit, refuse_too_large
-from lockstep.training.optim import LeanAdamW, adamw, stochastic_round
+from lockstep.training.optim import LeanAdamW, make_optimizers, stochastic_round
 
 CONFIG = LlamaConfig(300, 64, 4, 4, 2, 16, 192, max_seq_len=256)
 CPU = torch.device("cpu")
@@ -136,7 +136,7 @@ def trained(memory: MemoryOptions, steps: int = 12) -> tuple[Llama, torch.optim.
     model = build_llama(CONFIG, device=CPU, seed=1)
     if memory.weights == "bf16":
         model.bfloat16()
-    optimizer = adamw(model, OptimOptions(learning_rate=1e-2), memory)
+    optimizer = make_optimizers(model, OptimOptions(learning_rate=1e-2), memory)[0]
     train_further(model, optimizer, steps)
     return model, optimizer
 
@@ -184,7 +184,7 @@ def test_bf16_state_trains_as_well_in_less_memory_and_resumes_with_the_same_bits
     assert state_bytes == numbers * each
     saved = {name: tensor.clone() for name, tensor in get_state_dict(model, optimizer).items()}
     again = build_llama(CONFIG, device=CPU, seed=2).to(next(model.parameters()).dtype)
-    other = adamw(again, OptimOptions(learning_rate=1e-2), memory)
+    other = make_optimizers(again, OptimOptions(learning_rate=1e-2), memory)[0]
     set_state_dict(again, other, saved)
     train_further(model, optimizer, 2)
     train_further(again, other, 2)

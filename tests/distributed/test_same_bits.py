@@ -20,12 +20,11 @@ import pytest
 from support.ranks import run_ranks
 
 from lockstep.checkpoint.commands import digest_line
-from lockstep.cli.start import open_run
 from lockstep.data.pairs.encoded import EncodedPairs
 from lockstep.elastic.runtime import ElasticRuntime
+from lockstep.recipes.script import lock_run_folder, train
+from lockstep.recipes.values import open_run
 from lockstep.record.metrics import read_metrics
-from lockstep.train import train
-from lockstep.training.setup import lock_run_folder
 
 FLAGS = {
     "data.pairs": "1500",
@@ -37,6 +36,7 @@ FLAGS = {
     "optim.clip_norm": "0.5",
     "checkpoint.every_steps": "3",
     "checkpoint.keep": "0",
+    "evaluate.at_end": "0",
     "elastic.rehearse": "false",  # so that the ledgers have each micro-batch once
 }
 STEPS = 6

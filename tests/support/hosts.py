@@ -51,7 +51,7 @@ TINY = {
     "parallel.bucket_bytes": 50_000,  # several buckets
     "evaluate.at_end": 0,
     "checkpoint.every_steps": 10,
-    "track.log_every": 5,
+    "track.every_s": 0,
 }
 
 

@@ -41,7 +41,7 @@ PRELOAD = [
         "hypothesis",
     ),
     *("transformers.modeling_utils", "transformers.models.auto.modeling_auto", "peft"),
-    *("lockstep.train", "lockstep.session", "lockstep.cli.main", "lockstep.cli.worker"),
+    *("lockstep.recipes.script", "lockstep.session", "lockstep.cli.main", "lockstep.cli.worker"),
 ]
 
 

@@ -1,4 +1,4 @@
-"""Show the progress of a run: `show_progress.py TOTAL START LOG_EVERY SHOWS [wait]`.
+"""Show the progress of a run: `show_progress.py TOTAL START EVERY_S SHOWS [wait]`.
 
 With `wait` it reads a line of standard input after step 20. SHOWS is 0 or 1.
 """
@@ -10,8 +10,8 @@ import sys
 from lockstep.record.progress import ProgressDisplay
 
 if __name__ == "__main__":
-    total, start, log_every, shows = (int(argument) for argument in sys.argv[1:5])
-    with ProgressDisplay(total, start, lambda: bool(shows), log_every=log_every) as progress:
+    total, start, every_s, shows = (int(argument) for argument in sys.argv[1:5])
+    with ProgressDisplay(total, start, lambda: bool(shows), every_s=every_s) as progress:
         for step in range(start + 1, total + 1):
             progress.step(step, {"loss": 1.5})
             if "wait" in sys.argv and step == 20:

@@ -18,6 +18,7 @@ from support.checkpoints import save
 
 from lockstep.agent import lock as agent_lock
 from lockstep.checkpoint import commands, commit
+from lockstep.checkpoint.evaluations import best_steps
 from lockstep.checkpoint.folder import committed_steps
 from lockstep.checkpoint.shards import ShardWriter
 from lockstep.checkpoint.store import CheckpointStore
@@ -34,7 +35,6 @@ from lockstep.runtime import status_board as board
 from lockstep.runtime import worker_env as seat
 from lockstep.runtime.processes import open_worker_log
 from lockstep.tasks.evaluate import finished_step
-from lockstep.tasks.setup import best_steps
 
 ME = Member("here/0/a", "here", 0, os.getpid(), "127.0.0.1:4000")
 RECORD = Generation(1, "token", (ME,), "127.0.0.1:4001", 0, "for the test")

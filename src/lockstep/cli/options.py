@@ -156,9 +156,12 @@ def build_parser() -> Parser:
     add_checkpoint_commands(commands)
     add_network_commands(commands)
     add = add_command(
-        commands, "recipes", "list the run files that come with Lockstep, or print one"
+        commands,
+        "recipes",
+        "list the run files and scripts that come with Lockstep, print one, or copy a script",
     )
-    add("name", nargs="?", metavar="NAME", help="recipe to print (default: list all)")
+    help = "recipe to print (default: list all); copy SCRIPT FILE: your own copy of a script"
+    add("name", nargs="*", metavar="NAME", help=help)
     add = add_command(
         commands, "completion", "print a script that completes the words of lockstep in a shell"
     )

@@ -1,27 +1,79 @@
-"""`lockstep recipes`: list the run files that come with Lockstep, or print one."""
+"""`lockstep recipes`: list the run files and scripts that come with Lockstep, print or copy one."""
 
 import argparse
+import ast
+from pathlib import Path
 
 from lockstep.config.resolve import recipes
 from lockstep.errors import UsageError
 
+SCRIPTS = ("translate", "pretrain", "finetune")  # in lockstep/recipes
+
 
 def main(args: argparse.Namespace, rest: list[str]) -> int:
-    texts = {name: path.read_text(encoding="utf-8") for name, path in sorted(recipes().items())}
-    if args.name is None:
-        width = max(map(len, texts), default=0)
-        print("\n".join(f"{name:<{width}}  {first_sentence(text)}" for name, text in texts.items()))
-        print(
-            "\nlockstep recipes NAME > NAME.toml copies one; lockstep train recipes/NAME.toml trains it"
-        )
-        return 0
-    name = args.name.removeprefix("recipes/").removesuffix(".toml")
-    if name not in texts:
-        raise UsageError(
-            f"there is no recipe {args.name!r}", "command line", f"available: {', '.join(texts)}"
-        )
-    print(texts[name], end="")
+    if args.name[:1] == ["copy"]:
+        copy_script(args.name[1:])
+    elif len(args.name) > 1:
+        what = f"{len(args.name)} names: {' '.join(args.name)}"
+        raise UsageError(what, "command line", "give one name, or copy SCRIPT FILE")
+    elif args.name:
+        print(text_of(args.name[0]), end="")
+    else:
+        print_list()
     return 0
+
+
+def copy_script(words: list[str]) -> None:
+    """Write a script to a new file."""
+    if len(words) != 2:
+        hint = "write lockstep recipes copy translate my.py"
+        raise UsageError(f"copy takes a script and a file, not {words}", "command line", hint)
+    name, file = words[0], Path(words[1])
+    if name not in SCRIPTS:
+        hint = f"available: {', '.join(SCRIPTS)}"
+        raise UsageError(f"there is no script {name!r}", "lockstep recipes copy", hint)
+    if file.suffix != ".py":
+        hint = "give the name of a new Python file, such as my.py"
+        raise UsageError(f"{file} does not end in .py", "lockstep recipes copy", hint)
+    try:
+        with file.open("x", encoding="utf-8") as copy:
+            copy.write(script_path(name).read_text(encoding="utf-8"))
+    except OSError as error:
+        what = f"{file} was not written: {error.strerror}"
+        hint = "give a new file in a folder that exists"
+        raise UsageError(what, "lockstep recipes copy", hint) from None
+    print(f"{file}: lockstep run {file} --workers 2 --steps 40")
+
+
+def text_of(spelled: str) -> str:
+    """Return the text of a run file or script. UsageError: there is none of this name."""
+    name = spelled.removeprefix("recipes/")
+    files = recipes()
+    if name.endswith(".py") and name.removesuffix(".py") in SCRIPTS:
+        return script_path(name.removesuffix(".py")).read_text(encoding="utf-8")
+    if name.removesuffix(".toml") in files:
+        return files[name.removesuffix(".toml")].read_text(encoding="utf-8")
+    available = [*files, *(f"{script}.py" for script in SCRIPTS)]
+    hint = f"available: {', '.join(available)}"
+    raise UsageError(f"there is no recipe {spelled!r}", "command line", hint)
+
+
+def print_list() -> None:
+    texts = {name: path.read_text(encoding="utf-8") for name, path in sorted(recipes().items())}
+    rows = {name: first_sentence(text) for name, text in texts.items()}
+    for script in SCRIPTS:
+        docstring = ast.get_docstring(ast.parse(script_path(script).read_text(encoding="utf-8")))
+        rows[f"{script}.py"] = (docstring or "").partition(": ")[0]
+    width = max(map(len, rows), default=0)
+    print("\n".join(f"{name:<{width}}  {row}" for name, row in rows.items()))
+    print(
+        "\nlockstep recipes NAME > NAME.toml copies a run file; lockstep train NAME.toml trains it"
+        "\nlockstep recipes copy translate my.py copies a script; lockstep run my.py trains it"
+    )
+
+
+def script_path(name: str) -> Path:
+    return Path(__file__).parents[1] / "recipes" / f"{name}.py"
 
 
 def first_sentence(text: str) -> str:

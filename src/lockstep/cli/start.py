@@ -9,16 +9,13 @@ import argparse
 import os
 import shlex
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from lockstep.agent.agent import run_until_end
 from lockstep.agent.config import AgentConfig
 from lockstep.agent.forkserver import WorkerProgram
 from lockstep.agent.restart_policy import PLAIN_SCRIPT_POLICY
-from lockstep.checkpoint.fingerprints import newest_facts
 from lockstep.checkpoint.folder import committed_steps
 from lockstep.checkpoint.policy import choose_resume_step
 from lockstep.cli.report import write_at_end
@@ -30,14 +27,14 @@ from lockstep.cli.script import (
     read_sources,
 )
 from lockstep.config import rules
-from lockstep.config.resolve import AS_STEPS, find_run_file, parse_flags, resolve, with_precision
+from lockstep.config.resolve import find_run_file, parse_flags
 from lockstep.config.rules import shared_values
-from lockstep.config.saved_run import from_json, has_output, read_run
 from lockstep.config.schema import ResolvedRun, RunConfig, ScheduleOverride
 from lockstep.elastic.run_folder import remove_untrained_run
-from lockstep.errors import ConfigError, UsageError
+from lockstep.errors import UsageError
 from lockstep.layout import Layout, choose_layout
 from lockstep.log import log
+from lockstep.recipes.values import open_run
 from lockstep.runtime.environment import check_worker_count, default_worker_count, read_rank_info
 from lockstep.runtime.exit_report import worker_main
 from lockstep.runtime.session_start import StartAgainError
@@ -355,70 +352,3 @@ def refuse_run_options(args: argparse.Namespace, script: str) -> None:
             raise UsageError(
                 f"{option} is for a run file, and {script} is a user script", "command line", hint
             )
-
-
-def run_of_newest_checkpoint(folder: Path) -> ResolvedRun | None:
-    """Return the run in the newest intact checkpoint, or None: a substitute for a lost run.json."""
-    step, facts = newest_facts(folder / "checkpoints") or (0, {})
-    if "run" not in facts:
-        return None
-    run = from_json(facts["run"], f"the checkpoint of step {step} in {folder}")
-    log.warning(
-        "%s is missing: its values are taken from the checkpoint of step %d",
-        folder / "run.json",
-        step,
-    )
-    return run
-
-
-def open_run(
-    folder: Path,
-    file: Path | None,
-    flags: Mapping[str, Any],
-    environ: Mapping[str, str],
-    override: ScheduleOverride | None = None,
-    *,
-    rewind: bool = False,
-) -> ResolvedRun:
-    """Return the run in `folder`, updated by the run file, flags and environment; write nothing.
-
-    override, rewind  see `add_override`
-    ConfigError if a value that decides bits differs from a run that has output, or if the learning
-    rate is 0 before the last step. CheckpointError if run.json is damaged or of another format.
-    """
-    saved = read_run(folder) or run_of_newest_checkpoint(folder)
-    started = saved is not None and has_output(folder)
-    decay_follows_steps = not saved or (
-        saved.origin[rules.DECAY_STEPS] == AS_STEPS and not (started and saved.run.steps)
-    )
-    resolved = resolve(file, flags, environ, saved, decay_follows_steps=decay_follows_steps)
-    if saved and resolved.run.compute.precision == "auto":
-        resolved = with_precision(
-            resolved, saved.run.compute.precision, saved.origin["compute.precision"]
-        )
-    changed = rules.changed_bits(saved.run, resolved.run) if saved and started else []
-    changed = [
-        change for change in changed if not (decay_follows_steps and change[0] == rules.DECAY_STEPS)
-    ]
-    if changed:
-        raise ConfigError(
-            f"{folder} holds another run: "
-            + "; ".join(f"{key} was {old!r}, now {new!r}" for key, old, new in changed),
-            ", ".join(f"{key} from {resolved.origin[key]}" for key, _, _ in changed),
-            "give another folder with --out, or remove these values to resume the run with its own"
-            + "".join(
-                f"\nto change the schedule on purpose: --override {key}={new}"
-                for key, _, new in changed
-                if key in rules.SCHEDULE
-            ),
-        )
-    if override and override.values:
-        if not started:
-            raise ConfigError(
-                f"{folder} holds no run to override",
-                "--override",
-                f"give --{next(iter(override.values))} for a new run",
-            )
-        resolved = rules.add_override(resolved, override, rewind=rewind)
-    rules.refuse_exhausted_schedule(resolved, saved if started else None, flags)
-    return resolved

@@ -1,33 +1,24 @@
 """A worker of `train`, `run` or `launch`. Imports torch."""
 
 import os
-from contextlib import ExitStack
-from dataclasses import asdict
 from pathlib import Path
 
-from lockstep import log
 from lockstep.cli.report import write_at_end
 from lockstep.cli.restart_all import supervise
 from lockstep.cli.script import arguments_of, run_file
-from lockstep.cli.start import RunRequest, workers_per_replica
-from lockstep.config.saved_run import from_json, to_json
-from lockstep.elastic.collectives import run_on_rank0
+from lockstep.cli.start import RunRequest
 from lockstep.elastic.membership import RunEnded
-from lockstep.elastic.protocol.decisions import ElasticLimits
 from lockstep.elastic.run_folder import folder_error, may_be_folder_error, wait_until_usable
-from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import RunFolderUnavailableError, UsageError
+from lockstep.recipes.script import train_as_worker
+from lockstep.runtime.environment import read_rank_info
 from lockstep.runtime.exit_report import worker_main
 from lockstep.runtime.numerics import seed_unseeded_generators
 from lockstep.runtime.session_start import SessionStart
-from lockstep.runtime.signals import STOP_EXIT_CODES, HostDrained, Stopped
+from lockstep.runtime.signals import HostDrained, Stopped
 from lockstep.runtime.sources import load_function
 from lockstep.runtime.status_board import read_status
 from lockstep.runtime.worker_env import WorkerEnv, read_worker_env
-from lockstep.tasks.evaluate import evaluate_at_end
-from lockstep.train import train
-from lockstep.training.profiler import ProfiledSteps
-from lockstep.training.setup import lock_run_folder, resolve_precision
 
 
 def run_under_agent(request: RunRequest, worker_env: WorkerEnv) -> int:
@@ -114,51 +105,12 @@ def run_function(spelled: str, folder: Path, flags: dict[str, str]) -> int:
 
 
 def train_run(request: RunRequest) -> int:
-    """Collective. Train with the built-in loop; return the exit code."""
-    folder, run = request.folder, request.open(request.resume).run
-    values = {
-        key: value
-        for key, value in asdict(run.elastic).items()
-        if key not in ("verify_every", "rehearse")
-    }
-    limits = ElasticLimits(**values, replica_size=workers_per_replica(run))
-    with (
-        ElasticRuntime.join(
-            threads=run.compute.num_threads, timeout_s=run.parallel.timeout_s, limits=limits
-        ) as runtime,
-        ExitStack() as stack,
-    ):
-        if runtime.membership is None:  # else the agent has created it
-            (folder / "logs").mkdir(parents=True, exist_ok=True)
-        log.set_up_logging(
-            rank=runtime.slot_or_rank,
-            file=folder / "logs" / f"{runtime.world.host}-{runtime.slot_or_rank}.log",
-        )
-        resolved = from_json(
-            run_on_rank0(
-                runtime,
-                lambda: to_json(
-                    resolve_precision(request.open(request.resume), runtime.world.device)
-                ),
-            )
-        )
-        if not runtime.is_joining:
-            run_on_rank0(
-                runtime,
-                lambda: stack.enter_context(
-                    lock_run_folder(folder, resolved, alone=runtime.membership is None)
-                ),
-            )
-        profile = ProfiledSteps.parse(request.profile) if request.profile else None
-        stopped_by = train(resolved, folder, runtime, resume=request.resume, profile=profile)
-        if not stopped_by:
-            with runtime.during("evaluating"):
-                runtime.retry_across_generations(
-                    lambda: evaluate_at_end(folder, resolved.run, runtime)
-                )
-        if runtime.membership is None:
-            runtime.report_goodput(folder)
-            if runtime.world.leader:
-                write_at_end(folder)
-        runtime.set_exit_code(STOP_EXIT_CODES[stopped_by])
-        return runtime.exit_code
+    """Collective. Train by the script of the run's task; return the exit code."""
+    folder = request.folder
+    code = train_as_worker(
+        folder, lambda: request.open(request.resume), resume=request.resume, script=None
+    )
+    rank_info, _ = read_rank_info(os.environ)
+    if read_worker_env(os.environ) is None and (rank_info is None or rank_info.rank == 0):
+        write_at_end(folder)
+    return code

@@ -494,7 +494,9 @@ class CheckpointOptions:
 
 @dataclass(frozen=True)
 class TrackOptions:
-    log_every: int = option(20, "steps between lines on the screen", each_host=EACH_HOST, ge=1)
+    every_s: Seconds = option(
+        10.0, "seconds between lines on the screen", each_host=EACH_HOST, ge=0
+    )
     tensorboard: bool = option(False, "write RUN/tensorboard", each_host=EACH_HOST)
     wandb: Literal["off", "offline", "online"] = option(
         "off", "Weights & Biases", each_host=EACH_HOST

@@ -98,13 +98,19 @@ def shard_module(
     split_points: Sequence[str] = (),
     init_param: InitParam | None = None,
     verify: bool = True,
+    prefetch_units: int = 1,
+    reshard_after_forward: bool = True,
+    pipeline_chunks: int = 1,
 ) -> LocalModel:
     """Return this worker's slices of `model`, which becomes FSDP's.
 
     units         see `find_units`
     split_points  see `first_blocks`
-    init_param    see `parallelize`
+    Others: see `parallelize`
     """
+    if pipeline_chunks > 1:
+        what = f"pipeline_chunks={pipeline_chunks} is not supported for own models"
+        raise UsageError(what, "session.prepare(...)", "leave it at 1")
     names = find_units(model, units)
     refuse_unshardable(model, names)
     wholes = dict(model.named_parameters())
@@ -129,7 +135,16 @@ def shard_module(
         tuple(names), regions=(), column_parallel=(), row_parallel=r"$^", styles=styles
     )
     local = parallelize(
-        model, layout, position, init_param, device, plan=plan, stage=stage, verify=verify
+        model,
+        layout,
+        position,
+        init_param,
+        device,
+        plan=plan,
+        stage=stage,
+        prefetch_units=prefetch_units,
+        reshard_after_forward=reshard_after_forward,
+        verify=verify,
     )
     buffers = {
         name: tensor
@@ -149,6 +164,47 @@ def shard_module(
     local = replace(
         local, local_params=params, slices=slices, tensor_slices=tensor_slices, buffers=buffers
     )
+    return replace(local, originals=originals, placeholders=placeholders)
+
+
+def shard_planned_module(
+    model: nn.Module,
+    layout: Layout,
+    position: Coordinates,
+    device: torch.device,
+    *,
+    init_param: InitParam | None = None,
+    verify: bool = True,
+    prefetch_units: int = 1,
+    reshard_after_forward: bool = True,
+    pipeline_chunks: int = 1,
+    **own_splits: object,
+) -> LocalModel:
+    """Return this worker's slices of a model that knows how it may be split (HasPlan)."""
+    if given := [name for name, split in own_splits.items() if split]:
+        what = f"{join_names(given)} would have no effect: {type(model).__name__} has its own plan"
+        raise UsageError(what, "session.prepare(...)", "leave them out")
+    wholes = dict(model.named_parameters())
+    originals = {name: (ref(p), marks_of(p)) for name, p in wholes.items()}
+    local = parallelize(
+        model,
+        layout,
+        position,
+        init_param,
+        device,
+        prefetch_units=prefetch_units,
+        reshard_after_forward=reshard_after_forward,
+        chunks_per_stage=pipeline_chunks,
+        verify=verify,
+    )
+    placeholders = {
+        name: nn.Parameter(
+            torch.empty(0, *p.shape[1:], dtype=p.dtype, device=device),
+            requires_grad=p.requires_grad,
+        )
+        for name, p in wholes.items()
+        if name not in local.local_params
+    }
     return replace(local, originals=originals, placeholders=placeholders)
 
 

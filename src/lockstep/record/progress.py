@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
     """Shows lines, and a bar on a terminal, for the steps from `start` to `total`.
 
-    shows      returns whether this process displays; called at each step, as the leader may change
-    log_every  steps between lines; the first and the last step of a start also have one
-    every_s    instead of log_every: seconds between lines; inf: no lines and no bar
-    stream     output; None: standard output
+    shows    returns whether this process displays; called at each step, as the leader may change
+    every_s  seconds between lines; the first and the last step of a start also have one; inf: no
+             lines and no bar
+    stream   output; None: standard output
     """
 
     def __init__(
@@ -35,11 +35,11 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
         start: int,
         shows: Callable[[], bool],
         *,
-        log_every: int = 20,
-        every_s: float | None = None,
+        every_s: float = 10.0,
         stream: TextIO | None = None,
     ) -> None:
-        self.total, self.start, self.log_every = total, start, log_every
+        self.total = total
+        self.start = start
         self.every_s = every_s
         self.last_line_s = -math.inf
         self.stream = stream or sys.stdout
@@ -74,9 +74,7 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
             return False
         if before == self.start or step == self.total or is_last:
             return True
-        if self.every_s is not None:
-            return time.monotonic() - self.last_line_s >= self.every_s
-        return step // self.log_every > before // self.log_every
+        return time.monotonic() - self.last_line_s >= self.every_s
 
     def set_total(self, total: int) -> None:
         """Set another last step: of a loop that continues."""

@@ -30,6 +30,7 @@ class Stopped(SystemExit):
 
     def __init__(self, name: str) -> None:
         super().__init__(STOP_EXIT_CODES[name])
+        self.name = name  # of the signal
 
 
 class HostDrained(SystemExit):

@@ -23,6 +23,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from lockstep.checkpoint.evaluations import BEST, EVALUATIONS, best_of
 from lockstep.checkpoint.folder import committed_steps
 from lockstep.checkpoint.policy import choose_step, show_steps
 from lockstep.config.schema import RunConfig
@@ -41,12 +42,8 @@ from lockstep.runtime.signals import StopSignals
 from lockstep.tasks.evaluator import EvalSpec, Split
 from lockstep.tasks.open import Evaluator, open_evaluator
 
-EVALUATIONS, BEST, FINISHED, SAMPLES = (
-    "evaluations.jsonl",
-    "best.json",
-    "finished.json",
-    "samples.json",
-)
+FINISHED = "finished.json"
+SAMPLES = "samples.json"
 POLL_S = 1.0
 
 
@@ -338,27 +335,6 @@ def append_record(folder: Path, record: dict[str, Any]) -> bool:
         if (best := best_of(list(iter_steps(path)))) is not None:
             write_json(folder / BEST, best)
     return True
-
-
-def best_of(records: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """Return the best evaluation of the validation split, or None: highest BLEU, else highest exact
-    match, else lowest loss. Ties: lowest loss, then earliest step."""
-    validation = [record for record in records if record.get("split") == "validation"]
-    metric = next(
-        (key for key in ("bleu", "exact_match") if any(key in record for record in validation)),
-        "loss",
-    )
-    needed = ("step", metric, "loss", *vars(EvalSpec()))
-    validation = [
-        record for record in validation if all(key in record for key in needed)
-    ]  # skip damaged lines
-    if not validation:
-        return None
-    best = min(
-        validation,
-        key=lambda r: (r["loss"] if metric == "loss" else -r[metric], r["loss"], r["step"]),
-    )
-    return {"by": metric, **{key: best[key] for key in dict.fromkeys(needed)}}
 
 
 def evaluate_with_lm_eval(

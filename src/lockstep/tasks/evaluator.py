@@ -71,12 +71,16 @@ def loss_record(
 ) -> dict[str, Any]:
     """Return the part of a record that all tasks share. losses: sums of -log p, in nats."""
     loss = math.fsum(losses) / max(1, tokens)
-    perplexity = math.exp(loss) if loss < 700 else math.inf
     return {
         "step": steps[-1],
         **vars(spec),
         "averaged": list(steps),
         "loss": loss,
-        "perplexity": perplexity,
+        "perplexity": perplexity(loss),
         "tokens": tokens,
     }
+
+
+def perplexity(loss: float) -> float:
+    """Return e to the power of a loss in nats; infinity for what no float holds."""
+    return math.exp(loss) if loss < 700 else math.inf

@@ -292,7 +292,7 @@ class LlamaEvaluator:
         start_s = time.monotonic()
         stream: TokenStream = getattr(self.data, spec.split)
         device, length = next(loaded.model.parameters()).device, self.run.batch.seq_len
-        rows = held_out_rows(stream, length, packed=self.run.task == "sft")
+        rows = HeldOutRows(stream, length, packed=self.run.task == "sft")
         batches = in_groups(rows, max(1, BATCH_TOKENS // length), kind=lambda row: len(row[0]))
         losses = {
             number: loss_of(loaded.model, batch, device)
@@ -335,26 +335,55 @@ class LlamaEvaluator:
         return f"{head}  {record['bits_per_byte']:.4f} bits a byte  ({record['split']}, {format_count(record['bytes'])} bytes)"
 
 
-def held_out_rows(stream: TokenStream, length: int, *, packed: bool) -> Iterator[Row]:
-    """Yield the rows to score: documents as `windows`, chats packed."""
-    if not packed:
-        return windows(stream, length)
-    rows = PackedRows(stream, length, pack_rows(stream, length, seed=0))
-    return map(rows.row, range(len(rows)))
+class HeldOutRows:
+    """The rows in which a split is scored: chats packed, documents in windows, each half a row after
+    the previous one. Each token is scored once, in a window with at least half a row of context;
+    tokens that were scored before have the label IGNORE_INDEX."""
+
+    def __init__(self, stream: TokenStream, length: int, *, packed: bool) -> None:
+        self.stream = stream
+        self.length = length
+        index = pack_rows(stream, length, seed=0) if packed else None
+        self.packed = None if index is None else PackedRows(stream, length, index)
+        self.starts = [] if packed else window_starts(stream.tokens, length)
+
+    def __len__(self) -> int:
+        return len(self.starts if self.packed is None else self.packed)
+
+    def __getitem__(self, i: int) -> Row:
+        if self.packed is not None:
+            return self.packed.row(i)
+        start = self.starts[i]
+        tokens, labels, documents = window(self.stream, start, self.length)
+        if i:
+            scored = min(self.starts[i - 1] + self.length, self.stream.tokens)
+            labels[: scored - start] = IGNORE_INDEX
+        return tokens, labels, documents
+
+    def __iter__(self) -> Iterator[Row]:
+        return map(self.__getitem__, range(len(self)))
+
+    def in_batches(self, rows: int) -> list[list[int]]:
+        """Return the numbers of the rows, in batches of at most `rows` rows of one length."""
+
+        def length_of(i: int) -> int:
+            return self.length if self.packed else self.stream.tokens - self.starts[i]
+
+        numbers = range(len(self))
+        return list(in_groups(numbers, rows, kind=lambda i: min(self.length, length_of(i))))
 
 
-def windows(stream: TokenStream, length: int) -> Iterator[Row]:
-    """Yield rows, each half a row after the previous one, in which each token of a stream is scored
-    once, with at least half a row of context. Tokens scored before have the label IGNORE_INDEX."""
-    stride = length - length // 2
+def window_starts(tokens: int, length: int) -> list[int]:
+    """Return the first position of each window over a stream of `tokens` tokens."""
+    starts: list[int] = []
     scored = 0  # end of the positions that are already scored
-    for start in range(0, max(1, stream.tokens - 1), stride):
-        tokens, labels, documents = window(stream, start, length)
-        if start + len(tokens) <= scored:
-            return
-        labels[: scored - start] = IGNORE_INDEX
-        scored = start + len(tokens)
-        yield tokens, labels, documents
+    for start in range(0, max(1, tokens - 1), length - length // 2):
+        end = min(start + length, tokens)
+        if end <= scored:
+            break
+        starts.append(start)
+        scored = end
+    return starts
 
 
 @torch.no_grad()
@@ -363,8 +392,8 @@ def loss_of(
 ) -> tuple[float, int]:
     """Return (sum of -log p over the labels that are not ignored, their number)."""
     batch = batch_of(rows, device)
-    count = int((batch.labels != IGNORE_INDEX).sum())
-    return (float(model(batch.tokens, batch.labels, batch.documents)) if count else 0.0), count
+    nats = model(batch.tokens, batch.labels, batch.documents) if batch.count else 0.0
+    return float(nats), batch.count
 
 
 def generate_answers(

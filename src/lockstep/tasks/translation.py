@@ -60,6 +60,9 @@ class TranslationTask:
         corpus = preparing(open_prepared)(folder / "data", digests)
         assert_equal_on_all_ranks(runtime, corpus.fingerprints)
         order = make_order(run, corpus)
+        if run.model.attention == "auto":
+            longest = order.shapes[-1].length
+            log.info("attention %s: %s", *choose_attention(runtime.world.device.type, longest))
         return cls(
             run,
             corpus,
@@ -92,10 +95,8 @@ class TranslationTask:
 
     def meta_model(self) -> Translator:
         """Return a new model on the meta device, in training mode, with `requires_grad` set."""
-        model, device_type = self.run.model, self.loader.device.type
-        if model.attention == "auto":
-            log.info("attention %s: %s", *choose_attention(device_type, self.length))
-        return translator_on_meta(model, self.corpus.tokenizer.vocab_size, device_type, self.length)
+        vocab_size, device_type = self.corpus.tokenizer.vocab_size, self.loader.device.type
+        return translator_on_meta(self.run.model, vocab_size, device_type, self.length)
 
     def init_param(self, name: str, shape: torch.Size) -> Tensor:
         """Return the full initial value of the parameter or buffer `name`, on the CPU, from (seed,

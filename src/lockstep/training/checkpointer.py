@@ -515,6 +515,8 @@ class Checkpointer:
         self._form.refuse_other_names()
         self._form.warn_of_other_modules()
         described = {} if self.state is None else self._describe_state()
+        if waits and self.saver and self.writes:  # facts may name its step
+            self.saver.wait(f"before step {step} is copied")
         facts = self._more_facts(step) | (facts or {})
         self._saved_step, self._request = (
             step,

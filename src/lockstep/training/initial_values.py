@@ -9,14 +9,39 @@ run.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Collection
+from typing import Protocol
 
 import torch
+from torch import Tensor, nn
 
 from lockstep.elastic.runtime import ElasticRuntime
+from lockstep.parallel.materialize import materialize
 from lockstep.parallel.parallelize import InitParam, LocalModel
 from lockstep.runtime.tensor_bytes import as_bytes
 from lockstep.tensor_slice import TensorSlice
+
+
+class InitialValues(Protocol):
+    """The values that a model on the meta device starts with."""
+
+    def init_param(self, name: str, shape: torch.Size) -> Tensor:
+        """Return the whole initial value of a parameter or buffer, on the CPU: the same on all
+        workers."""
+
+    def is_saved(self, name: str) -> bool:
+        """Return whether checkpoints hold it; others have their initial value in every start."""
+
+
+def until_drawn(init: InitialValues, model: nn.Module) -> InitParam:
+    """Return how to fill a new model: NaN where a checkpoint or `draw_initial_values` follows."""
+    names = {name for name, _ in model.named_parameters() if init.is_saved(name)}
+    return deferred(init.init_param, names)
+
+
+def allocate(model: nn.Module, device: torch.device, init: InitialValues) -> nn.Module:
+    """Move a whole model from the meta device to `device`, in place."""
+    return materialize(model, device, until_drawn(init, model))
 
 
 def deferred(init_param: InitParam, names: Collection[str]) -> InitParam:
@@ -27,12 +52,7 @@ def deferred(init_param: InitParam, names: Collection[str]) -> InitParam:
 
 
 @torch.no_grad()
-def draw_initial_values(
-    model: LocalModel,
-    init_param: InitParam,
-    is_saved: Callable[[str], bool],
-    runtime: ElasticRuntime,
-) -> None:
+def draw_initial_values(model: LocalModel, init: InitialValues, runtime: ElasticRuntime) -> None:
     """Collective. Fill the parameters that `deferred` left as NaN.
 
     The value of a parameter follows from the seed and its name, all of it at once. So the shards of
@@ -44,7 +64,7 @@ def draw_initial_values(
     slices = {
         name: model.tensor_slices.get(name, TensorSlice.whole(p.shape))
         for name, p in model.local_params.items()
-        if is_saved(name)
+        if init.is_saved(name)
     }
     # By whole size: the same order on all shards, which draw parameters of similar size at a time.
     names = sorted(slices, key=lambda name: (-math.prod(slices[name].shape), name))
@@ -57,7 +77,8 @@ def draw_initial_values(
                 received.append((parameter, rows))
                 works.append(runtime.group.irecv(as_bytes(rows), owner) if rows.numel() else None)
                 continue
-            value = init_param(name, torch.Size(slices[name].shape)).to(parameter.dtype)
+            shape = torch.Size(slices[name].shape)
+            value = init.init_param(name, shape).to(parameter.dtype)
             for shard, other in enumerate(ranks):
                 rows = (
                     slices[name].split_rows(shard, len(ranks)) if len(ranks) > 1 else slices[name]

@@ -44,6 +44,8 @@ class KeyedBatches(Dataset[Any]):
         self.dataset, self.order, self.collate_fn = dataset, order, collate_fn or default_collate
 
     def __getitem__(self, key: Key) -> Any:
+        if makes_micro_batches(self.dataset):
+            return self.dataset.micro_batch(*key)
         seed_generators(splitmix64(self.order.seed, *key, SAMPLES) >> 1, CPU)
         return self.collate_fn(get_samples(self.dataset, self.order.ids(*key).tolist()))
 
@@ -230,6 +232,11 @@ def get_samples(dataset: Any, ids: Sequence[int]) -> list[Any]:
     if hasattr(dataset, "__getitems__"):
         return list(dataset.__getitems__(list(ids)))
     return [dataset[i] for i in ids]
+
+
+def makes_micro_batches(dataset: Any) -> bool:
+    """Return whether a data set makes whole micro-batches, by step and number."""
+    return callable(getattr(dataset, "micro_batch", None))
 
 
 def number_of_samples(dataset: Any, where: str) -> int:

@@ -34,17 +34,25 @@ NamedParameters = Iterable[tuple[str, nn.Parameter]]
 
 
 def make_optimizers(
-    model: nn.Module | LocalModel, values: OptimOptions, memory: MemoryOptions = DEFAULT_MEMORY
+    model: nn.Module | LocalModel,
+    values: OptimOptions,
+    memory: MemoryOptions = DEFAULT_MEMORY,
+    *,
+    on_gpu: bool | None = None,
 ) -> list[torch.optim.Optimizer]:
     """Return the optimizers of the trained parameters, as `optim.kind` names them.
+
+    on_gpu  whether a model on the meta device will be on a GPU; None: the model is where it is
 
     UsageError when a pattern of `optim.groups` matches no parameter.
     """
     named = trained_parameters(model)
     refuse_unused_patterns(model, named, values)
+    if on_gpu is None:
+        on_gpu = all(p.device.type == "cuda" for _, p in named)
+    rate = values.learning_rate
     if values.kind == "adamw":
-        return [adamw(model, values, memory)]
-    on_gpu, rate = all(p.device.type == "cuda" for _, p in named), values.learning_rate
+        return [adamw(named, values, memory, on_gpu=on_gpu)]
     if values.kind == "sgd":
         return [
             torch.optim.SGD(
@@ -134,7 +142,11 @@ def parameter_groups(named: NamedParameters, values: OptimOptions) -> list[dict[
 
 
 def adamw(
-    model: nn.Module | LocalModel, values: OptimOptions, memory: MemoryOptions = DEFAULT_MEMORY
+    named: NamedParameters,
+    values: OptimOptions,
+    memory: MemoryOptions = DEFAULT_MEMORY,
+    *,
+    on_gpu: bool = False,
 ) -> torch.optim.Optimizer:
     """Return AdamW over the trained parameters, with weight decay on matrices only.
 
@@ -142,7 +154,6 @@ def adamw(
     one parameter after another, which stays in the cache. `LeanAdamW` for a lower-precision or
     offloaded state.
     """
-    named = trained_parameters(model)
     if memory.saves_optimizer:
         state = torch.bfloat16 if memory.optimizer_state == "bf16" else torch.float32
         betas, offload = (values.beta1, values.beta2), memory.offload == "optimizer"
@@ -155,7 +166,6 @@ def adamw(
             state_dtype=state,
             offload=offload,
         )
-    on_gpu = all(p.device.type == "cuda" for _, p in named)
     if values.fused and not on_gpu:
         log.info(
             "fused AdamW: faster with whole replicas; in shards each parameter is updated by its owner"

@@ -52,6 +52,7 @@ from lockstep.parallel.running_statistics import (
 )
 from lockstep.record.events import append_event
 from lockstep.record.tracker import BackgroundTracker, Tracker
+from lockstep.runtime.device import default_bucket_bytes
 from lockstep.runtime.numerics import seed_generators
 from lockstep.runtime.signals import HostDrained, Stopped, StopSignals
 from lockstep.training.build_replica import build_replica, refuse_other_checkpointer
@@ -80,8 +81,8 @@ class ReplicaGroup:
     model          a module, of which each worker has a whole replica; or the part of it that this
                    worker holds (parallel/parallelize.py)
     checkpointer   provides the state for a worker that joins; None: no worker can join
-    micro_batches, seed, reduce, wire, bucket_bytes  see Replica; reduce_once_per_step:
-                                                     ShardedReplica
+    micro_batches, seed, reduce, wire  see Replica; reduce_once_per_step: ShardedReplica
+    bucket_bytes   see Replica; 0: 100 MB on a GPU, 25 MB on a CPU
     signals        stop signals for the loop to act on. None: the group saves and ends the loop
     tracker        writes the metrics that a lost rank 0 did not write
     verify_every   steps between two comparisons of all replicas' weights; 0: never. At 1 a gradient
@@ -111,7 +112,7 @@ class ReplicaGroup:
         seed: int = 0,
         reduce: Literal["ordered", "fast"] = "ordered",
         wire: Wire = "fp32",
-        bucket_bytes: int = 25_000_000,
+        bucket_bytes: int = 0,
         signals: StopSignals | None = None,
         tracker: Tracker | BackgroundTracker | None = None,
         verify_every: int = 1,
@@ -150,7 +151,7 @@ class ReplicaGroup:
             self.statistics,
             reduce,
             wire,
-            bucket_bytes,
+            bucket_bytes or default_bucket_bytes(runtime.world.device),
             reduce_once_per_step,
             commit_steps > 0,
             unused,

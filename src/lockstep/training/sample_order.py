@@ -14,7 +14,7 @@ from torch.utils.data import ConcatDataset
 
 from lockstep.data.order import BucketOrder, MixtureOrder, UniformOrder, choose_bucket_shapes
 from lockstep.errors import UsageError
-from lockstep.training.loader import number_of_samples
+from lockstep.training.loader import Order, makes_micro_batches, number_of_samples
 
 LONGEST_WINDOW = 10_000  # samples of a mixture in which its proportions are exact
 SHAPES = 8  # of the micro-batches under a token budget
@@ -91,9 +91,11 @@ def make_order(
     lengths: Any,
     micro_batches: int,
     seed: int,
-) -> tuple[UniformOrder | BucketOrder | MixtureOrder, str]:
+) -> tuple[Order, str]:
     """Return the order of a Session's loader, and what a resumed run must have in common with
     it."""
+    if makes_micro_batches(dataset):
+        return order_of_micro_batches(dataset, (batch_size, tokens, lengths), micro_batches, seed)
     samples = number_of_samples(dataset, "session.loader(dataset, ...)")
     if batch_size is None:
         return bucket_order(dataset, samples, tokens, lengths, micro_batches, seed)
@@ -116,6 +118,22 @@ def make_order(
         order = MixtureOrder(dataset.sizes, dataset.stages, batch_size, micro_batches, seed)
         return order, f"{fact}, of data sets of {dataset.sizes} samples {stages}"
     return UniformOrder(samples, batch_size, micro_batches, seed), fact
+
+
+def order_of_micro_batches(
+    dataset: Any, sizes: tuple[Any, ...], micro_batches: int, seed: int
+) -> tuple[Order, str]:
+    """Return the order of a data set that makes its micro-batches itself."""
+    order = dataset.order
+    where = f"session.loader({type(dataset).__name__}), which has micro_batch(step, k)"
+    if any(size is not None for size in sizes):
+        hint = "leave out batch_size, tokens and lengths: its `order` has them"
+        raise UsageError("the micro-batches of this data set have their sizes", where, hint)
+    if (order.micro_batches, order.seed) != (micro_batches, seed):
+        what = f"its order has micro_batches={order.micro_batches}, seed={order.seed}"
+        hint = f"make it with micro_batches={micro_batches}, seed={seed}, as the Session has"
+        raise UsageError(what, where, hint)
+    return order, type(dataset).__name__
 
 
 def bucket_order(

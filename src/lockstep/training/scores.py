@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from torch.optim import Optimizer
 
+from lockstep.checkpoint.evaluations import best_steps as evaluated_best_steps
 from lockstep.checkpoint.folder import committed_steps
 from lockstep.elastic.collectives import all_gather_json
 from lockstep.elastic.runtime import ElasticRuntime
@@ -130,7 +131,7 @@ class EarlyStopping(Score):
     A run that has stopped trains no step when it is started again, unless `patience` is higher.
     """
 
-    def __init__(self, patience: int, mode: Mode = "min", min_delta: float = 0.0) -> None:
+    def __init__(self, patience: float, mode: Mode = "min", min_delta: float = 0.0) -> None:
         where = "lockstep.EarlyStopping(...)"
         if patience < 1 or not min_delta >= 0:
             what = f"patience={patience}, min_delta={min_delta}"
@@ -197,6 +198,10 @@ class ScoredRun:
         committed = {saving, *committed_steps(self.folder / "checkpoints")}
         steps = [[step for step in chosen if step in committed] for chosen in self._chosen]
         return [chosen[-1] for chosen in steps if chosen]
+
+    def kept_steps(self) -> list[int]:
+        """Return the steps that retention keeps: the best ones here, and of `lockstep evaluate`."""
+        return [*self.best_steps(), *evaluated_best_steps(self.folder)]
 
     def why(self) -> str:
         """Return why the run has stopped; "" if it continues."""

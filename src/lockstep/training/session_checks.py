@@ -52,6 +52,7 @@ class ReplicaOptions(TypedDict, total=False):
     buffers: BufferKinds
     unused: Unused
     balance: Literal["auto", "off"]
+    reduce_once_per_step: bool
 
 
 OWN_OPTIONS = (
@@ -63,6 +64,9 @@ OWN_OPTIONS = (
     "threads",
     "track",
     "progress",
+    "on_save_error",
+    "runtime",
+    "values",
     "shard",
     "tensor",
     "pipeline",

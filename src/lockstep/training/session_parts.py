@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -13,12 +13,32 @@ from lockstep.checkpoint.stateful import Stateful, refuse_unsupported_state
 from lockstep.data.order import splitmix64
 from lockstep.errors import UsageError
 from lockstep.layout import Layout
+from lockstep.parallel.staged_model import StagedModel
 from lockstep.runtime.numerics import seed_generators
 from lockstep.training import sharding
+from lockstep.training.initial_values import InitialValues
 from lockstep.training.loader import Loader
 from lockstep.training.prepared_model import PreparedModel
 from lockstep.training.saved_state import PerMicroBatch, SavedState
 from lockstep.training.session_checks import ReplicaOptions
+
+
+class RunValues(Protocol):
+    """Values of a run beside the arguments of its Session: `lockstep train` gives those of its run
+    file."""
+
+    def shared(self) -> dict[str, str]:
+        """Return the values that are equal on all workers, as text by name."""
+
+    def saved(self) -> dict[str, Any]:
+        """Return what checkpoints hold of them. A resume compares "fingerprints": those that decide
+        bits."""
+
+    def shown(self) -> dict[str, Any]:
+        """Return what trackers show."""
+
+    def check(self, facts: Mapping[str, Any], step: int) -> None:
+        """Compare with the facts of the checkpoint of `step`, which was resumed. Error: another run."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +54,9 @@ class SessionValues:
     threads: int
     backends: Mapping[str, Any]
     progress_s: float
+    on_save_error: Literal["continue", "stop"]
     options: ReplicaOptions
+    run: RunValues | None
 
     def share(self, loss: torch.Tensor, count: int | None) -> torch.Tensor:
         """Return what a micro-batch adds to the step's loss: of a sum over `count` samples all of
@@ -50,7 +72,8 @@ class SessionValues:
 class Declared:
     """What the loop has declared: model, optimizers, state, loaders.
 
-    splits   how the model is split: units, tensor_plan, split_points
+    splits   how the model is split: further arguments of `prepare`
+    init     the initial values of a model on the meta device
     bits     values of `prepare` that decide bits, as text
     saved    what Session.state has returned
     loaders  and what a resumed run must have in common with each
@@ -59,6 +82,7 @@ class Declared:
     model: PreparedModel | None = None
     optimizers: Sequence[torch.optim.Optimizer] = ()
     splits: dict[str, Any] = field(default_factory=dict)
+    init: InitialValues | None = None
     bits: dict[str, str] = field(default_factory=dict)
     state: dict[str, Stateful] = field(default_factory=dict)
     saved: SavedState = field(default_factory=SavedState)
@@ -69,13 +93,21 @@ class Declared:
         self,
         model: PreparedModel,
         optimizers: Sequence[torch.optim.Optimizer],
+        *,
         splits: dict[str, Any],
+        init: InitialValues | None,
         bits: dict[str, str],
     ) -> None:
         self.model = model
         self.optimizers = optimizers
         self.splits = splits
+        self.init = init
         self.bits = bits
+
+    @property
+    def is_staged(self) -> bool:
+        """Whether the model runs the stages of a pipeline itself, and returns its loss."""
+        return self.model is not None and isinstance(self.model.module, StagedModel)
 
     def add_state(self, objects: Mapping[str, Any]) -> None:
         state = self.saved.add(objects)

@@ -17,15 +17,21 @@ from lockstep.config.variables import environment_variable
 from lockstep.elastic.collectives import assert_equal_on_all_ranks
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import UsageError
-from lockstep.layout import Layout
+from lockstep.layout import Layout, choose_layout
 from lockstep.parallel.deferred_init import recording_of
 from lockstep.parallel.gradient_watch import Unused
-from lockstep.parallel.own_model import find_copy, shard_average, shard_module
+from lockstep.parallel.own_model import (
+    find_copy,
+    shard_average,
+    shard_module,
+    shard_planned_module,
+)
 from lockstep.parallel.parallelize import LocalModel
-from lockstep.parallel.plans import Patterns
+from lockstep.parallel.plans import HasPlan, Patterns
 from lockstep.parallel.tensor_plan import TensorPlan
 from lockstep.runtime.numerics import sha256_of
 from lockstep.runtime.worker_env import WorkerEnv
+from lockstep.training.initial_values import InitialValues, until_drawn
 from lockstep.training.owner_update import apply_owner_rule
 
 SESSION_AXES = ("shard", "tensor", "pipeline")
@@ -61,12 +67,6 @@ def choose_replica_layout(
                 where,
                 "give 1 or more",
             )
-    if layout.tensor > 1 and layout.pipeline > 1:
-        raise UsageError(
-            f"tensor {layout.tensor} with pipeline {layout.pipeline} is not supported for own models",
-            "layout",
-            "give one of them",
-        )
     if worker_env:
         refuse_incomplete_replicas(worker_env.expected_workers, layout)
     return layout
@@ -93,25 +93,40 @@ def shard_session(  # 11 parameters: what Session and Session.prepare were given
     units: Patterns = None,
     tensor_plan: TensorPlan = None,
     split_points: Sequence[str] = (),
+    init: InitialValues | None = None,
     verify: bool = True,
     unused: Unused = "raise",
+    **fsdp: Any,
 ) -> LocalModel:
     """Collective. Shard `model` and its averages in `state`; give the optimizers their slices.
 
     facts   that are equal on all workers, also on a worker that joins others
+    init    of a model on the meta device; None: it has its values, or those of deferred_init
     unused  see ReplicaGroup; with "zero" the shards gather the model at once
+    fsdp    prefetch_units, reshard_after_forward and pipeline_chunks, see parallelize
     """
     units = () if unused == "zero" and units is None else units
+    if layout.tensor > 1 and layout.pipeline > 1 and not isinstance(model, HasPlan):
+        raise UsageError(
+            f"tensor {layout.tensor} with pipeline {layout.pipeline} is not supported for own models",
+            "layout",
+            "give one of them",
+        )
     if runtime.is_joining:
         runtime.join_running(facts)  # without a rank a worker does not know its slices
     else:
         assert_equal_on_all_ranks(runtime, runtime.fingerprint(facts))
+    if isinstance(model, HasPlan):
+        limits = model.parallel_plan().layout_limits(int(facts["micro_batches"]))
+        asked = replace(layout, replicate=0)
+        layout = choose_layout(asked, runtime.world.size, limits, "[layout] of the run")
     averages = {
         f"state.{name}.": (value, copy)
         for name, value in state.items()
         if (copy := find_copy(value, model))
     }
-    recording, sends = recording_of(model), runtime.first_generation and runtime.world.size > 1
+    recording = recording_of(model)
+    sends = runtime.first_generation and runtime.world.size > 1 and init is None
     is_scaled = any(isinstance(value, torch.amp.GradScaler) for value in state.values())
     if layout.pipeline > 1 and (averages or is_scaled or "buffers" in facts):
         what = "averages of the model, GradScalers and declared buffers are not supported in a pipeline"
@@ -132,13 +147,17 @@ def shard_session(  # 11 parameters: what Session and Session.prepare were given
             dist.broadcast(value, 0)
         return value
 
-    init_param = (lambda name, _: of_rank_0(recording.value(name))) if recording else None
-    modules = (*(average for average, _ in averages.values()), *(() if recording else (model,)))
+    init_param = None
+    if init:
+        init_param = until_drawn(init, model)
+    elif recording:
+        init_param = lambda name, _: of_rank_0(recording.value(name))  # noqa: E731
+    modules = (*(average for average, _ in averages.values()), *(() if init_param else (model,)))
     tensors = [
         t for module in modules for t in (*module.parameters(), *module.buffers()) if not t.is_meta
     ]
     if (
-        sends and runtime.world.device.type == "cpu" and not recording
+        sends and runtime.world.device.type == "cpu" and not init_param
     ):  # see Replica: equal weights are not sent
         sends = len(set(runtime.group.gather_json(runtime.world.size, sha256_of(tensors)))) > 1
     for tensor in tensors if sends else ():
@@ -153,10 +172,11 @@ def shard_session(  # 11 parameters: what Session and Session.prepare were given
         "tensor_plan": tensor_plan,
         "split_points": split_points,
         "verify": verify,
+        "init_param": init_param,
+        **fsdp,
     }
-    local = shard_module(
-        model, layout, position, runtime.world.device, **how, init_param=init_param
-    )
+    shard = shard_planned_module if isinstance(model, HasPlan) else shard_module
+    local = shard(model, layout, position, runtime.world.device, **how)
     for prefix, (average, copy) in averages.items():
         shard_average(prefix, average, copy, local, position, init_param)
     for optimizer in optimizers:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lockstep.checkpoint.fingerprints import BEST_STEP
+from lockstep.checkpoint.state_dict import all_names
 from lockstep.elastic.consensus import STOP_REQUEST
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import UsageError
@@ -24,6 +25,7 @@ from lockstep.runtime.signals import Stopped, StopSignals
 from lockstep.runtime.torch_private import collectives_of
 from lockstep.training import session_checks, sharding
 from lockstep.training.checkpointer import Checkpointer
+from lockstep.training.initial_values import draw_initial_values
 from lockstep.training.replica_group import ReplicaGroup
 from lockstep.training.scores import Position, ScoredRun
 from lockstep.training.session_parts import Declared, SessionValues
@@ -64,6 +66,13 @@ class StartedRun:
         module = declared.refuse_incomplete().module
         facts = declared.facts(values)
         options = declared.shown_options(values, layout, total)
+        saved: dict[str, Any] = {"tensor": layout.tensor} if layout.tensor > 1 else {}
+        shown: dict[str, Any] = facts | options
+        if values.run:
+            shown = values.run.shown()
+            saved |= values.run.saved()
+            saved["fingerprints"] = facts | saved["fingerprints"]
+            facts |= values.run.shared()
         self.declared = declared
         self.runtime = runtime
         self.total = total
@@ -77,6 +86,7 @@ class StartedRun:
                 facts | options,
                 declared.state,
                 **declared.splits,
+                init=declared.init,
                 verify=values.options.get("rehearse", True),
                 unused=values.options.get("unused", "raise"),
             )
@@ -88,10 +98,18 @@ class StartedRun:
             state=declared.state,
             every_steps=values.save_every,
             keep=values.keep,
+            on_error=values.on_save_error,
+            saved=declared.init.is_saved if declared.init else all_names,
         )
-        saved = {"tensor": layout.tensor} if layout.tensor > 1 else {}
         self.first_step = self.checkpointer.resume(values.resume, facts, saved, options=options)
-        session_checks.warn_of_other_bits(self.checkpointer.facts, layout)
+        if values.run:
+            values.run.check(self.checkpointer.facts, self.first_step)
+        else:
+            session_checks.warn_of_other_bits(self.checkpointer.facts, layout)
+        if declared.init and not self.checkpointer.loaded:
+            whole = LocalModel(module, layout, local_params=dict(module.named_parameters()))
+            local = model if isinstance(model, LocalModel) else whole
+            runtime.board.during("preparing")(draw_initial_values)(local, declared.init, runtime)
         resume_account(runtime, self.checkpointer.facts, self.first_step, values.out)
         signals = enter(StopSignals())
         self.tracker = enter(
@@ -99,7 +117,7 @@ class StartedRun:
                 values.out,
                 leader=runtime.is_leader,
                 from_step=self.first_step,
-                run=facts | options,
+                run=shown,
                 **values.backends,
             )
         )
@@ -127,7 +145,7 @@ class StartedRun:
         self._position = enter(Position(self.replicas, declared.optimizers))
         self.scores = ScoredRun(values.out, declared.state.values(), runtime, self._position)
         self.scores.follow_state()
-        self.checkpointer.add_to_saves(self._facts, self.scores.best_steps)
+        self.checkpointer.add_to_saves(self._facts, self.scores.kept_steps)
         self._updates = session_checks.UpdateWatch(self.replicas, declared.optimizers)
         self._zero_rates = session_checks.ZeroRates()
         self._collectives: int | None = None  # of the group, at the end of the micro-batch loop
@@ -185,6 +203,8 @@ class StartedRun:
         self._updates.end(step - 1)
         stop = self.replicas.decision.stop
         why = self.scores.end(step) or "session.stop()" * (stop == STOP_REQUEST)
+        if self.replicas.decision.save_failed:
+            why = "a checkpoint could not be saved"
         is_last = bool(stop or why) or step >= self.total
         self.record.end(step, is_last=is_last)
         return StepEnd(is_last, why, Stopped(stop) if stop and not why else None)

@@ -14,11 +14,15 @@ from lockstep.data.pairs.encoded import EncodedPairs
 
 @dataclass(frozen=True)
 class PairBatch:
-    """source (B, S): text, END; target (B, T): BEGIN, text; labels (B, T): text, END."""
+    """source (B, S): text, END; target (B, T): BEGIN, text; labels (B, T): text, END.
+
+    count  tokens of the target, END included
+    """
 
     source: torch.Tensor
     target: torch.Tensor
     labels: torch.Tensor
+    count: int
 
 
 class PairLoader:
@@ -63,4 +67,5 @@ class PairLoader:
         ]
         if self.device.type == "cuda":
             tensors = [tensor.pin_memory().to(self.device, non_blocking=True) for tensor in tensors]
-        return PairBatch(*tensors)
+        source, target, labels = tensors
+        return PairBatch(source, target, labels, int(self.pairs.lengths[ids, 1].sum()))

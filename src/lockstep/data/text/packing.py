@@ -31,11 +31,15 @@ IGNORE_INDEX = -100  # label of positions without a loss (models/llama.py)
 
 @dataclass(frozen=True)
 class TextBatch:
-    """tokens, labels, documents (or None): (B, T) int64, as for `Llama.forward`."""
+    """tokens, labels, documents (or None): (B, T) int64, as for `Llama.forward`.
+
+    count  labels that are not ignored
+    """
 
     tokens: Tensor
     labels: Tensor
     documents: Tensor | None
+    count: int
 
 
 @dataclass(frozen=True)
@@ -226,9 +230,10 @@ def batch_of(rows: list[tuple[Ints, Ints, Ints]], device: torch.device) -> TextB
         torch.from_numpy(np.stack(column)) for column in zip(*rows, strict=True)
     )
     several = bool((documents != documents[:, :1]).any())
+    count = int((labels != IGNORE_INDEX).sum())
     if device.type == "cuda":
         tokens, labels, documents = (
             tensor.pin_memory().to(device, non_blocking=True)
             for tensor in (tokens, labels, documents)
         )
-    return TextBatch(tokens, labels, documents if several else None)
+    return TextBatch(tokens, labels, documents if several else None, count)

@@ -1,4 +1,4 @@
-"""What a recipe prepares: warnings of another layout, shares of steps."""
+"""Warnings of another layout at a resume."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 
 from lockstep.config.schema import LayoutOptions, ModelOptions, RunConfig
-from lockstep.training.setup import metrics_of_steps, warn_of_other_layout
+from lockstep.recipes.run import warn_of_other_layout
 
 TRANSLATOR, LLAMA = nn.Module(), nn.Module()
 LLAMA.output = nn.Linear(2, 2)  # a translator and a tied Llama have none
@@ -35,28 +35,4 @@ def test_only_a_layout_with_other_bits_is_a_warning(
         warn_of_other_layout({}, run, model)
     assert [message.split()[0] for message in caplog.messages] == [
         f"layout.{axis}" for axis in warned
-    ]
-
-
-def test_steps_that_are_committed_together_share_tokens_and_seconds() -> None:
-    values = {
-        "loss": 2.0,
-        "tokens": 30,
-        "seconds": 6.0,
-        "data_seconds": 3.0,
-        "tokens_per_second": 5.0,
-        "validation_loss": 1.5,
-    }
-    assert list(metrics_of_steps(range(7, 8), values)) == [(7, values)]
-    shares = {
-        "loss": 2.0,
-        "tokens": 10.0,
-        "seconds": 2.0,
-        "data_seconds": 1.0,
-        "tokens_per_second": 5.0,
-    }
-    assert list(metrics_of_steps(range(4, 7), values)) == [
-        (4, shares),
-        (5, shares),
-        (6, shares | {"validation_loss": 1.5}),
     ]

@@ -1,0 +1,62 @@
+"""Train a language model to answer in chats, whole or by adapters: a script of `lockstep train`.
+
+    lockstep train recipes/llama-sft.toml --workers 2
+    lockstep recipes copy finetune my.py          a copy of this file, to change
+
+`run` has the values of the run file and of the flags: run.config.optim is its section [optim].
+"""
+
+from __future__ import annotations
+
+import math
+
+import lockstep
+from lockstep import recipes
+
+
+def main(run: recipes.RecipeRun) -> None:
+    config = run.config
+    with run.session() as session:
+        # Whole chats, packed into rows of batch.seq_len tokens. Only answers have a loss.
+        chats = recipes.open_chats(run)
+        held_out = recipes.held_out_batches(run, chats)
+
+        # A model without memory: `prepare` gives it to each worker, whole or in slices.
+        model = chats.meta_model()
+        optimizers = recipes.make_optimizers(run, model)
+        model, *optimizers = run.prepare(session, model, *optimizers)
+
+        loader = session.loader(chats.loader)
+        best = lockstep.Best()
+        stopping = lockstep.EarlyStopping(config.evaluate.patience or math.inf)
+        session.state(best=best, stopping=stopping)
+
+        for step in session.steps(config.steps):
+            for batch in loader(step):
+                loss = model(batch.tokens, batch.labels, batch.documents)
+                session.backward(loss, count=batch.count)  # a sum over the tokens of answers
+
+            norm = session.clip_grad_norm_(config.optim.clip_norm or math.inf)
+            rate = recipes.learning_rate(step + 1, run.optim_after(step))
+            for optimizer in optimizers:
+                recipes.set_learning_rate(optimizer, rate)
+                optimizer.step()
+            if config.optim.ema_decay:
+                recipes.update_average(optimizers, config.optim.ema_decay, step + 1)
+            session.log(
+                step, norm=norm, learning_rate=rate, epoch=chats.loader.order.epoch(step + 1)
+            )
+
+            if held_out and (step + 1) % config.evaluate.every_steps == 0:
+                with recipes.averaged_weights(optimizers):
+                    loss = recipes.mean_loss(session, model, held_out)
+                best.update(step, loss)
+                stopping.update(loss)
+                session.log(step, **recipes.loss_and_perplexity(loss))
+                session.print(recipes.validation_line(step + 1, loss, best, stopping))
+
+    recipes.evaluate_at_end(run)
+
+
+if __name__ == "__main__":
+    recipes.start(main, __file__)

@@ -1,0 +1,59 @@
+"""What the scripts use, with the values of a run: data, optimizers, scores."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from lockstep.errors import ConfigError
+from lockstep.recipes.run import RecipeRun
+from lockstep.tasks import evaluate
+from lockstep.tasks.language_model import LanguageModelTask
+from lockstep.tasks.translation import TranslationTask
+from lockstep.training import optim
+
+T = TypeVar("T")
+
+
+def open_pairs(run: RecipeRun) -> TranslationTask:
+    """Collective. Return the sentence pairs of a run and its translator. DataError."""
+    return _open(run, "translate", TranslationTask)
+
+
+def open_documents(run: RecipeRun) -> LanguageModelTask:
+    """Collective. Return the documents of a run and its language model. DataError."""
+    return _open(run, "pretrain", LanguageModelTask)
+
+
+def open_chats(run: RecipeRun) -> LanguageModelTask:
+    """Collective. Return the chats of a run and its language model. DataError."""
+    return _open(run, "sft", LanguageModelTask)
+
+
+def _open(run: RecipeRun, task: str, kind: type[T]) -> T:
+    if run.config.task != task:
+        hint = f"give --task {task}, or start the script of {run.config.task}"
+        what = f"the run has task={run.config.task}, and this script is for {task}"
+        raise ConfigError(what, "task", hint)
+    opened = run.open_task()
+    assert isinstance(opened, kind)
+    return opened
+
+
+def make_optimizers(run: RecipeRun, model: nn.Module) -> list[torch.optim.Optimizer]:
+    """Return the optimizers of the trained parameters of a model on the meta device, as the sections
+    [optim] and [memory] have them."""
+    on_gpu = run.runtime.world.device.type == "cuda"
+    return optim.make_optimizers(model, run.config.optim, run.config.memory, on_gpu=on_gpu)
+
+
+def evaluate_at_end(run: RecipeRun) -> None:
+    """Collective. Score the test split, as evaluate.at_end has it; print samples and the next
+    command."""
+    runtime = run.runtime
+    with runtime.during("evaluating"):
+        runtime.retry_across_generations(
+            lambda: evaluate.evaluate_at_end(run.folder, run.config, runtime)
+        )

@@ -1,0 +1,223 @@
+"""A run of `lockstep train`, as its script has it: the values of its run file, and its Session."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.config.resolve import with_precision
+from lockstep.config.rules import DATA_PATHS, bit_deciding_values, shared_values
+from lockstep.config.saved_run import to_json
+from lockstep.config.schema import OptimOptions, ResolvedRun, RunConfig
+from lockstep.elastic.runtime import ElasticRuntime
+from lockstep.errors import CheckpointError
+from lockstep.layout import Layout
+from lockstep.log import log
+from lockstep.parallel.plans import plan_of
+from lockstep.record.backends import load_backend
+from lockstep.runtime.numerics import choose_precision
+from lockstep.session import Session
+from lockstep.tasks.layout_limits import min_parameters
+from lockstep.tasks.memory_estimate import explain_out_of_memory, refuse_too_large
+from lockstep.tasks.open import Task, open_task
+from lockstep.training.optim import adamw_share
+from lockstep.training.session_checks import ReplicaOptions
+
+
+class RecipeRun:
+    """The values, the folder and the workers of a run.
+
+    resume  "auto", "never", "required", or a step: see Session
+    """
+
+    def __init__(
+        self, resolved: ResolvedRun, folder: Path, runtime: ElasticRuntime, *, resume: str = "auto"
+    ) -> None:
+        self.resolved = resolved
+        self.folder = folder
+        self.runtime = runtime
+        self.resume = resume
+        self.task: Task | None = None
+        self._exits = ExitStack()
+
+    @property
+    def config(self) -> RunConfig:
+        """The values by section: config.optim.clip_norm is the key optim.clip_norm."""
+        return self.resolved.run
+
+    def optim_after(self, step: int) -> OptimOptions:
+        """Return the section [optim] for the update after `step` steps: --override changes it."""
+        return self.resolved.optim_after(step)
+
+    @contextmanager
+    def session(self) -> Iterator[Session]:
+        """Collective. Open the Session of the run, with its values."""
+        config = self.config
+        layout = config.layout
+        if config.track.backend:
+            load_backend(config.track.backend)  # a wrong one is refused before data is prepared
+        options: ReplicaOptions = {
+            "reduce": config.parallel.reduce,
+            "wire": config.parallel.wire,
+            "bucket_bytes": config.parallel.bucket_bytes,
+            "verify_every": config.elastic.verify_every,
+            "rehearse": config.elastic.rehearse,
+            "balance": layout.balance,
+            "reduce_once_per_step": config.fsdp.reduce == "per_step",
+        }
+        with (
+            self._exits,
+            Session(
+                self.folder,
+                runtime=self.runtime,
+                values=self,
+                micro_batches=config.batch.micro_batches,
+                save_every=config.checkpoint.every_steps,
+                keep=config.checkpoint.keep,
+                on_save_error=config.checkpoint.on_error,
+                seed=config.seed,
+                resume=self.resume,
+                threads=config.compute.num_threads,
+                track=tracked(config),
+                progress=config.track.every_s,
+                shard=layout.shard,
+                tensor=layout.tensor,
+                pipeline=layout.pipeline,
+                **options,
+            ) as session,
+        ):
+            yield session
+
+    def prepare(
+        self, session: Session, model: nn.Module, *optimizers: torch.optim.Optimizer
+    ) -> Any:
+        """Return what session.prepare returns, with the sections [compute], [memory] and [fsdp]."""
+        config = self.config
+        if config.memory.weights == "bf16":
+            model.bfloat16()
+        return session.prepare(
+            model,
+            *optimizers,
+            init=self.task,
+            precision=config.compute.precision,
+            compile=config.compute.compile,
+            activation_checkpoint=config.memory.activation_checkpoint,
+            prefetch_units=config.fsdp.prefetch_units,
+            reshard_after_forward=config.fsdp.reshard_after_forward,
+            pipeline_chunks=config.layout.pipeline_chunks,
+        )
+
+    def open_task(self) -> Task:
+        """Collective. Prepare the data, on rank 0 and once; refuse a model that is too large for
+        this device before and after. DataError, UsageError, OutOfMemoryError."""
+        config = self.config
+        axes = config.layout
+        device = self.runtime.world.device
+        layout = Layout(1, axes.shard, axes.tensor, axes.pipeline)
+        is_frozen = config.task != "translate" and config.lora.rank > 0
+
+        def refuse(parameters: int, share: float = 0.0) -> None:
+            memory, optim = config.memory, config.optim
+            refuse_too_large(parameters, is_frozen, memory, layout, device, optim, share)
+
+        refuse(min_parameters(config))
+        self.task = open_task(config, self.folder, self.runtime)
+        model = self.task.meta_model()
+        if not is_frozen:  # now with the embedding
+            refuse(sum(p.numel() for p in model.parameters()), adamw_share(model, config.optim))
+        limits = plan_of(model).layout_limits(config.data_parallel_limit)
+        file = self.folder / "oom" / f"rank-{self.runtime.world.rank}.txt"
+        self._exits.enter_context(
+            explain_out_of_memory(model, layout, limits, device, lambda: file)
+        )
+        return self.task
+
+    # Values that the Session records and compares (RunValues).
+
+    def shared(self) -> dict[str, str]:
+        shared = shared_values(self.config).items()
+        overrides = [asdict(override) for override in self.resolved.overrides]
+        return {
+            **self._fingerprints,
+            **{f"run {key}": text for key, text in shared if key not in DATA_PATHS},
+            "run overrides": json.dumps(overrides),
+        }
+
+    def saved(self) -> dict[str, Any]:
+        fingerprints = self._fingerprints | bit_deciding_values(self.config)
+        return {"run": to_json(self.resolved), "fingerprints": fingerprints}
+
+    def shown(self) -> dict[str, Any]:
+        values: dict[str, Any] = to_json(self.resolved)["values"]
+        return values
+
+    def check(self, facts: Mapping[str, Any], step: int) -> None:
+        refuse_other_overrides(facts, self.resolved, step)
+        if self.task:
+            warn_of_other_layout(facts, self.config, self.task.meta_model())
+
+    @property
+    def _fingerprints(self) -> dict[str, str]:
+        """What the data and the initial weights must have in common in all starts."""
+        return dict(self.task.fingerprints) if self.task else {}
+
+
+def tracked(config: RunConfig) -> list[str]:
+    """Return the metric backends of the section [track], as Session(track=...) takes them."""
+    track = config.track
+    names = ["tensorboard"] if track.tensorboard else []
+    if track.wandb != "off":
+        names.append("wandb" if track.wandb == "online" else "wandb:offline")
+    return [*names, track.backend] if track.backend else names
+
+
+def resolve_precision(resolved: ResolvedRun, device: torch.device) -> ResolvedRun:
+    """Replace `compute.precision = auto` by a choice for this device, which run.json records."""
+    if resolved.run.compute.precision != "auto":
+        return resolved
+    precision, reason = choose_precision(device)
+    log.info("compute.precision = %s: %s", precision, reason)
+    return with_precision(resolved, precision, f"chosen: {reason}")
+
+
+def refuse_other_overrides(facts: Mapping[str, Any], resolved: ResolvedRun, step: int) -> None:
+    """CheckpointError when the checkpoint of `step` was trained with other overrides."""
+    saved = facts["run"].get("overrides", []) if "run" in facts else []
+    before = [override for override in saved if override["step"] < step]
+    now = [asdict(override) for override in resolved.overrides if override.step < step]
+    if "run" in facts and before != now:
+        raise CheckpointError(
+            f"the checkpoint of step {step} was trained with the overrides {before}, and the run "
+            f"has {now}",
+            "--override, as run.json and the checkpoint have it",
+            "put back the run.json of this run, or give another folder with --out",
+        )
+
+
+def warn_of_other_layout(facts: Mapping[str, Any], run: RunConfig, model: nn.Module) -> None:
+    """Warn when the checkpoint with these facts was saved in a layout with other bits."""
+    # Adapters have the same masks in every layout.
+    has_dropout = run.task == "translate" and run.model.dropout > 0
+    is_tied = getattr(model, "output", None) is None
+    decides_bits = {
+        "tensor": True,
+        "pipeline": has_dropout or is_tied,
+        "pipeline_chunks": has_dropout,
+    }
+    saved_layout = facts["run"]["values"].get("layout", {}) if "run" in facts else {}
+    for axis, saved in saved_layout.items():
+        now = getattr(run.layout, axis, saved)
+        if decides_bits.get(axis) and saved != now:
+            log.warning(
+                "layout.%s is %s, it was %s: from here on other bits, equal to rounding",
+                axis,
+                now,
+                saved,
+            )

@@ -1,0 +1,150 @@
+"""Start a script of `lockstep train`: in a worker of it, or by itself under `lockstep run`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from importlib import import_module
+from pathlib import Path
+
+from lockstep.config.resolve import find_run_file, parse_flags
+from lockstep.config.saved_run import from_json, read_run, to_json, write_run
+from lockstep.config.schema import ResolvedRun, RunConfig
+from lockstep.elastic.collectives import run_on_rank0
+from lockstep.elastic.protocol.decisions import ElasticLimits
+from lockstep.elastic.runtime import ElasticRuntime
+from lockstep.errors import UsageError
+from lockstep.files import try_lock
+from lockstep.log import log, set_up_logging
+from lockstep.recipes.run import RecipeRun, resolve_precision
+from lockstep.recipes.values import open_run
+from lockstep.record import events
+from lockstep.runtime.signals import STOP_EXIT_CODES, Stopped
+from lockstep.runtime.worker_env import read_worker_env
+
+Script = Callable[[RecipeRun], None]
+SCRIPTS = {"translate": "translate", "pretrain": "pretrain", "sft": "finetune"}  # by task
+
+
+def script_of(config: RunConfig) -> Script:
+    """Return the script of a run's task."""
+    script: Script = import_module(f"lockstep.recipes.{SCRIPTS[config.task]}").main
+    return script
+
+
+def train(
+    resolved: ResolvedRun,
+    folder: Path,
+    runtime: ElasticRuntime,
+    *,
+    resume: str = "auto",
+    script: Script | None = None,
+) -> str:
+    """Collective. Train the run in `folder` to its last step; resume it first. Return the name of
+    the signal that stopped it, or "" after the last step.
+
+    resume  "auto", "never", "required", or a step: see Session
+    script  None: that of the run's task
+    Errors: DataError, CheckpointError, DivergedError, PeersLostError; all processes raise the same
+    one. OutOfMemoryError on the processes that lack memory.
+    """
+    try:
+        (script or script_of(resolved.run))(RecipeRun(resolved, folder, runtime, resume=resume))
+    except Stopped as stopped:
+        return stopped.name
+    return ""
+
+
+def train_as_worker(
+    folder: Path, open_values: Callable[[], ResolvedRun], *, resume: str, script: Script | None
+) -> int:
+    """Collective. Join the workers of the run, and train it; return the exit code.
+
+    open_values  returns the values of the run in `folder`
+    """
+    config = open_values().run
+    waits = asdict(config.elastic)
+    limits = {key: waits[key] for key in waits if key not in ("verify_every", "rehearse")}
+    replica_size = config.layout.shard * config.layout.tensor * config.layout.pipeline
+    with (
+        ElasticRuntime.join(
+            threads=config.compute.num_threads,
+            timeout_s=config.parallel.timeout_s,
+            limits=ElasticLimits(**limits, replica_size=replica_size),
+        ) as runtime,
+        ExitStack() as stack,
+    ):
+        if runtime.membership is None:  # else the agent has created it
+            (folder / "logs").mkdir(parents=True, exist_ok=True)
+        name = f"{runtime.world.host}-{runtime.slot_or_rank}.log"
+        set_up_logging(rank=runtime.slot_or_rank, file=folder / "logs" / name)
+        device = runtime.world.device
+        values = run_on_rank0(runtime, lambda: to_json(resolve_precision(open_values(), device)))
+        resolved = from_json(values)
+        if not runtime.is_joining:
+            lock = lock_run_folder(folder, resolved, alone=runtime.membership is None)
+            run_on_rank0(runtime, lambda: stack.enter_context(lock))
+        stopped_by = train(resolved, folder, runtime, resume=resume, script=script)
+        if runtime.membership is None:
+            runtime.report_goodput(folder)
+        runtime.set_exit_code(STOP_EXIT_CODES[stopped_by])
+        return runtime.exit_code
+
+
+def start(script: Script, file: str) -> None:
+    """Run a script with the values of the command line: `lockstep run FILE [RUN.toml] --key VALUE`.
+
+    file  of the script. The run folder is runs/NAME of it, or --out
+    """
+    words = sys.argv[1:]
+    run_file = (
+        find_run_file(Path(words.pop(0))) if words[:1] and words[0].endswith(".toml") else None
+    )
+    flags = parse_flags(words)
+    folder = Path(flags.pop("out", "") or Path("runs") / Path(file).stem)
+    if worker_env := read_worker_env(os.environ):
+        folder = Path(worker_env.folder)
+    code = train_as_worker(
+        folder,
+        lambda: open_run(folder, run_file, flags, os.environ),
+        resume="auto",
+        script=script,
+    )
+    if code:
+        raise SystemExit(code)
+
+
+@contextmanager
+def lock_run_folder(folder: Path, resolved: ResolvedRun, *, alone: bool = True) -> Iterator[None]:
+    """Lock `folder` and write its run.json. For rank 0. UsageError when it is locked or read-only.
+
+    alone  take the lock; False under an agent, where the generation log excludes another training
+    """
+    lock = None
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = try_lock(folder / "run.lock") if alone else None
+        if alone and lock is None:
+            what = f"another training is already running in {folder}"
+            hint = "wait for it, stop it, or give another --out"
+            raise UsageError(what, f"it holds {folder}/run.lock", hint)
+        earlier_run = read_run(folder) if resolved.overrides else None
+        known_overrides = earlier_run.overrides if earlier_run else ()
+        write_run(folder, resolved)
+    except OSError as error:
+        what = f"{folder} cannot be written: {error.strerror}"
+        hint = "give a folder that this user can write, on a disk with space"
+        raise UsageError(what, "given with --out", hint) from None
+    for override in resolved.overrides:
+        if override not in known_overrides:
+            events.append_event(folder, "override", step=override.step, values=override.values)
+            values = ", ".join(f"{key} = {item}" for key, item in override.values.items())
+            log.info("from step %d on: %s", override.step + 1, values)
+    try:
+        yield
+    finally:
+        if lock is not None:
+            os.close(lock)
