@@ -17,6 +17,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -333,7 +334,7 @@ class Session:
             order,
             self.runtime,
             self.micro_batches,
-            lambda: self.replicas.replica.own_leaves,
+            lambda: self._run_in_loop("loader(step)").own_leaves(),
             collate_fn,
             num_workers,
         )
@@ -341,14 +342,47 @@ class Session:
         self._declared.loaders.append((loader, fact))
         return loader
 
+    def learners(
+        self, *inner: torch.optim.Optimizer, count: int, steps: int
+    ) -> Callable[[int], Iterator[int]]:
+        """Return the learners of DiLoCo (docs/slow-links.md): `for inner_step in learners(step)`
+        yields the steps of this worker's learners, one learner after the other. Each starts at the
+        common weights, and their mean change is the gradient of `outer.step()`.
+
+            learners = session.learners(inner, count=4, steps=50)
+            for step in session.steps(1000):    # 0, 50, 100, ...
+                for inner_step in learners(step):
+                    for x, y in loader(inner_step):
+                        session.backward(loss_fn(model(x), y))
+                    inner.step()
+                outer.step()
+
+        inner  optimizers of the learners' steps; those of `prepare` take the outer step
+        count  learners, which share the micro-batches of each step
+        steps  of each learner in an outer step
+        """
+        from lockstep.training import learner_checks
+        from lockstep.training.learners import Learners
+
+        self._refuse_after_start("learners")
+        declared, values = self._declared, self.values
+        learner_checks.refuse_wrong_learners(declared, values, self.layout, inner, count, steps)
+        self.values = replace(values, learners=count)
+        declared.learners = Learners(inner, count, steps, values.micro_batches // count)
+        declared.state[learner_checks.STATE] = declared.learners.inner
+        return declared.learners
+
     # The loop.
 
     def steps(self, total: int) -> Iterator[int]:
-        """Collective. Yield the step numbers from the resumed one to `total` - 1.
+        """Collective. Yield the step numbers from the resumed one to `total` - 1; with learners
+        those of the outer steps.
 
         Saves when due and after the last step. After SIGTERM, SIGINT or SIGUSR1 the workers agree
         to stop, save, and raise Stopped: a SystemExit with code 75 or 130.
         """
+        if self._declared.learners:
+            self._declared.learners.refuse_total(total)
         if self._run is None:
             self._run = StartedRun(
                 self.values, self._declared, self.runtime, self.layout, total, self._exit
@@ -360,13 +394,14 @@ class Session:
             log.info(why)
             run.set_total(self.step)
         declared = self._declared
-        held = (declared.model, *declared.optimizers, *declared.state.values())
+        held = [declared.model, *declared.optimizers, *declared.state.values()]
+        held += declared.learners.inner.optimizers if declared.learners else []
         unsaved = session_checks.watch_variables(self.runtime, held, declared.loaders)
         while self.step < run.total:
             run.begin_step(self.step)
             self.values.seed_generators(self.step, BEFORE_STEP, self.world.device)
             yield self.step
-            self.step += 1
+            self.step += run.replicas.commit_steps
             end = run.end_step(self.step)
             unsaved.look(saves=end.is_last or run.checkpointer.due(self.step))
             run.save_if_due(self.step, is_last=end.is_last)
@@ -394,14 +429,16 @@ class Session:
 
         One loop per step.
         """
-        if not self._run or step != self.step:
+        learners = self._declared.learners
+        if not self._run or (not learners and step != self.step):
             raise UsageError(
                 f"the micro-batches of step {step}",
                 f"the loop is at step {self.step}",
                 "for step in session.steps(...)",
             )
         try:
-            for micro_batch in self._run.micro_batches(step, self._stopped):
+            numbers = self._run.micro_batches(step, self._stopped)
+            for micro_batch in learners.micro_batches_of(step) if learners else numbers:
                 self._micro_batch = micro_batch
                 yield micro_batch
         finally:
@@ -477,10 +514,10 @@ class Session:
         return self._run.replicas.loss
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """Scale the step's gradient to a norm of at most `max_norm`; return the norm before. Call
-        it between the micro-batches and optimizer.step()."""
+        """Scale the step's gradient, or that of a learner's step, to a norm of at most `max_norm`;
+        return the norm before. Call it between the micro-batches and optimizer.step()."""
         run = self._run_in_loop("session.clip_grad_norm_(max_norm)")
-        return run.replicas.gradient.clip_(max_norm)
+        return run.clip_grad_norm_(max_norm)
 
     def log(self, step: int, /, **values: Any) -> None:
         """Add numbers to this step's line in metrics.jsonl, which rank 0 writes.
@@ -488,6 +525,8 @@ class Session:
         The line is numbered by committed steps: step + 1. It has loss, seconds and workers anyway.
         The screen shows these numbers, too.
         """
+        if self._declared.learners:
+            self._declared.learners.refuse_inside("session.log")
         if step != self.step:
             raise UsageError(
                 f"session.log of step {step}",
@@ -554,6 +593,8 @@ class Session:
         without it."""
         if self._stopped:
             raise self._stopped
+        if self._declared.learners:
+            self._declared.learners.refuse_inside(where)
         replica_size = self.layout.workers_per_replica if self._run else 1
         with ExitStack() as stack:
             if self._run:

@@ -60,6 +60,8 @@ class LearnerShards(ShardedReplica):
             list[DifferenceBucket](),
         )
         self._error: Exception | None = None  # of an inner step; raised by `micro_batches`
+        self.numbers = new_numbers(0, self.parameters[0].device)  # of a learner's micro-batches
+        self.squared = torch.zeros(())  # norm of a learner's gradient
         self._waited_s = 0.0  # in this outer step
 
     @property
@@ -142,28 +144,38 @@ class LearnerShards(ShardedReplica):
                     PartialSum(torch.cat([part.reshape(-1) for part in parts])),
                 )
 
+    def passes(self, step: int, leaves: range) -> Iterator[int]:
+        """Collective in the replica. Yield this worker's part of the micro-batches `leaves` of a
+        learner's step, each for a forward pass and `add_pass`.
+
+        After the loop .grad is this worker's rows of the sum over all of them; `numbers` and
+        `squared` are those of the replica.
+        """
+        self._first_leaf = leaves.start
+        self.shares = (len(leaves),)
+        self.replica_leaves = [*range(len(leaves))]
+        self.numbers = new_numbers(len(leaves), self.parameters[0].device)
+        yield from self._sum_passes(step)
+        # Each row comes from one shard, so the sum is exact.
+        self.groups.all_reduce(self.numbers, self.groups.gather_group)
+        self.squared = self.grad_norm_squared()
+        self._waited_s += super().exposed_s()
+
+    def add_pass(self, loss: Tensor, count: int = 0, samples: int = 0) -> None:
+        """Run the backward pass of a micro-batch of a learner. count, samples: see `numbers`."""
+        super().backward(loss)
+        if self._pass.counts:
+            row = self.numbers.new_tensor([count, samples])
+            self.numbers[self._pass.k] = torch.stack([loss.detach().double().reshape(()), *row])
+
     def sum_gradients(
         self, step: int, leaves: range, loss_of: Callable[[int], Tensor]
     ) -> tuple[list[Tensor], Tensor]:
         """Collective in the replica. Write this worker's rows of the sum over the micro-batches
         `leaves` of a learner to .grad; return the losses of all of them, and the squared norm."""
-        self._first_leaf, self.shares, self.replica_leaves = (
-            leaves.start,
-            (len(leaves),),
-            [*range(len(leaves))],
-        )
-        losses = torch.zeros(len(leaves), device=self.parameters[0].device)
-        for k in self._sum_passes(step):
-            loss = loss_of(k)
-            super().backward(loss)
-            if self._pass.counts:
-                losses[self._pass.k] = loss.detach()
-        self.groups.all_reduce(
-            losses, self.groups.gather_group
-        )  # each loss comes from one shard, so the sum is exact
-        squared = self.grad_norm_squared()
-        self._waited_s += super().exposed_s()
-        return list(losses), squared
+        for k in self.passes(step, leaves):
+            self.add_pass(loss_of(k))
+        return list(self.numbers[:, 0].float()), self.squared
 
     def is_equal(self, steps: int) -> bool:
         """Collective in the replica. Return whether all shards have taken as many steps of a
@@ -215,3 +227,8 @@ class LearnerShards(ShardedReplica):
             )
         for p, part in zip(parameters, total.split([p.numel() for p in parameters]), strict=True):
             p.grad = part.view_as(p)
+
+
+def new_numbers(micro_batches: int, device: torch.device) -> Tensor:
+    """Return rows (loss, count + 1, samples + 1) of micro-batches, filled with zeros: unknown."""
+    return torch.zeros(micro_batches, 3, dtype=torch.float64, device=device)

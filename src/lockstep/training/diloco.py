@@ -13,13 +13,13 @@ it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lockstep.config.schema import DilocoOptions, ResolvedRun
 from lockstep.data.order import splitmix64
@@ -31,7 +31,7 @@ from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import DivergedError
 from lockstep.network.subtrees import Subtree
 from lockstep.parallel.digest import digest_of
-from lockstep.parallel.grad_norm import divide_and_clip, row_norms
+from lockstep.parallel.grad_norm import divide_and_clip
 from lockstep.parallel.learner_shards import LearnerShards
 from lockstep.parallel.ordered_sum import SumTree
 from lockstep.parallel.parallelize import LocalModel
@@ -39,16 +39,19 @@ from lockstep.parallel.replica import Gradients, Replica
 from lockstep.parallel.sharded_replica import ShardedReplica
 from lockstep.record.step_timer import StepTimer
 from lockstep.runtime.numerics import seed_generators
+from lockstep.training.inner_optimizers import (
+    has_adam_moments,
+    mean_growth,
+    start_moments,
+)
+from lockstep.training.learners import PseudoGradient, copy_of, fill
 from lockstep.training.optim import (
-    LeanAdamW,
     learning_rate,
     make_optimizers,
     set_learning_rate,
     trained_parameters,
 )
 from lockstep.units import join_names
-
-NO_BIAS_CORRECTION = 1e6  # steps of AdamW after which beta1**step and beta2**step are zero
 
 
 def outer_optimizer(model: LocalModel, values: DilocoOptions) -> torch.optim.Optimizer:
@@ -60,19 +63,6 @@ def outer_optimizer(model: LocalModel, values: DilocoOptions) -> torch.optim.Opt
         nesterov=momentum > 0,
         foreach=False,
     )
-
-
-class PseudoGradient(torch.autograd.Function):
-    """The value of a loss, with given gradients of the parameters."""
-
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor, gradients: Sequence[Tensor], *parameters: Tensor) -> Tensor:
-        ctx.gradients = gradients
-        return loss.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> Any:
-        return None, None, *ctx.gradients
 
 
 @dataclass
@@ -89,42 +79,6 @@ class Learner:
 
     def keep(self, weights: list[Tensor], states: list[dict[Any, Any]]) -> None:
         self.weights, self.states = weights, states
-
-
-@torch.no_grad()
-def start_moments(optimizer: torch.optim.Optimizer, mean_square: Tensor) -> None:
-    """Start the moments of an AdamW without state from the gradients, and leave the weights as
-    they are.
-
-    The second moment of an element is the mean square of its row, at least `mean_square`. Fresh
-    moments would have squares of single elements in their place, whose noise costs more steps than
-    the learners save. The first moment is zero, without bias correction, so steps grow at first.
-    mean_square  of all elements of the whole gradient, 0-dim
-    """
-    set_learning_rate(optimizer, 0.0)
-    optimizer.step()  # creates the state, with its dtypes and devices
-    for p, state in optimizer.state.items():
-        state["step"].fill_(NO_BIAS_CORRECTION)
-        state["exp_avg"].zero_()
-        if p.grad is not None and p.numel():
-            norms = row_norms(p.grad)
-            rows = torch.maximum(norms.square() * (len(norms) / p.numel()), mean_square)
-            state["exp_avg_sq"].copy_(rows.reshape(*p.shape[:1], *[1] * (p.dim() - 1)))
-
-
-def mean_growth(beta1: float, steps: int) -> float:
-    """Return the mean of 1 - beta1**t over steps t from 1: the share of a full step that AdamW
-    takes while its first moment grows from zero."""
-    return 1 - beta1 * (1 - beta1**steps) / (steps * (1 - beta1))
-
-
-def copy_of(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-    return [p.detach().clone() for p in parameters]
-
-
-def fill(parameters: Sequence[nn.Parameter], values: Sequence[Tensor]) -> None:
-    for p, value in zip(parameters, values, strict=True):
-        p.detach().copy_(value)
 
 
 class Learners:
@@ -264,7 +218,7 @@ class Learners:
         for optimizer in self.optimizers:
             growth, every = 1.0, run.diloco.every
             # In the first outer step, AdamW starts as in a plain run.
-            if step >= every and isinstance(optimizer, torch.optim.AdamW | LeanAdamW):
+            if step >= every and has_adam_moments(optimizer):
                 growth = mean_growth(run.optim.beta1, every)
                 if step % every == 0:
                     clipped = norm.clamp(max=run.optim.clip_norm or math.inf)

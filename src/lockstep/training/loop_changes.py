@@ -29,10 +29,19 @@ class LoopChanges:
     In the first step of a start it compares the bytes of the weights, the state objects and the
     numbers that modules keep as attributes; in later steps torch's counters of in-place changes
     of the weights, the parameter groups, and the plain values of session.state.
+
+    has_learners  they change weights and state, and put both back (learners.py)
     """
 
-    def __init__(self, module: nn.Module, checkpointer: Checkpointer | None) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        checkpointer: Checkpointer | None,
+        *,
+        has_learners: bool = False,
+    ) -> None:
         self.module, self.checkpointer, self.first_step = module, checkpointer, True
+        self.has_learners = has_learners
 
     def start(self, frozen_state: FrozenState) -> None:
         self._buffers = frozen_state.buffers()
@@ -45,7 +54,8 @@ class LoopChanges:
                 if not name or modules[name.rpartition(".")[0]].training
             ]
             self.checkpointer.follow_eval_mode(outermost)
-        self._weights = {name: p for name, p in self.module.named_parameters() if p.numel()}
+        named = () if self.has_learners else self.module.named_parameters()
+        self._weights = {name: p for name, p in named if p.numel()}
         self._before, self._attributes = self._values(), self._numbers()
 
     def refuse(self, frozen_state: FrozenState, step: int) -> None:
@@ -82,7 +92,8 @@ class LoopChanges:
                     for key, value in group.items()
                     if key != "params"
                 }
-        for name, value in (self.checkpointer.state or {}).items():
+        state = {} if self.has_learners else self.checkpointer.state or {}
+        for name, value in state.items():
             if self.first_step:
                 packed = pack(f"state.{name}", value.state_dict())
                 values[f"session state {name!r}"] = digest_of(packed.values())

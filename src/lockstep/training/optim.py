@@ -229,6 +229,7 @@ class LeanAdamW(torch.optim.Optimizer):
     """
 
     elementwise = True
+    adam_moments = True  # its state is that of AdamW
 
     def __init__(
         self,

@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -61,7 +61,6 @@ from lockstep.training.divergence import ALL_WEIGHTS, STATE, WEIGHTS, ReplicaCom
 from lockstep.training.loop_changes import LoopChanges
 from lockstep.training.nonfinite import refuse_nonfinite_gradient
 from lockstep.training.rehearsal import Rehearsal
-from lockstep.training.saved_state import PerMicroBatch
 from lockstep.training.share_balance import ShareBalance
 from lockstep.training.state_transfer import StateMismatchError, transfer_state
 from lockstep.training.update_checks import names_by_memory, refuse_closure, refuse_new_memory
@@ -73,6 +72,19 @@ if TYPE_CHECKING:  # loads the tokenizer, which a user's own loop does not need
 log = logging.getLogger("lockstep")
 
 LINGER_S = 1.0  # a leaving worker may hold the store over which the others form their group
+
+
+class Carried(Protocol):
+    """What each attempt at a step collects on all workers, and its commit keeps."""
+
+    def start_attempt(self) -> None: ...
+
+    def exchange(
+        self, group: dist.ProcessGroup | None, wait: Callable[[list[dist.Work | None]], None]
+    ) -> None:
+        """Collective, before the vote."""
+
+    def commit(self) -> None: ...
 
 
 class ReplicaGroup:
@@ -98,8 +110,10 @@ class ReplicaGroup:
                    gradient of zero there, and in a step that does not use it at all
     balance        "auto": fast replicas compute more micro-batches than slow ones (ShareBalance)
     rollback       micro-batches to skip, and the rule to find them; None: none
-    commit_steps   H: a leaf of the sum is a learner of H steps (diloco.py); 0: it is a micro-batch
-    carried        tensors that each micro-batch passes on to the next step
+    commit_steps   H: a leaf of the sum is a learner of H steps (learners.py); 0: it is a
+                   micro-batch
+    carried        what each micro-batch or learner passes on to the next step
+    divisor        of the summed gradient, instead of the step's count; 0: the count
     """
 
     def __init__(  # many independent options, all by keyword and with defaults
@@ -124,7 +138,8 @@ class ReplicaGroup:
         balance: Literal["auto", "off"] = "auto",
         rollback: Rollback | None = None,
         commit_steps: int = 0,
-        carried: Sequence[PerMicroBatch] = (),
+        carried: Sequence[Carried] = (),
+        divisor: int = 0,
     ) -> None:
         if checkpointer:
             refuse_other_checkpointer(checkpointer, runtime, model)
@@ -169,9 +184,12 @@ class ReplicaGroup:
         self.balance = ShareBalance(runtime, self.replica, unit, enabled=not even)
         self._trained, self.frozen_state = self.replica.parameters, self._make_frozen_state()
         self.loop_changes = LoopChanges(
-            nn.Module() if commit_steps or self.local_model else self.module, checkpointer
+            nn.Module() if self.local_model else self.module,
+            checkpointer,
+            has_learners=commit_steps > 0,
         )
         self.carried = carried
+        self.divisor = divisor
         self._shared_memory = names_by_memory(self._modules()) if not self.local_model else set()
         self.compare_all = True  # the frozen weights of a new member have not been compared yet
         self.grad_norm_squared: torch.Tensor | None = None
@@ -224,16 +242,15 @@ class ReplicaGroup:
         count: int | None = None,
         *,
         scaler: torch.amp.GradScaler | None = None,
-        samples: int | None = None,
+        samples: Sequence[int] = (),
     ) -> None:
         """Run the backward pass of a micro-batch; its loss becomes part of the vote.
 
         count   number of samples or tokens that `loss` sums over: the step's gradient and loss are
                 divided by the total count of the step. For all micro-batches of a step, or for none
         scaler  scales the gradient, not the recorded loss; only in replicas and shards
-        samples  number of samples that `loss` is the mean over. UsageError, on all ranks, if it
-                 differs
-                between the micro-batches of a step
+        samples  numbers of samples that `loss` is the mean over. UsageError, on all ranks, if they
+                 differ in a step
         """
         count = None if count is None else parse_count(count)
         if (
@@ -256,7 +273,7 @@ class ReplicaGroup:
             )
         if self.replica.counts:
             self._counts.append(count)
-            self._samples += [] if samples is None else [samples]
+            self._samples += samples
         self.scaler = scaler
         self.replica.backward(loss, scaler)
 
@@ -479,7 +496,7 @@ class ReplicaGroup:
             splitmix64(self.replica.seed, step, self.replica.leaves) >> 1, self.runtime.world.device
         )
         self.gradient = commit_gradient(
-            self.replica.parameters, self.grad_norm_squared, decision.count
+            self.replica.parameters, self.grad_norm_squared, self.divisor or decision.count
         )
 
     def _progress(self, step: int) -> Progress:

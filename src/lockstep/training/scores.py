@@ -29,6 +29,7 @@ class Position(AbstractContextManager["Position"]):
 
     def __init__(self, replicas: ReplicaGroup, optimizers: Sequence[Optimizer]) -> None:
         self.replicas = replicas
+        self.commit_steps = replicas.commit_steps
         self.step = -1
         self.updates = 0
         self._hooks = [optimizer.register_step_post_hook(self._count) for optimizer in optimizers]
@@ -65,8 +66,9 @@ class Score:
     def forget_update(self) -> None:
         self.given_after = None
 
-    def _accept(self, step: int | None) -> None:
-        """UsageError for a score that would have no effect, or another one after a failure."""
+    def _accept(self, step: int | None) -> int:
+        """Return the number of committed steps. UsageError for a score that would have no effect,
+        or another one after a failure."""
         name = type(self).__name__
         where = f"lockstep.{name}.update(...)"
         if self._loop is None:
@@ -82,6 +84,7 @@ class Score:
             hint = f"{name.lower()}.update(step, score), after optimizer.step()"
             raise UsageError(what, where, hint)
         self.given_after = self._loop.updates
+        return trained + self._loop.commit_steps
 
 
 class Best(Score):
@@ -105,10 +108,10 @@ class Best(Score):
     def update(self, step: int, score: float) -> bool:
         """Give the score of the weights after `step` of session.steps. Return whether it is the
         best."""
-        self._accept(step)
+        committed = self._accept(step)
         is_best = is_better(score, self.score, self.mode)
         if is_best:
-            self.step, self.score = step + 1, float(score)
+            self.step, self.score = committed, float(score)
         return is_best
 
     def state_dict(self) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 
@@ -21,6 +21,9 @@ from lockstep.training.loader import Loader
 from lockstep.training.prepared_model import PreparedModel
 from lockstep.training.saved_state import PerMicroBatch, SavedState
 from lockstep.training.session_checks import ReplicaOptions
+
+if TYPE_CHECKING:
+    from lockstep.training.learners import Learners
 
 
 class RunValues(Protocol):
@@ -43,7 +46,10 @@ class RunValues(Protocol):
 
 @dataclass(frozen=True)
 class SessionValues:
-    """The arguments of a Session; `backends` are arguments of its Tracker."""
+    """The arguments of a Session; `backends` are arguments of its Tracker.
+
+    learners  of session.learners, which share the micro-batches of a step; 1 without
+    """
 
     out: Path
     micro_batches: int
@@ -57,11 +63,12 @@ class SessionValues:
     on_save_error: Literal["continue", "stop"]
     options: ReplicaOptions
     run: RunValues | None
+    learners: int = 1
 
     def share(self, loss: torch.Tensor, count: int | None) -> torch.Tensor:
-        """Return what a micro-batch adds to the step's loss: of a sum over `count` samples all of
-        it."""
-        return loss / self.micro_batches if count is None else loss
+        """Return what a micro-batch adds to the step's loss, or to that of its learner: of a sum
+        over `count` samples all of it."""
+        return loss / (self.micro_batches // self.learners) if count is None else loss
 
     def seed_generators(self, step: int, place: int, device: torch.device) -> None:
         """Seed the generators, equal on all workers, also on one that has resumed or joined."""
@@ -77,6 +84,7 @@ class Declared:
     bits     values of `prepare` that decide bits, as text
     saved    what Session.state has returned
     loaders  and what a resumed run must have in common with each
+    learners  of session.learners; None: each step is an update
     """
 
     model: PreparedModel | None = None
@@ -88,6 +96,7 @@ class Declared:
     saved: SavedState = field(default_factory=SavedState)
     carried: list[PerMicroBatch] = field(default_factory=list)
     loaders: list[tuple[Loader, str]] = field(default_factory=list)
+    learners: Learners | None = None
 
     def add_model(
         self,
@@ -136,6 +145,8 @@ class Declared:
             "seed": str(values.seed),
             "wire": values.options.get("wire", "fp32"),
         }
+        if self.learners:
+            facts["learners"] = f"{self.learners.count} of {self.learners.steps} steps"
         return facts | self.bits | {f"loader {i}": fact for i, (_, fact) in enumerate(self.loaders)}
 
     def shown_options(self, values: SessionValues, layout: Layout, total: int) -> dict[str, str]:

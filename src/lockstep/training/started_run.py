@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -77,11 +77,17 @@ class StartedRun:
         self.runtime = runtime
         self.total = total
         model: nn.Module | LocalModel = module
+        learners = declared.learners
+        inner = learners.inner.optimizers if learners else ()
+        if learners:
+            from lockstep.training import learner_checks
+
+            learner_checks.refuse_incomplete(learners, declared, module, runtime, layout)
         if layout.workers_per_replica > 1:
             model = sharding.shard_session(
                 runtime,
                 module,
-                declared.optimizers,
+                [*declared.optimizers, *inner],
                 layout,
                 facts | options,
                 declared.state,
@@ -126,17 +132,22 @@ class StartedRun:
         display = ProgressDisplay(total, self.first_step, shows, every_s=values.progress_s)
         enter(display)
         enter(self.checkpointer)
+        chosen: dict[str, Any] = {
+            "micro_batches": values.micro_batches,
+            "carried": declared.carried,
+            **values.options,
+        }
+        if learners:
+            chosen |= learner_checks.replica_options(learners)
         self.replicas = enter(
             ReplicaGroup(
                 runtime,
                 model,
                 self.checkpointer,
-                micro_batches=values.micro_batches,
                 seed=values.seed,
                 signals=signals,
                 tracker=metrics,
-                carried=declared.carried,
-                **values.options,
+                **chosen,
             )
         )
         enter(scaler_watch(declared.optimizers, lambda: self.replicas.scaler))
@@ -150,6 +161,8 @@ class StartedRun:
         self._zero_rates = session_checks.ZeroRates()
         self._collectives: int | None = None  # of the group, at the end of the micro-batch loop
         self._has_warned = False  # of collectives of the loop's own
+        if learners:
+            learners.start(self)
 
     def set_total(self, total: int) -> None:
         """Set the number of the last step."""
@@ -159,6 +172,8 @@ class StartedRun:
     def begin_step(self, step: int) -> None:
         self._position.begin(step)
         self._updates.start()
+        if self.declared.learners:
+            self.declared.learners.outer_step = step
 
     def _facts(self, step: int) -> dict[str, Any]:
         """Return what each checkpoint of a Session holds beside its state."""
@@ -179,11 +194,26 @@ class StartedRun:
         self, loss: torch.Tensor, count: int | None, scaler: torch.amp.GradScaler | None = None
     ) -> None:
         """Run the backward pass of a micro-batch. loss: its share of the step's loss."""
+        samples = self.declared.samples_of_mean() if count is None else None
+        if self.declared.learners:
+            self.declared.learners.backward(loss, count, scaler, samples)
+            return
         if self.replicas.replica.workers_per_replica > 1:
             on_nonfinite = self.replicas.on_nonfinite
             session_checks.refuse_uneven_skips(scaler, on_nonfinite, self.declared.state)
-        samples = self.declared.samples_of_mean() if count is None else None
-        self.replicas.backward(loss, count, scaler=scaler, samples=samples)
+        known = [] if samples is None else [samples]
+        self.replicas.backward(loss, count, scaler=scaler, samples=known)
+
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """Clip the gradient of the step, or of the learner's step that the loop is in."""
+        if self.declared.learners and self.declared.learners.now:
+            return self.declared.learners.clip_(max_norm)
+        return self.replicas.gradient.clip_(max_norm)
+
+    def own_leaves(self) -> Sequence[int]:
+        """Return the micro-batches of this worker: of the learner that the loop is in."""
+        learners = self.declared.learners
+        return learners.own_leaves() if learners else self.replicas.replica.own_leaves
 
     def forget_collectives(self) -> None:
         """Expect other collectives than those of the micro-batch loop: an evaluation."""
@@ -191,16 +221,20 @@ class StartedRun:
 
     def end_step(self, step: int) -> StepEnd:
         """Record the step that the loop has trained, the number `step` of those committed."""
-        if self.replicas.last_step != step - 1:
+        begun = step - self.replicas.commit_steps
+        if self.replicas.last_step != begun:
+            loops = "learners" if self.declared.learners else "micro-batches"
             raise UsageError(
-                f"the body of step {step - 1} ran no micro-batches",
+                f"the body of step {begun} ran no {loops}",
                 "for step in session.steps(...)",
-                "take all of them, `for batch in loader(step)`, in every step",
+                "take all of them, `for inner_step in learners(step)`, in every step"
+                if self.declared.learners
+                else "take all of them, `for batch in loader(step)`, in every step",
             )
         self._has_warned = self._has_warned or session_checks.warn_of_collectives(
-            self._collectives, step - 1, self.runtime.world.size
+            self._collectives, begun, self.runtime.world.size
         )
-        self._updates.end(step - 1)
+        self._updates.end(begun)
         stop = self.replicas.decision.stop
         why = self.scores.end(step) or "session.stop()" * (stop == STOP_REQUEST)
         if self.replicas.decision.save_failed:
@@ -231,7 +265,7 @@ class StartedRun:
     def warn_if_left(self, step: int) -> None:
         """Warn when the loop was left before its last step."""
         if step < self.total:
-            committed = max(step, self.replicas.last_step + 1)
+            committed = max(step, self.replicas.last_step + self.replicas.commit_steps)
             log.warning(
                 "the loop was left after %d of %d steps, and those since the newest checkpoint are "
                 "not saved: session.stop() saves",

@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Any
 
 from lockstep.record.progress import ProgressDisplay
 from lockstep.record.step_timer import StepTimer
@@ -42,8 +43,10 @@ class StepRecord:
         self.logged |= values
 
     def end(self, step: int, *, is_last: bool) -> None:
-        """Record the committed `step`. is_last: of this start."""
+        """Record the steps that were committed together, up to `step`, with equal shares of time
+        and samples. is_last: of this start."""
         loss, world = self.replicas.loss, self.runtime.world
+        steps = self.replicas.commit_steps
         self.timer.add("communication", self.replicas.replica.exposed_s())
         self.timer.add("data", sum(loader.take_waited_s() for loader in self.loaders))
         count, unit = self._count(step - 1)
@@ -51,19 +54,34 @@ class StepRecord:
         account_step(self.runtime.ledger, measured)
         measured |= {"workers": world.size, "generation": world.generation}
         account = self.runtime.ledger.metrics(time.monotonic())
-        self.tracker.step(step, {"loss": loss, **measured, **account, **self.logged})
+        line = {"loss": loss, **share_of(measured, steps), **account}
+        for number in range(step - steps + 1, step):
+            self.tracker.step(number, line)
+        self.tracker.step(step, line | self.logged)
         shown = {
             "loss": loss,
             **measured,
-            "eta_s": (self.display.total - step) * self.timer.mean_step_s,
+            "eta_s": (self.display.total - step) * self.timer.mean_step_s / steps,
         }
         further = {name: value for name, value in self.logged.items() if name != "loss"}
-        self.display.step(step, shown, logged=further, is_last=is_last)
+        self.display.step(step, shown, steps=steps, logged=further, is_last=is_last)
         self.logged = {}
 
     def _count(self, step: int) -> tuple[int, str]:
-        """Return how many tokens or samples all workers have trained in `step`, and which it is."""
+        """Return how many tokens or samples all workers have trained in the steps that were
+        committed with `step`, and which it is."""
         if self.replicas.decision.count:
             return self.replicas.decision.count, "tokens"
+        steps = self.replicas.commit_steps
         samples = (loader.samples_in_step(step) for loader in self.loaders)
-        return next(((number, "samples") for number in samples if number), (1, "steps"))
+        return next(((number * steps, "samples") for number in samples if number), (steps, "steps"))
+
+
+def share_of(values: dict[str, Any], steps: int) -> dict[str, Any]:
+    """Return the metrics of one of `steps` steps that were committed together."""
+    return {
+        name: value / steps
+        if steps > 1 and name.endswith(("tokens", "samples", "steps", "seconds"))
+        else value
+        for name, value in values.items()
+    }

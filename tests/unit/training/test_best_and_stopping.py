@@ -25,6 +25,7 @@ class Loop:
 
     step: int | None
     updates: int = 0
+    commit_steps: int = 1
 
     def trained_step(self) -> int | None:
         return self.step

@@ -14,7 +14,8 @@ from lockstep.layout import Layout
 from lockstep.parallel.parallelize import LocalModel
 from lockstep.record.step_timer import StepTimer
 from lockstep.runtime.status_board import StatusBoard
-from lockstep.training.diloco import Learners, mean_growth
+from lockstep.training.diloco import Learners
+from lockstep.training.inner_optimizers import mean_growth
 
 H = 6
 

@@ -146,7 +146,7 @@ def refuse_a_mean_on_ranks(runtime: ElasticRuntime) -> tuple[str, float]:
     try:
         for k in replicas.micro_batches(0):
             samples = 2 if k == 1 else 3
-            replicas.backward(replicas(torch.ones(samples, 1)).mean(), samples=samples)
+            replicas.backward(replicas(torch.ones(samples, 1)).mean(), samples=[samples])
         optimizer.step()
     except UsageError as error:
         return error.what, model.weight.item()

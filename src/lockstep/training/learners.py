@@ -1,0 +1,516 @@
+"""DiLoCo (Douillard et al., 2023) in a user's own loop: its step is an outer step.
+
+    for step in session.steps(total):              0, H, 2H, ...
+        for inner_step in learners(step):          H steps of each learner that this worker has
+            for x, y in loader(inner_step):
+                session.backward(loss_fn(model(x), y))
+            inner.step()
+        outer.step()
+
+The leaves of the ordered sum are the M learners. Learner m starts at the common weights and takes
+H steps of the inner optimizers on its own micro-batches: m*K/M to (m+1)*K/M - 1 of each step. Its
+leaf is the difference, start minus end. The sum over the leaves, divided by M, is the gradient of
+the outer step.
+
+A learner is a pure function of the common state, the step and m. Any worker can compute it, and a
+lost one takes nothing with it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lockstep.data.order import splitmix64
+from lockstep.elastic.consensus import parse_count
+from lockstep.errors import DivergedError, UsageError
+from lockstep.parallel.digest import digest_of
+from lockstep.parallel.grad_norm import StepGradient, commit_gradient, sum_of_squares
+from lockstep.parallel.learner_passes import WholePasses
+from lockstep.parallel.learner_shards import LearnerShards
+from lockstep.parallel.replica import Replica
+from lockstep.runtime.numerics import seed_generators
+from lockstep.training.inner_optimizers import InnerOptimizers
+from lockstep.training.rewound_state import RewoundState, Taken
+from lockstep.training.update_checks import updating_scaler
+from lockstep.units import join_names
+
+if TYPE_CHECKING:
+    from lockstep.training.started_run import StartedRun
+
+BEFORE_PASSES, AFTER_PASSES = 1, 2  # separate the random numbers of these places
+
+
+class PseudoGradient(torch.autograd.Function):
+    """The value of a loss, with given gradients of the parameters."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, gradients: Sequence[Tensor], *parameters: Tensor) -> Tensor:
+        ctx.gradients = gradients
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        return None, None, *ctx.gradients
+
+
+def copy_of(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+    return [p.detach().clone() for p in parameters]
+
+
+def fill(parameters: Sequence[nn.Parameter], values: Sequence[Tensor]) -> None:
+    for p, value in zip(parameters, values, strict=True):
+        p.detach().copy_(value)
+
+
+@dataclass
+class InnerStep:
+    """The step of a learner that the loop is in.
+
+    gradient  once its micro-batches are done
+    is_lost   a peer was lost in it
+    """
+
+    learner: int
+    step: int
+    updates: list[Optimizer] = field(default_factory=list)
+    has_begun: bool = False
+    in_micro_batch: bool = False
+    gradient: StepGradient | None = None
+    loss: float = 0.0
+    count: int | None = None
+    samples: set[int] = field(default_factory=set)
+    is_lost: bool = False
+
+    def __str__(self) -> str:
+        return f"step {self.step} of learner {self.learner}"
+
+
+@dataclass
+class Learner:
+    """A learner after `steps` steps.
+
+    states  of its optimizers; () once it is complete
+    loss    summed over its steps: of each the mean, or with counts the sum
+    count   of all samples or tokens; None: the losses are means
+    samples  numbers of samples that the losses are means over
+    state   of the objects in session.state
+    """
+
+    weights: list[Tensor]
+    states: Sequence[dict[Any, Any]] = ()
+    steps: int = 0
+    loss: float = 0.0
+    count: int | None = None
+    samples: set[int] = field(default_factory=set)
+    state: dict[str, Taken] = field(default_factory=dict)
+
+    def take(self, step: InnerStep) -> None:
+        """Add a step. UsageError when only some steps have counts."""
+        if self.steps and (step.count is None) != (self.count is None):
+            raise UsageError(
+                f"{step} has {'no ' * (step.count is None)}counts, unlike those before",
+                "session.backward(loss, count=...)",
+                "give a count in every step, or in none",
+            )
+        self.count = None if step.count is None else step.count + (self.count or 0)
+        self.samples |= step.samples
+        self.loss += step.loss
+        self.steps += 1
+
+
+class AttemptedLearners:
+    """The learners that this worker has trained in an attempt at an outer step: what ReplicaGroup
+    exchanges before its vote."""
+
+    def __init__(self, count: int, steps: int) -> None:
+        self.count = count
+        self.steps = steps
+        self.state = RewoundState({})
+        self.learners: list[Learner] = []
+        self.diverged: dict[int, int] = {}  # by learner, the step whose loss is not finite
+
+    def start_attempt(self) -> None:
+        self.learners = []
+        self.diverged = {}
+
+    def exchange(
+        self, group: dist.ProcessGroup | None, wait: Callable[[list[dist.Work | None]], None]
+    ) -> None:
+        """Collective. Refuse, on all workers, losses that are not finite, and state that differs
+        between learners."""
+        names = list(self.state.state)
+        numbers = [[learner.state[name].number() for name in names] for learner in self.learners]
+        highest = [max(of_one) for of_one in zip(*numbers, strict=True)]
+        not_lowest = [~min(of_one) for of_one in zip(*numbers, strict=True)]
+        steps = [self.diverged.get(m, 0) for m in range(self.count)]
+        device = self.learners[0].weights[0].device
+        row = torch.tensor([*steps, *highest, *not_lowest], dtype=torch.int64, device=device)
+        if group is not None and group.size() > 1:
+            wait([dist.all_reduce(row, dist.ReduceOp.MAX, group=group, async_op=True)])
+        found = row.tolist()
+        self._refuse_diverged(found[: self.count])
+        pairs = zip(names, found[self.count :], found[self.count + len(names) :], strict=False)
+        if differing := [name for name, most, not_least in pairs if most != ~not_least]:
+            raise UsageError(
+                f"session state {join_names(differing)} differs between the learners",
+                f"after the {self.steps} steps of each of {self.count} learners",
+                "what the steps of a learner change must follow from the step alone, as a "
+                "scheduler does; change the rest after outer.step()",
+            )
+
+    def _refuse_diverged(self, steps: Sequence[int]) -> None:
+        if any(steps):
+            found = [f"learner {m} at step {step}" for m, step in enumerate(steps) if step]
+            raise DivergedError(
+                f"loss not finite: {join_names(found)}",
+                "agreed by all workers before the outer step, which was not made",
+                "lower the learning rate of the inner optimizer, or clip the gradients; the "
+                "checkpoints before are whole",
+            )
+
+    def commit(self) -> None:
+        """Take the state after the learners' steps for the next outer step."""
+        self.state.put(self.learners[0].state)
+
+
+class Learners:
+    """What session.learners returns: `for inner_step in learners(step)`.
+
+    Memory beside the model: the common weights, the inner optimizers' state and one gradient; and
+    the weights of each learner that this worker has computed in the outer step.
+
+    count          M: learners; they share the micro-batches of a step
+    steps          H: of a learner in an outer step
+    micro_batches  of a learner's step
+    """
+
+    def __init__(
+        self, optimizers: Sequence[Optimizer], count: int, steps: int, micro_batches: int
+    ) -> None:
+        self.count = count
+        self.steps = steps
+        self.micro_batches = micro_batches
+        self.inner = InnerOptimizers(optimizers, steps, self)
+        self.outer_step = -1  # that the loop is in
+        self.now: InnerStep | None = None
+        self._run: StartedRun | None = None
+        self.attempt = AttemptedLearners(count, steps)
+        self._passes: WholePasses | LearnerShards | None = None
+        # Of the newest outer step: its number, the digest of its weights, and the learner's number.
+        self._learners: dict[tuple[int, int, int], Learner] = {}
+
+    def start(self, run: StartedRun) -> None:
+        """Follow the loop from here on."""
+        self._run = run
+        self.attempt.state = RewoundState(run.declared.state)
+        replica = run.replicas.replica
+        if isinstance(replica, LearnerShards):
+            self._passes = replica
+        elif isinstance(replica, Replica):
+            self._passes = WholePasses(replica)
+        for optimizer in run.declared.optimizers:
+            optimizer.register_step_pre_hook(self._before_outer_update)
+
+    def __call__(self, step: int) -> Iterator[int]:
+        """Collective. Yield the steps of this worker's learners, one learner after the other; the
+        outer step is committed at the end. After a failure, its new share."""
+        if self._run is None or step != self.outer_step:
+            raise UsageError(
+                f"the learners of step {step}",
+                "learners(step) outside of the body of that step",
+                "for step in session.steps(...): for inner_step in learners(step)",
+            )
+        for m in self._run.micro_batches(step, None):
+            yield from self._train(step, m)
+
+    def refuse_total(self, total: int) -> None:
+        """UsageError for a number of steps that ends within an outer step."""
+        if total % self.steps:
+            near = max(1, round(total / self.steps)) * self.steps
+            raise UsageError(
+                f"{total} steps are not a multiple of the {self.steps} steps of a learner",
+                "session.steps(...), session.learners(steps=...)",
+                f"give {near}: a common state exists after outer steps only",
+            )
+
+    def refuse_inside(self, call: str) -> None:
+        """UsageError in the steps of a learner."""
+        if self.now:
+            raise UsageError(
+                f"{call} in {self.now}",
+                "workers have other learners, and after a failure they repeat them",
+                "call it after the loop over learners(step), where the weights are common",
+            )
+
+    def _train(self, step: int, m: int) -> Iterator[int]:
+        """Yield the steps that learner `m` lacks; then add its difference to the sum.
+
+        Stop early when the generation is over or a loss is not finite: there is no commit then. The
+        next generation repeats the outer step, and continues a learner where this worker left it if
+        the common weights are the same.
+        """
+        run = self._started()
+        parameters = run.replicas.replica.parameters
+        start = copy_of(parameters)
+        gradients = [p.grad for p in parameters]
+        state = self.attempt.state
+        common = state.take()
+        key = (step, digest_of(start), m)
+        learner = self._find(key, start)
+        try:
+            fill(parameters, learner.weights)
+            self.inner.put_states(learner.states)
+            state.put(learner.state)
+            yield from self._steps_of(learner, step, m)
+            learner.state = state.take()
+            state.refuse_changed_tensors(common, learner.state, m)
+            learner.weights = copy_of(parameters)
+            learner.states = self.inner.take_states() if learner.steps < self.steps else ()
+            if self.now:  # a shard was lost within it
+                del self._learners[key]
+        finally:
+            self.now = None
+            fill(parameters, start)
+            self.inner.put_states(())
+            state.put(common)
+            for p, gradient in zip(parameters, gradients, strict=True):
+                p.grad = gradient
+        if not math.isfinite(learner.loss):
+            self.attempt.diverged[m] = step + learner.steps
+        elif learner.steps < self.steps:
+            return
+        self.attempt.learners.append(learner)
+        change = [before - after for before, after in zip(start, learner.weights, strict=True)]
+        means = self.count * self.steps if learner.count is None else 1
+        loss = torch.tensor(learner.loss / means, dtype=torch.float64, device=start[0].device)
+        run.replicas.backward(
+            PseudoGradient.apply(loss, change, *parameters),  # type: ignore[no-untyped-call]
+            learner.count,
+            samples=[*learner.samples],
+        )
+
+    def _find(self, key: tuple[int, int, int], start: list[Tensor]) -> Learner:
+        """Return the learner as this worker has left it, or at the start."""
+        self._learners = {
+            old: learner for old, learner in self._learners.items() if old[:2] == key[:2]
+        }
+        learner = self._learners.get(key, Learner(start))
+        if isinstance(self._passes, LearnerShards) and not self._passes.is_equal(learner.steps):
+            learner = Learner(start)
+        self._learners[key] = learner
+        return learner
+
+    def _steps_of(self, learner: Learner, step: int, m: int) -> Iterator[int]:
+        run = self._started()
+        while (
+            learner.steps < self.steps
+            and math.isfinite(learner.loss)
+            and not run.runtime.generation_error()
+        ):
+            self.now = now = InnerStep(m, step + learner.steps)
+            for p in run.replicas.replica.parameters:
+                p.grad = None
+            self._seed(now, BEFORE_PASSES)
+            yield now.step
+            if now.is_lost:
+                return
+            self._refuse_incomplete(now)
+            learner.take(now)
+            self.now = None
+
+    def _started(self) -> StartedRun:
+        assert self._run is not None
+        return self._run
+
+    def _seed(self, now: InnerStep, place: int) -> None:
+        """Seed the generators around the micro-batches of a learner's step."""
+        run = self._started()
+        key = (now.step, self.count * self.micro_batches + 1 + now.learner, place)
+        seed_generators(splitmix64(run.replicas.replica.seed, *key) >> 1, run.runtime.world.device)
+
+    def _refuse_incomplete(self, now: InnerStep) -> None:
+        if now.gradient is None:
+            raise UsageError(
+                f"the micro-batch loop of {now} ended early"
+                if now.has_begun
+                else f"the body of {now} ran no micro-batches",
+                "for inner_step in learners(step)",
+                "take all of them, `for batch in loader(inner_step)`, in every step",
+            )
+        if missing := [
+            type(optimizer).__name__
+            for optimizer in self.inner.optimizers
+            if optimizer not in now.updates
+        ]:
+            raise UsageError(
+                f"{', '.join(missing)} made no update in {now}: its gradient is lost",
+                "for inner_step in learners(step)",
+                "call inner.step() once after the micro-batches of each step",
+            )
+
+    # In a step of a learner.
+
+    def leaves(self) -> range:
+        """Return the micro-batches of the learner that the loop is in."""
+        first = self.now.learner * self.micro_batches if self.now else 0
+        return range(first, first + self.micro_batches)
+
+    def own_leaves(self) -> list[int]:
+        """Return the micro-batches among them that this worker computes."""
+        assert self._passes is not None
+        return [self.leaves().start + leaf for leaf in self._passes.own_leaves]
+
+    def micro_batches_of(self, step: int) -> Iterator[int]:
+        """Collective in the replica. Yield this worker's micro-batches of the learner's step."""
+        now = self.now
+        if now is None or step != now.step or now.has_begun:
+            at = f"the loop is in {now}" if now else "the loop is in no step of a learner"
+            raise UsageError(
+                f"the micro-batches of step {step}"
+                if now is None or step != now.step
+                else f"a second micro-batch loop in {now}",
+                at,
+                "for inner_step in learners(step): one loop over loader(inner_step)",
+            )
+        assert self._passes is not None
+        now.has_begun = True
+        board = self._started().runtime.board
+        try:
+            for k in self._passes.passes(step, self.leaves()):
+                board.enter("forward", step + 1)
+                now.in_micro_batch = True
+                yield k
+                now.in_micro_batch = False
+        except Exception as error:
+            self._lose(now, error)
+            return
+        finally:
+            now.in_micro_batch = False
+        self._note_passes(now)
+        parameters = self._started().replicas.replica.parameters
+        now.gradient = commit_gradient(parameters, self._passes.squared, now.count)
+        self._seed(now, AFTER_PASSES)
+
+    def _lose(self, now: InnerStep, error: Exception) -> None:
+        """In shards, keep an error for the ReplicaGroup, which knows whether a peer was lost: the
+        loop ends this step without an update."""
+        if not isinstance(self._passes, LearnerShards):
+            raise error
+        self._passes.fail(error)
+        now.is_lost = True
+        for p in self._passes.parameters:
+            p.grad = None
+
+    def backward(
+        self, loss: Tensor, count: int | None, scaler: object, samples: int | None
+    ) -> None:
+        """Run the backward pass of a micro-batch."""
+        if scaler is not None:
+            refuse_scaler("session.backward(loss, scaler=...)")
+        now = self.now
+        if now is None or not now.in_micro_batch:
+            raise UsageError(
+                "session.backward outside of the micro-batches of a learner",
+                "session.backward(loss)",
+                "call it in `for batch in loader(inner_step)`",
+            )
+        assert self._passes is not None
+        known = 0 if count is None else parse_count(count) + 1
+        self._passes.add_pass(loss, known, 0 if samples is None else samples + 1)
+
+    def _note_passes(self, now: InnerStep) -> None:
+        """Take losses and counts of the step's micro-batches. UsageError where only some have a
+        count."""
+        assert self._passes is not None
+        losses, counts, samples = zip(*self._passes.numbers.tolist(), strict=True)
+        now.loss = sum(losses)
+        now.samples = {int(number) - 1 for number in samples if number}
+        if not any(counts):
+            return
+        now.count = sum(int(count) - 1 for count in counts)
+        if not all(counts) or not now.count:
+            raise UsageError(
+                f"some micro-batches of {now} have a count and others have none"
+                if now.count
+                else f"the counts of {now} add up to 0",
+                "session.backward(loss, count=...)",
+                "give the number of samples or tokens of every micro-batch, or none in all steps",
+            )
+
+    def clip_(self, max_norm: float) -> Tensor:
+        """Scale the gradient of the learner's step; return its norm before."""
+        now = self.now
+        assert now is not None
+        if now.is_lost:
+            return torch.zeros(())
+        if now.gradient is None and not now.in_micro_batch:
+            self._refuse_incomplete(now)
+        return (now.gradient or StepGradient((), None, 1, in_slices=False)).clip_(max_norm)
+
+    def begin_update(self, optimizer: Optimizer) -> int | None:
+        """Return the step that an inner optimizer updates in; None: a peer was lost in it."""
+        now = self.now
+        if updating_scaler():
+            refuse_scaler("scaler.step(optimizer)")
+        if now and now.is_lost:
+            return None
+        name = type(optimizer).__name__
+        if now and now.gradient is None and not now.in_micro_batch:
+            self._refuse_incomplete(now)
+        if now is None or now.gradient is None:
+            raise UsageError(
+                f"an update of {name}, an inner optimizer, outside of a learner's step",
+                f"{name}.step()",
+                "call it after the micro-batches, in `for inner_step in learners(step)`",
+            )
+        if any(optimizer is updated for updated in now.updates):
+            hint = "call inner.step() once after the micro-batches of each step"
+            raise UsageError(f"a second update of {name} in {now}", f"{name}.step()", hint)
+        now.gradient.refuse_noise()
+        now.updates.append(optimizer)
+        return now.step
+
+    def mean_square(self) -> Tensor | None:
+        """Collective in the replica. Return that of the elements of the gradient."""
+        replica = self._started().replicas.replica
+        try:
+            squared = replica.grad_norm_squared()
+        except Exception as error:
+            assert self.now is not None
+            self._lose(self.now, error)
+            return None
+        if squared is None:
+            gradients = [p.grad for p in replica.parameters]
+            squared = sum_of_squares([gradient for gradient in gradients if gradient is not None])
+        mean: Tensor = squared.sqrt().float().square() / self._elements()
+        return mean
+
+    def _elements(self) -> int:
+        """Return the number of trained weights of the whole model."""
+        replica = self._started().replicas.replica
+        if not isinstance(replica, LearnerShards):
+            return sum(p.numel() for p in replica.parameters)
+        local = replica.local
+        trained = [name for name, p in local.local_params.items() if p.requires_grad]
+        return sum(math.prod(local.slices[name].shape) for name in trained)
+
+    def _before_outer_update(self, optimizer: Optimizer, *_: Any) -> None:
+        if self.now:
+            self.refuse_inside(f"{type(optimizer).__name__}.step(), the outer optimizer's,")
+
+
+def refuse_scaler(where: str) -> None:
+    """UsageError: a GradScaler has a state that follows the gradients of one learner."""
+    raise UsageError(
+        "a GradScaler is not supported with session.learners",
+        where,
+        'train in bf16: session.prepare(model, outer, precision="bf16")',
+    )
