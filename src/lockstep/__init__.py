@@ -11,6 +11,7 @@
     lockstep.deferred_init   build a model whose weights take no memory before it is sharded
     lockstep.Best            the checkpoint with the best score; lockstep.EarlyStopping ends the
                              loop
+    lockstep.Rollback        retry a step without the micro-batches that make it diverge
     lockstep.Mixture         data sets whose samples are taken in exact proportions, by stages
     lockstep.index_dataset   write the samples of a stream once, to find each by its number
     lockstep.UniformOrder    which samples belong to a step; BucketOrder: for sequences by length
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from lockstep.session import Session as Session
     from lockstep.training.checkpointer import Checkpointer as Checkpointer
     from lockstep.training.replica_group import ReplicaGroup as ReplicaGroup
+    from lockstep.training.rollback import Rollback as Rollback
     from lockstep.training.sample_order import Mixture as Mixture
     from lockstep.training.scores import Best as Best
     from lockstep.training.scores import EarlyStopping as EarlyStopping
@@ -53,6 +55,7 @@ _MODULES = {
     "Layout": "lockstep.layout",
     "Mixture": "lockstep.training.sample_order",
     "ReplicaGroup": "lockstep.training.replica_group",
+    "Rollback": "lockstep.training.rollback",
     "Session": "lockstep.session",
     "Tracker": "lockstep.record.tracker",
     "UniformOrder": "lockstep.data.order",

@@ -51,6 +51,7 @@ from lockstep.training.loader import Collate, Loader
 from lockstep.training.model_options import Precision
 from lockstep.training.prepared_model import PreparedModel
 from lockstep.training.replica_group import ReplicaGroup
+from lockstep.training.rollback import Rollback, choose_rollback
 from lockstep.training.sample_order import make_order
 from lockstep.training.saved_state import PerMicroBatch, SavedState
 from lockstep.training.session_checks import ReplicaOptions
@@ -77,6 +78,8 @@ class Session:
                    "wandb:offline", "MODULE:CLASS" (docs/loop.md). `lockstep run --track NAME` adds
                    others
     progress       seconds between two lines of rank 0 on the screen; False: none
+    on_divergence  loss or gradient not finite: "stop"; "rollback" or lockstep.Rollback(...): on a
+                   spike too, retry the step without the guilty micro-batches (docs/divergence.md)
     on_save_error  a checkpoint that cannot be written: "continue", with a warning, or "stop"
     runtime        that has joined the workers already; None: the Session joins them
     values         further values of the run, which decide what a resume compares (RunValues)
@@ -109,6 +112,7 @@ class Session:
         threads: int = 1,
         track: Sequence[str] = (),
         progress: float | bool = 10.0,
+        on_divergence: Literal["stop", "rollback"] | Rollback = "stop",
         on_save_error: Literal["continue", "stop"] = "continue",
         runtime: ElasticRuntime | None = None,
         values: RunValues | None = None,
@@ -129,6 +133,9 @@ class Session:
             threads=threads,
             backends=session_checks.choose_backends(track),
             progress_s=session_checks.progress_interval_s(progress),
+            rollback=choose_rollback(
+                on_divergence, micro_batches, options.get("on_nonfinite", "raise")
+            ),
             on_save_error=on_save_error,
             options=options,
             run=values,

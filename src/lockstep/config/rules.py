@@ -13,6 +13,7 @@ from typing import Any
 
 from lockstep.config.adapter_config import LORA_TARGETS
 from lockstep.config.schema import ResolvedRun, RunConfig, ScheduleOverride, config_fields, flatten
+from lockstep.config.skip import skip_conflicts
 from lockstep.errors import ConfigError
 from lockstep.network.wire_format import wire_conflict
 
@@ -241,36 +242,9 @@ def divergence_conflicts(run: RunConfig) -> Iterator[tuple[str, str, str]]:
             " ".join([*used, *refused]),
             f"remove {' and '.join(used)}, or train without {' and '.join(refused)}",
         )
-    try:
-        skipped = parse_skip(run.divergence.skip)
-    except ValueError as error:
-        yield (
-            f"divergence.skip: {error}",
-            "divergence.skip",
-            "write STEP:K, such as 120:3, with the step of metrics.jsonl and K from 0",
-        )
-        return
-    last = run.batch.micro_batches - 1
-    if wrong := [f"{step + 1}:{k}" for step, ks in skipped.items() for k in ks if k > last]:
-        what = f"divergence.skip has {', '.join(wrong)}, and the micro-batches of a step are 0 to {last}"
-        yield what, "divergence.skip batch.micro_batches", "remove these entries"
-    if empty := [str(step + 1) for step, ks in skipped.items() if len(ks) > last]:
-        yield (
-            f"divergence.skip leaves no micro-batch of step {', '.join(empty)}",
-            "divergence.skip",
-            "leave one in each step",
-        )
-
-
-def parse_skip(texts: Sequence[str]) -> dict[int, list[int]]:
-    """Return the micro-batches by number of steps committed before. ValueError."""
-    skipped: dict[int, list[int]] = {}
-    for text in texts:
-        step, colon, k = text.partition(":")
-        if not (colon and step.isdecimal() and k.isdecimal() and int(step)):
-            raise ValueError(f"{text!r} is not a step and a micro-batch")
-        skipped[int(step) - 1] = sorted({*skipped.get(int(step) - 1, []), int(k)})
-    return skipped
+    texts, micro_batches = run.divergence.skip, run.batch.micro_batches
+    for what, hint in skip_conflicts("divergence.skip", texts, micro_batches):
+        yield what, "divergence.skip batch.micro_batches", hint
 
 
 def parse_group(text: str) -> tuple[str, float, float]:

@@ -55,6 +55,7 @@ class StepDecision:
 
     loss: float  # sum over the micro-batches
     count: int = 0  # sum of the votes' counts; 0: they have none
+    trained_share: float = 1.0  # of the micro-batches, where each loss is a share of their mean
     finite: bool = True  # the loss
     gradient_finite: bool = True  # False also if a sum of finite elements overflows
     stop: str = ""  # signal that stops the run

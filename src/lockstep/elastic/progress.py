@@ -55,7 +55,8 @@ def decision_before(members: Sequence[Progress], facts: Mapping[str, Any]) -> St
     """Return the loss of the last step before this start: from other workers, or of a
     checkpoint."""
     if decisions := [member.decision for member in members if member.decision and member.step >= 0]:
-        return StepDecision(decisions[0].loss, decisions[0].count)
+        newest = decisions[0]
+        return StepDecision(newest.loss, newest.count, newest.trained_share)
     return StepDecision(float(facts.get("loss", 0.0)))
 
 

@@ -131,7 +131,7 @@ class StepGradient:
         self,
         parameters: Sequence[torch.Tensor],
         squared: torch.Tensor | None,
-        divisor: int,
+        divisor: float,
         *,
         in_slices: bool,
     ) -> None:
@@ -196,17 +196,18 @@ class StepGradient:
 
 
 def commit_gradient(
-    parameters: Sequence[torch.Tensor], squared: torch.Tensor | None, count: int | None
+    parameters: Sequence[torch.Tensor], squared: torch.Tensor | None, divisor: float
 ) -> StepGradient:
-    """Divide the gradient by the step's `count`, if it has one; return it.
+    """Divide the gradient by `divisor`: the step's count, or its share of trained micro-batches;
+    return it.
 
     squared  sum of squares of the whole gradient, if these parameters are slices. The norm is taken
              before the division: so it is in every layout
     """
     in_slices = squared is not None
-    if count:
+    if divisor != 1:
         gradients = [p.grad for p in parameters if p.grad is not None]
         squared = sum_of_squares(gradients) if squared is None else squared
         for gradient in gradients:
-            gradient.div_(count)
-    return StepGradient(parameters, squared, count or 1, in_slices=in_slices)
+            gradient.div_(divisor)
+    return StepGradient(parameters, squared, divisor, in_slices=in_slices)

@@ -123,14 +123,13 @@ class RunningStatistics:
                 [dist.all_reduce(self._rows, group=group, async_op=True)]
             )  # exact: one worker has each row
 
-    def commit(self) -> None:
-        """Apply the changes of all micro-batches to the buffers."""
+    def commit(self, trained: Sequence[int] | None = None) -> None:
+        """Apply the changes of these micro-batches to the buffers; None: of all."""
         if self._start is None or self._rows is None:
             return
-        buffers, parts = (
-            self._buffers(),
-            self._rows.split([tensor.nbytes for tensor in self._start], 1),
-        )
+        rows = self._rows if trained is None else self._rows[[*trained]]
+        buffers = self._buffers()
+        parts = rows.split([tensor.nbytes for tensor in self._start], 1)
         after = [  # of each buffer: (K, elements)
             part.clone(memory_format=torch.contiguous_format).view(tensor.dtype)
             for part, tensor in zip(parts, self._start, strict=True)

@@ -218,9 +218,9 @@ class ShardedReplica:
 
     @property
     def counts(self) -> bool:
-        """Whether the current micro-batch is this worker's; False: it only joins the
-        collectives."""
-        return self._pass.counts
+        """Whether the current micro-batch is this worker's, and not skipped; False: it only joins
+        the collectives."""
+        return self._pass.counts and not self._skipping
 
     def backward(self, loss: Tensor, scaler: torch.amp.GradScaler | None = None) -> None:
         if self.local.stage is not None:
@@ -237,7 +237,7 @@ class ShardedReplica:
         (scaler.scale(loss) if scaler else loss).backward()
         if self._rehearsing:
             self.rehearsed = float(loss.detach())
-        elif self._pass.counts and not self._skipping:
+        elif self.counts:
             self._losses.append(loss.detach())
 
     @property

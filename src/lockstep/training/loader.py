@@ -149,7 +149,7 @@ class Loader:
         if num_workers:
             self._prefetch = Prefetch(self.batches, runtime, own_leaves, num_workers)
         self._batch: Any = None  # the micro-batch that the loop has, before its copy to the device
-        self._step = -1  # the newest one
+        self.newest_step = -1
         self._waited_s = 0.0  # for micro-batches, since it was last asked for
         self._sizes = MeanSizes()
 
@@ -158,7 +158,7 @@ class Loader:
         seed, device = self.order.seed, self.runtime.world.device
         if self._prefetch:
             self._prefetch.follow_data(step)
-        self._step = step
+        self.newest_step = step
         for k in self._micro_batches(step):
             start_s = time.perf_counter()
             self._batch = (self._prefetch or self.batches)[step, k]
@@ -179,12 +179,16 @@ class Loader:
         self._waited_s = 0.0
         return waited_s
 
-    def samples_in_step(self, step: int) -> int | None:
+    def samples_in_step(self, step: int, trained: Sequence[int] | None) -> int | None:
         """Return the samples of all workers in `step`; None if the loop took others, or under a
-        token budget."""
-        if step != self._step or isinstance(self.order, BucketOrder):
+        token budget.
+
+        trained  the micro-batches that were not skipped; None: all
+        """
+        if step != self.newest_step or isinstance(self.order, BucketOrder):
             return None
-        return self.order.batch_size
+        micro_batches = self.order.micro_batches
+        return self.order.batch_size // micro_batches * len(trained or range(micro_batches))
 
     def samples_of_mean(self) -> int | None:
         """Return the number of samples of the micro-batch that the loop has now, whose loss is a

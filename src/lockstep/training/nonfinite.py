@@ -46,8 +46,8 @@ def refuse_nonfinite_gradient(
             f"loss {decision.loss} in step {step + 1}"
             + (f", gradient not finite: {join_names(wrong)}" if wrong else ""),
             "agreed by all replicas before the update, which was not made; the checkpoints before are whole",
-            "lower the learning rate or clip the gradients; with a GradScaler: ReplicaGroup(..., on_nonfinite='ignore') "
-            "and backward(loss, scaler=scaler)",
+            "lower the learning rate or clip the gradients; Session(on_divergence='rollback') skips samples that alone are the "
+            "cause; with a GradScaler: ReplicaGroup(..., on_nonfinite='ignore') and backward(loss, scaler=scaler)",
         )
 
 

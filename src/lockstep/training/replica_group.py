@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -61,13 +61,11 @@ from lockstep.training.divergence import ALL_WEIGHTS, STATE, WEIGHTS, ReplicaCom
 from lockstep.training.loop_changes import LoopChanges
 from lockstep.training.nonfinite import refuse_nonfinite_gradient
 from lockstep.training.rehearsal import Rehearsal
+from lockstep.training.rollback import SkippedMicroBatches
 from lockstep.training.share_balance import ShareBalance
 from lockstep.training.state_transfer import StateMismatchError, transfer_state
 from lockstep.training.update_checks import names_by_memory, refuse_closure, refuse_new_memory
 from lockstep.units import format_duration
-
-if TYPE_CHECKING:  # loads the tokenizer, which a user's own loop does not need
-    from lockstep.training.rollback import Rollback
 
 log = logging.getLogger("lockstep")
 
@@ -136,7 +134,7 @@ class ReplicaGroup:
         buffers: BufferKinds | None = None,
         unused: Unused = "raise",
         balance: Literal["auto", "off"] = "auto",
-        rollback: Rollback | None = None,
+        rollback: SkippedMicroBatches | None = None,
         commit_steps: int = 0,
         carried: Sequence[Carried] = (),
         divisor: int = 0,
@@ -172,6 +170,10 @@ class ReplicaGroup:
             unused,
         )
         layout = self.local_model.layout if self.local_model else Layout(1)
+        if rollback:
+            rollback.refuse_unsupported(
+                {"a pipeline": layout.pipeline > 1, "DiLoCo learners": commit_steps > 0}
+            )
         self.rehearsal: Rehearsal | None = None
         if rehearse:
             saves = (
@@ -298,7 +300,7 @@ class ReplicaGroup:
     @property
     def loss(self) -> float:
         """The step's losses summed over all replicas; with counts, divided by the total count."""
-        return self.decision.loss / (self.decision.count or 1)
+        return self.decision.loss / (self.decision.count or self.decision.trained_share)
 
     def micro_batches(self, step: int) -> Iterator[int]:
         """Collective. Yield this replica's micro-batches of `step`, until the step is committed.
@@ -362,7 +364,7 @@ class ReplicaGroup:
     def _attempt(self, step: int) -> Generator[int, None, bool]:
         """Collective. Compute `step`, vote and commit. False: replicas differ and were evicted."""
         skipped = self.rollback.start(step) if self.rollback else []
-        first = next(k for k in range(self.replica.leaves) if k not in skipped)
+        first = self._first_trained(skipped)
         if self.rehearsal and self.rehearsal_due:
             yield from self.rehearsal.run(step, first)
         start_s = time.monotonic()
@@ -384,7 +386,7 @@ class ReplicaGroup:
             if k not in skipped:
                 yield k
             elif not self.replica.skip():
-                yield next(other for other in range(self.replica.leaves) if other not in skipped)
+                yield first
         self.loop_changes.refuse(self.frozen_state, step)
         if self.rehearsal:
             self.rehearsal.compare(step, first)
@@ -396,6 +398,8 @@ class ReplicaGroup:
         self.board.enter_collective()
         self._voted = True
         decision = vote_on_step(self.runtime, vote, replica_size=self.replica.workers_per_replica)
+        if self.rollback:
+            decision = self.rollback.with_share(decision, skipped)
         if decision.divergent_ranks:
             self._voted = False
             self.comparison.refuse_repeated(step)
@@ -409,11 +413,14 @@ class ReplicaGroup:
             self.runtime.ledger.move(
                 "training", "lost", time.monotonic() - start_s, time.monotonic()
             )
-            yield from self.rollback.measure(step, self.replica)
+            yield from self.rollback.measure(step, self.replica, self._counts)
             return (yield from self._attempt(step))
         self._commit(step, decision)
         self.balance.decide(decision, step)
         return True
+
+    def _first_trained(self, skipped: Sequence[int]) -> int:
+        return next(k for k in range(self.replica.leaves) if k not in skipped)
 
     def _save_before_exit(self, step: int) -> None:
         """Collective. Save the state before `step`. A joiner counts the step that it received as
@@ -427,15 +434,16 @@ class ReplicaGroup:
         self.checkpointer.close()
 
     def leave_witness(self, step: int) -> Iterator[int]:
-        """Collective. Yield micro-batch 0 of `step`, which a resume compares. A failure is logged:
-        the run has been saved, and is about to exit."""
+        """Collective. Yield the first micro-batch of `step`, which a resume compares. A failure is
+        logged: the run has been saved, and is about to exit."""
         newest = max((member.step for member in self.runtime.member_progress), default=-1)
         if (
             self.rehearsal is None or newest >= step
         ):  # a group that formed after the last update takes no part in passes
             return
         try:
-            yield from self.rehearsal.run(step)
+            skipped = self.rollback.skipped(step) if self.rollback else []
+            yield from self.rehearsal.run(step, self._first_trained(skipped))
         except Exception as error:  # of any type: the exit code is that of a run that is saved
             log.warning("what step %d begins with was not recorded: %s", step + 1, error)
 
@@ -479,7 +487,7 @@ class ReplicaGroup:
             self.rollback.commit(step, decision)
         if self.rehearsal:
             self.rehearsal.commit(step)
-        self.statistics.commit()
+        self.statistics.commit(self.trained(step))
         for carried in self.carried:
             carried.commit()
         self.compare_all = self.compare_all and not self.comparison.is_due(step)
@@ -496,7 +504,9 @@ class ReplicaGroup:
             splitmix64(self.replica.seed, step, self.replica.leaves) >> 1, self.runtime.world.device
         )
         self.gradient = commit_gradient(
-            self.replica.parameters, self.grad_norm_squared, self.divisor or decision.count
+            self.replica.parameters,
+            self.grad_norm_squared,
+            self.divisor or decision.count or decision.trained_share,
         )
 
     def _progress(self, step: int) -> Progress:

@@ -67,6 +67,7 @@ OWN_OPTIONS = (
     "on_save_error",
     "runtime",
     "values",
+    "on_divergence",
     "shard",
     "tensor",
     "pipeline",

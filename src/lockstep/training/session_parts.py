@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 import torch
 
@@ -19,6 +19,7 @@ from lockstep.training import sharding
 from lockstep.training.initial_values import InitialValues
 from lockstep.training.loader import Loader
 from lockstep.training.prepared_model import PreparedModel
+from lockstep.training.rollback import Rollback, skip_fact
 from lockstep.training.saved_state import PerMicroBatch, SavedState
 from lockstep.training.session_checks import ReplicaOptions
 
@@ -48,6 +49,7 @@ class RunValues(Protocol):
 class SessionValues:
     """The arguments of a Session; `backends` are arguments of its Tracker.
 
+    rollback  None: a divergence ends the run
     learners  of session.learners, which share the micro-batches of a step; 1 without
     """
 
@@ -61,6 +63,7 @@ class SessionValues:
     backends: Mapping[str, Any]
     progress_s: float
     on_save_error: Literal["continue", "stop"]
+    rollback: Rollback | None
     options: ReplicaOptions
     run: RunValues | None
     learners: int = 1
@@ -86,6 +89,8 @@ class Declared:
     loaders  and what a resumed run must have in common with each
     learners  of session.learners; None: each step is an update
     """
+
+    sample_kind: ClassVar[str] = "samples"
 
     model: PreparedModel | None = None
     optimizers: Sequence[torch.optim.Optimizer] = ()
@@ -144,6 +149,7 @@ class Declared:
             "micro_batches": str(values.micro_batches),
             "seed": str(values.seed),
             "wire": values.options.get("wire", "fp32"),
+            "skip": skip_fact(values.rollback),
         }
         if self.learners:
             facts["learners"] = f"{self.learners.count} of {self.learners.steps} steps"
@@ -153,9 +159,16 @@ class Declared:
         """Return the other arguments, whose change at a resume is a warning, as text."""
         axes = {f"--layout.{axis}": getattr(layout, axis) for axis in sharding.SESSION_AXES}
         shown = {"steps": total, "save_every": values.save_every, **axes}
+        shown["on_divergence"] = values.rollback or "stop"
         return {
             name: str(value) for name, value in (shown | self.splits | {**values.options}).items()
         }
+
+    def samples(self, step: int, k: int) -> list[int]:
+        """Return the numbers of the samples that a loader has yielded as micro-batch `k` of the
+        newest `step`; [] for data without a loader."""
+        loader = next((loader for loader, _ in self.loaders if loader.newest_step == step), None)
+        return sorted(loader.order.ids(step, k).tolist()) if loader else []
 
     def samples_of_mean(self) -> int | None:
         """Return the number of samples of the micro-batch that the loop has now; None: unknown."""

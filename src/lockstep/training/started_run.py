@@ -27,6 +27,7 @@ from lockstep.training import session_checks, sharding
 from lockstep.training.checkpointer import Checkpointer
 from lockstep.training.initial_values import draw_initial_values
 from lockstep.training.replica_group import ReplicaGroup
+from lockstep.training.rollback import Rollback, SkippedMicroBatches
 from lockstep.training.scores import Position, ScoredRun
 from lockstep.training.session_parts import Declared, SessionValues
 from lockstep.training.step_record import StepRecord
@@ -132,9 +133,17 @@ class StartedRun:
         display = ProgressDisplay(total, self.first_step, shows, every_s=values.progress_s)
         enter(display)
         enter(self.checkpointer)
+        self._rollback = SkippedMicroBatches(
+            values.rollback or Rollback(),
+            values.micro_batches,
+            self.checkpointer,
+            declared,
+            enabled=values.rollback is not None,
+        )
         chosen: dict[str, Any] = {
             "micro_batches": values.micro_batches,
             "carried": declared.carried,
+            "rollback": self._rollback,
             **values.options,
         }
         if learners:
@@ -198,6 +207,7 @@ class StartedRun:
         if self.declared.learners:
             self.declared.learners.backward(loss, count, scaler, samples)
             return
+        self._rollback.refuse_scaler(scaler)
         if self.replicas.replica.workers_per_replica > 1:
             on_nonfinite = self.replicas.on_nonfinite
             session_checks.refuse_uneven_skips(scaler, on_nonfinite, self.declared.state)

@@ -73,7 +73,8 @@ class StepRecord:
         if self.replicas.decision.count:
             return self.replicas.decision.count, "tokens"
         steps = self.replicas.commit_steps
-        samples = (loader.samples_in_step(step) for loader in self.loaders)
+        trained = self.replicas.trained(step)
+        samples = (loader.samples_in_step(step, trained) for loader in self.loaders)
         return next(((number * steps, "samples") for number in samples if number), (steps, "steps"))
 
 

@@ -8,11 +8,11 @@ from lockstep.config import rules
 from lockstep.config.resolve import resolve
 from lockstep.config.rules import (
     parse_overrides,
-    parse_skip,
     refuse_missing_packages,
     shared_values,
 )
 from lockstep.config.schema import config_fields
+from lockstep.config.skip import parse_skip
 from lockstep.errors import ConfigError
 
 

@@ -225,19 +225,19 @@ def test_clipping_equals_that_of_torch_and_sees_changes() -> None:
 def test_only_noise_on_slices_is_refused() -> None:
     p = nn.Parameter(torch.zeros(4, 3))
     p.grad = torch.ones(4, 3)
-    gradient = commit_gradient([p], torch.ones(()), None)
+    gradient = commit_gradient([p], torch.ones(()), 1)
     p.grad.mul_(0.5)
     gradient.refuse_noise()
     p.grad.add_(torch.randn(4, 3))
     with pytest.raises(UsageError, match="random numbers were drawn"):
         gradient.refuse_noise()
-    gradient = commit_gradient([p], torch.ones(()), None)
+    gradient = commit_gradient([p], torch.ones(()), 1)
     gradient.clip_(0.1)
     torch.randn(1)
     gradient.refuse_noise()
     p.grad.add_(float(np.random.default_rng(np.random.randint(9)).normal()))
     with pytest.raises(UsageError, match="random numbers were drawn"):
         gradient.refuse_noise()
-    whole = commit_gradient([p], None, None)
+    whole = commit_gradient([p], None, 1)
     p.grad.add_(torch.randn(4, 3))
     whole.refuse_noise()

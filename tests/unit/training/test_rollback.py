@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,9 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lockstep.config.resolve import resolve
 from lockstep.elastic.runtime import ElasticRuntime
-from lockstep.errors import DivergedError
+from lockstep.errors import DivergedError, UsageError
 from lockstep.record.events import read_events
 from lockstep.training.checkpointer import Checkpointer
 from lockstep.training.replica_group import ReplicaGroup
@@ -21,11 +20,14 @@ from lockstep.training.rollback import (
     MIN_STEPS,
     MicroBatchResult,
     Rollback,
+    SkippedMicroBatches,
+    choose_rollback,
     find_guilty,
     loss_limit,
 )
 
 K = 4
+DEFAULT = Rollback()
 LossOf = Callable[[int, int, Tensor], Tensor]
 
 
@@ -37,8 +39,9 @@ class Points:
     def samples(self, step: int, k: int) -> list[int]:
         return [2 * k, 2 * k + 1]
 
-    def tokens_in_step(self, step: int, micro_batches: Iterable[int] | None = None) -> int:
-        return 2 * len([*range(K)] if micro_batches is None else [*micro_batches])
+
+def tokens(step: int, micro_batches: Sequence[int] | None = None) -> int:
+    return 2 * len(range(K) if micro_batches is None else micro_batches)
 
 
 @pytest.fixture
@@ -48,22 +51,41 @@ def runtime() -> Iterator[ElasticRuntime]:
 
 
 def run_steps(
-    runtime: ElasticRuntime, folder: Path, steps: int, loss_of: LossOf, **values: str
-) -> tuple[list[Tensor], dict[str, Any], Rollback]:
-    """Train; return the gradient of the last step, the facts for a checkpoint, and the rollback."""
+    runtime: ElasticRuntime,
+    folder: Path,
+    steps: int,
+    loss_of: LossOf,
+    options: Rollback = DEFAULT,
+    form: str = "tokens",
+    enabled: bool = True,
+) -> tuple[list[Tensor], dict[str, Any], SkippedMicroBatches]:
+    """Train; return the gradient of the last step, the facts for a checkpoint, and what was
+    skipped.
+
+    form  of the losses: sums over known "tokens"; sums with a "count"; "mean": shares of a mean
+    """
     torch.manual_seed(0)
     runtime.loop_state, model = {}, nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    run = resolve(None, {"on_divergence": "rollback", "batch.micro_batches": str(K), **values}).run
     with Checkpointer(folder / "checkpoints", runtime, model, optimizer) as checkpointer:
-        rollback = Rollback(run, cast(Any, Points()), checkpointer)
+        rollback = SkippedMicroBatches(
+            options,
+            K,
+            checkpointer,
+            Points(),
+            enabled=enabled,
+            tokens=tokens if form == "tokens" else None,
+        )
         with ReplicaGroup(
             runtime, model, checkpointer, micro_batches=K, rehearse=False, rollback=rollback
         ) as replicas:
             for step in range(steps):
                 for k in replicas.micro_batches(step):
-                    replicas.backward(loss_of(step, k, replicas(torch.full((2, 3), 1.0 + k))))
+                    loss = loss_of(step, k, replicas(torch.full((2, 3), 1.0 + k)))
+                    divisor = 2 * K if form == "mean" else 1
+                    replicas.backward(loss / divisor, 2 if form == "count" else None)
                 optimizer.step()
+            checkpointer.run_facts["loss"] = replicas.loss
         return [cast(Tensor, p.grad) for p in model.parameters()], checkpointer.run_facts, rollback
 
 
@@ -125,7 +147,8 @@ def test_a_step_is_retried_without_a_loss_and_a_gradient_that_are_not_finite(
         tmp_path / "given",
         2,
         plain,
-        **{"divergence.skip": "2:1,2:2", "on_divergence": "stop"},
+        Rollback(skip=["2:1", "2:2"]),
+        enabled=False,
     )
     assert all(map(torch.equal, gradients, given))
 
@@ -136,17 +159,14 @@ def test_a_resumed_run_and_a_joiner_know_what_was_skipped(
     _, facts, _ = run_steps(
         runtime, tmp_path, 1, lambda step, k, out: out.sum() * (math.nan if k == 3 else 1)
     )
-    run, received = (
-        resolve(None, {"on_divergence": "rollback", "batch.micro_batches": str(K)}).run,
-        runtime.loop_state,
-    )
+    received = runtime.loop_state
     for loop_state, saved in ((received, {}), ({}, facts)):
         model = nn.Linear(3, 1)
         with Checkpointer(
             tmp_path, runtime, model, torch.optim.SGD(model.parameters(), lr=0.0)
         ) as checkpointer:
             runtime.loop_state, checkpointer.facts = loop_state, saved
-            again = Rollback(run, cast(Any, Points()), checkpointer)
+            again = SkippedMicroBatches(Rollback(), K, checkpointer, Points(), enabled=True)
             assert again.trained(0) == [0, 1, 2] and again.to_json() == facts["rollback"]
 
 
@@ -167,27 +187,27 @@ def test_a_spike_of_one_micro_batch_is_skipped_and_one_of_all_is_trained(
         ("rolled back", 21),
         ("spike", 22),
     ]
-    _, facts, _ = run_steps(runtime, tmp_path / "off", 23, spiking, **{"divergence.spike": "0"})
+    _, facts, _ = run_steps(runtime, tmp_path / "off", 23, spiking, Rollback(spike=0))
     assert facts["rollback"]["skipped"] == {}
 
 
 @pytest.mark.parametrize(
-    ("bad", "values", "what"),
+    ("bad", "allowed", "what"),
     [
         (
             {0, 1, 2, 3},
-            {},
+            100,
             "none of the 4 micro-batches of step 1 is finite: the cause is the weights",
         ),
         (
             {1, 2},
-            {"divergence.max_skipped": "1"},
+            1,
             r"micro-batch 2 \(loss nan, gradient not finite; points 4, 5\); with 0 skipped before, that is more than 1",
         ),
     ],
 )
 def test_a_run_ends_when_nothing_or_too_little_is_left(
-    runtime: ElasticRuntime, tmp_path: Path, bad: set[int], values: dict[str, str], what: str
+    runtime: ElasticRuntime, tmp_path: Path, bad: set[int], allowed: int, what: str
 ) -> None:
     with pytest.raises(DivergedError, match=what) as caught:
         run_steps(
@@ -195,7 +215,7 @@ def test_a_run_ends_when_nothing_or_too_little_is_left(
             tmp_path,
             1,
             lambda step, k, out: out.sum() * (math.nan if k in bad else 1),
-            **values,
+            Rollback(max_skipped=allowed),
         )
     assert (
         caught.value.exit_code == 4
@@ -204,3 +224,52 @@ def test_a_run_ends_when_nothing_or_too_little_is_left(
     )
     (event,) = [event for event in read_events(tmp_path) if event["event"] == "diverged"]
     assert {row["k"] for row in event["micro_batches"]} == bad
+
+
+@pytest.mark.parametrize("form", ["mean", "count"])
+def test_the_mean_is_that_of_the_micro_batches_that_are_left(
+    form: str, runtime: ElasticRuntime, tmp_path: Path
+) -> None:
+    def spiking(step: int, k: int, out: Tensor) -> Tensor:
+        return plain(step, k, out) * (100 if (step, k) == (17, 2) else 1)
+
+    gradients, facts, _ = run_steps(runtime, tmp_path, 18, spiking, Rollback(spike=100), form)
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    losses = [plain(0, k, model(torch.full((2, 3), 1.0 + k))) / 2 for k in range(K)]
+    (sum(losses[k] for k in (0, 1, 3)) / 3).backward()  # type: ignore[union-attr]
+    means = [float(loss.detach()) for loss in losses]
+    left = (means[0] + means[1] + means[3]) / 3
+    for ours, p in zip(gradients, model.parameters(), strict=True):
+        torch.testing.assert_close(ours, p.grad)
+    assert facts["loss"] == pytest.approx(left)
+    rollback = facts["rollback"]
+    assert rollback["skipped"] == {"18": [2]}
+    assert [loss for _, loss in rollback["losses"]] == pytest.approx([sum(means) / K] * 17 + [left])
+    (event,) = [event for event in read_events(tmp_path) if event["event"] == "rolled back"]
+    assert event["micro_batches"][0]["loss"] == pytest.approx(100 * means[2])
+
+
+@pytest.mark.parametrize(
+    ("make", "what"),
+    [
+        (lambda: Rollback(max_skipped=-1), "not a number of at least 0"),
+        (lambda: Rollback(max_skipped=1.5), "not a number of at least 0"),
+        (lambda: Rollback(spike=math.nan), "not a number of at least 0"),
+        (lambda: Rollback(skip="3:1"), "skip is a text"),
+        (lambda: Rollback(skip=["0:1"]), "skip has another form than STEP:K"),
+        (lambda: Rollback(skip=[(3, 1)]), "skip has another form than STEP:K"),
+        (lambda: choose_rollback("pray", K, "raise"), "on_divergence='pray'"),
+        (lambda: choose_rollback(Rollback, K, "raise"), "on_divergence=<class"),
+        (lambda: choose_rollback("rollback", K, "ignore"), "with on_nonfinite='ignore'"),
+        (lambda: choose_rollback(Rollback(skip=["3:4"]), K, "raise"), "skip has 3:4, and"),
+        (
+            lambda: choose_rollback(Rollback(skip=[f"3:{k}" for k in range(K)]), K, "raise"),
+            "skip leaves no micro-batch of step 3",
+        ),
+    ],
+)
+def test_wrong_options_are_refused(make: Callable[[], Any], what: str) -> None:
+    with pytest.raises(UsageError, match=what) as caught:
+        make()
+    assert caught.value.where and caught.value.hint
