@@ -54,7 +54,7 @@ def main() -> None:
     if device.type == "cpu":
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     shape = LLAMA_CONFIGS[args.shape]
-    ceiling = measure_matmul_flops(device, "bf16")
+    ceiling = measure_matmul_flops(device, torch.bfloat16)
     with torch.device("meta"):
         model = Llama(shape).bfloat16()
 

@@ -48,6 +48,7 @@ from lockstep.training.checkpointer import Checkpointer
 from lockstep.training.evaluation import Samples, gather_over, in_eval_mode, mean_over
 from lockstep.training.initial_values import InitialValues, allocate
 from lockstep.training.loader import Collate, Loader
+from lockstep.training.model_flops import parse_mfu
 from lockstep.training.model_options import Precision
 from lockstep.training.prepared_model import PreparedModel
 from lockstep.training.replica_group import ReplicaGroup
@@ -83,6 +84,9 @@ class Session:
     on_save_error  a checkpoint that cannot be written: "continue", with a warning, or "stop"
     runtime        that has joined the workers already; None: the Session joins them
     values         further values of the run, which decide what a resume compares (RunValues)
+    mfu            True: count the floating-point operations of the first micro-batch, and show
+                   the model FLOPs utilization; or their number, for each sample, or token that
+                   `backward` counts
     shard, tensor, pipeline  sizes of the axes of the layout (docs/parallelism.md): workers that
                    hold one copy of the model together. `lockstep run --layout.shard` and the
                    variable LOCKSTEP_LAYOUT_SHARD replace `shard`, and so for the other axes
@@ -116,6 +120,7 @@ class Session:
         on_save_error: Literal["continue", "stop"] = "continue",
         runtime: ElasticRuntime | None = None,
         values: RunValues | None = None,
+        mfu: float | bool = False,
         shard: int = 1,
         tensor: int = 1,
         pipeline: int = 1,
@@ -137,6 +142,8 @@ class Session:
                 on_divergence, micro_batches, options.get("on_nonfinite", "raise")
             ),
             on_save_error=on_save_error,
+            mfu=parse_mfu(mfu),
+            profiled=session_checks.profiled_steps(),
             options=options,
             run=values,
         )
@@ -492,7 +499,7 @@ class Session:
         if self.layout.pipeline > 1:
             loss_of = model_options.outside_of_autocast(loss, self.world.device, model.precision)
             with model_options.autocast(self.world.device, model.precision):
-                result = run.replicas(
+                result = run.forward(
                     inputs,
                     target,
                     lambda output, target: self.values.share(loss_of(output, target), count),
@@ -544,12 +551,14 @@ class Session:
         run.record.log(session_checks.numbers_to_log(values, lambda: self.loss))
 
     def print(self, *values: object) -> None:
-        """Print a line on rank 0, also after a failure, above the bar of the progress."""
+        """Print a line on rank 0, also after a failure, above the bar of the progress. The report
+        has the newest lines in the loop, as of the last save: samples of a model, for example."""
         line = " ".join(map(str, values))
         if not self.runtime.is_leader():
             return
         if self._run:
             self._run.record.display.print_line(line, always=True)
+            self._run.record.printed.add(self.step + 1, line)
         else:
             print(line, flush=True)
 
@@ -621,7 +630,7 @@ class Session:
             return self._run.replicas
         if self.layout.pipeline > 1:
             return partial(evaluate_in_stages, self._run.replicas.local_model, in_loop=in_loop)
-        return self._run.replicas if in_loop and torch.is_grad_enabled() else None
+        return self._run.forward if in_loop and torch.is_grad_enabled() else None
 
     def _refuse_after_start(self, what: str) -> None:
         if self._run:

@@ -119,6 +119,11 @@ OVERRIDE: dict[str, Any] = {
     "help": "change the schedule from this checkpoint on (optim.learning_rate, warmup_steps, schedule, decay_steps, "
     "wsd_decay, floor); repeatable",
 }
+PROFILE: dict[str, Any] = {
+    "default": "",
+    "metavar": "steps=A..B",
+    "help": "write a trace and a time breakdown of these steps",
+}
 PARENT: dict[str, Any] = {
     "type": integer(1, 1 << 22),
     "metavar": "PID",
@@ -215,12 +220,7 @@ def add_training_commands(commands: Commands) -> None:
     )
     add("--resume", **RESUME)
     add("--override", **OVERRIDE)
-    add(
-        "--profile",
-        default="",
-        metavar="steps=A..B",
-        help="write a trace and a time breakdown of these steps",
-    )
+    add("--profile", **PROFILE)
     add("--show", action="store_true", help="print every value with its origin, and exit")
     add(
         "--layout",
@@ -315,6 +315,7 @@ def add_training_commands(commands: Commands) -> None:
         help="tensorboard, wandb, wandb:offline or MODULE:CLASS; may be given several times "
         "(default: Session(track=[...]))",
     )
+    add("--profile", **PROFILE)
     add("-m", **MODULE)
     add("--restart", **RESTART)
     add("--parent", **PARENT)

@@ -11,8 +11,9 @@ from lockstep.cli.start import (
     run_as_worker,
     start_local_agent,
 )
-from lockstep.config.variables import TRACK, environment_variable
+from lockstep.config.variables import PROFILE, TRACK, environment_variable
 from lockstep.errors import UsageError
+from lockstep.log import log
 from lockstep.runtime.processes import die_with_parent
 
 
@@ -35,10 +36,15 @@ def main(args: argparse.Namespace, rest: list[str]) -> int:
             )  # for the Sessions of the workers
     if args.track:
         os.environ[TRACK] = ",".join(args.track)
+    if args.profile:
+        os.environ[PROFILE] = args.profile
     code = run_as_worker(request, args.workers)
     if code is not None:
         return code
     if asks_for_help(rest):
         os.execv(sys.executable, [sys.executable, *request.script_words, *rest])
     workers, _ = choose_worker_count(args.workers, None)
-    return start_local_agent(request, None, workers, workers if request.restart == "all" else 1)
+    code = start_local_agent(request, None, workers, workers if request.restart == "all" else 1)
+    if args.profile and not (request.folder / "profile").exists():
+        log.warning("--profile %s: no Session has trained these steps", args.profile)
+    return code

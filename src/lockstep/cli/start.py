@@ -30,6 +30,7 @@ from lockstep.config import rules
 from lockstep.config.resolve import find_run_file, parse_flags
 from lockstep.config.rules import shared_values
 from lockstep.config.schema import ResolvedRun, RunConfig, ScheduleOverride
+from lockstep.config.variables import PROFILE
 from lockstep.elastic.run_folder import remove_untrained_run
 from lockstep.errors import UsageError
 from lockstep.layout import Layout, choose_layout
@@ -286,7 +287,7 @@ def read_request(args: argparse.Namespace, rest: list[str]) -> RunRequest:
         return read_script_request(args, script, rest)
     run_file = find_run_file(Path(args.target)) if args.target and not script else None
     folder = args.out or Path("runs") / (run_file.stem if run_file else "default")
-    profile = getattr(args, "profile", "")
+    profile = getattr(args, "profile", "") or os.environ.get(PROFILE, "")
     return RunRequest(
         script,
         run_file,
@@ -340,7 +341,6 @@ def refuse_run_options(args: argparse.Namespace, script: str) -> None:
             "the script chooses the checkpoint: Checkpointer.resume(...)",
         ),
         "--override": (bool(options["override"]), "set the learning rate in the script"),
-        "--profile": (bool(options.get("profile")), "use torch.profiler in the loop"),
         "--show": (bool(options.get("show")), "its values are the arguments of its function"),
         "--with-evaluator": (
             bool(options.get("with_evaluator")),

@@ -1,6 +1,7 @@
 """`lockstep train`: train a run file or a function on all devices of this machine."""
 
 import argparse
+import os
 
 from lockstep.cli.plan import with_planned_layout
 from lockstep.cli.start import (
@@ -12,10 +13,13 @@ from lockstep.cli.start import (
     workers_per_replica,
 )
 from lockstep.config.saved_run import format_run
+from lockstep.config.variables import PROFILE
 
 
 def main(args: argparse.Namespace, rest: list[str]) -> int:
     request = read_request(args, rest)
+    if request.script and args.profile:
+        os.environ[PROFILE] = args.profile  # for the Session of the function
     if args.show and not request.script:
         print(format_run(request.open(request.resume)))
         return 0

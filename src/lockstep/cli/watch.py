@@ -29,7 +29,7 @@ from lockstep.object_store.address import parse_address
 from lockstep.record.follow import Curve
 from lockstep.record.step_timer import format_step_line
 from lockstep.remote.followed_copy import ReadStatus, followed_copy
-from lockstep.report.run_data import FAILURES, RunData, require_run
+from lockstep.report.run_data import FAILURES, VALIDATION, RunData, require_run
 from lockstep.units import format_duration
 
 TAIL_BYTES = 1 << 18  # of metrics.jsonl, that are read at the start
@@ -38,6 +38,7 @@ CURVES = {
     "loss": "loss",
     "norm": "norm",
     "tok/s": "tokens_per_second",
+    "samples/s": "samples_per_second",
     "exposed comm": "exposed_communication",
 }
 PIPED_WIDTH = 140  # columns
@@ -122,13 +123,20 @@ def frame(data: RunData, status: dict[str, Any], rows: int = 1 << 16) -> Rendera
     now_s = time.time()
     parts: list[RenderableType] = [state_line(data, status), progress_line(data)]
     parts += [Text(f"metrics.jsonl: {problem}", "yellow") for problem in data.missing()]
+    if data.best:
+        parts.append(Text(f"best score: {data.best[1]:.4g}, step {data.best[0]:,}"))
+    stops = [note for note in data.notes if note.event == "stopped early"]
+    if stops and stops[-1].step == data.step:
+        parts.append(plain(f"stopped early, {stops[-1].text}"))
     numbers = {key: value for key, value in data.last.items() if type(value) in (int, float)}
     parts += (
         [plain(format_step_line(data.step, {**numbers, "shares": status.get("shares", ())}))]
         if numbers
         else []
     )
-    curves = {name: data.curves[key] for name, key in CURVES.items() if key in data.curves}
+    validations = {key: key for key in data.curves if VALIDATION.fullmatch(key)}
+    shown = (CURVES | validations).items()
+    curves = {name: data.curves[key] for name, key in shown if key in data.curves}
     parts.append(
         table(
             [], [(name, sparkline(curve), f"{curve.last[1]:.4g}") for name, curve in curves.items()]

@@ -4,6 +4,7 @@ import re
 from collections.abc import Collection, Iterable
 
 TRACK = "LOCKSTEP_TRACK"  # the metric backends of Sessions, separated by commas
+PROFILE = "LOCKSTEP_PROFILE"  # the steps that Sessions profile
 
 
 def environment_variable(key: str) -> str:

@@ -9,15 +9,21 @@ import math
 import os
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from lockstep.files import write_atomic
 from lockstep.log import log
 from lockstep.record.step_timer import format_step_line
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
+
+PRINTED = "printed.txt"  # in the run folder
+KEPT_LINES = 100
 
 
 class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
@@ -109,6 +115,25 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
                 bar.stop()
             except OSError as error:
                 log.debug("the terminal was closed: %s", error.strerror)
+
+
+class PrintedLines:
+    """The newest lines that the loop has printed in this start, for its report."""
+
+    def __init__(self) -> None:
+        self.lines: deque[str] = deque(maxlen=KEPT_LINES)
+
+    def add(self, step: int, line: str) -> None:
+        """Keep a line of this step, as metrics.jsonl numbers it."""
+        self.lines.append(f"step {step:,}  {line}\n")
+
+    def write(self, folder: Path) -> None:
+        if not self.lines:
+            return
+        try:
+            write_atomic(folder / PRINTED, "".join(self.lines))
+        except OSError as error:
+            log.debug("%s was not written: %s", PRINTED, error)
 
 
 def make_bar(stream: TextIO, total: int, start: int) -> tuple[Bar, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,16 +24,27 @@ from lockstep.report.charts import (
     text,
     timeline,
 )
-from lockstep.report.run_data import Facts, RunData, mapping, read_facts
+from lockstep.report.run_data import VALIDATION, Facts, RunData, mapping, read_facts
 from lockstep.units import format_bytes, format_count, format_duration
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
+UNITS = ("tokens", "samples", "steps")  # that a run counts, one of them
 CHARTS: tuple[
     tuple[str, dict[str, str], str, float, str], ...
 ] = (  # title, name of each curve, unit, its size, css
-    ("Loss", {"loss": "training", "validation_loss": "validation"}, "", 1, "wide"),
+    (
+        "Loss",
+        {"loss": "training", "validation_loss": "validation", "val_loss": "validation"},
+        "",
+        1,
+        "wide",
+    ),
     ("Gradient norm", {"norm": "norm"}, "", 1, "zero"),
-    ("Throughput", {"tokens_per_second": "all devices"}, "tokens/s", 1, "zero"),
+    *(
+        ("Throughput", {f"{unit}_per_second": "all devices"}, f"{unit}/s", 1, "zero")
+        for unit in UNITS
+    ),
+    ("Model FLOPs utilization", {"mfu": "all devices"}, "%", 0.01, "zero"),
     (
         "Link and data waits",
         {"exposed_communication": "exposed communication", "data_wait": "data"},
@@ -42,17 +53,15 @@ CHARTS: tuple[
         "zero",
     ),
     ("Memory", {"memory_bytes": "peak of rank 0"}, "GiB", 2**30, "zero"),
-    ("Learning rate", {"learning_rate": "learning rate"}, "", 1, "zero"),
+    ("Learning rate", {"learning_rate": "learning rate", "lr": "learning rate"}, "", 1, "zero"),
 )
 UNDRAWN = (
     "workers",
     "generation",
     "epoch",
-    "tokens",
     "seconds",
     "goodput",
-    "tokens_per_second_per_device",
-    "validation_perplexity",
+    *UNITS,
 )
 MAX_OWN, MAX_EVENTS, MAX_EVALUATIONS = 8, 100, 50
 EVALUATION_SETTINGS = (
@@ -128,6 +137,7 @@ def render(runs: Sequence[Run], title: str) -> str:
         ),
         "Evaluations": map(evaluations, runs),
         "Samples": map(samples, runs),
+        "Printed": map(printed, runs),
         "The run": values(runs),
         "Environment": map(environment, runs),
     }
@@ -151,9 +161,9 @@ def render(runs: Sequence[Run], title: str) -> str:
 
 def header(runs: Sequence[Run], title: str) -> str:
     measures, cards = [summary(run) for run in runs], []
-    for name in measures[0]:
+    for name in dict.fromkeys(name for measure in measures for name in measure):
         figures = "".join(
-            f'<dd class="{run.css}">{text(measure[name])}</dd>'
+            f'<dd class="{run.css}">{text(measure.get(name, "–"))}</dd>'
             for run, measure in zip(runs, measures, strict=True)
         )
         cards.append(f"<div><dt>{name}</dt>{figures}</div>")
@@ -197,12 +207,17 @@ def summary(run: Run) -> dict[str, str]:
         "step": f"{data.step:,} of {total:,}" if isinstance(total, int) else f"{data.step:,}",
         "loss": number(data.curves["loss"].last[1]) if "loss" in data.curves else "–",
         "goodput": f"{percents(run.ledger).get('training', 0.0):.1f}%" if run.ledger else "–",
-        "tokens/s": format_count(round(sums["tokens"] / seconds, 1))
-        if seconds and "tokens" in sums
-        else "–",
-        "exposed communication": f"{sums.get('communication_seconds', 0.0) / seconds:.1%}"
-        if seconds
-        else "–",
+        **{
+            f"{unit}/s": format_count(round(sums[unit] / seconds, 1))
+            for unit in UNITS
+            if seconds and unit in sums
+        },
+        **(
+            {"exposed communication": f"{sums['communication_seconds'] / seconds:.1%}"}
+            if seconds and "communication_seconds" in sums
+            else {}
+        ),
+        **({"best": f"{number(data.best[1])} (step {data.best[0]:,})"} if data.best else {}),
         "failures": f"{data.failures:,}",
         "generations": f"{data.formed:,}",
         "time": clock(math.fsum(run.ledger.values()) or seconds),
@@ -211,14 +226,8 @@ def summary(run: Run) -> dict[str, str]:
 
 def step_charts(runs: Sequence[Run], steps: tuple[float, float]) -> Iterator[str]:
     """Yield the charts over steps: those of every run, then the values that only the user's loop
-    logs."""
-    known = {key for _, keys, *_ in CHARTS for key in keys} | set(UNDRAWN)
-    own = [
-        key
-        for key in dict.fromkeys(key for run in runs for key in run.data.curves)
-        if key not in known
-    ]
-    own = [key for key in own if not key.endswith(("_seconds", "_so_far"))][:MAX_OWN]
+    logs, each beside its validation."""
+    own = own_charts(key for run in runs for key in run.data.curves)
     marks = [
         Mark(
             formed.step,
@@ -229,12 +238,29 @@ def step_charts(runs: Sequence[Run], steps: tuple[float, float]) -> Iterator[str
         for formed in run.data.generations
         if formed.failed
     ]
-    for title, keys, unit, size, css in [*CHARTS, *((key, {key: key}, "", 1, "") for key in own)]:
+    for title, keys, unit, size, css in [*CHARTS, *((name, keys, "", 1, "") for name, keys in own)]:
         lines = [line for run in runs for line in curves(run, keys, size)]
         if "loss" in keys:
             lines += [line for run in runs for line in scores(run, steps)]
         notes = [note for run in runs if (note := extremes(run, next(iter(keys)), size))]
         yield line_chart(title, lines, steps, unit, marks, "; ".join(notes), css)
+
+
+def own_charts(keys: Iterable[str]) -> list[tuple[str, dict[str, str]]]:
+    """Return title and curves of the charts of what only the user's loop logs. All that have a
+    validation are among them."""
+    known = {key for _, names, *_ in CHARTS for key in names} | set(UNDRAWN)
+    own = [key for key in dict.fromkeys(keys) if key not in known]
+    own = [key for key in own if not key.endswith(("_seconds", "_so_far"))]
+    charts = {key: {key: key} for key in own if not VALIDATION.fullmatch(key)}
+    validated: dict[str, dict[str, str]] = {}
+    for key in own:
+        if score := VALIDATION.fullmatch(key):
+            name = score[1] if score[1] in (charts | validated) else key
+            if charts.pop(name, None):
+                validated[name] = {name: "training"}
+            validated.setdefault(name, {})[key] = "validation"
+    return [*validated.items(), *charts.items()][: max(MAX_OWN, len(validated))]
 
 
 def step_range(runs: Sequence[Run]) -> tuple[float, float]:
@@ -253,9 +279,9 @@ def curves(run: Run, keys: dict[str, str], size: float) -> Iterator[Line]:
             points = [(x, y / size, low / size, high / size) for x, y, low, high in curve.points()]
             yield Line(
                 run.prefix + name,
-                run.css + "2" * i,
+                run.css + "2" * (i > 0),
                 points,
-                "dots" if key.startswith("validation") else "line",
+                "dots" if VALIDATION.fullmatch(key) else "line",
             )
 
 
@@ -392,7 +418,17 @@ def samples(run: Run) -> str:
     if not isinstance(lines, list) or not lines:
         return ""
     caption = f"{run.prefix}step {run.facts.samples.get('step', '')}"
-    return f'<figure class="wide"><h3>{text(caption)}</h3><pre>{text(chr(10).join(map(str, lines)).strip(chr(10)))}</pre></figure>'
+    return preformatted(caption, "\n".join(map(str, lines)))
+
+
+def printed(run: Run) -> str:
+    caption = f"{run.prefix}the newest lines of session.print"
+    return preformatted(caption, run.facts.printed) if run.facts.printed else ""
+
+
+def preformatted(caption: str, lines: str) -> str:
+    shown = text(lines.strip("\n"))
+    return f'<figure class="wide"><h3>{text(caption)}</h3><pre>{shown}</pre></figure>'
 
 
 def values(runs: Sequence[Run]) -> Iterator[str]:

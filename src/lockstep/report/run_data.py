@@ -22,6 +22,7 @@ from lockstep.record.events import is_event
 from lockstep.record.follow import Curve, LineFollower
 from lockstep.record.goodput import CATEGORIES, valid_seconds
 from lockstep.record.metrics import decode_line, iter_steps, missing_steps
+from lockstep.record.progress import PRINTED
 from lockstep.record.tracker import metrics_damage
 from lockstep.units import MAX_NAMES
 
@@ -33,9 +34,8 @@ FILES = (
 )  # one of them makes a folder a run
 KEPT = 1000
 MAX_CURVES, MAX_STEP = 60, 2**53
-NO_CURVE = re.compile(
-    r"step|workers|generation|epoch|goodput|.*_so_far|tokens_per_second_per_device|validation_perplexity"
-)
+NO_CURVE = re.compile(r"step|workers|generation|epoch|goodput|.*_so_far|.*_per_second_per_device")
+VALIDATION = re.compile(r"(?:validation|val)_(.+)")  # a score, and its name
 NORMAL_EXIT = re.compile(r"exited with code (0|75)\b")
 FAILURES = ("worker ended", "hang", "culprit found", "run ended", "SIGTERM sent", "SIGKILL sent")
 NOTED = (
@@ -102,6 +102,7 @@ class RunData:
         self.ids: set[str] = set()  # of the newest generation
         self.shares: dict[int, list[int]] = {}  # newest ones, by the generation that they are of
         self.seconds: dict[str, float] = {}  # ledger of the last end of the run, by category
+        self.best: tuple[int, float] | None = None  # step and score
         self.first_s = self.last_s = 0.0
         self.failures = self.formed = self.damaged_events = 0
         self.ended = False
@@ -172,6 +173,8 @@ class RunData:
             self.seconds = {name: valid_seconds(event.get(f"{name}_s", 0.0)) for name in CATEGORIES}
         elif kind == "shares":
             self.shares = {int(event["generation"]): [int(share) for share in event["shares"]]}
+        elif kind == "best score":
+            self.best = int(event["step"]), float(event["score"])
         elif kind == "worker ended":
             self._end_stretch(f"{event['host']}/{event['slot']}", now_s)
         if kind in NOTED and not NORMAL_EXIT.match(str(event.get("why"))):
@@ -197,6 +200,8 @@ class RunData:
         workers = tuple(
             f"{host}/{int(slot)}" for host, slot, _ in (id.rsplit("/", 2) for id in ids)
         )
+        if self.best and self.best[0] > step:
+            self.best = None  # of steps that are trained again
         began = event["event"] == "began"
         failed = self.formed > 0 and not (self.ended if began else self.ids <= set(ids))
         why = str(event.get("why") or (f"restarted from step {step}" if self.formed else "started"))
@@ -232,6 +237,7 @@ class Facts(NamedTuple):
     checkpoint: Mapping[str, Any]  # facts of the newest one: time account, versions, processor
     evaluations: list[dict[str, Any]]
     samples: Mapping[str, Any]
+    printed: str  # newest lines of session.print
     end: str  # of the run; "" while it runs
     problems: list[str]
 
@@ -276,6 +282,7 @@ def read_facts(folder: Path) -> Facts:
             [],
         ),
         read("samples.json", lambda: dict(read_json(folder / "samples.json")), {}),
+        read(PRINTED, lambda: (folder / PRINTED).read_text(errors="replace"), ""),
         read("the generation log", end, ""),
         problems,
     )

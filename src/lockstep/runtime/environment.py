@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep.config.variables import TRACK
+from lockstep.config.variables import PROFILE, TRACK
 from lockstep.errors import UsageError
 from lockstep.runtime.worker_env import EXIT_REPORT, SHARED_TERMINAL, STATE_FOLDER, WORKER_ENV
 
@@ -34,6 +34,7 @@ RESERVED_VARIABLES = (
         "LOCKSTEP_STORE_CACHE",
         "LOCKSTEP_STORE_BEAT_S",
         TRACK,
+        PROFILE,
     ),
 )
 PET = ("PET_NODE_RANK", "PET_NNODES", "PET_NPROC_PER_NODE", "PET_MASTER_ADDR", "PET_MASTER_PORT")

@@ -55,7 +55,7 @@ class ProfiledSteps:
         if not 1 <= steps.first <= steps.last:
             raise UsageError(
                 f"--profile {text}",
-                "command line",
+                "--profile or LOCKSTEP_PROFILE",
                 "give steps=FIRST..LAST, such as steps=10..12; the first step is 1",
             )
         return steps
@@ -213,18 +213,16 @@ def profiling(
         profiler.stop()
 
 
-def measure_matmul_flops(device: torch.device, precision: str, seconds: float = 0.5) -> float:
+def measure_matmul_flops(device: torch.device, dtype: torch.dtype, seconds: float = 0.5) -> float:
     """Measure the FLOP/s of matrix products on this device: a substitute for an unknown peak.
 
-    precision  "bf16" or "fp32"
-    seconds    how long to measure. The best product counts; threads as set in torch
+    seconds  how long to measure. The best product counts; threads as set in torch
     """
-    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    size, best_s = (8192 if device.type == "cuda" else 1024), float("inf")
-    a, b = (
-        torch.randn(size, size, device=device).to(dtype),
-        torch.randn(size, size, device=device).to(dtype),
-    )
+    size = 8192 if device.type == "cuda" else 1024
+    best_s = float("inf")
+    own = torch.Generator(device).manual_seed(0)  # the loop's next draws stay as they are
+    a = torch.randn(size, size, device=device, generator=own).to(dtype)
+    b = torch.randn(size, size, device=device, generator=own).to(dtype)
     start_s = time.perf_counter()
     while time.perf_counter() - start_s < seconds:
         product_start_s = time.perf_counter()

@@ -235,6 +235,8 @@ class ScoredRun:
         for score in self.scores:
             score.forget_update()
         self.follow_state()
+        if self.bests and self.bests[0].step == step and self.runtime.is_leader():
+            append_event(self.folder, "best score", step=step, score=self.bests[0].score)
         why = self.why()
         if why and self.runtime.is_leader():
             append_event(self.folder, "stopped early", step=step, why=why)

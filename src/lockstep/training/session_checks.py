@@ -17,7 +17,7 @@ from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lockstep.config.variables import TRACK, environment_variable, unknown_variables
+from lockstep.config.variables import PROFILE, TRACK, environment_variable, unknown_variables
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import UsageError
 from lockstep.layout import Layout
@@ -30,6 +30,7 @@ from lockstep.runtime.session_start import ask_for_start
 from lockstep.runtime.torch_private import collectives_of, version_of
 from lockstep.runtime.worker_env import WorkerEnv
 from lockstep.training.loader import Loader
+from lockstep.training.profiler import ProfiledSteps
 from lockstep.training.replica_group import ReplicaGroup
 from lockstep.training.trained_parameters import refuse_misplaced_parameters
 from lockstep.training.unsaved_variables import UnsavedVariables
@@ -68,6 +69,7 @@ OWN_OPTIONS = (
     "runtime",
     "values",
     "on_divergence",
+    "mfu",
     "shard",
     "tensor",
     "pipeline",
@@ -130,6 +132,12 @@ def progress_interval_s(progress: float | bool) -> float:
         hint = "give the seconds between two lines, or False for none"
         raise UsageError(f"progress={progress!r}", "Session(progress=...)", hint)
     return progress
+
+
+def profiled_steps() -> ProfiledSteps | None:
+    """Return the steps of `lockstep run --profile`; None: no profile."""
+    text = os.environ.get(PROFILE, "")
+    return ProfiledSteps.parse(text) if text else None
 
 
 def refuse_second_session(

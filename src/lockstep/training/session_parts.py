@@ -19,6 +19,7 @@ from lockstep.training import sharding
 from lockstep.training.initial_values import InitialValues
 from lockstep.training.loader import Loader
 from lockstep.training.prepared_model import PreparedModel
+from lockstep.training.profiler import ProfiledSteps
 from lockstep.training.rollback import Rollback, skip_fact
 from lockstep.training.saved_state import PerMicroBatch, SavedState
 from lockstep.training.session_checks import ReplicaOptions
@@ -64,6 +65,8 @@ class SessionValues:
     progress_s: float
     on_save_error: Literal["continue", "stop"]
     rollback: Rollback | None
+    mfu: float | bool
+    profiled: ProfiledSteps | None
     options: ReplicaOptions
     run: RunValues | None
     learners: int = 1

@@ -26,6 +26,8 @@ from lockstep.runtime.torch_private import collectives_of
 from lockstep.training import session_checks, sharding
 from lockstep.training.checkpointer import Checkpointer
 from lockstep.training.initial_values import draw_initial_values
+from lockstep.training.model_flops import ModelFlops, refuse_counting
+from lockstep.training.profiler import profiling
 from lockstep.training.replica_group import ReplicaGroup
 from lockstep.training.rollback import Rollback, SkippedMicroBatches
 from lockstep.training.scores import Position, ScoredRun
@@ -65,6 +67,7 @@ class StartedRun:
     ) -> None:
         enter = exits.enter_context
         module = declared.refuse_incomplete().module
+        refuse_counting(values.mfu, layout, module)
         facts = declared.facts(values)
         options = declared.shown_options(values, layout, total)
         saved: dict[str, Any] = {"tensor": layout.tensor} if layout.tensor > 1 else {}
@@ -161,7 +164,9 @@ class StartedRun:
         )
         enter(scaler_watch(declared.optimizers, lambda: self.replicas.scaler))
         loaders = [loader for loader, _ in declared.loaders]
-        self.record = StepRecord(self.replicas, loaders, metrics, display)
+        flops = ModelFlops(values.mfu, values.micro_batches, module, runtime.world.device)
+        self.record = StepRecord(self.replicas, loaders, metrics, display, flops)
+        self._profiler = enter(profiling(values.profiled, values.out, runtime))
         self._position = enter(Position(self.replicas, declared.optimizers))
         self.scores = ScoredRun(values.out, declared.state.values(), runtime, self._position)
         self.scores.follow_state()
@@ -199,6 +204,11 @@ class StartedRun:
         self._collectives = collectives_of(dist.group.WORLD)
         self._zero_rates.record(self.declared.optimizers, step)
 
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """Run the model's forward pass in a micro-batch."""
+        with self.record.flops.forward():
+            return self.replicas(*inputs, **named)
+
     def backward(
         self, loss: torch.Tensor, count: int | None, scaler: torch.amp.GradScaler | None = None
     ) -> None:
@@ -212,7 +222,8 @@ class StartedRun:
             on_nonfinite = self.replicas.on_nonfinite
             session_checks.refuse_uneven_skips(scaler, on_nonfinite, self.declared.state)
         known = [] if samples is None else [samples]
-        self.replicas.backward(loss, count, scaler=scaler, samples=known)
+        with self.record.flops.backward(count):
+            self.replicas.backward(loss, count, scaler=scaler, samples=known)
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Clip the gradient of the step, or of the learner's step that the loop is in."""
@@ -251,6 +262,7 @@ class StartedRun:
             why = "a checkpoint could not be saved"
         is_last = bool(stop or why) or step >= self.total
         self.record.end(step, is_last=is_last)
+        self._profiler.step(step)
         return StepEnd(is_last, why, Stopped(stop) if stop and not why else None)
 
     def save_if_due(self, step: int, *, is_last: bool) -> None:
@@ -263,6 +275,7 @@ class StartedRun:
         first = self.record.tracker.sync
         with self.record.timer.timing("saving"), self.runtime.during("saving"):
             self.checkpointer.save(step, first=first, waits=is_last or is_best)
+        self.record.printed.write(self.tracker.folder)
 
     def why_no_step(self, step: int) -> str:
         """Return why the run trains no step after `step`; "" if it does."""

@@ -8,11 +8,12 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from lockstep.record.progress import ProgressDisplay
+from lockstep.record.progress import PrintedLines, ProgressDisplay
 from lockstep.record.step_timer import StepTimer
 from lockstep.record.tracker import BackgroundTracker
 from lockstep.runtime.device import peak_memory_bytes
 from lockstep.training.loader import Loader
+from lockstep.training.model_flops import ModelFlops
 from lockstep.training.replica_group import ReplicaGroup
 from lockstep.training.time_account import account_step
 
@@ -29,14 +30,17 @@ class StepRecord:
         loaders: Sequence[Loader],
         tracker: BackgroundTracker,
         display: ProgressDisplay,
+        flops: ModelFlops,
     ) -> None:
         self.replicas = replicas
         self.runtime = replicas.runtime
         self.loaders = loaders
         self.tracker = tracker
         self.display = display
+        self.flops = flops
         self.timer = StepTimer(memory=partial(peak_memory_bytes, self.runtime.world.device))
         self.logged: dict[str, float] = {}
+        self.printed = PrintedLines()
 
     def log(self, values: Mapping[str, float]) -> None:
         """Add numbers to the line of this step."""
@@ -50,8 +54,11 @@ class StepRecord:
         self.timer.add("communication", self.replicas.replica.exposed_s())
         self.timer.add("data", sum(loader.take_waited_s() for loader in self.loaders))
         count, unit = self._count(step - 1)
+        with self.timer.timing("overhead"):
+            self.flops.measure_peak()
         measured = self.timer.step(count, world.size, unit)
         account_step(self.runtime.ledger, measured)
+        measured |= self.flops.mfu(measured, unit, world.size)
         measured |= {"workers": world.size, "generation": world.generation}
         account = self.runtime.ledger.metrics(time.monotonic())
         line = {"loss": loss, **share_of(measured, steps), **account}

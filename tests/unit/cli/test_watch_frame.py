@@ -17,10 +17,11 @@ import pytest
 from rich.console import Console
 from support.checkpoints import save
 from support.launching import lockstep_command, run_lockstep
-from support.written_run import append_note, write_run_folder
+from support.written_run import append_note, write_long_metrics, write_run_folder
 
 from lockstep.cli.watch import TAIL_BYTES, frame, refresh, ssh_words
 from lockstep.elastic.generation_log import Generation, GenerationLog, RunResult
+from lockstep.record.events import append_event
 from lockstep.report.page import write_report
 from lockstep.report.run_data import RunData
 
@@ -76,6 +77,18 @@ def test_a_frame_has_workers_speed_generations_failures_and_progress(tmp_path: P
     assert "0 a 1 12 leader 61 backward" in lines and "1 b 1 12 leader 61 timed out" in lines
     assert any(line.startswith("2 ") and line.endswith("30 2 a/0: exited") for line in lines)
     assert any("worker ended a/0: killed by SIGKILL" in line for line in lines)
+
+
+def test_a_frame_has_the_best_score_validation_curves_and_an_early_stop(tmp_path: Path) -> None:
+    write_long_metrics(
+        tmp_path / "metrics.jsonl", 60, lambda step: {"val_f1": 0.5} if step % 20 == 0 else {}
+    )
+    append_event(tmp_path, "best score", step=40, score=0.75)
+    append_event(tmp_path, "stopped early", step=60, why="no score better than 0.75 in 3")
+    text = text_of(RunData(tmp_path).update(), {})
+    assert "best score: 0.75, step 40" in text
+    assert "stopped early, no score better than 0.75 in 3" in text
+    assert any(line.startswith("val_f1") for line in text.splitlines()), text
 
 
 def test_missing_steps_are_named(tmp_path: Path) -> None:

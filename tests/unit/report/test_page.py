@@ -21,6 +21,7 @@ from support.written_run import (
 )
 
 from lockstep.files import add_checksum
+from lockstep.record.events import append_event
 from lockstep.report.charts import hide_secrets, number, percents, ticks
 from lockstep.report.page import write_report
 from lockstep.report.run_data import KEPT
@@ -79,6 +80,47 @@ def test_charts_have_all_steps_the_spike_and_the_failure(tmp_path: Path) -> None
     ):
         assert words in page
     assert not re.search(r"(src|href)=|https?://|@import|url\(", page), "the page loads something"
+
+
+def test_scores_of_a_validation_are_drawn_beside_what_they_validate(tmp_path: Path) -> None:
+    own = {f"own_{i}": 0.5 for i in range(12)} | {"accuracy": 0.9, "lr": 0.1}
+    scores = {"val_loss": 2.0, "val_accuracy": 0.8, "validation_f1": 0.7}
+    more = own | {"samples_per_second": 3.0, "samples": 4, "mfu": 0.25}
+    write_long_metrics(
+        tmp_path / "metrics.jsonl", 60, lambda step: more | (scores if step % 20 == 0 else {})
+    )
+    charts = charts_of(page_of(tmp_path))
+    drawn = {title: [line["name"] for line in chart["lines"]] for title, chart in charts.items()}
+    assert drawn["Loss"] == ["training", "validation"]
+    assert drawn["accuracy"] == ["training", "validation"]
+    assert drawn["validation_f1"] == ["validation"]
+    assert charts["accuracy"]["lines"][1]["x"] == [20, 40, 60]
+    assert charts["Model FLOPs utilization"]["lines"][0]["y"][0] == 25.0
+    assert {"Learning rate", "Throughput", "own_0"} <= drawn.keys() and "samples" not in drawn
+
+
+def test_exposed_communication_that_was_not_measured_is_not_shown(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0, "seconds": 0.5}\n')
+    page = page_of(tmp_path)
+    assert "exposed communication" not in page and "tokens/s" not in page
+    write_run_folder(tmp_path / "measured")
+    assert '<dt>exposed communication</dt><dd class="a">20.0%</dd>' in page_of(
+        tmp_path / "measured"
+    )
+
+
+def test_the_best_score_and_what_the_loop_printed_are_shown(tmp_path: Path) -> None:
+    run = write_run_folder(tmp_path)
+    append_event(run, "best score", step=40, score=0.75)
+    append_event(run, "stopped early", step=60, why="no score better than 0.75 in 3")
+    (run / "printed.txt").write_text("step 60  Guten Tag <b>\n")
+    page = page_of(run)
+    assert '<dt>best</dt><dd class="a">0.75 (step 40)</dd>' in page
+    assert "stopped early" in page and "no score better than 0.75 in 3" in page
+    assert "step 60  Guten Tag &lt;b&gt;" in page
+    began = {"generation": 4, "step": 30, "workers": ["a/0/x5"]}
+    append_event(run, "began", **began)
+    assert "<dt>best</dt>" not in page_of(run), "these steps are trained again"
 
 
 def test_two_runs_share_their_charts(tmp_path: Path) -> None:
