@@ -23,7 +23,7 @@ from lockstep.config.schema import MemoryOptions, OptimOptions
 from lockstep.layout import Coordinates, Layout
 from lockstep.models.llama import Llama, init_param
 from lockstep.models.llama_config import LLAMA_CONFIGS
-from lockstep.parallel.grad_norm import divide_and_clip
+from lockstep.parallel.grad_norm import commit_gradient
 from lockstep.parallel.parallelize import parallelize
 from lockstep.record.step_timer import flops_per_token, peak_flops, peak_resident_bytes
 from lockstep.runtime.numerics import make_deterministic
@@ -80,7 +80,7 @@ def main() -> None:
         )
         began_s = now_s(device)
         held.module(tokens[:, :-1], tokens[:, 1:].contiguous()).backward()
-        divide_and_clip(held.parameters(), divisor=args.rows * args.length, clip_norm=1.0)
+        commit_gradient(list(held.parameters()), None, args.rows * args.length).clip_(1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         seconds.append(now_s(device) - began_s)

@@ -90,7 +90,7 @@ def ours(
     from lockstep.layout import Layout
     from lockstep.models.llama import Llama, init_param
     from lockstep.models.llama_config import LLAMA_CONFIGS
-    from lockstep.parallel.grad_norm import divide_and_clip
+    from lockstep.parallel.grad_norm import commit_gradient
     from lockstep.parallel.parallelize import parallelize
     from lockstep.training.optim import adamw
     from lockstep.training.replica_group import ReplicaGroup
@@ -119,12 +119,11 @@ def ours(
                     with narrow():
                         loss = replicas(tokens, labels)
                     replicas.backward(loss)
-                divide_and_clip(
-                    local_model.parameters(),
-                    divisor=each * WORKERS * ROWS * LENGTH,
-                    clip_norm=1.0,
-                    grad_norm_squared=replicas.grad_norm_squared,
-                )
+                commit_gradient(
+                    list(local_model.parameters()),
+                    replicas.grad_norm_squared,
+                    each * WORKERS * ROWS * LENGTH,
+                ).clip_(1.0)
                 optimizer.step()
                 yield
 

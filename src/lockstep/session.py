@@ -382,9 +382,9 @@ class Session:
         declared, values = self._declared, self.values
         learner_checks.refuse_wrong_learners(declared, values, self.layout, inner, count, steps)
         self.values = replace(values, learners=count)
-        declared.learners = Learners(inner, count, steps, values.micro_batches // count)
-        declared.state[learner_checks.STATE] = declared.learners.inner
-        return declared.learners
+        learners = Learners(inner, count, steps, values.micro_batches // count)
+        declared.add_learners(learners)
+        return learners
 
     # The loop.
 

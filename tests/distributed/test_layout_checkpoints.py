@@ -24,7 +24,7 @@ from lockstep.errors import CheckpointError
 from lockstep.layout import Layout
 from lockstep.models.llama import Llama, init_param
 from lockstep.models.llama_io import model_tensors
-from lockstep.parallel.grad_norm import divide_and_clip
+from lockstep.parallel.grad_norm import commit_gradient
 from lockstep.training.checkpointer import Checkpointer
 from lockstep.training.optim import make_optimizers
 
@@ -60,12 +60,7 @@ def train_to(
             losses.append(
                 losses_of_all_ranks(one_step(local, replica, model, step, narrow=mixed_precision))
             )
-            divide_and_clip(
-                local.parameters(),
-                divisor=72,
-                clip_norm=1.0,
-                grad_norm_squared=replica.grad_norm_squared(),
-            )
+            commit_gradient(list(local.parameters()), replica.grad_norm_squared(), 72).clip_(1.0)
             optimizer.step()
         checkpointer.save(steps)
     return losses

@@ -8,6 +8,7 @@ aot_eager, without the C++ compiler.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
@@ -27,7 +28,7 @@ from lockstep.errors import UsageError
 from lockstep.layout import Layout
 from lockstep.models import llama, lora, translator
 from lockstep.network.wire_format import Wire
-from lockstep.parallel.grad_norm import divide_and_clip
+from lockstep.parallel.grad_norm import commit_gradient
 from lockstep.parallel.parallelize import LocalModel, parallelize
 from lockstep.parallel.replica import Replica
 from lockstep.parallel.sharded_replica import ShardedReplica
@@ -248,9 +249,7 @@ def losses_and_gradients(
             loss = all_losses(one_step(local, replica, model, 0))
             gradients = {key: p.grad for key, p in local.local_params.items() if p.grad is not None}
             grad_norm_squared = replica.grad_norm_squared()
-            norm = divide_and_clip(
-                local.parameters(), divisor=1.0, clip_norm=0.0, grad_norm_squared=grad_norm_squared
-            )
+            norm = commit_gradient(list(local.parameters()), grad_norm_squared, 1).clip_(math.inf)
             results.append(
                 (
                     loss,
@@ -335,11 +334,8 @@ def losses_of_twenty_steps(
         with build_replica(local, 4) as replica:
             for step in range(20):
                 losses.append(all_losses(one_step(local, replica, model, step % 2)) / 72)
-                divide_and_clip(
-                    local.parameters(),
-                    divisor=72,
-                    clip_norm=1.0,
-                    grad_norm_squared=replica.grad_norm_squared(),
+                commit_gradient(list(local.parameters()), replica.grad_norm_squared(), 72).clip_(
+                    1.0
                 )
                 optimizer.step()
         losses_by_model.append(losses)
@@ -383,12 +379,7 @@ def digest_after(
     with build_replica(local, 8, reduce_once_per_step, wire) as replica:
         for step in range(4):
             one_step(local, replica, model, step, narrow=True, shares=shares)
-            divide_and_clip(
-                local.parameters(),
-                divisor=144,
-                clip_norm=0.5,
-                grad_norm_squared=replica.grad_norm_squared(),
-            )
+            commit_gradient(list(local.parameters()), replica.grad_norm_squared(), 144).clip_(0.5)
             optimizer.step()
     state = assemble(local, {key: p.detach() for key, p in local.local_params.items()})
     return hashlib.sha256(

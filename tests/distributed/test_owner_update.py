@@ -18,7 +18,7 @@ from lockstep.config.schema import OptimOptions
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import CheckpointError, UsageError
 from lockstep.layout import Layout
-from lockstep.parallel.grad_norm import divide_and_clip
+from lockstep.parallel.grad_norm import commit_gradient
 from lockstep.parallel.parallelize import LocalModel
 from lockstep.tensor_slice import TensorSlice
 from lockstep.training.checkpointer import Checkpointer
@@ -84,12 +84,7 @@ def train_with(runtime: ElasticRuntime, layout: Layout, folder: str, kind: str, 
     ):
         for step in range(checkpointer.resume(), steps):
             one_step(local, replica, model, step)
-            divide_and_clip(
-                local.parameters(),
-                divisor=72,
-                clip_norm=1.0,
-                grad_norm_squared=replica.grad_norm_squared(),
-            )
+            commit_gradient(list(local.parameters()), replica.grad_norm_squared(), 72).clip_(1.0)
             for optimizer in optimizers:
                 if kind == "reversed" and runtime.world.rank:
                     optimizer.state.update(

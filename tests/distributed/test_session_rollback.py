@@ -22,6 +22,7 @@ from lockstep.checkpoint.folder import committed_steps
 from lockstep.data.order import UniformOrder
 from lockstep.record.events import read_events
 from lockstep.record.metrics import iter_steps
+from lockstep.training.witness import WitnessFile
 
 LOOP = Path(__file__).parents[1] / "support" / "loops" / "rollback.py"
 ORDER = UniformOrder(STEPS * BATCH_SIZE, BATCH_SIZE, MICRO_BATCHES)
@@ -163,6 +164,15 @@ def test_killed_and_stopped_and_resumed_with_other_workers(alone: Path, tmp_path
     assert train(tmp_path, 2, shard=2) == digest_line(alone)
     assert numbers(tmp_path) == numbers(alone)
     assert rollback_facts(tmp_path) == rollback_facts(alone)
+
+
+def test_a_stop_before_a_step_without_its_first_micro_batch_compares_the_next_one(
+    tmp_path: Path,
+) -> None:
+    flags = {"nan": "", "high": "", "skip": "20:0", "steps": 20}
+    assert run_loop(LOOP, tmp_path, 2, stop_in=18, **flags).code == 75
+    assert WitnessFile(tmp_path).read()[19].number == 1
+    train(tmp_path, 1, **flags)
 
 
 def test_workers_that_die_in_the_measurement_and_in_the_retry_are_replaced(

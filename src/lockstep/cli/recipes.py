@@ -7,7 +7,7 @@ from pathlib import Path
 from lockstep.config.resolve import recipes
 from lockstep.errors import UsageError
 
-SCRIPTS = ("translate", "pretrain", "finetune")  # in lockstep/recipes
+SCRIPTS = ("translate", "pretrain", "finetune", "diloco")  # in lockstep/recipes
 
 
 def main(args: argparse.Namespace, rest: list[str]) -> int:

@@ -30,7 +30,6 @@ from lockstep.config import rules
 from lockstep.config.resolve import find_run_file, parse_flags
 from lockstep.config.rules import shared_values
 from lockstep.config.schema import ResolvedRun, RunConfig, ScheduleOverride
-from lockstep.config.variables import PROFILE
 from lockstep.elastic.run_folder import remove_untrained_run
 from lockstep.errors import UsageError
 from lockstep.layout import Layout, choose_layout
@@ -202,7 +201,6 @@ class RunRequest:
     ]  # words `--section.key VALUE`, flags of the function, or arguments of the script
     flags: dict[str, str]  # `values`, parsed
     overrides: tuple[str, ...] = ()  # the KEY=VALUE words of --override
-    profile: str = ""  # steps to profile, as `ProfiledSteps` parses them; "": none
     restart: str = "one"  # workers to restart when a script loses one: "one" or "all"
     module: str = ""  # name of the whole script for python -m; "": python FILE.py
     is_folder_given: bool = False  # by --out, for a whole script
@@ -261,7 +259,6 @@ class RunRequest:
                 *self.values,
             )
         target = [self.script] if self.script else [str(self.run_file)] if self.run_file else []
-        target += ["--profile", self.profile] if self.profile else []
         target += [f"--override={word}" for word in self.overrides]
         return "train", *target, "--out", str(self.folder), "--resume", resume, *self.values
 
@@ -287,7 +284,6 @@ def read_request(args: argparse.Namespace, rest: list[str]) -> RunRequest:
         return read_script_request(args, script, rest)
     run_file = find_run_file(Path(args.target)) if args.target and not script else None
     folder = args.out or Path("runs") / (run_file.stem if run_file else "default")
-    profile = getattr(args, "profile", "") or os.environ.get(PROFILE, "")
     return RunRequest(
         script,
         run_file,
@@ -296,7 +292,6 @@ def read_request(args: argparse.Namespace, rest: list[str]) -> RunRequest:
         rest,
         parse_flags(rest),
         tuple(args.override),
-        profile,
     )
 
 

@@ -18,8 +18,8 @@ from lockstep.config.variables import PROFILE
 
 def main(args: argparse.Namespace, rest: list[str]) -> int:
     request = read_request(args, rest)
-    if request.script and args.profile:
-        os.environ[PROFILE] = args.profile  # for the Session of the function
+    if args.profile:
+        os.environ[PROFILE] = args.profile  # for the Sessions of the workers
     if args.show and not request.script:
         print(format_run(request.open(request.resume)))
         return 0

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Sequence, Set
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from lockstep.errors import UsageError
 from lockstep.parallel.groups import ProcessGroups
@@ -93,31 +92,6 @@ def spread_nan(local: LocalModel, nonfinite: Set[str]) -> None:
         here = [name for name in names if name in gradients]
         if here and nonfinite & {*names} and not nonfinite & {*here}:
             gradients[here[0]].fill_(torch.nan)
-
-
-def divide_and_clip(
-    parameters: Iterable[nn.Parameter],
-    *,
-    divisor: float,
-    clip_norm: float,
-    grad_norm_squared: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Divide the gradients by `divisor`, then clip their global norm to `clip_norm` (0: never).
-
-    grad_norm_squared  sum of squares of the whole gradient, if these parameters are slices
-
-    Returns the norm before clipping, a 0-dim tensor on the device: the host does not wait for it.
-    """
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    norm = (
-        (sum_of_squares(gradients) if grad_norm_squared is None else grad_norm_squared).sqrt()
-        / divisor
-    ).float()
-    factor = (
-        torch.ones_like(norm) if clip_norm == 0 else torch.clamp(clip_norm / (norm + 1e-6), max=1.0)
-    )
-    foreach_mul_(gradients, factor / divisor)
-    return norm
 
 
 class StepGradient:

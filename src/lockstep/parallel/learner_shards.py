@@ -1,4 +1,4 @@
-"""A replica of several workers whose leaves are DiLoCo's learners (training/diloco.py).
+"""A replica of several workers whose leaves are DiLoCo's learners (training/learners.py).
 
 All shards of a replica work on one learner at a time. The gradients of its steps are summed inside
 the replica, in the tree over the learner's micro-batches. Its leaf of the outer sum is the
@@ -167,15 +167,6 @@ class LearnerShards(ShardedReplica):
         if self._pass.counts:
             row = self.numbers.new_tensor([count, samples])
             self.numbers[self._pass.k] = torch.stack([loss.detach().double().reshape(()), *row])
-
-    def sum_gradients(
-        self, step: int, leaves: range, loss_of: Callable[[int], Tensor]
-    ) -> tuple[list[Tensor], Tensor]:
-        """Collective in the replica. Write this worker's rows of the sum over the micro-batches
-        `leaves` of a learner to .grad; return the losses of all of them, and the squared norm."""
-        for k in self.passes(step, leaves):
-            self.add_pass(loss_of(k))
-        return list(self.numbers[:, 0].float()), self.squared
 
     def is_equal(self, steps: int) -> bool:
         """Collective in the replica. Return whether all shards have taken as many steps of a

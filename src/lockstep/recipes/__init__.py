@@ -1,10 +1,10 @@
 """The scripts of `lockstep train`, each a training loop on a Session, and what they are made of.
 
-    lockstep.recipes.translate, pretrain, finetune   the scripts: main(run)
+    lockstep.recipes.translate, pretrain, finetune, diloco   the scripts: main(run)
 
     RecipeRun            values, folder and workers of a run; opens its Session
     start                run a script by itself, with the values of the command line
-    open_pairs, open_documents, open_chats           data and model of a run: tasks/
+    open_pairs, open_documents, open_chats, open_learners_data   data and model of a run: tasks/
     make_optimizers      of the section [optim]; with set_learning_rate and learning_rate
     update_average, averaged_weights                 a moving average of the weights
     held_out_batches, mean_loss, loss_and_perplexity, validation_line   validation in the loop
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from lockstep.recipes.parts import make_optimizers as make_optimizers
     from lockstep.recipes.parts import open_chats as open_chats
     from lockstep.recipes.parts import open_documents as open_documents
+    from lockstep.recipes.parts import open_learners_data as open_learners_data
     from lockstep.recipes.parts import open_pairs as open_pairs
     from lockstep.recipes.run import RecipeRun as RecipeRun
     from lockstep.recipes.script import start as start
@@ -44,6 +45,7 @@ _MODULES = {
     "mean_loss": "lockstep.recipes.validation",
     "open_chats": "lockstep.recipes.parts",
     "open_documents": "lockstep.recipes.parts",
+    "open_learners_data": "lockstep.recipes.parts",
     "open_pairs": "lockstep.recipes.parts",
     "set_learning_rate": "lockstep.training.optim",
     "start": "lockstep.recipes.script",

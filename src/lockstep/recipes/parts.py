@@ -11,6 +11,7 @@ from lockstep.errors import ConfigError
 from lockstep.recipes.run import RecipeRun
 from lockstep.tasks import evaluate
 from lockstep.tasks.language_model import LanguageModelTask
+from lockstep.tasks.open import Task
 from lockstep.tasks.translation import TranslationTask
 from lockstep.training import optim
 
@@ -32,11 +33,22 @@ def open_chats(run: RecipeRun) -> LanguageModelTask:
     return _open(run, "sft", LanguageModelTask)
 
 
+def open_learners_data(run: RecipeRun) -> Task:
+    """Collective. Return the data and the model of a run, for the learners of DiLoCo. DataError."""
+    config = run.config
+    if not config.diloco.learners:
+        raise ConfigError("the run has no learners", "diloco.learners=0", "give a number of them")
+    return run.open_task()
+
+
 def _open(run: RecipeRun, task: str, kind: type[T]) -> T:
     if run.config.task != task:
         hint = f"give --task {task}, or start the script of {run.config.task}"
         what = f"the run has task={run.config.task}, and this script is for {task}"
         raise ConfigError(what, "task", hint)
+    if run.config.diloco.learners:
+        hint = "leave it out, or start the script of learners: lockstep recipes copy diloco FILE"
+        raise ConfigError("this script trains no learners", "diloco.learners", hint)
     opened = run.open_task()
     assert isinstance(opened, kind)
     return opened

@@ -16,16 +16,16 @@ from lockstep import recipes
 
 def main(run: recipes.RecipeRun) -> None:
     config = run.config
+    # Documents, one after the other, cut into rows of batch.seq_len tokens.
+    text = recipes.open_documents(run)
+    held_out = recipes.held_out_batches(run, text)
+
+    # A model without memory: `prepare` gives it to each worker, whole or in slices.
+    model = text.meta_model()
+    optimizers = recipes.make_optimizers(run, model)
+
     with run.session() as session:
-        # Documents, one after the other, cut into rows of batch.seq_len tokens.
-        text = recipes.open_documents(run)
-        held_out = recipes.held_out_batches(run, text)
-
-        # A model without memory: `prepare` gives it to each worker, whole or in slices.
-        model = text.meta_model()
-        optimizers = recipes.make_optimizers(run, model)
         model, *optimizers = run.prepare(session, model, *optimizers)
-
         loader = session.loader(text.loader)
         best = lockstep.Best()
         stopping = lockstep.EarlyStopping(config.evaluate.patience or math.inf)
@@ -43,9 +43,8 @@ def main(run: recipes.RecipeRun) -> None:
                 optimizer.step()
             if config.optim.ema_decay:
                 recipes.update_average(optimizers, config.optim.ema_decay, step + 1)
-            session.log(
-                step, norm=norm, learning_rate=rate, epoch=text.loader.order.epoch(step + 1)
-            )
+            epoch = text.loader.order.epoch(step + 1)
+            session.log(step, norm=norm, learning_rate=rate, epoch=epoch)
 
             if held_out and (step + 1) % config.evaluate.every_steps == 0:
                 with recipes.averaged_weights(optimizers):

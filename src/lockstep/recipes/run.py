@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -27,7 +27,9 @@ from lockstep.session import Session
 from lockstep.tasks.layout_limits import min_parameters
 from lockstep.tasks.memory_estimate import explain_out_of_memory, refuse_too_large
 from lockstep.tasks.open import Task, open_task
+from lockstep.training.model_flops import known_peak
 from lockstep.training.optim import adamw_share
+from lockstep.training.rollback import Rollback
 from lockstep.training.session_checks import ReplicaOptions
 
 
@@ -68,10 +70,11 @@ class RecipeRun:
             "wire": config.parallel.wire,
             "bucket_bytes": config.parallel.bucket_bytes,
             "verify_every": config.elastic.verify_every,
-            "rehearse": config.elastic.rehearse,
             "balance": layout.balance,
             "reduce_once_per_step": config.fsdp.reduce == "per_step",
         }
+        if not config.diloco.learners:  # a pass of a learner would be an update
+            options["rehearse"] = config.elastic.rehearse
         with (
             self._exits,
             Session(
@@ -87,6 +90,8 @@ class RecipeRun:
                 threads=config.compute.num_threads,
                 track=tracked(config),
                 progress=config.track.every_s,
+                on_divergence=self._on_divergence(),
+                mfu=self._flops_per_token(),
                 shard=layout.shard,
                 tensor=layout.tensor,
                 pipeline=layout.pipeline,
@@ -138,6 +143,20 @@ class RecipeRun:
             explain_out_of_memory(model, layout, limits, device, lambda: file)
         )
         return self.task
+
+    def _on_divergence(self) -> Literal["stop", "rollback"] | Rollback:
+        divergence = self.config.divergence
+        if self.config.on_divergence == "rollback":
+            return Rollback(**vars(divergence))
+        # A run that stops may skip what it is given.
+        return Rollback(0, 0.0, divergence.skip) if divergence.skip else "stop"
+
+    def _flops_per_token(self) -> float | bool:
+        """Return what Session(mfu=...) takes: where the peak is known, or track.mfu asks for it."""
+        is_bf16 = self.config.compute.precision == "bf16"
+        dtype = torch.bfloat16 if is_bf16 else torch.float32
+        shows = self.config.track.mfu or known_peak(self.runtime.world.device, dtype)
+        return self.task.flops_per_token if self.task and shows else False
 
     # Values that the Session records and compares (RunValues).
 

@@ -30,8 +30,9 @@ SCRIPTS = {"translate": "translate", "pretrain": "pretrain", "sft": "finetune"} 
 
 
 def script_of(config: RunConfig) -> Script:
-    """Return the script of a run's task."""
-    script: Script = import_module(f"lockstep.recipes.{SCRIPTS[config.task]}").main
+    """Return the script of a run."""
+    name = "diloco" if config.diloco.learners else SCRIPTS[config.task]
+    script: Script = import_module(f"lockstep.recipes.{name}").main
     return script
 
 

@@ -16,14 +16,15 @@ from lockstep import recipes
 
 def main(run: recipes.RecipeRun) -> None:
     config = run.config
-    with run.session() as session:
-        # Sentence pairs: rank 0 prepares them once, with a tokenizer that it trains on them.
-        pairs = recipes.open_pairs(run)
+    # Sentence pairs: rank 0 prepares them once, with a tokenizer that it trains on them.
+    pairs = recipes.open_pairs(run)
 
-        # An encoder-decoder Transformer without memory: `prepare` gives it to each worker, whole or
-        # in slices. Its initial weights follow from the seed and their names.
-        model = pairs.meta_model()
-        optimizers = recipes.make_optimizers(run, model)
+    # An encoder-decoder Transformer without memory: `prepare` gives it to each worker, whole or in
+    # slices. Its initial weights follow from the seed and their names.
+    model = pairs.meta_model()
+    optimizers = recipes.make_optimizers(run, model)
+
+    with run.session() as session:
         model, *optimizers = run.prepare(session, model, *optimizers)
 
         # Micro-batches of pairs with similar lengths. All workers together train all of a step.

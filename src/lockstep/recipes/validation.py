@@ -15,6 +15,7 @@ from lockstep.errors import UsageError
 from lockstep.recipes.run import RecipeRun
 from lockstep.tasks.evaluator import perplexity
 from lockstep.tasks.language_model import HeldOutRows, LanguageModelTask
+from lockstep.tasks.open import Task
 
 
 class HeldOutBatches(Dataset[TextBatch]):
@@ -32,7 +33,7 @@ class HeldOutBatches(Dataset[TextBatch]):
         return batch_of(rows, torch.device("cpu"))
 
 
-def held_out_batches(run: RecipeRun, task: LanguageModelTask) -> HeldOutBatches | None:
+def held_out_batches(run: RecipeRun, task: Task) -> HeldOutBatches | None:
     """Return the validation split in batches; None if the run does not validate.
 
     UsageError: it has no validation split.
@@ -40,6 +41,7 @@ def held_out_batches(run: RecipeRun, task: LanguageModelTask) -> HeldOutBatches 
     config = run.config
     if not config.evaluate.every_steps:
         return None
+    assert isinstance(task, LanguageModelTask)  # evaluate.every_steps is refused otherwise
     rows = HeldOutRows(task.validation, task.length, packed=config.task == "sft")
     batches = HeldOutBatches(rows, max(1, config.batch.tokens // task.length))
     if not len(batches):

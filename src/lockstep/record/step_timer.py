@@ -1,4 +1,4 @@
-"""Time per step by category, throughput and model FLOPs utilization (MFU).
+"""Time per step by category, and throughput; the peak FLOP/s of devices.
 
 A step lasts from the end of the previous step to its end; rates and shares are averages over the
 newest steps. No function synchronizes a device, so on a GPU single steps are only as exact as the
@@ -34,7 +34,6 @@ class StepTimer:
 
     window_steps      number of newest steps for rates and shares; the first step of a start
                       (warm-up, compilation) is dropped once there is another
-    flops_per_token, peak_flops     of the model, of one device; None: no mfu
     memory            returns peak bytes; torch.cuda.max_memory_allocated on a GPU
     """
 
@@ -42,12 +41,9 @@ class StepTimer:
         self,
         *,
         window_steps: int = 50,
-        flops_per_token: float | None = None,
-        peak_flops: float | None = None,
         memory: Callable[[], int] = peak_resident_bytes,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.flops_per_token, self.peak_flops = flops_per_token, peak_flops
         self.memory, self.clock = memory, clock
         self.window: deque[dict[str, float]] = deque(maxlen=window_steps)
         self.warm = False
@@ -72,8 +68,8 @@ class StepTimer:
         """End the step, in which `devices` trained `count` tokens or samples; return its metrics.
 
         Of this step: seconds, tokens, data_, communication_, saving_ and overhead_seconds.
-        Averages: tokens_per_second(_per_device), data_wait and exposed_communication (shares of 1),
-        mfu (if the peak is known). memory_bytes: peak of this rank since its start.
+        Averages: tokens_per_second(_per_device), data_wait and exposed_communication (shares of 1).
+        memory_bytes: peak of this rank since its start.
         unit  what `count` counts, "tokens" or "samples"
         """
         now = self.clock()
@@ -95,8 +91,6 @@ class StepTimer:
             "data_wait": sums["data_seconds"] / seconds,
             "exposed_communication": sums["communication_seconds"] / seconds,
         }
-        if self.flops_per_token and self.peak_flops:
-            values["mfu"] = rate * self.flops_per_token / (self.peak_flops * devices)
         return values | {"memory_bytes": self.memory()}
 
     @property

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from lockstep.training.learners import Learners
 
 WHERE = "session.learners(...)"
-STATE = "inner-optimizers"  # name in the checkpoints
 
 
 def refuse_wrong_learners(

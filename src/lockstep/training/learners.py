@@ -92,6 +92,36 @@ class InnerStep:
     def __str__(self) -> str:
         return f"step {self.step} of learner {self.learner}"
 
+    def begin(self) -> None:
+        self.has_begun = True
+
+    def enter_micro_batch(self, inside: bool) -> None:
+        self.in_micro_batch = inside
+
+    def note(self, numbers: Sequence[Sequence[float]]) -> None:
+        """Take the rows of its micro-batches (new_numbers). UsageError where only some have a
+        count."""
+        losses, counts, samples = zip(*numbers, strict=True)
+        self.loss = sum(losses)
+        self.samples = {int(number) - 1 for number in samples if number}
+        if not any(counts):
+            return
+        self.count = sum(int(count) - 1 for count in counts)
+        if not all(counts) or not self.count:
+            raise UsageError(
+                f"the counts of {self} add up to 0"
+                if all(counts)
+                else f"some micro-batches of {self} have a count and others have none",
+                "session.backward(loss, count=...)",
+                "give the number of samples or tokens of every micro-batch, or none in all steps",
+            )
+
+    def finish(self, gradient: StepGradient) -> None:
+        self.gradient = gradient
+
+    def lose(self) -> None:
+        self.is_lost = True
+
 
 @dataclass
 class Learner:
@@ -111,6 +141,16 @@ class Learner:
     count: int | None = None
     samples: set[int] = field(default_factory=set)
     state: dict[str, Taken] = field(default_factory=dict)
+
+    def keep(
+        self,
+        weights: list[Tensor],
+        states: Sequence[dict[Any, Any]],
+        state: dict[str, Taken],
+    ) -> None:
+        self.weights = weights
+        self.states = states
+        self.state = state
 
     def take(self, step: InnerStep) -> None:
         """Add a step. UsageError when only some steps have counts."""
@@ -136,6 +176,9 @@ class AttemptedLearners:
         self.state = RewoundState({})
         self.learners: list[Learner] = []
         self.diverged: dict[int, int] = {}  # by learner, the step whose loss is not finite
+
+    def follow(self, state: RewoundState) -> None:
+        self.state = state
 
     def start_attempt(self) -> None:
         self.learners = []
@@ -210,7 +253,7 @@ class Learners:
     def start(self, run: StartedRun) -> None:
         """Follow the loop from here on."""
         self._run = run
-        self.attempt.state = RewoundState(run.declared.state)
+        self.attempt.follow(RewoundState(run.declared.state))
         replica = run.replicas.replica
         if isinstance(replica, LearnerShards):
             self._passes = replica
@@ -218,6 +261,10 @@ class Learners:
             self._passes = WholePasses(replica)
         for optimizer in run.declared.optimizers:
             optimizer.register_step_pre_hook(self._before_outer_update)
+
+    def begin(self, step: int) -> None:
+        """Note the outer step that the loop is in."""
+        self.outer_step = step
 
     def __call__(self, step: int) -> Iterator[int]:
         """Collective. Yield the steps of this worker's learners, one learner after the other; the
@@ -270,10 +317,10 @@ class Learners:
             self.inner.put_states(learner.states)
             state.put(learner.state)
             yield from self._steps_of(learner, step, m)
-            learner.state = state.take()
-            state.refuse_changed_tensors(common, learner.state, m)
-            learner.weights = copy_of(parameters)
-            learner.states = self.inner.take_states() if learner.steps < self.steps else ()
+            taken = state.take()
+            state.refuse_changed_tensors(common, taken, m)
+            states = self.inner.take_states() if learner.steps < self.steps else ()
+            learner.keep(copy_of(parameters), states, taken)
             if self.now:  # a shard was lost within it
                 del self._learners[key]
         finally:
@@ -381,22 +428,22 @@ class Learners:
                 "for inner_step in learners(step): one loop over loader(inner_step)",
             )
         assert self._passes is not None
-        now.has_begun = True
+        now.begin()
         board = self._started().runtime.board
         try:
             for k in self._passes.passes(step, self.leaves()):
                 board.enter("forward", step + 1)
-                now.in_micro_batch = True
+                now.enter_micro_batch(True)
                 yield k
-                now.in_micro_batch = False
+                now.enter_micro_batch(False)
         except Exception as error:
             self._lose(now, error)
             return
         finally:
-            now.in_micro_batch = False
-        self._note_passes(now)
+            now.enter_micro_batch(False)
+        now.note(self._passes.numbers.tolist())
         parameters = self._started().replicas.replica.parameters
-        now.gradient = commit_gradient(parameters, self._passes.squared, now.count)
+        now.finish(commit_gradient(parameters, self._passes.squared, now.count or 1))
         self._seed(now, AFTER_PASSES)
 
     def _lose(self, now: InnerStep, error: Exception) -> None:
@@ -405,7 +452,7 @@ class Learners:
         if not isinstance(self._passes, LearnerShards):
             raise error
         self._passes.fail(error)
-        now.is_lost = True
+        now.lose()
         for p in self._passes.parameters:
             p.grad = None
 
@@ -425,25 +472,6 @@ class Learners:
         assert self._passes is not None
         known = 0 if count is None else parse_count(count) + 1
         self._passes.add_pass(loss, known, 0 if samples is None else samples + 1)
-
-    def _note_passes(self, now: InnerStep) -> None:
-        """Take losses and counts of the step's micro-batches. UsageError where only some have a
-        count."""
-        assert self._passes is not None
-        losses, counts, samples = zip(*self._passes.numbers.tolist(), strict=True)
-        now.loss = sum(losses)
-        now.samples = {int(number) - 1 for number in samples if number}
-        if not any(counts):
-            return
-        now.count = sum(int(count) - 1 for count in counts)
-        if not all(counts) or not now.count:
-            raise UsageError(
-                f"some micro-batches of {now} have a count and others have none"
-                if now.count
-                else f"the counts of {now} add up to 0",
-                "session.backward(loss, count=...)",
-                "give the number of samples or tokens of every micro-batch, or none in all steps",
-            )
 
     def clip_(self, max_norm: float) -> Tensor:
         """Scale the gradient of the learner's step; return its norm before."""

@@ -173,6 +173,18 @@ class Loader:
         """Return micro-batch `k` of a step on this worker's device, whichever worker trains it."""
         return to_device(self.batches[step, k], self.runtime.world.device)
 
+    @property
+    def sample_kind(self) -> str:
+        """What the numbers of samples count: a data set that makes micro-batches may say it."""
+        return str(getattr(self.batches.dataset, "sample_kind", "samples"))
+
+    def samples(self, step: int, k: int) -> list[int]:
+        """Return the numbers of the samples in micro-batch `k`, as the data set numbers them."""
+        named = getattr(self.batches.dataset, "samples", None)
+        if makes_micro_batches(self.batches.dataset) and named:
+            return list(named(step, k))
+        return sorted(self.order.ids(step, k).tolist())
+
     def take_waited_s(self) -> float:
         """Return the seconds that this worker has waited for micro-batches since the last call."""
         waited_s = self._waited_s

@@ -131,6 +131,8 @@ class ModelFlops:
             yield
         graphs = "torch._dynamo" in sys.modules and compile_counters()["stats"]["unique_graphs"]
         refuse_uncounted(self._counter.uncounted | ({"compiled functions"} if graphs else set()))
+        if not self._counter.flops:
+            raise UsageError("the model has no operations that are counted", WHERE, HINT)
         if self._counter.flops == forward or count == 0:  # another worker was lost, or it is empty
             self._counter = OperationCounter()
             return
@@ -146,9 +148,14 @@ class ModelFlops:
             self.peak = peak_of(self.device, self.dtype)
 
     def mfu(self, values: Mapping[str, float], unit: str, devices: int) -> dict[str, float]:
-        """Return {"mfu": share} of the step with these values of the step timer; {} for none."""
+        """Return {"mfu": share} of the step with these values of the step timer; {} for none.
+        UsageError for a number of operations without a number of samples."""
         if not self.peak:
             return {}
+        if unit == "steps" and not self.per_step:
+            what = "the number of samples of a step is not known"
+            hint = "take a session.loader, or give count to session.backward"
+            raise UsageError(what, f"Session(mfu={self.per_token:g})", hint)
         each = self.per_step / values[unit] if self.per_step else self.per_token
         return {"mfu": values[f"{unit}_per_second"] * each / (self.peak * devices)}
 
@@ -157,7 +164,7 @@ def dtype_of_products(module: nn.Module, device: torch.device) -> torch.dtype:
     """Return the dtype of the active autocast, else that of the parameters."""
     if torch.is_autocast_enabled(device.type):
         return torch.get_autocast_dtype(device.type)
-    return next(p.dtype for p in module.parameters())
+    return next((p.dtype for p in module.parameters()), torch.float32)
 
 
 def known_peak(device: torch.device, dtype: torch.dtype) -> float | None:

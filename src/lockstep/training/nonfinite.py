@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping
 
 from torch import Tensor, nn
@@ -12,17 +11,6 @@ from lockstep.checkpoint.state_dict import nonfinite_tensors
 from lockstep.elastic.consensus import StepDecision
 from lockstep.errors import DivergedError
 from lockstep.units import join_names
-
-
-def refuse_nonfinite_norm(decision: StepDecision, step: int, norm: float) -> None:
-    """DivergedError when the loss or the gradient norm, equal on all ranks, is not finite."""
-    if not (decision.finite and math.isfinite(norm)):
-        raise DivergedError(
-            f"loss {decision.loss} and gradient norm {norm} in step {step + 1}",
-            "agreed by all processes before the update, which was not made",
-            "lower optim.learning_rate, lengthen optim.warmup_steps, or set optim.clip_norm; --on_divergence rollback skips samples "
-            "that alone are the cause; the checkpoints before are whole",
-        )
 
 
 def refuse_nonfinite_gradient(

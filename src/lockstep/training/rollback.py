@@ -12,7 +12,7 @@ import logging
 import math
 import operator
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from statistics import median
@@ -157,9 +157,6 @@ class SkippedMicroBatches:
 
     micro_batches  K of a step
     names          of the samples, for messages and events
-    tokens         returns the divisor of the losses of these micro-batches of a step (None: of
-                   all), whose quotient is their mean. Without it that is their `count`, or their
-                   share of the step
 
     Everything is decided from values that all ranks share. Checkpoints and joiners have `to_json`.
     A guilty micro-batch is forgotten when the generation ends before the commit: all ranks find it
@@ -174,13 +171,11 @@ class SkippedMicroBatches:
         names: SampleNames,
         *,
         enabled: bool,
-        tokens: Callable[[int, Sequence[int] | None], int] | None = None,
     ) -> None:
         self.options = options
         self.enabled = enabled
         self.micro_batches = micro_batches
         self.names = names
-        self.tokens = tokens
         self.checkpointer = checkpointer
         self.runtime = checkpointer.runtime
         saved: Mapping[str, Any] = (
@@ -248,23 +243,19 @@ class SkippedMicroBatches:
     def with_share(self, decision: StepDecision, skipped: Sequence[int]) -> StepDecision:
         """Return the decision on a step without these micro-batches. If its losses are shares of
         a mean over all micro-batches, it becomes the mean over the others."""
-        if self.tokens or decision.count or not skipped:
+        if decision.count or not skipped:
             return decision
         trained = self.micro_batches - len(skipped)
         return replace(decision, trained_share=trained / self.micro_batches)
 
-    def _mean(
-        self, loss: float, step: int, micro_batches: Sequence[int] | None, count: int | None
-    ) -> float:
-        """Return the mean loss of these micro-batches of `step`, or of all: None."""
-        if self.tokens:
-            return loss / max(1, self.tokens(step, micro_batches))
+    def _mean(self, loss: float, micro_batches: Sequence[int] | None, count: int | None) -> float:
+        """Return the mean loss of these micro-batches, or of all: None."""
         if count is not None:
             return loss / max(1, count)
         return loss * self.micro_batches / len(micro_batches or range(self.micro_batches))
 
     def _mean_of_step(self, step: int, decision: StepDecision) -> float:
-        return self._mean(decision.loss, step, self.trained(step), decision.count or None)
+        return self._mean(decision.loss, self.trained(step), decision.count or None)
 
     def suspects(self, step: int, decision: StepDecision) -> bool:
         """Return whether to measure the micro-batches of `step`: at most once in a generation."""
@@ -300,7 +291,7 @@ class SkippedMicroBatches:
             # From another worker of the replica, with other parts of the gradient.
             before = self._measured.get(k)
             self._measured[k] = MicroBatchResult(
-                self._mean(float(loss), step, [k], count),
+                self._mean(float(loss), [k], count),
                 finite and (before is None or before.gradient_finite),
             )
         losses = [loss for _, loss in self._losses]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 
@@ -26,6 +26,9 @@ from lockstep.training.session_checks import ReplicaOptions
 
 if TYPE_CHECKING:
     from lockstep.training.learners import Learners
+
+
+INNER_OPTIMIZERS = "inner-optimizers"  # name of their state in checkpoints
 
 
 class RunValues(Protocol):
@@ -93,8 +96,6 @@ class Declared:
     learners  of session.learners; None: each step is an update
     """
 
-    sample_kind: ClassVar[str] = "samples"
-
     model: PreparedModel | None = None
     optimizers: Sequence[torch.optim.Optimizer] = ()
     splits: dict[str, Any] = field(default_factory=dict)
@@ -130,6 +131,10 @@ class Declared:
         state = self.saved.add(objects)
         refuse_unsupported_state(state)
         self.state |= state
+
+    def add_learners(self, learners: Learners) -> None:
+        self.learners = learners
+        self.state[INNER_OPTIMIZERS] = learners.inner
 
     def refuse_incomplete(self) -> PreparedModel:
         """Return the model. UsageError when the loop has declared too little for its first step."""
@@ -171,7 +176,12 @@ class Declared:
         """Return the numbers of the samples that a loader has yielded as micro-batch `k` of the
         newest `step`; [] for data without a loader."""
         loader = next((loader for loader, _ in self.loaders if loader.newest_step == step), None)
-        return sorted(loader.order.ids(step, k).tolist()) if loader else []
+        return loader.samples(step, k) if loader else []
+
+    @property
+    def sample_kind(self) -> str:
+        """What the numbers of samples count, in the plural."""
+        return next((loader.sample_kind for loader, _ in self.loaders), "samples")
 
     def samples_of_mean(self) -> int | None:
         """Return the number of samples of the micro-batch that the loop has now; None: unknown."""

@@ -187,7 +187,7 @@ class StartedRun:
         self._position.begin(step)
         self._updates.start()
         if self.declared.learners:
-            self.declared.learners.outer_step = step
+            self.declared.learners.begin(step)
 
     def _facts(self, step: int) -> dict[str, Any]:
         """Return what each checkpoint of a Session holds beside its state."""

@@ -106,15 +106,6 @@ def test_rate_covers_the_newest_steps_only() -> None:
     assert rates[7] == pytest.approx(400 / 6), "two fast and two slow steps"
 
 
-def test_mfu() -> None:
-    clock = Clock()
-    timer = StepTimer(clock=clock, flops_per_token=6e9, peak_flops=989e12)
-    clock.sleep(0.5)
-    values = timer.step(250_000, devices=8)
-    assert values["mfu"] == pytest.approx(500_000 * 6e9 / (8 * 989e12))
-    assert values["tokens_per_second_per_device"] == 500_000 / 8
-
-
 def test_clock_that_does_not_advance() -> None:
     assert math.isfinite(StepTimer(clock=lambda: 1.0).step(10)["tokens_per_second"])
 

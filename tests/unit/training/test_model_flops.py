@@ -109,6 +109,15 @@ def test_operations_without_a_formula_are_refused_by_name() -> None:
     assert "mfu=6 * parameters" in error.value.hint
 
 
+def test_a_model_without_products_is_refused() -> None:
+    model = nn.Embedding(4, 2)
+    flops = ModelFlops(True, 2, model, CPU)
+    with flops.forward():
+        loss = model(torch.tensor([1, 2])).sum()
+    with pytest.raises(UsageError, match="no operations"), flops.backward(None):
+        loss.backward()
+
+
 def test_an_attempt_without_a_backward_pass_is_counted_again() -> None:
     model = nn.Linear(4, 2)
     flops = ModelFlops(True, 3, model, CPU)
@@ -142,6 +151,8 @@ def test_mfu_is_the_share_of_the_peak_of_all_devices() -> None:
     flops.measure_peak()
     mfu = flops.mfu({"samples": 8, "samples_per_second": 3.0}, "samples", 2)["mfu"]
     assert mfu == 3.0 * 1e9 / (2 * flops.peak)
+    with pytest.raises(UsageError, match="number of samples of a step is not known"):
+        flops.mfu({"steps": 1, "steps_per_second": 3.0}, "steps", 2)
     assert not ModelFlops(False, 2, model, CPU).mfu({}, "samples", 2)
 
 

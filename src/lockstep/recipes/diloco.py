@@ -1,0 +1,74 @@
+"""Train learners apart, with DiLoCo: the script of `lockstep train` when diloco.learners is set.
+
+    lockstep train recipes/translate.toml --workers 2 --diloco.learners 4 --diloco.every 50
+    lockstep recipes copy diloco my.py            a copy of this file, to change
+
+Each learner takes diloco.every steps of its own optimizers from the common weights. The mean of
+their changes is the gradient of the outer optimizer (docs/slow-links.md).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+import lockstep
+from lockstep import recipes
+
+
+def main(run: recipes.RecipeRun) -> None:
+    config = run.config
+    diloco = config.diloco
+    # Sentence pairs, documents or chats, and their model without memory.
+    data = recipes.open_learners_data(run)
+    held_out = recipes.held_out_batches(run, data)
+    model = data.meta_model()
+    inner = recipes.make_optimizers(run, model)
+    outer = torch.optim.SGD(
+        [p for p in model.parameters() if p.requires_grad],
+        lr=diloco.outer_learning_rate,
+        momentum=diloco.outer_momentum,
+        nesterov=diloco.outer_momentum > 0,
+        foreach=False,
+    )
+
+    with run.session() as session:
+        model, outer = run.prepare(session, model, outer)
+        learners = session.learners(*inner, count=diloco.learners, steps=diloco.every)
+        loader = session.loader(data.loader)
+        best = lockstep.Best()
+        stopping = lockstep.EarlyStopping(config.evaluate.patience or math.inf)
+        session.state(best=best, stopping=stopping)
+
+        for step in session.steps(config.steps):  # 0, 50, 100, ...
+            for inner_step in learners(step):
+                for batch in loader(inner_step):
+                    session.backward(data.loss(model, batch), count=batch.count)
+                session.clip_grad_norm_(config.optim.clip_norm or math.inf)
+                rate = recipes.learning_rate(inner_step + 1, run.optim_after(inner_step))
+                for optimizer in inner:
+                    recipes.set_learning_rate(optimizer, rate)
+                    optimizer.step()
+
+            norm = session.clip_grad_norm_(math.inf)  # of the mean change
+            outer.step()
+            steps = step + diloco.every
+            if config.optim.ema_decay:
+                recipes.update_average([outer], config.optim.ema_decay**diloco.every, steps)
+            epoch = data.loader.order.epoch(steps)
+            session.log(step, norm=norm, learning_rate=rate, epoch=epoch)
+
+            if held_out and steps % config.evaluate.every_steps == 0:
+                with recipes.averaged_weights([outer]):
+                    loss = recipes.mean_loss(session, model, held_out)
+                best.update(step, loss)
+                stopping.update(loss)
+                session.log(step, **recipes.loss_and_perplexity(loss))
+                session.print(recipes.validation_line(steps, loss, best, stopping))
+
+    recipes.evaluate_at_end(run)
+
+
+if __name__ == "__main__":
+    recipes.start(main, __file__)
