@@ -21,7 +21,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, ClassVar, Literal, Unpack
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Unpack
 
 import torch
 from torch import nn
@@ -35,7 +35,6 @@ from lockstep.layout import Layout
 from lockstep.log import log
 from lockstep.object_store.address import local_folder
 from lockstep.parallel.activation_checkpoint import Mode
-from lockstep.parallel.deferred_init import move_to
 from lockstep.parallel.plans import Patterns
 from lockstep.parallel.sequential import evaluate_in_stages
 from lockstep.parallel.tensor_plan import TensorPlan
@@ -46,19 +45,20 @@ from lockstep.runtime.worker_env import read_worker_env
 from lockstep.training import model_options, session_checks, sharding
 from lockstep.training.checkpointer import Checkpointer
 from lockstep.training.evaluation import Samples, gather_over, in_eval_mode, mean_over
-from lockstep.training.initial_values import InitialValues, allocate
 from lockstep.training.loader import Collate, Loader
-from lockstep.training.model_flops import parse_mfu
 from lockstep.training.model_options import Precision
 from lockstep.training.prepared_model import PreparedModel
 from lockstep.training.replica_group import ReplicaGroup
-from lockstep.training.rollback import Rollback, choose_rollback
 from lockstep.training.sample_order import make_order
 from lockstep.training.saved_state import PerMicroBatch, SavedState
 from lockstep.training.session_checks import ReplicaOptions
 from lockstep.training.session_parts import Declared, RunValues, SessionValues
 from lockstep.training.session_words import in_session_words
 from lockstep.training.started_run import StartedRun
+
+if TYPE_CHECKING:
+    from lockstep.training.initial_values import InitialValues
+    from lockstep.training.rollback import Rollback
 
 AFTER_EVALUATION, BEFORE_STEP = 1, 2  # separate the random numbers of these places
 
@@ -138,11 +138,9 @@ class Session:
             threads=threads,
             backends=session_checks.choose_backends(track),
             progress_s=session_checks.progress_interval_s(progress),
-            rollback=choose_rollback(
-                on_divergence, micro_batches, options.get("on_nonfinite", "raise")
-            ),
+            rollback=session_checks.rollback_of(on_divergence, micro_batches, options),
             on_save_error=on_save_error,
-            mfu=parse_mfu(mfu),
+            mfu=session_checks.parse_mfu(mfu),
             profiled=session_checks.profiled_steps(),
             options=options,
             run=values,
@@ -233,51 +231,39 @@ class Session:
         init          of a model on the meta device: its initial values, which are computed only where
                       neither a checkpoint nor another worker has them (training/initial_values.py)
         units         in shards: names of the modules to gather one by one, "layers.*"; () for none.
-                      None: repeated blocks (parallel/own_model.py). `steps` shards the model
-        tensor_plan   with tensor: styles of layers by patterns of names (parallel/tensor_plan.py),
-                      {"layers.*.up": "colwise", "layers.*.down": "rowwise"}; "auto" for the plan
-                      of a Hugging Face model
-        split_points  in a pipeline: names of the first blocks of its later stages; (): similar
-                      bytes
+                      None: repeated blocks (parallel/own_model.py)
+        tensor_plan   with tensor: styles of layers by patterns of names (parallel/tensor_plan.py);
+                      "auto" for the plan of a Hugging Face model
+        split_points  in a pipeline: the first blocks of its later stages; (): similar bytes
         prefetch_units, reshard_after_forward, pipeline_chunks  see parallel/parallelize.py
         precision     "bf16": forward passes run in torch.autocast and return float32; "auto": where
                       the device has bf16 units; "fp32". None: the loop may use torch.autocast
-                      itself
         compile       compile each of the units, or repeated blocks, in place
         activation_checkpoint  what these keep for their backward pass: "none" (all activations),
                       "selective" (matrix products), "full" (their inputs). The same bits
         """
         self._refuse_after_start("prepare")
-        if self._declared.model is not None:
-            raise UsageError(
-                "a second session.prepare",
-                "one Session trains one model",
-                "put all trained modules into one nn.ModuleDict",
-            )
+        self._declared.refuse_second_model()
         session_checks.refuse_unprepared(model, optimizers)
         device = self.world.device
         if self.layout.workers_per_replica == 1:
-            model = allocate(model, device, init) if init else move_to(model, device)
+            model = model_options.move_model(model, device, init)
+        counted = self.values.options.get("buffers") or {}
         model_options.prepare_blocks(
             model,
             units,
             compile=compile,
             activation_checkpoint=activation_checkpoint,
-            counted=self.values.options.get("buffers") or {},
+            counted=counted,
         )
         chosen = model_options.resolve_precision(precision, device)
+        split = {"units": units, "tensor_plan": tensor_plan, "split_points": split_points}
+        fsdp = {"prefetch_units": prefetch_units, "reshard_after_forward": reshard_after_forward}
         prepared = PreparedModel(model, self._replicas_in_loop, device, chosen)
         self._declared.add_model(
             prepared,
             optimizers,
-            splits={
-                "units": units,
-                "tensor_plan": tensor_plan,
-                "split_points": split_points,
-                "prefetch_units": prefetch_units,
-                "reshard_after_forward": reshard_after_forward,
-                "pipeline_chunks": pipeline_chunks,
-            },
+            splits=split | fsdp | {"pipeline_chunks": pipeline_chunks},
             init=init,
             bits={"precision": chosen or "of the loop", "compile": str(compile)},
         )

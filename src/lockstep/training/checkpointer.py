@@ -503,8 +503,7 @@ class Checkpointer:
         facts    JSON values for facts.json
         first    called in the background before anything is written
         protect  called in the background: steps that retention must keep, such as the best
-        waits    wait for the previous save, however long it takes. False: skip this one after
-                 SAVE_TIMEOUT_S (replicas of several workers always wait)
+        waits    for the previous save. False: skip this one after SAVE_TIMEOUT_S (in whole replicas)
         again    also if this worker counts the step as saved
         """
         if reserved := sorted({*self.run_facts, "trained", "constants"} & (facts or {}).keys()):
@@ -515,13 +514,12 @@ class Checkpointer:
         self._form.refuse_other_names()
         self._form.warn_of_other_modules()
         described = {} if self.state is None else self._describe_state()
-        if waits and self.saver and self.writes:  # facts may name its step
+        if waits and self.saver:  # facts may name its step
             self.saver.wait(f"before step {step} is copied")
         facts = self._more_facts(step) | (facts or {})
-        self._saved_step, self._request = (
-            step,
-            SaveRequest(step, {**self.run_facts, **described, **facts}, first, protect),
-        )
+        written = {**self.run_facts, **described, **facts}
+        self._saved_step = step
+        self._request = SaveRequest(step, written, first, protect)
         if self._replicas_identical and not self._replicas_identical(step):
             self._undecided_generation = self.runtime.world.generation
             return

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.elastic.runtime import ElasticRuntime
+from lockstep.layout import Layout
 from lockstep.parallel.materialize import materialize
 from lockstep.parallel.parallelize import InitParam, LocalModel
 from lockstep.runtime.tensor_bytes import as_bytes
@@ -52,14 +53,19 @@ def deferred(init_param: InitParam, names: Collection[str]) -> InitParam:
 
 
 @torch.no_grad()
-def draw_initial_values(model: LocalModel, init: InitialValues, runtime: ElasticRuntime) -> None:
+def draw_initial_values(
+    model: nn.Module | LocalModel, init: InitialValues, runtime: ElasticRuntime
+) -> None:
     """Collective. Fill the parameters that `deferred` left as NaN.
 
     The value of a parameter follows from the seed and its name, all of it at once. So the shards of
     a replica take turns: each draws a whole parameter and sends the others their rows. Memory: one
     whole parameter.
     """
-    layout, rank = model.layout, runtime.world.rank
+    if isinstance(model, nn.Module):
+        model = LocalModel(model, Layout(), local_params=dict(model.named_parameters()))
+    layout = model.layout
+    rank = runtime.world.rank
     ranks = layout.ranks_along(rank, "shard") if layout.workers_per_replica > 1 else [rank]
     slices = {
         name: model.tensor_slices.get(name, TensorSlice.whole(p.shape))

@@ -187,14 +187,6 @@ def peak_of(device: torch.device, dtype: torch.dtype) -> float:
     return measured
 
 
-def parse_mfu(mfu: float | bool) -> float | bool:
-    """Return Session(mfu=...). UsageError for what is no number of operations."""
-    if isinstance(mfu, bool) or (isinstance(mfu, int | float) and 0 < mfu < float("inf")):
-        return mfu
-    hint = "give True to count the operations, or their number for each sample or token"
-    raise UsageError(f"mfu={mfu!r}", "Session(mfu=...)", hint)
-
-
 def refuse_counting(mfu: float | bool, layout: Layout, module: nn.Module) -> None:
     """UsageError where the operations of a worker are not those of its micro-batches."""
     if mfu is not True:

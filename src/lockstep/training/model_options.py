@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from fnmatch import fnmatchcase
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -13,11 +13,15 @@ from torch import Tensor, nn
 from lockstep.errors import UsageError
 from lockstep.log import log
 from lockstep.parallel.activation_checkpoint import Mode, checkpoint_activations
+from lockstep.parallel.deferred_init import move_to
 from lockstep.parallel.plans import Patterns, find_units
 from lockstep.runtime.numerics import choose_precision
 from lockstep.runtime.torch_private import set_recompile_limit
 from lockstep.training.loader import map_tensors
 from lockstep.units import join_names
+
+if TYPE_CHECKING:
+    from lockstep.training.initial_values import InitialValues
 
 Precision = Literal["fp32", "bf16", "auto"]
 SHAPES_PER_BLOCK = 16  # that torch.compile specializes for
@@ -33,6 +37,15 @@ def resolve_precision(precision: Precision | None, device: torch.device) -> str 
     chosen, reason = choose_precision(device)
     log.info("precision %s: %s", chosen, reason)
     return chosen
+
+
+def move_model(model: nn.Module, device: torch.device, init: InitialValues | None) -> nn.Module:
+    """Move a whole model to the device, from the meta device if it has `init`, in place."""
+    if init is None:
+        return move_to(model, device)
+    from lockstep.training.initial_values import allocate
+
+    return allocate(model, device, init)
 
 
 def autocast(device: torch.device, precision: str | None) -> AbstractContextManager[None]:

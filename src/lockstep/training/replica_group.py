@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -61,11 +61,13 @@ from lockstep.training.divergence import ALL_WEIGHTS, STATE, WEIGHTS, ReplicaCom
 from lockstep.training.loop_changes import LoopChanges
 from lockstep.training.nonfinite import refuse_nonfinite_gradient
 from lockstep.training.rehearsal import Rehearsal
-from lockstep.training.rollback import SkippedMicroBatches
 from lockstep.training.share_balance import ShareBalance
 from lockstep.training.state_transfer import StateMismatchError, transfer_state
 from lockstep.training.update_checks import names_by_memory, refuse_closure, refuse_new_memory
 from lockstep.units import format_duration
+
+if TYPE_CHECKING:
+    from lockstep.training.rollback import SkippedMicroBatches
 
 log = logging.getLogger("lockstep")
 

@@ -72,17 +72,19 @@ class Rollback:
             where = f"Rollback(skip={self.skip!r})"
             raise UsageError("skip has another form than STEP:K", where, hint) from None
 
+    def skip_fact(self) -> str:
+        """Return the micro-batches that a resumed run must skip from the start, too."""
+        return ", ".join(skip_texts(parse_skip(self.skip))) or "none"
+
     def __str__(self) -> str:
         return f"rollback, max_skipped={self.max_skipped}, spike={self.spike}"
 
 
 def choose_rollback(
-    on_divergence: Literal["stop", "rollback"] | Rollback, micro_batches: int, on_nonfinite: str
-) -> Rollback | None:
-    """Return the options of Session(on_divergence=...); None: a divergence ends the run."""
+    on_divergence: Literal["rollback"] | Rollback, micro_batches: int, on_nonfinite: str
+) -> Rollback:
+    """Return the options of Session(on_divergence=...)."""
     where = f"Session(on_divergence={on_divergence!r})"
-    if on_divergence == "stop":
-        return None
     options = Rollback() if on_divergence == "rollback" else on_divergence
     if not isinstance(options, Rollback):
         hint = 'give "stop", "rollback" or lockstep.Rollback(max_skipped=100, spike=10.0, skip=[])'
@@ -96,11 +98,6 @@ def choose_rollback(
     for what, hint in skip_conflicts("skip", options.skip, micro_batches):
         raise UsageError(what, where, hint)
     return options
-
-
-def skip_fact(options: Rollback | None) -> str:
-    """Return the micro-batches that a resumed run must skip from the start, too."""
-    return ", ".join(skip_texts(parse_skip(options.skip if options else ()))) or "none"
 
 
 class SampleNames(Protocol):
@@ -153,7 +150,7 @@ def find_guilty(measured: Mapping[int, MicroBatchResult], limit: float) -> list[
 
 class SkippedMicroBatches:
     """The micro-batches of a run that contribute neither loss nor gradient nor tokens: those of
-    `options.skip`, and if `enabled` the causes of diverging steps.
+    `options.skip`, and the causes of diverging steps.
 
     micro_batches  K of a step
     names          of the samples, for messages and events
@@ -169,11 +166,8 @@ class SkippedMicroBatches:
         micro_batches: int,
         checkpointer: Checkpointer,
         names: SampleNames,
-        *,
-        enabled: bool,
     ) -> None:
         self.options = options
-        self.enabled = enabled
         self.micro_batches = micro_batches
         self.names = names
         self.checkpointer = checkpointer
@@ -208,7 +202,7 @@ class SkippedMicroBatches:
         """UsageError if one of these `parts` of the run is used: no micro-batch is computed alone
         there."""
         used = [name for name, is_used in parts.items() if is_used]
-        if used and (self.enabled or self._given):
+        if used:
             what = f"on_divergence='rollback' is not supported with {join_names(used)}"
             where = "no micro-batch is computed alone there"
             raise UsageError(what, where, "remove on_divergence, or train without it")
@@ -216,7 +210,7 @@ class SkippedMicroBatches:
     def refuse_scaler(self, scaler: GradScaler | None) -> None:
         """UsageError for a GradScaler that is enabled: a scale that is too high would make every
         micro-batch guilty."""
-        if self.enabled and scaler and scaler.is_enabled():
+        if scaler and scaler.is_enabled():
             what = "on_divergence='rollback' is not supported with a GradScaler"
             where = "backward(loss, scaler=scaler)"
             raise UsageError(what, where, "remove one of them; bf16 needs no GradScaler")
@@ -259,7 +253,7 @@ class SkippedMicroBatches:
 
     def suspects(self, step: int, decision: StepDecision) -> bool:
         """Return whether to measure the micro-batches of `step`: at most once in a generation."""
-        if not self.enabled or self._measured:
+        if self._measured:
             return False
         if not (decision.finite and decision.gradient_finite):
             return True
@@ -352,9 +346,8 @@ class SkippedMicroBatches:
                 step + 1,
             )
             self._append_event("spike", step)
-        if self.enabled:
-            mean = self._mean_of_step(step, decision)
-            self._losses = [*self._losses, (step, mean)][-WINDOW_STEPS:]
+        mean = self._mean_of_step(step, decision)
+        self._losses = [*self._losses, (step, mean)][-WINDOW_STEPS:]
         self._record()
 
     def _append_event(self, event: str, step: int) -> None:

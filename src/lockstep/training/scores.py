@@ -13,7 +13,6 @@ from typing import Any, Literal
 
 from torch.optim import Optimizer
 
-from lockstep.checkpoint.evaluations import best_steps as evaluated_best_steps
 from lockstep.checkpoint.folder import committed_steps
 from lockstep.elastic.collectives import all_gather_json
 from lockstep.elastic.runtime import ElasticRuntime
@@ -204,7 +203,9 @@ class ScoredRun:
 
     def kept_steps(self) -> list[int]:
         """Return the steps that retention keeps: the best ones here, and of `lockstep evaluate`."""
-        return [*self.best_steps(), *evaluated_best_steps(self.folder)]
+        from lockstep.checkpoint.evaluations import best_steps
+
+        return [*self.best_steps(), *best_steps(self.folder)]
 
     def why(self) -> str:
         """Return why the run has stopped; "" if it continues."""

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 import torch.distributed as dist
 from torch import nn
@@ -30,11 +30,14 @@ from lockstep.runtime.session_start import ask_for_start
 from lockstep.runtime.torch_private import collectives_of, version_of
 from lockstep.runtime.worker_env import WorkerEnv
 from lockstep.training.loader import Loader
-from lockstep.training.profiler import ProfiledSteps
 from lockstep.training.replica_group import ReplicaGroup
 from lockstep.training.trained_parameters import refuse_misplaced_parameters
 from lockstep.training.unsaved_variables import UnsavedVariables
 from lockstep.units import join_names
+
+if TYPE_CHECKING:
+    from lockstep.training.profiler import ProfiledSteps
+    from lockstep.training.rollback import Rollback
 
 log = logging.getLogger("lockstep")
 HASHED_STEPS = 10  # after a step that may have changed no weight
@@ -134,10 +137,35 @@ def progress_interval_s(progress: float | bool) -> float:
     return progress
 
 
+def rollback_of(
+    on_divergence: Literal["stop", "rollback"] | Rollback,
+    micro_batches: int,
+    options: ReplicaOptions,
+) -> Rollback | None:
+    """Return the options of Session(on_divergence=...); None: a divergence ends the run."""
+    if on_divergence == "stop":
+        return None
+    from lockstep.training.rollback import choose_rollback
+
+    return choose_rollback(on_divergence, micro_batches, options.get("on_nonfinite", "raise"))
+
+
 def profiled_steps() -> ProfiledSteps | None:
     """Return the steps of `lockstep run --profile`; None: no profile."""
     text = os.environ.get(PROFILE, "")
-    return ProfiledSteps.parse(text) if text else None
+    if not text:
+        return None
+    from lockstep.training.profiler import ProfiledSteps
+
+    return ProfiledSteps.parse(text)
+
+
+def parse_mfu(mfu: float | bool) -> float | bool:
+    """Return Session(mfu=...). UsageError for what is no number of operations."""
+    if isinstance(mfu, bool) or (isinstance(mfu, int | float) and 0 < mfu < float("inf")):
+        return mfu
+    hint = "give True to count the operations, or their number for each sample or token"
+    raise UsageError(f"mfu={mfu!r}", "Session(mfu=...)", hint)
 
 
 def refuse_second_session(

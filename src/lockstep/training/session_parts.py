@@ -16,16 +16,16 @@ from lockstep.layout import Layout
 from lockstep.parallel.staged_model import StagedModel
 from lockstep.runtime.numerics import seed_generators
 from lockstep.training import sharding
-from lockstep.training.initial_values import InitialValues
 from lockstep.training.loader import Loader
 from lockstep.training.prepared_model import PreparedModel
-from lockstep.training.profiler import ProfiledSteps
-from lockstep.training.rollback import Rollback, skip_fact
 from lockstep.training.saved_state import PerMicroBatch, SavedState
 from lockstep.training.session_checks import ReplicaOptions
 
 if TYPE_CHECKING:
+    from lockstep.training.initial_values import InitialValues
     from lockstep.training.learners import Learners
+    from lockstep.training.profiler import ProfiledSteps
+    from lockstep.training.rollback import Rollback
 
 
 INNER_OPTIMIZERS = "inner-optimizers"  # name of their state in checkpoints
@@ -136,6 +136,14 @@ class Declared:
         self.learners = learners
         self.state[INNER_OPTIMIZERS] = learners.inner
 
+    def refuse_second_model(self) -> None:
+        if self.model is not None:
+            raise UsageError(
+                "a second session.prepare",
+                "one Session trains one model",
+                "put all trained modules into one nn.ModuleDict",
+            )
+
     def refuse_incomplete(self) -> PreparedModel:
         """Return the model. UsageError when the loop has declared too little for its first step."""
         if self.model is None:
@@ -157,7 +165,7 @@ class Declared:
             "micro_batches": str(values.micro_batches),
             "seed": str(values.seed),
             "wire": values.options.get("wire", "fp32"),
-            "skip": skip_fact(values.rollback),
+            "skip": values.rollback.skip_fact() if values.rollback else "none",
         }
         if self.learners:
             facts["learners"] = f"{self.learners.count} of {self.learners.steps} steps"

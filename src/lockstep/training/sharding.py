@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -31,8 +31,10 @@ from lockstep.parallel.plans import HasPlan, Patterns
 from lockstep.parallel.tensor_plan import TensorPlan
 from lockstep.runtime.numerics import sha256_of
 from lockstep.runtime.worker_env import WorkerEnv
-from lockstep.training.initial_values import InitialValues, until_drawn
 from lockstep.training.owner_update import apply_owner_rule
+
+if TYPE_CHECKING:
+    from lockstep.training.initial_values import InitialValues
 
 SESSION_AXES = ("shard", "tensor", "pipeline")
 
@@ -149,6 +151,8 @@ def shard_session(  # 11 parameters: what Session and Session.prepare were given
 
     init_param = None
     if init:
+        from lockstep.training.initial_values import until_drawn
+
         init_param = until_drawn(init, model)
     elif recording:
         init_param = lambda name, _: of_rank_0(recording.value(name))  # noqa: E731

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -25,16 +25,16 @@ from lockstep.runtime.signals import Stopped, StopSignals
 from lockstep.runtime.torch_private import collectives_of
 from lockstep.training import session_checks, sharding
 from lockstep.training.checkpointer import Checkpointer
-from lockstep.training.initial_values import draw_initial_values
-from lockstep.training.model_flops import ModelFlops, refuse_counting
-from lockstep.training.profiler import profiling
 from lockstep.training.replica_group import ReplicaGroup
-from lockstep.training.rollback import Rollback, SkippedMicroBatches
 from lockstep.training.scores import Position, ScoredRun
 from lockstep.training.session_parts import Declared, SessionValues
 from lockstep.training.step_record import StepRecord
 from lockstep.training.time_account import account_facts, resume_account
 from lockstep.training.update_checks import scaler_watch
+
+if TYPE_CHECKING:
+    from lockstep.training.model_flops import ModelFlops
+    from lockstep.training.profiler import Profiler
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,137 @@ class StepEnd:
     is_last: bool
     why: str
     stopped: Stopped | None
+
+
+@dataclass(frozen=True)
+class ResumedState:
+    """The model with its newest state.
+
+    shown  values of the run for trackers
+    """
+
+    model: nn.Module | LocalModel
+    checkpointer: Checkpointer
+    first_step: int
+    shown: Mapping[str, Any]
+
+
+def resume_state(
+    values: SessionValues, declared: Declared, runtime: ElasticRuntime, layout: Layout, total: int
+) -> ResumedState:
+    """Collective. Shard the model where a replica is several workers; load the checkpoint that
+    `resume` names, or compute the initial values."""
+    facts = declared.facts(values)
+    options = declared.shown_options(values, layout, total)
+    saved: dict[str, Any] = {"tensor": layout.tensor} if layout.tensor > 1 else {}
+    shown: dict[str, Any] = facts | options
+    if values.run:
+        shown = values.run.shown()
+        saved |= values.run.saved()
+        saved["fingerprints"] = facts | saved["fingerprints"]
+        facts |= values.run.shared()
+    model = split_model(values, declared, runtime, layout, facts | options)
+    init = declared.init
+    checkpointer = Checkpointer(
+        values.out / "checkpoints",
+        runtime,
+        model,
+        declared.optimizers,
+        state=declared.state,
+        every_steps=values.save_every,
+        keep=values.keep,
+        on_error=values.on_save_error,
+        saved=init.is_saved if init else all_names,
+    )
+    first_step = checkpointer.resume(values.resume, facts, saved, options=options)
+    if values.run:
+        values.run.check(checkpointer.facts, first_step)
+    else:
+        session_checks.warn_of_other_bits(checkpointer.facts, layout)
+    if init and not checkpointer.loaded:
+        from lockstep.training.initial_values import draw_initial_values
+
+        runtime.board.during("preparing")(draw_initial_values)(model, init, runtime)
+    resume_account(runtime, checkpointer.facts, first_step, values.out)
+    return ResumedState(model, checkpointer, first_step, shown)
+
+
+def split_model(
+    values: SessionValues,
+    declared: Declared,
+    runtime: ElasticRuntime,
+    layout: Layout,
+    facts: Mapping[str, str],
+) -> nn.Module | LocalModel:
+    """Collective. Return the model, or this worker's part of it."""
+    module = declared.refuse_incomplete().module
+    learners = declared.learners
+    if learners:
+        from lockstep.training import learner_checks
+
+        learner_checks.refuse_incomplete(learners, declared, module, runtime, layout)
+    if layout.workers_per_replica == 1:
+        return module
+    inner = learners.inner.optimizers if learners else ()
+    return sharding.shard_session(
+        runtime,
+        module,
+        [*declared.optimizers, *inner],
+        layout,
+        facts,
+        declared.state,
+        **declared.splits,
+        init=declared.init,
+        verify=values.options.get("rehearse", True),
+        unused=values.options.get("unused", "raise"),
+    )
+
+
+def replica_options(
+    values: SessionValues, declared: Declared, checkpointer: Checkpointer
+) -> dict[str, Any]:
+    """Return arguments of the ReplicaGroup: those of the Session, and of its learners."""
+    chosen: dict[str, Any] = {
+        "micro_batches": values.micro_batches,
+        "seed": values.seed,
+        "carried": declared.carried,
+        **values.options,
+    }
+    if values.rollback:
+        from lockstep.training.rollback import SkippedMicroBatches
+
+        chosen["rollback"] = SkippedMicroBatches(
+            values.rollback, values.micro_batches, checkpointer, declared
+        )
+    if declared.learners:
+        from lockstep.training import learner_checks
+
+        chosen |= learner_checks.replica_options(declared.learners)
+    return chosen
+
+
+def make_flops(
+    values: SessionValues, declared: Declared, layout: Layout, device: torch.device
+) -> ModelFlops | None:
+    """Return what counts the operations of the model; None: they are not asked for."""
+    if not values.mfu:
+        return None
+    from lockstep.training.model_flops import ModelFlops, refuse_counting
+
+    module = declared.refuse_incomplete().module
+    refuse_counting(values.mfu, layout, module)
+    return ModelFlops(values.mfu, values.micro_batches, module, device)
+
+
+def open_profiler(
+    values: SessionValues, runtime: ElasticRuntime
+) -> AbstractContextManager[Profiler | None]:
+    """Context manager that profiles the steps of `lockstep run --profile`."""
+    if values.profiled is None:
+        return nullcontext()
+    from lockstep.training.profiler import profiling
+
+    return profiling(values.profiled, values.out, runtime)
 
 
 class StartedRun:
@@ -66,117 +197,52 @@ class StartedRun:
         exits: ExitStack,
     ) -> None:
         enter = exits.enter_context
-        module = declared.refuse_incomplete().module
-        refuse_counting(values.mfu, layout, module)
-        facts = declared.facts(values)
-        options = declared.shown_options(values, layout, total)
-        saved: dict[str, Any] = {"tensor": layout.tensor} if layout.tensor > 1 else {}
-        shown: dict[str, Any] = facts | options
-        if values.run:
-            shown = values.run.shown()
-            saved |= values.run.saved()
-            saved["fingerprints"] = facts | saved["fingerprints"]
-            facts |= values.run.shared()
         self.declared = declared
         self.runtime = runtime
         self.total = total
-        model: nn.Module | LocalModel = module
-        learners = declared.learners
-        inner = learners.inner.optimizers if learners else ()
-        if learners:
-            from lockstep.training import learner_checks
-
-            learner_checks.refuse_incomplete(learners, declared, module, runtime, layout)
-        if layout.workers_per_replica > 1:
-            model = sharding.shard_session(
-                runtime,
-                module,
-                [*declared.optimizers, *inner],
-                layout,
-                facts | options,
-                declared.state,
-                **declared.splits,
-                init=declared.init,
-                verify=values.options.get("rehearse", True),
-                unused=values.options.get("unused", "raise"),
-            )
-        self.checkpointer = Checkpointer(
-            values.out / "checkpoints",
-            runtime,
-            model,
-            declared.optimizers,
-            state=declared.state,
-            every_steps=values.save_every,
-            keep=values.keep,
-            on_error=values.on_save_error,
-            saved=declared.init.is_saved if declared.init else all_names,
-        )
-        self.first_step = self.checkpointer.resume(values.resume, facts, saved, options=options)
-        if values.run:
-            values.run.check(self.checkpointer.facts, self.first_step)
-        else:
-            session_checks.warn_of_other_bits(self.checkpointer.facts, layout)
-        if declared.init and not self.checkpointer.loaded:
-            whole = LocalModel(module, layout, local_params=dict(module.named_parameters()))
-            local = model if isinstance(model, LocalModel) else whole
-            runtime.board.during("preparing")(draw_initial_values)(local, declared.init, runtime)
-        resume_account(runtime, self.checkpointer.facts, self.first_step, values.out)
+        flops = make_flops(values, declared, layout, runtime.world.device)
+        state = resume_state(values, declared, runtime, layout, total)
+        self.checkpointer = state.checkpointer
+        self.first_step = state.first_step
         signals = enter(StopSignals())
-        self.tracker = enter(
-            Tracker(
-                values.out,
-                leader=runtime.is_leader,
-                from_step=self.first_step,
-                run=shown,
-                **values.backends,
-            )
+        first, leads = self.first_step, runtime.is_leader
+        self.tracker = Tracker(
+            values.out, leader=leads, from_step=first, run=state.shown, **values.backends
         )
-        metrics = enter(BackgroundTracker(self.tracker))
+        metrics = enter(BackgroundTracker(enter(self.tracker)))
         shows = runtime.shows_progress
-        display = ProgressDisplay(total, self.first_step, shows, every_s=values.progress_s)
+        display = ProgressDisplay(total, first, shows, every_s=values.progress_s)
         enter(display)
         enter(self.checkpointer)
-        self._rollback = SkippedMicroBatches(
-            values.rollback or Rollback(),
-            values.micro_batches,
-            self.checkpointer,
-            declared,
-            enabled=values.rollback is not None,
-        )
-        chosen: dict[str, Any] = {
-            "micro_batches": values.micro_batches,
-            "carried": declared.carried,
-            "rollback": self._rollback,
-            **values.options,
-        }
-        if learners:
-            chosen |= learner_checks.replica_options(learners)
         self.replicas = enter(
             ReplicaGroup(
                 runtime,
-                model,
+                state.model,
                 self.checkpointer,
-                seed=values.seed,
                 signals=signals,
                 tracker=metrics,
-                **chosen,
+                **replica_options(values, declared, self.checkpointer),
             )
         )
         enter(scaler_watch(declared.optimizers, lambda: self.replicas.scaler))
-        loaders = [loader for loader, _ in declared.loaders]
-        flops = ModelFlops(values.mfu, values.micro_batches, module, runtime.world.device)
-        self.record = StepRecord(self.replicas, loaders, metrics, display, flops)
-        self._profiler = enter(profiling(values.profiled, values.out, runtime))
-        self._position = enter(Position(self.replicas, declared.optimizers))
-        self.scores = ScoredRun(values.out, declared.state.values(), runtime, self._position)
+        self.record = StepRecord(
+            self.replicas,
+            [loader for loader, _ in declared.loaders],
+            metrics,
+            display,
+            flops,
+            enter(open_profiler(values, runtime)),
+        )
+        position = enter(Position(self.replicas, declared.optimizers))
+        self.scores = ScoredRun(values.out, declared.state.values(), runtime, position)
         self.scores.follow_state()
         self.checkpointer.add_to_saves(self._facts, self.scores.kept_steps)
         self._updates = session_checks.UpdateWatch(self.replicas, declared.optimizers)
         self._zero_rates = session_checks.ZeroRates()
         self._collectives: int | None = None  # of the group, at the end of the micro-batch loop
         self._has_warned = False  # of collectives of the loop's own
-        if learners:
-            learners.start(self)
+        if declared.learners:
+            declared.learners.start(self)
 
     def set_total(self, total: int) -> None:
         """Set the number of the last step."""
@@ -184,7 +250,7 @@ class StartedRun:
         self.record.display.set_total(total)
 
     def begin_step(self, step: int) -> None:
-        self._position.begin(step)
+        self.scores.loop.begin(step)
         self._updates.start()
         if self.declared.learners:
             self.declared.learners.begin(step)
@@ -206,7 +272,7 @@ class StartedRun:
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Run the model's forward pass in a micro-batch."""
-        with self.record.flops.forward():
+        with self.record.counting_forward():
             return self.replicas(*inputs, **named)
 
     def backward(
@@ -217,12 +283,13 @@ class StartedRun:
         if self.declared.learners:
             self.declared.learners.backward(loss, count, scaler, samples)
             return
-        self._rollback.refuse_scaler(scaler)
+        if self.replicas.rollback:
+            self.replicas.rollback.refuse_scaler(scaler)
         if self.replicas.replica.workers_per_replica > 1:
             on_nonfinite = self.replicas.on_nonfinite
             session_checks.refuse_uneven_skips(scaler, on_nonfinite, self.declared.state)
         known = [] if samples is None else [samples]
-        with self.record.flops.backward(count):
+        with self.record.counting_backward(count):
             self.replicas.backward(loss, count, scaler=scaler, samples=known)
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
@@ -262,7 +329,6 @@ class StartedRun:
             why = "a checkpoint could not be saved"
         is_last = bool(stop or why) or step >= self.total
         self.record.end(step, is_last=is_last)
-        self._profiler.step(step)
         return StepEnd(is_last, why, Stopped(stop) if stop and not why else None)
 
     def save_if_due(self, step: int, *, is_last: bool) -> None:

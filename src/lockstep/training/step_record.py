@@ -5,17 +5,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lockstep.record.progress import PrintedLines, ProgressDisplay
 from lockstep.record.step_timer import StepTimer
 from lockstep.record.tracker import BackgroundTracker
 from lockstep.runtime.device import peak_memory_bytes
 from lockstep.training.loader import Loader
-from lockstep.training.model_flops import ModelFlops
 from lockstep.training.replica_group import ReplicaGroup
 from lockstep.training.time_account import account_step
+
+if TYPE_CHECKING:
+    from lockstep.training.model_flops import ModelFlops
+    from lockstep.training.profiler import Profiler
 
 
 class StepRecord:
@@ -30,7 +34,8 @@ class StepRecord:
         loaders: Sequence[Loader],
         tracker: BackgroundTracker,
         display: ProgressDisplay,
-        flops: ModelFlops,
+        flops: ModelFlops | None,
+        profiler: Profiler | None,
     ) -> None:
         self.replicas = replicas
         self.runtime = replicas.runtime
@@ -38,6 +43,7 @@ class StepRecord:
         self.tracker = tracker
         self.display = display
         self.flops = flops
+        self.profiler = profiler
         self.timer = StepTimer(memory=partial(peak_memory_bytes, self.runtime.world.device))
         self.logged: dict[str, float] = {}
         self.printed = PrintedLines()
@@ -45,6 +51,14 @@ class StepRecord:
     def log(self, values: Mapping[str, float]) -> None:
         """Add numbers to the line of this step."""
         self.logged |= values
+
+    def counting_forward(self) -> AbstractContextManager[object]:
+        """Context manager around a forward pass in the micro-batch loop."""
+        return self.flops.forward() if self.flops else nullcontext()
+
+    def counting_backward(self, count: int | None) -> AbstractContextManager[object]:
+        """Context manager around a backward pass. count: of the micro-batch."""
+        return self.flops.backward(count) if self.flops else nullcontext()
 
     def end(self, step: int, *, is_last: bool) -> None:
         """Record the steps that were committed together, up to `step`, with equal shares of time
@@ -54,11 +68,13 @@ class StepRecord:
         self.timer.add("communication", self.replicas.replica.exposed_s())
         self.timer.add("data", sum(loader.take_waited_s() for loader in self.loaders))
         count, unit = self._count(step - 1)
-        with self.timer.timing("overhead"):
-            self.flops.measure_peak()
+        if self.flops:
+            with self.timer.timing("overhead"):
+                self.flops.measure_peak()
         measured = self.timer.step(count, world.size, unit)
         account_step(self.runtime.ledger, measured)
-        measured |= self.flops.mfu(measured, unit, world.size)
+        if self.flops:
+            measured |= self.flops.mfu(measured, unit, world.size)
         measured |= {"workers": world.size, "generation": world.generation}
         account = self.runtime.ledger.metrics(time.monotonic())
         line = {"loss": loss, **share_of(measured, steps), **account}
@@ -73,6 +89,8 @@ class StepRecord:
         further = {name: value for name, value in self.logged.items() if name != "loss"}
         self.display.step(step, shown, steps=steps, logged=further, is_last=is_last)
         self.logged = {}
+        if self.profiler:
+            self.profiler.step(step)
 
     def _count(self, step: int) -> tuple[int, str]:
         """Return how many tokens or samples all workers have trained in the steps that were

@@ -53,7 +53,6 @@ def run_steps(
     loss_of: LossOf,
     options: Rollback = DEFAULT,
     form: str = "count",
-    enabled: bool = True,
 ) -> tuple[list[Tensor], dict[str, Any], SkippedMicroBatches]:
     """Train; return the gradient of the last step, the facts for a checkpoint, and what was
     skipped.
@@ -69,7 +68,6 @@ def run_steps(
             K,
             checkpointer,
             Points(),
-            enabled=enabled,
         )
         with ReplicaGroup(
             runtime, model, checkpointer, micro_batches=K, rehearse=False, rollback=rollback
@@ -143,8 +141,7 @@ def test_a_step_is_retried_without_a_loss_and_a_gradient_that_are_not_finite(
         tmp_path / "given",
         2,
         plain,
-        Rollback(skip=["2:1", "2:2"]),
-        enabled=False,
+        Rollback(max_skipped=0, spike=0.0, skip=["2:1", "2:2"]),
     )
     assert all(map(torch.equal, gradients, given))
 
@@ -162,7 +159,7 @@ def test_a_resumed_run_and_a_joiner_know_what_was_skipped(
             tmp_path, runtime, model, torch.optim.SGD(model.parameters(), lr=0.0)
         ) as checkpointer:
             runtime.loop_state, checkpointer.facts = loop_state, saved
-            again = SkippedMicroBatches(Rollback(), K, checkpointer, Points(), enabled=True)
+            again = SkippedMicroBatches(Rollback(), K, checkpointer, Points())
             assert again.trained(0) == [0, 1, 2] and again.to_json() == facts["rollback"]
 
 
@@ -271,17 +268,15 @@ def test_wrong_options_are_refused(make: Callable[[], Any], what: str) -> None:
     assert caught.value.where and caught.value.hint
 
 
-@pytest.mark.parametrize(("enabled", "skip"), [(True, []), (False, ["1:0"])])
+@pytest.mark.parametrize("skip", [[], ["1:0"]])
 def test_learners_of_diloco_are_refused(
-    enabled: bool, skip: list[str], runtime: ElasticRuntime, tmp_path: Path
+    skip: list[str], runtime: ElasticRuntime, tmp_path: Path
 ) -> None:
     model = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     checkpointer = Checkpointer(tmp_path, runtime, model, optimizer)
     with checkpointer, pytest.raises(UsageError, match="not supported with DiLoCo learners"):
-        rollback = SkippedMicroBatches(
-            Rollback(skip=skip), K, checkpointer, Points(), enabled=enabled
-        )
+        rollback = SkippedMicroBatches(Rollback(skip=skip), K, checkpointer, Points())
         ReplicaGroup(
             runtime, model, checkpointer, micro_batches=K, commit_steps=2, rollback=rollback
         )
