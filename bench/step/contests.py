@@ -131,13 +131,9 @@ def against_bare(name: str, flags: Flags, full: bool) -> Race:
         flags | ({} if full else {"batch.tokens": "1024"}),
         (
             Contestant("bare DDP", "bare_ddp.py"),
-            Contestant("lockstep fast", LOCKSTEP, {"parallel.reduce": "fast"}),
-            Contestant("lockstep ordered", LOCKSTEP, {"parallel.reduce": "ordered"}),
+            Contestant("lockstep", LOCKSTEP),
         ),
-        (
-            Claim("lockstep fast", "bare DDP", "step time", bound=1.03),
-            Claim("lockstep ordered", "bare DDP", "step time", bound=1.08),
-        ),
+        (Claim("lockstep", "bare DDP", "step time", bound=1.08),),
         steps=23 if full else 15,
         repetitions=5 if full else 2,
         environ=ALLOCATOR,

@@ -15,8 +15,6 @@ from typing import Any
 from bench.step.contestants import WORKERS, run
 from bench.step.contests import ALLOCATOR, HERE
 
-SIDES = ("lockstep ordered", "lockstep fast")
-
 
 @dataclass(frozen=True)
 class Cell:
@@ -65,17 +63,16 @@ def run_cell(cell: Cell, folder: Path, seconds: float, limit_s: float) -> dict[s
 
 def rows_of_cells(answers: list[dict[str, Any]]) -> Iterator[str]:
     """Yield a Markdown table: the median of the ratios of each round, and their quartiles."""
-    yield "| cell | opponent | its step, s | ordered / it | quartiles | fast / it | quartiles | rounds |"
-    yield "| --- | --- | ---: | ---: | --- | ---: | --- | ---: |"
+    yield "| cell | opponent | its step, s | lockstep / it | quartiles | rounds |"
+    yield "| --- | --- | ---: | ---: | --- | ---: |"
     for answer in answers:
         seconds: dict[str, list[float]] = answer["seconds"]
-        for name in [name for name in seconds if name not in SIDES]:
-            ratios = [
-                [ours / its for ours, its in zip(seconds[side], seconds[name], strict=True)]
-                for side in SIDES
-            ]
-            columns = " | ".join(f"{median(side):.3f} | {spread(side)}" for side in ratios)
-            yield f"| {answer['cell']} | {name} | {median(seconds[name]):.3f} | {columns} | {len(ratios[0])} |"
+        for name, its in seconds.items():
+            if name == "lockstep":
+                continue
+            ratios = [ours / theirs for ours, theirs in zip(seconds["lockstep"], its, strict=True)]
+            columns = f"{median(its):.3f} | {median(ratios):.3f} | {spread(ratios)} | {len(ratios)}"
+            yield f"| {answer['cell']} | {name} | {columns} |"
     yield ""
     yield "| cell | messages | per bucket, formula | bytes sent | formula |"
     yield "| --- | ---: | ---: | ---: | ---: |"

@@ -179,14 +179,12 @@ def with_fabric(cell: Cell) -> Step:
     return step
 
 
-def lockstep(cell: Cell, reduce: str, traffic: dict[str, object]) -> Step:
+def lockstep(cell: Cell, traffic: dict[str, object]) -> Step:
     """The replica group, with its vote and the comparison of all weights in every step."""
     rank, size = dist.get_rank(), dist.get_world_size()
     runtime = ElasticRuntime(World(rank, size, rank, size, "bench", CPU))
     model = cell.model()
-    replicas = ReplicaGroup(
-        runtime, model, micro_batches=cell.leaves, reduce=reduce, bucket_bytes=BUCKET_BYTES
-    )  # type: ignore[arg-type]
+    replicas = ReplicaGroup(runtime, model, micro_batches=cell.leaves, bucket_bytes=BUCKET_BYTES)
     optimizer = optimizer_of(model)
     n_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
     traffic |= {
@@ -219,8 +217,7 @@ def run(cell: Cell) -> dict[str, object]:
         "FSDP2, per layer": lambda: bare_fsdp2(cell, per_layer=True),
         "Accelerate": lambda: with_accelerate(cell),
         "Fabric": lambda: with_fabric(cell),
-        "lockstep fast": lambda: lockstep(cell, "fast", {}),
-        "lockstep ordered": lambda: lockstep(cell, "ordered", traffic),
+        "lockstep": lambda: lockstep(cell, traffic),
     }
     steps = {name: make() for name, make in makers.items()}
     seconds: dict[str, list[float]] = {name: [] for name in steps}

@@ -90,8 +90,8 @@ class Session:
     shard, tensor, pipeline  sizes of the axes of the layout (docs/parallelism.md): workers that
                    hold one copy of the model together. `lockstep run --layout.shard` and the
                    variable LOCKSTEP_LAYOUT_SHARD replace `shard`, and so for the other axes
-    options        keyword arguments for ReplicaGroup: reduce, wire, bucket_bytes, verify_every,
-                   rehearse, on_nonfinite, buffers, unused, balance
+    options        keyword arguments for ReplicaGroup: wire, bucket_bytes, verify_every, rehearse,
+                   on_nonfinite, buffers, unused, balance
 
     Attributes: `runtime` and `world` exist inside the `with` block; `replicas`, `checkpointer` and
     `tracker` exist once `steps` has yielded. `step` is the number of committed steps.

@@ -34,7 +34,7 @@ def reduce_with_a_stopped_peer(rank: int, port: int) -> None:
     )
     reasons: list[str] = []
     with Replica(
-        nn.Linear(4, 4), micro_batches=2, reduce="fast", generation_error=lambda: "".join(reasons)
+        nn.Linear(4, 4), micro_batches=2, generation_error=lambda: "".join(reasons)
     ) as replica:
         take_step(replica, 0)  # the first step also compares the trained parameters
         dist.barrier()

@@ -139,8 +139,6 @@ def test_the_wire_format_decides_bits_and_cannot_change_at_a_resume(tmp_path: Pa
     assert len({digest_line(tmp_path / wire) for wire in ("fp32", "bf16", "int8")}) == 3
     with pytest.raises(CheckpointError, match="belongs to another run: wire was bf16, is int8"):
         train(tmp_path / "bf16", 4, wire="int8")
-    with refused(r"parallel\.wire=bf16 is not supported with parallel\.reduce=fast"):
-        train(tmp_path / "fast", 2, wire="bf16", reduce="fast")
 
 
 def test_deferred_weights_train_with_the_bits_of_a_model_built_at_once(tmp_path: Path) -> None:

@@ -73,12 +73,8 @@ def conflicts(run: RunConfig) -> Iterator[tuple[str, str, str]]:
         best = min(divisors, key=lambda n_heads: abs(n_heads - run.model.n_heads))
         what = f"model.dim={run.model.dim} is not a multiple of model.n_heads={run.model.n_heads}"
         yield what, "model.dim model.n_heads", f"try model.n_heads={best}"
-    if layout.shard * layout.tensor * layout.pipeline > 1 and run.parallel.reduce == "fast":
-        what = "parallel.reduce=fast is not supported when a replica spans several workers: their gradients are always added in order"
-        yield what, "parallel.reduce", "try parallel.reduce=ordered"
-    if conflict := wire_conflict(
-        run.parallel.wire, run.parallel.reduce, layout.tensor, layout.pipeline, run.fsdp.reduce
-    ):
+    once = run.fsdp.reduce == "per_step"
+    if conflict := wire_conflict(run.parallel.wire, layout.tensor, layout.pipeline, once):
         yield conflict
     yield from optimizer_conflicts(run)
     yield from diloco_conflicts(run)

@@ -14,6 +14,9 @@ from lockstep.files import CHECKSUM, add_checksum, read_json, verify_checksum, w
 
 RUN_FILE = "run.json"
 FORMAT = 2  # 1 had other names of the keys, and no number
+OTHER_VERSION = (
+    "use the version of lockstep that started this run, or start a new run in another folder"
+)
 
 
 def to_json(resolved: ResolvedRun) -> dict[str, Any]:
@@ -35,10 +38,16 @@ def from_json(saved: Mapping[str, Any], source: str = RUN_FILE) -> ResolvedRun:
         raise CheckpointError(
             f"this version reads runs of format {FORMAT}, not of format {saved.get('format', 1)}",
             f"{source}; format 1, without a number, has other names of the keys",
-            "use the version of lockstep that started this run, or start a new run in another folder",
+            OTHER_VERSION,
         )
     values, saved_overrides = flatten(saved["values"]), saved.get("overrides", ())
     values.pop("lora.save", None)  # of an earlier version: which weights a checkpoint holds
+    if values.pop("parallel.reduce", "ordered") != "ordered":
+        raise CheckpointError(
+            "the run has parallel.reduce=fast, and this version adds gradients in order only",
+            source,
+            OTHER_VERSION,
+        )
     resolved = resolve(None, values)
     overrides = tuple(
         ScheduleOverride(int(item["step"]), parse_schedule(item["values"], source))

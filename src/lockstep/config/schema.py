@@ -351,9 +351,6 @@ class OptimOptions:
 
 @dataclass(frozen=True)
 class ParallelOptions:
-    reduce: Literal["ordered", "fast"] = option(
-        "ordered", "ordered: same bits on any number of replicas; fast: all-reduce", bits=BITS
-    )
     wire: Literal["fp32", "bf16", "int8"] = option(
         "fp32", "format in which gradients travel between workers", bits=BITS
     )

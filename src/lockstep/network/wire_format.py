@@ -136,19 +136,15 @@ def sent_bytes(wire: Wire, sections: Sections, rank: int, shares: tuple[int, ...
 
 
 def wire_conflict(
-    wire: Wire, reduce: str, tensor: int, pipeline: int, fsdp_reduce: str
+    wire: Wire, tensor: int, pipeline: int, reduces_once: bool
 ) -> tuple[str, str, str] | None:
     """Return (what, keys, hint) when other values of the run exclude the format."""
     if wire not in MOST_LEAVES:
         return f"unknown format wire={wire!r}", "parallel.wire", f"try {', '.join(MOST_LEAVES)}"
     excluded = {
-        "parallel.reduce": ("fast, which adds on the way", reduce == "fast"),
         "layout.tensor": (f"{tensor}, which adds gradients outside of the tree", tensor > 1),
         "layout.pipeline": (f"{pipeline}, which adds gradients outside of the tree", pipeline > 1),
-        "fsdp.reduce": (
-            "per_step, which sends sums of several micro-batches",
-            fsdp_reduce == "per_step",
-        ),
+        "fsdp.reduce": ("per_step, which sends sums of several micro-batches", reduces_once),
     }
     for key, (value, is_set) in excluded.items():
         if is_set and wire != "fp32":

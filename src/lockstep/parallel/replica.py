@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -61,7 +61,6 @@ class Replica:
 
     micro_batches  K of a step, over all replicas; at least the number of processes
     seed           of the randomness within the model, keyed by (seed, step, micro-batch)
-    reduce         "ordered": the fixed tree; "fast": the backend's all-reduce, other bits
     wire           how gradients travel (network/wire_format.py)
     bucket_bytes   gradients reduced together
     unused         "zero": a parameter without a gradient in a micro-batch gets a gradient of zero
@@ -77,13 +76,12 @@ class Replica:
 
     counts = True  # see ShardedReplica
 
-    def __init__(  # 12 parameters: independent values of the run, most with a default
+    def __init__(  # 11 parameters: independent values of the run, most with a default
         self,
         model: nn.Module,
         *,
         micro_batches: int,
         seed: int = 0,
-        reduce: Literal["ordered", "fast"] = "ordered",
         wire: Wire = "fp32",
         bucket_bytes: int = 25_000_000,
         unused: Unused = "raise",
@@ -92,12 +90,9 @@ class Replica:
         board: StatusBoard | None = None,
         generation_error: Callable[[], str] = static_group,
     ) -> None:
-        self.leaves, self.seed, self.ordered, self.bucket_bytes = (
-            micro_batches,
-            seed,
-            reduce == "ordered",
-            bucket_bytes,
-        )
+        self.leaves = micro_batches
+        self.seed = seed
+        self.bucket_bytes = bucket_bytes
         self.wire, self._wire_sums = wire, dict[Bucket, WireSum]()
         self.unused = unused
         self.model, self.statistics = (
@@ -262,33 +257,27 @@ class Replica:
         own = self.own_leaves
         self._tree, self._current, self._losses, self.traffic = SumTree(), None, [], Traffic()
         self._slice_sums = []
-        encoded = buckets.buckets if self.wire != "fp32" else ()
+        encodes = self.wire != "fp32"
         self._wire_sums = {
             b: WireSum(self.wire, row_lengths(b.parameters), (self.seed, step), self.shares)
-            for b in encoded
+            for b in buckets.buckets
+            if encodes
         }
         self.statistics.start_step()
-        # Only the last subtree is in the buckets; autograd adds its second leaf to the first.
-        ends_in_pair = len(own) > 1 and Subtree(own[-2], 1).sibling_of(Subtree(own[-1], 1))
-        first_filled = (
-            own[-2 if ends_in_pair else -1] if self.ordered and not self._wire_sums else own[0]
-        )
         start = time_mark(self.device)
         for k in own:
             leaf = Subtree(k, 1)
-            if (
-                self._current
-                and self.ordered
-                and (self._wire_sums or not self._current.sibling_of(leaf))
-            ):
+            if self._current and (encodes or not self._current.sibling_of(leaf)):
                 self._store_subtree()
             seed_generators(splitmix64(self.seed, step, k) >> 1, self.device)
-            self._current = (
-                Subtree(self._current.first, self._current.leaves + 1) if self._current else leaf
-            )
+            self._current = Subtree(self._current.first, 2) if self._current else leaf
             self._watch.start(step, k)
-            sends = k == own[-1] or bool(self._wire_sums)
-            buckets.start_pass(fill=k >= first_filled, send=sends, sums=k == self._hash_leaf)
+            buckets.start_pass(
+                # Autograd adds the last leaf to its sibling in the buckets.
+                fill=encodes or k // 2 == own[-1] // 2,
+                send=encodes or k == own[-1],
+                sums=k == self._hash_leaf,
+            )
             yield k
             if k == self._hash_leaf:
                 self.hashed_gradient = total_of(buckets.word_sums)
@@ -418,21 +407,14 @@ class Replica:
 
     def _all_reduce(self, bucket: Bucket) -> torch.Tensor:
         """Collective. Sum a bucket, in place; return the slice that this rank has summed."""
-        assert self._group is not None
-        partials = self._partial_sums(bucket) if self.ordered else []
-        if self.ordered and not self._is_one_addition(bucket.buffer):
-            return tree_all_reduce(
-                partials, self.shares, self._group, bucket.buffer, self.waits, self.traffic
-            )
-        self.waits.wait(
-            [dist.all_reduce(bucket.buffer, group=self._group, async_op=True)], self._group
-        )
-        return bucket.buffer.tensor_split(self._group.size())[self._group.rank()]
-
-    def _is_one_addition(self, buffer: torch.Tensor) -> bool:
-        """Return whether gloo's all-reduce has the same bits; it takes less time and memory."""
+        group, buffer, partials = self._group, bucket.buffer, self._partial_sums(bucket)
+        assert group is not None
         is_exact = not buffer.is_cuda and buffer.dtype in (torch.float32, torch.float64)
-        return is_exact and is_one_addition(self.shares)
+        if is_exact and is_one_addition(self.shares):
+            # gloo's all-reduce has the same bits; it takes less time and memory.
+            self.waits.wait([dist.all_reduce(buffer, group=group, async_op=True)], group)
+            return buffer.tensor_split(2)[group.rank()]
+        return tree_all_reduce(partials, self.shares, group, buffer, self.waits, self.traffic)
 
     def _partial_sums(self, bucket: Bucket) -> list[tuple[Subtree, torch.Tensor]]:
         """Return this rank's partial sums of a bucket; the last one is in the bucket."""

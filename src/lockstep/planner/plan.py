@@ -75,8 +75,6 @@ def layouts(devices: int) -> Iterator[Layout]:
 
 def problem_with(run: RunConfig, layout: Layout, limits: LayoutLimits) -> str:
     """Return why the run does not work in the layout, or ""."""
-    if layout.workers_per_replica > 1 and run.parallel.reduce == "fast":
-        return "parallel.reduce=fast is for replicas of one worker"
     if run.diloco.learners and layout.tensor * layout.pipeline > 1:
         return "diloco.learners is for whole replicas and shards"
     if run.diloco.learners and layout.shard > max(

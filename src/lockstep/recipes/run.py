@@ -66,7 +66,6 @@ class RecipeRun:
         if config.track.backend:
             load_backend(config.track.backend)  # a wrong one is refused before data is prepared
         options: ReplicaOptions = {
-            "reduce": config.parallel.reduce,
             "wire": config.parallel.wire,
             "bucket_bytes": config.parallel.bucket_bytes,
             "verify_every": config.elastic.verify_every,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
 
@@ -11,64 +11,47 @@ from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import UsageError
 from lockstep.layout import Layout
 from lockstep.network.wire_format import Wire, wire_conflict
-from lockstep.parallel.gradient_watch import Unused
 from lockstep.parallel.learner_shards import LearnerShards
 from lockstep.parallel.parallelize import LocalModel, unwrap_local_model
 from lockstep.parallel.replica import Replica
-from lockstep.parallel.running_statistics import RunningStatistics
 from lockstep.parallel.sharded_replica import ShardedReplica
 from lockstep.runtime.work import static_group
 from lockstep.training.checkpointer import Checkpointer
 
 
-def build_replica(  # 11 parameters: those of all kinds of replica
+def build_replica(
     runtime: ElasticRuntime,
     model: nn.Module | LocalModel,
-    micro_batches: int,
-    seed: int,
-    statistics: RunningStatistics,
-    reduce: Literal["ordered", "fast"],
-    wire: Wire,
+    *,
     bucket_bytes: int,
     reduce_once_per_step: bool,
     has_learners: bool,
-    unused: Unused,
+    wire: Wire,
+    **options: Any,
 ) -> Replica | ShardedReplica:
     """Collective. Return this worker's replica, or its part of one that several workers hold.
 
-    In a new run a whole replica gets rank 0's weights.
+    In a new run a whole replica gets rank 0's weights. options: of all kinds of replica.
     """
     module, local_model = unwrap_local_model(model)
     layout = local_model.layout if local_model else Layout(1)
-    if conflict := wire_conflict(
-        wire, reduce, layout.tensor, layout.pipeline, "per_step" if reduce_once_per_step else ""
-    ):
+    if conflict := wire_conflict(wire, layout.tensor, layout.pipeline, reduce_once_per_step):
         raise UsageError(*conflict)
-    generation_error = runtime.generation_error if runtime.membership else static_group
-    shared: dict[str, Any] = {
-        "micro_batches": micro_batches,
-        "seed": seed,
+    options |= {
         "wire": wire,
-        "statistics": statistics,
+        "board": runtime.board,
+        "generation_error": runtime.generation_error if runtime.membership else static_group,
     }
-    shared |= {"unused": unused, "board": runtime.board, "generation_error": generation_error}
-    if local_model:
-        shared |= {
-            "form_context": runtime.group.track_subgroups,
-            "reduce_once_per_step": reduce_once_per_step,
-        }
-        return (
-            LearnerShards(local_model, bucket_bytes=bucket_bytes, **shared)
-            if has_learners
-            else ShardedReplica(local_model, **shared)
-        )
-    return Replica(
-        module,
-        reduce=reduce,
-        bucket_bytes=bucket_bytes,
-        init_sync=runtime.first_generation,
-        **shared,
-    )
+    if local_model is None:
+        first = runtime.first_generation
+        return Replica(module, bucket_bytes=bucket_bytes, init_sync=first, **options)
+    options |= {
+        "form_context": runtime.group.track_subgroups,
+        "reduce_once_per_step": reduce_once_per_step,
+    }
+    if has_learners:
+        return LearnerShards(local_model, bucket_bytes=bucket_bytes, **options)
+    return ShardedReplica(local_model, **options)
 
 
 def refuse_other_checkpointer(

@@ -96,7 +96,6 @@ def _refuse_layout(layout: Layout, micro_batches: int, inner: Sequence[Optimizer
 def _refuse_options(values: SessionValues) -> None:
     options = values.options
     wrong = {
-        'reduce="fast"': options.get("reduce") == "fast",
         'on_nonfinite="ignore"': options.get("on_nonfinite") == "ignore",
         "buffers": bool(options.get("buffers")),
         "rehearse=True": options.get("rehearse") is True,

@@ -93,7 +93,7 @@ class ReplicaGroup:
     model          a module, of which each worker has a whole replica; or the part of it that this
                    worker holds (parallel/parallelize.py)
     checkpointer   provides the state for a worker that joins; None: no worker can join
-    micro_batches, seed, reduce, wire  see Replica; reduce_once_per_step: ShardedReplica
+    micro_batches, seed, wire  see Replica; reduce_once_per_step: ShardedReplica
     bucket_bytes   see Replica; 0: 100 MB on a GPU, 25 MB on a CPU
     signals        stop signals for the loop to act on. None: the group saves and ends the loop
     tracker        writes the metrics that a lost rank 0 did not write
@@ -124,7 +124,6 @@ class ReplicaGroup:
         *,
         micro_batches: int,
         seed: int = 0,
-        reduce: Literal["ordered", "fast"] = "ordered",
         wire: Wire = "fp32",
         bucket_bytes: int = 0,
         signals: StopSignals | None = None,
@@ -161,15 +160,14 @@ class ReplicaGroup:
         self.replica = build_replica(
             runtime,
             model,
-            micro_batches,
-            seed,
-            self.statistics,
-            reduce,
-            wire,
-            bucket_bytes or default_bucket_bytes(runtime.world.device),
-            reduce_once_per_step,
-            commit_steps > 0,
-            unused,
+            bucket_bytes=bucket_bytes or default_bucket_bytes(runtime.world.device),
+            reduce_once_per_step=reduce_once_per_step,
+            has_learners=commit_steps > 0,
+            wire=wire,
+            micro_batches=micro_batches,
+            seed=seed,
+            statistics=self.statistics,
+            unused=unused,
         )
         layout = self.local_model.layout if self.local_model else Layout(1)
         if rollback:
@@ -184,8 +182,7 @@ class ReplicaGroup:
             slices = (layout.tensor, layout.pipeline)
             self.rehearsal = Rehearsal(runtime, self.replica, saves, slices, self._save_before_exit)
         self.rehearsal_due = True  # a member is new, and has not rehearsed with the others
-        unit, even = layout.shard, balance == "off" or reduce == "fast"
-        self.balance = ShareBalance(runtime, self.replica, unit, enabled=not even)
+        self.balance = ShareBalance(runtime, self.replica, layout.shard, enabled=balance == "auto")
         self._trained, self.frozen_state = self.replica.parameters, self._make_frozen_state()
         self.loop_changes = LoopChanges(
             nn.Module() if self.local_model else self.module,

@@ -47,7 +47,6 @@ RECORDED = ("step", "seconds", "workers")  # names in metrics.jsonl that session
 class ReplicaOptions(TypedDict, total=False):
     """Further arguments of Session; ReplicaGroup explains them."""
 
-    reduce: Literal["ordered", "fast"]
     wire: Wire
     bucket_bytes: int
     verify_every: int

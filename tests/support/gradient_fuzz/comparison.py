@@ -51,7 +51,7 @@ def expected_of_rank(runtime: ElasticRuntime, cases: list[Case]) -> list[list[Ex
 def check(cases: list[Case], plant: str = "") -> list[Result]:
     """Run the cases on their workers and on one, and compare both with plain autograd.
 
-    plant  a fault of the workers (passes.planted), or "fast": another order of additions
+    plant  a fault of the workers (passes.planted)
     """
     expected, several = expected_all(cases), run_all(cases, plant)
     alone = iter(run_all([replace(case, layout=Layout()) for case in cases if case.one_tree], ""))

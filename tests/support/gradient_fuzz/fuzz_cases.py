@@ -57,7 +57,6 @@ class Case:
     scale: float = 0.0
     calls_model: bool = False
     after_step: str = "kept"
-    ordered: bool = True
     bucket_bytes: int = 25_000_000
     once_per_step: bool = False
     prefetch_units: int = 1
@@ -75,7 +74,7 @@ class Case:
     @property
     def one_tree(self) -> bool:
         """True: the sum is promised to have the bits of one process in the same dtype."""
-        return self.ordered and not self.is_split
+        return not self.is_split
 
 
 def draw(seed: int) -> Case:
@@ -124,7 +123,6 @@ def draw_model(seed: int, random: Random) -> Case:
         group=group,
         scale=2.0 ** random.randint(0, 16) if not group and random.random() < 0.15 else 0.0,
         after_step=random.choice(["kept", "none", "zeros", "replaced", "moved"]),
-        ordered=random.random() < 0.8,
         bucket_bytes=int(10 ** random.uniform(0, 9)),
         calls_model=random.random() < 0.3,
     )

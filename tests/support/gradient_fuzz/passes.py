@@ -227,7 +227,6 @@ def run_case(runtime: ElasticRuntime, case: Case, plant: str, outcome: Outcome) 
         "seed": case.seed,
         "bucket_bytes": case.bucket_bytes,
     }
-    options["reduce"] = "ordered" if case.ordered and plant != "fast" else "fast"
     replicas = ReplicaGroup(runtime, model, **options) if case.group else Replica(model, **options)
     for step in range(case.steps):
         freeze(case, model, step)

@@ -34,7 +34,6 @@ def test_a_value_that_the_task_does_not_read_is_refused(task: str, key: str, tex
 @pytest.mark.parametrize(
     ("key", "text"),
     [
-        ("parallel.reduce", "fast"),
         ("layout.tensor", "2"),
         ("layout.pipeline", "2"),
         ("fsdp.reduce", "per_step"),

@@ -96,14 +96,13 @@ def test_bytes_of_one_and_two_micro_batches_per_rank(
 
 
 def test_conflicting_values_are_named() -> None:
-    assert wire_conflict("fp32", "fast", 2, 2, "per_step") is None
-    assert wire_conflict("int8", "ordered", 1, 1, "per_micro_batch") is None
-    cases = [
-        ("bf16", "fast", 1, 1, ""),
-        ("bf16", "ordered", 2, 1, ""),
-        ("int8", "ordered", 1, 2, ""),
-        ("int8", "ordered", 1, 1, "per_step"),
+    assert wire_conflict("fp32", 2, 2, True) is None
+    assert wire_conflict("int8", 1, 1, False) is None
+    cases: list[tuple[Wire, int, int, bool]] = [
+        ("bf16", 2, 1, False),
+        ("int8", 1, 2, False),
+        ("int8", 1, 1, True),
     ]
-    keys = [conflict[1].split()[1] for case in cases if (conflict := wire_conflict(*case))]  # type: ignore[arg-type]
-    assert keys == ["parallel.reduce", "layout.tensor", "layout.pipeline", "fsdp.reduce"]
-    assert "'fp8'" in (wire_conflict("fp8", "ordered", 1, 1, "") or ("",))[0]  # type: ignore[arg-type]
+    keys = [conflict[1].split()[1] for case in cases if (conflict := wire_conflict(*case))]
+    assert keys == ["layout.tensor", "layout.pipeline", "fsdp.reduce"]
+    assert "'fp8'" in (wire_conflict("fp8", 1, 1, False) or ("",))[0]  # type: ignore[arg-type]
