@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from bench.step.batches import tokens_in_step
 from lockstep.config.resolve import parse_flags, resolve
 from lockstep.data.order import splitmix64
 from lockstep.data.pairs.loader import PairLoader
@@ -99,7 +100,7 @@ def main(data: str, folder: str, every: str, hook: str, *words: str) -> None:
     own = training.leaves_of(rank, size)
     with StepLog(Path(folder), int(every), is_first=rank == 0) as log:
         for step in range(training.run.steps):
-            start_s, tokens = time.perf_counter(), training.loader.tokens_in_step(step)
+            start_s, tokens = time.perf_counter(), tokens_in_step(training.loader, step)
             for k in own:
                 with nullcontext() if k == own[-1] else ddp.no_sync():
                     (

@@ -18,6 +18,7 @@ from torchft.coordination import LighthouseServer
 from torchft.local_sgd import DiLoCo
 
 from bench.diloco.plain_ddp import StepLog, Training
+from bench.step.batches import tokens_in_step
 
 PORT = 29512
 CONNECT_S = 60.0
@@ -66,7 +67,7 @@ def main(
         for step in range(training.run.steps):
             start_s = time.perf_counter()
             own = training.leaves_of(int(rank), len(hosts))
-            tokens = training.loader.tokens_in_step(step, own)
+            tokens = tokens_in_step(training.loader, step, own)
             for k in own:
                 (training.loss(model, step, k) / tokens).backward()
             training.update(step)

@@ -14,6 +14,7 @@ from contextlib import nullcontext
 
 import torch
 
+from bench.step.batches import tokens_in_step
 from bench.step.task import Task
 from lockstep.data.pairs.loader import PairLoader
 from lockstep.data.pairs.prepare import open_prepared
@@ -45,7 +46,7 @@ class Trained:
 
     def backward(self, model: torch.nn.Module, step: int) -> None:
         """Compute the gradients of a step; a `model` that reduces them does so in the last micro-batch."""
-        run, tokens = self.task.run, self.loader.tokens_in_step(step)
+        run, tokens = self.task.run, tokens_in_step(self.loader, step)
         for k in self.mine:
             batch = self.loader.micro_batch(step, k)
             with nullcontext() if k == self.mine[-1] else getattr(model, "no_sync", nullcontext)():

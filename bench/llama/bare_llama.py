@@ -63,9 +63,9 @@ def main(folder: Path, steps: int, answer: Path | None) -> None:
     for step in range(steps):
         began = time.perf_counter()
         optimizer.zero_grad()
-        tokens, total = loader.tokens_in_step(step), 0.0
-        for k in range(k_all):
-            batch = loader.micro_batch(step, k)
+        batches = [loader.micro_batch(step, k) for k in range(k_all)]
+        tokens, total = sum(batch.count for batch in batches), 0.0
+        for batch in batches:
             with torch.autocast("cpu", torch.bfloat16, enabled=run.compute.precision == "bf16"):
                 loss = model(batch.tokens, batch.labels, batch.documents)
             loss.backward()

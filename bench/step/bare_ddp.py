@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from bench.step.batches import tokens_in_step
 from bench.step.task import Stopwatch, Task, read_task
 from lockstep.data.pairs.loader import PairLoader
 from lockstep.data.pairs.prepare import open_prepared
@@ -41,7 +42,7 @@ def train(task: Task) -> Stopwatch:
     mine = leaves_of_rank(task.rank, equal_shares(task.size, run.batch.micro_batches))
     watch = Stopwatch()
     for step in range(run.steps):
-        tokens = loader.tokens_in_step(step)
+        tokens = tokens_in_step(loader, step)
         for k in mine:
             batch = loader.micro_batch(step, k)
             with nullcontext() if k == mine[-1] else ddp.no_sync():

@@ -6,7 +6,7 @@ cut under the token budget that Lockstep's run has, in random order.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import torch
@@ -14,10 +14,20 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset, Sampler
 
 from lockstep.data.pairs.encoded import EncodedPairs
+from lockstep.data.pairs.loader import PairLoader
 from lockstep.data.tokenizer import PAD
 
 AT_ONCE = 1000
 Row = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def tokens_in_step(
+    loader: PairLoader, step: int, micro_batches: Iterable[int] | None = None
+) -> int:
+    """Return the number of target tokens of the step, END included; of these micro-batches only if given."""
+    numbers = range(loader.order.micro_batches) if micro_batches is None else micro_batches
+    ids = np.concatenate([loader.order.ids(step, k) for k in numbers])
+    return int(loader.pairs.lengths[ids, 1].sum())
 
 
 class Translations(Dataset[Row]):

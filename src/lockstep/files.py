@@ -195,14 +195,12 @@ def add_checksum(value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def verify_checksum(value: Any) -> dict[str, Any]:
-    """Return the JSON object `value` without its checksum. ValueError when the checksum is wrong.
-
-    A missing checksum is accepted: readers reject the unknown key that a bit flip makes of it.
-    """
+    """Return the JSON object `value` without its checksum. ValueError when that is wrong or
+    missing."""
     if not isinstance(value, dict):
         raise ValueError("it is no JSON object")
     fields = {key: item for key, item in value.items() if key != CHECKSUM}
-    if CHECKSUM in value and value[CHECKSUM] != checksum_of(fields):
+    if value.get(CHECKSUM) != checksum_of(fields):
         raise ValueError("its checksum does not fit: it was changed after it was written")
     return fields
 

@@ -130,9 +130,9 @@ def hint_for(wrong: Layout, workers: int, bounds: LayoutLimits) -> str:
     needed = wrong.data_parallel_size
     changes = [f"give {wrong.workers} workers"] if wrong.workers != workers else []
     if needed > bounds.micro_batches:
-        changes.append(f"set batch.micro_batches={needed}")
+        changes.append(f"set micro_batches={needed}")
     if replace(bounds, micro_batches=needed).problem_with(wrong):
-        changes = [f"leave out the [layout] and set batch.micro_batches={workers}"]
+        changes = [f"leave out the [layout] and set micro_batches={workers}"]
     nearest = nearest_layouts(wrong, workers, bounds)
     if not nearest:
         return " and ".join(changes)

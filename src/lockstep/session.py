@@ -53,7 +53,6 @@ from lockstep.training.sample_order import make_order
 from lockstep.training.saved_state import PerMicroBatch, SavedState
 from lockstep.training.session_checks import ReplicaOptions
 from lockstep.training.session_parts import Declared, RunValues, SessionValues
-from lockstep.training.session_words import in_session_words
 from lockstep.training.started_run import StartedRun
 
 if TYPE_CHECKING:
@@ -191,8 +190,7 @@ class Session:
             self._run.warn_if_left(self.step)
         self._open.remove(self.out)
         self._exit.__exit__(kind, error, trace)
-        if reworded := in_session_words(error):
-            raise reworded.with_traceback(trace) from None
+        session_checks.refuse_use_of_slices(error)
 
     def __getattr__(self, name: str) -> Any:
         run = self.__dict__.get("_run")

@@ -29,19 +29,17 @@ STOPPED_S = 8.0  # far longer than elastic.heartbeat_timeout_s and `elastic.hang
 long = pytest.mark.long
 
 # fault -> pattern of the verdict, or of the reason of the next generation; WHO: the worker.
-FORWARD = (
-    r"WHO has been in the forward pass of step \d+ for \d.*, at hanging_loop\.py:\d+ in run_fault: "
-)
+FORWARD = r"WHO: in the forward pass of step \d+ for \d.*, at hanging_loop\.py:\d+ in run_fault: "
 HANGS = {
-    "sleep": FORWARD + r"`time\.sleep\(3600\)`; ranks \d and \d have waited for it in ",
+    "sleep": FORWARD + r"`time\.sleep\(3600\)`; ranks \d and \d: waiting in ",
     "stop": r"/1: no heartbeat for 2\.5 s",
     "loader killed": r"DataLoader worker \(pid.* (exited unexpectedly|is killed by signal)",
-    "loader stopped": FORWARD + r"`for _ in batches:`; ranks \d and \d have waited for it in ",
-    "skip": r"mismatched collectives: WHO has waited in the reduction of step (\d+) .*, while ranks \d and \d .* have waited in "
-    r"its own all_reduce of 12 B in step \1 for .*, at hanging_loop\.py:\d+ in train: `dist\.all_reduce\(",
-    "shape": r"mismatched collectives: WHO has waited .*, while ranks \d and \d .* have waited in its own all_reduce of 12 B",
+    "loader stopped": FORWARD + r"`for _ in batches:`; ranks \d and \d: waiting in ",
+    "skip": r"mismatched collectives: WHO: in the reduction of step (\d+) .*; ranks \d and \d .*: in "
+    r"its own all_reduce of 12 B of step \1 for .*, at hanging_loop\.py:\d+ in train: `dist\.all_reduce\(",
+    "shape": r"mismatched collectives: WHO: in .*; ranks \d and \d .*: in its own all_reduce of 12 B",
     "exit": r"/1: exited",
-    "evaluate 3600": r"WHO has been evaluating step \d+ for \d.*, at hanging_loop\.py:\d+ in train: `time\.sleep\(",
+    "evaluate 3600": r"WHO: evaluating step \d+ for \d.*, at hanging_loop\.py:\d+ in train: `time\.sleep\(",
 }
 
 

@@ -462,9 +462,9 @@ def test_record_of_an_agent_is_replaced_and_never_torn(run: Path) -> None:
 def test_checksum_detects_changes_and_is_not_part_of_the_value() -> None:
     value = add_checksum({"a": [1, 2.5], "b": None})
     assert verify_checksum(json.loads(json.dumps(value))) == {"a": [1, 2.5], "b": None}
-    assert verify_checksum({"a": 1}) == {"a": 1}
     for changed in (
         {**value, "b": 0},
+        {"a": 1},
         {**value, "sha256": hashlib.sha256().hexdigest()},
         [value],
         "x",

@@ -196,12 +196,12 @@ def test_message_tags_are_unique() -> None:
 @pytest.mark.parametrize(
     ("asked", "workers", "bounds", "hint"),
     [
-        (Layout(2, 2), 4, LayoutLimits(2), "set batch.micro_batches=4"),
+        (Layout(2, 2), 4, LayoutLimits(2), "set micro_batches=4"),
         (Layout(2, 2), 4, LayoutLimits(2, (2,)), "these work: --layout.shard 2 --layout.tensor 2; --layout.replicate 2 --layout.tensor 2; "
-         "or set batch.micro_batches=4"),
-        (Layout(2, 2), 3, LayoutLimits(2), "give 4 workers and set batch.micro_batches=4"),
+         "or set micro_batches=4"),
+        (Layout(2, 2), 3, LayoutLimits(2), "give 4 workers and set micro_batches=4"),
         (Layout(0, 3), 4, LayoutLimits(3), "give 3 workers"),
-        (Layout(0, 1, 3), 3, LayoutLimits(2), "leave out the [layout] and set batch.micro_batches=3"),
+        (Layout(0, 1, 3), 3, LayoutLimits(2), "leave out the [layout] and set micro_batches=3"),
     ],
 )  # fmt: skip
 def test_hint_of_a_refusal_names_what_must_change(

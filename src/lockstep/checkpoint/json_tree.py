@@ -60,7 +60,7 @@ def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
         if value.is_meta:
             hint = "make it when the model has its weights, after session.prepare"
             raise UsageError(
-                f"{path} is on the meta device, without values", "Checkpointer(state=...)", hint
+                f"{path} is on the meta device, without values", "session.state(name=object)", hint
             )
         name = path
         while name in tensors or name.endswith(JSON_SUFFIX):
@@ -87,7 +87,7 @@ def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     by_tensors = " by tensors" if MAPPINGS.get(kind.__name__) is kind else ""
     raise UsageError(
         f"{path} is a {kind.__name__}{by_tensors}, which a checkpoint cannot hold",
-        "a state_dict named in Checkpointer(state=...), or a value of an optimizer's parameter groups",
+        "a state_dict named in session.state(name=object), or a value of an optimizer's parameter groups",
         "return tensors, numbers, strings, bools, None, and lists, tuples and dicts of them from state_dict()",
     )
 

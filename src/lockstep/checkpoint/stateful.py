@@ -33,19 +33,19 @@ class Stateful(Protocol):
 
 
 def refuse_unsupported_state(state: Mapping[str, Any]) -> None:
-    """UsageError when a value of Checkpointer(state=...) cannot be saved as state."""
+    """UsageError when a value of session.state(name=object) cannot be saved as state."""
     for name, value in state.items():
         if not re.fullmatch(r"[\w-]+", name):
             raise UsageError(
                 f"{name!r} is not a name for a state",
-                "Checkpointer(state=...)",
+                "session.state(name=object)",
                 "use letters, digits, _ and -",
             )
         if isinstance(value, torch.optim.Optimizer):
-            hint = "pass all optimizers as the fourth argument: Checkpointer(folder, runtime, model, [first, second])"
+            hint = "pass all optimizers: session.prepare(model, first, second)"
             raise UsageError(
                 f"state {name!r} is an optimizer ({type(value).__name__})",
-                "Checkpointer(state=...)",
+                "session.state(name=object)",
                 hint,
             )
         if not (
@@ -55,7 +55,7 @@ def refuse_unsupported_state(state: Mapping[str, Any]) -> None:
             what = f"state {name!r} is a {type(value).__name__}, which has no state_dict and load_state_dict"
             raise UsageError(
                 what,
-                "Checkpointer(state=...)",
+                "session.state(name=object)",
                 "pass the object itself, or an object with these two methods",
             )
 
@@ -63,7 +63,7 @@ def refuse_unsupported_state(state: Mapping[str, Any]) -> None:
 def unregistered_schedulers(
     optimizers: Sequence[torch.optim.Optimizer], state: Mapping[str, Any]
 ) -> list[Any]:
-    """Return torch schedulers of these optimizers that Checkpointer(state=...) does not contain."""
+    """Return torch schedulers of these optimizers that session.state(name=object) does not contain."""
     level, registered = list(state.values()), set[int]()
     for _ in range(
         5
@@ -145,7 +145,7 @@ def extra_state_problems(
         lines.append(f"missing in the checkpoint: {join_names(missing)}")
     if unexpected := sorted(texts - expected):
         lines.append(
-            f"in the checkpoint, but not in Checkpointer(state=...): {join_names(unexpected)}"
+            f"in the checkpoint, but not in session.state(name=object): {join_names(unexpected)}"
         )
     if GROUPS not in texts:
         return lines
@@ -189,6 +189,6 @@ def load_extra_state(
         if wrong := differing_paths(path, pack(path, value.state_dict()), tensors):
             raise CheckpointError(
                 f"{path} ({type(value).__name__}) differs from the saved state after load_state_dict: {join_names(wrong)}",
-                f"Checkpointer(state=...), {type(value).__name__}.load_state_dict",
+                f"session.state(name=object), {type(value).__name__}.load_state_dict",
                 "let load_state_dict restore everything that state_dict returns",
             )

@@ -255,7 +255,7 @@ def train_once(
     if fault and not injected:
         raise UsageError(
             f"no worker reached step {step}: {title} had no fault",
-            f"{words[0]}; the fault is injected in `for k in replicas.micro_batches(step)`",
+            f"{words[0]}; the fault is injected in `for batch in loader(step)`",
             "train with a Session or a ReplicaGroup, and take the same steps on any number of workers",
         )
     saved = saved_steps(run)[-1]

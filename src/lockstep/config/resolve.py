@@ -24,22 +24,6 @@ from lockstep.units import shorten
 ADAPTER = "lora.init_from"
 AS_STEPS = "as steps"  # origin of optim.decay_steps when it follows `steps`
 
-# Keys of an earlier format whose new name has another spelling.
-FORMER_KEYS = {
-    "batch.shapes": "batch.buckets",
-    "heal.gather_s": "elastic.rendezvous_timeout_s",
-    "heal.hang_s": "elastic.hang_timeout_s",
-    "heal.silent_s": "elastic.heartbeat_timeout_s",
-    "layout.parts": "layout.pipeline_chunks",
-    "llama.context": "llama.max_seq_len",
-    "llama.start": "llama.init_from",
-    "memory.recompute": "memory.activation_checkpoint",
-    "model.feed_forward": "model.ffn_dim",
-    "optim.decay": "optim.schedule",
-    "shard.units_ahead": "fsdp.prefetch_units",
-    "tokens.vocabulary": "tokenizer.vocab_size",
-}
-
 
 def recipes() -> dict[str, Path]:
     """Return the installed run files by name; in a checkout they are beside src/."""
@@ -131,9 +115,7 @@ def parse_flags(words: list[str]) -> dict[str, str]:
 
 
 def nearest_keys(key: str, known: list[str]) -> list[str]:
-    """Return up to three known keys that resemble `key`: its new name, last word, initials (lr)."""
-    if key in FORMER_KEYS:
-        return [FORMER_KEYS[key]]
+    """Return up to three known keys that resemble `key`: its last word, initials (lr)."""
     last = key.rpartition(".")[2]
     same = [
         k

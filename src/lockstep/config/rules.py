@@ -42,7 +42,6 @@ DATA_KINDS = {
     "pretrain": ("stdlib", "text", "huggingface"),
     "sft": ("chat", "drills"),
 }
-EARLIER_DEFAULTS = (("diloco.outer_momentum", 0.5),)  # in folders of earlier versions
 UNUSED_KEYS = {
     "translate": ("llama.", "lora.", "batch.seq_len", "data.truncation"),
     "pretrain": ("model.", "data.truncation"),
@@ -151,12 +150,8 @@ def optimizer_conflicts(run: RunConfig) -> Iterator[tuple[str, str, str]]:
 def diloco_conflicts(run: RunConfig) -> Iterator[tuple[str, str, str]]:
     learners, every, micro_batches = run.diloco.learners, run.diloco.every, run.batch.micro_batches
     if not learners:
-        changed = [
-            (key, value)
-            for key, _, value in changed_bits(RunConfig(), run)
-            if key.startswith("diloco.")
-        ]
-        if unused := [key for key, value in changed if (key, value) not in EARLIER_DEFAULTS]:
+        changed = changed_bits(RunConfig(), run)
+        if unused := [key for key, _, _ in changed if key.startswith("diloco.")]:
             yield (
                 f"{', '.join(unused)} without learners",
                 " ".join(unused),

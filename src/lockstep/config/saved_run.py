@@ -10,13 +10,10 @@ from lockstep.config.resolve import resolve
 from lockstep.config.rules import parse_schedule
 from lockstep.config.schema import ResolvedRun, ScheduleOverride, config_fields, flatten
 from lockstep.errors import CheckpointError, ConfigError
-from lockstep.files import CHECKSUM, add_checksum, read_json, verify_checksum, write_json
+from lockstep.files import add_checksum, read_json, verify_checksum, write_json
 
 RUN_FILE = "run.json"
-FORMAT = 2  # 1 had other names of the keys, and no number
-OTHER_VERSION = (
-    "use the version of lockstep that started this run, or start a new run in another folder"
-)
+FORMAT = 2
 
 
 def to_json(resolved: ResolvedRun) -> dict[str, Any]:
@@ -36,22 +33,14 @@ def from_json(saved: Mapping[str, Any], source: str = RUN_FILE) -> ResolvedRun:
     """Return the run that `to_json` wrote. CheckpointError for another format."""
     if saved.get("format") != FORMAT:
         raise CheckpointError(
-            f"this version reads runs of format {FORMAT}, not of format {saved.get('format', 1)}",
-            f"{source}; format 1, without a number, has other names of the keys",
-            OTHER_VERSION,
-        )
-    values, saved_overrides = flatten(saved["values"]), saved.get("overrides", ())
-    values.pop("lora.save", None)  # of an earlier version: which weights a checkpoint holds
-    if values.pop("parallel.reduce", "ordered") != "ordered":
-        raise CheckpointError(
-            "the run has parallel.reduce=fast, and this version adds gradients in order only",
+            f"this version reads runs of format {FORMAT}, not of format {saved.get('format')}",
             source,
-            OTHER_VERSION,
+            "use the version of lockstep that started this run, or start a new run in another folder",
         )
-    resolved = resolve(None, values)
+    resolved = resolve(None, flatten(saved["values"]))
     overrides = tuple(
         ScheduleOverride(int(item["step"]), parse_schedule(item["values"], source))
-        for item in saved_overrides
+        for item in saved.get("overrides", ())
     )
     return ResolvedRun(
         resolved.run, {**dict.fromkeys(config_fields(), "default"), **saved["origin"]}, overrides
@@ -67,10 +56,7 @@ def read_run(folder: Path) -> ResolvedRun | None:
     unreadable."""
     path = folder / RUN_FILE
     try:
-        value = read_json(path)
-        if CHECKSUM not in value:
-            raise ValueError(f"it has no {CHECKSUM}")
-        return from_json(verify_checksum(value), str(path))
+        return from_json(verify_checksum(read_json(path)), str(path))
     except FileNotFoundError:
         return None
     except OSError as error:

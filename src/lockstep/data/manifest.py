@@ -32,8 +32,6 @@ from lockstep.files import (
 from lockstep.log import log
 
 MANIFEST = "prepared.json"
-KEYS = {"corpus", "tokenizer", "asked", "report", "files"}
-OPTIONAL_KEYS = {"too_long"}
 CLOCK_TICK_S = 0.02
 THREADS = min(8, os.cpu_count() or 1)
 Known = dict[str, list[int | str]]  # path -> identity of the file, then its digest
@@ -112,43 +110,18 @@ NOT_SHARED = FileDigests()
 def read_manifest(folder: Path) -> dict[str, Any]:
     """Return the manifest without verifying the files that it lists. DataError."""
     try:
-        manifest = verify_checksum(
-            read_json(folder / MANIFEST)
-        )  # older data was prepared without one
-        if KEYS - manifest.keys():
-            raise ValueError("keys are missing")
-        if unknown := sorted(
-            manifest.keys() - KEYS - OPTIONAL_KEYS
-        ):  # perhaps the damaged name of the checksum
-            raise ValueError(f"the key {unknown[0][:40]!r} is not known")
-        if not all(isinstance(manifest[key], dict) for key in ("asked", "report", "files")):
-            raise ValueError("a value has the wrong type")
-        return manifest
+        return verify_checksum(read_json(folder / MANIFEST))
     except FileNotFoundError:
         what = f"no data was prepared in {folder}"
         raise DataError(
             what, f"{MANIFEST} is missing", "start the training run once: it prepares the data"
         ) from None
     except ValueError as error:
-        raise damaged_manifest(folder, error) from None
-
-
-def damaged_manifest(folder: Path, error: Exception) -> DataError:
-    return DataError(
-        f"{folder / MANIFEST} is damaged: {error}",
-        str(folder),
-        "remove this folder to prepare the data again",
-    )
-
-
-@contextmanager
-def explain_damage(folder: Path) -> Iterator[None]:
-    """Turn the errors of a reader that misses a value of an older manifest, without a checksum,
-    into a DataError."""
-    try:
-        yield
-    except (LookupError, TypeError, AttributeError) as error:
-        raise damaged_manifest(folder, error) from error
+        raise DataError(
+            f"{folder / MANIFEST} is damaged: {error}",
+            str(folder),
+            "remove this folder to prepare the data again",
+        ) from None
 
 
 def matches_prepared(

@@ -94,14 +94,8 @@ class UniformOrder:
     def ids(self, step: int, k: int) -> Ids:
         """Return the sample ids of micro-batch `k`: (batch_size / micro_batches,)."""
         rows = self.batch_size // self.micro_batches
-        return self._ids((step * self.micro_batches + k) * rows, rows)
-
-    def step_ids(self, step: int) -> Ids:
-        """Return the sample ids of all micro-batches of `step`, in order."""
-        return self._ids(step * self.batch_size, self.batch_size)
-
-    def _ids(self, first: int, count: int) -> Ids:
-        return shuffle_epochs(first + np.arange(count, dtype=np.int64), self.samples, self.seed)
+        first = (step * self.micro_batches + k) * rows
+        return shuffle_epochs(first + np.arange(rows, dtype=np.int64), self.samples, self.seed)
 
 
 @dataclass(frozen=True)
@@ -205,32 +199,8 @@ class BucketOrder:
     def ids(self, step: int, k: int) -> Ids:
         """Return the sample ids of micro-batch `k`: at most `shape(step, k).rows` of them."""
         epoch, bucket, number = self.locate(step, k)
-        return self._ids(epoch, bucket, np.array([number]))
-
-    def step_ids(self, step: int) -> Ids:
-        """Return the sample ids of all micro-batches of `step`, by epoch and bucket: one
-        permutation for each epoch and bucket in the step, not two for each micro-batch."""
-        epochs, positions = np.divmod(
-            step * self.micro_batches + np.arange(self.micro_batches), self.micro_batches_per_epoch
-        )
-        ids = []
-        for epoch in np.unique(epochs).tolist():
-            numbers = permute(
-                positions[epochs == epoch],
-                self.micro_batches_per_epoch,
-                splitmix64(self.seed, epoch, 0),
-            )
-            buckets = np.searchsorted(self._first_batch, numbers, side="right") - 1
-            ids += [
-                self._ids(epoch, bucket, numbers[buckets == bucket] - self._first_batch[bucket])
-                for bucket in np.unique(buckets).tolist()
-            ]
-        return np.concatenate(ids)
-
-    def _ids(self, epoch: int, bucket: int, numbers: Ids) -> Ids:
-        """Return the sample ids of the micro-batches with these numbers within a bucket."""
         rows, size = self.shapes[bucket].rows, self._sizes[bucket]
-        positions = (numbers[:, None] * rows + np.arange(rows)).ravel()
+        positions = number * rows + np.arange(rows)
         within = permute(
             positions[positions < size], size, splitmix64(self.seed, epoch, 1 + bucket)
         )

@@ -140,15 +140,15 @@ def row_to_decision(
             "some workers gave counts and others none"
             if some_without
             else f"the counts of a step add up to {count}",
-            "backward(loss, count=...)",
+            "session.backward(loss, count=...)",
             "give the number of samples or tokens of every micro-batch, or no count in the whole step",
         )
     if most != ~not_least and most >= 0:
         raise UsageError(
             f"the micro-batches of a step have {~not_least} to {most} samples, and their losses are means",
-            "backward(loss), without count",
+            "session.backward(loss), without count",
             "samples of small micro-batches would weigh more: give the sum, and the number of samples or tokens that it is over: "
-            "backward(loss_sum, count=n); or backward(loss, count=1), if all losses should weigh the same",
+            "session.backward(loss_sum, count=n); or session.backward(loss, count=1), if all losses should weigh the same",
         )
     differ = any(
         highest != ~inverse for highest, inverse in zip(digests[::2], digests[1::2], strict=True)
@@ -178,7 +178,9 @@ def parse_count(count: Any) -> int:
         number = -1
     if number < 0:
         what = f"the count of a micro-batch is {count!r}, not an integer of at least 0"
-        raise UsageError(what, "backward(loss, count=...)", "give the number of samples or tokens")
+        raise UsageError(
+            what, "session.backward(loss, count=...)", "give the number of samples or tokens"
+        )
     return number
 
 

@@ -17,7 +17,7 @@ import re
 import sys
 import threading
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Literal
@@ -140,76 +140,58 @@ def blame_culprits(
     culprits: Sequence[MemberSnapshot], others: Sequence[MemberSnapshot], limits: ElasticLimits
 ) -> HangVerdict:
     """Some members hang by themselves; the others wait for them."""
-    subject, pronoun = ("It", "it") if len(culprits) == 1 else ("They", "them")
-    clauses = "; ".join([*describe_all(culprits, limits), *describe_waiting(others, pronoun)])
-    return HangVerdict(
-        ids_of(culprits),
-        f"{clauses}. {action_words(subject, culprits, others, limits)}",
-        limits.on_hang,
-    )
+    waiting = grouped(filter(in_collective, others), place)
+    clauses = describe_all(culprits, limits)
+    clauses += [f"{rank_words(group)}: waiting {place_and_time(group)}" for group in waiting]
+    return verdict("; ".join(clauses), culprits, limits)
 
 
 def blame_shared_cause(members: Sequence[MemberSnapshot], limits: ElasticLimits) -> HangVerdict:
     """All members hang, each by itself."""
     clauses = "; ".join(describe_all(members, limits))
-    cause = f"none of the {len(members)} ranks makes progress or waits for another, so look for a shared cause, such as a disk: {clauses}."
+    cause = f"none of the {len(members)} ranks makes progress or waits for another, so look for a shared cause, such as a disk: {clauses}"
     if limits.on_hang == "evict" and min(member.status.moved_s for member in members) <= COMMON_S:
-        return HangVerdict((), f"{cause} They have {format_duration(COMMON_S)} to recover.", "warn")
-    return HangVerdict(
-        ids_of(members), f"{cause} {action_words('They', members, (), limits)}", limits.on_hang
-    )
+        text = f"{cause}. They have {format_duration(COMMON_S)} to recover."
+        return HangVerdict((), text, "warn")
+    return verdict(cause, members, limits)
 
 
 def blame_mismatch(members: Sequence[MemberSnapshot], limits: ElasticLimits) -> HangVerdict:
     """All members wait in collectives, the same or different ones."""
-    groups: dict[tuple[object, ...], list[MemberSnapshot]] = {}
-    for member in members:
-        status, own = member.status, user_collective(member)
-        where = (
-            status.generation,
-            status.step,
-            status.phase,
-            status.collective,
-            status.collective_bytes,
-        )
-        groups.setdefault((*where, *((own, innermost(member.stack)) if own else ())), []).append(
-            member
-        )
+    groups = grouped(members, collective_of)
     if len(groups) == 1:
         return blame_network(members, limits)
-    largest = max(groups.values(), key=len)
-    has_majority = [len(group) for group in groups.values()].count(len(largest)) == 1
-    culprits = [member for member in members if member not in largest] if has_majority else []
-    clauses = ", while ".join(
-        f"{who(group)} {have(group)} waited in {collective_with_number(group[0])} for {longest_stall(group)}{at_line(group[0])}"
-        for group in sorted(groups.values(), key=lambda group: (len(group), group[0].rank))
-    )
-    rule = "Every rank must call the same collectives, in the same order and with tensors of the same size."
-    end = action_words(rank_words(culprits).capitalize(), culprits, members, limits)
-    action: Action = "regroup" if limits.on_hang == "evict" and not culprits else limits.on_hang
-    return HangVerdict(ids_of(culprits), f"mismatched collectives: {clauses}. {rule} {end}", action)
+    groups.sort(key=lambda group: (len(group), group[0].rank))
+    has_majority = len(groups[-1]) > len(groups[-2])
+    culprits = [member for group in groups[:-1] for member in group] if has_majority else []
+    clauses = "; ".join(f"{who(group)}: {place_and_time(group, numbered=True)}" for group in groups)
+    rule = "every rank must call the same collectives, in the same order and with tensors of the same size"
+    culprits.sort(key=lambda member: member.rank)
+    return verdict(f"mismatched collectives: {clauses}; {rule}", culprits, limits)
 
 
 def blame_network(members: Sequence[MemberSnapshot], limits: ElasticLimits) -> HangVerdict:
     """All members are in one collective, and it does not complete."""
-    hosts = sorted({member.host for member in members})
-    between = (
-        f"the network between {join_words(hosts)}"
-        if len(hosts) > 1
-        else f"their connection on {hosts[0]}"
-    )
-    if len(members) == 1:
-        cause = f"{describe_all(members, limits)[0]}, in which no other rank is"
-    else:
-        where = f"{collective_with_number(members[0])} for {longest_stall(members)}{at_line(members[0])}"
-        cause = f"all {len(members)} ranks have been in {where}; none is missing, so {between} makes no progress"
-    return HangVerdict(
-        (),
-        f"{cause}. {action_words('', (), members, limits)}",
-        "regroup" if limits.on_hang == "evict" else limits.on_hang,
-    )
+    hosts = join_words(sorted({member.host for member in members}))
+    cause = f"{who(members)}: {place_and_time(members, numbered=True)}; no other rank is missing, so look at the network of {hosts}"
+    return verdict(cause, (), limits)
 
 
+def verdict(text: str, culprits: Sequence[MemberSnapshot], limits: ElasticLimits) -> HangVerdict:
+    """Return the verdict with what `limits.on_hang` makes of it."""
+    action: Action = limits.on_hang
+    if action == "evict" and not culprits:
+        action = "regroup"
+    end = ACTION_WORDS[action].format(ranks=rank_words(culprits))
+    return HangVerdict(tuple(member.id for member in culprits), f"{text}. {end}", action)
+
+
+ACTION_WORDS: dict[Action, str] = {
+    "evict": "The run continues without {ranks}.",
+    "regroup": "All ranks form a new group and retry the step.",
+    "abort": "The run is aborted.",
+    "warn": "No action is taken.",
+}
 PHASE_WORDS: dict[Phase, str] = {
     "starting": "starting",
     "joining": "joining generation {generation}",
@@ -224,127 +206,80 @@ PHASE_WORDS: dict[Phase, str] = {
     "saving": "saving step {step}",
     "evaluating": "evaluating step {step}",
 }
+# By `cannot_move`, or "silent": its process may run, and sends no heartbeat.
+PROBLEM_WORDS = {
+    "": "{place}",
+    "exited": "exited, last seen {place}",
+    "unheard": "no heartbeat for {silent}, nor of any other process of the host; last seen {place}",
+    "stopped": "stopped (by SIGSTOP or a debugger) {place}",
+    "silent": "{place}, alive but without a heartbeat for {silent} ({holder})",
+}
+
+
+def grouped(
+    members: Iterable[MemberSnapshot], key: Callable[[MemberSnapshot], Hashable]
+) -> list[list[MemberSnapshot]]:
+    groups: dict[Hashable, list[MemberSnapshot]] = {}
+    for member in members:
+        groups.setdefault(key(member), []).append(member)
+    return list(groups.values())
 
 
 def describe_all(members: Sequence[MemberSnapshot], limits: ElasticLimits) -> list[str]:
     """Return a clause for each group of members with the same problem at the same line."""
-    groups: dict[tuple[object, ...], list[MemberSnapshot]] = {}
-    for member in members:
-        status = member.status
-        problem = (
-            cannot_move(member, limits),
-            member.silent_s > limits.heartbeat_timeout_s,
-            member.state == "D",
+
+    def problem_of(member: MemberSnapshot) -> tuple[str, str]:
+        silent = "silent" if member.silent_s > limits.heartbeat_timeout_s else ""
+        holder = "blocked in I/O" if member.state == "D" else "a thread holds the GIL"
+        return cannot_move(member, limits) or silent, holder
+
+    clauses = []
+    for group in grouped(
+        members, lambda member: (problem_of(member), place(member), innermost(member.stack))
+    ):
+        problem, holder = problem_of(group[0])
+        silent = format_duration(max(member.silent_s for member in group))
+        words = PROBLEM_WORDS[problem].format(
+            place=place_and_time(group), silent=silent, holder=holder
         )
-        groups.setdefault(
-            (*problem, status.generation, status.step, status.phase, innermost(member.stack)), []
-        ).append(member)
-    return [describe_group(group, limits) for group in groups.values()]
+        clauses.append(f"{who(group)}: {words}")
+    return clauses
 
 
-def describe_group(group: Sequence[MemberSnapshot], limits: ElasticLimits) -> str:
-    first, subject = group[0], f"{who(group)} {have(group)}"
-    where = PHASE_WORDS[first.status.phase].format(
-        step=first.status.step, generation=first.status.generation
-    )
-    been = f"{have(group)} been {where} for {format_duration(max(member.status.since_s for member in group))}{at_line(first)}"
-    silent = format_duration(max(member.silent_s for member in group))
-    problem = cannot_move(first, limits)
-    if problem == "exited":
-        return f"{subject} exited, {longest_stall(group)} after {'it was' if len(group) == 1 else 'they were'} last seen {where}"
-    if problem == "unheard":
-        return f"{subject} sent no heartbeat for {silent}, nor has any other process of the host; last seen {where}"
-    if problem == "stopped":
-        return f"{who(group)} {'is' if len(group) == 1 else 'are'} stopped (by SIGSTOP or a debugger) and {been}"
-    if first.silent_s > limits.heartbeat_timeout_s:
-        holder = "blocked in I/O" if first.state == "D" else "a thread holds the GIL"
-        return f"{who(group)} {been}, alive but without a heartbeat for {silent} ({holder})"
-    return f"{who(group)} {been}"
+def collective_of(member: MemberSnapshot) -> Hashable:
+    """Return what is equal on members that wait in the same collective."""
+    status, own = member.status, user_collective(member)
+    number = status.generation, status.collective, status.collective_bytes
+    return place(member), number, own and innermost(member.stack)
 
 
-def describe_waiting(others: Sequence[MemberSnapshot], pronoun: str) -> list[str]:
-    """Return a clause for each collective that members wait in."""
-    groups: dict[str, list[MemberSnapshot]] = {}
-    for member in filter(in_collective, others):
-        groups.setdefault(collective_words(member), []).append(member)
-    waited = f"waited for {pronoun} in"
-    return [
-        f"{rank_words(group)} {have(group)} {waited} {where} for {longest_stall(group)}"
-        for where, group in groups.items()
-    ]
+def place(member: MemberSnapshot) -> str:
+    status, own = member.status, user_collective(member)
+    words = f"in its own {own} of step {{step}}" if own else PHASE_WORDS[status.phase]
+    return words.format(step=status.step, generation=status.generation)
 
 
-def collective_words(member: MemberSnapshot) -> str:
-    status = member.status
-    if name := user_collective(member):
-        return f"its own {name} in step {status.step}"
-    if status.phase == "joining":
-        return f"the group of generation {status.generation}"
-    return (
-        f"the reduction of step {status.step}"
-        if status.phase == "reducing"
-        else f"the vote of step {status.step}"
-    )
-
-
-def collective_with_number(member: MemberSnapshot) -> str:
-    """The same with the number and size of a collective of the library."""
-    status, words = member.status, collective_words(member)
-    size = f", {format_bytes(status.collective_bytes)}" if status.collective_bytes else ""
-    return (
-        words
-        if user_collective(member)
-        else f"{words} (collective {status.collective} of generation {status.generation}{size})"
-    )
-
-
-def action_words(
-    subject: str,
-    culprits: Sequence[MemberSnapshot],
-    others: Sequence[MemberSnapshot],
-    limits: ElasticLimits,
-) -> str:
-    """Describe the action. subject: the culprits, as the sentence calls them."""
-    if limits.on_hang != "evict":
-        return "The run is aborted." if limits.on_hang == "abort" else "No action is taken."
-    if not culprits:
-        return "All ranks form a new group and retry the step."
-    verb = (
-        "removed"
-        if all(cannot_move(member, limits) in ("exited", "unheard") for member in culprits)
-        else "killed"
-    )
-    how = "without" if others else "with others in place of"
-    be, them = ("is", "it") if len(culprits) == 1 else ("are", "them")
-    return f"{subject} {be} {verb}, and the run continues {how} {them}."
-
-
-def ids_of(members: Sequence[MemberSnapshot]) -> tuple[str, ...]:
-    return tuple(member.id for member in members)
+def place_and_time(group: Sequence[MemberSnapshot], *, numbered: bool = False) -> str:
+    """numbered: with the number and size of a collective of the library."""
+    first, status, number = group[0], group[0].status, ""
+    if numbered and not user_collective(first):
+        size = f", {format_bytes(status.collective_bytes)}" if status.collective_bytes else ""
+        number = f" (collective {status.collective} of generation {status.generation}{size})"
+    seconds = format_duration(max(member.status.moved_s for member in group))
+    line = innermost(first.stack)
+    return f"{place(first)}{number} for {seconds}" + (f", at {line}" if line else "")
 
 
 def who(members: Sequence[MemberSnapshot]) -> str:
     """ "rank 2 (host b, slot 0, pid 4711)", "ranks 2 and 3 (host b)"."""
-    hosts = sorted({member.host for member in members})
+    hosts = join_words(sorted({member.host for member in members}))
     more = f", slot {members[0].slot}, pid {members[0].status.pid}" if len(members) == 1 else ""
-    return f"{rank_words(members)} (host{'s' if len(hosts) > 1 else ''} {join_words(hosts)}{more})"
+    return f"{rank_words(members)} (host {hosts}{more})"
 
 
 def rank_words(members: Sequence[MemberSnapshot]) -> str:
-    return f"rank{'' if len(members) == 1 else 's'} {join_words([str(rank) for rank in sorted(member.rank for member in members)])}"
-
-
-def have(members: Sequence[MemberSnapshot]) -> str:
-    return "has" if len(members) == 1 else "have"
-
-
-def longest_stall(members: Sequence[MemberSnapshot]) -> str:
-    return format_duration(max(member.status.moved_s for member in members))
-
-
-def at_line(member: MemberSnapshot) -> str:
-    line = innermost(member.stack)
-    return f", at {line}" if line else ""
+    ranks = join_words([str(rank) for rank in sorted(member.rank for member in members)])
+    return f"rank{'s' if len(members) > 1 else ''} {ranks}"
 
 
 LINE = re.compile(r"(.+):(\d+) in (.+?): (.*)")

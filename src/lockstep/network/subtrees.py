@@ -102,5 +102,5 @@ def refuse_idle_ranks(size: int, leaves: int) -> None:
         raise UsageError(
             f"{size} processes are running, a step has {leaves} micro-batches",
             "each process needs at least one micro-batch",
-            f"start {leaves} processes or fewer, or set batch.micro_batches={size}",
+            f"start {leaves} processes or fewer, or set micro_batches={size}",
         )

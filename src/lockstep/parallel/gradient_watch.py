@@ -30,7 +30,7 @@ Unused = Literal[
 UNUSED_HINT = (
     "every trained parameter must take part in every micro-batch: "
     "freeze it with requires_grad_(False), "
-    'or give it a gradient of zero where it does not: ReplicaGroup(..., unused="zero")'
+    'or give it a gradient of zero where it does not: Session(..., unused="zero")'
 )
 Mark = tuple[Tensor | None, int]  # a gradient and its in-place version
 Wait = Callable[[list[dist.Work | None]], None]
@@ -128,13 +128,17 @@ class GradientWatch:
     def before_backward(self) -> None:
         """UsageError: a second or misplaced backward pass, or a gradient changed before it."""
         if not self.where:
-            hint = "call it inside the loop over micro_batches(step)"
+            hint = "call it inside the loop over loader(step)"
             raise UsageError(
-                "backward() was called outside of the micro-batch loop", "backward(loss)", hint
+                "backward() was called outside of the micro-batch loop",
+                "session.backward(loss)",
+                hint,
             )
         if self._backwards:
             hint = "add the losses of a micro-batch and call it once"
-            raise UsageError(f"backward() was called twice in {self.where}", "backward(loss)", hint)
+            raise UsageError(
+                f"backward() was called twice in {self.where}", "session.backward(loss)", hint
+            )
         self._refuse_changes("before backward()")
         self._backwards, self._seen = 1, []
 
@@ -144,7 +148,7 @@ class GradientWatch:
             names = join_names([self.names[i] for i in missing])
             raise UsageError(
                 f"no gradient arrived for {len(missing)} of {len(self.names)} parameters in {self.where}: {names}",
-                "backward(loss)",
+                "session.backward(loss)",
                 UNUSED_HINT,
             )
         named = list(zip(self.names, self.parameters, strict=True))
@@ -176,8 +180,8 @@ class GradientWatch:
         if not self._backwards:
             raise UsageError(
                 f"no gradient arrived for the {len(self.names)} parameters in {self.where}: backward() was not called",
-                "the loop over micro_batches(step)",
-                "call backward(loss) of the replicas once for every micro-batch, not loss.backward()",
+                "the loop over loader(step)",
+                "call session.backward(loss) once for every micro-batch, not loss.backward()",
             )
         self._refuse_changes("after backward()")
         self.where, self._seen = "", []
@@ -200,6 +204,6 @@ class GradientWatch:
                 f"the gradients of {len(changed)} of {len(self.names)} parameters were changed in {self.where}, {when}: "
                 f"{join_names(changed)}",
                 "by optimizer.zero_grad(), loss.backward(), gradient clipping or the like in the micro-batch loop",
-                "remove zero_grad (each step starts without gradients), call backward(loss) of the replicas instead of "
+                "remove zero_grad (each step starts without gradients), call session.backward(loss) instead of "
                 "loss.backward(), and change gradients after the loop, when they are complete",
             )

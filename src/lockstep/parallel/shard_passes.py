@@ -142,7 +142,7 @@ def refuse_idle_shards(data_parallel_size: int, leaves: int, block: int, shards:
         raise UsageError(
             f"{data_parallel_size} shards of all replicas are running, a step has {leaves} micro-batches",
             "each shard needs at least one micro-batch",
-            f"start fewer replicas, or set batch.micro_batches={data_parallel_size}",
+            f"start fewer replicas, or set micro_batches={data_parallel_size}",
         )
 
 

@@ -450,10 +450,10 @@ class ShardedReplica:
         if missing or not self._backwards:
             raise UsageError(
                 f"no gradient arrived for {len(missing)} of {len(self._names)} parameters in {where}: {join_names(missing)}",
-                "backward(loss)" if self._backwards else "backward() was not called",
+                "session.backward(loss)" if self._backwards else "backward() was not called",
                 UNUSED_HINT
                 if self._backwards
-                else "call backward(loss) of the replicas once for every micro-batch",
+                else "call session.backward(loss) once for every micro-batch",
             )
 
     def _compare_with_whole(self) -> None:

@@ -57,7 +57,7 @@ class UnitOrder:
         where = (
             "modules that the shards gather one by one must run in every micro-batch, in one order"
         )
-        hint = 'if the model leaves layers out: ReplicaGroup(..., unused="zero"); if it changes their order: session.prepare(..., units=())'
+        hint = 'if the model leaves layers out: Session(..., unused="zero"); if it changes their order: session.prepare(..., units=())'
         raise UsageError(what, where, hint)
 
 

@@ -79,7 +79,7 @@ def metrics_damage(folder: Path, saved_step: int) -> list[str]:
     try:
         known = read_states(verify_checksum(read_json(folder / STATE)))
     except FileNotFoundError:
-        return []  # of an earlier version
+        return []
     except (OSError, ValueError, TypeError, AttributeError) as error:
         return [f"{STATE} is damaged, so changed lines are not noticed: {error}"]
     return find_damage(folder / "metrics.jsonl", known, saved_step) if known else []

@@ -255,7 +255,7 @@ class Checkpointer:
         if unknown := [name for name in names if name not in local_model.slices]:
             what = f"state with tensors is not supported in shards, except copies of the model: {join_names(unknown)}"
             hint = "average the model with torch.optim.swa_utils.AveragedModel, or train with whole replicas"
-            raise UsageError(what, "session.state(...) or Checkpointer(state=...)", hint)
+            raise UsageError(what, "session.state(...)", hint)
         own = [
             name for name in tensors if name.startswith("optimizers.") and tensors[name].numel() > 1
         ]

@@ -167,7 +167,7 @@ class ReplicaComparison:
         names = [name for name in common if len({by_name.get(name) for by_name in digests}) > 1]
         raise UsageError(
             f"the workers of a replica hold different state after step {step}, and nothing was saved: {join_names(names)}",
-            "Checkpointer(state=...) and parameter groups, which are equal on all shards",
+            "session.state(name=object) and parameter groups, which are equal on all shards",
             "change them alike on every worker: by no rank, no slice of a weight or gradient, and no number of micro-batches",
         )
 

@@ -213,12 +213,12 @@ class Loader:
         if isinstance(self.order, BucketOrder):
             what, where = (
                 "micro-batches under a token budget have different numbers of samples",
-                "backward(loss), without count",
+                "session.backward(loss), without count",
             )
             raise UsageError(
                 what,
                 where,
-                "give the sum and the number of tokens or samples it is over: backward(loss_sum, count=n)",
+                "give the sum and the number of tokens or samples it is over: session.backward(loss_sum, count=n)",
             )
         return self._sizes.samples(
             Sizes.of(self._batch), self.order.batch_size // self.order.micro_batches

@@ -35,7 +35,7 @@ def refuse_nonfinite_gradient(
             + (f", gradient not finite: {join_names(wrong)}" if wrong else ""),
             "agreed by all replicas before the update, which was not made; the checkpoints before are whole",
             "lower the learning rate or clip the gradients; Session(on_divergence='rollback') skips samples that alone are the "
-            "cause; with a GradScaler: ReplicaGroup(..., on_nonfinite='ignore') and backward(loss, scaler=scaler)",
+            "cause; with a GradScaler: Session(..., on_nonfinite='ignore') and session.backward(loss, scaler=scaler)",
         )
 
 

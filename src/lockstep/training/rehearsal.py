@@ -209,5 +209,5 @@ def _nondeterministic(what: str) -> UsageError:
         "data and random numbers of a micro-batch must follow from its step and number alone: no DataLoader or iterator consumed in the "
         "loop, no prefetched batch, no unseeded data set, no rank in a seed, only deterministic kernels (docs/loop.md); no variable or "
         "attribute that the loop changes: update it after the loop, or keep one for each micro-batch with session.per_micro_batch; "
-        "ReplicaGroup(rehearse=False) skips the comparison, elastic.rehearse=false in a recipe",
+        "Session(rehearse=False) skips the comparison, elastic.rehearse=false in a recipe",
     )

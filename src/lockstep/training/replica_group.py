@@ -262,14 +262,14 @@ class ReplicaGroup:
             what = f"scaler is not supported with the layout {self.local_model.layout}"
             raise UsageError(
                 what,
-                "backward(loss, ...)",
+                "session.backward(loss, ...)",
                 "train with whole replicas or shards, or scale the gradient yourself",
             )
         if self._counts and (count is None) != (self._counts[0] is None):
             what = "some micro-batches of a step have a count and others have none"
             raise UsageError(
                 what,
-                f"backward(loss, count=...), step {self.unfinished}",
+                f"session.backward(loss, count=...), step {self.unfinished}",
                 "give a count to all of them, or to none",
             )
         if self.replica.counts:
@@ -314,7 +314,7 @@ class ReplicaGroup:
             )
             raise UsageError(
                 what,
-                "replicas.micro_batches(step), called twice",
+                "loader(step) or session.micro_batches(step), called twice",
                 "add the losses of each micro-batch in one loop",
             )
         self.runtime.set_progress(self._progress(step))
@@ -342,7 +342,7 @@ class ReplicaGroup:
             raise UsageError(
                 f"the micro-batch loop of step {self.unfinished} ended early",
                 "by break, by zip with something shorter, or by a second micro-batch loop inside it",
-                "take every micro-batch that replicas.micro_batches(step) gives; the first step of a start gives one more (docs/loop.md)",
+                "take every micro-batch that loader(step) gives; the first step of a start gives one more (docs/loop.md)",
             )
 
     def _until_committed(self, step: int) -> Iterator[int]:

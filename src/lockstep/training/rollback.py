@@ -212,7 +212,7 @@ class SkippedMicroBatches:
         micro-batch guilty."""
         if scaler and scaler.is_enabled():
             what = "on_divergence='rollback' is not supported with a GradScaler"
-            where = "backward(loss, scaler=scaler)"
+            where = "session.backward(loss, scaler=scaler)"
             raise UsageError(what, where, "remove one of them; bf16 needs no GradScaler")
 
     def start(self, step: int) -> list[int]:

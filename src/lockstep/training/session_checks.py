@@ -6,6 +6,7 @@ import inspect
 import logging
 import math
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("lockstep")
 HASHED_STEPS = 10  # after a step that may have changed no weight
+# Errors of torch for a sharded parameter outside of the model's passes.
+OF_SLICES = "mixed torch.Tensor and DTensor|No backend type associated|FSDP does not support deepcopy|a sharding strategy registered"
 RECORDED = ("step", "seconds", "workers")  # names in metrics.jsonl that session.log cannot set
 
 
@@ -380,6 +383,18 @@ def number_of(name: str, value: Any) -> float:
             "give a number or one element",
         )
     return number
+
+
+def refuse_use_of_slices(error: BaseException | None) -> None:
+    """UsageError in place of torch's for a sharded parameter outside of the model's passes."""
+    if isinstance(error, RuntimeError | AssertionError) and (
+        found := re.search(OF_SLICES, str(error))
+    ):
+        what = f"an operation needs whole weights or gradients, and this worker has slices of them ({found[0]})"
+        hint = "clip with session.clip_grad_norm_, compare outputs in session.evaluate, or train with whole replicas (docs/parallelism.md)"
+        raise UsageError(what, "the training loop, in shards", hint).with_traceback(
+            error.__traceback__
+        ) from None
 
 
 def refuse_early_use(name: str) -> None:

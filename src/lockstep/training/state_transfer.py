@@ -6,7 +6,7 @@ that uses it. A joiner compares the sha256 of the whole
 state with that of a source, so it is bitwise equal or refused. When they differ, the sources
 compare their states, since a bit may have flipped in one of them. When the sources agree, the next
 attempt uses one source and no shared memory: the state was damaged in transit, or the sources have
-different buffers (ReplicaGroup(buffers={"NAME": "local"})).
+different buffers (Session(buffers={"NAME": "local"})).
 """
 
 from __future__ import annotations

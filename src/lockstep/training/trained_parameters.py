@@ -100,16 +100,16 @@ def refuse_unsaved(
     if unsaved := [name for name in trained_names(model) if name not in known]:
         names = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
         raise UsageError(
-            f"{len(unsaved)} trained parameters are in no optimizer that the Checkpointer knows: {join_names(unsaved)}",
+            f"{len(unsaved)} trained parameters are in no optimizer that session.prepare has received: {join_names(unsaved)}",
             f"{state_dict.model_name(model)}, trained by {names or 'no optimizer'}",
-            "pass the optimizer of these parameters to Checkpointer(...), or freeze them with requires_grad_(False)",
+            "pass their optimizer: session.prepare(model, optimizer), or freeze them with requires_grad_(False)",
         )
     if state is not None and (unregistered := stateful.unregistered_schedulers(optimizers, state)):
         scheduler, optimizer = unregistered[0], unregistered[0].optimizer
         raise UsageError(
-            f"{type(scheduler).__name__} sets the learning rate of {type(optimizer).__name__}, and the Checkpointer does not know it",
+            f"{type(scheduler).__name__} sets the learning rate of {type(optimizer).__name__}, and session.state has not received it",
             "after a resume, and in a worker that joins, the scheduler would start from the beginning",
-            'name it: Checkpointer(..., state={"scheduler": scheduler})',
+            "name it: session.state(scheduler=scheduler)",
         )
 
 

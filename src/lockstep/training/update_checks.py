@@ -41,9 +41,9 @@ def scaler_watch(
         scaler = updating_scaler()
         if scaler is not None and scaler.is_enabled() and scaler is not get_scaler():
             raise UsageError(
-                "GradScaler.step updates with the gradient of a loss that was scaled before backward(loss), and recorded so",
+                "GradScaler.step updates with the gradient of a loss that was scaled before session.backward(loss), and recorded so",
                 "backward(scaler.scale(loss)), then scaler.step(optimizer)",
-                "give the loss without its scale, and the scaler: backward(loss, scaler=scaler)",
+                "give the loss without its scale, and the scaler: session.backward(loss, scaler=scaler)",
             )
 
     hooks = [optimizer.register_step_pre_hook(refuse_other) for optimizer in optimizers]

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from lockstep.config.resolve import (
-    FORMER_KEYS,
     parse_flags,
     read_toml,
     refuse_unknown_variables,
@@ -108,19 +107,6 @@ def test_flags_are_parsed_in_both_spellings_and_other_words_are_refused() -> Non
     for words in (["stray"], ["--a"], ["--a", "--b", "1"]):
         with pytest.raises(ConfigError):
             parse_flags(words)
-
-
-def test_every_former_key_leads_to_its_new_name() -> None:
-    assert set(FORMER_KEYS.values()) <= set(config_fields()) and not set(FORMER_KEYS) & set(
-        config_fields()
-    )
-    for old, new in [
-        *FORMER_KEYS.items(),
-        ("save.keep", "checkpoint.keep"),
-        ("batch.length", "batch.seq_len"),
-    ]:
-        with pytest.raises(ConfigError, match=f"perhaps {new}"):
-            resolve(None, {old: "1"})
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ def test_a_run_folder_of_another_format_is_refused(tmp_path: Path, number: int |
         add_checksum({key: item for key, item in value.items() if item is not None}),
     )
     with pytest.raises(
-        CheckpointError, match=f"reads runs of format 2, not of format {number or 1}"
+        CheckpointError, match=f"reads runs of format 2, not of format {number}"
     ) as caught:
         read_run(tmp_path)
     assert (

@@ -90,44 +90,6 @@ def test_bucket_order_has_every_sample_once_per_epoch_within_the_budget(
             )
 
 
-@given(
-    st.lists(st.integers(1, 40), min_size=1, max_size=200),
-    st.integers(1, 64),
-    st.integers(0, 9),
-    st.integers(0, 20),
-)
-@settings(max_examples=60, deadline=None)
-def test_ids_of_a_step_are_those_of_its_micro_batches(
-    lengths: list[int], k: int, seed: int, step: int
-) -> None:
-    """Also in a step that spans several epochs."""
-    array = np.array(lengths, dtype=np.int32)
-    buckets = BucketOrder(
-        array, choose_bucket_shapes(array, tokens=64, shapes=3)[0], micro_batches=k, seed=seed
-    )
-    assert sorted(buckets.step_ids(step)) == sorted(
-        np.concatenate([buckets.ids(step, i) for i in range(k)])
-    )
-    uniform = UniformOrder(len(lengths), 3 * k, k, seed)
-    assert (
-        uniform.step_ids(step).tolist()
-        == np.concatenate([uniform.ids(step, i) for i in range(k)]).tolist()
-    )
-
-
-def test_tokens_of_a_step_need_one_permutation_per_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One by one, 512 micro-batches took 1,024 permutations: 0.3 s in every worker and step."""
-    lengths = (np.arange(100_000) * 7919 % 120 + 4).astype(np.int32)
-    shapes, _ = choose_bucket_shapes(lengths, tokens=4096, shapes=6)
-    order = BucketOrder(lengths, shapes, micro_batches=512, seed=1)
-    calls: list[int] = []
-    monkeypatch.setattr(
-        "lockstep.data.order.permute", lambda *args: calls.append(len(args[0])) or permute(*args)
-    )
-    order.step_ids(0)
-    assert len(calls) == 1 + len(shapes)
-
-
 def test_more_than_256_shapes_keep_every_sample_in_a_bucket_it_fits() -> None:
     lengths = np.repeat(np.arange(1, 301, dtype=np.int32), 2)
     shapes, _ = choose_bucket_shapes(lengths, tokens=600, shapes=300)

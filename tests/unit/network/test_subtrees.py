@@ -109,4 +109,4 @@ def test_more_ranks_than_leaves_are_refused() -> None:
     refuse_idle_ranks(4, 4)
     with pytest.raises(UsageError) as caught:
         refuse_idle_ranks(5, 4)
-    assert caught.value.hint == "start 4 processes or fewer, or set batch.micro_batches=5"
+    assert caught.value.hint == "start 4 processes or fewer, or set micro_batches=5"

@@ -84,6 +84,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     (tmp_path / "evaluations.jsonl").mkdir()
     facts = read_facts(tmp_path)
     assert [problem.partition(" cannot be read")[0] for problem in facts.problems] == [
+        "run.json",
         "evaluations.jsonl",
         "samples.json",
     ]

@@ -58,7 +58,7 @@ def test_trained_parameters_in_no_optimizer_are_refused_by_name(
     )
     with pytest.raises(
         UsageError,
-        match=r"2 trained parameters are in no optimizer that the Checkpointer knows: 1\.weight, 1\.bias",
+        match=r"2 trained parameters are in no optimizer that session.prepare has received: 1\.weight, 1\.bias",
     ):
         ReplicaGroup(runtime, model, checkpointer, micro_batches=1)
     model[1].requires_grad_(False)

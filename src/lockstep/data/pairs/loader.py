@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from lockstep.data.order import BucketOrder
@@ -44,16 +42,6 @@ class PairLoader:
     def samples(self, step: int, k: int) -> list[int]:
         """Return the numbers of the training pairs of micro-batch `k`."""
         return sorted(int(number) for number in self.order.ids(step, k))
-
-    def tokens_in_step(self, step: int, micro_batches: Iterable[int] | None = None) -> int:
-        """Return the number of target tokens of the step, END included; of these micro-batches only
-        if given."""
-        ids = (
-            self.order.step_ids(step)
-            if micro_batches is None
-            else np.concatenate([self.order.ids(step, k) for k in micro_batches])
-        )
-        return int(self.pairs.lengths[ids, 1].sum())
 
     def micro_batch(self, step: int, k: int) -> PairBatch:
         shape, ids = self.order.shape(step, k), self.order.ids(step, k)

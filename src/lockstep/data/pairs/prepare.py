@@ -16,7 +16,6 @@ from lockstep.config import schema as config
 from lockstep.data.manifest import (
     NOT_SHARED,
     FileDigests,
-    explain_damage,
     matches_prepared,
     open_manifest,
     write_manifest,
@@ -141,8 +140,6 @@ def open_prepared(folder: Path, digests: FileDigests = NOT_SHARED) -> PreparedPa
     """Open the corpus under `folder` and verify every file: about 1 s per gigabyte. DataError."""
     manifest = open_manifest(folder, digests)
     settings = json.dumps(manifest["asked"], sort_keys=True)
-    with explain_damage(folder):
-        report = CorpusReport(**manifest["report"])
     return PreparedPairs(
         folder=folder,
         tokenizer=Tokenizer.load(folder / "tokenizer.json"),
@@ -152,5 +149,5 @@ def open_prepared(folder: Path, digests: FileDigests = NOT_SHARED) -> PreparedPa
             "tokenizer": manifest["tokenizer"],
             "asked": settings,
         },
-        report=report,
+        report=CorpusReport(**manifest["report"]),
     )

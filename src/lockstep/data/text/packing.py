@@ -10,7 +10,6 @@ import hashlib
 import io
 import itertools
 import json
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -24,8 +23,7 @@ from lockstep.data.order import UniformOrder, permute, splitmix64
 from lockstep.data.text.token_stream import Ints, TokenStream
 from lockstep.files import add_checksum, read_json, verify_checksum, write_atomic, write_json
 
-DOCUMENTS_AT_ONCE = 4096
-INDEX_FORMAT = 1  # increment it when `pack_rows` changes
+INDEX_FORMAT = 2  # increment it when `pack_rows` changes
 IGNORE_INDEX = -100  # label of positions without a loss (models/llama.py)
 
 
@@ -60,11 +58,6 @@ class CutRows:
         """Return the numbers of the documents in row i."""
         return sorted({*self.stream.documents_at(i * self.length, (i + 1) * self.length).tolist()})
 
-    def label_counts(self, ids: Ints) -> Ints:
-        """Return the number of labels that are not ignored in each row."""
-        start = ids * self.length
-        return self.length - self.stream.ends_in(start, start + self.length)
-
 
 def window(stream: TokenStream, start: int, length: int) -> tuple[Ints, Ints, Ints]:
     """Return (tokens, labels, documents) at positions start .. start + length - 1, or to the end of
@@ -86,15 +79,12 @@ class PackedRows:
 
     def __init__(self, stream: TokenStream, length: int, index: Ints) -> None:
         self.stream, self.length = stream, length
-        rows = (len(index) - 1 - len(stream)) // 2
-        self._first, self._label_counts, self._members = (
-            index[: rows + 1],
-            index[rows + 1 : 2 * rows + 1],
-            index[2 * rows + 1 :],
-        )
+        rows = len(index) - len(stream)
+        self._first = index[:rows]
+        self._members = index[rows:]
 
     def __len__(self) -> int:
-        return len(self._label_counts)
+        return len(self._first) - 1
 
     def members(self, i: int) -> list[int]:
         return [int(member) for member in self._members[self._first[i] : self._first[i + 1]]]
@@ -115,9 +105,6 @@ class PackedRows:
             labels[span] = np.where(loss_mask[1:], ids[1:], IGNORE_INDEX)
             position += len(ids) - 1
         return tokens, labels, documents
-
-    def label_counts(self, ids: Ints) -> Ints:
-        return self._label_counts[ids]
 
 
 def save_packed_rows(
@@ -143,27 +130,12 @@ def save_packed_rows(
 
 def pack_rows(stream: TokenStream, length: int, seed: int) -> Ints:
     """Return the index of `PackedRows`: for each row the number of its first member, and the number
-    of members; for each row its label count; the members, which are document numbers."""
+    of members; the members, which are document numbers."""
     rows = pack(
         np.diff(stream.offsets) - 1, length, seed
     )  # the last token of a document is only a label
     members = np.fromiter(itertools.chain.from_iterable(rows), np.int64, len(stream))
-    first = np.cumsum([0, *map(len, rows)])
-    trained = np.concatenate([[0], np.cumsum(count_labels(stream)[members])])
-    return np.concatenate([first, np.diff(trained[first]), members])
-
-
-def count_labels(stream: TokenStream) -> Ints:
-    """Return how many tokens of each document have a loss, its first token excluded."""
-    counts = np.zeros(len(stream), np.int64)
-    for start in range(0, len(stream), DOCUMENTS_AT_ONCE):
-        offsets = np.asarray(stream.offsets[start : start + DOCUMENTS_AT_ONCE + 1])
-        passed = np.concatenate(
-            [[0], np.cumsum(stream.read_loss_mask(int(offsets[0]), int(offsets[-1])))]
-        )
-        firsts, ends = offsets[:-1] - offsets[0] + 1, offsets[1:] - offsets[0]
-        counts[start : start + len(ends)] = passed[ends] - passed[firsts]
-    return counts
+    return np.concatenate([np.cumsum([0, *map(len, rows)]), members])
 
 
 def pack(sizes: npt.NDArray[np.int64], length: int, seed: int) -> list[list[int]]:
@@ -210,16 +182,6 @@ class RowLoader:
         return sorted(
             {number for i in self.order.ids(step, k).tolist() for number in self.rows.members(i)}
         )
-
-    def tokens_in_step(self, step: int, micro_batches: Iterable[int] | None = None) -> int:
-        """Return the number of labels of the step that are not ignored; of these micro-batches only
-        if given."""
-        ids = (
-            self.order.step_ids(step)
-            if micro_batches is None
-            else np.concatenate([self.order.ids(step, k) for k in micro_batches])
-        )
-        return int(self.rows.label_counts(ids).sum())
 
     def micro_batch(self, step: int, k: int) -> TextBatch:
         return batch_of([self.rows.row(int(i)) for i in self.order.ids(step, k)], self.device)

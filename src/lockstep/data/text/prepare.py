@@ -24,7 +24,6 @@ from lockstep.config.schema import RunConfig, TokenizerOptions
 from lockstep.data.manifest import (
     NOT_SHARED,
     FileDigests,
-    explain_damage,
     matches_prepared,
     open_manifest,
     verify_files,
@@ -106,14 +105,12 @@ def prepare(
         for k, v in asdict(run.tokenizer).items()
         if k in ("vocab_size", "min_frequency")
     }
-    rows: dict[str, Any] = {"batch.seq_len": run.batch.seq_len} if run.task == "sft" else {}
-    if run.data.truncation != "drop":  # older data was prepared without the key
-        rows["data.truncation"] = run.data.truncation
+    rows = {"batch.seq_len": run.batch.seq_len, "data.truncation": run.data.truncation}
     settings: dict[str, Any] = {
         "task": run.task,
         **data,
         **({} if run.llama.init_from else options),
-        **rows,
+        **(rows if run.task == "sft" else {}),
     }
     if matches_prepared(folder, settings, "source", lambda: source_of(run.data)):
         return
@@ -176,8 +173,7 @@ def open_prepared(
 ) -> PreparedText:
     """Open the data under `folder` and verify every file: about 1 s per gigabyte. DataError."""
     manifest = open_manifest(folder, digests)
-    with explain_damage(folder):
-        text_bytes: dict[str, int] = {split: manifest["report"][split]["bytes"] for split in SPLITS}
+    text_bytes: dict[str, int] = {split: manifest["report"][split]["bytes"] for split in SPLITS}
     verify_files({tokenizer.folder / "tokenizer.json": manifest["tokenizer"]}, folder, digests)
     return PreparedText(
         folder,

@@ -160,12 +160,6 @@ class TokenStream:
             self.offsets[first + 1 : last], np.arange(start, end), side="right"
         )
 
-    def ends_in(self, start: Ints, end: Ints) -> Ints:
-        """Return how many documents end in start .. end - 1, for arrays of start and end."""
-        return np.searchsorted(self.offsets[1:], end, side="right") - np.searchsorted(
-            self.offsets[1:], start, side="right"
-        )
-
 
 def map_array(path: Path, kind: type[np.generic], length: int) -> npt.NDArray[Any]:
     """Map a file as an array of `length` numbers. ValueError if its size differs."""

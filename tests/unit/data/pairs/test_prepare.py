@@ -203,22 +203,14 @@ def test_a_flipped_bit_or_a_missing_file_is_detected_on_opening(ready: Path) -> 
     open_prepared(ready)
 
 
-@pytest.mark.parametrize("checksum", [True, False])
-def test_a_flipped_bit_of_the_manifest_is_detected(ready: Path, checksum: bool) -> None:
-    """Older data has no checksum: a value may change unnoticed, without a traceback."""
+def test_a_flipped_bit_of_the_manifest_is_detected(ready: Path) -> None:
     path = ready / "prepared.json"
     manifest = read_manifest(ready)
-    if not checksum:
-        path.write_text(json.dumps(manifest, indent=1))
-    content, opened = path.read_bytes(), open_prepared(ready)
+    content = path.read_bytes()
     for at in range(0, len(content), 3):
         path.write_bytes(content[:at] + bytes([content[at] ^ 1 << at % 7]) + content[at + 1 :])
         with suppress(DataError):
-            assert not checksum or read_manifest(ready) == manifest, at
-            if at % 13 == 0:  # it reads every file
-                open_prepared(ready)
-    path.write_bytes(content)
-    assert open_prepared(ready).fingerprints == opened.fingerprints
+            assert read_manifest(ready) == manifest, at
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}"])
