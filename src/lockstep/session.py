@@ -42,7 +42,7 @@ from lockstep.record.tracker import Tracker
 from lockstep.runtime.numerics import make_deterministic
 from lockstep.runtime.signals import Stopped
 from lockstep.runtime.worker_env import read_worker_env
-from lockstep.training import model_options, session_checks, sharding
+from lockstep.training import function_values, model_options, session_checks, sharding
 from lockstep.training.checkpointer import Checkpointer
 from lockstep.training.evaluation import Samples, gather_over, in_eval_mode, mean_over
 from lockstep.training.loader import Collate, Loader
@@ -143,6 +143,7 @@ class Session:
             profiled=session_checks.profiled_steps(),
             options=options,
             run=values,
+            function=None if values else function_values.running(),
         )
         if runtime:
             self.runtime = runtime

@@ -11,7 +11,7 @@ import multiprocessing
 import os
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -36,10 +36,12 @@ def run_loop(
     shard: int = 1,
     kill_in: int = 0,
     timeout_s: float = 120.0,
+    override: Sequence[str] = (),
     **flags: object,
 ) -> LoopResult:
     """Train SCRIPT:train(**flags) in `folder`. Return a failure other than the loss of a peer.
 
+    override  NAME=VALUE words of --override
     shard    workers of a replica
     kill_in  number of the update in which every worker kills itself; 0: none
     """
@@ -65,6 +67,7 @@ def run_loop(
                 {**names, "RANK": rank, "LOCAL_RANK": rank},
                 kill_in,
                 pipes[rank][1],
+                override,
             ),
             daemon=True,
         )
@@ -98,6 +101,7 @@ def run_worker(
     environ: dict[str, object],
     kill_in: int,
     writer: Connection,
+    override: Sequence[str],
 ) -> None:
     """Run a worker as torchrun would start it."""
     gc.freeze()  # a collection would copy the memory of all imported modules
@@ -111,7 +115,10 @@ def run_worker(
         register_optimizer_step_pre_hook(kill_in_update(kill_in))
     report = run_and_report(
         lambda: run_function(
-            f"{script}:train", folder, {name: str(value) for name, value in flags.items()}
+            f"{script}:train",
+            folder,
+            {name: str(value) for name, value in flags.items()},
+            override,
         )
     )
     writer.send((report.code, report.text))

@@ -117,7 +117,7 @@ OVERRIDE: dict[str, Any] = {
     "default": [],
     "metavar": "KEY=VALUE",
     "help": "change the schedule from this checkpoint on (optim.learning_rate, warmup_steps, schedule, decay_steps, "
-    "wsd_decay, floor); repeatable",
+    "wsd_decay, floor), or an argument of your function; repeatable",
 }
 PROFILE: dict[str, Any] = {
     "default": "",

@@ -6,6 +6,7 @@ their state. What the text does not tell, a Session decides when it opens
 (runtime/session_start.py).
 """
 
+import argparse
 import ast
 import inspect
 import os
@@ -119,13 +120,32 @@ def call(function: Callable[..., object], words: list[str], folder: Path | None 
         return
     seed_unseeded_generators()  # before the function makes its data and its model
     name = getattr(function, "__name__", "main")
-    function(
-        **(
-            arguments_of(function, name, parse_flags(words), folder)
-            if parameters_of(function)
-            else {}
-        )
-    )
+    if not parameters_of(function):
+        function()
+        return
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--override", action="append", default=[])
+    given, words = parser.parse_known_args(words)
+    call_with_flags(function, name, parse_flags(words), folder, given.override)
+
+
+def call_with_flags(
+    function: Callable[..., object],
+    spelled: str,
+    flags: Mapping[str, str],
+    folder: Path | None,
+    overrides: Sequence[str],
+) -> None:
+    """Call a user's function with flags as `arguments_of`: they are the values of its run.
+
+    overrides  NAME=VALUE words of --override, which replace flags
+    """
+    from lockstep.training.function_values import FunctionValues, call_with  # loads torch
+
+    changed = {name: text for name, _, text in (word.partition("=") for word in overrides)}
+    given = arguments_of(function, spelled, {**flags, **changed}, folder)
+    arguments = {name: item.default for name, item in parameters_of(function).items()} | given
+    call_with(function, FunctionValues(arguments, tuple(changed)))
 
 
 def asks_for_help(words: Sequence[str]) -> bool:

@@ -335,7 +335,10 @@ def refuse_run_options(args: argparse.Namespace, script: str) -> None:
             options["resume"] != "auto",
             "the script chooses the checkpoint: Checkpointer.resume(...)",
         ),
-        "--override": (bool(options["override"]), "set the learning rate in the script"),
+        "--override": (
+            bool(options["override"]) and script.endswith(".py"),
+            "write it behind FILE.py: lockstep.launch(main) takes the values of its function",
+        ),
         "--show": (bool(options.get("show")), "its values are the arguments of its function"),
         "--with-evaluator": (
             bool(options.get("with_evaluator")),

@@ -1,11 +1,12 @@
 """A worker of `train`, `run` or `launch`. Imports torch."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from lockstep.cli.report import write_at_end
 from lockstep.cli.restart_all import supervise
-from lockstep.cli.script import arguments_of, run_file
+from lockstep.cli.script import call_with_flags, run_file
 from lockstep.cli.start import RunRequest
 from lockstep.elastic.membership import RunEnded
 from lockstep.elastic.run_folder import folder_error, may_be_folder_error, wait_until_usable
@@ -63,7 +64,7 @@ def run_worker(request: RunRequest) -> int:
     if request.is_whole_script:
         return run_script(request)
     if request.script:
-        return run_function(request.script, request.folder, request.flags)
+        return run_function(request.script, request.folder, request.flags, request.overrides)
     try:
         return train_run(request)
     except (
@@ -96,11 +97,13 @@ def run_script(request: RunRequest) -> int:
         start.check()  # the script may have caught the SystemExit of its Session
 
 
-def run_function(spelled: str, folder: Path, flags: dict[str, str]) -> int:
+def run_function(
+    spelled: str, folder: Path, flags: dict[str, str], overrides: Sequence[str] = ()
+) -> int:
     """Call a user's FILE.py:FUNCTION with flags as keyword arguments."""
     function = load_function(spelled)
     seed_unseeded_generators()  # before the function creates its data and its model
-    function(**arguments_of(function, spelled, flags, folder))
+    call_with_flags(function, spelled, flags, folder, overrides)
     return 0
 
 

@@ -79,7 +79,7 @@ BAND_CSS = {name: f"c{i}" for i, name in enumerate([*CATEGORIES, "overhead"])}
 class Run(NamedTuple):
     data: RunData
     facts: Facts
-    values: dict[str, Any]  # of the resolved run, by "section.key", without secrets
+    values: dict[str, Any]  # of run.json, by "section.key", or of a function; without secrets
     prefix: str  # "NAME: " beside another run, else ""
     css: str  # "a" or "b": its color
 
@@ -105,11 +105,8 @@ def write_report(folders: Sequence[Path], out: Path) -> str:
     for folder, name, css in zip(folders, names, "ab", strict=False):
         facts = read_facts(folder)
         data, prefix = RunData(folder).update(), f"{name}: " if len(folders) > 1 else ""
-        runs.append(
-            Run(
-                data, facts, flatten(without_secrets(mapping(facts.run.get("values")))), prefix, css
-            )
-        )
+        values = mapping(facts.run.get("values") or facts.checkpoint.get("values"))
+        runs.append(Run(data, facts, flatten(without_secrets(values)), prefix, css))
     page = render(runs, " and ".join(names))
     write_atomic(out, page)
     steps = sum(run.data.steps_read for run in runs)
@@ -449,7 +446,9 @@ def values(runs: Sequence[Run]) -> Iterator[str]:
             ("key", "value", "from"),
             [row for row in all_rows if row[2] != "default"],
         )
-        every = table(f"{run.prefix}all values", ("key", "value", "from"), all_rows)
+        every = table(
+            f"{run.prefix}all values", ("key", "value", "from"), all_rows if origin else ()
+        )
         yield (
             f'<details class="wide"><summary>{text(run.prefix)}all {len(all_rows)} values</summary>{every}</details>'
             if every

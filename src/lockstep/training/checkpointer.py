@@ -349,6 +349,7 @@ class Checkpointer:
         facts: Mapping[str, Any] | None = None,
         allowed: Collection[str] = (),
         options: Mapping[str, str] | None = None,
+        overridden: Callable[[Mapping[str, Any], int], Collection[str]] | None = None,
     ) -> int:
         """Collective. Load the checkpoint that `how` names; return the number of committed steps, 0
         for a new run.
@@ -361,6 +362,8 @@ class Checkpointer:
                       the fingerprints
         allowed       names of fingerprints that the user changed on purpose
         options       must be equal on all workers, but may change at a resume
+        overridden    names of the values that the user changed on purpose since a checkpoint, given
+                      its facts and step: what they change in the optimizers holds
         CheckpointError when it is required and missing, damaged, or of another run. With "auto" a
         damaged newest checkpoint is set aside and the one before is used.
         """
@@ -375,7 +378,9 @@ class Checkpointer:
             "code": sources.fingerprint(),
             "flags": flags,
         }
+        constructed = trained_parameters.constructed_options(self.optimizers)
         self.run_facts = {"fingerprints": dict(fingerprints or {}), **own, **(facts or {})}
+        self.run_facts["constructed"] = trained_parameters.options_as_text(constructed)
         if self.runtime.is_joining and (step := self._join(equal)) is not None:
             self.run_facts["run_id"] = read_run_id(
                 run_folder
@@ -390,15 +395,19 @@ class Checkpointer:
         )
         if checkpoint:
             self._refuse_other_run(checkpoint, allowed)
-            if self.state is not None:
+            names = [*overridden(checkpoint.facts, checkpoint.step)] if overridden else []
+            if self.state is not None and not names:
                 trained_parameters.warn_of_other_options(
                     self.model, self.optimizers, checkpoint.tensors
                 )
             self.load_state_dict(checkpoint.tensors)
             self.facts = checkpoint.facts
             self._constants = trained_parameters.warn_of_other_constants(
-                self.state or {}, self._constants, self.facts.get("constants", {})
+                self.state or {}, self._constants, self.facts.get("constants", {}), names
             )
+            if names:
+                before = self.facts.get("constructed", [])
+                trained_parameters.apply_options(self.optimizers, constructed, before)
         self._saved_step = checkpoint.step if checkpoint else 0
         world = self.runtime.world
         if world.leader:

@@ -16,6 +16,7 @@ from lockstep.layout import Layout
 from lockstep.parallel.staged_model import StagedModel
 from lockstep.runtime.numerics import seed_generators
 from lockstep.training import sharding
+from lockstep.training.function_values import FunctionValues
 from lockstep.training.loader import Loader
 from lockstep.training.prepared_model import PreparedModel
 from lockstep.training.saved_state import PerMicroBatch, SavedState
@@ -54,6 +55,7 @@ class SessionValues:
     """The arguments of a Session; `backends` are arguments of its Tracker.
 
     rollback  None: a divergence ends the run
+    function  the arguments of the user's function
     learners  of session.learners, which share the micro-batches of a step; 1 without
     """
 
@@ -72,6 +74,7 @@ class SessionValues:
     profiled: ProfiledSteps | None
     options: ReplicaOptions
     run: RunValues | None
+    function: FunctionValues | None
     learners: int = 1
 
     def share(self, loss: torch.Tensor, count: int | None) -> torch.Tensor:
@@ -176,6 +179,7 @@ class Declared:
         axes = {f"--layout.{axis}": getattr(layout, axis) for axis in sharding.SESSION_AXES}
         shown = {"steps": total, "save_every": values.save_every, **axes}
         shown["on_divergence"] = values.rollback or "stop"
+        shown |= values.function.shared() if values.function else {}
         return {
             name: str(value) for name, value in (shown | self.splits | {**values.options}).items()
         }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +20,7 @@ from lockstep.errors import UsageError
 from lockstep.layout import Layout
 from lockstep.log import log
 from lockstep.parallel.parallelize import LocalModel
+from lockstep.record.events import append_event
 from lockstep.record.progress import ProgressDisplay
 from lockstep.record.tracker import BackgroundTracker, Tracker
 from lockstep.runtime.signals import Stopped, StopSignals
@@ -77,6 +79,10 @@ def resume_state(
         saved |= values.run.saved()
         saved["fingerprints"] = facts | saved["fingerprints"]
         facts |= values.run.shared()
+    check = None
+    if values.function:
+        saved |= values.function.saved()
+        check = partial(values.function.overridden, values.out, values.keep)
     model = split_model(values, declared, runtime, layout, facts | options)
     init = declared.init
     checkpointer = Checkpointer(
@@ -90,7 +96,7 @@ def resume_state(
         on_error=values.on_save_error,
         saved=init.is_saved if init else all_names,
     )
-    first_step = checkpointer.resume(values.resume, facts, saved, options=options)
+    first_step = checkpointer.resume(values.resume, facts, saved, options=options, overridden=check)
     if values.run:
         values.run.check(checkpointer.facts, first_step)
     else:
@@ -99,8 +105,23 @@ def resume_state(
         from lockstep.training.initial_values import draw_initial_values
 
         runtime.board.during("preparing")(draw_initial_values)(model, init, runtime)
+    if values.function:
+        refuse_or_record_override(values, checkpointer, first_step)
     resume_account(runtime, checkpointer.facts, first_step, values.out)
     return ResumedState(model, checkpointer, first_step, shown)
+
+
+def refuse_or_record_override(values: SessionValues, checkpointer: Checkpointer, step: int) -> None:
+    """For the leader: record the values that --override has changed. UsageError in a new run."""
+    function = values.function
+    if function is None:
+        return
+    if not checkpointer.loaded:
+        function.refuse_new_run()
+    changed = function.overridden(values.out, values.keep, checkpointer.facts, step)
+    if changed and checkpointer.runtime.world.leader:
+        append_event(values.out, "override", step=step, values=changed)
+        log.info("from step %d on: %s", step + 1, changed)
 
 
 def split_model(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -63,13 +64,41 @@ def warn_of_other_options(
             log.warning("optimizer %s: %s", optimizer["class"], "; ".join(differences))
 
 
+def constructed_options(optimizers: Sequence[torch.optim.Optimizer]) -> list[dict[str, Any]]:
+    """Return the options of each parameter group, before a checkpoint replaces them."""
+    return [
+        {key: deepcopy(value) for key, value in group.items() if key != "params"}
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+    ]
+
+
+def options_as_text(options: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
+    return [{key: repr(value) for key, value in group.items()} for group in options]
+
+
+def apply_options(
+    optimizers: Sequence[torch.optim.Optimizer],
+    constructed: Sequence[Mapping[str, Any]],
+    before: Sequence[Mapping[str, str]],
+) -> None:
+    """Set the options that were constructed otherwise before: described as `before`."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    for group, new, old in zip(groups, constructed, before, strict=False):
+        group |= {key: value for key, value in new.items() if old.get(key) != repr(value)}
+
+
 def warn_of_other_constants(
     state: Mapping[str, stateful.Stateful],
     constructed: Mapping[str, Mapping[str, Any]],
     paths: Mapping[str, Sequence[str]],
+    overridden: Sequence[str] = (),
 ) -> dict[str, dict[str, Any]]:
     """Warn of values that the loaded state has replaced, and that training does not change: those
-    at `paths`. Return the loaded ones, and of objects without paths those `constructed`."""
+    at `paths`. Return the loaded ones, and of objects without paths those `constructed`.
+
+    UsageError instead of a warning when the user has `overridden` values of the run.
+    """
     constants = {name: dict(values) for name, values in constructed.items()}
     for name in state.keys() & paths.keys():
         loaded = dict(stateful.plain_values(state[name].state_dict()))
@@ -84,6 +113,9 @@ def warn_of_other_constants(
                 for path in differing
             ]
             hint = "for another schedule set the rate in each step before optimizer.step(): group['lr'] = rate(step)"
+            if overridden:
+                what = f"--override of {', '.join(overridden)} does not reach {name} in session.state: {join_names(described)}"
+                raise UsageError(what, "the checkpoint's values hold", hint)
             log.warning(
                 "%s: %s; the checkpoint's values hold; %s", name, join_names(described), hint
             )
