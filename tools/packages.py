@@ -18,19 +18,20 @@ from pathlib import Path
 LAYERS = (
     ("errors", "units", "files", "log", "layout", "tensor_slice"),
     ("network",),
-    ("config",),
     ("record",),
-    ("render",),
     ("data",),
     ("runtime",),
     ("object_store",),
     ("elastic",),
     ("agent",),
     ("checkpoint",),
-    ("remote", "report"),
+    ("remote",),
     ("parallel",),
     ("training",),
     ("session",),
+    # Up to here the core, all that a user's loop loads. Recipes and tools stand on it.
+    ("config", "report"),
+    ("render", "corpus"),
     ("models",),
     ("planner",),
     ("generation",),
@@ -39,6 +40,7 @@ LAYERS = (
     ("cli", "__main__"),
 )
 LEVEL = {package: level for level, layer in enumerate(LAYERS) for package in layer}
+CORE = [package for package, level in LEVEL.items() if level <= LEVEL["session"]]
 
 # (importing, imported package): "module -> module" of each
 Imports = dict[tuple[str, str], list[str]]

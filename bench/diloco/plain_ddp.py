@@ -23,14 +23,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bench.step.batches import tokens_in_step
 from lockstep.config.resolve import parse_flags, resolve
+from lockstep.corpus.pairs.loader import PairLoader
+from lockstep.corpus.pairs.prepare import open_prepared
 from lockstep.data.order import splitmix64
-from lockstep.data.pairs.loader import PairLoader
-from lockstep.data.pairs.prepare import open_prepared
 from lockstep.models.build import build_translator
 from lockstep.network.subtrees import equal_shares, leaves_of_rank
 from lockstep.runtime.numerics import seed_generators
+from lockstep.tasks.optim import adamw, learning_rate, set_learning_rate
 from lockstep.tasks.translation import make_order
-from lockstep.training.optim import adamw, learning_rate, set_learning_rate
 
 
 class Training:

@@ -18,10 +18,10 @@ from pathlib import Path
 import torch
 
 from lockstep.config.saved_run import from_json
+from lockstep.corpus.text.chat_tokenizer import ChatTokenizer
+from lockstep.corpus.text.packing import CutRows, RowLoader
+from lockstep.corpus.text.prepare import open_prepared
 from lockstep.data.order import UniformOrder
-from lockstep.data.text.chat_tokenizer import ChatTokenizer
-from lockstep.data.text.packing import CutRows, RowLoader
-from lockstep.data.text.prepare import open_prepared
 from lockstep.models.llama import build_llama
 from lockstep.models.llama_io import read_model
 

@@ -27,7 +27,7 @@ from lockstep.parallel.grad_norm import commit_gradient
 from lockstep.parallel.parallelize import parallelize
 from lockstep.record.step_timer import flops_per_token, peak_flops, peak_resident_bytes
 from lockstep.runtime.numerics import make_deterministic
-from lockstep.training.optim import adamw
+from lockstep.tasks.optim import adamw
 from lockstep.training.profiler import measure_matmul_flops
 
 

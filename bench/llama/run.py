@@ -92,7 +92,7 @@ def ours(
     from lockstep.models.llama_config import LLAMA_CONFIGS
     from lockstep.parallel.grad_norm import commit_gradient
     from lockstep.parallel.parallelize import parallelize
-    from lockstep.training.optim import adamw
+    from lockstep.tasks.optim import adamw
     from lockstep.training.replica_group import ReplicaGroup
 
     with ElasticRuntime.join() as runtime:

@@ -25,7 +25,7 @@ from lockstep.config.schema import MemoryOptions, OptimOptions
 from lockstep.models.llama import build_llama
 from lockstep.models.llama_config import LLAMA_CONFIGS
 from lockstep.parallel.activation_checkpoint import checkpoint_activations
-from lockstep.training.optim import adamw
+from lockstep.tasks.optim import adamw
 
 sys.path.append(str(TOP / "tests"))
 from support.tensor_memory import TensorMemory

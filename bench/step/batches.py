@@ -13,9 +13,9 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset, Sampler
 
-from lockstep.data.pairs.encoded import EncodedPairs
-from lockstep.data.pairs.loader import PairLoader
-from lockstep.data.tokenizer import PAD
+from lockstep.corpus.pairs.encoded import EncodedPairs
+from lockstep.corpus.pairs.loader import PairLoader
+from lockstep.corpus.tokenizer import PAD
 
 AT_ONCE = 1000
 Row = tuple[torch.Tensor, torch.Tensor, torch.Tensor]

@@ -11,10 +11,10 @@ from torch.utils.data import DataLoader
 
 from bench.step.batches import LikeLengths, Translations, pad
 from bench.step.task import Stopwatch, Task, read_task
-from lockstep.data.pairs.prepare import open_prepared
-from lockstep.data.tokenizer import PAD
+from lockstep.corpus.pairs.prepare import open_prepared
+from lockstep.corpus.tokenizer import PAD
 from lockstep.models.build import build_translator
-from lockstep.training.optim import learning_rate
+from lockstep.tasks.optim import learning_rate
 
 
 def train(task: Task) -> Stopwatch:

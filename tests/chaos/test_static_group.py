@@ -21,7 +21,7 @@ import torch
 from support.processes import SRC, SUPPORT, is_alive, processes_in, state_of
 from support.waiting import wait_until
 
-from lockstep.data.tokenizer import Tokenizer
+from lockstep.corpus.tokenizer import Tokenizer
 from lockstep.models import hub
 from lockstep.models.llama import build_llama
 from lockstep.models.llama_config import LlamaConfig

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lockstep.data.tokenizer import BEGIN, END, PAD, Tokenizer
+from lockstep.corpus.tokenizer import BEGIN, END, PAD, Tokenizer
 from lockstep.generation.beam_search import (
     batches_by_length,
     beam_search,

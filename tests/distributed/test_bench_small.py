@@ -16,8 +16,8 @@ from bench.step.contests import Claim, races
 from bench.step.paired import CELLS, rows_of_cells
 from bench.step.run import judge
 from lockstep.config.resolve import parse_flags, resolve
-from lockstep.data.pairs.encoded import EncodedPairs, write_side
-from lockstep.data.tokenizer import BEGIN, END, PAD
+from lockstep.corpus.pairs.encoded import EncodedPairs, write_side
+from lockstep.corpus.tokenizer import BEGIN, END, PAD
 
 RACE = {race.name: race for race in races(full=False, precision="fp32")}
 

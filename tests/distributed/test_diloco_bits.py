@@ -14,9 +14,9 @@ from support.ranks import run_ranks
 from lockstep.checkpoint.commands import digest_line
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.config.schema import ResolvedRun
+from lockstep.corpus.pairs.loader import PairLoader
+from lockstep.corpus.pairs.prepare import open_prepared
 from lockstep.data.order import splitmix64
-from lockstep.data.pairs.loader import PairLoader
-from lockstep.data.pairs.prepare import open_prepared
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import DivergedError
 from lockstep.models.build import build_translator

@@ -25,8 +25,8 @@ from lockstep.layout import Layout
 from lockstep.models.llama import Llama, init_param
 from lockstep.models.llama_io import model_tensors
 from lockstep.parallel.grad_norm import commit_gradient
+from lockstep.tasks.optim import make_optimizers
 from lockstep.training.checkpointer import Checkpointer
-from lockstep.training.optim import make_optimizers
 
 FIRST, LAST = 3, 6
 FROM = [Layout(), Layout(2, 2), Layout(1, 1, 2), Layout(1, 1, 1, 2)]

@@ -32,8 +32,8 @@ from lockstep.parallel.grad_norm import commit_gradient
 from lockstep.parallel.parallelize import LocalModel, parallelize
 from lockstep.parallel.replica import Replica
 from lockstep.parallel.sharded_replica import ShardedReplica
+from lockstep.tasks.optim import make_optimizers
 from lockstep.tensor_slice import TensorSlice
-from lockstep.training.optim import make_optimizers
 
 CPU = torch.device("cpu")
 VOCABULARY = 211

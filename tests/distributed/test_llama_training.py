@@ -27,9 +27,9 @@ from lockstep.cli.main import main
 from lockstep.config import schema as config
 from lockstep.config.resolve import resolve
 from lockstep.config.schema import LoraOptions, RunConfig
-from lockstep.data.text.chat_samples import Chat, chat_samples, drills, encode
-from lockstep.data.text.chat_tokenizer import ChatTokenizer
-from lockstep.data.text.packing import (
+from lockstep.corpus.text.chat_samples import Chat, chat_samples, drills, encode
+from lockstep.corpus.text.chat_tokenizer import ChatTokenizer
+from lockstep.corpus.text.packing import (
     IGNORE_INDEX,
     CutRows,
     PackedRows,
@@ -38,8 +38,8 @@ from lockstep.data.text.packing import (
     pack,
     pack_rows,
 )
-from lockstep.data.text.prepare import open_prepared
-from lockstep.data.text.token_stream import TokenStream, TokenStreamWriter
+from lockstep.corpus.text.prepare import open_prepared
+from lockstep.corpus.text.token_stream import TokenStream, TokenStreamWriter
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import CheckpointError, DataError, UsageError
 from lockstep.models import lora

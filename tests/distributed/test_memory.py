@@ -30,7 +30,7 @@ from lockstep.parallel.activation_checkpoint import Mode, checkpoint_activations
 from lockstep.parallel.plans import plan_of
 from lockstep.tasks.layout_limits import min_parameters
 from lockstep.tasks.memory_estimate import memory_limit, refuse_too_large
-from lockstep.training.optim import LeanAdamW, make_optimizers, stochastic_round
+from lockstep.tasks.optim import LeanAdamW, make_optimizers, stochastic_round
 
 CONFIG = LlamaConfig(300, 64, 4, 4, 2, 16, 192, max_seq_len=256)
 CPU = torch.device("cpu")

@@ -20,9 +20,9 @@ from lockstep.errors import CheckpointError, UsageError
 from lockstep.layout import Layout
 from lockstep.parallel.grad_norm import commit_gradient
 from lockstep.parallel.parallelize import LocalModel
+from lockstep.tasks.optim import make_optimizers, update_average
 from lockstep.tensor_slice import TensorSlice
 from lockstep.training.checkpointer import Checkpointer
-from lockstep.training.optim import make_optimizers, update_average
 from lockstep.training.owner_update import apply_owner_rule
 
 LAYOUTS = [Layout(1, 2), Layout(1, 3), Layout(2, 2), Layout(1, 2, 1, 2)]

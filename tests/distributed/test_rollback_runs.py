@@ -18,10 +18,10 @@ from unit.models.test_families import random_model
 from lockstep.checkpoint.commands import digest_line
 from lockstep.checkpoint.fingerprints import newest_facts
 from lockstep.config.schema import TokenizerOptions
+from lockstep.corpus.text.chat_tokenizer import ChatTokenizer
+from lockstep.corpus.text.packing import CutRows
+from lockstep.corpus.text.prepare import open_prepared, train_tokenizer
 from lockstep.data.order import UniformOrder
-from lockstep.data.text.chat_tokenizer import ChatTokenizer
-from lockstep.data.text.packing import CutRows
-from lockstep.data.text.prepare import open_prepared, train_tokenizer
 from lockstep.record.events import read_events
 
 POISON, PLANTED, DOCUMENTS, STEPS = "☢", 20, 150, 20

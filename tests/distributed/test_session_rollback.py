@@ -159,9 +159,9 @@ def test_without_a_loader_the_micro_batches_are_named(alone: Path, tmp_path: Pat
 def test_killed_and_stopped_and_resumed_with_other_workers(alone: Path, tmp_path: Path) -> None:
     """The spike after the last resume is one by the losses of the checkpoint."""
     assert run_loop(LOOP, tmp_path, 2, kill_in=11, **BAD).code, "it was killed"
-    assert run_loop(LOOP, tmp_path, 3, stop_in=18, **BAD).code == 75
+    assert run_loop(LOOP, tmp_path, 3, override=["stop_in=18"], **BAD).code == 75
     assert committed_steps(tmp_path / "checkpoints")[-1] == 19
-    assert train(tmp_path, 2, shard=2) == digest_line(alone)
+    assert train(tmp_path, 2, shard=2, override=["stop_in=-1"]) == digest_line(alone)
     assert numbers(tmp_path) == numbers(alone)
     assert rollback_facts(tmp_path) == rollback_facts(alone)
 
@@ -172,7 +172,7 @@ def test_a_stop_before_a_step_without_its_first_micro_batch_compares_the_next_on
     flags = {"nan": "", "high": "", "skip": "20:0", "steps": 20}
     assert run_loop(LOOP, tmp_path, 2, stop_in=18, **flags).code == 75
     assert WitnessFile(tmp_path).read()[19].number == 1
-    train(tmp_path, 1, **flags)
+    train(tmp_path, 1, override=["stop_in=-1"], **flags)
 
 
 def test_workers_that_die_in_the_measurement_and_in_the_retry_are_replaced(
@@ -225,7 +225,7 @@ def test_stop_is_the_default_and_a_resume_may_roll_back_but_not_skip_others(
     assert result.code == 4 and "Session(on_divergence='rollback') skips" in result.text
     result = run_loop(LOOP, tmp_path, 1, skip="24:1", **flags)
     assert result.code == 3 and "skip was none, is 24:1" in result.text, result.text
-    train(tmp_path, 1, **flags)
+    train(tmp_path, 1, override=["rollback=True"], **flags)
     assert [(row["step"], row["k"]) for row in rolled_back(tmp_path)] == NAN[-1:]
 
 

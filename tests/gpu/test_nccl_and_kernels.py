@@ -24,9 +24,9 @@ from lockstep.runtime.numerics import make_deterministic
 from lockstep.runtime.process_group import init_default_group, new_subgroup
 from lockstep.runtime.torch_private import detach_groups, device_backends, is_in_bad_fork
 from lockstep.runtime.work import WorkWaiter, start_p2p
+from lockstep.tasks.optim import adamw
 from lockstep.training.evaluation import on_cpu
 from lockstep.training.loader import to_device
-from lockstep.training.optim import adamw
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 SHARED = {"LOCKSTEP_DEVICE": "cuda:0", "NCCL_MULTI_RANK_GPU_ENABLE": "1"}

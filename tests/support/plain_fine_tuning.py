@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from lockstep.config.schema import RunConfig
+from lockstep.corpus.text.chat_tokenizer import ChatTokenizer
+from lockstep.corpus.text.packing import CutRows, PackedRows
+from lockstep.corpus.text.prepare import open_prepared
 from lockstep.data.order import UniformOrder
-from lockstep.data.text.chat_tokenizer import ChatTokenizer
-from lockstep.data.text.packing import CutRows, PackedRows
-from lockstep.data.text.prepare import open_prepared
 
 
 def write_corpus(folder: Path) -> Path:

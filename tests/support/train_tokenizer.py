@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from lockstep.data.pairs import cldr
-from lockstep.data.tokenizer import Tokenizer
+from lockstep.corpus.pairs import cldr
+from lockstep.corpus.tokenizer import Tokenizer
 
 if __name__ == "__main__":
     pairs = cldr.generate_pairs("en", "it", limit=3000, held_out=50)[0]["train"]

@@ -19,12 +19,12 @@ import lockstep
 from lockstep import log
 from lockstep.cli.options import EXIT_CODES, Parser, build_parser, refuse_unknown
 from lockstep.cli.script import folder_of, read_sources, split_at_script
-from lockstep.config.variables import takes_no_value
 from lockstep.errors import LockstepError, OutOfMemoryError, UsageError
 from lockstep.files import scheme_of
 from lockstep.runtime.environment import RESERVED_VARIABLES
 from lockstep.runtime.exit_report import error_summary, is_out_of_memory
 from lockstep.runtime.session_start import StartAgainError
+from lockstep.runtime.variables import takes_no_value
 
 RUN_COMMANDS = (
     "train",

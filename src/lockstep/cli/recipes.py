@@ -59,7 +59,7 @@ def text_of(spelled: str) -> str:
 
 
 def print_list() -> None:
-    texts = {name: path.read_text(encoding="utf-8") for name, path in sorted(recipes().items())}
+    texts = {name: path.read_text(encoding="utf-8") for name, path in recipes().items()}
     rows = {name: first_sentence(text) for name, text in texts.items()}
     for script in SCRIPTS:
         docstring = ast.get_docstring(ast.parse(script_path(script).read_text(encoding="utf-8")))

@@ -11,10 +11,10 @@ from lockstep.cli.start import (
     run_as_worker,
     start_local_agent,
 )
-from lockstep.config.variables import PROFILE, TRACK, environment_variable
 from lockstep.errors import UsageError
 from lockstep.log import log
 from lockstep.runtime.processes import die_with_parent
+from lockstep.runtime.variables import PROFILE, TRACK, environment_variable
 
 
 def main(args: argparse.Namespace, rest: list[str]) -> int:

@@ -13,7 +13,7 @@ from lockstep.cli.start import (
     workers_per_replica,
 )
 from lockstep.config.saved_run import format_run
-from lockstep.config.variables import PROFILE
+from lockstep.runtime.variables import PROFILE
 
 
 def main(args: argparse.Namespace, rest: list[str]) -> int:

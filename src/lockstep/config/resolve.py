@@ -16,9 +16,9 @@ from typing import Any, Literal
 from lockstep.config.adapter_config import ADAPTER_CONFIG, read_adapter_config
 from lockstep.config.rules import DECAY_STEPS, conflicts
 from lockstep.config.schema import ResolvedRun, build_config, config_fields, flatten
-from lockstep.config.variables import environment_variable, takes_no_value, unknown_variables
 from lockstep.errors import ConfigError
 from lockstep.log import log
+from lockstep.runtime.variables import environment_variable, takes_no_value, unknown_variables
 from lockstep.units import shorten
 
 ADAPTER = "lora.init_from"

@@ -13,9 +13,9 @@ from typing import Any
 
 from lockstep.config.adapter_config import LORA_TARGETS
 from lockstep.config.schema import ResolvedRun, RunConfig, ScheduleOverride, config_fields, flatten
-from lockstep.config.skip import skip_conflicts
 from lockstep.errors import ConfigError
 from lockstep.network.wire_format import wire_conflict
+from lockstep.training.skip import skip_conflicts
 
 # Files may move: their content is compared (data/manifest.py, Task.fingerprints).
 DATA_PATHS = (

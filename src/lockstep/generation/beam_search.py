@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lockstep.data.tokenizer import BEGIN, END, PAD, Tokenizer
+from lockstep.corpus.tokenizer import BEGIN, END, PAD, Tokenizer
 from lockstep.models.translator import Translator
 
 FIRST_CAPACITY = 32  # positions of a new cache; doubled when full

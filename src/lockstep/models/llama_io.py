@@ -30,7 +30,7 @@ from lockstep.checkpoint.state_dict import tensor_from_bytes
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.config.adapter_config import adapter_config
 from lockstep.config.schema import LoraOptions, RunConfig
-from lockstep.data.tokenizer import BEGIN, END
+from lockstep.corpus.tokenizer import BEGIN, END
 from lockstep.errors import CheckpointError, DataError, UsageError
 from lockstep.files import read_json, write_atomic, write_json
 from lockstep.models import llama, lora

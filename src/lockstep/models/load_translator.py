@@ -14,7 +14,7 @@ from lockstep.checkpoint.state_dict import set_state_dict
 from lockstep.checkpoint.store import Checkpoint, CheckpointStore
 from lockstep.config import saved_run
 from lockstep.config.schema import RunConfig
-from lockstep.data.tokenizer import Tokenizer
+from lockstep.corpus.tokenizer import Tokenizer
 from lockstep.errors import CheckpointError, UsageError
 from lockstep.models.build import translator_on_meta
 from lockstep.models.translator import Translator

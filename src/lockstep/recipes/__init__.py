@@ -29,17 +29,17 @@ if TYPE_CHECKING:
     from lockstep.recipes.validation import loss_and_perplexity as loss_and_perplexity
     from lockstep.recipes.validation import mean_loss as mean_loss
     from lockstep.recipes.validation import validation_line as validation_line
-    from lockstep.training.optim import averaged_weights as averaged_weights
-    from lockstep.training.optim import learning_rate as learning_rate
-    from lockstep.training.optim import set_learning_rate as set_learning_rate
-    from lockstep.training.optim import update_average as update_average
+    from lockstep.tasks.optim import averaged_weights as averaged_weights
+    from lockstep.tasks.optim import learning_rate as learning_rate
+    from lockstep.tasks.optim import set_learning_rate as set_learning_rate
+    from lockstep.tasks.optim import update_average as update_average
 
 _MODULES = {
     "RecipeRun": "lockstep.recipes.run",
-    "averaged_weights": "lockstep.training.optim",
+    "averaged_weights": "lockstep.tasks.optim",
     "evaluate_at_end": "lockstep.recipes.parts",
     "held_out_batches": "lockstep.recipes.validation",
-    "learning_rate": "lockstep.training.optim",
+    "learning_rate": "lockstep.tasks.optim",
     "loss_and_perplexity": "lockstep.recipes.validation",
     "make_optimizers": "lockstep.recipes.parts",
     "mean_loss": "lockstep.recipes.validation",
@@ -47,9 +47,9 @@ _MODULES = {
     "open_documents": "lockstep.recipes.parts",
     "open_learners_data": "lockstep.recipes.parts",
     "open_pairs": "lockstep.recipes.parts",
-    "set_learning_rate": "lockstep.training.optim",
+    "set_learning_rate": "lockstep.tasks.optim",
     "start": "lockstep.recipes.script",
-    "update_average": "lockstep.training.optim",
+    "update_average": "lockstep.tasks.optim",
     "validation_line": "lockstep.recipes.validation",
 }
 __all__ = [name for name in _MODULES]  # a comprehension: linters refuse a call here

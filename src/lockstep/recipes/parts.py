@@ -9,11 +9,10 @@ from torch import nn
 
 from lockstep.errors import ConfigError
 from lockstep.recipes.run import RecipeRun
-from lockstep.tasks import evaluate
+from lockstep.tasks import evaluate, optim
 from lockstep.tasks.language_model import LanguageModelTask
 from lockstep.tasks.open import Task
 from lockstep.tasks.translation import TranslationTask
-from lockstep.training import optim
 
 T = TypeVar("T")
 
@@ -55,8 +54,8 @@ def _open(run: RecipeRun, task: str, kind: type[T]) -> T:
 
 
 def make_optimizers(run: RecipeRun, model: nn.Module) -> list[torch.optim.Optimizer]:
-    """Return the optimizers of the trained parameters of a model on the meta device, as the sections
-    [optim] and [memory] have them."""
+    """Return the optimizers of the trained parameters of a model on the meta device: sections [optim]
+    and [memory]."""
     on_gpu = run.runtime.world.device.type == "cuda"
     return optim.make_optimizers(model, run.config.optim, run.config.memory, on_gpu=on_gpu)
 

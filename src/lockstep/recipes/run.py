@@ -27,8 +27,8 @@ from lockstep.session import Session
 from lockstep.tasks.layout_limits import min_parameters
 from lockstep.tasks.memory_estimate import explain_out_of_memory, refuse_too_large
 from lockstep.tasks.open import Task, open_task
+from lockstep.tasks.optim import adamw_share
 from lockstep.training.model_flops import known_peak
-from lockstep.training.optim import adamw_share
 from lockstep.training.rollback import Rollback
 from lockstep.training.session_checks import ReplicaOptions
 

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import Dataset
 
 import lockstep
-from lockstep.data.text.packing import TextBatch, batch_of
+from lockstep.corpus.text.packing import TextBatch, batch_of
 from lockstep.errors import UsageError
 from lockstep.recipes.run import RecipeRun
 from lockstep.tasks.evaluator import perplexity

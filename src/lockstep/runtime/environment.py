@@ -17,8 +17,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep.config.variables import PROFILE, TRACK
 from lockstep.errors import UsageError
+from lockstep.runtime.variables import PROFILE, TRACK
 from lockstep.runtime.worker_env import EXIT_REPORT, SHARED_TERMINAL, STATE_FOLDER, WORKER_ENV
 
 BF16_FLAGS = ("amx_bf16", "avx512_bf16", "bf16")  # x86 AMX tiles, x86 AVX-512, Arm

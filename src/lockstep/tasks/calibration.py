@@ -42,7 +42,7 @@ from lockstep.runtime.process_group import group_timeout, init_default_group
 from lockstep.runtime.sockets import interface_with_address, reserve_port
 from lockstep.runtime.work import wait_for
 from lockstep.tasks.open import Task, open_task
-from lockstep.training.optim import make_optimizers
+from lockstep.tasks.optim import make_optimizers
 
 LOOPBACK = "127.0.0.1"
 STEPS = 4  # whose micro-batches are timed

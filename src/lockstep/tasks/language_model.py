@@ -23,14 +23,12 @@ from torch import Tensor
 
 from lockstep.checkpoint import state_dict
 from lockstep.config.schema import RunConfig
-from lockstep.data.manifest import MANIFEST, NOT_SHARED, FileDigests, verify_files
-from lockstep.data.order import UniformOrder
-from lockstep.data.text import prepare as data
-from lockstep.data.text.chat_samples import chat_samples, chats, last_answer
-from lockstep.data.text.chat_template import renderer
-from lockstep.data.text.chat_tokenizer import ChatTokenizer, optional_json
-from lockstep.data.text.documents import documents, held_inside, in_groups
-from lockstep.data.text.packing import (
+from lockstep.corpus.text import prepare as data
+from lockstep.corpus.text.chat_samples import chat_samples, chats, last_answer
+from lockstep.corpus.text.chat_template import renderer
+from lockstep.corpus.text.chat_tokenizer import ChatTokenizer, optional_json
+from lockstep.corpus.text.documents import documents, held_inside, in_groups
+from lockstep.corpus.text.packing import (
     IGNORE_INDEX,
     CutRows,
     PackedRows,
@@ -40,9 +38,11 @@ from lockstep.data.text.packing import (
     save_packed_rows,
     window,
 )
-from lockstep.data.text.prepare import PreparedText
-from lockstep.data.text.token_stream import Ints, TokenStream
-from lockstep.data.tokenizer import CHAT_SPECIALS, CHAT_TEMPLATE
+from lockstep.corpus.text.prepare import PreparedText
+from lockstep.corpus.text.token_stream import Ints, TokenStream
+from lockstep.corpus.tokenizer import CHAT_SPECIALS, CHAT_TEMPLATE
+from lockstep.data.manifest import MANIFEST, NOT_SHARED, FileDigests, verify_files
+from lockstep.data.order import UniformOrder
 from lockstep.elastic.collectives import assert_equal_on_all_ranks, run_in_run_folder
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import ConfigError, DataError, UsageError

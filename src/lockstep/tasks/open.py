@@ -13,10 +13,10 @@ import secrets
 from pathlib import Path
 
 from lockstep.config.schema import RunConfig
+from lockstep.corpus.pairs import prepare
+from lockstep.corpus.text import prepare as text_prepare
+from lockstep.corpus.text.chat_tokenizer import ChatTokenizer
 from lockstep.data.manifest import FileDigests
-from lockstep.data.pairs import prepare
-from lockstep.data.text import prepare as text_prepare
-from lockstep.data.text.chat_tokenizer import ChatTokenizer
 from lockstep.elastic.collectives import run_on_rank0
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.models.llama_io import TOKENIZER, read_model

@@ -16,11 +16,11 @@ from rapidfuzz.distance import Levenshtein
 from torch import Tensor
 
 from lockstep.config.schema import RunConfig
+from lockstep.corpus.pairs.encoded import EncodedPairs
+from lockstep.corpus.pairs.loader import PairLoader
+from lockstep.corpus.pairs.prepare import PreparedPairs, open_prepared, prepare
 from lockstep.data.manifest import FileDigests
 from lockstep.data.order import BucketOrder, choose_bucket_shapes
-from lockstep.data.pairs.encoded import EncodedPairs
-from lockstep.data.pairs.loader import PairLoader
-from lockstep.data.pairs.prepare import PreparedPairs, open_prepared, prepare
 from lockstep.elastic.collectives import assert_equal_on_all_ranks, run_in_run_folder
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.generation.beam_search import batches_by_length, beam_search, pad_rows

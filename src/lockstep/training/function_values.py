@@ -31,7 +31,7 @@ MAY_CHANGE = {
 class FunctionValues:
     """The arguments of a user's function, with defaults.
 
-    overrides  names of those that --override has set
+    overrides  names of the arguments in --override
     """
 
     arguments: Mapping[str, Any]

@@ -20,7 +20,6 @@ from typing import Any, Literal, NoReturn, Protocol
 
 from torch.amp import GradScaler
 
-from lockstep.config.skip import parse_skip, skip_conflicts, skip_texts
 from lockstep.elastic.collectives import all_gather_json
 from lockstep.elastic.consensus import StepDecision
 from lockstep.errors import DivergedError, UsageError
@@ -29,6 +28,7 @@ from lockstep.parallel.sharded_replica import ShardedReplica
 from lockstep.record.events import append_event
 from lockstep.record.metrics import to_json_value
 from lockstep.training.checkpointer import Checkpointer
+from lockstep.training.skip import parse_skip, skip_conflicts, skip_texts
 from lockstep.units import join_names
 
 log = logging.getLogger("lockstep")

@@ -18,7 +18,6 @@ from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lockstep.config.variables import PROFILE, TRACK, environment_variable, unknown_variables
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import UsageError
 from lockstep.layout import Layout
@@ -29,6 +28,7 @@ from lockstep.record.tracker import options_of
 from lockstep.runtime.environment import RESERVED_VARIABLES
 from lockstep.runtime.session_start import ask_for_start
 from lockstep.runtime.torch_private import collectives_of, version_of
+from lockstep.runtime.variables import PROFILE, TRACK, environment_variable, unknown_variables
 from lockstep.runtime.worker_env import WorkerEnv
 from lockstep.training.loader import Loader
 from lockstep.training.replica_group import ReplicaGroup

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from lockstep.checkpoint.shards import slice_of
 from lockstep.checkpoint.state_dict import place_like_torch
-from lockstep.config.variables import environment_variable
 from lockstep.elastic.collectives import assert_equal_on_all_ranks
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import UsageError
@@ -30,6 +29,7 @@ from lockstep.parallel.parallelize import LocalModel
 from lockstep.parallel.plans import HasPlan, Patterns
 from lockstep.parallel.tensor_plan import TensorPlan
 from lockstep.runtime.numerics import sha256_of
+from lockstep.runtime.variables import environment_variable
 from lockstep.runtime.worker_env import WorkerEnv
 from lockstep.training.owner_update import apply_owner_rule
 

@@ -29,7 +29,7 @@ def test_recipes_are_listed_and_printed_in_any_folder(
             assert main(["recipes", given]) == 0
             assert tomllib.loads(capsys.readouterr().out) == tomllib.loads(path.read_text())
     assert main(["recipes", "absent"]) == 2
-    assert "available: llama-lora, " in capsys.readouterr().err
+    assert "there is no recipe 'absent'" in capsys.readouterr().err
 
 
 def test_a_recipe_in_place_of_a_missing_file_is_logged(

@@ -15,7 +15,7 @@ from lockstep.config.schema import ResolvedRun, ScheduleOverride
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.recipes.run import refuse_other_overrides
 from lockstep.recipes.values import open_run
-from lockstep.training.optim import learning_rate
+from lockstep.tasks.optim import learning_rate
 
 
 def start_run(folder: Path, **flags: str) -> None:

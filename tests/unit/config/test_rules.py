@@ -12,8 +12,8 @@ from lockstep.config.rules import (
     shared_values,
 )
 from lockstep.config.schema import config_fields
-from lockstep.config.skip import parse_skip
 from lockstep.errors import ConfigError
+from lockstep.training.skip import parse_skip
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,8 @@ from support.ranks import run_ranks
 from support.waiting import wait_until
 
 from lockstep.config.schema import DataOptions, TokenizerOptions
+from lockstep.corpus.pairs.prepare import open_prepared, prepare
 from lockstep.data.manifest import FileDigests
-from lockstep.data.pairs.prepare import open_prepared, prepare
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.elastic.world import World
 from lockstep.errors import DataError

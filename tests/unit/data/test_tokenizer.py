@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.data.pairs import cldr
-from lockstep.data.tokenizer import (
+from lockstep.corpus.pairs import cldr
+from lockstep.corpus.tokenizer import (
     BEGIN,
     END,
     MAX_WORD,

@@ -11,7 +11,7 @@ import safetensors
 import torch
 
 from lockstep.cli.main import main
-from lockstep.data.tokenizer import Tokenizer
+from lockstep.corpus.tokenizer import Tokenizer
 from lockstep.models import hub, llama_io
 from lockstep.models.llama import build_llama
 from lockstep.models.llama_config import LlamaConfig

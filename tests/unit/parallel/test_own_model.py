@@ -189,10 +189,7 @@ def test_layout_of_a_replica_comes_from_the_command_line_or_the_session(
     monkeypatch.setenv("LOCKSTEP_LAYOUT_PIPELINE", "2")
     assert choose_replica_layout(Layout(), 4, None) == Layout(pipeline=2)
     monkeypatch.setenv("LOCKSTEP_LAYOUT_TENSOR", "2")
-    with pytest.raises(
-        UsageError, match="tensor 2 with pipeline 2 is not supported for own models"
-    ):
-        choose_replica_layout(Layout(), 4, None)
+    assert choose_replica_layout(Layout(), 4, None) == Layout(tensor=2, pipeline=2)
 
 
 def test_workers_must_be_a_multiple_of_a_replica() -> None:

@@ -25,7 +25,7 @@ from lockstep.planner.step_cost import (
     play_pipeline,
     step_cost,
 )
-from lockstep.training.optim import adamw_share, make_optimizers
+from lockstep.tasks.optim import adamw_share, make_optimizers
 
 MODEL = llama_cost(LLAMA_CONFIGS["5M"], MicroBatch(2, 256), "fp32")
 RUN = replace(

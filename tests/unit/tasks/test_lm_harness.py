@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lockstep.cli.main import main
-from lockstep.data.tokenizer import Tokenizer
+from lockstep.corpus.tokenizer import Tokenizer
 from lockstep.errors import UsageError
 from lockstep.models.llama_io import export_run, import_hub
 from lockstep.tasks.evaluate import evaluate_with_lm_eval

@@ -12,9 +12,9 @@ from support.ranks import run_ranks
 
 from lockstep.config.resolve import resolve
 from lockstep.config.schema import RunConfig
-from lockstep.data.text import packing
-from lockstep.data.text.packing import IGNORE_INDEX
-from lockstep.data.tokenizer import PAD
+from lockstep.corpus.text import packing
+from lockstep.corpus.text.packing import IGNORE_INDEX
+from lockstep.corpus.tokenizer import PAD
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import ConfigError, DataError
 from lockstep.tasks.evaluator import merge_results

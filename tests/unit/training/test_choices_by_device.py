@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lockstep.config.schema import OptimOptions
 from lockstep.runtime.device import default_bucket_bytes
-from lockstep.training.optim import make_optimizers
+from lockstep.tasks.optim import make_optimizers
 
 
 @pytest.mark.parametrize(

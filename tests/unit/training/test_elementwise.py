@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn, optim
 
-from lockstep.training.optim import LeanAdamW, Lion
+from lockstep.tasks.optim import LeanAdamW, Lion
 from lockstep.training.owner_update import ELEMENTWISE, couples_elements
 
 Options = dict[Callable[..., optim.Optimizer], list[dict[str, Any]]]

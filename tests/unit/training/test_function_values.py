@@ -1,4 +1,4 @@
-"""Which values of a user's function may change at a resume."""
+"""Values of a user's function at a resume: refused, overridden, or free to change."""
 
 from __future__ import annotations
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lockstep.tasks.optim import LeanAdamW
 from lockstep.training.inner_optimizers import InnerOptimizers, mean_growth, start_moments
-from lockstep.training.optim import LeanAdamW
 
 H = 4
 

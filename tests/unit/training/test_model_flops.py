@@ -17,9 +17,9 @@ from lockstep.training.model_flops import (
     ModelFlops,
     OperationCounter,
     dtype_of_products,
-    parse_mfu,
     refuse_counting,
 )
+from lockstep.training.session_checks import parse_mfu
 
 WIDTH, ROWS, LENGTH = 16, 3, 10
 CPU = torch.device("cpu")

@@ -18,7 +18,7 @@ from lockstep.checkpoint.store import CheckpointStore
 from lockstep.config.resolve import resolve
 from lockstep.config.schema import MemoryOptions, OptimOptions
 from lockstep.errors import ConfigError, UsageError
-from lockstep.training.optim import (
+from lockstep.tasks.optim import (
     learning_rate,
     make_optimizers,
     set_learning_rate,

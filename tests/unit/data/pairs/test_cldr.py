@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 from babel import dates, numbers, units
 
-from lockstep.data.pairs import cldr
-from lockstep.data.pairs.cldr_format import SPACES, LocaleFormatter, locale
-from lockstep.data.pairs.textfiles import Pairs
+from lockstep.corpus.pairs import cldr
+from lockstep.corpus.pairs.cldr_format import SPACES, LocaleFormatter, locale
+from lockstep.corpus.pairs.textfiles import Pairs
 from lockstep.errors import DataError
 
 MONTHS = {f"{dt.date(2000, m, 1):%B}": m for m in range(1, 13)} | {
@@ -194,7 +194,7 @@ def test_spellings_of_a_language_code_are_equal() -> None:
 
 def test_pairs_do_not_depend_on_the_process_and_its_hash_seed() -> None:
     program = (
-        "import hashlib; from lockstep.data.pairs import cldr; m = cldr.generate_pairs('en', 'it', limit=4000, held_out=100);"
+        "import hashlib; from lockstep.corpus.pairs import cldr; m = cldr.generate_pairs('en', 'it', limit=4000, held_out=100);"
         "print(hashlib.sha256(repr(m).encode()).hexdigest())"
     )
     generated = cldr.generate_pairs("en", "it", limit=4000, held_out=100)

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from lockstep.config.schema import DataOptions
-from lockstep.data.pairs import corpus
-from lockstep.data.pairs.corpus import read_corpus
-from lockstep.data.pairs.textfiles import Pairs
+from lockstep.corpus.pairs import corpus
+from lockstep.corpus.pairs.corpus import read_corpus
+from lockstep.corpus.pairs.textfiles import Pairs
 from lockstep.errors import ConfigError, DataError
 
 MULTI30K = Path(__file__).parents[4].parent / "shared/data/multi30k"
@@ -308,7 +308,7 @@ def test_multi30k_is_read_whole() -> None:
 
 
 def test_the_datasets_library_is_imported_on_demand() -> None:
-    program = "import sys, lockstep.data.pairs.corpus, lockstep.data.pairs.prepare; sys.exit('datasets' in sys.modules or 'torch' in sys.modules)"
+    program = "import sys, lockstep.corpus.pairs.corpus, lockstep.corpus.pairs.prepare; sys.exit('datasets' in sys.modules or 'torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 

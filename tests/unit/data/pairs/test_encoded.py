@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.data.pairs.encoded import EncodedPairs, write_side
-from lockstep.data.tokenizer import BEGIN, END, PAD
+from lockstep.corpus.pairs.encoded import EncodedPairs, write_side
+from lockstep.corpus.tokenizer import BEGIN, END, PAD
 from lockstep.errors import DataError
 
 Rows = list[list[int]]

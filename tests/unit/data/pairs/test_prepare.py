@@ -18,10 +18,10 @@ import numpy as np
 import pytest
 
 from lockstep.config.schema import DataOptions, TokenizerOptions
+from lockstep.corpus.pairs import prepare as module
+from lockstep.corpus.pairs.prepare import open_prepared, prepare
+from lockstep.corpus.tokenizer import END
 from lockstep.data.manifest import read_manifest
-from lockstep.data.pairs import prepare as module
-from lockstep.data.pairs.prepare import open_prepared, prepare
-from lockstep.data.tokenizer import END
 from lockstep.errors import DataError
 
 SMALL, TOKENS = DataOptions(pairs=1500, held_out=40), TokenizerOptions(vocab_size=1000)
@@ -89,7 +89,7 @@ def test_a_second_preparation_changes_nothing(ready: Path, monkeypatch: pytest.M
 def test_two_preparations_are_equal_byte_for_byte(ready: Path, tmp_path: Path) -> None:
     program = (
         "import sys; from pathlib import Path; from lockstep.config.schema import DataOptions, TokenizerOptions; "
-        "from lockstep.data.pairs.prepare import prepare;"
+        "from lockstep.corpus.pairs.prepare import prepare;"
         "prepare(DataOptions(pairs=1500, held_out=40), TokenizerOptions(vocab_size=1000), Path(sys.argv[1]))"
     )
     env = {**os.environ, "PYTHONHASHSEED": "7", "RAYON_NUM_THREADS": "1"}
@@ -227,7 +227,7 @@ def test_a_preparation_killed_at_any_time_is_repeated(original: Path, tmp_path: 
     """The manifest is written last: files of a killed process are overwritten."""
     program = (
         "import sys; from pathlib import Path; from lockstep.config.schema import DataOptions, TokenizerOptions; "
-        "from lockstep.data.pairs.prepare import prepare;"
+        "from lockstep.corpus.pairs.prepare import prepare;"
         "print('go', flush=True); prepare(DataOptions(pairs=1500, held_out=40), TokenizerOptions(vocab_size=1000), Path(sys.argv[1]))"
     )
     folder = tmp_path / "data"

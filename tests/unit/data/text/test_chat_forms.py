@@ -16,7 +16,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
 from lockstep.config.resolve import resolve
 from lockstep.config.schema import DataOptions
-from lockstep.data.text.chat_samples import (
+from lockstep.corpus.text.chat_samples import (
     Chat,
     chat_samples,
     chats,
@@ -24,8 +24,8 @@ from lockstep.data.text.chat_samples import (
     last_answer,
     parse_chat,
 )
-from lockstep.data.text.chat_tokenizer import ChatTokenizer
-from lockstep.data.text.documents import source_of
+from lockstep.corpus.text.chat_tokenizer import ChatTokenizer
+from lockstep.corpus.text.documents import source_of
 from lockstep.errors import ConfigError, DataError
 
 ASK, ANSWER = (

@@ -15,7 +15,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 
 from lockstep.config.schema import DataOptions
-from lockstep.data.text.chat_samples import (
+from lockstep.corpus.text.chat_samples import (
     RENDER_DATE,
     Chat,
     SplitTokenError,
@@ -26,9 +26,9 @@ from lockstep.data.text.chat_samples import (
     parse_chat,
     refuse_unrendered,
 )
-from lockstep.data.text.chat_template import renderer
-from lockstep.data.text.chat_tokenizer import ChatTokenizer
-from lockstep.data.tokenizer import CHAT_SPECIALS, Tokenizer
+from lockstep.corpus.text.chat_template import renderer
+from lockstep.corpus.text.chat_tokenizer import ChatTokenizer
+from lockstep.corpus.tokenizer import CHAT_SPECIALS, Tokenizer
 from lockstep.errors import DataError
 from lockstep.tasks.language_model import answer_text
 

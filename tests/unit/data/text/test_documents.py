@@ -12,9 +12,9 @@ import pytest
 
 from lockstep.config.resolve import resolve
 from lockstep.config.schema import DataOptions
-from lockstep.data.text import documents as reader
-from lockstep.data.text.chat_samples import chats, drills
-from lockstep.data.text.documents import SPLITS, documents, source_of
+from lockstep.corpus.text import documents as reader
+from lockstep.corpus.text.chat_samples import chats, drills
+from lockstep.corpus.text.documents import SPLITS, documents, source_of
 from lockstep.errors import ConfigError, DataError
 
 TEXT = DataOptions(kind="text", held_out_share=0.2)
@@ -218,7 +218,7 @@ def test_the_splits_of_a_dataset_are_used_unchanged(hub: Path, tmp_path: Path) -
     ],
 )
 def test_a_split_is_not_used_twice(requested: dict[str, str], expected: dict[str, str]) -> None:
-    reader = pytest.importorskip("lockstep.data.pairs.huggingface")
+    reader = pytest.importorskip("lockstep.corpus.pairs.huggingface")
     assert (
         reader.choose_splits(
             {"train": "", "validation": "", "test": "", **requested}, list(SPLITS), "here"

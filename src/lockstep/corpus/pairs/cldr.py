@@ -32,7 +32,13 @@ import babel
 from babel import languages, localedata, numbers
 from babel.core import get_global
 
-from lockstep.data.pairs.cldr_format import SPACES, LocaleFormatter, MissingCldrData, Parts, locale
+from lockstep.corpus.pairs.cldr_format import (
+    SPACES,
+    LocaleFormatter,
+    MissingCldrData,
+    Parts,
+    locale,
+)
 from lockstep.errors import DataError
 
 GENERATOR = 1  # part of the fingerprint: increment it when the generated sentences change

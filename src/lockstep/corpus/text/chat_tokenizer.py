@@ -16,7 +16,7 @@ from typing import Any
 
 import tokenizers
 
-from lockstep.data.text.chat_template import TemplateError, renderer
+from lockstep.corpus.text.chat_template import TemplateError, renderer
 from lockstep.errors import DataError
 from lockstep.files import read_json, read_text
 

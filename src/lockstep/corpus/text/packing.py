@@ -19,8 +19,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from lockstep.corpus.text.token_stream import Ints, TokenStream
 from lockstep.data.order import UniformOrder, permute, splitmix64
-from lockstep.data.text.token_stream import Ints, TokenStream
 from lockstep.files import add_checksum, read_json, verify_checksum, write_atomic, write_json
 
 INDEX_FORMAT = 2  # increment it when `pack_rows` changes

@@ -1,8 +1,8 @@
 """The parallel corpus of a run: training, validation and test pairs from the source in `data.kind`.
 
-    cldr         generated from Unicode CLDR; needs no download         data/pairs/cldr.py
-    files        parallel text files                                    data/pairs/textfiles.py
-    huggingface  a dataset of the hub or of a local folder              data/pairs/huggingface.py
+    cldr         generated from Unicode CLDR; needs no download         corpus/pairs/cldr.py
+    files        parallel text files                                    corpus/pairs/textfiles.py
+    huggingface  a dataset of the hub or of a local folder              corpus/pairs/huggingface.py
 
 Every pair is either kept, or counted by reason in the report. If the source has no validation or
 test pairs, the training pairs whose source texts have the smallest hashes are held out. So equal
@@ -19,9 +19,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from lockstep.config import schema as config
+from lockstep.corpus.pairs import cldr, textfiles
+from lockstep.corpus.pairs.textfiles import Pairs
 from lockstep.data.manifest import NOT_SHARED, FileDigests
-from lockstep.data.pairs import cldr, textfiles
-from lockstep.data.pairs.textfiles import Pairs
 from lockstep.errors import ConfigError, DataError
 
 SPLITS = ("train", "validation", "test")
@@ -108,7 +108,7 @@ def read_splits(data: config.DataOptions) -> tuple[dict[str, Pairs], dict[str, i
             split: textfiles.read_pairs(paths, data.source, data.target, split)
             for split, paths in given.items()
         }, {}
-    return importlib.import_module("lockstep.data.pairs.huggingface").read_dataset(data), {}
+    return importlib.import_module("lockstep.corpus.pairs.huggingface").read_dataset(data), {}
 
 
 def clean(pairs: Pairs, left_out: Counter[str]) -> Pairs:

@@ -13,6 +13,11 @@ from functools import partial
 from pathlib import Path
 
 from lockstep.config import schema as config
+from lockstep.corpus.pairs import corpus
+from lockstep.corpus.pairs.corpus import SPLITS, Corpus, CorpusReport
+from lockstep.corpus.pairs.encoded import SIDES, EncodedPairs, write_side
+from lockstep.corpus.pairs.textfiles import Pairs
+from lockstep.corpus.tokenizer import Tokenizer
 from lockstep.data.manifest import (
     NOT_SHARED,
     FileDigests,
@@ -20,11 +25,6 @@ from lockstep.data.manifest import (
     open_manifest,
     write_manifest,
 )
-from lockstep.data.pairs import corpus
-from lockstep.data.pairs.corpus import SPLITS, Corpus, CorpusReport
-from lockstep.data.pairs.encoded import SIDES, EncodedPairs, write_side
-from lockstep.data.pairs.textfiles import Pairs
-from lockstep.data.tokenizer import Tokenizer
 from lockstep.errors import DataError
 from lockstep.files import remove_unpublished, write_atomic
 from lockstep.log import log

@@ -14,7 +14,7 @@ from pathlib import Path
 import datasets
 
 from lockstep.config.schema import DataOptions
-from lockstep.data.pairs.textfiles import Pairs, sides_of
+from lockstep.corpus.pairs.textfiles import Pairs, sides_of
 from lockstep.errors import ConfigError, DataError
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from lockstep.data.tokenizer import BEGIN, END, PAD
+from lockstep.corpus.tokenizer import BEGIN, END, PAD
 from lockstep.errors import DataError
 from lockstep.files import open_unpublished, publish
 

@@ -21,6 +21,10 @@ from typing import Any
 import tokenizers
 
 from lockstep.config.schema import RunConfig, TokenizerOptions
+from lockstep.corpus.text.chat_tokenizer import ChatTokenizer
+from lockstep.corpus.text.documents import SPLITS, Document, Split, in_groups, source_of
+from lockstep.corpus.text.token_stream import TokenStream, TokenStreamWriter
+from lockstep.corpus.tokenizer import Tokenizer
 from lockstep.data.manifest import (
     NOT_SHARED,
     FileDigests,
@@ -29,10 +33,6 @@ from lockstep.data.manifest import (
     verify_files,
     write_manifest,
 )
-from lockstep.data.text.chat_tokenizer import ChatTokenizer
-from lockstep.data.text.documents import SPLITS, Document, Split, in_groups, source_of
-from lockstep.data.text.token_stream import TokenStream, TokenStreamWriter
-from lockstep.data.tokenizer import Tokenizer
 from lockstep.errors import DataError
 from lockstep.files import open_unpublished, publish, remove_unpublished, sha256_file
 from lockstep.log import log

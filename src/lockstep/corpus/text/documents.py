@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from lockstep.config import schema as config
-from lockstep.data.pairs.textfiles import decode_text, lines_of, parse_json_line
-from lockstep.data.text.record_files import dataset_files, json_lines
+from lockstep.corpus.pairs.textfiles import decode_text, lines_of, parse_json_line
+from lockstep.corpus.text.record_files import dataset_files, json_lines
 from lockstep.errors import DataError
 
 T = TypeVar("T")
@@ -66,7 +66,7 @@ def documents(
 def splits_of(data: config.DataOptions) -> dict[Split, str]:
     """Return the splits of the source, with the dataset's name of each. DataError: used twice."""
     if data.kind == "huggingface":
-        return dict(importlib.import_module("lockstep.data.pairs.huggingface").splits_of(data))
+        return dict(importlib.import_module("lockstep.corpus.pairs.huggingface").splits_of(data))
     if data.kind not in ("text", "chat"):
         return {"train": ""}  # generated: ignores the files of a recipe
     owner: dict[Path, Split] = {}
@@ -139,7 +139,7 @@ def read(data: config.DataOptions, split: Split, named: str) -> Iterator[Documen
         for path in files_of(data, split):
             yield from read_file(path, data.column)
     else:
-        reader = importlib.import_module("lockstep.data.pairs.huggingface")
+        reader = importlib.import_module("lockstep.corpus.pairs.huggingface")
         rows = reader.read_column(data.dataset, data.subset, named, data.column)
         yield from (Document(f"{data.dataset} {split} {i}", text) for i, text in rows)
 

@@ -23,13 +23,13 @@ from itertools import accumulate
 from typing import Any
 
 from lockstep.config import schema as config
+from lockstep.corpus.pairs.textfiles import parse_json_line
+from lockstep.corpus.text.chat_template import GENERATION, MARKS
+from lockstep.corpus.text.chat_tokenizer import ChatTokenizer, Message
+from lockstep.corpus.text.documents import Split, choose_split, files_of, splits_of
+from lockstep.corpus.text.prepare import Sample
+from lockstep.corpus.text.record_files import records_of
 from lockstep.data.order import splitmix64
-from lockstep.data.pairs.textfiles import parse_json_line
-from lockstep.data.text.chat_template import GENERATION, MARKS
-from lockstep.data.text.chat_tokenizer import ChatTokenizer, Message
-from lockstep.data.text.documents import Split, choose_split, files_of, splits_of
-from lockstep.data.text.prepare import Sample
-from lockstep.data.text.record_files import records_of
 from lockstep.errors import DataError
 from lockstep.log import log
 

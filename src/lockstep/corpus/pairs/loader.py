@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from lockstep.corpus.pairs.encoded import EncodedPairs
 from lockstep.data.order import BucketOrder
-from lockstep.data.pairs.encoded import EncodedPairs
 
 
 @dataclass(frozen=True)

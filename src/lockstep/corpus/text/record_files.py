@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from lockstep.data.pairs.textfiles import lines_of
+from lockstep.corpus.pairs.textfiles import lines_of
 from lockstep.errors import ConfigError, DataError
 from lockstep.files import parse_json, read_json
 from lockstep.units import join_names
