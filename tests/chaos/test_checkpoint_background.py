@@ -306,6 +306,7 @@ def test_first_and_protect_are_called_in_the_writing_thread(tmp_path: Path) -> N
     checkpointer = Checkpointer(
         tmp_path, alone(), model, torch.optim.SGD(model.parameters()), keep=1
     )
+    checkpointer.add_to_saves(lambda step: {}, lambda: [1])
     with checkpointer:
         for step in (1, 2, 3):
 
@@ -313,7 +314,7 @@ def test_first_and_protect_are_called_in_the_writing_thread(tmp_path: Path) -> N
                 calls.append((f"first {step}", threading.current_thread().name))
                 assert step not in checkpointer.store.steps()
 
-            checkpointer.save(step, first=first, protect=lambda: [1])
+            checkpointer.save(step, first=first)
     assert checkpointer.store.steps() == [1, 3]
     assert calls == [(f"first {step}", f"save step {step}") for step in (1, 2, 3)]
 

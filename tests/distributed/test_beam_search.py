@@ -71,13 +71,13 @@ def uncached(model: Translator, source: torch.Tensor, max_tokens: int) -> list[l
     return translations
 
 
-def score(model: Translator, source: list[int], ids: list[int], length_penalty: float) -> float:
+def score(model: Translator, source: list[int], ids: list[int]) -> float:
     """Normalized log-probability of a finished translation."""
     log_p = model(
         pad_rows([source], torch.device("cpu")), torch.tensor([[BEGIN, *ids]])
     ).log_softmax(-1)[0]
     labels = torch.tensor([*ids, END])
-    return float(log_p.gather(1, labels[:, None]).sum()) / float(len(labels) ** length_penalty)
+    return float(log_p.gather(1, labels[:, None]).sum()) / len(labels)
 
 
 @torch.inference_mode()
@@ -112,11 +112,11 @@ def test_beam_search_is_at_least_as_probable_as_greedy(model: Translator) -> Non
     source = pad_rows(rows, torch.device("cpu"))
     searches = (
         beam_search(model, source, beams=1),
-        beam_search(model, source, beams=5, length_penalty=0.0),
+        beam_search(model, source, beams=5),
     )
     translations = list(zip(*searches, strict=True))
     gains = [
-        score(model, row, beam, 0.0) - score(model, row, greedy, 0.0)
+        score(model, row, beam) - score(model, row, greedy)
         for row, (greedy, beam) in zip(rows, translations, strict=True)
     ]
     assert sum(gains) > 0.1, "a wider search improves some sentences"

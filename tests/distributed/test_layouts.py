@@ -30,6 +30,7 @@ from lockstep.models import llama, lora, translator
 from lockstep.network.wire_format import Wire
 from lockstep.parallel.grad_norm import commit_gradient
 from lockstep.parallel.parallelize import LocalModel, parallelize
+from lockstep.parallel.plans import plan_of
 from lockstep.parallel.replica import Replica
 from lockstep.parallel.sharded_replica import ShardedReplica
 from lockstep.tasks.optim import make_optimizers
@@ -146,13 +147,14 @@ def build_local_model(
     with torch.device("meta"):
         made = model.make().to(dtype)
     value = lambda name, size: model.value(name, size).to(dtype)  # noqa: E731
+    if prepare_blocks := INSIDE[inside]:
+        prepare_blocks([made.get_submodule(name) for name in plan_of(made).units])
     return parallelize(
         made,
         layout,
         layout.coordinates(runtime.world.rank),
         value,
         CPU,
-        prepare_blocks=INSIDE[inside],
         **options,
     )
 

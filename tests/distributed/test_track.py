@@ -21,9 +21,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from wandb.proto import wandb_internal_pb2
 
 from lockstep.errors import ConfigError, DataError, LockstepError, UsageError
+from lockstep.files import add_checksum, write_json
 from lockstep.record import events
 from lockstep.record.backends import wandb_records, without_secrets
-from lockstep.record.metrics import read_metrics
+from lockstep.record.metrics import append_json, read_metrics
 from lockstep.record.tracker import BackgroundTracker, Tracker
 
 SCRIPT = Path(__file__).parents[1] / "support" / "track_actions.py"
@@ -95,14 +96,18 @@ def wandb_messages(folder: Path) -> Iterator[Any]:
             yield wandb_internal_pb2.Record.FromString(record)
 
 
+def evaluate(tracker: Tracker, step: int, values: dict[str, float]) -> None:
+    """Write a line as an evaluator does, and send it."""
+    append_json(tracker.evaluations, {"step": step, **values})
+    tracker.forward_evaluations()
+
+
 def test_other_ranks_write_nothing(tmp_path: Path) -> None:
     with Tracker(
         tmp_path / "run", leader=False, from_step=0, tensorboard=True, wandb="offline"
     ) as tracker:
         tracker.step(1, {"loss": 1.0})
         tracker.step(7, {"loss": 1.0})
-        tracker.validation(1, {"bleu": 1.0})
-        tracker.event("start")
         tracker.forward_evaluations()
         tracker.sync()
     assert list(tmp_path.iterdir()) == []
@@ -120,12 +125,10 @@ def test_disabled_packages_are_not_imported() -> None:
 
 def test_event_log_has_every_start_and_skips_torn_lines(tmp_path: Path) -> None:
     for start in (1, 2):
-        with Tracker(tmp_path, leader=True, from_step=0) as tracker:
-            tracker.event("start", workers=start, loss=float("nan"))
+        events.append_event(tmp_path, "start", workers=start, loss=float("nan"))
         with open(tmp_path / "events.jsonl", "a") as file:
             file.write('{"time": "2026-')
-    with Tracker(tmp_path, leader=True, from_step=0) as tracker:
-        tracker.event("end")
+    events.append_event(tmp_path, "end")
     lines = events.read_events(tmp_path)
     assert [line["event"] for line in lines] == ["start", "start", "end"]
     assert [line.get("workers") for line in lines] == [1, 2, None]
@@ -296,7 +299,7 @@ def test_tensorboard_rewinds_with_the_run(tmp_path: Path) -> None:
     with Tracker(tmp_path, leader=True, from_step=0, tensorboard=True) as tracker:
         steps(tracker, 1, 10)
         for step in (2, 8):
-            tracker.validation(step, {"bleu": float(step)})
+            evaluate(tracker, step, {"bleu": float(step)})
     for from_step in (5, 5, 7):
         with Tracker(tmp_path, leader=True, from_step=from_step, tensorboard=True) as tracker:
             steps(tracker, from_step + 1, 9)
@@ -323,7 +326,7 @@ def test_tensorboard_reads_starts_in_order_despite_wrong_clocks(tmp_path: Path) 
 def test_backend_enabled_later_gets_the_whole_history(tmp_path: Path) -> None:
     with Tracker(tmp_path, leader=True, from_step=0) as tracker:
         steps(tracker, 1, 10)
-        tracker.validation(5, {"bleu": 20.5})
+        evaluate(tracker, 5, {"bleu": 20.5})
     with Tracker(tmp_path, leader=True, from_step=8, tensorboard=True) as tracker:
         steps(tracker, 9, 11)
     assert tensorboard(tmp_path, "train/loss") == losses(1, 11)
@@ -395,24 +398,6 @@ def test_training_waits_for_an_evaluator_that_forwards_its_lines(tmp_path: Path)
         with pytest.raises(UsageError, match="another process is recording this run"):
             Tracker(tmp_path, leader=True, from_step=None)
     end.join()
-
-
-def test_repeated_evaluation_is_recorded_once(tmp_path: Path) -> None:
-    evaluations = tmp_path / "evaluations.jsonl"
-    with Tracker(tmp_path, leader=True, from_step=0) as tracker:
-        steps(tracker, 1, 6)
-        tracker.validation(5, {"loss": 0.5})
-    with open(evaluations, "a") as file:
-        file.write('{"step": 6, "lo')  # another writer was killed here
-    with Tracker(tmp_path, leader=True, from_step=4) as tracker:
-        steps(tracker, 5, 6)
-        tracker.validation(5, {"loss": 0.5})
-        tracker.validation(6, {"loss": 0.25})
-    assert evaluations.read_text().splitlines() == [
-        '{"step": 5, "loss": 0.5}',
-        '{"step": 6, "lo',
-        '{"step": 6, "loss": 0.25}',
-    ]
 
 
 def assert_uploaded_once(folder: Path, last: int) -> None:
@@ -533,9 +518,8 @@ def test_online_cursor_comes_from_the_server(
         steps(tracker, 1, 6)
     (tmp_path / "evaluations.jsonl").write_text("".join(lines))
     # Killed while online: the server has four of the six sent steps and one evaluation.
-    (tmp_path / "tracker.json").write_text(
-        '{"wandb_id": "abc", "wandb": {"step": 6, "evaluations_bytes": 50, "rows": 8}}'
-    )
+    cursor = {"step": 6, "evaluations_bytes": 50, "rows": 8}
+    write_json(tmp_path / "tracker.json", add_checksum({"wandb_id": "abc", "wandb": cursor}))
     server = Server({"lockstep/step": 4, "lockstep/evaluations": len(lines[0])}, step=5)
     monkeypatch.setitem(sys.modules, "wandb", server)
     with Tracker(tmp_path, leader=True, from_step=5, wandb="online") as tracker:
@@ -622,7 +606,7 @@ def test_training_continues_when_a_backend_raises(
         for first in (1, 3, 5):
             tracker.backends["tensorboard"].writer = Broken()  # type: ignore[attr-defined]
             steps(tracker, first, first)
-            tracker.validation(first, {"bleu": 1.0})
+            evaluate(tracker, first, {"bleu": 1.0})
             steps(tracker, first + 1, first + 1)
             tracker.sync()
     assert tensorboard(tmp_path, "train/loss") == losses(1, 6)

@@ -12,7 +12,7 @@ purpose, so it is a warning and an event in events.jsonl.
 import json
 import re
 import secrets
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +32,10 @@ def refuse_other_run(
     now: Mapping[str, Any],
     step: int,
     folder: Path,
-    allowed: Collection[str] = (),
 ) -> None:
     """CheckpointError when the checkpoint with facts `before` belongs to another run than `now`.
-    Keys in `allowed` were changed on purpose; a key that one side lacks is not compared."""
-    if problems := fingerprint_changes(before, now, allowed):
+    A key that one side lacks is not compared."""
+    if problems := fingerprint_changes(before, now):
         raise CheckpointError(
             f"the checkpoint of step {step} belongs to another run: {'; '.join(problems)}",
             f"{folder}: {FACTS} of that checkpoint holds the old values; run.json, {RUN_ID} and the data of this start hold the new ones",
@@ -44,14 +43,12 @@ def refuse_other_run(
         )
 
 
-def fingerprint_changes(
-    before: Mapping[str, Any], now: Mapping[str, Any], allowed: Collection[str] = ()
-) -> list[str]:
+def fingerprint_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     old, new = (
         {"run_id": facts.get("run_id") or "", **facts.get("fingerprints", {})}
         for facts in (before, now)
     )
-    return changes({key: value for key, value in old.items() if value and key not in allowed}, new)
+    return changes({key: value for key, value in old.items() if value}, new)
 
 
 def tolerated_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

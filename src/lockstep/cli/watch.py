@@ -214,9 +214,9 @@ def progress_line(data: RunData) -> Text:
     )
 
 
-def sparkline(curve: Curve, width: int = 40) -> str:
+def sparkline(curve: Curve) -> str:
     """Return the newest bins of a curve as blocks, from their lowest to their highest mean."""
-    values = [point[1] for point in curve.points()[-width:]]
+    values = [point[1] for point in curve.points()[-40:]]
     low, high = min(values, default=0.0), max(values, default=0.0)
     return "".join(
         BLOCKS[int((len(BLOCKS) - 1) * (value - low) / ((high - low) or 1.0))] for value in values

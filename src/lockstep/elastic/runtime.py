@@ -212,9 +212,9 @@ class ElasticRuntime(AbstractContextManager["ElasticRuntime"]):
         steps = [member.step for member in self.member_progress]
         return bool(steps) and 0 <= steps[self.world.rank] < max(steps) == self.progress.step
 
-    def set_loop_state(self, name: str, values: Mapping[str, Any]) -> None:
+    def set_loop_state(self, values: Mapping[str, Any]) -> None:
         """Set what a joiner receives besides tensors: JSON values, equal on all workers."""
-        self.loop_state = {**self.loop_state, name: values}
+        self.loop_state = values
 
     def set_ledger(self, ledger: Ledger) -> None:
         """Continue the time account of an earlier start of the run."""

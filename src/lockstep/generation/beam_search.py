@@ -31,17 +31,16 @@ def beam_search(
     source: Tensor,
     *,
     beams: int,
-    length_penalty: float = 1.0,
     max_tokens: int = 256,
 ) -> list[list[int]]:
     """Return the ids of each row's best translation found with K beams, without END.
 
     source  (B, S): each row a sentence, END, PAD
 
-    The best has the highest log-probability / tokens ** length_penalty, counting END. A sentence is
+    The best has the highest log-probability / tokens, counting END. A sentence is
     done when K of its translations are finished, or at its limit. One beam is greedy search.
     """
-    search = BeamSearch(source, beams, length_penalty, max_lengths(source, max_tokens))
+    search = BeamSearch(source, beams, max_lengths(source, max_tokens))
     cache = model.new_cache(model.encode(source), beams=beams, capacity=FIRST_CAPACITY)
     tokens = torch.full((len(source), beams), BEGIN, device=source.device)
     while True:
@@ -63,8 +62,8 @@ def beam_search(
 class BeamSearch:
     """State of a beam search over B sentences: the beams and the finished translations."""
 
-    def __init__(self, source: Tensor, beams: int, length_penalty: float, limit: Tensor) -> None:
-        self.beams, self.length_penalty, self.limit = beams, length_penalty, limit.tolist()
+    def __init__(self, source: Tensor, beams: int, limit: Tensor) -> None:
+        self.beams, self.limit = beams, limit.tolist()
         self.rows = list(range(len(source)))  # sentence of each row of the batch
         self.finished: list[list[tuple[float, list[int]]]] = [[] for _ in self.rows]  # score, ids
         self.done = [False for _ in self.rows]
@@ -118,9 +117,7 @@ class BeamSearch:
 
     def finish(self, row: int, beam: int, log_probability: float, tokens: int) -> None:
         ids = self.written[row, beam, : self.position].tolist()
-        self.finished[self.rows[row]].append(
-            (log_probability / float(tokens**self.length_penalty), ids)
-        )
+        self.finished[self.rows[row]].append((log_probability / float(tokens), ids))
 
     def keep_rows(self, remaining: Sequence[int], kept: Tensor) -> None:
         self.rows = [self.rows[i] for i in remaining]

@@ -251,15 +251,14 @@ def weights_changed_error(folder: Path, start: str, expected: str, current: str)
     )
 
 
-def open_weights(folder: Path, step: int | None = None, backend: str = "lockstep") -> LlamaWeights:
-    """Open the model in a run folder (at `step`, verified; None: the newest) or Hugging Face
-    folder.
+def open_weights(folder: Path, backend: str = "lockstep") -> LlamaWeights:
+    """Open the model in a run folder (the newest, verified) or Hugging Face folder.
 
     UsageError: there is none. CheckpointError: it is damaged.
     """
     if is_llama_run(folder):
         config, hf_config = read_model(folder)
-        with commands.open_verified(folder, step) as (_, opened):
+        with commands.open_verified(folder, None) as (_, opened):
             tensors = merge_adapters(folder, model_tensors(opened))
         dtype = read_json(folder / MODEL).get("dtype") or dtype_of(tensors)
         return LlamaWeights(

@@ -186,7 +186,6 @@ def parallelize(  # 11 parameters: a model, its place in the layout, and three o
     *,
     plan: ParallelPlan | None = None,
     stage: PipelineStage | None = None,
-    prepare_blocks: Callable[[list[nn.Module]], None] | None = None,
     prefetch_units: int = 1,
     reshard_after_forward: bool = True,
     chunks_per_stage: int = 1,
@@ -198,7 +197,6 @@ def parallelize(  # 11 parameters: a model, its place in the layout, and three o
                            values, and a replica is several workers
     plan                   None: that of the built-in models
     stage                  to which `model` has been cut already
-    prepare_blocks         called with the blocks before sharding (checkpointing, compile)
     prefetch_units         units gathered ahead of the one that computes
     reshard_after_forward  False: keep units gathered until the backward pass (ZeRO-2)
     chunks_per_stage       interleaved pipeline: model chunks of each stage
@@ -206,8 +204,6 @@ def parallelize(  # 11 parameters: a model, its place in the layout, and three o
     """
     if layout.workers_per_replica == 1 and init_param:
         whole = materialize(model, device, init_param)
-        if prepare_blocks:
-            prepare_blocks([whole.get_submodule(name) for name in plan_of(whole).units])
         return LocalModel(whole, layout, local_params=dict(whole.named_parameters()))
     plan, groups = plan or plan_of(model), ProcessGroups(layout, in_thread=device.type == "cpu")
     if stage is None and layout.pipeline > 1:
@@ -215,8 +211,6 @@ def parallelize(  # 11 parameters: a model, its place in the layout, and three o
         stage = build_stage(model, coordinates.stage, layout.pipeline, chunks_per_stage)
     plan = plan.within(model)
     tensor_slices, plan_check = split_layers(model, plan, groups, coordinates.tensor, verify=verify)
-    if prepare_blocks:
-        prepare_blocks([model.get_submodule(name) for name in plan.units])
     # The mesh only defines the ranks; its group cannot send.
     mesh = mesh_without_backend(
         device.type, coordinates.shard, layout.shard, f"lockstep-shard-{next(GROUP_NUMBERS)}"

@@ -36,12 +36,10 @@ from lockstep.record.backends import (
     load_backend,
     without_secrets,
 )
-from lockstep.record.events import append_event
 from lockstep.record.metrics import (
     MAX_STATES,
     FileState,
     MetricsFile,
-    append_json,
     decode_line,
     find_damage,
     iter_steps,
@@ -150,7 +148,6 @@ class Tracker(AbstractContextManager["Tracker"]):
         self.cursors: dict[
             str, Cursor
         ] = {}  # what each open backend was sent; `state` has what it has flushed
-        self.pending_evaluations: deque[dict[str, Any]] = deque()
         self.recent_steps: deque[tuple[int, dict[str, Any]]] = deque(maxlen=REMEMBERED_STEPS)
         self.warnings_logged: set[str] = set()
         self.lock: int | None = None
@@ -176,9 +173,6 @@ class Tracker(AbstractContextManager["Tracker"]):
                     folder / "metrics.jsonl", from_step, known if verifies else ()
                 )
                 self._store_states(known if self.metrics.size else [])
-            self.evaluated = {
-                (line["step"], frozenset(line)) for line in iter_steps(self.evaluations)
-            }
             if tensorboard:
                 self.factories["tensorboard"] = partial(
                     TensorBoard, folder, from_step=from_step, note=self._store
@@ -245,31 +239,10 @@ class Tracker(AbstractContextManager["Tracker"]):
         for name in list(self.backends):
             self._send_step(name, step, values)
 
-    def validation(self, step: int, values: Mapping[str, Any]) -> None:
-        """Record an evaluation of this process, unless it is recorded (repeated step)."""
-        if not self.leader or (step, frozenset({"step", *values})) in self.evaluated:
-            return
-        self.evaluated.add((step, frozenset({"step", *values})))
-        self.pending_evaluations.append({"step": step, **values})
-        self.forward_evaluations()
-
-    def event(self, kind: str, **facts: Any) -> None:
-        """Append an event with its time, by this machine's clock, to events.jsonl."""
-        if self.leader:
-            append_event(self.folder, kind, **facts)
-
     def forward_evaluations(self) -> None:
         """Send new lines of evaluations.jsonl to the backends, at the step of their checkpoint."""
         if not self.leader:
             return
-        try:
-            while self.pending_evaluations:
-                append_json(self.evaluations, self.pending_evaluations[0])
-                self.pending_evaluations.popleft()
-        except OSError as error:
-            self._warn(
-                f"{self.evaluations} cannot be written ({error.strerror}); training continues, its lines stay in memory"
-            )
         try:
             size = self.evaluations.stat().st_size if self.evaluations.exists() else 0
             for name in list(self.backends):

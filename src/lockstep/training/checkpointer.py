@@ -61,7 +61,6 @@ class SaveRequest:
     step: int
     facts: dict[str, Any]
     first: Callable[[], None]
-    protect: Callable[[], Collection[int]]
 
 
 class Checkpointer:
@@ -347,7 +346,6 @@ class Checkpointer:
         how: str = "auto",
         fingerprints: Mapping[str, str] | None = None,
         facts: Mapping[str, Any] | None = None,
-        allowed: Collection[str] = (),
         options: Mapping[str, str] | None = None,
         overridden: Callable[[Mapping[str, Any], int], Collection[str]] | None = None,
     ) -> int:
@@ -360,7 +358,6 @@ class Checkpointer:
         fingerprints  must be equal on all workers; a worker that differs is refused
         facts         written to each checkpoint, see checkpoint/fingerprints.py; by default only
                       the fingerprints
-        allowed       names of fingerprints that the user changed on purpose
         options       must be equal on all workers, but may change at a resume
         overridden    names of the values that the user changed on purpose since a checkpoint, given
                       its facts and step: what they change in the optimizers holds
@@ -394,7 +391,7 @@ class Checkpointer:
             self.runtime, lambda: make_run_id(run_folder, saved_id)
         )
         if checkpoint:
-            self._refuse_other_run(checkpoint, allowed)
+            self._refuse_other_run(checkpoint)
             names = [*overridden(checkpoint.facts, checkpoint.step)] if overridden else []
             if self.state is not None and not names:
                 trained_parameters.warn_of_other_options(
@@ -422,17 +419,15 @@ class Checkpointer:
             )
         return self._saved_step
 
-    def _refuse_other_run(self, checkpoint: Checkpoint, allowed: Collection[str]) -> None:
+    def _refuse_other_run(self, checkpoint: Checkpoint) -> None:
         """Refuse a checkpoint of another run; log differences that are tolerated."""
-        refuse_other_run(
-            checkpoint.facts, self.run_facts, checkpoint.step, self.store.folder, allowed
-        )
+        refuse_other_run(checkpoint.facts, self.run_facts, checkpoint.step, self.store.folder)
         differences = tolerated_changes(checkpoint.facts, self.run_facts)
         for sentence in differences:
             log.warning("this run may continue with other bits than where it started: %s", sentence)
         self.differences = [
             *differences,
-            *fingerprint_changes(checkpoint.facts, self.run_facts, ()),
+            *fingerprint_changes(checkpoint.facts, self.run_facts),
         ]
         if differences and self.runtime.world.leader:
             append_event(
@@ -498,7 +493,6 @@ class Checkpointer:
         facts: dict[str, Any] | None = None,
         *,
         first: Callable[[], None] = do_nothing,
-        protect: Callable[[], Collection[int]] = tuple,
         waits: bool = True,
         again: bool = False,
     ) -> None:
@@ -511,7 +505,6 @@ class Checkpointer:
 
         facts    JSON values for facts.json
         first    called in the background before anything is written
-        protect  called in the background: steps that retention must keep, such as the best
         waits    for the previous save. False: skip this one after SAVE_TIMEOUT_S (in whole replicas)
         again    also if this worker counts the step as saved
         """
@@ -528,7 +521,7 @@ class Checkpointer:
         facts = self._more_facts(step) | (facts or {})
         written = {**self.run_facts, **described, **facts}
         self._saved_step = step
-        self._request = SaveRequest(step, written, first, protect)
+        self._request = SaveRequest(step, written, first)
         if self._replicas_identical and not self._replicas_identical(step):
             self._undecided_generation = self.runtime.world.generation
             return
@@ -613,7 +606,7 @@ class Checkpointer:
             request.step,
             self._state_to_write(),
             request.facts,
-            lambda: {*request.protect(), *self._protect()},
+            self._protect,
             request.first,
         )
 

@@ -173,7 +173,7 @@ class SkippedMicroBatches:
         self.checkpointer = checkpointer
         self.runtime = checkpointer.runtime
         saved: Mapping[str, Any] = (
-            self.runtime.loop_state.get("rollback") or checkpointer.facts.get("rollback") or {}
+            self.runtime.loop_state or checkpointer.facts.get("rollback") or {}
         )
         self._given = parse_skip(options.skip)
         skipped = saved.get("skipped", {})
@@ -196,7 +196,7 @@ class SkippedMicroBatches:
     def _record(self) -> None:
         if self._found or self._losses:
             self.checkpointer.run_facts["rollback"] = self.to_json()
-            self.runtime.set_loop_state("rollback", self.to_json())
+            self.runtime.set_loop_state(self.to_json())
 
     def refuse_unsupported(self, parts: Mapping[str, bool]) -> None:
         """UsageError if one of these `parts` of the run is used: no micro-batch is computed alone

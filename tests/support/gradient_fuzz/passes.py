@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from lockstep.data.order import splitmix64
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.parallel.parallelize import LocalModel, parallelize
+from lockstep.parallel.plans import plan_of
 from lockstep.parallel.replica import Replica
 from lockstep.parallel.sharded_replica import ShardedReplica
 from lockstep.runtime.numerics import seed_generators
@@ -264,13 +265,14 @@ def use_gradients(case: Case, model: nn.Module) -> None:
 def run_sharded(runtime: ElasticRuntime, case: Case, plant: str, outcome: Outcome) -> None:
     model = llama_of(case)
     freeze(case, model, 0)
+    if case.checkpointed:
+        checkpoint_blocks([model.get_submodule(name) for name in plan_of(model).units])
     local = parallelize(
         model,
         case.layout,
         case.layout.coordinates(runtime.world.rank),
         lambda name, size: llama_value(case, name, size),
         CPU,
-        prepare_blocks=checkpoint_blocks if case.checkpointed else None,
         prefetch_units=case.prefetch_units,
         reshard_after_forward=case.reshard,
     )

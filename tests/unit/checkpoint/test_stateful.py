@@ -158,7 +158,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 @pytest.mark.parametrize(
     ("optimizers", "state", "what"),
     [
-        (sgd, {}, "in the checkpoint, but not in Checkpointer\\(state=...\\): state.odd"),
+        (sgd, {}, "in the checkpoint, but not in session.state\\(name=object\\): state.odd"),
         (sgd, {"odd": Odd(1), "more": Odd(2)}, "missing in the checkpoint: state.more"),
         (
             lambda m: torch.optim.AdamW(m.parameters()),
