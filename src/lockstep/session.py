@@ -160,8 +160,10 @@ class Session:
         if self.values.run is None:
             session_checks.refuse_ineffective_variables(os.environ)
         session_checks.refuse_second_session(self.out, self._open, bool(self._entered), worker_env)
+        # The values of a run file have taken the variables into account.
+        environ = os.environ if self.values.run is None else {}
         self.layout = sharding.choose_replica_layout(
-            self.layout, self.values.micro_batches, worker_env
+            self.layout, self.values.micro_batches, worker_env, environ
         )
         with ExitStack() as stack:
             if "runtime" not in vars(self):

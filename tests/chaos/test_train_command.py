@@ -563,7 +563,7 @@ def test_workers_without_a_micro_batch_are_on_standby(tmp_path: Path) -> None:
     assert refused.returncode == 2 and "3 workers for a step of 2 micro-batches" in refused.stderr
 
 
-@pytest.mark.parametrize("words", [["--resume", "never"], ["--profile", "steps=1..2"], ["--show"]])
+@pytest.mark.parametrize("words", [["--resume", "never"], ["--show"]])
 def test_an_option_for_run_files_is_refused_with_a_user_script(
     tmp_path: Path, words: list[str]
 ) -> None:

@@ -121,15 +121,17 @@ def new_folder(alone: Path, folder: Path) -> Path:
 @pytest.mark.parametrize(
     ("kind", "first", "then"),
     [
-        ("translator", (2, SHARDS), (4, SHARDS)),
-        ("translator", (3, {"layout.shard": 3}), (2, {"layout.shard": 1})),
-        ("int8", (2, SHARDS), (4, SHARDS)),
+        pytest.param("translator", (2, SHARDS), (4, SHARDS), marks=pytest.mark.long),
+        pytest.param(
+            "translator", (3, {"layout.shard": 3}), (2, {"layout.shard": 1}), marks=pytest.mark.long
+        ),
+        pytest.param("int8", (2, SHARDS), (4, SHARDS), marks=pytest.mark.long),
         (
             "llama",
             (2, SHARDS | {"fsdp.reduce": "per_step"}),
             (4, SHARDS | {"fsdp.reshard_after_forward": False}),
         ),
-        ("adapters", (1, {}), (4, SHARDS)),
+        pytest.param("adapters", (1, {}), (4, SHARDS), marks=pytest.mark.long),
     ],
 )
 def test_each_layout_has_the_hash_and_the_metrics_of_one_worker(

@@ -18,7 +18,6 @@ from unit.models.test_families import random_model
 from lockstep.cli.main import main
 from lockstep.config.adapter_config import ADAPTER_CONFIG, read_adapter_config
 from lockstep.config.resolve import resolve
-from lockstep.config.saved_run import from_json, to_json
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.models.llama_io import load_llama
 
@@ -345,7 +344,7 @@ def test_only_adapters_that_fit_a_model_of_transformers_are_exported(
         assert text in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
-def test_values_of_a_folder_have_their_origin_and_an_option_of_earlier_versions_is_dropped(
+def test_values_of_a_folder_have_their_origin(
     adapter: Path,
 ) -> None:
     resolved = resolve(
@@ -365,9 +364,6 @@ def test_values_of_a_folder_have_their_origin_and_an_option_of_earlier_versions_
         ("value", "out", "down"),
     )
     assert resolved.origin["lora.rank"] == f"adapter_config.json in {adapter}"
-    saved = json.loads(json.dumps(to_json(resolved)))
-    saved["values"]["lora"]["save"] = "adapters"
-    assert from_json(saved) == resolved
     with pytest.raises(ConfigError, match=r"lora\.rank is 0, which means no adapters"):
         resolve(
             None,

@@ -151,6 +151,7 @@ def test_all_planted_documents_are_found_and_only_their_micro_batches_skipped(
     assert all(float(loss) > 0 and float(norm) > 0 for loss, norm in losses(reference))
 
 
+@pytest.mark.long
 def test_the_weights_are_those_of_a_healthy_model_that_never_had_these_micro_batches(
     case: Poisoned, reference: Path, tmp_path: Path
 ) -> None:

@@ -121,6 +121,7 @@ def test_profile_writes_a_trace_of_these_steps_on_each_rank(plain: Path, tmp_pat
     assert digest_line(tmp_path / "run") == digest_line(plain / "run")
 
 
+@pytest.mark.long
 def test_profile_of_a_script_without_a_session_is_a_warning(tmp_path: Path) -> None:
     (tmp_path / "plain.py").write_text("print('trained')\n")
     words = ["--out", tmp_path / "run", "--profile", "steps=2", tmp_path / "plain.py"]
@@ -129,6 +130,7 @@ def test_profile_of_a_script_without_a_session_is_a_warning(tmp_path: Path) -> N
     assert "--profile steps=2: no Session has trained these steps" in done.stderr
 
 
+@pytest.mark.long
 def test_profile_of_a_function(tmp_path: Path) -> None:
     (tmp_path / "loop.py").write_text(LOOP)
     words = ["--workers", 1, "--out", tmp_path / "run", "--profile", "steps=4"]

@@ -168,6 +168,7 @@ def test_a_worker_that_joins_has_the_overridden_value(loop: Path, tmp_path: Path
     assert set(logged(healed, "rate")[4:]) == {0.05}
 
 
+@pytest.mark.long
 def test_launch_of_a_script_compares_the_values_of_its_function(loop: Path, tmp_path: Path) -> None:
     run, report = tmp_path / "run", tmp_path / "report.html"
     assert run_loop(loop, run, 2) == DONE

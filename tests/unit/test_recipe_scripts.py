@@ -61,7 +61,7 @@ def test_recipes_copy_writes_a_script_once(
     file = tmp_path / "my.py"
     assert main(["recipes", "copy", "translate", str(file)]) == 0
     assert file.read_text() == script_path("translate").read_text()
-    assert f"lockstep run {file}" in capsys.readouterr().out
+    assert f"lockstep run --workers 2 {file} --steps 40" in capsys.readouterr().out
     wrong = {
         ("translate", str(file)): "was not written: File exists",
         ("nothing", str(tmp_path / "other.py")): "there is no script 'nothing'",

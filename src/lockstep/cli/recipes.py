@@ -7,7 +7,13 @@ from pathlib import Path
 from lockstep.config.resolve import recipes
 from lockstep.errors import UsageError
 
-SCRIPTS = ("translate", "pretrain", "finetune", "diloco")  # in lockstep/recipes
+# The scripts in lockstep/recipes, and the words of a run that needs no other files.
+SCRIPTS = {
+    "translate": "",
+    "pretrain": " recipes/llama-pretrain.toml",
+    "finetune": " recipes/llama-sft.toml",
+    "diloco": " --diloco.learners 4 --diloco.every 20",
+}
 
 
 def main(args: argparse.Namespace, rest: list[str]) -> int:
@@ -42,7 +48,7 @@ def copy_script(words: list[str]) -> None:
         what = f"{file} was not written: {error.strerror}"
         hint = "give a new file in a folder that exists"
         raise UsageError(what, "lockstep recipes copy", hint) from None
-    print(f"{file}: lockstep run {file} --workers 2 --steps 40")
+    print(f"{file}: lockstep run --workers 2 {file}{SCRIPTS[name]} --steps 40")
 
 
 def text_of(spelled: str) -> str:

@@ -16,8 +16,6 @@ from lockstep.agent.agent import run_until_end
 from lockstep.agent.config import AgentConfig
 from lockstep.agent.forkserver import WorkerProgram
 from lockstep.agent.restart_policy import PLAIN_SCRIPT_POLICY
-from lockstep.checkpoint.folder import committed_steps
-from lockstep.checkpoint.policy import choose_resume_step
 from lockstep.cli.report import write_at_end
 from lockstep.cli.script import (
     folder_of,
@@ -29,12 +27,12 @@ from lockstep.cli.script import (
 from lockstep.config import rules
 from lockstep.config.resolve import find_run_file, parse_flags
 from lockstep.config.rules import shared_values
-from lockstep.config.schema import ResolvedRun, RunConfig, ScheduleOverride
+from lockstep.config.schema import ResolvedRun, RunConfig
 from lockstep.elastic.run_folder import remove_untrained_run
 from lockstep.errors import UsageError
 from lockstep.layout import Layout, choose_layout
 from lockstep.log import log
-from lockstep.recipes.values import open_run
+from lockstep.recipes.values import open_with_overrides, resume_step
 from lockstep.runtime.environment import check_worker_count, default_worker_count, read_rank_info
 from lockstep.runtime.exit_report import worker_main
 from lockstep.runtime.session_start import StartAgainError
@@ -219,18 +217,7 @@ class RunRequest:
 
     def open(self, resume: str) -> ResolvedRun:
         """Return the configuration, with overrides from the checkpoint that `resume` names."""
-        override = (
-            ScheduleOverride(self.resume_step(resume), rules.parse_overrides(self.overrides))
-            if self.overrides
-            else None
-        )
-        return open_run(
-            self.folder, self.run_file, self.flags, os.environ, override, rewind=resume.isdecimal()
-        )
-
-    def resume_step(self, resume: str) -> int:
-        """Return the step of the checkpoint that `resume` names; 0: from scratch."""
-        return choose_resume_step(resume, committed_steps(self.folder / "checkpoints"))[0] or 0
+        return open_with_overrides(self.folder, self.run_file, self.flags, resume, self.overrides)
 
     def validate(self) -> RunConfig | None:
         """Check what can be checked alone. Return the configuration; None for a script."""
@@ -240,7 +227,7 @@ class RunRequest:
         rules.refuse_missing_packages(
             resolved, prepared=(self.folder / "data" / "prepared.json").exists()
         )
-        self.resume_step(self.resume)
+        resume_step(self.folder, self.resume)
         return resolved.run
 
     def command_words(self, resume: str) -> tuple[str, ...]:

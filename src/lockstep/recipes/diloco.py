@@ -51,10 +51,10 @@ def main(run: recipes.RecipeRun) -> None:
                     recipes.set_learning_rate(optimizer, rate)
                     optimizer.step()
 
-            norm = session.clip_grad_norm_(math.inf)  # of the mean change
+            norm = session.clip_grad_norm_(math.inf)  # of the mean change, which is not clipped
             outer.step()
-            steps = step + diloco.every
-            if config.optim.ema_decay:
+            steps = step + diloco.every  # of each learner, so far
+            if config.optim.ema_decay:  # of `every` steps at once
                 recipes.update_average([outer], config.optim.ema_decay**diloco.every, steps)
             epoch = data.loader.order.epoch(steps)
             session.log(step, norm=norm, learning_rate=rate, epoch=epoch)

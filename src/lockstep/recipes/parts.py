@@ -42,7 +42,7 @@ def open_learners_data(run: RecipeRun) -> Task:
 
 def _open(run: RecipeRun, task: str, kind: type[T]) -> T:
     if run.config.task != task:
-        hint = f"give --task {task}, or start the script of {run.config.task}"
+        hint = "give a run file of its task: recipes/llama-pretrain.toml, recipes/llama-sft.toml"
         what = f"the run has task={run.config.task}, and this script is for {task}"
         raise ConfigError(what, "task", hint)
     if run.config.diloco.learners:
@@ -54,8 +54,8 @@ def _open(run: RecipeRun, task: str, kind: type[T]) -> T:
 
 
 def make_optimizers(run: RecipeRun, model: nn.Module) -> list[torch.optim.Optimizer]:
-    """Return the optimizers of the trained parameters of a model on the meta device: sections [optim]
-    and [memory]."""
+    """Return the optimizers of a model on the meta device, as the sections [optim] and [memory]
+    have them."""
     on_gpu = run.runtime.world.device.type == "cuda"
     return optim.make_optimizers(model, run.config.optim, run.config.memory, on_gpu=on_gpu)
 

@@ -20,7 +20,8 @@ def main(run: recipes.RecipeRun) -> None:
     text = recipes.open_documents(run)
     held_out = recipes.held_out_batches(run, text)
 
-    # A model without memory: `prepare` gives it to each worker, whole or in slices.
+    # A model on the meta device, without memory. `prepare` gives it to each worker, whole or in
+    # slices, with its initial weights or those of llama.init_from.
     model = text.meta_model()
     optimizers = recipes.make_optimizers(run, model)
 
@@ -36,24 +37,25 @@ def main(run: recipes.RecipeRun) -> None:
                 loss = model(batch.tokens, batch.labels, batch.documents)
                 session.backward(loss, count=batch.count)  # a sum over the predicted tokens
 
-            norm = session.clip_grad_norm_(config.optim.clip_norm or math.inf)
-            rate = recipes.learning_rate(step + 1, run.optim_after(step))
+            norm = session.clip_grad_norm_(config.optim.clip_norm or math.inf)  # 0: never clipped
+            rate = recipes.learning_rate(step + 1, run.optim_after(step))  # --override changes it
             for optimizer in optimizers:
                 recipes.set_learning_rate(optimizer, rate)
                 optimizer.step()
-            if config.optim.ema_decay:
+            if config.optim.ema_decay:  # beside the moments; validated and exported
                 recipes.update_average(optimizers, config.optim.ema_decay, step + 1)
             epoch = text.loader.order.epoch(step + 1)
             session.log(step, norm=norm, learning_rate=rate, epoch=epoch)
 
             if held_out and (step + 1) % config.evaluate.every_steps == 0:
-                with recipes.averaged_weights(optimizers):
+                with recipes.averaged_weights(optimizers):  # if there are averages
                     loss = recipes.mean_loss(session, model, held_out)
                 best.update(step, loss)
                 stopping.update(loss)
                 session.log(step, **recipes.loss_and_perplexity(loss))
                 session.print(recipes.validation_line(step + 1, loss, best, stopping))
 
+    # The last checkpoint: scores and samples, and the command that uses it.
     recipes.evaluate_at_end(run)
 
 

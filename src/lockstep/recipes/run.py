@@ -30,7 +30,7 @@ from lockstep.tasks.open import Task, open_task
 from lockstep.tasks.optim import adamw_share
 from lockstep.training.model_flops import known_peak
 from lockstep.training.rollback import Rollback
-from lockstep.training.session_checks import ReplicaOptions
+from lockstep.training.session_checks import ReplicaOptions, profiled_steps
 
 
 class RecipeRun:
@@ -63,8 +63,6 @@ class RecipeRun:
         """Collective. Open the Session of the run, with its values."""
         config = self.config
         layout = config.layout
-        if config.track.backend:
-            load_backend(config.track.backend)  # a wrong one is refused before data is prepared
         options: ReplicaOptions = {
             "wire": config.parallel.wire,
             "bucket_bytes": config.parallel.bucket_bytes,
@@ -106,7 +104,7 @@ class RecipeRun:
         config = self.config
         if config.memory.weights == "bf16":
             model.bfloat16()
-        return session.prepare(
+        prepared = session.prepare(
             model,
             *optimizers,
             init=self.task,
@@ -117,11 +115,23 @@ class RecipeRun:
             reshard_after_forward=config.fsdp.reshard_after_forward,
             pipeline_chunks=config.layout.pipeline_chunks,
         )
+        if self.runtime.is_joining and session.layout.workers_per_replica == 1:
+            self._warm_up(prepared[0])
+        return prepared
+
+    def _warm_up(self, model: nn.Module) -> None:
+        """Run one discarded pass before joining: the others need not wait for the compiler."""
+        assert self.task is not None
+        self.task.loss(model, self.task.loader.micro_batch(0, 0)).backward()
+        model.zero_grad(set_to_none=True)
 
     def open_task(self) -> Task:
         """Collective. Prepare the data, on rank 0 and once; refuse a model that is too large for
         this device before and after. DataError, UsageError, OutOfMemoryError."""
         config = self.config
+        profiled_steps()  # wrong ones are refused before data is prepared
+        if config.track.backend:
+            load_backend(config.track.backend)
         axes = config.layout
         device = self.runtime.world.device
         layout = Layout(1, axes.shard, axes.tensor, axes.pipeline)
@@ -170,7 +180,8 @@ class RecipeRun:
 
     def saved(self) -> dict[str, Any]:
         fingerprints = self._fingerprints | bit_deciding_values(self.config)
-        return {"run": to_json(self.resolved), "fingerprints": fingerprints}
+        # The words of a script are among these values, so they are not compared as flags.
+        return {"run": to_json(self.resolved), "fingerprints": fingerprints, "flags": {}}
 
     def shown(self) -> dict[str, Any]:
         values: dict[str, Any] = to_json(self.resolved)["values"]
@@ -192,7 +203,7 @@ def tracked(config: RunConfig) -> list[str]:
     track = config.track
     names = ["tensorboard"] if track.tensorboard else []
     if track.wandb != "off":
-        names.append("wandb" if track.wandb == "online" else "wandb:offline")
+        names.append(f"wandb:{track.wandb}:{track.project}")
     return [*names, track.backend] if track.backend else names
 
 

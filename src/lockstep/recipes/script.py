@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import os
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from importlib import import_module
@@ -20,7 +20,7 @@ from lockstep.errors import UsageError
 from lockstep.files import try_lock
 from lockstep.log import log, set_up_logging
 from lockstep.recipes.run import RecipeRun, resolve_precision
-from lockstep.recipes.values import open_run
+from lockstep.recipes.values import open_with_overrides
 from lockstep.record import events
 from lockstep.runtime.signals import STOP_EXIT_CODES, Stopped
 from lockstep.runtime.worker_env import read_worker_env
@@ -100,22 +100,36 @@ def start(script: Script, file: str) -> None:
 
     file  of the script. The run folder is runs/NAME of it, or --out
     """
-    words = sys.argv[1:]
-    run_file = (
-        find_run_file(Path(words.pop(0))) if words[:1] and words[0].endswith(".toml") else None
-    )
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--out", type=Path, default=Path("runs") / Path(file).stem)
+    parser.add_argument("--override", action="append", default=[])
+    options, words = parser.parse_known_args()
+    run_file = None
+    if words and words[0].endswith(".toml"):
+        run_file = find_run_file(Path(words.pop(0)))
     flags = parse_flags(words)
-    folder = Path(flags.pop("out", "") or Path("runs") / Path(file).stem)
-    if worker_env := read_worker_env(os.environ):
-        folder = Path(worker_env.folder)
+    refuse_options_of_commands(flags, Path(file).name)
+    worker_env = read_worker_env(os.environ)
+    folder = Path(worker_env.folder) if worker_env else options.out
     code = train_as_worker(
         folder,
-        lambda: open_run(folder, run_file, flags, os.environ),
+        lambda: open_with_overrides(folder, run_file, flags, "auto", options.override),
         resume="auto",
         script=script,
     )
     if code:
         raise SystemExit(code)
+
+
+def refuse_options_of_commands(flags: Mapping[str, str], name: str) -> None:
+    """UsageError for options of `lockstep run` or `lockstep train` among the values of a script."""
+    where = f"lockstep run {name}"
+    if given := [option for option in ("workers", "track", "profile") if option in flags]:
+        hint = f"write it before the script: lockstep run --{given[0]} {flags[given[0]]} {name}"
+        raise UsageError(f"--{given[0]} is no value of the run", where, hint)
+    if "resume" in flags:
+        hint = "leave it out: the newest checkpoint is resumed; move newer ones away to go back"
+        raise UsageError("--resume is an option of lockstep train", where, hint)
 
 
 @contextmanager

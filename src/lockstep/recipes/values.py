@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from lockstep.checkpoint.fingerprints import newest_facts
+from lockstep.checkpoint.folder import committed_steps
+from lockstep.checkpoint.policy import choose_resume_step
 from lockstep.config import rules
 from lockstep.config.resolve import AS_STEPS, resolve, with_precision
 from lockstep.config.saved_run import from_json, has_output, read_run
@@ -80,3 +83,24 @@ def open_run(
         resolved = rules.add_override(resolved, override, rewind=rewind)
     rules.refuse_exhausted_schedule(resolved, saved if started else None, flags)
     return resolved
+
+
+def open_with_overrides(
+    folder: Path,
+    file: Path | None,
+    flags: Mapping[str, Any],
+    resume: str,
+    overrides: Sequence[str],
+) -> ResolvedRun:
+    """Return the run in `folder`; `overrides`, as KEY=VALUE, hold from the checkpoint on that
+    `resume` names."""
+    override = None
+    if overrides:
+        values = rules.parse_overrides(tuple(overrides))
+        override = ScheduleOverride(resume_step(folder, resume), values)
+    return open_run(folder, file, flags, os.environ, override, rewind=resume.isdecimal())
+
+
+def resume_step(folder: Path, resume: str) -> int:
+    """Return the step of the checkpoint that `resume` names; 0: from scratch."""
+    return choose_resume_step(resume, committed_steps(folder / "checkpoints"))[0] or 0

@@ -6,6 +6,7 @@ missing or killed loses and duplicates nothing. A failure is logged once; traini
 """
 
 import os
+import re
 import secrets
 import time
 from collections import deque
@@ -98,13 +99,14 @@ def wait_for_lock(path: Path, timeout_s: float) -> int:
 
 def options_of(names: Sequence[str], where: str) -> dict[str, Any]:
     """Return arguments of a Tracker for the metric backends `names`: "tensorboard", "wandb",
-    "wandb:offline", and "MODULE:CLASS". UsageError for others."""
+    "wandb:offline", "wandb:MODE:PROJECT", and "MODULE:CLASS". UsageError for others."""
     options: dict[str, Any] = {"project": os.environ.get("WANDB_PROJECT", "lockstep")}
     for name in names:
         if name == "tensorboard":
             options["tensorboard"] = True
-        elif name in ("wandb", "wandb:offline"):
-            options["wandb"] = name.partition(":")[2] or "online"
+        elif match := re.fullmatch(r"wandb(?::(online|offline)(?::(.+))?)?", name):
+            options["wandb"] = match[1] or "online"
+            options["project"] = match[2] or options["project"]
         elif name.count(":") == 1 and "backend" not in options:
             options["backend"] = name
         else:

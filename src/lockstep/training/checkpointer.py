@@ -395,7 +395,10 @@ class Checkpointer:
             names = [*overridden(checkpoint.facts, checkpoint.step)] if overridden else []
             if self.state is not None and not names:
                 trained_parameters.warn_of_other_options(
-                    self.model, self.optimizers, checkpoint.tensors
+                    self.model,
+                    self.optimizers,
+                    checkpoint.tensors,
+                    checkpoint.facts.get("constructed", ()),
                 )
             self.load_state_dict(checkpoint.tensors)
             self.facts = checkpoint.facts

@@ -102,12 +102,17 @@ class ModelFlops:
     """
 
     def __init__(
-        self, asked: float | bool, leaves: int, module: nn.Module, device: torch.device
+        self,
+        asked: float | bool,
+        leaves: int,
+        module: nn.Module,
+        device: torch.device,
+        dtype: torch.dtype | None = None,
     ) -> None:
         self.leaves = leaves
         self.module = module
         self.device = device
-        self.dtype: torch.dtype | None = None  # of the products
+        self.dtype = dtype  # of the products; None: that of the first forward pass
         self.peak = 0.0  # FLOP/s of this device; 0: not measured yet
         self.per_token = 0.0 if isinstance(asked, bool) else float(asked)
         self.per_step = 0.0  # where the micro-batches have no counts

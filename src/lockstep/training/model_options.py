@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from lockstep.training.initial_values import InitialValues
 
 Precision = Literal["fp32", "bf16", "auto"]
-SHAPES_PER_BLOCK = 16  # that torch.compile specializes for
+SHAPES_PER_BLOCK = 512  # that torch.compile specializes for
 
 
 def resolve_precision(precision: Precision | None, device: torch.device) -> str | None:

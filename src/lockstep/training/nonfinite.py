@@ -34,8 +34,9 @@ def refuse_nonfinite_gradient(
             f"loss {decision.loss} in step {step + 1}"
             + (f", gradient not finite: {join_names(wrong)}" if wrong else ""),
             "agreed by all replicas before the update, which was not made; the checkpoints before are whole",
-            "lower the learning rate or clip the gradients; Session(on_divergence='rollback') skips samples that alone are the "
-            "cause; with a GradScaler: Session(..., on_nonfinite='ignore') and session.backward(loss, scaler=scaler)",
+            "lower the learning rate, lengthen its warm-up, or clip the gradients; "
+            "on_divergence='rollback' skips samples that alone are the cause; "
+            "with a GradScaler: on_nonfinite='ignore' and backward(loss, scaler=scaler)",
         )
 
 

@@ -40,16 +40,21 @@ SESSION_AXES = ("shard", "tensor", "pipeline")
 
 
 def choose_replica_layout(
-    given: Layout, micro_batches: int, worker_env: WorkerEnv | None
+    given: Layout,
+    micro_batches: int,
+    worker_env: WorkerEnv | None,
+    environ: Mapping[str, str] = os.environ,
 ) -> Layout:
     """Return the layout of a replica: each axis of the command line, or else as `given` to Session.
+
+    environ  with the axes of the command line
 
     UsageError when the expected workers or micro-batches cannot be divided so.
     """
     layout = given
     for axis in SESSION_AXES:
         variable = environment_variable(f"layout.{axis}")  # set by lockstep run --layout.AXIS
-        text = os.environ.get(variable, "")
+        text = environ.get(variable, "")
         where = f"--layout.{axis} or {variable}" if text else f"Session({axis}=...)"
         if text and not (text.isdecimal() and int(text)):
             raise UsageError(

@@ -186,9 +186,11 @@ def make_flops(
         return None
     from lockstep.training.model_flops import ModelFlops, refuse_counting
 
-    module = declared.refuse_incomplete().module
-    refuse_counting(values.mfu, layout, module)
-    return ModelFlops(values.mfu, values.micro_batches, module, device)
+    model = declared.refuse_incomplete()
+    refuse_counting(values.mfu, layout, model.module)
+    dtypes = {"bf16": torch.bfloat16, "fp32": torch.float32}
+    dtype = dtypes.get(model.precision or "")
+    return ModelFlops(values.mfu, values.micro_batches, model.module, device, dtype)
 
 
 def open_profiler(

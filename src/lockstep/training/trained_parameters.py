@@ -37,23 +37,31 @@ def refuse_misplaced_parameters(model: Model, optimizers: Sequence[torch.optim.O
 
 
 def warn_of_other_options(
-    model: Model, optimizers: Sequence[torch.optim.Optimizer], tensors: Mapping[str, Tensor]
+    model: Model,
+    optimizers: Sequence[torch.optim.Optimizer],
+    tensors: Mapping[str, Tensor],
+    before: Sequence[Mapping[str, str]] = (),
 ) -> None:
     """Warn of options (lr, momentum, ...) that the loaded state replaces by other values.
 
     Where a scheduler changes lr, momentum and betas, these are not compared.
+    before  the options of each group as the run that saved the state has constructed them: where
+            they are the same now, the loop has changed them
     """
     if f"{stateful.GROUPS}{JSON_SUFFIX}" not in tensors:
         return
     loaded, own = unpack(stateful.GROUPS, tensors), stateful.describe_groups(model, optimizers)
+    constructed = iter(before)
     for saved_optimizer, optimizer in zip(loaded, own, strict=False):
         differences: dict[str, None] = {}  # ordered, without repetitions
         for saved, group in zip(saved_optimizer["groups"], optimizer["groups"], strict=False):
             scheduled = {"lr", "momentum", "betas"} if "initial_lr" in group else set()
+            known = next(constructed, {})
             for key, value in group.items():
                 is_compared = (
                     key in saved
                     and key not in {"params", *scheduled}
+                    and known.get(key) != repr(value)
                     and not isinstance(value, Tensor)
                 )
                 if is_compared and value != saved[key]:

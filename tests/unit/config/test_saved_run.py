@@ -28,21 +28,6 @@ def test_a_run_folder_of_another_format_is_refused(tmp_path: Path, number: int |
     )
 
 
-@pytest.mark.parametrize("reduce", ["ordered", "fast"])
-def test_a_run_of_an_earlier_version_that_added_in_another_order_is_refused(
-    tmp_path: Path, reduce: str
-) -> None:
-    value = to_json(resolve())
-    value["values"]["parallel"]["reduce"] = reduce
-    write_json(tmp_path / "run.json", add_checksum(value))
-    if reduce == "ordered":
-        assert read_run(tmp_path) == resolve()
-        return
-    with pytest.raises(CheckpointError, match=r"parallel\.reduce=fast") as caught:
-        read_run(tmp_path)
-    assert caught.value.where == str(tmp_path / "run.json")
-
-
 def test_a_saved_run_is_read_back_and_a_damaged_one_refused(tmp_path: Path) -> None:
     assert read_run(tmp_path) is None
     resolved = resolve(None, {"seed": "3", "data.train": "a,b"})

@@ -13,6 +13,7 @@ from lockstep.errors import UsageError
 from lockstep.layout import Layout
 from lockstep.parallel.activation_checkpoint import Mode, checkpoint_activations
 from lockstep.record.step_timer import flops_per_token
+from lockstep.runtime.torch_private import compile_counters
 from lockstep.training.model_flops import (
     ModelFlops,
     OperationCounter,
@@ -22,6 +23,14 @@ from lockstep.training.model_flops import (
 from lockstep.training.session_checks import parse_mfu
 
 WIDTH, ROWS, LENGTH = 16, 3, 10
+
+
+@pytest.fixture(autouse=True)
+def no_graphs_of_other_tests() -> None:
+    """Forget what torch.compile has compiled in this process: nothing is counted beside it."""
+    compile_counters()["stats"].clear()  # type: ignore[attr-defined]
+
+
 CPU = torch.device("cpu")
 
 
