@@ -89,6 +89,7 @@ def new_folder(alone: Path, folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.long
 def test_one_hash_on_any_number_of_processes_and_after_a_resume(
     alone: Path, tmp_path: Path
 ) -> None:
@@ -232,6 +233,7 @@ def test_a_loss_that_is_not_finite_names_learner_and_step(alone: Path, tmp_path:
     )
 
 
+@pytest.mark.long
 def test_one_learner_with_plain_averaging_trains_as_a_plain_run_of_one_step(
     alone: Path, tmp_path: Path
 ) -> None:

@@ -187,6 +187,7 @@ def test_replicas_of_two_shards_have_the_same_bits(
     assert as_list(skipped(tmp_path)) == as_list(skipped(reference))
 
 
+@pytest.mark.long
 def test_two_workers_and_three_that_resume_have_the_same_bits_and_record(
     case: Poisoned, reference: Path, tmp_path: Path
 ) -> None:
