@@ -245,7 +245,7 @@ class Session:
         """
         self._refuse_after_start("prepare")
         self._declared.refuse_second_model()
-        session_checks.refuse_unprepared(model, optimizers)
+        session_checks.refuse_unprepared(model, optimizers, init)
         device = self.world.device
         if self.layout.workers_per_replica == 1:
             model = model_options.move_model(model, device, init)

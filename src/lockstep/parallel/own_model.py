@@ -173,29 +173,25 @@ def shard_planned_module(
     position: Coordinates,
     device: torch.device,
     *,
+    units: Patterns = None,
+    tensor_plan: TensorPlan = None,
+    split_points: Sequence[str] = (),
     init_param: InitParam | None = None,
-    verify: bool = True,
-    prefetch_units: int = 1,
-    reshard_after_forward: bool = True,
     pipeline_chunks: int = 1,
-    **own_splits: object,
+    **options: Any,
 ) -> LocalModel:
-    """Return this worker's slices of a model that knows how it may be split (HasPlan)."""
-    if given := [name for name, split in own_splits.items() if split]:
+    """Return this worker's slices of a model that knows how it may be split (HasPlan).
+
+    options  further ones of `parallelize`
+    """
+    splits = {"units": units, "tensor_plan": tensor_plan, "split_points": split_points}
+    if given := [name for name, split in splits.items() if split]:
         what = f"{join_names(given)} would have no effect: {type(model).__name__} has its own plan"
         raise UsageError(what, "session.prepare(...)", "leave them out")
     wholes = dict(model.named_parameters())
     originals = {name: (ref(p), marks_of(p)) for name, p in wholes.items()}
     local = parallelize(
-        model,
-        layout,
-        position,
-        init_param,
-        device,
-        prefetch_units=prefetch_units,
-        reshard_after_forward=reshard_after_forward,
-        chunks_per_stage=pipeline_chunks,
-        verify=verify,
+        model, layout, position, init_param, device, chunks_per_stage=pipeline_chunks, **options
     )
     placeholders = {
         name: nn.Parameter(

@@ -44,9 +44,9 @@ class KeyedBatches(Dataset[Any]):
         self.dataset, self.order, self.collate_fn = dataset, order, collate_fn or default_collate
 
     def __getitem__(self, key: Key) -> Any:
+        seed_generators(splitmix64(self.order.seed, *key, SAMPLES) >> 1, CPU)
         if makes_micro_batches(self.dataset):
             return self.dataset.micro_batch(*key)
-        seed_generators(splitmix64(self.order.seed, *key, SAMPLES) >> 1, CPU)
         return self.collate_fn(get_samples(self.dataset, self.order.ids(*key).tolist()))
 
 

@@ -162,6 +162,15 @@ def profiled_steps() -> ProfiledSteps | None:
     return ProfiledSteps.parse(text)
 
 
+def refuse_two_values(model: nn.Module | None) -> None:
+    """UsageError for a model with `init` that has values: they would be replaced."""
+    named = [*model.named_parameters(), *model.named_buffers()] if model else []
+    if names := [name for name, tensor in named if not tensor.is_meta]:
+        what = f"`init` would replace the values of {join_names(names)}"
+        hint = 'build the model on the meta device: with torch.device("meta"); or leave out `init`'
+        raise UsageError(what, "session.prepare(model, init=...)", hint)
+
+
 def parse_mfu(mfu: float | bool) -> float | bool:
     """Return Session(mfu=...). UsageError for what is no number of operations."""
     if isinstance(mfu, bool) or (isinstance(mfu, int | float) and 0 < mfu < float("inf")):
@@ -211,8 +220,9 @@ def refuse_different_folders(folders: Sequence[str]) -> None:
         )
 
 
-def refuse_unprepared(model: Any, optimizers: Sequence[Any]) -> None:
+def refuse_unprepared(model: Any, optimizers: Sequence[Any], init: object = None) -> None:
     """UsageError unless these are a module and the optimizers of its parameters."""
+    refuse_two_values(model if init else None)
     if not isinstance(model, nn.Module) or not all(
         isinstance(optimizer, Optimizer) for optimizer in optimizers
     ):

@@ -40,8 +40,8 @@ class RunValues(Protocol):
         """Return the values that are equal on all workers, as text by name."""
 
     def saved(self) -> dict[str, Any]:
-        """Return what checkpoints hold of them. A resume compares "fingerprints": those that decide
-        bits."""
+        """Return what checkpoints hold of them. A resume compares "fingerprints", the values with
+        other bits."""
 
     def shown(self) -> dict[str, Any]:
         """Return what trackers show."""
