@@ -28,6 +28,7 @@ from torch import Tensor
 from bench.results import keep, machine, result_folder
 from lockstep.generation.decoder import Decoder, Matrix, choose_layout
 from lockstep.generation.sampling import compile_step, sample_tokens
+from lockstep.models.hf_config import config_to_hf
 from lockstep.models.hub import write_hub
 from lockstep.models.llama import build_llama
 from lockstep.models.llama_config import LLAMA_CONFIGS
@@ -91,7 +92,7 @@ def race(folder: Path, args: argparse.Namespace, precision: str, rows: int) -> l
         model = build_llama(shape, device=CPU, seed=1, dtype=dtype)
         write_hub(
             folder,
-            shape,
+            config_to_hf(shape),
             {name: parameter.detach() for name, parameter in model.named_parameters()},
         )
     ours = load_llama(folder, device=CPU).model

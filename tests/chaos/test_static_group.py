@@ -23,6 +23,7 @@ from support.waiting import wait_until
 
 from lockstep.corpus.tokenizer import Tokenizer
 from lockstep.models import hub
+from lockstep.models.hf_config import config_to_hf
 from lockstep.models.llama import build_llama
 from lockstep.models.llama_config import LlamaConfig
 
@@ -309,7 +310,7 @@ def test_generate_prints_the_same_on_one_process_and_on_two(tmp_path: Path) -> N
     config = LlamaConfig(300, 16, 1, 2, 2, 8, 24, 64)
     hub.write_hub(
         tmp_path / "llama",
-        config,
+        config_to_hf(config),
         dict(build_llama(config, device=torch.device("cpu"), seed=1).named_parameters()),
     )
     Tokenizer.train_on_documents(["a cat"] * 3, vocab_size=300, min_frequency=1).save_for_llama(

@@ -287,6 +287,14 @@ class CheckpointStore:
         self.set_damaged_aside(damaged, None)
         return None
 
+    def require(self, step: int | None) -> Checkpoint:
+        """Return the checkpoint of `step`, or the newest whole one. CheckpointError: none."""
+        checkpoint = self.load_newest() if step is None else self.load(step)
+        if checkpoint is None:
+            hint = "train on: checkpoint.every_steps is the interval of checkpoints"
+            raise CheckpointError("there is no checkpoint yet", str(self.folder), hint)
+        return checkpoint
+
     def set_damaged_aside(self, damaged: Mapping[int, list[str]], whole: int | None) -> None:
         """Set damaged checkpoints (step -> problems) aside, since step `whole`, verified, replaces
         them. CheckpointError when `whole` is None: then all stay in place."""

@@ -7,14 +7,11 @@ Unknown keys are refused unless they are known to change no logit.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import astuple, replace
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass
 from typing import Any
 
-import torch
-
 from lockstep.errors import CheckpointError
-from lockstep.models.llama import Llama
 from lockstep.models.llama_config import LlamaConfig, RopeScaling
 from lockstep.models.transformers_model import INNER
 
@@ -61,26 +58,6 @@ def hf_name(name: str) -> str:
     return f"model.layers.{number}.{HF_LAYER_NAMES[inside]}.{leaf}"
 
 
-def parameter_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
-    """Return {parameter name: shape} in the model's order, building one layer only."""
-    with torch.device("meta"):
-        single = {
-            name: tuple(parameter.shape)
-            for name, parameter in Llama(replace(config, n_layers=1)).named_parameters()
-        }
-    inside = {
-        name.removeprefix("layers.0."): single.pop(name)
-        for name in list(single)
-        if name.startswith("layers.0.")
-    }
-    layers = {
-        f"layers.{number}.{name}": shape
-        for number in range(config.n_layers)
-        for name, shape in inside.items()
-    }
-    return {"embedding.weight": single.pop("embedding.weight")} | layers | single
-
-
 # -- config.json -----------------------------------------------------------------------------------
 
 SIZES = {  # field of LlamaConfig -> (key of config.json, largest accepted value)
@@ -94,18 +71,17 @@ SIZES = {  # field of LlamaConfig -> (key of config.json, largest accepted value
     "max_seq_len": ("max_position_embeddings", 1 << 31),
 }
 READ_KEYS = {key for key, _ in SIZES.values()} | {
-    "architectures",
-    "model_type",
-    "rms_norm_eps",
-    "tie_word_embeddings",
+    "architectures", "model_type", "rms_norm_eps", "tie_word_embeddings", "rope_theta", "rope_parameters", "rope_scaling",
+}  # fmt: skip
+# The fields of RopeScaling.
+SCALING_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+# Qwen's window has no effect unless use_sliding_window is true, Phi-3's length without scaling.
+IGNORED_KEYS = {
+    "qwen2": "sliding_window",
+    "qwen3": "sliding_window",
+    "phi3": "original_max_position_embeddings",
 }
-READ_KEYS |= {"rope_theta", "rope_parameters", "rope_scaling"}
-SCALING_KEYS = (
-    "factor",
-    "low_freq_factor",
-    "high_freq_factor",
-    "original_max_position_embeddings",
-)  # fields of RopeScaling
+ONLY_PLAIN = "only the plain Llama is supported"
 FIXED_KEYS: dict[str, Any] = {  # keys that must have this value, or null
     "quantization_config": None, "attention_bias": False, "mlp_bias": False, "hidden_act": "silu", "attention_dropout": 0,
     "partial_rotary_factor": 1, "rope_interleaved": False, "sliding_window": None, "use_sliding_window": False, "is_encoder_decoder": False,
@@ -126,204 +102,157 @@ HARMLESS_KEYS = {  # keys that change no logit: names, token ids, transformers' 
 }  # fmt: skip
 
 
+@dataclass(frozen=True)
+class JsonObject:
+    """The values of a config.json, or of an object in it, checked on access.
+
+    where  the file, for errors. CheckpointError: a value is missing, malformed or unsupported.
+    """
+
+    values: Mapping[str, Any]
+    where: str
+
+    def get(self, key: str, default: Any = None) -> Any:
+        value = self.values.get(key)
+        return default if value is None else value
+
+    def inner(self, key: str) -> JsonObject:
+        value = self.get(key, {})
+        if not isinstance(value, Mapping):
+            raise self.wrong(key, "write an object, or null")
+        return JsonObject(value, self.where)
+
+    def whole_number(self, key: str, most: int, default: int | None = None) -> int:
+        value = self._required(key, default)
+        if type(value) is int and 1 <= value <= most:
+            return value
+        raise self.wrong(key, f"write a whole number from 1 to {most:,}", value)
+
+    def positive(self, key: str, default: float | None = None, below: float = 1e30) -> float:
+        value = self._required(key, default)
+        if type(value) in (int, float) and 0 < value < below:
+            return float(value)
+        raise self.wrong(key, f"write a number above 0 and below {below:g}", value)
+
+    def _required(self, key: str, default: float | None) -> Any:
+        value = self.get(key, default)
+        if value is None:
+            raise self.error(f"{key!r} is missing")
+        return value
+
+    def wrong(self, key: str, hint: str, value: Any = None) -> CheckpointError:
+        return self.error(f"{key} is {as_json(self.get(key, value))}", hint)
+
+    def error(self, what: str, hint: str = "copy the whole folder again") -> CheckpointError:
+        return CheckpointError(what, self.where, hint)
+
+
 def config_from_hf(hf_config: Mapping[str, Any], where: str) -> LlamaConfig:
     """Parse a config.json. CheckpointError: a key is missing, malformed or unsupported."""
-    family = family_of(hf_config, where)
-    refuse_other_values(hf_config, family, where)
-
-    def size(field: str, default: int | None = None) -> int:
-        return whole_number(hf_config, *SIZES[field], where, default)
-
-    dim, n_heads = size("dim"), size("n_heads")
-    if hf_config.get("head_dim") is None and dim % n_heads:
+    given = JsonObject(hf_config, where)
+    family = family_of(given)
+    refuse_other_values(given, family)
+    n_heads = given.whole_number(*SIZES["n_heads"])
+    dim = given.whole_number(*SIZES["dim"])
+    if given.get("head_dim") is None and dim % n_heads:
         what = f"hidden_size {dim} is not a multiple of num_attention_heads {n_heads}"
-        raise CheckpointError(what, where, "correct one, or set head_dim")
-    tied = hf_config.get("tie_word_embeddings")
-    if not isinstance(tied, bool | None):
-        raise CheckpointError(
-            f"tie_word_embeddings is {as_json(tied)}", where, "write true or false"
-        )
-    theta, scaling = rope_of(hf_config, where)
-    defaults = {"n_kv_heads": n_heads, "head_dim": max(1, dim // n_heads), "max_seq_len": 2048}
-    if (
-        family != "llama"
-    ):  # other families have other defaults, which differ from version to version
-        del defaults["n_kv_heads"]
-    if family == "qwen3":
-        del defaults["head_dim"]
+        raise given.error(what, "correct one, or set head_dim")
+    if not isinstance(given.get("tie_word_embeddings", False), bool):
+        raise given.wrong("tie_word_embeddings", "write true or false")
+    defaults: dict[str, int] = {"max_seq_len": 2048}
+    # Other families have other defaults, which differ from version to version.
+    if family == "llama":
+        defaults["n_kv_heads"] = n_heads
+    if family != "qwen3":
+        defaults["head_dim"] = max(1, dim // n_heads)
+    sizes = {field: given.whole_number(*SIZES[field], defaults.get(field)) for field in SIZES}
+    theta, scaling = rope_of(given)
     if family == "phi3" and scaling:
-        raise CheckpointError(
-            "rope_type llama3 under the model_type phi3", where, "only 'default' is supported"
+        raise given.error(
+            "rope_type llama3 under the model_type phi3", "only 'default' is supported"
         )
     try:
         return LlamaConfig(
-            **{field: size(field, defaults.get(field)) for field in SIZES},
+            **sizes,
             rope_theta=theta,
             rope_scaling=scaling,
-            norm_eps=positive(
-                hf_config, "rms_norm_eps", 1e-6 if family == "llama" else None, where, below=1.0
-            ),
-            tie_embeddings=bool(tied),
+            norm_eps=given.positive("rms_norm_eps", 1e-6 if family == "llama" else None, below=1.0),
+            tie_embeddings=given.get("tie_word_embeddings", False),
             qkv_bias=family == "qwen2",
             qk_norm=family == "qwen3",
         )
     except ValueError as error:
-        raise CheckpointError(
-            f"this is not a valid Llama: {error}", where, "copy the whole folder again"
-        ) from None
+        raise given.error(f"this is not a valid Llama: {error}") from None
 
 
-def family_of(hf_config: Mapping[str, Any], where: str) -> str:
+def family_of(given: JsonObject) -> str:
     """Return the model_type. CheckpointError: it is unsupported, or contradicts the
     architecture."""
-    named = [] if hf_config.get("architectures") is None else hf_config["architectures"]
+    named = given.get("architectures", [])
+    kind = given.get("model_type")
     if not isinstance(named, list):
-        raise CheckpointError(
-            f"architectures is {as_json(named)}", where, 'write ["LlamaForCausalLM"]'
-        )
-    kind = hf_config.get("model_type")
-    unknown_kind = [] if named or kind in (None, *ARCHITECTURES.values()) else [kind]
-    if other := [name for name in named if name not in list(ARCHITECTURES)] or unknown_kind:
+        raise given.wrong("architectures", 'write ["LlamaForCausalLM"]')
+    unknown = [name for name in named if name not in list(ARCHITECTURES)]
+    if not named and kind not in (None, *ARCHITECTURES.values()):
+        unknown = [kind]
+    if unknown:
         hint = f"supported: {', '.join(ARCHITECTURES)}; others train with --llama.backend transformers --llama.init_from FOLDER"
-        raise CheckpointError(f"the architecture is {other[0]}", where, hint)
+        raise given.error(f"the architecture is {unknown[0]}", hint)
     families = {ARCHITECTURES[name] for name in named} or {kind or "llama"}
     if len(families) > 1 or kind not in (None, *families):
         what = f"model_type is {as_json(kind)} under the architecture {', '.join(named)}"
-        raise CheckpointError(what, where, "copy the whole folder again")
+        raise given.error(what)
     return str(families.pop())
 
 
-def refuse_other_values(hf_config: Mapping[str, Any], family: str, where: str) -> None:
+def refuse_other_values(given: JsonObject, family: str) -> None:
     """CheckpointError: a key of config.json may change what the model computes."""
-    layers = hf_config.get("layer_types")
+    layers = given.get("layer_types")
     plain = FIXED_KEYS | {
         "layer_types": ["full_attention"] * len(layers) if isinstance(layers, list) else None
     }
-    # Qwen's window has no effect unless use_sliding_window is true, Phi-3's length without scaling.
-    ignored = {
-        "qwen2": "sliding_window",
-        "qwen3": "sliding_window",
-        "phi3": "original_max_position_embeddings",
-    }.get(family)
-    if family == "mistral" and "sliding_window" not in hf_config:
-        raise CheckpointError(
-            "sliding_window is missing, which means 4096 in a Mistral",
-            where,
-            "only null is supported",
-        )
-    for key, value in hf_config.items():
-        if (
-            key in READ_KEYS
-            or key in HARMLESS_KEYS
-            or key == ignored
-            or value is None
-            or (key in plain and value == plain[key])
-        ):
+    if family == "mistral" and "sliding_window" not in given.values:
+        what = "sliding_window is missing, which means 4096 in a Mistral"
+        raise given.error(what, "only null is supported")
+    harmless = READ_KEYS | HARMLESS_KEYS | {IGNORED_KEYS.get(family)}
+    for key, value in given.values.items():
+        if key in harmless or value is None or (key in plain and value == plain[key]):
             continue
-        hint = "this key is unknown; remove it if it does not change what the model computes"
+        if key == "quantization_config":
+            raise given.wrong(key, "use the model as it was before quantization")
         if key in plain:
-            hint = (
-                "use the model as it was before quantization"
-                if key == "quantization_config"
-                else "only the plain Llama is supported"
-            )
-        raise CheckpointError(f"{key} is {as_json(value)}", where, hint)
+            raise given.wrong(key, ONLY_PLAIN)
+        hint = "this key is unknown; remove it if it does not change what the model computes"
+        raise given.wrong(key, hint)
 
 
-def rope_of(hf_config: Mapping[str, Any], where: str) -> tuple[float, RopeScaling | None]:
+def rope_of(given: JsonObject) -> tuple[float, RopeScaling | None]:
     """Return (rope_theta, scaling); rope_scaling precedes rope_parameters, as in transformers."""
-    for key in ("rope_scaling", "rope_parameters"):
-        if not isinstance(hf_config.get(key, {}), Mapping | None):
-            raise CheckpointError(
-                f"{key} is {as_json(hf_config[key])}", where, "write an object, or null"
-            )
-    rope: Mapping[str, Any] = (
-        hf_config.get("rope_scaling") or hf_config.get("rope_parameters") or {}
-    )
-    theta = positive(rope, "rope_theta", positive(hf_config, "rope_theta", 10_000.0, where), where)
-    if (other := (hf_config.get("rope_parameters") or {}).get("rope_theta", theta)) != theta:
+    parameters = given.inner("rope_parameters")
+    scaling = given.inner("rope_scaling")
+    rope = scaling if scaling.values else parameters
+    theta = rope.positive("rope_theta", given.positive("rope_theta", 10_000.0))
+    if (other := parameters.values.get("rope_theta", theta)) != theta:
         what = f"rope_parameters has rope_theta {as_json(other)}, and rope_scaling has {theta:g}"
-        raise CheckpointError(what, where, "keep one of them")
-    kind = rope.get("rope_type", rope.get("type", "default"))
+        raise given.error(what, "keep one of them")
+    kind = rope.values.get("rope_type", rope.values.get("type", "default"))
     if kind not in ("default", "llama3"):
         what = f"rotary positions are scaled by rope_type {as_json(kind)}"
-        raise CheckpointError(what, where, "only 'llama3' and 'default' are supported")
-    known = {
-        "rope_type",
-        "type",
-        "rope_theta",
-        "partial_rotary_factor",
-        *(SCALING_KEYS if kind == "llama3" else ()),
-    }
-    if (part := rope.get("partial_rotary_factor", 1)) != 1:
-        raise CheckpointError(
-            f"partial_rotary_factor is {as_json(part)}", where, "only the plain Llama is supported"
-        )
-    if unknown := sorted(key for key in rope.keys() - known if rope[key] is not None):
-        raise CheckpointError(
-            f"{unknown[0]} is {as_json(rope[unknown[0]])}, with rope_type {kind}",
-            where,
-            "unknown key: remove it",
-        )
+        raise given.error(what, "only 'llama3' and 'default' are supported")
+    if rope.values.get("partial_rotary_factor", 1) != 1:
+        raise rope.wrong("partial_rotary_factor", ONLY_PLAIN)
+    known = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+    if kind == "llama3":
+        known |= {*SCALING_KEYS}
+    for key in sorted(rope.values.keys() - known):
+        if rope.values[key] is not None:
+            raise rope.wrong(key, f"with rope_type {kind} this key is unknown: remove it")
     if kind == "default":
         return theta, None
-    factor, low, high = (positive(rope, key, None, where) for key in SCALING_KEYS[:3])
+    factor, low, high = (rope.positive(key) for key in SCALING_KEYS[:3])
     if low >= high:
-        raise CheckpointError(
-            f"low_freq_factor {low:g} is not below high_freq_factor {high:g}",
-            where,
-            "copy the whole folder again",
-        )
-    return theta, RopeScaling(
-        factor, low, high, whole_number(rope, SCALING_KEYS[3], 1 << 31, where)
-    )
-
-
-def whole_number(
-    hf_config: Mapping[str, Any], key: str, most: int, where: str, default: int | None = None
-) -> int:
-    return int(
-        number(
-            hf_config,
-            key,
-            default,
-            where,
-            int,
-            lambda value: 1 <= value <= most,
-            f"a whole number from 1 to {most:,}",
-        )
-    )
-
-
-def positive(
-    hf_config: Mapping[str, Any],
-    key: str,
-    default: float | None,
-    where: str,
-    *,
-    below: float = 1e30,
-) -> float:
-    hint = f"a number above 0 and below {below:g}"
-    return float(
-        number(hf_config, key, default, where, int | float, lambda value: 0 < value < below, hint)
-    )
-
-
-def number(
-    hf_config: Mapping[str, Any],
-    key: str,
-    default: float | None,
-    where: str,
-    kind: Any,
-    fits: Callable[[Any], bool],
-    hint: str,
-) -> Any:
-    value = default if hf_config.get(key) is None else hf_config[key]
-    if value is None:
-        raise CheckpointError(f"{key!r} is missing", where, "copy the whole folder again")
-    if isinstance(value, kind) and not isinstance(value, bool) and fits(value):
-        return value
-    raise CheckpointError(f"{key} is {as_json(value)}", where, f"write {hint}")
+        raise given.error(f"low_freq_factor {low:g} is not below high_freq_factor {high:g}")
+    return theta, RopeScaling(factor, low, high, rope.whole_number(SCALING_KEYS[3], 1 << 31))
 
 
 def as_json(value: Any) -> str:
@@ -332,46 +261,35 @@ def as_json(value: Any) -> str:
 
 def config_to_hf(config: LlamaConfig) -> dict[str, Any]:
     """Return a config.json that transformers 4 and 5 both read: a Llama, Qwen 2 or Qwen 3."""
-    architecture = (
-        "Qwen2ForCausalLM"
-        if config.qkv_bias
-        else "Qwen3ForCausalLM"
-        if config.qk_norm
-        else "LlamaForCausalLM"
-    )
-    biases = (
-        {}
-        if config.qkv_bias
-        else {"attention_bias": False} | ({} if config.qk_norm else {"mlp_bias": False})
-    )
-    scaling = config.rope_scaling
-    rope_scaling = scaling and {
+    family, unbiased = "llama", ["attention_bias", "mlp_bias"]
+    if config.qkv_bias:
+        family, unbiased = "qwen2", []
+    elif config.qk_norm:
+        family, unbiased = "qwen3", ["attention_bias"]
+    scaling = config.rope_scaling and {
         "rope_type": "llama3",
-        **dict(zip(SCALING_KEYS, astuple(scaling), strict=True)),
+        **dict(zip(SCALING_KEYS, astuple(config.rope_scaling), strict=True)),
     }
     return {
-        "architectures": [architecture],
-        "model_type": ARCHITECTURES[architecture],
-        **{
-            key: getattr(config, field)
-            for field, (key, _) in SIZES.items()
-            if field != "max_seq_len"
-        },
+        "architectures": [name for name, kind in ARCHITECTURES.items() if kind == family],
+        "model_type": family,
+        **{key: getattr(config, field) for field, (key, _) in SIZES.items()},
         "hidden_act": "silu",
-        **biases,
-        "max_position_embeddings": config.max_seq_len,
+        **dict.fromkeys(unbiased, False),
         "rope_theta": config.rope_theta,
-        "rope_scaling": rope_scaling,
+        "rope_scaling": scaling,
         "rms_norm_eps": config.norm_eps,
         "tie_word_embeddings": config.tie_embeddings,
     }
 
 
-def config_from_json(value: Mapping[str, Any]) -> LlamaConfig:
-    """Inverse of `asdict`. TypeError, ValueError, CheckpointError: the value is invalid."""
-    scaling = value.get("rope_scaling")
-    config = LlamaConfig(
-        **{**value, "rope_scaling": None if scaling is None else RopeScaling(**scaling)}
-    )
-    config_from_hf(config_to_hf(config), '"shape" in model.json')
-    return config
+def config_to_write(config: LlamaConfig, old: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the old config.json if it describes `config`, else a new one with its token ids."""
+    is_whole = not old.keys() <= HARMLESS_KEYS
+    if is_whole and config_from_hf(old, "the config that came with the model") == config:
+        return dict(old)
+    return new_config(config, old)
+
+
+def new_config(config: LlamaConfig, old: Mapping[str, Any]) -> dict[str, Any]:
+    return config_to_hf(config) | {key: value for key, value in old.items() if key in HARMLESS_KEYS}

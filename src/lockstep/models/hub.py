@@ -15,6 +15,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -24,35 +25,36 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from lockstep.checkpoint import commit, safetensors_io
+from lockstep.checkpoint.json_tree import spec_of
 from lockstep.checkpoint.safetensors_io import TensorSpec
 from lockstep.checkpoint.state_dict import digest
 from lockstep.config.adapter_config import ADAPTER_CONFIG
 from lockstep.errors import CheckpointError, UsageError
 from lockstep.files import fsync_folder, read_json, scheme_of, write_atomic, write_json
 from lockstep.models.hf_config import (
-    HARMLESS_KEYS,
+    JsonObject,
     config_from_hf,
-    config_to_hf,
     family_of,
     hf_name,
-    parameter_shapes,
+    new_config,
 )
+from lockstep.models.llama import Llama
 from lockstep.models.llama_config import LlamaConfig
 from lockstep.models.transformers_model import TransformersConfig
-from lockstep.runtime.tensor_bytes import DTYPES, TORCH_DTYPES, bytes_of
+from lockstep.runtime.tensor_bytes import TORCH_DTYPES, bytes_of
 from lockstep.units import join_names
 
-CONFIG_FILE, INDEX_FILE, WEIGHTS_FILE = (
-    "config.json",
-    "model.safetensors.index.json",
-    "model.safetensors",
-)
-ADAPTER_STEM = "adapter_model"
+CONFIG_FILE = "config.json"
+INDEX_FILE = "model.safetensors.index.json"
+WEIGHTS_FILE = "model.safetensors"
+ADAPTER_FILE = "adapter_model.safetensors"
 COMPANION_FILES = (  # files of a model besides config.json and its tensors; copied unchanged
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model",
     "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json", "generation_config.json",
 )  # fmt: skip
 SHARD_BYTES = 5 * 10**9
+COPY_FILE = "copy the file again"
+COPY_FOLDER = "copy the whole folder again"
 
 # -- tensors in files ------------------------------------------------------------------------------
 
@@ -79,25 +81,20 @@ class TensorLocation(NamedTuple):
     name: str
     dtype: str  # as safetensors spells it
     shape: tuple[int, ...]
-    first_row: int = 0  # of a part of a packed tensor
-    packed: bool = False
+    rows: slice | None = None  # of a part of a packed tensor
 
     def map(self) -> Tensor:
         """Map the tensor into memory until it is released; changing it does not change the file."""
         with safe_open(self.path, framework="pt") as file:
-            if self.packed:
-                return cast(
-                    Tensor,
-                    file.get_slice(self.name)[self.first_row : self.first_row + self.shape[0]],
-                )
+            if self.rows:
+                return cast(Tensor, file.get_slice(self.name)[self.rows])
             return cast(Tensor, file.get_tensor(self.name))
 
 
 def tensor_locations(path: Path) -> dict[str, TensorLocation]:
     """Locate the tensors of a safetensors file by its header. CheckpointError: it is damaged."""
-    again = "copy the file again"
     if path.exists() and not path.is_file():
-        raise CheckpointError(f"{path.name} is not a regular file", str(path), again)
+        raise CheckpointError(f"{path.name} is not a regular file", str(path), COPY_FILE)
     try:
         with safe_open(path, framework="pt") as file:
             headers = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  # not a dict
@@ -106,53 +103,39 @@ def tensor_locations(path: Path) -> dict[str, TensorLocation]:
                 for name, part in headers.items()
             }
     except FileNotFoundError:
-        raise CheckpointError(
-            f"{path.name} is missing", str(path.parent), "copy the whole folder again"
-        ) from None
+        raise CheckpointError(f"{path.name} is missing", str(path.parent), COPY_FOLDER) from None
     except SafetensorError as error:
         what = f"{path.name} is truncated or has no valid safetensors header: {error}"
-        raise CheckpointError(what, f"{path}, {path.stat().st_size} bytes", again) from None
+        raise CheckpointError(what, f"{path}, {path.stat().st_size} bytes", COPY_FILE) from None
     except OSError as error:
-        raise CheckpointError(
-            f"{path.name} cannot be read: {error}", str(path), "check permissions and mounts"
-        ) from error
+        what = f"{path.name} cannot be read: {error}"
+        raise CheckpointError(what, str(path), "check permissions and mounts") from error
 
 
 def locations_in_folder(folder: Path) -> dict[str, TensorLocation]:
-    if not (folder / INDEX_FILE).exists():
+    index = folder / INDEX_FILE
+    if not index.exists():
         if not (folder / WEIGHTS_FILE).exists() and sorted(folder.glob("*.bin")):
+            what = f"there is no {WEIGHTS_FILE}, only pickled weights, which can run arbitrary code"
             hint = "load it with transformers and save it again: save_pretrained writes safetensors"
-            raise CheckpointError(
-                f"there is no {WEIGHTS_FILE}, only pickled weights, which can run arbitrary code",
-                str(folder),
-                hint,
-            )
+            raise CheckpointError(what, str(folder), hint)
         return tensor_locations(folder / WEIGHTS_FILE)
     try:
-        files = {
-            str(name): str(file)
-            for name, file in read_json(folder / INDEX_FILE)["weight_map"].items()
-        }
+        files = {str(name): str(file) for name, file in read_json(index)["weight_map"].items()}
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise CheckpointError(
-            f"{INDEX_FILE} cannot be read: {error}", str(folder / INDEX_FILE), "copy the file again"
-        ) from None
-    if outside := sorted(
-        {file for file in files.values() if Path(file).name != file or file == ".."}
-    ):
-        what = f"{INDEX_FILE} names files outside the folder: {join_names(outside)}"
-        raise CheckpointError(what, str(folder / INDEX_FILE), "do not use this folder")
-    present = {path.name for path in folder.iterdir()}
+        what = f"{INDEX_FILE} cannot be read: {error}"
+        raise CheckpointError(what, str(index), COPY_FILE) from None
     shards = sorted(set(files.values()))
-    if missing := [file for file in shards if file not in present]:
+    if outside := [file for file in shards if Path(file).name != file or file == ".."]:
+        what = f"{INDEX_FILE} names files outside the folder: {join_names(outside)}"
+        raise CheckpointError(what, str(index), "do not use this folder")
+    if missing := [file for file in shards if not (folder / file).exists()]:
         what = f"{len(missing)} of {len(shards)} shards are missing: {join_names(missing)}"
-        raise CheckpointError(
-            what, f"{folder / INDEX_FILE} names them", "copy the missing files into the folder"
-        )
+        raise CheckpointError(what, f"{index} names them", "copy the missing files into the folder")
     located = {file: tensor_locations(folder / file) for file in shards}
     if lost := [f"{name} in {file}" for name, file in files.items() if name not in located[file]]:
         what = f"{INDEX_FILE} and the shards disagree: {len(lost)} tensors are not in the file it names"
-        raise CheckpointError(what, f"{folder}: {join_names(lost)}", "copy the whole folder again")
+        raise CheckpointError(what, f"{folder}: {join_names(lost)}", COPY_FOLDER)
     return {name: located[file][name] for name, file in files.items()}
 
 
@@ -193,34 +176,27 @@ def open_hub(folder: Path, backend: str = "lockstep") -> LlamaWeights:
     UsageError: there is no such folder. CheckpointError: it is damaged or not a supported Llama.
     """
     if scheme := scheme_of(folder):
+        what = f"a model is read from a folder, not from {scheme}://"
         hint = "download it: lockstep checkpoint export ADDRESS --out FOLDER"
-        raise UsageError(
-            f"a model is read from a folder, not from {scheme}://",
-            "command line; llama.init_from",
-            hint,
-        )
+        raise UsageError(what, "command line; llama.init_from", hint)
     if not is_hub(folder):
-        raise UsageError(
-            f"there is no {CONFIG_FILE} in {folder}",
-            "command line",
-            "give the folder of a complete Hugging Face model",
-        )
+        hint = "give the folder of a complete Hugging Face model"
+        raise UsageError(f"there is no {CONFIG_FILE} in {folder}", "command line", hint)
     where = str(folder / CONFIG_FILE)
     try:
-        if not isinstance(hf_config := read_json(folder / CONFIG_FILE), dict):
+        hf_config = read_json(folder / CONFIG_FILE)
+        if not isinstance(hf_config, dict):
             raise ValueError("it is not a JSON object")
     except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{CONFIG_FILE} cannot be read: {error}", where, "copy the file again"
-        ) from None
-    config: LlamaConfig | TransformersConfig = (
-        TransformersConfig(hf_config)
-        if backend == "transformers"
-        else config_from_hf(hf_config, where)
-    )
-    located: Mapping[str, TensorLocation] = locations_in_folder(folder)
-    if isinstance(config, LlamaConfig) and family_of(hf_config, where) == "phi3":
-        located, hf_config = unpack_phi3(located, config), new_config(config, hf_config)
+        raise CheckpointError(f"{CONFIG_FILE} cannot be read: {error}", where, COPY_FILE) from None
+    located = locations_in_folder(folder)
+    config: LlamaConfig | TransformersConfig
+    if backend == "transformers":
+        config = TransformersConfig(hf_config)
+    else:
+        config = config_from_hf(hf_config, where)
+        if family_of(JsonObject(hf_config, where)) == "phi3":
+            located, hf_config = unpack_phi3(located, config), new_config(config, hf_config)
     tensors = match_tensors(located, config, folder)
     companions = [folder / name for name in COMPANION_FILES if (folder / name).is_file()]
     return LlamaWeights(folder, config, hf_config, tensors, companions, dtype_of(tensors))
@@ -232,24 +208,24 @@ def unpack_phi3(
     """Return the tensors of a Phi-3 under the names of a Llama, whose matrices it packs by rows."""
     key_rows = config.n_kv_heads * config.head_dim
     packs = {
-        "qkv_proj": [
-            ("q_proj", config.n_heads * config.head_dim),
-            ("k_proj", key_rows),
-            ("v_proj", key_rows),
-        ],
-        "gate_up_proj": [("gate_proj", config.ffn_dim), ("up_proj", config.ffn_dim)],
+        "qkv_proj": {
+            "q_proj": config.n_heads * config.head_dim,
+            "k_proj": key_rows,
+            "v_proj": key_rows,
+        },
+        "gate_up_proj": {"gate_proj": config.ffn_dim, "up_proj": config.ffn_dim},
     }
     unpacked = {}
     for name, pack in located.items():
-        parts = packs.get(name.removesuffix(".weight").rpartition(".")[2], [])
-        if pack.shape[:1] != (sum(rows for _, rows in parts),):
+        path, _, packed = name.removesuffix(".weight").rpartition(".")
+        parts = packs.get(packed, {})
+        if pack.shape[:1] != (sum(parts.values()),):
             unpacked[name] = pack
             continue
         first = 0
-        for part, rows in parts:
-            path = name.removesuffix(".weight").rpartition(".")[0]
+        for part, rows in parts.items():
             unpacked[f"{path}.{part}.weight"] = pack._replace(
-                shape=(rows, *pack.shape[1:]), first_row=first, packed=True
+                shape=(rows, *pack.shape[1:]), rows=slice(first, first + rows)
             )
             first += rows
     return unpacked
@@ -260,52 +236,46 @@ def match_tensors(
 ) -> LazyTensors:
     """Return the tensors under the names of the model. CheckpointError: they do not fit
     `config`."""
-    if isinstance(config, LlamaConfig):
-        shapes = parameter_shapes(config)
-        spares = (
-            {hf_name("output.weight"): hf_name("embedding.weight")} if config.tie_embeddings else {}
-        )
+    model = config.meta_model()
+    spares = {}
+    if isinstance(model, Llama):
+        if config.tie_embeddings:
+            spares = {hf_name("output.weight"): hf_name("embedding.weight")}
     else:
-        model = config.meta_model()
-        shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-        first = {parameter: name for name, parameter in reversed(list(model.named_parameters()))}
-        tied = {
-            name: first[parameter]
-            for name, parameter in model.named_parameters(remove_duplicate=False)
-        }
-        spares = {hf_name(name): hf_name(other) for name, other in tied.items() if name != other}
-    return match_shapes(located, shapes, spares, folder / CONFIG_FILE)
+        first = {parameter: name for name, parameter in model.named_parameters()}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            if name != first[parameter]:
+                spares[hf_name(name)] = hf_name(first[parameter])
+    return match_shapes(located, dict(model.named_parameters()), spares, folder / CONFIG_FILE)
 
 
 def match_shapes(
     located: Mapping[str, TensorLocation],
-    shapes: Mapping[str, tuple[int, ...]],
+    parameters: Mapping[str, Tensor],
     spares: Mapping[str, str],
     config_file: Path,
 ) -> LazyTensors:
-    """Return the tensors under the names of `shapes`. CheckpointError: names, shapes or dtypes
+    """Return the tensors under the names of `parameters`. CheckpointError: names, shapes or dtypes
     differ.
 
     spares  copies of other tensors, by name
     """
-    names = {name: hf_name(name) for name in shapes}
+    names = {name: hf_name(name) for name in parameters}
+    shapes = {names[name]: tuple(parameter.shape) for name, parameter in parameters.items()}
+    used = {name: located[name] for name in shapes if name in located}
     problems = []
-    if missing := [name for name in names.values() if name not in located]:
+    if missing := [name for name in shapes if name not in used]:
         problems.append(f"missing: {join_names(missing)}")
     if wrong := [
-        name
-        for name, other in names.items()
-        if other in located and located[other].shape != shapes[name]
+        f"{name} is {location.shape}, {config_file.name} makes it {shapes[name]}"
+        for name, location in used.items()
+        if location.shape != shapes[name]
     ]:
-        lines = [
-            f"{names[name]} is {located[names[name]].shape}, {config_file.name} makes it {shapes[name]}"
-            for name in wrong
-        ]
-        problems.append(f"of another shape: {join_names(lines)}")
+        problems.append(f"of another shape: {join_names(wrong)}")
     # Older files hold the rotary frequencies, which follow from the config.
     others = [
         name
-        for name in sorted(located.keys() - set(names.values()))
+        for name in sorted(located.keys() - shapes.keys())
         if not name.endswith("rotary_emb.inv_freq")
     ]
     for spare, embedding in spares.items():
@@ -317,20 +287,15 @@ def match_shapes(
                 )
     if others:
         problems.append(f"unexpected: {join_names(others)}")
-    dtypes = sorted({located[name].dtype for name in names.values() if name in located})
-    if not problems and (
-        len(dtypes) > 1
-        or dtypes[0] not in TORCH_DTYPES
-        or not TORCH_DTYPES[dtypes[0]].is_floating_point
-    ):
-        problems.append(f"dtypes {', '.join(dtypes)}, expected one floating-point dtype")
+    dtypes = sorted({location.dtype for location in used.values()})
+    if not problems:
+        dtype = TORCH_DTYPES.get(dtypes[0])
+        if len(dtypes) > 1 or dtype is None or not dtype.is_floating_point:
+            problems.append(f"dtypes {', '.join(dtypes)}, expected one floating-point dtype")
     if problems:
-        hint = f"copy the whole folder again, or correct its {config_file.name}"
-        raise CheckpointError(
-            f"the tensors are not those of {config_file.name}",
-            "\n".join([str(config_file.parent), *problems]),
-            hint,
-        )
+        what = f"the tensors are not those of {config_file.name}"
+        hint = f"{COPY_FOLDER}, or correct its {config_file.name}"
+        raise CheckpointError(what, "\n".join([str(config_file.parent), *problems]), hint)
     return LazyTensors(names, lambda name: located[names[name]].map())
 
 
@@ -339,93 +304,81 @@ def match_shapes(
 
 def write_hub(
     folder: Path,
-    config: LlamaConfig | TransformersConfig,
+    config: Mapping[str, Any],
     tensors: Mapping[str, Tensor],
     *,
-    hf_config: Mapping[str, Any] | None = None,
     companions: Sequence[Path] = (),
     shard_bytes: int = SHARD_BYTES,
-    adapter: Mapping[str, Any] | None = None,
 ) -> list[str]:
     """Write a Hugging Face folder atomically; return the names of its tensor files.
 
+    config       its config.json, except for the dtype
     tensors      under the names of llama.py; accessed one at a time
-    hf_config    the model's earlier config.json; kept as is if it still describes `config`
     companions   files to copy into the folder
     shard_bytes  most tensor bytes per file; a larger tensor has a file to itself
-    adapter      adapter_config.json; `tensors` are adapters, and the folder is one of PEFT
-    UsageError: the folder exists and is not empty. CheckpointError: it cannot be written.
+    CheckpointError: the folder is not empty, or cannot be written.
     """
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UsageError(
-            f"{folder} already exists and is not empty",
-            "--out",
-            "name a new folder, or an empty one",
-        )
-    stem = ADAPTER_STEM if adapter else "model"
+    dtypes = [key for key in ("dtype", "torch_dtype") if key in config] or ["torch_dtype"]
+    config = {**config, **dict.fromkeys(dtypes, dtype_of(tensors))}
+    parts = safetensors_io.split_into_files(hf_specs(tensors), shard_bytes)
+    files = {WEIGHTS_FILE: parts[0]}
+    if len(parts) > 1:
+        files = {
+            f"model-{number:05d}-of-{len(parts):05d}.safetensors": part
+            for number, part in enumerate(parts, 1)
+        }
+    with new_folder(folder, sum(spec.bytes + 256 for part in parts for spec in part)) as partial:
+        for file, part in files.items():
+            write_tensors(partial / file, part, tensors)
+        if len(files) > 1:
+            where = {spec.name: file for file, part in files.items() for spec in part}
+            total = {"total_size": sum(spec.bytes for part in parts for spec in part)}
+            index = {"metadata": total, "weight_map": dict(sorted(where.items()))}
+            write_json(partial / INDEX_FILE, index)
+        for path in companions:
+            write_atomic(partial / path.name, path.read_bytes())
+        write_json(partial / CONFIG_FILE, config)
+    return list(files)
+
+
+def write_adapter(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Write a folder of PEFT atomically. CheckpointError: see `write_hub`."""
+    specs = hf_specs(tensors)
+    with new_folder(folder, sum(spec.bytes + 256 for spec in specs)) as partial:
+        write_tensors(partial / ADAPTER_FILE, specs, tensors)
+        write_json(partial / ADAPTER_CONFIG, config)
+
+
+def hf_specs(tensors: Mapping[str, Tensor]) -> list[TensorSpec]:
+    return [spec_of(hf_name(name), tensor) for name, tensor in tensors.items()]
+
+
+def write_tensors(path: Path, specs: Sequence[TensorSpec], tensors: Mapping[str, Tensor]) -> None:
     own_names = {hf_name(name): name for name in tensors}
-    specs = [
-        TensorSpec(other, DTYPES[tensors[name].dtype], tuple(tensors[name].shape))
-        for other, name in own_names.items()
-    ]
-    needed_bytes = sum(spec.bytes + 256 for spec in specs)
+    chunks = safetensors_io.file_chunks(
+        specs, lambda name: bytes_of(tensors[own_names[name]]), {"format": "pt"}
+    )
+    write_atomic(path, chunks)
+
+
+def refuse_existing(folder: Path) -> None:
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        what = f"{folder} already exists and is not empty"
+        raise UsageError(what, "--out", "name a new folder, or an empty one")
+
+
+@contextmanager
+def new_folder(folder: Path, needed_bytes: int) -> Iterator[Path]:
+    """Yield a hidden folder beside `folder`, which takes its name when the block is complete."""
     partial = folder.absolute().with_name(f".{folder.name}.{secrets.token_hex(4)}")
-    folder.absolute().parent.mkdir(parents=True, exist_ok=True)
+    partial.parent.mkdir(parents=True, exist_ok=True)
     with commit.explain_write_errors(f"{folder} was not written", partial.parent, needed_bytes):
         partial.mkdir()
         try:
-            parts = [specs] if adapter else safetensors_io.split_into_files(specs, shard_bytes)
-            files = [
-                f"{stem}-{i:05d}-of-{len(parts):05d}.safetensors" for i in range(1, len(parts) + 1)
-            ]
-            files = files if len(files) > 1 else [f"{stem}.safetensors"]
-            for file, part in zip(files, parts, strict=True):
-                chunks = safetensors_io.file_chunks(
-                    part, lambda name: bytes_of(tensors[own_names[name]]), {"format": "pt"}
-                )
-                write_atomic(partial / file, chunks)
-            if len(parts) > 1:
-                where = {
-                    spec.name: file
-                    for file, part in zip(files, parts, strict=True)
-                    for spec in part
-                }
-                total = {"total_size": sum(spec.bytes for spec in specs)}
-                write_json(
-                    partial / INDEX_FILE,
-                    {"metadata": total, "weight_map": dict(sorted(where.items()))},
-                )
-            for path in companions:
-                write_atomic(partial / path.name, path.read_bytes())
-            config_file = ADAPTER_CONFIG if adapter else CONFIG_FILE
-            write_json(
-                partial / config_file, adapter or config_to_write(config, hf_config, specs[0].dtype)
-            )
+            yield partial
             fsync_folder(partial)
             os.rename(partial, folder)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
-        fsync_folder(folder.absolute().parent)
-    return files
-
-
-def new_config(config: LlamaConfig, old: Mapping[str, Any]) -> dict[str, Any]:
-    return config_to_hf(config) | {key: value for key, value in old.items() if key in HARMLESS_KEYS}
-
-
-def config_to_write(
-    config: LlamaConfig | TransformersConfig, hf_config: Mapping[str, Any] | None, dtype: str
-) -> dict[str, Any]:
-    """Return the old config.json if it describes `config`, else a new one; with `dtype`."""
-    old = dict(hf_config or {})
-    if isinstance(config, TransformersConfig) or (
-        old and config_from_hf(old, "the config that came with the model") == config
-    ):
-        base = old
-    else:
-        base = new_config(config, old)
-    torch_dtype = str(TORCH_DTYPES[dtype]).removeprefix("torch.")
-    return base | dict.fromkeys(
-        [key for key in ("dtype", "torch_dtype") if key in base] or ["torch_dtype"], torch_dtype
-    )
+        fsync_folder(partial.parent)

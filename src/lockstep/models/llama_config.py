@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from lockstep.models.llama import Llama
 
 
@@ -69,6 +71,10 @@ class LlamaConfig:
             + self.dim
             + self.vocab_size * self.dim * (1 if self.tie_embeddings else 2)
         )
+
+    @property
+    def buffers(self) -> dict[str, Tensor]:
+        return {}
 
     def meta_model(self) -> Llama:
         import torch  # not needed to plan a run

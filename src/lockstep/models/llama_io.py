@@ -3,7 +3,7 @@ weights of a run.
 
 A run folder of a Llama:
 
-    model.json      {"shape": the fields of LlamaConfig, "config": its config.json, or null,
+    model.json      {"config": its config.json, "backend": "transformers" or none,
                      "lora": {"rank", "alpha", "targets", "dropout"} of a run that trains adapters,
                      "start", "start_sha256", "dtype": of its starting weights}
     tokenizer/      tokenizer.json, chat template, generation_config.json, ... as imported
@@ -16,7 +16,7 @@ into the weights whenever a model is loaded, exported or started from.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +34,9 @@ from lockstep.corpus.tokenizer import BEGIN, END
 from lockstep.errors import CheckpointError, DataError, UsageError
 from lockstep.files import read_json, write_atomic, write_json
 from lockstep.models import llama, lora
-from lockstep.models.hf_config import config_from_json, config_to_hf
+from lockstep.models.hf_config import config_from_hf, config_to_write
 from lockstep.models.hub import (
+    ADAPTER_FILE,
     CONFIG_FILE,
     SHARD_BYTES,
     LazyTensors,
@@ -43,6 +44,8 @@ from lockstep.models.hub import (
     dtype_of,
     is_hub,
     open_hub,
+    refuse_existing,
+    write_adapter,
     write_hub,
 )
 from lockstep.models.llama import Llama
@@ -60,29 +63,22 @@ def is_llama_run(folder: Path) -> bool:
 
 
 def read_model(folder: Path) -> tuple[LlamaConfig | TransformersConfig, dict[str, Any]]:
-    """Read model.json: (config, its config.json or {}). DataError: it is damaged. CheckpointError:
+    """Read model.json: (config, its config.json). DataError: it is damaged. CheckpointError:
     the run has not written it yet, or is of another model."""
+    where = str(folder / MODEL)
     try:
         value = read_json(folder / MODEL)
+        hf_config = dict(value["config"])
         if value.get("backend") == "transformers":
-            return TransformersConfig(dict(value["config"])), dict(value["config"])
-        return config_from_json(value["shape"]), dict(value["config"] or {})
+            return TransformersConfig(hf_config), hf_config
+        return config_from_hf(hf_config, where), hf_config
     except FileNotFoundError:
         what = f"there is no {MODEL}: the run has not started to train, or its model is no Llama"
         hint = "wait for its first save; without --adapter, export also writes the weights of other models"
         raise CheckpointError(what, str(folder), hint) from None
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        ArithmeticError,
-        CheckpointError,
-    ) as error:
-        raise DataError(
-            f"{MODEL} cannot be read: {error}", str(folder / MODEL), "import the model again"
-        ) from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, CheckpointError) as error:
+        what = f"{MODEL} cannot be read: {error}"
+        raise DataError(what, where, "import the model again") from error
 
 
 # -- import, export --------------------------------------------------------------------------------
@@ -94,11 +90,8 @@ def refuse_other_backend(
     """UsageError: the run in `folder` has another backend than the one that starts from it."""
     if isinstance(config, TransformersConfig) != (backend == "transformers"):
         what = f"llama.backend is {backend}, but the run in {folder} has another"
-        raise UsageError(
-            what,
-            "llama.backend",
-            "set the llama.backend of that run, or export it and start from the export",
-        )
+        hint = "set the llama.backend of that run, or export it and start from the export"
+        raise UsageError(what, "llama.backend", hint)
 
 
 def import_hub(source: Path, folder: Path) -> str:
@@ -108,36 +101,33 @@ def import_hub(source: Path, folder: Path) -> str:
     UsageError: `folder` holds another run. CheckpointError: damaged source, or unwritable target.
     """
     hub = open_hub(source)
-    model = {"shape": asdict(hub.config), "config": hub.hf_config}
+    model = {"config": hub.hf_config}
     refuse_other_run(folder, model)
     tensors = LazyTensors(
         [f"model.{name}" for name in hub.tensors],
         lambda name: hub.tensors[name.removeprefix("model.")],
     )
     size = sum(tensor.nbytes for tensor in tensors.values())
-    existing = next(
-        path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir()
-    )
+    count = sum(tensor.numel() for tensor in tensors.values())
+    parents = (folder.absolute(), *folder.absolute().parents)
+    existing = next(path for path in parents if path.is_dir())
     with commit.explain_write_errors(f"{folder} was not written", existing, size):
         (folder / TOKENIZER).mkdir(parents=True, exist_ok=True)
         for path in hub.companions:
             write_atomic(folder / TOKENIZER / path.name, path.read_bytes())
         write_json(folder / MODEL, model)
     CheckpointStore(folder / CHECKPOINTS).save(0, tensors, {"imported": source.name})
-    assert isinstance(hub.config, LlamaConfig)
-    count = format_count(hub.config.num_parameters)
-    return f"step 0: {len(tensors)} tensors, {count} parameters, {format_bytes(size)}, written to {folder}"
+    return f"step 0: {len(tensors)} tensors, {format_count(count)} parameters, {format_bytes(size)}, written to {folder}"
 
 
 def refuse_other_run(folder: Path, model: Mapping[str, Any]) -> None:
     """UsageError: `folder` holds another run, or this model after step 0."""
     hint = "name another folder with --out; nothing was changed"
-    if (folder / "run.json").exists() or (
-        is_llama_run(folder) and read_json(folder / MODEL) != model
-    ):
+    is_other = is_llama_run(folder) and read_json(folder / MODEL) != model
+    if is_other or (folder / "run.json").exists():
         raise UsageError(f"there is another run in {folder}", "--out", hint)
-    if later := [step for step in committed_steps(folder / CHECKPOINTS) if step > 0]:
-        raise UsageError(f"the run in {folder} is at step {max(later)} already", "--out", hint)
+    if (newest := max(committed_steps(folder / CHECKPOINTS), default=0)) > 0:
+        raise UsageError(f"the run in {folder} is at step {newest} already", "--out", hint)
 
 
 def export_run(
@@ -157,38 +147,22 @@ def export_run(
 
     The checkpoint is verified first. Memory: one tensor.
     """
-    config, hf_config = read_model(folder)
+    _, hf_config = read_model(folder)
     peft_config = peft_config_of(folder) if adapter else None
-    dtype_name = dtype or ("" if adapter else read_json(folder / MODEL).get("dtype", ""))
-    torch_dtype: Any = getattr(torch, str(dtype_name), None) if dtype_name else None
-    if dtype_name and not isinstance(torch_dtype, torch.dtype):
-        raise DataError(
-            f"{MODEL} names the dtype {dtype_name!r}", str(folder / MODEL), "give one with --dtype"
-        )
+    refuse_existing(target)
     with commands.open_verified(folder, step) as (newest_step, opened):
-        stored = model_tensors(opened)
-        saved = (
-            LazyTensors(filter(is_adapter, stored), stored.__getitem__)
-            if adapter
-            else merge_adapters(folder, stored)
-        )
-        tensors = (
-            LazyTensors(saved, lambda name: cast_tensor(name, saved[name], torch_dtype))
-            if torch_dtype
-            else saved
-        )
-        companions = (
-            sorted((folder / TOKENIZER).iterdir())
-            if (folder / TOKENIZER).is_dir() and not adapter
-            else []
-        )
-        options: dict[str, Any] = {
-            "companions": companions,
-            "shard_bytes": shard_bytes,
-            "adapter": peft_config,
-        }
-        files = write_hub(target, config, tensors, hf_config=hf_config or None, **options)
-        size = sum(tensors[name].nbytes for name in tensors)
+        tensors: Mapping[str, Tensor] = model_tensors(opened)
+        if peft_config:
+            tensors = LazyTensors(filter(is_adapter, tensors), tensors.__getitem__)
+            write_adapter(target, peft_config, cast_tensors(tensors, dtype))
+            files = [ADAPTER_FILE]
+        else:
+            weights = weights_of_run(folder, tensors)
+            tensors = cast_tensors(weights.tensors, dtype or weights.dtype)
+            files = write_hub(
+                target, hf_config, tensors, companions=weights.companions, shard_bytes=shard_bytes
+            )
+        size = sum(tensor.nbytes for tensor in tensors.values())
     how = f"{len(files)} files" if len(files) > 1 else "1 file"
     return f"step {newest_step}: {len(tensors)} tensors, {format_bytes(size)} in {how}, written to {target}"
 
@@ -198,11 +172,8 @@ def peft_config_of(folder: Path) -> dict[str, Any]:
     PEFT."""
     model_json = read_json(folder / MODEL)
     if (lora := lora_of(model_json)) is None:
-        raise UsageError(
-            f"the run in {folder} trains no adapters",
-            "--adapter",
-            "leave --adapter out to export its weights",
-        )
+        what = f"the run in {folder} trains no adapters"
+        raise UsageError(what, "--adapter", "leave --adapter out to export its weights")
     base = Path(model_json["start"])
     if is_hub(base) and read_json(base / CONFIG_FILE).get("model_type") == "phi3":
         what = f"{base} packs query, key and value in one matrix, and the adapters of the run are of each"
@@ -213,6 +184,17 @@ def peft_config_of(folder: Path) -> dict[str, Any]:
 def lora_of(model_json: Mapping[str, Any]) -> LoraOptions | None:
     lora = model_json.get("lora")
     return LoraOptions(**{**lora, "targets": tuple(lora["targets"])}) if lora else None
+
+
+def cast_tensors(tensors: Mapping[str, Tensor], dtype_name: str) -> Mapping[str, Tensor]:
+    """Return the tensors in a dtype, "": unchanged. DataError: torch has no such dtype."""
+    if not dtype_name:
+        return tensors
+    dtype = getattr(torch, dtype_name, None)
+    if not isinstance(dtype, torch.dtype):
+        what = f"{MODEL} names the dtype {dtype_name!r}"
+        raise DataError(what, MODEL, "give one with --dtype")
+    return LazyTensors(tensors, lambda name: cast_tensor(name, tensors[name], dtype))
 
 
 def cast_tensor(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -230,25 +212,27 @@ def model_tensors(stored: StoredTensors) -> LazyTensors:
     return LazyTensors(model, lambda name: tensor_from_bytes(model[name].spec, model[name].data()))
 
 
-def merge_adapters(folder: Path, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Return the weights of a run, with adapters merged into the base model."""
+def weights_of_run(folder: Path, tensors: Mapping[str, Tensor]) -> LlamaWeights:
+    """Return the model of a run, given the tensors of a checkpoint: adapters are merged into the
+    weights that the run started from. CheckpointError: these have changed."""
+    config, hf_config = read_model(folder)
     model_json = read_json(folder / MODEL)
-    if (lora := lora_of(model_json)) is None:
-        return tensors
-    base = open_weights(Path(model_json["start"]))
-    if (current := base.sha256()) != model_json["start_sha256"]:
-        raise weights_changed_error(
-            folder, model_json["start"], model_json["start_sha256"], current
-        )
-    return merged_weights(base.tensors, tensors, lora)
+    if lora := lora_of(model_json):
+        base = open_weights(Path(model_json["start"]))
+        refuse_changed_weights(folder, model_json, base.sha256())
+        tensors = merged_weights(base.tensors, tensors, lora)
+    tokenizer = folder / TOKENIZER
+    companions = sorted(tokenizer.iterdir()) if tokenizer.is_dir() else []
+    dtype = model_json.get("dtype") or dtype_of(tensors)
+    return LlamaWeights(folder, config, hf_config, tensors, companions, dtype)
 
 
-def weights_changed_error(folder: Path, start: str, expected: str, current: str) -> CheckpointError:
-    return CheckpointError(
-        f"the weights in {start} have changed since the run in {folder} started from them",
-        f"sha256 {current}\nwas    {expected}",
-        "restore that folder; a run with llama.init_from needs it as long as its checkpoints hold adapters alone",
-    )
+def refuse_changed_weights(folder: Path, model_json: Mapping[str, Any], sha256: str | None) -> None:
+    """CheckpointError: the run in `folder` started from weights with another sha256."""
+    if (expected := model_json.get("start_sha256")) != sha256:
+        what = f"the weights in {model_json.get('start')} have changed since the run in {folder} started from them"
+        hint = "restore that folder; a run with llama.init_from needs it as long as its checkpoints hold adapters alone"
+        raise CheckpointError(what, f"sha256 {sha256}\nwas    {expected}", hint)
 
 
 def open_weights(folder: Path, backend: str = "lockstep") -> LlamaWeights:
@@ -257,13 +241,8 @@ def open_weights(folder: Path, backend: str = "lockstep") -> LlamaWeights:
     UsageError: there is none. CheckpointError: it is damaged.
     """
     if is_llama_run(folder):
-        config, hf_config = read_model(folder)
         with commands.open_verified(folder, None) as (_, opened):
-            tensors = merge_adapters(folder, model_tensors(opened))
-        dtype = read_json(folder / MODEL).get("dtype") or dtype_of(tensors)
-        return LlamaWeights(
-            folder, config, hf_config, tensors, sorted((folder / TOKENIZER).iterdir()), dtype
-        )
+            return weights_of_run(folder, model_tensors(opened))
     refuse_no_model(folder)
     return open_hub(folder, backend)
 
@@ -294,45 +273,32 @@ def load_llama(
     backend  of a Hugging Face folder
     Memory: the weights once. On a CPU a Hugging Face folder stays mapped and is read on first use.
     """
-    device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    tokenizer, steps = folder, (0,)
     if is_llama_run(folder):
-        config, hf_config = read_model(folder)
-        store = CheckpointStore(folder / CHECKPOINTS)
-        checkpoint = store.load_newest() if step is None else store.load(step)
-        if checkpoint is None:
-            raise CheckpointError(
-                "there is no checkpoint yet", str(store.folder), "import the model again"
-            )
-        tensors = inference_weights(checkpoint.tensors)
-        newest_step = checkpoint.step
+        checkpoint = CheckpointStore(folder / CHECKPOINTS).require(step)
+        tokenizer, steps = folder / TOKENIZER, (checkpoint.step,)
+        weights = weights_of_run(folder, inference_weights(checkpoint.tensors))
         del checkpoint  # frees the optimizer's state
-        model = model_from_tensors(config, merge_adapters(folder, tensors), device)
-        return LoadedLlama(model, folder / TOKENIZER, hf_config, (newest_step,))
-    refuse_no_model(folder)
-    if step is not None:
-        raise UsageError(
-            f"step {step} of {folder}, which has no steps",
-            "--step",
-            "leave --step out for a Hugging Face folder",
-        )
-    hub = open_hub(folder, backend)
-    return LoadedLlama(
-        model_from_tensors(hub.config, hub.tensors, device), folder, hub.hf_config, (0,)
-    )
+    else:
+        refuse_no_model(folder)
+        if step is not None:
+            what = f"step {step} of {folder}, which has no steps"
+            raise UsageError(what, "--step", "leave --step out for a Hugging Face folder")
+        weights = open_hub(folder, backend)
+    device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = model_from_tensors(weights.config, weights.tensors, device)
+    return LoadedLlama(model, tokenizer, weights.hf_config, steps)
 
 
 def refuse_no_model(folder: Path) -> None:
     if (folder / "run.json").is_file():
-        raise UsageError(
-            f"the run in {folder} trains a translator",
-            str(folder / "run.json"),
-            f"try lockstep translate {folder}",
-        )
+        what = f"the run in {folder} trains a translator"
+        hint = f"try lockstep translate {folder}"
+        raise UsageError(what, str(folder / "run.json"), hint)
     if not is_hub(folder):
+        where = f"neither {MODEL} nor config.json is there"
         hint = "give a folder that lockstep checkpoint import wrote, or one of a Hugging Face model"
-        raise UsageError(
-            f"there is no model in {folder}", f"neither {MODEL} nor config.json is there", hint
-        )
+        raise UsageError(f"there is no model in {folder}", where, hint)
 
 
 def model_from_tensors(
@@ -340,27 +306,22 @@ def model_from_tensors(
 ) -> Llama | TransformersModel:
     """Build the model around these tensors, moved to `device` one at a time."""
     model = config.meta_model()
-    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    if shapes.keys() != tensors.keys() or any(
-        tensors[name].shape != shape for name, shape in shapes.items()
+    parameters = dict(model.named_parameters())
+    if parameters.keys() != tensors.keys() or any(
+        tensors[name].shape != parameter.shape for name, parameter in parameters.items()
     ):
-        raise CheckpointError(
-            "the checkpoint is not of the model in model.json", MODEL, "import the model again"
-        )
-    if isinstance(config, TransformersConfig):
-        return materialize(
-            model,
-            device,
-            lambda name, _: config.buffers[name] if name in config.buffers else tensors[name],
-        ).eval()
-    for name in shapes:
-        path, _, leaf = name.rpartition(".")
-        setattr(
-            model.get_submodule(path),
-            leaf,
-            nn.Parameter(tensors[name].to(device), requires_grad=False),
-        )
-    return model.eval()
+        what = "the checkpoint is not of the model in model.json"
+        raise CheckpointError(what, MODEL, "import the model again")
+    if isinstance(model, Llama):
+        model.load_state_dict({name: tensors[name].to(device) for name in tensors}, assign=True)
+        return model.requires_grad_(False).eval()
+    return materialize(model, device, lambda name, _: tensor_of(name, config, tensors)).eval()
+
+
+def tensor_of(
+    name: str, config: LlamaConfig | TransformersConfig, tensors: Mapping[str, Tensor]
+) -> Tensor:
+    return config.buffers[name] if name in config.buffers else tensors[name]
 
 
 @dataclass(frozen=True)
@@ -381,24 +342,20 @@ class InitialWeights:
     @classmethod
     def of(cls, run: RunConfig, vocab_size: int) -> InitialWeights:
         """UsageError, CheckpointError: `llama.init_from` or `lora.init_from` cannot be read."""
-        start = (
-            open_weights(Path(run.llama.init_from), backend=run.llama.backend)
-            if run.llama.init_from
-            else None
-        )
-        config = (
-            start.config if start else replace(LLAMA_CONFIGS[run.llama.size], vocab_size=vocab_size)
-        )
+        start = None
+        config: LlamaConfig | TransformersConfig
+        config = replace(LLAMA_CONFIGS[run.llama.size], vocab_size=vocab_size)
+        if run.llama.init_from:
+            start = open_weights(Path(run.llama.init_from), backend=run.llama.backend)
+            config = start.config
         refuse_other_backend(config, run.llama.backend, run.llama.init_from)
         if run.llama.max_seq_len and isinstance(config, LlamaConfig):
             config = replace(config, max_seq_len=run.llama.max_seq_len)
         initial = cls(config, run.seed, start, run.lora if run.lora.rank else None, None)
         if not run.lora.init_from:
             return initial
-        return replace(
-            initial,
-            adapter=lora.open_adapter(Path(run.lora.init_from), initial.meta_model(), run.lora),
-        )
+        adapter = lora.open_adapter(Path(run.lora.init_from), initial.meta_model(), run.lora)
+        return replace(initial, adapter=adapter)
 
     def meta_model(self) -> nn.Module:
         model = self.config.meta_model()
@@ -407,31 +364,28 @@ class InitialWeights:
     def init_param(self, name: str, shape: torch.Size) -> Tensor:
         if lora.is_adapter(name):
             return self.adapter[name] if self.adapter else lora.init_param(name, shape, self.seed)
-        if isinstance(self.config, TransformersConfig) and name in self.config.buffers:
-            return self.config.buffers[name]
         if self.start:
-            return self.start.tensors[name]
+            return tensor_of(name, self.config, self.start.tensors)
         return llama.init_param(name, shape, self.config.n_layers, self.seed)
 
     def is_saved(self, name: str) -> bool:
         return self.lora is None or lora.is_adapter(name)
 
     def to_json(self) -> dict[str, Any]:
-        content: dict[str, Any] = {
-            "lora": self.lora
-            and {key: getattr(self.lora, key) for key in ("rank", "alpha", "targets", "dropout")}
-        }
+        """Return the content of model.json."""
+        content: dict[str, Any] = {}
+        if self.lora:
+            keys = ("rank", "alpha", "targets", "dropout")
+            content["lora"] = {key: getattr(self.lora, key) for key in keys}
         if self.start:
-            content |= {
-                "start": str(self.start.folder),
-                "start_sha256": self.start.sha256(),
-                "dtype": self.start.dtype,
-            }
-            content |= {"config": self.start.hf_config}
+            content["start"] = str(self.start.folder)
+            content["start_sha256"] = self.start.sha256()
+            content["dtype"] = self.start.dtype
         if isinstance(self.config, TransformersConfig):
-            return {"backend": "transformers", **content}
-        new = config_to_hf(self.config) | {"bos_token_id": BEGIN, "eos_token_id": END}
-        return {"shape": asdict(self.config), "config": new, **content}
+            return content | {"backend": "transformers", "config": self.config.hf_config}
+        token_ids = {"bos_token_id": BEGIN, "eos_token_id": END}
+        old = self.start.hf_config if self.start else token_ids
+        return content | {"config": config_to_write(self.config, old)}
 
 
 def write_model_json(initial: InitialWeights, folder: Path) -> str:
@@ -440,10 +394,9 @@ def write_model_json(initial: InitialWeights, folder: Path) -> str:
     CheckpointError: the run there started from other weights.
     """
     content = initial.to_json()
+    sha256 = content.get("start_sha256")
     if is_llama_run(folder):
-        was, now = read_json(folder / MODEL).get("start_sha256"), content.get("start_sha256")
-        if was != now:
-            raise weights_changed_error(folder, str(content.get("start")), str(was), str(now))
+        refuse_changed_weights(folder, read_json(folder / MODEL), sha256)
     else:
         write_json(folder / MODEL, content)
-    return str(content.get("start_sha256", ""))
+    return sha256 or ""

@@ -15,7 +15,7 @@ from lockstep.checkpoint.store import Checkpoint, CheckpointStore
 from lockstep.config import saved_run
 from lockstep.config.schema import RunConfig
 from lockstep.corpus.tokenizer import Tokenizer
-from lockstep.errors import CheckpointError, UsageError
+from lockstep.errors import UsageError
 from lockstep.models.build import translator_on_meta
 from lockstep.models.translator import Translator
 
@@ -42,10 +42,7 @@ def load_translator(
     run = read_run(folder)
     tokenizer = Tokenizer.load(folder / "data" / "tokenizer.json")
     store = CheckpointStore(folder / "checkpoints")
-    newest = store.load_newest() if step is None else store.load(step)
-    if newest is None:
-        hint = "train on: checkpoint.every_steps is the interval of checkpoints"
-        raise CheckpointError("there is no checkpoint yet", str(store.folder), hint)
+    newest = store.require(step)
     steps = newest_steps(store.steps(), newest.step, average)
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     empty = translator_on_meta(

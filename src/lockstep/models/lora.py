@@ -22,7 +22,7 @@ from lockstep.config.adapter_config import ADAPTER_CONFIG, LORA_TARGETS, read_ad
 from lockstep.data.order import splitmix64
 from lockstep.errors import CheckpointError
 from lockstep.models.hf_config import hf_name
-from lockstep.models.hub import ADAPTER_STEM, LazyTensors, match_shapes, tensor_locations
+from lockstep.models.hub import ADAPTER_FILE, LazyTensors, match_shapes, tensor_locations
 
 if TYPE_CHECKING:
     from lockstep.config.schema import LoraOptions
@@ -126,31 +126,17 @@ def open_adapter(folder: Path, model: nn.Module, lora: LoraOptions) -> LazyTenso
 
     CheckpointError: the folder is damaged, or its adapters are not those of `lora` and `model`.
     """
-    saved, targets = (
-        read_adapter_config(folder),
-        [name for name in LORA_TARGETS if name in lora.targets],
-    )
-    for key, value in (
-        ("lora.rank", lora.rank),
-        ("lora.alpha", lora.alpha),
-        ("lora.targets", targets),
-    ):
-        if saved[key] != value:
-            where, hint = (
-                f"lora.init_from; {folder / ADAPTER_CONFIG}",
-                f"remove {key}, or set it to that of the folder",
-            )
-            raise CheckpointError(
-                f"{key} is {value}, and the adapters in {folder} have {saved[key]}", where, hint
-            )
-    shapes = {
-        name: tuple(parameter.shape)
-        for name, parameter in model.named_parameters()
-        if is_adapter(name)
+    saved = read_adapter_config(folder)
+    expected = {
+        "lora.rank": lora.rank,
+        "lora.alpha": lora.alpha,
+        "lora.targets": [name for name in LORA_TARGETS if name in lora.targets],
     }
-    return match_shapes(
-        tensor_locations(folder / f"{ADAPTER_STEM}.safetensors"),
-        shapes,
-        {},
-        folder / ADAPTER_CONFIG,
-    )
+    for key, value in expected.items():
+        if saved[key] != value:
+            what = f"{key} is {value}, and the adapters in {folder} have {saved[key]}"
+            hint = f"remove {key}, or set it to that of the folder"
+            raise CheckpointError(what, f"lora.init_from; {folder / ADAPTER_CONFIG}", hint)
+    adapters = {name: tensor for name, tensor in model.named_parameters() if is_adapter(name)}
+    located = tensor_locations(folder / ADAPTER_FILE)
+    return match_shapes(located, adapters, {}, folder / ADAPTER_CONFIG)

@@ -43,7 +43,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small model with its tokenizer."""
     torch.set_num_threads(1)
     path = tmp_path_factory.mktemp("hub") / "small"
-    hub.write_hub(path, CONFIG, dict(build_llama(CONFIG, device=CPU, seed=1).named_parameters()))
+    weights = dict(build_llama(CONFIG, device=CPU, seed=1).named_parameters())
+    hub.write_hub(path, hf_config.config_to_hf(CONFIG), weights)
     Tokenizer.train_on_documents(["a cat"] * 3, vocab_size=300, min_frequency=1).save_for_llama(
         path
     )
@@ -269,36 +270,26 @@ def test_odd_values_in_every_field_of_a_header_are_refused(folder: Path, tmp_pat
             hub.tensor_locations(bad)
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_parameter_shapes_equal_those_of_the_whole_model_in_order(tied: bool) -> None:
-    config = replace(CONFIG, n_layers=12, tie_embeddings=tied)
+def test_names_of_the_tensors_are_those_of_the_model_in_order(folder: Path) -> None:
     with torch.device("meta"):
-        expected = [
-            (name, tuple(parameter.shape)) for name, parameter in Llama(config).named_parameters()
-        ]
-    assert list(hf_config.parameter_shapes(config).items()) == expected
+        model = Llama(CONFIG)
+    assert list(hub.open_hub(folder).tensors) == [name for name, _ in model.named_parameters()]
 
 
-def test_damaged_shape_in_model_json_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_damaged_config_in_model_json_is_refused(folder: Path, tmp_path: Path) -> None:
     llama_io.import_hub(folder, tmp_path / "run")
     about = json.loads((tmp_path / "run" / llama_io.MODEL).read_text())
-    for key in about["shape"]:
-        for value in (
-            -1,
-            0,
-            math.nan,
-            "x",
-            [],
-            {"x": 1},
-            10**9 if key not in ("max_seq_len", "rope_theta") else True,
-        ):
-            if key in ("tie_embeddings", "qkv_bias", "qk_norm") and not value:
-                continue
-            (tmp_path / "run" / llama_io.MODEL).write_text(
-                json.dumps(about | {"shape": {**about["shape"], key: value}})
-            )
+    keys = [key for key, _ in hf_config.SIZES.values()]
+    for key in [*keys, "rope_theta", "rms_norm_eps", "tie_word_embeddings"]:
+        for value in (-1, 0, math.nan, "x", [], {"x": 1}, 10**40):
+            config = {**about["config"], key: value}
+            (tmp_path / "run" / llama_io.MODEL).write_text(json.dumps(about | {"config": config}))
             with pytest.raises(LockstepError):
                 llama_io.load_llama(tmp_path / "run", device=CPU)
+    for damaged in ({}, {"config": None}, {"config": []}, {"config": "x"}, [], 7):
+        (tmp_path / "run" / llama_io.MODEL).write_text(json.dumps(damaged))
+        with pytest.raises(DataError):
+            llama_io.load_llama(tmp_path / "run", device=CPU)
 
 
 # -- generate and export -----------------------------------------------------------------------------------------------
@@ -360,7 +351,9 @@ def test_prompt_with_a_token_beyond_the_vocabulary_is_refused(folder: Path, tmp_
     assert main(["generate", str(larger), "a new59", "--tokens", "2"]) == UsageError.exit_code
 
 
-def test_changed_max_seq_len_keeps_the_token_ids_of_the_config(folder: Path) -> None:
+def test_changed_max_seq_len_keeps_the_token_ids_of_the_config(
+    folder: Path, tmp_path: Path
+) -> None:
     old = json.loads((folder / hub.CONFIG_FILE).read_text()) | {
         "bos_token_id": 1,
         "eos_token_id": [2, 6],
@@ -368,14 +361,16 @@ def test_changed_max_seq_len_keeps_the_token_ids_of_the_config(folder: Path) -> 
         "dtype": "bfloat16",
     }
     longer = replace(CONFIG, max_seq_len=128)
-    written = hub.config_to_write(longer, old, "F32")
+    written = hf_config.config_to_write(longer, old)
     assert hf_config.config_from_hf(written, "") == longer
     assert {key: written[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")} == {
         "bos_token_id": 1,
         "eos_token_id": [2, 6],
         "pad_token_id": 0,
     }
-    assert written["dtype"] == "float32"
+    hub.write_hub(tmp_path / "hub", written, hub.open_hub(folder).tensors)
+    exported = json.loads((tmp_path / "hub" / hub.CONFIG_FILE).read_text())
+    assert exported == written | {"dtype": "float32"}
 
 
 def test_export_has_the_dtype_of_the_import_or_the_requested_one(

@@ -13,6 +13,7 @@ import torch
 from lockstep.cli.main import main
 from lockstep.corpus.tokenizer import Tokenizer
 from lockstep.models import hub, llama_io
+from lockstep.models.hf_config import config_to_hf
 from lockstep.models.llama import build_llama
 from lockstep.models.llama_config import LlamaConfig
 
@@ -32,9 +33,8 @@ def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("production")
     config = LlamaConfig(420, 32, 2, 4, 2, 8, 48, max_seq_len=128)
-    hub.write_hub(
-        folder / "made", config, dict(build_llama(config, device=CPU, seed=1).named_parameters())
-    )
+    weights = dict(build_llama(config, device=CPU, seed=1).named_parameters())
+    hub.write_hub(folder / "made", config_to_hf(config), weights)
     Tokenizer.train_on_documents(TEXTS * 5, vocab_size=400, min_frequency=1).save_for_llama(
         folder / "made"
     )
