@@ -26,7 +26,7 @@ from lockstep.config.resolve import parse_flags, resolve
 from lockstep.corpus.pairs.loader import PairLoader
 from lockstep.corpus.pairs.prepare import open_prepared
 from lockstep.data.order import splitmix64
-from lockstep.models.build import build_translator
+from lockstep.models.translator import build_translator
 from lockstep.network.subtrees import equal_shares, leaves_of_rank
 from lockstep.runtime.numerics import seed_generators
 from lockstep.tasks.optim import adamw, learning_rate, set_learning_rate

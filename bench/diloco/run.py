@@ -42,7 +42,7 @@ from lockstep.checkpoint.store import CheckpointStore
 from lockstep.config.resolve import parse_flags, resolve
 from lockstep.corpus.pairs.prepare import PreparedPairs, open_prepared, prepare
 from lockstep.generation.beam_search import batches_by_length
-from lockstep.models.build import build_translator
+from lockstep.models.translator import build_translator
 from lockstep.record.metrics import read_metrics
 from lockstep.tasks.translation import make_order
 

@@ -16,7 +16,7 @@ from bench.step.batches import tokens_in_step
 from bench.step.task import Stopwatch, Task, read_task
 from lockstep.corpus.pairs.loader import PairLoader
 from lockstep.corpus.pairs.prepare import open_prepared
-from lockstep.models.build import build_translator
+from lockstep.models.translator import build_translator
 from lockstep.network.subtrees import equal_shares, leaves_of_rank
 from lockstep.tasks.optim import adamw, learning_rate, set_learning_rate
 from lockstep.tasks.translation import make_order

@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lockstep.config.schema import ModelOptions
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.elastic.world import World
-from lockstep.models.build import build_translator
+from lockstep.models.translator import build_translator
 from lockstep.training.replica_group import ReplicaGroup
 
 CPU, VOCABULARY, ROWS, LENGTH, CLIP = torch.device("cpu"), 2000, 8, 16, 1.0

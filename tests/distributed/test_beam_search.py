@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from lockstep.config.schema import ModelOptions
 from lockstep.corpus.tokenizer import BEGIN, END, PAD, Tokenizer
 from lockstep.generation.beam_search import (
     batches_by_length,
@@ -24,16 +25,7 @@ def model() -> Translator:
     """A model trained to reverse its input, with END: its translations have many lengths."""
     torch.set_num_threads(1)
     torch.manual_seed(3)
-    net = Translator(
-        vocab_size=VOCABULARY,
-        dim=32,
-        n_heads=4,
-        encoder_layers=1,
-        decoder_layers=2,
-        ffn_dim=64,
-        dropout=0.0,
-        attention="plain",
-    )
+    net = Translator(VOCABULARY, ModelOptions(32, 4, 1, 2, 64, dropout=0.0, attention="plain"))
     materialize(net, torch.device("cpu"), lambda name, shape: init_param(name, shape, 5))
     optimizer = torch.optim.AdamW(net.parameters(), lr=4e-3)
     for _ in range(60):

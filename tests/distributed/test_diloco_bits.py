@@ -19,7 +19,7 @@ from lockstep.corpus.pairs.prepare import open_prepared
 from lockstep.data.order import splitmix64
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import DivergedError
-from lockstep.models.build import build_translator
+from lockstep.models.translator import build_translator
 from lockstep.parallel.grad_norm import sum_of_squares
 from lockstep.recipes.script import lock_run_folder, train
 from lockstep.recipes.values import open_run

@@ -30,8 +30,8 @@ from lockstep.corpus.tokenizer import BEGIN, END
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.elastic.world import World
 from lockstep.errors import CheckpointError, UsageError
-from lockstep.models.build import build_translator
 from lockstep.models.load_translator import load_translator, newest_steps
+from lockstep.models.translator import build_translator
 from lockstep.record.metrics import read_metrics
 from lockstep.tasks.evaluate import (
     append_record,

@@ -22,7 +22,7 @@ from support.ranks import run_ranks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lockstep.config.schema import LoraOptions, MemoryOptions, OptimOptions
+from lockstep.config.schema import LoraOptions, MemoryOptions, ModelOptions, OptimOptions
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import UsageError
 from lockstep.layout import Layout
@@ -77,16 +77,8 @@ CONFIG = llama.LlamaConfig(VOCABULARY, 32, 4, 4, 2, 8, 56, 64, 10_000.0, tie_emb
 
 
 def make_translator(dropout: float) -> Callable[[], nn.Module]:
-    return lambda: translator.Translator(
-        vocab_size=VOCABULARY,
-        dim=32,
-        n_heads=4,
-        encoder_layers=2,
-        decoder_layers=2,
-        ffn_dim=56,
-        dropout=dropout,
-        attention="plain",
-    )
+    options = ModelOptions(32, 4, 2, 2, 56, dropout=dropout, attention="plain")
+    return lambda: translator.Translator(VOCABULARY, options)
 
 
 def make_adapted() -> nn.Module:

@@ -19,13 +19,12 @@ from torch._dynamo.testing import CompileCounter
 
 from lockstep.checkpoint.state_dict import digest, get_state_dict, set_state_dict
 from lockstep.config.resolve import resolve
-from lockstep.config.schema import MemoryOptions, OptimOptions
+from lockstep.config.schema import MemoryOptions, ModelOptions, OptimOptions
 from lockstep.errors import ConfigError
 from lockstep.layout import Layout
-from lockstep.models.build import build_translator
 from lockstep.models.llama import Llama, build_llama
 from lockstep.models.llama_config import LLAMA_CONFIGS, LlamaConfig
-from lockstep.models.translator import Translator
+from lockstep.models.translator import Translator, build_translator
 from lockstep.parallel.activation_checkpoint import Mode, checkpoint_activations
 from lockstep.parallel.plans import plan_of
 from lockstep.tasks.layout_limits import min_parameters
@@ -61,16 +60,7 @@ def translator_loss(model: nn.Module) -> Tensor:
 
 
 def translator() -> Translator:
-    return Translator(
-        vocab_size=100,
-        dim=32,
-        n_heads=4,
-        encoder_layers=2,
-        decoder_layers=2,
-        ffn_dim=64,
-        dropout=0.1,
-        attention="plain",
-    )
+    return Translator(100, ModelOptions(32, 4, 2, 2, 64, dropout=0.1, attention="plain"))
 
 
 @pytest.mark.parametrize("bf16", [False, True])

@@ -11,11 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lockstep.config import schema as config
+from lockstep.config.schema import ModelOptions
 from lockstep.models import kernels
-from lockstep.models.build import build_translator, choose_attention, materialize
-from lockstep.models.kernels import add_dropout, attend_packed, dropout_mask
+from lockstep.models.kernels import add_dropout, attend_packed, choose_attention, dropout_mask
 from lockstep.models.loss import output_cross_entropy
-from lockstep.models.translator import Translator, init_param
+from lockstep.models.translator import Translator, build_translator, init_param
+from lockstep.parallel.materialize import materialize
 
 V = 50
 
@@ -27,18 +28,14 @@ def one_thread() -> None:
 
 
 def small(
-    dropout: float = 0.0, attention: kernels.AttentionKernel = "plain", **other: Any
+    dropout: float = 0.0,
+    attention: kernels.AttentionKernel = "plain",
+    vocab_size: int = V,
+    **other: Any,
 ) -> Translator:
-    sizes = {
-        "vocab_size": V,
-        "dim": 16,
-        "n_heads": 4,
-        "encoder_layers": 2,
-        "decoder_layers": 2,
-        "ffn_dim": 24,
-    } | other
-    model = Translator(**sizes, dropout=dropout, attention=attention)
-    return initialized(model, 1)
+    sizes = {"dim": 16, "n_heads": 4, "encoder_layers": 2, "decoder_layers": 2, "ffn_dim": 24}
+    options = ModelOptions(**{**sizes, **other}, dropout=dropout, attention=attention)
+    return initialized(Translator(vocab_size, options), 1)
 
 
 def initialized(model: Translator, seed: int) -> Translator:

@@ -16,9 +16,8 @@ V vocabulary, L layers.
 
 from __future__ import annotations
 
-import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -28,7 +27,7 @@ from torch import Tensor, nn
 
 from lockstep.models.llama_config import LlamaConfig
 from lockstep.models.loss import output_cross_entropy
-from lockstep.parallel.materialize import materialize
+from lockstep.parallel.materialize import generator_of, materialize
 from lockstep.parallel.plans import ParallelPlan
 from lockstep.parallel.staged_model import Chunk, StagedModel
 
@@ -163,12 +162,11 @@ class LlamaAttention(nn.Module):
         self.key = nn.Linear(config.dim, shared, bias=config.qkv_bias)
         self.value = nn.Linear(config.dim, shared, bias=config.qkv_bias)
         self.out = nn.Linear(inner, config.dim, bias=False)
-        self.query_norm = (
-            nn.RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
-        )
-        self.key_norm = (
-            nn.RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
-        )
+        self.query_norm: nn.Module = nn.Identity()
+        self.key_norm: nn.Module = nn.Identity()
+        if config.qk_norm:
+            self.query_norm = nn.RMSNorm(config.head_dim, config.norm_eps)
+            self.key_norm = nn.RMSNorm(config.head_dim, config.norm_eps)
 
     def split_heads(self, projected: Tensor) -> Tensor:
         """(B, T, H * E) -> (B, H, T, E), for any number of heads."""
@@ -238,7 +236,7 @@ class Llama(StagedModel):
         labels     (B, T) int64, the token after each token; IGNORE_INDEX: no loss there
         documents  (B, T) int64, see `positions_and_mask`
         """
-        states = self.forward_layers(tokens, *positions_and_mask(tokens, documents))
+        states = self.forward_layers(self.layers, self.embedding(tokens), tokens, documents)
         if labels is None:
             return F.linear(self.norm(states), self.output_weight)
         return self.loss_of(states, labels)
@@ -254,14 +252,14 @@ class Llama(StagedModel):
         )
 
     def forward_layers(
-        self, tokens: Tensor, positions: Tensor, mask: Tensor | DocumentEnds | None
+        self, layers: Iterable[nn.Module], states: Tensor, tokens: Tensor, documents: Tensor | None
     ) -> Tensor:
-        """tokens (B, T) at positions (B or 1, T) -> states (B, T, D) before the final norm."""
-        states = self.embedding(tokens)
+        """States (B, T, D) before some layers -> after them."""
+        positions, mask = positions_and_mask(tokens, documents)
         rotary = RotaryEmbedding.of(positions, self.config, states.dtype)
-        for layer in self.layers:
+        for layer in layers:
             states = layer(states, rotary, mask)
-        return cast(Tensor, states)
+        return states
 
     # -- in parts
 
@@ -309,11 +307,9 @@ class Llama(StagedModel):
         documents: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
         """Run a chunk of `forward`: (states,) (B, T, D), or the loss at the end."""
-        positions, mask = positions_and_mask(tokens, documents)
         states = self.embedding(tokens) if chunk.first else received[0]
-        rotary = RotaryEmbedding.of(positions, self.config, states.dtype)
-        for number in chunk.layers:
-            states = self.layers[number](states, rotary, mask)
+        layers = [self.layers[number] for number in chunk.layers]
+        states = self.forward_layers(layers, states, tokens, documents)
         return (self.loss_of(states, labels),) if chunk.last else (states,)
 
 
@@ -339,7 +335,7 @@ def init_param(name: str, shape: torch.Size, n_layers: int, seed: int) -> Tensor
     """
     if len(shape) == 1:
         return torch.zeros(shape) if name.endswith("bias") else torch.ones(shape)
-    key = hashlib.sha256(f"{seed} {name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(key[:7], "big"))
-    deviation = shape[1] ** -0.5 / ((2 * n_layers) ** 0.5 if name.endswith("out.weight") else 1.0)
-    return torch.empty(shape).normal_(std=deviation, generator=generator)
+    deviation = shape[1] ** -0.5
+    if name.endswith("out.weight"):
+        deviation /= (2 * n_layers) ** 0.5
+    return torch.empty(shape).normal_(std=deviation, generator=generator_of(seed, name))

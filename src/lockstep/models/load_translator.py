@@ -16,8 +16,7 @@ from lockstep.config import saved_run
 from lockstep.config.schema import RunConfig
 from lockstep.corpus.tokenizer import Tokenizer
 from lockstep.errors import UsageError
-from lockstep.models.build import translator_on_meta
-from lockstep.models.translator import Translator
+from lockstep.models.translator import Translator, translator_on_meta
 
 
 @dataclass(frozen=True)
@@ -45,11 +44,12 @@ def load_translator(
     newest = store.require(step)
     steps = newest_steps(store.steps(), newest.step, average)
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    empty = translator_on_meta(
+    model = translator_on_meta(
         run.model, tokenizer.vocab_size, device.type, run.data.max_tokens
     ).to_empty(device=device)
-    model = empty.eval().requires_grad_(False)
-    set_state_dict(model, None, average_weights(store, steps, newest))
+    weights = average_weights(store, steps, newest)
+    set_state_dict(model, None, {f"model.{name}": tensor for name, tensor in weights.items()})
+    model.eval().requires_grad_(False)
     return LoadedTranslator(model, tokenizer, run, steps)
 
 
@@ -73,13 +73,10 @@ def average_weights(
     """Average the weights, in float64, ascending: the bits depend on the steps alone."""
     own = inference_weights(newest.tensors)
     if len(steps) == 1:
-        return {f"model.{name}": tensor for name, tensor in own.items()}
-    sums: dict[str, Tensor] = {}
+        return own
+    sums = {name: torch.full_like(own[name], -0.0, dtype=torch.float64) for name in own}
     for step in steps:
-        for name, tensor in (
-            own if step == newest.step else inference_weights(store.load(step).tensors)
-        ).items():
-            sums[name] = sums[name].add_(tensor.double()) if name in sums else tensor.double()
-    return {
-        f"model.{name}": (total / len(steps)).to(own[name].dtype) for name, total in sums.items()
-    }
+        weights = own if step == newest.step else inference_weights(store.load(step).tensors)
+        for name, total in sums.items():
+            total.add_(weights[name])
+    return {name: (total / len(steps)).to(own[name].dtype) for name, total in sums.items()}

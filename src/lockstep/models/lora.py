@@ -9,7 +9,6 @@ of adapters hold D as lora_A and U as lora_B.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,6 +22,7 @@ from lockstep.data.order import splitmix64
 from lockstep.errors import CheckpointError
 from lockstep.models.hf_config import hf_name
 from lockstep.models.hub import ADAPTER_FILE, LazyTensors, match_shapes, tensor_locations
+from lockstep.parallel.materialize import generator_of, hash_of
 
 if TYPE_CHECKING:
     from lockstep.config.schema import LoraOptions
@@ -92,17 +92,12 @@ def is_adapter(name: str) -> bool:
     return name.endswith((DOWN, UP))
 
 
-def hash_of(text: str) -> int:
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
-
-
 def init_param(name: str, shape: torch.Size, seed: int) -> Tensor:
     """Return an adapter's initial value by (seed, name): up 0, down uniform in fan_in**-0.5."""
     if name.endswith(UP):
         return torch.zeros(shape)
-    generator = torch.Generator().manual_seed(hash_of(f"{seed} {name}"))
     bound = shape[1] ** -0.5
-    return torch.empty(shape).uniform_(-bound, bound, generator=generator)
+    return torch.empty(shape).uniform_(-bound, bound, generator=generator_of(seed, name))
 
 
 def merged_weights(

@@ -6,6 +6,7 @@ states times a matrix, the loss is computed in chunks, as for a Llama.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -25,6 +26,8 @@ from lockstep.parallel.tensor_plan import styles_of
 from lockstep.units import join_names
 
 INNER = "inner."
+BACKEND = "llama.backend=transformers"
+CHOOSE_ANOTHER = "choose another model, or train it in a loop of your own"
 PROBE_TOKENS = 16  # of each of two documents
 # Their frequencies follow the longest document of a batch, "dynamic" also the batches before.
 FOLLOWING_ROPES = ("dynamic", "longrope")
@@ -43,15 +46,14 @@ class TransformersConfig:
         supported."""
         kind = self.hf_config.get("model_type")
         if self.hf_config.get("quantization_config"):
-            raise CheckpointError(
-                "quantization_config is set",
-                "config.json",
-                "use the model as it was before quantization",
-            )
+            hint = "use the model as it was before quantization"
+            raise CheckpointError("quantization_config is set", "config.json", hint)
         from transformers import AutoConfig, AutoModelForCausalLM  # seconds to import
 
         try:
-            parsed = type(AutoConfig.for_model(str(kind))).from_dict(decode_floats(self.hf_config))
+            # transformers writes infinity as {"__float__": "Infinity"}.
+            decoded = json.loads(json.dumps(self.hf_config), object_hook=decode_float)
+            parsed = type(AutoConfig.for_model(str(kind))).from_dict(decoded)
         except Exception as error:  # strict dataclasses raise others than ValueError
             what = f"transformers cannot read the config of model_type {kind}: {error}"
             raise CheckpointError(what, "config.json", "copy the file again") from error
@@ -98,19 +100,14 @@ class TransformersConfig:
         with self._refuse_failures(), no_init_weights(), LikeOnCpu(), Recording() as recording:
             model = TransformersModel(self.parsed)
         saved = model.state_dict()
-        if unknown := [
-            name
-            for name, buffer in model.named_buffers()
-            if name in saved or not buffer.is_floating_point()
-        ]:
-            raise CheckpointError(
-                f"the model has buffers that are not supported: {unknown[0]}",
-                "config.json",
-                "choose another model",
-            )
+        buffers = dict(model.named_buffers())
+        for name, buffer in buffers.items():
+            if name in saved or not buffer.is_floating_point():
+                what = f"the model has buffers that are not supported: {name}"
+                raise CheckpointError(what, "config.json", "choose another model")
         with self._refuse_failures():
-            recording.finish(dict(model.named_buffers()))
-            return {name: recording.value(name) for name, _ in model.named_buffers()}
+            recording.finish(buffers)
+            return {name: recording.value(name) for name in buffers}
 
     @contextmanager
     def _refuse_failures(self) -> Iterator[None]:
@@ -121,21 +118,11 @@ class TransformersConfig:
             raise
         except Exception as error:  # any code of transformers
             what = f"llama.backend=transformers cannot build a model of model_type {self.hf_config.get('model_type')}: {error}"
-            raise CheckpointError(
-                what, "config.json", "choose another model, or train it in a loop of your own"
-            ) from error
+            raise CheckpointError(what, "config.json", CHOOSE_ANOTHER) from error
 
 
-def decode_floats(value: Any) -> Any:
-    """Return a config.json with infinities for {"__float__": "Infinity"}, as transformers writes
-    them."""
-    if isinstance(value, list):
-        return [decode_floats(item) for item in value]
-    if not isinstance(value, Mapping):
-        return value
-    if list(value) == ["__float__"]:
-        return float(value["__float__"])
-    return {key: decode_floats(item) for key, item in value.items()}
+def decode_float(value: dict[str, Any]) -> Any:
+    return float(value["__float__"]) if list(value) == ["__float__"] else value
 
 
 def ropes_of(parsed: Any) -> list[Mapping[str, Any]]:
@@ -186,9 +173,8 @@ class TransformersModel(nn.Module):
         """Return the logits; with labels the sum of their cross-entropy (see `Llama.forward`)."""
         if self.fixed_ropes and tokens.shape[1] > self.max_seq_len:
             what = f"a row of {tokens.shape[1]:,} tokens: {limit_of_ropes(self.fixed_ropes, self.max_seq_len)}"
-            raise UsageError(
-                what, f"rope_parameters of {type(self.inner).__name__}", "give shorter rows"
-            )
+            where = f"rope_parameters of {type(self.inner).__name__}"
+            raise UsageError(what, where, "give shorter rows")
         inputs = inputs_of(tokens, documents)
         if labels is None:
             return cast(Tensor, self.inner(**inputs).logits)
@@ -225,11 +211,10 @@ class TransformersModel(nn.Module):
         UsageError: a document in a row depends on the one before it.
         """
         was_training, seen = self.training, []
-        head = self.inner.get_output_embeddings()
-        tokens = (torch.arange(2 * PROBE_TOKENS, device=device) * 7 % self.inner.config.vocab_size)[
-            None
-        ]
-        documents = (torch.arange(2 * PROBE_TOKENS, device=device) >= PROBE_TOKENS).long()[None]
+        name, head = type(self.inner).__name__, self.inner.get_output_embeddings()
+        place = torch.arange(2 * PROBE_TOKENS, device=device)[None]
+        tokens = place * 7 % self.inner.config.vocab_size
+        last = tokens[:, PROBE_TOKENS:]
         handle = head.register_forward_hook(
             lambda module, inputs, output: seen.append((inputs[0], output))
         )
@@ -240,43 +225,29 @@ class TransformersModel(nn.Module):
                 torch.compiler.set_stance("force_eager"),
             ):
                 # Not self(...), whose hooks would free the root's weights in shards.
-                packed = self.inner(**inputs_of(tokens, documents)).logits
-                alone = self.inner(**inputs_of(tokens[:, PROBE_TOKENS:])).logits
-                # In Llama 4 the base model is the model itself.
-                has_base = self.inner.base_model is not self.inner
-                states = (
-                    self.inner.base_model(
-                        input_ids=tokens[:, PROBE_TOKENS:], use_cache=False
-                    ).last_hidden_state
-                    if has_base
-                    else None
-                )
+                packed = self.inner(**inputs_of(tokens, place // PROBE_TOKENS)).logits
+                alone = self.inner(**inputs_of(last)).logits
+                states = None
+                if self.inner.base_model is not self.inner:  # as it is in Llama 4
+                    based = self.inner.base_model(input_ids=last, use_cache=False)
+                    states = based.last_hidden_state
         except (
             AttributeError,
-            IndexError,
-            KeyError,
+            LookupError,
             NotImplementedError,
             TypeError,
             ValueError,
         ) as error:
-            what = (
-                f"{type(self.inner).__name__} does not run with token ids and position ids: {error}"
-            )
-            raise UsageError(
-                what,
-                "llama.backend=transformers",
-                "choose another model, or train it in a loop of your own",
-            ) from error
+            what = f"{name} does not run with token ids and position ids: {error}"
+            raise UsageError(what, BACKEND, CHOOSE_ANOTHER) from error
         finally:
             handle.remove()
             self.train(was_training)
         difference = (packed[:, PROBE_TOKENS:] - alone).abs().max()
         if not difference <= 1e-3 * alone.std():
-            raise UsageError(
-                f"{type(self.inner).__name__} mixes the documents of a row: logits of the second differ by {difference:g}",
-                "llama.backend=transformers",
-                "train one document per row with your own loop, or choose another model",
-            )
+            what = f"{name} mixes the documents of a row: logits of the second differ by {difference:g}"
+            hint = "train one document per row with your own loop, or choose another model"
+            raise UsageError(what, BACKEND, hint)
         plain = type(head) is nn.Linear and head.bias is None
         if not plain or states is None or len(seen) != 2:
             return False
@@ -297,16 +268,14 @@ def fix_ropes(model: nn.Module) -> list[str]:
     fixed = set[str]()
     for module in model.modules():
         rope_type = getattr(module, "rope_type", None)
-        if isinstance(rope_type, dict):
-            fixed |= {kind for kind in rope_type.values() if follows_documents(kind)}
-            kept = {
-                layer: "default" if follows_documents(kind) else kind
-                for layer, kind in rope_type.items()
-            }
-            vars(module)["rope_type"] = kept  # of a class of transformers
-        elif follows_documents(rope_type):
-            fixed.add(str(rope_type))
-            vars(module)["rope_type"] = "default"
+        by_layer = rope_type if isinstance(rope_type, dict) else {"": rope_type}
+        following = {
+            layer: str(kind) for layer, kind in by_layer.items() if follows_documents(kind)
+        }
+        if following:
+            fixed.update(following.values())
+            kept = {**by_layer, **dict.fromkeys(following, "default")}
+            vars(module)["rope_type"] = kept if isinstance(rope_type, dict) else kept[""]
     return sorted(fixed)
 
 

@@ -17,34 +17,41 @@ V vocabulary, L decoder layers, K beams, C capacity of a cache.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lockstep.corpus.tokenizer import PAD
 from lockstep.models.kernels import (
     AttentionKernel,
     add_dropout,
     apply_dropout,
     attend,
     attend_packed,
+    choose_attention,
 )
 from lockstep.models.loss import output_cross_entropy
+from lockstep.parallel.materialize import generator_of, materialize
 from lockstep.parallel.plans import ParallelPlan
 from lockstep.parallel.staged_model import Chunk, StagedModel
 
+if TYPE_CHECKING:
+    from lockstep.config.schema import ModelOptions
 
-def sinusoidal_positions(length: int, dim: int, device: torch.device) -> Tensor:
-    """Sinusoids of positions 0..length-1: (T, D) float32. Vaswani et al. 2017, section 3.5."""
+
+def sinusoidal_positions(length: int, like: Tensor) -> Tensor:
+    """Sinusoids of positions 0..length-1: (T, D), as wide as `like`. Vaswani et al. 2017, section
+    3.5."""
+    dim, device = like.shape[1], like.device
     position = torch.arange(length, device=device, dtype=torch.float32)  # (T,)
     pair = torch.arange(0, dim, 2, device=device, dtype=torch.float32)  # (D/2,)
     angle = position[:, None] * torch.exp(pair * (-math.log(10_000.0) / dim))  # (T, D/2)
-    return torch.cat((angle.sin(), angle.cos()), dim=1)[:, :dim]  # (T, D)
+    return torch.cat((angle.sin(), angle.cos()), dim=1)[:, :dim].to(like.dtype)  # (T, D)
 
 
 def mask_bias(hidden: Tensor, dtype: torch.dtype) -> Tensor:
@@ -54,10 +61,10 @@ def mask_bias(hidden: Tensor, dtype: torch.dtype) -> Tensor:
     )
 
 
-def source_bias(source: Tensor, pad: int, dtype: torch.dtype) -> Tensor:
+def source_bias(source: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the bias (B, 1, 1, S) that hides PAD in source (B, S), but not at position 0."""
     first = torch.arange(source.shape[1], device=source.device) == 0  # (S,)
-    return mask_bias(((source == pad) & ~first)[:, None, None], dtype)
+    return mask_bias(((source == PAD) & ~first)[:, None, None], dtype)
 
 
 def causal_bias(target: Tensor, dtype: torch.dtype) -> Tensor:
@@ -73,10 +80,10 @@ def causal_bias(target: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class MultiHeadAttention(nn.Module):
-    def __init__(self, dim: int, n_heads: int, kernel: AttentionKernel) -> None:
+    def __init__(self, options: ModelOptions) -> None:
         super().__init__()
-        self.n_heads, self.kernel = n_heads, kernel
-        self.out = nn.Linear(dim, dim, bias=False)
+        self.n_heads, self.kernel = options.n_heads, cast(AttentionKernel, options.attention)
+        self.out = nn.Linear(options.dim, options.dim, bias=False)
 
     def split_heads(self, projected: Tensor) -> Tensor:
         """(B, T, P * D) -> (B, T, P, H, E), P fused projections."""
@@ -84,100 +91,95 @@ class MultiHeadAttention(nn.Module):
         return projected.view(rows, length, -1, self.n_heads, self.out.in_features // self.n_heads)
 
     def attend(self, queries: Tensor, others: Tensor | None, bias: Tensor) -> Tensor:
-        return cast(
-            Tensor, self.out(attend_packed(queries, others, bias, self.kernel))
-        )  # (B, T, D)
+        """Return (B, T, D)."""
+        return cast(Tensor, self.out(attend_packed(queries, others, bias, self.kernel)))
+
+    def attend_step(self, query: Tensor, keys_values: Tensor, bias: Tensor) -> Tensor:
+        """query (B, H, K, E), keys_values (2, B, H, S, E) -> (B, K, D)."""
+        keys, values = keys_values
+        attended = attend(query, keys, values, bias, "plain")  # (B, H, K, E)
+        return cast(Tensor, self.out(attended.transpose(1, 2).flatten(2)))
 
 
 class SelfAttention(MultiHeadAttention):
-    def __init__(self, dim: int, n_heads: int, kernel: AttentionKernel) -> None:
-        super().__init__(dim, n_heads, kernel)
-        self.query_key_value = nn.Linear(dim, 3 * dim, bias=False)
+    def __init__(self, options: ModelOptions) -> None:
+        super().__init__(options)
+        self.query_key_value = nn.Linear(options.dim, 3 * options.dim, bias=False)
 
     def forward(self, states: Tensor, bias: Tensor) -> Tensor:
         return self.attend(self.split_heads(self.query_key_value(states)), None, bias)
 
 
 class CrossAttention(MultiHeadAttention):
-    def __init__(self, dim: int, n_heads: int, kernel: AttentionKernel) -> None:
-        super().__init__(dim, n_heads, kernel)
-        self.query = nn.Linear(dim, dim, bias=False)
-        self.key_value = nn.Linear(dim, 2 * dim, bias=False)
+    def __init__(self, options: ModelOptions) -> None:
+        super().__init__(options)
+        self.query = nn.Linear(options.dim, options.dim, bias=False)
+        self.key_value = nn.Linear(options.dim, 2 * options.dim, bias=False)
 
     def forward(self, states: Tensor, memory: Tensor, bias: Tensor) -> Tensor:
-        return self.attend(
-            self.split_heads(self.query(states)), self.split_heads(self.key_value(memory)), bias
-        )
+        query = self.split_heads(self.query(states))
+        return self.attend(query, self.split_heads(self.key_value(memory)), bias)
 
 
 class FeedForward(nn.Module):
-    def __init__(self, dim: int, ffn_dim: int) -> None:
+    def __init__(self, options: ModelOptions) -> None:
         super().__init__()
-        self.up = nn.Linear(dim, ffn_dim, bias=False)
-        self.out = nn.Linear(ffn_dim, dim, bias=False)
+        self.up = nn.Linear(options.dim, options.ffn_dim, bias=False)
+        self.out = nn.Linear(options.ffn_dim, options.dim, bias=False)
 
     def forward(self, states: Tensor) -> Tensor:
         return cast(Tensor, self.out(F.relu(self.up(states), inplace=True)))
 
 
-class EncoderLayer(nn.Module):
-    def __init__(
-        self, dim: int, n_heads: int, ffn_dim: int, dropout: float, kernel: AttentionKernel
-    ) -> None:
+class Layer(nn.Module):
+    """Sublayers, each added to the states with dropout in training."""
+
+    def __init__(self, options: ModelOptions) -> None:
         super().__init__()
-        self.dropout = dropout
-        self.self_norm = nn.LayerNorm(dim)
-        self.self_attention = SelfAttention(dim, n_heads, kernel)
-        self.feed_norm = nn.LayerNorm(dim)
-        self.feed_forward = FeedForward(dim, ffn_dim)
+        self.dropout = options.dropout
+        self.self_norm = nn.LayerNorm(options.dim)
+        self.self_attention = SelfAttention(options)
+
+    def add(self, states: Tensor, branch: Tensor) -> Tensor:
+        return add_dropout(states, branch, self.dropout if self.training else 0.0)
+
+
+class EncoderLayer(Layer):
+    def __init__(self, options: ModelOptions) -> None:
+        super().__init__(options)
+        self.feed_norm = nn.LayerNorm(options.dim)
+        self.feed_forward = FeedForward(options)
 
     def forward(self, states: Tensor, bias: Tensor) -> Tensor:
-        p = self.dropout if self.training else 0.0
-        states = add_dropout(states, self.self_attention(self.self_norm(states), bias), p)
-        return add_dropout(states, self.feed_forward(self.feed_norm(states)), p)
+        states = self.add(states, self.self_attention(self.self_norm(states), bias))
+        return self.add(states, self.feed_forward(self.feed_norm(states)))
 
 
-class DecoderLayer(nn.Module):
-    def __init__(
-        self, dim: int, n_heads: int, ffn_dim: int, dropout: float, kernel: AttentionKernel
-    ) -> None:
-        super().__init__()
-        self.dropout = dropout
-        self.self_norm = nn.LayerNorm(dim)
-        self.self_attention = SelfAttention(dim, n_heads, kernel)
-        self.cross_norm = nn.LayerNorm(dim)
-        self.cross_attention = CrossAttention(dim, n_heads, kernel)
-        self.feed_norm = nn.LayerNorm(dim)
-        self.feed_forward = FeedForward(dim, ffn_dim)
+class DecoderLayer(Layer):
+    def __init__(self, options: ModelOptions) -> None:
+        super().__init__(options)
+        self.cross_norm = nn.LayerNorm(options.dim)
+        self.cross_attention = CrossAttention(options)
+        self.feed_norm = nn.LayerNorm(options.dim)
+        self.feed_forward = FeedForward(options)
 
     def forward(self, states: Tensor, causal: Tensor, memory: EncodedSource) -> Tensor:
-        p = self.dropout if self.training else 0.0
-        states = add_dropout(states, self.self_attention(self.self_norm(states), causal), p)
-        states = add_dropout(
-            states, self.cross_attention(self.cross_norm(states), memory.states, memory.bias), p
-        )
-        return add_dropout(states, self.feed_forward(self.feed_norm(states)), p)
+        states = self.add(states, self.self_attention(self.self_norm(states), causal))
+        crossed = self.cross_attention(self.cross_norm(states), memory.states, memory.bias)
+        states = self.add(states, crossed)
+        return self.add(states, self.feed_forward(self.feed_norm(states)))
 
     def step(self, states: Tensor, cache: BeamCache, layer: int, bias: Tensor) -> Tensor:
         """Advance K beams by one position: states (B, K, D), bias (B, 1, K, C * K) -> (B, K, D)."""
         own, cross = self.self_attention, self.cross_attention
-        packed = own.split_heads(own.query_key_value(self.self_norm(states))).transpose(
-            1, 3
-        )  # (B, H, 3, K, E)
-        query, key, value = packed.unbind(2)
-        keys = cache.keys[layer].index_copy_(2, cache.position, key[:, :, None])  # (B, H, C, K, E)
-        values = cache.values[layer].index_copy_(2, cache.position, value[:, :, None])
-        attended = attend(
-            query, keys.flatten(2, 3), values.flatten(2, 3), bias, "plain"
-        )  # (B, H, K, E)
-        states = states + own.out(attended.transpose(1, 2).flatten(2))
-        query = cross.split_heads(cross.query(self.cross_norm(states))).transpose(1, 3)[
-            :, :, 0
-        ]  # (B, H, K, E)
-        attended = attend(
-            query, cache.memory_keys[layer], cache.memory_values[layer], cache.memory_bias, "plain"
-        )
-        states = states + cross.out(attended.transpose(1, 2).flatten(2))
+        packed = own.split_heads(own.query_key_value(self.self_norm(states)))  # (B, K, 3, H, E)
+        packed = packed.permute(2, 0, 3, 1, 4)  # (3, B, H, K, E)
+        written = cache.written[:, layer]  # (2, B, H, C, K, E)
+        written.index_copy_(3, cache.position, packed[1:, :, :, None])
+        states = states + own.attend_step(packed[0], written.flatten(3, 4), bias)
+        query = cross.split_heads(cross.query(self.cross_norm(states)))[:, :, 0].transpose(1, 2)
+        memory = cache.memory[:, layer]
+        states = states + cross.attend_step(query, memory, cache.memory_bias)
         return cast(Tensor, states + self.feed_forward(self.feed_norm(states)))
 
 
@@ -191,20 +193,16 @@ class EncodedSource:
 class BeamCache:
     """Keys and values of B sentences with K beams, which are never copied: `ancestors` selects."""
 
-    keys: Tensor  # (L, B, H, C, K, E)
-    values: Tensor  # (L, B, H, C, K, E)
-    ancestors: (
-        Tensor  # (B, K, C): the beam whose token is at this position of the sentence of beam k
-    )
+    written: Tensor  # (2, L, B, H, C, K, E): keys and values of the target
+    ancestors: Tensor  # (B, K, C): whose token is at this position of the sentence of beam k
     position: Tensor  # (1,): of the next token
-    memory_keys: Tensor  # (L, B, H, S, E)
-    memory_values: Tensor  # (L, B, H, S, E)
+    memory: Tensor  # (2, L, B, H, S, E): keys and values of the source
     memory_bias: Tensor  # (B, 1, 1, S)
     positions: Tensor  # (C, D): sinusoids
 
     @property
     def capacity(self) -> int:
-        return self.keys.shape[3]
+        return self.written.shape[4]
 
     def bias(self, dtype: torch.dtype) -> Tensor:
         """Return (B, 1, K, C * K): hides other beams' tokens and positions not written yet."""
@@ -218,21 +216,16 @@ class BeamCache:
         self.ancestors = self.ancestors.gather(1, parents[..., None].expand(-1, -1, self.capacity))
 
     def keep_rows(self, rows: Tensor) -> None:
-        self.keys, self.values = self.keys[:, rows], self.values[:, rows]
-        self.memory_keys, self.memory_values = (
-            self.memory_keys[:, rows],
-            self.memory_values[:, rows],
-        )
-        self.memory_bias, self.ancestors = self.memory_bias[rows], self.ancestors[rows]
+        self.written = self.written[:, :, rows]
+        self.memory = self.memory[:, :, rows]
+        self.memory_bias = self.memory_bias[rows]
+        self.ancestors = self.ancestors[rows]
 
     def grow(self) -> None:
         capacity = self.capacity
-        self.keys = F.pad(self.keys, (0, 0, 0, 0, 0, capacity))
-        self.values = F.pad(self.values, (0, 0, 0, 0, 0, capacity))
+        self.written = F.pad(self.written, (0, 0, 0, 0, 0, capacity))
         self.ancestors = F.pad(self.ancestors, (0, capacity))
-        self.positions = sinusoidal_positions(
-            2 * capacity, self.positions.shape[1], self.positions.device
-        ).to(self.positions.dtype)
+        self.positions = sinusoidal_positions(2 * capacity, self.positions)
 
 
 # -- the model -------------------------------------------------------------------------------------
@@ -241,32 +234,17 @@ class BeamCache:
 class Translator(StagedModel):
     """Encoder-decoder Transformer: `model(source, target)` returns the logits of each next token.
 
-    vocab_size  of source and target; token `pad` is never attended to
-    dropout     of the embeddings and of each sublayer's output
-    attention   "plain": separate operations; "sdpa": torch's fused kernels
+    vocab_size  of source and target; token PAD is never attended to
     """
 
-    def __init__(  # 10 parameters: all numbers that define the model, as in a run's [model]
-        self,
-        *,
-        vocab_size: int,
-        dim: int,
-        n_heads: int,
-        encoder_layers: int,
-        decoder_layers: int,
-        ffn_dim: int,
-        dropout: float,
-        attention: AttentionKernel,
-        pad: int = 0,
-    ) -> None:
+    def __init__(self, vocab_size: int, options: ModelOptions) -> None:
         super().__init__()
-        self.dim, self.n_heads, self.dropout, self.pad = dim, n_heads, dropout, pad
-        layer = (dim, n_heads, ffn_dim, dropout, attention)
-        self.embedding = nn.Embedding(vocab_size, dim)
-        self.encoder = nn.ModuleList(EncoderLayer(*layer) for _ in range(encoder_layers))
-        self.encoder_norm = nn.LayerNorm(dim)
-        self.decoder = nn.ModuleList(DecoderLayer(*layer) for _ in range(decoder_layers))
-        self.decoder_norm = nn.LayerNorm(dim)
+        self.dim, self.n_heads, self.dropout = options.dim, options.n_heads, options.dropout
+        self.embedding = nn.Embedding(vocab_size, options.dim)
+        self.encoder = nn.ModuleList(EncoderLayer(options) for _ in range(options.encoder_layers))
+        self.encoder_norm = nn.LayerNorm(options.dim)
+        self.decoder = nn.ModuleList(DecoderLayer(options) for _ in range(options.decoder_layers))
+        self.decoder_norm = nn.LayerNorm(options.dim)
 
     def forward(
         self,
@@ -288,12 +266,10 @@ class Translator(StagedModel):
     def loss_of(self, states: Tensor, labels: Tensor, smoothing: float) -> Tensor:
         """Return the summed loss of the decoder's states, which are normalized."""
         weight = self.embedding.weight
-        return output_cross_entropy(
-            states, weight, labels, smoothing=smoothing, ignore_index=self.pad
-        )
+        return output_cross_entropy(states, weight, labels, smoothing=smoothing, ignore_index=PAD)
 
     def encode(self, source: Tensor) -> EncodedSource:
-        bias = source_bias(source, self.pad, self.embedding.weight.dtype)
+        bias = source_bias(source, self.embedding.weight.dtype)
         states = self.embed(source)
         for layer in self.encoder:
             states = layer(states, bias)
@@ -308,31 +284,23 @@ class Translator(StagedModel):
 
     def embed(self, ids: Tensor) -> Tensor:
         """(B, T) -> (B, T, D): scaled embeddings plus positions, with dropout."""
-        positions = sinusoidal_positions(ids.shape[1], self.dim, ids.device).to(
-            self.embedding.weight.dtype
-        )
+        positions = sinusoidal_positions(ids.shape[1], self.embedding.weight)
         states = torch.add(positions, self.embedding(ids), alpha=self.dim**0.5)
         return apply_dropout(states, self.dropout if self.training else 0.0)
 
     def new_cache(self, memory: EncodedSource, *, beams: int, capacity: int) -> BeamCache:
         """Return an empty cache for `memory`, with the keys and values of the source computed."""
-        rows, size = len(memory.states), self.dim // self.n_heads
         crosses = [cast(DecoderLayer, layer).cross_attention for layer in self.decoder]
-        packed = torch.stack(
-            [c.split_heads(c.key_value(memory.states)).permute(2, 0, 3, 1, 4) for c in crosses],
-            dim=1,
-        )
-        empty = packed.new_zeros(len(self.decoder), rows, self.n_heads, capacity, beams, size)
-        device = memory.states.device
+        projected = [cross.split_heads(cross.key_value(memory.states)) for cross in crosses]
+        packed = torch.stack([heads.permute(2, 0, 3, 1, 4) for heads in projected], dim=1)
+        both, layers, rows, heads, _, size = packed.shape
         return BeamCache(
-            keys=empty,
-            values=empty.clone(),
-            ancestors=torch.zeros(rows, beams, capacity, dtype=torch.int64, device=device),
-            position=torch.zeros(1, dtype=torch.int64, device=device),
-            memory_keys=packed[0],
-            memory_values=packed[1],
+            written=packed.new_zeros(both, layers, rows, heads, capacity, beams, size),
+            ancestors=packed.new_zeros(rows, beams, capacity, dtype=torch.int64),
+            position=packed.new_zeros(1, dtype=torch.int64),
+            memory=packed,
             memory_bias=memory.bias,
-            positions=sinusoidal_positions(capacity, self.dim, device).to(memory.states.dtype),
+            positions=sinusoidal_positions(capacity, self.embedding.weight),
         )
 
     def step(self, tokens: Tensor, cache: BeamCache) -> Tensor:
@@ -340,9 +308,8 @@ class Translator(StagedModel):
         beams = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         cache.ancestors.index_copy_(2, cache.position, beams[..., None])
         bias = cache.bias(self.embedding.weight.dtype)
-        states = torch.add(
-            cache.positions[cache.position], self.embedding(tokens), alpha=self.dim**0.5
-        )  # (B, K, D)
+        positions = cache.positions[cache.position]
+        states = torch.add(positions, self.embedding(tokens), alpha=self.dim**0.5)  # (B, K, D)
         for i, layer in enumerate(self.decoder):
             states = cast(DecoderLayer, layer).step(states, cache, i, bias)
         cache.position += 1
@@ -402,17 +369,17 @@ class Translator(StagedModel):
     ) -> tuple[Tensor, ...]:
         """Run a chunk of `forward`: (source states, target states), or the loss."""
         dtype = next(self.parameters()).dtype
-        bias, causal = source_bias(source, self.pad, dtype), causal_bias(target, dtype)
+        bias, causal = source_bias(source, dtype), causal_bias(target, dtype)
         if chunk.first:
             received = (self.embed(source), self.embed(target))
         states, target_states = received
         for number in chunk.layers:
             layer = number - len(self.encoder)
-            if layer < 0:
-                states = self.encoder[number](states, bias)
-            else:
+            if layer >= 0:
                 memory = EncodedSource(states, bias)
                 target_states = self.decoder[layer](target_states, causal, memory)
+                continue
+            states = self.encoder[number](states, bias)
             if layer == -1:
                 states = self.encoder_norm(states)
         if not chunk.last:
@@ -423,6 +390,28 @@ class Translator(StagedModel):
 # -- initial weights -------------------------------------------------------------------------------
 
 
+def translator_on_meta(
+    options: ModelOptions, vocab_size: int, device_type: str, length: int
+) -> Translator:
+    """Build a run's translator on the meta device, for sentences of up to `length` tokens."""
+    if options.attention == "auto":
+        options = replace(options, attention=choose_attention(device_type, length)[0])
+    with torch.device("meta"):
+        return Translator(vocab_size, options)
+
+
+def build_translator(
+    options: ModelOptions,
+    *,
+    vocab_size: int,
+    device: torch.device,
+    seed: int,
+    length: int = 128,
+) -> Translator:
+    translator = translator_on_meta(options, vocab_size, device.type, length)
+    return materialize(translator, device, lambda name, shape: init_param(name, shape, seed))
+
+
 def init_param(name: str, shape: torch.Size, seed: int) -> Tensor:
     """Return the initial value of a parameter: float32 on the CPU.
 
@@ -431,8 +420,7 @@ def init_param(name: str, shape: torch.Size, seed: int) -> Tensor:
     """
     if len(shape) == 1:
         return torch.ones(shape) if name.endswith("weight") else torch.zeros(shape)
-    key = hashlib.sha256(f"{seed} {name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(key[:7], "big"))
+    generator = generator_of(seed, name)
     if name.endswith("embedding.weight"):
         return torch.empty(shape).normal_(std=shape[1] ** -0.5, generator=generator)
     parts = shape[0] // shape[1] if "key_value" in name else 1

@@ -6,6 +6,7 @@ There a model takes no memory and draws no random numbers. An initial value foll
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -33,3 +34,12 @@ def materialize(
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         tensor.copy_(init_param(name, tensor.shape))
     return model
+
+
+def generator_of(seed: int, name: str) -> torch.Generator:
+    """Return the generator, on the CPU, of a parameter's initial value."""
+    return torch.Generator().manual_seed(hash_of(f"{seed} {name}"))
+
+
+def hash_of(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")

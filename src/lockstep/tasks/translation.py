@@ -25,9 +25,9 @@ from lockstep.elastic.collectives import assert_equal_on_all_ranks, run_in_run_f
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.generation.beam_search import batches_by_length, beam_search, pad_rows
 from lockstep.log import log
-from lockstep.models.build import choose_attention, translator_on_meta
+from lockstep.models.kernels import choose_attention
 from lockstep.models.load_translator import LoadedTranslator, load_translator
-from lockstep.models.translator import Translator, init_param
+from lockstep.models.translator import Translator, init_param, translator_on_meta
 from lockstep.record.step_timer import flops_per_token
 from lockstep.tasks.evaluator import (
     EvalResult,

@@ -12,11 +12,10 @@ from lockstep.config import schema as config
 from lockstep.config.schema import LoraOptions
 from lockstep.errors import UsageError
 from lockstep.layout import LayoutLimits
-from lockstep.models.build import translator_on_meta
 from lockstep.models.llama import Llama
 from lockstep.models.llama_config import LLAMA_CONFIGS
 from lockstep.models.lora import add_adapters
-from lockstep.models.translator import Translator
+from lockstep.models.translator import Translator, translator_on_meta
 from lockstep.parallel.pipeline import build_stage
 from lockstep.parallel.plans import plan_of
 from lockstep.parallel.tensor_parallel import tensor_slices

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from lockstep.config.schema import ModelOptions
 from lockstep.layout import Layout
-from lockstep.models.build import build_translator
 from lockstep.models.llama import build_llama
 from lockstep.models.llama_config import LlamaConfig
+from lockstep.models.translator import build_translator
 from lockstep.parallel.groups import ProcessGroups
 from lockstep.parallel.plans import plan_of
 from lockstep.parallel.tensor_parallel import apply_tensor_parallel
