@@ -42,7 +42,7 @@ def main(folder: Path, steps: int, answer: Path | None) -> None:
     assert run.task == "pretrain" and run.optim.schedule == "linear" and not run.llama.init_from, (
         "the recipe llama-pretrain.toml"
     )
-    shape, _ = read_model(folder)
+    shape = read_model(folder).config
     model = build_llama(shape, device=torch.device("cpu"), seed=run.seed)
     data = open_prepared(folder / "data", ChatTokenizer.load(folder / "tokenizer", {}))
     rows, k_all = CutRows(data.train, run.batch.seq_len), run.batch.micro_batches

@@ -186,6 +186,31 @@ def test_losses_of_twenty_steps_equal_those_of_a_plain_loop_of_peft(
     assert curve == pytest.approx(plain_losses(model, tmp_path / "0", options), rel=1e-5)
 
 
+def test_adapters_train_in_the_transformers_backend_as_in_a_plain_loop_of_peft(
+    hub: Path, adapter: Path, corpus: Path, tmp_path: Path
+) -> None:
+    more = {"lora.dropout": "0", "llama.backend": "transformers"}
+    undropped = flags(hub, adapter, corpus, **more)
+    digests = set()
+    for name, workers, layout in (("run", 1, {}), ("shards", 2, {"layout.shard": "2"})):
+        folder = str(tmp_path / name)
+        digests.add(run_ranks(trained, workers, folder, {**undropped, **layout}, STEPS)[0])
+    assert len(digests) == 1
+    run = tmp_path / "run"
+    model = peft.PeftModel.from_pretrained(base_model(hub), adapter, is_trainable=True).eval()
+    options = resolve({}, {**FLAGS, "data.train": "x", "steps": str(STEPS)}).run
+    curve = [loss for loss, _ in losses(run)]
+    assert curve == pytest.approx(plain_losses(model, run, options), rel=1e-5)
+    exported = export(run, tmp_path / "exported", "--adapter")
+    merged = base_model(export(run, tmp_path / "merged"))
+    with torch.no_grad():
+        adapted = peft.PeftModel.from_pretrained(base_model(hub), exported).eval()
+        expected = adapted(TOKENS).logits
+        for ours in (load_llama(run).model(TOKENS), merged.eval()(TOKENS).logits):
+            torch.testing.assert_close(ours, expected, rtol=0, atol=1e-4)
+        assert not torch.allclose(base_model(hub)(TOKENS).logits, expected, atol=0.1)
+
+
 def test_dropout_of_adapters_has_the_same_bits_in_replicas_and_shards(
     hub: Path, adapter: Path, corpus: Path, tmp_path: Path
 ) -> None:

@@ -531,7 +531,6 @@ def test_an_answer_ends_at_the_last_position_of_the_model(tmp_path: Path) -> Non
 
 def test_values_that_the_backend_does_not_support_are_refused(tmp_path: Path) -> None:
     unsupported = {
-        "lora.rank": "4",
         "llama.max_seq_len": "64",
         "memory.weights": "bf16",
         "layout.pipeline": "2",
@@ -542,6 +541,12 @@ def test_values_that_the_backend_does_not_support_are_refused(tmp_path: Path) ->
         ) as caught:
             resolve({}, {**BACKEND, "data.train": "x", "llama.init_from": "HF", key: value})
         assert f"{key} from command line" in caught.value.where
+    adapted = {"data.train": "x", "llama.init_from": "HF", "lora.rank": "4", "layout.tensor": "2"}
+    with pytest.raises(
+        ConfigError, match=r"does not support lora\.rank with layout\.tensor"
+    ) as caught:
+        resolve({}, {**BACKEND, **adapted})
+    assert "layout.tensor from command line" in caught.value.where
     with pytest.raises(ConfigError, match="needs the folder of a model"):
         resolve({}, {**BACKEND, "data.train": "x"})
     random_model("llama", {}, tmp_path)

@@ -279,15 +279,15 @@ def llama_conflicts(run: RunConfig) -> Iterator[tuple[str, str, str]]:
         yield what, "lora.rank lora.targets", "remove lora.targets to adapt all of them"
     if run.llama.backend == "transformers":
         unsupported = {
-            "lora.rank": run.lora.rank,
             "llama.max_seq_len": max_seq_len,
             "memory.weights": run.memory.weights != "fp32",
         }
-        unsupported |= {"layout.pipeline": run.layout.pipeline > 1}
+        unsupported["layout.pipeline"] = run.layout.pipeline > 1
+        unsupported["lora.rank with layout.tensor"] = run.lora.rank and run.layout.tensor > 1
         if changed := [key for key, given in unsupported.items() if given]:
             what = f"llama.backend=transformers does not support {', '.join(changed)}"
-            hint = "remove these values, or llama.backend; adapters of peft train in a loop of your own, with lockstep.Session"
-            yield what, " ".join(["llama.backend", *changed]), hint
+            where = " ".join(["llama.backend", *changed]).replace(" with ", " ")
+            yield what, where, "remove these values, or llama.backend"
         if not run.llama.init_from:
             what = "llama.backend=transformers needs the folder of a model"
             yield (

@@ -320,7 +320,8 @@ def write_hub(
     """
     dtypes = [key for key in ("dtype", "torch_dtype") if key in config] or ["torch_dtype"]
     config = {**config, **dict.fromkeys(dtypes, dtype_of(tensors))}
-    parts = safetensors_io.split_into_files(hf_specs(tensors), shard_bytes)
+    named = under_hf_names(tensors)
+    parts = safetensors_io.split_into_files(specs_of(named), shard_bytes)
     files = {WEIGHTS_FILE: parts[0]}
     if len(parts) > 1:
         files = {
@@ -329,35 +330,44 @@ def write_hub(
         }
     with new_folder(folder, sum(spec.bytes + 256 for part in parts for spec in part)) as partial:
         for file, part in files.items():
-            write_tensors(partial / file, part, tensors)
+            write_tensors(partial / file, part, named)
         if len(files) > 1:
             where = {spec.name: file for file, part in files.items() for spec in part}
             total = {"total_size": sum(spec.bytes for part in parts for spec in part)}
             index = {"metadata": total, "weight_map": dict(sorted(where.items()))}
             write_json(partial / INDEX_FILE, index)
-        for path in companions:
-            write_atomic(partial / path.name, path.read_bytes())
+        copy_files(companions, partial)
         write_json(partial / CONFIG_FILE, config)
     return list(files)
 
 
 def write_adapter(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
     """Write a folder of PEFT atomically. CheckpointError: see `write_hub`."""
-    specs = hf_specs(tensors)
+    named = under_hf_names(tensors)
+    specs = specs_of(named)
     with new_folder(folder, sum(spec.bytes + 256 for spec in specs)) as partial:
-        write_tensors(partial / ADAPTER_FILE, specs, tensors)
+        write_tensors(partial / ADAPTER_FILE, specs, named)
         write_json(partial / ADAPTER_CONFIG, config)
 
 
-def hf_specs(tensors: Mapping[str, Tensor]) -> list[TensorSpec]:
-    return [spec_of(hf_name(name), tensor) for name, tensor in tensors.items()]
+def copy_files(paths: Iterable[Path], folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in paths:
+        write_atomic(folder / path.name, path.read_bytes())
+
+
+def under_hf_names(tensors: Mapping[str, Tensor]) -> LazyTensors:
+    own_names = {hf_name(name): name for name in tensors}
+    return LazyTensors(own_names, lambda name: tensors[own_names[name]])
+
+
+def specs_of(tensors: Mapping[str, Tensor]) -> list[TensorSpec]:
+    return [spec_of(name, tensor) for name, tensor in tensors.items()]
 
 
 def write_tensors(path: Path, specs: Sequence[TensorSpec], tensors: Mapping[str, Tensor]) -> None:
-    own_names = {hf_name(name): name for name in tensors}
-    chunks = safetensors_io.file_chunks(
-        specs, lambda name: bytes_of(tensors[own_names[name]]), {"format": "pt"}
-    )
+    metadata = {"format": "pt"}
+    chunks = safetensors_io.file_chunks(specs, lambda name: bytes_of(tensors[name]), metadata)
     write_atomic(path, chunks)
 
 

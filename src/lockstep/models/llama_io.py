@@ -32,7 +32,7 @@ from lockstep.config.adapter_config import adapter_config
 from lockstep.config.schema import LoraOptions, RunConfig
 from lockstep.corpus.tokenizer import BEGIN, END
 from lockstep.errors import CheckpointError, DataError, UsageError
-from lockstep.files import read_json, write_atomic, write_json
+from lockstep.files import read_json, write_json
 from lockstep.models import llama, lora
 from lockstep.models.hf_config import config_from_hf, config_to_write
 from lockstep.models.hub import (
@@ -41,6 +41,7 @@ from lockstep.models.hub import (
     SHARD_BYTES,
     LazyTensors,
     LlamaWeights,
+    copy_files,
     dtype_of,
     is_hub,
     open_hub,
@@ -62,16 +63,37 @@ def is_llama_run(folder: Path) -> bool:
     return (folder / MODEL).is_file()
 
 
-def read_model(folder: Path) -> tuple[LlamaConfig | TransformersConfig, dict[str, Any]]:
-    """Read model.json: (config, its config.json). DataError: it is damaged. CheckpointError:
-    the run has not written it yet, or is of another model."""
+@dataclass(frozen=True)
+class RunModel:
+    """The content of model.json.
+
+    start  folder of the weights that the run started from, with their sha256 and dtype; "": random
+           or imported ones
+    """
+
+    config: LlamaConfig | TransformersConfig
+    hf_config: dict[str, Any]
+    lora: LoraOptions | None
+    start: str
+    start_sha256: str
+    dtype: str
+
+
+def read_model(folder: Path) -> RunModel:
+    """Read model.json. DataError: it is damaged. CheckpointError: the run has not written it yet,
+    or is of another model."""
     where = str(folder / MODEL)
     try:
         value = read_json(folder / MODEL)
         hf_config = dict(value["config"])
-        if value.get("backend") == "transformers":
-            return TransformersConfig(hf_config), hf_config
-        return config_from_hf(hf_config, where), hf_config
+        config: LlamaConfig | TransformersConfig = TransformersConfig(hf_config)
+        if value.get("backend") != "transformers":
+            config = config_from_hf(hf_config, where)
+        adapters = value.get("lora")
+        if adapters:
+            adapters = LoraOptions(**{**adapters, "targets": tuple(adapters["targets"])})
+        start = (str(value.get(key, "")) for key in ("start", "start_sha256", "dtype"))
+        return RunModel(config, hf_config, adapters, *start)
     except FileNotFoundError:
         what = f"there is no {MODEL}: the run has not started to train, or its model is no Llama"
         hint = "wait for its first save; without --adapter, export also writes the weights of other models"
@@ -81,6 +103,10 @@ def read_model(folder: Path) -> tuple[LlamaConfig | TransformersConfig, dict[str
         raise DataError(what, where, "import the model again") from error
 
 
+def backend_of(config: LlamaConfig | TransformersConfig) -> str:
+    return "transformers" if isinstance(config, TransformersConfig) else "lockstep"
+
+
 # -- import, export --------------------------------------------------------------------------------
 
 
@@ -88,7 +114,7 @@ def refuse_other_backend(
     config: LlamaConfig | TransformersConfig, backend: str, folder: str
 ) -> None:
     """UsageError: the run in `folder` has another backend than the one that starts from it."""
-    if isinstance(config, TransformersConfig) != (backend == "transformers"):
+    if backend_of(config) != backend:
         what = f"llama.backend is {backend}, but the run in {folder} has another"
         hint = "set the llama.backend of that run, or export it and start from the export"
         raise UsageError(what, "llama.backend", hint)
@@ -112,9 +138,7 @@ def import_hub(source: Path, folder: Path) -> str:
     parents = (folder.absolute(), *folder.absolute().parents)
     existing = next(path for path in parents if path.is_dir())
     with commit.explain_write_errors(f"{folder} was not written", existing, size):
-        (folder / TOKENIZER).mkdir(parents=True, exist_ok=True)
-        for path in hub.companions:
-            write_atomic(folder / TOKENIZER / path.name, path.read_bytes())
+        copy_files(hub.companions, folder / TOKENIZER)
         write_json(folder / MODEL, model)
     CheckpointStore(folder / CHECKPOINTS).save(0, tensors, {"imported": source.name})
     return f"step 0: {len(tensors)} tensors, {format_count(count)} parameters, {format_bytes(size)}, written to {folder}"
@@ -147,8 +171,8 @@ def export_run(
 
     The checkpoint is verified first. Memory: one tensor.
     """
-    _, hf_config = read_model(folder)
-    peft_config = peft_config_of(folder) if adapter else None
+    run = read_model(folder)
+    peft_config = peft_config_of(folder, run) if adapter else None
     refuse_existing(target)
     with commands.open_verified(folder, step) as (newest_step, opened):
         tensors: Mapping[str, Tensor] = model_tensors(opened)
@@ -157,33 +181,32 @@ def export_run(
             write_adapter(target, peft_config, cast_tensors(tensors, dtype))
             files = [ADAPTER_FILE]
         else:
-            weights = weights_of_run(folder, tensors)
+            weights = weights_of_run(folder, run, tensors)
             tensors = cast_tensors(weights.tensors, dtype or weights.dtype)
             files = write_hub(
-                target, hf_config, tensors, companions=weights.companions, shard_bytes=shard_bytes
+                target,
+                run.hf_config,
+                tensors,
+                companions=weights.companions,
+                shard_bytes=shard_bytes,
             )
         size = sum(tensor.nbytes for tensor in tensors.values())
     how = f"{len(files)} files" if len(files) > 1 else "1 file"
     return f"step {newest_step}: {len(tensors)} tensors, {format_bytes(size)} in {how}, written to {target}"
 
 
-def peft_config_of(folder: Path) -> dict[str, Any]:
+def peft_config_of(folder: Path, run: RunModel) -> dict[str, Any]:
     """Return the adapter_config.json of a run. UsageError: its adapters do not fit a model of
     PEFT."""
-    model_json = read_json(folder / MODEL)
-    if (lora := lora_of(model_json)) is None:
+    if run.lora is None:
         what = f"the run in {folder} trains no adapters"
         raise UsageError(what, "--adapter", "leave --adapter out to export its weights")
-    base = Path(model_json["start"])
-    if is_hub(base) and read_json(base / CONFIG_FILE).get("model_type") == "phi3":
+    base = Path(run.start)
+    is_packed = is_hub(base) and read_json(base / CONFIG_FILE).get("model_type") == "phi3"
+    if is_packed and isinstance(run.config, LlamaConfig):
         what = f"{base} packs query, key and value in one matrix, and the adapters of the run are of each"
         raise UsageError(what, "--adapter", "leave --adapter out to export the merged weights")
-    return adapter_config(lora, str(base))
-
-
-def lora_of(model_json: Mapping[str, Any]) -> LoraOptions | None:
-    lora = model_json.get("lora")
-    return LoraOptions(**{**lora, "targets": tuple(lora["targets"])}) if lora else None
+    return adapter_config(run.lora, run.start)
 
 
 def cast_tensors(tensors: Mapping[str, Tensor], dtype_name: str) -> Mapping[str, Tensor]:
@@ -212,27 +235,27 @@ def model_tensors(stored: StoredTensors) -> LazyTensors:
     return LazyTensors(model, lambda name: tensor_from_bytes(model[name].spec, model[name].data()))
 
 
-def weights_of_run(folder: Path, tensors: Mapping[str, Tensor]) -> LlamaWeights:
+def weights_of_run(folder: Path, run: RunModel, tensors: Mapping[str, Tensor]) -> LlamaWeights:
     """Return the model of a run, given the tensors of a checkpoint: adapters are merged into the
     weights that the run started from. CheckpointError: these have changed."""
-    config, hf_config = read_model(folder)
-    model_json = read_json(folder / MODEL)
-    if lora := lora_of(model_json):
-        base = open_weights(Path(model_json["start"]))
-        refuse_changed_weights(folder, model_json, base.sha256())
-        tensors = merged_weights(base.tensors, tensors, lora)
+    if run.lora:
+        base = open_weights(Path(run.start), backend_of(run.config))
+        refuse_changed_weights(folder, run, base.sha256())
+        tensors = merged_weights(base.tensors, tensors, run.lora)
     tokenizer = folder / TOKENIZER
     companions = sorted(tokenizer.iterdir()) if tokenizer.is_dir() else []
-    dtype = model_json.get("dtype") or dtype_of(tensors)
-    return LlamaWeights(folder, config, hf_config, tensors, companions, dtype)
+    dtype = run.dtype or dtype_of(tensors)
+    return LlamaWeights(folder, run.config, run.hf_config, tensors, companions, dtype)
 
 
-def refuse_changed_weights(folder: Path, model_json: Mapping[str, Any], sha256: str | None) -> None:
+def refuse_changed_weights(folder: Path, run: RunModel, sha256: str) -> None:
     """CheckpointError: the run in `folder` started from weights with another sha256."""
-    if (expected := model_json.get("start_sha256")) != sha256:
-        what = f"the weights in {model_json.get('start')} have changed since the run in {folder} started from them"
+    if run.start_sha256 != sha256:
+        what = (
+            f"the weights in {run.start} have changed since the run in {folder} started from them"
+        )
         hint = "restore that folder; a run with llama.init_from needs it as long as its checkpoints hold adapters alone"
-        raise CheckpointError(what, f"sha256 {sha256}\nwas    {expected}", hint)
+        raise CheckpointError(what, f"sha256 {sha256}\nwas    {run.start_sha256}", hint)
 
 
 def open_weights(folder: Path, backend: str = "lockstep") -> LlamaWeights:
@@ -242,7 +265,7 @@ def open_weights(folder: Path, backend: str = "lockstep") -> LlamaWeights:
     """
     if is_llama_run(folder):
         with commands.open_verified(folder, None) as (_, opened):
-            return weights_of_run(folder, model_tensors(opened))
+            return weights_of_run(folder, read_model(folder), model_tensors(opened))
     refuse_no_model(folder)
     return open_hub(folder, backend)
 
@@ -277,7 +300,8 @@ def load_llama(
     if is_llama_run(folder):
         checkpoint = CheckpointStore(folder / CHECKPOINTS).require(step)
         tokenizer, steps = folder / TOKENIZER, (checkpoint.step,)
-        weights = weights_of_run(folder, inference_weights(checkpoint.tensors))
+        tensors = inference_weights(checkpoint.tensors)
+        weights = weights_of_run(folder, read_model(folder), tensors)
         del checkpoint  # frees the optimizer's state
     else:
         refuse_no_model(folder)
@@ -394,9 +418,9 @@ def write_model_json(initial: InitialWeights, folder: Path) -> str:
     CheckpointError: the run there started from other weights.
     """
     content = initial.to_json()
-    sha256 = content.get("start_sha256")
+    sha256 = str(content.get("start_sha256", ""))
     if is_llama_run(folder):
-        refuse_changed_weights(folder, read_json(folder / MODEL), sha256)
+        refuse_changed_weights(folder, read_model(folder), sha256)
     else:
         write_json(folder / MODEL, content)
-    return sha256 or ""
+    return sha256

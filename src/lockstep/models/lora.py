@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lockstep.config.adapter_config import ADAPTER_CONFIG, LORA_TARGETS, read_adapter_config
 from lockstep.data.order import splitmix64
-from lockstep.errors import CheckpointError
+from lockstep.errors import CheckpointError, UsageError
 from lockstep.models.hf_config import hf_name
 from lockstep.models.hub import ADAPTER_FILE, LazyTensors, match_shapes, tensor_locations
 from lockstep.parallel.materialize import generator_of, hash_of
@@ -78,13 +78,23 @@ class LoRALinear(nn.Linear):
 
 
 def add_adapters(model: nn.Module, lora: LoraOptions) -> nn.Module:
-    """Freeze a Llama and add adapters to its targets, in place and not initialized."""
+    """Freeze a model and add adapters to its targets, in place and not initialized.
+
+    UsageError: the model has no such matrix.
+    """
     model.requires_grad_(False)
-    targets = [LORA_TARGETS[name] for name in lora.targets]
+    missing = {LORA_TARGETS[name]: name for name in lora.targets}
+    targets = {*missing}
     for path, module in list(model.named_modules()):
-        if isinstance(module, nn.Linear) and hf_name(f"{path}.weight").split(".")[-2] in targets:
+        name = hf_name(f"{path}.weight").split(".")[-2] if isinstance(module, nn.Linear) else ""
+        if name in targets:
+            missing.pop(name, None)
             parent, _, leaf = path.rpartition(".")
             setattr(model.get_submodule(parent), leaf, LoRALinear(module, lora, path))
+    if missing:
+        what = f"the model has no linear layers {', '.join(missing)}"
+        hint = f"remove {', '.join(missing.values())} from lora.targets"
+        raise UsageError(what, f"lora.targets = {', '.join(lora.targets)}", hint)
     return model
 
 

@@ -85,8 +85,7 @@ class TransformersConfig:
 
     @property
     def following_ropes(self) -> list[str]:
-        kinds = {str(rope.get("rope_type")) for rope in ropes_of(self.parsed)}
-        return sorted(filter(follows_documents, kinds))
+        return following_ropes(self.parsed)
 
     def meta_model(self) -> TransformersModel:
         with self._refuse_failures(), torch.device("meta"):
@@ -132,6 +131,11 @@ def ropes_of(parsed: Any) -> list[Mapping[str, Any]]:
     return nested or [parameters]
 
 
+def following_ropes(parsed: Any) -> list[str]:
+    kinds = {str(rope.get("rope_type")) for rope in ropes_of(parsed)}
+    return sorted(filter(follows_documents, kinds))
+
+
 def follows_documents(rope_type: Any) -> bool:
     return any(kind in str(rope_type) for kind in FOLLOWING_ROPES)
 
@@ -165,14 +169,15 @@ class TransformersModel(nn.Module):
         self.inner: Any = make(config, dtype=torch.float32)
         self.chunked: bool | None = None  # None: not probed yet
         self.max_seq_len = context_of(config)
-        self.fixed_ropes = fix_ropes(self.inner)
+        self.following_ropes = following_ropes(config)
+        fix_ropes(self.inner)
 
     def forward(
         self, tokens: Tensor, labels: Tensor | None = None, documents: Tensor | None = None
     ) -> Tensor:
         """Return the logits; with labels the sum of their cross-entropy (see `Llama.forward`)."""
-        if self.fixed_ropes and tokens.shape[1] > self.max_seq_len:
-            what = f"a row of {tokens.shape[1]:,} tokens: {limit_of_ropes(self.fixed_ropes, self.max_seq_len)}"
+        if self.following_ropes and tokens.shape[1] > self.max_seq_len:
+            what = f"a row of {tokens.shape[1]:,} tokens: {limit_of_ropes(self.following_ropes, self.max_seq_len)}"
             where = f"rope_parameters of {type(self.inner).__name__}"
             raise UsageError(what, where, "give shorter rows")
         inputs = inputs_of(tokens, documents)
@@ -210,14 +215,11 @@ class TransformersModel(nn.Module):
 
         UsageError: a document in a row depends on the one before it.
         """
-        was_training, seen = self.training, []
         name, head = type(self.inner).__name__, self.inner.get_output_embeddings()
+        was_training, product = self.training, None
         place = torch.arange(2 * PROBE_TOKENS, device=device)[None]
         tokens = place * 7 % self.inner.config.vocab_size
         last = tokens[:, PROBE_TOKENS:]
-        handle = head.register_forward_hook(
-            lambda module, inputs, output: seen.append((inputs[0], output))
-        )
         self.eval()
         try:
             with (
@@ -227,10 +229,11 @@ class TransformersModel(nn.Module):
                 # Not self(...), whose hooks would free the root's weights in shards.
                 packed = self.inner(**inputs_of(tokens, place // PROBE_TOKENS)).logits
                 alone = self.inner(**inputs_of(last)).logits
-                states = None
-                if self.inner.base_model is not self.inner:  # as it is in Llama 4
+                plain = type(head) is nn.Linear and head.bias is None
+                # In Llama 4 the base model is the model itself.
+                if plain and self.inner.base_model is not self.inner:
                     based = self.inner.base_model(input_ids=last, use_cache=False)
-                    states = based.last_hidden_state
+                    product = head(based.last_hidden_state)
         except (
             AttributeError,
             LookupError,
@@ -241,42 +244,33 @@ class TransformersModel(nn.Module):
             what = f"{name} does not run with token ids and position ids: {error}"
             raise UsageError(what, BACKEND, CHOOSE_ANOTHER) from error
         finally:
-            handle.remove()
             self.train(was_training)
         difference = (packed[:, PROBE_TOKENS:] - alone).abs().max()
         if not difference <= 1e-3 * alone.std():
             what = f"{name} mixes the documents of a row: logits of the second differ by {difference:g}"
             hint = "train one document per row with your own loop, or choose another model"
             raise UsageError(what, BACKEND, hint)
-        plain = type(head) is nn.Linear and head.bias is None
-        if not plain or states is None or len(seen) != 2:
-            return False
-        return torch.equal(seen[1][0], states) and torch.equal(seen[1][1], alone)
+        return product is not None and torch.equal(product, alone)
 
 
 def limit_of_ropes(kinds: list[str], positions: int) -> str:
     return f"beyond {positions:,} positions a rope of type {join_names(kinds)} follows the longest document of a batch"
 
 
-def fix_ropes(model: nn.Module) -> list[str]:
-    """Keep the frequencies of FOLLOWING_ROPES as they are for up to `context_of` positions; return
-    their types.
+def fix_ropes(model: nn.Module) -> None:
+    """Keep the frequencies of FOLLOWING_ROPES as they are for up to `context_of` positions.
 
     transformers computes them again in each forward pass, from the longest document of the batch:
     other documents beside it would change what the model computes for a document.
     """
-    fixed = set[str]()
     for module in model.modules():
         rope_type = getattr(module, "rope_type", None)
-        by_layer = rope_type if isinstance(rope_type, dict) else {"": rope_type}
-        following = {
-            layer: str(kind) for layer, kind in by_layer.items() if follows_documents(kind)
-        }
-        if following:
-            fixed.update(following.values())
-            kept = {**by_layer, **dict.fromkeys(following, "default")}
-            vars(module)["rope_type"] = kept if isinstance(rope_type, dict) else kept[""]
-    return sorted(fixed)
+        if isinstance(rope_type, dict):  # by kind of layer
+            for layer, kind in rope_type.items():
+                if follows_documents(kind):
+                    rope_type[layer] = "default"
+        elif follows_documents(rope_type):
+            vars(module)["rope_type"] = "default"  # of a class of transformers
 
 
 def inputs_of(tokens: Tensor, documents: Tensor | None = None) -> dict[str, Any]:

@@ -8,7 +8,6 @@ token, bits per byte; for chats, exact match of answers.
 from __future__ import annotations
 
 import math
-import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -55,6 +54,7 @@ from lockstep.generation.sampling import (
     stream_continuations,
 )
 from lockstep.log import log
+from lockstep.models.hub import copy_files
 from lockstep.models.llama import Llama
 from lockstep.models.llama_config import LLAMA_CONFIGS, LlamaConfig
 from lockstep.models.llama_io import (
@@ -197,9 +197,7 @@ def tokenizer_of(run: RunConfig, folder: Path, texts: Iterable[str]) -> ChatToke
     if not (folder / "data" / MANIFEST).exists():
         refuse_long_rows(run, start.config if start else LLAMA_CONFIGS[run.llama.size])
         if start:
-            (folder / TOKENIZER).mkdir(parents=True, exist_ok=True)
-            for path in start.companions:
-                shutil.copyfile(path, folder / TOKENIZER / path.name)
+            copy_files(start.companions, folder / TOKENIZER)
         else:
             data.train_tokenizer(run.tokenizer, texts, folder / TOKENIZER)
     tokenizer = ChatTokenizer.load(folder / TOKENIZER, start.hf_config if start else {})

@@ -44,7 +44,9 @@ def llama_config(run: RunConfig) -> LlamaConfig:
 
     start = Path(run.llama.init_from)
     config = (
-        read_model(start)[0] if is_llama_run(start) else open_hub(start, run.llama.backend).config
+        read_model(start).config
+        if is_llama_run(start)
+        else open_hub(start, run.llama.backend).config
     )
     refuse_other_backend(config, run.llama.backend, run.llama.init_from)
     return cast("LlamaConfig", config)

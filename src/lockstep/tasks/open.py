@@ -52,5 +52,5 @@ def open_evaluator(run: RunConfig, folder: Path) -> Evaluator:
     """Return the evaluator of the run. DataError if its held-out data is missing or damaged."""
     if run.task == "translate":
         return TranslationEvaluator(run, folder, prepare.open_prepared(folder / "data"))
-    tokenizer = ChatTokenizer.load(folder / TOKENIZER, read_model(folder)[1])
+    tokenizer = ChatTokenizer.load(folder / TOKENIZER, read_model(folder).hf_config)
     return LlamaEvaluator(run, folder, text_prepare.open_prepared(folder / "data", tokenizer))
