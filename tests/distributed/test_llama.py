@@ -730,9 +730,10 @@ def test_model_split_over_two_processes_generates_the_same_tokens(folder: Path) 
     assert [tokens for tokens, _ in results] == [expected, expected]
     assert [count for _, count in results] == [numbers - split_numbers // 2] * 2
     with pytest.raises(
-        UsageError, match="4 heads and 2 key-value heads and 112 inner width cannot be split over 3"
+        UsageError,
+        match=r"tensor 3 does not divide 4, 2, 112 \(heads, key-value heads, inner width\)",
     ):
-        refuse_indivisible(model.config, 3, "--tensor")
+        refuse_indivisible(model.parallel_plan(), 3, "--tensor")
 
 
 def test_generate_splits_a_model_and_reads_a_file(

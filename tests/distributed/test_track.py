@@ -104,7 +104,7 @@ def evaluate(tracker: Tracker, step: int, values: dict[str, float]) -> None:
 
 def test_other_ranks_write_nothing(tmp_path: Path) -> None:
     with Tracker(
-        tmp_path / "run", leader=False, from_step=0, tensorboard=True, wandb="offline"
+        tmp_path / "run", leader=False, from_step=0, track=["tensorboard", "wandb:offline"]
     ) as tracker:
         tracker.step(1, {"loss": 1.0})
         tracker.step(7, {"loss": 1.0})
@@ -164,15 +164,15 @@ def test_damaged_tracker_json_is_an_error_with_a_hint(tmp_path: Path) -> None:
     Tracker(tmp_path, leader=True, from_step=0).close()
 
 
-@pytest.mark.parametrize("backend", [{"tensorboard": True}, {"wandb": "offline"}])
+@pytest.mark.parametrize("backend", ["tensorboard", "wandb:offline"])
 def test_missing_package_is_an_error_with_the_package_to_install(
-    backend: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name = next(iter(backend))
+    name = backend.partition(":")[0]
     for module in ("wandb", "wandb.proto.wandb_internal_pb2", "torch.utils.tensorboard"):
         monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ConfigError, match=f"{name} is not installed") as caught:
-        Tracker(tmp_path, leader=True, from_step=0, **backend)
+        Tracker(tmp_path, leader=True, from_step=0, track=[backend])
     assert (
         f"track.{name}" in caught.value.where
         and caught.value.hint == 'pip install "lockstep-train[track]"'
@@ -191,14 +191,14 @@ def test_tensorboard_has_each_step_once_after_a_kill(tmp_path: Path) -> None:
         ["steps", 7, 10],
         ["kill"],
     ]
-    code, _ = play(tmp_path, actions, from_step=0, tensorboard=True)
+    code, _ = play(tmp_path, actions, from_step=0, track=["tensorboard"])
     assert code == -signal.SIGKILL
     (events,) = (tmp_path / "tensorboard").iterdir()
     with open(events, "ab") as file:
         file.write(
             b"\x40\x00\x00\x00\x00\x00\x00\x00torn"
         )  # a record of 64 bytes, torn at its fourth
-    with Tracker(tmp_path, leader=True, from_step=6, tensorboard=True) as tracker:
+    with Tracker(tmp_path, leader=True, from_step=6, track=["tensorboard"]) as tracker:
         steps(tracker, 7, 12)
     assert tensorboard(tmp_path, "train/loss") == losses(1, 12)
     assert tensorboard(tmp_path, "train/tokens")[-1] == (12, 120)
@@ -236,7 +236,7 @@ def test_a_backend_of_the_user_has_each_step_once_after_an_error_and_a_kill(
 ) -> None:
     (tmp_path / "own_backend.py").write_text(OWN_BACKEND)
     monkeypatch.chdir(tmp_path)
-    options = {"from_step": 0, "backend": "own_backend:Lines", "run": {"data": {"api_key": "k"}}}
+    options = {"from_step": 0, "track": ["own_backend:Lines"], "run": {"data": {"api_key": "k"}}}
     actions: Actions = [
         ["steps", 1, 3],
         ["evaluate", 3],
@@ -270,7 +270,7 @@ def test_a_backend_of_the_user_has_each_step_once_after_an_error_and_a_kill(
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
-        ("own_backend", "Empty module name|no attribute|has no attribute"),
+        ("own_backend:", "Empty module name|no attribute|has no attribute"),
         ("absent:Lines", "No module named 'absent'"),
         ("own_backend:Other", "has no attribute 'Other'"),
         ("own_backend:Incomplete", "no method flush, close"),
@@ -283,7 +283,7 @@ def test_a_backend_that_cannot_be_loaded_is_refused(
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "own_backend", raising=False)
     with pytest.raises(ConfigError, match=problem) as caught:
-        Tracker(tmp_path / "run", leader=True, from_step=0, backend=name)
+        Tracker(tmp_path / "run", leader=True, from_step=0, track=[name])
     assert caught.value.where == "track.backend" and caught.value.hint
 
 
@@ -296,12 +296,12 @@ def test_training_refuses_such_a_backend_before_it_prepares_data(tmp_path: Path)
 
 
 def test_tensorboard_rewinds_with_the_run(tmp_path: Path) -> None:
-    with Tracker(tmp_path, leader=True, from_step=0, tensorboard=True) as tracker:
+    with Tracker(tmp_path, leader=True, from_step=0, track=["tensorboard"]) as tracker:
         steps(tracker, 1, 10)
         for step in (2, 8):
             evaluate(tracker, step, {"bleu": float(step)})
     for from_step in (5, 5, 7):
-        with Tracker(tmp_path, leader=True, from_step=from_step, tensorboard=True) as tracker:
+        with Tracker(tmp_path, leader=True, from_step=from_step, track=["tensorboard"]) as tracker:
             steps(tracker, from_step + 1, 9)
             assert tensorboard_after_flush(tracker) == losses(1, 9)
     assert tensorboard(tmp_path, "validation/bleu") == [(2, 2.0), (8, 8.0)]
@@ -314,7 +314,7 @@ def tensorboard_after_flush(tracker: Tracker) -> list[tuple[int, float]]:
 
 def test_tensorboard_reads_starts_in_order_despite_wrong_clocks(tmp_path: Path) -> None:
     for first in range(1, 12, 2):
-        with Tracker(tmp_path, leader=True, from_step=first - 1, tensorboard=True) as tracker:
+        with Tracker(tmp_path, leader=True, from_step=first - 1, track=["tensorboard"]) as tracker:
             steps(tracker, first, first + 3)
         newest = max((tmp_path / "tensorboard").iterdir(), key=lambda path: path.stat().st_mtime_ns)
         ahead = newest.name.split(".")
@@ -327,7 +327,7 @@ def test_backend_enabled_later_gets_the_whole_history(tmp_path: Path) -> None:
     with Tracker(tmp_path, leader=True, from_step=0) as tracker:
         steps(tracker, 1, 10)
         evaluate(tracker, 5, {"bleu": 20.5})
-    with Tracker(tmp_path, leader=True, from_step=8, tensorboard=True) as tracker:
+    with Tracker(tmp_path, leader=True, from_step=8, track=["tensorboard"]) as tracker:
         steps(tracker, 9, 11)
     assert tensorboard(tmp_path, "train/loss") == losses(1, 11)
     assert tensorboard(tmp_path, "validation/bleu") == [(5, 20.5)]
@@ -346,7 +346,7 @@ def test_full_disk_loses_no_point_and_no_step(tmp_path: Path) -> None:
         tmp_path,
         [*actions, ["limit"], ["sync"], ["steps", 403, 404]],
         from_step=0,
-        tensorboard=True,
+        track=["tensorboard"],
     )
     assert code == 0, output
     assert output.count("tensorboard failed") == 1, output
@@ -358,7 +358,7 @@ def test_full_disk_loses_no_point_and_no_step(tmp_path: Path) -> None:
 
 def test_evaluations_of_another_process_are_sent_once_at_their_step(tmp_path: Path) -> None:
     evaluations = tmp_path / "evaluations.jsonl"
-    with Tracker(tmp_path, leader=True, from_step=0, tensorboard=True) as tracker:
+    with Tracker(tmp_path, leader=True, from_step=0, track=["tensorboard"]) as tracker:
         steps(tracker, 1, 20)
         evaluations.write_bytes(
             b'{"step": 10, "bleu": 1.5, "signature": "x", "best": true}\n{"step": 15, "bl'
@@ -369,7 +369,7 @@ def test_evaluations_of_another_process_are_sent_once_at_their_step(tmp_path: Pa
             file.write(b'eu": 2.5}\nno json\n{"step": 20, "bleu": 3.5}\n')
         tracker.forward_evaluations()
     for _ in range(2):
-        with Tracker(tmp_path, leader=True, from_step=20, tensorboard=True) as tracker:
+        with Tracker(tmp_path, leader=True, from_step=20, track=["tensorboard"]) as tracker:
             tracker.forward_evaluations()
     assert tensorboard(tmp_path, "validation/bleu") == [(10, 1.5), (15, 2.5), (20, 3.5)]
     with pytest.raises(KeyError):
@@ -377,11 +377,11 @@ def test_evaluations_of_another_process_are_sent_once_at_their_step(tmp_path: Pa
 
 
 def test_evaluator_forwards_its_lines_after_the_training(tmp_path: Path) -> None:
-    with Tracker(tmp_path, leader=True, from_step=0, tensorboard=True) as tracker:
+    with Tracker(tmp_path, leader=True, from_step=0, track=["tensorboard"]) as tracker:
         steps(tracker, 1, 5)
     before = (tmp_path / "metrics.jsonl").read_bytes()
     (tmp_path / "evaluations.jsonl").write_bytes(b'{"step": 5, "bleu": 9.5}\n')
-    with Tracker(tmp_path, leader=True, from_step=None, tensorboard=True) as tracker:
+    with Tracker(tmp_path, leader=True, from_step=None, track=["tensorboard"]) as tracker:
         tracker.forward_evaluations()
     assert tensorboard(tmp_path, "validation/bleu") == [(5, 9.5)]
     assert tensorboard(tmp_path, "train/loss") == losses(1, 5)
@@ -421,7 +421,7 @@ def test_wandb_has_one_run_with_each_step_once_and_a_validation_axis(tmp_path: P
         "optim": {"learning_rate": 0.5},
         "service": {"api_key": "s3cr3t-1", "url": "https://me:s3cr3t-2@host/x"},
     }
-    options: dict[str, Any] = {"wandb": "offline", "project": "p", "run": run}
+    options: dict[str, Any] = {"track": ["wandb:offline:p"], "run": run}
     env = {"WANDB_API_KEY": "s3cr3t-" + "3" * 33}
     first: Actions = [["steps", 1, 10], ["evaluate", 5], ["steps", 11, 12]]
     assert play(tmp_path, first, env, from_step=0, **options) == (0, "closed\n")
@@ -462,9 +462,11 @@ def test_wandb_has_one_run_with_each_step_once_and_a_validation_axis(tmp_path: P
 def test_wandb_gets_the_rows_that_a_kill_lost(tmp_path: Path) -> None:
     # wandb's process buffers rows for seconds: after this kill its file has no row.
     actions: Actions = [["steps", 1, 10], ["evaluate", 5], ["sync"], ["kill"]]
-    code, _ = play(tmp_path, actions, from_step=0, wandb="offline")
+    code, _ = play(tmp_path, actions, from_step=0, track=["wandb:offline"])
     assert code == -signal.SIGKILL
-    assert play(tmp_path, [["steps", 9, 14], ["evaluate", 10]], from_step=8, wandb="offline") == (
+    assert play(
+        tmp_path, [["steps", 9, 14], ["evaluate", 10]], from_step=8, track=["wandb:offline"]
+    ) == (
         0,
         "closed\n",
     )
@@ -480,10 +482,13 @@ def test_killed_wandb_does_not_stop_the_run_and_catches_up_later(tmp_path: Path)
         ["sync"],
         ["steps", 11, 12],
     ]
-    code, output = play(tmp_path, actions, from_step=0, wandb="offline")
+    code, output = play(tmp_path, actions, from_step=0, track=["wandb:offline"])
     assert code == 0 and output.count("wandb failed") == 1, output
     assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == list(range(1, 13))
-    assert play(tmp_path, [["steps", 11, 14]], from_step=10, wandb="offline") == (0, "closed\n")
+    assert play(tmp_path, [["steps", 11, 14]], from_step=10, track=["wandb:offline"]) == (
+        0,
+        "closed\n",
+    )
     assert_uploaded_once(tmp_path, 14)
 
 
@@ -522,7 +527,7 @@ def test_online_cursor_comes_from_the_server(
     write_json(tmp_path / "tracker.json", add_checksum({"wandb_id": "abc", "wandb": cursor}))
     server = Server({"lockstep/step": 4, "lockstep/evaluations": len(lines[0])}, step=5)
     monkeypatch.setitem(sys.modules, "wandb", server)
-    with Tracker(tmp_path, leader=True, from_step=5, wandb="online") as tracker:
+    with Tracker(tmp_path, leader=True, from_step=5, track=["wandb"]) as tracker:
         steps(tracker, 6, 7)
     assert server.init_options["id"] == "abc" and server.init_options["resume"] == "allow"
     assert [row.get("train/step", row.get("validation/step")) for _, row in server.rows] == [
@@ -547,7 +552,7 @@ def test_wandb_server_that_is_down_does_not_stop_the_run(
     tmp_path: Path, closed_server: str
 ) -> None:
     env = {"WANDB_BASE_URL": closed_server, "WANDB_API_KEY": "k" * 40, "WANDB_INIT_TIMEOUT": "1"}
-    code, output = play(tmp_path, [["steps", 1, 3]], env, from_step=0, wandb="online")
+    code, output = play(tmp_path, [["steps", 1, 3]], env, from_step=0, track=["wandb"])
     assert code == 0 and output.count("wandb cannot be opened") == 1 and "k" * 40 not in output, (
         output
     )
@@ -563,7 +568,7 @@ def test_wandb_without_a_login_is_an_error_before_the_first_step(
         "HOME": str(tmp_path),
         "NETRC": str(tmp_path / "none"),
     }
-    code, output = play(tmp_path / "run", [["steps", 1, 3]], env, from_step=0, wandb="online")
+    code, output = play(tmp_path / "run", [["steps", 1, 3]], env, from_step=0, track=["wandb"])
     assert (
         code == 1
         and "ConfigError: Weights & Biases cannot be used" in output
@@ -602,7 +607,7 @@ class Broken:
 def test_training_continues_when_a_backend_raises(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with Tracker(tmp_path, leader=True, from_step=0, tensorboard=True) as tracker:
+    with Tracker(tmp_path, leader=True, from_step=0, track=["tensorboard"]) as tracker:
         for first in (1, 3, 5):
             tracker.backends["tensorboard"].writer = Broken()  # type: ignore[attr-defined]
             steps(tracker, first, first)
@@ -618,7 +623,7 @@ def test_training_continues_when_a_backend_raises(
 
 def test_background_tracker_records_the_same_without_blocking(tmp_path: Path) -> None:
     with (
-        Tracker(tmp_path, leader=True, from_step=0, tensorboard=True) as tracker,
+        Tracker(tmp_path, leader=True, from_step=0, track=["tensorboard"]) as tracker,
         BackgroundTracker(tracker) as record,
     ):
         gate, values = threading.Event(), {"loss": 0.0}

@@ -26,9 +26,9 @@ from lockstep.elastic.control import generation_line, run_status, worker_rows
 from lockstep.errors import UsageError
 from lockstep.log import printable
 from lockstep.object_store.address import parse_address
-from lockstep.record.follow import Curve
 from lockstep.record.step_timer import format_step_line
 from lockstep.remote.followed_copy import ReadStatus, followed_copy
+from lockstep.report.curve import Curve
 from lockstep.report.run_data import FAILURES, VALIDATION, RunData, require_run
 from lockstep.units import format_duration
 

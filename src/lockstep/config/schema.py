@@ -508,6 +508,14 @@ class TrackOptions:
         each_host=EACH_HOST,
     )
 
+    @property
+    def backends(self) -> list[str]:
+        """The metric backends, as Session(track=...) takes them."""
+        names = ["tensorboard"] if self.tensorboard else []
+        if self.wandb != "off":
+            names.append(f"wandb:{self.wandb}:{self.project}")
+        return [*names, self.backend] if self.backend else names
+
 
 @dataclass(frozen=True)
 class EvaluateOptions:

@@ -23,9 +23,10 @@ from lockstep.corpus.text.chat_tokenizer import ChatTokenizer
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import UsageError
 from lockstep.generation.decoder import Decoder, KVCache
+from lockstep.layout import Layout
 from lockstep.log import log
 from lockstep.models.llama import Llama
-from lockstep.models.llama_config import LlamaConfig
+from lockstep.parallel.plans import ParallelPlan
 from lockstep.parallel.tensor_parallel import tensor_slices
 from lockstep.runtime.torch_private import inductor_freezing
 
@@ -302,24 +303,13 @@ def check_sampling(tokens: int, sampling: SamplingParams) -> None:
             raise UsageError(f"--{name} {value}", "command line", f"give {hint}")
 
 
-def refuse_indivisible(config: LlamaConfig, parts: int, where: str) -> None:
+def refuse_indivisible(plan: ParallelPlan, parts: int, where: str) -> None:
     """UsageError: the heads or the inner width cannot be split into `parts` equal parts."""
-    sizes = {
-        "heads": config.n_heads,
-        "key-value heads": config.n_kv_heads,
-        "inner width": config.ffn_dim,
-    }
-    if uneven := [f"{size} {name}" for name, size in sizes.items() if size % parts]:
-        valid = [
-            n
-            for n in range(1, config.n_kv_heads + 1)
-            if not any(size % n for size in sizes.values())
-        ]
-        raise UsageError(
-            f"{' and '.join(uneven)} cannot be split over {parts} processes",
-            where,
-            f"give {' or '.join(map(str, valid))}",
-        )
+    limits = plan.layout_limits(1)
+    if why := limits.problem_with(Layout(tensor=parts)):
+        sizes = range(1, min(limits.tensor) + 1)
+        valid = [str(size) for size in sizes if not limits.problem_with(Layout(tensor=size))]
+        raise UsageError(why, where, f"give {' or '.join(valid)}")
 
 
 def apply_tensor_parallel(model: Llama, runtime: ElasticRuntime, where: str) -> dist.ProcessGroup:
@@ -327,8 +317,9 @@ def apply_tensor_parallel(model: Llama, runtime: ElasticRuntime, where: str) -> 
 
     UsageError, which names the option `where`: the model cannot be split so.
     """
-    refuse_indivisible(model.config, runtime.world.size, where)
-    slices = tensor_slices(model, model.parallel_plan(), runtime.world.rank, runtime.world.size)
+    plan, size = model.parallel_plan(), runtime.world.size
+    refuse_indivisible(plan, size, where)
+    slices = tensor_slices(model, plan, runtime.world.rank, size)
     for name, parameter in model.named_parameters():
         if not slices[name].is_whole:
             parameter.data = (

@@ -85,7 +85,7 @@ class RecipeRun:
                 seed=config.seed,
                 resume=self.resume,
                 threads=config.compute.num_threads,
-                track=tracked(config),
+                track=config.track.backends,
                 progress=config.track.every_s,
                 on_divergence=self._on_divergence(),
                 mfu=self._flops_per_token(),
@@ -196,15 +196,6 @@ class RecipeRun:
     def _fingerprints(self) -> dict[str, str]:
         """What the data and the initial weights must have in common in all starts."""
         return dict(self.task.fingerprints) if self.task else {}
-
-
-def tracked(config: RunConfig) -> list[str]:
-    """Return the metric backends of the section [track], as Session(track=...) takes them."""
-    track = config.track
-    names = ["tensorboard"] if track.tensorboard else []
-    if track.wandb != "off":
-        names.append(f"wandb:{track.wandb}:{track.project}")
-    return [*names, track.backend] if track.backend else names
 
 
 def resolve_precision(resolved: ResolvedRun, device: torch.device) -> ResolvedRun:

@@ -8,9 +8,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from lockstep.files import open_regular
 from lockstep.log import log
-from lockstep.record.metrics import append_json, decode_line
+from lockstep.record.metrics import append_json, decode_line, read_lines
 
 
 def append_event(run: Path, event: str, **facts: Any) -> bool:
@@ -26,11 +25,9 @@ def append_event(run: Path, event: str, **facts: Any) -> bool:
 
 def iter_events(run: Path) -> Iterator[dict[str, Any]]:
     """Yield the events in file order; skip torn or damaged lines."""
-    if (path := run / "events.jsonl").exists():
-        with open(path, "rb", opener=open_regular) as file:
-            yield from (
-                event for event in map(decode_line, file) if event is not None and is_event(event)
-            )
+    for event in map(decode_line, read_lines(run / "events.jsonl")):
+        if event is not None and is_event(event):
+            yield event
 
 
 def read_events(run: Path) -> list[dict[str, Any]]:

@@ -87,11 +87,6 @@ def step_of(line: bytes) -> int | None:
     return step if isinstance(step, int) else None
 
 
-def offset_after(path: Path, step: int) -> int:
-    """Return the size in bytes of the steps up to `step`; what follows is to be truncated."""
-    return state_after(path, step).bytes
-
-
 def state_after(path: Path, step: int, known: Iterable[FileState] = ()) -> FileState:
     """Return the state of the file up to `step`.
 
@@ -232,6 +227,35 @@ def read_lines(path: Path) -> Iterator[bytes]:
     if path.exists():
         with open(path, "rb", opener=open_regular) as file:
             yield from file
+
+
+class LineFollower:
+    """Reads the lines that were appended to a file since the last call.
+
+    offset      of the first line to read
+    tail_bytes  begin with the last lines of this size; None: at `offset`
+    A line without its end is left for the next call. A shorter file is read from the start.
+    """
+
+    def __init__(self, path: Path, offset: int = 0, *, tail_bytes: int | None = None) -> None:
+        self.path, self.tail_bytes, self.offset = path, tail_bytes, offset
+        self.bytes_read = 0
+
+    def read(self) -> Iterator[bytes]:
+        if not self.path.exists():
+            return
+        with open(self.path, "rb", opener=open_regular) as file:
+            size = os.fstat(file.fileno()).st_size
+            self.offset = self.offset if self.offset <= size else 0
+            if self.tail_bytes and not self.offset and size > self.tail_bytes:
+                file.seek(size - self.tail_bytes)
+                self.offset = size - self.tail_bytes + len(file.readline())
+            file.seek(self.offset)
+            for line in file:
+                if line.endswith(b"\n"):
+                    self.offset += len(line)
+                    self.bytes_read += len(line)
+                    yield line
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -16,12 +16,11 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 from lockstep.errors import ConfigError, DataError, LockstepError, UsageError
 from lockstep.files import (
     add_checksum,
-    open_regular,
     read_json,
     try_lock,
     verify_checksum,
@@ -40,6 +39,7 @@ from lockstep.record.backends import (
 from lockstep.record.metrics import (
     MAX_STATES,
     FileState,
+    LineFollower,
     MetricsFile,
     decode_line,
     find_damage,
@@ -55,16 +55,12 @@ LOCK_TIMEOUT_S = 30.0  # for an evaluator that is forwarding its lines when trai
 
 
 def numeric_values(values: Mapping[str, Any]) -> dict[str, float]:
-    scalars = {
-        key: to_json_value(value) if hasattr(value, "item") else value
-        for key, value in values.items()
-        if key != "step"
-    }
-    return {
-        key: value
-        for key, value in scalars.items()
-        if isinstance(value, (int, float)) and not isinstance(value, bool)
-    }
+    numbers = {}
+    for key, value in values.items():
+        scalar = to_json_value(value) if hasattr(value, "item") else value
+        if key != "step" and isinstance(scalar, (int, float)) and not isinstance(scalar, bool):
+            numbers[key] = scalar
+    return numbers
 
 
 def read_states(state: Mapping[str, Any]) -> list[FileState]:
@@ -97,23 +93,35 @@ def wait_for_lock(path: Path, timeout_s: float) -> int:
     return lock
 
 
-def options_of(names: Sequence[str], where: str) -> dict[str, Any]:
-    """Return arguments of a Tracker for the metric backends `names`: "tensorboard", "wandb",
-    "wandb:offline", "wandb:MODE:PROJECT", and "MODULE:CLASS". UsageError for others."""
-    options: dict[str, Any] = {"project": os.environ.get("WANDB_PROJECT", "lockstep")}
+class BackendOptions(NamedTuple):
+    """Of Weights & Biases; other backends ignore them."""
+
+    mode: str = "online"
+    project: str = "lockstep"
+
+
+def parse_backends(names: Sequence[str], where: str) -> dict[str, BackendOptions]:
+    """Return the options of each backend by name: "tensorboard", "wandb" and "MODULE:CLASS".
+
+    names  as of Session(track=...): also "wandb:offline", "wandb:MODE:PROJECT"
+    UsageError for others, and for a second class.
+    """
+    backends: dict[str, BackendOptions] = {}
     for name in names:
-        if name == "tensorboard":
-            options["tensorboard"] = True
-        elif match := re.fullmatch(r"wandb(?::(online|offline)(?::(.+))?)?", name):
-            options["wandb"] = match[1] or "online"
-            options["project"] = match[2] or options["project"]
-        elif name.count(":") == 1 and "backend" not in options:
-            options["backend"] = name
+        if match := re.fullmatch(r"wandb(?::(online|offline)(?::(.+))?)?", name):
+            project = match[2] or os.environ.get("WANDB_PROJECT", "lockstep")
+            backends["wandb"] = BackendOptions(match[1] or "online", project)
+        elif name == "tensorboard" or (name.count(":") == 1 and not any(map(is_class, backends))):
+            backends[name] = BackendOptions()
         else:
-            what = "a second class" if ":" in name else "no metric backend"
+            what = "a second class" if is_class(name) else "no metric backend"
             hint = "give tensorboard, wandb, wandb:offline, or MODULE:CLASS"
             raise UsageError(f"{name!r} is {what}", where, hint)
-    return options
+    return backends
+
+
+def is_class(name: str) -> bool:
+    return ":" in name
 
 
 class Tracker(AbstractContextManager["Tracker"]):
@@ -123,7 +131,7 @@ class Tracker(AbstractContextManager["Tracker"]):
     folder       run folder: {metrics,events,evaluations}.jsonl, tracker.json, tensorboard/, wandb/
     from_step    step at which the run resumes; None: only forward evaluations
     run          resolved configuration, shown in Weights & Biases without secrets
-    tensorboard, wandb, project, backend   as in the section [track] of a run
+    track        metric backends, as of Session(track=...)
 
     UsageError when another process records this run; ConfigError for a missing package or login.
     """
@@ -135,21 +143,17 @@ class Tracker(AbstractContextManager["Tracker"]):
         leader: bool | Callable[[], bool],
         from_step: int | None,
         run: Mapping[str, Any] | None = None,
-        tensorboard: bool = False,
-        wandb: Literal["off", "offline", "online"] = "off",
-        project: str = "lockstep",
-        backend: str = "",
+        track: Sequence[str] = (),
     ) -> None:
         self.folder, self.run = folder, run or {}
         self.is_leader = leader if callable(leader) else lambda: leader
-        self.backend_options: tuple[bool, str, str, str] = (tensorboard, wandb, project, backend)
+        self.options = parse_backends(track, "Tracker(track=...)")
         self.evaluations = folder / "evaluations.jsonl"
         self.metrics: MetricsFile | None = None
         self.factories: dict[str, Callable[[Cursor], Backend]] = {}
         self.backends: dict[str, Backend] = {}
-        self.cursors: dict[
-            str, Cursor
-        ] = {}  # what each open backend was sent; `state` has what it has flushed
+        # What each open backend was sent; `state` has what it has flushed.
+        self.cursors: dict[str, Cursor] = {}
         self.recent_steps: deque[tuple[int, dict[str, Any]]] = deque(maxlen=REMEMBERED_STEPS)
         self.warnings_logged: set[str] = set()
         self.lock: int | None = None
@@ -165,33 +169,16 @@ class Tracker(AbstractContextManager["Tracker"]):
     def _open_record(self, lock: int, from_step: int | None, *, verifies: bool = True) -> None:
         """Open files and backends, to continue after `from_step`.
         verifies: refuse a metrics.jsonl that was changed. A run that trains continues."""
-        folder, (tensorboard, wandb, project, own) = self.folder, self.backend_options
         self.lock = lock
         try:
             self.state = self._read_state()
             if from_step is not None:
                 known = [state for state in read_states(self.state) if state.step <= from_step]
-                self.metrics = MetricsFile(
-                    folder / "metrics.jsonl", from_step, known if verifies else ()
-                )
+                path = self.folder / "metrics.jsonl"
+                self.metrics = MetricsFile(path, from_step, known if verifies else ())
                 self._store_states(known if self.metrics.size else [])
-            if tensorboard:
-                self.factories["tensorboard"] = partial(
-                    TensorBoard, folder, from_step=from_step, note=self._store
-                )
-            if (wandb != "off" or own) and "wandb_id" not in self.state:  # created once
-                self._store("wandb_id", secrets.token_hex(8))
-            if own:
-                public = {"run": without_secrets(self.run), "run_id": str(self.state["wandb_id"])}
-                self.factories[own] = partial(load_backend(own), folder, **public)
-            if wandb != "off":
-                options: dict[str, Any] = {
-                    "mode": wandb,
-                    "project": project,
-                    "run": self.run,
-                    "run_id": str(self.state["wandb_id"]),
-                }
-                self.factories["wandb"] = partial(WeightsAndBiases, folder, **options)
+            for name, options in self.options.items():
+                self.factories[name] = self._factory(name, options, from_step)
             for name in self.factories:
                 self._open(name)
             self.sync()
@@ -199,6 +186,21 @@ class Tracker(AbstractContextManager["Tracker"]):
             self.factories.clear()
             self.close(failed=True)
             raise
+
+    def _factory(
+        self, name: str, options: BackendOptions, from_step: int | None
+    ) -> Callable[[Cursor], Backend]:
+        if name == "tensorboard":
+            return partial(TensorBoard, self.folder, from_step=from_step, note=self._store)
+        if "wandb_id" not in self.state:  # created once
+            self._store("wandb_id", secrets.token_hex(8))
+        public: dict[str, Any] = {
+            "run": without_secrets(self.run),
+            "run_id": str(self.state["wandb_id"]),
+        }
+        if name == "wandb":
+            return partial(WeightsAndBiases, self.folder, **public, **options._asdict())
+        return partial(load_backend(name), self.folder, **public)
 
     def take_over(self, step: int) -> None:
         """If this process has become leader, write the steps that the previous leader did not, and
@@ -253,8 +255,7 @@ class Tracker(AbstractContextManager["Tracker"]):
                         f"{self.evaluations} is shorter than what {name} was sent; sending it from the start"
                     )
                     self.cursors[name] = replace(self.cursors[name], evaluations_bytes=0)
-                if size > self.cursors[name].evaluations_bytes:
-                    self._send_evaluations(name)
+                self._send_evaluations(name)
         except OSError as error:
             self._warn(
                 f"{self.evaluations} cannot be read ({error.strerror}); training continues, retrying later"
@@ -315,13 +316,10 @@ class Tracker(AbstractContextManager["Tracker"]):
             return
         self.backends[name] = backend
         self.cursors[name] = cursor = getattr(backend, "cursor", noted)
-        after = cursor.step
+        path = self.folder / "metrics.jsonl"
+        steps = self.metrics.after if self.metrics else partial(iter_steps, path)
         try:
-            for line in (
-                self.metrics.after(after)
-                if self.metrics
-                else iter_steps(self.folder / "metrics.jsonl", after)
-            ):
+            for line in steps(cursor.step):
                 self._send_step(name, line["step"], line)
         except OSError as error:
             self._drop(name, error)
@@ -344,25 +342,21 @@ class Tracker(AbstractContextManager["Tracker"]):
 
     def _send_evaluations(self, name: str) -> None:
         """Send the lines that `name` lacks; leave a torn last line for later."""
-        with open(self.evaluations, "rb", opener=open_regular) as file:
-            file.seek(self.cursors[name].evaluations_bytes)
-            for raw in file:
-                if name not in self.backends or not raw.endswith(b"\n"):
-                    return
-                sent = replace(
-                    self.cursors[name],
-                    evaluations_bytes=self.cursors[name].evaluations_bytes + len(raw),
+        lines = LineFollower(self.evaluations, self.cursors[name].evaluations_bytes)
+        for raw in lines.read():
+            if name not in self.backends:
+                return
+            sent = replace(self.cursors[name], evaluations_bytes=lines.offset)
+            line = decode_line(raw) or {}
+            step = line.get("step")
+            if not isinstance(step, int):
+                self._warn(
+                    f"{self.evaluations}: skipped a line that is torn or has no step: {raw[:80]!r}"
                 )
-                line = decode_line(raw) or {}
-                step = line.get("step")
-                if not isinstance(step, int):
-                    self._warn(
-                        f"{self.evaluations}: skipped a line that is torn or has no step: {raw[:80]!r}"
-                    )
-                if not isinstance(step, int) or line.get("split", "validation") != "validation":
-                    self.cursors[name] = sent  # test scores are not for model selection
-                    continue
+            elif line.get("split", "validation") == "validation":
                 self._send(name, sent, "validation", step, line)
+                continue
+            self.cursors[name] = sent  # test scores are not for model selection
 
     def _drop(self, name: str, error: Exception) -> None:
         self._warn(

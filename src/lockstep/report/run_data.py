@@ -1,6 +1,6 @@
 """Read the files of a run folder, whole for a report, or as they grow for `watch`.
 
-Memory is bounded: curves are thinned (record/follow.py), and the newest KEPT events are kept.
+Memory is bounded: curves are thinned (curve.py), and the newest KEPT events are kept.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from lockstep.elastic.generation_log import GenerationLog
 from lockstep.errors import LockstepError, UsageError
 from lockstep.files import read_json, verify_checksum
 from lockstep.record.events import is_event
-from lockstep.record.follow import Curve, LineFollower
 from lockstep.record.goodput import CATEGORIES, valid_seconds
-from lockstep.record.metrics import decode_line, iter_steps, missing_steps
+from lockstep.record.metrics import LineFollower, decode_line, iter_steps, missing_steps
 from lockstep.record.progress import PRINTED
 from lockstep.record.tracker import metrics_damage
+from lockstep.report.curve import Curve
 from lockstep.units import MAX_NAMES
 
 FILES = (
@@ -109,7 +109,7 @@ class RunData:
         self._forget_steps()
 
     def _forget_steps(self) -> None:
-        self.metrics = LineFollower(self.folder / "metrics.jsonl", self.tail_bytes)
+        self.metrics = LineFollower(self.folder / "metrics.jsonl", tail_bytes=self.tail_bytes)
         self.curves: dict[str, Curve] = {}
         self.last: dict[str, Any] = {}  # the line of the last step
         self.step = self.steps_read = self.damaged_lines = self.saved_step = 0

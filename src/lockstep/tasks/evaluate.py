@@ -297,15 +297,10 @@ def resolve_step(folder: Path, step: int | None, runtime: ElasticRuntime) -> int
 
 def forward_to_trackers(folder: Path, run: RunConfig) -> None:
     """Send new lines to the trackers, unless an active training run does."""
-    if not run.track.tensorboard and run.track.wandb == "off":
+    if not run.track.backends:
         return
-    options: dict[str, Any] = {
-        "tensorboard": run.track.tensorboard,
-        "wandb": run.track.wandb,
-        "project": run.track.project,
-    }
     try:
-        with Tracker(folder, leader=True, from_step=None, **options) as tracker:
+        with Tracker(folder, leader=True, from_step=None, track=run.track.backends) as tracker:
             tracker.forward_evaluations()
     except UsageError as error:
         log.debug("the tracker of the training run forwards the evaluations: %s", error.what)

@@ -24,7 +24,7 @@ from lockstep.layout import Layout
 from lockstep.network.wire_format import Wire
 from lockstep.parallel.gradient_watch import Unused
 from lockstep.parallel.running_statistics import BufferKinds
-from lockstep.record.tracker import options_of
+from lockstep.record.tracker import parse_backends
 from lockstep.runtime.environment import RESERVED_VARIABLES
 from lockstep.runtime.session_start import ask_for_start
 from lockstep.runtime.torch_private import collectives_of, version_of
@@ -104,15 +104,16 @@ def refuse_wrong_options(micro_batches: int, options: Mapping[str, Any]) -> None
         )
 
 
-def choose_backends(track: Sequence[str]) -> dict[str, Any]:
-    """Return arguments of the Tracker: the backends of Session(track=...) and of the command
-    line."""
+def choose_backends(track: Sequence[str]) -> list[str]:
+    """Return the backends of Session(track=...) and of the command line."""
     if isinstance(track, str):
         hint = f"write track=[{track!r}]"
         raise UsageError(f"track={track!r} is a text", "Session(track=...)", hint)
     asked = [name for name in os.environ.get(TRACK, "").split(",") if name]
     where = f"Session(track=...), --track or {TRACK}"
-    return options_of(list(dict.fromkeys([*track, *asked])), where)
+    names = list(dict.fromkeys([*track, *asked]))
+    parse_backends(names, where)
+    return names
 
 
 def refuse_ineffective_variables(environ: Mapping[str, str]) -> None:

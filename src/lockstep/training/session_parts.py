@@ -66,7 +66,7 @@ class SessionValues:
     seed: int
     resume: str
     threads: int
-    backends: Mapping[str, Any]
+    backends: Sequence[str]
     progress_s: float
     on_save_error: Literal["continue", "stop"]
     rollback: Rollback | None

@@ -230,7 +230,7 @@ class StartedRun:
         signals = enter(StopSignals())
         first, leads = self.first_step, runtime.is_leader
         self.tracker = Tracker(
-            values.out, leader=leads, from_step=first, run=state.shown, **values.backends
+            values.out, leader=leads, from_step=first, run=state.shown, track=values.backends
         )
         metrics = enter(BackgroundTracker(enter(self.tracker)))
         shows = runtime.shows_progress

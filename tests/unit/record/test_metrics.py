@@ -19,7 +19,7 @@ from support.checkpoints import save
 
 from lockstep.checkpoint import commands
 from lockstep.errors import DataError, LockstepError
-from lockstep.record.metrics import MAX_STATES, MetricsFile, offset_after, read_metrics
+from lockstep.record.metrics import MAX_STATES, MetricsFile, read_metrics, state_after
 from lockstep.record.tracker import Tracker, metrics_damage
 
 SUPPORT = Path(__file__).parents[2] / "support"
@@ -60,7 +60,7 @@ def test_run_torn_at_any_byte_and_resumed_has_the_same_file(
     path = tmp_path_factory.mktemp("run") / "metrics.jsonl"
     log_steps(path, 0, 30)
     content = path.read_bytes()
-    kept_bytes = offset_after(path, checkpoint)
+    kept_bytes = state_after(path, checkpoint).bytes
     os.truncate(path, min(len(content), kept_bytes + torn_at % (len(content) - kept_bytes + 1)))
     log_steps(path, checkpoint, max(checkpoint, last))
     log_steps(path, max(checkpoint, last), 30)

@@ -1,43 +1,10 @@
-"""Follow a growing file of lines, and keep its values in bounded memory."""
+"""The values of a run by step, in bounded memory."""
 
 import math
-import os
-from collections.abc import Iterator
 from operator import itemgetter
-from pathlib import Path
-
-from lockstep.files import open_regular
 
 BINS = 600  # of a curve
 LARGEST = 1e290  # drawn value: sums, differences and percents of larger ones overflow
-
-
-class LineFollower:
-    """Reads the lines that were appended to a file since the last call.
-
-    tail_bytes  begin with the last lines of this size; None: with the first line
-    A line without its end is left for the next call. A shorter file is read from the start.
-    """
-
-    def __init__(self, path: Path, tail_bytes: int | None = None) -> None:
-        self.path, self.tail_bytes = path, tail_bytes
-        self.offset = self.bytes_read = 0
-
-    def read(self) -> Iterator[bytes]:
-        if not self.path.exists():
-            return
-        with open(self.path, "rb", opener=open_regular) as file:
-            size = os.fstat(file.fileno()).st_size
-            self.offset = self.offset if self.offset <= size else 0
-            if self.tail_bytes and not self.offset and size > self.tail_bytes:
-                file.seek(size - self.tail_bytes)
-                self.offset = size - self.tail_bytes + len(file.readline())
-            file.seek(self.offset)
-            for line in file:
-                if line.endswith(b"\n"):
-                    self.offset += len(line)
-                    self.bytes_read += len(line)
-                    yield line
 
 
 class Curve:
