@@ -33,9 +33,9 @@ LAYERS = (
     ("config", "report"),
     ("render", "corpus"),
     ("models",),
-    ("planner",),
     ("generation",),
     ("tasks",),
+    ("planner",),
     ("recipes", "doctor"),
     ("cli", "__main__"),
 )

@@ -39,11 +39,11 @@ from lockstep.config.resolve import parse_flags, resolve  # noqa: E402
 from lockstep.config.schema import RunConfig  # noqa: E402
 from lockstep.layout import Layout  # noqa: E402
 from lockstep.network.links import Link  # noqa: E402
+from lockstep.planner.calibration import calibrate_together  # noqa: E402
 from lockstep.planner.devices import SAME_HOST, Cluster  # noqa: E402
 from lockstep.planner.memory_cost import memory_cost  # noqa: E402
 from lockstep.planner.model_cost import ModelCost  # noqa: E402
 from lockstep.planner.step_cost import Timing, mean_timing, step_cost  # noqa: E402
-from lockstep.tasks.calibration import calibrate_together  # noqa: E402
 
 COMMON = "--compute.precision fp32 --batch.micro_batches 4 --evaluate.at_end 0 --checkpoint.every_steps 0"
 MODELS = {

@@ -27,8 +27,8 @@ from lockstep.models.llama_config import LLAMA_CONFIGS, LlamaConfig
 from lockstep.models.translator import Translator, build_translator
 from lockstep.parallel.activation_checkpoint import Mode, checkpoint_activations
 from lockstep.parallel.plans import plan_of
-from lockstep.tasks.layout_limits import min_parameters
-from lockstep.tasks.memory_estimate import memory_limit, refuse_too_large
+from lockstep.planner.memory_estimate import memory_limit, refuse_too_large
+from lockstep.tasks.layout_limits import smallest_model
 from lockstep.tasks.optim import LeanAdamW, make_optimizers, stochastic_round
 
 CONFIG = LlamaConfig(300, 64, 4, 4, 2, 16, 192, max_seq_len=256)
@@ -231,46 +231,53 @@ def test_logits_of_a_large_vocabulary_never_exist_at_once() -> None:
 
 
 def test_model_too_large_for_this_machine_is_refused_before_data_preparation() -> None:
-    run = resolve(
-        None,
-        {
-            "model.dim": "24",
-            "model.n_heads": "3",
-            "model.encoder_layers": "2",
-            "model.decoder_layers": "5",
-        },
-    ).run
+    flags = {
+        "model.dim": "24",
+        "model.n_heads": "3",
+        "model.encoder_layers": "2",
+        "model.decoder_layers": "5",
+    }
+    run = resolve(None, flags).run
     translator = build_translator(run.model, vocab_size=100, device=torch.device("meta"), seed=1)
-    assert (
-        min_parameters(run)
-        == sum(parameter.numel() for parameter in translator.parameters()) - 100 * 24
-    )
+    assert parameters_of(smallest_model(run)) == parameters_of(translator) - 99 * 24
     for size in ("1M", "405B"):
         run = resolve(None, {"task": "pretrain", "data.kind": "stdlib", "llama.size": size}).run
-        assert min_parameters(run) == replace(LLAMA_CONFIGS[size], vocab_size=0).num_parameters
+        config = replace(LLAMA_CONFIGS[size], vocab_size=1)
+        assert parameters_of(smallest_model(run)) == config.num_parameters
 
     limit, _ = memory_limit(CPU)
-    refuse_too_large(limit // 16, False, MemoryOptions(), Layout(1), CPU)
-    refuse_too_large(limit // 4, True, MemoryOptions(), Layout(1), CPU)
-    refuse_too_large(limit // 4, False, MemoryOptions(), Layout(1, shard=4), CPU)
+    refuse(limit // 16)
+    refuse(limit // 4, frozen=True)
+    refuse(limit // 4, layout=Layout(1, shard=4))
     for memory, each in (
         (MemoryOptions(), 16),
         (MemoryOptions(optimizer_state="bf16"), 12),
         (MemoryOptions(weights="bf16", optimizer_state="bf16"), 12),
     ):
         with pytest.raises(ConfigError, match="parameters takes") as caught:
-            refuse_too_large(limit // each + 1000, False, memory, Layout(1), CPU)
+            refuse(limit // each + 1000, memory=memory)
         assert "over at least 2 workers" in caught.value.hint
     for kind, each in (("sgd", 12), ("adafactor", 8)):  # fewer moments than AdamW
-        refuse_too_large(
-            limit // (each + 1), False, MemoryOptions(), Layout(1), CPU, OptimOptions(kind=kind)
-        )  # type: ignore[arg-type]
+        optim = OptimOptions(kind=kind)  # type: ignore[arg-type]
+        refuse(limit // (each + 1), optim)
         with pytest.raises(ConfigError):  # averaged weights
-            refuse_too_large(
-                limit // (each + 1),
-                False,
-                MemoryOptions(),
-                Layout(1),
-                CPU,
-                OptimOptions(kind=kind, ema_decay=0.9),
-            )  # type: ignore[arg-type]
+            refuse(limit // (each + 1), replace(optim, ema_decay=0.9))
+
+
+def parameters_of(model: nn.Module | None) -> int:
+    assert model is not None
+    return sum(p.numel() for p in model.parameters())
+
+
+def refuse(
+    parameters: int,
+    optim: OptimOptions | None = None,
+    memory: MemoryOptions | None = None,
+    layout: Layout | None = None,
+    frozen: bool = False,
+) -> None:
+    """Call `refuse_too_large` for a matrix of so many parameters."""
+    model = nn.Linear(parameters, 1, bias=False, device="meta").requires_grad_(not frozen)
+    refuse_too_large(
+        model, optim or OptimOptions(), memory or MemoryOptions(), layout or Layout(1), CPU
+    )

@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 from dataclasses import asdict, replace
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +22,15 @@ from lockstep.layout import Layout, layout_flags
 from lockstep.log import log
 from lockstep.planner.devices import GPUS, Cluster, parse_cluster, parsed
 from lockstep.planner.goodput import expected_goodput
-from lockstep.planner.model_cost import MicroBatch, ModelCost, llama_cost, translator_cost
+from lockstep.planner.model_cost import ModelCost
 from lockstep.planner.plan import Plan, PlannedLayout, advice, make_plan
 from lockstep.planner.step_cost import Timing, timing_from_flops
 from lockstep.runtime.environment import default_worker_count, read_rank_info
-from lockstep.tasks.layout_limits import llama_config
 from lockstep.units import format_bytes, format_count, format_duration, parse_seconds
 
 # Of memory per parameter: AdamW reads a gradient, and reads and writes a weight and two moments; a
 # micro-batch of a replica of several workers copies weights and gradients, and adds gradients.
 UPDATE_BYTES, COPY_BYTES = 28, 28
-PAIR_TOKENS = 24  # of a sentence, where the data is not known
 
 
 def main(args: argparse.Namespace, rest: list[str]) -> int:
@@ -44,27 +43,30 @@ def main(args: argparse.Namespace, rest: list[str]) -> int:
         Path(args.target) if args.target and not function else None, parse_flags(rest), os.environ
     ).run
     run = with_precision(run, cluster)
-    timing = None
-    if function:
-        from lockstep.tasks.module_cost import own_model_cost, own_timing  # loads torch
+    model = count_cost(run, function)
+    timing = assumed_timing(model, cluster, run)
+    if args.measure:
+        from lockstep.planner.calibration import calibrate_together, own_timing  # load torch
 
-        model = own_model_cost(function)
-        timing = own_timing(function, run) if args.measure else None
-    else:
-        model = model_of(run)
-    if args.measure and not function:
-        from lockstep.tasks.calibration import calibrate_together  # loads torch
-
-        folder = args.out or Path("runs") / (Path(args.target).stem if args.target else "default")
-        sizes = [size for size in (2, 4, 8) if possible(model, size, cluster)]
-        model, timing = calibrate_together(run, folder, cluster.kind, sizes, cluster.per_host)
-    timing = timing or assumed_timing(model, cluster, run)
+        if function:
+            timing = own_timing(function, run)
+        else:
+            folder = args.out or Path("runs") / Path(args.target or "default").stem
+            sizes = [size for size in (2, 4, 8) if possible(model, size, cluster)]
+            model, timing = calibrate_together(run, folder, cluster.kind, sizes, cluster.per_host)
     plan = make_plan(model, run, cluster, timing)
     answer = to_json(plan, model, run, cluster, timing) | {
         "goodput": goodput_of(args, plan.fitting[0], model, run, cluster)
     }
     print(json.dumps(answer, indent=1) if args.json else as_text(answer))
     return 0
+
+
+def count_cost(run: RunConfig, function: str = "") -> ModelCost:
+    """Return the cost of the run's model, or of what FILE.py:FUNCTION makes. UsageError."""
+    from lockstep.planner.count_model import own_model_cost, planned_cost  # loads torch
+
+    return own_model_cost(function, run) if function else planned_cost(run)
 
 
 def goodput_of(
@@ -147,7 +149,8 @@ def with_planned_layout(request: RunRequest, workers: int | None) -> RunRequest:
     kind, memory = this_device()
     cluster = parse_cluster(f"1x{count}:{kind}" + (f"-{memory}" if memory else ""), "", "", None)
     run = with_precision(run, cluster)
-    model = model_of(run)
+    with get_context("spawn").Pool(1) as pool:  # this process may become an agent, without torch
+        model = pool.apply(count_cost, [run])
     plan = make_plan(model, run, cluster, assumed_timing(model, cluster, run))
     best = min(
         plan.fitting, key=lambda planned: planned.layout.tensor * planned.layout.pipeline > 1
@@ -180,29 +183,6 @@ def with_precision(run: RunConfig, cluster: Cluster) -> RunConfig:
     auto = run.compute.precision == "auto"
     return (
         replace(run, compute=replace(run.compute, precision=cluster.precision())) if auto else run
-    )
-
-
-def model_of(run: RunConfig) -> ModelCost:
-    """Return the cost of the run's model. UsageError for one that the planner does not know."""
-    tokens = run.batch.tokens
-    if run.task == "translate":
-        length = min(PAIR_TOKENS, run.data.max_tokens)
-        return translator_cost(
-            run.model,
-            run.tokenizer.vocab_size,
-            MicroBatch(max(1, tokens // length), length, length),
-            run.compute.precision,
-        )
-    if run.lora.rank or run.llama.backend == "transformers":
-        what = "a plan covers the built-in models, with all parameters trained"
-        hint = "plan a function that makes the model, FILE.py:FUNCTION (docs/planning.md), or plan without them: an upper bound"
-        raise UsageError(what, "lora.rank, llama.backend", hint)
-    config = llama_config(run)
-    if not run.llama.init_from:
-        config = replace(config, vocab_size=run.tokenizer.vocab_size)
-    return llama_cost(
-        config, MicroBatch(tokens // run.batch.seq_len, run.batch.seq_len), run.compute.precision
     )
 
 

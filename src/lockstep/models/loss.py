@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 
 def output_cross_entropy(
@@ -152,3 +153,10 @@ def scale_grads(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]
 
 
 loss_of_states.register_autograd(scale_grads, setup_context=save_grads)
+
+
+@register_flop_formula(torch.ops.lockstep.loss_of_states)
+def flops_of_loss(states: Any, weight: Any, *inputs: Any, **_: Any) -> int:
+    """Return the operations of the product, and of two more for the gradients."""
+    products = 3 if inputs[-1] else 1  # with_grad
+    return int(2 * states[0] * weight[0] * weight[1] * products)

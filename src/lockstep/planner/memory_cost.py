@@ -10,7 +10,7 @@ import math
 from dataclasses import astuple, dataclass
 from itertools import accumulate
 
-from lockstep.config.schema import MemoryOptions, OptimOptions, RunConfig
+from lockstep.config.schema import RunConfig
 from lockstep.layout import Layout
 from lockstep.network.pipeline_schedule import pipeline_schedule
 from lockstep.planner.model_cost import CHECKPOINT_MODES, ModelCost, Unit
@@ -70,36 +70,21 @@ def stage_memory(
     is_first, is_last = number == 0, number == stages - 1
     embedding = model.embedding.elements(tensor) if is_first or (is_last and model.tied) else 0
     root = embedding + (model.output.elements(tensor) if is_last else 0)
-    elements = sum(unit.elements(tensor) for unit in blocks) + root
-    own = elements / shards
-    weight, state = bytes_per_parameter(
-        run.memory, run.optim, device_type, adamw_share=root / max(1, elements)
-    )
+    own = (sum(unit.elements(tensor) for unit in blocks) + root) / shards
+    weight = 2 if run.memory.weights == "bf16" else 4
+    state = 0.0
+    if run.memory.offload != "optimizer" or device_type == "cpu":
+        outer = [model.embedding] * bool(embedding) + [model.output] * is_last
+        state = sum(unit.state.on(tensor) for unit in (*blocks, *outer)) / shards
     return MemoryCost(
         runtime=runtime_bytes(model, run, layout) if device_type == "cpu" else 0,
         weights=(weight + learner_bytes(run, layout)) * own,
         gradients=weight * own * (1 + stored_sums(run, layout)),
-        optimizer=state * own,
+        optimizer=state,
         activations=activation_bytes(model, run, layout, device_type, blocks, number),
         gathered=gathered_bytes(run, layout, [unit.elements(tensor) for unit in blocks], root),
-        saving=(weight + state) * own if device_type == "cpu" else 0,
+        saving=weight * own + state if device_type == "cpu" else 0,
     )
-
-
-def bytes_per_parameter(
-    memory: MemoryOptions, optim: OptimOptions, device_type: str, adamw_share: float = 0.0
-) -> tuple[int, float]:
-    """Return the bytes of a weight, and of the optimizer's state, on the device.
-    adamw_share: of the parameters that Muon leaves to AdamW: embedding, output and norms"""
-    weight, moment = (
-        2 if dtype == "bf16" else 4 for dtype in (memory.weights, memory.optimizer_state)
-    )
-    moments: float = {"adamw": 2, "adafactor": 0}.get(optim.kind, 1)
-    moments += adamw_share * (optim.kind == "muon")
-    state = (
-        moments * moment + (4 if weight == 2 else 0) + (4 if optim.ema_decay else 0)
-    )  # moments, master and averaged weights
-    return weight, 0 if memory.offload == "optimizer" and device_type == "cuda" else state
 
 
 def runtime_bytes(model: ModelCost, run: RunConfig, layout: Layout) -> int:
@@ -171,21 +156,19 @@ def activation_bytes(
 ) -> float:
     """Return the bytes of the saved activations of all micro-batches in flight, and of their
     use."""
-    mode, tensor, precision = run.memory.activation_checkpoint, layout.tensor, run.compute.precision
+    mode, tensor = run.memory.activation_checkpoint, layout.tensor
     assert mode in CHECKPOINT_MODES
-    is_last = number == layout.pipeline - 1
-    saved = sum(unit.saved[mode].bytes(tensor, precision) for unit in blocks)
-    saved += model.embedding.saved[mode].bytes(tensor, precision) if number == 0 else 0
-    largest = max((unit.saved["none"].bytes(tensor, precision) for unit in blocks), default=0.0)
-    vocabulary = model.embedding.elements(1) if model.dim else 0
-    loss = model.output.saved[mode].bytes(tensor, precision) if is_last else 0
-    if is_last:  # logits, scores and gradients of some rows; the narrow matrix
-        rows = min(LOSS_ROWS[device_type], model.tokens)
-        loss += 3 * 4 * rows * vocabulary / max(1, model.dim) + (
-            2 * vocabulary if precision == "bf16" else 0
-        )
+    saved = sum(unit.saved[mode].on(tensor) for unit in blocks)
+    largest = max((unit.saved["none"].on(tensor) for unit in blocks), default=0.0)
+    matrix = model.embedding.elements(1) if model.vocabulary else 0
+    loss = 0.0
     if number == 0:
-        loss += 4 * vocabulary  # gradient of the embedding
+        saved += model.embedding.saved[mode].on(tensor)
+        loss += 4 * matrix  # gradient of the embedding
+    if number == layout.pipeline - 1:  # logits, scores and gradients of some rows; narrow matrix
+        rows = min(LOSS_ROWS[device_type], model.tokens)
+        loss += model.output.saved[mode].on(tensor) + 3 * 4 * rows * model.vocabulary
+        loss += 2 * matrix if run.compute.precision == "bf16" else 0
     on_cpu, copies = (
         (ALLOCATED_RAGGED, TENSOR_COPIES_RAGGED) if model.ragged else (ALLOCATED, TENSOR_COPIES)
     )

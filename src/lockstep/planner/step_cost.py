@@ -27,9 +27,6 @@ WIRES: dict[Wire, float] = {
     "int8": 0.26,
 }  # bytes of a gradient on its way, as a share of float32's
 UNITS_IN_FLIGHT = 2  # as in parallel/sharded_replica.py
-COPY_S = {"cuda": 4e-12, "cpu": 6e-9}  # default of Timing.copy_s: assumed
-MESSAGE_S = {"cuda": 0.0, "cpu": 0.5e-9}  # default of Timing.message_s: assumed
-EXCHANGE_S = {"cuda": 0.0, "cpu": 1e-3}  # default of Timing.exchange_s: assumed
 DEFAULT_BUCKET_BYTES = {"cuda": 100_000_000, "cpu": 25_000_000}  # as in runtime/device.py
 
 
@@ -60,28 +57,21 @@ class Timing:
         if (unit.kind, tensor) in self.passes:
             return self.passes[unit.kind, tensor]
         forward_s, backward_s = self.passes[unit.kind, 1]
-        return (
-            (forward_s / tensor, backward_s / tensor)
-            if unit.macs.split
-            else (forward_s, backward_s)
-        )
+        share = unit.macs.on(tensor) / (unit.macs.on(1) or 1) if unit.macs.split else 1
+        return forward_s * share, backward_s * share
+
+
+ASSUMED = {
+    "cuda": Timing({}, 0.0, copy_s=4e-12, message_s=0.0, exchange_s=0.0, source=""),
+    "cpu": Timing({}, 0.0, copy_s=6e-9, message_s=0.5e-9, exchange_s=1e-3, source=""),
+}
 
 
 def timing_from_flops(model: ModelCost, flops: float, device_type: str, source: str) -> Timing:
     """Return the seconds at `flops` FLOP/s; a backward pass takes two forward passes."""
-    seconds = {
-        (unit.kind, 1): 2 * unit.macs.on(1) / flops
-        for unit in (model.embedding, *model.blocks, model.output)
-    }
+    seconds = {(unit.kind, 1): 2 * unit.macs.on(1) / flops for unit in model.units}
     passes = {key: (forward_s, 2 * forward_s) for key, forward_s in seconds.items()}
-    return Timing(
-        passes,
-        100 / flops,
-        COPY_S[device_type],
-        MESSAGE_S[device_type],
-        EXCHANGE_S[device_type],
-        source,
-    )
+    return replace(ASSUMED[device_type], passes=passes, update_s=100 / flops, source=source)
 
 
 def mean_timing(timings: Sequence[Timing]) -> Timing:
@@ -445,10 +435,9 @@ def units_of_stage(model: ModelCost, stages: int, chunks: int, number: int) -> t
     """Return the blocks of a stage, of all its chunks; a norm belongs to the layer before it."""
     layers: list[list[Unit]] = []
     for unit in model.blocks:
-        if unit.kind == "encoder_norm" and layers:
-            layers[-1].append(unit)
-        else:
-            layers.append([unit])
+        if unit.is_layer or not layers:
+            layers.append([])
+        layers[-1].append(unit)
     ranges = adjacent_blocks(range(len(layers)), stages * chunks if stages > 1 else 1)
     own = [ranges[chunk] for chunk in (range(number, len(ranges), stages) if stages > 1 else [0])]
     return tuple(unit for chunk in own for layer in chunk for unit in layers[layer])

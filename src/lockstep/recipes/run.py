@@ -21,13 +21,12 @@ from lockstep.errors import CheckpointError
 from lockstep.layout import Layout
 from lockstep.log import log
 from lockstep.parallel.plans import plan_of
+from lockstep.planner.memory_estimate import explain_out_of_memory, refuse_too_large
 from lockstep.record.backends import load_backend
 from lockstep.runtime.numerics import choose_precision
 from lockstep.session import Session
-from lockstep.tasks.layout_limits import min_parameters
-from lockstep.tasks.memory_estimate import explain_out_of_memory, refuse_too_large
+from lockstep.tasks.layout_limits import smallest_model
 from lockstep.tasks.open import Task, open_task
-from lockstep.tasks.optim import adamw_share
 from lockstep.training.model_flops import known_peak
 from lockstep.training.rollback import Rollback
 from lockstep.training.session_checks import ReplicaOptions, profiled_steps
@@ -136,16 +135,12 @@ class RecipeRun:
         device = self.runtime.world.device
         layout = Layout(1, axes.shard, axes.tensor, axes.pipeline)
         is_frozen = config.task != "translate" and config.lora.rank > 0
-
-        def refuse(parameters: int, share: float = 0.0) -> None:
-            memory, optim = config.memory, config.optim
-            refuse_too_large(parameters, is_frozen, memory, layout, device, optim, share)
-
-        refuse(min_parameters(config))
+        if smallest := smallest_model(config):
+            refuse_too_large(smallest, config.optim, config.memory, layout, device)
         self.task = open_task(config, self.folder, self.runtime)
         model = self.task.meta_model()
         if not is_frozen:  # now with the embedding
-            refuse(sum(p.numel() for p in model.parameters()), adamw_share(model, config.optim))
+            refuse_too_large(model, config.optim, config.memory, layout, device)
         limits = plan_of(model).layout_limits(config.data_parallel_limit)
         file = self.folder / "oom" / f"rank-{self.runtime.world.rank}.txt"
         self._exits.enter_context(

@@ -16,6 +16,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import _register_process_group, _unregister_all_process_groups
 from torch._C._profiler import _ExperimentalConfig
+from torch._subclasses.fake_tensor import (
+    FakeTensorMode as FakeTensorMode,
+)  # shapes, and the kernels of a device, without data; no public form
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import (
     TorchDispatchMode as TorchDispatchMode,

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from lockstep.config.schema import RunConfig
 from lockstep.layout import LayoutLimits
 from lockstep.models.llama_config import LLAMA_CONFIGS, LlamaConfig
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 def layout_limits(run: RunConfig) -> LayoutLimits:
@@ -52,13 +55,14 @@ def llama_config(run: RunConfig) -> LlamaConfig:
     return cast("LlamaConfig", config)
 
 
-def min_parameters(run: RunConfig) -> int:
-    """Number of parameters without the embedding, whose size depends on the prepared data."""
+def smallest_model(run: RunConfig) -> nn.Module | None:
+    """Return the run's model on the meta device with a vocabulary of one word, which is as large as
+    the prepared data otherwise; None: its size is known when its folder is read."""
+    from lockstep.models.translator import translator_on_meta  # loads torch
+
     if run.task == "translate":
-        model = run.model
-        encoder = model.dim * (4 * model.dim + 2 * model.ffn_dim + 4)
-        decoder = model.dim * (8 * model.dim + 2 * model.ffn_dim + 6)
-        return model.encoder_layers * encoder + model.decoder_layers * decoder + 4 * model.dim
+        return translator_on_meta(run.model, 1, "cpu", 1)
     if run.llama.backend == "transformers":
-        return 0  # known when the folder is read
-    return replace(llama_config(run), vocab_size=0).num_parameters
+        return None
+    model = replace(llama_config(run), vocab_size=1).meta_model()
+    return model.requires_grad_(not run.lora.rank)

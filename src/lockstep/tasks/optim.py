@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import Any
@@ -81,17 +81,41 @@ def make_optimizers(
     return [optimizer for optimizer in (muon, rest) if optimizer]
 
 
-def adamw_share(model: nn.Module, values: OptimOptions) -> float:
-    """Return the share of the trained parameters that AdamW updates beside Muon; 0 without Muon.
-    The model may be on the meta device."""
-    if values.kind != "muon":
-        return 0.0
-    counts: dict[type, int] = {}
-    for optimizer in make_optimizers(model, values):
-        counts[type(optimizer)] = sum(
-            p.numel() for group in optimizer.param_groups for p in group["params"]
-        )
-    return 1.0 - counts.get(torch.optim.Muon, 0) / max(1, sum(counts.values()))
+def state_bytes(
+    optimizers: Sequence[torch.optim.Optimizer], ema_decay: float = 0.0
+) -> dict[nn.Parameter, float]:
+    """Return the bytes of state that a step leaves per element of each parameter.
+
+    Each optimizer steps with small parameters instead of its own, which may have no memory; it
+    cannot be used for others afterwards.
+    """
+    samples: dict[nn.Parameter, nn.Parameter] = {}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            small: dict[tuple[int, torch.dtype], nn.Parameter] = {}
+            for p in group["params"]:
+                kind = (p.dim(), p.dtype)
+                if kind not in small:
+                    small[kind] = small_parameter(p)
+                samples[p] = small[kind]
+            group["params"] = list(small.values())
+        optimizer.step()
+    if ema_decay:
+        update_average(optimizers, ema_decay, 1)
+    states = {p: state for optimizer in optimizers for p, state in optimizer.state.items()}
+    return {p: bytes_of(states.get(small, {})) / small.numel() for p, small in samples.items()}
+
+
+def small_parameter(like: nn.Parameter) -> nn.Parameter:
+    """Return a parameter with as many dimensions, of about 65,536 elements, and a gradient."""
+    side = round(65_536 ** (1 / max(1, like.dim())))
+    parameter = nn.Parameter(torch.zeros([side] * like.dim(), dtype=like.dtype))
+    parameter.grad = torch.zeros_like(parameter)
+    return parameter
+
+
+def bytes_of(state: Mapping[str, Any]) -> int:
+    return sum(v.nbytes for v in state.values() if isinstance(v, Tensor) and v.dim())
 
 
 def trained_parameters(model: nn.Module | LocalModel) -> list[tuple[str, nn.Parameter]]:

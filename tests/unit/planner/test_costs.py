@@ -10,13 +10,13 @@ import torch
 
 from lockstep.config.schema import RunConfig
 from lockstep.layout import Layout
-from lockstep.models.llama import Llama
 from lockstep.models.llama_config import LLAMA_CONFIGS
 from lockstep.network.links import Link
+from lockstep.planner.count_model import run_cost
 from lockstep.planner.devices import Cluster
 from lockstep.planner.exchange_cost import all_to_all_seconds, halving_seconds, tree_all_reduce_cost
-from lockstep.planner.memory_cost import bytes_per_parameter, memory_cost
-from lockstep.planner.model_cost import CHECKPOINT_MODES, MicroBatch, llama_cost
+from lockstep.planner.memory_cost import memory_cost
+from lockstep.planner.model_cost import CHECKPOINT_MODES, ModelCost
 from lockstep.planner.step_cost import (
     StepCost,
     Timeline,
@@ -25,12 +25,18 @@ from lockstep.planner.step_cost import (
     play_pipeline,
     step_cost,
 )
-from lockstep.tasks.optim import adamw_share, make_optimizers
+from lockstep.tasks.optim import bytes_of, make_optimizers
 
-MODEL = llama_cost(LLAMA_CONFIGS["5M"], MicroBatch(2, 256), "fp32")
 RUN = replace(
     RunConfig(), compute=replace(RunConfig().compute, precision="fp32")
 )  # 8 micro-batches
+
+
+def llama(size: str, run: RunConfig) -> ModelCost:
+    return run_cost(replace(run, task="pretrain"), LLAMA_CONFIGS[size].meta_model, [(2, 256)])
+
+
+MODEL = llama("5M", RUN)
 BF16 = replace(RUN, parallel=replace(RUN.parallel, wire="bf16"))
 PASSES = {
     ("layer", 1): (0.01, 0.02),
@@ -207,24 +213,33 @@ def test_shards_take_less_memory_than_replicas_and_checkpoints_less_than_none() 
 @pytest.mark.parametrize("kind", ["adamw", "sgd", "lion", "muon"])
 @pytest.mark.parametrize("size", ["1M", "5M"])
 def test_the_optimizer_takes_the_bytes_of_its_state(kind: Any, size: str) -> None:
-    with torch.device("meta"):
-        module = Llama(LLAMA_CONFIGS[size])
+    module = LLAMA_CONFIGS[size].meta_model()
     optim = replace(RUN.optim, kind=kind)
     optimizers = make_optimizers(module, optim)
     for parameter in module.parameters():
         parameter.grad = torch.zeros_like(parameter)
     for optimizer in optimizers:
         optimizer.step()
-    states = [
-        value
-        for optimizer in optimizers
-        for state in optimizer.state.values()
-        for value in state.values()
-    ]
-    real = sum(value.nbytes for value in states if isinstance(value, torch.Tensor) and value.dim())
-    model = llama_cost(LLAMA_CONFIGS[size], MicroBatch(2, 256), "fp32")
-    assert memory_cost(
-        model, replace(RUN, optim=optim), Layout(1), "cuda"
-    ).optimizer == pytest.approx(real, rel=0.005)
-    per_parameter = bytes_per_parameter(RUN.memory, optim, "cuda", adamw_share(module, optim))[1]
-    assert per_parameter * model.parameters == pytest.approx(real)
+    real = sum(bytes_of(state) for optimizer in optimizers for state in optimizer.state.values())
+    run = replace(RUN, optim=optim)
+    assert memory_cost(llama(size, run), run, Layout(1), "cuda").optimizer == real
+
+
+def test_factored_state_takes_little_and_an_average_of_the_weights_four_bytes() -> None:
+    optim = replace(RUN.optim, kind="adafactor")
+    for decay, each in ((0.0, 0.0), (0.99, 4.0)):
+        run = replace(RUN, optim=replace(optim, ema_decay=decay))
+        state = memory_cost(llama("5M", run), run, Layout(1), "cuda").optimizer
+        assert each * MODEL.parameters < state < (each + 0.04) * MODEL.parameters
+
+
+def test_state_in_bf16_and_of_bf16_weights_is_counted() -> None:
+    for weights, each in (("fp32", 4), ("bf16", 8)):  # the latter have master weights
+        memory: Any = replace(RUN.memory, weights=weights, optimizer_state="bf16")
+        run = replace(RUN, memory=memory)
+        cost = memory_cost(llama("1M", run), run, Layout(1), "cuda")
+        assert cost.optimizer == each * llama("1M", RUN).parameters
+        offloaded = replace(run, memory=replace(memory, offload="optimizer"))
+        model = llama("1M", offloaded)
+        assert memory_cost(model, offloaded, Layout(1), "cuda").optimizer == 0
+        assert memory_cost(model, offloaded, Layout(1), "cpu").optimizer == cost.optimizer

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ from bench.plan.run import LAYOUTS, MODELS
 from lockstep.config.resolve import parse_flags, resolve
 from lockstep.config.schema import RunConfig
 from lockstep.layout import Layout
+from lockstep.models.translator import translator_on_meta
+from lockstep.planner.count_model import run_cost
 from lockstep.planner.memory_cost import memory_cost
-from lockstep.planner.model_cost import MicroBatch, ModelCost, llama_cost, translator_cost
+from lockstep.planner.model_cost import ModelCost
 from lockstep.tasks.layout_limits import llama_config
 
 KEPT = sorted((Path(__file__).parents[3] / "bench" / "plan").glob("2026-*/raw.jsonl"))
@@ -23,10 +26,12 @@ ROWS = [json.loads(line) for file in KEPT for line in file.read_text().splitline
 
 def model_of(name: str, run: RunConfig) -> ModelCost:
     """Return the model of the benchmark, over the largest micro-batch of its data."""
+    vocabulary = run.tokenizer.vocab_size
     if name == "translator":
-        return translator_cost(run.model, run.tokenizer.vocab_size, MicroBatch(73, 7, 7), "fp32")
-    config = replace(llama_config(run), vocab_size=run.tokenizer.vocab_size)
-    return llama_cost(config, MicroBatch(2, run.batch.seq_len), "fp32")
+        build = partial(translator_on_meta, run.model, vocabulary, "cpu", 7)
+        return run_cost(run, build, [(73, 7), (73, 7)])
+    config = replace(llama_config(run), vocab_size=vocabulary)
+    return run_cost(run, config.meta_model, [(2, run.batch.seq_len)])
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Any
 
 from lockstep.config.resolve import resolve
 from lockstep.layout import LayoutLimits
 from lockstep.models.llama_config import LLAMA_CONFIGS
-from lockstep.tasks.layout_limits import layout_limits, min_parameters
+from lockstep.tasks.layout_limits import layout_limits, smallest_model
 
 LLAMA = {"task": "pretrain", "data.kind": "stdlib", "llama.size": "5M"}
 
@@ -35,6 +36,7 @@ def test_a_llama_is_limited_by_its_size_when_a_layout_splits_layers() -> None:
 def test_limits_of_whole_layers_do_not_import_torch() -> None:
     code = f"""
 import sys
+from typing import Any
 from lockstep.config.resolve import resolve
 from lockstep.tasks.layout_limits import layout_limits
 layout_limits(resolve(None, {LLAMA}).run), layout_limits(resolve(None, {{"layout.tensor": 2}}).run)
@@ -43,12 +45,13 @@ sys.exit("torch" in sys.modules)
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+def parameters_of(values: dict[str, Any]) -> int:
+    model = smallest_model(resolve(None, values).run)
+    assert model is not None
+    return sum(p.numel() for p in model.parameters())
+
+
 def test_a_larger_model_has_more_parameters() -> None:
-    sizes = [
-        min_parameters(resolve(None, LLAMA | {"llama.size": size}).run)
-        for size in ("1M", "5M", "25M")
-    ]
+    sizes = [parameters_of(LLAMA | {"llama.size": size}) for size in ("1M", "5M", "25M")]
     assert sizes == sorted(sizes) and sizes[0] > 0
-    assert min_parameters(resolve(None, {"model.encoder_layers": 4}).run) > min_parameters(
-        resolve(None, {}).run
-    )
+    assert parameters_of({"model.encoder_layers": 4}) > parameters_of({})

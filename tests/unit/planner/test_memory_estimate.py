@@ -12,8 +12,8 @@ from lockstep.errors import OutOfMemoryError
 from lockstep.layout import Layout, LayoutLimits
 from lockstep.models.llama import Llama
 from lockstep.models.llama_config import LLAMA_CONFIGS
-from lockstep.tasks import memory_estimate
-from lockstep.tasks.memory_estimate import (
+from lockstep.planner import memory_estimate
+from lockstep.planner.memory_estimate import (
     ModelSize,
     explain_out_of_memory,
     smallest_fitting_layout,

@@ -6,7 +6,7 @@ import math
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -14,7 +14,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from statistics import fmean, median
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -25,19 +25,21 @@ from lockstep.config.schema import RunConfig
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import UsageError
 from lockstep.layout import Coordinates, Layout
-from lockstep.models.llama_config import LlamaConfig
 from lockstep.parallel.digest import digest_of
 from lockstep.parallel.exchange import start_exchange
 from lockstep.parallel.grad_norm import commit_gradient
 from lockstep.parallel.groups import ProcessGroups
 from lockstep.parallel.materialize import materialize
 from lockstep.parallel.parallelize import parallelize
-from lockstep.parallel.plans import plan_of
+from lockstep.parallel.plans import find_units, plan_of
 from lockstep.parallel.replica import Replica
 from lockstep.parallel.sharded_replica import ShardedReplica
+from lockstep.parallel.staged_model import StagedModel
 from lockstep.parallel.tensor_parallel import apply_tensor_parallel
-from lockstep.planner.model_cost import MicroBatch, ModelCost, llama_cost, translator_cost
-from lockstep.planner.step_cost import COPY_S, EXCHANGE_S, MESSAGE_S, Timing, mean_timing
+from lockstep.planner.count_model import kind_of, make_module, run_cost, shorten, total
+from lockstep.planner.model_cost import ModelCost
+from lockstep.planner.step_cost import ASSUMED, Timing, mean_timing
+from lockstep.runtime.device import select_device
 from lockstep.runtime.process_group import group_timeout, init_default_group
 from lockstep.runtime.sockets import interface_with_address, reserve_port
 from lockstep.runtime.work import wait_for
@@ -71,42 +73,56 @@ def calibrate(
                 hint,
             )
         task = open_task(run, folder, runtime)
-        batches = [
-            task.loader.micro_batch(step, k)
-            for step in range(STEPS)
-            for k in range(run.batch.micro_batches)
-        ]
+        batches = micro_batches(task, run)
         passes: dict[tuple[str, int], tuple[float, float]] = {}
         for tensor in sorted({1, *tensor_sizes}, reverse=True):
             model = rank_model(task, tensor, device)
-            kinds = {
-                name: name.split(".")[0].removesuffix("s")
-                for name in plan_of(model).within(model).units
-            }
-            measured = time_passes(
-                model, kinds, partial(task.loss, model), run.compute.precision, batches
-            )
+            stopwatch = PassStopwatch(model, plan_of(model).within(model).units)
+            measured = stopwatch.time(partial(task.loss, model), run.compute.precision, batches)
             passes |= {(kind, tensor): seconds for kind, seconds in measured.items()}
         parameters = sum(p.numel() for p in model.parameters())
         with Replica(model, micro_batches=run.batch.micro_batches, init_sync=False) as replica:
             accumulate_s = time_beside_passes(replica, model, task, run, batches)
-        copy_s = COPY_S[device.type]
+        timing = ASSUMED[device.type]
         if device.type == "cpu":
             local = parallelize(
                 rank_model(task, 1, device), Layout(), Coordinates(0, 0, 0, 0), None, device
             )
             with ShardedReplica(local, micro_batches=run.batch.micro_batches) as sharded:
                 copy_s = time_beside_passes(sharded, model, task, run, batches) / parameters
-        update_s, source = time_update(model, run) / parameters, f"blocks timed on this {name}"
-        return cost_of(task, run, batches), Timing(
-            passes,
-            update_s,
-            copy_s,
-            MESSAGE_S[device.type],
-            EXCHANGE_S[device.type],
-            source,
-            accumulate_s,
+            timing = replace(timing, copy_s=copy_s)
+        return cost_of(task, run, batches), replace(
+            timing,
+            passes=passes,
+            update_s=time_update(model, run) / parameters,
+            accumulate_s=accumulate_s,
+            source=f"blocks timed on this {name}",
         )
+
+
+def own_timing(spelled: str, run: RunConfig) -> Timing:
+    """Return the seconds of the units of FILE.py:FUNCTION's module on this machine, on the inputs
+    that the function returns."""
+    torch.set_num_threads(run.compute.num_threads)
+    device, _ = select_device(None)
+    module, inputs = make_module(spelled, device)
+    stopwatch = PassStopwatch(module, find_units(module))
+    measured = stopwatch.time(
+        lambda given: total(module(*given)), run.compute.precision, [inputs] * STEPS
+    )
+    timing = replace(
+        ASSUMED[device.type],
+        passes={(kind, 1): seconds for kind, seconds in measured.items()},
+        update_s=time_update(module, run) / sum(p.numel() for p in module.parameters()),
+        source=f"blocks of {spelled} timed on this {device.type}",
+    )
+    return timing if device.type == "cuda" else replace(timing, message_s=time_messages())
+
+
+def micro_batches(task: Task, run: RunConfig) -> list[Any]:
+    """Return those of the first steps."""
+    numbers = product(range(STEPS), range(run.batch.micro_batches))
+    return [task.loader.micro_batch(step, k) for step, k in numbers]
 
 
 def calibrate_together(
@@ -125,25 +141,19 @@ def calibrate_together(
         timing = mean_timing([timing for _, timing in found])
         timing = replace(timing, source=f"{timing.source}, {processes} workers at once")
     timing = replace(timing, message_s=time_messages())
-    return model, replace(
-        timing, exchange_s=time_exchanges(run, folder, timing)
-    ) if run.batch.micro_batches > 1 else timing
+    if run.batch.micro_batches > 1:
+        timing = replace(timing, exchange_s=time_exchanges(run, folder, timing))
+    return model, timing
 
 
 def cost_of(task: Task, run: RunConfig, batches: Sequence[Any]) -> ModelCost:
     """Return the cost over the largest of the micro-batches."""
-    batch = max(
-        batches,
-        key=lambda batch: (batch.target if hasattr(batch, "target") else batch.tokens).numel(),
+    names = ["source", "target"] if run.task == "translate" else ["tokens"]
+    inputs = [[getattr(batch, name) for name in names] for batch in batches]
+    largest = max(inputs, key=lambda tensors: tensors[-1].numel())
+    return run_cost(
+        run, cast(Callable[[], StagedModel], task.meta_model), [tensor.shape for tensor in largest]
     )
-    config = getattr(task, "config", None)
-    if isinstance(config, LlamaConfig):
-        return llama_cost(
-            config, MicroBatch(len(batch.tokens), batch.tokens.shape[1]), run.compute.precision
-        )
-    shape = MicroBatch(len(batch.target), batch.target.shape[1], batch.source.shape[1])
-    vocabulary = len(task.meta_model().get_parameter("embedding.weight"))
-    return translator_cost(run.model, vocabulary, shape, run.compute.precision)
 
 
 def rank_model(task: Task, tensor: int, device: torch.device) -> nn.Module:
@@ -151,8 +161,7 @@ def rank_model(task: Task, tensor: int, device: torch.device) -> nn.Module:
     checkpointing."""
     model = task.meta_model()
     if sum(p.numel() for p in model.parameters()) > MEASURED_PARAMETERS:
-        for layers in [module for module in model.children() if isinstance(module, nn.ModuleList)]:
-            del layers[2:]
+        shorten(model)
     plan = plan_of(model)
     if tensor > 1:
         apply_tensor_parallel(
@@ -161,83 +170,80 @@ def rank_model(task: Task, tensor: int, device: torch.device) -> nn.Module:
     return materialize(model, device, lambda _, shape: torch.randn(shape) * 0.02).train()
 
 
-def time_passes(
-    model: nn.Module,
-    kinds: Mapping[str, str],
-    loss: Callable[[Any], Tensor],
-    precision: str,
-    batches: Sequence[Any],
-) -> dict[str, tuple[float, float]]:
-    """Return {kind of unit: mean (forward, backward) seconds over a micro-batch}.
+class PassStopwatch:
+    """The time of each unit of a model in forward and backward passes.
 
-    kinds  {name of a unit: its kind}, in forward order
+    units  their names, in forward order
     """
-    units = [(name, model.get_submodule(name)) for name in kinds]
-    device = next(model.parameters()).device
-    samples: dict[tuple[str, bool, int, int], list[float]] = defaultdict(
-        list
-    )  # by kind, direction, batch and unit
-    stamps: dict[tuple[str, str], float] = {}
 
-    def stamp(name: str, event: str, *_: object) -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        stamps[name, event] = time.perf_counter()
+    def __init__(self, model: nn.Module, units: Sequence[str]) -> None:
+        self.device = next(model.parameters()).device
+        self.kinds = {name: kind_of(model, name) for name in units}
+        self.stamps: dict[tuple[str, str], float] = {}
+        for name in units:
+            unit = model.get_submodule(name)
+            unit.register_forward_pre_hook(partial(self._before, name))
+            unit.register_forward_hook(partial(self._after, name))
 
-    def watch(name: str, event: str, values: Any) -> None:
+    def time(
+        self, loss: Callable[[Any], Tensor], precision: str, batches: Sequence[Any]
+    ) -> dict[str, tuple[float, float]]:
+        """Return {kind of unit, "embedding" or "output": mean (forward, backward) seconds over a
+        micro-batch}: of each unit and micro-batch the median."""
+        samples = defaultdict[tuple[str, int, str], list[tuple[float, float]]](list)
+        for repeat, (number, batch) in product(range(REPEATS), enumerate(batches)):
+            self.stamps.clear()
+            self._stamp("", "starts")
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=precision == "bf16"):
+                value = loss(batch)
+            self._stamp("", "ends")
+            value.backward()
+            self._stamp("", "returned")
+            if repeat:
+                for kind, name, seconds in self._seconds():
+                    samples[kind, number, name].append(seconds)
+        medians = defaultdict[str, list[tuple[float, ...]]](list)
+        for (kind, _, _), pairs in samples.items():
+            medians[kind].append(tuple(map(median, zip(*pairs, strict=True))))
+        means = {kind: [*map(fmean, zip(*pairs, strict=True))] for kind, pairs in medians.items()}
+        return {kind: (forward_s, backward_s) for kind, (forward_s, backward_s) in means.items()}
+
+    def _seconds(self) -> Iterator[tuple[str, str, tuple[float, float]]]:
+        """Yield (kind, name, (forward, backward) seconds) of each part of the newest passes."""
+        stamps = self.stamps
+        begin, end, stop = (stamps["", event] for event in ("starts", "ends", "returned"))
+        names = list(self.kinds)
+        for name, kind in self.kinds.items():
+            # The first unit may read data, which has no gradient: its backward pass is the last.
+            returned = stamps.setdefault((name, "returned"), stop)
+            forward_s = stamps[name, "ends"] - stamps[name, "starts"]
+            yield kind, name, (forward_s, returned - stamps[name, "returns"])
+        if not names:
+            yield "embedding", "", (0.0, 0.0)
+            yield "output", "", (end - begin, stop - end)
+            return
+        first, last = names[0], names[-1]
+        yield "embedding", "", (stamps[first, "starts"] - begin, stop - stamps[first, "returned"])
+        yield "output", "", (end - stamps[last, "ends"], stamps[last, "returns"] - end)
+
+    def _stamp(self, name: str, event: str, *_: object) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.stamps[name, event] = time.perf_counter()
+
+    def _before(self, name: str, _: nn.Module, inputs: tuple[Any, ...]) -> None:
+        self._stamp(name, "starts")
+        self._watch(name, "returned", inputs)
+
+    def _after(self, name: str, _: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        self._stamp(name, "ends")
+        self._watch(name, "returns", output)
+
+    def _watch(self, name: str, event: str, values: Any) -> None:
         """Stamp when the backward pass reaches the first of `values`."""
         first = values[0] if isinstance(values, tuple) and values else values
         if isinstance(first, Tensor) and first.requires_grad:
-            first.register_hook(partial(stamp, name, event))
-
-    def before(name: str, module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        stamp(name, "starts")
-        watch(name, "returned", inputs)
-
-    def after(name: str, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-        stamp(name, "ends")
-        watch(name, "returns", output)
-
-    for name, unit in units:
-        unit.register_forward_pre_hook(partial(before, name))
-        unit.register_forward_hook(partial(after, name))
-    first, last = (units[0][0], units[-1][0]) if units else ("none", "none")
-    for repeat, (number, batch) in product(range(REPEATS), enumerate(batches)):
-        stamps.clear()
-        stamp("", "starts")
-        stamps["none", "starts"] = stamps["none", "ends"] = stamps[
-            "", "starts"
-        ]  # without units all is the output
-        with torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16"):
-            value = loss(batch)
-        stamp("", "ends")
-        value.backward()
-        stamp("", "returned")
-        stamps["none", "returns"] = stamps["", "returned"]
-        if repeat == 0:
-            continue
-        # The first unit may read data, which has no gradient: its backward pass is the last.
-        for name in (*kinds, first):
-            stamps.setdefault((name, "returned"), stamps["", "returned"])
-        for unit_number, (name, kind) in enumerate(kinds.items()):
-            samples[kind, False, number, unit_number].append(
-                stamps[name, "ends"] - stamps[name, "starts"]
-            )
-            samples[kind, True, number, unit_number].append(
-                stamps[name, "returned"] - stamps[name, "returns"]
-            )
-        samples["embedding", False, number, 0].append(
-            stamps[first, "starts"] - stamps["", "starts"]
-        )
-        samples["embedding", True, number, 0].append(
-            stamps["", "returned"] - stamps[first, "returned"]
-        )
-        samples["output", False, number, 0].append(stamps["", "ends"] - stamps[last, "ends"])
-        samples["output", True, number, 0].append(stamps[last, "returns"] - stamps["", "ends"])
-    medians: dict[tuple[str, bool], list[float]] = defaultdict(list)
-    for (kind, backward, _, _), values in samples.items():
-        medians[kind, backward].append(median(values))
-    return {kind: (fmean(medians[kind, False]), fmean(medians[kind, True])) for kind, _ in medians}
+            first.register_hook(partial(self._stamp, name, event))
 
 
 def time_beside_passes(
@@ -316,11 +322,7 @@ def time_shards(run: RunConfig, folder: Path, timing: Timing, rank: int, port: i
     with ElasticRuntime.join(threads=run.compute.num_threads) as runtime:
         device, layout = runtime.world.device, Layout(shard=2)
         task = open_task(run, folder, runtime)
-        batches = [
-            task.loader.micro_batch(step, k)
-            for step in range(STEPS)
-            for k in range(run.batch.micro_batches)
-        ]
+        batches = micro_batches(task, run)
         model = rank_model(task, 1, device)
         parameters = sum(p.numel() for p in model.parameters())
         local = parallelize(

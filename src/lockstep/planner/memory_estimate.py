@@ -24,10 +24,10 @@ from lockstep.errors import ConfigError, OutOfMemoryError
 from lockstep.files import write_atomic
 from lockstep.layout import Layout, LayoutLimits, layout_flags
 from lockstep.parallel.plans import plan_of
-from lockstep.planner.memory_cost import bytes_per_parameter
 from lockstep.record.step_timer import peak_resident_bytes
 from lockstep.runtime.exit_report import error_summary, is_out_of_memory
 from lockstep.runtime.torch_private import dump_memory_snapshot
+from lockstep.tasks.optim import make_optimizers, state_bytes
 from lockstep.units import format_bytes, format_count
 
 log = logging.getLogger("lockstep")
@@ -36,7 +36,6 @@ TRAINING_BYTES, SAVING_BYTES, WEIGHT_BYTES = 16, 12, 4  # bytes per parameter
 GATHERED_UNITS = 6  # of the largest size: one computes, one is prefetched; gradients of three, and received rows of one
 HEADROOM_FACTOR = 3  # times the state: room for activations, and stacks and arenas of about 20 threads where address space is limited
 MAX_WORKERS = 64  # of a replica that is proposed
-DEFAULT_OPTIM = OptimOptions()
 ADDRESS_SPACE, RESIDENT = 0, 1  # fields of /proc/self/statm
 CGROUP = Path("/sys/fs/cgroup/memory.max")
 
@@ -85,31 +84,31 @@ def memory_limit(device: torch.device) -> tuple[int, str]:
 
 
 def refuse_too_large(
-    parameters: int,
-    frozen: bool,
+    model: nn.Module,
+    optim: OptimOptions,
     memory: MemoryOptions,
     layout: Layout,
     device: torch.device,
-    optim: OptimOptions = DEFAULT_OPTIM,
-    adamw_share: float = 0.0,
 ) -> None:
     """ConfigError: a worker's weights, gradients and optimizer state exceed its memory limit.
-
-    parameters  lower bound of the model's parameters
-    frozen      True: only adapters are trained
-    adamw_share of the parameters, with Muon: see `bytes_per_parameter`
-    """
-    weight, state = bytes_per_parameter(memory, optim, device.type, adamw_share)
-    each = weight if frozen else 2 * weight + state
-    need, (limit, source) = (
-        int(each * parameters) // layout.workers_per_replica,
-        memory_limit(device),
-    )
+    model: on the meta device, with no more parameters than the run's; it may become bf16."""
+    if memory.weights == "bf16":
+        model.bfloat16()
+    parameters = list(model.parameters())
+    trained = [p for p in parameters if p.requires_grad]
+    each = dict[nn.Parameter, float]()
+    if trained and not (memory.offload == "optimizer" and device.type == "cuda"):
+        each = state_bytes(make_optimizers(model, optim, memory, on_gpu=False), optim.ema_decay)
+    state = sum(each[p] * p.numel() for p in each)
+    whole = sum(p.nbytes for p in (*parameters, *trained)) + state
+    need = int(whole) // layout.workers_per_replica
+    limit, source = memory_limit(device)
     if need > limit:
+        count = format_count(sum(p.numel() for p in parameters))
         raise ConfigError(
-            f"a model of at least {format_count(parameters)} parameters takes {format_bytes(need)} per worker, without activations",
+            f"a model of at least {count} parameters takes {format_bytes(need)} per worker, without activations",
             f"[model], llama.size, [memory] and [layout] of the run; the limit is {format_bytes(limit)}, from {source}",
-            f"choose a smaller model, or shard it over at least {math.ceil(each * parameters / limit)} workers: layout.shard",
+            f"choose a smaller model, or shard it over at least {math.ceil(whole / limit)} workers: layout.shard",
         )
 
 
