@@ -43,7 +43,7 @@ from lockstep.planner.calibration import calibrate_together  # noqa: E402
 from lockstep.planner.devices import SAME_HOST, Cluster  # noqa: E402
 from lockstep.planner.memory_cost import memory_cost  # noqa: E402
 from lockstep.planner.model_cost import ModelCost  # noqa: E402
-from lockstep.planner.step_cost import Timing, mean_timing, step_cost  # noqa: E402
+from lockstep.planner.step_cost import Timing, Workload, mean_timing, step_cost  # noqa: E402
 
 COMMON = "--compute.precision fp32 --batch.micro_batches 4 --evaluate.at_end 0 --checkpoint.every_steps 0"
 MODELS = {
@@ -163,9 +163,8 @@ def predict(model: ModelCost, timing: Timing, words: list[str], link: Link) -> t
         Layout(2 // size, axes.shard, axes.tensor, axes.pipeline),
         Cluster(2, 1, "cpu", 1 << 40, SAME_HOST["cpu"], link),
     )
-    return step_cost(model, run, layout, cluster, timing).seconds, memory_cost(
-        model, run, layout, "cpu"
-    ).total
+    seconds = step_cost(Workload(model, run, cluster, timing), layout).seconds
+    return seconds, memory_cost(model, run, layout, "cpu").total
 
 
 def with_precision(run: RunConfig) -> RunConfig:

@@ -21,10 +21,10 @@ from lockstep.errors import UsageError
 from lockstep.layout import Layout, layout_flags
 from lockstep.log import log
 from lockstep.planner.devices import GPUS, Cluster, parse_cluster, parsed
-from lockstep.planner.goodput import expected_goodput
+from lockstep.planner.goodput import Failures, expected_goodput
 from lockstep.planner.model_cost import ModelCost
 from lockstep.planner.plan import Plan, PlannedLayout, advice, make_plan
-from lockstep.planner.step_cost import Timing, timing_from_flops
+from lockstep.planner.step_cost import Timing, Workload, timing_from_flops
 from lockstep.runtime.environment import default_worker_count, read_rank_info
 from lockstep.units import format_bytes, format_count, format_duration, parse_seconds
 
@@ -54,10 +54,9 @@ def main(args: argparse.Namespace, rest: list[str]) -> int:
             folder = args.out or Path("runs") / Path(args.target or "default").stem
             sizes = [size for size in (2, 4, 8) if possible(model, size, cluster)]
             model, timing = calibrate_together(run, folder, cluster.kind, sizes, cluster.per_host)
-    plan = make_plan(model, run, cluster, timing)
-    answer = to_json(plan, model, run, cluster, timing) | {
-        "goodput": goodput_of(args, plan.fitting[0], model, run, cluster)
-    }
+    work = Workload(model, run, cluster, timing)
+    plan = make_plan(work)
+    answer = to_json(plan, work) | {"goodput": goodput_of(args, plan.fitting[0], work)}
     print(json.dumps(answer, indent=1) if args.json else as_text(answer))
     return 0
 
@@ -70,11 +69,7 @@ def count_cost(run: RunConfig, function: str = "") -> ModelCost:
 
 
 def goodput_of(
-    args: argparse.Namespace,
-    best: PlannedLayout,
-    model: ModelCost,
-    run: RunConfig,
-    cluster: Cluster,
+    args: argparse.Namespace, best: PlannedLayout, work: Workload
 ) -> dict[str, Any] | None:
     """Return what --mtbf and --price ask for, of the best layout. UsageError."""
     if not args.mtbf and args.price is None:
@@ -92,16 +87,10 @@ def goodput_of(
             "--price",
             "give 0 or more, such as 2.5",
         )
-    state_bytes = best.memory.weights + best.memory.optimizer
-    tokens, save_steps = (
-        model.tokens * run.batch.micro_batches,
-        run.checkpoint.every_steps or run.steps,
-    )
-    return asdict(
-        expected_goodput(
-            best.layout, best.step, cluster, tokens, mtbf_s, args.price, state_bytes, save_steps
-        )
-    )
+    run = work.run
+    failures = Failures(mtbf_s, args.price, run.checkpoint.every_steps or run.steps)
+    tokens = work.model.tokens * run.batch.micro_batches
+    return asdict(expected_goodput(best, work.cluster, tokens, failures))
 
 
 def assumed_timing(model: ModelCost, cluster: Cluster, run: RunConfig) -> Timing:
@@ -151,7 +140,7 @@ def with_planned_layout(request: RunRequest, workers: int | None) -> RunRequest:
     run = with_precision(run, cluster)
     with get_context("spawn").Pool(1) as pool:  # this process may become an agent, without torch
         model = pool.apply(count_cost, [run])
-    plan = make_plan(model, run, cluster, assumed_timing(model, cluster, run))
+    plan = make_plan(Workload(model, run, cluster, assumed_timing(model, cluster, run)))
     best = min(
         plan.fitting, key=lambda planned: planned.layout.tensor * planned.layout.pipeline > 1
     )
@@ -186,9 +175,9 @@ def with_precision(run: RunConfig, cluster: Cluster) -> RunConfig:
     )
 
 
-def to_json(
-    plan: Plan, model: ModelCost, run: RunConfig, cluster: Cluster, timing: Timing
-) -> dict[str, Any]:
+def to_json(plan: Plan, work: Workload) -> dict[str, Any]:
+    model, run, cluster = work.model, work.run, work.cluster
+
     def entry(planned: PlannedLayout) -> dict[str, Any]:
         values = {
             "layout": asdict(planned.layout),
@@ -201,7 +190,7 @@ def to_json(
             "reason": planned.reason,
         }
 
-    found = advice(model, run, cluster, timing, plan.fitting[0])
+    found = advice(work, plan.fitting[0])
     if not model.layers:  # a user's own: its loop decides the rest
         found = {
             key.split(".")[1]: value
@@ -214,7 +203,7 @@ def to_json(
         "tokens": model.tokens * run.batch.micro_batches,  # of a step; rows of an own model
         "precision": run.compute.precision,
         "devices": f"{cluster.hosts} hosts x {cluster.per_host} {cluster.kind}, {format_bytes(cluster.memory)} each",
-        "timing": timing.source,
+        "timing": work.timing.source,
         "layouts": [entry(planned) for planned in plan.fitting],
         "refused": [{"layout": asdict(layout), "why": why} for layout, why in plan.refused],
         "advice": {

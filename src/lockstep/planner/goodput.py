@@ -20,16 +20,14 @@ from lockstep.elastic.protocol.effects import (
     Send,
 )
 from lockstep.elastic.protocol.transitions import Protocol
-from lockstep.layout import Layout
 from lockstep.planner.devices import Cluster
-from lockstep.planner.step_cost import StepCost
+from lockstep.planner.plan import PlannedLayout
 
 MAX_HOSTS, MAX_PER_HOST = 16, 4  # that are played; a larger cluster takes a little longer
-DISK_S, LEAVE_S, FORM_S = (
-    0.02,
-    0.05,
-    0.1,
-)  # of the run folder, to leave a group, to form one: assumed
+# Assumed: seconds of the run folder, to leave a group, to form one.
+DISK_S = 0.02
+LEAVE_S = 0.05
+FORM_S = 0.1
 RESTART_S = (
     30.0  # until a replacement asks to join, or a lost run has loaded its checkpoint: assumed
 )
@@ -45,44 +43,38 @@ class Goodput:
     dollars_per_million_tokens: float | None
 
 
-def expected_goodput(
-    layout: Layout,
-    step: StepCost,
-    cluster: Cluster,
-    tokens: int,
-    mtbf_s: float,
-    price: float | None,
-    state_bytes: float,
-    save_steps: int,
-) -> Goodput:
-    """Return the goodput when some host of the run fails every `mtbf_s` on average.
+@dataclass(frozen=True)
+class Failures:
+    """mtbf_s: mean seconds between failures of some host of the run. price: dollars per device and
+    hour; None: unknown. save_steps: between checkpoints."""
 
-    tokens       of a step
-    price        dollars per device and hour; None: unknown
-    state_bytes  of a worker's weights and optimizer, which a replacement receives
-    save_steps   steps between checkpoints
-    """
-    survives = (
-        cluster.hosts > 1
-        and layout.workers_per_replica * (layout.replicate - 1) >= cluster.per_host
-    )
-    if survives:
+    mtbf_s: float
+    price: float | None
+    save_steps: int
+
+
+def expected_goodput(
+    best: PlannedLayout, cluster: Cluster, tokens: int, failures: Failures
+) -> Goodput:
+    """Return the goodput of a layout. tokens: of a step."""
+    layout, step_s = best.layout, best.step.seconds
+    outage_s = RESTART_S
+    lost_s = RESTART_S + failures.save_steps / 2 * step_s
+    survivors = layout.workers_per_replica * (layout.replicate - 1)
+    if cluster.hosts > 1 and survivors >= cluster.per_host:
         outage_s = played_outage(
             min(cluster.hosts, MAX_HOSTS),
             min(cluster.per_host, MAX_PER_HOST),
             cluster.other_host.latency_s,
         )
         missing = max(cluster.per_host, layout.workers_per_replica) / layout.workers
+        state_bytes = best.memory.weights + best.memory.optimizer  # that a replacement receives
         transfer_s = cluster.other_host.seconds(state_bytes * cluster.per_host)
-        lost_s = outage_s + step.seconds / 2 + missing * RESTART_S + FORM_S + transfer_s
-    else:
-        outage_s, lost_s = RESTART_S, RESTART_S + save_steps / 2 * step.seconds
-    share = 1 / (1 + lost_s / mtbf_s)
-    dollars = (
-        None
-        if price is None
-        else price * layout.workers / 3600 * step.seconds / tokens / share * 1e6
-    )
+        lost_s = outage_s + step_s / 2 + missing * RESTART_S + FORM_S + transfer_s
+    share = 1 / (1 + lost_s / failures.mtbf_s)
+    dollars = None
+    if failures.price is not None:
+        dollars = failures.price * layout.workers / 3600 * step_s / tokens / share * 1e6
     return Goodput(share, outage_s, lost_s, dollars)
 
 

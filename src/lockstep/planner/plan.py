@@ -6,13 +6,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from lockstep.config.schema import DilocoOptions, RunConfig
+from lockstep.config.schema import RunConfig
 from lockstep.errors import UsageError
 from lockstep.layout import Layout, LayoutLimits
-from lockstep.planner.devices import Cluster
 from lockstep.planner.memory_cost import MemoryCost, memory_cost
-from lockstep.planner.model_cost import CHECKPOINT_MODES, Mode, ModelCost
-from lockstep.planner.step_cost import WIRES, StepCost, Timing, step_cost
+from lockstep.planner.model_cost import CHECKPOINT_MODES, Mode
+from lockstep.planner.step_cost import WIRES, StepCost, Workload, step_cost
 from lockstep.units import format_bytes, format_duration
 
 BUCKET_BYTES = (1_000_000, 5_000_000, 10_000_000, 25_000_000, 50_000_000, 100_000_000)
@@ -35,8 +34,9 @@ class Plan:
     refused: list[tuple[Layout, str]]
 
 
-def make_plan(model: ModelCost, run: RunConfig, cluster: Cluster, timing: Timing) -> Plan:
-    """Return the plan of a run over all devices of `cluster`. UsageError: no layout fits."""
+def make_plan(work: Workload) -> Plan:
+    """Return the plan of a run over all devices of its cluster. UsageError: no layout fits."""
+    model, run, cluster = work.model, work.run, work.cluster
     limits = LayoutLimits(run.batch.micro_batches, model.heads, model.layers)
     fitting, refused = [], []
     for layout in layouts(cluster.devices):
@@ -48,7 +48,7 @@ def make_plan(model: ModelCost, run: RunConfig, cluster: Cluster, timing: Timing
             why = f"it takes {format_bytes(memory.total)} per device, which has {format_bytes(cluster.memory)}"
             refused.append((memory.total, layout, why))
             continue
-        step = step_cost(model, run, layout, cluster, timing)
+        step = step_cost(work, layout)
         fitting.append(PlannedLayout(layout, step, memory, describe(step)))
     fitting.sort(key=lambda planned: planned.step.seconds)
     refused.sort(key=lambda entry: entry[0] or float("inf"))
@@ -100,37 +100,31 @@ def describe(step: StepCost) -> str:
     )
 
 
-def advice(
-    model: ModelCost, run: RunConfig, cluster: Cluster, timing: Timing, best: PlannedLayout
-) -> dict[str, tuple[object, str]]:
+def advice(work: Workload, best: PlannedLayout) -> dict[str, tuple[object, str]]:
     """Return {key: (value, the reason with its number)} for the best layout."""
-    layout, given = best.layout, best.step
+    run, layout, given = work.run, best.layout, best.step
 
-    def seconds(changed: RunConfig) -> float:
-        return step_cost(model, changed, layout, cluster, timing).seconds
+    def seconds(key: str, value: object) -> float:
+        return step_cost(work.with_values("parallel", **{key: value}), layout).seconds
 
     found: dict[str, tuple[object, str]] = {}
-    if layout.workers_per_replica == 1 < layout.replicate:
-        by_size = {
-            size: seconds(replace(run, parallel=replace(run.parallel, bucket_bytes=size)))
-            for size in BUCKET_BYTES
-        }
+    has_buckets = layout.workers_per_replica == 1 < layout.replicate
+    if has_buckets:
+        by_size = {size: seconds("bucket_bytes", size) for size in BUCKET_BYTES}
         size = min(by_size, key=lambda size: (round(by_size[size], 4), -size))
         found["parallel.bucket_bytes"] = (
             size,
             f"a step of {format_duration(by_size[size])}; {BUCKET_BYTES[-1]:,}: {format_duration(by_size[BUCKET_BYTES[-1]])}",
         )
     found["batch.micro_batches"] = micro_batches(run, layout, given)
-    by_mode = {mode: best_with(model, run, cluster, timing, mode) for mode in CHECKPOINT_MODES}
+    by_mode = {mode: best_with(work, mode) for mode in CHECKPOINT_MODES}
     mode = min(by_mode, key=lambda mode: by_mode[mode][0])
     found["memory.activation_checkpoint"] = (
         mode,
         "; ".join(f"{name}: {text}" for name, (_, text) in by_mode.items()),
     )
     if layout.data_parallel_size > 1:
-        by_wire = {
-            name: seconds(replace(run, parallel=replace(run.parallel, wire=name))) for name in WIRES
-        }
+        by_wire = {name: seconds("wire", name) for name in WIRES}
         computed_s = given.compute_s + given.bubble_s + given.update_s
         enough_s = max(computed_s / (1 - HIDDEN), 1.02 * by_wire["int8"])
         wire = next(name for name in WIRES if by_wire[name] <= enough_s)
@@ -139,8 +133,8 @@ def advice(
             ", ".join(f"{name} {format_duration(value)}" for name, value in by_wire.items())
             + " a step",
         )
-    if layout.workers_per_replica == 1 < layout.replicate:
-        plain = step_cost(model, replace(run, diloco=DilocoOptions()), layout, cluster, timing)
+    if has_buckets:
+        plain = step_cost(work.with_values("diloco", learners=0), layout)
         computed_s = plain.seconds - plain.exposed_s
         every = max(1, -int(-plain.exposed_s // (HIDDEN / (1 - HIDDEN) * computed_s)))
         share = plain.exposed_s / every / (computed_s + plain.exposed_s / every)
@@ -151,14 +145,11 @@ def advice(
     return found
 
 
-def best_with(
-    model: ModelCost, run: RunConfig, cluster: Cluster, timing: Timing, mode: Mode
-) -> tuple[float, str]:
+def best_with(work: Workload, mode: Mode) -> tuple[float, str]:
     """Return the seconds of a step with this activation checkpointing in its best layout, and a
     text."""
-    changed = replace(run, memory=replace(run.memory, activation_checkpoint=mode))
     try:
-        best = make_plan(model, changed, cluster, timing).fitting[0]
+        best = make_plan(work.with_values("memory", activation_checkpoint=mode)).fitting[0]
     except UsageError:
         return float("inf"), "no layout fits"
     return (

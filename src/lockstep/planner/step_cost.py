@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from typing import Any
 
-from lockstep.config.schema import DilocoOptions, RunConfig
+from lockstep.config.schema import RunConfig
 from lockstep.layout import Layout
 from lockstep.network.bucket_sizes import group_by_size
 from lockstep.network.links import Link
@@ -143,178 +144,116 @@ class Timeline:
         return max(self.port_s, self.now_s) if seconds else self.now_s
 
 
-def play_pass(
-    timeline: Timeline,
-    parts: Sequence[Part],
-    root: Part,
-    run: RunConfig,
-    buckets: Mapping[int, Sequence[float]] | None,
-) -> float:
-    """Play a forward and a backward pass; return when the forward pass was done.
+@dataclass(frozen=True)
+class Workload:
+    """A run of a model on a cluster, with the seconds of the model's parts there."""
 
-    buckets  {index of a part: seconds of the buckets that are complete after it}, instead of
-             sending each unit; len(parts) is the root. None: units, and not the last pass
-    """
-    ahead, jobs = run.fsdp.prefetch_units, [timeline.now_s] * UNITS_IN_FLIGHT
+    model: ModelCost
+    run: RunConfig
+    cluster: Cluster
+    timing: Timing
 
-    def through(indices: Sequence[int], gathers: bool, backward: bool) -> None:
-        ready = {i: timeline.send(parts[i].gather_s if gathers else 0) for i in indices[:ahead]}
-        for number, i in enumerate(indices):
-            for j in indices[number : number + 1 + ahead]:
-                if j not in ready:
-                    ready[j] = timeline.send(parts[j].gather_s if gathers else 0)
-            exchange_s = timeline.exchange_s if gathers and parts[i].gather_s else 0
-            timeline.compute(
-                (parts[i].backward_s if backward else parts[i].forward_s) + exchange_s, ready[i]
-            )
-            if backward:
-                finish(i, parts[i])
-
-    def finish(i: int, part: Part) -> None:
-        if part.reduce_s and (buckets is None or buckets.get(i)):
-            timeline.compute(timeline.exchange_s)
-        if buckets is None and part.reduce_s:
-            timeline.compute(0.0, jobs.pop(0))
-            jobs.append(timeline.send(part.reduce_s))
-        for seconds in buckets.get(i, ()) if buckets else ():
-            timeline.send(seconds)
-
-    timeline.compute(0.0, timeline.send(root.gather_s))
-    through(range(len(parts)), True, False)
-    timeline.compute(root.forward_s)
-    forward_end_s = timeline.now_s
-    timeline.compute(root.backward_s)
-    through(range(len(parts))[::-1], run.fsdp.reshard_after_forward, True)
-    finish(len(parts), root)
-    return forward_end_s
+    def with_values(self, section: str, **values: Any) -> Workload:
+        """Return the same with other values in a section of the run's configuration."""
+        changed = replace(getattr(self.run, section), **values)
+        return replace(self, run=replace(self.run, **{section: changed}))
 
 
-def step_cost(
-    model: ModelCost, run: RunConfig, layout: Layout, cluster: Cluster, timing: Timing
-) -> StepCost:
+def step_cost(work: Workload, layout: Layout) -> StepCost:
     """Return the cost of a step; with DiLoCo of an inner step, with its share of the outer one."""
+    run, cluster = work.run, work.cluster
     if run.diloco.learners:
-        return learners_cost(model, run, layout, cluster, timing)
-    wire = WIRES[run.parallel.wire]
-    shards, leaves = layout.shard, -(-run.batch.micro_batches // layout.replicate)
-    passes, once = -(-leaves // shards), run.fsdp.reduce == "per_step"
-    stages = [
-        Stage(model, run, layout, cluster, timing, wire, number)
-        for number in range(layout.pipeline)
-    ]
+        return learners_cost(work, layout)
+    leaves = -(-run.batch.micro_batches // layout.replicate)
+    passes = -(-leaves // layout.shard)
+    stages = [Stage(work, layout, number) for number in range(layout.pipeline)]
     compute_s = max(stage.compute_s for stage in stages) * passes
-    sent = max(stage.sent_bytes(passes, once) for stage in stages)
-    update_s = (
-        max(stage.elements for stage in stages) / shards * timing.update_s
-        + 4 * cluster.other_host.latency_s
-    )
+    sent = max(stage.sent_bytes(passes) for stage in stages)
+    update_s = max(stage.update_s for stage in stages)
     if layout.pipeline == 1:
         (stage,) = stages
-        timeline = Timeline(stage.load, timing.exchange_s)
-        for number in range(passes):
-            play_pass(
-                timeline,
-                stage.parts,
-                stage.root,
-                run,
-                stage.last_sends() if number == passes - 1 else stage.sends(once),
-            )
-        return StepCost(
-            compute_s, max(timeline.now_s, timeline.port_s) - compute_s, 0.0, update_s, sent
-        )
-    chunks, width = run.layout.pipeline_chunks, shards * layout.tensor
+        timeline = stage.timeline()
+        for _ in range(passes - 1):
+            stage.play_pass(timeline, stage.sends())
+        stage.play_pass(timeline, stage.last_sends())
+        total_s = max(timeline.now_s, timeline.port_s)
+        return StepCost(compute_s, total_s - compute_s, 0.0, update_s, sent)
+    chunks, width = run.layout.pipeline_chunks, layout.shard * layout.tensor
     edge = cluster.link(0, width, min(width, cluster.per_host))
-    times = [stage.pass_seconds(run, once) for stage in stages]
+    times = [stage.pass_seconds() for stage in stages]
     ends = play_pipeline(
-        [(f / chunks, b / chunks) for f, b, _ in times], passes, chunks, 4 * model.passed, edge
+        [(f / chunks, b / chunks) for f, b, _ in times], passes, chunks, stages[0].passed, edge
     )
     total_s = max(end + last_s for end, (_, _, last_s) in zip(ends, times, strict=True))
-    if model.tied:
-        total_s += halving_seconds(
-            (0, (layout.pipeline - 1) * width), 4 * model.embedding.elements(1) / shards, cluster
-        )
+    if work.model.tied:
+        nbytes = 4 * work.model.embedding.elements(1) / layout.shard
+        total_s += halving_seconds((0, (layout.pipeline - 1) * width), nbytes, cluster)
     computing = [(stage.compute_s / 3 / chunks, stage.compute_s / 1.5 / chunks) for stage in stages]
     bubble_s = max(play_pipeline(computing, passes, chunks, 0, Link(0.0, 1.0))) - compute_s
     return StepCost(compute_s, max(0.0, total_s - compute_s - bubble_s), bubble_s, update_s, sent)
 
 
-def learners_cost(
-    model: ModelCost, run: RunConfig, layout: Layout, cluster: Cluster, timing: Timing
-) -> StepCost:
+def learners_cost(work: Workload, layout: Layout) -> StepCost:
     """Return the cost of a step of a replica's learners: each as a run of one replica, and an H-th
     of the exchange."""
-    learners, every, batch = run.diloco.learners, run.diloco.every, run.batch
-    inner = replace(
-        run,
-        diloco=DilocoOptions(),
-        batch=replace(batch, micro_batches=batch.micro_batches // learners),
-    )
-    inner = replace(inner, parallel=replace(run.parallel, wire="fp32"))
-    step, each = (
-        step_cost(model, inner, replace(layout, replicate=1), cluster, timing),
-        -(-learners // layout.replicate),
-    )
-    outer = replace(run, batch=replace(batch, micro_batches=learners))
-    stage = Stage(model, outer, layout, cluster, timing, WIRES[run.parallel.wire], 0)
+    learners, every = work.run.diloco.learners, work.run.diloco.every
+    each = -(-learners // layout.replicate)
+    inner = work.with_values("diloco", learners=0).with_values("parallel", wire="fp32")
+    inner = inner.with_values("batch", micro_batches=work.run.batch.micro_batches // learners)
+    step = step_cost(inner, replace(layout, replicate=1))
+    stage = Stage(work.with_values("batch", micro_batches=learners), layout, 0)
     sent = stage.tree(4 * stage.elements / layout.shard)[1]
-    sends = (
-        [part.last_s for part in (*stage.parts, stage.root)]
-        if layout.shard > 1
-        else chain(*stage.last_sends().values())
-    )
-    update_s = stage.elements / layout.shard * timing.update_s + 4 * cluster.other_host.latency_s
-    update_s = each * step.update_s + update_s / every
-    exposed_s = each * step.exposed_s + sum(sends) / every
+    sends = chain(*stage.last_sends().values())
+    if layout.shard > 1:
+        sends = chain(part.last_s for part in (*stage.parts, stage.root))
     return StepCost(
-        each * step.compute_s, exposed_s, 0.0, update_s, each * step.sent_bytes + sent / every
+        each * step.compute_s,
+        each * step.exposed_s + sum(sends) / every,
+        0.0,
+        each * step.update_s + stage.update_s / every,
+        each * step.sent_bytes + sent / every,
     )
 
 
 class Stage:
     """The units of a pipeline stage, or of the whole model, as one rank runs them."""
 
-    def __init__(
-        self,
-        model: ModelCost,
-        run: RunConfig,
-        layout: Layout,
-        cluster: Cluster,
-        timing: Timing,
-        wire: float,
-        number: int,
-    ) -> None:
-        self.run, self.layout, self.cluster, self.timing, self.wire = (
-            run,
-            layout,
-            cluster,
-            timing,
-            wire,
-        )
-        self.units = units_of_stage(model, layout.pipeline, run.layout.pipeline_chunks, number)
-        is_first, is_last = number == 0, number == layout.pipeline - 1
-        self.outer = [
-            *([model.embedding] if is_first or (is_last and model.tied) else []),
-            *([model.output] if is_last else []),
-        ]
+    def __init__(self, work: Workload, layout: Layout, number: int) -> None:
+        model = work.model
+        self.run = work.run
+        self.cluster = work.cluster
+        self.timing = work.timing
+        self.layout = layout
+        self.wire = WIRES[self.run.parallel.wire]
+        self.narrow = 2 if self.run.compute.precision == "bf16" else 4  # bytes of an activation
+        self.units = units_of_stage(model, layout.pipeline, self.run.layout.pipeline_chunks, number)
+        self.outer = outer_units(model, layout.pipeline, number)
+        self.passed = 4 * model.passed if layout.pipeline > 1 else 0  # bytes
         rank = number * layout.shard * layout.tensor
         self.ranks = {
             axis: tuple(layout.ranks_along(rank, axis)) for axis in ("replicate", "shard", "tensor")
         }
-        rate = cluster.link(0, layout.workers - 1).bytes_per_s
-        self.load = min(1.0, timing.message_s * rate)
-        self.passed_bytes = 4 * model.passed if layout.pipeline > 1 else 0
         self.parts = [self.part(unit) for unit in self.units]
         outer = [self.part(unit) for unit in self.outer]
-        exchanged = self.exchanged(sum(unit.elements(layout.tensor) for unit in self.outer))
         self.root = Part(
             sum(part.forward_s for part in outer),
-            sum(part.backward_s for part in outer) + timing.accumulate_s,
-            *exchanged,
+            sum(part.backward_s for part in outer) + self.timing.accumulate_s,
+            *self.exchanged(sum(unit.elements(layout.tensor) for unit in self.outer)),
         )
-        self.compute_s = sum(
-            sum(timing.of(unit, layout.tensor)) + self.recomputed_s(unit) for unit in self.units
+        self.compute_s = self.root.forward_s + self.root.backward_s
+        self.compute_s += sum(
+            sum(self.timing.of(unit, layout.tensor)) + self.recomputed_s(unit)
+            for unit in self.units
         )
-        self.compute_s += self.root.forward_s + self.root.backward_s
+
+    def timeline(self) -> Timeline:
+        rate = self.cluster.link(0, self.layout.workers - 1).bytes_per_s
+        return Timeline(min(1.0, self.timing.message_s * rate), self.timing.exchange_s)
+
+    @property
+    def update_s(self) -> float:
+        own = self.elements / self.layout.shard
+        return own * self.timing.update_s + 4 * self.cluster.other_host.latency_s
 
     @property
     def elements(self) -> int:
@@ -326,27 +265,23 @@ class Stage:
 
     def sums(self, unit: Unit) -> tuple[float, float]:
         """Return the seconds of the sums over the tensor axis in a forward and a backward pass."""
-        if self.layout.tensor == 1:
-            return 0.0, 0.0
-        narrow = 2 if self.run.compute.precision == "bf16" else 4
-        forward_s, backward_s = (
-            sum(
-                halving_seconds(self.ranks["tensor"], size * elements, self.cluster)
-                for elements in sums
-            )
-            for size, sums in zip((narrow, 4), unit.sums, strict=True)
-        )
-        return forward_s, backward_s
+
+        def seconds(width: int, elements: Sequence[float]) -> float:
+            ranks = self.ranks["tensor"]
+            return sum(halving_seconds(ranks, width * size, self.cluster) for size in elements)
+
+        forward, backward = unit.sums
+        return seconds(self.narrow, forward), seconds(4, backward)
 
     def part(self, unit: Unit) -> Part:
         forward_s, backward_s = self.timing.of(unit, self.layout.tensor)
-        sums = self.sums(unit)
+        forward_sums_s, backward_sums_s = self.sums(unit)
         elements = unit.elements(self.layout.tensor)
-        copy_s = (
-            self.timing.copy_s * elements if self.layout.workers_per_replica > 1 else 0
-        )  # a third of it gathers for the forward pass
-        backward_s += sums[1] + self.recomputed_s(unit) + copy_s * 2 / 3
-        return Part(forward_s + sums[0] + copy_s / 3, backward_s, *self.exchanged(elements))
+        copy_s = self.timing.copy_s * elements if self.layout.workers_per_replica > 1 else 0
+        forward_s += forward_sums_s + copy_s / 3  # a third of it gathers for the forward pass
+        recomputed_s = self.recomputed_s(unit)
+        backward_s += backward_sums_s + recomputed_s + copy_s * 2 / 3
+        return Part(forward_s, backward_s, *self.exchanged(elements))
 
     def exchanged(self, elements: float) -> tuple[float, float, float]:
         """Return the seconds to gather a unit, to send the gradients of a pass, and the last
@@ -354,16 +289,9 @@ class Stage:
         if self.layout.workers_per_replica == 1 or not elements:
             return 0.0, 0.0, 0.0
         row = 4 * elements / self.layout.shard
-        gather_s = (
-            all_to_all_seconds(self.ranks["shard"], row, self.cluster)
-            if self.layout.shard > 1
-            else 0.0
-        )
-        reduce_s = (
-            all_to_all_seconds(self.ranks["shard"], row * self.wire, self.cluster)
-            if self.layout.shard > 1
-            else 0.0
-        )
+        shards = self.ranks["shard"]
+        gather_s = all_to_all_seconds(shards, row, self.cluster)
+        reduce_s = all_to_all_seconds(shards, row * self.wire, self.cluster)
         return gather_s, reduce_s, self.tree(row)[0]
 
     def tree(self, nbytes: float) -> tuple[float, float]:
@@ -372,63 +300,105 @@ class Stage:
             self.ranks["replicate"], leaves, nbytes * self.wire, self.cluster
         )
 
-    def sends(self, once: bool) -> dict[int, list[float]] | None:
+    @property
+    def reduces_once(self) -> bool:
+        return self.run.fsdp.reduce == "per_step"
+
+    def sends(self) -> dict[int, list[float]] | None:
         """Return what is sent after each unit of a pass that is not the last one; None: each
         unit."""
-        return {} if once or self.layout.shard == 1 else None
+        return {} if self.reduces_once or self.layout.shard == 1 else None
 
     def last_sends(self) -> dict[int, list[float]]:
         """Return the seconds that are sent after each unit of the last backward pass."""
+        root = len(self.units)
         if self.layout.workers_per_replica > 1:
-            return {
-                i: [part.reduce_s + part.last_s] for i, part in enumerate((*self.parts, self.root))
-            }
-        parameters = [
-            (i, 4 * int(p.on(1))) for i, unit in self.in_model_order() for p in unit.parameters
+            parts = enumerate((*self.parts, self.root))
+            return {i: [part.reduce_s + part.last_s] for i, part in parts}
+        first, *others = self.outer
+        in_model_order = [
+            (root, first),
+            *enumerate(self.units),
+            *((root, unit) for unit in others),
         ]
+        parameters = [(i, 4 * int(p.on(1))) for i, unit in in_model_order for p in unit.parameters]
         size = self.run.parallel.bucket_bytes or DEFAULT_BUCKET_BYTES[self.cluster.device_type]
         sends: dict[int, list[float]] = {}
         # The root is complete last: its first parameter, the embedding, gets the last gradient.
-        first = parameters[0][0]
         for bucket in group_by_size(
             [("fp32", nbytes) for _, nbytes in parameters], size, range(len(parameters))[::-1]
         ):
             numbers = [parameters[j][0] for j in bucket]
-            ready = (
-                first if 0 in bucket else min((i for i in numbers if i < first), default=first - 1)
-            )
+            ready = root
+            if 0 not in bucket:
+                ready = min((i for i in numbers if i < root), default=root - 1)
             sends.setdefault(ready, []).append(self.tree(sum(parameters[j][1] for j in bucket))[0])
         return sends
 
-    def in_model_order(self) -> list[tuple[int, Unit]]:
-        root = len(self.units)
-        return [
-            (root, self.outer[0]),
-            *enumerate(self.units),
-            *((root, unit) for unit in self.outer[1:]),
-        ]
+    def play_pass(self, timeline: Timeline, buckets: Mapping[int, Sequence[float]] | None) -> float:
+        """Play a forward and a backward pass; return when the forward pass was done.
 
-    def pass_seconds(self, run: RunConfig, once: bool) -> tuple[float, float, float]:
+        buckets  {index of a part: seconds of the buckets that are complete after it}, instead of
+                 sending each unit; len(parts) is the root. None: units, and not the last pass
+        """
+        parts, root, ahead = self.parts, self.root, self.run.fsdp.prefetch_units
+        jobs = [timeline.now_s] * UNITS_IN_FLIGHT
+
+        def through(indices: Sequence[int], gathers: bool, backward: bool) -> None:
+            ready = dict[int, float]()
+            for number, i in enumerate(indices):
+                for j in indices[number : number + 1 + ahead]:
+                    if j not in ready:
+                        ready[j] = timeline.send(parts[j].gather_s if gathers else 0)
+                exchange_s = timeline.exchange_s if gathers and parts[i].gather_s else 0
+                seconds = parts[i].backward_s if backward else parts[i].forward_s
+                timeline.compute(seconds + exchange_s, ready[i])
+                if backward:
+                    finish(i, parts[i])
+
+        def finish(i: int, part: Part) -> None:
+            if part.reduce_s and (buckets is None or buckets.get(i)):
+                timeline.compute(timeline.exchange_s)
+            if buckets is None and part.reduce_s:
+                timeline.compute(0.0, jobs.pop(0))
+                jobs.append(timeline.send(part.reduce_s))
+            for seconds in buckets.get(i, ()) if buckets else ():
+                timeline.send(seconds)
+
+        timeline.compute(0.0, timeline.send(root.gather_s))
+        through(range(len(parts)), True, False)
+        timeline.compute(root.forward_s)
+        forward_end_s = timeline.now_s
+        timeline.compute(root.backward_s)
+        through(range(len(parts))[::-1], self.run.fsdp.reshard_after_forward, True)
+        finish(len(parts), root)
+        return forward_end_s
+
+    def pass_seconds(self) -> tuple[float, float, float]:
         """Return the seconds of a forward pass, of a backward pass, and what the last one waits
         for more."""
-        usual, last = (Timeline(self.load, self.timing.exchange_s) for _ in range(2))
-        forward_s = play_pass(usual, self.parts, self.root, run, self.sends(once))
-        play_pass(last, self.parts, self.root, run, self.last_sends())
+        usual, last = self.timeline(), self.timeline()
+        forward_s = self.play_pass(usual, self.sends())
+        self.play_pass(last, self.last_sends())
         return forward_s, usual.now_s - forward_s, max(0.0, last.port_s - usual.now_s)
 
-    def sent_bytes(self, passes: int, once: bool) -> float:
+    def sent_bytes(self, passes: int) -> float:
         """Return the bytes that a rank of this stage sends in a step."""
-        rows, others = 4 * self.elements / self.layout.shard, self.layout.shard - 1
-        gathers = passes * (2 if self.run.fsdp.reshard_after_forward else 1) * rows * others
-        reduces = (1 if once else passes) * rows * others * self.wire
-        narrow = 2 if self.run.compute.precision == "bf16" else 4
+        rows = 4 * self.elements / self.layout.shard
+        others = rows * (self.layout.shard - 1)
+        gathers = passes * (2 if self.run.fsdp.reshard_after_forward else 1) * others
+        reduces = (1 if self.reduces_once else passes) * others * self.wire
         ring = 2 * (self.layout.tensor - 1) / self.layout.tensor
-        sums = (
-            passes
-            * ring
-            * sum(narrow * sum(unit.sums[0]) + 4 * sum(unit.sums[1]) for unit in self.units)
-        )
-        return gathers + reduces + sums + self.tree(rows)[1] + 2 * passes * self.passed_bytes
+        sums = (self.narrow * sum(u.sums[0]) + 4 * sum(u.sums[1]) for u in self.units)
+        activations = passes * (ring * sum(sums) + 2 * self.passed)
+        return gathers + reduces + activations + self.tree(rows)[1]
+
+
+def outer_units(model: ModelCost, stages: int, number: int) -> list[Unit]:
+    """Return the parts of a stage beside its blocks."""
+    is_first, is_last = number == 0, number == stages - 1
+    embedding = [model.embedding] if is_first or (is_last and model.tied) else []
+    return [*embedding, model.output] if is_last else embedding
 
 
 def units_of_stage(model: ModelCost, stages: int, chunks: int, number: int) -> tuple[Unit, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from lockstep.layout import Layout
 from lockstep.network.links import Link
 from lockstep.planner.calibration import calibrate, time_messages
 from lockstep.planner.devices import Cluster
-from lockstep.planner.step_cost import step_cost
+from lockstep.planner.step_cost import Workload, step_cost
 
 TINY = {
     "data.pairs": 300,
@@ -50,7 +49,7 @@ def test_blocks_are_timed_whole_and_as_a_rank_of_the_tensor_axis(tmp_path: Path)
     ] and 0 < model.tokens <= 128
     assert 0 <= timing.copy_s < 1e-6
     fast = Cluster(1, 1, "cpu", 1, Link(0, 1e12), Link(0, 1e12))
-    step = step_cost(model, replace(run), Layout(), fast, timing)
+    step = step_cost(Workload(model, run, fast, timing), Layout())
     micro_s = sum(sum(timing.of(unit, 1)) for unit in model.units)
     assert (
         step.compute_s > 0

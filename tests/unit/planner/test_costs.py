@@ -21,6 +21,7 @@ from lockstep.planner.step_cost import (
     StepCost,
     Timeline,
     Timing,
+    Workload,
     mean_timing,
     play_pipeline,
     step_cost,
@@ -53,7 +54,11 @@ def cluster(link: Link, hosts: int = 2, per_host: int = 1) -> Cluster:
 
 
 def cost(layout: Layout, link: Link = FAST, run: RunConfig = RUN) -> StepCost:
-    return step_cost(MODEL, run, layout, cluster(link, layout.workers), TIMING)
+    return priced(layout, run, cluster(link, layout.workers))
+
+
+def priced(layout: Layout, run: RunConfig, of: Cluster, timing: Timing = TIMING) -> StepCost:
+    return step_cost(Workload(MODEL, run, of, timing), layout)
 
 
 def test_two_ranks_send_the_bytes_once_and_wait_for_two_latencies() -> None:
@@ -97,7 +102,7 @@ def test_messages_slow_down_computation_only_while_they_are_sent() -> None:
     assert timeline.now_s == 5.25 + 0.25 * 0.75
     link = Link(0.0, 1e8)
     waits, slowed = (
-        step_cost(MODEL, RUN, Layout(1, 2), cluster(link), replace(TIMING, message_s=s)).seconds
+        priced(Layout(1, 2), RUN, cluster(link), replace(TIMING, message_s=s)).seconds
         for s in (0.0, 5e-9)
     )
     assert waits < slowed < 1.5 * waits
@@ -154,19 +159,15 @@ def test_shards_of_a_learner_exchange_in_each_step_and_replicas_once() -> None:
         Link(0.0, 1e6),
         4 * MODEL.parameters / 2,
     )
-    inside, both = (
-        step_cost(MODEL, half, Layout(1, 2), cluster(link), TIMING) for link in (FAST, slow)
-    )
-    step = step_cost(MODEL, run, Layout(2, 2), replace(cluster(slow, 2, 2), same_host=FAST), TIMING)
+    inside, both = (priced(Layout(1, 2), half, cluster(link)) for link in (FAST, slow))
+    step = priced(Layout(2, 2), run, replace(cluster(slow, 2, 2), same_host=FAST))
     assert step.compute_s == pytest.approx(inside.compute_s) and step.sent_bytes == pytest.approx(
         inside.sent_bytes + rows / 50
     )
     assert step.exposed_s == pytest.approx(inside.exposed_s + 2 * rows / 1e6 / 50), (
         "two workers share the link of a host"
     )
-    assert step_cost(MODEL, run, Layout(1, 2), cluster(slow), TIMING).exposed_s == pytest.approx(
-        2 * both.exposed_s
-    )
+    assert priced(Layout(1, 2), run, cluster(slow)).exposed_s == pytest.approx(2 * both.exposed_s)
 
 
 def test_shards_gather_twice_and_send_gradients_of_each_pass() -> None:

@@ -16,8 +16,9 @@ from lockstep.errors import UsageError
 from lockstep.layout import Layout
 from lockstep.network.links import Link
 from lockstep.planner.devices import parse_cluster, read_profile
-from lockstep.planner.goodput import expected_goodput, played_outage
-from lockstep.planner.plan import layouts
+from lockstep.planner.goodput import Failures, expected_goodput, played_outage
+from lockstep.planner.memory_cost import MemoryCost
+from lockstep.planner.plan import PlannedLayout, layouts
 from lockstep.planner.step_cost import StepCost
 
 ENDLESS = '{"links": {"other_host": {"latency_s": 1, "bytes_per_s": 0}}}'
@@ -284,12 +285,12 @@ def test_the_played_protocol_notices_a_lost_host() -> None:
 
 
 def test_failures_cost_more_where_no_replica_survives() -> None:
-    cluster, step = parse_cluster("4x1:cpu", "1Gbit/s", "", None), StepCost(1.0, 0.0, 0.0, 0.0, 0.0)
-    replicas, shards = (
-        expected_goodput(layout, step, cluster, 1000, 3600.0, 3.6, 1e6, 100)
-        for layout in (Layout(4), Layout(1, 4))
-    )
+    cluster = parse_cluster("4x1:cpu", "1Gbit/s", "", None)
+    step, memory = StepCost(1.0, 0.0, 0.0, 0.0, 0.0), MemoryCost(0, 1e6, 0, 0, 0, 0, 0)
+    planned = [PlannedLayout(layout, step, memory, "") for layout in (Layout(4), Layout(1, 4))]
+    failures = Failures(3600.0, 3.6, 100)
+    replicas, shards = (expected_goodput(best, cluster, 1000, failures) for best in planned)
     assert replicas.share > shards.share and shards.lost_s == pytest.approx(30 + 50)
     assert shards.dollars_per_million_tokens == pytest.approx(4 * 0.001 * 1000 / shards.share)
-    never = expected_goodput(Layout(4), step, cluster, 1000, float("inf"), None, 1e6, 100)
+    never = expected_goodput(planned[0], cluster, 1000, Failures(float("inf"), None, 100))
     assert (never.share, never.dollars_per_million_tokens) == (1.0, None)
