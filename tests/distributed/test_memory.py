@@ -26,8 +26,8 @@ from lockstep.models.llama import Llama, build_llama
 from lockstep.models.llama_config import LLAMA_CONFIGS, LlamaConfig
 from lockstep.models.translator import Translator, build_translator
 from lockstep.parallel.activation_checkpoint import Mode, checkpoint_activations
-from lockstep.parallel.plans import plan_of
-from lockstep.planner.memory_estimate import memory_limit, refuse_too_large
+from lockstep.parallel.plans import ParallelPlan, plan_of
+from lockstep.planner.memory_estimate import StateSize, memory_limit, refuse_too_large
 from lockstep.tasks.layout_limits import smallest_model
 from lockstep.tasks.optim import LeanAdamW, make_optimizers, stochastic_round
 
@@ -269,6 +269,11 @@ def parameters_of(model: nn.Module | None) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
+class OneMatrix(nn.Linear):
+    def parallel_plan(self) -> ParallelPlan:
+        return ParallelPlan(())
+
+
 def refuse(
     parameters: int,
     optim: OptimOptions | None = None,
@@ -277,7 +282,6 @@ def refuse(
     frozen: bool = False,
 ) -> None:
     """Call `refuse_too_large` for a matrix of so many parameters."""
-    model = nn.Linear(parameters, 1, bias=False, device="meta").requires_grad_(not frozen)
-    refuse_too_large(
-        model, optim or OptimOptions(), memory or MemoryOptions(), layout or Layout(1), CPU
-    )
+    model = OneMatrix(parameters, 1, bias=False, device="meta").requires_grad_(not frozen)
+    size = StateSize.of(model, optim or OptimOptions(), memory or MemoryOptions(), CPU)
+    refuse_too_large(size, layout or Layout(1), CPU)

@@ -127,7 +127,7 @@ def test_adamw_gives_the_same_bits_to_a_tensor_and_its_parts() -> None:
     for cut in (1000, 333, 64):
         model = nn.Module()
         model.parts = nn.ParameterList([part.clone() for part in whole.split(cut)])
-        optimizer = adamw(model, OptimOptions())
+        optimizer = adamw(model.named_parameters(), OptimOptions(), on_gpu=True)
         for _ in range(3):
             for parameter, grad in zip(model.parts, gradient.split(cut), strict=True):
                 parameter.grad = grad.clone()

@@ -115,10 +115,8 @@ def report(args: argparse.Namespace, experiment: Experiment, measured: dict[str,
     """Print the result, whose last line has the total time in seconds, and write the picture."""
     seconds = experiment.simulations[experiment.fastest].seconds
     if args.picture:
-        schedule, simulation = (
-            experiment.schedules[args.algorithm],
-            experiment.simulations[args.algorithm],
-        )
+        schedule = experiment.schedules[args.algorithm]
+        simulation = experiment.simulations[args.algorithm]
         args.picture.write_text(
             draw_svg(schedule, simulation, f"{args.algorithm} {experiment.title}"), encoding="utf-8"
         )
@@ -127,17 +125,13 @@ def report(args: argparse.Namespace, experiment: Experiment, measured: dict[str,
             name: facts(simulation, measured.get(name))
             for name, simulation in experiment.simulations.items()
         }
-        ranges = experiment.best_by_size()
-        print(
-            json.dumps(
-                {
-                    "algorithms": values,
-                    "fastest_from_bytes": ranges,
-                    "fastest": experiment.fastest,
-                    "seconds": seconds,
-                }
-            )
-        )
+        answer = {
+            "algorithms": values,
+            "fastest_from_bytes": experiment.best_by_size(),
+            "fastest": experiment.fastest,
+            "seconds": seconds,
+        }
+        print(json.dumps(answer))
         return 0
     print(f"{experiment.title}\n\n{table(experiment, measured)}\n")
     if args.algorithm:
@@ -145,14 +139,9 @@ def report(args: argparse.Namespace, experiment: Experiment, measured: dict[str,
             draw_text(experiment.schedules[args.algorithm], experiment.simulations[args.algorithm])
         )
     else:
-        ranges = experiment.best_by_size()
-        print(
-            "fastest: "
-            + "; ".join(
-                f"{name} from {format_count(round(size))}B" if size else name
-                for size, name in ranges
-            )
-        )
+        (_, first), *others = experiment.best_by_size()
+        ranges = [first, *(f"{name} from {format_count(round(size))}B" for size, name in others)]
+        print("fastest:", "; ".join(ranges))
     print(f"\ntotal time of {experiment.fastest}: {seconds:.6f} s")
     return 0
 

@@ -18,7 +18,7 @@ from lockstep.cli.start import RunRequest, is_script
 from lockstep.config.resolve import parse_flags, resolve
 from lockstep.config.schema import RunConfig
 from lockstep.errors import UsageError
-from lockstep.layout import Layout, layout_flags
+from lockstep.layout import Layout, LayoutLimits, layout_flags
 from lockstep.log import log
 from lockstep.planner.devices import GPUS, Cluster, parse_cluster, parsed
 from lockstep.planner.goodput import Failures, expected_goodput
@@ -28,9 +28,10 @@ from lockstep.planner.step_cost import Timing, Workload, timing_from_flops
 from lockstep.runtime.environment import default_worker_count, read_rank_info
 from lockstep.units import format_bytes, format_count, format_duration, parse_seconds
 
-# Of memory per parameter: AdamW reads a gradient, and reads and writes a weight and two moments; a
-# micro-batch of a replica of several workers copies weights and gradients, and adds gradients.
-UPDATE_BYTES, COPY_BYTES = 28, 28
+# Of memory per parameter: an update reads a gradient, and reads and writes a weight (and the state
+# of the optimizer); a micro-batch of a replica of several workers copies weights and gradients, and
+# adds gradients.
+UPDATE_BYTES, COPY_BYTES = 12, 28
 
 
 def main(args: argparse.Namespace, rest: list[str]) -> int:
@@ -52,7 +53,9 @@ def main(args: argparse.Namespace, rest: list[str]) -> int:
             timing = own_timing(function, run)
         else:
             folder = args.out or Path("runs") / Path(args.target or "default").stem
-            sizes = [size for size in (2, 4, 8) if possible(model, size, cluster)]
+            limits = LayoutLimits(1, model.heads)
+            possible = [n for n in (2, 4, 8) if not limits.problem_with(Layout(tensor=n))]
+            sizes = [size for size in possible if cluster.devices % size == 0]
             model, timing = calibrate_together(run, folder, cluster.kind, sizes, cluster.per_host)
     work = Workload(model, run, cluster, timing)
     plan = make_plan(work)
@@ -99,16 +102,12 @@ def assumed_timing(model: ModelCost, cluster: Cluster, run: RunConfig) -> Timing
     if not cluster.memory_bytes_per_s:
         return timing
     rate, text = cluster.memory_bytes_per_s, f"{cluster.memory_bytes_per_s / 1e9:g} GB/s of memory"
+    state = sum(unit.state.on(1) for unit in model.units) / model.parameters
     return replace(
-        timing, update_s=UPDATE_BYTES / rate, copy_s=COPY_BYTES / rate, source=f"{source}; {text}"
-    )
-
-
-def possible(model: ModelCost, tensor: int, cluster: Cluster) -> bool:
-    return (
-        bool(model.heads)
-        and cluster.devices % tensor == 0
-        and all(size % tensor == 0 for size in model.heads)
+        timing,
+        update_s=(UPDATE_BYTES + 2 * state) / rate,
+        copy_s=COPY_BYTES / rate,
+        source=f"{source}; {text}",
     )
 
 
@@ -179,16 +178,9 @@ def to_json(plan: Plan, work: Workload) -> dict[str, Any]:
     model, run, cluster = work.model, work.run, work.cluster
 
     def entry(planned: PlannedLayout) -> dict[str, Any]:
-        values = {
-            "layout": asdict(planned.layout),
-            "seconds": planned.step.seconds,
-            **asdict(planned.step),
-        }
-        return values | {
-            "memory": asdict(planned.memory),
-            "bytes": planned.memory.total,
-            "reason": planned.reason,
-        }
+        values = asdict(planned)
+        values |= values.pop("step")
+        return values | {"seconds": planned.step.seconds, "bytes": planned.memory.total}
 
     found = advice(work, plan.fitting[0])
     if not model.layers:  # a user's own: its loop decides the rest

@@ -61,16 +61,7 @@ class LlamaConfig:
 
     @property
     def num_parameters(self) -> int:
-        attention = 2 * self.dim * self.head_dim * (self.n_heads + self.n_kv_heads)
-        attention += self.head_dim * (
-            self.qkv_bias * (self.n_heads + 2 * self.n_kv_heads) + 2 * self.qk_norm
-        )
-        layer = attention + 3 * self.dim * self.ffn_dim + 2 * self.dim
-        return (
-            self.n_layers * layer
-            + self.dim
-            + self.vocab_size * self.dim * (1 if self.tie_embeddings else 2)
-        )
+        return sum(parameter.numel() for parameter in self.meta_model().parameters())
 
     @property
     def buffers(self) -> dict[str, Tensor]:

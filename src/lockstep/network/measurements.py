@@ -7,7 +7,7 @@ nccl-tests: algbw is bytes / time, busbw is the rate at which the busiest link h
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from statistics import median
+from statistics import fmean, linear_regression, median
 from typing import Any, NamedTuple
 
 from lockstep.network.links import Link
@@ -73,24 +73,13 @@ def fit_link(seconds: dict[int, float]) -> Link:
     The rate is that of the least squares line, which the largest messages decide. The latency is
     what is left, by least squares of relative errors, which the smallest messages decide.
     """
-    sizes, times = list(map(float, seconds)), list(seconds.values())
-    middle, spread = (
-        sum(sizes) / len(sizes),
-        sum((size - sum(sizes) / len(sizes)) ** 2 for size in sizes),
-    )
-    slope = (
-        sum((size - middle) * took for size, took in seconds.items()) / spread if spread else 0.0
-    )
+    sizes, times = list(seconds), list(seconds.values())
+    slope = linear_regression(sizes, times).slope if len(sizes) > 1 else 0.0
     if slope <= 0:  # one size, or times that do not grow
         slope = times[-1] / sizes[-1]
-    weights = [took**-2 for took in times]
-    left = sum(
-        weight * (took - slope * size)
-        for weight, size, took in zip(weights, sizes, times, strict=True)
-    )
-    latency_s = left / sum(
-        weights
-    )  # zero or less where a token bucket lets small messages pass at once
+    rest = [took - slope * size for size, took in seconds.items()]
+    latency_s = fmean(rest, weights=[took**-2 for took in times])
+    # zero or less where a token bucket lets small messages pass at once
     return Link(latency_s if latency_s > 0 else times[0], 1 / slope)
 
 

@@ -304,8 +304,8 @@ def kind_of(model: nn.Module, unit: str) -> str:
 def parameters_by_unit(
     model: nn.Module, units: Sequence[str]
 ) -> dict[str, dict[str, nn.Parameter]]:
-    """Return the parameters of each unit, of the "embedding" and of the "output". Of a model
-    without stages all that is in no unit counts as embedding."""
+    """Return the parameters of each unit, of the "embedding" and of the "output". A
+    model without stages has all parameters outside of units in its embedding."""
     outer = {name.partition(".")[0] for name, _ in model.named_parameters()}
     if isinstance(model, StagedModel):
         outer = set(model.outer_modules((), first=True, last=False))

@@ -24,21 +24,8 @@ SAME_HOST = {
 }  # assumed: NVLink; gloo over the loopback device
 LATENCY_S = 100e-6  # between hosts, if none is given: assumed
 GPUS = (
-    *(
-        "A100",
-        "H100",
-        "H200",
-        "B200",
-        "MI300X",
-        "L40S",
-        "L4",
-        "A10",
-        "V100",
-        "T4",
-        "P4000",
-        "RTX 4090",
-        "RTX 3090",
-    ),
+    *("A100", "H100", "H200", "B200", "MI300X", "L40S", "L4"),
+    *("A10", "V100", "T4", "P4000", "RTX 4090", "RTX 3090"),
 )
 MAX_DEVICES = 1 << 14
 DEVICES_HINT = "write HOSTSxDEVICES:KIND-MEMORY, such as 4x8:H100-80GB or 2x1:cpu-4GiB"
@@ -81,26 +68,19 @@ class Cluster:
     def precision(self) -> Literal["bf16", "fp32"]:
         """Return what compute.precision = auto means there; a CPU is this machine's, and a GPU
         whose peak is given has bf16 units."""
-        if self.peak:
-            return "bf16"
-        return (
-            "bf16"
-            if (bf16_flag() if self.kind == "cpu" else peak_flops(self.kind, "bf16"))
-            else "fp32"
-        )
+        if self.kind == "cpu":
+            return "bf16" if bf16_flag() else "fp32"
+        return "bf16" if self.peak or peak_flops(self.kind, "bf16") else "fp32"
 
     def flops(self, precision: str) -> tuple[float, str]:
         """Return the assumed FLOP/s of a device in training, and the assumption."""
         if self.kind == "cpu":
-            return CPU_FLOPS[
-                precision
-            ], f"{CPU_FLOPS[precision] / 1e9:g} GFLOP/s per worker, assumed"
+            flops = CPU_FLOPS[precision]
+            return flops, f"{flops / 1e9:g} GFLOP/s per worker, assumed"
         peak = self.peak or peak_flops(self.kind, precision)
         assert peak is not None
-        return (
-            peak * EFFICIENCY,
-            f"{EFFICIENCY:.0%} of the peak of {peak / 1e12:g} TFLOP/s, assumed",
-        )
+        text = f"{EFFICIENCY:.0%} of the peak of {peak / 1e12:g} TFLOP/s, assumed"
+        return peak * EFFICIENCY, text
 
     def link(self, rank: int, peer: int, sharing: int = 0) -> Link:
         """Return the link of two ranks when `sharing` workers of a host send at once; 0: all."""
@@ -191,16 +171,10 @@ def read_profile(path: Path) -> dict[str, Link]:
         raise UsageError(
             f"{path} is not a profile of links: {type(error).__name__}: {error}", "--profile", hint
         ) from None
-    if wrong := next(
-        (
-            name
-            for name, link in read.items()
-            if not (0 < link.bytes_per_s < inf and 0 <= link.latency_s < inf)
-        ),
-        "",
-    ):
-        what = f"{path}: the link {wrong} has {read[wrong].bytes_per_s:g} bytes/s and a latency of {read[wrong].latency_s:g} s"
-        raise UsageError(
-            what, "--profile", "measure it again with lockstep bench comm --out FILE.json"
-        )
+    for name, link in read.items():
+        if not (0 < link.bytes_per_s < inf and 0 <= link.latency_s < inf):
+            rates = f"{link.bytes_per_s:g} bytes/s and a latency of {link.latency_s:g} s"
+            what = f"{path}: the link {name} has {rates}"
+            hint = "measure it again with lockstep bench comm --out FILE.json"
+            raise UsageError(what, "--profile", hint)
     return read

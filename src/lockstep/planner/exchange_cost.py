@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
+from itertools import product
 
 from lockstep.network.links import Link
 from lockstep.network.subtrees import equal_shares
@@ -47,35 +49,31 @@ def play_tree(
     """
     size = len(ranks)
     plans = [rounds_of_rank(rank, equal_shares(size, leaves)) for rank in range(size)]
-    rounds, reductions = (
-        [[*reduce, *gather] for reduce, gather in plans],
-        [len(reduce) for reduce, _ in plans],
-    )
+    rounds = [[*product([True], reduce), *product([False], gather)] for reduce, gather in plans]
     arrivals: dict[tuple[object, ...], float] = {}
-    sent, clocks, numbers, posted = [0.0] * size, [0.0] * size, [0] * size, [False] * size
-    while any(number < len(own) for number, own in zip(numbers, rounds, strict=True)):
-        for rank, own in enumerate(rounds):
-            if numbers[rank] == len(own):
+    sent = [0.0] * size
+    clocks = [0.0] * size
+    posted = [-1] * size  # the newest round whose messages a rank has sent
+    numbers = [0] * size
+    while any(map(operator.lt, numbers, map(len, rounds))):
+        for rank, number in enumerate(numbers):
+            if number == len(rounds[rank]):
                 continue
-            turn, adds = own[numbers[rank]], numbers[rank] < reductions[rank]
-            if not posted[rank]:
-                posted[rank] = True
-                for message in turn.sends:
-                    link, part = (
-                        cluster.link(ranks[rank], ranks[message.peer]),
-                        (message.stop - message.start) / WHOLE * nbytes,
-                    )
-                    clocks[rank] += part / link.bytes_per_s
-                    arrivals[adds, message.node, rank, message.peer, message.start] = (
-                        clocks[rank] + link.latency_s
-                    )
-                    sent[rank] += part
+            adds, turn = rounds[rank][number]
+            for message in turn.sends if posted[rank] < number else ():
+                link = cluster.link(ranks[rank], ranks[message.peer])
+                part = (message.stop - message.start) / WHOLE * nbytes
+                clocks[rank] += part / link.bytes_per_s
+                key = (adds, message.node, rank, message.peer, message.start)
+                arrivals[key] = clocks[rank] + link.latency_s
+                sent[rank] += part
+            posted[rank] = number
             awaited = [
                 (adds, message.node, message.peer, rank, message.start) for message in turn.receives
             ]
             if all(key in arrivals for key in awaited):
                 clocks[rank] = max([clocks[rank], *(arrivals[key] for key in awaited)])
-                numbers[rank], posted[rank] = numbers[rank] + 1, False
+                numbers[rank] += 1
     return max(clocks), max(sent)
 
 

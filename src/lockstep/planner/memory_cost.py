@@ -89,7 +89,9 @@ def stage_memory(
 
 def runtime_bytes(model: ModelCost, run: RunConfig, layout: Layout) -> int:
     kernels = KERNEL_BYTES if model.ragged and run.compute.precision == "bf16" else 0
-    return RUNTIME_BYTES + GROUP_BYTES * groups_of(layout) + kernels
+    groups = 2 * (layout.shard > 1) + (layout.tensor > 1) + 2 * (layout.pipeline > 1)
+    groups += layout.workers_per_replica > 1 < layout.replicate  # besides that of all workers
+    return RUNTIME_BYTES + GROUP_BYTES * groups + kernels
 
 
 def learner_bytes(run: RunConfig, layout: Layout) -> int:
@@ -98,52 +100,37 @@ def learner_bytes(run: RunConfig, layout: Layout) -> int:
     return 8 + 4 * -(-run.diloco.learners // layout.replicate) if run.diloco.learners else 0
 
 
-def groups_of(layout: Layout) -> int:
-    """Return how many process groups a worker has besides that of all workers."""
-    return (
-        2 * (layout.shard > 1)
-        + (layout.tensor > 1)
-        + 2 * (layout.pipeline > 1)
-        + (layout.workers_per_replica > 1 < layout.replicate)
-    )
+def tree_depth(leaves: int, ranks: int = 1) -> int:
+    """Return the depth of the tree over the leaves of one of so many ranks."""
+    return math.ceil(math.log2(-(-leaves // ranks)))
 
 
 def stored_sums(run: RunConfig, layout: Layout) -> float:
     """Return the gradients that partial sums take which wait for their sibling in the tree of a
     step."""
-    learners = run.diloco.learners
-    leaves = -(-(learners or run.batch.micro_batches) // layout.replicate)
+    learners, micro_batches = run.diloco.learners, run.batch.micro_batches
+    leaves = -(-(learners or micro_batches) // layout.replicate)
     if layout.workers_per_replica == 1:
-        return STORED_BYTES * max(0, math.ceil(math.log2(leaves)) - 1)
-    depth = math.ceil(math.log2(-(-leaves // layout.shard)))
+        return STORED_BYTES * max(0, tree_depth(leaves) - 1)
     if learners:  # sums of finished learners, and of a learner's micro-batches
-        depth = math.ceil(math.log2(leaves)) + math.ceil(
-            math.log2(-(-run.batch.micro_batches // learners // layout.shard))
-        )
-    return (
-        0.0
-        if run.fsdp.reduce == "per_step" and layout.shard > 1 and not learners
-        else STORED_SHARD_BYTES * depth
-    )
+        each = -(-micro_batches // learners)
+        return STORED_SHARD_BYTES * (tree_depth(leaves) + tree_depth(each, layout.shard))
+    if run.fsdp.reduce == "per_step" and layout.shard > 1:
+        return 0.0
+    return STORED_SHARD_BYTES * tree_depth(leaves, layout.shard)
 
 
 def gathered_bytes(run: RunConfig, layout: Layout, units: list[int], root: int) -> float:
     """Return the bytes of whole units: parameters that are gathered, and gradients on their way."""
+    whole, largest = sum(units) + root, max([*units, 1])
     if layout.workers_per_replica == 1:
-        return 4 * min(sum(units) + root, (run.parallel.bucket_bytes or 25_000_000) / 4)
+        return min(4 * whole, run.parallel.bucket_bytes or 25_000_000)
     kept = len(units) if not run.fsdp.reshard_after_forward else 1 + run.fsdp.prefetch_units
     if run.fsdp.reduce == "per_step" and layout.shard > 1:
-        depth = math.ceil(
-            math.log2(
-                -(
-                    -run.batch.micro_batches
-                    // (run.diloco.learners or layout.replicate)
-                    // layout.shard
-                )
-            )
-        )
-        return 4 * (kept * max([*units, 1]) + root + max(1, depth) * (sum(units) + root))
-    return 4 * ((kept + 3) * max([*units, 1]) + 2 * root)
+        leaves = -(-run.batch.micro_batches // (run.diloco.learners or layout.replicate))
+        depth = max(1, tree_depth(leaves, layout.shard))
+        return 4 * (kept * largest + root + depth * whole)
+    return 4 * ((kept + 3) * largest + 2 * root)
 
 
 def activation_bytes(

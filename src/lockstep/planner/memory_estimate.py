@@ -1,8 +1,8 @@
 """Estimate the memory that a worker needs for a model's state, and find a layout that fits.
 
-Per parameter a worker holds the weight, its gradient and AdamW's two moments (16 bytes in float32),
-and while it saves a copy of all but the gradient (12 more). Sharded state also has some units
-whole. Activations depend on the micro-batch, so a layout counts as fitting if it takes a third.
+A worker holds weights, gradients and the state of its optimizers, and while it saves a copy of all
+but the gradients. Sharded state also has some units whole. Activations depend on the micro-batch,
+so a layout counts as fitting if it takes a third.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from lockstep.units import format_bytes, format_count
 
 log = logging.getLogger("lockstep")
 
-TRAINING_BYTES, SAVING_BYTES, WEIGHT_BYTES = 16, 12, 4  # bytes per parameter
+WEIGHT_BYTES = 4  # of a gathered unit, per parameter
 GATHERED_UNITS = 6  # of the largest size: one computes, one is prefetched; gradients of three, and received rows of one
 HEADROOM_FACTOR = 3  # times the state: room for activations, and stacks and arenas of about 20 threads where address space is limited
 MAX_WORKERS = 64  # of a replica that is proposed
@@ -41,31 +41,59 @@ CGROUP = Path("/sys/fs/cgroup/memory.max")
 
 
 @dataclass(frozen=True)
-class ModelSize:
+class StateSize:
+    """Bytes of a model's state; parameters in all and in its largest unit."""
+
     parameters: int
     unit: int
+    weights: int
+    gradients: int
+    optimizer: int
 
     @classmethod
-    def of(cls, model: nn.Module) -> ModelSize:
-        """Count the parameters of a model, which may be on the meta device, and its largest
-        unit."""
-        whole = sum(p.numel() for p in model.parameters())
+    def of(
+        cls, model: nn.Module, optim: OptimOptions, memory: MemoryOptions, device: torch.device
+    ) -> StateSize:
+        """Count a new model on the meta device, which gets the dtype of `memory.weights`. Offloaded
+        state takes nothing on a GPU."""
+        if memory.weights == "bf16":
+            model.bfloat16()
+        parameters = list(model.parameters())
+        whole = sum(p.numel() for p in parameters)
         units = [
             sum(p.numel() for p in model.get_submodule(name).parameters())
             for name in plan_of(model).units
         ]
-        return cls(whole, max([*units, whole - sum(units)]))
+        trained = [p for p in parameters if p.requires_grad]
+        each = dict[nn.Parameter, float]()
+        if trained and not (memory.offload == "optimizer" and device.type == "cuda"):
+            each = state_bytes(make_optimizers(model, optim, memory, on_gpu=False), optim.ema_decay)
+        return cls(
+            whole,
+            max([*units, whole - sum(units)]),
+            weights=sum(p.nbytes for p in parameters),
+            gradients=sum(p.nbytes for p in trained),
+            optimizer=int(sum(each[p] * p.numel() for p in each)),
+        )
+
+    @property
+    def training(self) -> int:
+        return self.weights + self.gradients + self.optimizer
+
+    def parts(self, layout: Layout) -> dict[str, int]:
+        """Return the bytes of one worker while it saves, by their use."""
+        whole = {
+            "weights": self.weights,
+            "gradients": self.gradients,
+            "optimizer": self.optimizer,
+            "copy while saving": self.gradients + self.optimizer,  # of what is trained
+        }
+        units = GATHERED_UNITS * WEIGHT_BYTES * self.unit // (layout.tensor * layout.pipeline)
+        parts = {name: each // layout.workers_per_replica for name, each in whole.items()}
+        return parts | {"units gathered at once": units if layout.workers_per_replica > 1 else 0}
 
     def bytes(self, layout: Layout) -> int:
-        """Return the bytes of one worker's state while it saves."""
-        units = (
-            GATHERED_UNITS * WEIGHT_BYTES * self.unit // (layout.tensor * layout.pipeline)
-            if layout.workers_per_replica > 1
-            else 0
-        )
-        return (
-            TRAINING_BYTES + SAVING_BYTES
-        ) * self.parameters // layout.workers_per_replica + units
+        return sum(self.parts(layout).values())
 
 
 def memory_limit(device: torch.device) -> tuple[int, str]:
@@ -83,32 +111,15 @@ def memory_limit(device: torch.device) -> tuple[int, str]:
     return min(limits)
 
 
-def refuse_too_large(
-    model: nn.Module,
-    optim: OptimOptions,
-    memory: MemoryOptions,
-    layout: Layout,
-    device: torch.device,
-) -> None:
-    """ConfigError: a worker's weights, gradients and optimizer state exceed its memory limit.
-    model: on the meta device, with no more parameters than the run's; it may become bf16."""
-    if memory.weights == "bf16":
-        model.bfloat16()
-    parameters = list(model.parameters())
-    trained = [p for p in parameters if p.requires_grad]
-    each = dict[nn.Parameter, float]()
-    if trained and not (memory.offload == "optimizer" and device.type == "cuda"):
-        each = state_bytes(make_optimizers(model, optim, memory, on_gpu=False), optim.ema_decay)
-    state = sum(each[p] * p.numel() for p in each)
-    whole = sum(p.nbytes for p in (*parameters, *trained)) + state
-    need = int(whole) // layout.workers_per_replica
+def refuse_too_large(size: StateSize, layout: Layout, device: torch.device) -> None:
+    """ConfigError: a worker's weights, gradients and optimizer state exceed its memory limit."""
+    need = size.training // layout.workers_per_replica
     limit, source = memory_limit(device)
     if need > limit:
-        count = format_count(sum(p.numel() for p in parameters))
         raise ConfigError(
-            f"a model of at least {count} parameters takes {format_bytes(need)} per worker, without activations",
+            f"a model of at least {format_count(size.parameters)} parameters takes {format_bytes(need)} per worker, without activations",
             f"[model], llama.size, [memory] and [layout] of the run; the limit is {format_bytes(limit)}, from {source}",
-            f"choose a smaller model, or shard it over at least {math.ceil(whole / limit)} workers: layout.shard",
+            f"choose a smaller model, or shard it over at least {math.ceil(size.training / limit)} workers: layout.shard",
         )
 
 
@@ -119,7 +130,7 @@ def used_bytes(device: torch.device, field: int = ADDRESS_SPACE) -> int:
 
 
 def smallest_fitting_layout(
-    size: ModelSize, free_bytes: int, bounds: LayoutLimits, more_than: int = 0
+    size: StateSize, free_bytes: int, bounds: LayoutLimits, more_than: int = 0
 ) -> Layout | None:
     """Return the smallest replica of more than `more_than` workers that fits, sharded first.
 
@@ -139,12 +150,11 @@ def smallest_fitting_layout(
 
 
 def write_memory_report(
-    path: Path, size: ModelSize, layout: Layout, device: torch.device, error: BaseException
+    path: Path, size: StateSize, layout: Layout, device: torch.device, error: BaseException
 ) -> str:
     """Write to `path` what this process uses and what the estimate expects, and on a GPU torch's
     snapshot beside it; return a sentence that names the files, "" if they cannot be written."""
-    cuda, workers = device.type == "cuda", layout.workers_per_replica
-    state = {"weights": 4, "gradients": 4, "optimizer": 8, "copy while saving": SAVING_BYTES}
+    cuda = device.type == "cuda"
     limit, source = memory_limit(device)
     rows = {
         f"limit, from {source}": limit,
@@ -157,27 +167,13 @@ def write_memory_report(
         }
     else:
         rows |= {"resident": used_bytes(device, RESIDENT), "peak resident": peak_resident_bytes()}
-    rows |= {
-        f"estimated: {name}": each * size.parameters // workers for name, each in state.items()
-    }
-    rows["estimated: units gathered at once"] = (
-        size.bytes(layout) - sum(state.values()) * size.parameters // workers
-    )
-    lines = [f"{format_bytes(number):>10}  {name}" for name, number in rows.items()]
+    rows |= {f"estimated: {name}": number for name, number in size.parts(layout).items()}
+    lines = [error_summary(error), f"{format_count(size.parameters)} parameters, {layout}"]
+    lines += [f"{format_bytes(number):>10}  {name}" for name, number in rows.items()]
     snapshot = path.with_suffix(".pickle")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(
-            path,
-            "\n".join(
-                [
-                    error_summary(error),
-                    f"{format_count(size.parameters)} parameters, {layout}",
-                    *lines,
-                    "",
-                ]
-            ),
-        )
+        write_atomic(path, "\n".join([*lines, ""]))
         if cuda:
             dump_memory_snapshot(str(snapshot))
     except (OSError, MemoryError, RuntimeError) as problem:  # nothing may hide the error
@@ -191,7 +187,7 @@ def write_memory_report(
 
 @contextmanager
 def explain_out_of_memory(
-    model: nn.Module,
+    size: StateSize,
     layout: Layout,
     bounds: LayoutLimits,
     device: torch.device,
@@ -201,7 +197,7 @@ def explain_out_of_memory(
 
     report  returns the file to write what uses the memory to; None: no file
     """
-    size, before = ModelSize.of(model), used_bytes(device)
+    before = used_bytes(device)
     try:
         yield
     except (RuntimeError, MemoryError) as error:

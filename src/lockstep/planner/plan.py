@@ -4,11 +4,13 @@ change."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
+from lockstep.config.rules import conflicts
 from lockstep.config.schema import RunConfig
 from lockstep.errors import UsageError
 from lockstep.layout import Layout, LayoutLimits
+from lockstep.network.wire_format import Wire
 from lockstep.planner.memory_cost import MemoryCost, memory_cost
 from lockstep.planner.model_cost import CHECKPOINT_MODES, Mode
 from lockstep.planner.step_cost import WIRES, StepCost, Workload, step_cost
@@ -75,16 +77,16 @@ def layouts(devices: int) -> Iterator[Layout]:
 
 def problem_with(run: RunConfig, layout: Layout, limits: LayoutLimits) -> str:
     """Return why the run does not work in the layout, or ""."""
-    if run.diloco.learners and layout.tensor * layout.pipeline > 1:
-        return "diloco.learners is for whole replicas and shards"
-    if run.diloco.learners and layout.shard > max(
-        1, each := run.batch.micro_batches // run.diloco.learners
-    ):
-        return f"{layout.shard} shards share {each} micro-batches of a learner's step"
+    if why := next((what for what, _, _ in conflicts(with_layout(run, layout))), ""):
+        return why
     if 0 < run.diloco.learners < layout.replicate:
         return f"{run.diloco.learners} learners keep {run.diloco.learners} of {layout.replicate} replicas busy"
     chunks = run.layout.pipeline_chunks if layout.pipeline > 1 else 1
     return limits.problem_with(replace(layout, pipeline=layout.pipeline * chunks))
+
+
+def with_layout(run: RunConfig, layout: Layout) -> RunConfig:
+    return replace(run, layout=replace(run.layout, **asdict(layout)))
 
 
 def describe(step: StepCost) -> str:
@@ -107,6 +109,10 @@ def advice(work: Workload, best: PlannedLayout) -> dict[str, tuple[object, str]]
     def seconds(key: str, value: object) -> float:
         return step_cost(work.with_values("parallel", **{key: value}), layout).seconds
 
+    def supports(wire: Wire) -> bool:
+        changed = work.with_values("parallel", wire=wire).run
+        return not any(conflicts(with_layout(changed, layout)))
+
     found: dict[str, tuple[object, str]] = {}
     has_buckets = layout.workers_per_replica == 1 < layout.replicate
     if has_buckets:
@@ -123,11 +129,11 @@ def advice(work: Workload, best: PlannedLayout) -> dict[str, tuple[object, str]]
         mode,
         "; ".join(f"{name}: {text}" for name, (_, text) in by_mode.items()),
     )
-    if layout.data_parallel_size > 1:
-        by_wire = {name: seconds("wire", name) for name in WIRES}
+    by_wire = {name: seconds("wire", name) for name in WIRES if supports(name)}
+    if layout.data_parallel_size > 1 and len(by_wire) > 1:
         computed_s = given.compute_s + given.bubble_s + given.update_s
-        enough_s = max(computed_s / (1 - HIDDEN), 1.02 * by_wire["int8"])
-        wire = next(name for name in WIRES if by_wire[name] <= enough_s)
+        enough_s = max(computed_s / (1 - HIDDEN), 1.02 * min(by_wire.values()))
+        wire = next(name for name in by_wire if by_wire[name] <= enough_s)
         found["parallel.wire"] = (
             wire,
             ", ".join(f"{name} {format_duration(value)}" for name, value in by_wire.items())

@@ -21,7 +21,7 @@ from lockstep.errors import CheckpointError
 from lockstep.layout import Layout
 from lockstep.log import log
 from lockstep.parallel.plans import plan_of
-from lockstep.planner.memory_estimate import explain_out_of_memory, refuse_too_large
+from lockstep.planner.memory_estimate import StateSize, explain_out_of_memory, refuse_too_large
 from lockstep.record.backends import load_backend
 from lockstep.runtime.numerics import choose_precision
 from lockstep.session import Session
@@ -134,18 +134,20 @@ class RecipeRun:
         axes = config.layout
         device = self.runtime.world.device
         layout = Layout(1, axes.shard, axes.tensor, axes.pipeline)
-        is_frozen = config.task != "translate" and config.lora.rank > 0
+
+        def size_of(model: nn.Module) -> StateSize:
+            size = StateSize.of(model, config.optim, config.memory, device)
+            refuse_too_large(size, layout, device)
+            return size
+
         if smallest := smallest_model(config):
-            refuse_too_large(smallest, config.optim, config.memory, layout, device)
+            size_of(smallest)
         self.task = open_task(config, self.folder, self.runtime)
         model = self.task.meta_model()
-        if not is_frozen:  # now with the embedding
-            refuse_too_large(model, config.optim, config.memory, layout, device)
+        size = size_of(model)
         limits = plan_of(model).layout_limits(config.data_parallel_limit)
         file = self.folder / "oom" / f"rank-{self.runtime.world.rank}.txt"
-        self._exits.enter_context(
-            explain_out_of_memory(model, layout, limits, device, lambda: file)
-        )
+        self._exits.enter_context(explain_out_of_memory(size, layout, limits, device, lambda: file))
         return self.task
 
     def _on_divergence(self) -> Literal["stop", "rollback"] | Rollback:

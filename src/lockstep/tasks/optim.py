@@ -51,34 +51,30 @@ def make_optimizers(
     if on_gpu is None:
         on_gpu = all(p.device.type == "cuda" for _, p in named)
     rate = values.learning_rate
+    groups = parameter_groups(named, values)
     if values.kind == "adamw":
         return [adamw(named, values, memory, on_gpu=on_gpu)]
     if values.kind == "sgd":
-        return [
-            torch.optim.SGD(
-                parameter_groups(named, values),
-                lr=rate,
-                momentum=values.momentum,
-                fused=on_gpu,
-                foreach=False,
-            )
-        ]
+        momentum = values.momentum
+        return [torch.optim.SGD(groups, rate, momentum, fused=on_gpu, foreach=False)]
     if values.kind == "lion":
-        return [Lion(parameter_groups(named, values), lr=rate, betas=(values.beta1, values.beta2))]
+        return [Lion(groups, lr=rate, betas=(values.beta1, values.beta2))]
     if values.kind == "adafactor":
-        return [torch.optim.Adafactor(parameter_groups(named, values), lr=rate, foreach=False)]
+        return [torch.optim.Adafactor(groups, lr=rate, foreach=False)]
     matrices = {name: p for name, p in named if p.dim() == 2 and not NOT_OF_A_LAYER.search(name)}
     others = [(name, p) for name, p in named if name not in matrices]
-    groups = parameter_groups(matrices.items(), values)
-    # With this adjustment an update of Muon is as large as one of AdamW, so both take the same
-    # learning rate (Liu et al., 2025).
-    muon = (
-        torch.optim.Muon(groups, lr=rate, momentum=values.momentum, adjust_lr_fn="match_rms_adamw")
-        if groups
-        else None
-    )
-    rest = torch_adamw(others, values, fused=on_gpu) if others else None
-    return [optimizer for optimizer in (muon, rest) if optimizer]
+    optimizers: list[torch.optim.Optimizer] = []
+    if matrices:
+        # With this adjustment an update of Muon is as large as one of AdamW, so both take the same
+        # learning rate (Liu et al., 2025).
+        groups = parameter_groups(matrices.items(), values)
+        muon = torch.optim.Muon(
+            groups, rate, momentum=values.momentum, adjust_lr_fn="match_rms_adamw"
+        )
+        optimizers.append(muon)
+    if others:
+        optimizers.append(adamw(others, values, on_gpu=on_gpu))
+    return optimizers
 
 
 def state_bytes(
@@ -86,8 +82,8 @@ def state_bytes(
 ) -> dict[nn.Parameter, float]:
     """Return the bytes of state that a step leaves per element of each parameter.
 
-    Each optimizer steps with small parameters instead of its own, which may have no memory; it
-    cannot be used for others afterwards.
+    Each optimizer steps with small parameters in place of the model's, which may have no memory; it
+    keeps them.
     """
     samples: dict[nn.Parameter, nn.Parameter] = {}
     for optimizer in optimizers:
@@ -178,32 +174,20 @@ def adamw(
     one parameter after another, which stays in the cache. `LeanAdamW` for a lower-precision or
     offloaded state.
     """
+    groups = parameter_groups(named, values)
+    rate, betas = values.learning_rate, (values.beta1, values.beta2)
     if memory.saves_optimizer:
         state = torch.bfloat16 if memory.optimizer_state == "bf16" else torch.float32
-        betas, offload = (values.beta1, values.beta2), memory.offload == "optimizer"
-        groups = parameter_groups(named, values)
+        offload = memory.offload == "optimizer"
         return LeanAdamW(
-            groups,
-            lr=values.learning_rate,
-            betas=betas,
-            eps=values.epsilon,
-            state_dtype=state,
-            offload=offload,
+            groups, lr=rate, betas=betas, eps=values.epsilon, state_dtype=state, offload=offload
         )
     if values.fused and not on_gpu:
         log.info(
             "fused AdamW: faster with whole replicas; in shards each parameter is updated by its owner"
         )
-    return torch_adamw(named, values, fused=values.fused or on_gpu)
-
-
-def torch_adamw(
-    named: NamedParameters, values: OptimOptions, *, fused: bool
-) -> torch.optim.Optimizer:
-    betas, groups = (values.beta1, values.beta2), parameter_groups(named, values)
-    return torch.optim.AdamW(
-        groups, lr=values.learning_rate, betas=betas, eps=values.epsilon, fused=fused, foreach=False
-    )
+    fused = values.fused or on_gpu
+    return torch.optim.AdamW(groups, rate, betas, values.epsilon, fused=fused, foreach=False)
 
 
 class Lion(torch.optim.Optimizer):

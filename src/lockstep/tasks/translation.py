@@ -83,12 +83,7 @@ class TranslationTask:
     def flops_per_token(self) -> float:
         """Floating-point operations per trained token, forward and backward."""
         model = self.run.model
-        parameters = sum(
-            p.numel()
-            for p in translator_on_meta(
-                model, self.corpus.tokenizer.vocab_size, "cpu", self.length
-            ).parameters()
-        )
+        parameters = sum(p.numel() for p in self.meta_model().parameters())
         return flops_per_token(
             parameters, model.encoder_layers + model.decoder_layers, model.dim, self.length
         )

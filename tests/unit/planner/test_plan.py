@@ -205,6 +205,19 @@ def test_what_is_not_supported_is_refused(capsys: pytest.CaptureFixture[str]) ->
     assert "with all parameters trained" in capsys.readouterr().err
 
 
+def test_what_training_refuses_in_a_layout_is_neither_planned_nor_advised(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["--devices", "2x1:cpu", "--link", "1Mbit/s"]
+    muon = plan(capsys, *words, "--optim.kind", "muon")
+    reasons = {entry["why"] for entry in muon["refused"]}
+    assert reasons == {"optim.kind=muon needs whole matrices, which layout.tensor splits"}
+    only_pipelines = ["--diloco.learners", "0", "--batch.micro_batches", "1"]
+    answer = plan(capsys, *words, *only_pipelines)
+    assert answer["layouts"][0]["layout"]["pipeline"] == 2
+    assert "parallel.wire" not in answer["advice"]
+
+
 def test_learners_are_planned_in_replicas_and_shards(capsys: pytest.CaptureFixture[str]) -> None:
     words = [
         "--devices",
@@ -225,12 +238,13 @@ def test_learners_are_planned_in_replicas_and_shards(capsys: pytest.CaptureFixtu
     reasons = {entry["why"] for entry in four["refused"]}
     assert reasons == {
         "2 learners keep 2 of 4 replicas busy",
-        "diloco.learners is for whole replicas and shards",
+        "diloco.learners is not supported with layout.tensor",
+        "diloco.learners is not supported with layout.pipeline",
+        "diloco.learners is not supported with layout.tensor, layout.pipeline",
     }
     one = plan(capsys, "--devices", "2x1:cpu", *words[2:], "--batch.micro_batches", "2")
-    assert "2 shards share 1 micro-batches of a learner's step" in {
-        entry["why"] for entry in one["refused"]
-    }
+    why = "layout.shard=2 and 1 micro-batches in a learner's step: each shard needs one"
+    assert why in {entry["why"] for entry in one["refused"]}
     two = plan(capsys, "--devices", "2x1:cpu", *words[2:])
     assert two["layouts"][0]["layout"]["replicate"] == 2, (
         "a link between shards would be used in every step"
