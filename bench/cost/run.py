@@ -39,7 +39,7 @@ from bench.step.contestants import as_flags
 from lockstep.agent.worker_pool import MALLOC_SETTINGS
 from lockstep.config.resolve import resolve
 from lockstep.config.schema import ResolvedRun
-from lockstep.corpus.pairs.prepare import prepare
+from lockstep.corpus.encoded_pairs import prepare
 
 WORKERS = 2
 WAYS = ("with", "without")

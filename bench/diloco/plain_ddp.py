@@ -23,8 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bench.step.batches import tokens_in_step
 from lockstep.config.resolve import parse_flags, resolve
-from lockstep.corpus.pairs.loader import PairLoader
-from lockstep.corpus.pairs.prepare import open_prepared
+from lockstep.corpus.encoded_pairs import open_prepared
+from lockstep.corpus.loaders import PairLoader
 from lockstep.data.order import splitmix64
 from lockstep.models.translator import build_translator
 from lockstep.network.subtrees import equal_shares, leaves_of_rank

@@ -40,7 +40,7 @@ from safetensors.torch import load_file
 from bench.results import TOP, keep, machine
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.config.resolve import parse_flags, resolve
-from lockstep.corpus.pairs.prepare import PreparedPairs, open_prepared, prepare
+from lockstep.corpus.encoded_pairs import PreparedPairs, open_prepared, prepare
 from lockstep.generation.beam_search import batches_by_length
 from lockstep.models.translator import build_translator
 from lockstep.record.metrics import read_metrics

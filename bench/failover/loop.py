@@ -16,8 +16,8 @@ import torch
 
 from bench.step.batches import tokens_in_step
 from bench.step.task import Task
-from lockstep.corpus.pairs.loader import PairLoader
-from lockstep.corpus.pairs.prepare import open_prepared
+from lockstep.corpus.encoded_pairs import open_prepared
+from lockstep.corpus.loaders import PairLoader
 from lockstep.models.translator import build_translator
 from lockstep.network.subtrees import equal_shares, leaves_of_rank
 from lockstep.tasks.optim import adamw

@@ -26,7 +26,7 @@ from statistics import median
 
 from bench.failover.subjects import AFTER, Lockstep, Subject, Torchft, Torchrun, tiny, why_no_hosts
 from bench.results import HOW, command_line, machine, result_folder
-from lockstep.corpus.pairs.prepare import prepare
+from lockstep.corpus.encoded_pairs import prepare
 
 POLL_S = 0.002
 READY_S = 120.0

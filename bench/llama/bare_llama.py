@@ -18,9 +18,9 @@ from pathlib import Path
 import torch
 
 from lockstep.config.saved_run import from_json
-from lockstep.corpus.text.chat_tokenizer import ChatTokenizer
-from lockstep.corpus.text.packing import CutRows, RowLoader
-from lockstep.corpus.text.prepare import open_prepared
+from lockstep.corpus.chat_tokenizer import ChatTokenizer
+from lockstep.corpus.loaders import CutRows, RowLoader
+from lockstep.corpus.prepared import open_prepared
 from lockstep.data.order import UniformOrder
 from lockstep.models.llama import build_llama
 from lockstep.models.llama_io import read_model

@@ -18,8 +18,8 @@ import sys
 from pathlib import Path
 
 from lockstep.checkpoint.store import CheckpointStore
-from lockstep.corpus.text.chat_samples import drills
-from lockstep.corpus.text.documents import choose_split
+from lockstep.corpus.chats import drills
+from lockstep.corpus.documents import choose_split
 from lockstep.models.llama_io import open_weights
 from lockstep.record.metrics import read_metrics
 

@@ -13,8 +13,8 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset, Sampler
 
-from lockstep.corpus.pairs.encoded import EncodedPairs
-from lockstep.corpus.pairs.loader import PairLoader
+from lockstep.corpus.encoded_pairs import EncodedPairs
+from lockstep.corpus.loaders import PairLoader
 from lockstep.corpus.tokenizer import PAD
 
 AT_ONCE = 1000

@@ -13,7 +13,7 @@ from bench.results import TOP
 from bench.step.contests import HERE, LOCKSTEP, Contestant
 from lockstep.config.saved_run import to_json
 from lockstep.config.schema import ResolvedRun
-from lockstep.corpus.pairs.prepare import open_prepared
+from lockstep.corpus.encoded_pairs import open_prepared
 from lockstep.tasks.translation import make_order
 
 WORKERS = 2

@@ -27,7 +27,7 @@ from bench.step.contests import Claim, Contestant, Race, races
 from bench.step.paired import CELLS, rows_of_cells, run_cell
 from lockstep.config.resolve import resolve
 from lockstep.config.schema import ResolvedRun
-from lockstep.corpus.pairs.prepare import prepare
+from lockstep.corpus.encoded_pairs import prepare
 
 LIMIT_S = 1200.0
 

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from bench.step.task import Stopwatch, Task, read_task
-from lockstep.corpus.pairs import corpus
+from lockstep.corpus import pairs as corpus
 
 WIDTH, HEADS, LAYERS, HIDDEN, DROPOUT, LENGTH, BATCH = 512, 8, 6, 2048, 0.1, 350, 8
 UNKNOWN, PAD, BEGIN, END = range(4)

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from bench.step.batches import LikeLengths, Translations, pad
 from bench.step.task import Stopwatch, Task, read_task
-from lockstep.corpus.pairs.prepare import open_prepared
+from lockstep.corpus.encoded_pairs import open_prepared
 from lockstep.corpus.tokenizer import PAD
 from lockstep.models.translator import build_translator
 from lockstep.tasks.optim import learning_rate

@@ -16,7 +16,8 @@ from bench.step.contests import Claim, races
 from bench.step.paired import CELLS, rows_of_cells
 from bench.step.run import judge
 from lockstep.config.resolve import parse_flags, resolve
-from lockstep.corpus.pairs.encoded import EncodedPairs, write_side
+from lockstep.corpus.encoded_pairs import EncodedPairs
+from lockstep.corpus.token_stream import TokenStreamWriter
 from lockstep.corpus.tokenizer import BEGIN, END, PAD
 
 RACE = {race.name: race for race in races(full=False, precision="fp32")}
@@ -27,13 +28,10 @@ def pairs(tmp_path: Path) -> EncodedPairs:
     """Return 500 pairs of 2 to 40 tokens, of unlike lengths; every token of pair i is 4 + i."""
     draw = np.random.default_rng(0)
     for side in ("source", "target"):
-        write_side(
-            tmp_path,
-            "train",
-            side,
-            [[4 + i] * n for i, n in enumerate(draw.integers(1, 40, 500).tolist())],
-            1000,
-        )
+        writer = TokenStreamWriter(tmp_path, f"train.{side}", 1000)
+        for i, n in enumerate(draw.integers(1, 40, 500).tolist()):
+            writer.add([4 + i] * n)
+        writer.close()
     return EncodedPairs.open(tmp_path, "train")
 
 

@@ -14,8 +14,8 @@ from support.ranks import run_ranks
 from lockstep.checkpoint.commands import digest_line
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.config.schema import ResolvedRun
-from lockstep.corpus.pairs.loader import PairLoader
-from lockstep.corpus.pairs.prepare import open_prepared
+from lockstep.corpus.encoded_pairs import open_prepared
+from lockstep.corpus.loaders import PairLoader
 from lockstep.data.order import splitmix64
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import DivergedError

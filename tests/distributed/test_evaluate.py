@@ -25,7 +25,7 @@ from lockstep.checkpoint.store import CheckpointStore
 from lockstep.config.resolve import resolve
 from lockstep.config.saved_run import write_run
 from lockstep.config.schema import RunConfig
-from lockstep.corpus.pairs.prepare import open_prepared, prepare
+from lockstep.corpus.encoded_pairs import open_prepared, prepare
 from lockstep.corpus.tokenizer import BEGIN, END
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.elastic.world import World

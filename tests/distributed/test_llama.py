@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lockstep.checkpoint.state_dict import digest, get_state_dict
 from lockstep.cli.main import main
-from lockstep.corpus.text.chat_tokenizer import ChatTokenizer
+from lockstep.corpus.chat_tokenizer import ChatTokenizer
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import CheckpointError, DataError, LockstepError, UsageError
 from lockstep.generation.decoder import Decoder, choose_layout

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -27,19 +28,21 @@ from lockstep.cli.main import main
 from lockstep.config import schema as config
 from lockstep.config.resolve import resolve
 from lockstep.config.schema import LoraOptions, RunConfig
-from lockstep.corpus.text.chat_samples import Chat, chat_samples, drills, encode
-from lockstep.corpus.text.chat_tokenizer import ChatTokenizer
-from lockstep.corpus.text.packing import (
+from lockstep.corpus.chat_tokenizer import ChatTokenizer
+from lockstep.corpus.chats import Chat, chat_samples, drills, encode
+from lockstep.corpus.loaders import (
     IGNORE_INDEX,
     CutRows,
     PackedRows,
+    Row,
     RowLoader,
+    WindowRows,
     batch_of,
     pack,
     pack_rows,
 )
-from lockstep.corpus.text.prepare import open_prepared
-from lockstep.corpus.text.token_stream import TokenStream, TokenStreamWriter
+from lockstep.corpus.prepared import open_prepared
+from lockstep.corpus.token_stream import TokenStream, TokenStreamWriter
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import CheckpointError, DataError, UsageError
 from lockstep.models import lora
@@ -52,7 +55,7 @@ from lockstep.recipes.script import lock_run_folder, train
 from lockstep.recipes.values import open_run
 from lockstep.record.metrics import read_metrics
 from lockstep.tasks.evaluate import evaluate, evaluate_at_end
-from lockstep.tasks.language_model import HeldOutRows, prepare_documents
+from lockstep.tasks.language_model import prepare_documents
 
 CPU = torch.device("cpu")
 STEPS = 3
@@ -219,10 +222,15 @@ def test_cut_rows_predict_every_token_except_the_first_of_a_document(
     assert batch.documents is not None and batch_of([rows.row(2)], CPU).documents is None
 
 
+def rows_of(stream: TokenStream, length: int) -> Iterator[Row]:
+    rows = WindowRows(stream, length)
+    return map(rows.row, range(len(rows)))
+
+
 def test_windows_score_every_token_once_with_context(documents: TokenStream) -> None:
     scored: Counter[int] = Counter()
     begin = 0
-    for number, (tokens, labels, _) in enumerate(HeldOutRows(documents, 8, packed=False)):
+    for number, (tokens, labels, _) in enumerate(rows_of(documents, 8)):
         begin = 4 * number
         assert tokens.tolist() == documents.read(begin, begin + len(tokens)).tolist()
         places = begin + np.flatnonzero(labels != IGNORE_INDEX)
@@ -368,13 +376,13 @@ def test_unusable_templates_are_refused(adapted: Path) -> None:
 def test_too_long_chats_are_dropped_and_counted(adapted: Path) -> None:
     tokenizer = ChatTokenizer.load(adapted / "tokenizer", {})
     data = run_of({"task": "sft", "data.kind": "drills", "data.pairs": "200"}).data
-    longest = max(len(sample.ids) for sample in chat_samples(tokenizer, data, 1000, Counter()))
+    longest = max(len(sample.ids[0]) for sample in chat_samples(tokenizer, data, 1000, Counter()))
     for length, fits in (
         (longest - 1, True),
         (longest - 2, False),
     ):  # the last token of a chat is only predicted
         left_out: Counter[str] = Counter()
-        lengths = [len(sample.ids) for sample in chat_samples(tokenizer, data, length, left_out)]
+        lengths = [len(sample.ids[0]) for sample in chat_samples(tokenizer, data, length, left_out)]
         reasons = {} if fits else {f"longer than a row of {length} tokens": 200 - len(lengths)}
         assert (max(lengths) == longest) == fits and left_out == reasons
 
@@ -398,7 +406,7 @@ def test_the_held_out_loss_is_the_same_on_any_number_of_ranks(base: Path) -> Non
     data = open_prepared(base / "data", ChatTokenizer.load(base / "tokenizer", {}))
     for split, line in line_of.items():
         nats, tokens = 0.0, 0
-        for row, labels, inside in HeldOutRows(getattr(data, split), 32, packed=False):
+        for row, labels, inside in rows_of(getattr(data, split), 32):
             logits = loaded.model(torch.tensor(row)[None], documents=torch.tensor(inside)[None])[0]
             nats += float(
                 F.cross_entropy(

@@ -18,9 +18,9 @@ from unit.models.test_families import random_model
 from lockstep.checkpoint.commands import digest_line
 from lockstep.checkpoint.fingerprints import newest_facts
 from lockstep.config.schema import TokenizerOptions
-from lockstep.corpus.text.chat_tokenizer import ChatTokenizer
-from lockstep.corpus.text.packing import CutRows
-from lockstep.corpus.text.prepare import open_prepared, train_tokenizer
+from lockstep.corpus.chat_tokenizer import ChatTokenizer
+from lockstep.corpus.loaders import CutRows
+from lockstep.corpus.prepared import open_prepared, train_tokenizer
 from lockstep.data.order import UniformOrder
 from lockstep.record.events import read_events
 

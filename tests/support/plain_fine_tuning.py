@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from lockstep.config.schema import RunConfig
-from lockstep.corpus.text.chat_tokenizer import ChatTokenizer
-from lockstep.corpus.text.packing import CutRows, PackedRows
-from lockstep.corpus.text.prepare import open_prepared
+from lockstep.corpus.chat_tokenizer import ChatTokenizer
+from lockstep.corpus.loaders import CutRows, PackedRows
+from lockstep.corpus.prepared import open_prepared
 from lockstep.data.order import UniformOrder
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from lockstep.corpus.pairs import cldr
+from lockstep.corpus import cldr
 from lockstep.corpus.tokenizer import Tokenizer
 
 if __name__ == "__main__":

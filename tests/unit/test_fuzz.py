@@ -19,9 +19,10 @@ from lockstep.agent.hosts import read_hosts
 from lockstep.config.resolve import resolve
 from lockstep.config.saved_run import from_json, to_json
 from lockstep.config.schema import DataOptions, Field, StringList, config_fields, flatten
-from lockstep.corpus.pairs.textfiles import read_input_lines, read_pairs
-from lockstep.corpus.text.chat_samples import chats
-from lockstep.corpus.text.documents import documents
+from lockstep.corpus.chats import chats
+from lockstep.corpus.documents import documents
+from lockstep.corpus.files import read_input_lines
+from lockstep.corpus.pairs import read_pairs
 from lockstep.recipes.values import open_run
 
 KEYS = config_fields()

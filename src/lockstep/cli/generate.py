@@ -14,7 +14,7 @@ from lockstep import log
 from lockstep.agent.agent import run_static_group
 from lockstep.agent.forkserver import STATIC_PRELOAD, WorkerProgram
 from lockstep.cli.options import refuse_unknown
-from lockstep.corpus.pairs.textfiles import read_input_lines
+from lockstep.corpus.files import read_input_lines
 from lockstep.errors import UsageError
 from lockstep.runtime.environment import read_rank_info
 from lockstep.runtime.exit_report import worker_main
@@ -63,7 +63,7 @@ def run_worker(args: argparse.Namespace) -> int:
 def print_continuations(args: argparse.Namespace, runtime: ElasticRuntime | None) -> int:
     """Collective with `runtime`. Print a single text as it is generated, several as JSON lines."""
     # These load torch, which starting workers does not need.
-    from lockstep.corpus.text.chat_tokenizer import ChatTokenizer
+    from lockstep.corpus.chat_tokenizer import ChatTokenizer
     from lockstep.generation.sampling import (
         SamplingParams,
         apply_tensor_parallel,

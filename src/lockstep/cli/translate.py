@@ -2,7 +2,7 @@
 
 import argparse
 
-from lockstep.corpus.pairs.textfiles import read_input_lines
+from lockstep.corpus.files import read_input_lines
 from lockstep.generation.beam_search import translate
 from lockstep.models.load_translator import load_translator
 

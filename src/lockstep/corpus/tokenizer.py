@@ -91,16 +91,15 @@ class Tokenizer:
     ) -> Tokenizer:
         """Train a tokenizer for a Llama: byte-level BPE that keeps every byte and adds none. Of its
         `vocab_size` entries, 4 are special tokens, 3 chat tokens and 256 bytes."""
-        inner, begin_token = byte_level_bpe(WORDS_OF_DOCUMENTS), SPECIALS[BEGIN]
+        inner = byte_level_bpe(WORDS_OF_DOCUMENTS)
         inner.post_processor = processors.TemplateProcessing(
-            single=f"{begin_token} $A", special_tokens=[(begin_token, BEGIN)]
+            single=f"{SPECIALS[BEGIN]} $A", special_tokens=[(SPECIALS[BEGIN], BEGIN)]
         )
-        specials = [*SPECIALS, *CHAT_SPECIALS]
         train_bpe(
             inner,
             texts,
             WORDS_OF_DOCUMENTS,
-            special_tokens=specials,
+            special_tokens=[*SPECIALS, *CHAT_SPECIALS],
             vocab_size=vocab_size,
             min_frequency=min_frequency,
         )
@@ -110,15 +109,13 @@ class Tokenizer:
         """Write the tokenizer files of a Hugging Face folder, with chat template and eos ids."""
         folder.mkdir(parents=True, exist_ok=True)
         self.save(folder / "tokenizer.json")
-        names = {
+        tokens = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
             "bos_token": SPECIALS[BEGIN],
             "eos_token": SPECIALS[END],
             "pad_token": SPECIALS[PAD],
         }
-        write_json(
-            folder / "tokenizer_config.json",
-            {"tokenizer_class": "PreTrainedTokenizerFast", **names},
-        )
+        write_json(folder / "tokenizer_config.json", tokens)
         write_atomic(folder / "chat_template.jinja", CHAT_TEMPLATE)
         eos_ids = [END, self._inner.token_to_id(CHAT_SPECIALS[-1])]
         write_json(
@@ -129,14 +126,7 @@ class Tokenizer:
     @classmethod
     def load(cls, path: Path) -> Tokenizer:
         """Load a tokenizer. DataError if it is missing, damaged, or has other special tokens."""
-        try:
-            inner = tokenizers.Tokenizer.from_str(read_text(path))
-        except FileNotFoundError:
-            raise DataError(
-                f"there is no tokenizer at {path}", hint="was this run prepared?"
-            ) from None
-        except Exception as error:  # the library raises plain Exception for any error
-            raise DataError(f"the tokenizer cannot be read: {error}", str(path)) from error
+        inner = read_tokenizer(path, "was this run prepared?")
         first = [inner.id_to_token(i) for i in range(len(SPECIALS))]
         if first != SPECIALS:
             raise DataError(
@@ -149,10 +139,8 @@ class Tokenizer:
 
     def encode(self, texts: list[str]) -> list[list[int]]:
         """Return the ids of each text, without BEGIN and END."""
-        return [
-            encoding.ids
-            for encoding in self._inner.encode_batch_fast(texts, add_special_tokens=False)
-        ]
+        encodings = self._inner.encode_batch_fast(texts, add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
 
     def decode(self, rows: list[list[int]]) -> list[str]:
         """Return the text of each row, without PAD, BEGIN and END. [UNKNOWN] is kept."""
@@ -160,6 +148,17 @@ class Tokenizer:
             [[i for i in row if i > END] for row in rows], skip_special_tokens=False
         )
         return [text.removeprefix(" ") for text in texts] if self._joins_words else texts
+
+
+def read_tokenizer(path: Path, hint: str) -> tokenizers.Tokenizer:
+    """Read a tokenizer.json. DataError if it is damaged or missing, then with `hint`."""
+    try:
+        return tokenizers.Tokenizer.from_str(read_text(path))
+    except FileNotFoundError:
+        raise DataError(f"there is no {path.name}", str(path.parent), hint) from None
+    except Exception as error:  # the library raises plain Exception for any error
+        what = f"the tokenizer cannot be read: {error}"
+        raise DataError(what, str(path), "copy the file again") from error
 
 
 def byte_level_bpe(words: str) -> tokenizers.Tokenizer:

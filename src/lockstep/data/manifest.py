@@ -124,14 +124,12 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         ) from None
 
 
-def matches_prepared(
-    folder: Path, settings: dict[str, Any], key: str, source: Callable[[], Any]
-) -> bool:
-    """Whether data was prepared in `folder`. Adds a description of the source, `settings[key]`.
+def matches_prepared(folder: Path, settings: dict[str, Any], source: Callable[[], Any]) -> bool:
+    """Whether data was prepared in `folder`. Adds a description of the source to the settings.
     DataError: other settings or files, or neither prepared data nor a readable source."""
     exists = (folder / MANIFEST).exists()
     try:
-        settings[key] = source()
+        settings["source"] = source()
     except DataError as error:
         if not exists:
             raise
@@ -142,18 +140,16 @@ def matches_prepared(
     if not exists:
         return False
     prepared = read_manifest(folder)["asked"]
-    if different := [name for name, value in settings.items() if prepared.get(name) != value]:
+    different = [name for name, value in settings.items() if prepared.get(name) != value]
+    if different:
+        lines = [
+            f"{name}: prepared with {prepared.get(name)}, asked for {settings[name]}"
+            for name in different
+        ]
+        verb = "differs" if len(different) == 1 else "differ"
         raise DataError(
-            f"the data was prepared with other settings: {', '.join(different)} differ{'s' if len(different) == 1 else ''}",
-            "\n".join(
-                [
-                    str(folder),
-                    *(
-                        f"{name}: prepared with {prepared.get(name)}, asked for {settings[name]}"
-                        for name in different
-                    ),
-                ]
-            ),
+            f"the data was prepared with other settings: {', '.join(different)} {verb}",
+            "\n".join([str(folder), *lines]),
             "use another run folder, or the settings and files of this one",
         )
     return True

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.corpus.text.chat_tokenizer import ChatTokenizer
+from lockstep.corpus.chat_tokenizer import ChatTokenizer
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import UsageError
 from lockstep.generation.decoder import Decoder, KVCache

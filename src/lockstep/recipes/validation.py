@@ -7,30 +7,14 @@ import math
 from collections.abc import Callable
 
 import torch
-from torch.utils.data import Dataset
 
 import lockstep
-from lockstep.corpus.text.packing import TextBatch, batch_of
+from lockstep.corpus.loaders import HeldOutBatches, TextBatch
 from lockstep.errors import UsageError
 from lockstep.recipes.run import RecipeRun
 from lockstep.tasks.evaluator import perplexity
-from lockstep.tasks.language_model import HeldOutRows, LanguageModelTask
+from lockstep.tasks.language_model import LanguageModelTask, loss_of
 from lockstep.tasks.open import Task
-
-
-class HeldOutBatches(Dataset[TextBatch]):
-    """Batches of held-out rows of one length each. rows: of each batch, their numbers."""
-
-    def __init__(self, rows: HeldOutRows, rows_per_batch: int) -> None:
-        self.rows = rows
-        self.numbers = rows.in_batches(rows_per_batch)
-
-    def __len__(self) -> int:
-        return len(self.numbers)
-
-    def __getitem__(self, i: int) -> TextBatch:
-        rows = [self.rows[number] for number in self.numbers[i]]
-        return batch_of(rows, torch.device("cpu"))
 
 
 def held_out_batches(run: RecipeRun, task: Task) -> HeldOutBatches | None:
@@ -42,8 +26,9 @@ def held_out_batches(run: RecipeRun, task: Task) -> HeldOutBatches | None:
     if not config.evaluate.every_steps:
         return None
     assert isinstance(task, LanguageModelTask)  # evaluate.every_steps is refused otherwise
-    rows = HeldOutRows(task.validation, task.length, packed=config.task == "sft")
-    batches = HeldOutBatches(rows, max(1, config.batch.tokens // task.length))
+    rows = max(1, config.batch.tokens // task.length)
+    packed = config.task == "sft"
+    batches = HeldOutBatches(task.validation, task.length, rows, packed=packed)
     if not len(batches):
         hint = (
             "give data.validation, or a data.held_out_share above 0; or remove evaluate.every_steps"
@@ -58,20 +43,12 @@ def mean_loss(
 ) -> float:
     """Collective. Return the mean loss over the predicted tokens of the batches, in nats."""
 
-    def score(batch: TextBatch) -> list[tuple[float, int]]:
-        if not batch.count:
-            return [(0.0, 0)]
-        return [(float(model(batch.tokens, batch.labels, batch.documents)), batch.count)]
+    def score(several: list[TextBatch]) -> list[tuple[float, int]]:
+        return [loss_of(model, batch) for batch in several]
 
-    sums = session.gather(score, batches, batch_size=1, collate_fn=only)
+    sums = session.gather(score, batches, batch_size=1, collate_fn=list)
     tokens: int = sum(tokens for _, tokens in sums)
     return math.fsum(nats for nats, _ in sums) / max(1, tokens)
-
-
-def only(batches: list[TextBatch]) -> TextBatch:
-    """Return the batch of a list with one."""
-    [batch] = batches
-    return batch
 
 
 def loss_and_perplexity(loss: float) -> dict[str, float]:

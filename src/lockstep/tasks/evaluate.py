@@ -39,8 +39,8 @@ from lockstep.record.metrics import append_json, iter_steps, last_newline
 from lockstep.record.tracker import Tracker
 from lockstep.remote.host_copy import fetch_checkpoint
 from lockstep.runtime.signals import StopSignals
-from lockstep.tasks.evaluator import EvalSpec, Split
-from lockstep.tasks.open import Evaluator, open_evaluator
+from lockstep.tasks.evaluator import EvalSpec, Evaluator, Split
+from lockstep.tasks.open import open_evaluator
 
 FINISHED = "finished.json"
 SAMPLES = "samples.json"

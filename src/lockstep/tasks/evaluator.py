@@ -1,4 +1,4 @@
-"""What the evaluators share: how to score a checkpoint, and the merged results of all ranks.
+"""Score a checkpoint on held-out data: the loss of all of it, and generated texts.
 
 Batches depend on the data only and are assigned to the ranks round-robin; their results are merged
 by batch number. So any number of ranks gives the same scores.
@@ -7,15 +7,22 @@ by batch number. So any number of ranks gives the same scores.
 from __future__ import annotations
 
 import math
+import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+import torch
+
+from lockstep.config.schema import RunConfig
 from lockstep.elastic.collectives import all_gather_json
 from lockstep.elastic.runtime import ElasticRuntime
 
 T = TypeVar("T")
 Split = Literal["validation", "test"]
+SAMPLES = 6  # texts that are printed
 
 
 @dataclass(frozen=True)
@@ -43,6 +50,120 @@ class EvalResult:
     complete: bool  # whether the whole split was used
 
 
+@dataclass(frozen=True)
+class Generation:
+    """Texts to generate. batches: of their numbers; texts_of: generates those of a batch."""
+
+    references: list[str]
+    batches: Iterable[list[int]]
+    texts_of: Callable[[list[int]], Sequence[str]]
+
+
+@dataclass(frozen=True)
+class Evaluator(ABC):
+    """Scores the checkpoints of a run. Its model is what `load` returns, with `steps`: the
+    checkpoints whose weights it averages."""
+
+    run: RunConfig
+    folder: Path
+    data: Any  # prepared
+
+    @property
+    @abstractmethod
+    def next_command(self) -> str:
+        """A command that uses the trained model."""
+
+    @abstractmethod
+    def held_out(self, split: Split) -> int:
+        """Return the number of pairs, documents or chats in the split."""
+
+    @abstractmethod
+    def load(self, step: int, spec: EvalSpec, device: torch.device) -> Any:
+        """Return the model at `step`. UsageError, DataError, CheckpointError."""
+
+    @abstractmethod
+    def loss_batches(self, split: Split, device: torch.device) -> Any:
+        """Return the batches of the split for `loss`, an iterable."""
+
+    @abstractmethod
+    def loss(self, loaded: Any, batch: Any) -> tuple[float, int]:
+        """Return the sum of -log p over the labels of a batch, and their number."""
+
+    @abstractmethod
+    def questions(self, split: Split) -> list[dict[str, Any]]:
+        """Return the records of the split to generate texts for."""
+
+    @abstractmethod
+    def generation(self, loaded: Any, spec: EvalSpec, chosen: list[dict[str, Any]]) -> Generation:
+        """Return how to generate the texts for these records."""
+
+    @abstractmethod
+    def scores(
+        self, spec: EvalSpec, nats: float, texts: Sequence[str], references: Sequence[str]
+    ) -> dict[str, Any]:
+        """Return the scores of a task, given its loss in all and its texts."""
+
+    @abstractmethod
+    def sample(self, record: dict[str, Any], text: str, reference: str) -> Iterator[str]:
+        """Yield the lines that show a text, and the reference where it differs."""
+
+    @abstractmethod
+    def summary(self, record: dict[str, Any]) -> str:
+        """Return one line about a record."""
+
+    def evaluate(
+        self,
+        loaded: Any,
+        spec: EvalSpec,
+        runtime: ElasticRuntime,
+        stopped: Callable[[], str],
+        *,
+        limit: int = 0,
+    ) -> EvalResult | None:
+        """Collective. Compute loss and scores on the held-out split; None after a stop signal.
+
+        stopped  returns the name of a received stop signal, or ""
+        limit    number of sentences or chats to generate for; 0: all. The loss always covers all
+        """
+        start_s = time.monotonic()
+        device = next(loaded.model.parameters()).device
+        batches = self.loss_batches(spec.split, device)
+        losses = {
+            number: self.loss(loaded, batch)
+            for number, batch in batches_of_rank(batches, runtime, stopped)
+        }
+        questions = self.questions(spec.split)
+        chosen = questions[: limit or None]
+        generation = self.generation(loaded, spec, chosen)
+        generated: dict[int, str] = {}
+        for _, numbers in batches_of_rank(generation.batches, runtime, stopped):
+            generated |= zip(numbers, generation.texts_of(numbers), strict=True)
+        results = merge_results(runtime, stopped, losses=losses, texts=generated)
+        if results is None:
+            return None
+        references = generation.references
+        texts = [results["texts"][number] for number in range(len(references))]
+        nats = math.fsum(loss for loss, _ in results["losses"].values())
+        tokens = sum(count for _, count in results["losses"].values())
+        mean = nats / max(1, tokens)
+        record = {
+            "step": loaded.steps[-1],
+            **vars(spec),
+            "averaged": list(loaded.steps),
+            "loss": mean,
+            "perplexity": perplexity(mean),
+            "tokens": tokens,
+            **self.scores(spec, nats, texts, references),
+            "seconds": round(time.monotonic() - start_s, 3),
+        }
+        samples = [
+            line
+            for i in range(0, len(texts), max(1, -(-len(texts) // SAMPLES)))
+            for line in ("", *self.sample(chosen[i], texts[i], references[i]))
+        ]
+        return EvalResult(record, samples, complete=len(chosen) == len(questions))
+
+
 def batches_of_rank(
     batches: Iterable[T], runtime: ElasticRuntime, stopped: Callable[[], str]
 ) -> Iterator[tuple[int, T]]:
@@ -64,21 +185,6 @@ def merge_results(
     if any(rank["stopped"] for rank in by_rank):
         return None
     return {name: dict(item for rank in by_rank for item in rank[name]) for name in results}
-
-
-def loss_record(
-    spec: EvalSpec, steps: Sequence[int], losses: Iterable[float], tokens: int
-) -> dict[str, Any]:
-    """Return the part of a record that all tasks share. losses: sums of -log p, in nats."""
-    loss = math.fsum(losses) / max(1, tokens)
-    return {
-        "step": steps[-1],
-        **vars(spec),
-        "averaged": list(steps),
-        "loss": loss,
-        "perplexity": perplexity(loss),
-        "tokens": tokens,
-    }
 
 
 def perplexity(loss: float) -> float:

@@ -8,13 +8,12 @@ token, bits per byte; for chats, exact match of answers.
 from __future__ import annotations
 
 import math
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -22,23 +21,21 @@ from torch import Tensor
 
 from lockstep.checkpoint import state_dict
 from lockstep.config.schema import RunConfig
-from lockstep.corpus.text import prepare as data
-from lockstep.corpus.text.chat_samples import chat_samples, chats, last_answer
-from lockstep.corpus.text.chat_template import renderer
-from lockstep.corpus.text.chat_tokenizer import ChatTokenizer, optional_json
-from lockstep.corpus.text.documents import documents, held_inside, in_groups
-from lockstep.corpus.text.packing import (
-    IGNORE_INDEX,
+from lockstep.corpus import prepared as data
+from lockstep.corpus.chat_template import renderer
+from lockstep.corpus.chat_tokenizer import ChatTokenizer, optional_json
+from lockstep.corpus.chats import chat_samples, chats, last_answer
+from lockstep.corpus.documents import documents, held_inside, in_groups
+from lockstep.corpus.loaders import (
     CutRows,
+    HeldOutBatches,
     PackedRows,
     RowLoader,
-    batch_of,
-    pack_rows,
+    TextBatch,
     save_packed_rows,
-    window,
 )
-from lockstep.corpus.text.prepare import PreparedText
-from lockstep.corpus.text.token_stream import Ints, TokenStream
+from lockstep.corpus.prepared import PreparedText
+from lockstep.corpus.token_stream import TokenStream
 from lockstep.corpus.tokenizer import CHAT_SPECIALS, CHAT_TEMPLATE
 from lockstep.data.manifest import MANIFEST, NOT_SHARED, FileDigests, verify_files
 from lockstep.data.order import UniformOrder
@@ -67,14 +64,7 @@ from lockstep.models.llama_io import (
 )
 from lockstep.models.transformers_model import TransformersConfig, TransformersModel, limit_of_ropes
 from lockstep.record.step_timer import flops_per_token
-from lockstep.tasks.evaluator import (
-    EvalResult,
-    EvalSpec,
-    Split,
-    batches_of_rank,
-    loss_record,
-    merge_results,
-)
+from lockstep.tasks.evaluator import EvalSpec, Evaluator, Generation, Split
 from lockstep.units import format_count
 
 
@@ -253,13 +243,10 @@ def with_template(tokenizer: ChatTokenizer, folder: Path) -> ChatTokenizer:
 
 BATCH_TOKENS = 4096  # positions scored per batch
 CHATS_PER_BATCH = 32
-Row = tuple[Ints, Ints, Ints]  # tokens, labels, documents
 
 
 @dataclass(frozen=True)
-class LlamaEvaluator:
-    run: RunConfig
-    folder: Path
+class LlamaEvaluator(Evaluator):
     data: PreparedText
 
     @property
@@ -278,53 +265,62 @@ class LlamaEvaluator:
             raise UsageError(what, "command line, evaluate.beams", "remove both")
         return load_llama(self.folder, step, device=device)
 
-    def evaluate(
-        self,
-        loaded: LoadedLlama,
-        spec: EvalSpec,
-        runtime: ElasticRuntime,
-        stopped: Callable[[], str],
-        *,
-        limit: int = 0,
-    ) -> EvalResult | None:
-        start_s = time.monotonic()
-        stream: TokenStream = getattr(self.data, spec.split)
-        device, length = next(loaded.model.parameters()).device, self.run.batch.seq_len
-        rows = HeldOutRows(stream, length, packed=self.run.task == "sft")
-        batches = in_groups(rows, max(1, BATCH_TOKENS // length), kind=lambda row: len(row[0]))
-        losses = {
-            number: loss_of(loaded.model, batch, device)
-            for number, batch in batches_of_rank(batches, runtime, stopped)
-        }
-        chats = self.data.records(spec.split) if self.run.task == "sft" else []
-        chosen = chats[:limit] if limit else chats
-        questions = [last_answer(self.data.tokenizer, chat) for chat in chosen]
+    def loss_batches(self, split: Split, device: torch.device) -> HeldOutBatches:
+        length = self.run.batch.seq_len
+        rows = max(1, BATCH_TOKENS // length)
+        packed = self.run.task == "sft"
+        return HeldOutBatches(getattr(self.data, split), length, rows, packed=packed, device=device)
+
+    @torch.no_grad()
+    def loss(self, loaded: LoadedLlama, batch: TextBatch) -> tuple[float, int]:
+        return loss_of(loaded.model, batch)
+
+    def questions(self, split: Split) -> list[dict[str, Any]]:
+        return self.data.records(split) if self.run.task == "sft" else []
+
+    def generation(
+        self, loaded: LoadedLlama, spec: EvalSpec, chosen: list[dict[str, Any]]
+    ) -> Generation:
+        """Return how to answer greedily."""
+        tokenizer, model = self.data.tokenizer, loaded.model
+        questions = [last_answer(tokenizer, chat) for chat in chosen]  # prompt, reference answer
         renderer.close()
-        answers = (
-            generate_answers(loaded, self.data.tokenizer, questions, runtime, stopped)
-            if chosen
-            else {}
-        )
-        results = merge_results(runtime, stopped, losses=losses, answers=answers)
-        if results is None:
-            return None
-        sums = list(results["losses"].values())  # (nats, tokens) of each batch
-        record = loss_record(
-            spec, loaded.steps, (nats for nats, _ in sums), sum(tokens for _, tokens in sums)
-        )
-        samples: list[str] = []
+        order = sorted(range(len(questions)), key=lambda i: (len(questions[i][0]), i))
+        decoder = Decoder(model) if isinstance(model, Llama) and chosen else None
+
+        def answer(numbers: list[int]) -> list[str]:
+            texts = ["" for _ in numbers]
+            # A longer answer cannot match the reference.
+            tokens = max(len(questions[i][1]) for i in numbers) + 8
+            prompts = [questions[i][0] for i in numbers]
+            if isinstance(model, TransformersModel):
+                drawn = draw_greedily(model, prompts[0], tokens)
+            else:
+                assert decoder is not None
+                drawn = sample_tokens(decoder, prompts, tokens=tokens)
+            for row, text in stream_continuations(tokenizer, prompts, drawn):
+                texts[row] += text
+            return texts
+
+        references = [answer_text(tokenizer, *question) for question in questions]
+        return Generation(references, in_groups(order, CHATS_PER_BATCH if decoder else 1), answer)
+
+    def scores(
+        self, spec: EvalSpec, nats: float, texts: Sequence[str], references: Sequence[str]
+    ) -> dict[str, Any]:
         if self.run.task == "sft":
-            texts = results["answers"]
-            references = [answer_text(self.data.tokenizer, *question) for question in questions]
-            matches = sum(texts[i] == text for i, text in enumerate(references))
-            record |= {"chats": len(chosen), "exact_match": matches / max(1, len(references))}
-            samples = list(format_samples(chosen, texts, references))
-        else:
-            size = self.data.bytes[spec.split]
-            nats = math.fsum(nats for nats, _ in sums)
-            record |= {"bytes": size, "bits_per_byte": nats / math.log(2) / size}
-        record["seconds"] = round(time.monotonic() - start_s, 3)
-        return EvalResult(record, samples, complete=len(chosen) == len(chats))
+            matches = sum(a == b for a, b in zip(texts, references, strict=True))
+            return {"chats": len(texts), "exact_match": matches / max(1, len(texts))}
+        size = self.data.report[spec.split]["bytes"]
+        return {"bytes": size, "bits_per_byte": nats / math.log(2) / size}
+
+    def sample(self, record: dict[str, Any], text: str, reference: str) -> Iterator[str]:
+        messages = record["messages"]
+        yield f"  {messages[-2]['content'] if len(messages) > 1 else ''}"
+        differs_in_spaces = text != reference and text.strip() == reference.strip()
+        show = repr if differs_in_spaces else str.strip
+        line = f"  > {show(text)}"
+        yield line if text == reference else f"{line}   (reference: {show(reference)})"
 
     def summary(self, record: dict[str, Any]) -> str:
         head = f"step {record['step']:,}  loss {record['loss']:.4f}  perplexity {record['perplexity']:.2f}"
@@ -333,94 +329,11 @@ class LlamaEvaluator:
         return f"{head}  {record['bits_per_byte']:.4f} bits a byte  ({record['split']}, {format_count(record['bytes'])} bytes)"
 
 
-class HeldOutRows:
-    """The rows in which a split is scored: chats packed, documents in windows, each half a row after
-    the previous one. Each token is scored once, in a window with at least half a row of context;
-    tokens that were scored before have the label IGNORE_INDEX."""
-
-    def __init__(self, stream: TokenStream, length: int, *, packed: bool) -> None:
-        self.stream = stream
-        self.length = length
-        index = pack_rows(stream, length, seed=0) if packed else None
-        self.packed = None if index is None else PackedRows(stream, length, index)
-        self.starts = [] if packed else window_starts(stream.tokens, length)
-
-    def __len__(self) -> int:
-        return len(self.starts if self.packed is None else self.packed)
-
-    def __getitem__(self, i: int) -> Row:
-        if self.packed is not None:
-            return self.packed.row(i)
-        start = self.starts[i]
-        tokens, labels, documents = window(self.stream, start, self.length)
-        if i:
-            scored = min(self.starts[i - 1] + self.length, self.stream.tokens)
-            labels[: scored - start] = IGNORE_INDEX
-        return tokens, labels, documents
-
-    def __iter__(self) -> Iterator[Row]:
-        return map(self.__getitem__, range(len(self)))
-
-    def in_batches(self, rows: int) -> list[list[int]]:
-        """Return the numbers of the rows, in batches of at most `rows` rows of one length."""
-
-        def length_of(i: int) -> int:
-            return self.length if self.packed else self.stream.tokens - self.starts[i]
-
-        numbers = range(len(self))
-        return list(in_groups(numbers, rows, kind=lambda i: min(self.length, length_of(i))))
-
-
-def window_starts(tokens: int, length: int) -> list[int]:
-    """Return the first position of each window over a stream of `tokens` tokens."""
-    starts: list[int] = []
-    scored = 0  # end of the positions that are already scored
-    for start in range(0, max(1, tokens - 1), length - length // 2):
-        end = min(start + length, tokens)
-        if end <= scored:
-            break
-        starts.append(start)
-        scored = end
-    return starts
-
-
-@torch.no_grad()
-def loss_of(
-    model: Callable[..., Tensor], rows: list[Row], device: torch.device
-) -> tuple[float, int]:
+def loss_of(model: Callable[..., Tensor], batch: TextBatch) -> tuple[float, int]:
     """Return (sum of -log p over the labels that are not ignored, their number)."""
-    batch = batch_of(rows, device)
-    nats = model(batch.tokens, batch.labels, batch.documents) if batch.count else 0.0
-    return float(nats), batch.count
-
-
-def generate_answers(
-    loaded: LoadedLlama,
-    tokenizer: ChatTokenizer,
-    questions: Sequence[tuple[list[int], list[int]]],
-    runtime: ElasticRuntime,
-    stopped: Callable[[], str],
-) -> dict[int, str]:
-    """Return this rank's greedy answers by number. `questions`: (prompt, reference answer)."""
-    order = sorted(range(len(questions)), key=lambda i: (len(questions[i][0]), i))
-    answers: dict[int, str] = {}
-    decoder = Decoder(loaded.model) if isinstance(loaded.model, Llama) else None
-    for _, batch in batches_of_rank(
-        in_groups(order, CHATS_PER_BATCH if decoder else 1), runtime, stopped
-    ):
-        texts = ["" for _ in batch]
-        tokens = (
-            max(len(questions[i][1]) for i in batch) + 8
-        )  # a longer answer cannot match the reference
-        prompts = [questions[i][0] for i in batch]
-        if decoder:
-            drawn = sample_tokens(decoder, prompts, tokens=tokens)
-        else:
-            drawn = draw_greedily(cast(TransformersModel, loaded.model), prompts[0], tokens)
-        for row, text in stream_continuations(tokenizer, prompts, drawn):
-            texts[row] += text
-        answers |= dict(zip(batch, texts, strict=True))
-    return answers
+    if not batch.count:
+        return 0.0, 0
+    return float(model(batch.tokens, batch.labels, batch.documents)), batch.count
 
 
 @torch.inference_mode()
@@ -443,22 +356,3 @@ def answer_text(tokenizer: ChatTokenizer, prompt: Sequence[int], answer: Sequenc
     """Decode an answer as if the model had generated these ids."""
     text = TextStream(tokenizer, prompt[-CONTEXT_TOKENS:])
     return "".join([*map(text.add, answer), text.close()])
-
-
-def format_samples(
-    chats: Sequence[dict[str, Any]],
-    texts: dict[int, str],
-    references: Sequence[str],
-    count: int = 6,
-) -> Iterator[str]:
-    """Yield lines with `count` evenly spaced answers, and the reference where it differs."""
-    for i in range(0, len(chats), max(1, -(-len(chats) // count))):
-        yield ""
-        yield f"  {chats[i]['messages'][-2]['content'] if len(chats[i]['messages']) > 1 else ''}"
-        text, reference = texts[i], references[i]
-        show = (
-            repr if text.strip() == reference.strip() and text != reference else str.strip
-        )  # repr shows spaces that differ
-        yield f"  > {show(text)}" + (
-            "" if text == reference else f"   (reference: {show(reference)})"
-        )

@@ -13,19 +13,18 @@ import secrets
 from pathlib import Path
 
 from lockstep.config.schema import RunConfig
-from lockstep.corpus.pairs import prepare
-from lockstep.corpus.text import prepare as text_prepare
-from lockstep.corpus.text.chat_tokenizer import ChatTokenizer
+from lockstep.corpus import encoded_pairs, prepared
+from lockstep.corpus.chat_tokenizer import ChatTokenizer
 from lockstep.data.manifest import FileDigests
 from lockstep.elastic.collectives import run_on_rank0
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.models.llama_io import TOKENIZER, read_model
 from lockstep.runtime.worker_env import state_folder
+from lockstep.tasks.evaluator import Evaluator
 from lockstep.tasks.language_model import LanguageModelTask, LlamaEvaluator
 from lockstep.tasks.translation import TranslationEvaluator, TranslationTask
 
 Task = TranslationTask | LanguageModelTask
-Evaluator = TranslationEvaluator | LlamaEvaluator
 
 
 def open_task(run: RunConfig, folder: Path, runtime: ElasticRuntime) -> Task:
@@ -51,6 +50,6 @@ def digests_on_host(runtime: ElasticRuntime, folder: Path) -> FileDigests:
 def open_evaluator(run: RunConfig, folder: Path) -> Evaluator:
     """Return the evaluator of the run. DataError if its held-out data is missing or damaged."""
     if run.task == "translate":
-        return TranslationEvaluator(run, folder, prepare.open_prepared(folder / "data"))
+        return TranslationEvaluator(run, folder, encoded_pairs.open_prepared(folder / "data"))
     tokenizer = ChatTokenizer.load(folder / TOKENIZER, read_model(folder).hf_config)
-    return LlamaEvaluator(run, folder, text_prepare.open_prepared(folder / "data", tokenizer))
+    return LlamaEvaluator(run, folder, prepared.open_prepared(folder / "data", tokenizer))

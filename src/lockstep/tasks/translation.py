@@ -5,20 +5,19 @@ Evaluation: loss on held-out pairs; BLEU, chrF and error rates.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from rapidfuzz.distance import Levenshtein
 from torch import Tensor
 
 from lockstep.config.schema import RunConfig
-from lockstep.corpus.pairs.encoded import EncodedPairs
-from lockstep.corpus.pairs.loader import PairLoader
-from lockstep.corpus.pairs.prepare import PreparedPairs, open_prepared, prepare
+from lockstep.corpus.encoded_pairs import EncodedPairs, PreparedPairs, open_prepared, prepare
+from lockstep.corpus.loaders import PairLoader, to_device
 from lockstep.data.manifest import FileDigests
 from lockstep.data.order import BucketOrder, choose_bucket_shapes
 from lockstep.elastic.collectives import assert_equal_on_all_ranks, run_in_run_folder
@@ -29,14 +28,7 @@ from lockstep.models.kernels import choose_attention
 from lockstep.models.load_translator import LoadedTranslator, load_translator
 from lockstep.models.translator import Translator, init_param, translator_on_meta
 from lockstep.record.step_timer import flops_per_token
-from lockstep.tasks.evaluator import (
-    EvalResult,
-    EvalSpec,
-    Split,
-    batches_of_rank,
-    loss_record,
-    merge_results,
-)
+from lockstep.tasks.evaluator import EvalSpec, Evaluator, Generation, Split
 from lockstep.units import format_count
 
 
@@ -60,14 +52,12 @@ class TranslationTask:
         corpus = preparing(open_prepared)(folder / "data", digests)
         assert_equal_on_all_ranks(runtime, corpus.fingerprints)
         order = make_order(run, corpus)
+        device = runtime.world.device
         if run.model.attention == "auto":
             longest = order.shapes[-1].length
-            log.info("attention %s: %s", *choose_attention(runtime.world.device.type, longest))
-        return cls(
-            run,
-            corpus,
-            PairLoader(corpus.train, order, runtime.world.device, fixed_shapes=run.compute.compile),
-        )
+            log.info("attention %s: %s", *choose_attention(device.type, longest))
+        loader = PairLoader(corpus.train, order, device, run.compute.compile)
+        return cls(run, corpus, loader)
 
     @property
     def fingerprints(self) -> Mapping[str, str]:
@@ -84,9 +74,8 @@ class TranslationTask:
         """Floating-point operations per trained token, forward and backward."""
         model = self.run.model
         parameters = sum(p.numel() for p in self.meta_model().parameters())
-        return flops_per_token(
-            parameters, model.encoder_layers + model.decoder_layers, model.dim, self.length
-        )
+        layers = model.encoder_layers + model.decoder_layers
+        return flops_per_token(parameters, layers, model.dim, self.length)
 
     def meta_model(self) -> Translator:
         """Return a new model on the meta device, in training mode, with `requires_grad` set."""
@@ -133,110 +122,81 @@ UNSPACED = {
 
 
 @dataclass(frozen=True)
-class TranslationEvaluator:
-    run: RunConfig
-    folder: Path
-    corpus: PreparedPairs
+class TranslationEvaluator(Evaluator):
+    data: PreparedPairs
 
     @property
     def next_command(self) -> str:
-        """A command that uses the trained model."""
         return f'lockstep translate {self.folder} "{self.run.data.source} text"'
 
     def held_out(self, split: Split) -> int:
-        """Return the number of pairs, documents or chats in the split."""
-        return len(self.corpus.text(split))
+        return len(self.questions(split))
 
     def load(self, step: int, spec: EvalSpec, device: torch.device) -> LoadedTranslator:
         return load_translator(self.folder, step, spec.average, device=device)
 
-    def evaluate(
-        self,
-        loaded: LoadedTranslator,
-        spec: EvalSpec,
-        runtime: ElasticRuntime,
-        stopped: Callable[[], str],
-        *,
-        limit: int = 0,
-    ) -> EvalResult | None:
-        """Collective. Compute loss and scores on the held-out split; None after a stop signal.
+    def loss_batches(
+        self, split: Split, device: torch.device
+    ) -> Iterator[tuple[EncodedPairs, list[int]]]:
+        pairs: EncodedPairs = getattr(self.data, split)
+        for numbers in batches_by_length(pairs.lengths.max(axis=1).tolist(), BATCH_TOKENS):
+            yield pairs, numbers
 
-        stopped  returns the name of a received stop signal, or ""
-        limit    number of sentences or chats to generate for; 0: all. The loss always covers all
-        """
-        start_s = time.monotonic()
-        text = self.corpus.text(spec.split)
-        chosen = text[:limit] if limit else text
-        sources, references = [source for source, _ in chosen], [target for _, target in chosen]
-        encoded = getattr(self.corpus, spec.split)
-        rows = loaded.tokenizer.encode(sources)
-        loss_batches = batches_by_length(encoded.lengths.max(axis=1).tolist(), BATCH_TOKENS)
-        text_batches = batches_by_length(
-            [len(row) + 1 for row in rows], max(1, BATCH_TOKENS // spec.beams)
-        )
-        losses = {
-            number: loss_of(loaded, encoded, batch)
-            for number, batch in batches_of_rank(loss_batches, runtime, stopped)
+    @torch.inference_mode()
+    def loss(
+        self, loaded: LoadedTranslator, batch: tuple[EncodedPairs, list[int]]
+    ) -> tuple[float, int]:
+        """Return the loss over the target tokens of a batch, without label smoothing."""
+        pairs, numbers = batch
+        lengths = pairs.lengths[numbers]
+        arrays = pairs.gather(np.array(numbers), len(numbers), *lengths.max(axis=0).tolist())
+        nats = loaded.model(*to_device(arrays, loaded.model.embedding.weight.device))
+        return float(nats), int(lengths[:, 1].sum())
+
+    def questions(self, split: Split) -> list[dict[str, Any]]:
+        return self.data.records(split)
+
+    def generation(
+        self, loaded: LoadedTranslator, spec: EvalSpec, chosen: list[dict[str, Any]]
+    ) -> Generation:
+        rows = loaded.tokenizer.encode([pair["source"] for pair in chosen])
+        lengths = [len(row) + 1 for row in rows]
+
+        def translate(numbers: list[int]) -> list[str]:
+            source = pad_rows([rows[i] for i in numbers], loaded.model.embedding.weight.device)
+            most = 2 * loaded.run.data.max_tokens
+            ids = beam_search(loaded.model, source, beams=spec.beams, max_tokens=most)
+            return loaded.tokenizer.decode(ids)
+
+        batches = batches_by_length(lengths, max(1, BATCH_TOKENS // spec.beams))
+        return Generation([pair["target"] for pair in chosen], batches, translate)
+
+    def scores(
+        self, spec: EvalSpec, nats: float, texts: Sequence[str], references: Sequence[str]
+    ) -> dict[str, Any]:
+        language = self.run.data.target
+        return {
+            "pairs": len(texts),
+            **score(texts, references, language=language, lowercase=spec.lowercase),
         }
-        translations: dict[int, list[int]] = {}
-        for _, batch in batches_of_rank(text_batches, runtime, stopped):
-            source = pad_rows([rows[i] for i in batch], loaded.model.embedding.weight.device)
-            ids = beam_search(
-                loaded.model, source, beams=spec.beams, max_tokens=2 * loaded.run.data.max_tokens
-            )
-            translations |= dict(zip(batch, ids, strict=True))
-        results = merge_results(runtime, stopped, losses=losses, translations=translations)
-        if results is None:
-            return None
-        texts = loaded.tokenizer.decode([results["translations"][row] for row in range(len(rows))])
-        tokens = int(encoded.lengths[:, 1].sum())
-        record = loss_record(spec, loaded.steps, results["losses"].values(), tokens) | {
-            "pairs": len(sources),
-            **score(texts, references, language=loaded.run.data.target, lowercase=spec.lowercase),
-            "seconds": round(time.monotonic() - start_s, 3),
-        }
-        return EvalResult(
-            record, samples(sources, texts, references, self.run), complete=len(chosen) == len(text)
-        )
+
+    def sample(self, record: dict[str, Any], text: str, reference: str) -> Iterator[str]:
+        source, target = self.run.data.source, self.run.data.target
+        yield f"  {source}  {record['source']}"
+        yield f"  {target}  {text}"
+        if text != reference:
+            yield f"  {'':{len(target)}}  (reference: {reference})"
 
     def summary(self, record: dict[str, Any]) -> str:
         search = "greedy" if record["beams"] == 1 else f"{record['beams']} beams"
         how = f"{record['split']}, {format_count(record['pairs'])} pairs, {search}"
-        mean = (
-            f", mean of {len(record['averaged'])} checkpoints"
-            if len(record["averaged"]) > 1
-            else ""
+        if len(record["averaged"]) > 1:
+            how += f", mean of {len(record['averaged'])} checkpoints"
+        return (
+            f"step {record['step']:,}  loss {record['loss']:.4f}  BLEU {record['bleu']:.2f}  "
+            f"chrF {record['chrf']:.2f}  exact {record['exact_match']:.1%}  "
+            f"CER {record['cer']:.3f}  WER {record['wer']:.3f}  ({how})"
         )
-        scores = f"loss {record['loss']:.4f}  BLEU {record['bleu']:.2f}  chrF {record['chrf']:.2f}  exact {record['exact_match']:.1%}"
-        return f"step {record['step']:,}  {scores}  CER {record['cer']:.3f}  WER {record['wer']:.3f}  ({how}{mean})"
-
-
-@torch.inference_mode()
-def loss_of(loaded: LoadedTranslator, encoded: EncodedPairs, batch: Sequence[int]) -> float:
-    """Return the sum of -log p over the target tokens of a batch, without label smoothing."""
-    lengths = encoded.lengths[batch].max(axis=0)
-    arrays = encoded.gather(
-        torch.tensor(batch).numpy(), len(batch), int(lengths[0]), int(lengths[1])
-    )
-    device = loaded.model.embedding.weight.device
-    source, target, labels = (torch.from_numpy(array).to(device) for array in arrays)
-    return float(loaded.model(source, target, labels))
-
-
-def samples(
-    sources: Sequence[str],
-    texts: Sequence[str],
-    references: Sequence[str],
-    run: RunConfig,
-    count: int = 6,
-) -> list[str]:
-    """Return lines with `count` evenly spaced translations, and the reference where it differs."""
-    lines = []
-    for i in range(0, len(texts), -(-len(texts) // count)):
-        lines += ["", f"  {run.data.source}  {sources[i]}", f"  {run.data.target}  {texts[i]}"]
-        if texts[i] != references[i]:
-            lines.append(f"  {'':{len(run.data.target)}}  (reference: {references[i]})")
-    return lines
 
 
 def score(
@@ -259,26 +219,21 @@ def score(
 
     if len(translations) != len(references) or not translations:
         raise ValueError(f"{len(translations)} translations for {len(references)} references")
-    bleu = BLEU(
-        lowercase=lowercase, tokenize=UNSPACED.get(language.split("_")[0].split("-")[0], "13a")
-    )
+    code = language.split("_")[0].split("-")[0]
+    bleu = BLEU(lowercase=lowercase, tokenize=UNSPACED.get(code, "13a"))
     chrf = CHRF(lowercase=lowercase)
     scores: dict[str, float | str] = {
         "bleu": bleu.corpus_score(list(translations), [list(references)]).score,
         "chrf": chrf.corpus_score(list(translations), [list(references)]).score,
     }
     if lowercase:
-        translations, references = (
-            [text.lower() for text in translations],
-            [text.lower() for text in references],
-        )
+        translations = [text.lower() for text in translations]
+        references = [text.lower() for text in references]
+    equal = sum(a == b for a, b in zip(translations, references, strict=True))
     return scores | {
         "cer": error_rate(translations, references),
-        "wer": error_rate(
-            [text.split() for text in translations], [text.split() for text in references]
-        ),
-        "exact_match": sum(a == b for a, b in zip(translations, references, strict=True))
-        / len(references),
+        "wer": error_rate(list(map(str.split, translations)), list(map(str.split, references))),
+        "exact_match": equal / len(references),
         "bleu_signature": str(bleu.get_signature()),
         "chrf_signature": str(chrf.get_signature()),
     }

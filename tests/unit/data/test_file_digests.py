@@ -16,7 +16,7 @@ from support.ranks import run_ranks
 from support.waiting import wait_until
 
 from lockstep.config.schema import DataOptions, TokenizerOptions
-from lockstep.corpus.pairs.prepare import open_prepared, prepare
+from lockstep.corpus.encoded_pairs import open_prepared, prepare
 from lockstep.data.manifest import FileDigests
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.elastic.world import World
@@ -100,10 +100,10 @@ def test_digests_of_another_start_are_not_used(tmp_path: Path) -> None:
 def test_damage_is_found_with_shared_digests(prepared: Path, tmp_path: Path) -> None:
     digests = FileDigests(tmp_path / "digests.json", "start 1")
     open_prepared(prepared / "data", digests)
-    path = prepared / "data" / "train.source.ids.npy"
+    path = prepared / "data" / "train.source.00000.ids"
     content = path.read_bytes()
     path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    with pytest.raises(DataError, match=r"train\.source\.ids\.npy is damaged"):
+    with pytest.raises(DataError, match=r"train\.source\.00000\.ids is damaged"):
         open_prepared(prepared / "data", digests)
     path.write_bytes(content)
     open_prepared(prepared / "data", digests)

@@ -14,7 +14,7 @@ import torch
 
 from lockstep.cli.main import main
 from lockstep.config.resolve import resolve
-from lockstep.corpus.text.chat_tokenizer import ChatTokenizer
+from lockstep.corpus.chat_tokenizer import ChatTokenizer
 from lockstep.corpus.tokenizer import Tokenizer
 from lockstep.errors import CheckpointError, DataError, LockstepError, UsageError
 from lockstep.models import hf_config, hub, llama_io

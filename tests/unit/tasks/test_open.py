@@ -12,8 +12,8 @@ from support.ranks import run_ranks
 
 from lockstep.config.resolve import resolve
 from lockstep.config.schema import RunConfig
-from lockstep.corpus.text import packing
-from lockstep.corpus.text.packing import IGNORE_INDEX
+from lockstep.corpus import loaders
+from lockstep.corpus.loaders import IGNORE_INDEX
 from lockstep.corpus.tokenizer import PAD
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import ConfigError, DataError
@@ -89,12 +89,12 @@ def open_and_count_packings(
 ) -> tuple[int, list[list[int]]]:
     """Open the task; return how often this process packed the chats, and its rows."""
     os.environ["LOCKSTEP_TMP"] = state
-    pack, calls = packing.pack, list[int]()
-    packing.pack = lambda *args: calls.append(1) or pack(*args)  # type: ignore[func-returns-value]
+    pack, calls = loaders.pack, list[int]()
+    loaders.pack = lambda *args: calls.append(1) or pack(*args)  # type: ignore[func-returns-value]
     try:
         task = open_task(run_of(CHATS | ROWS), folder, runtime)
     finally:
-        packing.pack = pack
+        loaders.pack = pack
     return len(calls), [task.loader.micro_batch(0, k).tokens.flatten().tolist() for k in range(2)]
 
 

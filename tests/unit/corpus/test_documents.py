@@ -12,9 +12,9 @@ import pytest
 
 from lockstep.config.resolve import resolve
 from lockstep.config.schema import DataOptions
-from lockstep.corpus.text import documents as reader
-from lockstep.corpus.text.chat_samples import chats, drills
-from lockstep.corpus.text.documents import SPLITS, documents, source_of
+from lockstep.corpus import documents as reader
+from lockstep.corpus.chats import chats, drills
+from lockstep.corpus.documents import SPLITS, documents, source_of
 from lockstep.errors import ConfigError, DataError
 
 TEXT = DataOptions(kind="text", held_out_share=0.2)
@@ -107,7 +107,7 @@ def test_the_source_of_documents_is_the_same_from_every_folder_and_another_when_
     [
         ("a.txt", b"good\n\xff\xfe", r"a\.txt is not UTF-8: byte 0xff"),
         ("a.jsonl", b'{"text": "x"}\n{"txt": "y"}\n', "no text in the column 'text', but txt"),
-        ("a.jsonl", b"[1]\n", "no text in the column 'text', but list"),
+        ("a.jsonl", b"[1]\n", "no text in the column 'text', but int"),
         ("a.jsonl", b"{\n", "not JSON"),
         ("a.txt.gz", b"\x1f\x8bgarbage", "cannot be read"),
     ],
@@ -218,7 +218,7 @@ def test_the_splits_of_a_dataset_are_used_unchanged(hub: Path, tmp_path: Path) -
     ],
 )
 def test_a_split_is_not_used_twice(requested: dict[str, str], expected: dict[str, str]) -> None:
-    reader = pytest.importorskip("lockstep.corpus.pairs.huggingface")
+    reader = pytest.importorskip("lockstep.corpus.huggingface")
     assert (
         reader.choose_splits(
             {"train": "", "validation": "", "test": "", **requested}, list(SPLITS), "here"

@@ -10,6 +10,8 @@ Writing and reading need memory for a few documents only.
 
 from __future__ import annotations
 
+import sys
+from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +25,7 @@ from lockstep.files import open_unpublished, publish, read_json, write_json
 
 Ints = npt.NDArray[np.int64]
 SHARD_TOKENS = 1 << 26  # 128 MiB of ids
+ONE_FILE = 1 << 62
 
 
 class TokenStreamWriter:
@@ -37,38 +40,41 @@ class TokenStreamWriter:
         has_loss_mask: bool = False,
         shard_tokens: int = SHARD_TOKENS,
     ) -> None:
-        self.folder, self.name, self.has_loss_mask, self.shard_tokens = (
-            folder,
-            name,
-            has_loss_mask,
-            shard_tokens,
-        )
+        self.folder = folder
+        self.name = name
+        self.has_loss_mask = has_loss_mask
+        self.shard_tokens = shard_tokens
         self.bits = 16 if vocab_size <= 1 << 16 else 32
-        self.tokens = self.documents = 0
+        self.tokens = 0
+        self.documents = 0
         self.paths = [folder / f"{name}.offsets"]
         self._offsets = open_unpublished(self.paths[0])
-        self._offsets.write(np.zeros(1, np.int64).tobytes())
+        self._write_offset()
         self._files: dict[str, BinaryIO] = {}
 
     def add(self, ids: Iterable[int], loss_mask: Iterable[bool] | None = None) -> None:
         """Append a document. `loss_mask`: which ids have a loss, if the stream has a mask."""
-        row = np.fromiter(ids, np.uint16 if self.bits == 16 else np.uint32)
+        row = array("H" if self.bits == 16 else "I", ids)
         columns = {"ids": row}
         if self.has_loss_mask:
-            columns["counts"] = np.fromiter(loss_mask or (), np.uint8)
+            columns["counts"] = array("B", loss_mask or ())
         position = 0
         while position < len(row):
             space = self.shard_tokens - self.tokens % self.shard_tokens
             if space == self.shard_tokens:
-                self._next_shard(list(columns))
+                self._next_shard(columns)
             for kind, values in columns.items():
                 self._files[kind].write(values[position : position + space].tobytes())
             written = min(space, len(row) - position)
-            position, self.tokens = position + written, self.tokens + written
+            position += written
+            self.tokens += written
         self.documents += 1
-        self._offsets.write(np.array([self.tokens], np.int64).tobytes())
+        self._write_offset()
 
-    def _next_shard(self, kinds: list[str]) -> None:
+    def _write_offset(self) -> None:
+        self._offsets.write(self.tokens.to_bytes(8, sys.byteorder))
+
+    def _next_shard(self, kinds: Iterable[str]) -> None:
         for file in self._files.values():
             publish(file)
         for kind in kinds:
@@ -80,14 +86,14 @@ class TokenStreamWriter:
         """Sync all files to disk; return their paths."""
         for file in [*self._files.values(), self._offsets]:
             publish(file)
-        self._files = {}
         header = {
             "documents": self.documents,
             "tokens": self.tokens,
             "bits": self.bits,
             "counted": self.has_loss_mask,
+            "shard_tokens": self.shard_tokens,
         }
-        write_json(self.folder / f"{self.name}.json", header | {"shard_tokens": self.shard_tokens})
+        write_json(self.folder / f"{self.name}.json", header)
         return [*self.paths, self.folder / f"{self.name}.json"]
 
 
@@ -98,8 +104,8 @@ class TokenStream:
     tokens: int
     shard_tokens: int
     offsets: Ints
-    ids: list[npt.NDArray[np.unsignedinteger]]
-    loss_mask: list[npt.NDArray[np.uint8]]
+    ids: list[npt.NDArray[Any]]
+    loss_mask: list[npt.NDArray[Any]]
 
     @classmethod
     def open(cls, folder: Path, name: str) -> TokenStream:
@@ -108,17 +114,16 @@ class TokenStream:
             header = read_json(folder / f"{name}.json")
             tokens, shard_tokens = header["tokens"], header["shard_tokens"]
             sizes = [min(shard_tokens, tokens - first) for first in range(0, tokens, shard_tokens)]
-            kind = np.uint16 if header["bits"] == 16 else np.uint32
+
+            def files(ending: str, kind: type[np.generic]) -> list[npt.NDArray[Any]]:
+                return [
+                    map_array(folder / f"{name}.{number:05d}.{ending}", kind, size)
+                    for number, size in enumerate(sizes)
+                ]
+
             offsets = map_array(folder / f"{name}.offsets", np.int64, header["documents"] + 1)
-            ids = [
-                map_array(folder / f"{name}.{i:05d}.ids", kind, size)
-                for i, size in enumerate(sizes)
-            ]
-            loss_mask = [
-                map_array(folder / f"{name}.{i:05d}.counts", np.uint8, size)
-                for i, size in enumerate(sizes)
-                if header["counted"]
-            ]
+            ids = files("ids", np.uint16 if header["bits"] == 16 else np.uint32)
+            loss_mask = files("counts", np.uint8) if header["counted"] else []
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise DataError(
                 f"the tokens of {name} cannot be read: {error}",
@@ -136,22 +141,14 @@ class TokenStream:
     def read_loss_mask(self, start: int, end: int) -> npt.NDArray[np.bool_]:
         return self._gather(self.loss_mask, start, end).astype(bool)
 
-    def _gather(
-        self,
-        shards: list[npt.NDArray[np.unsignedinteger]] | list[npt.NDArray[np.uint8]],
-        start: int,
-        end: int,
-    ) -> Ints:
-        first, last = start // self.shard_tokens, max(start, end - 1) // self.shard_tokens
-        parts = [
-            shards[i][max(0, start - i * self.shard_tokens) : end - i * self.shard_tokens]
-            for i in range(first, min(last + 1, len(shards)))
-        ]
-        return (
-            np.concatenate([np.asarray(part, np.int64) for part in parts])
-            if parts
-            else np.zeros(0, np.int64)
-        )
+    def _gather(self, shards: list[npt.NDArray[Any]], start: int, end: int) -> Ints:
+        parts = [np.zeros(0, np.int64)]
+        for number in range(start // self.shard_tokens, len(shards)):
+            first = number * self.shard_tokens
+            if first >= end:
+                break
+            parts.append(shards[number][max(0, start - first) : end - first].astype(np.int64))
+        return np.concatenate(parts)
 
     def documents_at(self, start: int, end: int) -> Ints:
         first = int(np.searchsorted(self.offsets, start, side="right")) - 1
@@ -163,6 +160,7 @@ class TokenStream:
 
 def map_array(path: Path, kind: type[np.generic], length: int) -> npt.NDArray[Any]:
     """Map a file as an array of `length` numbers. ValueError if its size differs."""
-    if (size := path.stat().st_size) != length * np.dtype(kind).itemsize:
-        raise ValueError(f"{path.name} has {size} bytes, not {length * np.dtype(kind).itemsize}")
+    size, expected = path.stat().st_size, length * np.dtype(kind).itemsize
+    if size != expected:
+        raise ValueError(f"{path.name} has {size} bytes, not {expected}")
     return np.memmap(path, kind, "r") if length else np.zeros(0, kind)

@@ -56,7 +56,7 @@ class TemplateRenderer:
         """Return the text; with `marked`, MARKS surround the text to learn. TemplateError."""
         if self.process is None or self.owner != os.getpid() or self.process.poll() is not None:
             self.close()
-            command = [sys.executable, "-P", "-m", "lockstep.corpus.text.chat_template"]
+            command = [sys.executable, "-P", "-m", "lockstep.corpus.chat_template"]
             pipes: Any = {
                 "stdin": subprocess.PIPE,
                 "stdout": subprocess.PIPE,

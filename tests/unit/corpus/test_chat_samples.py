@@ -15,7 +15,9 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 
 from lockstep.config.schema import DataOptions
-from lockstep.corpus.text.chat_samples import (
+from lockstep.corpus.chat_template import renderer
+from lockstep.corpus.chat_tokenizer import ChatTokenizer
+from lockstep.corpus.chats import (
     RENDER_DATE,
     Chat,
     SplitTokenError,
@@ -26,8 +28,7 @@ from lockstep.corpus.text.chat_samples import (
     parse_chat,
     refuse_unrendered,
 )
-from lockstep.corpus.text.chat_template import renderer
-from lockstep.corpus.text.chat_tokenizer import ChatTokenizer
+from lockstep.corpus.files import parse_json_line
 from lockstep.corpus.tokenizer import CHAT_SPECIALS, Tokenizer
 from lockstep.errors import DataError
 from lockstep.tasks.language_model import answer_text
@@ -296,6 +297,10 @@ def line(*messages: dict[str, Any], **fields: Any) -> bytes:
     return json.dumps({"messages": list(messages), **fields}).encode()
 
 
+def read_chat(chat: bytes, where: str) -> Chat:
+    return parse_chat(parse_json_line(chat, where), where)
+
+
 ASK, ANSWER = TALK[0], TALK[1]
 CALLING = {"role": "assistant", "content": None, "tool_calls": [CALL]}
 RESULT = {"role": "tool", "content": "42"}
@@ -315,7 +320,7 @@ def test_parts_that_the_template_does_not_render_are_refused(
     tmp_path: Path, chat: bytes, message: str
 ) -> None:
     with pytest.raises(DataError, match=f"does not render {message}") as caught:
-        refuse_unrendered(llama_tokenizer(tmp_path), parse_chat(chat, "chats.jsonl, line 7"))
+        refuse_unrendered(llama_tokenizer(tmp_path), read_chat(chat, "chats.jsonl, line 7"))
     assert "chats.jsonl, line 7" in caught.value.where
 
 
@@ -323,14 +328,14 @@ def test_an_answer_that_contains_the_end_of_a_turn_is_refused(tmp_path: Path) ->
     with pytest.raises(DataError, match=r"answer 2 contains '<\|eot_id\|>'"):
         refuse_unrendered(
             llama_tokenizer(tmp_path),
-            parse_chat(line(ASK, {**ANSWER, "content": "say <|eot_id|> to end"}), "here"),
+            read_chat(line(ASK, {**ANSWER, "content": "say <|eot_id|> to end"}), "here"),
         )
 
 
 def test_a_role_that_the_template_drops_is_refused(inner: tokenizers.Tokenizer) -> None:
     tokenizer = tokenizer_with(inner, TEMPLATES["zephyr"], "</s>")
     with pytest.raises(DataError, match="does not render message 2, of role 'tool'"):
-        refuse_unrendered(tokenizer, parse_chat(line(ASK, RESULT, ANSWER), "here"))
+        refuse_unrendered(tokenizer, read_chat(line(ASK, RESULT, ANSWER), "here"))
 
 
 def test_rendered_parts_equal_those_of_transformers(tmp_path: Path) -> None:
@@ -343,7 +348,7 @@ def test_rendered_parts_equal_those_of_transformers(tmp_path: Path) -> None:
             "function": {"name": "add", "parameters": {"type": "object", "properties": {}}},
         }
     ]
-    chat = parse_chat(line({**ASK, "name": "Ann"}, CALLING, RESULT, ANSWER, tools=tools), "here")
+    chat = read_chat(line({**ASK, "name": "Ann"}, CALLING, RESULT, ANSWER, tools=tools), "here")
     refuse_unrendered(tokenizer, chat)
     ids, counts = encode(tokenizer, chat)
     raw = [{**ASK, "name": "Ann"}, CALLING, RESULT, ANSWER]
@@ -375,7 +380,7 @@ def test_rendered_parts_equal_those_of_transformers(tmp_path: Path) -> None:
 )
 def test_a_malformed_chat_is_refused(chat: bytes, message: str) -> None:
     with pytest.raises(DataError, match=message):
-        parse_chat(chat, "here")
+        read_chat(chat, "here")
 
 
 # -- templates are untrusted code ---------------------------------------------------------------
@@ -407,8 +412,8 @@ def test_a_template_beyond_a_limit_is_refused_and_the_next_one_works(
 
 def test_rendering_survives_the_exit_of_its_process(tmp_path: Path) -> None:
     tokenizer = llama_tokenizer(tmp_path, "{{ strftime_now('%Y') }}{{ messages[0].content }}")
-    assert tokenizer.render(TALK, now=lambda: RENDER_DATE) == "2024" + TALK[0]["content"]
+    assert tokenizer.render(TALK, now=RENDER_DATE) == "2024" + TALK[0]["content"]
     assert renderer.process
     renderer.process.kill()
     renderer.process.wait()
-    assert tokenizer.render(TALK, now=lambda: datetime(2001, 1, 1)) == "2001" + TALK[0]["content"]
+    assert tokenizer.render(TALK, now=datetime(2001, 1, 1)) == "2001" + TALK[0]["content"]

@@ -32,7 +32,7 @@ import babel
 from babel import languages, localedata, numbers
 from babel.core import get_global
 
-from lockstep.corpus.pairs.cldr_format import (
+from lockstep.corpus.cldr_format import (
     SPACES,
     LocaleFormatter,
     MissingCldrData,
@@ -450,14 +450,12 @@ def apportion(total: int, families: Collection[str]) -> dict[str, int]:
     return counts
 
 
-def fingerprint(source: str, target: str, *, limit: int, held_out: int) -> str:
-    """Return the hex sha256 of all inputs: CLDR data of both languages, versions, options."""
-    digest = hashlib.sha256(
-        f"cldr {GENERATOR} {babel.__version__} {source} {target} {limit} {held_out}".encode()
-    )
-    folder = Path(localedata.__file__).parent
+def fingerprint(source: str, target: str) -> str:
+    """Return the hex sha256 of the CLDR data of both languages, and of the versions."""
+    digest = hashlib.sha256(f"cldr {GENERATOR} {babel.__version__}".encode())
+    folder = Path(localedata.__file__).parent / "locale-data"
     for code in (source, target):
         parts = str(locale(code)).split("_")
         for count in range(1, len(parts) + 1):
-            digest.update((folder / "locale-data" / f"{'_'.join(parts[:count])}.dat").read_bytes())
+            digest.update((folder / f"{'_'.join(parts[:count])}.dat").read_bytes())
     return digest.hexdigest()

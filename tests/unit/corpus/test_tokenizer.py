@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.corpus.pairs import cldr
+from lockstep.corpus import cldr
 from lockstep.corpus.tokenizer import (
     BEGIN,
     END,

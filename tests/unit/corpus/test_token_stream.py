@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.corpus.text.token_stream import TokenStream, TokenStreamWriter
+from lockstep.corpus.token_stream import TokenStream, TokenStreamWriter
 from lockstep.data.order import UniformOrder
 from lockstep.errors import DataError
 from lockstep.files import write_json

@@ -1,4 +1,4 @@
-"""The documents of a run that trains a Llama, as a stream.
+"""The source of a run's data: its files and splits; and documents, as a stream.
 
     stdlib       source code of Python's standard library: available everywhere, no download
     text         files, plain or .gz: one document each, or .jsonl with the text in `data.column`
@@ -13,17 +13,17 @@ from __future__ import annotations
 
 import glob
 import hashlib
-import importlib
 import sys
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from lockstep.config import schema as config
-from lockstep.corpus.pairs.textfiles import decode_text, lines_of, parse_json_line
-from lockstep.corpus.text.record_files import dataset_files, json_lines
+from lockstep.corpus import cldr
+from lockstep.corpus.files import Record, dataset_files, decode_text, lines_of, records_of
 from lockstep.errors import DataError
 
 T = TypeVar("T")
@@ -66,12 +66,11 @@ def documents(
 def splits_of(data: config.DataOptions) -> dict[Split, str]:
     """Return the splits of the source, with the dataset's name of each. DataError: used twice."""
     if data.kind == "huggingface":
-        return dict(importlib.import_module("lockstep.corpus.pairs.huggingface").splits_of(data))
-    if data.kind not in ("text", "chat"):
-        return {"train": ""}  # generated: ignores the files of a recipe
-    owner: dict[Path, Split] = {}
-    for split in SPLITS:
-        for path in files_of(data, split):
+        return dict(import_module("lockstep.corpus.huggingface").splits_of(data))
+    owner: dict[Path, str] = {}
+    files = files_of(data)
+    for split, paths in files.items():
+        for path in paths:
             if owner.setdefault(path.resolve(), split) != split:
                 what = f"{path} is both in data.{owner[path.resolve()]} and in data.{split}"
                 raise DataError(
@@ -79,7 +78,7 @@ def splits_of(data: config.DataOptions) -> dict[Split, str]:
                     f"data.kind={data.kind}",
                     "remove one of them; without files for validation, documents are held out",
                 )
-    return {split: "" for split in SPLITS if getattr(data, split) or split == "train"}
+    return dict.fromkeys(["train", *(split for split in SPLITS[1:] if split in files)], "")
 
 
 def held_inside(data: config.DataOptions) -> bool:
@@ -116,19 +115,11 @@ def split_document(
 
 def choose_split(text: str, held_out_share: float) -> Split:
     """Return the split of a document by the hash of its text, for a source without splits."""
-    position: float = (
-        int.from_bytes(
-            hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big"
-        )
-        / 2**64
-    )
-    return (
-        "validation"
-        if position < held_out_share
-        else "test"
-        if position < 2 * held_out_share
-        else "train"
-    )
+    digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    position = int.from_bytes(digest, "big") / 2**64
+    if position < held_out_share:
+        return "validation"
+    return "test" if position < 2 * held_out_share else "train"
 
 
 def read(data: config.DataOptions, split: Split, named: str) -> Iterator[Document]:
@@ -136,68 +127,86 @@ def read(data: config.DataOptions, split: Split, named: str) -> Iterator[Documen
     if data.kind == "stdlib":
         yield from read_stdlib(Path(sysconfig.get_paths()["stdlib"]))
     elif data.kind == "text":
-        for path in files_of(data, split):
+        for path in files_of(data).get(split, ()):
             yield from read_file(path, data.column)
     else:
-        reader = importlib.import_module("lockstep.corpus.pairs.huggingface")
-        rows = reader.read_column(data.dataset, data.subset, named, data.column)
-        yield from (Document(f"{data.dataset} {split} {i}", text) for i, text in rows)
+        reader = import_module("lockstep.corpus.huggingface")
+        yield from texts_of(reader.records(data, named, [data.column]), data.column)
 
 
-def source_of(data: config.DataOptions) -> dict[str, Any]:
+def source_of(
+    data: config.DataOptions, hashes: Callable[[list[Path]], dict[Path, str]] | None = None
+) -> dict[str, Any]:
     """Return a description of the source, to be compared when a prepared run resumes. Of files:
-    names without folders, sizes and a hash of both ends. DataError: missing."""
+    names without folders, sizes and hashes. DataError: missing.
+
+    hashes  returns the hash of each file; None: hash both ends of it
+    """
     if data.kind == "stdlib":
         return {"python": sys.version.split()[0]}
+    if data.kind == "cldr":
+        return {"cldr": cldr.fingerprint(data.source, data.target)}
+    source: dict[str, Any] = {}
+    files = files_of(data)
     if data.kind == "huggingface":
         path = Path(data.dataset)
-        return {
-            "dataset": path.resolve().name if path.is_dir() else data.dataset,
-            "subset": data.subset,
+        source = {"dataset": path.resolve().name if path.is_dir() else data.dataset}
+        names = [list(getattr(data, split)) for split in SPLITS]
+        source |= {"subset": data.subset, "splits": names}
+    try:
+        digests = (hashes or hashes_of_ends)([path for paths in files.values() for path in paths])
+        listed = {
+            split: [[path.name, path.stat().st_size, digests[path]] for path in paths]
+            for split, paths in files.items()
         }
-    files: dict[str, list[list[str | int]]] = {}
-    if data.kind not in ("text", "chat"):
-        return files  # generated: ignores the files of a recipe
-    for split in SPLITS:
-        for path in files_of(data, split) if getattr(data, split) else []:
-            try:
-                files.setdefault(split, []).append(
-                    [path.name, path.stat().st_size, sha256_of_ends(path)]
-                )
-            except OSError as error:
-                raise DataError(
-                    f"{path} cannot be read: {error.strerror}",
-                    f"data.{split}",
-                    "is the path right?",
-                ) from None
-    return files
+    except OSError as error:
+        raise DataError(
+            f"{error.filename} cannot be read: {error.strerror}",
+            f"data.kind={data.kind}",
+            "is the path right?",
+        ) from None
+    return source | listed
 
 
-def sha256_of_ends(path: Path) -> str:
-    with open(path, "rb") as file:
-        first = file.read(ENDS_BYTES)
-        file.seek(max(0, path.stat().st_size - ENDS_BYTES))
-        return hashlib.sha256(first + file.read(ENDS_BYTES)).hexdigest()
+def hashes_of_ends(paths: list[Path]) -> dict[Path, str]:
+    hashes = {}
+    for path in paths:
+        with open(path, "rb") as file:
+            first = file.read(ENDS_BYTES)
+            file.seek(max(0, path.stat().st_size - ENDS_BYTES))
+            hashes[path] = hashlib.sha256(first + file.read(ENDS_BYTES)).hexdigest()
+    return hashes
 
 
-def files_of(data: config.DataOptions, split: Split) -> list[Path]:
-    """Return the files of a split, sorted within each pattern. DataError: no match."""
-    files: list[Path] = []
-    for pattern in getattr(data, split):
-        if data.kind == "chat" and Path(pattern).is_dir():
-            files += dataset_files(Path(pattern), f"data.{split}")
-            continue
-        paths = sorted(
-            path for path in map(Path, glob.glob(pattern, recursive=True)) if path.is_file()
+def files_of(data: config.DataOptions) -> dict[str, list[Path]]:
+    """Return the files of each split that has some, sorted within each pattern; of a local dataset
+    all of them. DataError: no match."""
+    if data.kind == "huggingface":
+        paths = sorted(path for path in Path(data.dataset).rglob("*") if path.is_file())
+        return {"dataset_files": paths} if Path(data.dataset).is_dir() else {}
+    if data.kind not in ("files", "text", "chat"):
+        return {}  # generated: ignores the files of a recipe
+    patterns = {split: getattr(data, split) for split in SPLITS}
+    return {
+        split: [path for pattern in given for path in matching(data, split, pattern)]
+        for split, given in patterns.items()
+        if given
+    }
+
+
+def matching(data: config.DataOptions, split: str, pattern: str) -> list[Path]:
+    if data.kind == "files":
+        return [Path(pattern)]
+    if data.kind == "chat" and Path(pattern).is_dir():
+        return dataset_files(Path(pattern), f"data.{split}")
+    paths = sorted(path for path in map(Path, glob.glob(pattern, recursive=True)) if path.is_file())
+    if not paths:
+        raise DataError(
+            f"there is no file {pattern}",
+            f"data.{split}",
+            "check the path; * matches any name, ** any folders",
         )
-        if not paths:
-            raise DataError(
-                f"there is no file {pattern}",
-                f"data.{split}",
-                "check the path; * matches any name, ** any folders",
-            )
-        files += paths
-    return files
+    return paths
 
 
 def read_stdlib(root: Path) -> Iterator[Document]:
@@ -220,25 +229,28 @@ def read_stdlib(root: Path) -> Iterator[Document]:
 
 def read_file(path: Path, column: str) -> Iterator[Document]:
     if path.name.removesuffix(".gz").endswith((".jsonl", ".ndjson")):
-        for where, line in json_lines(path):
-            record = parse_json_line(line, where)
-            text = record.get(column) if isinstance(record, dict) else None
-            if not isinstance(text, str):
-                columns = (
-                    ", ".join(map(str, record))
-                    if isinstance(record, dict)
-                    else type(record).__name__
-                )
-                raise DataError(
-                    f"no text in the column {column!r}, but {columns}",
-                    where,
-                    "set data.column to one of its columns",
-                )
-            yield Document(where, text)
+        yield from texts_of(records_of(path), column)
         return
     for number, lines in enumerate(in_groups(lines_of(path), PIECE_BYTES, size=len), start=1):
         name = f"{path}, piece {number:,}" if number > 1 else str(path)
         yield Document(name, decode_text(b"".join(lines), name))
+
+
+def texts_of(records: Iterable[Record], column: str) -> Iterator[Document]:
+    """Yield the text of each record. A null is an empty text. DataError: there is no text."""
+    for where, record in records:
+        if not isinstance(record, dict):
+            columns = type(record).__name__
+        elif isinstance(text := record.get(column, 0), str | None):
+            yield Document(where, text or "")
+            continue
+        else:
+            columns = ", ".join(map(str, record))
+        raise DataError(
+            f"no text in the column {column!r}, but {columns}",
+            where,
+            "set data.column to one of its columns",
+        )
 
 
 def in_groups(

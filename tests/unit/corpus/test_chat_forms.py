@@ -16,7 +16,8 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
 from lockstep.config.resolve import resolve
 from lockstep.config.schema import DataOptions
-from lockstep.corpus.text.chat_samples import (
+from lockstep.corpus.chat_tokenizer import ChatTokenizer
+from lockstep.corpus.chats import (
     Chat,
     chat_samples,
     chats,
@@ -24,8 +25,7 @@ from lockstep.corpus.text.chat_samples import (
     last_answer,
     parse_chat,
 )
-from lockstep.corpus.text.chat_tokenizer import ChatTokenizer
-from lockstep.corpus.text.documents import source_of
+from lockstep.corpus.documents import source_of
 from lockstep.errors import ConfigError, DataError
 
 ASK, ANSWER = (
@@ -90,7 +90,7 @@ def text_part(text: str) -> dict[str, str]:
 
 
 def parsed(**record: Any) -> list[Any]:
-    return parse_chat(json.dumps(record).encode(), "chats.jsonl, line 3").messages
+    return parse_chat(record, "chats.jsonl, line 3").messages
 
 
 # -- forms ------------------------------------------------------------------------------------------------------------
@@ -457,7 +457,7 @@ def test_long_chats_are_dropped_or_cut_and_counted(
         with caplog.at_level(logging.INFO, "lockstep"):
             data = chats_in(tmp_path, [long, short, endless], truncation=truncation)
             samples = [
-                (sample.ids, sample.loss_mask)
+                (sample.ids[0], sample.loss_mask)
                 for sample in chat_samples(tokenizer, data, length, dropped)
             ]
         assert samples == [*([cut] if cut else []), encode(tokenizer, Chat(list(short), "here"))]

@@ -10,16 +10,18 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lockstep.config.schema import DataOptions
-from lockstep.corpus.pairs import corpus
-from lockstep.corpus.pairs.corpus import read_corpus
-from lockstep.corpus.pairs.textfiles import Pairs
+from lockstep.corpus import pairs as corpus
+from lockstep.corpus.documents import source_of
+from lockstep.corpus.pairs import Pairs, read_corpus
+from lockstep.data.manifest import NOT_SHARED
 from lockstep.errors import ConfigError, DataError
 
-MULTI30K = Path(__file__).parents[4].parent / "shared/data/multi30k"
+MULTI30K = Path(__file__).parents[3].parent / "shared/data/multi30k"
 ENGLISH = [f"The cat number {i} sleeps." for i in range(40)]
 ITALIAN = [f"Il gatto numero {i} dorme." for i in range(40)]
 
@@ -243,23 +245,25 @@ def test_equal_sources_are_in_one_split() -> None:
         assert sorted(pair for part in parts for pair in part) == sorted(pairs)
 
 
-# Fingerprints.
+# The source, by its bytes.
+
+
+def described(data: DataOptions) -> dict[str, Any]:
+    return source_of(data, NOT_SHARED.of)
 
 
 def test_the_fingerprint_depends_on_the_bytes_of_the_files(tmp_path: Path) -> None:
     paths = two_files(tmp_path)
     data = files(*paths)
-    fingerprint, text_before = corpus.fingerprint(data), read_corpus(data).fingerprint
-    assert corpus.fingerprint(data) == fingerprint
-    assert corpus.fingerprint(replace(data, held_out=5)) != fingerprint
+    source = described(data)
+    assert described(data) == source
     write(Path(paths[1]), [*ITALIAN[:-1], "Altro."])
-    assert corpus.fingerprint(data) != fingerprint
-    assert read_corpus(data).fingerprint != text_before
+    assert described(data) != source
 
 
 def test_the_fingerprint_does_not_depend_on_the_folder_of_the_files(tmp_path: Path) -> None:
     (tmp_path / "moved").mkdir()
-    assert corpus.fingerprint(files(*two_files(tmp_path))) == corpus.fingerprint(
+    assert described(files(*two_files(tmp_path))) == described(
         files(*two_files(tmp_path / "moved"))
     )
 
@@ -269,12 +273,8 @@ def test_generated_pairs_are_read_as_a_corpus() -> None:
     loaded = read_corpus(data)
     assert loaded.report.kept == {"train": 2000, "validation": 50, "test": 50}
     assert loaded.report.read == 2100 + sum(loaded.report.left_out.values())
-    assert loaded.fingerprint == read_corpus(data).fingerprint
-    assert (
-        corpus.fingerprint(data)
-        == corpus.fingerprint(data)
-        != corpus.fingerprint(replace(data, target="de"))
-    )
+    assert loaded == read_corpus(data)
+    assert described(data) == described(data) != described(replace(data, target="de"))
 
 
 # The real corpus.
@@ -308,7 +308,7 @@ def test_multi30k_is_read_whole() -> None:
 
 
 def test_the_datasets_library_is_imported_on_demand() -> None:
-    program = "import sys, lockstep.corpus.pairs.corpus, lockstep.corpus.pairs.prepare; sys.exit('datasets' in sys.modules or 'torch' in sys.modules)"
+    program = "import sys, lockstep.corpus.pairs, lockstep.corpus.encoded_pairs; sys.exit('datasets' in sys.modules or 'torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
@@ -364,8 +364,9 @@ def test_columns_named_by_the_languages(hub: Path) -> None:
 
 
 def test_a_local_dataset_has_the_fingerprint_of_its_files(hub: Path) -> None:
-    assert corpus.fingerprint(books(hub / "alone")) == corpus.fingerprint(books(hub / "alone"))
-    assert corpus.fingerprint(books(hub / "alone")) != corpus.fingerprint(books(hub / "flat"))
+    assert described(books(hub / "alone")) == described(books(hub / "alone"))
+    alone, flat = (described(books(hub / name))["dataset_files"] for name in ("alone", "flat"))
+    assert alone != flat
 
 
 def test_datasets_that_do_not_fit_are_refused(
@@ -375,7 +376,7 @@ def test_datasets_that_do_not_fit_are_refused(
     refused(books(hub / "alone", target="de"), "no columns 'en' and 'de', but en, it", "row 0")
     refused(
         books(hub / "flat", source="fr", target="de"),
-        "no column for 'fr' and 'de', but en, it, score",
+        "no column 'translation' or 'fr' or 'de' or 'source' or 'target', but en, it, score",
     )
     refused(
         books(hub / "splits", test=("dev",)), "no split 'dev', but train, validation", "data.test"

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.corpus.pairs.encoded import EncodedPairs, write_side
+from lockstep.corpus.encoded_pairs import EncodedPairs
+from lockstep.corpus.token_stream import ONE_FILE, TokenStreamWriter
 from lockstep.corpus.tokenizer import BEGIN, END, PAD
 from lockstep.errors import DataError
 
@@ -19,8 +20,15 @@ Rows = list[list[int]]
 
 def written(folder: Path, source: Rows, target: Rows, vocabulary: int = 1000) -> EncodedPairs:
     for side, rows in (("source", source), ("target", target)):
-        write_side(folder, "train", side, rows, vocabulary)
+        write_side(folder, side, rows, vocabulary)
     return EncodedPairs.open(folder, "train")
+
+
+def write_side(folder: Path, side: str, rows: Rows, vocabulary: int) -> None:
+    writer = TokenStreamWriter(folder, f"train.{side}", vocabulary, shard_tokens=ONE_FILE)
+    for row in rows:
+        writer.add(row)
+    writer.close()
 
 
 def by_hand(rows: Rows, begin: bool, end: bool, height: int, width: int) -> Rows:
@@ -92,7 +100,7 @@ def test_ids_take_two_bytes_where_the_vocabulary_allows(
 ) -> None:
     largest = vocabulary - 1
     encoded = written(tmp_path, [[largest]], [[largest]], vocabulary)
-    assert np.load(tmp_path / "train.source.ids.npy").dtype == kind
+    assert (tmp_path / "train.source.00000.ids").stat().st_size == np.dtype(kind).itemsize
     assert encoded.gather(np.array([0]), 1, 2, 2)[2].tolist() == [[largest, END]]
 
 
@@ -104,13 +112,14 @@ def test_an_empty_split(tmp_path: Path) -> None:
 
 def test_missing_truncated_or_mixed_arrays_are_data_errors(tmp_path: Path) -> None:
     written(tmp_path, [[5, 6]], [[7]])
-    (tmp_path / "train.target.ids.npy").write_bytes(b"\x93NUMPY")
-    with pytest.raises(DataError, match=r"train\.target\.ids\.npy cannot be opened"):
+    ids = tmp_path / "train.target.00000.ids"
+    ids.write_bytes(b"\x93NUMPY")
+    with pytest.raises(DataError, match=r"train\.target cannot be read: .*ids has 6 bytes, not 2"):
         EncodedPairs.open(tmp_path, "train")
-    (tmp_path / "train.target.ids.npy").unlink()
-    with pytest.raises(DataError, match="cannot be opened"):
+    ids.unlink()
+    with pytest.raises(DataError, match="cannot be read"):
         EncodedPairs.open(tmp_path, "train")
-    write_side(tmp_path, "train", "target", [[7], [8]], 1000)
+    write_side(tmp_path, "target", [[7], [8]], 1000)
     with pytest.raises(DataError, match="are inconsistent"):
         EncodedPairs.open(tmp_path, "train")
 
