@@ -19,10 +19,10 @@ from statistics import mean
 from typing import Any
 
 from bench.results import TOP, keep, machine
+from lockstep.config.open_run import open_run
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.parallel import wire_codec
 from lockstep.recipes.script import lock_run_folder, train
-from lockstep.recipes.values import open_run
 from lockstep.record.metrics import read_metrics
 
 sys.path.insert(0, str(TOP / "tests"))

@@ -13,6 +13,7 @@ from support.ranks import run_ranks
 
 from lockstep.checkpoint.commands import digest_line
 from lockstep.checkpoint.store import CheckpointStore
+from lockstep.config.open_run import open_run
 from lockstep.config.schema import ResolvedRun
 from lockstep.corpus.encoded_pairs import open_prepared
 from lockstep.corpus.loaders import PairLoader
@@ -22,7 +23,6 @@ from lockstep.errors import DivergedError
 from lockstep.models.translator import build_translator
 from lockstep.parallel.grad_norm import sum_of_squares
 from lockstep.recipes.script import lock_run_folder, train
-from lockstep.recipes.values import open_run
 from lockstep.record.metrics import read_metrics
 from lockstep.runtime.numerics import seed_generators
 from lockstep.tasks.translation import make_order

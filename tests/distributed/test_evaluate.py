@@ -162,8 +162,8 @@ def test_the_loss_is_the_sum_over_single_sentences(folder: Path) -> None:
     [line] = lines(folder)
     loaded = load_translator(folder)
     total, tokens = 0.0, 0
-    pairs = open_prepared(folder / "data").text("validation")
-    ids = [loaded.tokenizer.encode(list(pair)) for pair in pairs]
+    pairs = open_prepared(folder / "data").records("validation")
+    ids = [loaded.tokenizer.encode([pair["source"], pair["target"]]) for pair in pairs]
     for source, target in ids:
         logits = loaded.model(torch.tensor([[*source, END]]), torch.tensor([[BEGIN, *target]]))[0]
         total += float(

@@ -13,11 +13,11 @@ from support.ranks import run_ranks
 from torch import Tensor, nn
 
 from lockstep.checkpoint import commands
+from lockstep.config.open_run import open_run
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import DivergedError
 from lockstep.parallel.replica import Replica
 from lockstep.recipes.script import lock_run_folder, train
-from lockstep.recipes.values import open_run
 from lockstep.tasks import translation
 from lockstep.tasks.open import open_task
 from lockstep.training.checkpointer import Checkpointer

@@ -26,6 +26,7 @@ from lockstep.checkpoint.commands import digest_line
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.cli.main import main
 from lockstep.config import schema as config
+from lockstep.config.open_run import open_run
 from lockstep.config.resolve import resolve
 from lockstep.config.schema import LoraOptions, RunConfig
 from lockstep.corpus.chat_tokenizer import ChatTokenizer
@@ -52,7 +53,6 @@ from lockstep.models.llama_io import InitialWeights, load_llama, open_weights
 from lockstep.models.lora import merged_weights
 from lockstep.parallel.materialize import materialize
 from lockstep.recipes.script import lock_run_folder, train
-from lockstep.recipes.values import open_run
 from lockstep.record.metrics import read_metrics
 from lockstep.tasks.evaluate import evaluate, evaluate_at_end
 from lockstep.tasks.language_model import prepare_documents

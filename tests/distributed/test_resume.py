@@ -15,11 +15,11 @@ from support.ranks import run_ranks
 from torch import nn
 
 from lockstep.checkpoint.fingerprints import make_run_id
+from lockstep.config.open_run import open_run
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.elastic.world import World
 from lockstep.errors import CheckpointError, UsageError
 from lockstep.recipes.script import lock_run_folder, train
-from lockstep.recipes.values import open_run
 from lockstep.runtime import sources
 from lockstep.training.checkpointer import Checkpointer
 

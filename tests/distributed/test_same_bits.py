@@ -20,10 +20,10 @@ import pytest
 from support.ranks import run_ranks
 
 from lockstep.checkpoint.commands import digest_line
+from lockstep.config.open_run import open_run
 from lockstep.corpus.encoded_pairs import EncodedPairs
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.recipes.script import lock_run_folder, train
-from lockstep.recipes.values import open_run
 from lockstep.record.metrics import read_metrics
 
 FLAGS = {

@@ -16,6 +16,7 @@ import pytest
 from support.fuzz import ODD_BYTES, ODD_TOML, ODD_WORDS, Tally, attempt
 
 from lockstep.agent.hosts import read_hosts
+from lockstep.config.open_run import open_run
 from lockstep.config.resolve import resolve
 from lockstep.config.saved_run import from_json, to_json
 from lockstep.config.schema import DataOptions, Field, StringList, config_fields, flatten
@@ -23,7 +24,6 @@ from lockstep.corpus.chats import chats
 from lockstep.corpus.documents import documents
 from lockstep.corpus.files import read_input_lines
 from lockstep.corpus.pairs import read_pairs
-from lockstep.recipes.values import open_run
 
 KEYS = config_fields()
 

@@ -25,6 +25,7 @@ from lockstep.cli.script import (
     read_sources,
 )
 from lockstep.config import rules
+from lockstep.config.open_run import open_with_overrides, resume_step
 from lockstep.config.resolve import find_run_file, parse_flags
 from lockstep.config.rules import shared_values
 from lockstep.config.schema import ResolvedRun, RunConfig
@@ -32,7 +33,6 @@ from lockstep.elastic.run_folder import remove_untrained_run
 from lockstep.errors import UsageError
 from lockstep.layout import Layout, choose_layout
 from lockstep.log import log
-from lockstep.recipes.values import open_with_overrides, resume_step
 from lockstep.runtime.environment import check_worker_count, default_worker_count, read_rank_info
 from lockstep.runtime.exit_report import worker_main
 from lockstep.runtime.session_start import StartAgainError

@@ -56,16 +56,14 @@ class TemplateRenderer:
         """Return the text; with `marked`, MARKS surround the text to learn. TemplateError."""
         if self.process is None or self.owner != os.getpid() or self.process.poll() is not None:
             self.close()
-            command = [sys.executable, "-P", "-m", "lockstep.corpus.chat_template"]
-            pipes: Any = {
-                "stdin": subprocess.PIPE,
-                "stdout": subprocess.PIPE,
-                "stderr": subprocess.DEVNULL,
-            }
-            self.process, self.owner = (
-                subprocess.Popen(command, **pipes, start_new_session=True),
-                os.getpid(),
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "lockstep.corpus.chat_template"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
             )
+            self.owner = os.getpid()
         assert self.process.stdin and self.process.stdout
         request = json.dumps(
             {"template": template, "values": values, "now": now.isoformat(), "marked": marked}
@@ -76,12 +74,9 @@ class TemplateRenderer:
         line = self.process.stdout.readline()
         if not line:
             code = self.process.wait()
-            timed_out = code == -signal.SIGPROF
-            raise TemplateError(
-                f"it takes more than {CPU_S:g} s"
-                if timed_out
-                else f"its process exited with code {code}"
-            )
+            if code == -signal.SIGPROF:
+                raise TemplateError(f"it takes more than {CPU_S:g} s")
+            raise TemplateError(f"its process exited with code {code}")
         response = json.loads(line)
         if "error" in response:
             raise TemplateError(response["error"])
@@ -89,16 +84,12 @@ class TemplateRenderer:
 
     def close(self) -> None:
         """Stop the process; the next request starts another."""
-        if (
-            self.process
-            and self.owner == os.getpid()
-            and self.process.stdin
-            and self.process.stdout
-        ):
+        process = self.process
+        if process and process.stdin and process.stdout and self.owner == os.getpid():
             with suppress(BrokenPipeError):
-                self.process.stdin.close()
-            self.process.stdout.close()
-            self.process.wait()
+                process.stdin.close()
+            process.stdout.close()
+            process.wait()
         self.process = None
 
 
@@ -143,16 +134,8 @@ def compiled(template: str, marked: bool) -> jinja2.Template:
     )
 
 
-def to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: Any = None,
-    sort_keys: bool = False,
-) -> str:
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
+def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
 def raise_exception(message: str) -> NoReturn:

@@ -81,7 +81,8 @@ def chats_of_split(data: config.DataOptions, split: Split) -> Iterator[Chat]:
 
 CHAT_FORMS = (
     '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}',
-    '{"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}, also from system, tool and observation',
+    '{"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]}, '
+    "also from system, tool and observation",
     '{"instruction": "...", "input": "...", "output": "..."}; the input may be missing',
     '{"prompt": "...", "completion": "..."}, both texts or both lists of messages',
 )
@@ -160,9 +161,11 @@ def parse_chat(record: Any, where: str) -> Chat:
     for number, message in enumerate(cleaned, start=1):
         weights = (0, 1) if message["role"] == "assistant" else ()
         if "weight" in message and message["weight"] not in weights:
-            what = f"message {number} of role {message['role']!r} has the weight {json.dumps(message['weight'])}"
+            weight = json.dumps(message["weight"])
             raise DataError(
-                what, where, "set a weight only for answers: 1 to train on it, 0 to skip it"
+                f"message {number} of role {message['role']!r} has the weight {weight}",
+                where,
+                "set a weight only for answers: 1 to train on it, 0 to skip it",
             )
     return Chat(cleaned, where, tools)
 
@@ -329,7 +332,7 @@ def refuse_cut_answer(
         found = rendered.find(word.group(), position)
         if found < 0:
             part = text[: word.end()].split()[-1] + text[word.end() :]
-            what = f"the chat template drops a part of answer {number + 1}: {part[:60]!r} is not written"
+            what = f"the chat template drops a part of answer {number + 1}: {part[:60]!r}"
             hint = "remove it from the chat, or use a template that writes it"
             raise problem(tokenizer, chat, what, hint)
         position = found + len(word.group())

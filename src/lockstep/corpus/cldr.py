@@ -20,10 +20,9 @@ import datetime as dt
 import hashlib
 import itertools
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from decimal import Decimal
 from functools import partial
-from operator import methodcaller
 from pathlib import Path
 from random import Random
 from typing import Any, TypeVar
@@ -50,6 +49,8 @@ TRAINING_ONLY = {"minutes"}  # 3:05 PM occurs in dates too, so it would not be a
 NAMES_SHARE = 0.1  # of the training pairs at most, to keep a small corpus balanced
 FORMS_OF_A_VALUE = 3  # per training value: more values teach more than more forms
 
+MAX_MISSES = 1000
+
 DAY_STYLES = (
     ("full", "short"),
     ("long", "full"),
@@ -59,17 +60,18 @@ DAY_STYLES = (
 )  # alone, with a time
 FIRST_DAY, DAYS = dt.date(1950, 1, 1), 36_525  # 100 years, so that a two-digit year is unambiguous
 
-# Units of exact durations (in seconds) and calendar durations (in months), and their combinations.
+# Units of exact durations in seconds. A month is longer than all their combinations, so that
+# no duration has both.
+MONTH = 10**9
 SIZES = {
     "second": 1,
     "minute": 60,
     "hour": 3600,
     "day": 86_400,
     "week": 604_800,
-    "month": 1,
-    "year": 12,
+    "month": MONTH,
+    "year": 12 * MONTH,
 }
-BASE = {unit: "month" if unit in ("month", "year") else "second" for unit in SIZES}
 UNIT_COMBINATIONS: dict[tuple[str, ...], int] = {  # units -> maximum count of the first one
     ("second",): 999,
     ("minute",): 999,
@@ -89,7 +91,7 @@ UNIT_COMBINATIONS: dict[tuple[str, ...], int] = {  # units -> maximum count of t
 
 T = TypeVar("T")
 Pair = tuple[str, str]
-Form = Callable[[LocaleFormatter], str]
+Form = tuple[Any, ...]  # a method of LocaleFormatter and its arguments
 Values = Iterator[list[Form]]
 SharedCodes = dict[str, list[str]]  # table of CLDR -> codes with a name in both languages
 
@@ -105,11 +107,11 @@ def shuffled(rng: Random, items: Iterable[T]) -> list[T]:
     return [item for _, _, item in sorted((rng.random(), i, item) for i, item in enumerate(items))]
 
 
-def distinct(sample: Callable[[], T], max_misses: int = 1000) -> Iterator[T]:
-    """Yield the values of `sample`, each once; stop after `max_misses` consecutive repetitions."""
+def distinct(sample: Callable[[], T]) -> Iterator[T]:
+    """Yield the values of `sample`, each once; stop after MAX_MISSES consecutive repetitions."""
     seen: set[T] = set()
     misses = 0
-    while misses < max_misses:
+    while misses < MAX_MISSES:
         value = sample()
         misses = misses + 1 if value in seen else 0
         if not misses:
@@ -120,19 +122,12 @@ def distinct(sample: Callable[[], T], max_misses: int = 1000) -> Iterator[T]:
 def shared_codes(a: LocaleFormatter, b: LocaleFormatter) -> SharedCodes:
     """Return the codes that CLDR names in both languages, in a fixed order."""
     spoken: Any = get_global("territory_languages")  # countries only, with their languages
-    tender = {
-        c
-        for of in get_global("territory_currencies").values()
-        for c, _, end, legal in of
-        if legal and not end
-    }
-    official = {c for country in spoken for c in languages.get_official_languages(country)}
-    units = [unit for unit in a.data["unit_patterns"] if not unit.startswith("duration-")]
+    currencies = itertools.chain.from_iterable(get_global("territory_currencies").values())
     codes = {
-        "unit_patterns": units,
-        "currency_names": tender,
+        "unit_patterns": {u for u in a.data["unit_patterns"] if not u.startswith("duration-")},
+        "currency_names": {code for code, _, end, is_tender in currencies if is_tender and not end},
         "territories": spoken,
-        "languages": official,
+        "languages": {c for country in spoken for c in languages.get_official_languages(country)},
     }
     return {
         table: sorted(c for c in of if a.data[table].get(c) and b.data[table].get(c))
@@ -143,34 +138,26 @@ def shared_codes(a: LocaleFormatter, b: LocaleFormatter) -> SharedCodes:
 def dates(rng: Random, shared: SharedCodes) -> Values:
     """Days, alone and with a time, which is not part of the value."""
     for number in shuffled(rng, range(DAYS)):
-        day, time = FIRST_DAY + dt.timedelta(number), dt.time(below(rng, 24), below(rng, 60))
-        yield [
-            form
-            for alone, timed in DAY_STYLES
-            for form in (
-                methodcaller("format_date", day, alone),
-                methodcaller("format_datetime", day, time, timed),
-            )
-        ]
+        day = FIRST_DAY + dt.timedelta(number)
+        time = dt.time(below(rng, 24), below(rng, 60))
+        forms: list[Form] = []
+        for alone, timed in DAY_STYLES:
+            forms += [("format_date", day, alone), ("format_datetime", day, time, timed)]
+        yield forms
 
 
 def times(rng: Random, shared: SharedCodes) -> Values:
     """Times with seconds, which no other family contains."""
     for second in distinct(lambda: below(rng, 86_400)):
         if second % 60:
-            yield [
-                methodcaller(
-                    "format_time", dt.time(second // 3600, second // 60 % 60, second % 60), "medium"
-                )
-            ]
+            time = dt.time(second // 3600, second // 60 % 60, second % 60)
+            yield [("format_time", time, "medium")]
 
 
 def minutes(rng: Random, shared: SharedCodes) -> Values:
     for minute in shuffled(rng, range(1440)):
-        yield [
-            methodcaller("format_time", dt.time(minute // 60, minute % 60), style)
-            for style in ("short", "medium")
-        ]
+        time = dt.time(minute // 60, minute % 60)
+        yield [("format_time", time, style) for style in ("short", "medium")]
 
 
 def split_duration(duration: int, units: Sequence[str], limit: int) -> Parts | None:
@@ -186,33 +173,29 @@ def split_duration(duration: int, units: Sequence[str], limit: int) -> Parts | N
 
 def durations(rng: Random, shared: SharedCodes) -> Values:
     """Durations in all combinations of units: 90 minutes equals 1 hour and 30 minutes."""
+    combinations = list(UNIT_COMBINATIONS.items())
 
-    def duration() -> tuple[str, int]:
-        units, limit = list(UNIT_COMBINATIONS.items())[below(rng, len(UNIT_COMBINATIONS))]
+    def duration() -> int:
+        units, limit = combinations[below(rng, len(combinations))]
         sizes = [SIZES[unit] for unit in units]
         limits = [limit, *(larger // size - 1 for larger, size in itertools.pairwise(sizes))]
-        return BASE[units[0]], sum(
+        return sum(
             size * (1 + below(rng, limit)) for size, limit in zip(sizes, limits, strict=True)
         )
 
-    for base, length in distinct(duration):
+    for length in distinct(duration):
         forms: list[Form] = []
-        for units, limit in UNIT_COMBINATIONS.items():
-            parts = split_duration(length, units, limit) if BASE[units[0]] == base else None
+        for units, limit in combinations:
+            parts = split_duration(length, units, limit)
             if not parts:
                 continue
+            styles = ["standard", "unit"]
             if len(parts) == 1:
-                directions = itertools.product(("future", "past"), ("", "-short"))
-                forms += [
-                    methodcaller("format_relative", *parts[0], length, direction)
-                    for direction, length in directions
-                ]
-            styles = itertools.product(
-                ("standard", "unit") if len(parts) > 1 else ("standard",), ("long", "short")
-            )
-            forms += [
-                methodcaller("format_duration", parts, length, style) for style, length in styles
-            ]
+                styles = ["standard"]
+                for way, size in itertools.product(("future", "past"), ("", "-short")):
+                    forms.append(("format_relative", *parts[0], size, way))
+            for style, size in itertools.product(styles, ("long", "short")):
+                forms.append(("format_duration", parts, size, style))
         yield forms
 
 
@@ -221,30 +204,30 @@ def money(rng: Random, shared: SharedCodes) -> Values:
     currencies = shared["currency_names"]
 
     def amount() -> tuple[int | Decimal, str]:
-        kind, currency = rng.random(), currencies[below(rng, len(currencies))]
+        kind = rng.random()
+        currency = currencies[below(rng, len(currencies))]
         if kind < 0.45 and numbers.get_currency_precision(currency) >= 2:
             return Decimal(101 + below(rng, 99_899)) / 100, currency
         return 1 + below(rng, 999 if kind < 0.8 else 99_999), currency
 
     for value, currency in distinct(amount) if currencies else ():
         exact = int(value) if value == int(value) else value
-        yield [
-            methodcaller(form, exact, currency)
-            for form in ("format_currency_name", "format_currency")
-        ]
+        yield [(form, exact, currency) for form in ("format_currency_name", "format_currency")]
 
 
 def units(rng: Random, shared: SharedCodes) -> Values:
     codes = shared["unit_patterns"]
 
     def quantity() -> tuple[int | Decimal, str]:
-        kind, unit = rng.random(), codes[below(rng, len(codes))]
+        kind = rng.random()
+        unit = codes[below(rng, len(codes))]
         if kind < 0.2:
             return Decimal(1 + below(rng, 999)) / 10, unit
-        return 1 + below(rng, 99 if kind < 0.6 else 999 if kind < 0.9 else 9999), unit
+        largest = (99, 999, 9999)[(kind >= 0.6) + (kind >= 0.9)]
+        return 1 + below(rng, largest), unit
 
     for value, unit in distinct(quantity) if codes else ():
-        yield [methodcaller("format_unit", value, unit, length) for length in ("long", "short")]
+        yield [("format_unit", value, unit, length) for length in ("long", "short")]
 
 
 def plain_numbers(rng: Random, shared: SharedCodes) -> Values:
@@ -255,35 +238,32 @@ def plain_numbers(rng: Random, shared: SharedCodes) -> Values:
         if kind < 0.4:
             return (10 + below(rng, 990)) * (10**5, 10**8)[below(rng, 2)]
         if kind < 0.7:
-            return 1 + below(rng, (10**2, 10**3, 10**4, 10**5, 10**6, 10**7)[below(rng, 6)])
+            return 1 + below(rng, 10 ** (2 + below(rng, 6)))
         return Decimal(1 + below(rng, 10**6)).scaleb(-1 - below(rng, 3))
 
     for value in distinct(number):
-        is_round = isinstance(value, int) and value >= 10**6 and value % 10**5 == 0
-        yield [
-            methodcaller(form, value)
-            for form in ("format_number", "format_compact")[: 1 + is_round]
-        ]
+        forms: list[Form] = [("format_number", value)]
+        if isinstance(value, int) and value >= 10**6 and value % 10**5 == 0:
+            forms.append(("format_compact", value))
+        yield forms
 
 
 def percentages(rng: Random, shared: SharedCodes) -> Values:
     for tenth in shuffled(rng, range(3000)):
-        yield [methodcaller("format_percent", Decimal(tenth) / 10)]
+        yield [("format_percent", Decimal(tenth) / 10)]
 
 
 def sets_of_names(table: str, rng: Random, shared: SharedCodes) -> Values:
     """Lists of two to four names. The value is the set: all its orders are in one split."""
     codes = shared[table]
-    for chosen in (
-        distinct(lambda: frozenset(codes[below(rng, len(codes))] for _ in range(2 + below(rng, 3))))
-        if codes
-        else ()
-    ):
+
+    def names() -> frozenset[str]:
+        return frozenset(codes[below(rng, len(codes))] for _ in range(2 + below(rng, 3)))
+
+    for chosen in distinct(names) if codes else ():
         order = shuffled(rng, sorted(chosen))
         if len(order) > 1:
-            yield [
-                methodcaller("format_names", table, order, style) for style in ("standard", "or")
-            ]
+            yield [("format_names", table, order, style) for style in ("standard", "or")]
 
 
 # Family -> (share of the sentences, generator). Dates, durations and money are the purpose of the
@@ -305,22 +285,23 @@ FAMILIES: dict[str, tuple[float, Callable[[Random, SharedCodes], Values]]] = {
 def names(a: LocaleFormatter, b: LocaleFormatter) -> Iterator[Pair]:
     """Yield every name in both languages: countries, currencies, units, cities, months, ..."""
 
-    def shared(x: Mapping[Any, Any], y: Mapping[Any, Any]) -> list[tuple[Any, Any]]:
+    def shared(*path: str) -> list[tuple[Any, Any]]:
+        x, y = a.data, b.data
+        for key in path:
+            x, y = x[key], y[key]
         return [(x[key], y[key]) for key in sorted(x.keys() & y.keys())]
 
     for table in ("languages", "territories", "scripts", "variants", "currency_names"):
-        yield from shared(a.data[table], b.data[table])
-    for x, y in shared(a.data["unit_display_names"], b.data["unit_display_names"]):
+        yield from shared(table)
+    for x, y in shared("unit_display_names"):
         yield x.get("long") or x.get("short", ""), y.get("long") or y.get("short", "")
     for table in ("months", "days", "quarters"):
-        yield from shared(
-            a.data[table]["stand-alone"]["wide"], b.data[table]["stand-alone"]["wide"]
-        )
-    for x, y in shared(a.data["meta_zones"], b.data["meta_zones"]):
+        yield from shared(table, "stand-alone", "wide")
+    for x, y in shared("meta_zones"):
         x, y = x.get("long", {}), y.get("long", {})
-        yield from (
-            (x[key], y[key]) for key in ("generic", "standard", "daylight") if key in x and key in y
-        )
+        for key in ("generic", "standard", "daylight"):
+            if key in x and key in y:
+                yield x[key], y[key]
     zones_a, zones_b = a.data["time_zones"], b.data["time_zones"]
     for zone in sorted(set(zones_a) | set(zones_b)):
         # CLDR: the default name of a city is the last part of the zone's identifier.
@@ -334,54 +315,53 @@ class Collector:
     """Collects pairs. Drops duplicates and conflicting translations, and counts them by reason."""
 
     def __init__(self, source: LocaleFormatter, target: LocaleFormatter) -> None:
-        self.source, self.target = source, target
+        self.languages = source, target
         self.targets: dict[str, str] = {}
         self.left_out: Counter[str] = Counter()
 
-    def add(self, source: str, target: str) -> Pair | None:
+    def add(self, *sides: str) -> Pair | None:
         """Return the pair with plain spaces, or None if it is dropped."""
-        source, target = (
-            " ".join(source.translate(SPACES).split()),
-            " ".join(target.translate(SPACES).split()),
-        )
+        source, target = (" ".join(side.translate(SPACES).split()) for side in sides)
         known_target = self.targets.get(source)
         if not source or not target:
             self.left_out["values that CLDR lacks in one language"] += 1
         elif known_target is None:
             self.targets[source] = target
             return source, target
+        elif known_target == target:
+            self.left_out["duplicates"] += 1
         else:
-            self.left_out[
-                "duplicates" if known_target == target else "conflicting translations"
-            ] += 1
+            self.left_out["conflicting translations"] += 1
         return None
 
     def add_value(self, form: Form) -> Pair | None:
+        name, *arguments = form
         try:
-            return self.add(form(self.source), form(self.target))
+            return self.add(*(getattr(language, name)(*arguments) for language in self.languages))
         except MissingCldrData:
             return self.add("", "")
 
 
 def generate_sentences(
-    values: Values, collector: Collector, rng: Random, held_out: int, train: int
+    values: Values, collector: Collector, rng: Random, held_out: int, train_count: int
 ) -> tuple[list[Pair], ...]:
     """Return training, validation and test pairs of one family. The first values go to validation
     (each in one form), the next to test, the others to training, so the held-out pairs do not
     depend on the number of training pairs."""
-    splits: tuple[list[Pair], ...] = ([], [], [])
-    for count, split, max_forms in (
-        (held_out, splits[1], 1),
-        (held_out, splits[2], 1),
-        (train, splits[0], FORMS_OF_A_VALUE),
+    train: list[Pair] = []
+    validation: list[Pair] = []
+    test: list[Pair] = []
+    for split, count, max_forms in (
+        (validation, held_out, 1),
+        (test, held_out, 1),
+        (train, train_count, FORMS_OF_A_VALUE),
     ):
         while len(split) < count and (forms := next(values, None)) is not None:
             first = below(rng, len(forms))
-            for form in [*forms[first:], *forms[:first]][: min(max_forms, count - len(split))]:
-                pair = collector.add_value(form)
-                if pair:
-                    split.append(pair)
-    return splits
+            rotated = forms[first:] + forms[:first]
+            pairs = map(collector.add_value, rotated[: min(max_forms, count - len(split))])
+            split += filter(None, pairs)
+    return train, validation, test
 
 
 def generate_pairs(
@@ -400,35 +380,31 @@ def generate_pairs(
             "data.source, data.target",
             "name two languages",
         )
-    collector = Collector(LocaleFormatter(locale(source)), LocaleFormatter(locale(target)))
+    languages = LocaleFormatter(locale(source)), LocaleFormatter(locale(target))
+    collector = Collector(*languages)
     limit = limit or MAX_PAIRS
-    dictionary = [
-        pair for x, y in names(collector.source, collector.target) if (pair := collector.add(x, y))
-    ]
+    dictionary = [pair for sides in names(*languages) if (pair := collector.add(*sides))]
     train = shuffled(Random("names"), dictionary)[: int(NAMES_SHARE * limit)]
-    splits = {"train": train, "validation": list[Pair](), "test": list[Pair]()}
+    splits: dict[str, list[Pair]] = {"train": train, "validation": [], "test": []}
     collector.left_out["names beyond their share"] = len(dictionary) - len(train)
-    shared = shared_codes(collector.source, collector.target)
+    shared = shared_codes(*languages)
     draws = {family: Random(f"{family} {GENERATOR}") for family in FAMILIES}
     streams: dict[str, Values] = {}
     for family, (_, values) in FAMILIES.items():
         stream = values(draws[family], shared)
-        if first := next(
-            stream, None
-        ):  # a family without shared data gives its share to the others
+        if first := next(stream, None):  # else the other families get its share
             streams[family] = itertools.chain([first], stream)
     shares = apportion(limit - len(train), streams)
     held_shares = apportion(held_out, streams.keys() - TRAINING_ONLY)
     for family, stream in streams.items():
-        family_splits = generate_sentences(
+        generated = generate_sentences(
             stream, collector, draws[family], held_shares.get(family, 0), shares[family]
         )
-        for split, pairs in zip(splits.values(), family_splits, strict=True):
+        for split, pairs in zip(splits.values(), generated, strict=True):
             split += pairs
-    if len(train) < min(limit, 1000) or (
-        held_out and not (splits["validation"] and splits["test"])
-    ):
-        counts = f"{len(train)} training and {len(splits['validation'])} held-out pairs"
+    held_out_counts = [len(splits[name]) for name in ("validation", "test")]
+    if len(train) < min(limit, 1000) or (held_out and not all(held_out_counts)):
+        counts = f"{len(train)} training and {held_out_counts[0]} held-out pairs"
         what = f"CLDR has too little data for {source!r} and {target!r}: {counts}"
         hint = "use languages that CLDR covers well, or increase data.pairs"
         raise DataError(what, f"babel {babel.__version__}, data.source, data.target", hint)
@@ -437,7 +413,7 @@ def generate_pairs(
         for name, split in splits.items()
         if held_out or name == "train"
     }
-    return mixed, {reason: n for reason, n in sorted(collector.left_out.items()) if n}
+    return mixed, dict(sorted((+collector.left_out).items()))
 
 
 def apportion(total: int, families: Collection[str]) -> dict[str, int]:

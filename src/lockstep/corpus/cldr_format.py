@@ -133,10 +133,11 @@ class LocaleFormatter:
         if len(items) == 2:
             return patterns["2"].format(*items)
         text = items[0]
-        for i, item in enumerate(items[1:], start=2):
-            text = patterns["start" if i == 2 else "end" if i == len(items) else "middle"].format(
-                text, item
-            )
+        for number, item in enumerate(items[1:], start=1):
+            name = "start" if number == 1 else "middle"
+            if number == len(items) - 1:
+                name = "end"
+            text = patterns[name].format(text, item)
         return text
 
 

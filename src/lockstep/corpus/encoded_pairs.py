@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from lockstep.config import schema as config
 from lockstep.corpus.documents import SPLITS, source_of
-from lockstep.corpus.pairs import Corpus, CorpusReport, Pairs, read_corpus
+from lockstep.corpus.pairs import Corpus, Pairs, read_corpus, report_line
 from lockstep.corpus.prepared import Prepared, Sample, write_samples
 from lockstep.corpus.token_stream import ONE_FILE, Ints, TokenStream
 from lockstep.corpus.tokenizer import BEGIN, END, PAD, Tokenizer
@@ -91,10 +92,7 @@ class EncodedPairs:
         return out
 
 
-class PreparedPairs(Prepared[Tokenizer, EncodedPairs]):
-    def text(self, split: str) -> Pairs:
-        """Return all pairs of "validation" or "test" as text, including too long ones."""
-        return [(row["source"], row["target"]) for row in self.records(split)]
+PreparedPairs = Prepared[Tokenizer, EncodedPairs]
 
 
 def prepare(
@@ -112,7 +110,7 @@ def prepare(
     if matches_prepared(folder, settings, lambda: source_of(data, digests.of)):
         return
     text = read_corpus(data)
-    log.info(text.report.line())
+    log.info(report_line(text.report))
     sentences = (sentence for pair in text.train for sentence in pair)
     tokenizer = Tokenizer.train(sentences, **asdict(options))
     too_long: Counter[str] = Counter()
@@ -125,14 +123,14 @@ def prepare(
     )
     file = folder / "tokenizer.json"
     tokenizer.save(file)
-    report = without_long_pairs(text.report, too_long, data.max_tokens)
+    count_long_pairs(text.report, too_long, data.max_tokens)
     log.info(
         "tokenizer: %d entries (%s, %d asked for)",
         tokenizer.vocab_size,
         options.kind,
         options.vocab_size,
     )
-    facts = {"tokenizer": sha256_file(file), "report": asdict(report), "too_long": +too_long}
+    facts = {"tokenizer": sha256_file(file), "report": text.report, "too_long": +too_long}
     write_manifest(folder, [file, *files], digests, asked=settings, **facts)
 
 
@@ -151,24 +149,19 @@ def pair_samples(
                 yield Sample(split, {"source": source, "target": target}, ids if fits else ())
 
 
-def without_long_pairs(
-    report: CorpusReport, too_long: Counter[str], max_tokens: int
-) -> CorpusReport:
-    """Log the pairs that are too long; return the report without those of training. DataError: no
-    pair is left."""
-    for split in SPLITS[1:]:
-        if too_long[split]:
-            reason = f"too long for the loss of {split}, kept as text"
-            log.info("%s: %d pairs %s", split, too_long[split], reason)
-    if not too_long["train"]:
-        return report
-    reason = f"longer than {max_tokens} tokens"
-    log.info("train: %d pairs %s", too_long["train"], reason)
-    kept = report.kept | {"train": report.kept["train"] - too_long["train"]}
-    if not kept["train"]:
+def count_long_pairs(report: dict[str, Any], too_long: Counter[str], max_tokens: int) -> None:
+    """Move the long pairs of training from the kept to the dropped ones. DataError: no pair is
+    left."""
+    for split, count in (+too_long).items():
+        reason = f"too long for the loss of {split}, kept as text"
+        if split == "train":
+            reason = f"longer than {max_tokens} tokens"
+            report["kept"][split] -= count
+            report["left_out"][reason] = count
+        log.info("%s: %d pairs %s", split, count, reason)
+    if not report["kept"]["train"]:
         what = f"no training pair has at most {max_tokens} tokens"
         raise DataError(what, "data.max_tokens", "increase it, or split the text into sentences")
-    return replace(report, kept=kept, left_out=report.left_out | {reason: too_long["train"]})
 
 
 def open_prepared(folder: Path, digests: FileDigests = NOT_SHARED) -> PreparedPairs:
@@ -177,4 +170,4 @@ def open_prepared(folder: Path, digests: FileDigests = NOT_SHARED) -> PreparedPa
     opened: PreparedPairs = PreparedPairs.verified(
         folder, file, lambda: Tokenizer.load(file), EncodedPairs.open, digests
     )
-    return replace(opened, report=CorpusReport(**opened.report))
+    return opened

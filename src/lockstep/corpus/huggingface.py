@@ -95,7 +95,10 @@ def load(name: str, subset: str) -> datasets.DatasetDict:
             dataset = datasets.load_dataset(name, subset or None)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         what = f"the dataset cannot be loaded: {' '.join(str(error).split())[:300]}"
-        hint = "check the name and the network; a folder of `save_to_disk`, or one with parquet files, needs no network"
+        hint = (
+            "check the name and the network; a folder of `save_to_disk`, or one with parquet "
+            "files, needs no network"
+        )
         raise DataError(what, f"data.dataset={name} data.subset={subset}", hint) from error
     if isinstance(dataset, datasets.Dataset):
         return datasets.DatasetDict({"train": dataset})

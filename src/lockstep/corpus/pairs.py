@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -38,25 +38,11 @@ FIELDS = {
 
 
 @dataclass(frozen=True)
-class CorpusReport:
-    """Number of pairs: read = sum of kept + sum of left_out."""
-
-    read: int
-    kept: dict[str, int]  # split -> pairs
-    left_out: dict[str, int]  # reason -> pairs
-
-    def line(self) -> str:
-        kept = ", ".join(f"{count:,} {split}" for split, count in self.kept.items())
-        reasons = ", ".join(f"{count:,} {reason}" for reason, count in self.left_out.items())
-        return f"{self.read:,} pairs read: {kept}; dropped: {reasons or 'none'}"
-
-
-@dataclass(frozen=True)
 class Corpus:
     train: Pairs
     validation: Pairs
     test: Pairs
-    report: CorpusReport
+    report: dict[str, Any]  # number of pairs: read = sum of kept (by split) + left_out (by reason)
 
 
 def read_corpus(data: config.DataOptions) -> Corpus:
@@ -83,8 +69,14 @@ def read_corpus(data: config.DataOptions) -> Corpus:
             )
     parts = hold_out(kept["train"], data.held_out, parts=len(missing), where=where)
     kept.update(zip(["train", *missing], parts, strict=True))
-    counts: dict[str, int] = {split: len(pairs) for split, pairs in kept.items()}
-    return Corpus(**kept, report=CorpusReport(read, counts, dict(+dropped)))
+    counts = {split: len(pairs) for split, pairs in kept.items()}
+    return Corpus(**kept, report={"read": read, "kept": counts, "left_out": dict(+dropped)})
+
+
+def report_line(report: Mapping[str, Any]) -> str:
+    kept = ", ".join(f"{count:,} {split}" for split, count in report["kept"].items())
+    reasons = ", ".join(f"{count:,} {reason}" for reason, count in report["left_out"].items())
+    return f"{report['read']:,} pairs read: {kept}; dropped: {reasons or 'none'}"
 
 
 def read_splits(data: config.DataOptions) -> tuple[dict[str, Pairs], dict[str, int]]:
@@ -123,7 +115,7 @@ def read_pairs(paths: Sequence[str], source: str, target: str, split: str) -> Pa
     raise DataError(
         what,
         "data.kind=files",
-        "give two text files (source, then target), or one .tsv, or one .jsonl; each may end in .gz",
+        "give two text files (source, then target), one .tsv, or one .jsonl; each may end in .gz",
     )
 
 
@@ -140,20 +132,23 @@ def pair_lines(source: Path, target: Path) -> Pairs:
 
 def pairs_of_tsv(path: Path, source: str, target: str) -> Pairs:
     rows = [line.split("\t") for line in read_lines(path)]
-    left, right, first = 0, 1, 0
-    if rows and {source, target} <= set(rows[0]):
-        left, right, first = rows[0].index(source), rows[0].index(target), 1
-    elif rows and len(rows[0]) != 2:
-        what = f"{path} has {len(rows[0])} columns and no header with {source!r} and {target!r}"
+    names = rows[0] if rows else []
+    if {source, target} <= set(names):
+        left, right = names.index(source), names.index(target)
+        first = 1
+    else:
+        left, right = 0, 1
+        first = 0
+    if rows and not first and len(names) != 2:
+        what = f"{path} has {len(names)} columns and no header with {source!r} and {target!r}"
         raise DataError(
             what,
-            f"line 1: {shorten(rows[0])}",
+            f"line 1: {shorten(names)}",
             "write two columns, or a first line with column names",
         )
-    columns = len(rows[0]) if rows else 2
     for number, row in enumerate(rows, start=1):
-        if len(row) != columns:
-            what = f"{path} has {len(row)} columns in line {number:,}, {columns} in line 1"
+        if len(row) != len(names):
+            what = f"{path} has {len(row)} columns in line {number:,}, {len(names)} in line 1"
             raise DataError(what, shorten(row), "look for a missing or extra tab")
     return [(row[left], row[right]) for row in rows[first:]]
 

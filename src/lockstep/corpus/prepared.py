@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -180,15 +181,12 @@ def prepare(
     DataError: other data is in the folder, the source cannot be read, or a split is empty.
     """
     # The streams depend on their source and on these settings.
-    settings: dict[str, Any] = {"task": run.task}
-    for key in ("kind", "column", "held_out_share", "pairs"):
-        settings[f"data.{key}"] = getattr(run.data, key)
+    keys = ["task", "data.kind", "data.column", "data.held_out_share", "data.pairs"]
     if not run.llama.init_from:
-        settings["tokenizer.vocab_size"] = run.tokenizer.vocab_size
-        settings["tokenizer.min_frequency"] = run.tokenizer.min_frequency
+        keys += ["tokenizer.vocab_size", "tokenizer.min_frequency"]
     if run.task == "sft":
-        settings["batch.seq_len"] = run.batch.seq_len
-        settings["data.truncation"] = run.data.truncation
+        keys += ["batch.seq_len", "data.truncation"]
+    settings = {key: attrgetter(key)(run) for key in keys}
     if matches_prepared(folder, settings, lambda: source_of(run.data)):
         return
     size = tokenizer.inner.get_vocab_size(with_added_tokens=True)
@@ -218,7 +216,10 @@ def refuse_empty_split(run: RunConfig, report: dict[str, Any], dropped: Counter[
         counts = "; ".join(f"{count:,} {reason}" for reason, count in dropped.items())
         hint = "is this the right file or column?"
         if split != "train":
-            hint = "increase data.held_out_share, give files for it, or train without it: data.held_out_share=0"
+            hint = (
+                "increase data.held_out_share, give files for it, or train without it: "
+                "data.held_out_share=0"
+            )
         raise DataError(
             f"the split {split} is empty: {counts or 'nothing was dropped'}",
             f"data.kind={run.data.kind}",

@@ -10,8 +10,6 @@ The four special ids never come from text: "[PAD]" typed by a user is five chara
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -23,23 +21,32 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from lockstep.errors import DataError
 from lockstep.files import read_text, write_atomic, write_json
 
-PAD, BEGIN, END, UNKNOWN = 0, 1, 2, 3
+PAD = 0
+BEGIN = 1
+END = 2
+UNKNOWN = 3
 SPECIALS = ["[PAD]", "[BEGIN]", "[END]", "[UNKNOWN]"]
 
 # GPT-2's pre-tokenizer (openai/gpt-2 encoder.py), without English contractions, with single digits,
 # and with combining marks kept on their letters.
 WORDS = r" ?[\p{L}\p{M}]+| ?\p{N}| ?[^\s\p{L}\p{M}\p{N}]+|\s+(?!\S)|\s+"
 # Llama 3's pre-tokenizer, with single digits; a line break includes the next line's indentation.
-WORDS_OF_DOCUMENTS = r"[^\s\p{L}\p{N}]?[\p{L}\p{M}]+| [\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{N}]+|\s*[\r\n][^\S\r\n]*|\s+(?!\S)|\s+"
+WORDS_OF_DOCUMENTS = (
+    r"[^\s\p{L}\p{N}]?[\p{L}\p{M}]+| [\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{N}]+"
+    r"|\s*[\r\n][^\S\r\n]*|\s+(?!\S)|\s+"
+)
 # The chat tokens of Llama 3: a pre-trained model can be fine-tuned on chats without new tokens.
 CHAT_SPECIALS = ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
-    "<|start_header_id|>{{ message['role'] }}<|end_header_id|>\n\n{{ message['content'] | trim }}<|eot_id|>"
-    "{% endfor %}{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+    "<|start_header_id|>{{ message['role'] }}<|end_header_id|>\n\n"
+    "{{ message['content'] | trim }}<|eot_id|>"
+    "{% endfor %}{% if add_generation_prompt %}"
+    "<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
 )
 
-MAX_WORD = 1_000  # characters of a word that merges are learned from: a merge rescans all words that contain it
+# Characters of a word that merges are learned from: a merge rescans all words that contain it.
+MAX_WORD = 1_000
 LONG_WORD = re.compile(rf"\S{{{MAX_WORD},}}|\s{{{MAX_WORD},}}")
 
 
@@ -52,10 +59,6 @@ class Tokenizer:
         self._inner.encode_special_tokens = True
         self._joins_words = isinstance(inner.model, models.BPE)
         self.vocab_size: int = inner.get_vocab_size(with_added_tokens=True)
-        canonical = json.dumps(
-            json.loads(inner.to_str()), sort_keys=True, separators=(",", ":"), ensure_ascii=False
-        )
-        self.fingerprint = hashlib.sha256(canonical.encode()).hexdigest()
 
     @classmethod
     def train(

@@ -50,9 +50,9 @@ class IndexedDataset(Dataset[Any]):
             file.seek(first)
             record = file.read(max(0, end - first))
         if zlib.crc32(record) != checksum:
-            what = f"sample {number} is damaged: crc32 {zlib.crc32(record):08x} instead of {checksum:08x}"
+            found = f"crc32 {zlib.crc32(record):08x} instead of {checksum:08x}"
             raise DataError(
-                what,
+                f"sample {number} is damaged: {found}",
                 str(self.folder / "samples.bin"),
                 f"remove {self.folder} to write the samples again",
             )
@@ -104,15 +104,12 @@ def write_samples(samples: Iterable[Any], folder: Path) -> None:
 def unchanged_generators() -> Iterator[None]:
     """Restore the generators of torch, NumPy and Python: only one worker reads the stream, and the
     others must draw the same numbers afterwards."""
-    torch_state, numpy_state, python_state = (
-        torch.get_rng_state(),
-        np.random.get_state(),
-        random.getstate(),
-    )
+    numpy_state = np.random.get_state()
+    python_state = random.getstate()
     try:
-        yield
+        with torch.random.fork_rng(devices=()):
+            yield
     finally:
-        torch.set_rng_state(torch_state)
         np.random.set_state(numpy_state)
         random.setstate(python_state)
 
@@ -139,7 +136,8 @@ def encode(value: Any, tensors: dict[str, torch.Tensor], number: int) -> Any:
     raise UsageError(
         f"sample {number} has a {type(value).__name__}, which cannot be written",
         "index_dataset(samples, folder)",
-        "let the stream give tensors, NumPy arrays, numbers, text and bytes, in dicts with text as keys, lists and tuples",
+        "let the stream give tensors, NumPy arrays, numbers, text and bytes, in dicts with text as "
+        "keys, lists and tuples",
     )
 
 

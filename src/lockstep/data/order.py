@@ -84,8 +84,10 @@ class UniformOrder:
 
     def __post_init__(self) -> None:
         if self.samples < 1 or self.batch_size % self.micro_batches:
-            sizes = f"batch_size={self.batch_size} must be a multiple of micro_batches={self.micro_batches}"
-            raise ValueError(f"{sizes}, samples={self.samples} at least 1")
+            raise ValueError(
+                f"batch_size={self.batch_size} must be a multiple of "
+                f"micro_batches={self.micro_batches}, samples={self.samples} at least 1"
+            )
 
     def epoch(self, step: int) -> float:
         """Epochs completed when step `step` starts."""
@@ -164,7 +166,9 @@ class BucketOrder:
         micro_batches: int,
         seed: int,
     ) -> None:
-        self.micro_batches, self.seed, self.shapes = micro_batches, seed, shapes
+        self.micro_batches = micro_batches
+        self.seed = seed
+        self.shapes = shapes
         bucket = np.searchsorted([s.length for s in shapes], lengths).astype(
             np.min_scalar_type(len(shapes))
         )

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from lockstep.corpus.tokenizer import BEGIN, END, PAD, Tokenizer
 from lockstep.models.translator import Translator
@@ -48,7 +49,7 @@ def beam_search(
             cache.grow()
         log_p = model.step(tokens, cache).float().log_softmax(dim=-1)  # (B, K, V)
         tokens, parents = search.advance(log_p)
-        remaining = [i for i, row in enumerate(search.rows) if not search.done[row]]
+        remaining = [i for i, row in enumerate(search.rows) if not search.is_done(row)]
         if not remaining:
             return search.best()
         cache.reorder(parents)
@@ -63,17 +64,20 @@ class BeamSearch:
     """State of a beam search over B sentences: the beams and the finished translations."""
 
     def __init__(self, source: Tensor, beams: int, limit: Tensor) -> None:
-        self.beams, self.limit = beams, limit.tolist()
+        self.beams = beams
+        self.limit = limit.tolist()
         self.rows = list(range(len(source)))  # sentence of each row of the batch
         self.finished: list[list[tuple[float, list[int]]]] = [[] for _ in self.rows]  # score, ids
-        self.done = [False for _ in self.rows]
         self.position = 0
         self.written = torch.full((len(source), beams, max(self.limit)), PAD, device=source.device)
-        # All beams start equal: only the first counts, or all would find the same.
-        self.totals = torch.full(
-            (len(source), beams), float("-inf"), device=source.device
-        )  # log-probabilities
+        # Log-probabilities. All beams start equal: only the first counts, or all would find the
+        # same.
+        self.totals = torch.full((len(source), beams), float("-inf"), device=source.device)
         self.totals[:, 0] = 0.0
+
+    def is_done(self, sentence: int) -> bool:
+        is_at_limit = self.position >= self.limit[sentence]
+        return is_at_limit or len(self.finished[sentence]) >= self.beams
 
     def advance(self, log_p: Tensor) -> tuple[Tensor, Tensor]:
         """Return (tokens, parents) of the new beams, given the log-probabilities (B, K, V)."""
@@ -81,43 +85,27 @@ class BeamSearch:
         # Of the best 2K candidates at most K end, one per beam, so K remain.
         totals, flat = (self.totals[..., None] + log_p).flatten(1).topk(2 * beams, dim=1)  # (B, 2K)
         parents, tokens = flat // words, flat % words
-        self.collect_finished(totals, parents, tokens == END)
+        for row, candidate in (tokens[:, :beams] == END).nonzero().tolist():
+            if not self.is_done(self.rows[row]):
+                self.finish(row, int(parents[row, candidate]), totals[row, candidate], 1)
         rank = torch.arange(2 * beams, device=flat.device) + 2 * beams * (tokens == END)
         order = rank.argsort(dim=1)[:, :beams]  # (B, K): the candidates that continue, best first
-        tokens, parents, self.totals = (
-            tokens.gather(1, order),
-            parents.gather(1, order),
-            totals.gather(1, order),
-        )
-        self.written = self.written.gather(
-            1, parents[..., None].expand(-1, -1, self.written.shape[2])
-        )
+        tokens, parents = tokens.gather(1, order), parents.gather(1, order)
+        self.totals = totals.gather(1, order)
+        source = parents[..., None].expand(-1, -1, self.written.shape[2])
+        self.written = self.written.gather(1, source)
         self.written[:, :, self.position] = tokens
         self.position += 1
-        self.finish_at_limit()
+        for row, sentence in enumerate(self.rows):
+            if self.position == self.limit[sentence] and len(self.finished[sentence]) < self.beams:
+                self.finish(row, 0, self.totals[row, 0], 0)
         return tokens, parents
 
-    def collect_finished(self, totals: Tensor, parents: Tensor, ended: Tensor) -> None:
-        for row, candidate in ended[:, : self.beams].nonzero().tolist():
-            sentence = self.rows[row]
-            if not self.done[sentence]:
-                self.finish(
-                    row,
-                    int(parents[row, candidate]),
-                    float(totals[row, candidate]),
-                    self.position + 1,
-                )
-                self.done[sentence] = len(self.finished[sentence]) >= self.beams
-
-    def finish_at_limit(self) -> None:
-        for row, sentence in enumerate(self.rows):
-            if self.position == self.limit[sentence] and not self.done[sentence]:
-                self.finish(row, 0, float(self.totals[row, 0]), self.position)
-                self.done[sentence] = True
-
-    def finish(self, row: int, beam: int, log_probability: float, tokens: int) -> None:
+    def finish(self, row: int, beam: int, log_probability: Tensor, ends: int) -> None:
+        """Keep a translation; `ends` END tokens, which it does not contain, count."""
         ids = self.written[row, beam, : self.position].tolist()
-        self.finished[self.rows[row]].append((log_probability / float(tokens), ids))
+        score = float(log_probability) / float(self.position + ends)
+        self.finished[self.rows[row]].append((score, ids))
 
     def keep_rows(self, remaining: Sequence[int], kept: Tensor) -> None:
         self.rows = [self.rows[i] for i in remaining]
@@ -147,10 +135,8 @@ def batches_by_length(lengths: Sequence[int], tokens: int) -> list[list[int]]:
 
 def pad_rows(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
     """Append END to each row and pad: (B, S) int64."""
-    longest = max(map(len, rows)) + 1
-    return torch.tensor(
-        [[*row, END, *[PAD] * (longest - 1 - len(row))] for row in rows], device=device
-    )
+    ended = [torch.tensor([*row, END]) for row in rows]
+    return pad_sequence(ended, batch_first=True, padding_value=PAD).to(device)
 
 
 def translate(
@@ -170,9 +156,8 @@ def translate(
     rows = tokenizer.encode(list(texts))
     translations: list[list[int]] = [[] for _ in rows]
     filled = [i for i, row in enumerate(rows) if row]
-    for batch in batches_by_length(
-        [len(rows[i]) + 1 for i in filled], max(1, batch_tokens // beams)
-    ):
+    lengths = [len(rows[i]) + 1 for i in filled]
+    for batch in batches_by_length(lengths, max(1, batch_tokens // beams)):
         chosen = [filled[i] for i in batch]
         source = pad_rows([rows[i] for i in chosen], model.embedding.weight.device)
         for i, ids in zip(chosen, beam_search(model, source, beams=beams), strict=True):

@@ -198,7 +198,8 @@ class Decoder(nn.Module):
 
     def new_cache(self, rows: int, capacity: int) -> KVCache:
         """Return an empty cache for `rows` rows of up to `capacity` tokens."""
-        weight, block, head_dim = self.embedding, cast(Block, self.blocks[0]), self.config.head_dim
+        weight, head_dim = self.embedding, self.config.head_dim
+        block = cast(Block, self.blocks[0])
         kv = weight.new_zeros(len(self.blocks), 2, rows, block.n_kv_heads, capacity, head_dim)
         angles = RotaryEmbedding.of(
             torch.arange(capacity, device=weight.device)[None], self.config, weight.dtype
@@ -237,8 +238,8 @@ class Decoder(nn.Module):
 
         window  S, more than any row's position: only the first S positions are attended to
         """
-        rows, scale = len(tokens), self.config.head_dim**-0.5
-        n_kv_heads = cast(Block, self.blocks[0]).n_kv_heads
+        rows = len(tokens)
+        head_dim, n_kv_heads = self.config.head_dim, cast(Block, self.blocks[0]).n_kv_heads
         cos, sin = (
             table.index_select(0, cache.position)[:, None, None] for table in (cache.cos, cache.sin)
         )  # (B, 1, 1, E)
@@ -255,15 +256,13 @@ class Decoder(nn.Module):
             block = cast(Block, block)
             heads = block.heads(states, cos, sin)[:, 0]  # (B, H + 2G, E)
             query = heads[:, : block.n_heads].reshape(
-                rows * n_kv_heads, -1, self.config.head_dim
+                rows * n_kv_heads, -1, head_dim
             )  # (B * G, H / G, E)
             new = heads[:, block.n_heads :].view(rows, 2, -1).transpose(0, 1)  # (2, B, G * E)
-            layer_kv.view(-1, self.config.head_dim).index_copy_(
-                0, targets, new.reshape(-1, self.config.head_dim)
-            )
+            layer_kv.view(-1, head_dim).index_copy_(0, targets, new.reshape(-1, head_dim))
             keys, values = layer_kv.flatten(1, 2)[:, :, :window].unbind(0)  # (B * G, S, E)
             score = torch.baddbmm(
-                bias, query, keys.transpose(1, 2), alpha=scale
+                bias, query, keys.transpose(1, 2), alpha=head_dim**-0.5
             )  # (B * G, H / G, S)
             attended = torch.bmm(score.softmax(dim=-1), values)  # (B * G, H / G, E)
             states = block.finish(states, attended.view(rows, 1, -1))

@@ -11,6 +11,7 @@ for training, without its hooks. Dimensions in the margin: B rows, V vocabulary.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from lockstep.corpus.chat_tokenizer import ChatTokenizer
 from lockstep.elastic.runtime import ElasticRuntime
@@ -36,7 +38,8 @@ WINDOW_STEP = (
 )
 UNFINISHED = "\ufffd"  # decoded from an incomplete UTF-8 sequence
 ROWS = 16  # texts of a batch
-CONTEXT_TOKENS = 8  # prompt tokens decoded with a continuation, whose first token may join the last one of the prompt
+# Prompt tokens decoded with a continuation, whose first token may join the last one of the prompt.
+CONTEXT_TOKENS = 8
 
 
 @dataclass(frozen=True)
@@ -94,9 +97,8 @@ def sample_tokens(
     device = decoder.embedding.device
     lengths = torch.tensor([len(ids) for ids in prompts], device=device)
     longest = max(map(len, prompts))
-    padded = torch.tensor(
-        [[*ids, *[0] * (longest - len(ids))] for ids in prompts], device=device
-    )  # (B, T)
+    rows = [torch.tensor(ids) for ids in prompts]
+    padded = pad_sequence(rows, batch_first=True).to(device)  # (B, T)
     generators = [
         torch.Generator().manual_seed((sampling.seed * 2**20 + row) % 2**63)
         for row in range(first, first + len(prompts))
@@ -104,17 +106,14 @@ def sample_tokens(
     cache = decoder.new_cache(len(prompts), max(capacity, longest + tokens))
     logits = decoder.prefill(padded, lengths, cache)
     for written in range(tokens):
-        draws = torch.stack(
-            [torch.rand((), generator=generator, dtype=torch.float64) for generator in generators]
-        ).to(device)
+        drawn = [torch.rand((), generator=g, dtype=torch.float64) for g in generators]
+        draws = torch.stack(drawn).to(device)
         newest = sample_next(logits, draws, sampling)  # (B,)
         yield newest.tolist()
         if written + 1 < tokens:
-            window = (
-                cache.capacity
-                if step
-                else min(cache.capacity, -(-(longest + written + 1) // WINDOW_STEP) * WINDOW_STEP)
-            )
+            window = cache.capacity
+            if not step:
+                window = min(window, -(-(longest + written + 1) // WINDOW_STEP) * WINDOW_STEP)
             logits = (step or decoder.step)(newest, cache, window)
 
 
@@ -140,11 +139,9 @@ class TextStream:
         if cuts := [index for stop in self.stops if (index := text.find(stop)) >= 0]:
             self.ended = True
             return self.emit(text[: min(cuts)])
-        return (
-            ""
-            if text.endswith(UNFINISHED)
-            else self.emit(text[: len(text) - stop_prefix_length(text, self.stops)])
-        )
+        if text.endswith(UNFINISHED):
+            return ""
+        return self.emit(text[: len(text) - stop_prefix_length(text, self.stops)])
 
     def close(self) -> str:
         last = "" if self.ended else self.emit(self.text())
@@ -152,9 +149,8 @@ class TextStream:
         return last
 
     def text(self) -> str:
-        return self.tokenizer.decode([*self.before, *self.ids])[
-            len(self.tokenizer.decode(self.before)) :
-        ]
+        whole = self.tokenizer.decode([*self.before, *self.ids])
+        return whole[len(self.tokenizer.decode(self.before)) :]
 
     def emit(self, text: str) -> str:
         new = text[self.emitted :]
@@ -164,9 +160,8 @@ class TextStream:
 
 def stop_prefix_length(text: str, stops: Sequence[str]) -> int:
     """Return how many characters at the end of `text` may be the start of a stop text."""
-    return max(
-        (n for stop in stops for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0
-    )
+    starts = (stop[:n] for stop in stops for n in range(1, len(stop)))
+    return max((len(start) for start in starts if text.endswith(start)), default=0)
 
 
 def stream_continuations(
@@ -211,33 +206,12 @@ def generate(  # 9 parameters: the options of `lockstep generate`
     UsageError: a number is out of range, a text has no token, or the model has too few positions.
     """
     check_sampling(tokens, sampling)
-    if invalid := [
-        number
-        for number, text in enumerate(texts)
-        if any("\ud800" <= letter <= "\udfff" for letter in text)
-    ]:
+    prompts = encode_prompts(tokenizer, texts, model.config.vocab_size, chat=chat)
+    longest = max(map(len, prompts), default=0) + tokens
+    if longest > model.config.max_seq_len:
+        positions = f"{model.config.max_seq_len:,} positions"
         raise UsageError(
-            "a text is not valid UTF-8", f"prompt {invalid[0] + 1}", "convert it first"
-        )
-    prompts = [
-        tokenizer.encode_chat([{"role": "user", "content": text}])
-        if chat
-        else tokenizer.encode(text)
-        for text in texts
-    ]
-    if empty := [number for number, ids in enumerate(prompts) if not ids]:
-        raise UsageError(
-            "a prompt has no token to continue", f"prompt {empty[0] + 1}", "give a text"
-        )
-    if (most := max(map(max, prompts), default=0)) >= model.config.vocab_size:
-        what = f"the prompt has token {most}, the model only {model.config.vocab_size:,} tokens"
-        raise UsageError(
-            what, str(tokenizer.folder), "use the tokenizer that the model was trained with"
-        )
-    if (longest := max(map(len, prompts), default=0) + tokens) > model.config.max_seq_len:
-        what = f"{longest:,} tokens with the prompt, and the model has {model.config.max_seq_len:,} positions"
-        raise UsageError(
-            what,
+            f"{longest:,} tokens with the prompt, and the model has {positions}",
             f"the longest prompt, and {tokens:,} new tokens",
             "shorten the prompt, or ask for fewer tokens",
         )
@@ -245,23 +219,44 @@ def generate(  # 9 parameters: the options of `lockstep generate`
     decoder = Decoder(
         model, rows=rows, layout="plain" if compile else None, group=group, release=True
     )
-    step, capacity = (compile_step(decoder), longest) if compile else (None, 0)
+    step = compile_step(decoder) if compile else None
     for first in range(0, len(prompts), ROWS):
         batch = prompts[first : first + ROWS]
-        filled = (
-            [*batch, *[batch[0]] * (rows - len(batch))] if compile else batch
-        )  # one graph for all batches
+        filled = list(batch)
+        if compile:  # one graph for all batches
+            filled += [batch[0]] * (rows - len(batch))
         sampled = sample_tokens(
             decoder,
             filled,
             tokens=tokens,
             sampling=sampling,
             step=step,
-            capacity=capacity,
+            capacity=longest if compile else 0,
             first=first,
         )
         stream = stream_continuations(tokenizer, filled, sampled, stops)
         yield from ((first + row, text) for row, text in stream if row < len(batch))
+
+
+def encode_prompts(
+    tokenizer: ChatTokenizer, texts: Sequence[str], vocab_size: int, *, chat: bool
+) -> list[list[int]]:
+    """Return the ids of each text. UsageError: no UTF-8, no token, or one that the model lacks."""
+    prompts = []
+    for number, text in enumerate(texts, start=1):
+        where = f"prompt {number}"
+        if any("\ud800" <= letter <= "\udfff" for letter in text):
+            raise UsageError("a text is not valid UTF-8", where, "convert it first")
+        message = {"role": "user", "content": text}
+        ids = tokenizer.encode_chat([message]) if chat else tokenizer.encode(text)
+        if not ids:
+            raise UsageError("a prompt has no token to continue", where, "give a text")
+        if max(ids) >= vocab_size:
+            what = f"the prompt has token {max(ids)}, the model only {vocab_size:,} tokens"
+            hint = "use the tokenizer that the model was trained with"
+            raise UsageError(what, str(tokenizer.folder), hint)
+        prompts.append(ids)
+    return prompts
 
 
 def compile_step(decoder: Decoder) -> StepFunction:

@@ -10,6 +10,7 @@ from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
 
+from lockstep.config.open_run import open_with_overrides
 from lockstep.config.resolve import find_run_file, parse_flags
 from lockstep.config.saved_run import from_json, read_run, to_json, write_run
 from lockstep.config.schema import ResolvedRun, RunConfig
@@ -20,7 +21,6 @@ from lockstep.errors import UsageError
 from lockstep.files import try_lock
 from lockstep.log import log, set_up_logging
 from lockstep.recipes.run import RecipeRun, resolve_precision
-from lockstep.recipes.values import open_with_overrides
 from lockstep.record import events
 from lockstep.runtime.signals import STOP_EXIT_CODES, Stopped
 from lockstep.runtime.worker_env import read_worker_env

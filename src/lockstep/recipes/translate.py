@@ -20,8 +20,8 @@ def main(run: recipes.RecipeRun) -> None:
     pairs = recipes.open_pairs(run)
 
     # An encoder-decoder Transformer on the meta device, without memory. `prepare` gives it to each
-    # worker, whole or in slices. Its initial weights follow from the seed and their names; precision
-    # and the like from the sections [compute] and [memory].
+    # worker, whole or in slices. Its initial weights follow from the seed and their names;
+    # precision and the like from the sections [compute] and [memory].
     model = pairs.meta_model()
     optimizers = recipes.make_optimizers(run, model)
 

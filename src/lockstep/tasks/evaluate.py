@@ -28,9 +28,14 @@ from lockstep.checkpoint.folder import committed_steps
 from lockstep.checkpoint.policy import choose_step, show_steps
 from lockstep.config.schema import RunConfig
 from lockstep.data.manifest import locked
-from lockstep.elastic.collectives import all_gather_json, run_in_run_folder, run_on_rank0
+from lockstep.elastic.collectives import (
+    all_gather_json,
+    gather_results,
+    run_in_run_folder,
+    run_on_rank0,
+)
 from lockstep.elastic.runtime import ElasticRuntime
-from lockstep.errors import CheckpointError, DamagedFileError, LockstepError, UsageError
+from lockstep.errors import CheckpointError, DamagedFileError, UsageError
 from lockstep.files import read_json, write_json
 from lockstep.log import log, printable
 from lockstep.models.llama_io import CHECKPOINTS, export_run, is_llama_run, refuse_no_model
@@ -76,12 +81,9 @@ def evaluate(
         if follow:
 
             def poll_for_checkpoint() -> NextAction:
-                kind: ActionKind = (
-                    "evaluate"
-                    if committed_steps(folder / "checkpoints") or finished_step(folder)
-                    else "wait"
-                )
-                return NextAction(kind, 0, f"waiting for the first checkpoint in {folder}")
+                is_there = committed_steps(folder / "checkpoints") or finished_step(folder)
+                reason = f"waiting for the first checkpoint in {folder}"
+                return NextAction("evaluate" if is_there else "wait", 0, reason)
 
             _, stopped = wait_for_action(poll_for_checkpoint, runtime, signals)
             if stopped:
@@ -170,17 +172,12 @@ class EvaluationJob:
 
     def poll(self, unreadable: Collection[int]) -> NextAction:
         """For rank 0: return the next action."""
-        scored = [
-            record["step"]
-            for record in iter_steps(self.folder / EVALUATIONS)
-            if self.spec.matches(record)
-        ]
-        last = read_run(self.folder).steps  # may have grown since: a run can be extended
+        lines = filter(self.spec.matches, iter_steps(self.folder / EVALUATIONS))
         return next_action(
             committed_steps(self.folder / "checkpoints"),
-            scored,
+            [line["step"] for line in lines],
             unreadable,
-            last,
+            read_run(self.folder).steps,  # may have grown since: a run can be extended
             finished_step(self.folder),
         )
 
@@ -200,21 +197,20 @@ class EvaluationJob:
 def load(evaluator: Evaluator, step: int, spec: EvalSpec, runtime: ElasticRuntime) -> Any:
     """Collective. Return the model at `step`. CheckpointError on all ranks if one cannot read it: a
     checkpoint can be deleted while it is read."""
-    loaded: Any = None
-    problem = ""
-    try:
-        loaded = evaluator.load(step, spec, runtime.world.device)
-    except LockstepError as error:
-        problem = error.what
-    results = all_gather_json(runtime, [problem, list(loaded.steps) if loaded else []])
-    problems = [text for text, _ in results if text]
-    if not problems and any(steps != results[0][1] for _, steps in results):
-        problems = ["a checkpoint of the average was deleted meanwhile"]
-    if problems:
+    models: list[Any] = []
+
+    def read() -> list[int]:
+        models.append(evaluator.load(step, spec, runtime.world.device))
+        return list(models[0].steps)
+
+    steps = gather_results(runtime, read)
+    if any(other != steps[0] for other in steps):
         raise CheckpointError(
-            problems[0], f"step {step} of {evaluator.folder}", "see lockstep checkpoint verify"
+            "a checkpoint of the average was deleted meanwhile",
+            f"step {step} of {evaluator.folder}",
+            "see lockstep checkpoint verify",
         )
-    return loaded
+    return models[0]
 
 
 def next_action(
@@ -307,14 +303,8 @@ def forward_to_trackers(folder: Path, run: RunConfig) -> None:
 
 
 def find_record(folder: Path, spec: EvalSpec, step: int) -> dict[str, Any] | None:
-    return next(
-        (
-            record
-            for record in iter_steps(folder / EVALUATIONS)
-            if record["step"] == step and spec.matches(record)
-        ),
-        None,
-    )
+    records = filter(spec.matches, iter_steps(folder / EVALUATIONS))
+    return next((record for record in records if record["step"] == step), None)
 
 
 def append_record(folder: Path, record: dict[str, Any]) -> bool:
@@ -387,6 +377,7 @@ def evaluate_with_lm_eval(
         for name, value in values.items()
         if name != "alias"
     }
-    split = f"lm-eval {tasks}{' --chat' * chat}"  # no other line has it, and selection of the best step skips it
+    # No other line has this split, and the selection of the best step skips it.
+    split = f"lm-eval {tasks}{' --chat' * chat}"
     append_record(folder, {"step": step, **vars(EvalSpec()), "split": split, **scores})
     return f"step {step:,}\n{make_table(results)}"

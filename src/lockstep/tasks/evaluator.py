@@ -17,6 +17,7 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from lockstep.config.schema import RunConfig
+from lockstep.corpus.prepared import Prepared
 from lockstep.elastic.collectives import all_gather_json
 from lockstep.elastic.runtime import ElasticRuntime
 
@@ -51,7 +52,7 @@ class EvalResult:
 
 
 @dataclass(frozen=True)
-class Generation:
+class TextGeneration:
     """Texts to generate. batches: of their numbers; texts_of: generates those of a batch."""
 
     references: list[str]
@@ -66,7 +67,7 @@ class Evaluator(ABC):
 
     run: RunConfig
     folder: Path
-    data: Any  # prepared
+    data: Prepared[Any, Any]
 
     @property
     @abstractmethod
@@ -74,27 +75,18 @@ class Evaluator(ABC):
         """A command that uses the trained model."""
 
     @abstractmethod
-    def held_out(self, split: Split) -> int:
-        """Return the number of pairs, documents or chats in the split."""
-
-    @abstractmethod
     def load(self, step: int, spec: EvalSpec, device: torch.device) -> Any:
         """Return the model at `step`. UsageError, DataError, CheckpointError."""
 
     @abstractmethod
-    def loss_batches(self, split: Split, device: torch.device) -> Any:
-        """Return the batches of the split for `loss`, an iterable."""
+    def losses(self, loaded: Any, split: Split) -> Iterable[Callable[[], tuple[float, int]]]:
+        """Yield, for each batch, a function that returns the sum of -log p over its labels, and
+        their number."""
 
     @abstractmethod
-    def loss(self, loaded: Any, batch: Any) -> tuple[float, int]:
-        """Return the sum of -log p over the labels of a batch, and their number."""
-
-    @abstractmethod
-    def questions(self, split: Split) -> list[dict[str, Any]]:
-        """Return the records of the split to generate texts for."""
-
-    @abstractmethod
-    def generation(self, loaded: Any, spec: EvalSpec, chosen: list[dict[str, Any]]) -> Generation:
+    def generation(
+        self, loaded: Any, spec: EvalSpec, chosen: list[dict[str, Any]]
+    ) -> TextGeneration:
         """Return how to generate the texts for these records."""
 
     @abstractmethod
@@ -111,6 +103,10 @@ class Evaluator(ABC):
     def summary(self, record: dict[str, Any]) -> str:
         """Return one line about a record."""
 
+    def held_out(self, split: Split) -> int:
+        """Return the number of pairs, documents or chats in the split."""
+        return len(self.data.records(split))
+
     def evaluate(
         self,
         loaded: Any,
@@ -126,14 +122,10 @@ class Evaluator(ABC):
         limit    number of sentences or chats to generate for; 0: all. The loss always covers all
         """
         start_s = time.monotonic()
-        device = next(loaded.model.parameters()).device
-        batches = self.loss_batches(spec.split, device)
-        losses = {
-            number: self.loss(loaded, batch)
-            for number, batch in batches_of_rank(batches, runtime, stopped)
-        }
-        questions = self.questions(spec.split)
-        chosen = questions[: limit or None]
+        batches = batches_of_rank(self.losses(loaded, spec.split), runtime, stopped)
+        losses = {number: loss() for number, loss in batches}
+        records = self.data.records(spec.split) if self.run.task != "pretrain" else []
+        chosen = records[: limit or None]
         generation = self.generation(loaded, spec, chosen)
         generated: dict[int, str] = {}
         for _, numbers in batches_of_rank(generation.batches, runtime, stopped):
@@ -161,7 +153,7 @@ class Evaluator(ABC):
             for i in range(0, len(texts), max(1, -(-len(texts) // SAMPLES)))
             for line in ("", *self.sample(chosen[i], texts[i], references[i]))
         ]
-        return EvalResult(record, samples, complete=len(chosen) == len(questions))
+        return EvalResult(record, samples, complete=len(chosen) == len(records))
 
 
 def batches_of_rank(

@@ -11,6 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Self
@@ -64,7 +65,7 @@ from lockstep.models.llama_io import (
 )
 from lockstep.models.transformers_model import TransformersConfig, TransformersModel, limit_of_ropes
 from lockstep.record.step_timer import flops_per_token
-from lockstep.tasks.evaluator import EvalSpec, Evaluator, Generation, Split
+from lockstep.tasks.evaluator import EvalSpec, Evaluator, Split, TextGeneration
 from lockstep.units import format_count
 
 
@@ -146,7 +147,8 @@ def prepare_documents(run: RunConfig, folder: Path, digests: FileDigests = NOT_S
     inside = not (folder / "data" / MANIFEST).exists() and held_inside(run.data)
     if inside:
         log.info(
-            "too few documents to hold out whole ones: a share of %g of each goes to validation and to test",
+            "too few documents to hold out whole ones: "
+            "a share of %g of each goes to validation and to test",
             run.data.held_out_share,
         )
     tokenizer = tokenizer_of(
@@ -156,7 +158,7 @@ def prepare_documents(run: RunConfig, folder: Path, digests: FileDigests = NOT_S
     data.prepare(run, folder / "data", tokenizer, samples, Counter(), digests)
 
 
-def prepare_chats(run: RunConfig, folder: Path, digests: FileDigests = NOT_SHARED) -> None:
+def prepare_chats(run: RunConfig, folder: Path, digests: FileDigests) -> None:
     """For rank 0: prepare the tokenizer and the token streams of the run's chats."""
     texts = (
         m.get("content") or ""
@@ -193,9 +195,13 @@ def tokenizer_of(run: RunConfig, folder: Path, texts: Iterable[str]) -> ChatToke
     tokenizer = ChatTokenizer.load(folder / TOKENIZER, start.hf_config if start else {})
     largest = max(tokenizer.inner.get_vocab(with_added_tokens=True).values())
     if start and largest >= start.config.vocab_size:
-        what = f"the tokenizer has ids up to {largest:,}, the embedding of the model {start.config.vocab_size:,} rows"
-        hint = "resize it with transformers (model.resize_token_embeddings, save_pretrained), or remove the added tokens"
-        raise DataError(what, f"{start.folder}; llama.init_from", hint)
+        rows = f"the embedding of the model {start.config.vocab_size:,} rows"
+        raise DataError(
+            f"the tokenizer has ids up to {largest:,}, {rows}",
+            f"{start.folder}; llama.init_from",
+            "resize it with transformers (model.resize_token_embeddings, save_pretrained), or "
+            "remove the added tokens",
+        )
     return tokenizer
 
 
@@ -226,9 +232,9 @@ def with_template(tokenizer: ChatTokenizer, folder: Path) -> ChatTokenizer:
         return tokenizer
     ids = {token: tokenizer.inner.token_to_id(token) for token in CHAT_SPECIALS}
     if missing := [token for token, number in ids.items() if number is None]:
-        what = f"the tokenizer has no chat template, and lacks {', '.join(missing)}, which Llama 3's template needs"
         raise DataError(
-            what,
+            f"the tokenizer has no chat template, and lacks {', '.join(missing)}, "
+            "which Llama 3's template needs",
             str(tokenizer.folder),
             "add a chat_template.jinja that uses its own tokens beside it",
         )
@@ -256,31 +262,36 @@ class LlamaEvaluator(Evaluator):
         how = '"QUESTION" --chat' if self.run.task == "sft" else '"TEXT"'
         return f"lockstep generate {self.folder} {how}"
 
-    def held_out(self, split: Split) -> int:
-        return len(getattr(self.data, split))
-
     def load(self, step: int, spec: EvalSpec, device: torch.device) -> LoadedLlama:
         if spec.average or spec.beams != 1:
-            what = f"a Llama is scored at one step and greedily, not with average={spec.average}, beams={spec.beams}"
-            raise UsageError(what, "command line, evaluate.beams", "remove both")
+            raise UsageError(
+                "a Llama is scored at one step and greedily, "
+                f"not with average={spec.average}, beams={spec.beams}",
+                "command line, evaluate.beams",
+                "remove both",
+            )
         return load_llama(self.folder, step, device=device)
 
-    def loss_batches(self, split: Split, device: torch.device) -> HeldOutBatches:
+    def losses(
+        self, loaded: LoadedLlama, split: Split
+    ) -> Iterator[Callable[[], tuple[float, int]]]:
         length = self.run.batch.seq_len
-        rows = max(1, BATCH_TOKENS // length)
-        packed = self.run.task == "sft"
-        return HeldOutBatches(getattr(self.data, split), length, rows, packed=packed, device=device)
+        batches = HeldOutBatches(
+            getattr(self.data, split),
+            length,
+            max(1, BATCH_TOKENS // length),
+            packed=self.run.task == "sft",
+            device=next(loaded.model.parameters()).device,
+        )
 
-    @torch.no_grad()
-    def loss(self, loaded: LoadedLlama, batch: TextBatch) -> tuple[float, int]:
-        return loss_of(loaded.model, batch)
+        def loss(number: int) -> tuple[float, int]:
+            return loss_of(loaded.model, batches[number])
 
-    def questions(self, split: Split) -> list[dict[str, Any]]:
-        return self.data.records(split) if self.run.task == "sft" else []
+        return (partial(loss, number) for number in range(len(batches)))
 
     def generation(
         self, loaded: LoadedLlama, spec: EvalSpec, chosen: list[dict[str, Any]]
-    ) -> Generation:
+    ) -> TextGeneration:
         """Return how to answer greedily."""
         tokenizer, model = self.data.tokenizer, loaded.model
         questions = [last_answer(tokenizer, chat) for chat in chosen]  # prompt, reference answer
@@ -303,7 +314,9 @@ class LlamaEvaluator(Evaluator):
             return texts
 
         references = [answer_text(tokenizer, *question) for question in questions]
-        return Generation(references, in_groups(order, CHATS_PER_BATCH if decoder else 1), answer)
+        return TextGeneration(
+            references, in_groups(order, CHATS_PER_BATCH if decoder else 1), answer
+        )
 
     def scores(
         self, spec: EvalSpec, nats: float, texts: Sequence[str], references: Sequence[str]
@@ -323,12 +336,16 @@ class LlamaEvaluator(Evaluator):
         yield line if text == reference else f"{line}   (reference: {show(reference)})"
 
     def summary(self, record: dict[str, Any]) -> str:
-        head = f"step {record['step']:,}  loss {record['loss']:.4f}  perplexity {record['perplexity']:.2f}"
+        line = f"step {record['step']:,}  loss {record['loss']:.4f}"
+        line += f"  perplexity {record['perplexity']:.2f}"
         if "exact_match" in record:
-            return f"{head}  exact {record['exact_match']:.1%}  ({record['split']}, {format_count(record['chats'])} chats, greedy)"
-        return f"{head}  {record['bits_per_byte']:.4f} bits a byte  ({record['split']}, {format_count(record['bytes'])} bytes)"
+            size = f"{format_count(record['chats'])} chats, greedy"
+            return f"{line}  exact {record['exact_match']:.1%}  ({record['split']}, {size})"
+        size = f"{format_count(record['bytes'])} bytes"
+        return f"{line}  {record['bits_per_byte']:.4f} bits a byte  ({record['split']}, {size})"
 
 
+@torch.no_grad()
 def loss_of(model: Callable[..., Tensor], batch: TextBatch) -> tuple[float, int]:
     """Return (sum of -log p over the labels that are not ignored, their number)."""
     if not batch.count:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from lockstep.models.kernels import choose_attention
 from lockstep.models.load_translator import LoadedTranslator, load_translator
 from lockstep.models.translator import Translator, init_param, translator_on_meta
 from lockstep.record.step_timer import flops_per_token
-from lockstep.tasks.evaluator import EvalSpec, Evaluator, Generation, Split
+from lockstep.tasks.evaluator import EvalSpec, Evaluator, Split, TextGeneration
 from lockstep.units import format_count
 
 
@@ -129,36 +130,19 @@ class TranslationEvaluator(Evaluator):
     def next_command(self) -> str:
         return f'lockstep translate {self.folder} "{self.run.data.source} text"'
 
-    def held_out(self, split: Split) -> int:
-        return len(self.questions(split))
-
     def load(self, step: int, spec: EvalSpec, device: torch.device) -> LoadedTranslator:
         return load_translator(self.folder, step, spec.average, device=device)
 
-    def loss_batches(
-        self, split: Split, device: torch.device
-    ) -> Iterator[tuple[EncodedPairs, list[int]]]:
+    def losses(
+        self, loaded: LoadedTranslator, split: Split
+    ) -> Iterator[Callable[[], tuple[float, int]]]:
         pairs: EncodedPairs = getattr(self.data, split)
         for numbers in batches_by_length(pairs.lengths.max(axis=1).tolist(), BATCH_TOKENS):
-            yield pairs, numbers
-
-    @torch.inference_mode()
-    def loss(
-        self, loaded: LoadedTranslator, batch: tuple[EncodedPairs, list[int]]
-    ) -> tuple[float, int]:
-        """Return the loss over the target tokens of a batch, without label smoothing."""
-        pairs, numbers = batch
-        lengths = pairs.lengths[numbers]
-        arrays = pairs.gather(np.array(numbers), len(numbers), *lengths.max(axis=0).tolist())
-        nats = loaded.model(*to_device(arrays, loaded.model.embedding.weight.device))
-        return float(nats), int(lengths[:, 1].sum())
-
-    def questions(self, split: Split) -> list[dict[str, Any]]:
-        return self.data.records(split)
+            yield partial(loss_of, loaded.model, pairs, numbers)
 
     def generation(
         self, loaded: LoadedTranslator, spec: EvalSpec, chosen: list[dict[str, Any]]
-    ) -> Generation:
+    ) -> TextGeneration:
         rows = loaded.tokenizer.encode([pair["source"] for pair in chosen])
         lengths = [len(row) + 1 for row in rows]
 
@@ -169,7 +153,7 @@ class TranslationEvaluator(Evaluator):
             return loaded.tokenizer.decode(ids)
 
         batches = batches_by_length(lengths, max(1, BATCH_TOKENS // spec.beams))
-        return Generation([pair["target"] for pair in chosen], batches, translate)
+        return TextGeneration([pair["target"] for pair in chosen], batches, translate)
 
     def scores(
         self, spec: EvalSpec, nats: float, texts: Sequence[str], references: Sequence[str]
@@ -197,6 +181,16 @@ class TranslationEvaluator(Evaluator):
             f"chrF {record['chrf']:.2f}  exact {record['exact_match']:.1%}  "
             f"CER {record['cer']:.3f}  WER {record['wer']:.3f}  ({how})"
         )
+
+
+@torch.inference_mode()
+def loss_of(model: Translator, pairs: EncodedPairs, numbers: list[int]) -> tuple[float, int]:
+    """Return the loss over the target tokens of some pairs, without label smoothing, and their
+    number."""
+    lengths = pairs.lengths[numbers]
+    arrays = pairs.gather(np.array(numbers), len(numbers), *lengths.max(axis=0).tolist())
+    nats = model(*to_device(arrays, model.embedding.weight.device))
+    return float(nats), int(lengths[:, 1].sum())
 
 
 def score(

@@ -17,11 +17,11 @@ from lockstep.checkpoint.fingerprints import (
 )
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.cli.main import main
+from lockstep.config.open_run import open_run
 from lockstep.config.resolve import resolve
 from lockstep.config.rules import bit_deciding_values
 from lockstep.config.saved_run import read_run, to_json, write_run
 from lockstep.errors import CheckpointError, ConfigError
-from lockstep.recipes.values import open_run
 
 FACTS = {
     "run_id": "0123456789abcdef",

@@ -90,7 +90,7 @@ def test_given_splits_are_used_and_missing_splits_are_held_out(tmp_path: Path) -
     train, validation = two_files(tmp_path), two_files(tmp_path, name="validation")
     loaded = read_corpus(files(*train, validation=validation))
     assert (len(loaded.train), len(loaded.validation), len(loaded.test)) == (36, 40, 4)
-    assert loaded.report.kept == {"train": 36, "validation": 40, "test": 4}
+    assert loaded.report["kept"] == {"train": 36, "validation": 40, "test": 4}
 
 
 def test_lines_end_at_line_feeds_alone(tmp_path: Path) -> None:
@@ -108,10 +108,10 @@ def test_empty_lines_are_dropped_and_counted(tmp_path: Path) -> None:
     en = write(tmp_path / "a.en", ["", " ", "only English", *ENGLISH])
     it = write(tmp_path / "a.it", ["", "solo italiano", "\t", *ITALIAN])
     report = read_corpus(files(en, it)).report
-    assert report.left_out == {"empty on one side": 2, "empty on both sides": 1}
-    assert report.read == sum(report.kept.values()) + sum(report.left_out.values()) == 43
+    assert report["left_out"] == {"empty on one side": 2, "empty on both sides": 1}
+    assert report["read"] == sum(report["kept"].values()) + sum(report["left_out"].values()) == 43
     assert (
-        report.line()
+        corpus.report_line(report)
         == "43 pairs read: 32 train, 4 validation, 4 test; dropped: 2 empty on one side, 1 empty on both sides"
     )
 
@@ -271,8 +271,8 @@ def test_the_fingerprint_does_not_depend_on_the_folder_of_the_files(tmp_path: Pa
 def test_generated_pairs_are_read_as_a_corpus() -> None:
     data = DataOptions(pairs=2000, held_out=50)
     loaded = read_corpus(data)
-    assert loaded.report.kept == {"train": 2000, "validation": 50, "test": 50}
-    assert loaded.report.read == 2100 + sum(loaded.report.left_out.values())
+    assert loaded.report["kept"] == {"train": 2000, "validation": 50, "test": 50}
+    assert loaded.report["read"] == 2100 + sum(loaded.report["left_out"].values())
     assert loaded == read_corpus(data)
     assert described(data) == described(data) != described(replace(data, target="de"))
 
@@ -298,8 +298,8 @@ def multi30k() -> DataOptions:
 
 def test_multi30k_is_read_whole() -> None:
     loaded = read_corpus(multi30k())
-    assert loaded.report.kept == {"train": 29_000, "validation": 1014, "test": 1000}
-    assert loaded.report.left_out == {}
+    assert loaded.report["kept"] == {"train": 29_000, "validation": 1014, "test": 1000}
+    assert loaded.report["left_out"] == {}
     assert loaded.train[0][0].startswith("Two young, White males")
     assert loaded.train[0][1].startswith("Zwei junge weiße Männer")
 
@@ -349,7 +349,7 @@ def test_a_local_dataset_of_the_hubs_schema(
     assert set(all_pairs(loaded)) == set(zip(ENGLISH, ITALIAN, strict=True)) - {
         (ENGLISH[7], ITALIAN[7])
     }
-    assert loaded.report.left_out == {"empty on one side": 1}
+    assert loaded.report["left_out"] == {"empty on one side": 1}
     assert (len(loaded.train), len(loaded.validation), len(loaded.test)) == (33, 3, 3)
 
 

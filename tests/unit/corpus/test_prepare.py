@@ -19,7 +19,8 @@ import pytest
 
 from lockstep.config.schema import DataOptions, TokenizerOptions
 from lockstep.corpus import encoded_pairs as module
-from lockstep.corpus.encoded_pairs import open_prepared, prepare
+from lockstep.corpus.encoded_pairs import PreparedPairs, open_prepared, prepare
+from lockstep.corpus.pairs import Pairs
 from lockstep.corpus.tokenizer import END
 from lockstep.data.manifest import read_manifest
 from lockstep.errors import DataError
@@ -48,10 +49,14 @@ def texts(folder: Path, sentences: list[str]) -> DataOptions:
     return DataOptions(kind="files", train=(str(folder / "t.en"), str(folder / "t.it")), held_out=1)
 
 
+def text_of(prepared: PreparedPairs, split: str) -> Pairs:
+    return [(record["source"], record["target"]) for record in prepared.records(split)]
+
+
 def test_the_opened_corpus_equals_the_source(ready: Path) -> None:
     prepared, text = open_prepared(ready), module.read_corpus(SMALL)
-    assert prepared.text("validation") == text.validation
-    assert prepared.text("test") == text.test
+    assert text_of(prepared, "validation") == text.validation
+    assert text_of(prepared, "test") == text.test
     for split in ("train", "validation", "test"):
         pairs, encoded = getattr(text, split), getattr(prepared, split)
         assert len(pairs) == len(encoded)
@@ -67,7 +72,7 @@ def test_the_vocabulary_is_learned_from_training_text_alone(tmp_path: Path) -> N
     data = texts(tmp_path, [f"word{chr(97 + i) * 6} again" for i in range(8)])
     prepare(data, TokenizerOptions(kind="word", min_frequency=1), tmp_path / "data")
     prepared = open_prepared(tmp_path / "data")
-    held_out = {prepared.text(split)[0][0] for split in ("validation", "test")}
+    held_out = {text_of(prepared, split)[0][0] for split in ("validation", "test")}
     assert len(held_out) == 2
     assert (
         prepared.tokenizer.decode(prepared.tokenizer.encode(sorted(held_out)))
@@ -156,11 +161,11 @@ def test_too_long_pairs_are_dropped_from_the_arrays_but_kept_in_held_out_text(
     prepared = open_prepared(tmp_path / "data")
     assert (len(prepared.train), len(prepared.validation), len(prepared.test)) == (10, 2, 10)
     assert prepared.train.lengths.max() <= 12
-    assert [source for source, _ in prepared.text("validation")] == held_out
-    assert len(prepared.text("test")) == 15
-    assert prepared.report.left_out == {"longer than 12 tokens": 5}
-    assert prepared.report.kept == {"train": 10, "validation": 3, "test": 15}
-    assert prepared.report.read == sum(prepared.report.kept.values()) + 5
+    assert [source for source, _ in text_of(prepared, "validation")] == held_out
+    assert len(text_of(prepared, "test")) == 15
+    assert prepared.report["left_out"] == {"longer than 12 tokens": 5}
+    assert prepared.report["kept"] == {"train": 10, "validation": 3, "test": 15}
+    assert prepared.report["read"] == sum(prepared.report["kept"].values()) + 5
     assert json.loads((tmp_path / "data/prepared.json").read_text())["too_long"] == {
         "train": 5,
         "validation": 1,
@@ -252,7 +257,7 @@ def test_lower_case_reaches_the_arrays(tmp_path: Path) -> None:
         tmp_path / "data",
     )
     prepared = open_prepared(tmp_path / "data")
-    assert prepared.text("test")[0][0].startswith("HELLO There")
+    assert text_of(prepared, "test")[0][0].startswith("HELLO There")
     assert prepared.tokenizer.decode(prepared.tokenizer.encode(["HELLO There 3"])) == [
         "hello there 3"
     ]
@@ -295,4 +300,4 @@ def test_holding_out_is_optional(tmp_path: Path, kind: str) -> None:
     prepare(replace(source, held_out=0), TokenizerOptions(vocab_size=300), tmp_path / "data")
     prepared = open_prepared(tmp_path / "data")
     assert len(prepared.train) > 20 and len(prepared.validation) == len(prepared.test) == 0
-    assert not prepared.text("validation") and not prepared.text("test")
+    assert not text_of(prepared, "validation") and not text_of(prepared, "test")
