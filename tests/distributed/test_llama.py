@@ -633,7 +633,7 @@ def test_chats_are_rendered_as_transformers_renders_them(folder: Path, tmp_path:
         tmp_path,
     )
     assert (
-        dated.render(messages[:1], now=lambda: datetime(2024, 7, 26))
+        dated.render(messages[:1], now=datetime(2024, 7, 26))
         == '26 Jul 2024[{"role": "system", "content": "Be brief."}]'
     )
     with pytest.raises(DataError, match="no chat template"):

@@ -137,7 +137,7 @@ def prepare(
 def pair_samples(
     text: Corpus, tokenizer: Tokenizer, max_tokens: int, too_long: Counter[str]
 ) -> Iterator[Sample]:
-    """Yield the pairs of all splits; count those that are too long, which have no ids."""
+    """Yield the pairs of all splits; a pair that is too long has no ids, and is counted."""
     for split in SPLITS:
         pairs: Pairs = getattr(text, split)
         for start in range(0, len(pairs), ENCODE_BATCH):
