@@ -10,6 +10,7 @@ The commands are those of `cli/options.py`, the keys those of `config/schema.py`
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Iterable, Mapping
 from html import escape
@@ -17,8 +18,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from lockstep.cli.main import RUN_COMMANDS, subcommands
-from lockstep.cli.options import Parser, build_parser
+from lockstep.cli.main import subcommands
+from lockstep.cli.options import RUN_COMMANDS, Parser, build_parser
 from lockstep.config.schema import MAX_VALUE, Bytes, Field, Seconds, config_fields
 from lockstep.errors import ERRORS_BY_NAME
 from lockstep.runtime.variables import environment_variable
@@ -212,15 +213,11 @@ def values_of(field: Field) -> str:
         return "list of texts"
     unit = "bytes" if field.type is Bytes else "seconds" if field.type is Seconds else ""
     kind = unit or ("integer" if isinstance(field.default, int) else "number")
-    low = f" from {field.ge:g}" if field.ge is not None else ""
-    high = (
-        f" below {field.lt:g}"
-        if field.lt is not None
-        else ""
-        if field.le in (MAX_VALUE, 1e30)
-        else f" to {limit(field.le)}"
-    )
-    return kind + low + high
+    if field.lt < math.inf:
+        high = f" below {field.lt:g}"
+    else:
+        high = "" if field.le in (MAX_VALUE, 1e30) else f" to {limit(field.le)}"
+    return f"{kind} from {field.ge:g}{high}"
 
 
 def limit(value: float) -> str:

@@ -5,7 +5,6 @@ import argparse
 from lockstep.checkpoint import commands
 from lockstep.errors import UsageError
 from lockstep.log import printable
-from lockstep.units import parse_bytes
 
 
 def main(args: argparse.Namespace, rest: list[str]) -> int:
@@ -29,9 +28,7 @@ def main(args: argparse.Namespace, rest: list[str]) -> int:
 
 
 def convert_llama(args: argparse.Namespace) -> str:
-    from lockstep.models.hub import (
-        SHARD_BYTES,
-    )  # these load torch, which verify and digest do not need
+    # Loads torch, which verify and digest do not need.
     from lockstep.models.llama_io import export_run, import_hub
 
     if args.out is None:
@@ -42,12 +39,7 @@ def convert_llama(args: argparse.Namespace) -> str:
         )
     if args.action == "import":
         return import_hub(args.folder, args.out)
-    try:
-        shard_bytes = parse_bytes(args.shard_bytes) if args.shard_bytes else SHARD_BYTES
-    except ValueError as error:
-        raise UsageError(
-            f"--shard-bytes: {error}", "command line", "give a size such as 5 GB"
-        ) from None
+    dtype = args.dtype or ""
     return export_run(
-        args.folder, args.step, args.out, shard_bytes, args.dtype or "", adapter=args.adapter
+        args.folder, args.step, args.out, args.shard_bytes, dtype, adapter=args.adapter
     )

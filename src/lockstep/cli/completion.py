@@ -5,8 +5,8 @@ import argparse
 import shlex
 from collections.abc import Iterator
 
-from lockstep.cli.main import RUN_COMMANDS, subcommands
-from lockstep.cli.options import build_parser
+from lockstep.cli.main import subcommands
+from lockstep.cli.options import RUN_COMMANDS, build_parser
 from lockstep.config.resolve import recipes
 from lockstep.config.schema import config_fields
 

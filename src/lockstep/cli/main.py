@@ -17,7 +17,14 @@ from types import FrameType
 
 import lockstep
 from lockstep import log
-from lockstep.cli.options import EXIT_CODES, Parser, build_parser, refuse_unknown
+from lockstep.cli.options import (
+    COMMANDS,
+    EXIT_CODES,
+    RUN_COMMANDS,
+    Parser,
+    build_parser,
+    refuse_unknown,
+)
 from lockstep.cli.script import folder_of, read_sources, split_at_script
 from lockstep.errors import LockstepError, OutOfMemoryError, UsageError
 from lockstep.files import scheme_of
@@ -25,36 +32,6 @@ from lockstep.runtime.environment import RESERVED_VARIABLES
 from lockstep.runtime.exit_report import error_summary, is_out_of_memory
 from lockstep.runtime.session_start import StartAgainError
 from lockstep.runtime.variables import takes_no_value
-
-RUN_COMMANDS = (
-    "train",
-    "launch",
-    "drill",
-    "plan",
-    "render",
-)  # accept every key of a run as an option
-STORE_COMMANDS = (
-    "bench",
-    "doctor",
-    "drill",
-    "watch",
-)  # take an address as their run folder by themselves
-# Accept only the words that argparse knows.
-STRICT_COMMANDS = (
-    *(
-        "bench",
-        "checkpoint",
-        "completion",
-        "doctor",
-        "evaluate",
-        "lab",
-        "recipes",
-        "report",
-        "status",
-        "translate",
-        "watch",
-    ),
-)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -98,11 +75,11 @@ def run_command(given: list[str]) -> int:
     parser = build_parser()
     words, script, arguments = split_script(parser, given)
     if words[:1] and words[0] in RUN_COMMANDS and not script:
-        command = subcommands(parser)[words[0]]
+        subparser = subcommands(parser)[words[0]]
         if {"--help", "-h"} & set(words):
-            print_run_help(command)
+            print_run_help(subparser)
             return 0
-        words, arguments = split_values(command, words)
+        words, arguments = split_values(subparser, words)
     args, rest = parser.parse_known_args([*words, script] if script else words)
     if args.version:
         print(lockstep.__version__)
@@ -110,12 +87,11 @@ def run_command(given: list[str]) -> int:
     if not args.command:
         parser.print_help()
         return 2
-    if args.command in STRICT_COMMANDS:
+    command = COMMANDS[args.command]
+    if not command.rest:
         refuse_unknown(rest, args.command)
     log.set_up_logging()
-    if args.command not in STORE_COMMANDS and (
-        addresses := find_addresses(args, script, arguments)
-    ):
+    if not command.takes_address and (addresses := find_addresses(args, script, arguments)):
         from lockstep.cli.remote import run_remote
 
         return run_remote(args, given, addresses, [*rest, *arguments])
@@ -202,5 +178,6 @@ def print_run_help(command: Parser) -> None:
         for key, field in keys.items()
     ]
     head = "values of the run, as --section.key VALUE, in the run file, or as LOCKSTEP_SECTION_KEY:"
+    command.formatter_class = argparse.RawDescriptionHelpFormatter
     command.epilog = "\n".join([head, *lines, "", EXIT_CODES])
     command.print_help()

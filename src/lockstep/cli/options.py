@@ -1,9 +1,21 @@
-"""The options of every command. Imports neither torch nor a command."""
+"""The commands and their options as a table: the parser, the help, the pages of docs/reference and
+the completion of shells follow from it. Imports neither torch nor a command.
+
+An option is spelled as in the help, with what argparse has to know:
+
+--json                  a switch
+--out FILE              a value; its word decides the type (TYPES)
+--split {a,b}           one of these words
+--stop TEXT...          may be given several times
+--wait SECONDS = 60     a default, which the help names
+folder RUN              an argument; [folder RUN] may be missing, [text TEXT...] are any number
+"""
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from lockstep.errors import UsageError
 from lockstep.network.collectives import ALGORITHMS, COLLECTIVES
@@ -29,9 +41,6 @@ def refuse_unknown(rest: list[str], command: str) -> None:
         )
 
 
-Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
-
-
 def integer(minimum: int, maximum: int) -> Callable[[str], int]:
     """Return an argparse type: an integer within these bounds."""
 
@@ -49,15 +58,15 @@ def integer(minimum: int, maximum: int) -> Callable[[str], int]:
     return parse
 
 
-STEP, SEED, LIMIT = integer(0, 10**9), integer(0, 2**63 - 1), integer(0, 1 << 16)
+COUNT = integer(1, 1 << 16)
 
 
-def quantity(parse: Callable[[str], float]) -> Callable[[str], float]:
+def quantity(parse: Callable[[str], float], *, or_zero: bool = False) -> Callable[[str], float]:
     """Return an argparse type: a quantity above zero, which `parse` reads."""
 
     def positive(text: str) -> float:
         try:
-            if (value := parse(text)) > 0:
+            if (value := parse(text)) > 0 or or_zero:
                 return value
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
@@ -69,8 +78,7 @@ def quantity(parse: Callable[[str], float]) -> Callable[[str], float]:
 def node_range(text: str) -> tuple[int, int]:
     """Return (MIN, MAX) of "2:4" or "2" (an argparse type)."""
     least, _, most = text.partition(":")
-    count = integer(1, 1 << 16)
-    bounds = count(least), count(most if ":" in text else least)
+    bounds = COUNT(least), COUNT(most if ":" in text else least)
     if bounds[0] > bounds[1]:
         raise argparse.ArgumentTypeError(
             f"the minimum of {text[:40]!r} exceeds its maximum; write MIN:MAX, such as 2:4"
@@ -80,16 +88,58 @@ def node_range(text: str) -> tuple[int, int]:
 
 def step_or_best(text: str) -> int | str:
     """Return a step, or "best", which `main` replaces by a step."""
-    return text if text == "best" else STEP(text)
+    return text if text == "best" else integer(0, 10**9)(text)
 
 
-STEP_OPTION: dict[str, Any] = {
-    "type": step_or_best,
-    "metavar": "STEP|best",
-    "help": "checkpoint to use (default: the newest)",
+def one_of(words: Sequence[str]) -> str:
+    return f"{{{','.join(words)}}}"
+
+
+PATHS = ("OUT", "RUN", "RUN2", "FOLDER", "RUN|HF-FOLDER", "HOSTS.toml")
+FILES = ("FILE", "FILE.json", "FILE.html", "FILE.svg")
+# Types of values by their words in the help; others are texts.
+TYPES: dict[str, Callable[[str], Any]] = {
+    **dict.fromkeys((*PATHS, *FILES), Path),
+    **dict.fromkeys(("N", "T"), COUNT),
+    **dict.fromkeys(("MIN", "MAX"), integer(0, 1 << 16)),
+    **dict.fromkeys(("P", "TOP_P", "TEMPERATURE"), float),
+    "MIN:MAX": node_range,
+    "STEP|best": step_or_best,
+    "RANKS": integer(2, 1 << 16),
+    "R": integer(1, 128),
+    "GPUS": integer(0, 1024),
+    "COUNT": integer(0, 10_000),
+    "FAULTS": integer(1, 10_000),
+    "BEAMS": integer(1, 256),
+    "TOKENS": integer(1, 1 << 20),
+    "TOP_K": integer(0, 1 << 20),
+    "SEED": integer(0, 2**63 - 1),
+    "PID": integer(1, 1 << 22),
+    "SECONDS": integer(1, 86_400),
+    "TIME": quantity(parse_seconds),
+    "LATENCY": quantity(parse_seconds, or_zero=True),
+    "RATE": quantity(parse_rate),
+    "SIZE": quantity(parse_bytes),
 }
-WORKERS: dict[str, Any] = {"type": integer(1, 1 << 16), "metavar": "N"}
-NODES: dict[str, Any] = {"type": node_range, "metavar": "MIN:MAX"}
+Options: TypeAlias = dict[str, str]  # how an option is spelled -> its help
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command: a sentence about it, its options, and what else it accepts.
+
+    required       names of the options that must be given
+    rest           further words: "keys" of a run as --section.key VALUE, or the "words" of a script
+    takes_address  its run folder may be an address in a store, which the command handles by itself
+    """
+
+    help: str
+    options: Options
+    required: tuple[str, ...] = ()
+    rest: Literal["", "keys", "words"] = ""
+    takes_address: bool = False
+
+
 TARGETS = (
     "slurm",
     "kubernetes",
@@ -100,45 +150,282 @@ TARGETS = (
     "skypilot",
 )  # files in render/templates
 COMM_SIZES = "1 KiB, 4 KiB, 16 KiB, 64 KiB, 256 KiB, 1 MiB, 4 MiB, 16 MiB, 64 MiB"
-BEAMS: dict[str, Any] = {
-    "type": integer(1, 256),
-    "default": 1,
-    "help": "width of the beam search (default: 1, greedy)",
+
+TARGET: Options = {
+    "[target RUN.toml|FILE.py:FUNCTION]": "run file, recipe, or Python function to train (default: a built-in run)"
 }
-AVERAGE: dict[str, Any] = {"type": integer(0, 10_000), "default": 0, "metavar": "N"}
-RUN_FOLDER: dict[str, Any] = {"type": Path, "metavar": "RUN", "help": "run folder"}
-RESUME = {
-    "default": "auto",
-    "metavar": "auto|never|required|STEP",
-    "help": "checkpoint to resume from (default: auto)",
+LOCAL_WORKERS: Options = {
+    "--workers N": "worker processes on this machine (default: one per GPU, two on a CPU)"
 }
-OVERRIDE: dict[str, Any] = {
-    "action": "append",
-    "default": [],
-    "metavar": "KEY=VALUE",
-    "help": "change the schedule from this checkpoint on (optim.learning_rate, warmup_steps, schedule, decay_steps, "
-    "wsd_decay, floor), or an argument of your function; repeatable",
+PROFILE: Options = {"--profile steps=A..B": "write a trace and a time breakdown of these steps"}
+PARENT: Options = {
+    "--parent PID": "end the agent and its workers when the process PID, which started this command, exits"
 }
-PROFILE: dict[str, Any] = {
-    "default": "",
-    "metavar": "steps=A..B",
-    "help": "write a trace and a time breakdown of these steps",
+RESUME: Options = {
+    "--resume auto|never|required|STEP = auto": "checkpoint to resume from",
+    "--override KEY=VALUE...": "change the schedule from this checkpoint on (optim.learning_rate, warmup_steps, "
+    "schedule, decay_steps, wsd_decay, floor), or an argument of your function; repeatable",
 }
-PARENT: dict[str, Any] = {
-    "type": integer(1, 1 << 22),
-    "metavar": "PID",
-    "help": "end the agent and its workers when the process PID, which started this command, exits",
+SCRIPT: Options = {
+    "-m MODULE": "run this module as a script, as python -m MODULE does",
+    "--restart {one,all}": "for scripts: replace a lost worker in place (one), or restart all workers as torchrun does "
+    "(all); default: one if the script imports lockstep or opens a Session",
 }
-RESTART: dict[str, Any] = {
-    "choices": ["one", "all"],
-    "help": "for scripts: replace a lost worker in place (one), or restart all workers as torchrun does (all); "
-    "default: one if the script imports lockstep or opens a Session",
+HOSTS: Options = {
+    "--hosts HOSTS.toml": "list of all hosts; start the same command on each of them",
+    "--host NAME": "name of this host in the list (default: its hostname)",
+    "--ssh": "start the command on all hosts by ssh",
 }
-MODULE: dict[str, Any] = {
-    "dest": "module",
-    "metavar": "MODULE",
-    "help": "run this module as a script, as python -m MODULE does",
+HOST_WORKERS: Options = {
+    "--workers N": "worker processes on this machine, without --hosts (default: as for train)"
 }
+RUN: Options = {"folder RUN": "run folder"}
+STEP: Options = {"--step STEP|best": "checkpoint to use (default: the newest)"}
+BEAMS: Options = {"--beams BEAMS = 1": "width of the beam search; 1: greedy"}
+
+COMMANDS = {
+    "train": Command(
+        "train a run file or a function on all devices of this machine",
+        TARGET
+        | {
+            "--out OUT": "run folder, or s3://BUCKET/RUN (default: runs/NAME of the run file, or runs/default)"
+        }
+        | LOCAL_WORKERS
+        | RESUME
+        | PROFILE
+        | {
+            "--show": "print every value with its origin, and exit",
+            "--layout {auto}": "auto: choose layout.* by lockstep plan for the devices of this machine",
+        },
+        rest="keys",
+    ),
+    "plan": Command(
+        "rank the layouts of a run on given devices by memory and time",
+        TARGET
+        | {
+            "--devices HxD:KIND-MEMORY": "hosts x devices of each, as 4x8:H100-80GB or 2x1:cpu-4GiB; another GPU: "
+            "-MEMORY@TFLOPS[,GB/s]",
+            "--link RATE[,LATENCY] = ": "of a host, shared by its workers, such as 100Gbit/s or 1Gbit/s,200us",
+            "--host-link RATE[,LATENCY] = ": "between two devices of a host (default: an assumption)",
+            "--profile FILE.json": "links as lockstep bench comm measured them, instead of --link",
+            "--measure": "time the blocks of the model on this machine, instead of assuming FLOP/s",
+            "--out RUN": "--measure: run folder whose data is used, prepared if missing (default: as for train)",
+            "--mtbf TIME": "mean time between failures of a host in the run, such as 4h: adds the goodput",
+            "--price P": "dollars per device and hour: adds the price of a million tokens",
+            "--json": "print JSON",
+        },
+        required=("--devices",),
+        rest="keys",
+    ),
+    "run": Command(
+        "run a script on all devices of this machine; its arguments follow FILE.py",
+        {
+            "file FILE.py": "script that every worker runs as python FILE.py ARGUMENTS",
+            "--out OUT": "run folder (default: --out of the script's arguments, the folder of its Session, or runs/FILE)",
+        }
+        | LOCAL_WORKERS
+        | {
+            "--layout.shard N": "workers that share the rows of each parameter (default: Session(shard=...), or 1)",
+            "--layout.tensor N": "workers that share each layer (default: Session(tensor=...), or 1)",
+            "--layout.pipeline N": "workers that share the layers (default: Session(pipeline=...), or 1)",
+            "--track NAME...": "tensorboard, wandb, wandb:offline or MODULE:CLASS; may be given several times "
+            "(default: Session(track=[...]))",
+        }
+        | PROFILE
+        | SCRIPT
+        | PARENT
+        | {
+            "--follow-session": "set by the agent: a Session may ask for another start, in its folder"
+        },
+        rest="words",
+    ),
+    "launch": Command(
+        "train on one or more hosts, and recover from lost workers and hosts",
+        TARGET
+        | {
+            "--out OUT": "run folder, on a disk that all hosts share, or s3://BUCKET/RUN (default: as for train)",
+            "--workers N": "worker processes on this host, without --hosts (default: as for train); with --ray: on each node",
+        }
+        | HOSTS
+        | {
+            "--ray": "start an agent on each node of a Ray cluster, and on the nodes that replace lost ones",
+            "--nodes MIN:MAX": "instead of --hosts: a scheduler starts this command on MIN to MAX hosts, each with "
+            "--workers workers; --ray: on MAX nodes (default: every node with room)",
+            "--wait SECONDS = 60": "--ray: how long to wait for the nodes",
+            "--address ADDRESS": "IP address or name of this host for the others, without --hosts (default: --host, or "
+            "127.0.0.1 without --nodes)",
+        }
+        | PARENT
+        | {
+            "--min MIN": "minimum number of workers to train with (default: 1; scripts with --restart all: all)",
+            "--max MAX": "maximum number of workers that train, others wait on standby (default: batch.micro_batches)",
+        }
+        | RESUME
+        | SCRIPT
+        | {
+            "--with-evaluator": "score every checkpoint in a separate process; with --ssh on the first host, in a store on each",
+            "--stop RUN": "ask the run in this folder to save and stop, from any host, and exit",
+        },
+        rest="keys",
+    ),
+    "render": Command(
+        "write the file that starts a run file on a cluster, on a range of nodes",
+        {
+            f"target {one_of(TARGETS)}": "",
+            "run_file RUN.toml": "run file or recipe",
+            "--nodes MIN:MAX": "the run trains with MIN nodes or more; up to MAX",
+            "--gpus GPUS = 0": "GPUs of each node, with a worker for each; 0: CPUs",
+            "--workers N": "workers of each node (default: one per GPU, two on CPUs)",
+            "--run FOLDER|s3://BUCKET/RUN": "run folder on the shared disk, or in a store (default: runs/NAME of the run file)",
+            "--image IMAGE": "container image with Lockstep (default: lockstep:VERSION)",
+            "--out FILE": "file to write (default: print it)",
+        },
+        required=("--nodes",),
+        rest="keys",
+    ),
+    "bench": Command(
+        "measure the network between the hosts of a run: lockstep bench comm",
+        {
+            "[what {comm}]": "comm: time, bandwidth and latency of collectives and messages, slow links",
+            "--out FILE.json = runs/comm.json": "file for the results, on a disk that all hosts share, or "
+            "s3://BUCKET/RUN; the run folder is FILE",
+            f"--sizes SIZES = {COMM_SIZES}": "bytes of the buffers, separated by commas",
+        }
+        | HOST_WORKERS
+        | HOSTS,
+        takes_address=True,
+    ),
+    "doctor": Command(
+        "examine the hosts before a run: versions, network, run folder, limits; exit code 0: a run can start",
+        {
+            "--out RUN = runs/default": "run folder or s3://BUCKET/RUN to examine",
+            "--wait SECONDS = 60": "how long to wait for other hosts",
+        }
+        | HOST_WORKERS
+        | HOSTS,
+        takes_address=True,
+    ),
+    "status": Command(
+        "list the members of a run: hosts, process ids, roles and steps",
+        RUN | {"--json": "print JSON"},
+    ),
+    "watch": Command(
+        "show a run in the terminal until it ends: workers, speed, generations, failures, checkpoints",
+        {
+            "run RUN|HOST:RUN": "run folder, s3://BUCKET/RUN, or a folder on a host that ssh reaches",
+            "--every TIME = 2 s": "time between two refreshes",
+        },
+        takes_address=True,
+    ),
+    "report": Command(
+        "write one HTML file about a run, or two runs together: loss, time, failures, hosts, values",
+        RUN
+        | {
+            "--compare RUN2": "draw this run in the same charts",
+            "--out FILE.html": "file to write (default: RUN/report.html; with --compare RUN/compare.html)",
+        },
+    ),
+    "drill": Command(
+        "train with faults or other numbers of workers, and compare the hashes",
+        TARGET
+        | {
+            "--workers N": "worker processes on this machine (default: 3, or as the layout requires; self-check: 2)",
+            "--faults FAULTS": "number of faults (default: 7, one of each kind); a function without --faults: self-check "
+            "with 1 and N workers",
+            "--seed SEED = 1": "seed of the faults",
+            "--out OUT": "new folder, or s3://BUCKET/PREFIX (default: runs/drill)",
+        },
+        rest="keys",
+        takes_address=True,
+    ),
+    "evaluate": Command(
+        "score the checkpoints of a run on its held-out data",
+        RUN
+        | STEP
+        | {
+            "--follow": "wait for new checkpoints until the run is finished",
+            "--split {validation,test} = validation": "held-out data to use",
+        }
+        | BEAMS
+        | {
+            "--average COUNT = 0": "score the mean of the newest COUNT checkpoints' weights; 0: one",
+            "--workers N": "worker processes that share the work (default: 1); the score is the same for any number",
+            "--lm-eval TASKS": "score with these tasks of lm-eval instead, separated by commas",
+            "--include-path FOLDER": "lm-eval: folder with further tasks, as YAML files",
+            "--chat": "lm-eval: apply the model's chat template",
+        },
+    ),
+    "translate": Command(
+        "translate a text, or lines from standard input",
+        RUN
+        | {"[text TEXT...]": "text to translate (default: lines from standard input)"}
+        | STEP
+        | BEAMS
+        | {"--average COUNT = 0": "use the mean of the newest COUNT checkpoints' weights; 0: one"},
+    ),
+    "generate": Command(
+        "continue a text, or lines from standard input, with a Llama",
+        {
+            "folder RUN|HF-FOLDER": "folder of a run or of a Hugging Face model",
+            "[text TEXT...]": "text to continue (default: lines from standard input)",
+            "--tokens TOKENS = 128": "maximum number of new tokens",
+            "--temperature TEMPERATURE = 0": "0: the most probable token; higher: more varied",
+            "--top-k TOP_K = 0": "sample from the K most probable tokens; 0: from all",
+            "--top-p TOP_P = 1": "sample from the most probable tokens of this total probability",
+            "--seed SEED = 0": "seed of the samples",
+            "--stop TEXT...": "stop before this text; repeatable",
+            "--chat": "answer the text as a user's message, with the model's chat template",
+        }
+        | STEP
+        | {
+            "--compile": "compile the decoding step; faster for long continuations",
+            "--tensor T = 1": "split the model over T processes of this machine",
+            "--file FILE": "read lines from this file instead of standard input",
+        },
+        rest="words",
+    ),
+    "checkpoint": Command(
+        "list, verify, digest, import or export the checkpoints of a run",
+        {
+            "action {list,verify,digest,import,export}": "",
+            "folder RUN": "run folder; import: a Hugging Face folder",
+            "[step STEP|best]": "checkpoint to use (default: the newest)",
+            "--out OUT": "export: .safetensors file (of a Llama: folder) to write; import: run folder to write",
+            "--shard-bytes SIZE = 5 GB": "export of a Llama: maximum size of a file",
+            "--dtype {float32,bfloat16,float16}": "export of a Llama: data type (default: as in the initial model)",
+            "--adapter": "export of a Llama with LoRA: the adapters alone, for PEFT (default: merged weights)",
+        },
+    ),
+    "lab": Command(
+        "simulate a collective on a network that you describe, draw it, or run its messages",
+        {
+            f"collective {one_of(COLLECTIVES)}": "",
+            "--ranks RANKS": "number of ranks",
+            "--bytes SIZE": "size of the buffer, such as '5 MB'",
+            "--rate RATE": "rate of a host's port, such as '100 Mbit/s' or '1 MB/s'",
+            "--latency LATENCY = 0 us": "latency of a message, such as '50 us'",
+            f"--algorithm {one_of(ALGORITHMS)}": "algorithm to show (default: compare all)",
+            "--ranks-per-host R = 1": "ranks on a host, which share its port",
+            "--host-rate RATE": "rate between two ranks of a host (default: 10 times --rate)",
+            "--host-latency TIME": "latency inside a host (default: a tenth of --latency)",
+            "--run": "also send the messages, between RANKS processes of this machine, and compare with torch",
+            "--picture FILE.svg": "draw rounds and ranks; needs --algorithm",
+            "--json": "print one line of JSON",
+        },
+        required=("--ranks", "--bytes", "--rate"),
+    ),
+    "recipes": Command(
+        "list the run files and scripts that come with Lockstep, print one, or copy a script",
+        {
+            "[name NAME...]": "recipe to print (default: list all); copy SCRIPT FILE: your own copy of a script"
+        },
+    ),
+    "completion": Command(
+        "print a script that completes the words of lockstep in a shell",
+        {"shell {bash,zsh,fish}": ""},
+    ),
+}
+RUN_COMMANDS = tuple(name for name, command in COMMANDS.items() if command.rest == "keys")
 
 
 def build_parser() -> Parser:
@@ -152,552 +439,49 @@ def build_parser() -> Parser:
     parser.add_argument("--version", action="store_true", help="print the version and exit")
     # As wide as the longest command, which argparse would wrap otherwise; prog: it puts its usage
     # before the names.
-    commands = parser.add_subparsers(
+    parsers = parser.add_subparsers(
         dest="command", metavar="COMMAND     ", prog="lockstep", parser_class=Parser
     )
-    add_training_commands(commands)
-    add_host_commands(commands)
-    add_run_commands(commands)
-    add_checkpoint_commands(commands)
-    add_network_commands(commands)
-    add = add_command(
-        commands,
-        "recipes",
-        "list the run files and scripts that come with Lockstep, print one, or copy a script",
-    )
-    help = "recipe to print (default: list all); copy SCRIPT FILE: your own copy of a script"
-    add("name", nargs="*", metavar="NAME", help=help)
-    add = add_command(
-        commands, "completion", "print a script that completes the words of lockstep in a shell"
-    )
-    add("shell", choices=["bash", "zsh", "fish"])
+    for command_name, command in COMMANDS.items():
+        added = parsers.add_parser(
+            command_name,
+            help=command.help,
+            description=command.help,
+            allow_abbrev=False,
+            epilog=EXIT_CODES,
+        )
+        for words, help in command.options.items():
+            name, keywords = keywords_of(words, help)
+            if name in command.required:
+                keywords["required"] = True
+            added.add_argument(name, **keywords)
     return parser
 
 
-def add_command(
-    commands: Commands, name: str, help: str, *, takes_target: bool = False
-) -> Callable[..., Any]:
-    """Add a command and return its `add_argument`.
-    takes_target: its first argument is a run file or a function."""
-    command = commands.add_parser(
-        name, help=help, description=help, allow_abbrev=False, epilog=EXIT_CODES
-    )
-    if takes_target:
-        command.formatter_class = argparse.RawDescriptionHelpFormatter
-        help = "run file, recipe, or Python function to train (default: a built-in run)"
-        command.add_argument("target", nargs="?", metavar="RUN.toml|FILE.py:FUNCTION", help=help)
-    return command.add_argument
-
-
-def add_host_options(add: Callable[..., Any]) -> None:
-    add(
-        "--hosts",
-        type=Path,
-        metavar="HOSTS.toml",
-        help="list of all hosts; start the same command on each of them",
-    )
-    add("--host", metavar="NAME", help="name of this host in the list (default: its hostname)")
-    add("--ssh", action="store_true", help="start the command on all hosts by ssh")
-
-
-def add_training_commands(commands: Commands) -> None:
-    """Add the commands that plan, start and stop training."""
-    add = add_command(
-        commands,
-        "train",
-        "train a run file or a function on all devices of this machine",
-        takes_target=True,
-    )
-    add(
-        "--out",
-        type=Path,
-        help="run folder, or s3://BUCKET/RUN (default: runs/NAME of the run file, or runs/default)",
-    )
-    add(
-        "--workers",
-        **WORKERS,
-        help="worker processes on this machine (default: one per GPU, two on a CPU)",
-    )
-    add("--resume", **RESUME)
-    add("--override", **OVERRIDE)
-    add("--profile", **PROFILE)
-    add("--show", action="store_true", help="print every value with its origin, and exit")
-    add(
-        "--layout",
-        choices=["auto"],
-        help="auto: choose layout.* by lockstep plan for the devices of this machine",
-    )
-
-    add = add_command(
-        commands,
-        "plan",
-        "rank the layouts of a run on given devices by memory and time",
-        takes_target=True,
-    )
-    add(
-        "--devices",
-        required=True,
-        metavar="HxD:KIND-MEMORY",
-        help="hosts x devices of each, as 4x8:H100-80GB or 2x1:cpu-4GiB; another GPU: -MEMORY@TFLOPS[,GB/s]",
-    )
-    add(
-        "--link",
-        default="",
-        metavar="RATE[,LATENCY]",
-        help="of a host, shared by its workers, such as 100Gbit/s or 1Gbit/s,200us",
-    )
-    add(
-        "--host-link",
-        default="",
-        metavar="RATE[,LATENCY]",
-        help="between two devices of a host (default: an assumption)",
-    )
-    add(
-        "--profile",
-        type=Path,
-        metavar="FILE.json",
-        help="links as lockstep bench comm measured them, instead of --link",
-    )
-    add(
-        "--measure",
-        action="store_true",
-        help="time the blocks of the model on this machine, instead of assuming FLOP/s",
-    )
-    add(
-        "--out",
-        type=Path,
-        metavar="RUN",
-        help="--measure: run folder whose data is used, prepared if missing (default: as for train)",
-    )
-    add(
-        "--mtbf",
-        default="",
-        metavar="TIME",
-        help="mean time between failures of a host in the run, such as 4h: adds the goodput",
-    )
-    add(
-        "--price",
-        type=float,
-        metavar="P",
-        help="dollars per device and hour: adds the price of a million tokens",
-    )
-    add("--json", action="store_true", help="print JSON")
-
-    add = add_command(
-        commands, "run", "run a script on all devices of this machine; its arguments follow FILE.py"
-    )
-    add("file", metavar="FILE.py", help="script that every worker runs as python FILE.py ARGUMENTS")
-    add(
-        "--out",
-        type=Path,
-        help="run folder (default: --out of the script's arguments, the folder of its Session, or runs/FILE)",
-    )
-    add(
-        "--workers",
-        **WORKERS,
-        help="worker processes on this machine (default: one per GPU, two on a CPU)",
-    )
-    for axis, split in (
-        ("shard", "the rows of each parameter"),
-        ("tensor", "each layer"),
-        ("pipeline", "the layers"),
-    ):
-        add(
-            f"--layout.{axis}",
-            **WORKERS,
-            dest=axis,
-            help=f"workers that share {split} (default: Session({axis}=...), or 1)",
-        )
-    add(
-        "--track",
-        action="append",
-        metavar="NAME",
-        help="tensorboard, wandb, wandb:offline or MODULE:CLASS; may be given several times "
-        "(default: Session(track=[...]))",
-    )
-    add("--profile", **PROFILE)
-    add("-m", **MODULE)
-    add("--restart", **RESTART)
-    add("--parent", **PARENT)
-    add(
-        "--follow-session",
-        action="store_true",
-        help="set by the agent: a Session may ask for another start, in its folder",
-    )
-
-    add = add_command(
-        commands,
-        "launch",
-        "train on one or more hosts, and recover from lost workers and hosts",
-        takes_target=True,
-    )
-    add(
-        "--out",
-        type=Path,
-        help="run folder, on a disk that all hosts share, or s3://BUCKET/RUN (default: as for train)",
-    )
-    add(
-        "--workers",
-        **WORKERS,
-        help="worker processes on this host, without --hosts (default: as for train); with --ray: on each node",
-    )
-    add_host_options(add)
-    add(
-        "--ray",
-        action="store_true",
-        help="start an agent on each node of a Ray cluster, and on the nodes that replace lost ones",
-    )
-    nodes_help = "instead of --hosts: a scheduler starts this command on MIN to MAX hosts, each with --workers workers"
-    add(
-        "--nodes",
-        **NODES,
-        help=f"{nodes_help}; --ray: on MAX nodes (default: every node with room)",
-    )
-    add(
-        "--wait",
-        type=integer(1, 86_400),
-        default=60,
-        metavar="SECONDS",
-        help="--ray: how long to wait for the nodes (default: 60)",
-    )
-    add(
-        "--address",
-        help="IP address or name of this host for the others, without --hosts (default: --host, or 127.0.0.1 without --nodes)",
-    )
-    add("--parent", **PARENT)
-    add(
-        "--min",
-        type=LIMIT,
-        help="minimum number of workers to train with (default: 1; scripts with --restart all: all)",
-    )
-    add(
-        "--max",
-        type=LIMIT,
-        help="maximum number of workers that train, others wait on standby (default: batch.micro_batches)",
-    )
-    add("--resume", **RESUME)
-    add("--override", **OVERRIDE)
-    add("-m", **MODULE)
-    add("--restart", **RESTART)
-    add(
-        "--with-evaluator",
-        action="store_true",
-        help="score every checkpoint in a separate process; with --ssh on the first host, in a store on each",
-    )
-    add(
-        "--stop",
-        type=Path,
-        metavar="RUN",
-        help="ask the run in this folder to save and stop, from any host, and exit",
-    )
-
-
-def add_host_commands(commands: Commands) -> None:
-    """Add the commands about the hosts of a run, before it starts."""
-    add = add_command(
-        commands,
-        "render",
-        "write the file that starts a run file on a cluster, on a range of nodes",
-    )
-    add("target", choices=TARGETS)
-    add("run_file", metavar="RUN.toml", help="run file or recipe")
-    add("--nodes", **NODES, required=True, help="the run trains with MIN nodes or more; up to MAX")
-    add(
-        "--gpus",
-        type=integer(0, 1024),
-        default=0,
-        metavar="N",
-        help="GPUs of each node, with a worker for each (default: 0, CPUs)",
-    )
-    add("--workers", **WORKERS, help="workers of each node (default: one per GPU, two on CPUs)")
-    add(
-        "--run",
-        metavar="RUN",
-        help="run folder on the shared disk, or s3://BUCKET/RUN (default: runs/NAME of the run file)",
-    )
-    add("--image", help="container image with Lockstep (default: lockstep:VERSION)")
-    add("--out", type=Path, metavar="FILE", help="file to write (default: print it)")
-
-    add = add_command(
-        commands, "bench", "measure the network between the hosts of a run: lockstep bench comm"
-    )
-    add(
-        "what",
-        nargs="?",
-        choices=["comm"],
-        help="comm: time, bandwidth and latency of collectives and messages, slow links",
-    )
-    help = "file for the results, on a disk that all hosts share, or s3://BUCKET/RUN; the run folder is FILE (default: runs/comm.json)"
-    add("--out", type=Path, default=Path("runs/comm.json"), metavar="FILE.json", help=help)
-    add(
-        "--sizes",
-        default=COMM_SIZES,
-        help=f"bytes of the buffers, separated by commas (default: {COMM_SIZES})",
-    )
-    add(
-        "--workers",
-        **WORKERS,
-        help="worker processes on this machine, without --hosts (default: as for train)",
-    )
-    add_host_options(add)
-
-    add = add_command(
-        commands,
-        "doctor",
-        "examine the hosts before a run: versions, network, run folder, limits; exit code 0: a run can start",
-    )
-    help = "run folder or s3://BUCKET/RUN to examine (default: runs/default)"
-    add("--out", type=Path, default=Path("runs/default"), metavar="RUN", help=help)
-    add(
-        "--wait",
-        type=integer(1, 3600),
-        default=60,
-        metavar="SECONDS",
-        help="how long to wait for other hosts (default: 60)",
-    )
-    add(
-        "--workers",
-        **WORKERS,
-        help="worker processes on this machine, without --hosts (default: as for train)",
-    )
-    add_host_options(add)
-
-
-def add_run_commands(commands: Commands) -> None:
-    """Add the commands that show and test a run."""
-    add = add_command(
-        commands, "status", "list the members of a run: hosts, process ids, roles and steps"
-    )
-    add("folder", **RUN_FOLDER)
-    add("--json", action="store_true", help="print JSON")
-
-    add = add_command(
-        commands,
-        "watch",
-        "show a run in the terminal until it ends: workers, speed, generations, failures, checkpoints",
-    )
-    add(
-        "run",
-        metavar="RUN|HOST:RUN",
-        help="run folder, s3://BUCKET/RUN, or a folder on a host that ssh reaches",
-    )
-    add(
-        "--every",
-        type=quantity(parse_seconds),
-        default=2.0,
-        metavar="TIME",
-        help="time between two refreshes (default: 2 s)",
-    )
-
-    add = add_command(
-        commands,
-        "report",
-        "write one HTML file about a run, or two runs together: loss, time, failures, hosts, values",
-    )
-    add("folder", **RUN_FOLDER)
-    add("--compare", type=Path, metavar="RUN2", help="draw this run in the same charts")
-    add(
-        "--out",
-        type=Path,
-        metavar="FILE.html",
-        help="file to write (default: RUN/report.html; with --compare RUN/compare.html)",
-    )
-
-    add = add_command(
-        commands,
-        "drill",
-        "train with faults or other numbers of workers, and compare the hashes",
-        takes_target=True,
-    )
-    add(
-        "--workers",
-        **WORKERS,
-        help="worker processes on this machine (default: 3, or as the layout requires; self-check: 2)",
-    )
-    help = "number of faults (default: 7, one of each kind); a function without --faults: self-check with 1 and N workers"
-    add("--faults", type=integer(1, 10_000), help=help)
-    add("--seed", type=SEED, default=1, help="seed of the faults (default: 1)")
-    add("--out", type=Path, help="new folder, or s3://BUCKET/PREFIX (default: runs/drill)")
-
-
-def add_checkpoint_commands(commands: Commands) -> None:
-    """Add the commands that use the checkpoints of a run."""
-    add = add_command(commands, "evaluate", "score the checkpoints of a run on its held-out data")
-    add("folder", **RUN_FOLDER)
-    add("--step", **STEP_OPTION)
-    add("--follow", action="store_true", help="wait for new checkpoints until the run is finished")
-    add(
-        "--split",
-        choices=["validation", "test"],
-        default="validation",
-        help="held-out data to use (default: validation)",
-    )
-    add("--beams", **BEAMS)
-    add("--average", help="score the mean of the newest N checkpoints' weights", **AVERAGE)
-    add(
-        "--workers",
-        **WORKERS,
-        help="worker processes that share the work (default: 1); the score is the same for any number",
-    )
-    add(
-        "--lm-eval",
-        metavar="TASKS",
-        help="score with these tasks of lm-eval instead, separated by commas",
-    )
-    add(
-        "--include-path",
-        type=Path,
-        metavar="FOLDER",
-        help="lm-eval: folder with further tasks, as YAML files",
-    )
-    add("--chat", action="store_true", help="lm-eval: apply the model's chat template")
-
-    add = add_command(commands, "translate", "translate a text, or lines from standard input")
-    add("folder", **RUN_FOLDER)
-    add("text", nargs="*", help="text to translate (default: lines from standard input)")
-    add("--step", **STEP_OPTION)
-    add("--beams", **BEAMS)
-    add("--average", help="use the mean of the newest N checkpoints' weights", **AVERAGE)
-
-    add = add_command(
-        commands, "generate", "continue a text, or lines from standard input, with a Llama"
-    )
-    add(
-        "folder",
-        type=Path,
-        metavar="RUN|HF-FOLDER",
-        help="folder of a run or of a Hugging Face model",
-    )
-    add("text", nargs="*", help="text to continue (default: lines from standard input)")
-    add(
-        "--tokens",
-        type=integer(1, 1 << 20),
-        default=128,
-        help="maximum number of new tokens (default: 128)",
-    )
-    add(
-        "--temperature",
-        type=float,
-        default=0.0,
-        help="0: the most probable token; higher: more varied (default: 0)",
-    )
-    add(
-        "--top-k",
-        type=integer(0, 1 << 20),
-        default=0,
-        help="sample from the K most probable tokens; 0: from all (default: 0)",
-    )
-    add(
-        "--top-p",
-        type=float,
-        default=1.0,
-        help="sample from the most probable tokens of this total probability (default: 1)",
-    )
-    add("--seed", type=SEED, default=0, help="seed of the samples (default: 0)")
-    add(
-        "--stop",
-        action="append",
-        default=[],
-        metavar="TEXT",
-        help="stop before this text; repeatable",
-    )
-    add(
-        "--chat",
-        action="store_true",
-        help="answer the text as a user's message, with the model's chat template",
-    )
-    add("--step", **STEP_OPTION)
-    add(
-        "--compile",
-        action="store_true",
-        help="compile the decoding step; faster for long continuations",
-    )
-    add(
-        "--tensor",
-        type=WORKERS["type"],
-        default=1,
-        metavar="T",
-        help="split the model over T processes of this machine (default: 1)",
-    )
-    add("--file", type=Path, help="read lines from this file instead of standard input")
-
-    add = add_command(
-        commands, "checkpoint", "list, verify, digest, import or export the checkpoints of a run"
-    )
-    add("action", choices=["list", "verify", "digest", "import", "export"])
-    add("folder", type=Path, metavar="RUN", help="run folder; import: a Hugging Face folder")
-    add("step", nargs="?", **STEP_OPTION)
-    add(
-        "--out",
-        type=Path,
-        help="export: .safetensors file (of a Llama: folder) to write; import: run folder to write",
-    )
-    add(
-        "--shard-bytes",
-        metavar="SIZE",
-        help="export of a Llama: maximum size of a file (default: 5 GB)",
-    )
-    add(
-        "--dtype",
-        choices=["float32", "bfloat16", "float16"],
-        help="export of a Llama: data type (default: as in the initial model)",
-    )
-    add(
-        "--adapter",
-        action="store_true",
-        help="export of a Llama with LoRA: the adapters alone, for PEFT (default: merged weights)",
-    )
-
-
-def add_network_commands(commands: Commands) -> None:
-    """Add the commands about the network."""
-    rate: dict[str, Any] = {"type": quantity(parse_rate), "metavar": "RATE"}
-    add = add_command(
-        commands,
-        "lab",
-        "simulate a collective on a network that you describe, draw it, or run its messages",
-    )
-    add("collective", choices=COLLECTIVES)
-    add("--ranks", type=integer(2, 1 << 16), required=True, metavar="N", help="number of ranks")
-    add(
-        "--bytes",
-        type=quantity(parse_bytes),
-        required=True,
-        metavar="SIZE",
-        help="size of the buffer, such as '5 MB'",
-    )
-    add(
-        "--rate",
-        **rate,
-        required=True,
-        help="rate of a host's port, such as '100 Mbit/s' or '1 MB/s'",
-    )
-    add(
-        "--latency",
-        type=quantity(parse_seconds),
-        default=0.0,
-        metavar="TIME",
-        help="latency of a message, such as '50 us' (default: 0)",
-    )
-    add("--algorithm", choices=ALGORITHMS, help="algorithm to show (default: compare all)")
-    add(
-        "--ranks-per-host",
-        type=integer(1, 128),
-        default=1,
-        metavar="R",
-        help="ranks on a host, which share its port (default: 1)",
-    )
-    add("--host-rate", **rate, help="rate between two ranks of a host (default: 10 times --rate)")
-    add(
-        "--host-latency",
-        type=quantity(parse_seconds),
-        metavar="TIME",
-        help="latency inside a host (default: a tenth of --latency)",
-    )
-    add(
-        "--run",
-        action="store_true",
-        help="also send the messages, between N processes of this machine, and compare with torch",
-    )
-    add("--picture", type=Path, metavar="FILE.svg", help="draw rounds and ranks; needs --algorithm")
-    add("--json", action="store_true", help="print one line of JSON")
+def keywords_of(spelled: str, help: str) -> tuple[str, dict[str, Any]]:
+    """Return the name of an option, and what argparse takes for it."""
+    words, has_default, default = spelled.partition(" = ")
+    may_be_missing = words.startswith("[")
+    if may_be_missing:
+        words = words[1:-1]
+    name, _, value = words.partition(" ")
+    is_option = name.startswith("-")
+    keywords: dict[str, Any] = {"help": help}
+    if is_option and not value:
+        return name, keywords | {"action": "store_true"}
+    word = value.removesuffix("...")
+    if word.startswith("{"):
+        keywords["choices"] = word[1:-1].split(",")
+    else:
+        keywords |= {"metavar": word, "type": TYPES.get(word, str)}
+    if value != word:
+        keywords |= {"action": "append", "default": []} if is_option else {"nargs": "*"}
+    elif may_be_missing:
+        keywords["nargs"] = "?"
+    if has_default:
+        keywords["default"] = default
+    if default:
+        keywords["help"] = f"{help} (default: {default})"
+    if name == "-m":
+        keywords["dest"] = "module"
+    return name, keywords

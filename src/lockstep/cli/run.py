@@ -30,7 +30,7 @@ def main(args: argparse.Namespace, rest: list[str]) -> int:
         die_with_parent(args.parent)
     request = read_script_request(args, args.file, rest)
     for axis in ("shard", "tensor", "pipeline"):
-        if size := getattr(args, axis):
+        if size := vars(args)[f"layout.{axis}"]:
             os.environ[environment_variable(f"layout.{axis}")] = str(
                 size
             )  # for the Sessions of the workers

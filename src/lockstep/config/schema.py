@@ -1,15 +1,15 @@
 """The configuration of a run: a default, a range and a sentence for every key.
 
-A key marked BITS decides the trained bits, and cannot change when the run resumes. The other keys
+A `bits_option` decides the trained bits, and cannot change when the run resumes. The other keys
 (number of steps, checkpoint interval, logging) may change at each start. All ranks must agree on
-every key, except for those marked EACH_HOST.
+every key, except for each `host_option`.
 """
 
 import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from pydantic import BeforeValidator, TypeAdapter, ValidationError
@@ -19,8 +19,6 @@ from lockstep.units import parse_bytes, parse_seconds
 
 Bytes = Annotated[int, BeforeValidator(parse_bytes)]
 Seconds = Annotated[float, BeforeValidator(parse_seconds)]
-BITS = True
-EACH_HOST = True
 
 # Upper bounds turn a typing error into an error message instead of a hang.
 MAX_VALUE = (
@@ -54,8 +52,8 @@ class Field:
     doc: str  # one sentence for --help and for error messages
     bits: bool = False  # the key decides the trained bits
     each_host: bool = False  # each host may have its own value
-    ge: float | None = None  # range of a number, as in pydantic; every number has an upper bound
-    lt: float | None = None
+    ge: float = 0  # range of a number, as in pydantic
+    lt: float = math.inf
     le: float = MAX_VALUE
     type: Any = None  # filled in by `config_fields`
 
@@ -84,16 +82,14 @@ class Field:
             raise ValueError("contains an empty entry")
         if isinstance(value, float) and not math.isfinite(value):
             raise ValueError("must be a finite number")
-        if self.ge is not None and value < self.ge:
-            raise ValueError(f"must be at least {self.ge:g}")
-        if self.lt is not None and value >= self.lt:
-            raise ValueError(f"must be below {self.lt:g}")
-        if isinstance(value, int | float) and value > self.le:
-            raise ValueError(
-                f"must be at most {self.le:,}"
-                if isinstance(self.le, int)
-                else f"must be at most {self.le:g}"
-            )
+        if isinstance(value, int | float):
+            if value < self.ge:
+                raise ValueError(f"must be at least {self.ge:g}")
+            if value >= self.lt:
+                raise ValueError(f"must be below {self.lt:g}")
+            if value > self.le:
+                most = f"{self.le:,}" if isinstance(self.le, int) else f"{self.le:g}"
+                raise ValueError(f"must be at most {most}")
         return value
 
 
@@ -108,270 +104,200 @@ def check_text(text: str) -> None:
 
 
 def option(default: Any, doc: str, **constraints: Any) -> Any:
-    """A dataclass field that carries a `Field`."""
+    """A dataclass field that carries a `Field`: a key that may change at each start."""
     return field(default=default, metadata={"field": Field(default, doc, **constraints)})
+
+
+bits_option = partial(option, bits=True)
+host_option = partial(option, each_host=True)
 
 
 @dataclass(frozen=True)
 class DataOptions:
-    kind: Literal["cldr", "files", "huggingface", "stdlib", "text", "chat", "drills"] = option(
+    kind: Literal["cldr", "files", "huggingface", "stdlib", "text", "chat", "drills"] = bits_option(
         "cldr",
         "source of the data; cldr (pairs), stdlib (text) and drills (chats) need no download",
-        bits=BITS,
     )
-    source: str = option("en", "source language", bits=BITS)
-    target: str = option("it", "target language", bits=BITS)
-    train: StringList = option(
+    source: str = bits_option("en", "source language")
+    target: str = bits_option("it", "target language")
+    train: StringList = bits_option(
         (),
         "training files, also .gz: two texts, one .tsv or .jsonl; text, chat: any number, with *, **",
-        bits=BITS,
     )
-    validation: StringList = option(
-        (), "validation files, as train; empty: pairs are held out of train", bits=BITS
+    validation: StringList = bits_option(
+        (), "validation files, as train; empty: pairs are held out of train"
     )
-    test: StringList = option(
-        (), "test files, as train; empty: pairs are held out of train", bits=BITS
+    test: StringList = bits_option((), "test files, as train; empty: pairs are held out of train")
+    dataset: str = bits_option(
+        "", "huggingface: name or folder of the dataset, such as Helsinki-NLP/opus_books"
     )
-    dataset: str = option(
-        "", "huggingface: name or folder of the dataset, such as Helsinki-NLP/opus_books", bits=BITS
+    subset: str = bits_option("", "huggingface: configuration name, such as en-it")
+    pairs: int = bits_option(120_000, "cldr: maximum number of training pairs to generate; 0: all")
+    held_out: int = bits_option(
+        1000, "pairs in each of validation and test, if the corpus has no such split; 0: none"
     )
-    subset: str = option("", "huggingface: configuration name, such as en-it", bits=BITS)
-    pairs: int = option(
-        120_000, "cldr: maximum number of training pairs to generate; 0: all", bits=BITS, ge=0
-    )
-    held_out: int = option(
-        1000,
-        "pairs in each of validation and test, if the corpus has no such split; 0: none",
-        bits=BITS,
-        ge=0,
-    )
-    column: str = option(
+    column: str = bits_option(
         "text",
         "text, huggingface: key of the text in a JSON object or a row, when a Llama is trained",
-        bits=BITS,
     )
-    held_out_share: float = option(
-        0.015,
-        "fraction of the documents in each of validation and test; 0: none",
-        bits=BITS,
-        ge=0,
-        lt=0.5,
+    held_out_share: float = bits_option(
+        0.015, "fraction of the documents in each of validation and test; 0: none", lt=0.5
     )
-    truncation: Literal["drop", "right", "message"] = option(
+    truncation: Literal["drop", "right", "message"] = bits_option(
         "drop",
         "chats longer than batch.seq_len: drop, cut at the right, or cut after the last answer that fits",
-        bits=BITS,
     )
-    max_tokens: int = option(
-        128, "longer pairs are dropped from training and counted", bits=BITS, ge=4, le=MAX_DIM
+    max_tokens: int = bits_option(
+        128, "longer pairs are dropped from training and counted", ge=4, le=MAX_DIM
     )
 
 
 @dataclass(frozen=True)
 class TokenizerOptions:
-    kind: Literal["bpe", "word"] = option("bpe", "joint byte-level BPE, or whole words", bits=BITS)
-    vocab_size: int = option(
-        3000, "number of entries; the output layer grows with it", bits=BITS, ge=300, le=MAX_DIM
+    kind: Literal["bpe", "word"] = bits_option("bpe", "joint byte-level BPE, or whole words")
+    vocab_size: int = bits_option(
+        3000, "number of entries; the output layer grows with it", ge=300, le=MAX_DIM
     )
-    min_frequency: int = option(2, "rarer entries are dropped", bits=BITS, ge=1)
-    lowercase: bool = option(False, "train and translate in lower case", bits=BITS)
+    min_frequency: int = bits_option(2, "rarer entries are dropped", ge=1)
+    lowercase: bool = bits_option(False, "train and translate in lower case")
 
 
 @dataclass(frozen=True)
 class BatchOptions:
-    micro_batches: int = option(
-        8,
-        "K: forward and backward passes per step, summed over all replicas",
-        bits=BITS,
-        ge=1,
-        le=MAX_WORKERS,
+    micro_batches: int = bits_option(
+        8, "K: forward and backward passes per step, summed over all replicas", ge=1, le=MAX_WORKERS
     )
-    tokens: int = option(
+    tokens: int = bits_option(
         512,
         "target positions of a micro-batch, including padding; memory grows with it",
-        bits=BITS,
         ge=1,
         le=MAX_DIM,
     )
-    seq_len: int = option(
+    seq_len: int = bits_option(
         512,
         "Llama: tokens of a row; a micro-batch has batch.tokens / batch.seq_len rows",
-        bits=BITS,
         ge=2,
         le=MAX_DIM,
     )
-    buckets: int = option(
-        6,
-        "number of micro-batch shapes; more: less padding, longer compilation",
-        bits=BITS,
-        ge=1,
-        le=256,
+    buckets: int = bits_option(
+        6, "number of micro-batch shapes; more: less padding, longer compilation", ge=1, le=256
     )
 
 
 @dataclass(frozen=True)
 class ModelOptions:
-    dim: int = option(128, "embedding dimension", bits=BITS, ge=8, le=MAX_DIM)
-    n_heads: int = option(4, "attention heads; must divide dim", bits=BITS, ge=1, le=MAX_WORKERS)
-    encoder_layers: int = option(3, "layers of the encoder", bits=BITS, ge=1, le=MAX_LAYERS)
-    decoder_layers: int = option(3, "layers of the decoder", bits=BITS, ge=1, le=MAX_LAYERS)
-    ffn_dim: int = option(
-        512, "hidden dimension of the feed-forward network", bits=BITS, ge=8, le=MAX_DIM
+    dim: int = bits_option(128, "embedding dimension", ge=8, le=MAX_DIM)
+    n_heads: int = bits_option(4, "attention heads; must divide dim", ge=1, le=MAX_WORKERS)
+    encoder_layers: int = bits_option(3, "layers of the encoder", ge=1, le=MAX_LAYERS)
+    decoder_layers: int = bits_option(3, "layers of the decoder", ge=1, le=MAX_LAYERS)
+    ffn_dim: int = bits_option(
+        512, "hidden dimension of the feed-forward network", ge=8, le=MAX_DIM
     )
-    dropout: float = option(0.05, "dropout probability in training", bits=BITS, ge=0, lt=1)
-    attention: Literal["auto", "plain", "sdpa"] = option(
-        "auto", "kernel; plain is faster on a CPU for short sequences", bits=BITS
+    dropout: float = bits_option(0.05, "dropout probability in training", lt=1)
+    attention: Literal["auto", "plain", "sdpa"] = bits_option(
+        "auto", "kernel; plain is faster on a CPU for short sequences"
     )
 
 
 @dataclass(frozen=True)
 class LlamaOptions:
-    size: Literal["1M", "5M", "25M", "100M", "1B", "3B", "8B", "70B", "405B"] = option(
-        "5M", "size of a new model", bits=BITS
+    size: Literal["1M", "5M", "25M", "100M", "1B", "3B", "8B", "70B", "405B"] = bits_option(
+        "5M", "size of a new model"
     )
-    init_from: str = option(
-        "", "initialize from this Hugging Face or run folder; empty: train from scratch", bits=BITS
+    init_from: str = bits_option(
+        "", "initialize from this Hugging Face or run folder; empty: train from scratch"
     )
-    backend: Literal["lockstep", "transformers"] = option(
+    backend: Literal["lockstep", "transformers"] = bits_option(
         "lockstep",
         "transformers: any causal language model of that package, from init_from, in replicas and shards",
-        bits=BITS,
     )
-    max_seq_len: int = option(
-        0,
-        "maximum sequence length in the model's config; 0: as in size or init_from",
-        bits=BITS,
-        ge=0,
+    max_seq_len: int = bits_option(
+        0, "maximum sequence length in the model's config; 0: as in size or init_from"
     )
 
 
 @dataclass(frozen=True)
 class LoraOptions:
-    rank: int = option(
+    rank: int = bits_option(
         0,
         "rank of the adapters, which are then the only trained weights; 0: no adapters",
-        bits=BITS,
-        ge=0,
         le=MAX_DIM,
     )
-    alpha: float = option(
-        16.0, "the output of an adapter is scaled by alpha / rank", bits=BITS, ge=0
-    )
-    targets: StringList = option(
+    alpha: float = bits_option(16.0, "the output of an adapter is scaled by alpha / rank")
+    targets: StringList = bits_option(
         tuple(LORA_TARGETS),
         "matrices with an adapter; out: attention output, down: feed-forward output",
-        bits=BITS,
     )
-    dropout: float = option(
-        0.0, "dropout probability of an adapter's input in training", bits=BITS, ge=0, lt=1
-    )
-    init_from: str = option(
+    dropout: float = bits_option(0.0, "dropout probability of an adapter's input in training", lt=1)
+    init_from: str = bits_option(
         "",
         "start from the adapters in this folder of PEFT, which defines the other values; empty: new",
-        bits=BITS,
     )
 
 
 @dataclass(frozen=True)
 class OptimOptions:
-    kind: Literal["adamw", "sgd", "lion", "muon", "adafactor"] = option(
+    kind: Literal["adamw", "sgd", "lion", "muon", "adafactor"] = bits_option(
         "adamw",
         "optimizer; muon: of the matrices of the layers, with AdamW for embeddings, output and norms",
-        bits=BITS,
     )
-    learning_rate: float = option(
-        4e-3, "peak value, reached after the warm-up", bits=BITS, ge=0, le=1e30
+    learning_rate: float = bits_option(
+        4e-3, "peak value, reached after the warm-up", le=1e30
     )  # fits a float32
-    warmup_steps: int = option(
-        60, "steps in which the learning rate rises from 0 to its peak", bits=BITS, ge=0
-    )
-    schedule: Literal["linear", "cosine", "inverse_sqrt", "constant", "wsd"] = option(
+    warmup_steps: int = bits_option(60, "steps in which the learning rate rises from 0 to its peak")
+    schedule: Literal["linear", "cosine", "inverse_sqrt", "constant", "wsd"] = bits_option(
         "linear",
         "decay of the learning rate; wsd: stable after the warm-up, then linear in the last steps",
-        bits=BITS,
     )
-    decay_steps: int = option(
-        300, "linear, cosine, wsd: last step of the decay; by default as steps", bits=BITS, ge=1
+    decay_steps: int = bits_option(
+        300, "linear, cosine, wsd: last step of the decay; by default as steps", ge=1
     )
-    wsd_decay: float = option(
-        0.2, "wsd: share of decay_steps in which the learning rate falls", bits=BITS, ge=0, le=1.0
+    wsd_decay: float = bits_option(
+        0.2, "wsd: share of decay_steps in which the learning rate falls", le=1.0
     )
-    floor: float = option(
-        0.0,
-        "lowest learning rate after the warm-up, as a share of the peak",
-        bits=BITS,
-        ge=0,
-        le=1.0,
+    floor: float = bits_option(
+        0.0, "lowest learning rate after the warm-up, as a share of the peak", le=1.0
     )
-    momentum: float = option(
-        0.95, "sgd, muon: decay rate of the sum of gradients", bits=BITS, ge=0, lt=1
+    momentum: float = bits_option(0.95, "sgd, muon: decay rate of the sum of gradients", lt=1)
+    beta1: float = bits_option(0.9, "AdamW, Lion: decay rate of the mean of the gradient", lt=1)
+    beta2: float = bits_option(
+        0.98, "AdamW: decay rate of the mean of the squared gradient; Lion: of the mean", lt=1
     )
-    beta1: float = option(
-        0.9, "AdamW, Lion: decay rate of the mean of the gradient", bits=BITS, ge=0, lt=1
-    )
-    beta2: float = option(
-        0.98,
-        "AdamW: decay rate of the mean of the squared gradient; Lion: of the mean",
-        bits=BITS,
-        ge=0,
-        lt=1,
-    )
-    epsilon: float = option(
-        1e-9, "AdamW: added to the square root of the second mean", bits=BITS, ge=0
-    )
-    weight_decay: float = option(
-        0.01, "weight decay of matrices; other parameters have none", bits=BITS, ge=0
-    )
-    groups: StringList = option(
+    epsilon: float = bits_option(1e-9, "AdamW: added to the square root of the second mean")
+    weight_decay: float = bits_option(0.01, "weight decay of matrices; other parameters have none")
+    groups: StringList = bits_option(
         (),
         "PATTERN:RATE:DECAY by parameter names: factors of learning rate and weight decay, as *embedding*:0.5:0",
-        bits=BITS,
     )
-    ema_decay: float = option(
-        0.0,
-        "decay rate of averaged weights, which are then evaluated and exported; 0: none",
-        bits=BITS,
-        ge=0,
-        lt=1,
+    ema_decay: float = bits_option(
+        0.0, "decay rate of averaged weights, which are then evaluated and exported; 0: none", lt=1
     )
-    clip_norm: float = option(
-        1.0, "maximum global norm of the gradient; 0: no clipping", bits=BITS, ge=0
+    clip_norm: float = bits_option(1.0, "maximum global norm of the gradient; 0: no clipping")
+    label_smoothing: float = bits_option(
+        0.1, "translate: probability that is spread evenly over the vocabulary", lt=1
     )
-    label_smoothing: float = option(
-        0.1,
-        "translate: probability that is spread evenly over the vocabulary",
-        bits=BITS,
-        ge=0,
-        lt=1,
-    )
-    fused: bool = option(
-        False, "torch's fused AdamW, as always on a GPU; other bits on a CPU", bits=BITS
-    )
+    fused: bool = bits_option(False, "torch's fused AdamW, as always on a GPU; other bits on a CPU")
 
 
 @dataclass(frozen=True)
 class ParallelOptions:
-    wire: Literal["fp32", "bf16", "int8"] = option(
-        "fp32", "format in which gradients travel between workers", bits=BITS
+    wire: Literal["fp32", "bf16", "int8"] = bits_option(
+        "fp32", "format in which gradients travel between workers"
     )
     bucket_bytes: Bytes = option(
         0,
         "size of a bucket of gradients, reduced while the backward pass runs; 0: 100 MB on a GPU, 25 MB on a CPU",
-        ge=0,
         le=10**12,
     )
-    timeout_s: Seconds = option(
-        600.0,
-        "timeout of a collective, after which a silent peer counts as lost",
-        each_host=EACH_HOST,
-        ge=1,
+    timeout_s: Seconds = host_option(
+        600.0, "timeout of a collective, after which a silent peer counts as lost", ge=1
     )
 
 
 @dataclass(frozen=True)
 class LayoutOptions:
     replicate: int = option(
-        0, "copies of the model; 0: as many as the workers allow", ge=0, le=MAX_WORKERS
+        0, "copies of the model; 0: as many as the workers allow", le=MAX_WORKERS
     )
     shard: int = option(
         1,
@@ -399,10 +325,7 @@ class LayoutOptions:
 @dataclass(frozen=True)
 class FsdpOptions:
     prefetch_units: int = option(
-        1,
-        "blocks that are gathered ahead; 1 + prefetch_units are unsharded at once",
-        ge=0,
-        le=MAX_LAYERS,
+        1, "blocks that are gathered ahead; 1 + prefetch_units are unsharded at once", le=MAX_LAYERS
     )
     reduce: Literal["per_micro_batch", "per_step"] = option(
         "per_micro_batch",
@@ -416,26 +339,21 @@ class FsdpOptions:
 
 @dataclass(frozen=True)
 class ElasticOptions:
-    heartbeat_timeout_s: Seconds = option(
-        2.5, "time without a heartbeat until a worker counts as lost", each_host=EACH_HOST, ge=0.5
+    heartbeat_timeout_s: Seconds = host_option(
+        2.5, "time without a heartbeat until a worker counts as lost", ge=0.5
     )
-    rendezvous_timeout_s: Seconds = option(
-        30.0, "time to wait for more workers than the minimum at a start", each_host=EACH_HOST, ge=0
+    rendezvous_timeout_s: Seconds = host_option(
+        30.0, "time to wait for more workers than the minimum at a start"
     )
-    hang_timeout_s: Seconds = option(
-        10.0,
-        "time without progress before the blocking rank is identified",
-        each_host=EACH_HOST,
-        ge=1,
+    hang_timeout_s: Seconds = host_option(
+        10.0, "time without progress before the blocking rank is identified", ge=1
     )
-    evaluate_timeout_s: Seconds = option(
-        1800.0, "the same while a worker evaluates", each_host=EACH_HOST, ge=1
-    )
+    evaluate_timeout_s: Seconds = host_option(1800.0, "the same while a worker evaluates", ge=1)
     on_hang: Literal["evict", "abort", "warn"] = option(
         "evict", "evict: remove the blocking rank and continue; abort the run; warn only"
     )
     verify_every: int = option(
-        1, "steps between comparisons of the weights of all replicas; 0: never", ge=0
+        1, "steps between comparisons of the weights of all replicas; 0: never"
     )
     rehearse: bool = option(
         True,
@@ -445,16 +363,14 @@ class ElasticOptions:
 
 @dataclass(frozen=True)
 class ComputeOptions:
-    precision: Literal["auto", "bf16", "fp32"] = option(
-        "auto", "precision of matrix products; auto: bf16 where supported", bits=BITS
+    precision: Literal["auto", "bf16", "fp32"] = bits_option(
+        "auto", "precision of matrix products; auto: bf16 where supported"
     )
-    compile: bool = option(
-        False,
-        "use torch.compile; on a CPU faster for narrow models, slower for wide ones",
-        bits=BITS,
+    compile: bool = bits_option(
+        False, "use torch.compile; on a CPU faster for narrow models, slower for wide ones"
     )
-    num_threads: int = option(
-        1, "threads of a worker on a CPU; changing it changes the bits", bits=BITS, ge=1, le=1024
+    num_threads: int = bits_option(
+        1, "threads of a worker on a CPU; changing it changes the bits", ge=1, le=1024
     )
 
 
@@ -464,14 +380,14 @@ class MemoryOptions:
         "none",
         "recompute in the backward pass: nothing, all but matrix products and attention, or whole blocks",
     )
-    optimizer_state: Literal["fp32", "bf16"] = option(
-        "fp32", "data type of the means of AdamW; bf16: half of their memory", bits=BITS
+    optimizer_state: Literal["fp32", "bf16"] = bits_option(
+        "fp32", "data type of the means of AdamW; bf16: half of their memory"
     )
-    weights: Literal["fp32", "bf16"] = option(
-        "fp32", "bf16: model and gradients, with fp32 weights in the optimizer", bits=BITS
+    weights: Literal["fp32", "bf16"] = bits_option(
+        "fp32", "bf16: model and gradients, with fp32 weights in the optimizer"
     )
-    offload: Literal["none", "optimizer"] = option(
-        "none", "optimizer: keep its state in CPU memory and update there", bits=BITS
+    offload: Literal["none", "optimizer"] = bits_option(
+        "none", "optimizer: keep its state in CPU memory and update there"
     )
 
     @property
@@ -482,8 +398,8 @@ class MemoryOptions:
 
 @dataclass(frozen=True)
 class CheckpointOptions:
-    every_steps: int = option(100, "committed steps between checkpoints; 0: only at the end", ge=0)
-    keep: int = option(3, "number of newest checkpoints to keep; 0: all", ge=0)
+    every_steps: int = option(100, "committed steps between checkpoints; 0: only at the end")
+    keep: int = option(3, "number of newest checkpoints to keep; 0: all")
     on_error: Literal["continue", "stop"] = option(
         "continue", "reaction to a checkpoint that cannot be written"
     )
@@ -491,21 +407,14 @@ class CheckpointOptions:
 
 @dataclass(frozen=True)
 class TrackOptions:
-    every_s: Seconds = option(
-        10.0, "seconds between lines on the screen", each_host=EACH_HOST, ge=0
-    )
-    tensorboard: bool = option(False, "write RUN/tensorboard", each_host=EACH_HOST)
-    wandb: Literal["off", "offline", "online"] = option(
-        "off", "Weights & Biases", each_host=EACH_HOST
-    )
-    project: str = option("lockstep", "project name in Weights & Biases", each_host=EACH_HOST)
-    backend: str = option(
-        "", "MODULE:CLASS, a metric backend of your own; empty: none", each_host=EACH_HOST
-    )
-    mfu: bool = option(
+    every_s: Seconds = host_option(10.0, "seconds between lines on the screen")
+    tensorboard: bool = host_option(False, "write RUN/tensorboard")
+    wandb: Literal["off", "offline", "online"] = host_option("off", "Weights & Biases")
+    project: str = host_option("lockstep", "project name in Weights & Biases")
+    backend: str = host_option("", "MODULE:CLASS, a metric backend of your own; empty: none")
+    mfu: bool = host_option(
         False,
         "report model FLOPs utilization; an unknown peak, as on a CPU, is measured at the start",
-        each_host=EACH_HOST,
     )
 
     @property
@@ -520,61 +429,50 @@ class TrackOptions:
 @dataclass(frozen=True)
 class EvaluateOptions:
     at_end: int = option(
-        1000,
-        "held-out pairs to translate or chats to answer after the last step; 0: no score",
-        ge=0,
+        1000, "held-out pairs to translate or chats to answer after the last step; 0: no score"
     )
     beams: int = option(1, "1: greedy; more: width of the beam search", ge=1, le=256)
     every_steps: int = option(
-        0, "Llama: committed steps between evaluations of the validation loss; 0: none", ge=0
+        0, "Llama: committed steps between evaluations of the validation loss; 0: none"
     )
     patience: int = option(
-        0, "stop after this many evaluations without a lower validation loss; 0: never", ge=0
+        0, "stop after this many evaluations without a lower validation loss; 0: never"
     )
 
 
 @dataclass(frozen=True)
 class DilocoOptions:
-    learners: int = option(
+    learners: int = bits_option(
         0,
         "M: models that train apart between outer steps; divides batch.micro_batches; 0: off",
-        bits=BITS,
-        ge=0,
         le=MAX_WORKERS,
     )
-    every: int = option(50, "H: steps of a learner between two outer steps", bits=BITS, ge=1)
-    outer_learning_rate: float = option(
-        1.0, "learning rate of the outer step, Nesterov SGD", bits=BITS, ge=0, le=1e30
+    every: int = bits_option(50, "H: steps of a learner between two outer steps", ge=1)
+    outer_learning_rate: float = bits_option(
+        1.0, "learning rate of the outer step, Nesterov SGD", le=1e30
     )
-    outer_momentum: float = option(0.0, "momentum of the outer step", bits=BITS, ge=0, lt=1)
+    outer_momentum: float = bits_option(0.0, "momentum of the outer step", lt=1)
 
 
 @dataclass(frozen=True)
 class DivergenceOptions:
-    max_skipped: int = option(
-        100, "rollback: micro-batches that a run may skip; one more ends it", ge=0
-    )
+    max_skipped: int = option(100, "rollback: micro-batches that a run may skip; one more ends it")
     spike: float = option(
         10.0,
         "rollback: robust standard deviations above the newest losses that make a spike; 0: none",
-        ge=0,
     )
-    skip: StringList = option(
-        (),
-        "STEP:K,...: micro-batches that contribute nothing; steps as in metrics.jsonl, K from 0",
-        bits=BITS,
+    skip: StringList = bits_option(
+        (), "STEP:K,...: micro-batches that contribute nothing; steps as in metrics.jsonl, K from 0"
     )
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    task: Literal["translate", "pretrain", "sft"] = option(
-        "translate", "train a translator, or a Llama on text or on chats", bits=BITS
+    task: Literal["translate", "pretrain", "sft"] = bits_option(
+        "translate", "train a translator, or a Llama on text or on chats"
     )
-    seed: int = option(
-        1, "seed of the weights, the data order and the dropout", bits=BITS, ge=0, le=2**63 - 1
-    )
-    steps: int = option(300, "number of the last step", ge=0)
+    seed: int = bits_option(1, "seed of the weights, the data order and the dropout", le=2**63 - 1)
+    steps: int = option(300, "number of the last step")
     on_divergence: Literal["stop", "rollback"] = option(
         "stop",
         "loss or gradient not finite: stop; rollback: on a spike too, retry the step without the guilty micro-batches",

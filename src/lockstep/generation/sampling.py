@@ -11,7 +11,6 @@ for training, without its hooks. Dimensions in the margin: B rows, V vocabulary.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field

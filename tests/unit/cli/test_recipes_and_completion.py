@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.cli.main import RUN_COMMANDS, main, subcommands
-from lockstep.cli.options import build_parser
+from lockstep.cli.main import main, subcommands
+from lockstep.cli.options import RUN_COMMANDS, build_parser
 from lockstep.config.resolve import recipes
 from lockstep.config.schema import config_fields
 

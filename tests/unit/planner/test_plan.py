@@ -101,7 +101,7 @@ def test_a_file_that_is_no_profile_is_refused(tmp_path: Path, text: str) -> None
 @pytest.mark.parametrize(
     ("words", "what"),
     [
-        (["--mtbf", "0s"], "UsageError: a mean time between failures of 0s\n  --mtbf\n"),
+        (["--mtbf", "0s"], "UsageError: argument --mtbf: '0s' is not above zero\n"),
         (["--mtbf", "4parsecs"], "unknown unit 'parsecs'"),
         (["--price", "-1"], "UsageError: a price of -1 dollars per device and hour\n  --price\n"),
         (["--price", "nan"], "a price of nan dollars"),
