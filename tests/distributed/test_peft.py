@@ -389,7 +389,7 @@ def test_values_of_a_folder_have_their_origin(
         ("value", "out", "down"),
     )
     assert resolved.origin["lora.rank"] == f"adapter_config.json in {adapter}"
-    with pytest.raises(ConfigError, match=r"lora\.rank is 0, which means no adapters"):
+    with pytest.raises(ConfigError, match=r"needs lora\.rank, which is 0"):
         resolve(
             None,
             {

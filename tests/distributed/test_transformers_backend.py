@@ -537,7 +537,7 @@ def test_values_that_the_backend_does_not_support_are_refused(tmp_path: Path) ->
     }
     for key, value in unsupported.items():
         with pytest.raises(
-            ConfigError, match=f"llama.backend=transformers does not support {key}\n"
+            ConfigError, match=f"llama.backend=transformers does not support {key}={value}\n"
         ) as caught:
             resolve({}, {**BACKEND, "data.train": "x", "llama.init_from": "HF", key: value})
         assert f"{key} from command line" in caught.value.where
@@ -547,7 +547,7 @@ def test_values_that_the_backend_does_not_support_are_refused(tmp_path: Path) ->
     ) as caught:
         resolve({}, {**BACKEND, **adapted})
     assert "layout.tensor from command line" in caught.value.where
-    with pytest.raises(ConfigError, match="needs the folder of a model"):
+    with pytest.raises(ConfigError, match=r"needs llama\.init_from, which is empty"):
         resolve({}, {**BACKEND, "data.train": "x"})
     random_model("llama", {}, tmp_path)
     for key, value in (

@@ -201,12 +201,12 @@ def test_a_run_without_a_validation_split_is_refused(texts: dict[str, str], tmp_
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"evaluate.every_steps": "5"}, "is for Llama tasks"),
+        ({"evaluate.every_steps": "5"}, "does not support task=translate"),
         (
             {**VALUES, "data.train": "a.txt", "layout.pipeline": "2"},
-            "is for Llama tasks, without layout.pipeline",
+            "does not support layout.pipeline=2",
         ),
-        ({"evaluate.patience": "5"}, "there are none"),
+        ({"evaluate.patience": "5"}, "needs evaluate.every_steps, which is 0"),
     ],
 )
 def test_validation_that_a_run_cannot_do_is_refused(flags: dict[str, str], message: str) -> None:

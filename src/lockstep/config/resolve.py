@@ -218,9 +218,7 @@ def resolve(
         values[DECAY_STEPS], origin[DECAY_STEPS] = max(1, values["steps"]), AS_STEPS
     run = build_config(values)
     for what, keys, hint in conflicts(run):
-        raise ConfigError(
-            what, ", ".join(f"{key} from {origin[key]}" for key in keys.split()), hint
-        )
+        raise ConfigError(what, ", ".join(f"{key} from {origin[key]}" for key in keys), hint)
     return ResolvedRun(run, origin, saved.overrides if saved else ())
 
 

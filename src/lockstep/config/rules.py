@@ -1,5 +1,6 @@
 """Rules for configuration values: invalid combinations, values that must be equal, overrides."""
 
+import fnmatch
 import json
 import math
 import os
@@ -9,7 +10,7 @@ from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
 from shutil import which
-from typing import Any
+from typing import Any, NamedTuple
 
 from lockstep.config.adapter_config import LORA_TARGETS
 from lockstep.config.schema import ResolvedRun, RunConfig, ScheduleOverride, config_fields, flatten
@@ -37,205 +38,220 @@ SCHEDULE = (
     "optim.floor",
 )
 
-DATA_KINDS = {
-    "translate": ("cldr", "files", "huggingface"),
-    "pretrain": ("stdlib", "text", "huggingface"),
-    "sft": ("chat", "drills"),
-}
-UNUSED_KEYS = {
-    "translate": ("llama.", "lora.", "batch.seq_len", "data.truncation"),
-    "pretrain": ("model.", "data.truncation"),
-    "sft": ("model.",),
-}
-TRAIN_FILE_EXAMPLES = {
-    "files": '["train.en.gz", "train.de.gz"]',
-    "text": '["texts/**/*.txt", "more.jsonl.gz"]',
-    "chat": '["chats.jsonl"]',
-}
+Conflict = tuple[str, Iterable[str], str]  # problem, keys, what to try
 
 
-def conflicts(run: RunConfig) -> Iterator[tuple[str, str, str]]:
-    """Yield (problem, keys, what to try) for each invalid combination of values."""
-    data, batch, layout, kinds = run.data, run.batch, run.layout, DATA_KINDS[run.task]
-    if unused := [
-        key for key, _, _ in changed_bits(RunConfig(), run) if key.startswith(UNUSED_KEYS[run.task])
-    ]:
-        yield (
-            f"task {run.task} does not read {', '.join(unused)}",
-            " ".join(["task", *unused]),
-            "remove these values, or set another task",
-        )
-    if run.model.dim % run.model.n_heads:
-        divisors = [
-            n_heads for n_heads in range(1, run.model.dim + 1) if run.model.dim % n_heads == 0
-        ]
-        best = min(divisors, key=lambda n_heads: abs(n_heads - run.model.n_heads))
-        what = f"model.dim={run.model.dim} is not a multiple of model.n_heads={run.model.n_heads}"
-        yield what, "model.dim model.n_heads", f"try model.n_heads={best}"
+class Rule(NamedTuple):
+    """Keys that do not support others, or that need others.
+
+    A key stands for every value but its default, KEY=A|B for these values, KEY!=A|B for all but
+    these, PREFIX* for all keys that begin so.
+    """
+
+    keys: str
+    others: str
+    hint: str
+    why: str = ""
+
+
+OTHER_TASK = ("remove these values, or set another task", "the task does not read them")
+EXCLUSIONS = (
+    Rule("task=translate", "llama.* lora.* batch.seq_len data.truncation", *OTHER_TASK),
+    Rule("task=pretrain", "model.* data.truncation", *OTHER_TASK),
+    Rule("task=sft", "model.*", *OTHER_TASK),
+    Rule(
+        "task=translate",
+        "data.kind!=cldr|files|huggingface",
+        "try data.kind=cldr, files or huggingface",
+    ),
+    Rule(
+        "task=pretrain",
+        "data.kind!=stdlib|text|huggingface",
+        "try data.kind=stdlib, text or huggingface",
+    ),
+    Rule("task=sft", "data.kind!=chat|drills", "try data.kind=chat or drills"),
+    Rule(
+        "task=pretrain|sft",
+        "tokenizer.kind tokenizer.lowercase",
+        "remove these values: the tokenizer is byte-level BPE",
+        "a Llama's tokenizer keeps every byte of a text",
+    ),
+    Rule(
+        "evaluate.every_steps",
+        "task=translate layout.pipeline",
+        "remove it; lockstep launch --with-evaluator scores each checkpoint",
+    ),
+    Rule(
+        "optim.kind",
+        "optim.fused memory.optimizer_state memory.weights memory.offload",
+        "remove these values, or set optim.kind=adamw",
+    ),
+    Rule(
+        "optim.kind=muon|adafactor",
+        "layout.tensor",
+        "set layout.tensor=1, with layout.shard for large models",
+        "it needs whole matrices",
+    ),
+    Rule(
+        "diloco.learners",
+        "layout.tensor layout.pipeline",
+        "train whole replicas, or set layout.shard",
+    ),
+    Rule(
+        "diloco.learners",
+        "memory.weights",
+        "remove memory.weights; memory.optimizer_state=bf16 is supported",
+        "a learner's small change would be rounded away",
+    ),
+    Rule(
+        "diloco.learners",
+        "elastic.verify_every!=0|1",
+        "remove elastic.verify_every, or set 0 for no comparison",
+        "learners compare the weights at every outer step",
+    ),
+    Rule(
+        "on_divergence divergence.skip",
+        "diloco.learners layout.pipeline",
+        "remove one of them",
+        "no micro-batch is computed alone there",
+    ),
+    Rule(
+        "llama.backend",
+        "llama.max_seq_len memory.weights layout.pipeline",
+        "remove these values, or llama.backend",
+    ),
+)
+NEEDS = (
+    Rule("data.kind=files", "data.train", 'try data.train=["train.en.gz", "train.de.gz"]'),
+    Rule("data.kind=text", "data.train", 'try data.train=["texts/**/*.txt", "more.jsonl.gz"]'),
+    Rule("data.kind=chat", "data.train", 'try data.train=["chats.jsonl"]'),
+    Rule("data.kind=huggingface", "data.dataset", "try data.dataset=Helsinki-NLP/opus_books"),
+    Rule("evaluate.patience", "evaluate.every_steps", "set it: evaluations are counted"),
+    Rule("lora.init_from", "lora.rank", "remove lora.rank: the folder defines it"),
+    Rule("lora.rank", "lora.targets", "remove lora.targets to adapt all matrices"),
+    Rule(
+        "lora.rank",
+        "llama.init_from",
+        "set llama.init_from to a folder, or lora.rank=0",
+        "adapters need a trained model to adapt",
+    ),
+    Rule("llama.backend", "llama.init_from", "set llama.init_from to a Hugging Face folder"),
+    Rule(
+        "diloco.every diloco.outer*",
+        "diloco.learners",
+        "set diloco.learners to the number of models that train apart",
+    ),
+)
+
+
+def conflicts(run: RunConfig) -> Iterator[Conflict]:
+    """Yield each invalid combination of values."""
+    texts = as_text(run, config_fields())
+    defaults = as_text(RunConfig(), texts)
+    for rule in EXCLUSIONS:
+        given = meeting(rule.keys, texts, defaults)
+        excluded = meeting(rule.others, texts, defaults)
+        if given and excluded:
+            what = f"{' and '.join(given.values())} does not support {', '.join(excluded.values())}"
+            yield with_reason(what, rule), given | excluded, rule.hint
+    for rule in NEEDS:
+        given = meeting(rule.keys, texts, defaults)
+        value = texts[rule.others]
+        if given and value in ("", "0", "[]"):
+            missing = "0" if value == "0" else "empty"
+            what = f"{', '.join(given.values())} needs {rule.others}, which is {missing}"
+            yield with_reason(what, rule), [*given, rule.others], rule.hint
+    yield from multiples(run)
+    yield from limits(run)
+    layout = run.layout
     once = run.fsdp.reduce == "per_step"
     if conflict := wire_conflict(run.parallel.wire, layout.tensor, layout.pipeline, once):
-        yield conflict
-    yield from optimizer_conflicts(run)
-    yield from diloco_conflicts(run)
-    yield from divergence_conflicts(run)
-    if run.evaluate.every_steps and (run.task == "translate" or layout.pipeline > 1):
-        what = "evaluate.every_steps is for Llama tasks, without layout.pipeline"
-        yield (
-            what,
-            "evaluate.every_steps task layout.pipeline",
-            "remove it; lockstep launch --with-evaluator scores each checkpoint",
-        )
+        what, keys, hint = conflict
+        yield what, keys.split(), hint
+    for what, hint in skip_conflicts(
+        "divergence.skip", run.divergence.skip, run.batch.micro_batches
+    ):
+        yield what, ["divergence.skip", "batch.micro_batches"], hint
     if run.track.backend and not re.fullmatch(r"[\w.]+:\w+", run.track.backend):
         what = f"track.backend = {run.track.backend!r} is no class"
-        yield what, "track.backend", "write MODULE:CLASS; docs/loop.md lists the four methods"
-    if run.evaluate.patience and not run.evaluate.every_steps:
-        yield (
-            "evaluate.patience counts evaluations, and there are none",
-            "evaluate.patience",
-            "set evaluate.every_steps",
-        )
-    if data.kind not in kinds:
-        yield (
-            f"task {run.task} does not read data.kind={data.kind}",
-            "task data.kind",
-            f"try data.kind={' or '.join(kinds)}",
-        )
-    if run.task != "translate":
-        yield from llama_conflicts(run)
-    elif data.max_tokens > batch.tokens:
-        what = f"one pair of data.max_tokens={data.max_tokens} does not fit a micro-batch of batch.tokens={batch.tokens}"
-        hint = f"try data.max_tokens={batch.tokens} or batch.tokens={data.max_tokens}"
-        yield what, "data.max_tokens batch.tokens", hint
-    if data.kind in TRAIN_FILE_EXAMPLES and not data.train:
-        hint = f"try data.train={TRAIN_FILE_EXAMPLES[data.kind]}"
-        yield f"data.kind is {data.kind}, and data.train is empty", "data.kind data.train", hint
-    if data.kind == "huggingface" and not data.dataset:
-        hint = "try data.dataset=Helsinki-NLP/opus_books"
-        yield "data.kind is huggingface, and data.dataset is empty", "data.kind data.dataset", hint
-
-
-def optimizer_conflicts(run: RunConfig) -> Iterator[tuple[str, str, str]]:
-    kind = run.optim.kind
-    if kind != "adamw" and run.memory.saves_optimizer:
-        what = f"optim.kind={kind} does not support memory.optimizer_state, memory.weights and memory.offload"
-        yield (
-            what,
-            "optim.kind memory.optimizer_state memory.weights memory.offload",
-            "remove these values, or set optim.kind=adamw",
-        )
-    if kind != "adamw" and run.optim.fused:
-        yield (
-            f"optim.fused is for AdamW, and optim.kind is {kind}",
-            "optim.kind optim.fused",
-            "remove optim.fused",
-        )
-    if kind in ("muon", "adafactor") and run.layout.tensor > 1:
-        hint = "set layout.tensor=1, with layout.shard for large models"
-        yield (
-            f"optim.kind={kind} needs whole matrices, which layout.tensor splits",
-            "optim.kind layout.tensor",
-            hint,
-        )
+        yield what, ["track.backend"], "write MODULE:CLASS; docs/loop.md lists the four methods"
     for text in run.optim.groups:
         try:
             parse_group(text)
         except ValueError as error:
-            yield (
-                f"optim.groups has {text!r}: {error}",
-                "optim.groups",
-                "write PATTERN:RATE:DECAY, such as *embedding*:0.5:0",
-            )
+            hint = "write PATTERN:RATE:DECAY, such as *embedding*:0.5:0"
+            yield f"optim.groups has {text!r}: {error}", ["optim.groups"], hint
+    if unknown := [name for name in run.lora.targets if name not in LORA_TARGETS]:
+        hint = f"choose from {', '.join(LORA_TARGETS)}"
+        yield f"unknown lora.targets: {', '.join(unknown)}", ["lora.targets"], hint
 
 
-def diloco_conflicts(run: RunConfig) -> Iterator[tuple[str, str, str]]:
-    learners, every, micro_batches = run.diloco.learners, run.diloco.every, run.batch.micro_batches
+def meeting(words: str, texts: Mapping[str, str], defaults: Mapping[str, str]) -> dict[str, str]:
+    """Return the keys whose values meet a part of a rule, each with "KEY=VALUE"."""
+    met: dict[str, str] = {}
+    for pattern, listed in (word.partition("=")[::2] for word in words.split()):
+        is_negated = pattern.endswith("!") or not listed
+        for key in fnmatch.filter(texts, pattern.removesuffix("!")):
+            values = listed.split("|") if listed else [defaults[key]]
+            if (texts[key] in values) != is_negated:
+                met[key] = f"{key}={texts[key]}"
+    return met
+
+
+def with_reason(what: str, rule: Rule) -> str:
+    return f"{what}: {rule.why}" if rule.why else what
+
+
+def multiples(run: RunConfig) -> Iterator[Conflict]:
+    """Yield the values that must be multiples of others."""
+    yield from uneven(run, ["model.dim"], "model.n_heads")
+    if run.task != "translate":
+        yield from uneven(run, ["batch.tokens"], "batch.seq_len")
+    if run.diloco.learners:
+        steps = ["steps", "checkpoint.every_steps", "evaluate.every_steps"]
+        yield from uneven(run, ["batch.micro_batches"], "diloco.learners")
+        yield from uneven(run, steps, "diloco.every", ": a state exists after outer steps only")
+
+
+def uneven(run: RunConfig, keys: Sequence[str], divisor: str, why: str = "") -> Iterator[Conflict]:
+    values = flatten(asdict(run))
+    size = values[divisor]
+    common = math.gcd(*(values[key] for key in keys))
+    for key in keys:
+        if values[key] % size:
+            fits = next(n for n in range(min(size, common), 0, -1) if common % n == 0)
+            multiple = max(1, round(values[key] / size)) * size
+            what = f"{key}={values[key]} is not a multiple of {divisor}={size}{why}"
+            yield what, [key, divisor], f"try {divisor}={fits} or {key}={multiple}"
+
+
+def limits(run: RunConfig) -> Iterator[Conflict]:
+    """Yield the values that are too large beside others."""
+    data, batch, max_seq_len = run.data, run.batch, run.llama.max_seq_len
+    if run.task == "translate" and data.max_tokens > batch.tokens:
+        what = f"one pair of data.max_tokens={data.max_tokens} does not fit a micro-batch of batch.tokens={batch.tokens}"
+        hint = f"try data.max_tokens={batch.tokens} or batch.tokens={data.max_tokens}"
+        yield what, ["data.max_tokens", "batch.tokens"], hint
+    if run.task != "translate" and 0 < max_seq_len < batch.seq_len:
+        what = f"batch.seq_len={batch.seq_len} is greater than llama.max_seq_len={max_seq_len}"
+        keys = ["batch.seq_len", "llama.max_seq_len"]
+        yield what, keys, f"try batch.seq_len={max_seq_len}"
+    if run.llama.backend == "transformers" and run.lora.rank and run.layout.tensor > 1:
+        what = "llama.backend=transformers does not support lora.rank with layout.tensor"
+        keys = ["llama.backend", "lora.rank", "layout.tensor"]
+        yield what, keys, "remove one of these values"
+    learners, shard = run.diloco.learners, run.layout.shard
     if not learners:
-        changed = changed_bits(RunConfig(), run)
-        if unused := [key for key, _, _ in changed if key.startswith("diloco.")]:
-            yield (
-                f"{', '.join(unused)} without learners",
-                " ".join(unused),
-                "set diloco.learners to the number of models that train apart",
-            )
         return
-    if micro_batches % learners:
-        best = min(
-            (n for n in range(1, micro_batches + 1) if micro_batches % n == 0),
-            key=lambda n: abs(n - learners),
-        )
-        what = (
-            f"batch.micro_batches={micro_batches} is not a multiple of diloco.learners={learners}"
-        )
-        hint = f"try diloco.learners={best} or batch.micro_batches={-(-micro_batches // learners) * learners}"
-        yield what, "diloco.learners batch.micro_batches", hint
-    counts = {
-        "steps": run.steps,
-        "checkpoint.every_steps": run.checkpoint.every_steps,
-        "evaluate.every_steps": run.evaluate.every_steps,
-    }
-    for key, steps in counts.items():
-        if steps % every:
-            near = max(1, round(steps / every)) * every
-            what = f"{key}={steps} is not a multiple of diloco.every={every}, and a state exists after outer steps only"
-            yield (
-                what,
-                f"{key} diloco.every",
-                f"try {key}={near} or diloco.every={math.gcd(*counts.values())}",
-            )
-    axes = {f"layout.{axis}": getattr(run.layout, axis) for axis in ("tensor", "pipeline")}
-    if split := [key for key, size in axes.items() if size > 1]:
-        hint = "train whole replicas, or set layout.shard"
-        yield (
-            f"diloco.learners is not supported with {', '.join(split)}",
-            " ".join(["diloco.learners", *split]),
-            hint,
-        )
-    shard, each = run.layout.shard, micro_batches // learners
-    if shard > max(1, each):
+    each = max(1, batch.micro_batches // learners)
+    if shard > each:
         what = f"layout.shard={shard} and {each} micro-batches in a learner's step: each shard needs one"
-        hint = f"try layout.shard={max(1, each)} or batch.micro_batches={learners * shard}"
-        yield what, "layout.shard diloco.learners batch.micro_batches", hint
+        hint = f"try layout.shard={each} or batch.micro_batches={learners * shard}"
+        yield what, ["layout.shard", "diloco.learners", "batch.micro_batches"], hint
     if shard > 1 and (run.optim.kind in ("muon", "adafactor") or run.optim.fused):
-        key = "optim.fused" if run.optim.fused else "optim.kind"
         what = f"diloco.learners with layout.shard={shard} needs an optimizer that updates each element by itself"
-        yield (
-            what,
-            f"diloco.learners layout.shard {key}",
-            "set optim.kind=adamw without optim.fused, or train whole replicas",
-        )
-    if run.memory.weights != "fp32":
-        what = "diloco.learners is not supported with memory.weights=bf16: a learner's small change would be rounded away"
-        yield (
-            what,
-            "diloco.learners memory.weights",
-            "remove memory.weights; memory.optimizer_state=bf16 is supported",
-        )
-    if run.elastic.verify_every > 1:
-        what = f"elastic.verify_every={run.elastic.verify_every} with diloco.learners, which compare the weights at every outer step"
-        yield (
-            what,
-            "elastic.verify_every diloco.learners",
-            "remove elastic.verify_every, or set 0 for no comparison",
-        )
-
-
-def divergence_conflicts(run: RunConfig) -> Iterator[tuple[str, str, str]]:
-    keys = {
-        "on_divergence": run.on_divergence == "rollback",
-        "divergence.skip": bool(run.divergence.skip),
-    }
-    used = [key for key, given in keys.items() if given]
-    parts = {"diloco.learners": run.diloco.learners > 0, "layout.pipeline": run.layout.pipeline > 1}
-    if used and (refused := [key for key, given in parts.items() if given]):
-        what = f"{', '.join(used)} is not supported with {', '.join(refused)}: no micro-batch is computed alone there"
-        yield (
-            what,
-            " ".join([*used, *refused]),
-            f"remove {' and '.join(used)}, or train without {' and '.join(refused)}",
-        )
-    texts, micro_batches = run.divergence.skip, run.batch.micro_batches
-    for what, hint in skip_conflicts("divergence.skip", texts, micro_batches):
-        yield what, "divergence.skip batch.micro_batches", hint
+        keys = ["diloco.learners", "layout.shard", "optim.kind", "optim.fused"]
+        yield what, keys, "set optim.kind=adamw without optim.fused, or train whole replicas"
 
 
 def parse_group(text: str) -> tuple[str, float, float]:
@@ -247,66 +263,6 @@ def parse_group(text: str) -> tuple[str, float, float]:
     if not (0 <= rate <= 1e6 and 0 <= decay <= 1e6):
         raise ValueError("both factors must be from 0 to 1e6")
     return pattern, rate, decay
-
-
-def llama_conflicts(run: RunConfig) -> Iterator[tuple[str, str, str]]:
-    tokens, seq_len, max_seq_len = run.batch.tokens, run.batch.seq_len, run.llama.max_seq_len
-    if tokens % seq_len:
-        what = f"batch.tokens={tokens} is not a multiple of batch.seq_len={seq_len}"
-        yield (
-            what,
-            "batch.tokens batch.seq_len",
-            f"try batch.tokens={max(1, round(tokens / seq_len)) * seq_len}",
-        )
-    if max_seq_len and max_seq_len < seq_len:
-        what = f"batch.seq_len={seq_len} is greater than llama.max_seq_len={max_seq_len}"
-        yield what, "batch.seq_len llama.max_seq_len", f"try batch.seq_len={max_seq_len}"
-    if run.tokenizer.kind == "word" or run.tokenizer.lowercase:
-        what = "a Llama's tokenizer keeps every byte of a text"
-        yield (
-            what,
-            "tokenizer.kind tokenizer.lowercase",
-            "remove both values: the tokenizer is byte-level BPE",
-        )
-    if unknown := [name for name in run.lora.targets if name not in LORA_TARGETS]:
-        yield (
-            f"unknown lora.targets: {', '.join(unknown)}",
-            "lora.targets",
-            f"choose from {', '.join(LORA_TARGETS)}",
-        )
-    if run.lora.rank and not run.lora.targets:
-        what = "lora.targets is empty, and adapters need matrices to adapt"
-        yield what, "lora.rank lora.targets", "remove lora.targets to adapt all of them"
-    if run.llama.backend == "transformers":
-        unsupported = {
-            "llama.max_seq_len": max_seq_len,
-            "memory.weights": run.memory.weights != "fp32",
-        }
-        unsupported["layout.pipeline"] = run.layout.pipeline > 1
-        unsupported["lora.rank with layout.tensor"] = run.lora.rank and run.layout.tensor > 1
-        if changed := [key for key, given in unsupported.items() if given]:
-            what = f"llama.backend=transformers does not support {', '.join(changed)}"
-            where = " ".join(["llama.backend", *changed]).replace(" with ", " ")
-            yield what, where, "remove these values, or llama.backend"
-        if not run.llama.init_from:
-            what = "llama.backend=transformers needs the folder of a model"
-            yield (
-                what,
-                "llama.backend llama.init_from",
-                "set llama.init_from to a Hugging Face folder",
-            )
-    if run.lora.init_from and not run.lora.rank:
-        yield (
-            "lora.rank is 0, which means no adapters",
-            "lora.init_from lora.rank",
-            "remove lora.rank: the folder defines it",
-        )
-    if run.lora.rank and not run.llama.init_from:
-        yield (
-            "adapters need a trained model to adapt",
-            "lora.rank llama.init_from",
-            "set llama.init_from to a folder, or lora.rank=0",
-        )
 
 
 def refuse_missing_packages(resolved: ResolvedRun, *, prepared: bool) -> None:

@@ -63,7 +63,7 @@ def test_a_flag_beats_the_environment_beats_the_file_beats_the_default(tmp_path:
         ({"model.dropout": "1.5"}, ["model.dropout = '1.5'", "below 1"]),
         ({"model.n_heads": "5"}, ["model.dim=128", "model.n_heads=5", "try model.n_heads=4"]),
         ({"optim.schedule": "square"}, ["optim.schedule = 'square'", "'linear'"]),
-        ({"data.kind": "files"}, ["data.train is empty", 'try data.train=["train.en.gz"']),
+        ({"data.kind": "files"}, ["data.train, which is empty", 'try data.train=["train.en.gz"']),
         (
             {"optim.lr": "1", "model.dropout": "x"},
             ["2 invalid values", "unknown key 'optim.lr'", "model.dropout = 'x'"],

@@ -26,7 +26,7 @@ from lockstep.training.skip import parse_skip
 )
 def test_a_value_that_the_task_does_not_read_is_refused(task: str, key: str, text: str) -> None:
     kind = "cldr" if task == "translate" else "stdlib"
-    with pytest.raises(ConfigError, match=f"task {task} does not read {key}") as caught:
+    with pytest.raises(ConfigError, match=f"task={task} does not support {key}={text}") as caught:
         resolve(None, {"task": task, "data.kind": kind, key: text})
     assert f"{key} from command line" in caught.value.where
 
@@ -128,16 +128,16 @@ DILOCO = {"diloco.learners": "4", "diloco.every": "50"}
         (
             {"diloco.every": "40"},
             "steps=300 is not a multiple of diloco.every=40",
-            "try steps=320 or diloco.every=100",
+            "try diloco.every=25 or steps=320",
         ),
         (
             {"checkpoint.every_steps": "30"},
             "checkpoint.every_steps=30 is not a multiple of diloco.every=50",
-            "=50 or diloco.every=30",
+            "diloco.every=30 or checkpoint.every_steps=50",
         ),
         (
             {"layout.pipeline": "2"},
-            "diloco.learners is not supported with layout.pipeline",
+            "diloco.learners=4 does not support layout.pipeline=2",
             "train whole replicas",
         ),
         (
@@ -157,15 +157,19 @@ DILOCO = {"diloco.learners": "4", "diloco.every": "50"}
         ),
         (
             {"memory.weights": "bf16"},
-            "diloco.learners is not supported with memory.weights=bf16",
+            "diloco.learners=4 does not support memory.weights=bf16: a learner's small change",
             "remove memory.weights",
         ),
         (
             {"elastic.verify_every": "2"},
-            "elastic.verify_every=2 with diloco.learners",
+            "diloco.learners=4 does not support elastic.verify_every=2: learners compare",
             "remove elastic.verify_every",
         ),
-        ({"diloco.learners": "0"}, "diloco.every without learners", "set diloco.learners"),
+        (
+            {"diloco.learners": "0"},
+            "diloco.every=20 needs diloco.learners, which is 0",
+            "set diloco.learners",
+        ),
     ],
 )
 def test_learners_that_cannot_train_are_refused(
@@ -195,11 +199,11 @@ def test_learners_that_cannot_train_are_refused(
         ),
         (
             {"on_divergence": "rollback", "layout.pipeline": "2"},
-            "on_divergence is not supported with layout.pipeline",
+            "on_divergence=rollback does not support layout.pipeline=2: no micro-batch is",
         ),
         (
             DILOCO | {"on_divergence": "rollback", "divergence.skip": "3:1"},
-            "on_divergence, divergence.skip is not supported with diloco.learners",
+            'on_divergence=rollback and divergence.skip=["3:1"] does not support diloco.learners=4',
         ),
     ],
 )

@@ -490,5 +490,5 @@ def test_a_held_out_chat_is_cut_after_an_answer(
 
 
 def test_truncation_is_for_chats() -> None:
-    with pytest.raises(ConfigError, match=r"pretrain does not read data\.truncation"):
+    with pytest.raises(ConfigError, match=r"pretrain does not support data\.truncation"):
         resolve(None, {"task": "pretrain", "data.kind": "stdlib", "data.truncation": "right"})

@@ -309,9 +309,12 @@ def test_drills_are_correct_and_deterministic() -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"task": "pretrain"}, r"task pretrain does not read data\.kind=cldr"),
-        ({"data.kind": "stdlib"}, r"task translate does not read data\.kind=stdlib"),
-        ({"task": "sft", "data.kind": "chat"}, r"data\.train is empty"),
+        ({"task": "pretrain"}, r"task=pretrain does not support data\.kind=cldr"),
+        ({"data.kind": "stdlib"}, r"task=translate does not support data\.kind=stdlib"),
+        (
+            {"task": "sft", "data.kind": "chat"},
+            r"data\.kind=chat needs data\.train, which is empty",
+        ),
         (
             {"task": "pretrain", "data.kind": "stdlib", "batch.tokens": "1000"},
             r"is not a multiple of batch\.seq_len=512",
@@ -327,7 +330,7 @@ def test_drills_are_correct_and_deterministic() -> None:
         ({"task": "sft", "data.kind": "drills", "lora.rank": "8"}, "adapters need a trained model"),
         (
             {"task": "sft", "data.kind": "drills", "lora.rank": "8", "lora.targets": ""},
-            "lora.targets is empty",
+            "lora.targets, which is empty",
         ),
         (
             {"task": "sft", "data.kind": "drills", "lora.targets": "query,other"},

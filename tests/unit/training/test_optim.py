@@ -153,10 +153,16 @@ def test_a_run_beyond_the_decay_trains_at_the_floor() -> None:
     [
         (
             {"optim.kind": "lion", "memory.optimizer_state": "bf16"},
-            "optim.kind=lion does not support memory",
+            "optim.kind=lion does not support memory.optimizer_state=bf16",
         ),
-        ({"optim.kind": "sgd", "optim.fused": "true"}, "optim.fused is for AdamW"),
-        ({"optim.kind": "muon", "layout.tensor": "2"}, "optim.kind=muon needs whole matrices"),
+        (
+            {"optim.kind": "sgd", "optim.fused": "true"},
+            "optim.kind=sgd does not support optim.fused=true",
+        ),
+        (
+            {"optim.kind": "muon", "layout.tensor": "2"},
+            "optim.kind=muon does not support layout.tensor=2: it needs whole matrices",
+        ),
         ({"optim.groups": "norm:2"}, "it must have two colons"),
         ({"optim.groups": "norm:-1:0"}, "both factors must be"),
         ({"optim.groups": "norm:nan:0"}, "both factors must be"),
