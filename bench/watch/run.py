@@ -88,12 +88,16 @@ def time_refreshes(folder: Path, count: int) -> Iterator[dict[str, Any]]:
             console = Console(file=nowhere, force_terminal=True, width=140, height=50)
             for number in range(count):
                 time.sleep(1.0)
-                cpu_s, read, step = time.process_time(), data.metrics.bytes_read, data.step
+                cpu_s, read, step = (
+                    time.process_time(),
+                    data.steps.follower.bytes_read,
+                    data.steps.newest,
+                )
                 console.print(frame(data, refresh(data)))
                 cost = {
                     "cpu_s": time.process_time() - cpu_s,
-                    "bytes": data.metrics.bytes_read - read,
-                    "steps": data.step - step,
+                    "bytes": data.steps.follower.bytes_read - read,
+                    "steps": data.steps.newest - step,
                 }
                 yield {"what": "refresh", "number": number, **cost}
     finally:

@@ -114,7 +114,7 @@ def refresh(data: RunData, read_status: ReadStatus | None = None) -> dict[str, A
     status = read_status() if read_status else {}
     data.update()
     with suppress(UsageError):
-        return status or run_status(data.folder, data.shares)
+        return status or run_status(data.folder, data.history.shares)
     return {}
 
 
@@ -123,20 +123,24 @@ def frame(data: RunData, status: dict[str, Any], rows: int = 1 << 16) -> Rendera
     now_s = time.time()
     parts: list[RenderableType] = [state_line(data, status), progress_line(data)]
     parts += [Text(f"metrics.jsonl: {problem}", "yellow") for problem in data.missing()]
-    if data.best:
-        parts.append(Text(f"best score: {data.best[1]:.4g}, step {data.best[0]:,}"))
-    stops = [note for note in data.notes if note.event == "stopped early"]
-    if stops and stops[-1].step == data.step:
+    if data.history.best:
+        parts.append(Text(f"best score: {data.history.best[1]:.4g}, step {data.history.best[0]:,}"))
+    stops = [note for note in data.history.notes if note.event == "stopped early"]
+    if stops and stops[-1].step == data.steps.newest:
         parts.append(plain(f"stopped early, {stops[-1].text}"))
-    numbers = {key: value for key, value in data.last.items() if type(value) in (int, float)}
+    numbers = {key: value for key, value in data.steps.last.items() if type(value) in (int, float)}
     parts += (
-        [plain(format_step_line(data.step, {**numbers, "shares": status.get("shares", ())}))]
+        [
+            plain(
+                format_step_line(data.steps.newest, {**numbers, "shares": status.get("shares", ())})
+            )
+        ]
         if numbers
         else []
     )
-    validations = {key: key for key in data.curves if VALIDATION.fullmatch(key)}
+    validations = {key: key for key in data.steps.curves if VALIDATION.fullmatch(key)}
     shown = (CURVES | validations).items()
-    curves = {name: data.curves[key] for name, key in shown if key in data.curves}
+    curves = {name: data.steps.curves[key] for name, key in shown if key in data.steps.curves}
     parts.append(
         table(
             [], [(name, sparkline(curve), f"{curve.last[1]:.4g}") for name, curve in curves.items()]
@@ -148,11 +152,11 @@ def frame(data: RunData, status: dict[str, Any], rows: int = 1 << 16) -> Rendera
         parts += [Text(f"and {len(workers) - rows} more workers")] if len(workers) > rows else []
     formed = [
         (str(g.number), ago(now_s - g.time_s), f"{g.step:,}", str(len(g.workers)), g.why)
-        for g in data.generations
+        for g in data.history.generations
     ]
     notes = [
         (ago(now_s - note.time_s), note.event, note.text)
-        for note in data.notes
+        for note in data.history.notes
         if note.event in FAILURES
     ]
     parts += (
@@ -198,16 +202,16 @@ def state_line(data: RunData, status: dict[str, Any]) -> Text:
 def progress_line(data: RunData) -> Text:
     total = data.total_steps
     if not total:
-        return Text(f"step {data.step:,}")
+        return Text(f"step {data.steps.newest:,}")
     done, recent = (
-        min(1.0, data.step / total),
-        data.curves["seconds"].points()[-20:] if "seconds" in data.curves else [],
+        min(1.0, data.steps.newest / total),
+        data.steps.curves["seconds"].points()[-20:] if "seconds" in data.steps.curves else [],
     )
-    left_s = (total - data.step) * sum(point[1] for point in recent) / max(1, len(recent))
+    left_s = (total - data.steps.newest) * sum(point[1] for point in recent) / max(1, len(recent))
     bar = "━" * round(40 * done)
     left = f", about {format_duration(left_s)} left" if 0 < done < 1 and recent else ""
     return Text.assemble(
-        f"step {data.step:,} of {total:,} ",
+        f"step {data.steps.newest:,} of {total:,} ",
         (bar, "green"),
         ("─" * (40 - len(bar)), "dim"),
         f" {done:.0%}{left}",

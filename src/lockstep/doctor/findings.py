@@ -7,7 +7,7 @@ disk space or a surprise later.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -66,11 +66,14 @@ class HostFacts:
     peers: dict[str, PeerFacts] = field(default_factory=dict)
 
 
+Level = Literal["warn", "FAIL"]
+
+
 @dataclass(frozen=True)
 class Finding:
     check: str
     host: str
-    level: Literal["warn", "FAIL"]
+    level: Level
     what: str
     where: str
     hint: str
@@ -82,98 +85,82 @@ class Finding:
 
 
 SHARED_ADDRESS = "so two names share an address"
+FAIL: Level = "FAIL"
+WARN: Level = "warn"
+Verdict = tuple[str, Level, str, str, str]  # host, level, what, where, hint
+# What a host could not gather about itself: where, and what to try.
+ERRORS = {
+    "ports": (
+        "ports bound at the address of this host",
+        "free ports, or widen net.ipv4.ip_local_port_range",
+    ),
+    "versions": (
+        "import of torch",
+        "install torch on this host, in the same environment as on the others",
+    ),
+    "interface": (
+        "hosts file: address of this host",
+        "write its address in the network between the hosts (ip -br addr shows it)",
+    ),
+    "gpu": ("nvidia-smi", "install a torch build for the CUDA version of the driver"),
+    "group": (
+        "process group of one process per host, and an all-reduce",
+        "see the findings above; else NCCL_DEBUG=INFO lockstep doctor, and nc -vz between the hosts",
+    ),
+}
 
 
 def findings(hosts: Sequence[HostFacts]) -> list[Finding]:
     """Return what keeps a run on these hosts from starting, or from being fast."""
-    judges = (
-        of_peers,
-        of_versions,
-        of_addresses,
-        of_folder,
-        of_clocks,
-        of_limits,
-        of_bandwidth,
-        of_gpus,
-        of_group,
-    )
-    return [finding for judge in judges for finding in judge(hosts)]
+    judges: dict[str, Callable[[Sequence[HostFacts]], Iterable[Verdict]]] = {
+        "ports": of_peers,
+        "versions": of_versions,
+        "interface": of_addresses,
+        "folder": of_folder,
+        "clock": of_clocks,
+        "memory": of_memory,
+        "limits": of_open_files,
+        "bandwidth": of_bandwidth,
+        "gpu": of_gpus,
+        "group": lambda hosts: (),
+    }
+    found = []
+    for check, judge in judges.items():
+        for host in hosts:
+            if check in ERRORS and check in host.errors:
+                found.append(Finding(check, host.host, FAIL, host.errors[check], *ERRORS[check]))
+        found += [Finding(check, *verdict) for verdict in judge(hosts)]
+    return found
 
 
-def of_peers(hosts: Sequence[HostFacts]) -> Iterator[Finding]:
+def of_peers(hosts: Sequence[HostFacts]) -> Iterator[Verdict]:
     names = {host.host for host in hosts}
     unreached: dict[str, list[str]] = {}
     for host in hosts:
-        if error := host.errors.get("ports"):
-            yield fail(
-                "ports",
-                host,
-                error,
-                f"bound on {host.address}",
-                "free ports, or widen net.ipv4.ip_local_port_range",
-            )
         for name, peer in host.peers.items():
             if peer.error:
                 unreached.setdefault(name, []).append(f"{host.host}: {peer.error} at {peer.at}")
     for name, errors in unreached.items():
-        refused = all("refused" in error for error in errors)
         hint = "let a firewall pass all TCP ports between the hosts; is the host up, and the address right?"
-        hint = (
-            f"start lockstep doctor on {name} too; if it runs there, see its own output"
-            if refused
-            else hint
-        )
-        hint = (
-            "give each host another address in the hosts file"
-            if SHARED_ADDRESS in errors[0]
-            else hint
-        )
-        what = f"does not answer {join_words(errors)}" + (
-            "" if name in names else "; nothing is known about it"
-        )
-        yield Finding(
-            "ports",
-            name,
-            "FAIL",
-            what,
-            "hosts file; each host answers at this port while its doctor runs",
-            hint,
-        )
+        if SHARED_ADDRESS in errors[0]:
+            hint = "give each host another address in the hosts file"
+        elif all("refused" in error for error in errors):
+            hint = f"start lockstep doctor on {name} too; if it runs there, see its own output"
+        what = f"does not answer {join_words(errors)}"
+        if name not in names:
+            what += "; nothing is known about it"
+        where = "hosts file; each host answers at this port while its doctor runs"
+        yield name, FAIL, what, where, hint
 
 
-def of_versions(hosts: Sequence[HostFacts]) -> Iterator[Finding]:
-    for host in hosts:
-        if error := host.errors.get("versions"):
-            yield fail(
-                "versions",
-                host,
-                error,
-                "import of torch",
-                "install torch on this host, in the same environment as on the others",
-            )
-    where = (
-        "versions, code, processor and settings that decide bits; a run compares them at its start"
-    )
-    for name, what in differences(
-        {host.host: host.fingerprint for host in hosts if host.fingerprint}
-    ):
-        yield Finding(
-            "versions",
-            name,
-            "FAIL",
-            what,
-            where,
-            "install the same versions and set the same variables on all hosts",
-        )
+def of_versions(hosts: Sequence[HostFacts]) -> Iterator[Verdict]:
+    compared = {host.host: host.fingerprint for host in hosts if host.fingerprint}
+    for name, what in differences(compared):
+        where = "versions, code, processor and settings that decide bits; a run compares them at its start"
+        hint = "install the same versions and set the same variables on all hosts"
+        yield name, FAIL, what, where, hint
     for name, what in differences({host.host: host.versions for host in hosts}):
-        yield Finding(
-            "versions",
-            name,
-            "warn",
-            what,
-            "not compared by a run",
-            "use the same environment on all hosts",
-        )
+        yield name, WARN, what, "not compared by a run", "use the same environment on all hosts"
 
 
 def differences(values: Mapping[str, Mapping[str, str]]) -> Iterator[tuple[str, str]]:
@@ -192,50 +179,26 @@ def differences(values: Mapping[str, Mapping[str, str]]) -> Iterator[tuple[str, 
             yield host, "; ".join(wrong)
 
 
-def of_addresses(hosts: Sequence[HostFacts]) -> Iterator[Finding]:
-    where, hint = (
-        "hosts file: address of this host",
-        "write its address in the network between the hosts (ip -br addr shows it)",
-    )
+def of_addresses(hosts: Sequence[HostFacts]) -> Iterator[Verdict]:
     for host in hosts:
-        is_loopback = host.peers and host.address.startswith("127.")
-        if error := host.errors.get(
-            "interface",
-            f"other hosts cannot reach the loopback address {host.address}" if is_loopback else "",
-        ):
-            yield fail("interface", host, error, where, hint)
-        routes = {peer.source for peer in host.peers.values() if not peer.error} - {
-            host.address,
-            "",
-        }
+        if host.peers and host.address.startswith("127.") and "interface" not in host.errors:
+            what = f"other hosts cannot reach the loopback address {host.address}"
+            yield host.host, FAIL, what, *ERRORS["interface"]
+        routes = {peer.source for peer in host.peers.values() if not peer.error}
+        routes -= {host.address, ""}
         if routes and host.address:
             what = f"packets to other hosts leave from {join_words(sorted(routes))}, not from {host.address} ({host.interface})"
-            yield warn(
-                "interface",
-                host,
-                what,
-                "the routes of this host (ip route get ADDRESS)",
-                "write the address of that network",
-            )
+            where = "the routes of this host (ip route get ADDRESS)"
+            yield host.host, WARN, what, where, "write the address of that network"
         for variable, text in host.variables.items():
-            if host.interface and not allows(text, host.interface):
-                decides = variable.startswith("NCCL") and host.gpus
-                what = (
-                    f"{variable}={text} is not {host.interface}, the interface with {host.address}"
-                )
-                unset = f"unset {variable}" + (
-                    ""
-                    if decides
-                    else "; lockstep launch sets gloo's interface itself, torchrun does not"
-                )
-                yield Finding(
-                    "interface",
-                    host.host,
-                    "FAIL" if decides else "warn",
-                    what,
-                    "environment of this host",
-                    unset,
-                )
+            if not host.interface or allows(text, host.interface):
+                continue
+            what = f"{variable}={text} is not {host.interface}, the interface with {host.address}"
+            hint = f"unset {variable}"
+            decides = variable.startswith("NCCL") and host.gpus
+            if not decides:
+                hint += "; lockstep launch sets gloo's interface itself, torchrun does not"
+            yield host.host, FAIL if decides else WARN, what, "environment of this host", hint
 
 
 def allows(text: str, interface: str) -> bool:
@@ -250,47 +213,35 @@ def allows(text: str, interface: str) -> bool:
     return is_listed != text.startswith("^")
 
 
-def of_folder(hosts: Sequence[HostFacts]) -> Iterator[Finding]:
+def of_folder(hosts: Sequence[HostFacts]) -> Iterator[Verdict]:
+    usable = [host for host in hosts if "folder" not in host.errors]
     for host in hosts:
         place = place_of(host)
         where = f"{place.name} {host.folder}"
-        if error := host.errors.get("folder"):
-            yield fail("folder", host, error, where, place.hint)
+        if host not in usable:
+            yield host.host, FAIL, host.errors["folder"], where, place.hint
             continue
-        unseen = [
-            name for name, peer in host.peers.items() if not peer.error and not peer.sees_file
-        ]
-        if unseen:
+        reached = {name: peer for name, peer in host.peers.items() if not peer.error}
+        if unseen := [name for name, peer in reached.items() if not peer.sees_file]:
             what = f"a file that {join_words(unseen)} wrote does not appear here: {place.unseen}"
-            yield fail("folder", host, what, where, place.share_hint)
+            yield host.host, FAIL, what, where, place.share_hint
         if host.free_bytes < LOW_FREE_BYTES:
-            level, hint = (
-                fail if host.free_bytes < MIN_FREE_BYTES else warn,
-                "free space: a checkpoint takes 12 bytes per parameter",
-            )
-            yield level("folder", host, f"{format_bytes(host.free_bytes)} are free", where, hint)
+            level = FAIL if host.free_bytes < MIN_FREE_BYTES else WARN
+            hint = "free space: a checkpoint takes 12 bytes per parameter"
+            yield host.host, level, f"{format_bytes(host.free_bytes)} are free", where, hint
         if host.write_s > SLOW_WRITE_S:
             what = f"{place.written} took {host.write_s:.1f} s"
-            yield warn(
-                "folder",
-                host,
-                what,
-                where,
-                f"use a faster {place.kind}: a failure is handled once a file is written there",
-            )
-    created = [host.host for host in hosts if host.is_claimed]
-    complete = all(
+            hint = f"use a faster {place.kind}: a failure is handled once a file is written there"
+            yield host.host, WARN, what, where, hint
+    created = sum(host.is_claimed for host in hosts)
+    all_see_all = all(
         not peer.error and peer.sees_file for host in hosts for peer in host.peers.values()
     )
-    if (
-        hosts
-        and complete
-        and not any("folder" in host.errors for host in hosts)
-        and len(created) != 1
-    ):
+    if hosts and usable == [*hosts] and all_see_all and created != 1:
         place = place_of(hosts[0])
-        what = f"{len(created)} hosts have created the same file name{place.by}, not one"
-        yield fail("folder", hosts[0], what, f"{place.name} {hosts[0].folder}", place.atomic_hint)
+        what = f"{created} hosts have created the same file name{place.by}, not one"
+        where = f"{place.name} {hosts[0].folder}"
+        yield hosts[0].host, FAIL, what, where, place.atomic_hint
 
 
 class Place(NamedTuple):
@@ -332,7 +283,7 @@ def place_of(host: HostFacts) -> Place:
     return STORE if "://" in host.folder else DISK
 
 
-def of_clocks(hosts: Sequence[HostFacts]) -> Iterator[Finding]:
+def of_clocks(hosts: Sequence[HostFacts]) -> Iterator[Verdict]:
     for host in hosts[1:]:
         offset_s = hosts[0].peers.get(host.host, PeerFacts()).clock_s
         if abs(offset_s) > CLOCK_S:
@@ -340,116 +291,68 @@ def of_clocks(hosts: Sequence[HostFacts]) -> Iterator[Finding]:
             hint = (
                 "run a time daemon (chrony); training does not need it, times in logs and events do"
             )
-            yield warn("clock", host, what, "asked over the network", hint)
+            yield host.host, WARN, what, "asked over the network", hint
 
 
-def of_limits(hosts: Sequence[HostFacts]) -> Iterator[Finding]:
-    needed = OPEN_FILES + OPEN_FILES_PER_WORKER * sum(host.workers for host in hosts)
+def of_memory(hosts: Sequence[HostFacts]) -> Iterator[Verdict]:
     for host in hosts:
         each = host.memory_bytes // host.workers
         if each < LOW_WORKER_BYTES:
-            level = fail if each < MIN_WORKER_BYTES else warn
+            level = FAIL if each < MIN_WORKER_BYTES else WARN
             what = f"{format_bytes(each)} for each of {host.workers} workers; importing torch takes 300 MiB"
-            yield level(
-                "memory",
-                host,
-                what,
-                f"limit from {host.memory_source}",
-                "raise the limit, or start fewer workers there",
-            )
+            hint = "raise the limit, or start fewer workers there"
+            yield host.host, level, what, f"limit from {host.memory_source}", hint
+
+
+def of_open_files(hosts: Sequence[HostFacts]) -> Iterator[Verdict]:
+    needed = OPEN_FILES + OPEN_FILES_PER_WORKER * sum(host.workers for host in hosts)
+    for host in hosts:
         if host.open_files < needed:
             what = f"{host.open_files:,} open files are allowed, {needed:,} are needed"
-            yield fail(
-                "limits",
-                host,
-                what,
-                "RLIMIT_NOFILE (ulimit -n)",
-                f"ulimit -n {max(needed, 65536)}, or LimitNOFILE= of its service",
-            )
+            hint = f"ulimit -n {max(needed, 65536)}, or LimitNOFILE= of its service"
+            yield host.host, FAIL, what, "RLIMIT_NOFILE (ulimit -n)", hint
 
 
-def of_bandwidth(hosts: Sequence[HostFacts]) -> Iterator[Finding]:
+def of_bandwidth(hosts: Sequence[HostFacts]) -> Iterator[Verdict]:
     rates = {
         (host.host, name): peer.bytes_per_s
         for host in hosts
         for name, peer in host.peers.items()
         if peer.bytes_per_s
     }
-    where, hint = (
-        "measured to the next host of the list",
-        "check cable, switch and interface; all pairs: lockstep bench comm",
-    )
-    pairs = [PairTimes((0, 1), pair, {1_000_000: 1e6 / rate}) for pair, rate in rates.items()]
-    slow = {link.hosts[0]: str(link) for link in slow_links(pairs)}
     slow = {
         pair[0]: f"{format_rate(rate)} to {pair[1]}"
         for pair, rate in rates.items()
         if rate < SLOW_LINK_BYTES_PER_S
-    } | slow
+    }
+    pairs = [PairTimes((0, 1), pair, {1_000_000: 1e6 / rate}) for pair, rate in rates.items()]
+    slow |= {link.hosts[0]: str(link) for link in slow_links(pairs)}
     for host, what in slow.items():
-        yield Finding("bandwidth", host, "warn", what, where, hint)
+        hint = "check cable, switch and interface; all pairs: lockstep bench comm"
+        yield host, WARN, what, "measured to the next host of the list", hint
 
 
-def of_gpus(hosts: Sequence[HostFacts]) -> Iterator[Finding]:
+def of_gpus(hosts: Sequence[HostFacts]) -> Iterator[Verdict]:
     for host in hosts:
-        if host.driver_gpus and "gpu" in host.errors:
-            where, hint = (
-                f"nvidia-smi: {host.driver_gpus[0]}",
-                "install a torch build for the CUDA version of this driver",
-            )
-            yield fail("gpu", host, host.errors["gpu"], where, hint)
-        elif host.gpus and host.workers > len(host.gpus):
-            what = f"{host.workers} workers, but torch sees {len(host.gpus)} GPUs"
-            yield fail(
-                "gpu",
-                host,
-                what,
-                "hosts file; CUDA_VISIBLE_DEVICES",
-                f"start {len(host.gpus)} workers, or set LOCKSTEP_DEVICE=cpu",
-            )
-        busy = [
-            text
-            for text in host.driver_gpus
-            if int("".join(filter(str.isdigit, text.rpartition(",")[2])) or 0) > 1024
-        ]
-        if busy and host.gpus:
-            yield warn(
-                "gpu",
-                host,
-                f"memory is in use before the run: {join_words(busy)}",
-                "nvidia-smi",
-                "end the processes that use it",
-            )
-    if 0 < sum(bool(host.gpus) for host in hosts) < len(hosts):
-        without = next(host for host in hosts if not host.gpus)
-        yield fail(
-            "gpu",
-            without,
-            "no GPU here, but on other hosts",
-            "torch.cuda",
-            "use hosts of one kind, or set LOCKSTEP_DEVICE=cpu",
-        )
+        gpus = len(host.gpus)
+        if 0 < gpus < host.workers:
+            what = f"{host.workers} workers, but torch sees {gpus} GPUs"
+            hint = f"start {gpus} workers, or set LOCKSTEP_DEVICE=cpu"
+            yield host.host, FAIL, what, "hosts file; CUDA_VISIBLE_DEVICES", hint
+        busy = [text for text in host.driver_gpus if used_mib(text) > 1024]
+        if busy and gpus:
+            what = f"memory is in use before the run: {join_words(busy)}"
+            yield host.host, WARN, what, "nvidia-smi", "end the processes that use it"
+    without = [host.host for host in hosts if not host.gpus]
+    if 0 < len(without) < len(hosts):
+        hint = "use hosts of one kind, or set LOCKSTEP_DEVICE=cpu"
+        yield without[0], FAIL, "no GPU here, but on other hosts", "torch.cuda", hint
 
 
-def of_group(hosts: Sequence[HostFacts]) -> Iterator[Finding]:
-    for host in hosts:
-        if error := host.errors.get("group"):
-            hint = "see the findings above; else NCCL_DEBUG=INFO lockstep doctor, and nc -vz between the hosts"
-            yield fail(
-                "group",
-                host,
-                error,
-                "process group of one process per host, and an all-reduce",
-                hint,
-            )
-
-
-def fail(check: str, host: HostFacts, what: str, where: str, hint: str) -> Finding:
-    return Finding(check, host.host, "FAIL", what, where, hint)
-
-
-def warn(check: str, host: HostFacts, what: str, where: str, hint: str) -> Finding:
-    return Finding(check, host.host, "warn", what, where, hint)
+def used_mib(gpu: str) -> int:
+    """Return the memory in use in a line of `driver_gpus`; 0: unknown."""
+    digits = filter(str.isdigit, gpu.rpartition(",")[2])
+    return int("".join(digits) or 0)
 
 
 def report(hosts: Sequence[HostFacts], found: Iterable[Finding]) -> str:

@@ -92,7 +92,9 @@ class Run(NamedTuple):
                 mapping(self.facts.checkpoint.get("time")).get("seconds")
             ).items()
         }
-        ledger = max(self.data.seconds, saved, key=lambda seconds: math.fsum(seconds.values()))
+        ledger = max(
+            self.data.history.seconds, saved, key=lambda seconds: math.fsum(seconds.values())
+        )
         return {name: ledger[name] for name in CATEGORIES if ledger.get(name)}
 
 
@@ -109,7 +111,7 @@ def write_report(folders: Sequence[Path], out: Path) -> str:
         runs.append(Run(data, facts, flatten(without_secrets(values)), prefix, css))
     page = render(runs, " and ".join(names))
     write_atomic(out, page)
-    steps = sum(run.data.steps_read for run in runs)
+    steps = sum(run.data.steps.count for run in runs)
     return f"{out}: {format_bytes(len(page.encode()))}, {steps:,} steps, in {format_duration(time.monotonic() - start_s)}"
 
 
@@ -167,8 +169,8 @@ def header(runs: Sequence[Run], title: str) -> str:
     lines = []
     for run in runs:
         began = (
-            time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(run.data.first_s))
-            if run.data.first_s
+            time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(run.data.history.first_s))
+            if run.data.history.first_s
             else ""
         )
         parts = filter(None, [str(run.values.get("task", "")), began, run.facts.end])
@@ -181,15 +183,15 @@ def header(runs: Sequence[Run], title: str) -> str:
 
 def problems(run: Run) -> Iterator[str]:
     for name, count in (
-        ("metrics.jsonl", run.data.damaged_lines),
-        ("events.jsonl", run.data.damaged_events),
+        ("metrics.jsonl", run.data.steps.damaged),
+        ("events.jsonl", run.data.history.damaged),
     ):
         if count:
             yield f"{name}: {count:,} damaged lines were skipped"
-    for name, curve in run.data.curves.items():
+    for name, curve in run.data.steps.curves.items():
         if curve.not_finite[1]:
             yield f"{name} is not finite at {curve.not_finite[1]:,} steps, first at step {curve.not_finite[0]:,}"
-    if not run.data.steps_read:
+    if not run.data.steps.count:
         yield "no step has been committed"
     missing = [f"metrics.jsonl: {problem}" for problem in run.data.missing()]
     yield from dict.fromkeys([*run.facts.problems, *missing])
@@ -198,11 +200,13 @@ def problems(run: Run) -> Iterator[str]:
 def summary(run: Run) -> dict[str, str]:
     """Return the figures at the top of the page, by name."""
     data, total = run.data, run.values.get("steps")
-    sums = {name: curve.total for name, curve in data.curves.items()}
+    sums = {name: curve.total for name, curve in data.steps.curves.items()}
     seconds = sums.get("seconds", 0.0)
     return {
-        "step": f"{data.step:,} of {total:,}" if isinstance(total, int) else f"{data.step:,}",
-        "loss": number(data.curves["loss"].last[1]) if "loss" in data.curves else "–",
+        "step": f"{data.steps.newest:,} of {total:,}"
+        if isinstance(total, int)
+        else f"{data.steps.newest:,}",
+        "loss": number(data.steps.curves["loss"].last[1]) if "loss" in data.steps.curves else "–",
         "goodput": f"{percents(run.ledger).get('training', 0.0):.1f}%" if run.ledger else "–",
         **{
             f"{unit}/s": format_count(round(sums[unit] / seconds, 1))
@@ -214,9 +218,13 @@ def summary(run: Run) -> dict[str, str]:
             if seconds and "communication_seconds" in sums
             else {}
         ),
-        **({"best": f"{number(data.best[1])} (step {data.best[0]:,})"} if data.best else {}),
-        "failures": f"{data.failures:,}",
-        "generations": f"{data.formed:,}",
+        **(
+            {"best": f"{number(data.history.best[1])} (step {data.history.best[0]:,})"}
+            if data.history.best
+            else {}
+        ),
+        "failures": f"{data.history.failures:,}",
+        "generations": f"{data.history.formed:,}",
         "time": clock(math.fsum(run.ledger.values()) or seconds),
     }
 
@@ -224,7 +232,7 @@ def summary(run: Run) -> dict[str, str]:
 def step_charts(runs: Sequence[Run], steps: tuple[float, float]) -> Iterator[str]:
     """Yield the charts over steps: those of every run, then the values that only the user's loop
     logs, each beside its validation."""
-    own = own_charts(key for run in runs for key in run.data.curves)
+    own = own_charts(key for run in runs for key in run.data.steps.curves)
     marks = [
         Mark(
             formed.step,
@@ -232,7 +240,7 @@ def step_charts(runs: Sequence[Run], steps: tuple[float, float]) -> Iterator[str
             run.css,
         )
         for run in runs
-        for formed in run.data.generations
+        for formed in run.data.history.generations
         if formed.failed
     ]
     for title, keys, unit, size, css in [*CHARTS, *((name, keys, "", 1, "") for name, keys in own)]:
@@ -263,7 +271,10 @@ def own_charts(keys: Iterable[str]) -> list[tuple[str, dict[str, str]]]:
 def step_range(runs: Sequence[Run]) -> tuple[float, float]:
     """Return the first and the last step of all runs; never an empty range."""
     points = [
-        point[0] for run in runs for curve in run.data.curves.values() for point in curve.points()
+        point[0]
+        for run in runs
+        for curve in run.data.steps.curves.values()
+        for point in curve.points()
     ] or [0.0]
     return (
         (min(points), max(points)) if min(points) < max(points) else (points[0] - 1, points[0] + 1)
@@ -272,7 +283,7 @@ def step_range(runs: Sequence[Run]) -> tuple[float, float]:
 
 def curves(run: Run, keys: dict[str, str], size: float) -> Iterator[Line]:
     for i, (key, name) in enumerate(keys.items()):
-        if curve := run.data.curves.get(key):
+        if curve := run.data.steps.curves.get(key):
             points = [(x, y / size, low / size, high / size) for x, y, low, high in curve.points()]
             yield Line(
                 run.prefix + name,
@@ -298,7 +309,7 @@ def scores(run: Run, steps: tuple[float, float]) -> Iterator[Line]:
 
 
 def extremes(run: Run, key: str, size: float) -> str:
-    if not (curve := run.data.curves.get(key)) or not curve.bins:
+    if not (curve := run.data.steps.curves.get(key)) or not curve.bins:
         return ""
     low, high = (
         f"{number(value / size)} (step {step:,})" for step, value in (curve.lowest, curve.highest)
@@ -312,7 +323,8 @@ def extremes(run: Run, key: str, size: float) -> str:
 def step_bands(run: Run, steps: tuple[float, float]) -> str:
     """Return a chart of the shares of a step: training and each kind of waiting."""
     drawn = [
-        run.data.curves.get(key) for key in ("seconds", *(f"{name}_seconds" for name in WAITS))
+        run.data.steps.curves.get(key)
+        for key in ("seconds", *(f"{name}_seconds" for name in WAITS))
     ]
     if None in drawn or len({curve.width for curve in drawn if curve}) > 1:
         return ""
@@ -361,22 +373,24 @@ def goodput(run: Run) -> str:
 
 
 def run_timeline(run: Run) -> str:
-    failed = [formed for formed in run.data.generations if formed.failed]
+    failed = [formed for formed in run.data.history.generations if formed.failed]
     marks = [
         Mark(formed.time_s, f"generation {formed.number}, step {formed.step:,}: {formed.why}")
         for formed in failed
     ]
     stretches = run.data.all_stretches()
     return (
-        timeline(stretches, marks, run.data.first_s, f"{run.prefix}Members of each generation")
+        timeline(
+            stretches, marks, run.data.history.first_s, f"{run.prefix}Members of each generation"
+        )
         if stretches
         else ""
     )
 
 
 def events_table(run: Run) -> str:
-    events = [(item.time_s, item.step, item.event, item.text) for item in run.data.notes]
-    for item in run.data.generations:
+    events = [(item.time_s, item.step, item.event, item.text) for item in run.data.history.notes]
+    for item in run.data.history.generations:
         events.append(
             (
                 item.time_s,
@@ -387,7 +401,7 @@ def events_table(run: Run) -> str:
         )
     events.sort(key=lambda event: event[0])
     rows = [
-        (clock(time_s - run.data.first_s), "" if step is None else step, *rest)
+        (clock(time_s - run.data.history.first_s), "" if step is None else step, *rest)
         for time_s, step, *rest in events[-MAX_EVENTS:]
     ]
     caption = (

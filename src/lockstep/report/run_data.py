@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -18,7 +18,6 @@ from lockstep.checkpoint.folder import committed_steps
 from lockstep.elastic.generation_log import GenerationLog
 from lockstep.errors import LockstepError, UsageError
 from lockstep.files import read_json, verify_checksum
-from lockstep.record.events import is_event
 from lockstep.record.goodput import CATEGORIES, valid_seconds
 from lockstep.record.metrics import LineFollower, decode_line, iter_steps, missing_steps
 from lockstep.record.progress import PRINTED
@@ -54,7 +53,8 @@ class Formed(NamedTuple):
     number: int
     time_s: float  # since 1970, by the clock of its leader
     step: int  # committed steps
-    workers: tuple[str, ...]  # "HOST/SLOT", in rank order
+    workers: Sequence[str]  # "HOST/SLOT", in rank order
+    ids: set[str]  # of the workers
     why: str
     failed: bool  # whether it lacks a worker of the generation before it, or restarts the run
 
@@ -88,84 +88,82 @@ def require_run(folder: Path) -> None:
         )
 
 
-class RunData:
-    """The records of a run. `update` reads what is new.
-    tail_bytes: read only the last part of metrics.jsonl of this size; None: all of it"""
+class Steps:
+    """The lines of metrics.jsonl.
+    tail_bytes: read only the last part of this size; None: all of it"""
 
-    def __init__(self, folder: Path, tail_bytes: int | None = None) -> None:
-        self.folder, self.tail_bytes = folder, tail_bytes
-        self.events = LineFollower(folder / "events.jsonl")
+    def __init__(self, path: Path, tail_bytes: int | None = None) -> None:
+        self.follower = LineFollower(path, tail_bytes)
+        self.curves: dict[str, Curve] = {}
+        self.last: dict[str, Any] = {}  # the line of the newest step
+        self.newest = 0
+        self.count = 0  # lines read
+        self.damaged = 0
+        self.gaps: deque[str] = deque(maxlen=MAX_NAMES)  # newest ones: steps without a line
+
+    def update(self) -> bool:
+        """Read what is new. False: the file was truncated by a run that resumed, and what was read
+        is out of date."""
+        is_follow_up = self.follower.offset > 0
+        for line in self.follower.read():
+            values = decode_line(line) or {}
+            step = values.get("step")
+            if type(step) is int and self.newest < step < MAX_STEP:
+                self._add(step, values)
+            elif is_follow_up:
+                return False
+            else:
+                self.damaged += 1
+        return True
+
+    def _add(self, step: int, values: dict[str, Any]) -> None:
+        if self.newest and step > self.newest + 1:
+            self.gaps.append(missing_steps(self.newest + 1, step - 1))
+        self.newest = step
+        self.last = values
+        self.count += 1
+        for key, value in values.items():
+            if type(value) is not float and (type(value) is not int or abs(value) >= MAX_STEP):
+                continue
+            if key not in self.curves:
+                if len(self.curves) == MAX_CURVES or NO_CURVE.fullmatch(key):
+                    continue
+                self.curves[key] = Curve()
+            self.curves[key].add(step, value)
+
+
+class History:
+    """The lines of events.jsonl."""
+
+    def __init__(self, path: Path) -> None:
+        self.follower = LineFollower(path)
         self.generations: deque[Formed] = deque(maxlen=KEPT)
         self.stretches: deque[Stretch] = deque(maxlen=2 * KEPT)
         self.notes: deque[Note] = deque(maxlen=KEPT)
         self.members: dict[str, float] = {}  # worker of the newest generation -> its start
-        self.ids: set[str] = set()  # of the newest generation
         self.shares: dict[int, list[int]] = {}  # newest ones, by the generation that they are of
         self.seconds: dict[str, float] = {}  # ledger of the last end of the run, by category
         self.best: tuple[int, float] | None = None  # step and score
-        self.first_s = self.last_s = 0.0
-        self.failures = self.formed = self.damaged_events = 0
+        self.first_s = 0.0
+        self.last_s = 0.0
+        self.formed = 0  # generations in all
+        self.failures = 0
+        self.damaged = 0
         self.ended = False
-        self._forget_steps()
 
-    def _forget_steps(self) -> None:
-        self.metrics = LineFollower(self.folder / "metrics.jsonl", tail_bytes=self.tail_bytes)
-        self.curves: dict[str, Curve] = {}
-        self.last: dict[str, Any] = {}  # the line of the last step
-        self.step = self.steps_read = self.damaged_lines = self.saved_step = 0
-        self.gaps: deque[str] = deque(maxlen=MAX_NAMES)  # newest ones: steps without a line
-
-    @property
-    def total_steps(self) -> int:
-        """Steps of the whole run; 0: unknown."""
-        with suppress(OSError, ValueError, KeyError, TypeError, OverflowError):
-            return int(read_json(self.folder / "run.json")["values"]["steps"])
-        return 0
-
-    def missing(self) -> list[str]:
-        """Return which steps have no line, as far as the lines were read."""
-        is_short = self.step < self.saved_step and self.metrics.path.exists()
-        return [*self.gaps, *([missing_steps(self.step + 1, self.saved_step)] if is_short else [])]
-
-    def update(self) -> RunData:
-        saved_step = 0
-        with suppress(OSError):  # read before the lines: they are written before a checkpoint
-            saved_step = max(committed_steps(self.folder / "checkpoints"), default=0)
-        for line in self.events.read():
+    def update(self) -> None:
+        """Read what is new."""
+        for line in self.follower.read():
             try:
-                if (event := decode_line(line)) is None or not is_event(event):
-                    raise ValueError("not an event")
-                self._add_event(event)
+                self._add(decode_line(line) or {})
             except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
-                self.damaged_events += 1
-        is_follow_up = self.metrics.offset > 0
-        for line in self.metrics.read():
-            values = decode_line(line) or {}
-            if type(step := values.get("step")) is int and self.step < step < MAX_STEP:
-                self._add_step(step, values)
-            elif is_follow_up:  # a resumed run has truncated the file and written other lines
-                self._forget_steps()
-                return self.update()
-            else:
-                self.damaged_lines += 1
-        self.saved_step = saved_step
-        return self
+                self.damaged += 1
 
-    def _add_step(self, step: int, values: dict[str, Any]) -> None:
-        if self.step and step > self.step + 1:
-            self.gaps.append(missing_steps(self.step + 1, step - 1))
-        self.step, self.last, self.steps_read = step, values, self.steps_read + 1
-        for key, value in values.items():
-            if type(value) is float or (type(value) is int and abs(value) < MAX_STEP):
-                if key in self.curves:
-                    self.curves[key].add(step, value)
-                elif len(self.curves) < MAX_CURVES and not NO_CURVE.fullmatch(key):
-                    self.curves[key] = Curve()
-                    self.curves[key].add(step, value)
-
-    def _add_event(self, event: dict[str, Any]) -> None:
-        now_s, kind = datetime.fromisoformat(event["time"]).timestamp(), event["event"]
-        self.first_s, self.last_s = self.first_s or now_s, max(self.last_s, now_s)
+    def _add(self, event: dict[str, Any]) -> None:
+        now_s = datetime.fromisoformat(event["time"]).timestamp()
+        kind = event["event"]
+        self.first_s = self.first_s or now_s
+        self.last_s = max(self.last_s, now_s)
         if kind in ("began", "regrouped"):
             self._add_generation(now_s, event)
         elif kind == "goodput":  # of a start that ended in order
@@ -178,56 +176,96 @@ class RunData:
         elif kind == "worker ended":
             self._end_stretch(f"{event['host']}/{event['slot']}", now_s)
         if kind in NOTED and not NORMAL_EXIT.match(str(event.get("why"))):
-            facts = {
-                key: value
-                for key, value in event.items()
-                if key not in ("time", "event", "why", "generation", "step", "pid")
-            }
-            worker = (
-                f"{facts.pop('host')}/{facts.pop('slot')}: "
-                if {"host", "slot"} <= facts.keys()
-                else ""
-            )
-            text = event.get("why") or ", ".join(f"{key} {value}" for key, value in facts.items())
-            self.notes.append(Note(now_s, event.get("step"), kind, f"{worker}{text}"))
+            self.notes.append(Note(now_s, event.get("step"), kind, note_of(event)))
 
     def _add_generation(self, now_s: float, event: dict[str, Any]) -> None:
-        ids, number, step = (
-            [str(id) for id in event["workers"]],
-            int(event["generation"]),
-            int(event["step"]),
-        )
-        workers = tuple(
-            f"{host}/{int(slot)}" for host, slot, _ in (id.rsplit("/", 2) for id in ids)
-        )
+        ids = [str(id) for id in event["workers"]]
+        workers = [f"{host}/{int(slot)}" for host, slot, _ in (id.rsplit("/", 2) for id in ids)]
+        number = int(event["generation"])
+        step = int(event["step"])
         if self.best and self.best[0] > step:
             self.best = None  # of steps that are trained again
-        began = event["event"] == "began"
-        failed = self.formed > 0 and not (self.ended if began else self.ids <= set(ids))
-        why = str(event.get("why") or (f"restarted from step {step}" if self.formed else "started"))
+        if not self.generations:
+            failed, why = False, "started"
+        elif event["event"] == "began":
+            failed, why = not self.ended, f"restarted from step {step}"
+        else:
+            failed, why = not self.generations[-1].ids <= set(ids), ""
+        why = str(event.get("why") or why)
         for worker in list(self.members):
             self._end_stretch(worker, now_s)
-        self.generations.append(Formed(number, now_s, step, workers, why, failed))
-        self.members, self.ids, self.ended = dict.fromkeys(workers, now_s), set(ids), False
-        self.formed, self.failures = self.formed + 1, self.failures + failed
+        self.generations.append(Formed(number, now_s, step, workers, set(ids), why, failed))
+        self.members = dict.fromkeys(workers, now_s)
+        self.ended = False
+        self.formed += 1
+        self.failures += failed
 
     def _end_stretch(self, worker: str, now_s: float) -> None:
         if (start_s := self.members.pop(worker, None)) is not None:
             self.stretches.append(Stretch(worker, self.generations[-1].number, start_s, now_s))
 
+    def stretches_until(self, end_s: float) -> list[Stretch]:
+        """Return the stretches; one whose end is not recorded lasts until `end_s`."""
+        lasting = [
+            Stretch(worker, self.generations[-1].number, start_s, end_s)
+            for worker, start_s in self.members.items()
+        ]
+        return [*self.stretches, *lasting]
+
+
+def note_of(event: dict[str, Any]) -> str:
+    """Return an event as text: its worker, and its reason or its values."""
+    unnamed = ("time", "event", "why", "generation", "step", "pid")
+    facts = {key: value for key, value in event.items() if key not in unnamed}
+    worker = ""
+    if {"host", "slot"} <= facts.keys():
+        worker = f"{facts.pop('host')}/{facts.pop('slot')}: "
+    values = ", ".join(f"{key} {value}" for key, value in facts.items())
+    return f"{worker}{event.get('why') or values}"
+
+
+class RunData:
+    """The records of a run. `update` reads what is new.
+    tail_bytes: read only the last part of metrics.jsonl of this size; None: all of it"""
+
+    def __init__(self, folder: Path, tail_bytes: int | None = None) -> None:
+        self.folder = folder
+        self.tail_bytes = tail_bytes
+        self.history = History(folder / "events.jsonl")
+        self.steps = Steps(folder / "metrics.jsonl", tail_bytes)
+        self.saved_step = 0
+
+    @property
+    def total_steps(self) -> int:
+        """Steps of the whole run; 0: unknown."""
+        with suppress(OSError, ValueError, KeyError, TypeError, OverflowError):
+            return int(read_json(self.folder / "run.json")["values"]["steps"])
+        return 0
+
+    def missing(self) -> list[str]:
+        """Return which steps have no line, as far as the lines were read."""
+        missing = list(self.steps.gaps)
+        if self.steps.newest < self.saved_step and self.steps.follower.path.exists():
+            missing.append(missing_steps(self.steps.newest + 1, self.saved_step))
+        return missing
+
+    def update(self) -> RunData:
+        saved_step = 0
+        with suppress(OSError):  # read before the lines: they are written before a checkpoint
+            saved_step = max(committed_steps(self.folder / "checkpoints"), default=0)
+        self.history.update()
+        while not self.steps.update():
+            self.steps = Steps(self.steps.follower.path, self.tail_bytes)
+        self.saved_step = saved_step
+        return self
+
     def all_stretches(self) -> list[Stretch]:
         """Return the stretches; one whose end is not recorded lasts until the newest record."""
-        with suppress(OSError):
-            self.last_s = (
-                self.last_s if self.ended else max(self.last_s, self.metrics.path.stat().st_mtime)
-            )
-        return [
-            *self.stretches,
-            *(
-                Stretch(worker, self.generations[-1].number, s, self.last_s)
-                for worker, s in self.members.items()
-            ),
-        ]
+        end_s = self.history.last_s
+        if not self.history.ended:
+            with suppress(OSError):
+                end_s = max(end_s, self.steps.follower.path.stat().st_mtime)
+        return self.history.stretches_until(end_s)
 
 
 class Facts(NamedTuple):
@@ -258,11 +296,7 @@ def read_facts(folder: Path) -> Facts:
 
     def end() -> str:
         newest = GenerationLog(folder / "generations").newest()
-        return (
-            f"ended with exit code {newest.end.code}: {newest.end.text}".removesuffix(": ")
-            if newest and newest.end
-            else ""
-        )
+        return end_text(newest.end.code, newest.end.text) if newest and newest.end else ""
 
     def damage() -> list[str]:
         saved_step = max(committed_steps(folder / "checkpoints"), default=0)
@@ -286,6 +320,10 @@ def read_facts(folder: Path) -> Facts:
         read("the generation log", end, ""),
         problems,
     )
+
+
+def end_text(code: int, text: str) -> str:
+    return f"ended with exit code {code}: {text}".removesuffix(": ")
 
 
 def mapping(value: Any) -> Mapping[str, Any]:

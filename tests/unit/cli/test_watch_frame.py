@@ -118,10 +118,14 @@ def test_what_does_not_fit_is_counted(tmp_path: Path) -> None:
 @pytest.mark.parametrize("bytes_", [40_000, TAIL_BYTES])
 def test_a_refresh_reads_only_the_tail_and_then_what_is_new(tmp_path: Path, bytes_: int) -> None:
     data = RunData(write_run_folder(tmp_path, 900), bytes_)
-    assert refresh(data) == {} and data.step == 900
-    read = data.metrics.bytes_read
+    assert refresh(data) == {} and data.steps.newest == 900
+    read = data.steps.follower.bytes_read
     assert bytes_ - 1000 < read <= bytes_
-    assert refresh(data) == {} and data.metrics.bytes_read == read and data.last["loss"] > 0
+    assert (
+        refresh(data) == {}
+        and data.steps.follower.bytes_read == read
+        and data.steps.last["loss"] > 0
+    )
 
 
 def test_control_characters_of_a_folder_do_not_reach_the_terminal(tmp_path: Path) -> None:

@@ -16,13 +16,13 @@ def test_generations_failures_and_members(tmp_path: Path) -> None:
     data = RunData(write_run_folder(tmp_path)).update()
     assert [
         (formed.number, formed.step, len(formed.workers), formed.failed)
-        for formed in data.generations
+        for formed in data.history.generations
     ] == [
         (1, 0, 3, False),
         (2, 30, 2, True),
         (3, 38, 3, False),  # a join is no failure
     ]
-    assert data.failures == 1 and [note.text for note in data.notes] == [
+    assert data.history.failures == 1 and [note.text for note in data.history.notes] == [
         "a/0: killed by SIGKILL; restarting now"
     ]
     spans = {(s.worker, s.generation): s.end_s - s.start_s for s in data.all_stretches()}
@@ -33,23 +33,27 @@ def test_generations_failures_and_members(tmp_path: Path) -> None:
         and spans["b/0", 3] == 8.0
     )
     assert (
-        data.seconds["training"] == 14.7
-        and data.step == 60
-        and data.last["loss"] == metrics_of(60)["loss"]
+        data.history.seconds["training"] == 14.7
+        and data.steps.newest == 60
+        and data.steps.last["loss"] == metrics_of(60)["loss"]
     )
 
 
 def test_an_update_reads_only_new_bytes(tmp_path: Path) -> None:
     write_run_folder(tmp_path)
     data = RunData(tmp_path).update()
-    before = data.metrics.bytes_read
+    before = data.steps.follower.bytes_read
     assert before == (tmp_path / "metrics.jsonl").stat().st_size
     metrics = MetricsFile(tmp_path / "metrics.jsonl", 60)
     metrics.log(61, metrics_of(61))
     metrics.close()
     append_note(tmp_path, "killed by SIGKILL; restarting now")
     data.update()
-    assert data.step == 61 and data.metrics.bytes_read - before < 500 and len(data.notes) == 2
+    assert (
+        data.steps.newest == 61
+        and data.steps.follower.bytes_read - before < 500
+        and len(data.history.notes) == 2
+    )
 
 
 @pytest.mark.parametrize("step", [20, 59])
@@ -61,8 +65,11 @@ def test_a_resumed_run_replaces_its_steps(tmp_path: Path, step: int) -> None:
         metrics.log(number, metrics_of(number) | {"loss": 100.0 + number})
     metrics.close()
     data.update()
-    assert (data.step, data.steps_read, data.damaged_lines) == (89, 89, 0)
-    assert data.curves["loss"].highest == (89, 189.0) and len(data.curves["loss"].points()) == 89
+    assert (data.steps.newest, data.steps.count, data.steps.damaged) == (89, 89, 0)
+    assert (
+        data.steps.curves["loss"].highest == (89, 189.0)
+        and len(data.steps.curves["loss"].points()) == 89
+    )
 
 
 def test_damaged_lines_are_skipped_and_counted(tmp_path: Path) -> None:
@@ -73,7 +80,7 @@ def test_damaged_lines_are_skipped_and_counted(tmp_path: Path) -> None:
                 b'\x00\xff{"step"\n[]\n{"step": 12, "loss": 1.0}\n{"time": "2026-11-01T12:00:00+00:00", "event": "began"}\n'
             )
     data = RunData(tmp_path).update()
-    assert (data.step, data.damaged_lines, data.damaged_events) == (60, 4, 4)
+    assert (data.steps.newest, data.steps.damaged, data.history.damaged) == (60, 4, 4)
 
 
 def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
