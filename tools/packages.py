@@ -36,7 +36,7 @@ LAYERS = (
     ("generation",),
     ("tasks",),
     ("planner",),
-    ("recipes", "doctor"),
+    ("recipes", "doctor", "drill"),
     ("cli", "__main__"),
 )
 LEVEL = {package: level for level, layer in enumerate(LAYERS) for package in layer}

@@ -27,7 +27,8 @@ from support.waiting import wait_until
 from support.written_run import write_events, write_long_metrics
 
 from bench.results import keep, machine
-from lockstep.cli.watch import TAIL_BYTES, frame, refresh
+from lockstep.cli.watch import TAIL_BYTES, refresh
+from lockstep.report.frame import frame
 from lockstep.report.run_data import RunData
 
 WRITE = """

@@ -6,7 +6,6 @@ import functools
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,7 +17,7 @@ from support.hosts import living
 from support.object_store import environment, s3_server
 
 from lockstep.checkpoint.folder import committed_steps
-from lockstep.cli.drill import FAULTS, DrillRun, plan_faults
+from lockstep.drill.run import FAULTS, DrillRun, plan_faults
 from lockstep.elastic.generation_log import GenerationLog
 from lockstep.errors import LockstepError
 from lockstep.record import events
@@ -305,7 +304,7 @@ def test_faults_in_a_loop_without_metrics_are_refused(tmp_path: Path) -> None:
 
 def test_a_drill_waits_while_the_run_makes_progress_and_times_out_without(tmp_path: Path) -> None:
     words = [f"{LOOPS / 'slow.py'}:train", "--steps", "1000", "--seconds", "0.15"]
-    with DrillRun(words, str(tmp_path / "run"), 1, socket.gethostname()) as run:
+    with DrillRun(words, str(tmp_path / "run"), 1) as run:
         run.wait_for(
             lambda: bool(committed_steps(tmp_path / "run" / "checkpoints")), "the first checkpoint"
         )

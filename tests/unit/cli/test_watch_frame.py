@@ -19,9 +19,10 @@ from support.checkpoints import save
 from support.launching import lockstep_command, run_lockstep
 from support.written_run import append_note, write_long_metrics, write_run_folder
 
-from lockstep.cli.watch import TAIL_BYTES, frame, refresh, ssh_words
+from lockstep.cli.watch import TAIL_BYTES, refresh, ssh_words
 from lockstep.elastic.generation_log import Generation, GenerationLog, RunResult
 from lockstep.record.events import append_event
+from lockstep.report.frame import frame
 from lockstep.report.page import write_report
 from lockstep.report.run_data import RunData
 

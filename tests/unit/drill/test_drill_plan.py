@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lockstep.cli.drill import FAULTS, plan_faults
+from lockstep.drill.run import FAULTS, plan_faults
 
 
 def test_a_plan_depends_on_its_seed_and_has_every_kind_before_any_repeats() -> None:
