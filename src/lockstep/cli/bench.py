@@ -4,12 +4,9 @@ The measurement is a function that `lockstep launch` starts like a user's loop.
 """
 
 import argparse
-from pathlib import Path
 
 from lockstep.agent.hosts import read_hosts
-from lockstep.cli import launch
-from lockstep.cli.options import build_parser
-from lockstep.cli.remote import run_remote
+from lockstep.cli.main import run_command
 from lockstep.cli.start import choose_worker_count
 from lockstep.errors import UsageError
 from lockstep.object_store.address import parse_address
@@ -35,22 +32,13 @@ def main(args: argparse.Namespace, rest: list[str]) -> int:
             "give 2 workers or more",
         )
     address = parse_address(args.out)
-    folder, file = (
-        (str(address).removesuffix(".json"), "")
-        if address
-        else (str(args.out.with_suffix("")), str(args.out))
-    )
+    folder = str(address).removesuffix(".json") if address else str(args.out.with_suffix(""))
     words = ["launch", FUNCTION, "--out", folder, "--min", str(workers)]
     for name in ("workers", "hosts", "host"):
         words += [f"--{name}", str(getattr(args, name))] if getattr(args, name) is not None else []
     words += ["--ssh"] if args.ssh else []
-    values = ["--sizes", ",".join(map(str, sizes)), *(["--file", file] if file else [])]
-    parsed = build_parser().parse_args(words)
-    return (
-        run_remote(parsed, [*words, *values], [Path(folder)], values)
-        if address
-        else launch.main(parsed, values)
-    )
+    words += [] if address else ["--file", str(args.out)]
+    return run_command([*words, "--sizes", ",".join(map(str, sizes))])
 
 
 def parse_sizes(text: str) -> list[int]:

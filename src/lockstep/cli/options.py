@@ -152,23 +152,27 @@ TARGETS = (
 COMM_SIZES = "1 KiB, 4 KiB, 16 KiB, 64 KiB, 256 KiB, 1 MiB, 4 MiB, 16 MiB, 64 MiB"
 
 TARGET: Options = {
-    "[target RUN.toml|FILE.py:FUNCTION]": "run file, recipe, or Python function to train (default: a built-in run)"
+    "[target RUN.toml|FILE.py:FUNCTION]": "run file, recipe, or Python function to train "
+    "(default: a built-in run)"
 }
 LOCAL_WORKERS: Options = {
     "--workers N": "worker processes on this machine (default: one per GPU, two on a CPU)"
 }
 PROFILE: Options = {"--profile steps=A..B": "write a trace and a time breakdown of these steps"}
 PARENT: Options = {
-    "--parent PID": "end the agent and its workers when the process PID, which started this command, exits"
+    "--parent PID": "end the agent and its workers when the process PID, which started this "
+    "command, exits"
 }
 RESUME: Options = {
     "--resume auto|never|required|STEP = auto": "checkpoint to resume from",
-    "--override KEY=VALUE...": "change the schedule from this checkpoint on (optim.learning_rate, warmup_steps, "
+    "--override KEY=VALUE...": "change the schedule from this checkpoint on "
+    "(optim.learning_rate, warmup_steps, "
     "schedule, decay_steps, wsd_decay, floor), or an argument of your function; repeatable",
 }
 SCRIPT: Options = {
     "-m MODULE": "run this module as a script, as python -m MODULE does",
-    "--restart {one,all}": "for scripts: replace a lost worker in place (one), or restart all workers as torchrun does "
+    "--restart {one,all}": "for scripts: replace a lost worker in place (one), or restart all "
+    "workers as torchrun does "
     "(all); default: one if the script imports lockstep or opens a Session",
 }
 HOSTS: Options = {
@@ -188,14 +192,16 @@ COMMANDS = {
         "train a run file or a function on all devices of this machine",
         TARGET
         | {
-            "--out OUT": "run folder, or s3://BUCKET/RUN (default: runs/NAME of the run file, or runs/default)"
+            "--out OUT": "run folder, or s3://BUCKET/RUN (default: runs/NAME of the run file, or "
+            "runs/default)"
         }
         | LOCAL_WORKERS
         | RESUME
         | PROFILE
         | {
             "--show": "print every value with its origin, and exit",
-            "--layout {auto}": "auto: choose layout.* by lockstep plan for the devices of this machine",
+            "--layout {auto}": "auto: choose layout.* by lockstep plan for the devices of this "
+            "machine",
         },
         rest="keys",
     ),
@@ -203,14 +209,19 @@ COMMANDS = {
         "rank the layouts of a run on given devices by memory and time",
         TARGET
         | {
-            "--devices HxD:KIND-MEMORY": "hosts x devices of each, as 4x8:H100-80GB or 2x1:cpu-4GiB; another GPU: "
+            "--devices HxD:KIND-MEMORY": "hosts x devices of each, as 4x8:H100-80GB or "
+            "2x1:cpu-4GiB; another GPU: "
             "-MEMORY@TFLOPS[,GB/s]",
-            "--link RATE[,LATENCY] = ": "of a host, shared by its workers, such as 100Gbit/s or 1Gbit/s,200us",
-            "--host-link RATE[,LATENCY] = ": "between two devices of a host (default: an assumption)",
+            "--link RATE[,LATENCY] = ": "of a host, shared by its workers, such as 100Gbit/s or "
+            "1Gbit/s,200us",
+            "--host-link RATE[,LATENCY] = ": "between two devices of a host (default: an "
+            "assumption)",
             "--profile FILE.json": "links as lockstep bench comm measured them, instead of --link",
             "--measure": "time the blocks of the model on this machine, instead of assuming FLOP/s",
-            "--out RUN": "--measure: run folder whose data is used, prepared if missing (default: as for train)",
-            "--mtbf TIME": "mean time between failures of a host in the run, such as 4h: adds the goodput",
+            "--out RUN": "--measure: run folder whose data is used, prepared if missing "
+            "(default: as for train)",
+            "--mtbf TIME": "mean time between failures of a host in the run, such as 4h: adds "
+            "the goodput",
             "--price P": "dollars per device and hour: adds the price of a million tokens",
             "--json": "print JSON",
         },
@@ -221,21 +232,27 @@ COMMANDS = {
         "run a script on all devices of this machine; its arguments follow FILE.py",
         {
             "file FILE.py": "script that every worker runs as python FILE.py ARGUMENTS",
-            "--out OUT": "run folder (default: --out of the script's arguments, the folder of its Session, or runs/FILE)",
+            "--out OUT": "run folder (default: --out of the script's arguments, the folder of "
+            "its Session, or runs/FILE)",
         }
         | LOCAL_WORKERS
         | {
-            "--layout.shard N": "workers that share the rows of each parameter (default: Session(shard=...), or 1)",
-            "--layout.tensor N": "workers that share each layer (default: Session(tensor=...), or 1)",
-            "--layout.pipeline N": "workers that share the layers (default: Session(pipeline=...), or 1)",
-            "--track NAME...": "tensorboard, wandb, wandb:offline or MODULE:CLASS; may be given several times "
+            "--layout.shard N": "workers that share the rows of each parameter (default: "
+            "Session(shard=...), or 1)",
+            "--layout.tensor N": "workers that share each layer (default: Session(tensor=...), "
+            "or 1)",
+            "--layout.pipeline N": "workers that share the layers (default: "
+            "Session(pipeline=...), or 1)",
+            "--track NAME...": "tensorboard, wandb, wandb:offline or MODULE:CLASS; may be given "
+            "several times "
             "(default: Session(track=[...]))",
         }
         | PROFILE
         | SCRIPT
         | PARENT
         | {
-            "--follow-session": "set by the agent: a Session may ask for another start, in its folder"
+            "--follow-session": "set by the agent: a Session may ask for another start, in its "
+            "folder"
         },
         rest="words",
     ),
@@ -243,27 +260,35 @@ COMMANDS = {
         "train on one or more hosts, and recover from lost workers and hosts",
         TARGET
         | {
-            "--out OUT": "run folder, on a disk that all hosts share, or s3://BUCKET/RUN (default: as for train)",
-            "--workers N": "worker processes on this host, without --hosts (default: as for train); with --ray: on each node",
+            "--out OUT": "run folder, on a disk that all hosts share, or s3://BUCKET/RUN "
+            "(default: as for train)",
+            "--workers N": "worker processes on this host, without --hosts (default: as for "
+            "train); with --ray: on each node",
         }
         | HOSTS
         | {
-            "--ray": "start an agent on each node of a Ray cluster, and on the nodes that replace lost ones",
-            "--nodes MIN:MAX": "instead of --hosts: a scheduler starts this command on MIN to MAX hosts, each with "
+            "--ray": "start an agent on each node of a Ray cluster, and on the nodes that "
+            "replace lost ones",
+            "--nodes MIN:MAX": "instead of --hosts: a scheduler starts this command on MIN to "
+            "MAX hosts, each with "
             "--workers workers; --ray: on MAX nodes (default: every node with room)",
             "--wait SECONDS = 60": "--ray: how long to wait for the nodes",
-            "--address ADDRESS": "IP address or name of this host for the others, without --hosts (default: --host, or "
+            "--address ADDRESS": "IP address or name of this host for the others, without "
+            "--hosts (default: --host, or "
             "127.0.0.1 without --nodes)",
         }
         | PARENT
         | {
-            "--min MIN": "minimum number of workers to train with (default: 1; scripts with --restart all: all)",
-            "--max MAX": "maximum number of workers that train, others wait on standby (default: batch.micro_batches)",
+            "--min MIN": "minimum number of workers to train with (default: 1; scripts with "
+            "--restart all: all)",
+            "--max MAX": "maximum number of workers that train, others wait on standby (default: "
+            "batch.micro_batches)",
         }
         | RESUME
         | SCRIPT
         | {
-            "--with-evaluator": "score every checkpoint in a separate process; with --ssh on the first host, in a store on each",
+            "--with-evaluator": "score every checkpoint in a separate process; with --ssh on the "
+            "first host, in a store on each",
             "--stop RUN": "ask the run in this folder to save and stop, from any host, and exit",
         },
         rest="keys",
@@ -276,7 +301,8 @@ COMMANDS = {
             "--nodes MIN:MAX": "the run trains with MIN nodes or more; up to MAX",
             "--gpus GPUS = 0": "GPUs of each node, with a worker for each; 0: CPUs",
             "--workers N": "workers of each node (default: one per GPU, two on CPUs)",
-            "--run FOLDER|s3://BUCKET/RUN": "run folder on the shared disk, or in a store (default: runs/NAME of the run file)",
+            "--run FOLDER|s3://BUCKET/RUN": "run folder on the shared disk, or in a store "
+            "(default: runs/NAME of the run file)",
             "--image IMAGE": "container image with Lockstep (default: lockstep:VERSION)",
             "--out FILE": "file to write (default: print it)",
         },
@@ -286,9 +312,10 @@ COMMANDS = {
     "bench": Command(
         "measure the network between the hosts of a run: lockstep bench comm",
         {
-            "[what {comm}]": "comm: time, bandwidth and latency of collectives and messages, slow links",
-            "--out FILE.json = runs/comm.json": "file for the results, on a disk that all hosts share, or "
-            "s3://BUCKET/RUN; the run folder is FILE",
+            "[what {comm}]": "comm: time, bandwidth and latency of collectives and messages, "
+            "slow links",
+            "--out FILE.json = runs/comm.json": "file for the results, on a disk that all hosts "
+            "share, or s3://BUCKET/RUN; the run folder is FILE",
             f"--sizes SIZES = {COMM_SIZES}": "bytes of the buffers, separated by commas",
         }
         | HOST_WORKERS
@@ -296,7 +323,8 @@ COMMANDS = {
         takes_address=True,
     ),
     "doctor": Command(
-        "examine the hosts before a run: versions, network, run folder, limits; exit code 0: a run can start",
+        "examine the hosts before a run: versions, network, run folder, limits; exit code 0: a "
+        "run can start",
         {
             "--out RUN = runs/default": "run folder or s3://BUCKET/RUN to examine",
             "--wait SECONDS = 60": "how long to wait for other hosts",
@@ -310,27 +338,33 @@ COMMANDS = {
         RUN | {"--json": "print JSON"},
     ),
     "watch": Command(
-        "show a run in the terminal until it ends: workers, speed, generations, failures, checkpoints",
+        "show a run in the terminal until it ends: workers, speed, generations, failures, "
+        "checkpoints",
         {
-            "run RUN|HOST:RUN": "run folder, s3://BUCKET/RUN, or a folder on a host that ssh reaches",
+            "run RUN|HOST:RUN": "run folder, s3://BUCKET/RUN, or a folder on a host that ssh "
+            "reaches",
             "--every TIME = 2 s": "time between two refreshes",
         },
         takes_address=True,
     ),
     "report": Command(
-        "write one HTML file about a run, or two runs together: loss, time, failures, hosts, values",
+        "write one HTML file about a run, or two runs together: loss, time, failures, hosts, "
+        "values",
         RUN
         | {
             "--compare RUN2": "draw this run in the same charts",
-            "--out FILE.html": "file to write (default: RUN/report.html; with --compare RUN/compare.html)",
+            "--out FILE.html": "file to write (default: RUN/report.html; with --compare "
+            "RUN/compare.html)",
         },
     ),
     "drill": Command(
         "train with faults or other numbers of workers, and compare the hashes",
         TARGET
         | {
-            "--workers N": "worker processes on this machine (default: 3, or as the layout requires; self-check: 2)",
-            "--faults FAULTS": "number of faults (default: 7, one of each kind); a function without --faults: self-check "
+            "--workers N": "worker processes on this machine (default: 3, or as the layout "
+            "requires; self-check: 2)",
+            "--faults FAULTS": "number of faults (default: 7, one of each kind); a function "
+            "without --faults: self-check "
             "with 1 and N workers",
             "--seed SEED = 1": "seed of the faults",
             "--out OUT": "new folder, or s3://BUCKET/PREFIX (default: runs/drill)",
@@ -348,8 +382,10 @@ COMMANDS = {
         }
         | BEAMS
         | {
-            "--average COUNT = 0": "score the mean of the newest COUNT checkpoints' weights; 0: one",
-            "--workers N": "worker processes that share the work (default: 1); the score is the same for any number",
+            "--average COUNT = 0": "score the mean of the newest COUNT checkpoints' weights; 0: "
+            "one",
+            "--workers N": "worker processes that share the work (default: 1); the score is the "
+            "same for any number",
             "--lm-eval TASKS": "score with these tasks of lm-eval instead, separated by commas",
             "--include-path FOLDER": "lm-eval: folder with further tasks, as YAML files",
             "--chat": "lm-eval: apply the model's chat template",
@@ -390,10 +426,13 @@ COMMANDS = {
             "action {list,verify,digest,import,export}": "",
             "folder RUN": "run folder; import: a Hugging Face folder",
             "[step STEP|best]": "checkpoint to use (default: the newest)",
-            "--out OUT": "export: .safetensors file (of a Llama: folder) to write; import: run folder to write",
+            "--out OUT": "export: .safetensors file (of a Llama: folder) to write; import: run "
+            "folder to write",
             "--shard-bytes SIZE = 5 GB": "export of a Llama: maximum size of a file",
-            "--dtype {float32,bfloat16,float16}": "export of a Llama: data type (default: as in the initial model)",
-            "--adapter": "export of a Llama with LoRA: the adapters alone, for PEFT (default: merged weights)",
+            "--dtype {float32,bfloat16,float16}": "export of a Llama: data type (default: as in "
+            "the initial model)",
+            "--adapter": "export of a Llama with LoRA: the adapters alone, for PEFT (default: "
+            "merged weights)",
         },
     ),
     "lab": Command(
@@ -408,7 +447,8 @@ COMMANDS = {
             "--ranks-per-host R = 1": "ranks on a host, which share its port",
             "--host-rate RATE": "rate between two ranks of a host (default: 10 times --rate)",
             "--host-latency TIME": "latency inside a host (default: a tenth of --latency)",
-            "--run": "also send the messages, between RANKS processes of this machine, and compare with torch",
+            "--run": "also send the messages, between RANKS processes of this machine, and "
+            "compare with torch",
             "--picture FILE.svg": "draw rounds and ranks; needs --algorithm",
             "--json": "print one line of JSON",
         },
@@ -417,7 +457,8 @@ COMMANDS = {
     "recipes": Command(
         "list the run files and scripts that come with Lockstep, print one, or copy a script",
         {
-            "[name NAME...]": "recipe to print (default: list all); copy SCRIPT FILE: your own copy of a script"
+            "[name NAME...]": "recipe to print (default: list all); copy SCRIPT FILE: your own "
+            "copy of a script"
         },
     ),
     "completion": Command(

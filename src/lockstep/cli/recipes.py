@@ -1,7 +1,6 @@
 """`lockstep recipes`: list the run files and scripts that come with Lockstep, print or copy one."""
 
 import argparse
-import ast
 from pathlib import Path
 
 from lockstep.config.resolve import recipes
@@ -51,27 +50,26 @@ def copy_script(words: list[str]) -> None:
     print(f"{file}: lockstep run --workers 2 {file}{SCRIPTS[name]} --steps 40")
 
 
+def available() -> dict[str, Path]:
+    """Return the run files by name, and the scripts as NAME.py."""
+    return recipes() | {f"{name}.py": script_path(name) for name in SCRIPTS}
+
+
 def text_of(spelled: str) -> str:
     """Return the text of a run file or script. UsageError: there is none of this name."""
-    name = spelled.removeprefix("recipes/")
-    files = recipes()
-    if name.endswith(".py") and name.removesuffix(".py") in SCRIPTS:
-        return script_path(name.removesuffix(".py")).read_text(encoding="utf-8")
-    if name.removesuffix(".toml") in files:
-        return files[name.removesuffix(".toml")].read_text(encoding="utf-8")
-    available = [*files, *(f"{script}.py" for script in SCRIPTS)]
-    hint = f"available: {', '.join(available)}"
-    raise UsageError(f"there is no recipe {spelled!r}", "command line", hint)
+    files = available()
+    name = spelled.removeprefix("recipes/").removesuffix(".toml")
+    if name not in files:
+        hint = f"available: {', '.join(files)}"
+        raise UsageError(f"there is no recipe {spelled!r}", "command line", hint)
+    return files[name].read_text(encoding="utf-8")
 
 
 def print_list() -> None:
-    texts = {name: path.read_text(encoding="utf-8") for name, path in recipes().items()}
-    rows = {name: first_sentence(text) for name, text in texts.items()}
-    for script in SCRIPTS:
-        docstring = ast.get_docstring(ast.parse(script_path(script).read_text(encoding="utf-8")))
-        rows[f"{script}.py"] = (docstring or "").partition(": ")[0]
-    width = max(map(len, rows), default=0)
-    print("\n".join(f"{name:<{width}}  {row}" for name, row in rows.items()))
+    files = available()
+    width = max(map(len, files))
+    for name in files:
+        print(f"{name:<{width}}  {first_sentence(text_of(name))}")
     print(
         "\nlockstep recipes NAME > NAME.toml copies a run file; lockstep train NAME.toml trains it"
         "\nlockstep recipes copy translate my.py copies a script; lockstep run my.py trains it"
@@ -83,7 +81,9 @@ def script_path(name: str) -> Path:
 
 
 def first_sentence(text: str) -> str:
-    """Return the first sentence of the comment at the start of a run file."""
+    """Return the first sentence of the comment or docstring at the start of a file."""
+    if text.startswith('"""'):
+        return text[3:].partition(": ")[0]
     lines = [line.lstrip("# ") for line in text.splitlines()]
     comment = " ".join(lines[: lines.index("")] if "" in lines else lines)
     return comment.partition(". ")[0].rstrip(".")

@@ -117,12 +117,12 @@ def parse_flags(words: list[str]) -> dict[str, str]:
 def nearest_keys(key: str, known: list[str]) -> list[str]:
     """Return up to three known keys that resemble `key`: its last word, initials (lr)."""
     last = key.rpartition(".")[2]
-    same = [
-        k
-        for k in known
-        if last
-        in (k.rpartition(".")[2], "".join(word[0] for word in k.rpartition(".")[2].split("_")))
-    ]
+
+    def short_forms(key: str) -> tuple[str, str]:
+        name = key.rpartition(".")[2]
+        return name, "".join(word[0] for word in name.split("_"))
+
+    same = [k for k in known if last in short_forms(k)]
     return (same or difflib.get_close_matches(key, known, n=3, cutoff=0.6))[:3]
 
 
@@ -130,18 +130,16 @@ def refuse_unknown_variables(environ: Mapping[str, str], others: Sequence[str]) 
     """ConfigError with the nearest names for LOCKSTEP_ variables that are neither a key of a run
     nor in `others`."""
     keys = list(config_fields())
-    known = {*map(environment_variable, keys), *others}
-    if unknown := unknown_variables(environ, known):
-        key = unknown[0].removeprefix("LOCKSTEP_").lower().replace("_", ".", 1)
-        near = difflib.get_close_matches(unknown[0], others, n=1, cutoff=0.85) or list(
-            map(environment_variable, nearest_keys(key, keys))
-        )
-        hint = (
-            f"write {' or '.join(near)}"
-            if near
-            else "unset it; lockstep train --help lists the values of a run"
-        )
-        raise ConfigError(f"unknown variable {', '.join(unknown)}", "environment", hint)
+    unknown = unknown_variables(environ, {*map(environment_variable, keys), *others})
+    if not unknown:
+        return
+    key = unknown[0].removeprefix("LOCKSTEP_").lower().replace("_", ".", 1)
+    near = difflib.get_close_matches(unknown[0], others, n=1, cutoff=0.85)
+    near = near or list(map(environment_variable, nearest_keys(key, keys)))
+    hint = "unset it; lockstep train --help lists the values of a run"
+    if near:
+        hint = f"write {' or '.join(near)}"
+    raise ConfigError(f"unknown variable {', '.join(unknown)}", "environment", hint)
 
 
 def resolve(
@@ -158,68 +156,56 @@ def resolve(
     ConfigError lists everything that is wrong.
     """
     known = config_fields()
-    key_of_variable = {environment_variable(key): key for key in known}
-    layers: list[tuple[str, Mapping[str, Any]]] = [
-        (str(file), read_toml(file) if file else {}),
-        (
-            "LOCKSTEP_* in the environment",
-            {
-                key_of_variable[n]: text
-                for n, text in (environ or {}).items()
-                if n in key_of_variable
-            },
-        ),
-        ("command line", flags or {}),
-    ]
-    adapter, source = next(
-        ((str(layer[ADAPTER]), source) for source, layer in reversed(layers) if layer.get(ADAPTER)),
-        ("", ""),
-    )
-    if adapter and all("lora.rank" not in layer for _, layer in layers):
-        if not os.path.isfile(os.path.join(adapter, ADAPTER_CONFIG)):
-            raise ConfigError(
-                f"{ADAPTER} = {shorten(adapter)}: there is no {ADAPTER_CONFIG}",
-                source,
-                "give a folder with adapters of PEFT",
-            )
-        layers.insert(0, (f"{ADAPTER_CONFIG} in {adapter}", read_adapter_config(Path(adapter))))
-    values = (
-        flatten(asdict(saved.run))
-        if saved
-        else {key: member.default for key, member in known.items()}
-    )
-    origin = dict(saved.origin) if saved else {key: "default" for key in known}
+    key_of = {environment_variable(key): key for key in known}
+    layers: dict[str, Mapping[str, Any]] = {
+        str(file): read_toml(file) if file else {},
+        "LOCKSTEP_* in the environment": {
+            key_of[name]: text for name, text in (environ or {}).items() if name in key_of
+        },
+        "command line": flags or {},
+    }
+    set_by = {key: source for source, layer in layers.items() for key in layer}
+    source = set_by.get(ADAPTER, "")
+    if source and layers[source][ADAPTER] and "lora.rank" not in set_by:
+        layers = read_adapter(str(layers[source][ADAPTER]), source) | layers
+    values = {key: field.default for key, field in known.items()}
+    origin = dict.fromkeys(known, "default")
+    if saved:
+        values = flatten(asdict(saved.run))
+        origin = dict(saved.origin)
     problems: list[tuple[str, str, str]] = []  # (what, where, hint)
-    for source, layer in layers:
+    for source, layer in layers.items():
         for key, raw in layer.items():
             if key not in known:
-                near = nearest_keys(key, list(known))
-                problems.append(
-                    (
-                        f"unknown key {key!r}",
-                        source,
-                        f"perhaps {' or '.join(near)}" if near else "see lockstep train --help",
-                    )
-                )
+                near = " or ".join(nearest_keys(key, list(known)))
+                hint = f"perhaps {near}" if near else "see lockstep train --help"
+                problems.append((f"unknown key {key!r}", source, hint))
                 continue
             try:
-                values[key], origin[key] = known[key].parse(raw), source
+                values[key] = known[key].parse(raw)
+                origin[key] = source
             except ValueError as error:
                 problems.append((f"{key} = {shorten(raw)}: {error}", source, known[key].doc))
     if problems:
-        whats, wheres, hints = zip(*problems, strict=True)
-        what = (
-            whats[0]
-            if len(problems) == 1
-            else f"{len(problems)} invalid values: {'; '.join(whats)}"
-        )
-        raise ConfigError(what, "\n".join(dict.fromkeys(wheres)), "\n".join(dict.fromkeys(hints)))
-    if decay_follows_steps and all(DECAY_STEPS not in layer for _, layer in layers):
-        values[DECAY_STEPS], origin[DECAY_STEPS] = max(1, values["steps"]), AS_STEPS
+        many = f"{len(problems)} invalid values: " if len(problems) > 1 else ""
+        what = many + "; ".join(what for what, _, _ in problems)
+        where, hint = ("\n".join(dict.fromkeys(each[i] for each in problems)) for i in (1, 2))
+        raise ConfigError(what, where, hint)
+    if decay_follows_steps and DECAY_STEPS not in set_by:
+        values[DECAY_STEPS] = max(1, values["steps"])
+        origin[DECAY_STEPS] = AS_STEPS
     run = build_config(values)
     for what, keys, hint in conflicts(run):
         raise ConfigError(what, ", ".join(f"{key} from {origin[key]}" for key in keys), hint)
     return ResolvedRun(run, origin, saved.overrides if saved else ())
+
+
+def read_adapter(folder: str, source: str) -> dict[str, Mapping[str, Any]]:
+    """Return the values that a folder of PEFT defines, by their source. ConfigError."""
+    if not os.path.isfile(os.path.join(folder, ADAPTER_CONFIG)):
+        what = f"{ADAPTER} = {shorten(folder)}: there is no {ADAPTER_CONFIG}"
+        raise ConfigError(what, source, "give a folder with adapters of PEFT")
+    return {f"{ADAPTER_CONFIG} in {folder}": read_adapter_config(Path(folder))}
 
 
 def with_precision(

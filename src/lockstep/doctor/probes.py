@@ -1,6 +1,7 @@
 """Probe objects in the place where hosts meet: a folder of the run on their disk, or its store.
 
-Each host writes one, looks for those of the others, and all try to create the same name.
+Each host writes one, looks for those of the others, and all try to create the same name. Every
+method but `remove` raises OSError or StoreError when the place cannot be used.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from lockstep.files import write_atomic
 from lockstep.object_store.address import Address, parse_address
@@ -22,27 +23,12 @@ PROBE_BYTES = 1 << 20
 FOLDER = "doctor"
 
 
-class Probes(Protocol):
-    """Every method but `remove` raises OSError or StoreError when the place cannot be used."""
-
-    def write(self, name: str) -> dict[str, Any]:
-        """Write 1 MiB as `name`; return facts: seconds, and bytes that are left."""
-
-    def names(self) -> Sequence[str]: ...
-
-    def claim(self, name: str, own: str) -> bool:
-        """Return whether this host is the one that creates `name`, as it would a generation of a
-        run. own: the probe of this host"""
-
-    def remove(self, names: Sequence[str]) -> None:
-        """Remove what another host has not removed."""
-
-
 class DiskProbes:
     def __init__(self, run: Path) -> None:
         self.folder = run / FOLDER
 
     def write(self, name: str) -> dict[str, Any]:
+        """Write 1 MiB as `name`; return facts: seconds, and bytes that are left."""
         self.folder.mkdir(parents=True, exist_ok=True)
         start_s = time.perf_counter()
         write_atomic(self.folder / name, bytes(PROBE_BYTES))
@@ -55,6 +41,8 @@ class DiskProbes:
         return os.listdir(self.folder)
 
     def claim(self, name: str, own: str) -> bool:
+        """Return whether this host is the one that creates `name`, as it would a generation of a
+        run. own: the probe of this host"""
         try:
             os.link(self.folder / own, self.folder / name)
         except OSError:
@@ -62,6 +50,7 @@ class DiskProbes:
         return True
 
     def remove(self, names: Sequence[str]) -> None:
+        """Remove what another host has not removed."""
         for remove in (*((self.folder / name).unlink for name in names), self.folder.rmdir):
             with suppress(OSError):  # another host still has a file there
                 remove()
@@ -86,6 +75,9 @@ class StoreProbes:
     def remove(self, names: Sequence[str]) -> None:
         present = set(self.names())
         self.bucket.delete([f"{self.folder}/{name}" for name in names if name in present])
+
+
+Probes = DiskProbes | StoreProbes
 
 
 def probes_of(run: str) -> Probes:

@@ -11,7 +11,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from lockstep.log import printable
@@ -24,6 +24,17 @@ SECRET_TEXT = re.compile(
     r"(?i)((?:password|passwd|secret|credentials?|(?:api|access|private)[_-]?key|(?<![a-z])token)[\"']?\s*[=:]\s*[\"']?)[^\s\"',;]+"
     r"|\b(?:hf_|sk-|ghp_|AKIA)[A-Za-z0-9_-]{12,}"
 )
+
+
+class Chart(NamedTuple):
+    """names: of its curves, by key; css: "zero" includes 0 on the vertical axis, "wide" fills the
+    page"""
+
+    title: str
+    names: Mapping[str, str]
+    unit: str = ""
+    size: float = 1  # of the unit
+    css: str = ""
 
 
 class Line(NamedTuple):
@@ -73,69 +84,48 @@ def axis(name: str, low: float, high: float, unit: str = "") -> str:
 
 
 def line_chart(
-    title: str,
+    chart: Chart,
     lines: Sequence[Line],
     steps: tuple[float, float],
-    unit: str = "",
     marks: Sequence[Mark] = (),
     note: str = "",
-    css: str = "",
 ) -> str:
     """Return a figure of `lines` over `steps`, the range of all charts of the page; "" without
-    points. css: "zero" includes 0 on the vertical axis, "wide" fills the page."""
-    if not (lines := [line for line in lines if line.points]):
+    points."""
+    lines = [line for line in lines if line.points]
+    if not lines:
         return ""
-    low, high = (
-        min(p[2] for line in lines for p in line.points),
-        max(p[3] for line in lines for p in line.points),
-    )
-    pad = 0.0 if lines[0].kind == "band" else (high - low) * 0.05 or abs(high) * 0.1 or 1.0
+    title, _, unit, _, css = chart
+    is_banded = lines[0].kind == "band"
+    low = min(point[2] for line in lines for point in line.points)
+    high = max(point[3] for line in lines for point in line.points)
+    pad = 0.0 if is_banded else (high - low) * 0.05 or abs(high) * 0.1 or 1.0
     low, high = 0.0 if "zero" in css and low >= 0 else low - pad, high + pad
     x0, x1 = steps
 
     def place(x: float, y: float) -> str:
         return f"{WIDTH * (x - x0) / (x1 - x0):.4g},{HEIGHT * (high - y) / (high - low):.4g}"
 
-    shapes, marks = [], marks[-MAX_MARKS:]
-    for _, color, points, kind in lines:
-        if kind == "band" or any(bottom < top for _, _, bottom, top in points):
-            outline = [place(x, top) for x, _, _, top in points] + [
-                place(x, bottom) for x, _, bottom, _ in reversed(points)
-            ]
-            shapes.append(
-                f'<path class="{"band" if kind == "band" else "area"} {color}" d="M{" ".join(outline)}Z"/>'
-            )
-        if kind == "line":
-            shapes.append(
-                f'<path class="line {color}" d="M{" ".join(place(x, y) for x, y, _, _ in points)}"/>'
-            )
-        if kind == "dots" or len(points) == 1:
-            shapes.append(
-                f'<path class="dots {color}" d="{"".join(f"M{place(x, y)}h0" for x, y, _, _ in points)}"/>'
-            )
+    marks = marks[-MAX_MARKS:]
+    shapes = [shape for line in lines for shape in shapes_of(line, place)]
     shapes += [
         f'<path class="mark {mark.css}" d="M{WIDTH * (mark.x - x0) / (x1 - x0):.2f},-9999V9999"/>'
         for mark in marks
     ]
     data = {
-        **{"x": steps, "y": (low, high), "unit": unit, "fixed": lines[0].kind == "band"},
+        "x": steps,
+        "y": (low, high),
+        "unit": unit,
+        "fixed": is_banded,
         "marks": [(mark.x, hide_secrets(mark.text)) for mark in marks],
         "lines": [line_data(line) for line in lines],
     }
     legend = [f'<li class="{line.css}">{text(line.name)}</li>' for line in lines if len(lines) > 1]
-    legend += [f'<li class="mark">failures: {len(marks)}</li>'] if marks else []
-    label = text(
-        " ".join(
-            filter(
-                None,
-                [
-                    f"{title}: {unit}".strip(": "),
-                    note,
-                    f"{len(marks)} failures are marked" if marks else "",
-                ],
-            )
-        )
-    )
+    described = [f"{title}: {unit}".strip(": "), note]
+    if marks:
+        legend.append(f'<li class="mark">failures: {len(marks)}</li>')
+        described.append(f"{len(marks)} failures are marked")
+    label = text(" ".join(filter(None, described)))
     script = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     return (
         f'<figure class="chart {css}"><figcaption><h3>{text(title)} <small>{unit}</small></h3><p>{text(note)}</p>'
@@ -144,6 +134,22 @@ def line_chart(
         f"{axis('y', low, high)}{axis('x', x0, x1)}{svg(HEIGHT, label, shapes)}"
         f'<i class="cursor" hidden></i><output hidden></output></div><script type="application/json">{script}</script></figure>'
     )
+
+
+def shapes_of(line: Line, place: Callable[[float, float], str]) -> Iterator[str]:
+    """Yield the paths of a line; `place` returns the coordinates of a point."""
+    _, css, points, kind = line
+    if kind == "band" or any(bottom < top for _, _, bottom, top in points):
+        outline = [place(x, top) for x, _, _, top in points]
+        outline += [place(x, bottom) for x, _, bottom, _ in reversed(points)]
+        area = "band" if kind == "band" else "area"
+        yield f'<path class="{area} {css}" d="M{" ".join(outline)}Z"/>'
+    places = [place(x, y) for x, y, _, _ in points]
+    if kind == "line":
+        yield f'<path class="line {css}" d="M{" ".join(places)}"/>'
+    if kind == "dots" or len(points) == 1:
+        dots = "".join(f"M{at}h0" for at in places)
+        yield f'<path class="dots {css}" d="{dots}"/>'
 
 
 def svg(height: float, label: str, shapes: Sequence[str]) -> str:
@@ -195,46 +201,46 @@ def timeline(
 ) -> str:
     """Return a row with the generations of each worker; of each host where there are many workers.
     Times are in seconds since 1970."""
-    workers = sorted(
-        {stretch.worker.rpartition("/")[::2] for stretch in stretches},
-        key=lambda pair: (pair[0], int(pair[1])),
-    )
+    if not stretches:
+        return ""
+    places = {stretch.worker: stretch.worker.rpartition("/")[::2] for stretch in stretches}
+    workers = sorted(places, key=lambda worker: (places[worker][0], int(places[worker][1])))
     by_host = len(workers) > MAX_ROWS
-    rows = list(dict.fromkeys(host if by_host else f"{host}/{slot}" for host, slot in workers))
-    drawn, hidden = {row: i for i, row in enumerate(rows[:MAX_ROWS])}, len(rows[MAX_ROWS:])
-    span_s = max(
-        1e-3, max([stretch.end_s for stretch in stretches] + [mark.x for mark in marks]) - start_s
-    )
-    counts = Counter(
-        stretch._replace(worker=stretch.worker.rpartition("/")[0]) if by_host else stretch
-        for stretch in stretches
-    )
+    row_of = {worker: places[worker][0] if by_host else worker for worker in workers}
+    rows = list(dict.fromkeys(row_of.values()))
+    drawn = {row: i for i, row in enumerate(rows[:MAX_ROWS])}
+    end_s = max([stretch.end_s for stretch in stretches] + [mark.x for mark in marks])
+    span_s = max(1e-3, end_s - start_s)
+
+    def place(time_s: float) -> float:
+        return WIDTH * (time_s - start_s) / span_s
+
     shapes = []
+    counts = Counter(stretch._replace(worker=row_of[stretch.worker]) for stretch in stretches)
     for (row, generation, from_s, to_s), count in counts.items():
-        when = f"generation {generation}, {clock(from_s - start_s)} to {clock(to_s - start_s)}"
-        box = f'x="{WIDTH * (from_s - start_s) / span_s:.2f}" width="{max(0.8, WIDTH * (to_s - from_s) / span_s):.2f}" height="{ROW - 8}"'
-        tip = f"<title>{text(row)}{f', {count} workers' * by_host}: {when}</title>"
-        shapes += (
-            [f'<rect class="g{generation % 3}" y="{drawn[row] * ROW + 4}" {box}>{tip}</rect>']
-            if row in drawn
-            else []
-        )
+        if row in drawn:
+            many = f", {count} workers" if by_host else ""
+            when = f"generation {generation}, {clock(from_s - start_s)} to {clock(to_s - start_s)}"
+            width = max(0.8, place(to_s) - place(from_s))
+            box = f'x="{place(from_s):.2f}" width="{width:.2f}" height="{ROW - 8}"'
+            tip = f"<title>{text(row)}{many}: {when}</title>"
+            shapes.append(
+                f'<rect class="g{generation % 3}" y="{drawn[row] * ROW + 4}" {box}>{tip}</rect>'
+            )
     height = ROW * len(drawn)
     for mark in marks[-MAX_MARKS:]:
         tip = f"<title>{text(mark.text)}</title>"
-        shapes.append(
-            f'<path class="mark" d="M{WIDTH * (mark.x - start_s) / span_s:.2f},0V{height}">{tip}</path>'
-        )
-    size, unit = next(
-        ((size, unit) for size, unit in ((3600, " h"), (60, " min")) if span_s > 3 * size),
-        (1, " s"),
-    )
-    note = f"{len({stretch.generation for stretch in stretches})} generations, {len(workers)} workers, {clock(span_s)}"
-    note += f"; {hidden} more hosts are not drawn" * bool(hidden)
+        shapes.append(f'<path class="mark" d="M{place(mark.x):.2f},0V{height}">{tip}</path>')
+    units = {3600: " h", 60: " min"}
+    size = next((size for size in units if span_s > 3 * size), 1)
+    generations = {stretch.generation for stretch in stretches}
+    note = f"{len(generations)} generations, {len(workers)} workers, {clock(span_s)}"
+    if hidden := len(rows) - len(drawn):
+        note += f"; {hidden} more hosts are not drawn"
     return (
         f'<figure class="timeline wide"><figcaption><h3>{text(title)}</h3><p>{note}</p></figcaption>'
         f'<div class="rows"><ul aria-hidden="true">{"".join(f"<li>{text(row)}</li>" for row in drawn)}</ul>'
-        f'<div class="plot" style="height:{height}px">{axis("x", 0, span_s / size, unit)}'
+        f'<div class="plot" style="height:{height}px">{axis("x", 0, span_s / size, units.get(size, " s"))}'
         f"{svg(height, text(f'{title}: {note}'), shapes)}<output hidden></output></div></div></figure>"
     )
 

@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import lockstep
+from lockstep.config.schema import flatten
 from lockstep.files import write_atomic
 from lockstep.record.backends import without_secrets
 from lockstep.record.goodput import CATEGORIES, NAMES
 from lockstep.record.step_timer import CATEGORIES as WAITS
 from lockstep.report.charts import (
+    Chart,
     Line,
     Mark,
     clock,
@@ -29,31 +31,20 @@ from lockstep.units import format_bytes, format_count, format_duration
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 UNITS = ("tokens", "samples", "steps")  # that a run counts, one of them
-CHARTS: tuple[
-    tuple[str, dict[str, str], str, float, str], ...
-] = (  # title, name of each curve, unit, its size, css
-    (
-        "Loss",
-        {"loss": "training", "validation_loss": "validation", "val_loss": "validation"},
-        "",
-        1,
-        "wide",
-    ),
-    ("Gradient norm", {"norm": "norm"}, "", 1, "zero"),
+LEARNING_RATE = {"learning_rate": "learning rate", "lr": "learning rate"}
+LOSSES = {"loss": "training", "validation_loss": "validation", "val_loss": "validation"}
+WAITED = {"exposed_communication": "exposed communication", "data_wait": "data"}
+CHARTS = (
+    Chart("Loss", LOSSES, css="wide"),
+    Chart("Gradient norm", {"norm": "norm"}, css="zero"),
     *(
-        ("Throughput", {f"{unit}_per_second": "all devices"}, f"{unit}/s", 1, "zero")
+        Chart("Throughput", {f"{unit}_per_second": "all devices"}, f"{unit}/s", css="zero")
         for unit in UNITS
     ),
-    ("Model FLOPs utilization", {"mfu": "all devices"}, "%", 0.01, "zero"),
-    (
-        "Link and data waits",
-        {"exposed_communication": "exposed communication", "data_wait": "data"},
-        "% of a step",
-        0.01,
-        "zero",
-    ),
-    ("Memory", {"memory_bytes": "peak of rank 0"}, "GiB", 2**30, "zero"),
-    ("Learning rate", {"learning_rate": "learning rate", "lr": "learning rate"}, "", 1, "zero"),
+    Chart("Model FLOPs utilization", {"mfu": "all devices"}, "%", 0.01, "zero"),
+    Chart("Link and data waits", WAITED, "% of a step", 0.01, "zero"),
+    Chart("Memory", {"memory_bytes": "peak of rank 0"}, "GiB", 2**30, "zero"),
+    Chart("Learning rate", LEARNING_RATE, css="zero"),
 )
 UNDRAWN = (
     "workers",
@@ -113,17 +104,6 @@ def write_report(folders: Sequence[Path], out: Path) -> str:
     write_atomic(out, page)
     steps = sum(run.data.steps.count for run in runs)
     return f"{out}: {format_bytes(len(page.encode()))}, {steps:,} steps, in {format_duration(time.monotonic() - start_s)}"
-
-
-def flatten(sections: dict[str, Any]) -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for section, value in sections.items():
-        flat |= (
-            {f"{section}.{key}": item for key, item in value.items()}
-            if isinstance(value, dict)
-            else {section: value}
-        )
-    return flat
 
 
 def render(runs: Sequence[Run], title: str) -> str:
@@ -243,18 +223,18 @@ def step_charts(runs: Sequence[Run], steps: tuple[float, float]) -> Iterator[str
         for formed in run.data.history.generations
         if formed.failed
     ]
-    for title, keys, unit, size, css in [*CHARTS, *((name, keys, "", 1, "") for name, keys in own)]:
-        lines = [line for run in runs for line in curves(run, keys, size)]
-        if "loss" in keys:
+    for chart in [*CHARTS, *own]:
+        lines = [line for run in runs for line in curves(run, chart)]
+        if chart.names is LOSSES:
             lines += [line for run in runs for line in scores(run, steps)]
-        notes = [note for run in runs if (note := extremes(run, next(iter(keys)), size))]
-        yield line_chart(title, lines, steps, unit, marks, "; ".join(notes), css)
+        notes = filter(None, (extremes(run, chart) for run in runs))
+        yield line_chart(chart, lines, steps, marks, "; ".join(notes))
 
 
-def own_charts(keys: Iterable[str]) -> list[tuple[str, dict[str, str]]]:
-    """Return title and curves of the charts of what only the user's loop logs. All that have a
-    validation are among them."""
-    known = {key for _, names, *_ in CHARTS for key in names} | set(UNDRAWN)
+def own_charts(keys: Iterable[str]) -> list[Chart]:
+    """Return the charts of what only the user's loop logs. All that have a validation are among
+    them."""
+    known = {*UNDRAWN, *(key for chart in CHARTS for key in chart.names)}
     own = [key for key in dict.fromkeys(keys) if key not in known]
     own = [key for key in own if not key.endswith(("_seconds", "_so_far"))]
     charts = {key: {key: key} for key in own if not VALIDATION.fullmatch(key)}
@@ -265,7 +245,8 @@ def own_charts(keys: Iterable[str]) -> list[tuple[str, dict[str, str]]]:
             if charts.pop(name, None):
                 validated[name] = {name: "training"}
             validated.setdefault(name, {})[key] = "validation"
-    return [*validated.items(), *charts.items()][: max(MAX_OWN, len(validated))]
+    drawn = [Chart(title, names) for title, names in (validated | charts).items()]
+    return drawn[: max(MAX_OWN, len(validated))]
 
 
 def step_range(runs: Sequence[Run]) -> tuple[float, float]:
@@ -281,134 +262,106 @@ def step_range(runs: Sequence[Run]) -> tuple[float, float]:
     )
 
 
-def curves(run: Run, keys: dict[str, str], size: float) -> Iterator[Line]:
-    for i, (key, name) in enumerate(keys.items()):
+def curves(run: Run, chart: Chart) -> Iterator[Line]:
+    for i, (key, name) in enumerate(chart.names.items()):
         if curve := run.data.steps.curves.get(key):
-            points = [(x, y / size, low / size, high / size) for x, y, low, high in curve.points()]
-            yield Line(
-                run.prefix + name,
-                run.css + "2" * (i > 0),
-                points,
-                "dots" if VALIDATION.fullmatch(key) else "line",
-            )
+            points = [(x, *(y / chart.size for y in ys)) for x, *ys in curve.points()]
+            kind = "dots" if VALIDATION.fullmatch(key) else "line"
+            yield Line(run.prefix + name, run.css + "2" * (i > 0), points, kind)
 
 
 def scores(run: Run, steps: tuple[float, float]) -> Iterator[Line]:
     """Yield the losses in evaluations.jsonl, by split."""
-    losses: dict[str, list[tuple[float, float, float, float]]] = {}
+    losses: dict[str, list[Sequence[float]]] = {}
     for line in run.facts.evaluations:
         step, loss = line["step"], line.get("loss")
         if type(loss) is float and math.isfinite(loss) and steps[0] <= step <= steps[1]:
-            losses.setdefault(str(line.get("split", "validation")), []).append(
-                (step, loss, loss, loss)
-            )
-    yield from (
-        Line(f"{run.prefix}evaluated: {split}", run.css + "2", points, "dots")
-        for split, points in losses.items()
-    )
+            points = losses.setdefault(str(line.get("split", "validation")), [])
+            points.append((step, loss, loss, loss))
+    for split, points in losses.items():
+        yield Line(f"{run.prefix}evaluated: {split}", run.css + "2", points, "dots")
 
 
-def extremes(run: Run, key: str, size: float) -> str:
-    if not (curve := run.data.steps.curves.get(key)) or not curve.bins:
+def extremes(run: Run, chart: Chart) -> str:
+    curve = run.data.steps.curves.get(next(iter(chart.names)))
+    if not curve or not curve.bins:
         return ""
-    low, high = (
-        f"{number(value / size)} (step {step:,})" for step, value in (curve.lowest, curve.highest)
-    )
-    return (
-        f"{run.prefix}last {number(curve.last[1] / size)}"
-        + f", lowest {low}, highest {high}" * (not run.prefix)
-    )
+    (_, last), *extreme = curve.last, curve.lowest, curve.highest
+    low, high = (f"{number(value / chart.size)} (step {step:,})" for step, value in extreme)
+    note = f"{run.prefix}last {number(last / chart.size)}"
+    return note if run.prefix else f"{note}, lowest {low}, highest {high}"
 
 
 def step_bands(run: Run, steps: tuple[float, float]) -> str:
     """Return a chart of the shares of a step: training and each kind of waiting."""
     drawn = [
-        run.data.steps.curves.get(key)
-        for key in ("seconds", *(f"{name}_seconds" for name in WAITS))
+        run.data.steps.curves.get(key) for key in ("seconds", *(f"{w}_seconds" for w in WAITS))
     ]
-    if None in drawn or len({curve.width for curve in drawn if curve}) > 1:
+    whole_curves = [curve for curve in drawn if curve]
+    if len(whole_curves) < len(drawn) or len({curve.width for curve in whole_curves}) > 1:
         return ""
-    bands: dict[str, list[tuple[float, float, float, float]]] = {
-        name: [] for name in ("training", *WAITS)
-    }
-    for seconds, *waits in zip(*(curve.points() for curve in drawn if curve), strict=False):
+    bands: dict[str, list[Sequence[float]]] = {name: [] for name in ("training", *WAITS)}
+    for seconds, *waits in zip(*(curve.points() for curve in whole_curves), strict=False):
         waited = [point[1] for point in waits]
-        whole, below = max(seconds[1], math.fsum(waited)) or 1.0, 0.0
-        for name, value in zip(bands, [whole - math.fsum(waited), *waited], strict=True):
+        whole = max(seconds[1], math.fsum(waited)) or 1.0
+        below = 0.0
+        for band, value in zip(bands.values(), [whole - math.fsum(waited), *waited], strict=True):
             share = 100 * value / whole
-            bands[name].append((seconds[0], share, below, below + share))
+            band.append((seconds[0], share, below, below + share))
             below += share
     lines = [
         Line(BAND_NAMES.get(name, name), BAND_CSS[name], points, "band")
         for name, points in bands.items()
     ]
-    return line_chart(
-        f"{run.prefix}Time of a step", lines, steps, "%", (), "the bands sum to 100%", "zero"
-    )
+    chart = Chart(f"{run.prefix}Time of a step", BAND_NAMES, "%", css="zero")
+    return line_chart(chart, lines, steps, (), "the bands sum to 100%")
 
 
 def goodput(run: Run) -> str:
-    names = {name: BAND_NAMES[name] for name in run.ledger}
-    shares, css = percents(run.ledger), {names[name]: BAND_CSS[name] for name in names}
-    bar = share_bar(
-        {names[name]: share for name, share in shares.items()}, css, f"{run.prefix}wall time"
-    )
+    if not run.ledger:
+        return ""
+    shares = percents(run.ledger)
+    css = {BAND_NAMES[name]: BAND_CSS[name] for name in shares}
+    named = {BAND_NAMES[name]: share for name, share in shares.items()}
     rows = [
         (
-            f'<i class="swatch {BAND_CSS[name]}"></i>{names[name]}',
-            clock(run.ledger[name]),
+            f'<i class="swatch {BAND_CSS[name]}"></i>{BAND_NAMES[name]}',
+            clock(seconds),
             f"{shares[name]:.1f}%",
         )
-        for name in names
+        for name, seconds in run.ledger.items()
     ]
-    rows.append(
-        ("sum", clock(math.fsum(run.ledger.values())), f"{math.fsum(shares.values()):.1f}%")
-    )
+    total = clock(math.fsum(run.ledger.values()))
+    rows.append(("sum", total, f"{math.fsum(shares.values()):.1f}%"))
+    bar = share_bar(named, css, f"{run.prefix}wall time")
     caption = f"{run.prefix}wall time by category"
-    return (
-        f'<figure class="wide">{bar}{table(caption, ("category", "time", "share"), rows, raw=True)}</figure>'
-        if names
-        else ""
-    )
+    return f'<figure class="wide">{bar}{table(caption, ("category", "time", "share"), rows, raw=True)}</figure>'
 
 
 def run_timeline(run: Run) -> str:
-    failed = [formed for formed in run.data.history.generations if formed.failed]
     marks = [
         Mark(formed.time_s, f"generation {formed.number}, step {formed.step:,}: {formed.why}")
-        for formed in failed
+        for formed in run.data.history.generations
+        if formed.failed
     ]
-    stretches = run.data.all_stretches()
-    return (
-        timeline(
-            stretches, marks, run.data.history.first_s, f"{run.prefix}Members of each generation"
-        )
-        if stretches
-        else ""
-    )
+    title = f"{run.prefix}Members of each generation"
+    return timeline(run.data.all_stretches(), marks, run.data.history.first_s, title)
 
 
 def events_table(run: Run) -> str:
-    events = [(item.time_s, item.step, item.event, item.text) for item in run.data.history.notes]
-    for item in run.data.history.generations:
-        events.append(
-            (
-                item.time_s,
-                item.step,
-                f"generation {item.number}",
-                f"{len(item.workers)} workers: {item.why}",
-            )
-        )
+    history = run.data.history
+    events = [(item.time_s, item.step, item.event, item.text) for item in history.notes]
+    for item in history.generations:
+        reason = f"{len(item.workers)} workers: {item.why}"
+        events.append((item.time_s, item.step, f"generation {item.number}", reason))
     events.sort(key=lambda event: event[0])
     rows = [
-        (clock(time_s - run.data.history.first_s), "" if step is None else step, *rest)
+        (clock(time_s - history.first_s), "" if step is None else step, *rest)
         for time_s, step, *rest in events[-MAX_EVENTS:]
     ]
-    caption = (
-        f"{run.prefix}the last {len(rows)} of {len(events):,} events"
-        if len(rows) < len(events)
-        else f"{run.prefix}events"
-    )
+    caption = f"{run.prefix}events"
+    if len(rows) < len(events):
+        caption = f"{run.prefix}the last {len(rows)} of {len(events):,} events"
     return table(caption, ("after", "step", "event", "reason"), rows)
 
 
