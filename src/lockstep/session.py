@@ -125,7 +125,8 @@ class Session:
         pipeline: int = 1,
         **options: Unpack[ReplicaOptions],
     ) -> None:
-        session_checks.refuse_wrong_options(micro_batches, options)
+        own = ["micro_batches", *(Session.__init__.__kwdefaults__ or ())]
+        session_checks.refuse_wrong_options(micro_batches, options, own)
         self.out = local_folder(out)
         self.values = SessionValues(
             out=self.out,

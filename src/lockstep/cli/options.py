@@ -100,16 +100,13 @@ FILES = ("FILE", "FILE.json", "FILE.html", "FILE.svg")
 # Types of values by their words in the help; others are texts.
 TYPES: dict[str, Callable[[str], Any]] = {
     **dict.fromkeys((*PATHS, *FILES), Path),
-    **dict.fromkeys(("N", "T"), COUNT),
-    **dict.fromkeys(("MIN", "MAX"), integer(0, 1 << 16)),
+    **dict.fromkeys(("N", "T", "FAULTS"), COUNT),
+    **dict.fromkeys(("MIN", "MAX", "GPUS", "COUNT"), integer(0, 1 << 16)),
     **dict.fromkeys(("P", "TOP_P", "TEMPERATURE"), float),
     "MIN:MAX": node_range,
     "STEP|best": step_or_best,
     "RANKS": integer(2, 1 << 16),
     "R": integer(1, 128),
-    "GPUS": integer(0, 1024),
-    "COUNT": integer(0, 10_000),
-    "FAULTS": integer(1, 10_000),
     "BEAMS": integer(1, 256),
     "TOKENS": integer(1, 1 << 20),
     "TOP_K": integer(0, 1 << 20),

@@ -15,7 +15,14 @@ from typing import Any, Literal
 
 from lockstep.config.adapter_config import ADAPTER_CONFIG, read_adapter_config
 from lockstep.config.rules import DECAY_STEPS, conflicts
-from lockstep.config.schema import ResolvedRun, build_config, config_fields, flatten
+from lockstep.config.schema import (
+    ResolvedRun,
+    build_config,
+    config_fields,
+    flatten,
+    nearest_keys,
+    parse_value,
+)
 from lockstep.errors import ConfigError
 from lockstep.log import log
 from lockstep.runtime.variables import environment_variable, takes_no_value, unknown_variables
@@ -114,18 +121,6 @@ def parse_flags(words: list[str]) -> dict[str, str]:
     return flags
 
 
-def nearest_keys(key: str, known: list[str]) -> list[str]:
-    """Return up to three known keys that resemble `key`: its last word, initials (lr)."""
-    last = key.rpartition(".")[2]
-
-    def short_forms(key: str) -> tuple[str, str]:
-        name = key.rpartition(".")[2]
-        return name, "".join(word[0] for word in name.split("_"))
-
-    same = [k for k in known if last in short_forms(k)]
-    return (same or difflib.get_close_matches(key, known, n=3, cutoff=0.6))[:3]
-
-
 def refuse_unknown_variables(environ: Mapping[str, str], others: Sequence[str]) -> None:
     """ConfigError with the nearest names for LOCKSTEP_ variables that are neither a key of a run
     nor in `others`."""
@@ -173,24 +168,19 @@ def resolve(
     if saved:
         values = flatten(asdict(saved.run))
         origin = dict(saved.origin)
-    problems: list[tuple[str, str, str]] = []  # (what, where, hint)
+    problems = []
     for source, layer in layers.items():
         for key, raw in layer.items():
-            if key not in known:
-                near = " or ".join(nearest_keys(key, list(known)))
-                hint = f"perhaps {near}" if near else "see lockstep train --help"
-                problems.append((f"unknown key {key!r}", source, hint))
-                continue
             try:
-                values[key] = known[key].parse(raw)
+                values[key] = parse_value(key, raw, source)
                 origin[key] = source
-            except ValueError as error:
-                problems.append((f"{key} = {shorten(raw)}: {error}", source, known[key].doc))
+            except ConfigError as error:
+                problems.append(error)
     if problems:
         many = f"{len(problems)} invalid values: " if len(problems) > 1 else ""
-        what = many + "; ".join(what for what, _, _ in problems)
-        where, hint = ("\n".join(dict.fromkeys(each[i] for each in problems)) for i in (1, 2))
-        raise ConfigError(what, where, hint)
+        what = many + "; ".join(error.what for error in problems)
+        where = "\n".join(dict.fromkeys(error.where for error in problems))
+        raise ConfigError(what, where, "\n".join(dict.fromkeys(error.hint for error in problems)))
     if decay_follows_steps and DECAY_STEPS not in set_by:
         values[DECAY_STEPS] = max(1, values["steps"])
         origin[DECAY_STEPS] = AS_STEPS

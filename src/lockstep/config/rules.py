@@ -13,7 +13,14 @@ from shutil import which
 from typing import Any, NamedTuple
 
 from lockstep.config.adapter_config import LORA_TARGETS
-from lockstep.config.schema import ResolvedRun, RunConfig, ScheduleOverride, config_fields, flatten
+from lockstep.config.schema import (
+    ResolvedRun,
+    RunConfig,
+    ScheduleOverride,
+    config_fields,
+    flatten,
+    parse_value,
+)
 from lockstep.errors import ConfigError
 from lockstep.network.wire_format import wire_conflict
 from lockstep.training.skip import skip_conflicts
@@ -334,19 +341,10 @@ def basenames(paths: str | Sequence[str]) -> list[str]:
 
 def parse_schedule(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
     """Return values of SCHEDULE, converted. ConfigError for other keys and invalid values."""
-    known, values = config_fields(), {}
-    for key, item in raw.items():
-        if key not in SCHEDULE:
-            raise ConfigError(
-                f"{key} cannot be overridden",
-                source,
-                f"only the schedule can: {', '.join(SCHEDULE)}",
-            )
-        try:
-            values[key] = known[key].parse(item)
-        except ValueError as error:
-            raise ConfigError(f"{key} = {item!r}: {error}", source, known[key].doc) from None
-    return values
+    if others := [key for key in raw if key not in SCHEDULE]:
+        hint = f"only the schedule can: {', '.join(SCHEDULE)}"
+        raise ConfigError(f"{others[0]} cannot be overridden", source, hint)
+    return {key: parse_value(key, item, source) for key, item in raw.items()}
 
 
 def parse_overrides(words: Sequence[str]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ A `bits_option` decides the trained bits, and cannot change when the run resumes
 every key, except for each `host_option`.
 """
 
+import difflib
 import json
 import math
 from collections.abc import Mapping
@@ -15,7 +16,8 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 from pydantic import BeforeValidator, TypeAdapter, ValidationError
 
 from lockstep.config.adapter_config import LORA_TARGETS
-from lockstep.units import parse_bytes, parse_seconds
+from lockstep.errors import ConfigError
+from lockstep.units import parse_bytes, parse_seconds, shorten
 
 Bytes = Annotated[int, BeforeValidator(parse_bytes)]
 Seconds = Annotated[float, BeforeValidator(parse_seconds)]
@@ -555,6 +557,32 @@ def config_fields(cls: type = RunConfig, prefix: str = "") -> dict[str, Field]:
         else:
             by_key[key] = replace(member.metadata["field"], type=hints[member.name])
     return by_key
+
+
+def nearest_keys(key: str, known: list[str]) -> list[str]:
+    """Return up to three known keys that resemble `key`: its last word, initials (lr)."""
+    last = key.rpartition(".")[2]
+
+    def short_forms(key: str) -> tuple[str, str]:
+        name = key.rpartition(".")[2]
+        return name, "".join(word[0] for word in name.split("_"))
+
+    same = [k for k in known if last in short_forms(k)]
+    return (same or difflib.get_close_matches(key, known, n=3, cutoff=0.6))[:3]
+
+
+def parse_value(key: str, raw: Any, source: str) -> Any:
+    """Return the value of a key. ConfigError for an unknown key and an invalid value."""
+    known = config_fields()
+    if key not in known:
+        near = " or ".join(nearest_keys(key, list(known)))
+        hint = f"perhaps {near}" if near else "see lockstep train --help"
+        raise ConfigError(f"unknown key {key!r}", source, hint)
+    try:
+        return known[key].parse(raw)
+    except ValueError as error:
+        what = f"{key} = {shorten(raw)}: {error}"
+        raise ConfigError(what, source, known[key].doc) from None
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

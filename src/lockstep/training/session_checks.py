@@ -61,28 +61,11 @@ class ReplicaOptions(TypedDict, total=False):
     reduce_once_per_step: bool
 
 
-OWN_OPTIONS = (
-    "micro_batches",
-    "save_every",
-    "keep",
-    "seed",
-    "resume",
-    "threads",
-    "track",
-    "progress",
-    "on_save_error",
-    "runtime",
-    "values",
-    "on_divergence",
-    "mfu",
-    "shard",
-    "tensor",
-    "pipeline",
-)  # of Session itself
-
-
-def refuse_wrong_options(micro_batches: int, options: Mapping[str, Any]) -> None:
-    known = [*OWN_OPTIONS, *ReplicaOptions.__annotations__]
+def refuse_wrong_options(
+    micro_batches: int, options: Mapping[str, Any], names: Iterable[str]
+) -> None:
+    """UsageError for invalid arguments of Session, whose own ones have these names."""
+    known = [*names, *ReplicaOptions.__annotations__]
     if unknown := sorted(options.keys() - ReplicaOptions.__annotations__.keys()):
         hint = f"did you mean {' or '.join(get_close_matches(unknown[0], known) or known)}?"
         raise UsageError(f"Session takes no {unknown[0]}", "Session(out, ...)", hint)
