@@ -126,7 +126,7 @@ class Session:
         **options: Unpack[ReplicaOptions],
     ) -> None:
         own = ["micro_batches", *(Session.__init__.__kwdefaults__ or ())]
-        session_checks.refuse_wrong_options(micro_batches, options, own)
+        session_checks.refuse_wrong_options(micro_batches, on_save_error, options, own)
         self.out = local_folder(out)
         self.values = SessionValues(
             out=self.out,

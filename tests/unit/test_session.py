@@ -449,10 +449,16 @@ def test_wrong_arguments_are_refused_at_once(tmp_path: Path) -> None:
     optimizer, second = (torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2))
     with refused("Session takes no verify_evry\n.*\n.*did you mean verify_every"):
         Session(tmp_path, micro_batches=2, verify_evry=2)  # type: ignore[call-arg]
-    with refused('balance=\'uneven\'\n.*\n.*"auto", or "off"'):
+    with refused("balance='uneven'\n.*\n.*'auto' or 'off'"):
         Session(tmp_path, micro_batches=2, balance="uneven")  # type: ignore[arg-type]
-    with refused('unused=\'none\'\n.*\n.*"raise", or "zero"'):
+    with refused("unused='none'\n.*\n.*'raise' or 'zero'"):
         Session(tmp_path, micro_batches=2, unused="none")  # type: ignore[arg-type]
+    with refused("on_nonfinite='ignor'\n.*\n.*'raise' or 'ignore'"):
+        Session(tmp_path, micro_batches=2, on_nonfinite="ignor")  # type: ignore[arg-type]
+    with refused("on_save_error='stopp'\n.*\n.*'continue' or 'stop'"):
+        Session(tmp_path, micro_batches=2, on_save_error="stopp")  # type: ignore[arg-type]
+    with refused("wire='fp8'\n.*\n.*'fp32' or 'bf16' or 'int8'"):
+        Session(tmp_path, micro_batches=2, wire="fp8")  # type: ignore[arg-type]
     with refused("micro_batches=0"):
         Session(tmp_path, micro_batches=0)
     with Session(tmp_path, micro_batches=2) as session:

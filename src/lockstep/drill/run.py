@@ -1,4 +1,4 @@
-"""A run of a drill: `lockstep launch` in a process of its own, with faults on purpose.
+"""A run of a drill: a subprocess `lockstep launch`, with faults on purpose.
 
 worker      SIGKILL to a worker
 leader      SIGKILL to rank 0
@@ -112,7 +112,7 @@ class DrillRun(AbstractContextManager["DrillRun"]):
             )
 
     def wait(self, name: str) -> None:
-        """Wait until the run has ended. LockstepError if it failed."""
+        """Return when the run has exited. LockstepError if it failed."""
         if self.agent.wait():
             raise self.failure(name)
 

@@ -10,7 +10,15 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Literal,
+    TypedDict,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import torch.distributed as dist
 from torch import nn
@@ -62,23 +70,20 @@ class ReplicaOptions(TypedDict, total=False):
 
 
 def refuse_wrong_options(
-    micro_batches: int, options: Mapping[str, Any], names: Iterable[str]
+    micro_batches: int, on_save_error: str, options: Mapping[str, Any], names: Iterable[str]
 ) -> None:
     """UsageError for invalid arguments of Session, whose own ones have these names."""
-    known = [*names, *ReplicaOptions.__annotations__]
-    if unknown := sorted(options.keys() - ReplicaOptions.__annotations__.keys()):
+    kinds = get_type_hints(ReplicaOptions)
+    if unknown := sorted(options.keys() - kinds.keys()):
+        known = [*names, *kinds]
         hint = f"did you mean {' or '.join(get_close_matches(unknown[0], known) or known)}?"
         raise UsageError(f"Session takes no {unknown[0]}", "Session(out, ...)", hint)
-    if (balance := options.get("balance", "auto")) not in ("auto", "off"):
-        raise UsageError(
-            f"balance={balance!r}", "Session(balance=...)", 'give "auto", or "off" for equal shares'
-        )
-    if (unused := options.get("unused", "raise")) not in ("raise", "zero"):
-        raise UsageError(
-            f"unused={unused!r}",
-            "Session(unused=...)",
-            'give "raise", or "zero" for gradients of zero',
-        )
+    kinds["on_save_error"] = Literal["continue", "stop"]
+    for name, value in {**options, "on_save_error": on_save_error}.items():
+        words = get_args(kinds[name])
+        if get_origin(kinds[name]) is Literal and value not in words:
+            hint = f"give {' or '.join(map(repr, words))}; help(lockstep.Session) explains them"
+            raise UsageError(f"{name}={value!r}", f"Session({name}=...)", hint)
     if micro_batches < 1:
         raise UsageError(
             f"micro_batches={micro_batches}",
