@@ -58,11 +58,13 @@ def run_worker(args: argparse.Namespace) -> int:
 
     with ElasticRuntime.join(threads=1) as runtime:
         log.set_up_logging(rank=runtime.world.rank)
-        options = {
-            "step": args.step,
-            "split": args.split,
-            "beams": args.beams,
-            "average": args.average,
-            "follow": args.follow,
-        }
-        return STOP_EXIT_CODES[evaluate(args.folder, runtime, **options)]
+        code = evaluate(
+            args.folder,
+            runtime,
+            step=args.step,
+            split=args.split,
+            beams=args.beams,
+            average=args.average,
+            follow=args.follow,
+        )
+        return STOP_EXIT_CODES[code]

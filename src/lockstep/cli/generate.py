@@ -83,17 +83,19 @@ def print_continuations(args: argparse.Namespace, runtime: ElasticRuntime | None
     group = apply_tensor_parallel(loaded.model, runtime, "--tensor") if runtime else None
     tokenizer = ChatTokenizer.load(loaded.tokenizer, loaded.hf_config)
     texts = args.text or read_input_lines(args.file)
-    options = {
-        "tokens": args.tokens,
-        "sampling": sampling,
-        "stops": args.stop,
-        "chat": args.chat,
-        "compile": args.compile,
-        "group": group,
-    }
     continuations = ["" for _ in texts]
     single, prints = len(args.text) == 1, runtime is None or runtime.world.leader
-    for row, text in generate(loaded.model, tokenizer, texts, **options):
+    for row, text in generate(
+        loaded.model,
+        tokenizer,
+        texts,
+        tokens=args.tokens,
+        sampling=sampling,
+        stops=args.stop,
+        chat=args.chat,
+        compile=args.compile,
+        group=group,
+    ):
         continuations[row] += text
         if single and prints:
             print(text, end="", flush=True)

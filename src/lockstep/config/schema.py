@@ -76,10 +76,10 @@ class Field:
             raise ValueError(
                 str(detail["ctx"]["error"]) if "error" in detail.get("ctx", {}) else detail["msg"]
             ) from None
-        for text in (
-            (value,) if isinstance(value, str) else value if isinstance(value, tuple) else ()
-        ):
-            check_text(text)
+        texts = value if isinstance(value, tuple) else [value]
+        for text in texts:
+            if isinstance(text, str):
+                check_text(text)
         if isinstance(value, tuple) and "" in value:
             raise ValueError("contains an empty entry")
         if isinstance(value, float) and not math.isfinite(value):

@@ -30,7 +30,11 @@ CONNECT_S, POLL_S = 3.0, 0.2
 FILE_S = 10.0  # until a file of another host must appear: NFS caches folders for some seconds
 LINK_S, CHUNK = 1.0, 1 << 18  # of a measurement of bandwidth
 STAGE_S = 60.0  # between two stages of a host that has answered
-GATHERED, MEASURED, GROUPED, READ = 1, 2, 3, 4  # stages of a doctor
+# Stages of a doctor.
+GATHERED = 1
+MEASURED = 2
+GROUPED = 3
+READ = 4
 ASK, SINK = b"ask\n", b"sink\n"
 
 
@@ -57,18 +61,19 @@ class Meeting(ThreadingTCPServer):
     known   by name, the facts of the others
     """
 
-    allow_reuse_address, daemon_threads, request_queue_size = True, True, 128
+    allow_reuse_address = True
+    daemon_threads = True
+    request_queue_size = 128
 
     def __init__(self, me: Host, address: str, peers: Sequence[Host]) -> None:
-        self.peers, self.stage, self.facts = peers, 0, HostFacts(me.name)
+        self.peers = peers
+        self.stage = 0
+        self.facts = HostFacts(me.name)
         self.errors: dict[str, str] = {}
         self.known: dict[str, HostFacts] = {}
         self.stages = dict.fromkeys((peer.name for peer in peers), 0)
-        self.port = (
-            FIRST_PORT
-            + zlib.crc32(" ".join(sorted(host.reached_at for host in (me, *peers))).encode())
-            % PORTS
-        )
+        addresses = " ".join(sorted(host.reached_at for host in (me, *peers)))
+        self.port = FIRST_PORT + zlib.crc32(addresses.encode()) % PORTS
         self.address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
         try:
             super().__init__((address, self.port), Handler)
@@ -175,16 +180,17 @@ def examine(me: Host, hosts: Sequence[Host], run: str, wait_s: float) -> list[Ho
             for name, known in meeting.known.items()
             if known.file and name not in meeting.errors
         }
-        peers = {peer.name: meeting.measure(peer, rate=peer is after) for peer in meeting.peers}
-        seen, claim, is_claimed = set[str](), f"claim-{min([facts.file, *files.values()])}", False
+        unseen: set[str] = set()
+        is_claimed = False
+        claim = f"claim-{min([facts.file, *files.values()])}"
         if facts.file:
             probes = probes_of(run)
-            seen = wait_for_files(probes, set(files.values()))
+            unseen = set(files.values()) - wait_for_files(probes, set(files.values()))
             is_claimed = probes.claim(claim, facts.file)
-        peers = {
-            name: replace(peer, sees_file=files.get(name) in {None, *seen} or not facts.file)
-            for name, peer in peers.items()
-        }
+        peers = {}
+        for peer in meeting.peers:
+            measured = meeting.measure(peer, rate=peer is after)
+            peers[peer.name] = replace(measured, sees_file=files.get(peer.name) not in unseen)
         meeting.enter_stage(MEASURED, replace(facts, peers=peers, is_claimed=is_claimed))
         meeting.enter_stage(GROUPED, try_group(meeting, hosts, hosts.index(me)))
         lost = {
@@ -211,14 +217,12 @@ def try_group(meeting: Meeting, hosts: Sequence[Host], rank: int) -> HostFacts:
     result."""
     facts = meeting.facts
     everyone = [*meeting.known.values(), facts]
-    broken = meeting.errors or any(
-        {"interface", "ports", "versions"} & set(host.errors) for host in everyone
+    broken = any(
+        {"interface", "ports", "versions"} & set(host.errors)
+        or any(peer.error for peer in host.peers.values())
+        for host in everyone
     )
-    if (
-        broken
-        or any(peer.error for host in everyone for peer in host.peers.values())
-        or len(hosts) == 1
-    ):
+    if broken or meeting.errors or len(hosts) == 1:
         return facts
     port = {host.host: host.master_port for host in everyone}[hosts[0].name]
     try:

@@ -18,8 +18,11 @@ from lockstep.log import printable
 from lockstep.report.run_data import Stretch
 from lockstep.units import format_count, format_duration
 
-WIDTH, HEIGHT, ROW = 1000, 300, 26  # of a plot; of a row of the timeline
-MAX_ROWS, MAX_MARKS = 32, 200
+WIDTH = 1000  # of a plot
+HEIGHT = 300
+ROW = 26  # height of a row of the timeline
+MAX_ROWS = 32
+MAX_MARKS = 200
 SECRET_TEXT = re.compile(
     r"(?i)((?:password|passwd|secret|credentials?|(?:api|access|private)[_-]?key|(?<![a-z])token)[\"']?\s*[=:]\s*[\"']?)[^\s\"',;]+"
     r"|\b(?:hf_|sk-|ghp_|AKIA)[A-Za-z0-9_-]{12,}"

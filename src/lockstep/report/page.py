@@ -54,7 +54,9 @@ UNDRAWN = (
     "goodput",
     *UNITS,
 )
-MAX_OWN, MAX_EVENTS, MAX_EVALUATIONS = 8, 100, 50
+MAX_OWN = 8  # charts
+MAX_EVENTS = 100
+MAX_EVALUATIONS = 50
 EVALUATION_SETTINGS = (
     "averaged",
     "lowercase",

@@ -14,6 +14,7 @@ import pytest
 
 from lockstep.cli import options
 from lockstep.cli.main import main, split_script, split_values, subcommands
+from lockstep.errors import UsageError
 
 COMMANDS = (
     "train",
@@ -113,6 +114,26 @@ def test_an_integer_option_has_bounds() -> None:
     for text in ("-1", "1.5", "x", "", "9" * 5000):
         with pytest.raises(argparse.ArgumentTypeError, match="is not an integer from 0 to"):
             parse(text)
+
+
+def test_the_spelling_of_an_option_decides_its_type_and_default() -> None:
+    parse = options.build_parser().parse_args
+    scored = parse(["evaluate", "runs/a", "--split", "test"])
+    assert (scored.folder, scored.step, scored.split) == (Path("runs/a"), None, "test")
+    assert (scored.beams, scored.average, scored.workers, scored.follow) == (1, 0, None, False)
+    continued = parse(["generate", "m", "a", "b", "--stop", "x", "--stop", "y"])
+    assert (continued.text, continued.stop, continued.temperature) == (["a", "b"], ["x", "y"], 0.0)
+    link = ["--rate", "1 MB/s", "--bytes", "1 kB"]
+    lab = parse(["lab", "reduce", "--ranks", "2", *link])
+    assert (lab.collective, lab.bytes, lab.latency, lab.algorithm) == ("reduce", 1000, 0.0, None)
+    job = parse(["render", "slurm", "a.toml", "--nodes", "2:4", "--run", "s3://bucket/run"])
+    assert (job.nodes, job.gpus, job.run) == ((2, 4), 0, "s3://bucket/run")
+    run = parse(["run", "a.py", "-m", "pkg.mod", "--layout.shard", "2", "--track", "wandb"])
+    assert (run.module, vars(run)["layout.shard"], run.track) == ("pkg.mod", 2, ["wandb"])
+    assert parse(["watch", "a"]).every == 2.0 and parse(["doctor"]).out == Path("runs/default")
+    assert parse(["checkpoint", "export", "a"]).shard_bytes == 5 * 10**9
+    with pytest.raises(UsageError, match="are required: --devices"):
+        parse(["plan"])
 
 
 def test_values_of_a_run_are_separated_from_options() -> None:
