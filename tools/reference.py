@@ -18,7 +18,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from lockstep.cli.main import subcommands
 from lockstep.cli.options import RUN_COMMANDS, Parser, build_parser
 from lockstep.config.schema import MAX_VALUE, Bytes, Field, Seconds, config_fields
 from lockstep.errors import ERRORS_BY_NAME
@@ -101,7 +100,7 @@ def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> list[str]:
 
 
 def cli_page() -> str:
-    commands = subcommands(build_parser())
+    commands = build_parser().commands
     lines = [
         GENERATED.format("cli/options.py"),
         "# Commands",

@@ -5,7 +5,6 @@ import argparse
 import shlex
 from collections.abc import Iterator
 
-from lockstep.cli.main import subcommands
 from lockstep.cli.options import RUN_COMMANDS, build_parser
 from lockstep.config.resolve import recipes
 from lockstep.config.schema import config_fields
@@ -29,9 +28,7 @@ ZSH = (
 
 
 def main(args: argparse.Namespace, rest: list[str]) -> int:
-    commands = {
-        name: str(parser.description) for name, parser in subcommands(build_parser()).items()
-    }
+    commands = {name: str(parser.description) for name, parser in build_parser().commands.items()}
     words = list(known_words())
     if args.shell == "fish":
         print("\n".join(fish_lines(commands, words)))
@@ -48,7 +45,7 @@ def main(args: argparse.Namespace, rest: list[str]) -> int:
 
 
 def known_words() -> Iterator[Word]:
-    for name, parser in subcommands(build_parser()).items():
+    for name, parser in build_parser().commands.items():
         for action in parser._actions:
             choices = tuple(
                 map(

@@ -75,7 +75,7 @@ def run_command(given: list[str]) -> int:
     parser = build_parser()
     words, script, arguments = split_script(parser, given)
     if words[:1] and words[0] in RUN_COMMANDS and not script:
-        subparser = subcommands(parser)[words[0]]
+        subparser = parser.commands[words[0]]
         if {"--help", "-h"} & set(words):
             print_run_help(subparser)
             return 0
@@ -135,16 +135,11 @@ def refuse_invalid_utf8(words: Sequence[str]) -> None:
             )
 
 
-def subcommands(parser: Parser) -> dict[str, Parser]:
-    commands: dict[str, Parser] = parser._subparsers._group_actions[0].choices  # type: ignore[union-attr, assignment]
-    return commands
-
-
 def split_script(parser: Parser, words: list[str]) -> tuple[list[str], str, list[str]]:
     """Return (our words, FILE.py, its arguments); FILE.py is "" without a script."""
     if words[:1] not in (["run"], ["launch"]):
         return words, "", []
-    options = subcommands(parser)[words[0]]._option_string_actions
+    options = parser.commands[words[0]]._option_string_actions
     ours, script, arguments = split_at_script(
         words[1:], {name: 0 if option.nargs == 0 else 1 for name, option in options.items()}
     )

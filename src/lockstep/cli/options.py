@@ -12,7 +12,7 @@ folder RUN              an argument; [folder RUN] may be missing, [text TEXT...]
 """
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -26,7 +26,9 @@ EXIT_CODES = """exit codes: 0 success; 1 training failed; 2 usage or configurati
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that raises UsageError."""
+    """An argument parser that raises UsageError. commands: by name, the parsers of the commands"""
+
+    commands: Mapping[str, "Parser"]
 
     def error(self, message: str) -> None:  # type: ignore[override]
         raise UsageError(
@@ -480,6 +482,7 @@ def build_parser() -> Parser:
     parsers = parser.add_subparsers(
         dest="command", metavar="COMMAND     ", prog="lockstep", parser_class=Parser
     )
+    parser.commands = parsers.choices
     for command_name, command in COMMANDS.items():
         added = parsers.add_parser(
             command_name,

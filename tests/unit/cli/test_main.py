@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from lockstep.cli import options
-from lockstep.cli.main import main, split_script, split_values, subcommands
+from lockstep.cli.main import main, split_script, split_values
 from lockstep.errors import UsageError
 
 COMMANDS = (
@@ -103,7 +103,7 @@ def test_light_modules_do_not_import_torch() -> None:
 def test_every_command_and_option_has_a_help_text() -> None:
     parser = options.build_parser()
     for name in COMMANDS:
-        command = subcommands(parser)[name]
+        command = parser.commands[name]
         assert command.description
         assert all(action.help or action.choices for action in command._actions), name
 
@@ -137,7 +137,7 @@ def test_the_spelling_of_an_option_decides_its_type_and_default() -> None:
 
 
 def test_values_of_a_run_are_separated_from_options() -> None:
-    train = subcommands(options.build_parser())["train"]
+    train = options.build_parser().commands["train"]
     words = [
         "run.toml",
         "--steps",

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.cli.main import main, subcommands
+from lockstep.cli.main import main
 from lockstep.cli.options import RUN_COMMANDS, build_parser
 from lockstep.config.resolve import recipes
 from lockstep.config.schema import config_fields
@@ -132,10 +132,10 @@ def test_every_command_option_and_key_is_completed(
     script = script_for(shell, capsys)
     options = {
         option
-        for parser in subcommands(build_parser()).values()
+        for parser in build_parser().commands.values()
         for option in parser._option_string_actions
         if option.startswith("--")
     }
     for word in [*options, *(f"--{key}" for key in config_fields())]:
         assert (word if shell == "bash" else f"-l {word[2:]} ") in script, word
-    assert all(name in script for name in [*subcommands(build_parser()), *RUN_COMMANDS])
+    assert all(name in script for name in [*build_parser().commands, *RUN_COMMANDS])
