@@ -5,7 +5,7 @@ import argparse
 import shlex
 from collections.abc import Iterator
 
-from lockstep.cli.options import RUN_COMMANDS, build_parser
+from lockstep.cli.options import COMMANDS, RUN_COMMANDS, build_parser
 from lockstep.config.resolve import recipes
 from lockstep.config.schema import config_fields
 
@@ -28,7 +28,7 @@ ZSH = (
 
 
 def main(args: argparse.Namespace, rest: list[str]) -> int:
-    commands = {name: str(parser.description) for name, parser in build_parser().commands.items()}
+    commands = {name: command.help for name, command in COMMANDS.items()}
     words = list(known_words())
     if args.shell == "fish":
         print("\n".join(fish_lines(commands, words)))
@@ -47,20 +47,11 @@ def main(args: argparse.Namespace, rest: list[str]) -> int:
 def known_words() -> Iterator[Word]:
     for name, parser in build_parser().commands.items():
         for action in parser._actions:
-            choices = tuple(
-                map(
-                    str,
-                    action.choices
-                    or (recipes() if (name, action.dest) == ("recipes", "name") else ()),
-                )
-            )
-            yield (
-                (name,),
-                (action.option_strings or [""])[-1],
-                action.help or "",
-                choices,
-                action.nargs != 0,
-            )
+            option = (action.option_strings or [""])[-1]
+            choices = tuple(action.choices or ())
+            if (name, action.dest) == ("recipes", "name"):
+                choices = tuple(recipes())
+            yield (name,), option, action.help or "", choices, action.nargs != 0
     for key, field in config_fields().items():
         yield RUN_COMMANDS, f"--{key}", field.doc, field.choices, True
 
