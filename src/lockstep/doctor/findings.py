@@ -91,7 +91,7 @@ Verdict = tuple[str, Level, str, str, str]  # host, level, what, where, hint
 # What a host could not gather about itself: where, and what to try.
 ERRORS = {
     "ports": (
-        "ports bound at the address of this host",
+        "bound on {host.address}",
         "free ports, or widen net.ipv4.ip_local_port_range",
     ),
     "versions": (
@@ -102,7 +102,10 @@ ERRORS = {
         "hosts file: address of this host",
         "write its address in the network between the hosts (ip -br addr shows it)",
     ),
-    "gpu": ("nvidia-smi", "install a torch build for the CUDA version of the driver"),
+    "gpu": (
+        "nvidia-smi: {host.driver_gpus}",
+        "install a torch build for the CUDA version of this driver",
+    ),
     "group": (
         "process group of one process per host, and an all-reduce",
         "see the findings above; else NCCL_DEBUG=INFO lockstep doctor, and nc -vz between the hosts",
@@ -128,7 +131,9 @@ def findings(hosts: Sequence[HostFacts]) -> list[Finding]:
     for check, judge in judges.items():
         for host in hosts:
             if check in ERRORS and check in host.errors:
-                found.append(Finding(check, host.host, FAIL, host.errors[check], *ERRORS[check]))
+                where, hint = ERRORS[check]
+                where = where.format(host=host)
+                found.append(Finding(check, host.host, FAIL, host.errors[check], where, hint))
         found += [Finding(check, *verdict) for verdict in judge(hosts)]
     return found
 
