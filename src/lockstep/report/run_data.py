@@ -18,6 +18,7 @@ from lockstep.checkpoint.folder import committed_steps
 from lockstep.elastic.generation_log import GenerationLog
 from lockstep.errors import LockstepError, UsageError
 from lockstep.files import read_json, verify_checksum
+from lockstep.record.events import is_event
 from lockstep.record.goodput import CATEGORIES, valid_seconds
 from lockstep.record.metrics import LineFollower, decode_line, iter_steps, missing_steps
 from lockstep.record.progress import PRINTED
@@ -155,7 +156,10 @@ class History:
         """Read what is new."""
         for line in self.follower.read():
             try:
-                self._add(decode_line(line) or {})
+                event = decode_line(line) or {}
+                if not is_event(event):
+                    raise ValueError("not an event")
+                self._add(event)
             except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
                 self.damaged += 1
 
@@ -185,12 +189,12 @@ class History:
         step = int(event["step"])
         if self.best and self.best[0] > step:
             self.best = None  # of steps that are trained again
-        if not self.generations:
-            failed, why = False, "started"
-        elif event["event"] == "began":
-            failed, why = not self.ended, f"restarted from step {step}"
-        else:
-            failed, why = not self.generations[-1].ids <= set(ids), ""
+        failed = False
+        why = "started"
+        if self.generations:
+            began = event["event"] == "began"
+            failed = not (self.ended if began else self.generations[-1].ids <= set(ids))
+            why = f"restarted from step {step}"
         why = str(event.get("why") or why)
         for worker in list(self.members):
             self._end_stretch(worker, now_s)
