@@ -119,8 +119,8 @@ SHOWN = {
     "recipes absent": "there is no recipe 'absent'",
     "completion tcsh": "invalid choice: 'tcsh'",
     "train --on_divergence pray --out new": "on_divergence = 'pray'",
-    "train --on_divergence rollback --diloco.learners 2 --diloco.every 5 --out new": "not supported with diloco.learners",
-    "train --on_divergence rollback --layout.pipeline 2 --out new": "not supported with layout.pipeline",
+    "train --on_divergence rollback --diloco.learners 2 --diloco.every 5 --out new": "does not support diloco.learners=2",
+    "train --on_divergence rollback --layout.pipeline 2 --out new": "does not support layout.pipeline=2",
     "train --divergence.spike -1 --out new": "divergence.spike",
     "train --track.backend MLflow --out new": "track.backend = 'MLflow'",
 }
