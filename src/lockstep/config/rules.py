@@ -51,8 +51,8 @@ Conflict = tuple[str, Iterable[str], str]  # problem, keys, what to try
 class Rule(NamedTuple):
     """Keys that do not support others, or that need others.
 
-    A key stands for every value but its default, KEY=A|B for these values, KEY!=A|B for all but
-    these, PREFIX* for all keys that begin so.
+    KEY means every value but its default, KEY=A|B these values, KEY!=A|B all but these, PREFIX*
+    all keys that begin so.
     """
 
     keys: str

@@ -191,7 +191,7 @@ class RecipeRun:
 
     @property
     def _fingerprints(self) -> dict[str, str]:
-        """What the data and the initial weights must have in common in all starts."""
+        """Facts of the data and the initial weights, equal in all starts."""
         return dict(self.task.fingerprints) if self.task else {}
 
 

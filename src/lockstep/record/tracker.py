@@ -152,7 +152,7 @@ class Tracker(AbstractContextManager["Tracker"]):
         self.metrics: MetricsFile | None = None
         self.factories: dict[str, Callable[[Cursor], Backend]] = {}
         self.backends: dict[str, Backend] = {}
-        # What each open backend was sent; `state` has what it has flushed.
+        # Each open backend was sent the lines up to here; `state` has what it has flushed.
         self.cursors: dict[str, Cursor] = {}
         self.recent_steps: deque[tuple[int, dict[str, Any]]] = deque(maxlen=REMEMBERED_STEPS)
         self.warnings_logged: set[str] = set()

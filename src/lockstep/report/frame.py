@@ -13,8 +13,8 @@ from rich.text import Text
 from lockstep.checkpoint.folder import COMMITTED, committed_steps, folder_name
 from lockstep.elastic.control import generation_line, worker_rows
 from lockstep.log import printable
-from lockstep.report.curve import Curve
 from lockstep.record.step_timer import format_step_line
+from lockstep.report.curve import Curve
 from lockstep.report.run_data import FAILURES, VALIDATION, RunData, end_text
 from lockstep.units import format_duration
 

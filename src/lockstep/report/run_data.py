@@ -94,7 +94,7 @@ class Steps:
     tail_bytes: read only the last part of this size; None: all of it"""
 
     def __init__(self, path: Path, tail_bytes: int | None = None) -> None:
-        self.follower = LineFollower(path, tail_bytes)
+        self.follower = LineFollower(path, tail_bytes=tail_bytes)
         self.curves: dict[str, Curve] = {}
         self.last: dict[str, Any] = {}  # the line of the newest step
         self.newest = 0

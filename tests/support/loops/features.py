@@ -1,4 +1,4 @@
-"""One feature of a Session at a time, in a loop of its own or with the learners of DiLoCo.
+"""A loop that uses one feature of a Session, without or with the learners of DiLoCo.
 
 feature  see `make_session`, `make_optimizers` and `prepare_options`
 """
