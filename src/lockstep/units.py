@@ -135,3 +135,8 @@ def join_names(names: list[str]) -> str:
     """Return the first MAX_NAMES names, comma-separated, and how many more there are."""
     more = len(names) - MAX_NAMES
     return ", ".join(names[:MAX_NAMES]) + (f" and {more} more" if more > 0 else "")
+
+
+def words(text: str) -> frozenset[str]:
+    """Return the words of a table of names."""
+    return frozenset(text.split())

@@ -17,9 +17,9 @@ import sys
 import time
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,54 +27,20 @@ from torch import Tensor
 
 from lockstep.runtime.tensor_bytes import as_bytes
 from lockstep.runtime.torch_private import version_of
+from lockstep.units import words
 
 MAX_OBJECTS = 50_000  # of a look
 MAX_DEPTH = 40
 MAX_ITEMS = 2_000  # of a list or dict that are looked at; of longer ones a sample
-MAX_MARKS = 1_000  # of an object
+MAX_MARKS = 2_000  # of an object
 MAX_PARTS = 32  # of a container whose items are marked
 MAX_MARKED_BYTES = 1 << 14  # of an array; of a larger one a sample
 MAX_BYTES = 1 << 18  # of a tensor or array; of larger ones a sample
-OPAQUE_PACKAGES = {
-    *(
-        "lockstep",
-        "threading",
-        "_thread",
-        "socket",
-        "logging",
-        "multiprocessing",
-        "concurrent",
-        "asyncio",
-        "subprocess",
-    ),
-    *(
-        "tqdm",
-        "tensorboard",
-        "tensorboardX",
-        "wandb",
-        "mlflow",
-        "rich",
-        "matplotlib",
-        "pathlib",
-        "re",
-        "datetime",
-        "weakref",
-    ),
-    *(
-        "_pytest",
-        "pytest",
-        "unittest",
-        "contextlib",
-        "typing",
-        "enum",
-        "ast",
-        "inspect",
-        "importlib",
-        "omegaconf",
-        "loguru",
-        "ctypes",
-    ),
-}
+OPAQUE_PACKAGES = words("""
+    lockstep threading _thread socket logging multiprocessing concurrent asyncio subprocess
+    tqdm tensorboard tensorboardX wandb mlflow rich matplotlib pathlib re datetime weakref
+    _pytest pytest unittest contextlib typing enum ast inspect importlib omegaconf loguru ctypes
+""")
 OPAQUE_MODULES = (
     "torch.utils.tensorboard",
     "torch.cuda",
@@ -83,25 +49,10 @@ OPAQUE_MODULES = (
     "torch._",
     "torch.autograd",
 )
-SAMPLES_OF_ITERATORS: tuple[Any, ...] = (
-    *(iter([]), iter(()), iter(range(0)), reversed([]), iter(""), iter(b"")),
-    *(iter({}), iter(dict[Any, Any]().items()), iter(dict[Any, Any]().values())),
-)
-BUILTIN_ITERATORS = tuple(type(iterator) for iterator in SAMPLES_OF_ITERATORS)
-ITERATORS = (
-    *BUILTIN_ITERATORS,
-    enumerate,
-    zip,
-    map,
-    filter,
-    reversed,
-    itertools.count,
-    itertools.cycle,
-    itertools.chain,
-    itertools.islice,
-)
-PLAIN = (int, float, str, bytes, bool, type(None))
-SIMPLE = (int, str, bytes, bool, complex, type(None))
+CONTAINERS: tuple[Any, ...] = (dict, list, tuple, collections.deque, set, frozenset)
+FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
+SIMPLE = (bool, int, complex, str, bytes, type(None))
+PLAIN = (*SIMPLE, float)
 
 
 class Unfinished(Exception):
@@ -109,18 +60,20 @@ class Unfinished(Exception):
 
 
 class Look:
-    """One look at many values. skipped: ids of objects that checkpoints hold; is_user_class:
-    whether the attributes of a class's objects are listed one by one."""
+    """One look at many values.
 
-    def __init__(
-        self, skipped: set[int], is_user_class: Callable[[type], bool], seconds: float
-    ) -> None:
-        self.skipped, self.is_user_class = skipped, is_user_class
+    skipped  ids of objects that checkpoints hold
+    modules  of the user: the attributes of objects of their classes are listed one by one
+    """
+
+    def __init__(self, skipped: set[int], modules: set[str], seconds: float) -> None:
+        self.skipped = skipped
+        self.modules = modules
         self.deadline = time.thread_time() + seconds  # without the time of other processes
         self.objects = 0
-        self.owners: set[int] = set()  # ids of the objects whose attributes are listed already
-        self.visited: dict[int, int] = {}
-        self.kept: list[Any] = []  # copies, so that their ids stay theirs during one fingerprint
+        self._owners: set[int] = set()  # ids of the objects whose attributes are listed already
+        self._visited: dict[int, int] = {}
+        self._kept: list[Any] = []  # copies, so that their ids stay theirs during one fingerprint
 
     def attributes(self, path: str, value: Any) -> Iterator[tuple[str, str, str, Any]]:
         """Yield (path, attribute, class of its object, value) of each attribute of an object of a
@@ -128,32 +81,24 @@ class Look:
         pending = [(path, value)]
         while pending:
             where, owner = pending.pop()
-            if id(owner) in self.skipped or id(owner) in self.owners:
+            if id(owner) in self.skipped or id(owner) in self._owners:
                 continue
-            self.owners.add(id(owner))
+            self._owners.add(id(owner))
             for name, item in attributes(owner):
-                if id(item) in self.skipped:
-                    continue
-                if self._has_slots(item):
+                if self.is_object(item):
                     pending.append((f"{where}.{name}", item))
-                else:
+                elif id(item) not in self.skipped:
                     yield f"{where}.{name}", name, kind_of(owner), item
 
     def is_object(self, value: Any) -> bool:
         """Return whether the attributes of this value are compared one by one."""
-        return id(value) not in self.skipped and self._has_slots(value)
-
-    def _has_slots(self, value: Any) -> bool:
-        kind = type(value)
-        return kind is types.SimpleNamespace or (
-            self.is_user_class(kind) and not isinstance(value, type | types.FunctionType)
-        )
+        return id(value) not in self.skipped and is_plain_object(value, self.modules)
 
     def fingerprint(self, value: Any) -> int:
         """Return a hash of the value's contents. Raises Unfinished at the limit."""
-        self.visited, self.kept = {}, []
+        self._visited, self._kept = {}, []
         found = self._hash(value, 0)
-        self.visited, self.kept = {}, []
+        self._visited, self._kept = {}, []
         return found
 
     def _hash(self, value: Any, depth: int) -> int:
@@ -163,152 +108,115 @@ class Look:
         if kind is float:
             return hash(struct.pack("d", value))
         self.objects += 1
-        if (
-            self.objects > MAX_OBJECTS
-            or depth > MAX_DEPTH
-            or (self.objects % 64 == 0 and time.thread_time() > self.deadline)
-        ):
+        is_late = self.objects % 64 == 0 and time.thread_time() > self.deadline
+        if self.objects > MAX_OBJECTS or depth > MAX_DEPTH or is_late:
             raise Unfinished("the limit of a look")
         if id(value) in self.skipped or is_opaque(kind):
             return hash(kind.__qualname__)
-        if id(value) in self.visited:
-            return self.visited[id(value)]
-        self.visited[id(value)] = len(self.visited)
-        return hash((kind.__qualname__, *self._parts(value, depth + 1)))
+        if id(value) in self._visited:
+            return self._visited[id(value)]
+        self._visited[id(value)] = len(self._visited)
+        return hash((kind.__qualname__, *self._contents(value, depth + 1)))
 
-    def _parts(self, value: Any, depth: int) -> Iterator[int]:
+    def _contents(self, value: Any, depth: int) -> Iterator[int]:
         if isinstance(value, Tensor):
             yield from tensor_marks(value)
-        elif isinstance(value, np.ndarray | np.generic):
-            yield from self._array(value, depth)
-        elif isinstance(value, dict):
-            yield from self._mapping(value, depth)
-        elif isinstance(value, list | tuple | collections.deque):
-            yield from self._sequence(value, depth)
-        elif isinstance(value, set | frozenset):
-            yield from (
-                len(value),
-                sum(self._hash(item, depth) for item in itertools.islice(value, MAX_ITEMS)),
-            )
+            return
+        if isinstance(value, np.ndarray | np.generic):
+            yield from array_marks(np.asarray(value))
         elif isinstance(value, bytearray | memoryview | array.array):
             yield hash(bytes(value[:MAX_BYTES]))
-        elif isinstance(value, types.FunctionType | types.MethodType | functools.partial):
-            self.kept.append(parts := parts_of_function(value))
-            yield from (self._hash(part, depth) for part in parts)
-        elif (state := internal_state(value)) is not None:
-            self.kept.append(state)
-            yield self._hash(state, depth)
-        if isinstance(value, int | str | float):  # a subclass of them
+        elif isinstance(value, int | str | float):  # a subclass of them
             yield hash(str.__str__(value) if isinstance(value, str) else float(value))
-        for name, item in () if isinstance(value, type | Tensor) else attributes(value):
-            yield hash(name)
-            yield self._hash(item, depth)
-
-    def _mapping(self, value: dict[Any, Any], depth: int) -> Iterator[int]:
-        yield len(value)
-        items = itertools.islice(dict.items(value), MAX_ITEMS)
-        last = (
-            itertools.islice(reversed(dict.items(value)), MAX_ITEMS)
-            if len(value) > MAX_ITEMS
-            else ()
-        )
-        for key, item in (*items, *last):
-            yield self._hash(key, depth)
-            yield self._hash(item, depth)
-
-    def _sequence(self, value: Any, depth: int) -> Iterator[int]:
-        yield len(value)
-        kind = (
-            list
-            if isinstance(value, list)
-            else tuple
-            if isinstance(value, tuple)
-            else collections.deque
-        )
-        items = list(kind.__iter__(value))
-        if len(items) > MAX_ITEMS:
-            items = [
-                *items[: MAX_ITEMS // 4],
-                *items[:: len(items) // MAX_ITEMS + 1],
-                *items[-MAX_ITEMS // 4 :],
-            ]
-        for item in items:
-            yield self._hash(item, depth)
-
-    def _array(self, value: Any, depth: int) -> Iterator[int]:
-        values = np.asarray(value)
-        yield hash((values.shape, values.dtype.str))
-        if values.dtype.hasobject:
-            yield from (self._hash(item, depth) for item in values.reshape(-1)[:MAX_ITEMS])
-        elif values.nbytes <= MAX_BYTES:
-            yield hash(values.tobytes())
-        else:
-            flat = values.reshape(-1)
-            yield hash(flat[:: flat.size * flat.itemsize // MAX_BYTES + 1].tobytes())
-            yield hash(flat[: MAX_BYTES // flat.itemsize // 4].tobytes())
-
-
-class PartMark(NamedTuple):
-    """What tells cheaply whether a part of an object has changed: its content where that is small,
-    and which object it is."""
-
-    name: str
-    content: Any
-    value: Any
-
-    def equals(self, other: PartMark) -> bool:
-        is_same = self.value is other.value
-        return is_same and self.name == other.name and self.content == other.content
+        elif (state := internal_state(value)) is not None:
+            self._kept.append(state)
+            yield self._hash(state, depth)
+        hashes = (self._hash(part, depth) for part in parts_of(value, MAX_ITEMS))
+        yield from [sum(hashes)] if isinstance(value, set | frozenset) else hashes
 
 
 class Marks:
-    """Marks of what an object consists of: attributes, items of short containers, closures."""
+    """What tells cheaply whether an object has changed: of each of its parts the content where that
+    is small, and which object it is."""
 
     def __init__(self, value: Any) -> None:
-        self.marks: list[PartMark] = []
+        self._marks: list[tuple[Any, Any]] = []
+        self._parts: list[Any] = []  # they keep their ids
         seen: set[int] = set()
-        pending = [("", value)]
-        while pending and len(self.marks) < MAX_MARKS:
-            name, part = pending.pop()
-            is_plain = type(part) in PLAIN
-            self.marks.append(PartMark(name, content_mark(part), None if is_plain else part))
-            if is_plain or id(part) in seen or is_opaque(type(part)):
+        pending = [value]
+        while pending and len(self._marks) < MAX_MARKS:
+            part = pending.pop()
+            kind = type(part)
+            if kind in PLAIN:  # as text NaN is equal to itself
+                self._marks.append((kind, repr(part) if kind is float else part))
+                continue
+            self._marks.append((content_mark(part), id(part)))
+            self._parts.append(part)
+            if id(part) in seen or is_opaque(kind):
                 continue
             seen.add(id(part))
-            pending += parts_to_mark(part)
+            if size_of(part) <= MAX_PARTS and not isinstance(part, Tensor | np.ndarray):
+                pending += parts_of(part, MAX_PARTS)
 
     def equal(self, other: Marks) -> bool:
-        if len(self.marks) != len(other.marks):
-            return False
-        return all(map(PartMark.equals, self.marks, other.marks))
+        return self._marks == other._marks
 
 
 def content_mark(value: Any) -> Any:
-    """Return a plain value itself, bytes of an array, the version of a tensor, or a length."""
-    if type(value) is float:
-        return repr(value)  # NaN is not equal to itself
-    if type(value) in PLAIN:
-        return type(value), value
+    """Return bytes of an array, the version of a tensor, or a length."""
     if isinstance(value, Tensor):
         return None if value.is_inference() else version_of(value)
     if isinstance(value, np.ndarray) and value.flags.c_contiguous and not value.dtype.hasobject:
         stride = value.nbytes // MAX_MARKED_BYTES + 1
         return value.reshape(-1)[::stride].tobytes()
-    return len(value) if type(value) in (list, dict, set, collections.deque) else None
+    return size_of(value)
 
 
-def parts_to_mark(value: Any) -> list[tuple[str, Any]]:
-    """Return (name, part) of what an object consists of; of a long container nothing."""
-    if isinstance(value, Tensor | np.ndarray):
-        return []
-    parts = attributes(value)
-    if isinstance(value, types.FunctionType | types.MethodType | functools.partial):
-        parts += [("", part) for part in parts_of_function(value)]
-    if isinstance(value, dict) and len(value) <= MAX_PARTS:
-        parts += [(str(key), part) for key, part in dict.items(value)]
-    if isinstance(value, list | tuple | collections.deque) and len(value) <= MAX_PARTS:
-        parts += [("", part) for part in value]
-    return parts
+def container_kind(value: Any) -> Any:
+    """Return the class of Python's that a container is of: its methods run no code of the user."""
+    if not isinstance(value, CONTAINERS):
+        return None
+    return next(kind for kind in CONTAINERS if isinstance(value, kind))
+
+
+def size_of(value: Any) -> int:
+    """Return the length of a container; 0 for other values."""
+    kind = container_kind(value)
+    return kind.__len__(value) if kind else 0
+
+
+def parts_of(value: Any, most: int) -> list[Any]:
+    """Return what an object consists of: length and items of a container, the objects that a
+    function keeps between its calls, the names and values of attributes.
+
+    most  items, of a longer container a sample
+    """
+    parts: list[Any] = []
+    kind = container_kind(value)
+    size = size_of(value)
+    if kind is dict:
+        items = [*itertools.islice(dict.items(value), most)]
+        if size > most:
+            items += itertools.islice(reversed(dict.items(value)), most)
+        parts = [size, *itertools.chain.from_iterable(items)]
+    elif kind in (set, frozenset):
+        parts = [size, *itertools.islice(kind.__iter__(value), most)]
+    elif kind:
+        parts = [*kind.__iter__(value)]
+        if size > most:
+            sample = parts[:: size // most + 1]
+            parts = [*parts[: most // 4], *sample, *parts[-most // 4 :]]
+        parts.append(size)
+    elif isinstance(value, np.ndarray) and value.dtype.hasobject:
+        parts = [*value.reshape(-1)[:most]]
+    elif isinstance(value, functools.partial):
+        parts = [value.func, value.args, value.keywords]
+    elif isinstance(value, types.MethodType):
+        parts = [value.__self__]
+    elif isinstance(value, types.FunctionType):
+        closure = [item for _, item in closure_of(value)]
+        parts = [*closure, value.__defaults__, value.__kwdefaults__]
+    return parts + [part for attribute in attributes(value) for part in attribute]
 
 
 def tensor_marks(tensor: Tensor) -> Iterator[int]:
@@ -319,19 +227,28 @@ def tensor_marks(tensor: Tensor) -> Iterator[int]:
     is_plain = (
         type(tensor) is Tensor and tensor.layout == torch.strided and tensor.device.type == "cpu"
     )
-    if is_plain and tensor.numel() * tensor.element_size() <= MAX_BYTES:
-        yield hash(as_bytes(tensor).numpy().tobytes())
-    elif tensor.is_inference():
-        return
-    else:
+    size = tensor.numel() * tensor.element_size()
+    is_large = size > MAX_BYTES
+    if is_large or not is_plain:
+        if tensor.is_inference():
+            return
         yield version_of(tensor)
-        if is_plain:
-            sample = (
-                tensor.reshape(-1)[:: tensor.numel() * tensor.element_size() // MAX_BYTES + 1]
-                if tensor.is_contiguous()
-                else None
-            )
-            yield 0 if sample is None else hash(as_bytes(sample).numpy().tobytes())
+    if is_plain and (not is_large or tensor.is_contiguous()):
+        sample = tensor.reshape(-1)[:: size // MAX_BYTES + 1] if is_large else tensor
+        yield hash(as_bytes(sample).numpy().tobytes())
+
+
+def array_marks(values: np.ndarray[Any, Any]) -> Iterator[int]:
+    """Yield hashes of an array's shape and bytes; of a large one of a sample."""
+    yield hash((values.shape, values.dtype.str))
+    if values.dtype.hasobject:
+        return
+    if values.nbytes <= MAX_BYTES:
+        yield hash(values.tobytes())
+    else:
+        flat = values.reshape(-1)
+        yield hash(flat[:: values.nbytes // MAX_BYTES + 1].tobytes())
+        yield hash(flat[: MAX_BYTES // flat.itemsize // 4].tobytes())
 
 
 def attributes(value: Any) -> list[tuple[str, Any]]:
@@ -347,19 +264,6 @@ def attributes(value: Any) -> list[tuple[str, Any]]:
                 with suppress(AttributeError):
                     found.append((name, member.__get__(value)))
     return found
-
-
-def parts_of_function(function: Any) -> list[Any]:
-    """Return the objects that a function keeps between its calls."""
-    if isinstance(function, functools.partial):
-        return [function.func, function.args, function.keywords]
-    if isinstance(function, types.MethodType):
-        return [function.__self__]
-    return [
-        *(value for _, value in closure_of(function)),
-        function.__defaults__,
-        function.__kwdefaults__,
-    ]
 
 
 def closure_of(function: types.FunctionType) -> list[tuple[str, Any]]:
@@ -389,7 +293,7 @@ def internal_state(value: Any) -> Any:
         return value.get_state()
     if isinstance(value, io.IOBase):
         return file_position(value)
-    if type(value) in ITERATORS:
+    if is_iterator(type(value)):
         with warnings.catch_warnings(), suppress(TypeError, AttributeError):
             warnings.simplefilter("ignore")  # itertools: no copies from Python 3.14 on
             return value.__reduce__()
@@ -419,15 +323,21 @@ def file_position(file: io.IOBase) -> int | None:
 def has_position(value: Any) -> bool:
     """Return whether a value exists to be consumed: a generator, an iterator, a file, random
     numbers."""
-    kinds = (
-        types.GeneratorType,
-        random.Random,
-        np.random.Generator,
-        np.random.RandomState,
-        torch.Generator,
-    )
+    kinds = random.Random, np.random.Generator, np.random.RandomState, torch.Generator
     is_open = isinstance(value, io.IOBase) and file_position(value) is not None
-    return isinstance(value, kinds) or type(value) in ITERATORS or is_open
+    return isinstance(value, kinds) or is_iterator(type(value)) or is_open
+
+
+def is_iterator(kind: type) -> bool:
+    """Return whether this is a class of Python's own iterators, or of generators."""
+    return kind.__module__ in ("builtins", "itertools") and hasattr(kind, "__next__")
+
+
+def is_plain_object(value: Any, modules: set[str]) -> bool:
+    """Return whether this is an object of a class of these modules, or a namespace."""
+    kind = type(value)
+    is_own = kind.__module__ in modules and not is_opaque(kind)
+    return kind is types.SimpleNamespace or (is_own and not isinstance(value, FUNCTIONS))
 
 
 def is_opaque(kind: type) -> bool:

@@ -1,161 +1,65 @@
 """The forms of statements that the analysis of a user's loop knows: the loop itself, values that
-are set first, cleared or printed, and the names of methods that print, change or reset."""
+are set first, cleared or printed, files that it writes and reads, and the names of methods that
+print, change or reset."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from lockstep.training.user_functions import Function, UserFunction, UserFunctions, own_nodes
+from lockstep.training.user_functions import Function, own_nodes
+from lockstep.units import words
 
-PRINTS = {
-    *(
-        "print",
-        "pprint",
-        "display",
-        "info",
-        "debug",
-        "warning",
-        "warn",
-        "error",
-        "critical",
-        "exception",
-        "log",
-        "log_metrics",
-    ),
-    *(
-        "add_scalar",
-        "add_scalars",
-        "add_histogram",
-        "add_image",
-        "add_text",
-        "set_postfix",
-        "set_postfix_str",
-        "set_description",
-    ),
-    *(
-        "write",
-        "writerow",
-        "writerows",
-        "writelines",
-        "plot",
-        "savefig",
-        "savetxt",
-        "to_csv",
-        "dump",
-        "flush",
-        "report",
-        "log_dict",
-    ),
-}
-PRINTERS = {
-    "plt",
-    "wandb",
-    "logger",
-    "logging",
-    "log",
-    "writer",
-    "tb",
-    "pbar",
-    "bar",
-    "progress",
-    "tqdm",
-    "mlflow",
-    "console",
-    "stdout",
-}
-CLOCKS = {
-    *(
-        "time",
-        "perf_counter",
-        "monotonic",
-        "process_time",
-        "time_ns",
-        "perf_counter_ns",
-        "now",
-        "utcnow",
-    ),
-    *("elapsed_time", "default_timer"),
-}
-APPENDS = {"append", "extend"}
-MUTATORS = {
-    *(
-        "appendleft",
-        "extendleft",
-        "add",
-        "update",
-        "setdefault",
-        "insert",
-        "push",
-        "put",
-        "rotate",
-        "sort",
-        "reverse",
-        "subtract",
-    ),
-    *(
-        "pop",
-        "popleft",
-        "popitem",
-        "remove",
-        "discard",
-        "get_nowait",
-        "send",
-        "readline",
-        "__next__",
-    ),
-}
-RESETS = {
-    "clear",
-    "zero_",
-    "fill_",
-    "copy_",
-    "manual_seed",
-    "seed",
-    "set_state",
-    "setstate",
-    "seek",
-}
-EFFECTS = {"load_state_dict", "backward", "step", "learn", "fit", "save", "save_pretrained", "load"}
+PRINTS = words("""
+    print pprint display info debug warning warn error critical exception log log_metrics
+    add_scalar add_scalars add_histogram add_image add_text
+    set_postfix set_postfix_str set_description
+    write writerow writerows writelines plot savefig savetxt to_csv dump flush report log_dict
+""")
+PRINTERS = words("""
+    plt wandb logger logging log writer tb pbar bar progress tqdm mlflow console stdout
+""")
+CLOCKS = words("""
+    time perf_counter monotonic process_time time_ns perf_counter_ns now utcnow
+    elapsed_time default_timer
+""")
+APPENDS = words("append extend")
+MUTATORS = words("""
+    appendleft extendleft add update setdefault insert push put rotate sort reverse subtract
+    pop popleft popitem remove discard get_nowait send readline __next__
+""")
+RESETS = words("clear zero_ fill_ copy_ manual_seed seed set_state setstate seek")
+EFFECTS = words("load_state_dict backward step learn fit save save_pretrained load")
 ITERATION = ("__iter__", "__next__", "__getitem__", "__getitems__", "__len__")
-VIEWS = {
-    *(
-        "parameters",
-        "named_parameters",
-        "buffers",
-        "named_buffers",
-        "modules",
-        "children",
-        "state_dict",
-    ),
-    *("values", "items", "zip", "enumerate"),
-}
-CONSTANTS = {
-    "0",
-    "0.0",
-    "1",
-    "1.0",
-    "None",
-    "False",
-    "True",
-    "[]",
-    "{}",
-    "set()",
-    "list()",
-    "dict()",
-    "()",
-}
-GRADIENTS = {".grad", ".data"}
-NUMBERS_OF_SESSION = {"loss", "step", "world"}
-SESSION_METHODS = {"prepare", "state", "steps", "loader", "micro_batches"}
+VIEWS = words("""
+    parameters named_parameters buffers named_buffers modules children state_dict
+    values items zip enumerate
+""")
+CONSTANTS = words("0 0.0 1 1.0 None False True [] {} set() list() dict() ()")
+GRADIENTS = words(".grad .data")
+LOADS = {
+    "torch.load",
+    "np.load",
+    "numpy.load",
+    "pd.read_csv",
+    "np.loadtxt",
+}  # of the first argument
+SAVES = {
+    "torch.save": 1,
+    "np.save": 0,
+    "numpy.save": 0,
+    "np.savez": 0,
+    "np.savetxt": 0,
+}  # where the path is
+Loop = ast.For | ast.AsyncFor | ast.While
 
 
 @dataclass(frozen=True)
 class LoopPath:
     """A loop, and the statements behind it in each block around it, the innermost first."""
 
-    loop: ast.For | ast.AsyncFor | ast.While
+    loop: Loop
     following: tuple[Sequence[ast.stmt], ...]
 
 
@@ -174,21 +78,37 @@ def find_loop(body: Sequence[ast.stmt], line: int) -> LoopPath | None:
         for block in blocks:
             if (found := find_loop(block, line)) is not None:
                 return LoopPath(found.loop, (*found.following, rest))
-        if isinstance(statement, ast.For | ast.AsyncFor | ast.While):
+        if isinstance(statement, Loop):
             return LoopPath(statement, (rest,))
     return None
 
 
+def assignments(
+    target: ast.expr, value: ast.expr | None
+) -> Iterator[tuple[ast.expr, ast.expr | None]]:
+    """Yield (target, value) of each variable that an assignment sets. Where a value is unpacked
+    that is no tuple itself, all have the whole of it."""
+    if isinstance(target, ast.Starred):
+        target = target.value
+    if not isinstance(target, ast.Tuple | ast.List):
+        yield target, value
+        return
+    values: list[ast.expr | None] = [value] * len(target.elts)
+    if isinstance(value, ast.Tuple | ast.List) and len(value.elts) == len(target.elts):
+        values = [*value.elts]
+    for element, part in zip(target.elts, values, strict=True):
+        yield from assignments(element, part)
+
+
 def filled_first(statement: ast.If) -> set[int]:
     """Return the ids of the targets of `if table is None: table = ...`."""
-    test = statement.test
-    if not isinstance(test, ast.Compare) or not isinstance(test.ops[0], ast.Is) or statement.orelse:
-        return set()
-    checked = ast.unparse(test.left)
-    targets = [
-        target for node in statement.body if isinstance(node, ast.Assign) for target in node.targets
-    ]
-    return {id(target) for target in targets if ast.unparse(target) == checked}
+    match statement:
+        case ast.If(ast.Compare(left=checked, ops=[ast.Is()]), body, orelse=[]):
+            targets = [
+                target for node in body if isinstance(node, ast.Assign) for target in node.targets
+            ]
+            return {id(target) for target in targets if is_same(target, checked)}
+    return set()
 
 
 def ends_constant(body: Sequence[ast.stmt], label: str) -> bool:
@@ -196,75 +116,61 @@ def ends_constant(body: Sequence[ast.stmt], label: str) -> bool:
     it."""
     for statement in reversed(body):
         for node in own_nodes([statement]):
-            if (
-                isinstance(node, ast.Name | ast.Attribute)
-                and isinstance(node.ctx, ast.Store)
-                and ast.unparse(node) == label
-            ):
-                return (
-                    isinstance(statement, ast.Assign)
-                    and assigned_value(statement, label) in CONSTANTS
-                )
-            method = (
-                node.func
-                if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
-                else None
-            )
-            if method is not None and mutates(method.attr) and ast.unparse(method.value) == label:
-                return isinstance(statement, ast.Expr) and method.attr in ("clear", "zero_")
+            match node:
+                case ast.Name(ctx=ast.Store()) | ast.Attribute(ctx=ast.Store()):
+                    if ast.unparse(node) == label:
+                        return isinstance(statement, ast.Assign) and is_constant(statement, label)
+                case ast.Call(ast.Attribute(owner, method)):
+                    if change_by(method) and ast.unparse(owner) == label:
+                        return isinstance(statement, ast.Expr) and method in ("clear", "zero_")
     return False
 
 
-def assigned_value(statement: ast.Assign, label: str) -> str:
-    for target in statement.targets:
-        targets = target.elts if isinstance(target, ast.Tuple) else [target]
-        values = (
-            statement.value.elts
-            if isinstance(statement.value, ast.Tuple)
-            else [statement.value] * len(targets)
-        )
-        for element, value in zip(targets, values, strict=False):
-            if ast.unparse(element) == label:
-                return ast.unparse(value)
-    return ""
+def is_constant(statement: ast.Assign, label: str) -> bool:
+    """Return whether an assignment gives the variable a constant."""
+    values = (
+        value
+        for target in statement.targets
+        for element, value in assignments(target, statement.value)
+        if value and ast.unparse(element) == label
+    )
+    return any(ast.unparse(value) in CONSTANTS for value in values)
 
 
-def session_variables(functions: UserFunctions) -> Iterable[str]:
-    """Yield the keys of the Session, the model, the optimizers and the objects of session.state."""
-    for function in {id(f): f for f in functions.by_line.values()}.values():
-        for node in own_nodes(function.body):
-            call = node.value if isinstance(node, ast.Assign) else node
-            if (
-                not isinstance(call, ast.Call)
-                or not isinstance(call.func, ast.Attribute)
-                or call.func.attr not in SESSION_METHODS
-            ):
-                continue
-            if (
-                call.func.attr in ("state", "steps")
-                and "session" not in ast.unparse(call.func.value).lower()
-            ):
-                continue
-            parts: list[ast.expr] = [call.func.value]
-            if call.func.attr in ("prepare", "state"):
-                parts += [*call.args, *(keyword.value for keyword in call.keywords)]
-            if isinstance(node, ast.Assign) and call.func.attr in ("prepare", "loader", "state"):
-                parts += [
-                    element
-                    for target in node.targets
-                    for element in getattr(target, "elts", [target])
-                ]
-            yield from (key for part in parts if (key := key_of(part, function)))
+def extremes(statement: ast.If) -> Iterator[ast.expr]:
+    """Yield the targets of `if score > best: best = score`."""
+    compared = [
+        ast.unparse(side)
+        for node in ast.walk(statement.test)
+        if isinstance(node, ast.Compare)
+        for side in (node.left, *node.comparators)
+    ]
+    for node in statement.body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.value) in compared:
+            yield from (target for target in node.targets if ast.unparse(target) in compared)
 
 
-def key_of(target: ast.expr, function: UserFunction, bound: Collection[str] = ()) -> str:
-    """Return the key of the variable that holds the target; "" without one. bound: names of
-    comprehensions."""
-    while isinstance(target, ast.Subscript | ast.Starred):
-        target = target.value
-    if isinstance(target, ast.Name):
-        return "" if target.id in bound else function.variable(target.id)
-    return f".{target.attr}" if isinstance(target, ast.Attribute) else ""
+def is_extreme(target: ast.expr, value: ast.expr | None) -> bool:
+    """Return whether this is `best = max(best, score)`."""
+    calls = [node for node in ast.walk(value) if isinstance(node, ast.Call)] if value else []
+    return any(
+        last_name(call.func) in ("max", "min")
+        and any(is_same(argument, target) for argument in call.args)
+        for call in calls
+    )
+
+
+def is_same(first: ast.expr, second: ast.expr) -> bool:
+    """Return whether two expressions are spelled alike."""
+    return ast.unparse(first) == ast.unparse(second)
+
+
+def chain(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield the expression, and what it is an attribute, item or result of: of `a.b()` three."""
+    yield node
+    while isinstance(node, ast.Attribute | ast.Subscript | ast.Call):
+        node = node.func if isinstance(node, ast.Call) else node.value
+        yield node
 
 
 def root_name(node: ast.expr) -> str:
@@ -275,44 +181,102 @@ def root_name(node: ast.expr) -> str:
 
 
 def last_name(callee: ast.AST | None) -> str:
-    return (
-        callee.id
-        if isinstance(callee, ast.Name)
-        else callee.attr
-        if isinstance(callee, ast.Attribute)
-        else ""
-    )
+    """Return `c` of `a.b.c`, and of `c`; "" of other expressions."""
+    match callee:
+        case ast.Name(name) | ast.Attribute(_, name):
+            return name
+    return ""
 
 
-def names_in_chain(node: ast.expr) -> set[str]:
-    names = set[str]()
-    while isinstance(node, ast.Attribute | ast.Call | ast.Subscript):
-        if isinstance(node, ast.Attribute):
-            names.add(node.attr)
-        node = node.func if isinstance(node, ast.Call) else node.value
-    return names | {node.id} if isinstance(node, ast.Name) else names
+def prints(callee: ast.expr) -> bool:
+    """Return whether this is a function that prints or logs, or a method of an object that does."""
+    return last_name(callee) in PRINTS or any(last_name(part) in PRINTERS for part in chain(callee))
 
 
-def mutates(method: str) -> bool:
+def receiver_of(call: ast.Call) -> ast.expr | None:
+    """Return `a.b` of `a.b.method()`."""
+    return call.func.value if isinstance(call.func, ast.Attribute) else None
+
+
+def arguments_of(call: ast.Call) -> list[ast.expr]:
+    return [*call.args, *(keyword.value for keyword in call.keywords)]
+
+
+def change_by(method: str) -> str:
+    """Return how a method changes its object: "append", "assign" or "mutate"; "" if it does not."""
+    if method in APPENDS:
+        return "append"
+    if method in RESETS:
+        return "assign"
     is_in_place = method.endswith("_") and not method.endswith("__")  # of tensors
-    return is_in_place or method in APPENDS | MUTATORS | RESETS
+    return "mutate" if is_in_place or method in MUTATORS else ""
 
 
 def is_range(node: ast.expr) -> bool:
-    if not isinstance(node, ast.Call):
-        return False
-    return last_name(node.func) == "range" or (
-        last_name(node.func) == "enumerate" and bool(node.args) and is_range(node.args[0])
-    )
+    match node:
+        case ast.Call(callee, arguments):
+            name = last_name(callee)
+            return name == "range" or (
+                name == "enumerate" and bool(arguments) and is_range(arguments[0])
+            )
+    return False
 
 
-def is_whole_slice(target: ast.expr) -> bool:
-    return (
-        isinstance(target, ast.Subscript)
-        and isinstance(target.slice, ast.Slice)
-        and target.slice.lower is target.slice.upper is None
-    )
+def is_whole(target: ast.expr) -> bool:
+    """Return whether an assignment to this replaces the whole variable: `x`, `a.x`, or `x[:]`."""
+    match target:
+        case ast.Subscript(slice=ast.Slice(None, None)):
+            return True
+    return isinstance(target, ast.Name | ast.Attribute)
 
 
-def sides(node: ast.Compare) -> list[ast.expr]:
-    return [node.left, *node.comparators]
+def files_read_and_written(nodes: Iterable[ast.AST]) -> list[int]:
+    """Return the lines that read a file whose path, as it is spelled, these statements also
+    write."""
+    reads, writes = dict[str, int](), set[str]()
+    calls = (call for node in nodes for call in ast.walk(node) if isinstance(call, ast.Call))
+    for call in calls:
+        for path, mode in _opened(call):
+            if "r" in mode:
+                reads.setdefault(_spelled(path), call.lineno)
+            if "w" in mode:
+                writes.add(_spelled(path))
+    return sorted({line for path, line in reads.items() if path in writes})
+
+
+def _opened(call: ast.Call) -> Iterator[tuple[ast.expr, str]]:
+    """Yield (path, "r", "w" or "rw") of the file that a call opens."""
+    match call:
+        case ast.Call(ast.Name("open"), [path, *arguments]):
+            yield path, _mode(arguments, call)
+        case ast.Call(ast.Attribute(path, "read_text" | "read_bytes")):
+            yield path, "r"
+        case ast.Call(ast.Attribute(path, "write_text" | "write_bytes")):
+            yield path, "w"
+        case ast.Call(ast.Attribute(ast.Name("os" | "Image" | "gzip"), "open")):
+            return
+        case ast.Call(ast.Attribute(path, "open"), arguments):
+            yield path, _mode(arguments, call)
+        case ast.Call(ast.Attribute(ast.Name(module), name), arguments):
+            called = f"{module}.{name}"
+            if called in LOADS and arguments:
+                yield arguments[0], "r"
+            elif called in SAVES and len(arguments) > SAVES[called]:
+                yield arguments[SAVES[called]], "w"
+
+
+def _mode(arguments: list[ast.expr], call: ast.Call) -> str:
+    given = [*arguments[:1], *(keyword.value for keyword in call.keywords if keyword.arg == "mode")]
+    mode = str(given[0].value) if given and isinstance(given[0], ast.Constant) else "r"
+    if "+" in mode:
+        return "rw"
+    return "w" if set(mode) & set("wax") else "r"
+
+
+def _spelled(path: ast.expr) -> str:
+    """Return the text of a path: of Path("a") and open("a") the same."""
+    match path:
+        case ast.Call(callee, [inner]):
+            if ast.unparse(callee).rpartition(".")[2] in ("Path", "str", "fspath"):
+                return _spelled(inner)
+    return ast.unparse(path)

@@ -1,5 +1,5 @@
-"""The functions of a user's sources by name, with the scope of each variable, from their syntax
-trees. Nothing is imported or run.
+"""The functions of a user's sources by name, with the scope of each variable. Nothing is imported
+or run.
 
 A variable has one key: "global:NAME", "FILE:LINE:NAME" for a local one of the function that is
 defined there, and ".NAME" for an attribute of any object.
@@ -8,35 +8,46 @@ defined there, and ".NAME" for an attribute of any object.
 from __future__ import annotations
 
 import ast
+import types
 from collections import defaultdict
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import PurePath
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
-@dataclass(eq=False)
 class UserFunction:
-    """One function of the sources; the module itself is one, too, without a node."""
+    """One function of the sources; the module itself is one, too, without a parent.
 
-    key: str
-    name: str
-    file: str
-    body: list[ast.stmt]
-    node: Function | None = None
-    parent: UserFunction | None = None
-    in_class: bool = False
-    has_base: bool = False  # its class
-    parameters: list[str] = field(default_factory=list)
-    locals: set[str] = field(default_factory=set)
-    modules: set[str] = field(default_factory=set)  # names that the module imports
+    owner    the class that it is a method of
+    modules  names that the module imports
+    """
+
+    def __init__(
+        self,
+        node: Function | ast.Module,
+        code: types.CodeType,
+        modules: set[str],
+        parent: UserFunction | None = None,
+        owner: ast.ClassDef | None = None,
+    ) -> None:
+        self.node = node
+        self.name = code.co_name
+        self.file = code.co_filename
+        self.line = getattr(node, "lineno", 0)
+        self.key = f"{self.file}:{self.line}"
+        self.body = node.body
+        self.modules = modules
+        self.parent = parent
+        self.owner = owner
+        self.parameters = code.co_varnames[: code.co_argcount]
+        self.locals = {*code.co_varnames, *code.co_cellvars} if parent else set()
 
     def variable(self, name: str) -> str:
         """Return the key of the variable that `name` is in this function."""
         scope: UserFunction | None = self
-        while scope and scope.node:
+        while scope:
             if name in scope.locals:
                 return f"{scope.key}:{name}"
             scope = scope.parent
@@ -50,14 +61,17 @@ class UserFunction:
         )
 
     @cached_property
-    def is_property(self) -> bool:
-        decorators = self.node.decorator_list if self.node else []
-        return any("property" in ast.unparse(decorator) for decorator in decorators)
+    def decorators(self) -> list[str]:
+        return [ast.unparse(decorator) for decorator in getattr(self.node, "decorator_list", [])]
 
-    @cached_property
-    def is_static(self) -> bool:
-        decorators = self.node.decorator_list if self.node else []
-        return any(ast.unparse(decorator) == "staticmethod" for decorator in decorators)
+    @property
+    def is_property(self) -> bool:
+        return any("property" in decorator for decorator in self.decorators)
+
+    @property
+    def is_method(self) -> bool:
+        """Whether its first parameter is the object that it is called on."""
+        return self.owner is not None and "staticmethod" not in self.decorators
 
 
 class UserFunctions:
@@ -65,105 +79,83 @@ class UserFunctions:
 
     def __init__(self, sources: dict[str, str]) -> None:
         self.by_name: dict[str, list[UserFunction]] = defaultdict(list)
-        self.by_line: dict[tuple[str, int], UserFunction] = {}
+        self.by_line: dict[tuple[str, int], UserFunction] = {}  # the first line of code objects
         self.classes: dict[str, list[UserFunction]] = defaultdict(list)  # their __init__
         self.attributes: set[str] = set()  # that some function names
         self.memos: set[str] = set()  # attributes in which a data set keeps its samples
-        stems = {PurePath(file).stem for file in sources}
+        self.stems = {PurePath(file).stem for file in sources}
         for file, text in sources.items():
             tree = ast.parse(text)
-            module = UserFunction(f"{file}:0", "<module>", file, tree.body)
-            module.modules = set(_imported_names(tree, stems))
+            flags = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT  # in a notebook
+            codes = codes_of(compile(tree, file, "exec", flags, dont_inherit=True))
+            modules = {name for parts, name in imports_of(tree) if not parts & self.stems}
+            module = UserFunction(tree, codes[0], modules)
             self.by_line[file, 0] = module
-            self._add_functions(tree.body, module)
+            lines = {(code.co_name, code.co_firstlineno): code for code in codes}
+            self._add_functions(tree.body, lines, module)
             named = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute))
             self.attributes |= {node.attr for node in named}
             self.memos |= set(_memos(tree))
 
     def _add_functions(
-        self, body: list[ast.stmt], parent: UserFunction, owner: ast.ClassDef | None = None
+        self,
+        body: list[ast.stmt],
+        codes: dict[tuple[str, int], types.CodeType],
+        parent: UserFunction,
+        owner: ast.ClassDef | None = None,
     ) -> None:
         for node in own_nodes(body):
             if isinstance(node, Function):
-                self._add(node, parent, owner)
+                first = min([node.lineno, *(part.lineno for part in node.decorator_list)])
+                code = codes.get((node.name, first))
+                if code is None:  # in a branch that the compiler leaves out
+                    continue
+                function = UserFunction(node, code, parent.modules, parent, owner)
+                self.by_name[node.name].append(function)
+                self.by_line[parent.file, first] = function
+                if owner and node.name == "__init__":
+                    self.classes[owner.name].append(function)
+                self._add_functions(node.body, codes, function)
             elif isinstance(node, ast.ClassDef):
-                self._add_functions(node.body, parent, node)
-                self.classes[node.name] += [
-                    f for f in self.by_name["__init__"] if f.node in node.body
-                ]
+                self._add_functions(node.body, codes, parent, node)
 
-    def _add(self, node: Function, parent: UserFunction, owner: ast.ClassDef | None) -> None:
-        function = UserFunction(
-            f"{parent.file}:{node.lineno}",
-            node.name,
-            parent.file,
-            node.body,
-            node,
-            parent,
-            owner is not None,
-        )
-        function.has_base = owner is not None and bool(owner.bases)
-        function.modules = parent.modules
-        arguments = node.args
-        function.parameters = [a.arg for a in (*arguments.posonlyargs, *arguments.args)]
-        more = [a.arg for a in (*arguments.kwonlyargs, arguments.vararg, arguments.kwarg) if a]
-        function.locals = {*function.parameters, *more, *_assigned_names(node.body)}
-        self.by_name[node.name].append(function)
-        first_line = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-        self.by_line[parent.file, first_line] = self.by_line[parent.file, node.lineno] = function
-        self._add_functions(node.body, function)
+
+def codes_of(code: types.CodeType) -> list[types.CodeType]:
+    """Return a code object and those inside it."""
+    codes = [code]
+    for outer in codes:  # grows
+        codes += [part for part in outer.co_consts if isinstance(part, types.CodeType)]
+    return codes
+
+
+def imports_of(tree: ast.AST) -> Iterator[tuple[set[str], str]]:
+    """Yield (all parts of the imported name, the variable that holds it)."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            module = getattr(node, "module", None) or ""
+            for alias in node.names:
+                parts = {*module.split("."), *alias.name.split(".")}
+                yield parts, (alias.asname or alias.name).partition(".")[0]
 
 
 def _memos(tree: ast.Module) -> Iterator[str]:
     """Yield X of `if i not in self.X: self.X[i] = ...` in classes of data sets."""
     for owner in ast.walk(tree):
-        if not isinstance(owner, ast.ClassDef) or not any(
-            getattr(item, "name", "") == "__getitem__" for item in owner.body
-        ):
+        if not isinstance(owner, ast.ClassDef):
+            continue
+        if all(getattr(item, "name", "") != "__getitem__" for item in owner.body):
             continue
         for node in ast.walk(owner):
-            if (
-                isinstance(node, ast.If)
-                and isinstance(node.test, ast.Compare)
-                and isinstance(node.test.ops[0], ast.NotIn)
-            ):
-                cache = node.test.comparators[0]
-                if isinstance(cache, ast.Attribute):
-                    yield cache.attr
+            match node:
+                case ast.If(ast.Compare(ops=[ast.NotIn()], comparators=[ast.Attribute(_, name)])):
+                    yield name
 
 
-def own_nodes(body: list[ast.stmt]) -> Iterator[ast.AST]:
+def own_nodes(body: Iterable[ast.AST]) -> Iterator[ast.AST]:
     """Yield the nodes below these statements, without the bodies of functions and classes."""
-    pending: list[ast.AST] = list(reversed(body))
+    pending = [*body][::-1]
     while pending:
         node = pending.pop()
         yield node
         if not isinstance(node, Function | ast.ClassDef | ast.Lambda):
             pending.extend(ast.iter_child_nodes(node))
-
-
-def _assigned_names(body: list[ast.stmt]) -> set[str]:
-    names, elsewhere = set[str](), set[str]()
-    for node in own_nodes(body):
-        if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
-            names.add(node.id)
-        elif isinstance(node, Function | ast.ClassDef):
-            names.add(node.name)
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            names |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ExceptHandler) and node.name:
-            names.add(node.name)
-        elif isinstance(node, ast.Global | ast.Nonlocal):
-            elsewhere |= set(node.names)
-    return names - elsewhere
-
-
-def _imported_names(tree: ast.Module, stems: set[str]) -> Iterator[str]:
-    """Yield the names of imported modules, and of what comes from them, unless the user wrote
-    them."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import) or (isinstance(node, ast.ImportFrom) and not node.level):
-            where = node.module or "" if isinstance(node, ast.ImportFrom) else ""
-            for alias in node.names:
-                if not {*where.split("."), alias.name} & stems:
-                    yield (alias.asname or alias.name).partition(".")[0]

@@ -23,7 +23,7 @@ from lockstep.session import Session
 from lockstep.training import unsaved_variables
 from lockstep.training.fingerprints import Look
 from lockstep.training.unsaved_variables import UnsavedVariables
-from lockstep.training.user_modules import user_modules
+from lockstep.training.user_loop import user_modules
 
 TESTS = Path(__file__).parents[2]
 WARNING = "the loop changes what no checkpoint holds: "
@@ -230,7 +230,7 @@ def test_a_look_calls_no_code_of_the_user_and_keeps_no_object() -> None:
         "tensor": torch.ones(8),
         "array": np.ones(8),
     }
-    look = Look(set(), lambda kind: kind is Hostile, 1.0)
+    look = Look(set(), {__name__}, 1.0)
     marks = [look.fingerprint(value) for value in values.values()]
     list(look.attributes("object", values["object"]))
     assert Hostile.calls == 0
@@ -269,7 +269,7 @@ def test_a_failed_look_is_no_error_of_the_loop(
 
 
 def test_looks_at_many_objects_end_in_time() -> None:
-    look = Look(set(), lambda kind: False, 0.02)
+    look = Look(set(), set(), 0.02)
     many: list[Any] = [[[i, {"a": [i]}] for i in range(1000)] for _ in range(100)]
     started = time.thread_time()
     with pytest.raises(Exception, match="limit"):
