@@ -14,12 +14,12 @@ from support.ranks import run_ranks
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.elastic.world import World
 from lockstep.parallel.replica import Replica
-from lockstep.training.profiler import ProfiledSteps, measure_matmul_flops, profiling
+from lockstep.training.profiler import ProfiledSteps, Profiler, measure_matmul_flops
 
 
 def profiled(runtime: ElasticRuntime, folder: Path) -> None:
     replica = Replica(torch.nn.Linear(256, 256), micro_batches=2)
-    with replica, profiling(ProfiledSteps(2, 3), folder, runtime) as profiler:
+    with replica, Profiler(ProfiledSteps(2, 3), folder, runtime) as profiler:
         for step in range(4):
             for _ in replica.micro_batches(step):
                 replica.backward(replica(torch.ones(64, 256)).sum())
@@ -41,7 +41,7 @@ def test_run_that_ends_early_writes_its_trace(
     runtime = ElasticRuntime(World(0, 1, 0, 1, "here", torch.device("cpu")))
     with (
         caplog.at_level(logging.INFO, "lockstep"),
-        profiling(ProfiledSteps(1, 9), tmp_path, runtime) as profiler,
+        Profiler(ProfiledSteps(1, 9), tmp_path, runtime) as profiler,
     ):
         torch.ones(200, 200) @ torch.ones(200, 200)
         profiler.step(1)

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lockstep.checkpoint.json_tree import encode, pack, unpack
+from lockstep.checkpoint.json_tree import JSON_SUFFIX, encode, pack, unpack
 from lockstep.checkpoint.optimizer_state import overrides
 from lockstep.parallel.digest import digest_of
 from lockstep.runtime.tensor_bytes import as_bytes
@@ -34,13 +34,7 @@ ATTRIBUTES = "attributes"
 MODULE_INTERNALS = frozenset(vars(nn.Module()))
 OPTIMIZER_INTERNALS = frozenset(("defaults", "state", "param_groups", *OPTIMIZER_FLAGS))
 SHOWN_CHARS = 40  # of a value in a warning
-
-
-class Holder(NamedTuple):
-    """Where an attribute or a buffer is kept: holder[key]."""
-
-    holder: dict[str, Any]
-    key: str
+Place = tuple[dict[str, Any], str]  # where an attribute or a buffer is kept: holder[key]
 
 
 class AttributeValue(NamedTuple):
@@ -63,49 +57,54 @@ class Attributes:
         optimizers: Sequence[torch.optim.Optimizer],
         state: Mapping[str, object] | None = None,
     ) -> None:
+        averages = (state or {}).items() if module else ()
         self.module = module
-        self.averages = {
-            name: value for name, value in (state or {}).items() if isinstance(value, nn.Module)
-        }
+        self.averages = {name: value for name, value in averages if isinstance(value, nn.Module)}
         self.optimizers = {
             f"optimizer {i}": o for i, o in enumerate(optimizers) if not overrides(o, "state_dict")
         }
         self.excluded: set[str] = set()
-        self.initial = {name: snapshot.mark for name, snapshot in self._snapshots()}
-        self._before_loop: dict[str, AttributeValue] | None = None
-        self._is_observed = False
+        self.initial = {name: now.mark for name, now in self._snapshots().items()}
+        self._before_loop: dict[str, AttributeValue] = {}
+        self._watched: dict[str, Place] | None = None  # in later loops than the first
+        self._objects: list[Any] = []  # that these places had before the loop
         self._announced: set[str] = set()
-        self._watched: list[tuple[str, Holder]] = []  # in later loops
-        self._identities: list[tuple[str, Holder, Any]] = []
-
-    def _places(self) -> Iterator[tuple[str, Holder]]:
-        for path, module in self._modules():
-            for key in vars(module).keys() - MODULE_INTERNALS:
-                yield f"{path}.{key}".lstrip("."), Holder(vars(module), key)
-            for key in non_persistent_buffers(module) & own_buffers(module).keys():
-                yield f"{path}.{key}".lstrip("."), Holder(own_buffers(module), key)
-        for path, optimizer in self.optimizers.items():
-            for key in vars(optimizer).keys() - OPTIMIZER_INTERNALS:
-                yield f"{path}.{key}", Holder(vars(optimizer), key)
 
     def _modules(self) -> Iterator[tuple[str, nn.Module]]:
         for path, module in self.module.named_modules() if self.module else ():
             yield ".".join(part for part in path.split(".") if part != "_orig_mod"), module
-        for name, average in self.averages.items() if self.module else ():
+        for name, average in self.averages.items():
             yield from average.named_modules(prefix=f"session state {name}")
 
-    def _snapshots(self) -> Iterator[tuple[str, AttributeValue]]:
+    def _holders(self) -> Iterator[tuple[str, dict[str, Any], Collection[str]]]:
+        """Yield (path of a module or optimizer, what keeps its attributes, their names)."""
+        for path, module in self._modules():
+            buffers = own_buffers(module)
+            yield path, buffers, non_persistent_buffers(module) & buffers.keys()
+            yield path, vars(module), vars(module).keys() - MODULE_INTERNALS
+        for path, optimizer in self.optimizers.items():
+            yield path, vars(optimizer), vars(optimizer).keys() - OPTIMIZER_INTERNALS
+
+    def _places(self) -> dict[str, Place]:
+        return {
+            f"{path}.{key}".lstrip("."): (holder, key)
+            for path, holder, keys in self._holders()
+            for key in keys
+        }
+
+    def _snapshots(self) -> dict[str, AttributeValue]:
         weights = self._weight_storages()
-        for name, (holder, key) in self._places():
-            yield name, AttributeValue(holder[key], mark_of(holder[key], weights))
+        return {
+            name: AttributeValue(holder[key], mark_of(holder[key], weights))
+            for name, (holder, key) in self._places().items()
+        }
 
     def _weight_storages(self) -> set[int]:
         """Return the addresses of what checkpoints hold as weights: views of it are not state."""
-        modules = [self.module, *self.averages.values()] if self.module else []
         tensors = [
             tensor
-            for module in modules
-            for tensor in (*module.parameters(), *persistent_buffers(module))
+            for _, module in self._modules()
+            for tensor in (*module.parameters(recurse=False), *persistent_buffers(module))
         ]
         return {
             tensor.untyped_storage().data_ptr()
@@ -118,57 +117,49 @@ class Attributes:
     def begin_loop(self) -> None:
         """Take the attributes before a micro-batch loop; in later ones than the first only which
         objects they are."""
-        if not self._is_observed:
-            self._before_loop = dict(self._snapshots())
-        self._identities = [
-            (name, place, place.holder.get(place.key)) for name, place in self._watched
-        ]
+        if self._watched is None:
+            self._before_loop = self._snapshots()
+        self._objects = [holder.get(key) for holder, key in (self._watched or {}).values()]
 
     def end_loop(self, followed: Collection[str] = ()) -> None:
         """Exclude what the micro-batch loop has changed, except buffers that follow the
         micro-batches on all workers alike."""
-        replaced = {
-            name
-            for name, place, before in self._identities
-            if place.holder.get(place.key) is not before
-        }
-        self._identities = []
-        self.excluded |= replaced - set(followed)
-        if self._before_loop is not None:
-            self._exclude_changes(self._before_loop, followed)
-            self._before_loop, self._is_observed = None, True
-            self._watched = [
-                (name, place)
-                for name, place in self._places()
+        watched = self._watched
+        if watched is None:
+            self._exclude(changes(self._before_loop, self._snapshots()), followed)
+            self._before_loop = {}
+            self._watched = {
+                name: place
+                for name, place in self._places().items()
                 if self.initial.get(name) and name not in self.excluded
-            ]
+            }
+            return
+        pairs = zip(watched.items(), self._objects, strict=True)
+        replaced = {
+            name for (name, (holder, key)), before in pairs if holder.get(key) is not before
+        }
+        self._objects = []
+        self._exclude(replaced, followed)
+
+    def _exclude(self, names: set[str], followed: Collection[str] = ()) -> None:
+        self.excluded |= names - set(followed)
 
     @contextmanager
     def unsaved_changes(self) -> Iterator[None]:
         """Context manager: exclude what is changed inside, such as the scores of an evaluation."""
-        before = dict(self._snapshots())
+        before = self._snapshots()
         yield
-        self._exclude_changes(before)
-
-    def _exclude_changes(
-        self, before: Mapping[str, AttributeValue], followed: Collection[str] = ()
-    ) -> None:
-        changed = {name for name, now in self._snapshots() if is_changed(before.get(name), now)}
-        self.excluded |= changed - set(followed)
+        self._exclude(changes(before, self._snapshots()))
 
     # -- the state ---------------------------------------------------------------------------------
 
     def changed(self) -> dict[str, AttributeValue]:
         """Return by name what differs from its value as constructed."""
-        snapshots = {name: now for name, now in self._snapshots() if name not in self.excluded}
         return {
             name: now
-            for name, now in sorted(snapshots.items())
-            if now.mark not in (None, self._initial(name))
+            for name, now in sorted(self._snapshots().items())
+            if name not in self.excluded and now.mark not in (None, self.initial.get(name, ""))
         }
-
-    def _initial(self, name: str) -> str | None:
-        return self.initial.get(name, "")
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the changed attributes as tensors; {} if there are none."""
@@ -179,8 +170,9 @@ class Attributes:
     def load_state_dict(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
         """Set the saved attributes, tensors in place if they have the saved shape and dtype. Warn
         of those of modules that the model lacks."""
-        holders, places = dict(self._holders()), dict(self._places())
-        saved = self._unpack(tensors)
+        saved = unpack(ATTRIBUTES, tensors) if f"{ATTRIBUTES}{JSON_SUFFIX}" in tensors else {}
+        holders = {path: holder for path, holder, _ in self._holders()}
+        places = self._places()
         unknown = [name for name in saved if name.rpartition(".")[0] not in holders]
         if unknown:
             log.warning(
@@ -191,30 +183,16 @@ class Attributes:
             path, _, key = name.rpartition(".")
             if name in unknown:
                 continue
-            holder = places[name].holder if name in places else holders[path]
+            holder, _ = places.get(name, (holders[path], key))
             current = holder.get(key)
-            if (
-                isinstance(value, Tensor)
-                and isinstance(current, Tensor)
-                and (value.shape, value.dtype) == (current.shape, current.dtype)
-            ):
-                current.copy_(value)
-            else:
-                holder[key] = (
-                    value.to(current.device if isinstance(current, Tensor) else device)
-                    if isinstance(value, Tensor)
-                    else value
-                )
-
-    def _holders(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        yield from ((path, vars(module)) for path, module in self._modules())
-        yield from ((path, vars(optimizer)) for path, optimizer in self.optimizers.items())
-
-    def _unpack(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-        values: dict[str, Any] = (
-            unpack(ATTRIBUTES, tensors) if f"{ATTRIBUTES}:json" in tensors else {}
-        )
-        return values
+            if isinstance(value, Tensor) and isinstance(current, Tensor):
+                if (value.shape, value.dtype) == (current.shape, current.dtype):
+                    current.copy_(value)
+                    continue
+                value = value.to(current.device)
+            elif isinstance(value, Tensor):
+                value = value.to(device)
+            holder[key] = value
 
     def announce(self) -> None:
         """Log once of each attribute that checkpoints hold it."""
@@ -231,43 +209,39 @@ class Attributes:
     def agree(self, described: Sequence[list[Any] | None]) -> None:
         """Exclude what differs between the workers, or is excluded on one of them. None: of a
         worker without the state."""
-        states = {rank: marks for rank, (marks, _) in enumerate(filter(None, described))}
-        self.excluded |= {name for _, excluded in filter(None, described) for name in excluded}
-        names = sorted({name for marks in states.values() for name in marks} - self.excluded)
-        differing = [
-            name for name in names if len({marks.get(name) for marks in states.values()}) > 1
-        ]
+        states = [answer for answer in described if answer]
+        marks = [own for own, _ in states]
+        self.excluded |= {name for _, excluded in states for name in excluded}
+        names = {name for own in marks for name in own} - self.excluded
+        differing = sorted(name for name in names if len({own.get(name) for own in marks}) > 1)
         self.excluded |= set(differing)
         if differing:
-            marks = [
-                rank_marks.get(differing[0], "as constructed") for rank_marks in states.values()
-            ]
+            first = {own.get(differing[0], "as constructed")[:SHOWN_CHARS] for own in marks}
             log.warning(
                 "attributes differ between the workers, and no checkpoint holds them: %s (%s: %s); if forward passes depend on them, "
                 "the workers train different models: change them after the micro-batch loop, on all workers alike",
-                *(
-                    join_names(differing),
-                    differing[0],
-                    ", ".join(sorted({mark[:SHOWN_CHARS] for mark in marks})),
-                ),
+                join_names(differing),
+                differing[0],
+                ", ".join(sorted(first)),
             )
 
 
-def persistent_buffers(module: nn.Module) -> Iterator[Tensor]:
-    for child in module.modules():
-        yield from (
-            b
-            for name, b in own_buffers(child).items()
-            if b is not None and name not in non_persistent_buffers(child)
-        )
+def persistent_buffers(module: nn.Module) -> list[Tensor]:
+    unsaved = non_persistent_buffers(module)
+    buffers = own_buffers(module).items()
+    return [b for name, b in buffers if b is not None and name not in unsaved]
 
 
-def is_changed(before: AttributeValue | None, now: AttributeValue) -> bool:
-    """Return whether an attribute has another value, or is another tensor: weight_norm replaces the
-    weight in each forward pass, in the first one by an equal tensor."""
-    if before is None or before.mark != now.mark:
-        return True
-    return isinstance(now.value, Tensor) and before.value is not now.value
+def changes(before: Mapping[str, AttributeValue], after: Mapping[str, AttributeValue]) -> set[str]:
+    """Return the attributes that have another value, or are another tensor: weight_norm replaces
+    the weight in each forward pass, in the first one by an equal tensor."""
+
+    def is_same(old: AttributeValue | None, new: AttributeValue) -> bool:
+        if old is None or old.mark != new.mark:
+            return False
+        return old.value is new.value or not isinstance(new.value, Tensor)
+
+    return {name for name, now in after.items() if not is_same(before.get(name), now)}
 
 
 def mark_of(value: Any, weights: Collection[int]) -> str | None:

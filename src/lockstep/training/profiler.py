@@ -1,6 +1,6 @@
 """Profile a few steps: a trace for ui.perfetto.dev, and a log line of where the time went.
 
-    with profiling(ProfiledSteps(10, 12), folder, runtime) as profiler:
+    with Profiler(ProfiledSteps(10, 12), folder, runtime) as profiler:
         profiler.step(step)        after each committed step
 
 Each rank writes RUN/profile/rank-N.trace.json.gz and logs one line:
@@ -16,10 +16,10 @@ microseconds per operation, so the shares are more accurate than the seconds.
 from __future__ import annotations
 
 import logging
+import math
 import re
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -81,42 +81,34 @@ class TimeShares:
         )
 
 
-def merge_intervals(intervals: Iterable[Interval]) -> list[Interval]:
-    """Return the union of the intervals, sorted and without overlaps."""
-    union: list[Interval] = []
-    for begin, end in sorted(intervals):
-        if union and begin <= union[-1][1]:
-            union[-1] = (union[-1][0], max(end, union[-1][1]))
-        elif end > begin:
-            union.append((begin, end))
-    return union
-
-
 def total_length(intervals: Iterable[Interval]) -> float:
-    return sum(end - begin for begin, end in merge_intervals(intervals))
+    """Return the length of the union of the intervals."""
+    total = 0.0
+    latest = -math.inf
+    for begin, end in sorted(intervals):
+        total += max(0.0, end - max(begin, latest))
+        latest = max(latest, end)
+    return total
 
 
 def shares(
-    window: Interval, compute: Iterable[Interval], communication: Iterable[Interval]
+    window: Interval, compute: Sequence[Interval], communication: Sequence[Interval]
 ) -> TimeShares:
-    """Return the shares of a window, s. Communication during compute does not count."""
-
-    def clip(intervals: Iterable[Interval]) -> list[Interval]:
-        return [(max(begin, window[0]), min(end, window[1])) for begin, end in intervals]
-
-    computing, communicating = clip(compute), clip(communication)
-    compute_s = total_length(computing)
-    either_s = total_length([*computing, *communicating])
+    """Return the shares of a window, s, that holds the intervals. Communication during compute
+    does not count."""
+    compute_s = total_length(compute)
+    either_s = total_length([*compute, *communication])
     return TimeShares(compute_s, either_s - compute_s, window[1] - window[0] - either_s)
 
 
 def shares_of(events: Iterable[FunctionEvent], device_type: str) -> TimeShares:
     """Return the shares of the recorded events, from the first to the last."""
     event_device = DeviceType.CUDA if device_type == "cuda" else DeviceType.CPU
+    computing = ("",) if device_type == "cuda" else ("aten::", "lockstep::")
     timed = [
-        (e.name, (e.time_range.start * 1e-6, e.time_range.end * 1e-6))
-        for e in events
-        if e.device_type == event_device
+        (event.name, (event.time_range.start * 1e-6, event.time_range.end * 1e-6))
+        for event in events
+        if event.device_type == event_device
     ]
     if not timed:
         return TimeShares(0.0, 0.0, 0.0)
@@ -125,8 +117,7 @@ def shares_of(events: Iterable[FunctionEvent], device_type: str) -> TimeShares:
     compute = [
         interval
         for name, interval in timed
-        if not COMMUNICATION.match(name)
-        and (event_device is DeviceType.CUDA or name.startswith(("aten::", "lockstep::")))
+        if name.startswith(computing) and not COMMUNICATION.match(name)
     ]
     return shares(window, compute, communication)
 
@@ -134,83 +125,69 @@ def shares_of(events: Iterable[FunctionEvent], device_type: str) -> TimeShares:
 def compile_summary() -> str:
     """Describe what torch.compile did: graphs, graph breaks and reasons; "" for nothing."""
     counters = compile_counters()
-    graphs, reasons = counters["stats"]["unique_graphs"], counters["graph_break"]
+    graphs = counters["stats"]["unique_graphs"]
+    reasons = counters["graph_break"]
     listed = "; ".join(f"{count} x {reason}" for reason, count in reasons.items())
-    return (
-        f"torch.compile: {graphs} graphs, {sum(reasons.values())} graph breaks{': ' + listed if listed else ''}"
-        if graphs
-        else ""
-    )
+    why = f": {listed}" if listed else ""
+    breaks = sum(reasons.values())
+    return f"torch.compile: {graphs} graphs, {breaks} graph breaks{why}" if graphs else ""
 
 
 class Profiler:
-    """Profiles the steps of `spec`; None profiles nothing."""
+    """Profiles the steps of `spec`. A context manager: a run that ends before their last one writes
+    the trace of the steps so far."""
 
-    def __init__(self, spec: ProfiledSteps | None, folder: Path, runtime: ElasticRuntime) -> None:
-        self.spec, self.folder, self.runtime = spec, folder, runtime
+    def __init__(self, spec: ProfiledSteps, folder: Path, runtime: ElasticRuntime) -> None:
+        self.spec = spec
+        self.folder = folder
+        self.runtime = runtime
         self.running: profile | None = None
-        self.first_step = self.latest = 0  # committed steps: at the start of the profile, and now
-        if spec and spec.first == 1:
-            self._start(0)
+        self.first_step = 0  # committed steps at the start of the profile
+        self.latest = 0  # and now
+        self.step(0)
 
     def step(self, step: int) -> None:
         """Start or stop profiling after `step` committed steps."""
-        if self.spec is None:
-            return
         self.latest = step
         if self.running and step >= self.spec.last:
             self.stop()
         elif not self.running and self.spec.first - 1 <= step < self.spec.last:
-            self._start(step)
-
-    def _start(self, step: int) -> None:
-        activities = [
-            ProfilerActivity.CPU,
-            *([ProfilerActivity.CUDA] if self.runtime.world.device.type == "cuda" else []),
-        ]
-        all_threads = profile_all_threads()  # the reducing thread too
-        self.running, self.first_step = (
-            profile(activities=activities, experimental_config=all_threads),
-            step,
-        )
-        self.running.start()
+            activities = [ProfilerActivity.CPU]
+            if self.runtime.world.device.type == "cuda":
+                activities.append(ProfilerActivity.CUDA)
+            all_threads = profile_all_threads()  # the reducing thread too
+            self.running = profile(activities=activities, experimental_config=all_threads)
+            self.first_step = step
+            self.running.start()
 
     def stop(self) -> None:
         """Write the trace and log its line; nothing when no profile is running."""
         finished, self.running = self.running, None
         if finished is None:
             return
-        if self.runtime.world.device.type == "cuda":
-            torch.cuda.synchronize(self.runtime.world.device)
+        device = self.runtime.world.device
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
         finished.stop()
         path = self.folder / "profile" / f"rank-{self.runtime.world.rank}.trace.json.gz"
         path.parent.mkdir(parents=True, exist_ok=True)
         finished.export_chrome_trace(str(path))
-        time_shares = shares_of(finished.events() or [], self.runtime.world.device.type).show()
-        device = self.runtime.world.device
-        peak = peak_memory_bytes(device)
         log.info(
             "steps %d..%d: %s; peak memory %s; %s",
             self.first_step + 1,
             self.latest,
-            time_shares,
-            format_bytes(peak),
+            shares_of(finished.events() or [], device.type).show(),
+            format_bytes(peak_memory_bytes(device)),
             path,
         )
         if summary := compile_summary():
             log.info("%s", summary)
 
+    def __enter__(self) -> Profiler:
+        return self
 
-@contextmanager
-def profiling(
-    spec: ProfiledSteps | None, folder: Path, runtime: ElasticRuntime
-) -> Iterator[Profiler]:
-    """Profile `spec`. A run that ends before its last step writes the trace of the steps so far."""
-    profiler = Profiler(spec, folder, runtime)
-    try:
-        yield profiler
-    finally:
-        profiler.stop()
+    def __exit__(self, *_: object) -> None:
+        self.stop()
 
 
 def measure_matmul_flops(device: torch.device, dtype: torch.dtype, seconds: float = 0.5) -> float:
