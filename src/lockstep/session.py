@@ -46,8 +46,7 @@ from lockstep.training import function_values, model_options, session_checks, sh
 from lockstep.training.checkpointer import Checkpointer
 from lockstep.training.evaluation import Samples, gather_over, in_eval_mode, mean_over
 from lockstep.training.loader import Collate, Loader
-from lockstep.training.model_options import Precision
-from lockstep.training.prepared_model import PreparedModel
+from lockstep.training.model_options import Precision, PreparedModel
 from lockstep.training.replica_group import ReplicaGroup
 from lockstep.training.sample_order import make_order
 from lockstep.training.saved_state import PerMicroBatch, SavedState
@@ -125,8 +124,7 @@ class Session:
         pipeline: int = 1,
         **options: Unpack[ReplicaOptions],
     ) -> None:
-        own = ["micro_batches", *(Session.__init__.__kwdefaults__ or ())]
-        session_checks.refuse_wrong_options(micro_batches, on_save_error, options, own)
+        session_checks.refuse_wrong_options(Session, micro_batches, on_save_error, options)
         self.out = local_folder(out)
         self.values = SessionValues(
             out=self.out,
@@ -395,10 +393,7 @@ class Session:
         if why := run.why_no_step(self.step):
             log.info(why)
             run.set_total(self.step)
-        declared = self._declared
-        held = [declared.model, *declared.optimizers, *declared.state.values()]
-        held += declared.learners.inner.optimizers if declared.learners else []
-        unsaved = session_checks.watch_variables(self.runtime, held, declared.loaders)
+        unsaved = self._declared.watch_unsaved(self.runtime)
         while self.step < run.total:
             run.begin_step(self.step)
             self.values.seed_generators(self.step, BEFORE_STEP, self.world.device)
@@ -604,7 +599,7 @@ class Session:
             if self._run:
                 stack.enter_context(self._run.checkpointer.attributes.unsaved_changes())
                 stack.enter_context(self._run.record.timer.timing("overhead"))
-                self._run.forget_collectives()
+                self._run.watch.forget_collectives()
             declared = self._declared
             stack.enter_context(in_eval_mode(declared.model, *declared.state.values()))
             yield Samples(dataset, where, batch_size, collate_fn, self.values.seed, replica_size)

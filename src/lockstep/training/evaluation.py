@@ -177,19 +177,12 @@ def compute_in_shares(
     joined computes everything before its first step: the others have evaluated, and wait in the
     step.
     """
-    has_joined = (
-        runtime.progress.step
-        < 0
-        <= max((member.step for member in runtime.member_progress), default=-1)
-    )
+    newest = max((member.step for member in runtime.member_progress), default=-1)
+    has_joined = runtime.progress.step < 0 <= newest
     if has_joined or (runtime.is_late and replica_size == 1):
         return compute(range(count))
-    rank, size = (
-        (0, 1)
-        if runtime.is_joining
-        else (runtime.world.rank // replica_size, runtime.world.size // replica_size)
-    )
-    own = compute(range(rank, count, size))
+    rank, size = runtime.world.rank // replica_size, runtime.world.size // replica_size
+    own = compute(range(count) if runtime.is_joining else range(rank, count, size))
     with runtime.catch_peer_loss() as loss:
         return {
             number: scores
@@ -209,13 +202,8 @@ def compute_in_shares(
 @contextmanager
 def in_eval_mode(*models: object) -> Iterator[None]:
     """Put all modules of the models into eval mode; restore the mode of each afterwards."""
-    training = [
-        module
-        for model in models
-        if isinstance(model, nn.Module)
-        for module in model.modules()
-        if module.training
-    ]
+    modules = [model.modules() for model in models if isinstance(model, nn.Module)]
+    training = [module for part in modules for module in part if module.training]
     try:
         for module in training:
             module.training = False
@@ -227,10 +215,8 @@ def in_eval_mode(*models: object) -> Iterator[None]:
 
 def to_numbers(value: Any) -> dict[str, float]:
     """Return the numbers of a batch by name; a single number has the name ""."""
-    return {
-        str(name): float(number)
-        for name, number in (value.items() if isinstance(value, Mapping) else [("", value)])
-    }
+    numbers = value if isinstance(value, Mapping) else {"": value}
+    return {str(name): float(number) for name, number in numbers.items()}
 
 
 def weighted_mean(rows: list[tuple[int, float]]) -> float:

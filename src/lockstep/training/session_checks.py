@@ -7,7 +7,7 @@ import logging
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import (
@@ -26,7 +26,6 @@ from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import UsageError
 from lockstep.layout import Layout
 from lockstep.network.wire_format import Wire
@@ -38,10 +37,8 @@ from lockstep.runtime.session_start import ask_for_start
 from lockstep.runtime.torch_private import collectives_of, version_of
 from lockstep.runtime.variables import PROFILE, TRACK, environment_variable, unknown_variables
 from lockstep.runtime.worker_env import WorkerEnv
-from lockstep.training.loader import Loader
 from lockstep.training.replica_group import ReplicaGroup
 from lockstep.training.trained_parameters import refuse_misplaced_parameters
-from lockstep.training.unsaved_variables import UnsavedVariables
 from lockstep.units import join_names
 
 if TYPE_CHECKING:
@@ -70,13 +67,13 @@ class ReplicaOptions(TypedDict, total=False):
 
 
 def refuse_wrong_options(
-    micro_batches: int, on_save_error: str, options: Mapping[str, Any], names: Iterable[str]
+    session: type, micro_batches: int, on_save_error: str, options: Mapping[str, Any]
 ) -> None:
-    """UsageError for invalid arguments of Session, whose own ones have these names."""
+    """UsageError for invalid arguments of `session`, and for names that it does not take."""
     kinds = get_type_hints(ReplicaOptions)
     if unknown := sorted(options.keys() - kinds.keys()):
-        known = [*names, *kinds]
-        hint = f"did you mean {' or '.join(get_close_matches(unknown[0], known) or known)}?"
+        names = [*inspect.signature(session).parameters, *kinds]
+        hint = f"did you mean {' or '.join(get_close_matches(unknown[0], names) or names)}?"
         raise UsageError(f"Session takes no {unknown[0]}", "Session(out, ...)", hint)
     kinds["on_save_error"] = Literal["continue", "stop"]
     for name, value in {**options, "on_save_error": on_save_error}.items():
@@ -85,11 +82,8 @@ def refuse_wrong_options(
             hint = f"give {' or '.join(map(repr, words))}; help(lockstep.Session) explains them"
             raise UsageError(f"{name}={value!r}", f"Session({name}=...)", hint)
     if micro_batches < 1:
-        raise UsageError(
-            f"micro_batches={micro_batches}",
-            "Session(micro_batches=...)",
-            "give at least one for each worker",
-        )
+        hint = "give at least one for each worker"
+        raise UsageError(f"micro_batches={micro_batches}", "Session(micro_batches=...)", hint)
 
 
 def choose_backends(track: Sequence[str]) -> list[str]:
@@ -183,18 +177,18 @@ def refuse_second_session(
     is_elsewhere = worker_env is not None and Path(worker_env.folder) != out.resolve()
     if not entered and (worker_env is None or is_elsewhere):
         ask_for_start(out)
-    if worker_env and is_elsewhere and not entered:
-        raise UsageError(
-            f"this Session's folder is {out}, the run's is {worker_env.folder}",
-            "Session(out, ...), and the folder that lockstep was started with",
-            f"start it with --out {out}: lockstep run --out {out} FILE.py, or let the script take --out; "
-            "a folder with the time in its name is another one in each worker",
-        )
     if worker_env and entered:
         raise UsageError(
             "an agent runs one Session per start, and this is the second one",
             f"a second Session({str(out)!r}) in this process",
             f"start the script once for each of them, lockstep run --out {out} FILE.py ..., or start it with torchrun",
+        )
+    if worker_env and is_elsewhere:
+        raise UsageError(
+            f"this Session's folder is {out}, the run's is {worker_env.folder}",
+            "Session(out, ...), and the folder that lockstep was started with",
+            f"start it with --out {out}: lockstep run --out {out} FILE.py, or let the script take --out; "
+            "a folder with the time in its name is another one in each worker",
         )
 
 
@@ -212,36 +206,23 @@ def refuse_different_folders(folders: Sequence[str]) -> None:
 def refuse_unprepared(model: Any, optimizers: Sequence[Any], init: object = None) -> None:
     """UsageError unless these are a module and the optimizers of its parameters."""
     refuse_two_values(model if init else None)
-    if not isinstance(model, nn.Module) or not all(
-        isinstance(optimizer, Optimizer) for optimizer in optimizers
-    ):
+    where = "session.prepare(model, optimizer)"
+    is_module = isinstance(model, nn.Module)
+    if not is_module or not all(isinstance(optimizer, Optimizer) for optimizer in optimizers):
         names = ", ".join(type(argument).__name__ for argument in (model, *optimizers))
         what = "session.prepare takes one module, then optimizers of torch"
-        raise UsageError(
-            what, f"session.prepare({names})", "write session.prepare(model, optimizer)"
-        )
-    if incomplete := [
-        type(optimizer).__name__
-        for optimizer in optimizers
-        if not hasattr(optimizer, "_optimizer_step_pre_hooks")
-    ]:
-        what = f"{incomplete[0]} has not called the constructor of torch.optim.Optimizer"
-        raise UsageError(
-            what,
-            "session.prepare(model, optimizer)",
-            "call super().__init__(params, defaults) in its __init__",
-        )
+        raise UsageError(what, f"session.prepare({names})", f"write {where}")
     if isinstance(model, DistributedDataParallel | nn.DataParallel):
         what = f"the model is wrapped in {type(model).__name__}, which would sum its gradients a second time"
-        raise UsageError(
-            what,
-            "session.prepare(...)",
-            "pass the module itself: session.prepare(model, optimizer)",
-        )
-    for name in (type(optimizer).__name__ for optimizer in optimizers if needs_closure(optimizer)):
-        what = f"{name}.step needs a closure that computes the loss again, and a step runs its micro-batches once"
-        hint = "use an optimizer whose step() needs no argument"
-        raise UsageError(what, "session.prepare(model, optimizer)", hint)
+        raise UsageError(what, "session.prepare(...)", f"pass the module itself: {where}")
+    for optimizer in optimizers:
+        name = type(optimizer).__name__
+        if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+            what = f"{name} has not called the constructor of torch.optim.Optimizer"
+            raise UsageError(what, where, "call super().__init__(params, defaults) in its __init__")
+        if needs_closure(optimizer):
+            what = f"{name}.step needs a closure that computes the loss again, and a step runs its micro-batches once"
+            raise UsageError(what, where, "use an optimizer whose step() needs no argument")
     refuse_misplaced_parameters(model, optimizers)
 
 
@@ -273,32 +254,6 @@ def refuse_uneven_skips(
         )
 
 
-def warn_of_collectives(before: int | None, step: int, workers: int) -> bool:
-    """Warn, and return True, if a collective ran after the micro-batch loop. before: their number
-    then."""
-    if workers == 1 or before in (None, collectives_of(dist.group.WORLD)):
-        return False
-    what = (
-        "a collective of torch.distributed ran after the micro-batch loop of step %d: gradients and losses are those of all %d "
-        "workers already, and a sum over workers would multiply them. What the loop collects has one micro-batch more in the first "
-        "step of a start, and others after a failure: pass it on with session.per_micro_batch, or as an output of session.evaluate"
-    )
-    log.warning(what, step, workers)
-    return True
-
-
-def watch_variables(
-    runtime: ElasticRuntime, held: Sequence[Any], loaders: Iterable[tuple[Loader, str]]
-) -> UnsavedVariables:
-    """Return what names, on rank 0, variables of the loop that no checkpoint holds."""
-    sources = [
-        part
-        for loader, _ in loaders
-        for part in (loader.batches.dataset, loader.batches.collate_fn)
-    ]
-    return UnsavedVariables(held, sources, enabled=runtime.is_leader())
-
-
 def warn_of_other_bits(facts: Mapping[str, Any], layout: Layout) -> None:
     """Warn when the checkpoint with these facts was saved with another size of the tensor axis."""
     if facts and (before := facts.get("tensor", 1)) != layout.tensor:
@@ -309,8 +264,24 @@ def warn_of_other_bits(facts: Mapping[str, Any], layout: Layout) -> None:
         )
 
 
-class UpdateWatch:
-    """Warns once of a step that changes no trained weight: its gradient is lost.
+LOST_UPDATE = (
+    "step %d changed no trained weight, and its gradient is lost: call optimizer.step() once after every "
+    "micro-batch loop. A step sums all micro-batches already; to accumulate more raise micro_batches"
+)
+ZERO_RATES = (
+    "the learning rate of all parameter groups is 0 in steps %d and %d, which train nothing: has the schedule ended before "
+    "the run? A scheduler keeps its length (T_max, total_iters) from the checkpoint"
+)
+OWN_COLLECTIVE = (
+    "a collective of torch.distributed ran after the micro-batch loop of step %d: gradients and losses are those of all %d "
+    "workers already, and a sum over workers would multiply them. What the loop collects has one micro-batch more in the first "
+    "step of a start, and others after a failure: pass it on with session.per_micro_batch, or as an output of session.evaluate"
+)
+
+
+class StepWatch:
+    """Warns, once each, of a step that changes no trained weight, of two steps in a row with a
+    learning rate of 0 (a warm-up may start at 0), and of a collective of the loop's own.
 
     It hashes the weights around the first step, and around the steps after one without an in-place
     change that torch has counted. Some optimizers change `p.data`, which torch does not count.
@@ -319,20 +290,35 @@ class UpdateWatch:
     def __init__(self, replicas: ReplicaGroup, optimizers: Sequence[Optimizer]) -> None:
         self.replicas = replicas
         self.optimizers = optimizers
-        self._is_done = replicas.on_nonfinite == "ignore"  # a GradScaler skips updates
+        self._warned: set[str] = set()
+        self._has_compared = replicas.on_nonfinite == "ignore"  # a GradScaler skips updates
         self._steps_to_hash = 1
         self._before: tuple[float, list[int], int | None] | None = None  # rate, versions, digest
+        self._step_without_rate: int | None = None
+        self._collectives: int | None = None  # of the group, at the end of the micro-batch loop
 
-    def start(self) -> None:
+    def begin(self) -> None:
         """Note the weights before a step."""
-        if not self._is_done:
+        if not self._has_compared:
             digest = self.replicas.replica.digest() if self._steps_to_hash else None
             self._before = highest_rate(self.optimizers), self._versions(), digest
 
-    def end(self, step: int) -> None:
-        """Warn if `step` has changed no trained weight. Without a learning rate that is
-        expected."""
-        if self._is_done or self._before is None:
+    def end_micro_batches(self, step: int) -> None:
+        self._collectives = collectives_of(dist.group.WORLD)
+        if ZERO_RATES in self._warned or highest_rate(self.optimizers):
+            return
+        if self._step_without_rate == step - 1:
+            self._warn(ZERO_RATES, step - 1, step)
+        self._step_without_rate = step
+
+    def forget_collectives(self) -> None:
+        """Expect other collectives than those of the micro-batch loop: an evaluation."""
+        self._collectives = None
+
+    def end(self, step: int, workers: int) -> None:
+        if workers > 1 and self._collectives not in (None, collectives_of(dist.group.WORLD)):
+            self._warn(OWN_COLLECTIVE, step, workers)
+        if self._has_compared or self._before is None:
             return
         rate, versions, digest = self._before
         self._steps_to_hash = max(0, self._steps_to_hash - 1)
@@ -341,13 +327,14 @@ class UpdateWatch:
         if digest is None:
             self._steps_to_hash = HASHED_STEPS
             return
-        self._is_done = True
+        self._has_compared = True
         if digest == self.replicas.replica.digest():
-            log.warning(
-                "step %d changed no trained weight, and its gradient is lost: call optimizer.step() once after every "
-                "micro-batch loop. A step sums all micro-batches already; to accumulate more raise micro_batches",
-                step,
-            )
+            self._warn(LOST_UPDATE, step)
+
+    def _warn(self, text: str, *values: int) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
+            log.warning(text, *values)
 
     def _versions(self) -> list[int]:
         return [version_of(p) for p in self.replicas.replica.parameters]
@@ -356,16 +343,12 @@ class UpdateWatch:
 def numbers_to_log(values: Mapping[str, Any], get_loss: Callable[[], float]) -> dict[str, float]:
     """Return the values of session.log. UsageError for names that the line has anyway."""
     numbers = {name: number_of(name, value) for name, value in values.items()}
-    reserved = [
-        name
-        for name in numbers
-        if name in RECORDED or (name == "loss" and str(numbers[name]) != str(get_loss()))
-    ]
-    if reserved:
-        where = f"session.log({reserved[0]}={values[reserved[0]]!r})"
-        raise UsageError(
-            f"{reserved[0]} is recorded already, with another value", where, "give it another name"
-        )
+    for name, number in numbers.items():
+        is_other_loss = name == "loss" and str(number) != str(get_loss())
+        if name in RECORDED or is_other_loss:
+            what = f"{name} is recorded already, with another value"
+            where = f"session.log({name}={values[name]!r})"
+            raise UsageError(what, where, "give it another name")
     return numbers
 
 
@@ -398,13 +381,11 @@ def refuse_use_of_slices(error: BaseException | None) -> None:
 
 def refuse_early_use(name: str) -> None:
     """UsageError: the attribute exists only later."""
+    names, when = f"session.{name} does", "after session.steps(...) has started"
+    if name == "runtime":
+        names = "session.world and session.runtime do"
+        when = "inside `with Session(...) as session`"
     if name in ("runtime", "replicas", "checkpointer", "tracker"):
-        names, when = f"session.{name} does", "after session.steps(...) has started"
-        if name == "runtime":
-            names, when = (
-                "session.world and session.runtime do",
-                "inside `with Session(...) as session`",
-            )
         raise UsageError(f"{names} not exist yet", f"set {when}", "move the line there")
 
 
@@ -412,23 +393,3 @@ def highest_rate(optimizers: Sequence[Optimizer]) -> float:
     """Return the highest learning rate of all groups; 1.0 where an optimizer has none."""
     rates = [group.get("lr", 1.0) for optimizer in optimizers for group in optimizer.param_groups]
     return max((1.0 if rate is None else float(rate) for rate in rates), default=1.0)
-
-
-class ZeroRates:
-    """Warns once when the learning rate is 0 in two steps in a row: a warm-up may start at 0."""
-
-    def __init__(self) -> None:
-        self.last_step: int | None = None  # with a rate of 0
-        self.warned = False
-
-    def record(self, optimizers: Sequence[Optimizer], step: int) -> None:
-        if self.warned or highest_rate(optimizers):
-            return
-        if self.last_step == step - 1:
-            self.warned = True
-            log.warning(
-                "the learning rate of all parameter groups is 0 in steps %d and %d, which train nothing: has the schedule ended before "
-                "the run? A scheduler keeps its length (T_max, total_iters) from the checkpoint",
-                *(step - 1, step),
-            )
-        self.last_step = step

@@ -11,6 +11,7 @@ import torch
 
 from lockstep.checkpoint.stateful import Stateful, refuse_unsupported_state
 from lockstep.data.order import splitmix64
+from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import UsageError
 from lockstep.layout import Layout
 from lockstep.parallel.staged_model import StagedModel
@@ -18,9 +19,10 @@ from lockstep.runtime.numerics import seed_generators
 from lockstep.training import sharding
 from lockstep.training.function_values import FunctionValues
 from lockstep.training.loader import Loader
-from lockstep.training.prepared_model import PreparedModel
+from lockstep.training.model_options import PreparedModel
 from lockstep.training.saved_state import PerMicroBatch, SavedState
 from lockstep.training.session_checks import ReplicaOptions
+from lockstep.training.unsaved_variables import UnsavedVariables
 
 if TYPE_CHECKING:
     from lockstep.training.initial_values import InitialValues
@@ -161,6 +163,14 @@ class Declared:
             what = "session.state has not received a per_micro_batch"
             raise UsageError(what, "session.steps(...)", hint)
         return self.model
+
+    def watch_unsaved(self, runtime: ElasticRuntime) -> UnsavedVariables:
+        """Return what names, on rank 0, variables of the loop that no checkpoint holds."""
+        held = [self.model, *self.optimizers, *self.state.values()]
+        held += self.learners.inner.optimizers if self.learners else []
+        batches = [loader.batches for loader, _ in self.loaders]
+        sources = [part for keyed in batches for part in (keyed.dataset, keyed.collate_fn)]
+        return UnsavedVariables(held, sources, enabled=runtime.is_leader())
 
     def facts(self, values: SessionValues) -> dict[str, str]:
         """Return what a resumed run must have in common with the run, as text."""

@@ -9,7 +9,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from lockstep.checkpoint.fingerprints import BEST_STEP
@@ -24,7 +23,6 @@ from lockstep.record.events import append_event
 from lockstep.record.progress import ProgressDisplay
 from lockstep.record.tracker import BackgroundTracker, Tracker
 from lockstep.runtime.signals import Stopped, StopSignals
-from lockstep.runtime.torch_private import collectives_of
 from lockstep.training import session_checks, sharding
 from lockstep.training.checkpointer import Checkpointer
 from lockstep.training.replica_group import ReplicaGroup
@@ -105,23 +103,14 @@ def resume_state(
         from lockstep.training.initial_values import draw_initial_values
 
         runtime.board.during("preparing")(draw_initial_values)(model, init, runtime)
-    if values.function:
-        refuse_or_record_override(values, checkpointer, first_step)
+    if values.function and not checkpointer.loaded:
+        values.function.refuse_new_run()
+    changed = check(checkpointer.facts, first_step) if check else {}
+    if changed and checkpointer.runtime.world.leader:
+        append_event(values.out, "override", step=first_step, values=changed)
+        log.info("from step %d on: %s", first_step + 1, changed)
     resume_account(runtime, checkpointer.facts, first_step, values.out)
     return ResumedState(model, checkpointer, first_step, shown)
-
-
-def refuse_or_record_override(values: SessionValues, checkpointer: Checkpointer, step: int) -> None:
-    """For the leader: record the values that --override has changed. UsageError in a new run."""
-    function = values.function
-    if function is None:
-        return
-    if not checkpointer.loaded:
-        function.refuse_new_run()
-    changed = function.overridden(values.out, values.keep, checkpointer.facts, step)
-    if changed and checkpointer.runtime.world.leader:
-        append_event(values.out, "override", step=step, values=changed)
-        log.info("from step %d on: %s", step + 1, changed)
 
 
 def split_model(
@@ -199,9 +188,9 @@ def open_profiler(
     """Context manager that profiles the steps of `lockstep run --profile`."""
     if values.profiled is None:
         return nullcontext()
-    from lockstep.training.profiler import profiling
+    from lockstep.training.profiler import Profiler
 
-    return profiling(values.profiled, values.out, runtime)
+    return Profiler(values.profiled, values.out, runtime)
 
 
 class StartedRun:
@@ -260,10 +249,7 @@ class StartedRun:
         self.scores = ScoredRun(values.out, declared.state.values(), runtime, position)
         self.scores.follow_state()
         self.checkpointer.add_to_saves(self._facts, self.scores.kept_steps)
-        self._updates = session_checks.UpdateWatch(self.replicas, declared.optimizers)
-        self._zero_rates = session_checks.ZeroRates()
-        self._collectives: int | None = None  # of the group, at the end of the micro-batch loop
-        self._has_warned = False  # of collectives of the loop's own
+        self.watch = session_checks.StepWatch(self.replicas, declared.optimizers)
         if declared.learners:
             declared.learners.start(self)
 
@@ -274,7 +260,7 @@ class StartedRun:
 
     def begin_step(self, step: int) -> None:
         self.scores.loop.begin(step)
-        self._updates.start()
+        self.watch.begin()
         if self.declared.learners:
             self.declared.learners.begin(step)
 
@@ -290,8 +276,7 @@ class StartedRun:
         yield from (self.replicas.leave_witness if stopped else self.replicas.micro_batches)(step)
         if stopped:
             raise stopped
-        self._collectives = collectives_of(dist.group.WORLD)
-        self._zero_rates.record(self.declared.optimizers, step)
+        self.watch.end_micro_batches(step)
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Run the model's forward pass in a micro-batch."""
@@ -326,26 +311,17 @@ class StartedRun:
         learners = self.declared.learners
         return learners.own_leaves() if learners else self.replicas.replica.own_leaves
 
-    def forget_collectives(self) -> None:
-        """Expect other collectives than those of the micro-batch loop: an evaluation."""
-        self._collectives = None
-
     def end_step(self, step: int) -> StepEnd:
         """Record the step that the loop has trained, the number `step` of those committed."""
         begun = step - self.replicas.commit_steps
         if self.replicas.last_step != begun:
-            loops = "learners" if self.declared.learners else "micro-batches"
-            raise UsageError(
-                f"the body of step {begun} ran no {loops}",
-                "for step in session.steps(...)",
-                "take all of them, `for inner_step in learners(step)`, in every step"
-                if self.declared.learners
-                else "take all of them, `for batch in loader(step)`, in every step",
-            )
-        self._has_warned = self._has_warned or session_checks.warn_of_collectives(
-            self._collectives, begun, self.runtime.world.size
-        )
-        self._updates.end(begun)
+            loops, form = "micro-batches", "for batch in loader(step)"
+            if self.declared.learners:
+                loops, form = "learners", "for inner_step in learners(step)"
+            what = f"the body of step {begun} ran no {loops}"
+            hint = f"take all of them, `{form}`, in every step"
+            raise UsageError(what, "for step in session.steps(...)", hint)
+        self.watch.end(begun, self.runtime.world.size)
         stop = self.replicas.decision.stop
         why = self.scores.end(step) or "session.stop()" * (stop == STOP_REQUEST)
         if self.replicas.decision.save_failed:

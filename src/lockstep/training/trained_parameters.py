@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
-import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lockstep.checkpoint import state_dict, stateful
 from lockstep.checkpoint.json_tree import JSON_SUFFIX, unpack
@@ -23,12 +23,11 @@ GroupIds = Sequence[
 
 
 def trained_names(model: Model) -> list[str]:
-    return [
-        name for name, tensor in state_dict.named_tensors(model).items() if tensor.requires_grad
-    ]
+    named = state_dict.named_tensors(model).items()
+    return [name for name, tensor in named if tensor.requires_grad]
 
 
-def refuse_misplaced_parameters(model: Model, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+def refuse_misplaced_parameters(model: Model, optimizers: Sequence[Optimizer]) -> None:
     """UsageError when optimizers hold parameters of another model, or the same ones."""
     try:
         state_dict.optimizer_parameters(model, optimizers)
@@ -38,7 +37,7 @@ def refuse_misplaced_parameters(model: Model, optimizers: Sequence[torch.optim.O
 
 def warn_of_other_options(
     model: Model,
-    optimizers: Sequence[torch.optim.Optimizer],
+    optimizers: Sequence[Optimizer],
     tensors: Mapping[str, Tensor],
     before: Sequence[Mapping[str, str]] = (),
 ) -> None:
@@ -53,26 +52,23 @@ def warn_of_other_options(
     loaded, own = unpack(stateful.GROUPS, tensors), stateful.describe_groups(model, optimizers)
     constructed = iter(before)
     for saved_optimizer, optimizer in zip(loaded, own, strict=False):
-        differences: dict[str, None] = {}  # ordered, without repetitions
+        differences: list[str] = []
         for saved, group in zip(saved_optimizer["groups"], optimizer["groups"], strict=False):
             scheduled = {"lr", "momentum", "betas"} if "initial_lr" in group else set()
             known = next(constructed, {})
             for key, value in group.items():
-                is_compared = (
-                    key in saved
-                    and key not in {"params", *scheduled}
-                    and known.get(key) != repr(value)
-                    and not isinstance(value, Tensor)
-                )
-                if is_compared and value != saved[key]:
-                    differences[
-                        f"{key} is {saved[key]} from the checkpoint, not {value} as constructed"
-                    ] = None
+                is_own = key in {"params", *scheduled} or known.get(key) == repr(value)
+                if is_own or key not in saved or isinstance(value, Tensor):
+                    continue
+                if value != saved[key]:
+                    what = f"{key} is {saved[key]} from the checkpoint, not {value} as constructed"
+                    differences.append(what)
         if differences:
-            log.warning("optimizer %s: %s", optimizer["class"], "; ".join(differences))
+            listed = "; ".join(dict.fromkeys(differences))
+            log.warning("optimizer %s: %s", optimizer["class"], listed)
 
 
-def constructed_options(optimizers: Sequence[torch.optim.Optimizer]) -> list[dict[str, Any]]:
+def constructed_options(optimizers: Sequence[Optimizer]) -> list[dict[str, Any]]:
     """Return the options of each parameter group, before a checkpoint replaces them."""
     return [
         {key: deepcopy(value) for key, value in group.items() if key != "params"}
@@ -86,7 +82,7 @@ def options_as_text(options: Sequence[Mapping[str, Any]]) -> list[dict[str, str]
 
 
 def apply_options(
-    optimizers: Sequence[torch.optim.Optimizer],
+    optimizers: Sequence[Optimizer],
     constructed: Sequence[Mapping[str, Any]],
     before: Sequence[Mapping[str, str]],
 ) -> None:
@@ -113,26 +109,23 @@ def warn_of_other_constants(
         constants[name] = {path: loaded[path] for path in paths[name] if path in loaded}
         own = constructed[name]
         differing = [
-            path for path, value in constants[name].items() if path in own and own[path] != value
+            f"{path} is {value} from the checkpoint, {own[path]} as constructed"
+            for path, value in constants[name].items()
+            if path in own and own[path] != value
         ]
         if differing:
-            described = [
-                f"{path} is {loaded[path]} from the checkpoint, {own[path]} as constructed"
-                for path in differing
-            ]
+            listed = join_names(differing)
             hint = "for another schedule set the rate in each step before optimizer.step(): group['lr'] = rate(step)"
             if overridden:
-                what = f"--override of {', '.join(overridden)} does not reach {name} in session.state: {join_names(described)}"
+                what = f"--override of {', '.join(overridden)} does not reach {name} in session.state: {listed}"
                 raise UsageError(what, "the checkpoint's values hold", hint)
-            log.warning(
-                "%s: %s; the checkpoint's values hold; %s", name, join_names(described), hint
-            )
+            log.warning("%s: %s; the checkpoint's values hold; %s", name, listed, hint)
     return constants
 
 
 def refuse_unsaved(
     model: Model,
-    optimizers: Sequence[torch.optim.Optimizer],
+    optimizers: Sequence[Optimizer],
     state: Mapping[str, stateful.Stateful] | None,
 ) -> None:
     """UsageError for trained parameters and schedulers that no checkpoint would hold."""
@@ -154,7 +147,7 @@ def refuse_unsaved(
 
 
 def refuse_new_groups(
-    model: Model, optimizers: Sequence[torch.optim.Optimizer], before: GroupIds, step: int
+    model: Model, optimizers: Sequence[Optimizer], before: GroupIds, step: int
 ) -> None:
     """UsageError: parameter groups have changed since the first step."""
     refuse_misplaced_parameters(model, optimizers)

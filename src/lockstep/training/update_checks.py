@@ -7,15 +7,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import nn
+from torch.amp import GradScaler
+from torch.optim import Optimizer
 
 from lockstep.errors import UsageError
 
 
-def refuse_closure(
-    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
+def refuse_closure(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """UsageError for `optimizer.step(closure)`, given the arguments of a hook before the step."""
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if closure is not None:
@@ -28,8 +27,8 @@ def refuse_closure(
 
 @contextmanager
 def scaler_watch(
-    optimizers: Sequence[torch.optim.Optimizer],
-    get_scaler: Callable[[], torch.amp.GradScaler | None],
+    optimizers: Sequence[Optimizer],
+    get_scaler: Callable[[], GradScaler | None],
 ) -> Iterator[None]:
     """Refuse, while entered, updates by another GradScaler than the one that backward has received:
     the loss that it scaled would be recorded with its scale.
@@ -54,13 +53,13 @@ def scaler_watch(
             hook.remove()
 
 
-def updating_scaler() -> torch.amp.GradScaler | None:
+def updating_scaler() -> GradScaler | None:
     """Return the GradScaler whose `step` is running. Only the stack tells: it calls
     `optimizer.step()` as a loop does. `f_locals` of other frames would keep their tensors alive."""
     frame = inspect.currentframe()
     while frame is not None:
-        if frame.f_code is torch.amp.GradScaler.step.__code__:
-            scaler: torch.amp.GradScaler = frame.f_locals["self"]
+        if frame.f_code is GradScaler.step.__code__:
+            scaler: GradScaler = frame.f_locals["self"]
             return scaler
         frame = frame.f_back
     return None
