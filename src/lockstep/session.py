@@ -45,7 +45,7 @@ from lockstep.runtime.worker_env import read_worker_env
 from lockstep.training import function_values, model_options, session_checks, sharding
 from lockstep.training.checkpointer import Checkpointer
 from lockstep.training.evaluation import Samples, gather_over, in_eval_mode, mean_over
-from lockstep.training.loader import Collate, Loader
+from lockstep.training.loader import Collate, KeyedBatches, Loader
 from lockstep.training.model_options import Precision, PreparedModel
 from lockstep.training.replica_group import ReplicaGroup
 from lockstep.training.sample_order import make_order
@@ -330,12 +330,10 @@ class Session:
             dataset, batch_size, tokens, lengths, values.micro_batches, values.seed
         )
         loader = Loader(
-            dataset,
-            order,
+            KeyedBatches(dataset, order, collate_fn),
             self.runtime,
             self.micro_batches,
             lambda: self._run_in_loop("loader(step)").own_leaves(),
-            collate_fn,
             num_workers,
         )
         self._exit.callback(loader.close)

@@ -26,7 +26,6 @@ from lockstep.runtime.tensor_bytes import DTYPES, TORCH_DTYPES, bytes_of
 from lockstep.training.loader import Collate, get_samples, map_tensors, number_of_samples, to_device
 
 log = logging.getLogger("lockstep")
-Scores = dict[int, dict[str, float]]  # by batch number, then by name
 Result = TypeVar("Result")  # of a batch, a JSON value
 PACKED = "results"
 

@@ -128,9 +128,11 @@ class Look:
             yield hash(bytes(value[:MAX_BYTES]))
         elif isinstance(value, int | str | float):  # a subclass of them
             yield hash(str.__str__(value) if isinstance(value, str) else float(value))
-        elif (state := internal_state(value)) is not None:
+        elif not isinstance(value, CONTAINERS):
+            state = internal_state(value)
             self._kept.append(state)
             yield self._hash(state, depth)
+        yield size_of(value)
         hashes = (self._hash(part, depth) for part in parts_of(value, MAX_ITEMS))
         yield from [sum(hashes)] if isinstance(value, set | frozenset) else hashes
 
@@ -186,8 +188,8 @@ def size_of(value: Any) -> int:
 
 
 def parts_of(value: Any, most: int) -> list[Any]:
-    """Return what an object consists of: length and items of a container, the objects that a
-    function keeps between its calls, the names and values of attributes.
+    """Return what an object consists of: items of a container, the objects that a function keeps
+    between its calls, the names and values of attributes.
 
     most  items, of a longer container a sample
     """
@@ -198,15 +200,14 @@ def parts_of(value: Any, most: int) -> list[Any]:
         items = [*itertools.islice(dict.items(value), most)]
         if size > most:
             items += itertools.islice(reversed(dict.items(value)), most)
-        parts = [size, *itertools.chain.from_iterable(items)]
+        parts = [*itertools.chain.from_iterable(items)]
     elif kind in (set, frozenset):
-        parts = [size, *itertools.islice(kind.__iter__(value), most)]
+        parts = [*itertools.islice(kind.__iter__(value), most)]
     elif kind:
         parts = [*kind.__iter__(value)]
         if size > most:
             sample = parts[:: size // most + 1]
             parts = [*parts[: most // 4], *sample, *parts[-most // 4 :]]
-        parts.append(size)
     elif isinstance(value, np.ndarray) and value.dtype.hasobject:
         parts = [*value.reshape(-1)[:most]]
     elif isinstance(value, functools.partial):

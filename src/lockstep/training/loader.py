@@ -38,10 +38,18 @@ CPU = torch.device("cpu")
 
 
 class KeyedBatches(Dataset[Any]):
-    """Collated micro-batches by (step, k), which also seed the random draws of the samples."""
+    """Collated micro-batches by (step, k), which also seed the random draws of the samples.
+
+    dataset     has __len__ and __getitem__, or __getitems__ for several samples at once. Keep its
+                content: a resumed Session detects another length, not other content
+    order       which samples belong to which micro-batch
+    collate_fn  makes a micro-batch of a list of samples; None: torch's default_collate
+    """
 
     def __init__(self, dataset: Any, order: Order, collate_fn: Collate | None) -> None:
-        self.dataset, self.order, self.collate_fn = dataset, order, collate_fn or default_collate
+        self.dataset = dataset
+        self.order = order
+        self.collate_fn = collate_fn or default_collate
 
     def __getitem__(self, key: Key) -> Any:
         seed_generators(splitmix64(self.order.seed, *key, SAMPLES) >> 1, CPU)
@@ -123,27 +131,23 @@ class Prefetch:
 class Loader:
     """The micro-batches of a step on this worker's device: `for batch in loader(step)`. Stateless.
 
-    dataset        has __len__ and __getitem__, or __getitems__ for several samples at once. Keep
-                   its content: a resumed Session detects another length, not other content
-    order          which samples belong to which micro-batch
+    batches        of all workers, by (step, k)
     micro_batches  yields the numbers of this worker's micro-batches (Session.micro_batches)
     own_leaves     returns these numbers, in a step
-    collate_fn     makes a micro-batch of a list of samples; None: torch's default_collate
     num_workers    processes that prefetch; 0: samples are loaded in the training process
     """
 
     def __init__(
         self,
-        dataset: Any,
-        order: Order,
+        batches: KeyedBatches,
         runtime: ElasticRuntime,
         micro_batches: Callable[[int], Iterator[int]],
         own_leaves: Callable[[], Sequence[int]],
-        collate_fn: Collate | None = None,
-        num_workers: int = 0,
+        num_workers: int,
     ) -> None:
-        self.order, self.runtime = order, runtime
-        self.batches = KeyedBatches(dataset, order, collate_fn)
+        self.batches = batches
+        self.order = batches.order
+        self.runtime = runtime
         self._micro_batches = micro_batches
         self._prefetch = None
         if num_workers:
