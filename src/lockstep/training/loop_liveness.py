@@ -14,7 +14,8 @@ result is a good guess, not a proof. It is meant for a warning.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from lockstep.training import loop_forms
@@ -77,12 +78,11 @@ def walk_loop(
 ) -> tuple[set[str], list[UserFunction]]:
     """Return what is live at the head of the loop, and the functions that are called on the way."""
     program = Program(names.function, changes, prints_count)
-    walk = Walk(program, names, Keys(), returns_count=returns_count)
-    changes.enabled = False
+    behind = Walk(program, names, Keys(), returns_count=returns_count, records=False)
     for statements in reversed(path.following):
-        walk.block(statements)
-    changes.enabled = True
-    walk.repeat(path.loop)
+        behind.block(statements)
+    walk = Walk(program, names, Keys(), returns_count=returns_count, records=True)
+    walk.repeat(path.loop, Keys(behind.live))
     return walk.live, program.reached
 
 
@@ -98,26 +98,45 @@ class Program:
         self.prints_count = prints_count
         self.effects = 0  # so far: assignments of live variables, calls with an effect, jumps
         self.expressions = 0
-        self.is_implicit = False  # in a function that no call names: forward, __getitem__
         self.reached: list[UserFunction] = []
+        self._is_implicit = False  # in a function that no call names: forward, __getitem__
         self._calling: list[UserFunction] = []
         self._walked: dict[tuple[UserFunction, bool, Keys, bool], tuple[Keys, bool]] = {}
 
-    def walk(self, names: Names, function: UserFunction, live: Keys, wanted: bool) -> Keys:
+    def affect(self, matters: bool = True) -> None:
+        self.effects += matters
+
+    def count_expression(self) -> None:
+        self.expressions += 1
+
+    @contextmanager
+    def implicit_call(self) -> Iterator[bool]:
+        """Context manager of a call that Python makes. Yields False inside of another one: a module
+        that calls another one, and all of them are walked already."""
+        before = self._is_implicit
+        self._is_implicit = True
+        yield not before
+        self._is_implicit = before
+
+    def walk(
+        self, names: Names, function: UserFunction, live: Keys, wanted: bool, records: bool
+    ) -> Keys:
         """Return what is live before a function whose result is `wanted`.
 
-        names  of any function
+        names    of any function
+        records  whether its changes are those of the loop
         """
         is_deep = function in self._calling or len(self._calling) >= MAX_CALLS
         if is_deep or self.expressions > MAX_EXPRESSIONS:
             return live
-        key = function, wanted, live, self.changes.enabled
+        key = function, wanted, live, records
         known = self._walked.get(key)
         if known is None:
             before = self.effects
             self.reached.append(function)
             self._calling.append(function)
-            walk = Walk(self, names.inside(function), live, returns_count=wanted)
+            inside = names.inside(function)
+            walk = Walk(self, inside, live, returns_count=wanted, records=records)
             walk.block(function.body)
             self._calling.pop()
             known = frozenset(walk.live), self.effects > before and walk.live != live
@@ -130,11 +149,14 @@ class Program:
 class Walk:
     """A walk backwards through statements of one function. `live`: before those walked so far."""
 
-    def __init__(self, program: Program, names: Names, live: Keys, *, returns_count: bool) -> None:
+    def __init__(
+        self, program: Program, names: Names, live: Keys, *, returns_count: bool, records: bool
+    ) -> None:
         self.program = program
         self.names = names
         self.live = set(live)
         self.returns_count = returns_count
+        self.records = records
         self._after_return = live
         self._after_break = Keys()
         self._after_continue = Keys()
@@ -182,7 +204,7 @@ class Walk:
                 # A `for` loop is taken to have a turn: what it assigns is assigned after it.
                 self.block(node.orelse)
                 skipped = self.live if isinstance(node, ast.While) else set[str]()
-                self.repeat(node)
+                self.repeat(node, Keys(self.live))
                 self.live |= skipped
             case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
                 self.live.discard(self.names.function.variable(node.name))
@@ -206,7 +228,7 @@ class Walk:
                 self._leave(self._after_continue)
 
     def _leave(self, live: Iterable[str]) -> None:
-        self.program.effects += 1
+        self.program.affect()
         self.live = set(live)
 
     def _branch(self, node: ast.If | ast.Match) -> None:
@@ -215,9 +237,10 @@ class Walk:
             self._branches([], *(case.body for case in node.cases))
             self._read_all([node.subject, *(case.guard for case in node.cases)], True)
             return
-        self.program.changes.lazy |= loop_forms.filled_first(node)
+        self.program.changes.lazy.update(loop_forms.filled_first(node))
         self._branches(node.body, node.orelse)
-        self.program.changes.record_branch(self.names, node)
+        if self.records:
+            self.program.changes.record_branch(self.names, node)
         self._read(node.test, self.program.effects > before)
 
     def _with(self, node: ast.With | ast.AsyncWith) -> None:
@@ -226,16 +249,19 @@ class Walk:
             wanted = bool(item.optional_vars and self._store([item.optional_vars], None, ""))
             self._read(item.context_expr, wanted)
 
-    def repeat(self, loop: Loop) -> None:
-        """Walk a loop until its live variables are complete, without its `else`."""
-        after, head, wanted = Keys(self.live), set[str](), False
+    def repeat(self, loop: Loop, after: Keys) -> None:
+        """Walk a loop until its live variables are complete, without its `else`.
+
+        after  what is live behind the loop
+        """
+        head, wanted = set[str](), False
         before = self.program.effects
         outside = self._after_break, self._after_continue
         if not isinstance(loop, ast.While):
             if self.names.is_view(loop.iter):
                 self.names.fix([loop.target])
             named = (node for node in ast.walk(loop.target) if isinstance(node, ast.Name))
-            self.program.changes.targets |= set(map(self.names.key, named))
+            self.program.changes.targets.update(map(self.names.key, named))
         for _ in range(ROUNDS):
             self._after_break = after
             self._after_continue = after | head
@@ -271,7 +297,7 @@ class Walk:
         """
         pairs = [pair for target in targets for pair in loop_forms.assignments(target, value)]
         wanted = [self._store_one(target, part, kind) for target, part in pairs]
-        self.program.effects += any(wanted)
+        self.program.affect(any(wanted))
         return any(wanted)
 
     def _store_one(self, target: ast.expr, value: ast.expr | None, kind: str) -> bool:
@@ -285,7 +311,7 @@ class Walk:
                 kind = "append"
         if isinstance(target, ast.Subscript):
             self._read(target.slice, wanted)
-        if kind and not is_fixed:
+        if self.records and kind and not is_fixed:
             self.program.changes.record(self.names, target, kind, value)
         return wanted
 
@@ -296,7 +322,7 @@ class Walk:
             self._read(node, wanted)
 
     def _read(self, node: ast.AST | None, wanted: bool) -> None:
-        self.program.expressions += 1
+        self.program.count_expression()
         by_name = self.names.functions.by_name
         match node:
             case ast.Call():
@@ -319,7 +345,7 @@ class Walk:
                 targets = [part.target for part in node.generators]
                 self._read_bound(targets, ast.iter_child_nodes(node), wanted)
             case ast.Yield(value) | ast.YieldFrom(value):
-                self.program.effects += 1
+                self.program.affect()
                 self._read(value, True)
             case ast.AST():
                 self._read_all(ast.iter_child_nodes(node), wanted)
@@ -328,11 +354,12 @@ class Walk:
         self, targets: Sequence[ast.AST], nodes: Iterable[ast.AST], wanted: bool
     ) -> None:
         """Read nodes in which the targets have a scope of their own."""
-        before = self.names.bound
+        outside = self.names
         inside = [node for target in targets for node in ast.walk(target)]
-        self.names.bound |= {getattr(node, "id", getattr(node, "arg", "")) for node in inside}
+        bound = {getattr(node, "id", getattr(node, "arg", "")) for node in inside}
+        self.names = outside.inside(outside.function, outside.bound | bound)
         self._read_all(nodes, wanted)
-        self.names.bound = before
+        self.names = outside
 
     # Calls.
 
@@ -361,10 +388,10 @@ class Walk:
         key = self.names.key(target)
         is_fixed = not key or self.names.is_fixed(target)
         reaches = wanted or is_fixed or key in self.live
-        self.program.effects += reaches and not wanted
+        self.program.affect(reaches and not wanted)
         if kind == "assign":
             self.live.discard(key)
-        if not is_fixed:
+        if self.records and not is_fixed:
             self.program.changes.record(self.names, target, kind)
         self._read_all(arguments, reaches)
         self._read(target, wanted and kind != "assign")
@@ -377,7 +404,7 @@ class Walk:
         )
         is_effect |= self.names.is_fixed(node.func) or any(map(self.names.is_view, arguments))
         if is_effect and not wanted:
-            self.program.effects += 1
+            self.program.affect()
             wanted = True
         changed = "" if receiver is None or changes_nothing else self.names.key(receiver)
         self._read_all(arguments, wanted or changed in self.live)
@@ -392,13 +419,13 @@ class Walk:
         if not 0 < len(candidates) <= MAX_CANDIDATES:
             return False
         pairs = [pair for function in candidates for pair in parameters_of(function, node)]
-        self.names.fixed |= {key for key, part in pairs if key and self.names.is_view(part)}
-        before, changes = self.program.effects, self.program.changes
+        self.names.fixed.update(key for key, part in pairs if key and self.names.is_view(part))
+        before = self.program.effects
         constructs = any(function.name == "__init__" for function in candidates)
-        recorded = changes.enabled
-        changes.enabled = recorded and not constructs  # attributes of a new object
-        entered = self._enter(candidates, wanted, is_certain=not constructs)
-        changes.enabled = recorded
+        # Changes of a constructor are attributes of a new object.
+        entered = self._enter(
+            candidates, wanted, is_certain=not constructs, records=self.records and not constructs
+        )
         matters = wanted or self.program.effects > before
         if isinstance(node.func, ast.Name) and matters:
             self.live.add(self.names.function.variable(node.func.id))
@@ -408,22 +435,29 @@ class Walk:
 
     def _enter_named(self, names: Iterable[str]) -> None:
         """Walk functions that Python calls: one of these names in any class."""
-        if self.program.is_implicit:
-            return  # a module that calls another one: all of them are walked already
-        self.program.is_implicit = True
         by_name = self.names.functions.by_name
         named = [function for name in names for function in by_name.get(name, ())]
         found = [f for f in named if f.name != "forward" or (f.owner and f.owner.bases)]
-        self._enter(found[: 2 * MAX_CANDIDATES], True)
-        self.program.is_implicit = False
+        with self.program.implicit_call() as is_new:
+            self._enter(found[: 2 * MAX_CANDIDATES] if is_new else [], True)
 
     def _enter(
-        self, functions: Sequence[UserFunction], wanted: bool, *, is_certain: bool = False
+        self,
+        functions: Sequence[UserFunction],
+        wanted: bool,
+        *,
+        is_certain: bool = False,
+        records: bool | None = None,
     ) -> Keys:
-        """Walk the bodies, as branches. Return what they read. is_certain: one of them runs."""
+        """Walk the bodies, as branches. Return what they read.
+
+        is_certain  one of them runs
+        records     whether their changes are those of the loop; None: as here
+        """
         live = Keys(self.live)
+        records = self.records if records is None else records
         entered = Keys().union(
-            *(self.program.walk(self.names, function, live, wanted) for function in functions)
+            *(self.program.walk(self.names, f, live, wanted, records) for f in functions)
         )
         if is_certain:
             self.live.clear()

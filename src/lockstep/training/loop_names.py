@@ -18,6 +18,7 @@ class Names:
 
     aliases  {key of a variable: name of the function that is its value}
     fixed    keys of variables whose use is an effect by itself, such as the optimizer. It grows
+    bound    names of the comprehensions and lambdas around
     """
 
     def __init__(
@@ -26,16 +27,17 @@ class Names:
         function: UserFunction,
         aliases: dict[str, str],
         fixed: set[str],
+        bound: frozenset[str] = frozenset(),
     ) -> None:
         self.functions = functions
         self.function = function
         self.aliases = aliases
         self.fixed = fixed
-        self.bound: frozenset[str] = frozenset()  # names of the comprehensions and lambdas around
+        self.bound = bound
 
-    def inside(self, function: UserFunction) -> Names:
-        """Return the names in another function."""
-        return Names(self.functions, function, self.aliases, self.fixed)
+    def inside(self, function: UserFunction, bound: frozenset[str] = frozenset()) -> Names:
+        """Return the names in another function, or in a comprehension of this one."""
+        return Names(self.functions, function, self.aliases, self.fixed, bound)
 
     def key(self, target: ast.AST) -> str:
         """Return the key of the variable that holds the target; "" without one."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from lockstep.training import loop_forms
 from lockstep.training.loop_names import Names
@@ -29,7 +29,6 @@ class Changes:
     """The changes that a walk through the loop has met, by key of the variable."""
 
     def __init__(self) -> None:
-        self.enabled = False  # in the loop, not behind it
         self.by_key: dict[str, Change] = {}
         self.extremes: set[str] = set()  # keys: `best = max(best, score)`
         self.targets: set[str] = set()  # keys: of `for` loops
@@ -39,7 +38,7 @@ class Changes:
         self, names: Names, target: ast.expr, kind: str, value: ast.expr | None = None
     ) -> None:
         key = names.key(target)
-        if not self.enabled or not key or key in loop_forms.GRADIENTS:
+        if not key or key in loop_forms.GRADIENTS:
             return
         if loop_forms.is_extreme(target, value):
             self.extremes.add(key)
@@ -48,8 +47,8 @@ class Changes:
             target = target.value
         file = names.function.file
         change = self.by_key.setdefault(key, Change(ast.unparse(target), file, target.lineno))
-        if change.file == file:
-            change.line = min(change.line, target.lineno)
+        if change.file == file and target.lineno < change.line:
+            change = self.by_key[key] = replace(change, line=target.lineno)
         change.kinds.add(kind)
         nodes = [*ast.walk(value)] if value else []
         calls = [node for node in nodes if isinstance(node, ast.Call)]
@@ -59,8 +58,7 @@ class Changes:
 
     def record_branch(self, names: Names, statement: ast.If) -> None:
         """Note `if score > best: best = score`."""
-        if self.enabled:
-            self.extremes |= set(map(names.key, loop_forms.extremes(statement)))
+        self.extremes |= set(map(names.key, loop_forms.extremes(statement)))
 
     def carrying(self, live: set[str], fixed: set[str], body: Sequence[ast.stmt]) -> set[str]:
         """Return the keys of the live variables that may carry a value to the next step."""

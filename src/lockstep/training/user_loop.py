@@ -85,7 +85,7 @@ class UserLoop:
             if f".{name}" in self.source.live
         }
         self.of_modules = (read & self.source.assigned) - self.source.live
-        self.source.live |= self.of_modules
+        self.source.live.update(self.of_modules)
 
     def _names_of_values(
         self, names: Mapping[str, Any], is_held: Callable[[Any], bool]
