@@ -44,6 +44,39 @@ COMMON_S = 300.0  # before all ranks are killed if all hang outside collectives:
 # Kill the culprits and continue without them; form a new group of all members; end the run; only
 # log.
 Action = Literal["evict", "regroup", "abort", "warn"]
+ACTION_WORDS: dict[Action, str] = {
+    "evict": "The run continues without {ranks}.",
+    "regroup": "All ranks form a new group and retry the step.",
+    "abort": "The run is aborted.",
+    "warn": "No action is taken.",
+}
+PHASE_WORDS: dict[Phase, str] = {
+    "starting": "starting",
+    "joining": "joining generation {generation}",
+    "preparing": "preparing the run's data",
+    "compiling": "compiling in step {step}",
+    "data": "fetching the data of step {step}",
+    "forward": "in the forward pass of step {step}",
+    "backward": "in the backward pass of step {step}",
+    "reducing": "in the reduction of step {step}",
+    "voting": "in the vote of step {step}",
+    "updating": "in the update of step {step}",
+    "saving": "saving step {step}",
+    "evaluating": "evaluating step {step}",
+}
+# {where}: the phase, for how long, and the line; {silent}: since the last heartbeat.
+PROBLEM_WORDS = {
+    "": "{where}",
+    "waiting": "waiting {where}",
+    "exited": "exited, last seen {where}",
+    "unheard": "no heartbeat for {silent}, nor of any other process of the host; last seen {where}",
+    "stopped": "stopped (by SIGSTOP or a debugger) {where}",
+    "blocked": "{where}, alive but without a heartbeat for {silent} (blocked in I/O)",
+    "spinning": "{where}, alive but without a heartbeat for {silent} (a thread holds the GIL)",
+}
+MISMATCH = "mismatched collectives: {clauses}; every rank must call the same collectives, in the same order and with tensors of the same size"
+NETWORK = "{clauses}; no other rank is missing, so look at the network of {hosts}"
+SHARED_CAUSE = "none of the {count} ranks makes progress or waits for another, so look for a shared cause, such as a disk: {clauses}"
 
 
 @dataclass(frozen=True)
@@ -58,6 +91,31 @@ class MemberSnapshot:
     silent_s: float = 0.0  # since its last heartbeat
     state: str = ""  # of its process, by proc(5): "R", "S", "D", "T", "Z"; "" if unknown
     stack: str = ""  # of its main thread, from `stack_of`; may be empty
+
+    @property
+    def own_collective(self) -> str:
+        """The collective that the user's loop called, such as "all_reduce of 8 B", or ""."""
+        if self.status.phase in WAITING:
+            return ""
+        match = COLLECTIVE.search(self.stack.rpartition("\n")[2])
+        return match[1] if match else ""
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether it is in a collective of the library or, by its stack, of the user's loop."""
+        return self.status.phase in WAITING or self.own_collective != ""
+
+    @property
+    def place(self) -> str:
+        own = self.own_collective
+        words = f"in its own {own} of step {{step}}" if own else PHASE_WORDS[self.status.phase]
+        return words.format(step=self.status.step, generation=self.status.generation)
+
+    @property
+    def collective(self) -> Hashable:
+        """What is equal on members that wait in the same collective."""
+        number = self.status.generation, self.status.collective, self.status.collective_bytes
+        return self.place, number, self.own_collective and innermost(self.stack)
 
 
 @dataclass(frozen=True)
@@ -79,41 +137,52 @@ def diagnose(
         for member in present
         if stalled_s(member, limits) > stall_limit_s(member, limits, step_s)
     ]
-    culprits = [
-        member for member in late if cannot_move(member, limits) or not in_collective(member)
-    ]
-    if len(culprits) == len(present) > 1 and not any(
-        cannot_move(member, limits) for member in culprits
-    ):
-        return blame_shared_cause(culprits, limits)
+    stuck = [member for member in late if cannot_move(member, limits)]
+    culprits = [member for member in late if member in stuck or not member.is_waiting]
+    clauses = [describe(group, limits) for group in grouped(culprits, lambda m: problem(m, limits))]
+    if len(culprits) == len(present) > 1 and not stuck:
+        text = SHARED_CAUSE.format(count=len(culprits), clauses="; ".join(clauses))
+        if limits.on_hang != "evict" or min(member.status.moved_s for member in late) > COMMON_S:
+            return verdict(text, culprits, limits)
+        return HangVerdict((), f"{text}. They have {format_duration(COMMON_S)} to recover.", "warn")
     if culprits:
-        return blame_culprits(
-            culprits, [member for member in present if member not in culprits], limits
-        )
+        others = [member for member in present if member.is_waiting and member not in culprits]
+        waiting = grouped(others, lambda member: member.place)
+        clauses += [clause(ranks_of(group), "waiting", group) for group in waiting]
+        return verdict("; ".join(clauses), culprits, limits)
     return blame_mismatch(late, limits) if late and len(late) == len(present) else None
 
 
-def in_collective(member: MemberSnapshot) -> bool:
-    """Whether it waits in a collective of the library or, by its stack, of the user's loop."""
-    return member.status.phase in WAITING or user_collective(member) != ""
+def blame_mismatch(members: Sequence[MemberSnapshot], limits: ElasticLimits) -> HangVerdict:
+    """All members wait in collectives, in different ones or, if the network is cut, in one."""
+    groups = grouped(members, lambda member: member.collective)
+    groups.sort(key=lambda group: (len(group), group[0].rank))
+    clauses = "; ".join(clause(who(group), "", group, numbered=True) for group in groups)
+    if len(groups) == 1:
+        return verdict(NETWORK.format(clauses=clauses, hosts=hosts_of(members)), (), limits)
+    has_majority = len(groups[-1]) > len(groups[-2])
+    fewer = [member for group in groups[:-1] for member in group if has_majority]
+    culprits = sorted(fewer, key=lambda member: member.rank)
+    return verdict(MISMATCH.format(clauses=clauses), culprits, limits)
 
 
-def user_collective(member: MemberSnapshot) -> str:
-    """Return the collective that the user's loop called, such as "all_reduce of 8 B", or ""."""
-    match = (
-        None
-        if member.status.phase in WAITING
-        else COLLECTIVE.search(member.stack.rpartition("\n")[2])
-    )
-    return match[1] if match else ""
+def verdict(text: str, culprits: Sequence[MemberSnapshot], limits: ElasticLimits) -> HangVerdict:
+    """Return the verdict with what `limits.on_hang` makes of it."""
+    action: Action = limits.on_hang
+    if action == "evict" and not culprits:
+        action = "regroup"
+    end = ACTION_WORDS[action].format(ranks=ranks_of(culprits))
+    return HangVerdict(tuple(member.id for member in culprits), f"{text}. {end}", action)
 
 
 def cannot_move(
     member: MemberSnapshot, limits: ElasticLimits
 ) -> Literal["", "exited", "stopped", "unheard"]:
     """Return why the member's process cannot run at all; "" if it can."""
-    if member.state in ("Z", "X", "T", "t"):
-        return "exited" if member.state in ("Z", "X") else "stopped"
+    if member.state in ("Z", "X"):
+        return "exited"
+    if member.state in ("T", "t"):
+        return "stopped"
     return "unheard" if member.state == "" and member.silent_s > limits.heartbeat_timeout_s else ""
 
 
@@ -127,93 +196,40 @@ def stall_limit_s(member: MemberSnapshot, limits: ElasticLimits, step_s: float) 
     """Return the allowed seconds without progress. step_s: median step of the slowest member."""
     if cannot_move(member, limits):
         return limits.hang_timeout_s
+    phase = member.status.phase
     first_s = FIRST_STEP_S if member.status.first_step else 0.0
-    allowance_s = (
-        limits.evaluate_timeout_s
-        if member.status.phase == "evaluating"
-        else ALLOWANCES_S.get(member.status.phase, 0.0)
-    )
+    allowance_s = {**ALLOWANCES_S, "evaluating": limits.evaluate_timeout_s}.get(phase, 0.0)
     return max(limits.hang_timeout_s, MEDIAN_STEPS * step_s, first_s, allowance_s)
 
 
-def blame_culprits(
-    culprits: Sequence[MemberSnapshot], others: Sequence[MemberSnapshot], limits: ElasticLimits
-) -> HangVerdict:
-    """Some members hang by themselves; the others wait for them."""
-    waiting = grouped(filter(in_collective, others), place)
-    clauses = describe_all(culprits, limits)
-    clauses += [f"{rank_words(group)}: waiting {place_and_time(group)}" for group in waiting]
-    return verdict("; ".join(clauses), culprits, limits)
+# Words.
 
 
-def blame_shared_cause(members: Sequence[MemberSnapshot], limits: ElasticLimits) -> HangVerdict:
-    """All members hang, each by itself."""
-    clauses = "; ".join(describe_all(members, limits))
-    cause = f"none of the {len(members)} ranks makes progress or waits for another, so look for a shared cause, such as a disk: {clauses}"
-    if limits.on_hang == "evict" and min(member.status.moved_s for member in members) <= COMMON_S:
-        text = f"{cause}. They have {format_duration(COMMON_S)} to recover."
-        return HangVerdict((), text, "warn")
-    return verdict(cause, members, limits)
+def problem(member: MemberSnapshot, limits: ElasticLimits) -> tuple[str, str, str]:
+    """Return (key of PROBLEM_WORDS, place, line): members with the same share a clause."""
+    kind: str = cannot_move(member, limits)
+    if not kind and member.silent_s > limits.heartbeat_timeout_s:
+        kind = "blocked" if member.state == "D" else "spinning"
+    return kind, member.place, innermost(member.stack)
 
 
-def blame_mismatch(members: Sequence[MemberSnapshot], limits: ElasticLimits) -> HangVerdict:
-    """All members wait in collectives, the same or different ones."""
-    groups = grouped(members, collective_of)
-    if len(groups) == 1:
-        return blame_network(members, limits)
-    groups.sort(key=lambda group: (len(group), group[0].rank))
-    has_majority = len(groups[-1]) > len(groups[-2])
-    culprits = [member for group in groups[:-1] for member in group] if has_majority else []
-    clauses = "; ".join(f"{who(group)}: {place_and_time(group, numbered=True)}" for group in groups)
-    rule = "every rank must call the same collectives, in the same order and with tensors of the same size"
-    culprits.sort(key=lambda member: member.rank)
-    return verdict(f"mismatched collectives: {clauses}; {rule}", culprits, limits)
+def describe(group: Sequence[MemberSnapshot], limits: ElasticLimits) -> str:
+    return clause(who(group), problem(group[0], limits)[0], group)
 
 
-def blame_network(members: Sequence[MemberSnapshot], limits: ElasticLimits) -> HangVerdict:
-    """All members are in one collective, and it does not complete."""
-    hosts = join_words(sorted({member.host for member in members}))
-    cause = f"{who(members)}: {place_and_time(members, numbered=True)}; no other rank is missing, so look at the network of {hosts}"
-    return verdict(cause, (), limits)
-
-
-def verdict(text: str, culprits: Sequence[MemberSnapshot], limits: ElasticLimits) -> HangVerdict:
-    """Return the verdict with what `limits.on_hang` makes of it."""
-    action: Action = limits.on_hang
-    if action == "evict" and not culprits:
-        action = "regroup"
-    end = ACTION_WORDS[action].format(ranks=rank_words(culprits))
-    return HangVerdict(tuple(member.id for member in culprits), f"{text}. {end}", action)
-
-
-ACTION_WORDS: dict[Action, str] = {
-    "evict": "The run continues without {ranks}.",
-    "regroup": "All ranks form a new group and retry the step.",
-    "abort": "The run is aborted.",
-    "warn": "No action is taken.",
-}
-PHASE_WORDS: dict[Phase, str] = {
-    "starting": "starting",
-    "joining": "joining generation {generation}",
-    "preparing": "preparing the run's data",
-    "compiling": "compiling in step {step}",
-    "data": "fetching the data of step {step}",
-    "forward": "in the forward pass of step {step}",
-    "backward": "in the backward pass of step {step}",
-    "reducing": "in the reduction of step {step}",
-    "voting": "in the vote of step {step}",
-    "updating": "in the update of step {step}",
-    "saving": "saving step {step}",
-    "evaluating": "evaluating step {step}",
-}
-# By `cannot_move`, or "silent": its process may run, and sends no heartbeat.
-PROBLEM_WORDS = {
-    "": "{place}",
-    "exited": "exited, last seen {place}",
-    "unheard": "no heartbeat for {silent}, nor of any other process of the host; last seen {place}",
-    "stopped": "stopped (by SIGSTOP or a debugger) {place}",
-    "silent": "{place}, alive but without a heartbeat for {silent} ({holder})",
-}
+def clause(
+    name: str, kind: str, group: Sequence[MemberSnapshot], *, numbered: bool = False
+) -> str:
+    """numbered: with the number and size of a collective of the library."""
+    first, status = group[0], group[0].status
+    where, line = first.place, innermost(first.stack)
+    if numbered and not first.own_collective:
+        size = f", {format_bytes(status.collective_bytes)}" if status.collective_bytes else ""
+        where += f" (collective {status.collective} of generation {status.generation}{size})"
+    where += f" for {format_duration(max(member.status.moved_s for member in group))}"
+    where += f", at {line}" if line else ""
+    silent = format_duration(max(member.silent_s for member in group))
+    return f"{name}: {PROBLEM_WORDS[kind].format(where=where, silent=silent)}"
 
 
 def grouped(
@@ -225,59 +241,17 @@ def grouped(
     return list(groups.values())
 
 
-def describe_all(members: Sequence[MemberSnapshot], limits: ElasticLimits) -> list[str]:
-    """Return a clause for each group of members with the same problem at the same line."""
-
-    def problem_of(member: MemberSnapshot) -> tuple[str, str]:
-        silent = "silent" if member.silent_s > limits.heartbeat_timeout_s else ""
-        holder = "blocked in I/O" if member.state == "D" else "a thread holds the GIL"
-        return cannot_move(member, limits) or silent, holder
-
-    clauses = []
-    for group in grouped(
-        members, lambda member: (problem_of(member), place(member), innermost(member.stack))
-    ):
-        problem, holder = problem_of(group[0])
-        silent = format_duration(max(member.silent_s for member in group))
-        words = PROBLEM_WORDS[problem].format(
-            place=place_and_time(group), silent=silent, holder=holder
-        )
-        clauses.append(f"{who(group)}: {words}")
-    return clauses
-
-
-def collective_of(member: MemberSnapshot) -> Hashable:
-    """Return what is equal on members that wait in the same collective."""
-    status, own = member.status, user_collective(member)
-    number = status.generation, status.collective, status.collective_bytes
-    return place(member), number, own and innermost(member.stack)
-
-
-def place(member: MemberSnapshot) -> str:
-    status, own = member.status, user_collective(member)
-    words = f"in its own {own} of step {{step}}" if own else PHASE_WORDS[status.phase]
-    return words.format(step=status.step, generation=status.generation)
-
-
-def place_and_time(group: Sequence[MemberSnapshot], *, numbered: bool = False) -> str:
-    """numbered: with the number and size of a collective of the library."""
-    first, status, number = group[0], group[0].status, ""
-    if numbered and not user_collective(first):
-        size = f", {format_bytes(status.collective_bytes)}" if status.collective_bytes else ""
-        number = f" (collective {status.collective} of generation {status.generation}{size})"
-    seconds = format_duration(max(member.status.moved_s for member in group))
-    line = innermost(first.stack)
-    return f"{place(first)}{number} for {seconds}" + (f", at {line}" if line else "")
-
-
 def who(members: Sequence[MemberSnapshot]) -> str:
     """ "rank 2 (host b, slot 0, pid 4711)", "ranks 2 and 3 (host b)"."""
-    hosts = join_words(sorted({member.host for member in members}))
     more = f", slot {members[0].slot}, pid {members[0].status.pid}" if len(members) == 1 else ""
-    return f"{rank_words(members)} (host {hosts}{more})"
+    return f"{ranks_of(members)} (host {hosts_of(members)}{more})"
 
 
-def rank_words(members: Sequence[MemberSnapshot]) -> str:
+def hosts_of(members: Sequence[MemberSnapshot]) -> str:
+    return join_words(sorted({member.host for member in members}))
+
+
+def ranks_of(members: Sequence[MemberSnapshot]) -> str:
     ranks = join_words([str(rank) for rank in sorted(member.rank for member in members)])
     return f"rank{'s' if len(members) > 1 else ''} {ranks}"
 
