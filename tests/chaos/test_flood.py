@@ -39,7 +39,7 @@ def test_the_oldest_of_too_many_unauthenticated_connections_is_dropped_and_reque
         ]
         == "status"
     )
-    assert len(member.connections.descriptors()) - 1 <= limit  # without the listener
+    assert len(member.thread.connections.descriptors()) - 1 <= limit  # without the listener
     for connection in flood[:5]:
         while connection.recv(65536):
             pass
@@ -88,10 +88,12 @@ def test_a_member_out_of_descriptors_recovers(member: Membership) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (free.fileno(), limits[1]))
         try:
             early.connect((host, int(port)))
-            member._call(lambda: [Connect(Member("there/0/a", "there", 0, 1, member.me.address))])
-            member._call(lambda: [AbortGroup("for the test")])
+            member.thread.report(
+                lambda now_s: [Connect(Member("there/0/a", "there", 0, 1, member.me.address))]
+            )
+            member.thread.report(lambda now_s: [AbortGroup("for the test")])
             time.sleep(0.5)
-            assert member.thread.is_alive() and member.disk.thread.is_alive()
+            assert member.thread.is_alive() and member.thread.disk.thread.is_alive()
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         assert (
@@ -109,8 +111,8 @@ def test_aborting_a_group_is_retried_if_no_descriptor_was_free(member: Membershi
         calls.append(1)
         raise OSError(errno.EMFILE, "Too many open files")
 
-    member.aborter.on_abort = fail_to_abort
-    member._call(lambda: [AbortGroup("for the test")])
+    member.thread.aborter.on_abort = fail_to_abort
+    member.thread.report(lambda now_s: [AbortGroup("for the test")])
     assert (
         send_control_message(member.me.address, read_token(member.folder), {"kind": "status"})[
             "kind"

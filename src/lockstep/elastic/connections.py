@@ -6,16 +6,14 @@ import os
 import resource
 import selectors
 import socket
-import threading
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from lockstep.elastic.generation_log import Member
 from lockstep.elastic.link import AuthenticationError, PeerLink
-from lockstep.elastic.protocol.effects import Effect
 from lockstep.elastic.protocol.transitions import Protocol
 from lockstep.log import log
 
@@ -33,7 +31,7 @@ MAX_REFUSAL_KEYS = (
 class Connections:
     """The listener and all links of a worker. All methods but `wake` are for its membership thread.
 
-    apply       carries out the effects of `protocol`, which learns of every link
+    handle      passes an event to `protocol`, which learns of every link
     on_message  handles a message. KeyError, TypeError, ValueError: malformed, which closes the link
     """
 
@@ -42,38 +40,29 @@ class Connections:
         listener: socket.socket,
         token: bytes,
         protocol: Protocol,
-        apply: Callable[[Sequence[Effect]], None],
+        handle: Callable[..., None],
         on_message: Callable[[PeerLink, dict[str, Any]], None],
     ) -> None:
-        self._listener, self._token, self._protocol, self._apply, self._on_message = (
-            listener,
-            token,
-            protocol,
-            apply,
-            on_message,
-        )
+        self._listener = listener
+        self._token = token
+        self._protocol = protocol
+        self._handle = handle
+        self._on_message = on_message
         self._links: dict[int, PeerLink] = {}  # by file descriptor
         self._pending: dict[int, PeerLink] = {}  # those without authentication, oldest first
-        self._by_id: dict[
-            str, list[PeerLink]
-        ] = {}  # authenticated links to each worker, without control commands
-        self._encoded: tuple[dict[str, Any], bytes] = (
-            {},
-            b"{}",
-        )  # the newest message and its text: most go to many links
+        # Authenticated links to each worker, without control commands.
+        self._by_id: dict[str, list[PeerLink]] = {}
+        # The newest message and its text: most go to many links.
+        self._encoded: tuple[dict[str, Any], bytes] = ({}, b"{}")
         self._exiting: list[Member] = []  # peers to connect to again in the next `retry`
         self._exiting_since_s: dict[str, float] = {}
         self._refusals = LogLimiter(REFUSAL_LOG_S)
-        self._listener_paused = False  # until the next turn
-        self._wake_lock = (
-            threading.RLock()
-        )  # after `close`, another file may have the descriptor of the pipe
-        self._wake_reader, self._wake_writer = os.pipe()
-        os.set_blocking(self._wake_reader, False)
-        os.set_blocking(self._wake_writer, False)
+        self._woken, self._waker = socket.socketpair()
+        self._woken.setblocking(False)
+        self._waker.setblocking(False)
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
-        self._selector.register(self._wake_reader, selectors.EVENT_READ)
+        self._selector.register(self._woken, selectors.EVENT_READ)
 
     def descriptors(self) -> set[int]:
         """Return the sockets of the membership, which do not belong to the process group."""
@@ -81,23 +70,21 @@ class Connections:
 
     def wake(self) -> None:
         """Make `serve` return soon; for any thread."""
-        with self._wake_lock, suppress(OSError):
-            os.write(self._wake_writer, b".")
+        with suppress(OSError):  # closed, or full of wakes
+            self._waker.send(b".")
 
     def serve(self, timeout_s: float) -> None:
         """Wait for events for up to `timeout_s` and process them."""
-        ready = self._selector.select(
-            RETRY_S if self._exiting or self._listener_paused else timeout_s
-        )
-        if self._listener_paused:
-            self._listener_paused = False
+        is_paused = self._listener not in self._selector.get_map()
+        ready = self._selector.select(RETRY_S if self._exiting or is_paused else timeout_s)
+        if is_paused:
             self._selector.register(self._listener, selectors.EVENT_READ)
         for key, events in ready:
             if key.fileobj is self._listener:
                 self._accept()
-            elif key.fd == self._wake_reader:
+            elif key.fileobj is self._woken:
                 with suppress(BlockingIOError):
-                    os.read(self._wake_reader, 65536)
+                    self._woken.recv(65536)
             elif (link := self._links.get(key.fd)) is not None:
                 self._serve_link(link, events)
 
@@ -142,10 +129,8 @@ class Connections:
             self._drop(link)
         self._selector.close()
         self._listener.close()
-        with self._wake_lock:
-            os.close(self._wake_reader)
-            os.close(self._wake_writer)
-            self._wake_writer = -1
+        self._woken.close()
+        self._waker.close()
 
     def _accept(self) -> None:
         """Accept waiting connections. Unauthenticated peers may use an eighth of the descriptors.
@@ -156,8 +141,7 @@ class Connections:
             oldest = unauthenticated[0] if unauthenticated else None
             if oldest and len(unauthenticated) >= limit:
                 if time.monotonic() - oldest.opened_s < KEEP_S:
-                    self._pause_listener()
-                    return
+                    return self._pause_listener()
                 self._refuse(oldest, f"more than {limit} unauthenticated connections are open")
             try:
                 self._add(self._listener.accept()[0], None)
@@ -168,27 +152,18 @@ class Connections:
             except OSError as error:  # out of descriptors or memory
                 if oldest:
                     self._refuse(oldest, f"no connection can be accepted ({error.strerror})")
-                self._pause_listener()
-                return
+                return self._pause_listener()
 
     def _pause_listener(self) -> None:
         """Ignore the listener until the next turn."""
-        if not self._listener_paused:
-            self._listener_paused = True
-            self._selector.unregister(self._listener)
+        self._selector.unregister(self._listener)
 
     def _on_connect_failed(self, id: str, *, refused: bool) -> None:
-        self._apply(self._protocol.on_connect_failed(id, refused, time.monotonic()))
+        self._handle(self._protocol.on_connect_failed, id, refused)
 
     def _add(self, connection: socket.socket, expected: Member | None) -> None:
-        link = PeerLink(
-            connection,
-            self._token,
-            self._protocol.me.id,
-            expected is not None,
-            time.monotonic(),
-            expected,
-        )
+        me, is_client = self._protocol.me.id, expected is not None
+        link = PeerLink(connection, self._token, me, is_client, time.monotonic(), expected)
         self._links[connection.fileno()] = self._pending[connection.fileno()] = link
         self._selector.register(connection, selectors.EVENT_READ | selectors.EVENT_WRITE, link)
 
@@ -217,12 +192,8 @@ class Connections:
         except OSError:
             peer = "an unknown address"
         if times := self._refusals.due((peer, why), time.monotonic()):
-            log.warning(
-                "refused a connection from %s%s: %s",
-                peer,
-                f", {times} times" if times > 1 else "",
-                why,
-            )
+            often = f", {times} times" if times > 1 else ""
+            log.warning("refused a connection from %s%s: %s", peer, often, why)
         self._fail(link, refused=False)
 
     def _on_authenticated(self, link: PeerLink) -> None:
@@ -234,7 +205,7 @@ class Connections:
             links = self._by_id.setdefault(link.id, [])
             links.append(link)
             if len(links) == 1:
-                self._apply(self._protocol.on_link_up(link.id, time.monotonic()))
+                self._handle(self._protocol.on_link_up, link.id)
 
     def _flush(self, link: PeerLink) -> None:
         try:
@@ -266,7 +237,7 @@ class Connections:
         self._drop(link)
         if authenticated and not link.is_control:
             if link.id not in self._by_id:
-                self._apply(self._protocol.on_link_down(link.id, now_s))
+                self._handle(self._protocol.on_link_down, link.id)
         elif (
             expected
             and exiting

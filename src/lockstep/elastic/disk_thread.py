@@ -7,10 +7,9 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public at run time
@@ -30,13 +29,12 @@ from lockstep.record.recorder_lock import RECORDER_LOCK, is_recorded
 from lockstep.runtime.worker_env import is_loopback_reachable
 
 STORE_PAUSE_S = 0.5  # at least, between two reads by a waiting worker of a log in an object store, which charges for each
-Call = Callable[[Callable[[], Sequence[Effect]]], None]
 
 
 class DiskThread:
     """Carries out requests in order.
 
-    call                calls a function on the membership thread: `protocol` receives the results
+    report              passes an event to `protocol`, on the membership thread
     on_second_training  the liveness file of this unreachable member changes: another host trains in
                         this folder
     """
@@ -46,12 +44,15 @@ class DiskThread:
         run: Path,
         generation_log: GenerationLog,
         protocol: Protocol,
-        call: Call,
-        on_second_training: Callable[[Member], Sequence[Effect]],
+        report: Callable[..., None],
+        on_second_training: Callable[[Member, float], list[Effect]],
     ) -> None:
-        self.run, self.room, self.generation_log = run, WaitingRoom(run), generation_log
-        self.protocol, self.call = protocol, call
-        self.me, self.on_second_training = protocol.me, on_second_training
+        self.run = run
+        self.room = WaitingRoom(run)
+        self.generation_log = generation_log
+        self.protocol = protocol
+        self.report = report
+        self.on_second_training = on_second_training
         self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._reading_log = False
         self._next_read_s, self._pause_s = (
@@ -61,7 +62,6 @@ class DiskThread:
         self._registered = False  # in the waiting room
         self._waiting: dict[str, Member] = {}  # file name -> worker in the waiting room
         self._liveness: Mapping[str, str] = {}  # id -> newest content of its liveness file
-        self._has_logged_recorder = False
         self._store: TCPStore | None = None  # of the generation that this worker proposed last
         self.thread = threading.Thread(target=self._run, name="lockstep-disk", daemon=True)
         self.thread.start()
@@ -81,25 +81,22 @@ class DiskThread:
 
         def read() -> None:
             if registers and not self._registered:
-                self.room.register(self.me)
+                self.room.register(self.protocol.me)
                 self._registered = True
             if writes_liveness:
-                self.room.write_liveness(self.me)
+                self.room.write_liveness(self.protocol.me)
             newest = self.generation_log.newest(known)
             waiting_members = self.room.members(self._waiting) if outside else []
-            before, self._liveness = (
-                self._liveness,
-                self.room.read_liveness(members) if outside else {},
-            )
-            alive = [
-                id for id, content in self._liveness.items() if before.get(id, content) != content
-            ]
+            before = self._liveness
+            self._liveness = self.room.read_liveness(members) if outside else {}
+            now = self._liveness.items()
+            alive = [id for id, content in now if before.get(id, content) != content]
             for member in members:
                 if member.id in alive and not is_loopback_reachable(member.loopback):
-                    self.call(partial(self.on_second_training, member))
+                    self.report(self.on_second_training, member)
                     return
-            self.call(
-                lambda: self.protocol.on_log_read(newest, waiting_members, time.monotonic(), alive)
+            self.report(
+                lambda now_s: self.protocol.on_log_read(newest, waiting_members, now_s, alive)
             )
 
         self.submit(read)
@@ -116,38 +113,31 @@ class DiskThread:
 
         def propose() -> None:
             if is_start and is_recorded(self.run):
-                self._log_recorder()
-                self.call(lambda: self.protocol.on_disk_error(time.monotonic()))
+                why = (
+                    f"waiting: another process records this run: it holds {self.run / RECORDER_LOCK} and is "
+                    "paused, cut off, or an evaluator; the run starts when it has exited"
+                )
+                self.report(lambda now_s: self.protocol.on_disk_error(now_s, why))
                 return
             with socket.create_server((address, 0), backlog=1024) as listener:
                 host, port = listener.getsockname()[:2]
                 proposal = replace(generation, store=f"{host}:{port}")
                 winner = self.generation_log.propose(proposal)
                 if winner.token == proposal.token and proposal.members:
-                    size, fd = len(proposal.members), listener.detach()
                     try:
                         self._store = TCPStore(
                             host,
                             port,
-                            size,
+                            len(proposal.members),
                             is_master=True,
                             wait_for_workers=False,
-                            master_listen_fd=fd,
+                            master_listen_fd=listener.detach(),
                         )
                     except RuntimeError as error:  # out of descriptors
                         raise OSError(None, f"cannot open a store: {error}") from error
-            self.call(lambda: self.protocol.on_proposed(winner, time.monotonic()))
+            self.report(self.protocol.on_proposed, winner)
 
         self.submit(propose)
-
-    def _log_recorder(self) -> None:
-        if not self._has_logged_recorder:
-            self._has_logged_recorder = True
-            log.warning(
-                "waiting: another process records this run: it holds %s and is paused, cut off, or an "
-                "evaluator; the run starts when it has exited",
-                self.run / RECORDER_LOCK,
-            )
 
     def record_end(self, end: RunResult) -> threading.Event:
         """Record the end of the run in the log. The returned event is set after the attempt."""
@@ -158,7 +148,7 @@ class DiskThread:
                 recorded = self.generation_log.record_end(
                     end, end.text or "the run ended", self.protocol.after
                 )
-                self.call(lambda: self.protocol.on_proposed(recorded, time.monotonic()))
+                self.report(self.protocol.on_proposed, recorded)
             done.set()
 
         self.submit(record)
@@ -166,14 +156,14 @@ class DiskThread:
 
     def unregister(self) -> None:
         def unregister() -> None:
-            self.room.unregister(self.me)
+            self.room.unregister(self.protocol.me)
             self._registered = False
 
         self.submit(unregister)
 
     def close(self, timeout_s: float) -> None:
         """Remove this worker's files. If the disk blocks, the thread exits with the process."""
-        self.submit(lambda: self.room.unregister(self.me, with_liveness=True))
+        self.submit(lambda: self.room.unregister(self.protocol.me, with_liveness=True))
         self._jobs.put(None)
         self.thread.join(timeout_s)
 
@@ -183,6 +173,6 @@ class DiskThread:
                 job()
             except OSError as error:
                 log.debug("run folder: %s", error)
-                self.call(lambda: self.protocol.on_disk_error(time.monotonic()))
+                self.report(self.protocol.on_disk_error)
             finally:
                 self._reading_log = False

@@ -188,6 +188,31 @@ class GenerationGroup:
         return dist.irecv(tensor, src=rank)
 
 
+class UpdateExchanges:
+    """The optimizers that exchange parts of their update in a group: an interrupted one leaves no
+    usable state, so an abort waits for them."""
+
+    def __init__(self, group: GenerationGroup) -> None:
+        self._group = group
+        self._optimizers = 0
+        self._unfinished = 0  # of this step
+
+    def add(self) -> None:
+        """Record that one more optimizer exchanges its update."""
+        self._optimizers += 1
+
+    def hold(self, seconds: float) -> bool:
+        """Let an abort wait for their next updates. Return False if the group was aborted."""
+        self._unfinished = self._optimizers
+        return not self._optimizers or self._group.hold_abort(seconds)
+
+    def end(self) -> None:
+        """Let an abort wait no longer, once all optimizers have finished."""
+        self._unfinished -= 1
+        if self._unfinished <= 0:
+            self._group.hold_abort(0.0)
+
+
 def start_aborts(backends: Iterable[Any]) -> dict[Any, threading.Thread]:
     """Abort NCCL's communicators: nothing else ends a kernel that waits for a dead peer.
     Each has a thread, since the abort of one waits for the kernels of the others."""

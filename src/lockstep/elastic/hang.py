@@ -217,9 +217,7 @@ def describe(group: Sequence[MemberSnapshot], limits: ElasticLimits) -> str:
     return clause(who(group), problem(group[0], limits)[0], group)
 
 
-def clause(
-    name: str, kind: str, group: Sequence[MemberSnapshot], *, numbered: bool = False
-) -> str:
+def clause(name: str, kind: str, group: Sequence[MemberSnapshot], *, numbered: bool = False) -> str:
     """numbered: with the number and size of a collective of the library."""
     first, status = group[0], group[0].status
     where, line = first.place, innermost(first.stack)

@@ -1,7 +1,6 @@
 """A worker's membership at run time: sockets, log and clock around the pure protocol.
 
-Decisions are made in protocol/. The membership thread passes every event to it and carries out its
-effects. Connections and a DiskThread do the input and output.
+Decisions are made in protocol/. Connections and a DiskThread do the input and output.
 
 The main thread calls, in this order:
 
@@ -69,6 +68,9 @@ AGREED_CODES = (0, 75, 130)  # exit codes of a run that all ranks agreed to end
 SAME = "start it with the same command, code and package versions as the other workers, on the same kind of processor"
 
 
+Event = Callable[..., list[Effect]]  # a method of the protocol, called with the time at last
+
+
 class RunEnded(LockstepError):
     """Another worker recorded the end of the run: it is complete, stopped, or failed."""
 
@@ -81,13 +83,38 @@ class OthersStarted(Exception):
     """The first generation trains without this worker, which joins it once it has a model."""
 
 
+class Turn(threading.Condition):
+    """What the main thread waits for: its next generation, or the reason why there is none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.formed = NO_GENERATION
+        self.others_started = False
+        self.exit_error: Exception | None = None
+
+    def form(self, generation: Generation) -> None:
+        with self:
+            self.formed = generation
+            self.notify_all()
+
+    def let_others_start(self) -> None:
+        with self:
+            self.others_started = True
+            self.notify_all()
+
+    def exit(self, error: Exception) -> None:
+        """Raise `error` in the main thread when it asks for the next generation."""
+        with self:
+            self.exit_error = error
+            self.notify_all()
+
+
 class Membership:
-    """This worker's membership in the run.
+    """This worker's membership in the run: what the main thread asks, and its thread answers.
 
     on_abort        aborts every collective of the group, but not the sockets with these
                     descriptors; called by the membership thread
     generation_log  of the run; by default the one of the run folder
-    joiner_count    joiners that could be admitted now; read by the main thread when it votes
     """
 
     def __init__(
@@ -97,68 +124,25 @@ class Membership:
         on_abort: Callable[[set[int]], object],
         generation_log: GenerationLog | None = None,
     ) -> None:
-        self.worker_env, self.folder = env, Path(env.folder)
-        self.board = Path(env.state) / f"{env.slot}.board"
+        self.worker_env = env
+        self.folder = Path(env.folder)
         self.generation_log = generation_log or open_generation_log(
             self.folder, since=env.known_generation
         )
-        token = read_worker_token(env)
-        listener = socket.create_server((env.address, 0), backlog=256)
-        listener.setblocking(False)
-        host, port = listener.getsockname()[:2]
-        loopback = (
-            loopback_network() if ipaddress.ip_address(host.partition("%")[0]).is_loopback else ""
-        )
-        self.me = Member(
-            f"{env.host}/{env.slot}/{secrets.token_hex(4)}",
-            env.host,
-            env.slot,
-            os.getpid(),
-            f"{host}:{port}",
-            loopback,
-        )
-        self.protocol = Protocol(
-            self.me, limits, tokens=new_token, now_s=time.monotonic(), after=env.after_generation
-        )
-        self.joiner_count = 0
-        self.main_thread = threading.get_ident()
-        self.aborter = GroupAborter(
-            lambda: on_abort(self.connections.descriptors()), self.main_thread
-        )
-        self.watchdog = Watchdog(limits, env.host, self._ask_stack)
-        self.connections = Connections(
-            listener, token, self.protocol, self._apply, self._on_message
-        )
-        self._calls: queue.SimpleQueue[Callable[[], Sequence[Effect]] | None] = queue.SimpleQueue()
-        self._turn = threading.Condition()  # guards the next three
-        self._formed = NO_GENERATION
-        self._exit_error: Exception | None = None
-        self._others_started = False
-        self._unreachable_since_s: dict[
-            str, float
-        ] = {}  # id -> when this worker first failed to reach it
-        self._leaving_s = 0.0  # when the main thread started to leave its group; 0: it has not
-        self._closed = False
-        self.disk = DiskThread(
-            self.folder,
-            self.generation_log,
-            self.protocol,
-            self._call,
-            self._refuse_second_training,
-        )
-        self.thread = threading.Thread(target=self._run, name="lockstep-member", daemon=True)
+        self.turn = Turn()
+        self.thread = MembershipThread(env, limits, on_abort, self.generation_log, self.turn)
+        self.protocol = self.thread.protocol
+        self.me = self.protocol.me
         self.thread.start()
 
-    # -- for the main thread -----------------------------------------------------------------------
-
     def request_join(self, fingerprint: Mapping[str, str], *, is_joining: bool) -> None:
-        self._call(
-            lambda: self.protocol.request_join(time.monotonic(), fingerprint, is_joining=is_joining)
+        self.thread.report(
+            lambda now_s: self.protocol.request_join(now_s, fingerprint, is_joining=is_joining)
         )
 
     def set_fingerprint(self, fingerprint: Mapping[str, str]) -> None:
         """Set what must be equal on all members; joiners that differ are refused."""
-        self._call(lambda: self.protocol.set_fingerprint(dict(fingerprint), time.monotonic()))
+        self.thread.report(self.protocol.set_fingerprint, dict(fingerprint))
 
     def next_generation(self, after: int, stop_signal: Callable[[], str] = str) -> Generation:
         """Wait for the first generation above `after` that this worker is in.
@@ -166,30 +150,29 @@ class Membership:
         stop_signal  returns the stop signal that this worker received; "": none
         FencedError, RunEnded, UsageError: none will form. OthersStarted: it has to ask again.
         """
-        waiting_since_s = time.monotonic()
-        with self._turn:
-            while (
-                self._exit_error is None
-                and not self._others_started
-                and self._formed.number <= after
-            ):
-                if (name := stop_signal()) and self._stops_run(
-                    name, time.monotonic() - waiting_since_s
-                ):
+        since_s, turn = time.monotonic(), self.turn
+        with turn:
+            while not (turn.exit_error or turn.others_started or turn.formed.number > after):
+                if (name := stop_signal()) and self._stops_run(name, time.monotonic() - since_s):
                     self.request_stop(name)
-                self._turn.wait(SIGNAL_POLL_S)  # with a limit, so that signal handlers run
-            if self._others_started:
-                self._others_started = False
+                turn.wait(SIGNAL_POLL_S)  # with a limit, so that signal handlers run
+            if turn.others_started:
+                turn.others_started = False
                 raise OthersStarted
-            if self._exit_error is not None:
-                raise self._exit_error
-            return self._formed
+            if turn.exit_error:
+                raise turn.exit_error
+            return turn.formed
 
     def _stops_run(self, name: str, waited_s: float) -> bool:
         """Whether a signal stops the run. One that drains this host does so while the run waits for
         workers: there is no vote in which this worker could leave."""
         is_drain = name == "SIGUSR1" and self.worker_env.drain
         return not is_drain or (self.protocol.phase == "left" and waited_s > DRAIN_TIMEOUT_S)
+
+    @property
+    def joiner_count(self) -> int:
+        """Joiners that could be admitted now; read by the main thread when it votes."""
+        return self.thread.joiner_count
 
     @property
     def stop_signal(self) -> str:
@@ -199,85 +182,122 @@ class Membership:
     def request_stop(self, name: str) -> None:
         """Save and stop the run, as on the signal `name`; also while it waits for workers."""
         if not self.stop_signal:
-            self._call(lambda: self.protocol.request_stop(name, time.monotonic()))
-
-    def report_left(self, report: LeaveReport) -> None:
-        """Report that the main thread has left generation `report.number`."""
-        self._leaving_s = 0.0
-        self._call(lambda: self.protocol.on_group_left(report, time.monotonic()))
+            self.thread.report(self.protocol.request_stop, name)
 
     def start_leaving(self) -> None:
         """Report that the main thread starts to leave the group; `report_left` follows."""
-        self._leaving_s = time.monotonic()
+        self.thread.leaving_s = time.monotonic()
+
+    def report_left(self, report: LeaveReport) -> None:
+        """Report that the main thread has left generation `report.number`."""
+        self.thread.leaving_s = 0.0
+        self.thread.report(self.protocol.on_group_left, report)
 
     def evict(self, id: str, why: str) -> None:
-        self._call(lambda: self.protocol.evict(id, why, time.monotonic()))
+        self.thread.report(self.protocol.evict, id, why)
 
     def stop_admitting(self) -> None:
         """Admit no more joiners and wait for no workers: the run is about to end."""
-        self._call(self.protocol.stop_admitting)
+        self.thread.report(self.protocol.stop_admitting)
 
     def generation_error(self, number: int) -> str:
         """Return why generation `number` is over; "" while it lives."""
-        if self._exit_error is not None:
-            return str(self._exit_error)
-        return (
-            self.protocol.generation_error
-            if self.protocol.number <= number
-            else "a newer generation exists"
-        )
+        if self.turn.exit_error:
+            return str(self.turn.exit_error)
+        if self.protocol.number > number:
+            return "a newer generation exists"
+        return self.protocol.generation_error
 
     def publish_result(self, end: RunResult) -> None:
         """Record the end of the run in the log. Give up after PUBLISH_S."""
-        self.disk.record_end(end).wait(PUBLISH_S)
+        self.thread.disk.record_end(end).wait(PUBLISH_S)
 
     def wait_for_result(self, number: int) -> None:
         """Wait for the end of the run. PeersLostError when generation `number` breaks before."""
-        with self._turn:
-            while self._exit_error is None:
+        with self.turn:
+            while not self.turn.exit_error:
                 if (why := self.generation_error(number)) and not self.protocol.generation.end:
                     raise PeersLostError(why)
-                self._turn.wait(0.05)
-            if not isinstance(self._exit_error, RunEnded):
-                raise self._exit_error
+                self.turn.wait(0.05)
+            if not isinstance(self.turn.exit_error, RunEnded):
+                raise self.turn.exit_error
 
     def close(self) -> None:
-        if self._closed:
-            return
-        self._closed = True
-        self._calls.put(None)
+        self.thread.close()
+
+
+class MembershipThread(threading.Thread):
+    """The thread that passes every event to the protocol and carries out its effects."""
+
+    def __init__(
+        self,
+        env: WorkerEnv,
+        limits: ElasticLimits,
+        on_abort: Callable[[set[int]], object],
+        generation_log: GenerationLog,
+        turn: Turn,
+    ) -> None:
+        super().__init__(name="lockstep-member", daemon=True)
+        self.env = env
+        self.turn = turn
+        self.board = Path(env.state) / f"{env.slot}.board"
+        token = read_worker_token(env)
+        listener = socket.create_server((env.address, 0), backlog=256)
+        listener.setblocking(False)
+        me = make_member(env, *listener.getsockname()[:2])
+        self.protocol = Protocol(
+            me, limits, tokens=new_token, now_s=time.monotonic(), after=env.after_generation
+        )
+        self.joiner_count = 0
+        self.leaving_s = 0.0  # when the main thread started to leave its group; 0: it has not
+        self.main_thread = threading.get_ident()
+        self.aborter = GroupAborter(
+            lambda: on_abort(self.connections.descriptors()), self.main_thread
+        )
+        self.watchdog = Watchdog(limits, env.host, self._ask_stack)
+        self.connections = Connections(
+            listener, token, self.protocol, self._handle, self._on_message
+        )
+        # Events of other threads: None makes this one stop.
+        self._events: queue.SimpleQueue[tuple[Event, tuple[Any, ...]] | None] = queue.SimpleQueue()
+        # Id -> when this worker first failed to reach it.
+        self._unreachable_since_s: dict[str, float] = {}
+        self.disk = DiskThread(
+            Path(env.folder), generation_log, self.protocol, self.report, self._refuse_second
+        )
+
+    def report(self, event: Event, *values: Any) -> None:
+        """Pass an event to the protocol, from any thread."""
+        self._events.put((event, values))
         self.connections.wake()
-        self.thread.join(5.0)
+
+    def close(self) -> None:
+        self._events.put(None)
+        self.connections.wake()
+        self.join(5.0)
         self.disk.close(2.0)
 
-    # -- the membership thread ---------------------------------------------------------------------
-
-    def _call(self, function: Callable[[], Sequence[Effect]]) -> None:
-        """Call a function on the membership thread, which carries out the effects."""
-        self._calls.put(function)
-        self.connections.wake()
-
-    def _run(self) -> None:
+    def run(self) -> None:
         try:
             while self._turn_once():
                 pass
-        except (
-            Exception
-        ) as error:  # a bug here must end this worker, not leave it without heartbeats
+        except Exception as error:
+            # A bug here must end this worker, not leave it without heartbeats.
             log.exception("the membership thread failed")
-            self._exit(error)
+            self.turn.exit(error)
             self.aborter.abort()
         self.connections.close()
+
+    def _handle(self, event: Event, *values: Any) -> None:
+        self._apply(event(*values, time.monotonic()))
 
     def _turn_once(self) -> bool:
         """Process the events until the next tick. Return False when the thread shall stop."""
         self.connections.serve(TICK_S)
         with suppress(queue.Empty):
-            while True:
-                function = self._calls.get_nowait()
-                if function is None:
-                    return False
-                self._apply(function())
+            while event := self._events.get_nowait():
+                self._handle(event[0], *event[1])
+            return False
         now_s = time.monotonic()
         self.connections.retry(now_s)
         self._apply(self.protocol.tick(now_s))
@@ -285,7 +305,7 @@ class Membership:
         while effects := self.protocol.advance(now_s):  # a failed connection is an event, too
             self._apply(effects)
         is_over = self.protocol.phase == "in" and bool(self.protocol.generation_error)
-        self.aborter.check(is_over=is_over, now_s=now_s, leaving_s=self._leaving_s)
+        self.aborter.check(is_over=is_over, now_s=now_s, leaving_s=self.leaving_s)
         self.joiner_count = self.protocol.joiner_count
         return True
 
@@ -295,7 +315,7 @@ class Membership:
         if not protocol.is_coordinator or protocol.phase != "in" or protocol.generation_error:
             self.watchdog.reset()
             return
-        self.watchdog.on_heartbeat(self.me.id, read_status(self.board), now_s)
+        self.watchdog.on_heartbeat(self.protocol.me.id, read_status(self.board), now_s)
         if (verdict := self.watchdog.new_verdict(protocol.generation, now_s)) is None:
             return
         log.error("%s", verdict.paragraph)
@@ -304,11 +324,11 @@ class Membership:
             "action": verdict.action,
             "why": verdict.paragraph,
         }
-        self.disk.submit(lambda: append_event(self.folder, "hang", **facts))
+        self.disk.submit(lambda: append_event(Path(self.env.folder), "hang", **facts))
         why = verdict.paragraph.partition(";")[0]
         if verdict.action == "abort":
             self.disk.record_end(RunResult(1, verdict.paragraph))
-        elif self.me.id in verdict.culprits and verdict.action == "evict":
+        elif self.protocol.me.id in verdict.culprits and verdict.action == "evict":
             # The main thread cannot react. After the exit the next member is the coordinator.
             exit_for_restart(verdict.paragraph, stack_of(self.main_thread))
         elif verdict.action != "warn":
@@ -318,12 +338,13 @@ class Membership:
                 self._apply(protocol.regroup(why, now_s))
 
     def _ask_stack(self, id: str) -> None:
-        if id == self.me.id:
+        if id == self.protocol.me.id:
             self.watchdog.on_stack(id, stack_of(self.main_thread))
         else:
             self._apply([Send(id, {"kind": "get_stack"})])
 
     def _apply(self, effects: Sequence[Effect]) -> None:
+        me = self.protocol.me.id
         heartbeat: dict[str, Any] = {}  # the same object for all links, so that it is encoded once
         for effect in effects:
             if not isinstance(effect, ReadLog) and not (
@@ -341,25 +362,19 @@ class Membership:
                 case ReadLog(known):
                     self.disk.read_log(known)
                 case Propose(generation):
-                    self.disk.propose(generation, self.worker_env.address)
+                    self.disk.propose(generation, self.env.address)
                 case AbortGroup(why):
                     self._abort_group(why)
-                case FormGroup() | GetReady():
+                case FormGroup(generation):
                     self.disk.unregister()
-                    with self._turn:
-                        if isinstance(effect, FormGroup):
-                            self._formed, self._unreachable_since_s = effect.generation, {}
-                        else:
-                            self._others_started = True
-                        self._turn.notify_all()
+                    self._unreachable_since_s = {}
+                    self.turn.form(generation)
+                case GetReady():
+                    self.disk.unregister()
+                    self.turn.let_others_start()
                 case Exit(why, fenced, end):
-                    self._exit(
-                        RunEnded(end)
-                        if end
-                        else FencedError(why)
-                        if fenced
-                        else UsageError(why, self.me.id, SAME)
-                    )
+                    error = FencedError(why) if fenced else UsageError(why, me, SAME)
+                    self.turn.exit(RunEnded(end) if end else error)
                 case LogMessage(text):
                     log.warning("%s", text)
 
@@ -376,12 +391,6 @@ class Membership:
         )
         self.aborter.abort()
 
-    def _exit(self, error: Exception) -> None:
-        """Raise `error` in the main thread when it asks for the next generation."""
-        with self._turn:
-            self._exit_error = error
-            self._turn.notify_all()
-
     def _connect(self, member: Member) -> None:
         """Connect. An unreachable member without a new liveness file for LIVENESS_S counts as
         dead."""
@@ -396,7 +405,7 @@ class Membership:
                 LIVENESS_S,
             )
         since_s = self._unreachable_since_s.setdefault(member.id, now_s)
-        self._apply(self.protocol.on_connect_failed(member.id, now_s - since_s > LIVENESS_S, now_s))
+        self._handle(self.protocol.on_connect_failed, member.id, now_s - since_s > LIVENESS_S)
 
     def _on_message(self, link: PeerLink, message: dict[str, Any]) -> None:
         if link.is_control:
@@ -406,41 +415,51 @@ class Membership:
         elif message["kind"] == "stack":
             self.watchdog.on_stack(link.id, str(message["stack"]))
         else:
-            self._apply(self.protocol.on_message(link.id, message, time.monotonic()))
+            self._handle(self.protocol.on_message, link.id, message)
             if message["kind"] == "heartbeat":
                 self.watchdog.on_heartbeat(link.id, message.get("doing"), time.monotonic())
 
     def _send_stack(self, id: str) -> None:
         """Send the main thread's stack; on a separate thread, since it reads source files."""
         message = {"kind": "stack", "stack": stack_of(self.main_thread)}
-        self._call(lambda: [Send(id, message)])
+        self.report(lambda now_s: [Send(id, message)])
 
     def _answer(self, message: dict[str, Any]) -> dict[str, Any]:
         if message["kind"] == "stop":
             name = str(message.get("signal"))
-            self._apply(
-                self.protocol.request_stop(
-                    name if STOP_EXIT_CODES.get(name) else "SIGTERM", time.monotonic()
-                )
-            )
-            return {"kind": "stopping", "id": self.me.id}
+            name = name if STOP_EXIT_CODES.get(name) else "SIGTERM"
+            self._handle(self.protocol.request_stop, name)
+            return {"kind": "stopping", "id": self.protocol.me.id}
         protocol = self.protocol
         known = {
-            "id": self.me.id,
+            "id": self.protocol.me.id,
             "membership": protocol.phase,
             "number": protocol.number,
             "waiting": protocol.joiner_count,
         }
         return {"kind": "status", **known, "doing": read_status(self.board)}
 
-    def _refuse_second_training(self, member: Member) -> Sequence[Effect]:
+    def _refuse_second(self, member: Member, now_s: float) -> list[Effect]:
         """Abort this start: another host trains in this folder."""
-        effects = self.protocol.abort_start()
-        self._exit(
+        number, folder = self.protocol.number, self.env.folder
+        self.turn.exit(
             UsageError(
-                f"another training is running on host {member.host}, in {self.folder}",
-                f"generation {self.protocol.number}: the liveness file of {member.id}, at {member.address} on that host, changes",
+                f"another training is running on host {member.host}, in {folder}",
+                f"generation {number}: the liveness file of {member.id}, at {member.address} on that host, changes",
                 "wait for it, stop it there (lockstep launch --stop), or give another --out; to train on both hosts, use --hosts",
             )
         )
-        return effects
+        return self.protocol.abort_start()
+
+
+def make_member(env: WorkerEnv, host: str, port: int) -> Member:
+    """Return this worker as a new member, which listens at this address."""
+    is_loopback = ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    return Member(
+        f"{env.host}/{env.slot}/{secrets.token_hex(4)}",
+        env.host,
+        env.slot,
+        os.getpid(),
+        f"{host}:{port}",
+        loopback_network() if is_loopback else "",
+    )

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+import os
+import time
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, Literal
 
 from lockstep.elastic.consensus import StepDecision
-from lockstep.errors import LockstepError
+from lockstep.elastic.world import World
+from lockstep.errors import FencedError, LockstepError, UsageError
+from lockstep.log import log
+from lockstep.record.events import append_event
+from lockstep.record.goodput import Ledger
+from lockstep.runtime.status_board import StatusBoard
+from lockstep.runtime.worker_env import SHARED_TERMINAL
 
 
 @dataclass(frozen=True)
@@ -49,6 +61,128 @@ def _refuse_other_fields(kind: type, values: Mapping[str, Any]) -> None:
             "exchanged when a generation forms",
             "start all workers with the same version of Lockstep",
         )
+
+
+class WorkerState:
+    """What a worker has to report to the others, and what it has heard from them.
+
+    world             rank, size, device; a new value in each generation
+    is_joining        other workers train; this worker has not received their state yet
+    first_generation  all workers started together, so all take part in preparing the run
+    progress          of this worker, sent to all members when a generation forms
+    member_progress   of each rank, received at that time
+    leave_reason      why this worker left its last generation
+    exit_code         of the run, if this worker leaves without an error
+    loop_state        JSON values of the training loop, which a joiner receives
+    board, ledger     this worker's current activity; how the run's time was spent
+    """
+
+    def __init__(self, world: World, board: StatusBoard) -> None:
+        self.world = world
+        self.board = board
+        self.ledger = Ledger(time.monotonic())
+        self.progress = Progress("join", -1)
+        self.member_progress: list[Progress] = []
+        self.loop_state: Mapping[str, Any] = {}
+        self.is_joining = False
+        self.first_generation = True
+        self.leave_reason = ""
+        self.exit_code = 0
+        self._owners: dict[str, weakref.ref[object]] = {}
+
+    def is_leader(self) -> bool:
+        """Return `world.leader`, which changes with the generation."""
+        return self.world.leader
+
+    def shows_progress(self) -> bool:
+        """Return whether this is the first worker of its host, or of the shared terminal."""
+        if os.environ.get(SHARED_TERMINAL) != "1" or not self.world.members:
+            return self.world.local_leader
+        first_of_hosts = [
+            rank for rank, id in enumerate(self.world.members) if id.split("/")[1] == "0"
+        ]
+        return first_of_hosts[:1] == [self.world.rank]
+
+    def register(self, owner: object) -> None:
+        """Register a ReplicaGroup or Checkpointer. UsageError if another one is open."""
+        kind = type(owner).__name__
+        if (registered := self._owners.get(kind)) and registered() is not None:
+            raise UsageError(
+                f"a second {kind} on one ElasticRuntime",
+                f"{kind}(...) while the first one is open",
+                "use one ReplicaGroup and one Checkpointer for an nn.ModuleDict of all trained modules, or close the first one (`with`)",
+            )
+        self._owners[kind] = weakref.ref(owner)
+
+    def unregister(self, owner: object) -> None:
+        self._owners.pop(type(owner).__name__, None)
+
+    def set_progress(self, progress: Progress) -> None:
+        """Set what this worker reports when the next generation forms."""
+        self.progress = progress
+
+    @property
+    def is_late(self) -> bool:
+        """True after this worker has committed a step whose vote it missed: the other members are
+        in the next step, whose collectives it must join first."""
+        steps = [member.step for member in self.member_progress]
+        return bool(steps) and 0 <= steps[self.world.rank] < max(steps) == self.progress.step
+
+    def set_loop_state(self, values: Mapping[str, Any]) -> None:
+        """Set what a joiner receives besides tensors: JSON values, equal on all workers."""
+        self.loop_state = values
+
+    def set_ledger(self, ledger: Ledger) -> None:
+        """Continue the time account of an earlier start of the run."""
+        self.ledger = ledger
+
+    def set_exit_code(self, code: int) -> None:
+        self.exit_code = code
+
+    @contextmanager
+    def during(self, phase: Literal["saving", "evaluating"]) -> Iterator[None]:
+        """Context manager that shows `phase` on the board and in the ledger."""
+        before = self.ledger.switch(phase, time.monotonic())
+        try:
+            with self.board.during(phase):
+                yield
+        finally:
+            self.ledger.switch(before, time.monotonic())
+
+    def report_goodput(self, folder: Path) -> None:
+        """Log how the time of the run in `folder` was spent, and write it to its events."""
+        if self.world.leader:
+            append_event(folder, "goodput", **self.ledger.summary(time.monotonic()))
+        log.log(
+            logging.INFO if self.shows_progress() else logging.DEBUG,
+            self.ledger.describe(time.monotonic()),
+        )
+
+    def finish_joining(self) -> None:
+        """Record that this worker has received the training state."""
+        self.is_joining = False
+
+    def take_progress(self) -> None:
+        """Decide from the members' progress what this generation starts with."""
+        newest = max(self.member_progress, key=lambda member: member.step)
+        self.is_joining = self.progress.step < 0 <= newest.step
+        if (
+            self.is_joining and newest.ledger
+        ):  # a later leader must count the time of the run, not its own
+            self.ledger = Ledger.from_json(newest.ledger, time.monotonic(), self.ledger.category)
+            self.loop_state = newest.loop_state
+        # Equal on all ranks: collectives depend on it.
+        self.first_generation = (
+            all(member.first_generation for member in self.member_progress) and newest.step < 0
+        )
+        stages = sorted({member.stage for member in self.member_progress})
+        if newest.step < 0 and len(stages) > 1:
+            member = self.world.members[self.world.rank]
+            raise FencedError(
+                f"workers are at different stages of the start: {', '.join(stages)}",
+                member,
+                "they restart",
+            )
 
 
 def decision_before(members: Sequence[Progress], facts: Mapping[str, Any]) -> StepDecision:

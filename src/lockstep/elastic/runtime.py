@@ -7,29 +7,25 @@ from environment variables, and the group is static. A single process has a grou
 
 from __future__ import annotations
 
-import logging
 import os
 import time
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
-from lockstep.elastic.generation_group import GenerationGroup
+from lockstep.elastic.generation_group import GenerationGroup, UpdateExchanges
 from lockstep.elastic.generation_log import Generation, RunResult, StoredGenerationLog
 from lockstep.elastic.membership import Membership, OthersStarted, RunEnded
-from lockstep.elastic.progress import Progress
+from lockstep.elastic.progress import Progress, WorkerState
 from lockstep.elastic.protocol.decisions import ElasticLimits, LeaveReport
 from lockstep.elastic.stored_folder import store_address
 from lockstep.elastic.world import World, is_run_active, join_static_group, make_board
-from lockstep.errors import FencedError, PeersLostError, UsageError
+from lockstep.errors import FencedError, PeersLostError
 from lockstep.log import log
-from lockstep.record.events import append_event
-from lockstep.record.goodput import Ledger
 from lockstep.runtime import numerics, sources
 from lockstep.runtime.device import select_device
 from lockstep.runtime.environment import RankInfo
@@ -39,7 +35,7 @@ from lockstep.runtime.session_start import ask_for_start
 from lockstep.runtime.signals import Stopped
 from lockstep.runtime.sockets import interface_with_address
 from lockstep.runtime.status_board import StatusBoard
-from lockstep.runtime.worker_env import SHARED_TERMINAL, WorkerEnv, read_worker_env
+from lockstep.runtime.worker_env import WorkerEnv, read_worker_env
 
 T = TypeVar("T")
 MAX_FAILED_GENERATIONS = 50  # in a row
@@ -52,20 +48,12 @@ class PeerLoss:
     why: str = ""
 
 
-class ElasticRuntime(AbstractContextManager["ElasticRuntime"]):
+class ElasticRuntime(WorkerState, AbstractContextManager["ElasticRuntime"]):
     """This process as a worker of the run: `with ElasticRuntime.join() as runtime:`.
 
-    world             rank, size, device; a new value in each generation
-    membership        this worker's side of the membership protocol; None: a static process group
-    group             the process group
-    is_joining        other workers train; this worker has not received their state yet
-    first_generation  all workers started together, so all take part in preparing the run
-    progress          of this worker, sent to all members when a generation forms
-    member_progress   of each rank, received at that time
-    leave_reason      why this worker left its last generation
-    exit_code         of the run, if this worker leaves without an error
-    loop_state        JSON values of the training loop, which a joiner receives
-    board, ledger     this worker's current activity; how the run's time was spent
+    membership  this worker's side of the membership protocol; None: a static process group
+    group       the process group
+    updates     exchanges of updates that an abort of the group waits for
     """
 
     def __init__(
@@ -76,17 +64,11 @@ class ElasticRuntime(AbstractContextManager["ElasticRuntime"]):
         board: StatusBoard | None = None,
         membership: Membership | None = None,
     ) -> None:
-        self.world, self.membership = world, membership
+        super().__init__(world, board or StatusBoard(None))
+        self.membership = membership
         self.group = group or GenerationGroup(world.device)
-        self.board, self.ledger = board or StatusBoard(None), Ledger(time.monotonic())
-        self.progress = Progress("join", -1)
-        self.member_progress: list[Progress] = []
-        self.loop_state: Mapping[str, Any] = {}
-        self.is_joining, self.first_generation = False, True
-        self.leave_reason, self.exit_code = "", 0
-        self._owners: dict[str, weakref.ref[object]] = {}
+        self.updates = UpdateExchanges(self.group)
         self._stop_signal: Callable[[], str] = str
-        self._exchanging = self._unfinished = 0  # optimizers: in all, and of this step
 
     @classmethod
     def join(
@@ -165,63 +147,10 @@ class ElasticRuntime(AbstractContextManager["ElasticRuntime"]):
         self.membership.request_join(self.fingerprint(facts), is_joining=True)
         self.form_next()
 
-    def finish_joining(self) -> None:
-        """Record that this worker has received the training state."""
-        self.is_joining = False
-
-    def is_leader(self) -> bool:
-        """Return `world.leader`, which changes with the generation."""
-        return self.world.leader
-
-    def shows_progress(self) -> bool:
-        """Return whether this is the first worker of its host, or of the shared terminal."""
-        if os.environ.get(SHARED_TERMINAL) != "1" or not self.world.members:
-            return self.world.local_leader
-        first_of_hosts = [
-            rank for rank, id in enumerate(self.world.members) if id.split("/")[1] == "0"
-        ]
-        return first_of_hosts[:1] == [self.world.rank]
-
     @property
     def slot_or_rank(self) -> int:
         """The number of this process in logs: its slot under an agent, else its rank."""
         return self.membership.worker_env.slot if self.membership else self.world.rank
-
-    def register(self, owner: object) -> None:
-        """Register a ReplicaGroup or Checkpointer. UsageError if another one is open."""
-        kind = type(owner).__name__
-        if (registered := self._owners.get(kind)) and registered() is not None:
-            raise UsageError(
-                f"a second {kind} on one ElasticRuntime",
-                f"{kind}(...) while the first one is open",
-                "use one ReplicaGroup and one Checkpointer for an nn.ModuleDict of all trained modules, or close the first one (`with`)",
-            )
-        self._owners[kind] = weakref.ref(owner)
-
-    def unregister(self, owner: object) -> None:
-        self._owners.pop(type(owner).__name__, None)
-
-    def set_progress(self, progress: Progress) -> None:
-        """Set what this worker reports when the next generation forms."""
-        self.progress = progress
-
-    @property
-    def is_late(self) -> bool:
-        """True after this worker has committed a step whose vote it missed: the other members are
-        in the next step, whose collectives it must join first."""
-        steps = [member.step for member in self.member_progress]
-        return bool(steps) and 0 <= steps[self.world.rank] < max(steps) == self.progress.step
-
-    def set_loop_state(self, values: Mapping[str, Any]) -> None:
-        """Set what a joiner receives besides tensors: JSON values, equal on all workers."""
-        self.loop_state = values
-
-    def set_ledger(self, ledger: Ledger) -> None:
-        """Continue the time account of an earlier start of the run."""
-        self.ledger = ledger
-
-    def set_exit_code(self, code: int) -> None:
-        self.exit_code = code
 
     def set_stop_signal(self, stop_signal: Callable[[], str]) -> None:
         """Set the function that returns the stop signal this worker received; "": none."""
@@ -257,46 +186,15 @@ class ElasticRuntime(AbstractContextManager["ElasticRuntime"]):
             else {}
         )
 
-    @contextmanager
-    def during(self, phase: Literal["saving", "evaluating"]) -> Iterator[None]:
-        """Context manager that shows `phase` on the board and in the ledger."""
-        before = self.ledger.switch(phase, time.monotonic())
-        try:
-            with self.board.during(phase):
-                yield
-        finally:
-            self.ledger.switch(before, time.monotonic())
-
-    def report_goodput(self, folder: Path) -> None:
-        """Log how the time of the run in `folder` was spent, and write it to its events."""
-        if self.world.leader:
-            append_event(folder, "goodput", **self.ledger.summary(time.monotonic()))
-        log.log(
-            logging.INFO if self.shows_progress() else logging.DEBUG,
-            self.ledger.describe(time.monotonic()),
-        )
-
     def generation_error(self) -> str:
         """Return why this generation is over; "" while it is intact, or for a static group."""
         return self.membership.generation_error(self.world.generation) if self.membership else ""
 
-    def add_update_exchange(self) -> None:
-        """Record that an optimizer exchanges parts of its update: an interrupted one leaves no
-        usable state."""
-        self._exchanging += 1
-
     def hold_abort(self, seconds: float) -> None:
         """Where updates are exchanged: let an abort wait for them, `seconds` at most.
         PeersLostError after an abort."""
-        self._unfinished = self._exchanging
-        if self._exchanging and not self.group.hold_abort(seconds):
+        if not self.updates.hold(seconds):
             raise PeersLostError(self.generation_error(), self.world.members[self.world.rank])
-
-    def end_update_exchange(self) -> None:
-        """Let an abort wait no longer, once all optimizers have finished."""
-        self._unfinished -= 1
-        if self._unfinished <= 0:
-            self.group.hold_abort(0.0)
 
     def is_peer_loss(self, error: BaseException) -> bool:
         """Return whether `error` requires the next generation. Out-of-memory would recur there."""
@@ -356,7 +254,7 @@ class ElasticRuntime(AbstractContextManager["ElasticRuntime"]):
                 why = error_summary(error)
                 error.__traceback__ = None  # it references the group
             else:
-                return self._take_progress()
+                return self.take_progress()
             self.leave_group(why)
         what = f"{MAX_FAILED_GENERATIONS} generations in a row failed to form: {why}"
         raise PeersLostError(what, f"{self.world.host}, {self.membership.me.address}")
@@ -387,28 +285,6 @@ class ElasticRuntime(AbstractContextManager["ElasticRuntime"]):
         )
         received = self.group.gather_json(self.world.size, asdict(sent))
         self.member_progress = [Progress.from_json(values) for values in received]
-
-    def _take_progress(self) -> None:
-        """Decide from the members' progress what this generation starts with."""
-        newest = max(self.member_progress, key=lambda member: member.step)
-        self.is_joining = self.progress.step < 0 <= newest.step
-        if (
-            self.is_joining and newest.ledger
-        ):  # a later leader must count the time of the run, not its own
-            self.ledger = Ledger.from_json(newest.ledger, time.monotonic(), self.ledger.category)
-            self.loop_state = newest.loop_state
-        # Equal on all ranks: collectives depend on it.
-        self.first_generation = (
-            all(member.first_generation for member in self.member_progress) and newest.step < 0
-        )
-        stages = sorted({member.stage for member in self.member_progress})
-        if newest.step < 0 and len(stages) > 1:
-            member = self.world.members[self.world.rank]
-            raise FencedError(
-                f"workers are at different stages of the start: {', '.join(stages)}",
-                member,
-                "they restart",
-            )
 
     def leave_group(self, why: str, *, leaving: bool = False) -> None:
         """Leave this generation's process group, intact or broken, and report the progress."""

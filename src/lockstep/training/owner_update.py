@@ -106,7 +106,7 @@ class OwnerUpdate:
         self.local, self.groups, self.runtime = local, local.groups, runtime
         self.names = {id(parameter): name for name, parameter in local.local_params.items()}
         self.waits = WorkWaiter(self._abort_reason, in_thread=local.groups.in_thread)
-        runtime.add_update_exchange()
+        runtime.updates.add()
         optimizer.register_step_pre_hook(self.gather)
         optimizer.register_step_post_hook(self.scatter)
 
@@ -245,7 +245,7 @@ class OwnerUpdate:
             if state:
                 optimizer.state[p] = state
         self._exchange(sends, receives)
-        self.runtime.end_update_exchange()
+        self.runtime.updates.end()
         for p, received in weights:
             p.copy_(received)
         for group, parameters in zip(optimizer.param_groups, self.parameters, strict=True):

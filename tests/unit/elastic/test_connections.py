@@ -37,7 +37,7 @@ def test_rejecting_peer_is_forgotten() -> None:
         Member("a/0/x", "a", 0, 1, "127.0.0.1:1"), ElasticLimits(), lambda: "token", 0.0
     )
     connections = Connections(
-        listener, b"token", protocol, lambda effects: None, lambda link, message: None
+        listener, b"token", protocol, lambda *event: None, lambda link, message: None
     )
     with socket.create_server(("127.0.0.1", 0)) as peer:
         connections.connect(Member("b/0/y", "b", 0, 2, f"127.0.0.1:{peer.getsockname()[1]}"))
@@ -60,7 +60,7 @@ def test_closed_connections_leave_no_descriptor_and_never_write_to_another(tmp_p
         socket.create_server(("127.0.0.1", 0)),
         b"token",
         protocol,
-        lambda effects: None,
+        lambda *event: None,
         lambda link, message: None,
     )
     connections.wake()

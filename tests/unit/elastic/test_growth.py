@@ -100,7 +100,7 @@ def test_announcement_names_only_the_changes() -> None:
         "it does not know generation 1"
     )
     proposal_after_a_loss(cluster)
-    assert len(json.dumps(cluster.protocol.announcement)) < 400
+    assert len(json.dumps(cluster.protocol.outbox.announcement)) < 400
 
 
 @pytest.mark.parametrize(

@@ -116,9 +116,11 @@ class Survivor:
 
     def sizes(self) -> dict[str, int]:
         """The size of each container of the protocol."""
+        protocol = self.protocol
+        parts = vars(protocol) | vars(protocol.peers) | vars(protocol.outbox)
         return {
             name: len(value)
-            for name, value in vars(self.protocol).items()
+            for name, value in parts.items()
             if isinstance(value, (dict, set, list, tuple))
         }
 

@@ -187,7 +187,7 @@ def test_failed_abort_is_repeated_until_the_group_is_left(cluster: Cluster) -> N
         failures.append(DISK_FULL)
         raise DISK_FULL
 
-    cluster.membership.aborter.on_abort = fail
+    cluster.membership.thread.aborter.on_abort = fail
     cluster.start(cluster.me, cluster.peer.me)
     cluster.peer.exit()
     cluster.until(lambda: len(failures) > 2)
@@ -432,7 +432,8 @@ def test_closed_membership_has_no_threads_and_no_files(cluster: Cluster) -> None
     cluster.membership.close()
     cluster.membership.close()
     assert (
-        not cluster.membership.thread.is_alive() and not cluster.membership.disk.thread.is_alive()
+        not cluster.membership.thread.is_alive()
+        and not cluster.membership.thread.disk.thread.is_alive()
     )
     assert list((cluster.membership.folder / "waiting").iterdir()) == []
-    assert cluster.membership.connections.descriptors() == {-1}
+    assert cluster.membership.thread.connections.descriptors() == {-1}

@@ -355,7 +355,7 @@ class Mistaken(Protocol):
 class Discouraged(Protocol):
     """It does not retry after a disk error."""
 
-    def on_disk_error(self, now_s: float) -> list[Effect]:
+    def on_disk_error(self, now_s: float, why: str = "") -> list[Effect]:
         return []
 
 
@@ -619,7 +619,7 @@ def test_no_joiner_is_admitted_after_stop_admitting() -> None:
         1.0,
     )
     assert worker.joiner_count == 1
-    worker.stop_admitting()
+    worker.stop_admitting(0.0)
     assert worker.joiner_count == 0
 
 
@@ -920,7 +920,7 @@ def test_stop_request_of_a_member_that_has_left_reaches_the_coordinator() -> Non
     )
     coordinator = started(0, 1, 2)
     coordinator.limits = replace(coordinator.limits, min_workers=3)
-    coordinator.dead["a/2/x"] = "exited"
+    coordinator.peers.dead["a/2/x"] = "exited"
     coordinator.on_group_left(LeaveReport(1, 7, why="lost"), 1.0)
     (proposal,) = [
         effect
@@ -938,7 +938,7 @@ def test_no_joiner_is_admitted_once_a_member_has_ended_its_loop(ends: bool) -> N
     other.on_log_read(generation(1, 0, 1, 2), [], 0.0)
     other.on_link_up("a/0/x", 0.0)
     if ends:
-        other.stop_admitting()
+        other.stop_admitting(0.0)
     other.on_message(
         "a/0/x",
         {
@@ -953,9 +953,9 @@ def test_no_joiner_is_admitted_once_a_member_has_ended_its_loop(ends: bool) -> N
     (sent,) = other.on_group_left(LeaveReport(1, 7, why="lost"), 1.0)
     assert isinstance(sent, Send) and sent.message["kind"] == "left"
     coordinator.limits = replace(coordinator.limits, min_workers=3)
-    coordinator.dead["a/2/x"] = "exited"
+    coordinator.peers.dead["a/2/x"] = "exited"
     coordinator.joiners["a/3/x"] = Joiner(member(3), {}, frozenset({"a/0/x", "a/1/x"}))
-    coordinator.last_heard_s["a/3/x"] = 1.0
+    coordinator.peers.last_heard_s["a/3/x"] = 1.0
     coordinator.on_group_left(LeaveReport(1, 6, why="lost"), 1.0)
     (proposal,) = [
         effect

@@ -4,12 +4,102 @@ Only transitions.py changes it.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from lockstep.elastic.generation_log import NO_GENERATION, Generation, Member
 from lockstep.elastic.protocol.decisions import ElasticLimits, Joiner, LeaveReport, select_joiners
+from lockstep.elastic.protocol.effects import Connect, Effect, LogMessage, Propose, Send
+
+T = TypeVar("T")
+
+
+HEARTBEAT = {"kind": "heartbeat"}
+Message = dict[str, Any]
+# Ids of peers, the update for these, the update for the other members.
+Updates = tuple[frozenset[str], Message, Message]
+
+
+@dataclass
+class Peers:
+    """The other workers, as far as this worker is linked to them and hears of them."""
+
+    links: set[str] = field(default_factory=set)  # ids of linked peers
+    dead: dict[str, str] = field(default_factory=dict)  # id -> why it is gone for good
+    # id -> time of the last message, for each monitored peer
+    last_heard_s: dict[str, float] = field(default_factory=dict)
+    # id -> next attempt to connect; inf: one is under way
+    connect_after_s: dict[str, float] = field(default_factory=dict)
+
+    def connect(self, members: Iterable[Member], now_s: float) -> list[Effect]:
+        """Open links that are missing, unless an attempt has just failed."""
+        after_s = self.connect_after_s
+        new = [
+            member
+            for member in members
+            if member.id not in self.links and after_s.get(member.id, now_s) <= now_s
+        ]
+        after_s.update((member.id, math.inf) for member in new)
+        return [Connect(member) for member in new]
+
+    def forget(self, known: Container[str], monitored: Container[str]) -> None:
+        """Forget workers of an earlier generation."""
+        self.last_heard_s = only(self.last_heard_s, monitored)
+        self.dead = only(self.dead, known)
+        self.connect_after_s = only(self.connect_after_s, known)
+
+
+@dataclass
+class Outbox:
+    """The newest message to each peer, and to the log of this worker."""
+
+    # With the newest generation, for workers that know the one before.
+    announcement: Message = field(default_factory=dict)
+    sent: dict[str, Message] = field(default_factory=dict)  # id -> newest update sent
+    updates: Updates = (frozenset(), HEARTBEAT, HEARTBEAT)  # from which they were sent
+    heartbeat_s: float = -math.inf
+    status: str = ""  # newest one in the log
+
+    def log_once(self, text: str) -> list[Effect]:
+        """Log what this worker waits for, at each change."""
+        if text == self.status:
+            return []
+        self.status = text
+        return [LogMessage(text)]
+
+    def send(self, updates: Updates, links: set[str], members: Container[str]) -> list[Effect]:
+        """Send each peer its update if it has changed, and at each heartbeat (see `tick`)."""
+        peers = links if updates != self.updates else links - self.sent.keys()
+        self.updates = updates
+        targets, for_targets, for_members = updates
+        effects: list[Effect] = []
+        for id in sorted(peers):
+            update = for_members if id in members else HEARTBEAT
+            update = for_targets if id in targets else update
+            if self.sent.get(id) != update:
+                self.sent[id] = update
+                effects.append(Send(id, update))
+        return effects
+
+
+@dataclass
+class LogAccess:
+    """When the log of generations was read, and what is on its way there."""
+
+    is_read: bool = False
+    read_s: float = -math.inf
+    pending: int = 0  # number of the proposed generation
+    retry_s: float = -math.inf  # no proposal before this time, after a disk error
+    waits_since_s: float | None = None  # when this worker first could have proposed a start
+
+    def propose(self, generation: Generation) -> list[Effect]:
+        self.pending = generation.number
+        return [Propose(generation)]
+
+
+def only(values: dict[str, T], ids: Container[str]) -> dict[str, T]:
+    return {id: value for id, value in values.items() if id in ids}
 
 
 @dataclass
@@ -25,9 +115,6 @@ class MembershipState:
         default_factory=dict
     )  # must be equal on all members; empty until this worker trains
     generation: Generation = NO_GENERATION  # the newest one that this worker knows
-    announcement: dict[str, Any] = field(
-        default_factory=dict
-    )  # the message with it, for workers that know the one before
     phase: str = "out"
     join_requested: bool = False  # by the main thread
     is_joining: bool = False  # it asked while others trained, and starts with no other worker
@@ -41,29 +128,11 @@ class MembershipState:
     joiners: dict[str, Joiner] = field(
         default_factory=dict
     )  # by id, workers that asked this worker to join
-    dead: dict[str, str] = field(
-        default_factory=dict
-    )  # id -> why a worker is gone for good: exited or evicted
-    last_heard_s: dict[str, float] = field(
-        default_factory=dict
-    )  # id -> time of the last message, for each monitored peer
-    links: set[str] = field(default_factory=set)  # ids of linked peers
-    waiting_members: tuple[
-        Member, ...
-    ] = ()  # outside every generation, from the run folder; some may have exited
+    peers: Peers = field(default_factory=Peers)
+    outbox: Outbox = field(default_factory=Outbox)
+    log: LogAccess = field(default_factory=LogAccess)
+    waiting_members: tuple[Member, ...] = ()  # outside every generation; some may have exited
     _changed: bool = False  # since the last `advance`
-    _last_sent: dict[str, dict[str, Any]] = field(default_factory=dict)  # id -> newest update sent
-    _last_updates: object = None  # the result of `_updates` from which `_last_sent` was sent
-    _connect_after_s: dict[str, float] = field(
-        default_factory=dict
-    )  # id -> next attempt; inf: one is under way
-    _has_read_log: bool = False
-    _log_read_s: float = -math.inf
-    _last_heartbeat_s: float = -math.inf
-    _rendezvous_since_s: float | None = None
-    _pending_proposal: int = 0  # number of the generation on its way to the log
-    _disk_retry_s: float = -math.inf  # no proposal before this time, after a disk error
-    _last_status: str = ""
 
     @property
     def number(self) -> int:
@@ -107,23 +176,23 @@ class MembershipState:
         if self.phase == "out":
             return self.limits.log_poll_s * max(1.0, len(self.waiting_members) / 64)
         coordinator = self.coordinator()
-        is_told = self.phase == "in" and coordinator and coordinator.id in self.links
+        is_told = self.phase == "in" and coordinator and coordinator.id in self.peers.links
         return self.limits.log_poll_s * (40 if is_told else 4 if self.phase == "in" else 1)
 
     def _silence_s(self, id: str) -> float:
-        return self.now_s - self.last_heard_s.get(id, self.now_s)
+        return self.now_s - self.peers.last_heard_s.get(id, self.now_s)
 
     def _is_silent(self, id: str) -> bool:
         return self._silence_s(id) > self.limits.heartbeat_timeout_s
 
     def _is_late(self, id: str) -> bool:
-        return id in self.dead or (
-            id not in self.links and self._silence_s(id) > self.limits.heartbeat_s
+        return id in self.peers.dead or (
+            id not in self.peers.links and self._silence_s(id) > self.limits.heartbeat_s
         )
 
     def _loss_reason(self, id: str) -> str:
         """Return why a worker counts as gone, for good or until it is heard from; else ""."""
-        return self.dead.get(id) or (
+        return self.peers.dead.get(id) or (
             f"no heartbeat for {self.limits.heartbeat_timeout_s:g} s" if self._is_silent(id) else ""
         )
 
@@ -150,7 +219,9 @@ class MembershipState:
         elif coordinator := self.coordinator():
             wanted = self.generation.members[: self.generation.ranks[coordinator.id] + 1]
         return [
-            member for member in wanted if member.id != self.me.id and member.id not in self.dead
+            member
+            for member in wanted
+            if member.id != self.me.id and member.id not in self.peers.dead
         ]
 
     def _monitored(self) -> list[Member]:
@@ -159,14 +230,16 @@ class MembershipState:
             [joiner.member for joiner in self.joiners.values()],
             self.others if self.is_coordinator else self._wanted_peers(),
         )
-        return [member for member in (*peers, *joiners) if member.id not in self.dead]
+        return [member for member in (*peers, *joiners) if member.id not in self.peers.dead]
 
     def _active_members(self) -> list[Member]:
         """Return the members that may still train, as seen by a worker outside the generation."""
         since_s = self.now_s - self.limits.takeover_s
-        alive = [member for member in self.generation.members if member.id not in self.dead]
+        alive = [member for member in self.generation.members if member.id not in self.peers.dead]
         return [
-            member for member in alive if self.last_heard_s.get(member.id, self.now_s) >= since_s
+            member
+            for member in alive
+            if self.peers.last_heard_s.get(member.id, self.now_s) >= since_s
         ]
 
     def _candidates(self) -> list[Member]:
@@ -207,13 +280,13 @@ class MembershipState:
         find those silent one by one; and one more if some of them, which may be a step behind,
         first have to learn which members they reach. No cut separates processes of one host.
         """
-        alive = [member for member in self.generation.members if member.id not in self.dead]
+        alive = [member for member in self.generation.members if member.id not in self.peers.dead]
         silent = [
             member for member in alive if self._is_silent(member.id) and member.host != self.me.host
         ]
         if 2 * len(silent) + (alive[0] in silent) <= len(alive):
             return False
-        longest_s = max(self.now_s - self.last_heard_s[member.id] for member in silent)
+        longest_s = max(self.now_s - self.peers.last_heard_s[member.id] for member in silent)
         return (
             longest_s
             <= (1 + self._committed_at_most(1) + len(alive) - len(silent))
@@ -237,6 +310,47 @@ class MembershipState:
 
     def _reachability_known(self, members: Sequence[Member]) -> bool:
         return all(
-            member.id in self.links or member.id == self.me.id or self._loss_reason(member.id)
+            member.id in self.peers.links or member.id == self.me.id or self._loss_reason(member.id)
             for member in members
         )
+
+    def _may_propose(self, now_s: float) -> bool:
+        return self.log.pending <= self.number and now_s >= self.log.retry_s
+
+    def _updates(self) -> Updates:
+        stop = {"stops": self.stop_signal} if self.stop_signal else {}
+        if self.phase == "out" and self.join_requested and (targets := self._join_targets()):
+            members = self.generation.ranks.keys()
+            join = {
+                "kind": "join",
+                "number": self.number,
+                "member": vars(self.me),
+                "fingerprint": dict(self.fingerprint),
+                "reaches": sorted(self.peers.links - members),
+                "misses": sorted(members - self.peers.links),  # it reaches all other members
+                **stop,
+            }
+            return frozenset(member.id for member in targets), join, HEARTBEAT
+        if not self.generation_error:
+            return frozenset(), HEARTBEAT, HEARTBEAT
+        known = {
+            "dead": only(self.peers.dead, self.generation.ranks),
+            "partition_suspected": self.partition_suspected,
+            **stop,
+        }
+        ended = {"kind": "ended", "number": self.number, "why": self.generation_error, **known}
+        if not self._report_ready:
+            return frozenset(), ended, ended
+        report = self.reports[self.me.id]
+        lost = [member.id for member in self.others if self._is_silent(member.id)]
+        left = {"kind": "left", **vars(report), "lost": lost, **known}
+        coordinator = self.coordinator()
+        targets_ids = frozenset([coordinator.id] if coordinator else [])
+        return targets_ids, left, left if report.leaving else ended
+
+    def _join_targets(self) -> list[Member]:
+        """Return the workers to ask: all active members once probed, else the first candidate."""
+        members = self._active_members()
+        if not members:
+            return [self._first_candidate()]
+        return members if self._reachability_known(members) else []

@@ -36,7 +36,6 @@ A worker of a new start asks without a fingerprint: it has no model yet. Members
 have a fingerprint) tell such a worker to get ready, and it asks again as a joiner.
 """
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -46,20 +45,15 @@ from lockstep.elastic.protocol import decisions
 from lockstep.elastic.protocol.decisions import Joiner, LeaveReport, member_names
 from lockstep.elastic.protocol.effects import (
     AbortGroup,
-    Connect,
     Effect,
     Exit,
     FormGroup,
     GetReady,
-    LogMessage,
-    Propose,
     ReadLog,
     Send,
 )
 from lockstep.elastic.protocol.state import MembershipState
 from lockstep.runtime.signals import STOP_EXIT_CODES
-
-HEARTBEAT = {"kind": "heartbeat"}
 
 
 class Protocol(MembershipState):
@@ -72,8 +66,10 @@ class Protocol(MembershipState):
     def request_join(
         self, now_s: float, fingerprint: Mapping[str, str], *, is_joining: bool = False
     ) -> list[Effect]:
-        self.join_requested, self.fingerprint, self.is_joining = True, fingerprint, is_joining
-        self._log_read_s = now_s
+        self.join_requested = True
+        self.fingerprint = fingerprint
+        self.is_joining = is_joining
+        self.log.read_s = now_s
         return [ReadLog(0)]
 
     def set_fingerprint(self, fingerprint: Mapping[str, str], now_s: float) -> list[Effect]:
@@ -92,7 +88,7 @@ class Protocol(MembershipState):
     def evict(self, id: str, why: str, now_s: float) -> list[Effect]:
         if id == self.me.id:
             return self._exit_removed(why)
-        self.dead.setdefault(id, why)
+        self.peers.dead.setdefault(id, why)
         return self._note_change()
 
     def regroup(self, why: str, now_s: float) -> list[Effect]:
@@ -104,9 +100,10 @@ class Protocol(MembershipState):
         self.stop_signal = self.stop_signal or name
         return self._note_change()
 
-    def stop_admitting(self) -> list[Effect]:
+    def stop_admitting(self, now_s: float) -> list[Effect]:
         """Admit no more joiners and wait for no workers: the run is about to end."""
-        self.limits, self.is_ending = replace(self.limits, min_workers=1, max_workers=0), True
+        self.limits = replace(self.limits, min_workers=1, max_workers=0)
+        self.is_ending = True
         return []
 
     def abort_start(self) -> list[Effect]:
@@ -116,32 +113,32 @@ class Protocol(MembershipState):
     # -- network events ----------------------------------------------------------------------------
 
     def on_link_up(self, id: str, now_s: float) -> list[Effect]:
-        self.links.add(id)
-        self.last_heard_s[id] = now_s
-        self._last_sent.pop(id, None)
-        self._connect_after_s.pop(id, None)
+        self.peers.links.add(id)
+        self.peers.last_heard_s[id] = now_s
+        self.outbox.sent.pop(id, None)
+        self.peers.connect_after_s.pop(id, None)
         return self._note_change()
 
     def on_link_down(self, id: str, now_s: float) -> list[Effect]:
         """Connect again: a refused connection shows that the peer exited."""
-        self.links.discard(id)
-        self._last_sent.pop(id, None)
+        self.peers.links.discard(id)
+        self.outbox.sent.pop(id, None)
         self.joiners.pop(id, None)
-        self._connect_after_s.pop(id, None)
+        self.peers.connect_after_s.pop(id, None)
         return [
-            *self._connect([member for member in self._monitored() if member.id == id], now_s),
+            *self.peers.connect([member for member in self._monitored() if member.id == id], now_s),
             *self._note_change(),
         ]
 
     def on_connect_failed(self, id: str, refused: bool, now_s: float) -> list[Effect]:
         """Retry later. A refused connection is taken as proof that the process exited."""
-        self._connect_after_s[id] = now_s + self.limits.log_poll_s
+        self.peers.connect_after_s[id] = now_s + self.limits.log_poll_s
         if refused:
-            self.dead.setdefault(id, "exited")
+            self.peers.dead.setdefault(id, "exited")
         return self._note_change()
 
     def on_message(self, id: str, message: Mapping[str, Any], now_s: float) -> list[Effect]:
-        self.last_heard_s[id] = now_s
+        self.peers.last_heard_s[id] = now_s
         kind, number = message["kind"], int(message.get("number", self.number))
         if self.phase == "gone" or kind == "heartbeat":
             return []
@@ -153,10 +150,8 @@ class Protocol(MembershipState):
         if kind == "get_ready":
             if self.phase != "out" or not self.join_requested or self.fingerprint:
                 return []
-            self.join_requested, self._rendezvous_since_s = (
-                False,
-                None,
-            )  # stop asking until this worker has a model
+            self.join_requested = False  # until this worker has a model
+            self.log.waits_since_s = None
             return [GetReady()]
         if kind == "refused":
             self.phase = "gone"
@@ -164,7 +159,7 @@ class Protocol(MembershipState):
         if number > self.number:
             return [ReadLog(self.number)]
         if number < self.number:
-            return [Send(id, self.announcement)]
+            return [Send(id, self.outbox.announcement)]
         if kind == "join":
             reaches = frozenset(message["reaches"]) | (
                 self.generation.ranks.keys() - message.get("misses", self.generation.ranks)
@@ -176,16 +171,17 @@ class Protocol(MembershipState):
             return []
         if self.me.id in message["dead"]:
             return self._exit_removed(str(message["dead"][self.me.id]))
-        self.dead = {**message["dead"], **self.dead}
+        self.peers.dead = {**message["dead"], **self.peers.dead}
         self.partition_suspected = self.partition_suspected or bool(message["partition_suspected"])
         if kind == "left":
-            leaving, why, lost = (
+            self.reports[id] = LeaveReport(
+                number,
+                int(message["step"]),
                 bool(message["leaving"]),
                 str(message["why"]),
                 tuple(message["lost"]),
+                bool(message.get("ending")),
             )
-            step, ending = int(message["step"]), bool(message.get("ending"))
-            self.reports[id] = LeaveReport(number, step, leaving, why, lost, ending)
         return [*self._end_generation(str(message["why"]) or f"{id} left"), *self._note_change()]
 
     # -- disk events -------------------------------------------------------------------------------
@@ -198,23 +194,25 @@ class Protocol(MembershipState):
         alive: Iterable[str] = (),
     ) -> list[Effect]:
         """Adopt `newest`. alive: ids whose liveness file has changed since the last read."""
-        self._has_read_log = True
+        self.log.is_read = True
         self.waiting_members = tuple(
             member for member in waiting_members if member.id != self.me.id
         )
         if self.phase == "out":
-            self.last_heard_s |= {
+            self.peers.last_heard_s |= {
                 id: now_s for id in alive if self.generation.rank_of(id) is not None
             }
         return self._adopt(newest, now_s) if newest else self._note_change()
 
     def on_proposed(self, winner: Generation, now_s: float) -> list[Effect]:
-        self._pending_proposal = 0
+        self.log.pending = 0
         return self._adopt(winner, now_s)
 
-    def on_disk_error(self, now_s: float) -> list[Effect]:
-        self._pending_proposal, self._disk_retry_s = 0, now_s + self.limits.log_poll_s
-        return []
+    def on_disk_error(self, now_s: float, why: str = "") -> list[Effect]:
+        """Retry later. why: for the log, if it is no disturbance of the disk."""
+        self.log.pending = 0
+        self.log.retry_s = now_s + self.limits.log_poll_s
+        return self.outbox.log_once(why) if why else []
 
     # -- clock -------------------------------------------------------------------------------------
 
@@ -223,24 +221,22 @@ class Protocol(MembershipState):
         passed_s = now_s - self.now_s
         if self.phase == "gone" or passed_s < self.limits.heartbeat_s / 10:
             return []
-        stopped_s = max(
-            0.0, passed_s - self.limits.heartbeat_s
-        )  # this process was stopped: not the peers' silence
+        # This process was stopped so long: not the peers' silence.
+        stopped_s = max(0.0, passed_s - self.limits.heartbeat_s)
         self.now_s = now_s
         monitored = [member.id for member in self._monitored()]
-        self.last_heard_s = {
-            id: min(now_s, self.last_heard_s.get(id, now_s) + stopped_s) for id in monitored
+        self.peers.last_heard_s = {
+            id: min(now_s, self.peers.last_heard_s.get(id, now_s) + stopped_s) for id in monitored
         }
         self.joiners = {
             id: joiner for id, joiner in self.joiners.items() if not self._is_silent(id)
         }
-        if now_s - self._last_heartbeat_s >= self.limits.heartbeat_s:
-            self._last_heartbeat_s, self._last_sent = now_s, {}
-        if (now_s - self._log_read_s < self._log_pause_s and not stopped_s) or (
-            self.phase == "out" and not self.join_requested
-        ):
+        if now_s - self.outbox.heartbeat_s >= self.limits.heartbeat_s:
+            self.outbox.heartbeat_s, self.outbox.sent = now_s, {}
+        is_early = now_s - self.log.read_s < self._log_pause_s and not stopped_s
+        if is_early or (self.phase == "out" and not self.join_requested):
             return self._note_change()
-        self._log_read_s = now_s
+        self.log.read_s = now_s
         return [ReadLog(self.number), *self._note_change()]
 
     # -- actions -----------------------------------------------------------------------------------
@@ -253,14 +249,13 @@ class Protocol(MembershipState):
         effects: list[Effect] = []
         if self.phase == "in" and not self.generation_error:
             lost = next((member for member in self.others if self._loss_reason(member.id)), None)
-            effects += (
-                self._end_generation(f"{member_names([lost])}: {self._loss_reason(lost.id)}")
-                if lost
-                else []
-            )
-        effects += self._connect(self._wanted_peers(), now_s)
+            if lost:
+                why = f"{member_names([lost])}: {self._loss_reason(lost.id)}"
+                effects += self._end_generation(why)
+        effects += self.peers.connect(self._wanted_peers(), now_s)
         effects += self._propose_start(now_s) if self.phase == "out" else self._propose(now_s)
-        return [*effects, *self._send_updates()]
+        effects += self.outbox.send(self._updates(), self.peers.links, self.generation.ranks)
+        return effects
 
     def _note_change(self) -> list[Effect]:
         """Let the next `advance` act on an event. There are no effects before."""
@@ -280,78 +275,6 @@ class Protocol(MembershipState):
         self.phase = "gone"
         return [*effects, Exit(f"this worker was removed from the run: {why}", fenced=True)]
 
-    def _connect(self, members: Sequence[Member], now_s: float) -> list[Effect]:
-        new = [
-            member
-            for member in members
-            if member.id not in self.links and self._connect_after_s.get(member.id, now_s) <= now_s
-        ]
-        self._connect_after_s |= {member.id: math.inf for member in new}
-        return [Connect(member) for member in new]
-
-    def _send_updates(self) -> list[Effect]:
-        """Send each peer its update if it has changed, and at each heartbeat (see `tick`)."""
-        updates = self._updates()
-        peers = self.links if updates != self._last_updates else self.links - self._last_sent.keys()
-        self._last_updates = targets, for_targets, for_members = updates
-        effects: list[Effect] = []
-        for id in sorted(peers):
-            update = (
-                for_targets
-                if id in targets
-                else for_members
-                if id in self.generation.ranks
-                else HEARTBEAT
-            )
-            if self._last_sent.get(id) != update:
-                self._last_sent[id] = update
-                effects.append(Send(id, update))
-        return effects
-
-    def _updates(self) -> tuple[frozenset[str], dict[str, Any], dict[str, Any]]:
-        """Return (ids of peers, the update for these, the update for the other members)."""
-        stop = {"stops": self.stop_signal} if self.stop_signal else {}
-        if self.phase == "out" and self.join_requested and (targets := self._join_targets()):
-            members = self.generation.ranks.keys()
-            reached = {
-                "reaches": sorted(self.links - members),
-                "misses": sorted(members - self.links),
-            }  # all members but `misses`
-            worker = {
-                "number": self.number,
-                "member": vars(self.me),
-                "fingerprint": dict(self.fingerprint),
-            }
-            update = {"kind": "join", **worker, **reached, **stop}
-            return frozenset(member.id for member in targets), update, HEARTBEAT
-        if not self.generation_error:
-            return frozenset(), HEARTBEAT, HEARTBEAT
-        dead = {id: why for id, why in self.dead.items() if id in self.generation.ranks}
-        known = {"dead": dead, "partition_suspected": self.partition_suspected, **stop}
-        ended = {"kind": "ended", "number": self.number, "why": self.generation_error, **known}
-        if not self._report_ready:
-            return frozenset(), ended, ended
-        lost = [member.id for member in self.others if self._is_silent(member.id)]
-        left, coordinator = (
-            {"kind": "left", **vars(self.reports[self.me.id]), "lost": lost, **known},
-            self.coordinator(),
-        )
-        return (
-            frozenset([coordinator.id] if coordinator else []),
-            left,
-            left if self.reports[self.me.id].leaving else ended,
-        )
-
-    def _join_targets(self) -> list[Member]:
-        """Return the workers to ask: all active members once probed, else the first candidate."""
-        members = self._active_members()
-        if not members:
-            return [self._first_candidate()]
-        return members if self._reachability_known(members) else []
-
-    def _may_propose(self, now_s: float) -> bool:
-        return self._pending_proposal <= self.number and now_s >= self._disk_retry_s
-
     def _propose(self, now_s: float) -> list[Effect]:
         """As coordinator, propose the next generation once every member has reported or is gone."""
         if not self.is_coordinator or not self._report_ready:
@@ -359,10 +282,9 @@ class Protocol(MembershipState):
         if self._may_be_minority or not self._may_propose(now_s):
             return []
         gone = {member.id: why for member in self.others if (why := self._loss_reason(member.id))}
-        least = (
-            self.limits.replica_size if self.stop_signal else self.limits.min_workers
-        )  # one replica is enough to save and stop
-        limits = replace(self.limits, min_workers=least)
+        limits = self.limits
+        if self.stop_signal:  # one replica is enough to save and stop
+            limits = replace(limits, min_workers=limits.replica_size)
         view = decisions.CoordinatorView(
             self.generation, self.reports, gone, self._reachable_joiners()
         )
@@ -371,15 +293,15 @@ class Protocol(MembershipState):
             if reason.startswith("waiting"):
                 return []
             if not (survivors := decisions.split_members(view, limits)):
-                return self._log_status(reason)
+                return self.outbox.log_once(reason)
             # The hosts of leaving members are about to be taken away: only the others wait for
             # more workers.
-            self.dead |= {
+            self.peers.dead |= {
                 id: report.why or "leaving"
                 for id, report in self.reports.items()
                 if report.leaving and id not in gone
             }
-            return [*self._log_status(reason), *self._release(survivors[1])]
+            return [*self.outbox.log_once(reason), *self._release(survivors[1])]
         incomplete = [
             member
             for member in self.generation.members
@@ -389,18 +311,17 @@ class Protocol(MembershipState):
             return self._release(
                 incomplete
             )  # the proposer holds the new generation's store, so another one proposes
-        self._pending_proposal = generation.number
-        return [Propose(generation)]
+        return self.log.propose(generation)
 
     def _release(self, members: Sequence[Member]) -> list[Effect]:
         """Make members of incomplete replicas exit, through updates: replacements complete a
         replica."""
-        self.dead |= {member.id: decisions.INCOMPLETE for member in members}
+        self.peers.dead |= {member.id: decisions.INCOMPLETE for member in members}
         return self._exit_removed(decisions.INCOMPLETE) if self.me in members else []
 
     def _propose_start(self, now_s: float) -> list[Effect]:
         """As the first candidate, propose a generation of all waiting workers if none trains."""
-        if not self.join_requested or not self._has_read_log:
+        if not self.join_requested or not self.log.is_read:
             return []
         active = self._active_members()
         if self.is_joining and self.number and not active:
@@ -409,68 +330,45 @@ class Protocol(MembershipState):
                 Exit("no member is left to join; this worker restarts with the others", fenced=True)
             ]
         if active or self._first_candidate() != self.me:
-            self._rendezvous_since_s = None
+            self.log.waits_since_s = None
             return []
-        if self.stop_signal:
-            return self._propose_end() if self._may_propose(now_s) else []
-        self._rendezvous_since_s = (
-            now_s if self._rendezvous_since_s is None else self._rendezvous_since_s
-        )
-        waited_s, limits = now_s - self._rendezvous_since_s, self.limits
-        wanted = (
-            limits.min_workers
-            if waited_s >= limits.rendezvous_timeout_s
-            else max(limits.expected_workers, limits.min_workers)
-        )
-        workers = [
-            self.me,
-            *sorted(
-                (joiner.member for joiner in self.joiners.values()),
-                key=lambda member: member.sort_key,
-            ),
-        ]
-        if len(workers) < wanted or not self._may_propose(now_s):
-            return (
-                self._log_status(decisions.rendezvous_status(workers, limits))
-                if waited_s >= limits.heartbeat_timeout_s
-                else []
-            )
+        may_propose = self._may_propose(now_s)
+        number = self.number + 1
+        if self.stop_signal:  # no generation trains, so there is nothing to save
+            why = f"stopped by {self.stop_signal} while its workers waited to start"
+            end = RunResult(STOP_EXIT_CODES[self.stop_signal], why)
+            step = self.generation.step
+            stopped = Generation(number, self.tokens(), (), "", step, why, end=end)
+            return self.log.propose(stopped) if may_propose else []
+        limits = self.limits
+        if self.log.waits_since_s is None:
+            self.log.waits_since_s = now_s
+        waited_s = now_s - self.log.waits_since_s
+        wanted = limits.min_workers
+        if waited_s < limits.rendezvous_timeout_s:
+            wanted = max(limits.expected_workers, limits.min_workers)
+        joiners = [joiner.member for joiner in self.joiners.values()]
+        workers = [self.me, *sorted(joiners, key=lambda member: member.sort_key)]
+        if len(workers) < wanted:
+            is_late = waited_s >= limits.heartbeat_timeout_s
+            status = decisions.rendezvous_status(workers, limits)
+            return self.outbox.log_once(status) if is_late else []
+        if not may_propose:
+            return []
         members = tuple(decisions.first_whole_replicas(workers, limits.max_workers, limits))
         if self.me not in members:
-            return self._log_status(
+            return self.outbox.log_once(
                 f"waiting for a whole replica of {limits.replica_size} workers on this host"
             )
         no_answer = f"no answer for {limits.takeover_s:g} s"
         removed = tuple(
-            Removed(member.id, self.dead.get(member.id, no_answer))
+            Removed(member.id, self.peers.dead.get(member.id, no_answer))
             for member in self.generation.members
         )
-        restarted = self.number > 0 and not self.generation.end
-        reason = (
-            f"no member of generation {self.number} is left; resuming from the newest checkpoint"
-            if restarted
-            else "start"
-        )
-        self._pending_proposal = self.number + 1
-        return [
-            Propose(Generation(self.number + 1, self.tokens(), members, "", 0, reason, removed))
-        ]
-
-    def _log_status(self, text: str) -> list[Effect]:
-        """Log what this worker waits for, at each change."""
-        previous, self._last_status = self._last_status, text
-        return [LogMessage(text)] if text != previous else []
-
-    def _propose_end(self) -> list[Effect]:
-        """Record the end of the run: no generation trains, so there is nothing to save."""
-        self._pending_proposal, step = self.number + 1, self.generation.step
-        reason = f"stopped by {self.stop_signal} while its workers waited to start"
-        end = RunResult(STOP_EXIT_CODES[self.stop_signal], reason)
-        return [
-            Propose(
-                Generation(self._pending_proposal, self.tokens(), (), "", step, reason, end=end)
-            )
-        ]
+        reason = "start"
+        if self.number and not self.generation.end:
+            reason = f"no member of generation {self.number} is left; resuming from the newest checkpoint"
+        return self.log.propose(Generation(number, self.tokens(), members, "", 0, reason, removed))
 
     def _on_join_request(self, joiner: Joiner) -> list[Effect]:
         id = joiner.member.id
@@ -491,31 +389,24 @@ class Protocol(MembershipState):
             return self._note_change()
         was_in = self.phase in ("in", "left")
         effects = self._end_generation("a newer generation exists")
-        self.announcement = {
+        self.outbox.announcement = {
             "kind": "generation",
             "number": generation.number,
             "follows": self.generation.token,
+            "generation": generation.to_json(self.generation),
         }
-        self.announcement["generation"] = generation.to_json(self.generation)
-        self.generation, self.generation_error, self.partition_suspected, self.reports = (
-            generation,
-            "",
-            False,
-            {},
-        )
-        self._rendezvous_since_s, self._last_status = None, ""
+        self.generation = generation
+        self.generation_error = ""
+        self.partition_suspected = False
+        self.reports = {}
+        self.log.waits_since_s = None
+        self.outbox.status = ""
         self.joiners = {
             id: joiner for id, joiner in self.joiners.items() if generation.rank_of(id) is None
         }
-        self.last_heard_s = {
-            id: heard_s for id, heard_s in self.last_heard_s.items() if id in self.joiners
-        }
         known = {*generation.ranks, *self.joiners, *(member.id for member in self.waiting_members)}
-        self.dead = {id: why for id, why in self.dead.items() if id in known}
-        self._connect_after_s = {
-            id: after_s for id, after_s in self._connect_after_s.items() if id in known
-        }
-        effects += [Send(id, self.announcement) for id in sorted(self.links)]
+        self.peers.forget(known, monitored=self.joiners)
+        effects += [Send(id, self.outbox.announcement) for id in sorted(self.peers.links)]
         if generation.end and (was_in or generation.number > self.after):
             self.phase = "gone"
             return [*effects, Exit("the run ended", end=generation.end)]
