@@ -23,7 +23,7 @@ from support.processes import SRC, SUPPORT, children, is_alive, processes_in, st
 from support.waiting import wait_until
 
 from lockstep.agent.forkserver import PRELOAD, WorkerProgram
-from lockstep.agent.run_logs import EventLog
+from lockstep.agent.slots import AgentTimeouts, EventLog
 from lockstep.agent.worker_pool import WorkerPool
 from lockstep.elastic.generation_log import (
     Generation,
@@ -273,8 +273,7 @@ def test_a_request_to_a_dead_forkserver_waits_for_its_replacement(tmp_path: Path
         WorkerProgram((), entry="agent_workers:main", preload=()),
         environ,
         EventLog(tmp_path, "here"),
-        import_s=60.0,
-        fork_s=5.0,
+        AgentTimeouts(import_s=60.0, fork_s=5.0),
     )
     try:
         wait_until(lambda: pool.poll() or (pool.forkserver is not None and pool.forkserver.ready))

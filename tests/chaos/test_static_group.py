@@ -1,4 +1,4 @@
-"""Static groups as real processes (`evaluate --workers`, `generate --tensor`): exit codes, messages,
+"""Fixed groups as real processes (`evaluate --workers`, `generate --tensor`): exit codes, messages,
 signals, kills, and leftovers.
 """
 
@@ -105,14 +105,14 @@ def test_the_exit_code_is_the_one_that_all_workers_return(start: Start, code: in
     assert (returned, err) == (code, "")
 
 
-def test_workers_get_torchruns_variables_and_only_rank_0_writes_to_the_terminal(
+def test_workers_get_the_size_of_their_group_and_only_rank_0_writes_to_the_terminal(
     start: Start,
 ) -> None:
     group = start("print_environment")
     assert group.wait() == (0, "out 0\n", "err 0\n")
     for rank in range(2):
-        variables, sockets = json.loads((group.folder / f"environment-{rank}").read_text())
-        assert variables == [str(rank), "2", str(rank), "2", "127.0.0.1"]
+        facts, sockets = json.loads((group.folder / f"environment-{rank}").read_text())
+        assert facts == [rank, 2, 2, 2, 2, "127.0.0.1", False]
         assert sockets == [], "no descriptors of the agent"
 
 
@@ -241,10 +241,8 @@ def test_two_workers_join_a_world_and_leave_no_threads_or_sockets(start: Start) 
     group = start("join_and_leave")
     code, out, err = group.wait()
     assert (code, err) == (0, "")
-    assert out.startswith(
-        "rank 0 of 2, local rank 0 of 2, started by lockstep; rendezvous at 127.0.0.1:"
-    )
-    assert "cpu, 1 thread: LOCKSTEP_DEVICE=cpu; gloo on lo" in out
+    assert out.startswith(f"cpu, 2 of 2 workers on {socket.gethostname()}: LOCKSTEP_DEVICE=cpu\n")
+    assert "generation 1: rank 0 of 2 (start)" in out and "goodput" not in out
     for rank in range(2):
         assert (
             group.folder / f"world-{rank}"

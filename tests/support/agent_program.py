@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 
 from lockstep import log
-from lockstep.agent.agent import run_agent
-from lockstep.agent.config import AgentConfig, AgentTimeouts
+from lockstep.agent.agent import AgentConfig, run_agent
 from lockstep.agent.forkserver import WorkerProgram
 from lockstep.agent.restart_policy import RestartPolicy
+from lockstep.agent.slots import AgentTimeouts
 from lockstep.errors import LockstepError
 
 settings = json.loads(sys.argv[1])

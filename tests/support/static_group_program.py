@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import sys
 
-from lockstep.agent.agent import run_static_group
-from lockstep.agent.config import AgentTimeouts
+from lockstep.agent.agent import run_fixed_group
 from lockstep.agent.forkserver import WorkerProgram
+from lockstep.agent.slots import AgentTimeouts
 from lockstep.errors import LockstepError
 
 settings = json.loads(sys.argv[1])
@@ -16,7 +16,7 @@ try:
     program = WorkerProgram(
         (settings["worker"],), entry="static_workers:main", preload=("static_workers",)
     )
-    sys.exit(run_static_group(program, settings["workers"], AgentTimeouts(**settings["timeouts"])))
+    sys.exit(run_fixed_group(program, settings["workers"], AgentTimeouts(**settings["timeouts"])))
 except LockstepError as error:
     print(error, file=sys.stderr)
     sys.exit(error.exit_code)

@@ -1,4 +1,4 @@
-"""The workers of test_static_group.py: functions that the workers of a static group run, by name.
+"""The workers of test_static_group.py: functions that the workers of a fixed group run, by name.
 
 torchrun ... static_workers.py NAME    the same under torchrun
 """
@@ -6,6 +6,7 @@ torchrun ... static_workers.py NAME    the same under torchrun
 from __future__ import annotations
 
 import atexit
+import gc
 import json
 import logging
 import os
@@ -20,9 +21,11 @@ from pathlib import Path
 from processes import mark_ready
 from waiting import wait_until
 
+from lockstep.elastic.protocol.decisions import FIXED
 from lockstep.errors import DataError, PeersLostError
 from lockstep.runtime.exit_report import worker_main
 from lockstep.runtime.signals import STOP_EXIT_CODES, StopSignals
+from lockstep.runtime.worker_env import read_worker_env
 
 
 def main(argv: list[str]) -> int:
@@ -31,7 +34,8 @@ def main(argv: list[str]) -> int:
 
 
 def rank() -> int:
-    return int(os.environ["RANK"])
+    worker_env = read_worker_env(os.environ)
+    return worker_env.slot if worker_env else int(os.environ["RANK"])
 
 
 def sockets() -> list[str]:
@@ -52,9 +56,11 @@ def return_130() -> int:
 
 
 def print_environment() -> int:
-    names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR"]
+    env = read_worker_env(os.environ)
+    assert env is not None and env.is_child
+    numbers = [env.slot, env.slots, env.expected_workers, env.min_workers, env.max_workers]
     Path(f"environment-{rank()}").write_text(
-        json.dumps([[os.environ[name] for name in names], sockets()])
+        json.dumps([[*numbers, env.address, "RANK" in os.environ], sockets()])
     )
     print("out", rank())
     print("err", rank(), file=sys.stderr)
@@ -154,12 +160,14 @@ def join_and_leave() -> int:
 
     logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
     threads = len(os.listdir("/proc/self/task"))
-    with ElasticRuntime.join(threads=1, timeout_s=60) as runtime:
+    with ElasticRuntime.join(threads=1, timeout_s=60, limits=FIXED) as runtime:
         total = torch.ones(4) * (runtime.world.rank + 1)
         dist.all_reduce(total)
         Path(f"world-{runtime.world.rank}").write_text(
             f"{runtime.world.size} {runtime.world.local_rank} {runtime.world.local_size} {runtime.world.host} {total.tolist()}"
         )
+    del runtime
+    gc.collect()  # the membership of an agent's worker has cycles
     LAUNCH_STORE.store = None  # which the process keeps for its next group
     wait_until(lambda: len(os.listdir("/proc/self/task")) == threads)
     assert not sockets()
@@ -173,7 +181,7 @@ def rank_1_fails_in_a_collective() -> int:
 
     from lockstep.elastic.runtime import ElasticRuntime
 
-    with ElasticRuntime.join(threads=1, timeout_s=600), StopSignals():
+    with ElasticRuntime.join(threads=1, limits=FIXED), StopSignals():
         mark_ready(rank())
         if rank() == 0:
             dist.recv(torch.zeros(1), 2)
@@ -190,7 +198,7 @@ def reduce_forever() -> int:
 
     from lockstep.elastic.runtime import ElasticRuntime
 
-    with ElasticRuntime.join(threads=1, timeout_s=600):
+    with ElasticRuntime.join(threads=1, limits=FIXED):
         mark_ready(rank())
         while True:
             dist.all_reduce(torch.ones(10_000))

@@ -10,30 +10,37 @@ arrives, and polls the generation log. It kills local workers that the newest ge
 generation with a result ends the run.
 """
 
+from __future__ import annotations
+
+import math
 import os
 import select
 import signal
+import socket
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from lockstep.agent import restart_policy
-from lockstep.agent.config import LOOPBACK, AgentConfig, AgentTimeouts
 from lockstep.agent.evaluator_process import EvaluatorProcess
 from lockstep.agent.forkserver import WorkerProgram
 from lockstep.agent.leader_output import LeaderOutput
 from lockstep.agent.lock import PriorState, agent_lock, kill_all
-from lockstep.agent.run_logs import EventLog, GenerationReader
+from lockstep.agent.restart_policy import RestartDecisions, RestartPolicy
 from lockstep.agent.slots import (
+    AgentTimeouts,
+    EventLog,
+    GenerationReader,
+    HostState,
     RunEnd,
     Slot,
     StopRequests,
     Worker,
-    last_status,
     phase_of,
-    read_exit_report,
     reap_orphans,
     signal_due,
     write_log,
@@ -44,10 +51,9 @@ from lockstep.elastic.generation_log import Generation
 from lockstep.errors import LockstepError, UsageError
 from lockstep.log import log, printable
 from lockstep.runtime.environment import check_worker_count
-from lockstep.runtime.exit_report import ExitReport, WorkerExit, exit_kind, summarize_exits
+from lockstep.runtime.exit_report import ExitReport, WorkerExit, summarize_exits
 from lockstep.runtime.processes import PR_SET_CHILD_SUBREAPER, now_s, open_worker_log, prctl
 from lockstep.runtime.signals import EXIT_INTERRUPTED, STOP_SIGNALS, SignalInbox
-from lockstep.runtime.sockets import reserve_port
 from lockstep.runtime.worker_env import (
     ProcessIdentity,
     WorkerEnv,
@@ -57,10 +63,8 @@ from lockstep.runtime.worker_env import (
     write_worker_process,
 )
 
-TOUCH_INTERVAL_S = 3600.0
-STATIC_TIMEOUTS = AgentTimeouts(
-    exit_s=5.0
-)  # of a static group: time for the exit reports of the other workers
+FIXED_TIMEOUTS = AgentTimeouts(exit_s=5.0)  # of a fixed group: for the exit reports of the others
+LOOPBACK = "127.0.0.1"
 # Fields of AgentConfig that the workers receive unchanged.
 SHARED_FIELDS = (
     "host",
@@ -70,8 +74,8 @@ SHARED_FIELDS = (
     "max_workers",
     "address",
     "flags",
-    "master_port",
 )
+KILLED = "killed all workers; the same command resumes from the newest checkpoint"
 EXITED = "exited"  # the reason of a removal because connections are closed and refused (elastic/protocol/transitions.py)
 
 
@@ -93,7 +97,7 @@ def run_until_end(program: WorkerProgram, folder: Path, config: AgentConfig) -> 
             "it needs pidfd_open(2) and prctl(2)",
             hint,
         )
-    state = state_folder(folder, config.host, temporary=bool(config.master_port))
+    state = state_folder(folder, config.host, temporary=not config.policy.restart)
     sizes = {"--workers": config.slots, "--min": config.min_workers, "--max": config.max_workers}
     command = {**config.command, **{name: str(size) for name, size in sizes.items()}}
     with (
@@ -122,22 +126,53 @@ def run_until_end(program: WorkerProgram, folder: Path, config: AgentConfig) -> 
             agent.close()
 
 
-def run_static_group(
-    program: WorkerProgram, workers: int, timeouts: AgentTimeouts = STATIC_TIMEOUTS
+def run_fixed_group(
+    program: WorkerProgram, workers: int, timeouts: AgentTimeouts = FIXED_TIMEOUTS
 ) -> int:
-    """Run a static group on this host: `evaluate --workers` and `generate --tensor`.
+    """Run `evaluate --workers` or `generate --tensor`: workers that share one computation.
 
-    The agent restarts no worker: the first failure ends them all, and is printed. Its files are in
-    a temporary folder. The workers get torchrun's variables and a port that is reserved here.
+    The agent restarts no worker: the first failure ends them all, and is printed. The generations
+    of the group are in a temporary folder.
     Call it from the main thread. UsageError before any worker is started.
     """
     check_worker_count(workers, "this machine")
-    with TemporaryDirectory(prefix="lockstep-") as folder, reserve_port(LOOPBACK) as reserved:
-        port, policy = reserved.getsockname()[1], restart_policy.RestartPolicy(restart=False)
-        config = AgentConfig.for_this_machine(
-            workers, master_port=port, timeouts=timeouts, policy=policy
-        )
+    policy = RestartPolicy(restart=False)
+    config = AgentConfig.for_this_machine(workers, timeouts=timeouts, policy=policy)
+    with TemporaryDirectory(prefix="lockstep-") as folder:
         return run_agent(program, Path(folder), config)
+
+
+@dataclass(frozen=True)
+class AgentConfig:
+    """Settings of an agent. Fields without a comment are those of WorkerEnv."""
+
+    host: str
+    address: str
+    slots: int
+    expected_workers: int
+    min_workers: int
+    max_workers: int
+    lives_on: bool  # workers outlive the agent and SIGUSR1 drains this host; else they exit with it
+    environ: Mapping[str, str]  # for the workers, extended by the agent's variables
+    flags: Mapping[str, str] = field(default_factory=dict)
+    command: Mapping[str, str] = field(
+        default_factory=dict
+    )  # settings by name; running workers are adopted if they have the same
+    evaluator: bool = False  # run an evaluator process beside the workers
+    timeouts: AgentTimeouts = AgentTimeouts()
+    policy: RestartPolicy = RestartPolicy()
+
+    @classmethod
+    def for_this_machine(cls, workers: int, **settings: Any) -> AgentConfig:
+        """Return the settings of an agent without other hosts, whose workers exit with it."""
+        sizes = dict.fromkeys(("slots", "expected_workers", "min_workers", "max_workers"), workers)
+        values: dict[str, Any] = {
+            "host": socket.gethostname(),
+            "address": LOOPBACK,
+            "lives_on": False,
+            "environ": os.environ,
+        }
+        return cls(**(values | sizes | settings))
 
 
 class Agent:
@@ -149,43 +184,36 @@ class Agent:
         worker_env: WorkerEnv,
         prior: PriorState,
     ) -> None:
-        self.worker_env, self.timeouts, self.policy = worker_env, config.timeouts, config.policy
-        self.folder, self.state, self.host = (
-            Path(worker_env.folder),
-            Path(worker_env.state),
-            worker_env.host,
-        )
-        self.events = EventLog(folder, self.host)
-        self.pool = WorkerPool(
-            program,
-            config.environ,
-            self.events,
-            import_s=self.timeouts.import_s,
-            fork_s=self.timeouts.fork_s,
-        )
+        self.worker_env = worker_env
+        self.timeouts = config.timeouts
+        self.folder = Path(worker_env.folder)
+        self.state = HostState(Path(worker_env.state))
+        self.events = EventLog(folder, config.host)
+        self.pool = WorkerPool(program, config.environ, self.events, self.timeouts)
         self.evaluator = EvaluatorProcess(
-            folder, self.host, config.environ, self.events, enabled=config.evaluator
+            folder, config.host, config.environ, self.events, enabled=config.evaluator
         )
-        self.stops = StopRequests(
-            self.folder, self.host, self.events, self.timeouts, drains=worker_env.drain
-        )
+        self.stops = StopRequests(self.folder, self.events, self.timeouts, drains=worker_env.drain)
         self.generations = GenerationReader(self.folder, prior, self.events)
-        self.leader_output = LeaderOutput(self.folder, self.host)
+        self.leader_output = LeaderOutput(self.folder, config.host)
+        has_all = config.slots == config.expected_workers
+        self.decisions = RestartDecisions(config.policy, config.slots if has_all else 0)
         self.run_end: RunEnd | None = None
-        self.finishers: set[int] = (
-            set()
-        )  # pids of the local workers that trained until the end of the run
+        # Pids of the local workers that trained until the end of the run.
+        self.finishers: set[int] = set()
         self.has_trained = False  # a worker of this agent was a member of a generation
-        self.shown_errors: set[str] = (
-            set()
-        )  # one-line summaries of worker errors that were already logged
-        self.start_errors: dict[
-            int, str
-        ] = {}  # by slot, `start_error` of its first worker, once that has exited
-        self.touched_s = now_s()
-        self.slots = {number: Slot(number) for number in range(worker_env.slots)}
+        self.slots = {number: Slot(number) for number in range(config.slots)}
         for number, process in prior.running.items():
             self.adopt(self.slots[number], process)
+
+    @property
+    def host(self) -> str:
+        return self.worker_env.host
+
+    @property
+    def restarts(self) -> bool:
+        """Whether it restarts workers at all; not in a fixed group."""
+        return self.decisions.policy.restart
 
     @property
     def workers(self) -> list[Worker]:
@@ -193,39 +221,20 @@ class Agent:
 
     def run(self, inbox: SignalInbox) -> tuple[int, str]:
         """Return (exit code, text to print) once no worker is left."""
-        while (
-            self.workers
-            or self.pool.pending
-            or any(slot.start_at_s is not None for slot in self.slots.values())
-            or (
-                not self.run_end
-                and self.stops.awaits_run_end(self.generations.newest, self.workers)
-            )
-        ):
+        while not self.is_done():
             self.request_due_workers()
             for started in self.pool.poll():
                 self.on_worker_started(self.slots[started.slot], started)
-            due_s = [
-                slot.start_at_s - now_s()
-                for slot in self.slots.values()
-                if slot.start_at_s is not None
-            ]
-            sleep_s = max(0.0, min([self.timeouts.poll_s, *due_s]))
-            for number in inbox.wait(
-                sleep_s, [*self.pool.descriptors(), *[worker.pidfd for worker in self.workers]]
-            ):
+            for number in inbox.wait(self.sleep_s(), [*self.pool.descriptors(), *self.pidfds()]):
                 if number == signal.SIGINT and (number in self.stops.received or self.run_end):
-                    kill_all({worker.slot: worker.process for worker in self.workers})
-                    return (
-                        EXIT_INTERRUPTED,
-                        "killed all workers; the same command resumes from the newest checkpoint",
-                    )
+                    kill_all(worker.process for worker in self.workers)
+                    return EXIT_INTERRUPTED, KILLED
                 if number in STOP_SIGNALS and number not in self.stops.received:
                     self.stop_starting()
                     self.stops.forward(number, self.workers)
-            self.touch_state_folder()
+            self.state.touch()
             # Before the log is read: if they recorded the end of the run, it is known below.
-            ready, _, _ = select.select([worker.pidfd for worker in self.workers], [], [], 0)
+            ready, _, _ = select.select(self.pidfds(), [], [], 0)
             exited_workers = [worker for worker in self.workers if worker.pidfd in ready]
             for record, before in self.generations.read_new():
                 self.apply_generation(record, before)
@@ -237,64 +246,61 @@ class Agent:
                 self.stops.request_elsewhere(self.generations.newest, self.workers)
             self.escalate_signals()
             self.evaluator.poll()
-            reap_orphans(
-                {worker.pid for worker in self.workers} | self.pool.pids() | self.evaluator.pids()
-            )
+            pids = {worker.pid for worker in self.workers}
+            reap_orphans(pids | self.pool.pids() | self.evaluator.pids())
         code, text = self.result()
-        if (
-            not code and not self.stops.is_draining
-        ):  # it scores the last checkpoint, until a stop signal
-            until_s = now_s() + self.timeouts.final_eval_s
-            while (
-                self.evaluator.is_running
-                and now_s() < until_s
-                and not set(STOP_SIGNALS) & set(inbox.wait(self.timeouts.poll_s, []))
-            ):
-                pass
+        if not code and not self.stops.is_draining:
+            self.await_evaluator(inbox)
         return code, text
 
-    def touch_state_folder(self) -> None:
-        """Touch the state folder once an hour: systemd-tmpfiles deletes old files in /tmp."""
-        if now_s() > self.touched_s + TOUCH_INTERVAL_S:
-            self.touched_s = now_s()
-            with suppress(OSError):
-                for path in (self.state, *self.state.iterdir()):
-                    os.utime(path)
+    def is_done(self) -> bool:
+        if self.workers or self.pool.pending or self.start_times():
+            return False
+        return bool(self.run_end) or not self.stops.awaits_run_end(
+            self.generations.newest, self.workers
+        )
+
+    def start_times(self) -> list[float]:
+        slots = self.slots.values()
+        return [slot.start_at_s for slot in slots if slot.start_at_s is not None]
+
+    def sleep_s(self) -> float:
+        due_s = min(self.start_times(), default=math.inf) - now_s()
+        return max(0.0, min(self.timeouts.poll_s, due_s))
+
+    def pidfds(self) -> list[int]:
+        return [worker.pidfd for worker in self.workers]
+
+    def await_evaluator(self, inbox: SignalInbox) -> None:
+        """Let it score the last checkpoint, until a stop signal."""
+        until_s = now_s() + self.timeouts.final_eval_s
+        while self.evaluator.is_running and now_s() < until_s:
+            if set(STOP_SIGNALS) & set(inbox.wait(self.timeouts.poll_s, [])):
+                return
 
     def result(self) -> tuple[int, str]:
         exits = [slot.last_exit for slot in self.slots.values() if slot.last_exit]
-        if self.run_end and self.policy.restart:
-            late = [
-                last_exit
-                for last_exit in exits
-                if restart_policy.fails_at_end(last_exit, self.finishers)
-            ]
-            return (
-                summarize_exits(late)
-                if late and not self.run_end.code
-                else (self.run_end.code, self.run_end.text)
-            )
+        if self.run_end and self.restarts:
+            late = [one for one in exits if restart_policy.fails_at_end(one, self.finishers)]
+            if late and not self.run_end.code:
+                return summarize_exits(late)
+            return self.run_end.code, self.run_end.text
         if not exits and self.stops.is_draining:
             return 0, ""
         if not exits:
             number = self.stops.received[0]
             what = f"received {signal.Signals(number).name} before any worker had started"
             return 128 + number, str(LockstepError(what, f"{self.host}, {self.folder}"))
-        completed = (
-            [last_exit for last_exit in exits if exit_kind(last_exit) == "completed"]
-            if self.policy.restart
-            else []
-        )
-        return summarize_exits(
-            completed or exits, asked=self.stops.received, grace_s=self.timeouts.grace_s
-        )
+        if self.restarts:
+            exits = [one for one in exits if one.kind == "completed"] or exits
+        return summarize_exits(exits, asked=self.stops.received, grace_s=self.timeouts.grace_s)
 
     def close(self) -> None:
         """Release everything. Workers keep running under `launch`, and are killed under `train`."""
         self.pool.close()
         self.evaluator.close()
         if self.worker_env.agent_pid:
-            kill_all({worker.slot: worker.process for worker in self.workers})
+            kill_all(worker.process for worker in self.workers)
         for worker in self.workers:
             os.close(worker.pidfd)
         reap_orphans(())
@@ -322,16 +328,11 @@ class Agent:
         """Send SIGTERM, then SIGKILL, to workers that should have exited."""
         now = now_s()
         for worker in self.workers:
-            if (
-                not worker.kill_at
-                and (report := read_exit_report(self.state, worker.slot))
-                and not report.finished
-            ):
+            report = None if worker.kill_at else self.state.exit_report(worker.slot)
+            if report and not report.finished:
                 delay_s = self.timeouts.failed_exit_s
-                worker.kill_at = (
-                    now + delay_s,
-                    f"reported a failure and did not exit within {delay_s:g} s",
-                )
+                why = f"reported a failure and did not exit within {delay_s:g} s"
+                worker.kill_at = (now + delay_s, why)
             number, reason = signal_due(
                 worker,
                 now,
@@ -341,9 +342,8 @@ class Agent:
             )
             if number:
                 worker.signals_sent.append(number)
-                self.events.add(
-                    f"{signal.Signals(number).name} sent", reason, slot=worker.slot, pid=worker.pid
-                )
+                name = signal.Signals(number).name
+                self.events.add(f"{name} sent", reason, slot=worker.slot, pid=worker.pid)
                 worker.signal(number)
 
     def apply_generation(self, record: Generation, before: Generation) -> None:
@@ -357,22 +357,17 @@ class Agent:
                 # A worker whose connections were closed may be about to write its exit report.
                 leaving = removed.why == EXITED or signal.SIGUSR1 in self.stops.received
                 delay_s = self.timeouts.exit_s if leaving else 0.0
-                slot.worker.kill_at = (
-                    now_s() + delay_s,
-                    f"removed from generation {record.number}: {removed.why}",
-                )
+                why = f"removed from generation {record.number}: {removed.why}"
+                slot.worker.kill_at = (now_s() + delay_s, why)
         own_pids = {worker.pid for worker in self.workers}
-        local_members = [
-            member for member in (*before.members, *record.members) if member.host == self.host
-        ]
-        self.has_trained = self.has_trained or any(
-            member.pid in own_pids for member in local_members
-        )
+        both = (*before.members, *record.members)
+        local = {member.pid for member in both if member.host == self.host}
+        self.has_trained = self.has_trained or bool(own_pids & local)
         if record.end and not self.run_end:
             self.finishers = {member.pid for member in members.values() if member.host == self.host}
-            missed = (
-                "" if self.has_trained else restart_policy.describe_missed_run(record, self.host)
-            )
+            missed = ""
+            if not self.has_trained:
+                missed = restart_policy.describe_missed_run(record, self.host)
             self.run_end = RunEnd(record.end.code, record.end.text or missed, now_s())
             self.stop_starting()
 
@@ -392,7 +387,7 @@ class Agent:
         """Request a worker. Slot 0 writes to the agent's terminal, the others to their logs; what
         rank 0 prints there is shown, too (leader_output.py)."""
         with suppress(OSError):
-            exit_report_path(self.state, slot.number).unlink(missing_ok=True)
+            exit_report_path(self.state.folder, slot.number).unlink(missing_ok=True)
             waiting_room.remove_stale_files(self.folder, self.host, slot.number)
         worker_env = replace(
             self.worker_env, slot=slot.number, known_generation=self.generations.known
@@ -414,7 +409,7 @@ class Agent:
         process = identify_process(started.pid, slot.log_offset)
         slot.worker = Worker(slot.number, process, os.pidfd_open(started.pid), True, now_s())
         try:
-            write_worker_process(self.state, slot.number, process)
+            write_worker_process(self.state.folder, slot.number, process)
         except OSError as error:
             self.events.warn(
                 f"cannot record the process of slot {slot.number}; the next agent would not find it",
@@ -460,43 +455,21 @@ class Agent:
         last_exit = slot.last_exit = self.collect_exit(slot, worker)
         with suppress(OSError):
             waiting_room.remove_stale_files(self.folder, self.host, worker.slot)
-        status, newest = last_status(self.state, worker), self.generations.newest
-        lived_s = last_exit.at_s - worker.started_s
-        decision, slot.history = restart_policy.decide_restart(
+        status, newest = self.state.last_status(worker), self.generations.newest
+        # A crash counts at the worker's own step, a kill at the step of the run.
+        step = newest.step if newest.number else -1
+        if status and restart_policy.is_crash(last_exit):
+            step = status.step - 1
+        decision = self.decisions.decide(
             last_exit,
-            slot.history,
-            lived_s=lived_s,
-            # A crash counts at the worker's own step, a kill at the step of the run.
-            step=status.step - 1
-            if status and restart_policy.is_crash(last_exit)
-            else newest.step
-            if newest.number
-            else -1,
+            lived_s=last_exit.at_s - worker.started_s,
+            step=step,
             phase=phase_of(status),
             stopping=bool(self.stops.received or self.run_end),
-            policy=self.policy,
         )
-        if (
-            slot.number not in self.start_errors
-            and self.worker_env.slots == self.worker_env.expected_workers
-        ):
-            self.start_errors[slot.number] = restart_policy.start_error(
-                last_exit, lived_s, self.policy
-            )
-            decision = restart_policy.decide_first_exit(
-                decision, last_exit, self.start_errors, self.worker_env.slots
-            )
         self.events.add("worker ended", decision.reason, slot=worker.slot, pid=worker.pid)
         if decision.action == "restart":
-            summary = restart_policy.summarize(last_exit)
-            # An error of a user's function occurs in every worker, and again after each restart.
-            repeated = restart_policy.is_own_fault(last_exit) and summary in self.shown_errors
-            log.warning(
-                "%s: %s",
-                last_exit,
-                decision.reason.replace(summary, "the same error") if repeated else decision.reason,
-            )
-            self.shown_errors.add(summary)
+            log.warning("%s", self.decisions.describe(last_exit, decision))
             slot.start_at_s = now_s() + decision.delay_s
         elif decision.action == "end":
             self.end_run(decision, f"{last_exit} on {self.host}: {decision.reason}")
@@ -504,21 +477,16 @@ class Agent:
     def collect_exit(self, slot: Slot, worker: Worker) -> WorkerExit:
         """Reap a worker that has exited, write its log, and return how it exited."""
         code = worker.reap()
-        report = read_exit_report(self.state, slot.number)
-        if (
-            not report and self.stops.is_draining and code in (None, -signal.SIGUSR1)
-        ):  # it waited or was starting: nothing to hand over
+        report = self.state.exit_report(slot.number)
+        is_idle = self.stops.is_draining and code in (None, -signal.SIGUSR1)
+        if not report and is_idle:  # it waited or was starting: nothing to hand over
             report = ExitReport(0, now_s(), finished=True, drained=True)
             worker.signals_sent.append(signal.SIGUSR1)
         path = self.folder / "logs" / f"{self.host}-{slot.number}.log"
         tail = write_log(path, slot, report, worker.process.log_offset)
-        is_static = bool(
-            self.worker_env.master_port
-        )  # its folder is temporary, and its slots are its ranks
-        log_path, title = (
-            str(path) if path.exists() and not is_static else "",
-            "rank" if is_static else "slot",
-        )
+        # The folder of a fixed group is temporary, and its slots are its ranks.
+        log_path = str(path) if path.exists() and self.restarts else ""
+        title = "slot" if self.restarts else "rank"
         return WorkerExit(
             slot.number,
             worker.pid,

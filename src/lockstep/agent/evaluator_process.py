@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from lockstep.agent.run_logs import EventLog
+from lockstep.agent.slots import EventLog
 from lockstep.files import write_json
 from lockstep.runtime.processes import die_with_parent, now_s, open_worker_log
 from lockstep.runtime.worker_env import WORKER_ENV, process_stat
@@ -36,7 +36,9 @@ class EvaluatorProcess:
         *,
         enabled: bool = True,
     ) -> None:
-        self.folder, self.host, self.events = folder, host, events
+        self.folder = folder
+        self.host = host
+        self.events = events
         self.environ = {name: value for name, value in environ.items() if name != WORKER_ENV}
         self.process: subprocess.Popen[bytes] | None = None
         self.start_at_s = 0.0 if enabled else None

@@ -42,7 +42,7 @@ PRELOAD = (
     "lockstep.cli.main",
     "lockstep.cli.worker",
 )  # constructing the first optimizer imports torch._dynamo
-STATIC_PRELOAD = ("torch", "lockstep.cli.main", "lockstep.elastic.runtime")  # of a static group
+FIXED_PRELOAD = ("torch", "lockstep.cli.main", "lockstep.elastic.runtime")  # of a fixed group
 # numpy's OpenBLAS starts a thread for each core when it is loaded. The user's own setting wins.
 ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
 

@@ -15,7 +15,7 @@ Workers whose record is missing or damaged are neither killed nor adopted.
 
 import os
 import select
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,7 +64,7 @@ def agent_lock(
         )
         newest = newest_generation(folder)
         if running and not before.get("lives_on"):
-            kill_all(running)  # their agent is dead, and the kernel is about to end them
+            kill_all(running.values())  # their agent is dead, and the kernel is about to end them
             running = {}
         if running:
             check_adoptable(running, folder, slots, lives_on, before.get("command", {}), command)
@@ -203,9 +203,9 @@ def check_adoptable(
     raise UsageError(what, where, f"{fix} or stop them first: lockstep launch --stop {folder}")
 
 
-def kill_all(running: Mapping[int, ProcessIdentity]) -> None:
+def kill_all(processes: Iterable[ProcessIdentity]) -> None:
     """Kill workers and the processes that they started, and wait until they have exited."""
-    for process in running.values():
+    for process in processes:
         with suppress(ProcessLookupError):
             pidfd = os.pidfd_open(process.pid)
             if process.alive:

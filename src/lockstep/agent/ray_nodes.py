@@ -245,13 +245,8 @@ def run_agent_here(
     address, problem = ray.util.get_node_ip_address(), ""
     try:
         seen = read_folder_id(folder) if folder_id else ""
-        problem = (
-            ""
-            if seen == folder_id
-            else "it is another folder there"
-            if seen
-            else "it does not exist there"
-        )
+        if seen != folder_id:
+            problem = "it is another folder there" if seen else "it does not exist there"
     except OSError as error:
         problem = f"{error.strerror}: {error.filename}"
     if problem:  # here the agent would start another run

@@ -10,14 +10,14 @@ the text of the program (ImportError) before a worker has joined the run, and on
 workers of all slots raise alike before their first step.
 
 The steps of a plain script are unknown (cli/restart_all.py). Its errors count as errors in a row if
-the worker lived less than `crash_reset_s` before each. The workers of a static group
-(`run_static_group`) cannot be replaced: the first failure ends the run.
+the worker lived less than `crash_reset_s` before each. The workers of a fixed group
+(`run_fixed_group`) cannot be replaced: the first failure ends the run.
 """
 
 import math
 import signal
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from lockstep.elastic.generation_log import Generation
@@ -26,8 +26,6 @@ from lockstep.runtime.exit_report import (
     WorkerExit,
     describe_early_exit,
     describe_failure,
-    exit_code_of,
-    exit_kind,
     signal_name,
 )
 
@@ -103,52 +101,67 @@ def decide_restart(
     phase     the worker's phase and step; "": outside of a step, or unknown
     stopping  the run is stopping, or this host is draining
     """
-    report, outcome, summary = worker_exit.report, exit_kind(worker_exit), summarize(worker_exit)
-    drained = bool(report and report.finished and report.drained)
-    if drained or stopping or (report and report.finished) or outcome == "completed":
-        return RestartDecision(
-            "done", f"{summary}: its host is drained" if drained else summary
-        ), history
-    code = exit_code_of(worker_exit)
+    report, summary = worker_exit.report, summarize(worker_exit)
+    finished = bool(report and report.finished)
+    if finished or stopping or worker_exit.kind == "completed":
+        drained = ": its host is drained" if report and finished and report.drained else ""
+        return RestartDecision("done", summary + drained), history
+    code = worker_exit.exit_code
     if code in FATAL or not policy.restart:
-        return RestartDecision(
-            "end", summary, code=code or 1, text=failure_text(worker_exit)
-        ), history
-
+        text = failure_text(worker_exit)
+        return RestartDecision("end", summary, code=code or 1, text=text), history
     if report and report.program_error and not report.joined:
         what = f"{worker_exit} failed before it joined the run, and would fail again: {summary}"
         return end_the_run(worker_exit, what, START_HINT, at_start=True), history
     step = report.step if report else step
+    now = add_exit(history, worker_exit, lived_s, step, phase, policy)
+    delay_s = restart_delay(now.restarts - 1, policy)
+    end = end_repeated_failures(worker_exit, now, step, policy)
+    return end or restart_after(worker_exit, delay_s), now
+
+
+def add_exit(
+    history: SlotHistory,
+    worker_exit: WorkerExit,
+    lived_s: float,
+    step: int,
+    phase: str,
+    policy: RestartPolicy,
+) -> SlotHistory:
     progress = step > history.step
-    crashes = (
-        0 if progress or lived_s >= policy.crash_reset_s else history.crashes
-    ) + is_own_fault(worker_exit)
+    crashes = 0 if progress or lived_s >= policy.crash_reset_s else history.crashes
     restarts = 0 if progress or lived_s >= policy.reset_after_s else history.restarts
     phase = phase if is_crash(worker_exit, [signal.SIGKILL]) else ""
-    kills = (history.kills if phase == history.phase else 0) + 1 if phase else 0
-    now = SlotHistory(restarts + 1, crashes, max(step, history.step), kills, phase)
-    if is_own_fault(worker_exit) and crashes >= policy.max_crashes and policy.script:
-        end = (
-            f"signal {signal_name(worker_exit.signal)}"
-            if worker_exit.signal
-            else f"exit code {code}"
-        )
-        what = f"{policy.script} failed on {crashes} starts in a row ({worker_exit.title} {worker_exit.rank}, {end})"
-        return end_the_run(
-            worker_exit, what, "fix the error above; the same command starts the script again"
-        ), now
-    if is_own_fault(worker_exit) and crashes >= policy.max_crashes:
+    kills = history.kills if phase == history.phase else 0
+    return SlotHistory(
+        restarts + 1,
+        crashes + is_own_fault(worker_exit),
+        max(step, history.step),
+        kills + 1 if phase else 0,
+        phase,
+    )
+
+
+def end_repeated_failures(
+    worker_exit: WorkerExit, now: SlotHistory, step: int, policy: RestartPolicy
+) -> RestartDecision | None:
+    """Return the end of a run whose workers failed too often in a row; None: they did not."""
+    if is_own_fault(worker_exit) and now.crashes >= policy.max_crashes:
+        by_signal = signal_name(worker_exit.signal) if worker_exit.signal else ""
+        if policy.script:
+            end = f"signal {by_signal}" if by_signal else f"exit code {worker_exit.exit_code}"
+            what = f"{policy.script} failed on {now.crashes} starts in a row ({worker_exit.title} {worker_exit.rank}, {end})"
+            hint = "fix the error above; the same command starts the script again"
+            return end_the_run(worker_exit, what, hint)
         where = f"at step {step}" if step >= 0 else "before its first step"
-        cause = (
-            f"by {signal_name(worker_exit.signal)}" if is_crash(worker_exit) else "with an error"
-        )
-        what = f"{worker_exit} is worker number {crashes} in a row to fail {where} {cause}"
-        return end_the_run(worker_exit, what, f"fix the error above; {RESUME_HINT}"), now
-    if kills >= policy.max_kills:
-        what = f"{worker_exit} is worker number {kills} in a row killed by SIGKILL in the {phase}"
+        cause = f"by {by_signal}" if is_crash(worker_exit) else "with an error"
+        what = f"{worker_exit} is worker number {now.crashes} in a row to fail {where} {cause}"
+        return end_the_run(worker_exit, what, f"fix the error above; {RESUME_HINT}")
+    if now.kills >= policy.max_kills:
+        what = f"{worker_exit} is worker number {now.kills} in a row killed by SIGKILL in the {now.phase}"
         hint = f"give the workers more memory, or use less (batch.tokens, memory.activation_checkpoint); {RESUME_HINT}"
-        return end_the_run(worker_exit, what, hint), now
-    return restart_after(worker_exit, restart_delay(restarts, policy)), now
+        return end_the_run(worker_exit, what, hint)
+    return None
 
 
 def start_error(worker_exit: WorkerExit, lived_s: float, policy: RestartPolicy) -> str:
@@ -183,6 +196,48 @@ def decide_first_exit(
     return end_the_run(worker_exit, f"{what} before the first step", START_HINT)
 
 
+@dataclass
+class RestartDecisions:
+    """The decisions of one agent on the exits of its workers, one after the other.
+
+    workers  of the run, if this agent has all of them; else 0
+    """
+
+    policy: RestartPolicy
+    workers: int
+    histories: dict[int, SlotHistory] = field(default_factory=dict)  # by slot
+    # By slot: `start_error` of its first worker, once that has exited.
+    start_errors: dict[int, str] = field(default_factory=dict)
+    shown_errors: set[str] = field(default_factory=set)
+
+    def decide(
+        self, worker_exit: WorkerExit, *, lived_s: float, step: int, phase: str, stopping: bool
+    ) -> RestartDecision:
+        slot = worker_exit.rank
+        decision, self.histories[slot] = decide_restart(
+            worker_exit,
+            self.histories.get(slot, SlotHistory()),
+            lived_s=lived_s,
+            step=step,
+            stopping=stopping,
+            policy=self.policy,
+            phase=phase,
+        )
+        if slot in self.start_errors or not self.workers:
+            return decision
+        self.start_errors[slot] = start_error(worker_exit, lived_s, self.policy)
+        return decide_first_exit(decision, worker_exit, self.start_errors, self.workers)
+
+    def describe(self, worker_exit: WorkerExit, decision: RestartDecision) -> str:
+        """Return a line for the log. An error of a user's function occurs in every worker, and
+        again after each restart: it is shown once."""
+        summary, reason = summarize(worker_exit), decision.reason
+        if is_own_fault(worker_exit) and summary in self.shown_errors:
+            reason = reason.replace(summary, "the same error")
+        self.shown_errors.add(summary)
+        return f"{worker_exit}: {reason}"
+
+
 def restart_after(worker_exit: WorkerExit, delay_s: float) -> RestartDecision:
     when = f"in {delay_s:g} s" if delay_s else "now"
     return RestartDecision("restart", f"{summarize(worker_exit)}; restarting {when}", delay_s)
@@ -194,7 +249,7 @@ def end_the_run(
     """Return the decision to end the run, with the worker's failure and why it is not restarted."""
     where = f"log: {worker_exit.log}" if worker_exit.log else ""
     error = LockstepError(what, where, hint)
-    code, text = exit_code_of(worker_exit) or 1, f"{failure_text(worker_exit)}\n{error}"
+    code, text = worker_exit.exit_code or 1, f"{failure_text(worker_exit)}\n{error}"
     return RestartDecision("end", summarize(worker_exit), code=code, text=text, at_start=at_start)
 
 
@@ -210,8 +265,8 @@ def fails_at_end(worker_exit: WorkerExit, finishers: Collection[int]) -> bool:
     """Return whether a worker failed by an error that no restart fixes, or in its code after it
     recorded the end of the run. finishers: pids of the workers that recorded it."""
     finished = worker_exit.report and worker_exit.report.finished
-    failed = exit_kind(worker_exit) == "failed" and not finished and not worker_exit.signal
-    return failed and (worker_exit.pid in finishers or exit_code_of(worker_exit) in FATAL)
+    failed = worker_exit.kind == "failed" and not finished and not worker_exit.signal
+    return failed and (worker_exit.pid in finishers or worker_exit.exit_code in FATAL)
 
 
 def describe_missed_run(record: Generation, host: str) -> str:
@@ -233,8 +288,8 @@ def restart_delay(restarts: int, policy: RestartPolicy) -> float:
 
 def is_own_fault(worker_exit: WorkerExit) -> bool:
     """Return whether a worker failed by itself: an exception, an early exit, a crash."""
-    return exit_kind(worker_exit) == "exited early" or (
-        exit_kind(worker_exit) == "failed"
+    return worker_exit.kind == "exited early" or (
+        worker_exit.kind == "failed"
         and bool(worker_exit.report or (worker_exit.code or 0) > 0 or is_crash(worker_exit))
     )
 
@@ -250,7 +305,7 @@ def is_crash(worker_exit: WorkerExit, signals: Collection[int] = CRASH_SIGNALS) 
 
 def failure_text(worker_exit: WorkerExit) -> str:
     """Return the worker's report of its failure, or a description if it wrote none."""
-    early = exit_kind(worker_exit) == "exited early"
+    early = worker_exit.kind == "exited early"
     return (
         describe_early_exit(worker_exit)
         if early

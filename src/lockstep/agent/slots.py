@@ -1,4 +1,6 @@
-"""The slots of a host and their worker processes: their exits, and when they get signals.
+"""The slots of an agent and their workers, its events, and the generations that it reads.
+
+A disk that cannot be written or read stops nothing.
 
 A stop signal is forwarded to the local workers, which include it in their vote. Workers that wait
 to join have no vote. If no local worker has one, the agent asks a worker of another host to stop
@@ -10,24 +12,74 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lockstep.agent.config import AgentTimeouts
-from lockstep.agent.restart_policy import SlotHistory
-from lockstep.agent.run_logs import EventLog
+from lockstep.agent.lock import PriorState
 from lockstep.elastic import control
-from lockstep.elastic.generation_log import Generation, Member
+from lockstep.elastic.generation_log import (
+    KEEP,
+    NO_GENERATION,
+    Generation,
+    GenerationLog,
+    Member,
+    RunResult,
+    open_generation_log,
+)
 from lockstep.elastic.waiting_room import WaitingRoom
+from lockstep.errors import DamagedFileError
 from lockstep.files import open_regular, read_bytes
+from lockstep.log import log
+from lockstep.record.events import append_event
 from lockstep.runtime.exit_report import ExitReport, WorkerExit
 from lockstep.runtime.processes import kill_group, last_lines, now_s
 from lockstep.runtime.status_board import Status, read_status
-from lockstep.runtime.worker_env import ProcessIdentity, exit_report_path
+from lockstep.runtime.worker_env import ProcessIdentity, exit_report_path, is_loopback_reachable
 
+TOUCH_INTERVAL_S = 3600.0
 STEP_PHASES = ("data", "forward", "backward", "reducing", "voting", "updating", "saving")
+
+
+@dataclass(frozen=True)
+class AgentTimeouts:
+    """How long an agent waits, in seconds."""
+
+    poll_s: float = 0.1  # between two reads of the generation log
+    grace_s: float = (
+        300.0  # from a stop signal until SIGKILL, and from the end of a completed run until SIGTERM
+    )
+    exit_s: float = (
+        2.0  # from the end of a failed run until SIGTERM, and from SIGTERM until SIGKILL
+    )
+    failed_exit_s: float = (
+        10.0  # from a worker's failure report until SIGKILL, if the process does not exit
+    )
+    import_s: float = 120.0  # for the forkserver to import everything
+    fork_s: float = 5.0  # for the forkserver to fork one worker
+    stop_reply_s: float = (
+        5.0  # for workers of other hosts to accept a stop request, when no local worker is left
+    )
+    final_eval_s: float = 600.0  # for the evaluator to score the last checkpoint of a completed run
+
+
+class EventLog:
+    """The events of one host. Each warning is shown only once: an outage may be long."""
+
+    def __init__(self, folder: Path, host: str) -> None:
+        self.folder, self.host = folder, host
+        self.warned: set[str] = set()
+
+    def add(self, event: str, why: str, **facts: int) -> None:
+        """Append an event with its reason and the worker it concerns (slot, pid)."""
+        if not append_event(self.folder, event, host=self.host, **facts, why=why):
+            self.warn(f"cannot write {self.folder / 'events.jsonl'}", "its lines are lost")
+
+    def warn(self, what: str, error: Exception | str) -> None:
+        if what not in self.warned:
+            self.warned.add(what)
+            log.warning("%s: %s", what, error)
 
 
 @dataclass
@@ -78,7 +130,6 @@ class Slot:
     log_offset: int = 0  # size of the slot's log when its newest worker was requested
     worker: Worker | None = None
     last_exit: WorkerExit | None = None  # of its previous worker
-    history: SlotHistory = SlotHistory()
 
 
 @dataclass(frozen=True)
@@ -135,17 +186,31 @@ def write_log(path: Path, slot: Slot, report: ExitReport | None, offset: int) ->
     return ""
 
 
-def read_exit_report(state: Path, slot: int) -> ExitReport | None:
-    with suppress(OSError, ValueError, TypeError):
-        return ExitReport(**json.loads(read_bytes(exit_report_path(state, slot))))
-    return None
+class HostState:
+    """The state folder of this host: what its workers leave there, by slot."""
 
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.touched_s = now_s()
 
-def last_status(state: Path, worker: Worker) -> Status | None:
-    with suppress(OSError):
-        status = read_status(state / f"{worker.slot}.board")
-        return status if status.pid == worker.pid else None
-    return None
+    def exit_report(self, slot: int) -> ExitReport | None:
+        with suppress(OSError, ValueError, TypeError):
+            return ExitReport(**json.loads(read_bytes(exit_report_path(self.folder, slot))))
+        return None
+
+    def last_status(self, worker: Worker) -> Status | None:
+        with suppress(OSError):
+            status = read_status(self.folder / f"{worker.slot}.board")
+            return status if status.pid == worker.pid else None
+        return None
+
+    def touch(self) -> None:
+        """Touch the files once an hour: systemd-tmpfiles deletes old files in /tmp."""
+        if now_s() > self.touched_s + TOUCH_INTERVAL_S:
+            self.touched_s = now_s()
+            with suppress(OSError):
+                for path in (self.folder, *self.folder.iterdir()):
+                    os.utime(path)
 
 
 def phase_of(status: Status | None) -> str:
@@ -166,6 +231,76 @@ def reap_orphans(known: Collection[int]) -> None:
             os.waitpid(child.si_pid, 0)
 
 
+class GenerationReader:
+    """Reads the generation log. `newest`: the newest generation read; `known`: its number."""
+
+    def __init__(self, folder: Path, prior: PriorState, events: EventLog) -> None:
+        self.folder, self.log = (
+            folder,
+            GenerationLog(folder / "generations", since=prior.newest.number),
+        )
+        self.newest, self.base, self.events = prior.newest, prior.base_generation, events
+        self.known = self.last_handled(
+            prior.newest.number, {process.pid for process in prior.running.values()}
+        )
+
+    def read_new(self) -> Iterator[tuple[Generation, Generation]]:
+        """Yield (generation, the one before it) for each generation since the last call."""
+        try:
+            newest = self.log.newest(self.known)
+            last = newest.number if newest else 0
+            for number in range(self.known + 1, last + 1):
+                before = self.newest if self.newest.number == number - 1 else self.read(number - 1)
+                try:
+                    self.newest = self.log.read(number)
+                except DamagedFileError as error:
+                    if number == last:
+                        raise
+                    self.events.warn(f"skipping generation {number}", error)
+                    continue
+                self.known = number
+                yield self.newest, before
+        except OSError as error:
+            self.events.warn("cannot read the generation log", error)
+
+    def last_handled(self, newest: int, running: set[int]) -> int:
+        """Return the generation after which to read on, for an agent with workers of an earlier
+        one. A worker that was removed meanwhile is in an earlier generation than the newest. One
+        that waits to join is in none, so the search ends after KEEP generations."""
+        number, oldest = newest, max(self.base, newest - KEEP)
+        while running and number > oldest:
+            running = running - {
+                member.pid
+                for member in self.read(number).members
+                if member.host == self.events.host
+            }
+            number -= 1
+        return number
+
+    def read(self, number: int) -> Generation:
+        with suppress(OSError):
+            return self.log.read(number)
+        return NO_GENERATION
+
+    def active_hosts(self) -> set[str]:
+        """Return the hosts of the newest generation; "" for hosts in another loopback network."""
+        return {
+            member.host if is_loopback_reachable(member.loopback) else ""
+            for member in self.newest.members
+        }
+
+    def record_end(self, code: int, text: str, reason: str) -> None:
+        """Record the end of the run as the next generation, unless another host has recorded
+        one."""
+        try:
+            open_generation_log(self.folder).record_end(RunResult(code, text), reason, self.base)
+        except OSError as error:
+            self.events.warn(
+                "cannot write the end of the run into the generation log; other hosts may not learn of it",
+                error,
+            )
+
+
 STOP_REQUEST_S = 1.0  # between two attempts to make another worker stop the run; also the time limit of each attempt
 
 
@@ -173,20 +308,16 @@ class StopRequests:
     """The stop and drain signals that one agent received. drains: SIGUSR1 drains only this host."""
 
     def __init__(
-        self, folder: Path, host: str, events: EventLog, timeouts: AgentTimeouts, *, drains: bool
+        self, folder: Path, events: EventLog, timeouts: AgentTimeouts, *, drains: bool
     ) -> None:
-        self.folder, self.host, self.events, self.timeouts, self.drains = (
-            folder,
-            host,
-            events,
-            timeouts,
-            drains,
-        )
+        self.folder = folder
+        self.events = events
+        self.timeouts = timeouts
+        self.drains = drains
         self.received: list[int] = []  # in order
         self.received_s: float | None = None  # monotonic time of the first one
-        self.next_request_s = self.accepted_s = (
-            0.0  # accepted: when a worker of another host last accepted the stop
-        )
+        self.next_request_s = 0.0
+        self.accepted_s = 0.0  # when a worker of another host last accepted the stop
 
     def is_drain(self, number: int) -> bool:
         return number == signal.SIGUSR1 and self.drains
@@ -211,7 +342,7 @@ class StopRequests:
         self.received_s = self.received_s or now_s()
         self.events.add("signal passed on", f"the agent received {signal.Signals(number).name}")
         waiting = [] if self.is_drain(number) else self.waiting_members()
-        waiting_pids = {member.pid for member in waiting if member.host == self.host}
+        waiting_pids = {member.pid for member in waiting if member.host == self.events.host}
         for worker in workers:
             if worker.pid not in waiting_pids:
                 worker.stop_sent = True
@@ -226,13 +357,15 @@ class StopRequests:
         """Return the workers that can be asked to stop the run; local ones only while they run."""
         pids = {worker.pid for worker in workers}
         members = control.stop_recipients(newest, self.waiting_members())
-        return [member for member in members if member.host != self.host or member.pid in pids]
+        return [
+            member for member in members if member.host != self.events.host or member.pid in pids
+        ]
 
     def request_elsewhere(self, newest: Generation, workers: Collection[Worker]) -> None:
         """Ask another worker to stop the run if no local one has a vote. Blocks up to 2 s."""
         if not self.stop_signal or now_s() < self.next_request_s:
             return
-        voters = {member.pid for member in newest.members if member.host == self.host}
+        voters = {member.pid for member in newest.members if member.host == self.events.host}
         drained_first = any(
             map(self.is_drain, self.received)
         )  # a worker only obeys the first signal that it receives

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lockstep.agent.forkserver import ONE_THREAD, Forkserver, WorkerProgram, WorkerSpec
-from lockstep.agent.run_logs import EventLog
+from lockstep.agent.slots import AgentTimeouts, EventLog
 from lockstep.log import log
 from lockstep.runtime.processes import now_s
 from lockstep.runtime.worker_env import WorkerEnv
@@ -44,19 +44,18 @@ class PendingWorker:
 
 
 class WorkerPool:
-    """The workers that one agent is starting, and its forkserver.
-    import_s, fork_s: time limits for a forkserver to become ready, and for one fork."""
+    """The workers that one agent is starting, and its forkserver."""
 
     def __init__(
         self,
         program: WorkerProgram,
         environ: Mapping[str, str],
         events: EventLog,
-        *,
-        import_s: float,
-        fork_s: float,
+        timeouts: AgentTimeouts,
     ) -> None:
-        self.program, self.events, self.import_s, self.fork_s = program, events, import_s, fork_s
+        self.program = program
+        self.events = events
+        self.timeouts = timeouts
         self.environ = {
             **MALLOC_SETTINGS,
             **CUDA_SETTINGS,
@@ -119,7 +118,7 @@ class WorkerPool:
             gate, gate_writer = os.pipe()
             try:
                 worker.pid = self.forkserver.fork(
-                    worker.spec, (worker.out, worker.err, gate), self.fork_s
+                    worker.spec, (worker.out, worker.err, gate), self.timeouts.fork_s
                 )
                 worker.gate_writer, worker.method = (
                     gate_writer,
@@ -132,7 +131,9 @@ class WorkerPool:
             finally:
                 os.close(gate)
         except TimeoutError:
-            self.replace_forkserver(f"it did not fork within {self.fork_s:g} s", failed=True)
+            self.replace_forkserver(
+                f"it did not fork within {self.timeouts.fork_s:g} s", failed=True
+            )
         except ConnectionError:
             self.replace_forkserver("it exited", failed=False)
         except OSError as error:
@@ -158,8 +159,13 @@ class WorkerPool:
         try:
             message = self.forkserver.receive()
         except TimeoutError:
-            if not self.forkserver.ready and now_s() > self.forkserver.started_s + self.import_s:
-                self.replace_forkserver(f"it was not ready within {self.import_s:g} s", failed=True)
+            if (
+                not self.forkserver.ready
+                and now_s() > self.forkserver.started_s + self.timeouts.import_s
+            ):
+                self.replace_forkserver(
+                    f"it was not ready within {self.timeouts.import_s:g} s", failed=True
+                )
         except ConnectionError:
             self.replace_forkserver("it exited", failed=not self.forkserver.ready)
         else:

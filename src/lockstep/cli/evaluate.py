@@ -1,29 +1,24 @@
 """`lockstep evaluate`: score checkpoints, in one process or several."""
 
-import argparse
-import os
-import sys
+from __future__ import annotations
 
-from lockstep import log
-from lockstep.agent.agent import run_static_group
-from lockstep.agent.forkserver import STATIC_PRELOAD, WorkerProgram
-from lockstep.cli.start import refuse_other_worker_count
+import argparse
+import sys
+from typing import TYPE_CHECKING
+
+from lockstep.cli.start import run_in_group
 from lockstep.errors import UsageError
-from lockstep.runtime.environment import read_rank_info
-from lockstep.runtime.exit_report import worker_main
 from lockstep.runtime.signals import STOP_EXIT_CODES
+
+if TYPE_CHECKING:
+    from lockstep.elastic.runtime import ElasticRuntime
 
 
 def main(args: argparse.Namespace, rest: list[str]) -> int:
     if args.lm_eval or args.include_path or args.chat:
         return score_with_lm_eval(args)
-    rank_info, description = read_rank_info(os.environ)
-    if rank_info is None:
-        return run_static_group(
-            WorkerProgram(("evaluate", *sys.argv[2:]), preload=STATIC_PRELOAD), args.workers or 1
-        )
-    refuse_other_worker_count(args.workers, rank_info.size, description)
-    return worker_main(lambda: run_worker(args))
+    words = ("evaluate", *sys.argv[2:])
+    return run_in_group(words, args.workers, lambda runtime: score(args, runtime))
 
 
 def score_with_lm_eval(args: argparse.Namespace) -> int:
@@ -50,21 +45,15 @@ def score_with_lm_eval(args: argparse.Namespace) -> int:
     return 0
 
 
-def run_worker(args: argparse.Namespace) -> int:
+def score(args: argparse.Namespace, runtime: ElasticRuntime) -> int:
     """Collective. Score in this worker."""
-    # These load torch, which starting workers does not need.
-    from lockstep.elastic.runtime import ElasticRuntime
-    from lockstep.tasks.evaluate import evaluate
+    from lockstep.tasks.evaluate import evaluate  # loads torch
 
-    with ElasticRuntime.join(threads=1) as runtime:
-        log.set_up_logging(rank=runtime.world.rank)
-        code = evaluate(
-            args.folder,
-            runtime,
-            step=args.step,
-            split=args.split,
-            beams=args.beams,
-            average=args.average,
-            follow=args.follow,
-        )
-        return STOP_EXIT_CODES[code]
+    options = {
+        "step": args.step,
+        "split": args.split,
+        "beams": args.beams,
+        "average": args.average,
+        "follow": args.follow,
+    }
+    return STOP_EXIT_CODES[evaluate(args.folder, runtime, **options)]

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from lockstep import log
-from lockstep.agent.agent import run_static_group
-from lockstep.agent.forkserver import STATIC_PRELOAD, WorkerProgram
 from lockstep.cli.options import refuse_unknown
+from lockstep.cli.start import run_in_group
 from lockstep.corpus.files import read_input_lines
 from lockstep.errors import UsageError
-from lockstep.runtime.environment import read_rank_info
-from lockstep.runtime.exit_report import worker_main
 
 if TYPE_CHECKING:
     from lockstep.elastic.runtime import ElasticRuntime
@@ -34,30 +29,14 @@ def main(args: argparse.Namespace, rest: list[str]) -> int:
             "command line",
             "remove one of them",
         )
-    if read_rank_info(os.environ)[0] is None:
-        return launch_workers(args)
-    return worker_main(lambda: run_worker(args))
-
-
-def launch_workers(args: argparse.Namespace) -> int:
-    """Start one process per slice of the model; return the exit code."""
     with TemporaryDirectory(prefix="lockstep-generate-") as folder:
-        command = ["generate", *sys.argv[2:]]
+        words = ["generate", *sys.argv[2:]]
         if not args.text and not args.file:  # the workers have no standard input
             lines = Path(folder) / "lines"
             lines.write_bytes(sys.stdin.buffer.read())
-            command += ["--file", str(lines)]
-        return run_static_group(WorkerProgram(tuple(command), preload=STATIC_PRELOAD), args.tensor)
-
-
-def run_worker(args: argparse.Namespace) -> int:
-    from lockstep.elastic.runtime import (
-        ElasticRuntime,
-    )  # loads torch, which starting workers does not need
-
-    with ElasticRuntime.join(threads=1) as runtime:
-        log.set_up_logging(rank=runtime.world.rank)
-        return print_continuations(args, runtime)
+            words += ["--file", str(lines)]
+            args.file = lines
+        return run_in_group(words, args.tensor, lambda runtime: print_continuations(args, runtime))
 
 
 def print_continuations(args: argparse.Namespace, runtime: ElasticRuntime | None) -> int:

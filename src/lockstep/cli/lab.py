@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from functools import cache
 from typing import TYPE_CHECKING
 
-from lockstep import log
-from lockstep.agent.agent import run_static_group
-from lockstep.agent.forkserver import STATIC_PRELOAD, WorkerProgram
-from lockstep.cli.start import refuse_other_worker_count
+from lockstep.cli.start import run_in_group
 from lockstep.errors import UsageError
 from lockstep.network.collectives import algorithms_for, schedule_of
 from lockstep.network.draw import align, draw_svg, draw_text
 from lockstep.network.links import Link
 from lockstep.network.simulate import Network, Simulation, best_by_size
-from lockstep.runtime.environment import read_rank_info
-from lockstep.runtime.exit_report import worker_main
 from lockstep.units import format_count, format_seconds
 
 if TYPE_CHECKING:
+    from lockstep.elastic.runtime import ElasticRuntime
     from lockstep.parallel.run_moves import Measured
 
 MAX_RUN_RANKS = 64  # processes of this machine
@@ -60,17 +55,10 @@ def main(args: argparse.Namespace, rest: list[str]) -> int:
     refuse_options(args)
     if not args.run:
         return report(args, Experiment(args), {})
-    rank_info, description = read_rank_info(os.environ)
-    if rank_info is None:
-        Experiment(args)  # refuses before any process is started
-        return run_static_group(
-            WorkerProgram(
-                ("lab", *sys.argv[2:]), preload=(*STATIC_PRELOAD, "lockstep.parallel.run_moves")
-            ),
-            args.ranks,
-        )
-    refuse_other_worker_count(args.ranks, rank_info.size, description)
-    return worker_main(lambda: run_worker(args))
+    Experiment(args)  # refuses before any process is started
+    words = ("lab", *sys.argv[2:])
+    modules = ["lockstep.parallel.run_moves"]
+    return run_in_group(words, args.ranks, lambda runtime: measure(args, runtime), modules)
 
 
 def refuse_options(args: argparse.Namespace) -> None:
@@ -92,23 +80,19 @@ def refuse_options(args: argparse.Namespace) -> None:
         )
 
 
-def run_worker(args: argparse.Namespace) -> int:
+def measure(args: argparse.Namespace, runtime: ElasticRuntime) -> int:
     """Collective. Send the messages of each algorithm in this worker; rank 0 reports."""
     import torch.distributed as dist  # these load torch
 
-    from lockstep.elastic.runtime import ElasticRuntime
     from lockstep.parallel.run_moves import measure_moves
 
-    with ElasticRuntime.join(threads=1) as runtime:
-        log.set_up_logging(rank=runtime.world.rank)
-        experiment, group = Experiment(args), dist.group.WORLD
-        assert group is not None
-        schedules = experiment.schedules.items()
-        measured = {
-            name: measure_moves(args.collective, schedule, experiment.size, group)
-            for name, schedule in schedules
-        }
-        return report(args, experiment, measured) if runtime.world.rank == 0 else 0
+    experiment, group = Experiment(args), dist.group.WORLD
+    assert group is not None
+    measured = {
+        name: measure_moves(args.collective, schedule, experiment.size, group)
+        for name, schedule in experiment.schedules.items()
+    }
+    return report(args, experiment, measured) if runtime.world.rank == 0 else 0
 
 
 def report(args: argparse.Namespace, experiment: Experiment, measured: dict[str, Measured]) -> int:

@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from lockstep.agent import ray_nodes
-from lockstep.agent.config import LOOPBACK, AgentConfig
+from lockstep.agent.agent import LOOPBACK, AgentConfig
 from lockstep.agent.hosts import Hosts, parse_hosts, read_hosts, run_on_all_hosts, ssh_command
 from lockstep.agent.lock import newest_generation
 from lockstep.checkpoint.folder import committed_steps
@@ -37,9 +37,10 @@ from lockstep.runtime.worker_env import SHARED_TERMINAL
 
 # Options that exclude each other.
 CONFLICTS = {
-    "--ray": ("hosts", "host", "ssh", "address"),
-    "--nodes": ("hosts", "ssh"),
-    "--hosts": ("address",),
+    "ray": ("hosts", "host", "ssh", "address"),
+    "nodes": ("hosts", "ssh"),
+    "hosts": ("address", "workers"),
+    "ssh": ("host",),
 }
 
 
@@ -70,9 +71,9 @@ def main(args: argparse.Namespace, rest: list[str]) -> int:
     if args.ray:
         return launch_by_ray(args, request, run)
     limits = limit_words(args)  # as given: each host has the same defaults
-    name, source = (
-        (args.host, "--host") if args.host else (socket.gethostname(), "hostname of this machine")
-    )
+    name, source = args.host, "--host"
+    if not name:
+        name, source = socket.gethostname(), "hostname of this machine"
     hosts = find_hosts(args, run, name, source, args.address or (name if args.nodes else LOOPBACK))
     for host in hosts.host if address else ():
         refuse_split_replicas(run, host.workers, f"host {host.name}; --out {address}")
@@ -118,14 +119,11 @@ def refuse_other_options(args: argparse.Namespace, rest: list[str]) -> None:
 def refuse_conflicts(args: argparse.Namespace) -> None:
     """UsageError for two options that exclude each other."""
     for option, others in CONFLICTS.items():
-        if getattr(args, option[2:]) and (
-            given := [name for name in others if getattr(args, name)]
-        ):
-            raise UsageError(
-                f"{option} cannot be combined with --{given[0]}",
-                "command line",
-                "remove one of them",
-            )
+        for name in others:
+            if getattr(args, option) and (value := getattr(args, name)):
+                shown = "" if value is True else f" {value}"
+                what = f"--{option} cannot be combined with --{name}{shown}"
+                raise UsageError(what, "command line", "remove one of them")
 
 
 def restarts_all(request: RunRequest) -> bool:
@@ -138,9 +136,6 @@ def find_hosts(
 ) -> Hosts:
     """Return the hosts of --hosts, or this host alone. UsageError for contradicting options.
     address: of this host, without --hosts."""
-    if args.ssh and args.host:
-        hint = "remove one of them: --ssh starts all hosts, --host names the one to start"
-        raise UsageError(f"--ssh cannot be combined with --host {args.host}", "command line", hint)
     if args.hosts is None:
         if args.ssh:
             raise UsageError(
@@ -152,11 +147,6 @@ def find_hosts(
             {"host": [{"name": name, "address": address, "workers": workers}]},
             f"{source}; {reason}",
             hint,
-        )
-    if args.workers is not None:
-        what = f"--workers {args.workers} cannot be combined with --hosts {args.hosts}"
-        raise UsageError(
-            what, "command line", "remove --workers: the file lists the workers of each host"
         )
     return read_hosts(args.hosts)
 
@@ -237,10 +227,5 @@ def launch_by_ray(args: argparse.Namespace, request: RunRequest, run: RunConfig 
 
 def limit_words(args: argparse.Namespace) -> list[str]:
     """Return --min and --max for the agents of other hosts."""
-    limits = {"--min": args.min, "--max": args.max}
-    return [
-        word
-        for name, number in limits.items()
-        if number is not None
-        for word in (name, str(number))
-    ]
+    words = ["--min", str(args.min)] if args.min is not None else []
+    return [*words, *(["--max", str(args.max)] if args.max is not None else [])]

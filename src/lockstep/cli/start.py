@@ -9,12 +9,13 @@ import argparse
 import os
 import shlex
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from lockstep.agent.agent import run_until_end
-from lockstep.agent.config import AgentConfig
-from lockstep.agent.forkserver import WorkerProgram
+from lockstep.agent.agent import AgentConfig, run_fixed_group, run_until_end
+from lockstep.agent.forkserver import FIXED_PRELOAD, WorkerProgram
 from lockstep.agent.restart_policy import PLAIN_SCRIPT_POLICY
 from lockstep.cli.report import write_at_end
 from lockstep.cli.script import (
@@ -29,16 +30,20 @@ from lockstep.config.open_run import open_with_overrides, resume_step
 from lockstep.config.resolve import find_run_file, parse_flags
 from lockstep.config.rules import shared_values
 from lockstep.config.schema import ResolvedRun, RunConfig
+from lockstep.elastic.protocol.decisions import FIXED
 from lockstep.elastic.run_folder import remove_untrained_run
 from lockstep.errors import UsageError
 from lockstep.layout import Layout, choose_layout
-from lockstep.log import log
+from lockstep.log import log, set_up_logging
 from lockstep.runtime.environment import check_worker_count, default_worker_count, read_rank_info
 from lockstep.runtime.exit_report import worker_main
 from lockstep.runtime.session_start import StartAgainError
 from lockstep.runtime.signals import STOP_EXIT_CODES, SignalInbox
 from lockstep.runtime.worker_env import read_worker_env
 from lockstep.tasks.layout_limits import layout_limits
+
+if TYPE_CHECKING:
+    from lockstep.elastic.runtime import ElasticRuntime
 
 
 def run_as_worker(request: RunRequest, workers: int | None) -> int | None:
@@ -55,6 +60,36 @@ def run_as_worker(request: RunRequest, workers: int | None) -> int | None:
     from lockstep.cli.worker import run_worker  # loads torch: for workers only
 
     return worker_main(lambda: run_worker(request))
+
+
+def run_in_group(
+    words: Sequence[str],
+    workers: int | None,
+    function: Callable[[ElasticRuntime], int],
+    modules: Sequence[str] = (),
+) -> int:
+    """Run `function` in a fixed group of workers, one of which this process may be already.
+
+    words    of the command, for the workers
+    modules  that each worker imports
+    """
+    worker_env = read_worker_env(os.environ)
+    rank_info, description = read_rank_info(os.environ)
+    if rank_info:
+        refuse_other_worker_count(workers, rank_info.size, description)
+    elif not (worker_env and worker_env.is_child):
+        program = WorkerProgram(tuple(words), preload=(*FIXED_PRELOAD, *modules))
+        return run_fixed_group(program, workers or 1)
+
+    def run() -> int:
+        from lockstep.elastic.runtime import ElasticRuntime  # loads torch: for workers only
+
+        with ElasticRuntime.join(threads=1, limits=FIXED) as runtime:
+            set_up_logging(rank=runtime.world.rank)
+            runtime.board.enter("preparing")  # as long as the function takes
+            return function(runtime)
+
+    return worker_main(run)
 
 
 def start_local_agent(
@@ -245,7 +280,8 @@ class RunRequest:
                 "--",
                 *self.values,
             )
-        target = [self.script] if self.script else [str(self.run_file)] if self.run_file else []
+        name = self.script or self.run_file
+        target = [str(name)] if name else []
         target += [f"--override={word}" for word in self.overrides]
         return "train", *target, "--out", str(self.folder), "--resume", resume, *self.values
 

@@ -18,7 +18,7 @@ from lockstep.units import join_names
 
 T = TypeVar("T")
 VOTE_HOLD_S = 0.2  # milliseconds, if the lost worker has voted
-UPDATE_HOLD_S = 2.0  # less than STUCK_S of the watchdog
+UPDATE_HOLD_S = 2.0  # less than STUCK_S of the GroupAborter
 
 
 def vote_on_step(runtime: ElasticRuntime, vote: Vote, *, replica_size: int = 1) -> StepDecision:

@@ -118,43 +118,31 @@ def run_status(run: Path, shares: Mapping[int, list[int]] | None = None) -> dict
     """Return the newest generation, the status of each member, and the waiting workers, as JSON.
     shares: the newest ones by generation; None: read them from the events."""
     record, waiting_members = read_newest(run)
-    members = record.members
-    waiting_members = [member for member in waiting_members if member not in members]
-    with ThreadPoolExecutor(
-        max_workers=max(1, min(32, len(members) + len(waiting_members)))
-    ) as executor:
-        replies = list(
-            executor.map(
-                lambda member: query_member(run, member, {"kind": "status"}),
-                [*members, *waiting_members],
-            )
-        )
-    member_rows = [
-        status_row(rank, member, reply)
-        for rank, (member, reply) in enumerate(zip(members, replies, strict=False))
-    ]
-    waiting_replies = zip(waiting_members, replies[len(members) :], strict=True)
-    waiting_rows = [
-        status_row(None, member, reply)
-        for member, reply in waiting_replies
-        if "unreachable" not in reply
-    ]
-    ended = (
-        {"code": record.end.code, "text": record.end.text}
-        if record.end and not waiting_rows
-        else None
-    )
-    if record.number and (not record.end or ended):
-        facts = {"generation": record.number, "began_at_step": record.step, "reason": record.reason}
-    else:
-        facts = {"generation": 0, "began_at_step": 0, "reason": "its workers wait to start"}
-    workers = {
-        "members": member_rows,
-        "waiting": waiting_rows,
+    asked: list[tuple[int | None, Member]] = [*enumerate(record.members)]
+    asked += [(None, member) for member in waiting_members if member not in record.members]
+    with ThreadPoolExecutor(max_workers=max(1, min(32, len(asked)))) as executor:
+        replies = executor.map(lambda one: query_member(run, one[1], {"kind": "status"}), asked)
+        rows = [
+            (reply, status_row(rank, member, reply))
+            for (rank, member), reply in zip(asked, replies, strict=True)
+        ]
+    members = [row for _, row in rows if row["rank"] is not None]
+    waiting = [row for reply, row in rows if row["rank"] is None and "unreachable" not in reply]
+    ended = vars(record.end) if record.end and not waiting else None
+    is_start = not record.number or bool(record.end and waiting)
+    return {
+        "run": str(run),
+        "generation": 0 if is_start else record.number,
+        "began_at_step": 0 if is_start else record.step,
+        "reason": "its workers wait to start" if is_start else record.reason,
+        "shares": newest_shares(run, record.number)
+        if shares is None
+        else shares.get(record.number, []),
+        "members": members,
+        "waiting": waiting,
         "evaluators": running_evaluators(run),
+        "ended": ended,
     }
-    newest = newest_shares(run, record.number) if shares is None else shares.get(record.number, [])
-    return {"run": str(run), **facts, "shares": newest, **workers, "ended": ended}
 
 
 def newest_shares(run: Path, generation: int) -> list[int]:
@@ -170,18 +158,20 @@ def newest_shares(run: Path, generation: int) -> list[int]:
 
 def status_row(rank: int | None, member: Member, reply: Mapping[str, Any]) -> dict[str, Any]:
     """Return the status of a worker; rank None: it waits to join."""
-    doing, role = (
-        reply.get("doing") or {},
-        "waiting" if rank is None else "leader" if rank == 0 else "worker",
-    )
-    process = {
+    doing = reply.get("doing") or {}
+    role = "waiting"
+    if rank is not None:
+        role = "worker" if rank else "leader"
+    row = {
         "rank": rank,
         "host": member.host,
         "slot": member.slot,
         "pid": member.pid,
         "address": member.address,
+        "role": role,
+        "step": doing.get("step"),
+        "phase": doing.get("phase"),
     }
-    row = {**process, "role": role, "step": doing.get("step"), "phase": doing.get("phase")}
     return row | ({"unreachable": reply["unreachable"]} if "unreachable" in reply else {})
 
 
@@ -223,16 +213,10 @@ def generation_line(status: dict[str, Any]) -> str:
 
 def worker_rows(status: dict[str, Any]) -> list[tuple[str, ...]]:
     """Return the cells of a table of all workers, the head first."""
-    rows: list[tuple[str, ...]] = [("rank", "host", "slot", "pid", "role", "step", "phase")]
+    head = ("rank", "host", "slot", "pid", "role", "step", "phase")
+    rows: list[tuple[str, ...]] = [head]
     for worker in [*status["members"], *status["waiting"], *status["evaluators"]]:
-        phase = worker.get("phase") or worker.get("unreachable") or ""
-        rows.append(
-            (
-                *(
-                    str(worker.get(key) if worker.get(key) is not None else "")
-                    for key in rows[0][:-1]
-                ),
-                phase,
-            )
-        )
+        phase = worker.get("phase") or worker.get("unreachable")
+        cells = [worker.get(key) for key in head[:-1]]
+        rows.append(tuple("" if cell is None else str(cell) for cell in [*cells, phase]))
     return rows

@@ -1,19 +1,29 @@
-"""The process group of one generation: form it, abort it, send and receive in it."""
+"""The process group of one generation: form it, abort it, send and receive in it.
+
+A GroupAborter aborts the group of a generation that is over, and restarts this worker if its main
+thread is stuck in it.
+"""
 
 import os
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # public at run time
 
 from lockstep.elastic.generation_log import Generation
+from lockstep.elastic.hang import stack_of
+from lockstep.errors import FencedError
+from lockstep.log import flush_log, log
+from lockstep.runtime.exit_report import ExitReport, send_exit_report
 from lockstep.runtime.process_group import (
     form_timeout_s,
     gather_json,
@@ -28,6 +38,14 @@ from lockstep.runtime.work import WorkWaiter
 CLOSE_TIMEOUT_S = 5.0  # for a group to close after its sockets were shut down
 POLL_S = 0.02
 FIRST_ASK_S = 0.1  # until a store that does not answer is asked whether it exists; then twice as long each time
+STUCK_S = 3.0  # a collective that survives the shutdown of its sockets for longer is stuck: milliseconds are normal
+STUCK_FORMING_S = (
+    12.0  # the same while the group forms; gloo itself gives up earlier (FORM_TIMEOUT_S)
+)
+STUCK_ABORT_S = (
+    30.0  # the abort of a GPU's communicators; no stack shows a main thread that waits for the GPU
+)
+LEAVE_S = 20.0  # a main thread that takes longer to leave a broken group is stuck: milliseconds are normal
 # After an error of NCCL torch ends the process, asks the store for requests to dump its records,
 # and sleeps for a minute with a lock that every collective needs (ProcessGroupNCCL.cpp,
 # Watchdog::runLoop). Here the membership aborts the group.
@@ -54,21 +72,20 @@ class GenerationGroup:
         self._sockets_before: set[tuple[int, str]] = set()
         self._forming_subgroups = False
         self._aborts: dict[Any, threading.Thread] = {}  # NCCL backend -> thread that aborts it
-        self._lock, self._hold_s, self._abort_asked_s, self._is_shut_down = (
-            threading.Lock(),
-            0.0,
-            0.0,
-            False,
-        )
-        self._retired: list[
-            tuple[list[dist.ProcessGroup], list[Any]]
-        ] = []  # groups that were left intact, and their NCCL backends
+        self._lock = threading.Lock()
+        self._hold_s = 0.0
+        self._abort_asked_s = 0.0
+        self._is_shut_down = False
+        # Groups that were left intact, and their NCCL backends.
+        self._retired: list[tuple[list[dist.ProcessGroup], list[Any]]] = []
         self._waits = WorkWaiter()
 
     def form(self, generation: Generation, rank: int, generation_error: Callable[[], str]) -> None:
         """Collective. Form the process group of a generation. RuntimeError if that fails."""
         self._sockets_before, self._waits = open_sockets(), WorkWaiter(generation_error)
-        self._hold_s, self._abort_asked_s, self._is_shut_down = 0.0, 0.0, False
+        self._hold_s = 0.0
+        self._abort_asked_s = 0.0
+        self._is_shut_down = False
         if why := generation_error():
             raise RuntimeError(why)
         if self.device.type == "cuda":
@@ -282,3 +299,76 @@ def _connect_store(
                 )
             if why:
                 raise RuntimeError(why) from None
+
+
+class GroupAborter:
+    """Aborts the group, and watches the main thread leave it."""
+
+    def __init__(self, on_abort: Callable[[], object], main_thread: int) -> None:
+        self.on_abort, self.main_thread = (
+            on_abort,
+            main_thread,
+        )  # on_abort aborts every collective; true: one is still being aborted
+        self._aborted_s = 0.0  # when the group was first aborted; 0: it was not
+
+    def abort(self) -> bool:
+        """Abort the group; return whether that takes longer than this call."""
+        try:
+            return bool(self.on_abort())
+        except OSError:  # out of descriptors: the next turn tries again
+            return False
+
+    def check(self, *, is_over: bool, now_s: float, leaving_s: float = 0.0) -> None:
+        """Abort the group if its generation `is_over`. Exit if the main thread is stuck in it.
+        leaving_s: when the main thread started to leave the group; 0: it has not."""
+        if leaving_s and now_s - leaving_s > LEAVE_S:
+            stack = stack_of(self.main_thread)
+            log.error(
+                "the main thread has not left the broken group within %g s: restarting this worker\n%s",
+                LEAVE_S,
+                stack,
+            )
+            exit_for_restart("stuck while leaving a broken group", "")
+        if not is_over:
+            self._aborted_s = 0.0
+            return
+        is_aborting = self.abort()  # each turn: the main thread may have opened more sockets
+        self._aborted_s = self._aborted_s or now_s
+        stuck_s = now_s - self._aborted_s
+        if is_aborting and stuck_s > STUCK_ABORT_S:
+            log.error(
+                "the communicators of the GPU were not aborted within %g s: restarting this worker",
+                STUCK_ABORT_S,
+            )
+            exit_for_restart(
+                "stuck while aborting the communicators of its GPU", stack_of(self.main_thread)
+            )
+        stack = stack_in_collective() if stuck_s > STUCK_S else ""
+        forming = "in init_process_group" in stack or "in new_group" in stack
+        if stack and stuck_s > (STUCK_FORMING_S if forming else STUCK_S):
+            log.error(
+                "a collective has not returned %.0f s after its group was aborted: restarting this worker\n%s",
+                stuck_s,
+                stack,
+            )
+            exit_for_restart("stuck in a collective of an aborted group", stack)
+
+
+def exit_for_restart(why: str, stack: str) -> NoReturn:
+    """Exit at once, since the main thread is stuck; the agent starts a new worker."""
+    send_exit_report(
+        ExitReport(FencedError.exit_code, time.monotonic(), why, stack, lost_peers=True)
+    )
+    flush_log()
+    os._exit(FencedError.exit_code)
+
+
+def stack_in_collective() -> str:
+    """Return the stack of a thread in a collective of torch; "" if there is none."""
+    for frame in sys._current_frames().values():
+        if any(
+            entry.f_code.co_filename.endswith("distributed_c10d.py")
+            for entry, _ in traceback.walk_stack(frame)
+        ):
+            return "".join(traceback.format_stack(frame))
+    return ""

@@ -10,6 +10,9 @@ thread.
     a rank outside makes progress, or may take long   no hang, though the others wait
     all wait, in different collectives                ranks in the less common ones are culprits
     all wait, in the same collective                  the network is to blame, no rank
+
+The coordinator's Watchdog collects the status of all members and diagnoses twice: to detect a hang,
+and again with the stacks of the culprits.
 """
 
 import math
@@ -17,13 +20,17 @@ import re
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
-from pathlib import PurePath
-from typing import Literal
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path, PurePath
+from typing import Any, Literal
 
+from lockstep.elastic.generation_log import Generation, Member
 from lockstep.elastic.protocol.decisions import ElasticLimits
+from lockstep.runtime import status_board
 from lockstep.runtime.status_board import Phase, Status
+from lockstep.runtime.worker_env import process_stat
 from lockstep.units import format_bytes, format_duration, join_words
 
 WAITING: tuple[Phase, ...] = ("joining", "reducing", "voting")
@@ -39,6 +46,8 @@ ALLOWANCES_S: dict[Phase, float] = {  # without progress, in phases that may tak
 # `hang_timeout_s`, or longer:
 MEDIAN_STEPS = 10.0  # for slow machines
 FIRST_STEP_S = 60.0  # in a generation's first step, which warms up
+CHECK_S = 1.0  # interval between diagnoses
+STACK_S = 1.0  # how long to wait for the stack of a culprit
 COMMON_S = 300.0  # before all ranks are killed if all hang outside collectives: their shared cause (a disk) may recover
 
 # Kill the culprits and continue without them; form a new group of all members; end the run; only
@@ -113,7 +122,7 @@ class MemberSnapshot:
 
     @property
     def collective(self) -> Hashable:
-        """What is equal on members that wait in the same collective."""
+        """Equal on all members that wait in the same collective."""
         number = self.status.generation, self.status.collective, self.status.collective_bytes
         return self.place, number, self.own_collective and innermost(self.stack)
 
@@ -200,6 +209,80 @@ def stall_limit_s(member: MemberSnapshot, limits: ElasticLimits, step_s: float) 
     first_s = FIRST_STEP_S if member.status.first_step else 0.0
     allowance_s = {**ALLOWANCES_S, "evaluating": limits.evaluate_timeout_s}.get(phase, 0.0)
     return max(limits.hang_timeout_s, MEDIAN_STEPS * step_s, first_s, allowance_s)
+
+
+@dataclass
+class Watchdog:
+    limits: ElasticLimits
+    host: str  # of the coordinator, where it can see the state of processes
+    ask_stack: Callable[
+        [str], None
+    ]  # requests the stack of a member's main thread; `on_stack` takes the answer
+    statuses: dict[str, tuple[Status, float]] = field(default_factory=dict)  # id -> (newest, when)
+    stacks: dict[str, str] = field(default_factory=dict)
+    _checked_s: float = 0.0
+    _suspects: tuple[str, ...] = ()
+    _suspected_s: float = 0.0
+    _reported: tuple[Any, ...] = ()
+
+    def on_heartbeat(self, id: str, status: Mapping[str, Any] | None, now_s: float) -> None:
+        if status:
+            self.statuses[id] = (Status(**status), now_s)
+
+    def on_stack(self, id: str, text: str) -> None:
+        self.stacks[id] = text
+
+    def reset(self) -> None:
+        """Forget the previous generation."""
+        self.statuses = {}
+        self.stacks = {}
+        self._suspects = ()
+        self._reported = ()
+
+    def new_verdict(self, generation: Generation, now_s: float) -> HangVerdict | None:
+        """Return each verdict once; None while nothing hangs or stacks are awaited."""
+        if now_s - self._checked_s < CHECK_S:
+            return None
+        self._checked_s = now_s
+        snapshots = [
+            self._snapshot(member, rank, now_s) for rank, member in enumerate(generation.members)
+        ]
+        verdict = diagnose([snapshot for snapshot in snapshots if snapshot], self.limits)
+        if verdict is None:
+            self._suspects, self.stacks = (), {}  # the next hang is elsewhere
+            return None
+        missing = [id for id in verdict.culprits if id not in self.stacks]
+        if verdict.culprits and self._suspects != verdict.culprits:
+            self._suspects, self._suspected_s = verdict.culprits, now_s
+            for id in missing:
+                self.ask_stack(id)
+            return None
+        if missing and now_s - self._suspected_s < STACK_S:
+            return None
+        if self._reported == (verdict.culprits, verdict.action):
+            return None
+        self._reported = (verdict.culprits, verdict.action)
+        return verdict
+
+    def _snapshot(self, member: Member, rank: int, now_s: float) -> MemberSnapshot | None:
+        if member.id not in self.statuses:
+            return None
+        status, at_s = self.statuses[member.id]
+        state = ""
+        with suppress(OSError):
+            state = process_stat(member.pid)[0] if member.host == self.host else "R"
+        age_s, stack = now_s - at_s, self.stacks.get(member.id, "")
+        return MemberSnapshot(
+            member.id, member.host, member.slot, rank, status.after(age_s), age_s, state, stack
+        )
+
+
+def read_status(path: Path) -> dict[str, Any] | None:
+    """Read the status board at `path` as JSON; None when there is none."""
+    try:
+        return asdict(status_board.read_status(path))
+    except OSError:
+        return None
 
 
 # Words.

@@ -24,6 +24,7 @@ from typing import Any
 
 from lockstep.elastic.connections import Connections
 from lockstep.elastic.disk_thread import DiskThread
+from lockstep.elastic.generation_group import GroupAborter, exit_for_restart
 from lockstep.elastic.generation_log import (
     NO_GENERATION,
     Generation,
@@ -33,7 +34,7 @@ from lockstep.elastic.generation_log import (
     new_token,
     open_generation_log,
 )
-from lockstep.elastic.hang import stack_of
+from lockstep.elastic.hang import Watchdog, read_status, stack_of
 from lockstep.elastic.link import PeerLink
 from lockstep.elastic.protocol.decisions import ElasticLimits, LeaveReport
 from lockstep.elastic.protocol.effects import (
@@ -50,7 +51,6 @@ from lockstep.elastic.protocol.effects import (
 )
 from lockstep.elastic.protocol.transitions import Protocol
 from lockstep.elastic.run_folder import read_worker_token
-from lockstep.elastic.watchdog import GroupAborter, Watchdog, exit_for_restart, read_status
 from lockstep.errors import FencedError, LockstepError, PeersLostError, UsageError
 from lockstep.log import log
 from lockstep.record.events import append_event

@@ -64,7 +64,7 @@ def _refuse_other_fields(kind: type, values: Mapping[str, Any]) -> None:
 
 
 class WorkerState:
-    """What a worker has to report to the others, and what it has heard from them.
+    """The state that a worker reports to the others, and theirs at the last exchange.
 
     world             rank, size, device; a new value in each generation
     is_joining        other workers train; this worker has not received their state yet

@@ -21,7 +21,7 @@ from lockstep.elastic.generation_group import GenerationGroup, UpdateExchanges
 from lockstep.elastic.generation_log import Generation, RunResult, StoredGenerationLog
 from lockstep.elastic.membership import Membership, OthersStarted, RunEnded
 from lockstep.elastic.progress import Progress, WorkerState
-from lockstep.elastic.protocol.decisions import ElasticLimits, LeaveReport
+from lockstep.elastic.protocol.decisions import FIXED, ElasticLimits, LeaveReport
 from lockstep.elastic.stored_folder import store_address
 from lockstep.elastic.world import World, is_run_active, join_static_group, make_board
 from lockstep.errors import FencedError, PeersLostError
@@ -54,6 +54,7 @@ class ElasticRuntime(WorkerState, AbstractContextManager["ElasticRuntime"]):
     membership  this worker's side of the membership protocol; None: a static process group
     group       the process group
     updates     exchanges of updates that an abort of the group waits for
+    is_fixed    the workers of `evaluate` or `generate`, which train nothing
     """
 
     def __init__(
@@ -63,11 +64,13 @@ class ElasticRuntime(WorkerState, AbstractContextManager["ElasticRuntime"]):
         *,
         board: StatusBoard | None = None,
         membership: Membership | None = None,
+        is_fixed: bool = False,
     ) -> None:
         super().__init__(world, board or StatusBoard(None))
         self.membership = membership
         self.group = group or GenerationGroup(world.device)
         self.updates = UpdateExchanges(self.group)
+        self.is_fixed = is_fixed
         self._stop_signal: Callable[[], str] = str
 
     @classmethod
@@ -96,7 +99,7 @@ class ElasticRuntime(WorkerState, AbstractContextManager["ElasticRuntime"]):
         cls, worker_env: WorkerEnv, timeout_s: float, limits: ElasticLimits
     ) -> ElasticRuntime:
         """Collective. Join under an agent. A joiner calls `join_running` once it has a model."""
-        env = worker_env
+        env, is_fixed = worker_env, limits == FIXED
         os.environ["GLOO_SOCKET_IFNAME"] = interface_with_address(env.address)
         device, reason = select_device(
             RankInfo(env.slot, env.slots, env.slot, env.slots, "", 0, "lockstep")
@@ -107,12 +110,15 @@ class ElasticRuntime(WorkerState, AbstractContextManager["ElasticRuntime"]):
             limits, min_workers=max(env.min_workers, limits.replica_size), one_host=is_stored
         )
         board, group = make_board(env), GenerationGroup(device, timeout_s)
+        if not is_fixed:  # loads torch._dynamo
+            board.track_compilation()
         membership = Membership(env, limits, group.shutdown)
         runtime = cls(
             World(-1, 0, env.slot, env.slots, env.host, device),
             group,
             board=board,
             membership=membership,
+            is_fixed=is_fixed,
         )
         if env.slot == 0:
             log.info(
@@ -324,7 +330,8 @@ class ElasticRuntime(WorkerState, AbstractContextManager["ElasticRuntime"]):
         try:
             if error is None or isinstance(error, Stopped):
                 if self.membership:
-                    self.report_goodput(self.membership.folder)
+                    if not self.is_fixed:
+                        self.report_goodput(self.membership.folder)
                     self._end_run(
                         self.membership,
                         RunResult(self.exit_code if error is None else int(str(error))),

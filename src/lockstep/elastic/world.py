@@ -100,9 +100,7 @@ def make_board(worker_env: WorkerEnv) -> StatusBoard:
     """Return the status board of a worker; in a drill it carries out requested faults."""
     path = Path(worker_env.state) / f"{worker_env.slot}.board"
     inject = os.environ.get(DRILL_VARIABLE) == "1"
-    board = FaultInjectingBoard(path, path.with_suffix(".fault")) if inject else StatusBoard(path)
-    board.track_compilation()
-    return board
+    return FaultInjectingBoard(path, path.with_suffix(".fault")) if inject else StatusBoard(path)
 
 
 def is_run_active(folder: Path, worker_env: WorkerEnv) -> bool:

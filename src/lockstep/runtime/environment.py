@@ -1,6 +1,6 @@
 """Detect rank, world size and rendezvous address from the launcher's environment variables.
 
-    RANK ...     torchrun, `lockstep evaluate` and `generate`, or set by hand
+    RANK ...     torchrun, or set by hand
     PET_*        torchrun options as Kubeflow sets them, one process per machine
     SLURM_*      a task of srun
     none         one machine: the command may start workers
@@ -19,23 +19,24 @@ from pathlib import Path
 
 from lockstep.errors import UsageError
 from lockstep.runtime.variables import PROFILE, TRACK
-from lockstep.runtime.worker_env import EXIT_REPORT, SHARED_TERMINAL, STATE_FOLDER, WORKER_ENV
+from lockstep.runtime.worker_env import SHARED_TERMINAL, WORKER_ENV
 
 BF16_FLAGS = ("amx_bf16", "avx512_bf16", "bf16")  # x86 AMX tiles, x86 AVX-512, Arm
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 # LOCKSTEP_* variables that are not configuration values: for users, for our own workers, for our
 # tests.
 RESERVED_VARIABLES = (
-    *("LOCKSTEP_DEVICE", "LOCKSTEP_TMP", WORKER_ENV, STATE_FOLDER, EXIT_REPORT, SHARED_TERMINAL),
-    *(
-        "LOCKSTEP_DRILL",
-        "LOCKSTEP_CHAOS",
-        "LOCKSTEP_HISTORIES",
-        "LOCKSTEP_STORE_CACHE",
-        "LOCKSTEP_STORE_BEAT_S",
-        TRACK,
-        PROFILE,
-    ),
+    "LOCKSTEP_DEVICE",
+    "LOCKSTEP_TMP",
+    WORKER_ENV,
+    SHARED_TERMINAL,
+    "LOCKSTEP_DRILL",
+    "LOCKSTEP_CHAOS",
+    "LOCKSTEP_HISTORIES",
+    "LOCKSTEP_STORE_CACHE",
+    "LOCKSTEP_STORE_BEAT_S",
+    TRACK,
+    PROFILE,
 )
 PET = ("PET_NODE_RANK", "PET_NNODES", "PET_NPROC_PER_NODE", "PET_MASTER_ADDR", "PET_MASTER_PORT")
 
@@ -158,17 +159,14 @@ def check_worker_count(workers: int, host: str, cores: int | None = None) -> Non
 
 
 def rank_from_torchrun(environ: Mapping[str, str]) -> RankInfo | None:
-    """Read the variables of torchrun, which our agent and users set too."""
+    """Read the variables of torchrun, which users set too."""
     if not any(name in environ for name in TORCHRUN):
         return None
     require_all(environ, TORCHRUN)
     rank, size, local_rank, local_size = (read_number(environ, name) for name in TORCHRUN)
     given = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    launchers = {EXIT_REPORT: "lockstep", "TORCHELASTIC_RUN_ID": "torchrun"}
-    launcher = next(
-        (launcher for name, launcher in launchers.items() if name in environ),
-        "RANK in the environment",
-    )
+    is_torchrun = "TORCHELASTIC_RUN_ID" in environ
+    launcher = "torchrun" if is_torchrun else "RANK in the environment"
     warnings = []
     if given and environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
         warnings.append(

@@ -14,14 +14,14 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from lockstep.errors import LockstepError, PeersLostError
 from lockstep.files import write_atomic
 from lockstep.log import printable
 from lockstep.runtime.processes import now_s
 from lockstep.runtime.signals import EXIT_INTERRUPTED
-from lockstep.runtime.worker_env import EXIT_REPORT, exit_report_path, read_worker_env
+from lockstep.runtime.worker_env import exit_report_path, read_worker_env
 from lockstep.units import join_words
 
 CLEAN_EXIT_CODES = (0, 75, 130)  # done, saved and to be restarted, saved on SIGINT
@@ -84,6 +84,31 @@ class WorkerExit:
         """The signal that killed it; 0: none, or unknown."""
         return -self.code if self.code is not None and self.code < 0 else 0
 
+    @property
+    def exit_code(self) -> int:
+        """The reported exit code if it failed, or was killed while it exited; else the real one."""
+        report = self.report
+        if report and (self.code is None or not report.finished or self.signal in self.sent):
+            return report.code
+        if self.code is None:
+            return 1
+        return 128 + self.signal if self.signal else self.code
+
+    @property
+    def kind(self) -> Literal["failed", "lost", "exited early", "terminated", "completed"]:
+        """ "lost": its peers; "exited early": with code 0."""
+        report = self.report
+        if report and not report.finished:
+            if report.lost_peers:
+                return "lost"
+            return "failed" if report.code else "exited early"
+        if self.signal in self.sent and not report:
+            return "terminated"
+        is_unasked = bool(self.signal) and self.signal not in self.sent
+        if self.exit_code not in CLEAN_EXIT_CODES or is_unasked:
+            return "failed"
+        return "completed" if report or self.exit_code else "exited early"
+
     def __str__(self) -> str:
         return f"{self.title} {self.rank} (pid {self.pid})"
 
@@ -126,17 +151,14 @@ def send_exit_report(report: ExitReport) -> bool:
     """Write the report to the agent's state folder. False without an agent, or if the disk is
     full."""
     worker_env = read_worker_env(os.environ)
-    path = (
-        exit_report_path(Path(worker_env.state), worker_env.slot)
-        if worker_env
-        else os.environ.pop(EXIT_REPORT, "")
-    )
+    if worker_env is None:
+        return False
+    path = exit_report_path(Path(worker_env.state), worker_env.slot)
     try:
-        if path:
-            write_atomic(Path(path), json.dumps(asdict(report)) + "\n")
+        write_atomic(path, json.dumps(asdict(report)) + "\n")
     except OSError:
         return False
-    return bool(path)
+    return True
 
 
 def is_peer_loss(error: BaseException | None) -> bool:
@@ -160,33 +182,6 @@ def error_summary(error: BaseException) -> str:
     return re.sub(r"^\[[^\]]*\.cc:\d+\] |\. This is typically caused by.*$", "", line)
 
 
-def exit_kind(exited: WorkerExit) -> str:
-    """Return "failed", "lost" (its peers), "exited early" (with code 0), "terminated" or
-    "completed"."""
-    report = exited.report
-    if report and not report.finished:
-        if report.lost_peers:
-            return "lost"
-        return "failed" if report.code else "exited early"
-    if exited.signal in exited.sent and not report:
-        return "terminated"
-    code = exit_code_of(exited)
-    if code not in CLEAN_EXIT_CODES or (exited.signal and exited.signal not in exited.sent):
-        return "failed"
-    return "completed" if report or code else "exited early"
-
-
-def exit_code_of(exited: WorkerExit) -> int:
-    """Return the exit code: the reported one if it failed, or was killed while it exited."""
-    if exited.report and (
-        exited.code is None or not exited.report.finished or exited.signal in exited.sent
-    ):
-        return exited.report.code
-    if exited.code is None:
-        return 1
-    return 128 + exited.signal if exited.signal else exited.code
-
-
 def summarize_exits(
     exits: Sequence[WorkerExit], *, asked: Sequence[int] = (), grace_s: float = 0.0
 ) -> tuple[int, str]:
@@ -194,49 +189,42 @@ def summarize_exits(
     asked: signals that the agent received and forwarded
     grace_s: seconds that it then waited before it killed the workers that had not stopped."""
     exits = sorted(exits, key=lambda exited: exited.report.at_s if exited.report else exited.at_s)
-    kinds = ("failed", "exited early", "lost", "terminated", "completed")
-    by_kind = {kind: [exited for exited in exits if exit_kind(exited) == kind] for kind in kinds}
-    codes = {exit_code_of(exited) for exited in exits}
-    if (
-        len(codes) == 1
-        and not by_kind["failed"]
-        and not by_kind["lost"]
-        and not by_kind["terminated"]
-    ):
+    failed, lost = of_kind(exits, "failed"), of_kind(exits, "lost")
+    terminated = of_kind(exits, "terminated")
+    codes = {exited.exit_code for exited in exits}
+    if len(codes) == 1 and not [*failed, *lost, *terminated]:
         return codes.pop(), ""
-    early = by_kind["exited early"] or [
-        exited for exited in by_kind["completed"] if by_kind["lost"] and exit_code_of(exited) == 0
-    ]
-    if by_kind["failed"] or (by_kind["lost"] and not early):
-        first = (by_kind["failed"] or by_kind["lost"])[0]
-        return exit_code_of(first), "\n".join(
-            [describe_failure(first, exits, asked), *describe_other_exits(first, exits)]
-        )
+    early = of_kind(exits, "exited early")
+    if lost and not early:
+        early = [exited for exited in of_kind(exits, "completed") if exited.exit_code == 0]
+    if failed or (lost and not early):
+        first = (failed or lost)[0]
+        text = describe_failure(first, exits, asked)
+        return first.exit_code, "\n".join([text, *describe_other_exits(first, exits)])
     if early:
-        return 1, "\n".join([describe_early_exit(early[0]), *describe_other_exits(early[0], exits)])
-    if by_kind["terminated"] and asked:
+        text = describe_early_exit(early[0])
+        return 1, "\n".join([text, *describe_other_exits(early[0], exits)])
+    if terminated and asked:
         name = signal.Signals(asked[0]).name
-        what = f"{join_ranks(by_kind['terminated'])} did not stop within {grace_s:g} s of {name}"
+        what = f"{join_ranks(terminated)} did not stop within {grace_s:g} s of {name}"
         hint = "they were killed; run the same command again to resume from the newest checkpoint"
-        return 128 + asked[0], str(LockstepError(what, log_paths(by_kind["terminated"]), hint))
-    listed = ", ".join(
-        f"{exited.title} {exited.rank} with {exit_code_of(exited)}" for exited in exits
-    )
-    return 1, str(
-        LockstepError(f"the workers exited with different codes: {listed}", log_paths(exits))
-    )
+        return 128 + asked[0], str(LockstepError(what, log_paths(terminated), hint))
+    listed = ", ".join(f"{exited.title} {exited.rank} with {exited.exit_code}" for exited in exits)
+    what = f"the workers exited with different codes: {listed}"
+    return 1, str(LockstepError(what, log_paths(exits)))
+
+
+def of_kind(exits: Sequence[WorkerExit], kind: str) -> list[WorkerExit]:
+    return [exited for exited in exits if exited.kind == kind]
 
 
 def describe_failure(first: WorkerExit, exits: Sequence[WorkerExit], asked: Sequence[int]) -> str:
-    if first.report and first.report.text:
-        same = [
-            exited for exited in exits if exited.report and exited.report.text == first.report.text
-        ]
-        text = first.report.text.rstrip()
+    if text := text_of(first):
+        same = [exited for exited in exits if text_of(exited) == text]
         if len(same) == len(exits):
-            return text
+            return text.rstrip()
         where = f"\n  log: {first.log}" if first.log else ""
-        return f"{join_ranks(same)} (pid {first.pid}) failed first:\n{text}{where}"
+        return f"{join_ranks(same)} (pid {first.pid}) failed first:\n{text.rstrip()}{where}"
     log = log_paths([first])
     if not first.signal:
         code = "an unknown code" if first.code is None else f"code {first.code}"
@@ -244,11 +232,9 @@ def describe_failure(first: WorkerExit, exits: Sequence[WorkerExit], asked: Sequ
         return with_log_tail(first, LockstepError(f"{first} exited with {code}{no_report}", log))
     number = first.signal
     if number in asked:
+        name = signal.Signals(number).name
         return str(
-            LockstepError(
-                f"{first} was killed by {signal.Signals(number).name} before it could save and stop",
-                log,
-            )
+            LockstepError(f"{first} was killed by {name} before it could save and stop", log)
         )
     hints: dict[int, str] = {
         signal.SIGKILL: "not sent by lockstep: the kernel sends it when memory runs out (journalctl -k, or dmesg), or a user did",
@@ -267,7 +253,7 @@ def signal_name(number: int) -> str:
 
 
 def describe_early_exit(first: WorkerExit) -> str:
-    what = "exited early (code 0)" if exit_kind(first) == "exited early" else "finished"
+    what = "exited early (code 0)" if first.kind == "exited early" else "finished"
     hint = "all workers must take the same number of steps; a worker exits by returning from its function, not by sys.exit"
     what += " while other workers were still training"
     return with_log_tail(first, LockstepError(f"{first} {what}", log_paths([first]), hint))
@@ -279,26 +265,20 @@ def with_log_tail(exited: WorkerExit, error: LockstepError) -> str:
 
 def describe_other_exits(first: WorkerExit, exits: Sequence[WorkerExit]) -> list[str]:
     """Return one line for all workers that lost their peers, one for each further failure."""
-    text = first.report.text if first.report else ""
-    rest = [
-        exited
-        for exited in exits
-        if exited is not first and not (text and exited.report and exited.report.text == text)
-    ]
-    lost = [exited for exited in rest if exit_kind(exited) == "lost"]
+    text = text_of(first)
+    rest = [one for one in exits if one is not first and not (text and text_of(one) == text)]
+    lost = of_kind(rest, "lost")
     lines = [f"{join_ranks(lost)} lost {'their' if len(lost) > 1 else 'its'} peers"] if lost else []
-    for exited in [exited for exited in rest if exit_kind(exited) == "failed"]:
-        message = (
-            exited.report.text.strip().splitlines()
-            if exited.report and exited.report.text
-            else [f"exit code {exited.code}"]
-        )
+    for exited in of_kind(rest, "failed"):
+        message = text_of(exited).strip().splitlines() or [f"exit code {exited.code}"]
         summary = message[-1] if message[0].startswith("Traceback") else message[0]
-        lines.append(
-            f"{exited.title} {exited.rank} failed too: {summary}"
-            + (f" (log: {exited.log})" if exited.log else "")
-        )
+        log = f" (log: {exited.log})" if exited.log else ""
+        lines.append(f"{exited.title} {exited.rank} failed too: {summary}{log}")
     return lines
+
+
+def text_of(exited: WorkerExit) -> str:
+    return exited.report.text if exited.report else ""
 
 
 def join_ranks(exits: Sequence[WorkerExit]) -> str:

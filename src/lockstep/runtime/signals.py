@@ -13,7 +13,7 @@ import signal
 import threading
 from collections.abc import Mapping, Sequence
 from types import FrameType
-from typing import Any
+from typing import Any, Self
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 STOP_EXIT_CODES = {
@@ -40,25 +40,49 @@ class HostDrained(SystemExit):
         super().__init__(0)
 
 
-class StopSignals:
+class SignalPipe:
+    """Context manager: `numbers` do not end the process, but are written to a pipe.
+    Main thread only. Handlers are restored at the end."""
+
+    numbers: tuple[signal.Signals, ...] = STOP_SIGNALS
+
+    def __enter__(self) -> Self:
+        self.before: dict[signal.Signals, Any] = {}
+        self.reader, self.writer = os.pipe()
+        os.set_blocking(self.writer, False)
+        self.wakeup_before = signal.set_wakeup_fd(self.writer, warn_on_full_buffer=False)
+        for number in self.numbers:
+            self.before[number] = signal.signal(number, self.note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.restore()
+        os.close(self.reader)
+        os.close(self.writer)
+
+    def note(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal, between two bytecodes."""
+
+    def restore(self) -> None:
+        if self.before:
+            signal.set_wakeup_fd(self.wakeup_before)
+        restore_handlers(self.before)
+        self.before = {}
+
+
+class StopSignals(SignalPipe):
     """Context manager: the first SIGTERM, SIGINT or SIGUSR1 sets `received` to its name.
-    A second SIGINT ends the process with 130. Main thread only. Handlers are restored at the end,
-    and in forked children."""
+    A second SIGINT ends the process with 130. Handlers are restored in forked children, too."""
 
     def __init__(self) -> None:
         self.received = ""
-        self.before: dict[signal.Signals, Any] = {}
 
-    def __enter__(self) -> StopSignals:
-        self.reader, self.writer = os.pipe()
-        os.set_blocking(self.writer, False)
+    def __enter__(self) -> Self:
+        super().__enter__()
         self.thread = threading.Thread(
             target=exit_on_second_sigint, args=(self.reader,), name="lockstep-signals", daemon=True
         )
         self.thread.start()
-        self.wakeup_before = signal.set_wakeup_fd(self.writer, warn_on_full_buffer=False)
-        for number in STOP_SIGNALS:
-            self.before[number] = signal.signal(number, self.note)
         os.register_at_fork(after_in_child=self.restore)
         return self
 
@@ -66,17 +90,10 @@ class StopSignals:
         self.restore()
         os.write(self.writer, b"\0")
         self.thread.join()
-        os.close(self.writer)
-        os.close(self.reader)
+        super().__exit__()
 
     def note(self, number: int, frame: FrameType | None) -> None:
         self.received = self.received or signal.Signals(number).name
-
-    def restore(self) -> None:
-        if self.before:
-            signal.set_wakeup_fd(self.wakeup_before)
-        restore_handlers(self.before)
-        self.before = {}
 
 
 def exit_on_second_sigint(reader: int) -> None:
@@ -88,24 +105,10 @@ def exit_on_second_sigint(reader: int) -> None:
             os._exit(EXIT_INTERRUPTED)
 
 
-class SignalInbox:
+class SignalInbox(SignalPipe):
     """Context manager that queues stop signals and SIGCHLD; `wait` returns them."""
 
-    def __enter__(self) -> SignalInbox:
-        self.reader, self.writer = os.pipe()
-        os.set_blocking(self.reader, False)
-        os.set_blocking(self.writer, False)
-        self.before: dict[signal.Signals, Any] = {}
-        self.wakeup_before = signal.set_wakeup_fd(self.writer, warn_on_full_buffer=False)
-        for number in (*STOP_SIGNALS, signal.SIGCHLD):
-            self.before[number] = signal.signal(number, lambda number, frame: None)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        restore_handlers(self.before)
-        signal.set_wakeup_fd(self.wakeup_before)
-        os.close(self.reader)
-        os.close(self.writer)
+    numbers = (*STOP_SIGNALS, signal.SIGCHLD)
 
     def wait(self, timeout_s: float, also: Sequence[int]) -> list[int]:
         """Return queued signals after a signal, a readable descriptor in `also`, or `timeout_s`."""

@@ -76,7 +76,10 @@ class StatusBoard:
     def __init__(self, path: Path | None) -> None:
         self.pid = os.getpid()
         self.phase: Phase = "starting"
-        self.generation, self.step, self.collective_number, self.collective_bytes = 0, 0, 0, 0
+        self.generation = 0
+        self.step = 0
+        self.collective_number = 0
+        self.collective_bytes = 0
         self._first_step = -1  # unknown
         self._step_start_ns = 0
         self._steps_ns: deque[int] = deque(maxlen=15)
@@ -102,12 +105,10 @@ class StatusBoard:
         now_ns = time.monotonic_ns()
         with self._lock:
             if generation is not None:
-                self.generation, self._first_step, self.collective_number, self.collective_bytes = (
-                    generation,
-                    -1,
-                    0,
-                    0,
-                )
+                self.generation = generation
+                self._first_step = -1
+                self.collective_number = 0
+                self.collective_bytes = 0
             if step is not None:
                 self._set_step(step, now_ns)
             self.phase, self._since_ns = phase, now_ns

@@ -3,13 +3,9 @@
 An agent starts workers with these variables:
 
     LOCKSTEP_WORKER_ENV       JSON: the fields of WorkerEnv
-    LOCKSTEP_STATE            state folder on a local disk: what outlives the agent and the worker
     LOCKSTEP_SHARED_TERMINAL  1: one command started all hosts, and they share its terminal
 
-A static group (`run_static_group`) has torchrun's variables instead, and LOCKSTEP_EXIT_REPORT,
-the path of the worker's exit report.
-
-Files of slot 3 in the state folder:
+Files of slot 3 in the state folder, on a local disk, which outlive the agent and the worker:
 
     3.json         pid and start time of its worker, written before the worker runs
     3.exit_report  how it exited (exit_report.ExitReport), written by the worker
@@ -32,11 +28,7 @@ from lockstep.files import add_checksum, read_json, verify_checksum, write_json
 from lockstep.log import log
 from lockstep.runtime import status_board
 
-WORKER_ENV, STATE_FOLDER, EXIT_REPORT = (
-    "LOCKSTEP_WORKER_ENV",
-    "LOCKSTEP_STATE",
-    "LOCKSTEP_EXIT_REPORT",
-)
+WORKER_ENV = "LOCKSTEP_WORKER_ENV"
 SHARED_TERMINAL = "LOCKSTEP_SHARED_TERMINAL"
 
 
@@ -63,22 +55,14 @@ class WorkerEnv:
     flags: dict[str, str] = field(
         default_factory=dict
     )  # of a user's own loop: must be equal on all workers
-    master_port: int = (
-        0  # of a static group of `slots` workers on this host; 0: they form generations
-    )
 
     def environ(self) -> dict[str, str]:
-        if not self.master_port:
-            return {WORKER_ENV: json.dumps(asdict(self)), STATE_FOLDER: self.state}
-        numbers = {
-            "RANK": self.slot,
-            "WORLD_SIZE": self.slots,
-            "LOCAL_RANK": self.slot,
-            "LOCAL_WORLD_SIZE": self.slots,
-        }
-        master = {"MASTER_ADDR": self.address, "MASTER_PORT": str(self.master_port)}
-        report = {EXIT_REPORT: str(exit_report_path(Path(self.state), self.slot))}
-        return {name: str(number) for name, number in numbers.items()} | master | report
+        return {WORKER_ENV: json.dumps(asdict(self))}
+
+    @property
+    def is_child(self) -> bool:
+        """Whether the agent started this very process, not one of its workers."""
+        return self.agent_pid == os.getppid()
 
 
 def read_worker_env(environ: Mapping[str, str]) -> WorkerEnv | None:

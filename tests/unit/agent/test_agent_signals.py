@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.agent.config import AgentTimeouts
-from lockstep.agent.slots import RunEnd, Worker, signal_due
+from lockstep.agent.slots import AgentTimeouts, RunEnd, Worker, signal_due
 from lockstep.runtime.worker_env import ProcessIdentity
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.agent.evaluator_process import EvaluatorProcess
-from lockstep.agent.run_logs import EventLog
+from lockstep.agent.slots import EventLog
 
 
 def test_an_evaluator_that_cannot_be_recorded_is_not_started_twice(

@@ -22,7 +22,7 @@ from lockstep.agent.restart_policy import (
     restart_delay,
     start_error,
 )
-from lockstep.runtime.exit_report import ExitReport, WorkerExit, exit_kind
+from lockstep.runtime.exit_report import ExitReport, WorkerExit
 
 TRACE = 'Traceback (most recent call last):\n  File "x.py"\nValueError: fish\n'
 
@@ -76,7 +76,7 @@ ENDS = [KILLED, STOPPED, LOST, FENCED, RAISED, UNKNOWN, BROKE_OFF, SILENT]
 @pytest.mark.parametrize(
     "worker_exit",
     ENDS,
-    ids=lambda worker_exit: f"{worker_exit.code}-{exit_kind(worker_exit).replace(' ', '-')}",
+    ids=lambda worker_exit: f"{worker_exit.code}-{worker_exit.kind.replace(' ', '-')}",
 )
 def test_the_first_failure_is_restarted_at_once(worker_exit: WorkerExit) -> None:
     decision, history = decide(worker_exit)

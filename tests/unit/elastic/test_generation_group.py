@@ -18,10 +18,9 @@ import torch.distributed as dist
 from support.waiting import wait_until
 from torch.distributed import TCPStore
 
-from lockstep.elastic import generation_group, watchdog
-from lockstep.elastic.generation_group import GenerationGroup
+from lockstep.elastic import generation_group
+from lockstep.elastic.generation_group import GenerationGroup, GroupAborter
 from lockstep.elastic.generation_log import Generation, Member
-from lockstep.elastic.watchdog import GroupAborter
 
 MEMBER = Member("here/0/a", "here", 0, os.getpid(), "127.0.0.1:9")
 
@@ -176,13 +175,13 @@ def test_a_worker_whose_gpu_cannot_be_aborted_restarts(
 ) -> None:
     """Its main thread is blocked in CUDA, where no stack shows it. The limit counts from the break."""
     exits: list[str] = []
-    monkeypatch.setattr(watchdog, "exit_for_restart", lambda why, stack: exits.append(why))
+    monkeypatch.setattr(generation_group, "exit_for_restart", lambda why, stack: exits.append(why))
     aborter = GroupAborter(lambda: is_aborting, threading.get_ident())
     aborter.check(is_over=False, now_s=0.0)
-    for now_s in (1000.0, 1000.0 + watchdog.STUCK_ABORT_S):
+    for now_s in (1000.0, 1000.0 + generation_group.STUCK_ABORT_S):
         aborter.check(is_over=True, now_s=now_s)
         assert not exits
-    aborter.check(is_over=True, now_s=1000.1 + watchdog.STUCK_ABORT_S)
+    aborter.check(is_over=True, now_s=1000.1 + generation_group.STUCK_ABORT_S)
     assert exits == ["stuck while aborting the communicators of its GPU"] * is_aborting
 
 

@@ -28,7 +28,7 @@ TORCHRUN = {
     "TORCHELASTIC_MAX_RESTARTS": "3",
     "TORCHELASTIC_USE_AGENT_STORE": "True",
 }
-OURS = {
+BY_HAND = {
     name: TORCHRUN[name]
     for name in (
         "RANK",
@@ -39,7 +39,6 @@ OURS = {
         "MASTER_PORT",
     )
 }
-OURS["LOCKSTEP_EXIT_REPORT"] = "/tmp/state/3.exit_report"
 PET = {
     "PET_NODE_RANK": "1",
     "PET_NNODES": "3",
@@ -97,17 +96,13 @@ def test_torchrun_with_restarts_warns_about_its_shared_store() -> None:
     assert not rank_info(TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "False"}).warnings
 
 
-def test_workers_of_our_agent_have_torchruns_variables() -> None:
-    info = rank_info(OURS)
+def test_users_may_set_torchruns_variables() -> None:
+    info = rank_info(BY_HAND)
     assert (info.launcher, info.rank, info.master_addr, info.launcher_has_store) == (
-        "lockstep",
+        "RANK in the environment",
         3,
         "node0",
         False,
-    )
-    assert (
-        rank_info({name: text for name, text in OURS.items() if name in TORCHRUN}).launcher
-        == "RANK in the environment"
     )
 
 
@@ -176,11 +171,10 @@ def test_slurm_tasks_per_node_are_expanded() -> None:
         tasks_per_node("2x3")
 
 
-@pytest.mark.parametrize("family", [TORCHRUN, OURS, PET, SRUN])
+@pytest.mark.parametrize("family", [TORCHRUN, BY_HAND, PET, SRUN])
 def test_missing_variable_is_named_in_the_error(family: dict[str, str]) -> None:
     optional = (
         "TORCHELASTIC",
-        "LOCKSTEP_EXIT",
         "SLURM_NTASKS",
         "SLURM_STEP_ID",
         "SLURM_PROCID",

@@ -36,6 +36,10 @@ class ElasticLimits:
     one_host: bool = False  # the workers of a replica share a host: it saves to a disk that other hosts do not see
 
 
+# Of workers that are not replaced: their agent ends them all when one exits.
+FIXED = ElasticLimits(heartbeat_timeout_s=600.0, on_hang="warn")
+
+
 @dataclass(frozen=True)
 class LeaveReport:
     """A member's report that its main thread has left generation `number`."""

@@ -23,7 +23,7 @@ Updates = tuple[frozenset[str], Message, Message]
 
 @dataclass
 class Peers:
-    """The other workers, as far as this worker is linked to them and hears of them."""
+    """The other workers: links to them, and when each one was last heard from."""
 
     links: set[str] = field(default_factory=set)  # ids of linked peers
     dead: dict[str, str] = field(default_factory=dict)  # id -> why it is gone for good
@@ -175,9 +175,11 @@ class MembershipState:
         Each waiting worker lists all of them, so many of them do so less often."""
         if self.phase == "out":
             return self.limits.log_poll_s * max(1.0, len(self.waiting_members) / 64)
+        if self.phase != "in":
+            return self.limits.log_poll_s
         coordinator = self.coordinator()
-        is_told = self.phase == "in" and coordinator and coordinator.id in self.peers.links
-        return self.limits.log_poll_s * (40 if is_told else 4 if self.phase == "in" else 1)
+        is_linked = coordinator is not None and coordinator.id in self.peers.links
+        return self.limits.log_poll_s * (40 if is_linked else 4)
 
     def _silence_s(self, id: str) -> float:
         return self.now_s - self.peers.last_heard_s.get(id, self.now_s)

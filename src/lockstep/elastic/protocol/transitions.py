@@ -74,7 +74,9 @@ class Protocol(MembershipState):
 
     def set_fingerprint(self, fingerprint: Mapping[str, str], now_s: float) -> list[Effect]:
         """Start to train: check each waiting joiner against the fingerprint."""
-        self.fingerprint, joiners, self.joiners = fingerprint, list(self.joiners.values()), {}
+        joiners = list(self.joiners.values())
+        self.fingerprint = fingerprint
+        self.joiners = {}
         return [effect for joiner in joiners for effect in self._on_join_request(joiner)]
 
     def on_group_left(self, report: LeaveReport, now_s: float) -> list[Effect]:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.agent import run_logs
+from lockstep.agent import slots
 from lockstep.agent.lock import PriorState
-from lockstep.agent.run_logs import EventLog, GenerationReader
+from lockstep.agent.slots import EventLog, GenerationReader
 from lockstep.elastic.generation_log import Generation, GenerationLog, Member, Removed
 from lockstep.runtime.worker_env import ProcessIdentity
 
@@ -64,7 +64,7 @@ def test_search_for_a_waiting_worker_ends(
     log: GenerationLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert len(read_after_restart(log, STAYS, WAITS)) == NEWEST - 1
-    monkeypatch.setattr(run_logs, "KEEP", 20)
+    monkeypatch.setattr(slots, "KEEP", 20)
     assert len(read_after_restart(log, STAYS, WAITS)) == 20
 
 
