@@ -12,12 +12,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
 from lockstep.elastic.collectives import all_gather_json, run_on_rank0
+from lockstep.elastic.membership import Membership
 from lockstep.elastic.protocol.decisions import ElasticLimits
 from lockstep.elastic.runtime import ElasticRuntime
+from lockstep.elastic.world import World
 from lockstep.errors import LockstepError, PeersLostError
 from lockstep.log import log
 from lockstep.runtime.processes import die_with_parent, last_lines
@@ -58,13 +61,12 @@ def supervise(
             runtime.membership.request_join(facts, is_joining=True)
             runtime.form_next()
         runtime.membership.set_fingerprint(facts)
+        supervisor = Supervisor(words, environ, runtime, runtime.membership, signals, start)
         attempt = 0
         while True:
             with runtime.catch_peer_loss() as loss:
                 attempt = max(all_gather_json(runtime, attempt))
-                runtime.set_exit_code(
-                    run_once(words, environ, runtime, worker_env, signals, attempt, start)
-                )
+                runtime.set_exit_code(supervisor.run_once(attempt))
                 return runtime.exit_code
             attempt += 1
             runtime.leave_group(loss.why)
@@ -76,90 +78,79 @@ def supervise(
                 )
 
 
-def run_once(
-    command: Sequence[str],
-    environ: Mapping[str, str],
-    runtime: ElasticRuntime,
-    worker_env: WorkerEnv,
-    signals: StopSignals,
-    attempt: int,
-    start: SessionStart | None,
-) -> int:
-    """Collective. Run the script once. Return the exit code of the run: finished or stopped.
+@dataclass
+class Supervisor:
+    """Runs the script as a child process, once in each generation."""
 
-    command  words of Python
-    PeersLostError when all workers have to restart. A script that fails ends this worker with the
-    same exit code or signal, one with a Session that asks for another start with StartAgainError.
-    """
-    with reserve_port(worker_env.address) as reserved:
-        address, port = run_on_rank0(runtime, lambda: reserved.getsockname()[:2])
-        hosts = all_gather_json(runtime, worker_env.host)
-        variables = torchrun_environ(runtime, hosts, attempt) | {
-            "MASTER_ADDR": str(address),
-            "MASTER_PORT": str(port),
-        }
-        variables["TORCHELASTIC_RUN_ID"] = Path(worker_env.folder).name
-        log_size = os.fstat(2).st_size
-        supervisor = os.getpid()
-        process = subprocess.Popen(
-            [sys.executable, *command],
-            env={**environ, **variables},
-            preexec_fn=lambda: die_with_parent(supervisor),  # noqa: PLW1509  it only makes system calls
-        )
-        runtime.ledger.switch("training", time.monotonic())
-        try:
-            stopped = wait(process, runtime, worker_env, signals, start)
-        finally:
-            terminate(process)
-    if stopped:
-        return 128 + signal.Signals[stopped] if process.returncode else STOP_EXIT_CODES[stopped]
-    if process.returncode:
-        until_s = time.monotonic() + PEER_FAILURE_S
-        while process.returncode > 0 and time.monotonic() < until_s:
-            if why := runtime.generation_error():
+    words: Sequence[str]  # of Python
+    environ: Mapping[str, str]
+    runtime: ElasticRuntime
+    membership: Membership
+    signals: StopSignals
+    start: SessionStart | None
+
+    def run_once(self, attempt: int) -> int:
+        """Collective. Run the script; return the exit code of the run: finished or stopped.
+
+        PeersLostError when all workers have to restart. A script that fails ends this worker with
+        the same exit code or signal, one with a Session that asks for another start with
+        StartAgainError.
+        """
+        runtime, worker_env = self.runtime, self.membership.worker_env
+        with reserve_port(worker_env.address) as reserved:
+            address, port = run_on_rank0(runtime, lambda: reserved.getsockname()[:2])
+            hosts = all_gather_json(runtime, worker_env.host)
+            variables = torchrun_environ(runtime.world, hosts, attempt) | {
+                "MASTER_ADDR": str(address),
+                "MASTER_PORT": str(port),
+                "TORCHELASTIC_RUN_ID": Path(worker_env.folder).name,
+            }
+            log_size = os.fstat(2).st_size
+            supervisor = os.getpid()
+            process = subprocess.Popen(
+                [sys.executable, *self.words],
+                env={**self.environ, **variables},
+                preexec_fn=lambda: die_with_parent(supervisor),  # noqa: PLW1509  it only makes system calls
+            )
+            runtime.ledger.switch("training", time.monotonic())
+            try:
+                stopped = self.wait(process)
+            finally:
+                terminate(process)
+        if stopped:
+            return 128 + signal.Signals[stopped] if process.returncode else STOP_EXIT_CODES[stopped]
+        if process.returncode:
+            until_s = time.monotonic() + PEER_FAILURE_S
+            while process.returncode > 0 and time.monotonic() < until_s:
+                if why := runtime.generation_error():
+                    raise PeersLostError(why)
+                time.sleep(POLL_S)
+            exit_like(process.returncode, runtime.world.rank, self.words, log_size)
+        all_gather_json(runtime, "done")
+        return 0
+
+    def wait(self, process: subprocess.Popen[bytes]) -> str:
+        """Wait until the script exits; return the name of the signal that stopped it, or "".
+        PeersLostError if the generation ends first. HostDrained if only this host leaves.
+        StartAgainError if a Session asks for another start."""
+        membership = self.membership
+        while True:
+            exited = process.poll() is not None
+            if self.start:
+                self.start.check()
+            if exited:
+                return ""
+            waiting = "other workers wait to join" if membership.joiner_count else ""
+            if why := self.runtime.generation_error() or waiting:
                 raise PeersLostError(why)
+            if name := self.signals.received or membership.stop_signal:
+                process.send_signal(signal.Signals[name])
+                process.wait()  # the agent kills it after its timeout
+                if membership.worker_env.drain and self.signals.received == "SIGUSR1":
+                    raise HostDrained
+                membership.request_stop(name)  # on the other hosts
+                return name
             time.sleep(POLL_S)
-        name = command[1] if command[0] == "-m" else Path(command[0]).name
-        words = command if command[0] == "-m" else [name, *command[1:]]
-        exit_like(process.returncode, f"{name} of rank {runtime.world.rank}", words, log_size)
-    all_gather_json(runtime, "done")
-    return 0
-
-
-def wait(
-    process: subprocess.Popen[bytes],
-    runtime: ElasticRuntime,
-    worker_env: WorkerEnv,
-    signals: StopSignals,
-    start: SessionStart | None,
-) -> str:
-    """Wait until the script exits; return the name of the signal that stopped it, or "".
-    PeersLostError if the generation ends first. HostDrained if only this host leaves.
-    StartAgainError if a Session asks for another start."""
-    assert runtime.membership is not None
-    while True:
-        exited = process.poll() is not None
-        if start:
-            start.check()
-        if exited:
-            return ""
-        if why := runtime.generation_error() or (
-            "other workers wait to join" if runtime.membership.joiner_count else ""
-        ):
-            raise PeersLostError(why)
-        name = signals.received or runtime.membership.stop_signal
-        if name:
-            process.send_signal(signal.Signals[name])
-            process.wait()  # the agent kills it after its timeout
-            if is_drain(signals, worker_env):
-                raise HostDrained
-            runtime.membership.request_stop(name)  # on the other hosts
-            return name
-        time.sleep(POLL_S)
-
-
-def is_drain(signals: StopSignals, worker_env: WorkerEnv) -> bool:
-    return worker_env.drain and signals.received == "SIGUSR1"
 
 
 def terminate(process: subprocess.Popen[bytes]) -> None:
@@ -171,28 +162,29 @@ def terminate(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def exit_like(code: int, script: str, command: Sequence[str], log_size: int) -> None:
+def exit_like(code: int, rank: int, words: Sequence[str], log_size: int) -> None:
     """Exit as the script did: by the same signal, or an error with the same exit code."""
     if code < 0:
-        signal.signal(-code, signal.SIG_DFL) if -code not in (
-            signal.SIGKILL,
-            signal.SIGSTOP,
-        ) else None
+        if -code not in (signal.SIGKILL, signal.SIGSTOP):
+            signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     tail = ""
     if os.path.isfile("/proc/self/fd/2"):
         with open("/proc/self/fd/2", "rb") as output:
             tail = last_lines(output, log_size)
-    error = LockstepError(
-        f"{script} exited with code {code}", shlex.join(command), tail or "its output is above"
-    )
+    name, command = words[1], words
+    if words[0] != "-m":
+        name = Path(words[0]).name
+        command = [name, *words[1:]]
+    what = f"{name} of rank {rank} exited with code {code}"
+    error = LockstepError(what, shlex.join(command), tail or "its output is above")
     error.exit_code = code
     raise error
 
 
-def torchrun_environ(runtime: ElasticRuntime, hosts: Sequence[str], attempt: int) -> dict[str, str]:
+def torchrun_environ(world: World, hosts: Sequence[str], attempt: int) -> dict[str, str]:
     """Return torchrun's variables, except the run's name and the master; `hosts`: of each rank."""
-    unique_hosts, world = list(dict.fromkeys(hosts)), runtime.world
+    unique_hosts = list(dict.fromkeys(hosts))
     values = {
         "RANK": world.rank,
         "WORLD_SIZE": world.size,
@@ -207,7 +199,6 @@ def torchrun_environ(runtime: ElasticRuntime, hosts: Sequence[str], attempt: int
         "TORCHELASTIC_MAX_RESTARTS": 3,
         "TORCHELASTIC_USE_AGENT_STORE": False,
     }
-    threads = (
-        {} if "OMP_NUM_THREADS" in os.environ or world.local_size == 1 else {"OMP_NUM_THREADS": "1"}
-    )
-    return {name: str(value) for name, value in values.items()} | threads
+    if "OMP_NUM_THREADS" not in os.environ and world.local_size > 1:
+        values["OMP_NUM_THREADS"] = 1
+    return {name: str(value) for name, value in values.items()}

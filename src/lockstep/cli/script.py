@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from importlib.machinery import PathFinder
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from types import GenericAlias, ModuleType
 from typing import Any, get_args, get_type_hints
@@ -55,78 +55,64 @@ def launch(main: Callable[..., object], *, workers: int | None = None) -> None:
     process becomes `lockstep run FILE.py`, which starts the workers, replaces lost ones, and exits
     with the code of the run. In a notebook it returns after the run (docs/notebook.md).
     """
+    words = sys.argv[1:]
     if worker_env := read_worker_env(os.environ):
-        call(main, sys.argv[1:], Path(worker_env.folder))
-        return
+        return call(main, words, Path(worker_env.folder))
     rank_info, _ = read_rank_info(os.environ)
-    if rank_info is not None:
-        log.set_up_logging(rank=rank_info.rank)
-        if code := worker_main(lambda: call(main, sys.argv[1:])):
-            sys.exit(code)
-        return
-    if asks_for_help(sys.argv[1:]):
-        call(main, sys.argv[1:])
-        return
-    script = sys.modules["__main__"]
-    file = getattr(script, "__file__", None)
-    module = module_of(script)
-    from lockstep.runtime.sources import (
-        is_user_code,
-    )  # hashes all sources, which --help does not need
+    if rank_info is None:
+        return call(main, words) if asks_for_help(words) else start_workers(main, workers)
+    log.set_up_logging(rank=rank_info.rank)
+    if code := worker_main(lambda: call(main, words)):
+        sys.exit(code)
+    return None
 
-    if (
-        file
-        and module
-        and (module.partition(".")[0] in sys.stdlib_module_names or not is_user_code(script))
-    ):
+
+def start_workers(main: Callable[..., object], workers: int | None) -> None:
+    """Become `lockstep run FILE.py`; in a notebook, run it."""
+    from lockstep.runtime.sources import is_user_code  # hashes all sources
+
+    script = sys.modules["__main__"]
+    file, module = getattr(script, "__file__", None), module_of(script)
+    is_stdlib = module.partition(".")[0] in sys.stdlib_module_names
+    if file and module and (is_stdlib or not is_user_code(script)):
         what = "lockstep.launch in a program that is not a script file"
         raise UsageError(what, str(file), "write the loop to FILE.py and start python FILE.py")
-    parameters = parameters_of(main)
-    out = (given_out(sys.argv[1:]) if file else "") or (
-        parameters["out"].default if "out" in parameters else None
-    )
+    out = given_out(sys.argv[1:]) if file else ""
+    default = getattr(parameters_of(main).get("out"), "default", None)
+    if not out and isinstance(default, str | os.PathLike):
+        out = os.fspath(default)
     words = ["--workers", str(workers)] if workers is not None else []
-    words += ["--out", str(out)] if isinstance(out, str | os.PathLike) else []
+    words += ["--out", out] if out else []
     if not file:
         from lockstep.cli import notebook
 
         text = notebook.script_of(main)
-        folder = folder_of(
-            Path("notebook.py"),
-            [ast.parse(text)],
-            Path(out) if isinstance(out, str | os.PathLike) else None,
-            [],
-        )
-        notebook.run_script(folder / "notebook.py", text, words)
-        return
+        folder = Path(out or session_folder(ast.parse(text)) or "runs/notebook")
+        return notebook.run_script(folder / "notebook.py", text, words)
     target = ["-m", module] if module else [str(file)]
+    command = [sys.executable, "-m", "lockstep", "run", *words, *target, "--", *sys.argv[1:]]
     sys.stdout.flush()
     sys.stderr.flush()
-    os.execv(
-        sys.executable,
-        [sys.executable, "-m", "lockstep", "run", *words, *target, "--", *sys.argv[1:]],
-    )
+    os.execv(sys.executable, command)
 
 
 def call(function: Callable[..., object], words: list[str], folder: Path | None = None) -> None:
     """Call a user's function with flags as `arguments_of`; without parameters it reads sys.argv."""
     from lockstep.config.resolve import parse_flags  # loads pydantic
-    from lockstep.runtime.numerics import (
-        seed_unseeded_generators,
-    )  # loads torch, which --help does not need
+    from lockstep.runtime.numerics import seed_unseeded_generators  # loads torch
 
-    if asks_for_help(words) and parameters_of(function):
-        print_help(function)
-        return
+    has_parameters = bool(parameters_of(function))
+    if has_parameters and asks_for_help(words):
+        return print_help(function)
     seed_unseeded_generators()  # before the function makes its data and its model
     name = getattr(function, "__name__", "main")
-    if not parameters_of(function):
+    if not has_parameters:
         function()
-        return
+        return None
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--override", action="append", default=[])
     given, words = parser.parse_known_args(words)
-    call_with_flags(function, name, parse_flags(words), folder, given.override)
+    return call_with_flags(function, name, parse_flags(words), folder, given.override)
 
 
 def call_with_flags(
@@ -156,12 +142,8 @@ def print_help(function: Callable[..., object]) -> None:
     print(inspect.getdoc(function) or f"usage: {Path(sys.argv[0]).name} [--NAME VALUE]", end="\n\n")
     for name, parameter in parameters_of(function).items():
         spelled = f"--{name} | --no-{name}" if isinstance(parameter.default, bool) else f"--{name}"
-        print(
-            f"  {spelled}",
-            "(required)"
-            if parameter.default is parameter.empty
-            else f"(default: {parameter.default!r})",
-        )
+        is_required = parameter.default is parameter.empty
+        print(f"  {spelled}", "(required)" if is_required else f"(default: {parameter.default!r})")
 
 
 def parameters_of(function: Callable[..., object]) -> dict[str, inspect.Parameter]:
@@ -350,43 +332,34 @@ def search_folder(file: Path, module: str) -> Path:
 def read_sources(file: Path, module: str = "") -> list[ast.Module]:
     """Parse the script and the modules that it imports, directly or not, from the folder of the
     script or of -m MODULE. UsageError for the script; modules that are not Python are skipped."""
-    folder, script = search_folder(file, module), read_script(file)
-    package = (
-        module.rpartition(".")[0] if file.stem != "__main__" else module.removesuffix(".__main__")
-    )
-    waiting = (
-        [module, *imported_names(script, package)]
-        if module
-        else list(imported_names(script, package))
-    )
-    sources: dict[Path, ast.Module] = {file.resolve(): script}
+    folder, path = search_folder(file, module), file.resolve()
+    sources = {path: read_script(file)}
+    waiting = [*imported_paths(path, sources[path], folder), *prefixes(folder, module)]
     while waiting:
-        parts = waiting.pop().split(".")
-        for number in range(1, len(parts) + 1):
-            stem = folder.joinpath(*parts[:number])
-            for path in (stem.with_name(f"{stem.name}.py"), stem / "__init__.py"):
-                if path.is_file() and path.resolve() not in sources:
-                    with suppress(UsageError, OSError):
-                        tree = sources[path.resolve()] = read_script(path)
-                        waiting += imported_names(
-                            tree,
-                            ".".join(parts[: number if path.stem == "__init__" else number - 1]),
-                        )
+        stem = waiting.pop()
+        for path in (stem.with_name(f"{stem.name}.py"), stem / "__init__.py"):
+            if path.is_file() and path not in sources:
+                with suppress(UsageError, OSError):
+                    sources[path] = read_script(path)
+                    waiting += imported_paths(path, sources[path], folder)
     return list(sources.values())
 
 
-def imported_names(tree: ast.Module, package: str) -> Iterator[str]:
-    """Yield the absolute names of what a module of `package` imports, of modules and their
-    attributes."""
+def imported_paths(path: Path, tree: ast.Module, folder: Path) -> Iterator[Path]:
+    """Yield where the module in `path` would find what it imports, without the end of the name."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            for alias in node.names:
+                yield from prefixes(folder, alias.name)
         elif isinstance(node, ast.ImportFrom):
-            parents = (
-                package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
-            )
-            base = ".".join([part for part in [*parents, node.module or ""] if part])
-            yield from (f"{base}.{alias.name}" if base else alias.name for alias in node.names)
+            base = path.parents[node.level - 1] if node.level else folder
+            for alias in node.names:
+                yield from prefixes(base, f"{node.module or ''}.{alias.name}")
+
+
+def prefixes(folder: Path, module: str) -> list[Path]:
+    """Return the places of "a.b.c" in a folder, and of its packages."""
+    return list(accumulate(filter(None, module.split(".")), Path.joinpath, initial=folder))[1:]
 
 
 def opens_session(module: ast.Module) -> bool:
@@ -410,45 +383,25 @@ def imports_lockstep(script: ast.Module) -> bool:
 def session_folder(script: ast.Module) -> str:
     """Return the folder of a module's Session if it is a literal; "" otherwise.
     Session("a"), Session(Path("a")), or the name of a constant or of a parameter with a default."""
-    functions = [node for node in ast.walk(script) if isinstance(node, ast.FunctionDef)]
-    for scope in [*functions, script]:
-        texts = dict(constants(script)) | dict(constants(scope))
-        for node in ast.walk(scope):
-            if isinstance(node, ast.Call) and "Session" in (
-                getattr(node.func, "id", ""),
-                getattr(node.func, "attr", ""),
-            ):
-                arguments = [
-                    *node.args[:1],
-                    *(keyword.value for keyword in node.keywords if keyword.arg == "out"),
-                ]
-                folders = [
-                    text_of(argument) or texts.get(getattr(argument, "id", ""), "")
-                    for argument in arguments
-                ]
-                if folders and folders[0]:
-                    return folders[0]
+    values: dict[str, ast.AST | None] = {}
+    calls: list[ast.Call] = []
+    for node in ast.walk(script):
+        if isinstance(node, ast.Assign):
+            values |= {getattr(target, "id", ""): node.value for target in node.targets}
+        elif isinstance(node, ast.arguments):
+            parameters = [*node.posonlyargs, *node.args, *node.kwonlyargs]
+            defaults = [*node.defaults, *node.kw_defaults]
+            pairs = zip(parameters[::-1], defaults[::-1], strict=False)
+            values |= {parameter.arg: default for parameter, default in pairs if default}
+        elif isinstance(node, ast.Call):
+            calls.append(node)
+    for call in calls:
+        if "Session" in (getattr(call.func, "id", ""), getattr(call.func, "attr", "")):
+            named = [keyword.value for keyword in call.keywords if keyword.arg == "out"]
+            for argument in [*call.args, *named][:1]:
+                if folder := text_of(values.get(getattr(argument, "id", ""), argument)):
+                    return folder
     return ""
-
-
-def constants(scope: ast.AST) -> Iterator[tuple[str, str]]:
-    """Yield (name, text) of a function's literal defaults, or of a module's constants."""
-    pairs: list[tuple[str, ast.AST | None]] = []
-    if isinstance(scope, ast.FunctionDef):
-        positional = [*scope.args.posonlyargs, *scope.args.args]
-        last = positional[len(positional) - len(scope.args.defaults) :]
-        defaults = [*scope.args.defaults, *scope.args.kw_defaults]
-        pairs = [
-            (parameter.arg, default)
-            for parameter, default in zip([*last, *scope.args.kwonlyargs], defaults, strict=True)
-        ]
-    elif isinstance(scope, ast.Module):
-        pairs = [
-            (getattr(node.targets[0], "id", ""), node.value)
-            for node in scope.body
-            if isinstance(node, ast.Assign)
-        ]
-    yield from ((name, text_of(value)) for name, value in pairs if name and text_of(value))
 
 
 def text_of(node: ast.AST | None) -> str:
