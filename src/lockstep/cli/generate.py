@@ -36,7 +36,12 @@ def main(args: argparse.Namespace, rest: list[str]) -> int:
             lines.write_bytes(sys.stdin.buffer.read())
             words += ["--file", str(lines)]
             args.file = lines
-        return run_in_group(words, args.tensor, lambda runtime: print_continuations(args, runtime))
+        return run_in_group(
+            words,
+            args.tensor,
+            lambda runtime: print_continuations(args, runtime),
+            option="--tensor",
+        )
 
 
 def print_continuations(args: argparse.Namespace, runtime: ElasticRuntime | None) -> int:

@@ -58,7 +58,9 @@ def main(args: argparse.Namespace, rest: list[str]) -> int:
     Experiment(args)  # refuses before any process is started
     words = ("lab", *sys.argv[2:])
     modules = ["lockstep.parallel.run_moves"]
-    return run_in_group(words, args.ranks, lambda runtime: measure(args, runtime), modules)
+    return run_in_group(
+        words, args.ranks, lambda runtime: measure(args, runtime), modules, "--ranks"
+    )
 
 
 def refuse_options(args: argparse.Namespace) -> None:

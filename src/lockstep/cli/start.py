@@ -67,16 +67,18 @@ def run_in_group(
     workers: int | None,
     function: Callable[[ElasticRuntime], int],
     modules: Sequence[str] = (),
+    option: str = "--workers",
 ) -> int:
     """Run `function` in a fixed group of workers, one of which this process may be already.
 
     words    of the command, for the workers
     modules  that each worker imports
+    option   that gives the number of workers
     """
     worker_env = read_worker_env(os.environ)
     rank_info, description = read_rank_info(os.environ)
     if rank_info:
-        refuse_other_worker_count(workers, rank_info.size, description)
+        refuse_other_worker_count(workers, rank_info.size, description, option)
     elif not (worker_env and worker_env.is_child):
         program = WorkerProgram(tuple(words), preload=(*FIXED_PRELOAD, *modules))
         return run_fixed_group(program, workers or 1)
@@ -214,12 +216,14 @@ def refuse_split_replicas(run: RunConfig | None, workers: int, where: str) -> No
         )
 
 
-def refuse_other_worker_count(given: int | None, size: int, description: str) -> None:
-    """UsageError if --workers differs from the number of workers that another launcher started."""
+def refuse_other_worker_count(
+    given: int | None, size: int, description: str, option: str = "--workers"
+) -> None:
+    """UsageError if an option differs from the number of workers that another launcher started."""
     if given not in (None, size):
-        what = f"--workers {given} does not match the launch environment: {description}"
+        what = f"{option} {given} does not match the launch environment: {description}"
         raise UsageError(
-            what, "command line and environment", f"remove --workers, or start {given} workers"
+            what, "command line and environment", f"remove {option}, or start {given} workers"
         )
 
 

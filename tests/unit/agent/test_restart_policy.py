@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from lockstep.agent.restart_policy import (
     PLAIN_SCRIPT_POLICY,
     RestartDecision,
+    RestartDecisions,
     RestartPolicy,
     SlotHistory,
     decide_first_exit,
@@ -295,6 +296,29 @@ def test_a_restart_at_the_start_waits_for_the_errors_of_the_other_workers() -> N
         )
 
 
+def test_an_agent_remembers_earlier_exits_and_logs_one_error_once() -> None:
+    decisions = RestartDecisions(DEFAULT_POLICY, workers=2)
+    first = decide_again(decisions, RAISED_AT_START)
+    assert (first.action, first.delay_s) == ("restart", 1.0)
+    assert decisions.describe(RAISED_AT_START, first).endswith(
+        "ValueError: fish; restarting in 1 s"
+    )
+    second = decide_again(decisions, RAISED_AT_START)
+    assert second.delay_s == 0.5, "the first worker of the other slot has not failed"
+    assert decisions.describe(RAISED_AT_START, second).endswith(
+        "the same error; restarting in 0.5 s"
+    )
+    assert decide_again(decisions, RAISED_AT_START).action == "end", "the third in a row"
+    assert (
+        decide_again(RestartDecisions(DEFAULT_POLICY, workers=1), RAISED_AT_START).action == "end"
+    )
+    assert decide_again(RestartDecisions(DEFAULT_POLICY, 0), RAISED_AT_START).delay_s == 0.0
+
+
+def decide_again(decisions: RestartDecisions, worker_exit: WorkerExit) -> RestartDecision:
+    return decisions.decide(worker_exit, lived_s=1.0, step=-1, phase="", stopping=False)
+
+
 def test_an_error_in_the_program_before_a_worker_joined_ends_the_run_at_once() -> None:
     decision, _ = decide(make_exit(1, text=TRACE, joined=False, program_error=True), lived_s=100.0)
     assert (decision.action, decision.code, decision.at_start) == ("end", 1, True)
@@ -342,7 +366,7 @@ def test_an_error_that_no_restart_fixes_counts_though_others_ended_the_run(
 
 
 @pytest.mark.parametrize("worker_exit", [*ENDS, make_exit(2, text="UsageError: no")], ids=str)
-def test_a_static_group_ends_with_the_first_failure(worker_exit: WorkerExit) -> None:
+def test_a_fixed_group_ends_with_the_first_failure(worker_exit: WorkerExit) -> None:
     policy = RestartPolicy(restart=False)
     decision, _ = decide_restart(
         worker_exit, EMPTY, lived_s=1.0, step=-1, stopping=False, policy=policy

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from dataclasses import replace
+
 import pytest
 
 from lockstep.cli import start
@@ -15,6 +18,7 @@ from lockstep.cli.start import (
 from lockstep.config.resolve import resolve
 from lockstep.errors import UsageError
 from lockstep.runtime.environment import check_worker_count
+from lockstep.runtime.worker_env import WORKER_ENV, WorkerEnv
 
 
 def test_the_default_number_of_workers_fills_whole_replicas(
@@ -79,3 +83,16 @@ def test_one_machine_has_a_maximum_number_of_workers() -> None:
     for workers, cores in ((65, 2), (1025, 64)):
         with pytest.raises(UsageError, match="workers on one machine"):
             check_worker_count(workers, "here", cores=cores)
+
+
+def test_a_command_that_a_worker_starts_is_no_worker_of_its_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    own = WorkerEnv("run", "state", "here", 0, 1, 1, 1, 1, "127.0.0.1", agent_pid=os.getppid())
+    of_parent = replace(own, agent_pid=os.getpid())
+    outlives_its_agent = replace(own, agent_pid=0)
+    assert own.is_child and not of_parent.is_child and not outlives_its_agent.is_child
+    monkeypatch.setattr(start, "run_fixed_group", lambda program, workers: workers)
+    for env in (of_parent, outlives_its_agent):
+        monkeypatch.setenv(WORKER_ENV, env.environ()[WORKER_ENV])
+        assert start.run_in_group(["evaluate"], 3, lambda runtime: 0) == 3

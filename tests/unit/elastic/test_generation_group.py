@@ -19,7 +19,7 @@ from support.waiting import wait_until
 from torch.distributed import TCPStore
 
 from lockstep.elastic import generation_group
-from lockstep.elastic.generation_group import GenerationGroup, GroupAborter
+from lockstep.elastic.generation_group import GenerationGroup, GroupAborter, UpdateExchanges
 from lockstep.elastic.generation_log import Generation, Member
 
 MEMBER = Member("here/0/a", "here", 0, os.getpid(), "127.0.0.1:9")
@@ -136,6 +136,21 @@ def test_an_abort_waits_for_an_exchange_but_not_for_long(store: TCPStore) -> Non
     assert group.is_abort_held()
     assert group.hold_abort(0) and not group.is_abort_held(), "the exchange is finished"
     group.abort()
+
+
+def test_an_abort_waits_until_all_optimizers_have_exchanged_their_updates() -> None:
+    group = GenerationGroup(torch.device("cpu"))
+    updates = UpdateExchanges(group)
+    assert updates.hold(60) and not group.is_abort_held(), "none exchanges its update"
+    updates.add()
+    updates.add()
+    assert updates.hold(60) and group.is_abort_held()
+    updates.end()
+    assert group.is_abort_held(), "the second one is not finished"
+    updates.end()
+    assert not group.is_abort_held()
+    group.shutdown(set())
+    assert not updates.hold(60), "it is aborted"
 
 
 @pytest.mark.parametrize("intact", [True, False])
