@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from lockstep.agent.forkserver import WorkerProgram
 from lockstep.agent.restart_policy import RestartPolicy
 from lockstep.agent.slots import AgentTimeouts
 from lockstep.errors import LockstepError
+from lockstep.runtime.worker_env import WorkerEnv
 
 settings = json.loads(sys.argv[1])
 assert "torch" not in sys.modules
@@ -24,15 +24,10 @@ program = WorkerProgram(
     preload=tuple(settings["preload"]),
     script=settings["script"],
 )
+slots = settings["slots"]
 config = AgentConfig(
-    host="here",
-    address="127.0.0.1",
-    slots=settings["slots"],
-    expected_workers=settings["slots"],
-    min_workers=1,
-    max_workers=8,
+    WorkerEnv("", "", "here", 0, slots, slots, 1, 8, "127.0.0.1"),
     lives_on=settings["lives_on"],
-    environ=os.environ,
     command=settings["command"],
     timeouts=AgentTimeouts(**settings["timeouts"]),
     policy=RestartPolicy(**settings["policy"]),

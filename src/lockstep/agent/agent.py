@@ -65,16 +65,6 @@ from lockstep.runtime.worker_env import (
 
 FIXED_TIMEOUTS = AgentTimeouts(exit_s=5.0)  # of a fixed group: for the exit reports of the others
 LOOPBACK = "127.0.0.1"
-# Fields of AgentConfig that the workers receive unchanged.
-SHARED_FIELDS = (
-    "host",
-    "slots",
-    "expected_workers",
-    "min_workers",
-    "max_workers",
-    "address",
-    "flags",
-)
 KILLED = "killed all workers; the same command resumes from the newest checkpoint"
 EXITED = "exited"  # the reason of a removal because connections are closed and refused (elastic/protocol/transitions.py)
 
@@ -97,23 +87,18 @@ def run_until_end(program: WorkerProgram, folder: Path, config: AgentConfig) -> 
             "it needs pidfd_open(2) and prctl(2)",
             hint,
         )
-    state = state_folder(folder, config.host, temporary=not config.policy.restart)
-    sizes = {"--workers": config.slots, "--min": config.min_workers, "--max": config.max_workers}
+    env = config.env
+    state = state_folder(folder, env.host, temporary=not config.policy.restart)
+    sizes = {"--workers": env.slots, "--min": env.min_workers, "--max": env.max_workers}
     command = {**config.command, **{name: str(size) for name, size in sizes.items()}}
-    with (
-        SignalInbox() as inbox,
-        agent_lock(
-            folder, state, config.host, command, slots=config.slots, lives_on=config.lives_on
-        ) as prior,
-    ):
-        prctl(
-            PR_SET_CHILD_SUBREAPER, 1
-        )  # orphans of exited workers become children of this process
-        worker_env = WorkerEnv(
-            **{name: getattr(config, name) for name in SHARED_FIELDS},
+    lock = agent_lock(folder, state, env.host, command, slots=env.slots, lives_on=config.lives_on)
+    with SignalInbox() as inbox, lock as prior:
+        # Orphans of exited workers become children of this process.
+        prctl(PR_SET_CHILD_SUBREAPER, 1)
+        worker_env = replace(
+            env,
             folder=str(folder.resolve()),
             state=str(state),
-            slot=0,
             after_generation=prior.base_generation,
             agent_pid=0 if config.lives_on else os.getpid(),
             drain=config.lives_on,
@@ -144,35 +129,25 @@ def run_fixed_group(
 
 @dataclass(frozen=True)
 class AgentConfig:
-    """Settings of an agent. Fields without a comment are those of WorkerEnv."""
+    """Settings of an agent."""
 
-    host: str
-    address: str
-    slots: int
-    expected_workers: int
-    min_workers: int
-    max_workers: int
-    lives_on: bool  # workers outlive the agent and SIGUSR1 drains this host; else they exit with it
-    environ: Mapping[str, str]  # for the workers, extended by the agent's variables
-    flags: Mapping[str, str] = field(default_factory=dict)
-    command: Mapping[str, str] = field(
-        default_factory=dict
-    )  # settings by name; running workers are adopted if they have the same
+    env: WorkerEnv  # of its workers; the agent adds the folders and what it finds in them
+    lives_on: bool = (
+        False  # workers outlive the agent, SIGUSR1 drains this host; else they exit with it
+    )
+    # Settings by name: running workers are adopted if they have the same.
+    command: Mapping[str, str] = field(default_factory=dict)
     evaluator: bool = False  # run an evaluator process beside the workers
     timeouts: AgentTimeouts = AgentTimeouts()
     policy: RestartPolicy = RestartPolicy()
 
     @classmethod
-    def for_this_machine(cls, workers: int, **settings: Any) -> AgentConfig:
+    def for_this_machine(
+        cls, workers: int, min_workers: int = 0, max_workers: int = 0, **settings: Any
+    ) -> AgentConfig:
         """Return the settings of an agent without other hosts, whose workers exit with it."""
-        sizes = dict.fromkeys(("slots", "expected_workers", "min_workers", "max_workers"), workers)
-        values: dict[str, Any] = {
-            "host": socket.gethostname(),
-            "address": LOOPBACK,
-            "lives_on": False,
-            "environ": os.environ,
-        }
-        return cls(**(values | sizes | settings))
+        sizes = (workers, workers, min_workers or workers, max_workers or workers)
+        return cls(WorkerEnv("", "", socket.gethostname(), 0, *sizes, LOOPBACK), **settings)
 
 
 class Agent:
@@ -188,21 +163,21 @@ class Agent:
         self.timeouts = config.timeouts
         self.folder = Path(worker_env.folder)
         self.state = HostState(Path(worker_env.state))
-        self.events = EventLog(folder, config.host)
-        self.pool = WorkerPool(program, config.environ, self.events, self.timeouts)
+        self.events = EventLog(folder, worker_env.host)
+        self.pool = WorkerPool(program, os.environ, self.events, self.timeouts)
         self.evaluator = EvaluatorProcess(
-            folder, config.host, config.environ, self.events, enabled=config.evaluator
+            folder, worker_env.host, os.environ, self.events, enabled=config.evaluator
         )
         self.stops = StopRequests(self.folder, self.events, self.timeouts, drains=worker_env.drain)
         self.generations = GenerationReader(self.folder, prior, self.events)
-        self.leader_output = LeaderOutput(self.folder, config.host)
-        has_all = config.slots == config.expected_workers
-        self.decisions = RestartDecisions(config.policy, config.slots if has_all else 0)
+        self.leader_output = LeaderOutput(self.folder, worker_env.host)
+        has_all = worker_env.slots == worker_env.expected_workers
+        self.decisions = RestartDecisions(config.policy, worker_env.slots if has_all else 0)
         self.run_end: RunEnd | None = None
         # Pids of the local workers that trained until the end of the run.
         self.finishers: set[int] = set()
         self.has_trained = False  # a worker of this agent was a member of a generation
-        self.slots = {number: Slot(number) for number in range(config.slots)}
+        self.slots = {number: Slot(number) for number in range(worker_env.slots)}
         for number, process in prior.running.items():
             self.adopt(self.slots[number], process)
 

@@ -33,7 +33,7 @@ from lockstep.object_store.address import parse_address
 from lockstep.object_store.bucket import RunBucket
 from lockstep.remote.host_copy import driver_copy
 from lockstep.runtime.processes import die_with_parent
-from lockstep.runtime.worker_env import SHARED_TERMINAL
+from lockstep.runtime.worker_env import SHARED_TERMINAL, WorkerEnv
 
 # Options that exclude each other.
 CONFLICTS = {
@@ -89,17 +89,18 @@ def main(args: argparse.Namespace, rest: list[str]) -> int:
     if (args.ssh or hosts.ssh) and not args.host:
         return launch_by_ssh(args, request, hosts, limits)
     host = hosts.find(name, f"{source}; {args.hosts}")
-    config = AgentConfig(
+    env = WorkerEnv(
+        folder="",
+        state="",
         host=name,
-        address=host.resolve(),
+        slot=0,
         slots=host.workers,
         expected_workers=fewest,
         min_workers=max(args.min, workers_per_replica(run)),
         max_workers=most,
-        lives_on=not args.parent,
-        environ=os.environ,
-        evaluator=args.with_evaluator,
+        address=host.resolve(),
     )
+    config = AgentConfig(env, lives_on=not args.parent, evaluator=args.with_evaluator)
     return start_agent(request, run, config)
 
 

@@ -108,7 +108,8 @@ def start_agent(request: RunRequest, run: RunConfig | None, config: AgentConfig)
     """Be the agent of this machine; return the exit code of the run.
     config: where and with how many workers; this function adds the settings of the run.
     StartAgainError if a Session of a script needs another start."""
-    check_worker_count(config.slots, config.host)
+    env = config.env
+    check_worker_count(env.slots, env.host)
     # "auto" is resolved once, by the workers: the resolved precision is no part of the request.
     values = (
         {key: text for key, text in shared_values(run).items() if key != "compute.precision"}
@@ -127,13 +128,12 @@ def start_agent(request: RunRequest, run: RunConfig | None, config: AgentConfig)
         if request.restart == "all"
         else config.policy
     )
-    config = replace(
-        config, flags=request.flags if request.script else {}, command=command, policy=policy
-    )
+    env = replace(env, flags=request.flags if request.script else {})
+    config = replace(config, env=env, command=command, policy=policy)
     is_new = not request.folder.exists()
     code, text = run_until_end(program, request.folder, config)
     if again := StartAgainError.parse(text) if request.follows_session else None:
-        is_alone = config.slots == config.expected_workers
+        is_alone = env.slots == env.expected_workers
         if (
             is_new
             and is_alone
@@ -146,7 +146,7 @@ def start_agent(request: RunRequest, run: RunConfig | None, config: AgentConfig)
     if text:
         print(text, file=sys.stderr, flush=True)
     with SignalInbox():  # a late signal does not change the exit code
-        write_at_end(request.folder, config.host, is_preempted=code == STOP_EXIT_CODES["SIGTERM"])
+        write_at_end(request.folder, env.host, is_preempted=code == STOP_EXIT_CODES["SIGTERM"])
     return code
 
 
