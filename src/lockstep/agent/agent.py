@@ -104,7 +104,7 @@ def run_until_end(program: WorkerProgram, folder: Path, config: AgentConfig) -> 
             drain=config.lives_on,
             folder_id=prior.folder_id,
         )
-        agent = Agent(program, folder, config, worker_env, prior)
+        agent = Agent(program, config, worker_env, prior)
         try:
             return agent.run(inbox)
         finally:
@@ -154,7 +154,6 @@ class Agent:
     def __init__(
         self,
         program: WorkerProgram,
-        folder: Path,
         config: AgentConfig,
         worker_env: WorkerEnv,
         prior: PriorState,
@@ -163,13 +162,11 @@ class Agent:
         self.timeouts = config.timeouts
         self.folder = Path(worker_env.folder)
         self.state = HostState(Path(worker_env.state))
-        self.events = EventLog(folder, worker_env.host)
+        self.events = EventLog(self.folder, worker_env.host)
         self.pool = WorkerPool(program, os.environ, self.events, self.timeouts)
-        self.evaluator = EvaluatorProcess(
-            folder, worker_env.host, os.environ, self.events, enabled=config.evaluator
-        )
-        self.stops = StopRequests(self.folder, self.events, self.timeouts, drains=worker_env.drain)
-        self.generations = GenerationReader(self.folder, prior, self.events)
+        self.evaluator = EvaluatorProcess(os.environ, self.events, enabled=config.evaluator)
+        self.stops = StopRequests(self.events, self.timeouts, drains=worker_env.drain)
+        self.generations = GenerationReader(prior, self.events)
         self.leader_output = LeaderOutput(self.folder, worker_env.host)
         has_all = worker_env.slots == worker_env.expected_workers
         self.decisions = RestartDecisions(config.policy, worker_env.slots if has_all else 0)

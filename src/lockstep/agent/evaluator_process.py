@@ -11,7 +11,6 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
-from pathlib import Path
 
 from lockstep.agent.slots import EventLog
 from lockstep.files import write_json
@@ -28,22 +27,15 @@ class EvaluatorProcess:
     """The evaluator of one agent, if it is `enabled`; `poll` starts and restarts it."""
 
     def __init__(
-        self,
-        folder: Path,
-        host: str,
-        environ: Mapping[str, str],
-        events: EventLog,
-        *,
-        enabled: bool = True,
+        self, environ: Mapping[str, str], events: EventLog, *, enabled: bool = True
     ) -> None:
-        self.folder = folder
-        self.host = host
+        self.folder = events.folder
         self.events = events
         self.environ = {name: value for name, value in environ.items() if name != WORKER_ENV}
         self.process: subprocess.Popen[bytes] | None = None
         self.start_at_s = 0.0 if enabled else None
         self.delay_s = INITIAL_DELAY_S
-        self.record_path = folder / "evaluators" / f"{host}.json"
+        self.record_path = events.folder / "evaluators" / f"{events.host}.json"
 
     def poll(self) -> None:
         if self.process and (code := self.process.poll()) is not None:
@@ -86,7 +78,7 @@ class EvaluatorProcess:
             die_with_parent(agent)
 
         try:
-            with open_worker_log(self.folder, 1, f"{self.host}-{ROLE}") as output:
+            with open_worker_log(self.folder, 1, f"{self.events.host}-{ROLE}") as output:
                 self.process = subprocess.Popen(
                     [sys.executable, "-m", "lockstep", "evaluate", str(self.folder), "--follow"],
                     env=self.environ,
@@ -109,7 +101,7 @@ class EvaluatorProcess:
                 "pid": self.process.pid,
                 "started": process_stat(self.process.pid)[1],
             }
-            write_json(self.record_path, {"role": ROLE, "host": self.host, **identity})
+            write_json(self.record_path, {"role": ROLE, "host": self.events.host, **identity})
         except OSError as error:
             self.events.warn("cannot record the evaluator's process", error)
 

@@ -234,11 +234,8 @@ def reap_orphans(known: Collection[int]) -> None:
 class GenerationReader:
     """Reads the generation log. `newest`: the newest generation read; `known`: its number."""
 
-    def __init__(self, folder: Path, prior: PriorState, events: EventLog) -> None:
-        self.folder, self.log = (
-            folder,
-            GenerationLog(folder / "generations", since=prior.newest.number),
-        )
+    def __init__(self, prior: PriorState, events: EventLog) -> None:
+        self.log = GenerationLog(events.folder / "generations", since=prior.newest.number)
         self.newest, self.base, self.events = prior.newest, prior.base_generation, events
         self.known = self.last_handled(
             prior.newest.number, {process.pid for process in prior.running.values()}
@@ -293,7 +290,9 @@ class GenerationReader:
         """Record the end of the run as the next generation, unless another host has recorded
         one."""
         try:
-            open_generation_log(self.folder).record_end(RunResult(code, text), reason, self.base)
+            open_generation_log(self.events.folder).record_end(
+                RunResult(code, text), reason, self.base
+            )
         except OSError as error:
             self.events.warn(
                 "cannot write the end of the run into the generation log; other hosts may not learn of it",
@@ -307,10 +306,7 @@ STOP_REQUEST_S = 1.0  # between two attempts to make another worker stop the run
 class StopRequests:
     """The stop and drain signals that one agent received. drains: SIGUSR1 drains only this host."""
 
-    def __init__(
-        self, folder: Path, events: EventLog, timeouts: AgentTimeouts, *, drains: bool
-    ) -> None:
-        self.folder = folder
+    def __init__(self, events: EventLog, timeouts: AgentTimeouts, *, drains: bool) -> None:
         self.events = events
         self.timeouts = timeouts
         self.drains = drains
@@ -350,7 +346,7 @@ class StopRequests:
 
     def waiting_members(self) -> list[Member]:
         with suppress(OSError):
-            return WaitingRoom(self.folder).members()
+            return WaitingRoom(self.events.folder).members()
         return []
 
     def recipients(self, newest: Generation, workers: Collection[Worker]) -> list[Member]:
@@ -374,7 +370,7 @@ class StopRequests:
         ):
             return
         recipient = control.request_stop(
-            self.folder,
+            self.events.folder,
             self.recipients(newest, workers),
             self.stop_signal,
             within_s=STOP_REQUEST_S,

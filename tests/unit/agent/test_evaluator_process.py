@@ -21,7 +21,7 @@ def test_an_evaluator_that_cannot_be_recorded_is_not_started_twice(
     (tmp_path / "logs").mkdir()
     (tmp_path / "run.json").touch()
     (tmp_path / "evaluators").touch()  # a file in the place of the folder
-    evaluator = EvaluatorProcess(tmp_path, "here", {}, EventLog(tmp_path, "here"))
+    evaluator = EvaluatorProcess({}, EventLog(tmp_path, "here"))
     try:
         evaluator.poll()
         pids = evaluator.pids()
