@@ -15,6 +15,7 @@ import shutil
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 from lockstep.errors import UsageError
@@ -129,9 +130,8 @@ def default_worker_count(
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if gpus and visible is not None:
         devices = [device.strip() for device in visible.split(",")]
-        valid = next(
-            (i for i, device in enumerate(devices) if device in ("", "-1")), len(devices)
-        )  # CUDA ignores what follows
+        # CUDA ignores what follows an invalid one.
+        valid = len(list(takewhile(lambda device: device not in ("", "-1"), devices)))
         count, unit = (valid, "one for each GPU") if valid else (2, "two on the CPU")
         return count, f"{unit} (CUDA_VISIBLE_DEVICES={visible})"
     return (gpus, "one for each GPU") if gpus else (2, "two on the CPU, no GPU found")

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 from contextlib import suppress
 from dataclasses import dataclass
@@ -45,14 +46,8 @@ class StartAgainError(UsageError):
     @classmethod
     def parse(cls, text: str) -> StartAgainError | None:
         """Return the error that a worker reported with `text`, if it is one."""
-        lines = [line.strip() for line in text.splitlines()]
-        if (
-            len(lines) != 3
-            or not lines[0].startswith(f"{cls.__name__}: ")
-            or not lines[2].startswith(OPTIONS)
-        ):
-            return None
-        return cls(lines[0].partition(": ")[2], *lines[1:])
+        match = re.fullmatch(rf"{cls.__name__}: (.+)\n *(.+)\n *({OPTIONS}.+)", text.strip())
+        return cls(*match.groups()) if match else None
 
 
 @dataclass(frozen=True)

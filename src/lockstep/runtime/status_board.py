@@ -169,11 +169,8 @@ def read_status(path: Path) -> Status:
         raw, now_ns = read_bytes(path), time.monotonic_ns()
         if len(raw) != 2 * RECORD_BYTES:
             break
-        bodies = [
-            body
-            for body in (valid_body(raw[:RECORD_BYTES]), valid_body(raw[RECORD_BYTES:]))
-            if body
-        ]
+        halves = raw[:RECORD_BYTES], raw[RECORD_BYTES:]
+        bodies = list(filter(None, map(valid_body, halves)))
         if bodies:
             (
                 _,
