@@ -171,13 +171,13 @@ def test_refused_worker_retries_and_is_logged_once(
 def collect_refusals(member: Membership) -> list[object]:
     """Return a list that collects every refused connection of `member`."""
     seen: list[object] = []
-    due = member.connections._refusals.due
+    due = member.thread.connections._refusals.due
 
     def count(refusal: object, now_s: float) -> int:
         seen.append(refusal)
         return due(refusal, now_s)  # type: ignore[arg-type]
 
-    member.connections._refusals.due = count  # type: ignore[method-assign]
+    member.thread.connections._refusals.due = count  # type: ignore[method-assign]
     return seen
 
 
