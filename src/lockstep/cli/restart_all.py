@@ -172,8 +172,9 @@ def exit_like(code: int, rank: int, words: Sequence[str], log_size: int) -> None
     if os.path.isfile("/proc/self/fd/2"):
         with open("/proc/self/fd/2", "rb") as output:
             tail = last_lines(output, log_size)
-    name, command = words[1], words
-    if words[0] != "-m":
+    if words[0] == "-m":
+        name, command = words[1], words
+    else:
         name = Path(words[0]).name
         command = [name, *words[1:]]
     what = f"{name} of rank {rank} exited with code {code}"

@@ -158,7 +158,7 @@ def launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     )
     monkeypatch.setattr(
         "lockstep.cli.launch.start_agent",
-        lambda request, run, config: calls.append(config.min_workers) or 0,
+        lambda request, run, config: calls.append(config.env.min_workers) or 0,
     )
     Path("hosts.toml").write_text(HOSTS)
     Path("by-ssh.toml").write_text(f"ssh = true\n{HOSTS}")
