@@ -1,6 +1,6 @@
-"""The workers of test_static_group.py: functions that the workers of a fixed group run, by name.
+"""The workers of test_fixed_group.py: functions that the workers of a fixed group run, by name.
 
-torchrun ... static_workers.py NAME    the same under torchrun
+torchrun ... fixed_workers.py NAME    the same under torchrun
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Run a static group with the settings in argv[1] (JSON): test_static_group.py."""
+"""Run a fixed group with the settings in argv[1] (JSON): test_fixed_group.py."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ settings = json.loads(sys.argv[1])
 assert "torch" not in sys.modules
 try:
     program = WorkerProgram(
-        (settings["worker"],), entry="static_workers:main", preload=("static_workers",)
+        (settings["worker"],), entry="fixed_workers:main", preload=("fixed_workers",)
     )
     sys.exit(run_fixed_group(program, settings["workers"], AgentTimeouts(**settings["timeouts"])))
 except LockstepError as error:

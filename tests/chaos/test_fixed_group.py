@@ -27,7 +27,7 @@ from lockstep.models.hf_config import config_to_hf
 from lockstep.models.llama import build_llama
 from lockstep.models.llama_config import LlamaConfig
 
-PROGRAM = SUPPORT / "static_group_program.py"
+PROGRAM = SUPPORT / "fixed_group_program.py"
 
 
 def environment(folder: Path) -> dict[str, str]:
@@ -46,7 +46,7 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 class GroupRun:
-    """A static group under test, in its own folder. `process`: its agent."""
+    """A fixed group under test, in its own folder. `process`: its agent."""
 
     def __init__(self, folder: Path, worker: str, **settings: Any) -> None:
         self.folder = folder
@@ -81,11 +81,11 @@ Start = Callable[..., GroupRun]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Start static groups. At the end of the test, kill the processes left in its folder."""
+    """Start fixed groups. At the end of the test, kill the processes left in its folder."""
     groups: list[GroupRun] = []
 
     def start_group(worker: str, **settings: Any) -> GroupRun:
-        """worker: name of a function in tests/support/static_workers.py"""
+        """worker: name of a function in tests/support/fixed_workers.py"""
         groups.append(GroupRun(tmp_path, worker, **settings))
         return groups[-1]
 
@@ -284,7 +284,7 @@ def test_under_torchrun_a_worker_reads_its_rank_from_the_environment(tmp_path: P
     ]
     (tmp_path / "tmp").mkdir()
     done = subprocess.run(
-        [*torchrun, str(SUPPORT / "static_workers.py"), "join_and_leave"],
+        [*torchrun, str(SUPPORT / "fixed_workers.py"), "join_and_leave"],
         cwd=tmp_path,
         env=environment(tmp_path),
         capture_output=True,
