@@ -163,7 +163,7 @@ def newest_generation(folder: Path) -> Generation:
     except OSError as error:
         hint = "repair it, or choose another --out"
         raise UsageError(
-            f"cannot read the generation log: {error}", str(generation_log.folder), hint
+            f"cannot read the generation log: {error}", generation_log.folder.where, hint
         ) from None
 
 

@@ -28,9 +28,9 @@ from lockstep.agent.hosts import SENT_VARIABLES, combined_exit_code
 from lockstep.elastic.control import request_stop, stop_recipients
 from lockstep.elastic.generation_log import NO_GENERATION, Generation, GenerationLog
 from lockstep.elastic.run_folder import create_run_folder, read_folder_id
-from lockstep.elastic.stored_folder import store_address
 from lockstep.elastic.waiting_room import WaitingRoom
 from lockstep.errors import LockstepError, UsageError
+from lockstep.object_store.storage import store_address
 from lockstep.runtime.signals import StopSignals
 from lockstep.runtime.worker_env import SHARED_TERMINAL
 

@@ -26,11 +26,11 @@ from lockstep.cli.start import (
 )
 from lockstep.config.schema import RunConfig
 from lockstep.elastic.control import stop_run
-from lockstep.elastic.stored_folder import store_address
 from lockstep.errors import UsageError
 from lockstep.log import log, printable
 from lockstep.object_store.address import parse_address
 from lockstep.object_store.bucket import RunBucket
+from lockstep.object_store.storage import store_address
 from lockstep.remote.host_copy import driver_copy
 from lockstep.runtime.processes import die_with_parent
 from lockstep.runtime.worker_env import SHARED_TERMINAL, WorkerEnv

@@ -19,7 +19,6 @@ from lockstep.elastic.generation_log import (
     GenerationLog,
     Member,
     RunResult,
-    StoredGenerationLog,
 )
 from lockstep.elastic.protocol.effects import Effect
 from lockstep.elastic.protocol.transitions import Protocol
@@ -27,8 +26,6 @@ from lockstep.elastic.waiting_room import WaitingRoom
 from lockstep.log import log
 from lockstep.record.recorder_lock import RECORDER_LOCK, is_recorded
 from lockstep.runtime.worker_env import is_loopback_reachable
-
-STORE_PAUSE_S = 0.5  # at least, between two reads by a waiting worker of a log in an object store, which charges for each
 
 
 class DiskThread:
@@ -55,10 +52,7 @@ class DiskThread:
         self.on_second_training = on_second_training
         self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._reading_log = False
-        self._next_read_s, self._pause_s = (
-            0.0,
-            STORE_PAUSE_S if isinstance(generation_log, StoredGenerationLog) else 0.0,
-        )
+        self._next_read_s = 0.0
         self._registered = False  # in the waiting room
         self._waiting: dict[str, Member] = {}  # file name -> worker in the waiting room
         self._liveness: Mapping[str, str] = {}  # id -> newest content of its liveness file
@@ -74,7 +68,8 @@ class DiskThread:
         outside = self.protocol.phase == "out"
         if self._reading_log or (outside and time.monotonic() < self._next_read_s):
             return
-        self._reading_log, self._next_read_s = True, time.monotonic() + self._pause_s
+        self._reading_log = True
+        self._next_read_s = time.monotonic() + self.generation_log.folder.pause_s
         writes_liveness = self.protocol.writes_liveness
         registers = outside and self.protocol.join_requested
         members = self.protocol.generation.members

@@ -15,8 +15,8 @@ leaves, for members that lost their peers too early to detect it.
 
 A start lists the folder, so the winner of a number archives the generation that is KEEP older.
 
-If the hosts share no disk, the log is in an object store (StoredGenerationLog): there a conditional
-put decides a number. RUN/generations of each host is a copy then, for commands that only read.
+If the hosts share no disk, the log is in an object store: there a conditional put decides a number
+(object_store/storage.py). RUN/generations of each host is a copy then, for commands that only read.
 """
 
 from __future__ import annotations
@@ -24,32 +24,25 @@ from __future__ import annotations
 import errno
 import ipaddress
 import json
-import os
 import re
 import secrets
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from lockstep.elastic.stored_folder import StoredFolder, stored_folder
 from lockstep.errors import DamagedFileError
-from lockstep.files import (
-    add_checksum,
-    parse_json,
-    read_json,
-    read_text,
-    verify_checksum,
-    write_if_absent,
-    write_json,
-)
+from lockstep.files import add_checksum, parse_json, verify_checksum
 from lockstep.log import log
+from lockstep.object_store.storage import DiskStorage, Storage, shared_folder
 
-GENERATION_FILE = re.compile(r"x*(\d{6,})\.json")
+GENERATION_FILE = re.compile(r"(\d{6,})\.json")
+ARCHIVE = "archive/"
 KEEP = 1000  # newest generations that stay in the folder
-RETRY_S = 20.0  # how long a member tries to read whether its state is trusted, when a store does not answer
+RETRY_S = 20.0  # how long a member tries to read whether its state is trusted
 
 
 @dataclass(frozen=True)
@@ -164,52 +157,54 @@ def new_token() -> str:
 
 
 def name_of(number: int) -> str:
-    """Return the name of a generation's file, without its end. A store lists names as text, so from
-    1,000,000 on each further digit has an "x" before the number."""
-    digits = f"{number:06d}"
-    return "x" * (len(digits) - 6) + digits
+    return f"{number:06d}.json"
+
+
+def suspects_name(number: int) -> str:
+    return f"{number:06d}.suspects.json"
 
 
 class GenerationLog:
-    """The log of generations in `folder`. Every method raises OSError when the disk fails.
-    It never creates the folder. A missing generation that was seen before, here or by another
-    process (`since`), means that the disk is unavailable."""
+    """The log of generations in a folder. Every method raises OSError when the disk or the store
+    fails. A missing generation that was seen before, here or by another process (`since`), means
+    that it is unavailable."""
 
-    def __init__(self, folder: Path, since: int = 0) -> None:
-        self.folder, self.seen = folder, since
+    def __init__(self, folder: Path | Storage, since: int = 0) -> None:
+        self.folder = DiskStorage(folder) if isinstance(folder, Path) else folder
+        self.seen = since
 
     def newest(self, known: int = 0) -> Generation | None:
         """Return the newest generation above `known`, or None, which costs two stat()."""
-        if known and not self._path(known + 1).exists() and self._path(known).exists():
+        exists = self.folder.exists
+        if known and not exists(name_of(known + 1)) and exists(name_of(known)):
             return None
-        newest = max(
-            (
-                int(match[1])
-                for name in os.listdir(self.folder)
-                if (match := GENERATION_FILE.fullmatch(name))
-            ),
-            default=0,
-        )
+        matches = [match for match in map(GENERATION_FILE.fullmatch, self.folder.names()) if match]
+        newest = max((int(match[1]) for match in matches), default=0)
         if newest < max(known, self.seen):
             self._require(max(known, self.seen))
         return self.read(newest) if newest > known else None
 
     def read(self, number: int) -> Generation:
         """Read a generation. OSError: missing; DamagedFileError (an OSError): damaged."""
-        path = self._path(number)
-        return self._parse(number, path if path.exists() else self._archived(number), self.folder)
 
-    def _parse(self, number: int, source: Path | str, where: object) -> Generation:
-        """Return the generation in a file, or in a text of the log `where`."""
+        def read_text() -> str:
+            try:
+                return self.folder.read(name_of(number))
+            except FileNotFoundError:
+                return self.folder.read(ARCHIVE + name_of(number))
+
+        return self._parse(number, read_text)
+
+    def _parse(self, number: int, read_text: Callable[[], str]) -> Generation:
         try:
-            text = read_text(source) if isinstance(source, Path) else source
-            generation = Generation.from_json(verify_checksum(parse_json(text)))
+            generation = Generation.from_json(verify_checksum(parse_json(read_text())))
             if generation.number != number:
                 raise ValueError(f"it holds generation {generation.number}")
         except (ValueError, KeyError, TypeError) as error:
+            where = self.folder.where
             raise DamagedFileError(
-                f"{name_of(number)}.json, the record of generation {number}, is damaged: {error}",
-                str(source if isinstance(source, Path) else where),
+                f"{name_of(number)}, the record of generation {number}, is damaged: {error}",
+                f"{where}/{name_of(number)}",
                 f"stop the workers of this run on all hosts, then move {where} aside; the next start resumes from a checkpoint",
             ) from error
         self.seen = max(self.seen, number)
@@ -217,18 +212,22 @@ class GenerationLog:
 
     def propose(self, generation: Generation) -> Generation:
         """Publish `generation`; return the generation that won its number, maybe another's."""
-        self._require(max(generation.number - 1, self.seen))
-        write_if_absent(
-            self._path(generation.number), json.dumps(add_checksum(generation.to_json()), indent=1)
-        )
-        if self._archived(
-            generation.number
-        ).exists():  # this process was stopped meanwhile: the number was taken
-            self._path(generation.number).unlink(missing_ok=True)
-        winner = self.read(generation.number)
+        number = generation.number
+        self._require(max(number - 1, self.seen))
+        winner = self.add(generation)
+        if self.folder.exists(ARCHIVE + name_of(number)):
+            # This process was stopped meanwhile: the number was taken.
+            self.folder.remove(name_of(number))
+            return self.read(number)
         if winner.token == generation.token:
-            self._archive(generation.number - KEEP)
+            self._archive(number - KEEP)
         return winner
+
+    def add(self, generation: Generation) -> Generation:
+        """Publish `generation` also where the log lacks the one before it."""
+        number = generation.number
+        text = json.dumps(add_checksum(generation.to_json()), indent=1)
+        return self._parse(number, lambda: self.folder.create(name_of(number), text))
 
     def record_end(self, end: RunResult, reason: str, after: int) -> Generation:
         """Record the end of the run; return the record of its end, maybe another process's.
@@ -244,124 +243,63 @@ class GenerationLog:
     def _archive(self, number: int) -> None:
         """Move a generation, and earlier ones still in the folder, to the archive."""
         with suppress(OSError):  # the next winner tries again
-            while self._path(number).exists():
-                self._archived(number).parent.mkdir(exist_ok=True)
-                with suppress(FileExistsError):
-                    os.link(self._path(number), self._archived(number))
-                self._path(number).unlink()
+            while number > 0 and self.folder.exists(name_of(number)):
+                self.folder.create(ARCHIVE + name_of(number), self.folder.read(name_of(number)))
+                self.folder.remove(name_of(number))
                 number -= 1
 
     def mark_untrusted(self, number: int, why: str, facts: dict[str, Any]) -> None:
         """Make every member restart from a checkpoint. facts: digests of each worker."""
-        write_json(
-            self.folder / f"{name_of(number)}.suspects.json", add_checksum({"why": why, **facts})
-        )
+        text = json.dumps(add_checksum({"why": why, **facts}), indent=1)
+        self.folder.create(suspects_name(number), text)
 
     def untrusted_reason(self, number: int) -> str:
-        """Return why a generation's state is untrusted, also for a damaged file; else ""."""
-        path = self.folder / f"{name_of(number)}.suspects.json"
-        try:
-            return str(verify_checksum(read_json(path))["why"])
-        except FileNotFoundError:
-            return ""
-        except (DamagedFileError, ValueError, KeyError) as error:
-            return f"replicas of generation {number} differ; {path.name} with the details is damaged ({error})"
-
-    def divergence_records(self) -> list[tuple[Path, dict[str, Any]]]:
-        """Return (file, content) of each untrusted generation, in order; skip damaged files."""
-        records = []
-        for path in sorted(self.folder.glob("*.suspects.json")):
-            try:
-                records.append((path, verify_checksum(read_json(path))))
-            except FileNotFoundError:
-                continue
-            except (DamagedFileError, ValueError) as error:
-                log.warning(
-                    "%s is damaged (%s): cannot determine which worker diverged", path, error
-                )
-        return records
-
-    def _path(self, number: int) -> Path:
-        return self.folder / f"{name_of(number)}.json"
-
-    def _archived(self, number: int) -> Path:
-        return self.folder / "archive" / f"{name_of(number)}.json"
-
-    def _require(self, number: int) -> None:
-        if number and not self._path(number).exists():
-            raise FileNotFoundError(
-                errno.ENOENT, f"the log lacks generation {number}", str(self.folder)
-            )
-
-
-class StoredGenerationLog(GenerationLog):
-    """The log of a run whose hosts share no disk. folder: the copy of this host."""
-
-    def __init__(self, folder: Path, stored: StoredFolder, since: int = 0) -> None:
-        super().__init__(folder, since)
-        self.stored, self.where = stored, f"{stored.bucket.address}/{stored.path}"
-
-    def newest(self, known: int = 0) -> Generation | None:
-        oldest = max(known, self.seen)
-        names = self.stored.names(after=f"{name_of(oldest - 1)}.json" if oldest > 1 else "")
-        newest = max(
-            (int(match[1]) for match in map(GENERATION_FILE.fullmatch, names) if match), default=0
-        )
-        if newest < oldest:
-            raise FileNotFoundError(errno.ENOENT, f"the log lacks generation {oldest}", self.where)
-        return self.read(newest) if newest > known else None
-
-    def read(self, number: int) -> Generation:
-        return self._parse(number, self.stored.read(f"{name_of(number)}.json"), self.where)
-
-    def propose(self, generation: Generation) -> Generation:
-        number = generation.number
-        self.newest(max(number - 1, self.seen))  # which requires that one
-        text = json.dumps(add_checksum(generation.to_json()), indent=1)
-        return self._parse(number, self.stored.create(f"{name_of(number)}.json", text), self.where)
-
-    def mark_untrusted(self, number: int, why: str, facts: dict[str, Any]) -> None:
-        self.stored.write(
-            f"{name_of(number)}.suspects.json", json.dumps(add_checksum({"why": why, **facts}))
-        )
-
-    def untrusted_reason(self, number: int) -> str:
+        """Return why a generation's state is untrusted, also for a damaged file; else "". Try for
+        RETRY_S."""
         until_s = time.monotonic() + RETRY_S
+        name = suspects_name(number)
         while True:
             try:
-                self._copy_suspects([f"{name_of(number)}.suspects.json"])
-                return super().untrusted_reason(number)
+                return str(self._read_suspects(name)["why"])
+            except FileNotFoundError:
+                return ""
+            except (DamagedFileError, ValueError, KeyError) as error:
+                return f"replicas of generation {number} differ; {name} with the details is damaged ({error})"
             except OSError:
                 if time.monotonic() > until_s:
                     raise
             time.sleep(0.25)
 
-    def divergence_records(self) -> list[tuple[Path, dict[str, Any]]]:
-        self._copy_suspects(
-            [name for name in self.stored.names() if name.endswith(".suspects.json")]
-        )
-        return super().divergence_records()
+    def divergence_records(self) -> list[tuple[str, dict[str, Any]]]:
+        """Return (name, content) of each untrusted generation, in order; skip damaged files."""
+        records = []
+        for name in self.folder.names():
+            if not name.endswith(".suspects.json"):
+                continue
+            try:
+                records.append((name, self._read_suspects(name)))
+            except FileNotFoundError:
+                continue
+            except (DamagedFileError, ValueError) as error:
+                log.warning(
+                    "%s/%s is damaged (%s): cannot determine which worker diverged",
+                    self.folder.where,
+                    name,
+                    error,
+                )
+        return records
 
-    def copy_new(self) -> None:
-        """Add the generations after the newest one in the copy of this host, in order; to an empty
-        copy only the newest."""
-        copied = sorted(filter(GENERATION_FILE.fullmatch, os.listdir(self.folder)))
-        names = [
-            name
-            for name in self.stored.names(after=copied[-1] if copied else "")
-            if GENERATION_FILE.fullmatch(name)
-        ]
-        for name in names if copied else names[-1:]:
-            write_if_absent(self.folder / name, self.stored.read(name))
+    def _read_suspects(self, name: str) -> dict[str, Any]:
+        return verify_checksum(parse_json(self.folder.read(name)))
 
-    def _copy_suspects(self, names: list[str]) -> None:
-        for name in names:
-            with suppress(FileNotFoundError):
-                write_if_absent(self.folder / name, self.stored.read(name))
+    def _require(self, number: int) -> None:
+        if number and not self.folder.exists(name_of(number)):
+            raise FileNotFoundError(
+                errno.ENOENT, f"the log lacks generation {number}", self.folder.where
+            )
 
 
 def open_generation_log(run: Path, since: int = 0) -> GenerationLog:
     """Return the log that decides the membership of the run in this folder. Where hosts share no
     disk, RUN/generations is a copy of it, which may be a second old."""
-    folder, stored = run / "generations", stored_folder(run, "generations")
-    return StoredGenerationLog(folder, stored, since) if stored else GenerationLog(folder, since)
+    return GenerationLog(shared_folder(run, "generations"), since)

@@ -18,14 +18,14 @@ from typing import Any, TypeVar
 import torch
 
 from lockstep.elastic.generation_group import GenerationGroup, UpdateExchanges
-from lockstep.elastic.generation_log import Generation, RunResult, StoredGenerationLog
+from lockstep.elastic.generation_log import Generation, RunResult
 from lockstep.elastic.membership import Membership, OthersStarted, RunEnded
 from lockstep.elastic.progress import Progress, WorkerState
 from lockstep.elastic.protocol.decisions import FIXED, ElasticLimits, LeaveReport
-from lockstep.elastic.stored_folder import store_address
 from lockstep.elastic.world import World, is_run_active, join_static_group, make_board
 from lockstep.errors import FencedError, PeersLostError
 from lockstep.log import log
+from lockstep.object_store.storage import shared_folder
 from lockstep.runtime import numerics, sources
 from lockstep.runtime.device import select_device
 from lockstep.runtime.environment import RankInfo
@@ -105,9 +105,11 @@ class ElasticRuntime(WorkerState, AbstractContextManager["ElasticRuntime"]):
             RankInfo(env.slot, env.slots, env.slot, env.slots, "", 0, "lockstep")
         )
         limits = replace(limits, expected_workers=env.expected_workers, max_workers=env.max_workers)
-        is_stored = store_address(Path(env.folder)) is not None
+        log_folder = shared_folder(Path(env.folder), "generations")
         limits = replace(
-            limits, min_workers=max(env.min_workers, limits.replica_size), one_host=is_stored
+            limits,
+            min_workers=max(env.min_workers, limits.replica_size),
+            one_host=not log_folder.is_shared_disk,
         )
         board, group = make_board(env), GenerationGroup(device, timeout_s)
         if not is_fixed:  # loads torch._dynamo
@@ -179,8 +181,8 @@ class ElasticRuntime(WorkerState, AbstractContextManager["ElasticRuntime"]):
     @property
     def has_own_folder(self) -> bool:
         """Whether each host has a copy of the run folder: they share no disk."""
-        return self.membership is not None and isinstance(
-            self.membership.generation_log, StoredGenerationLog
+        return (
+            self.membership is not None and not self.membership.generation_log.folder.is_shared_disk
         )
 
     @property

@@ -4,7 +4,7 @@
     HOST-SLOT-RANDOM.sign  liveness file: changes while its worker is the coordinator
 
 A worker that cannot reach a member but sees its liveness file change knows that the member lives.
-If the hosts share no disk, these files are objects in the store of the run (stored_folder.py).
+If the hosts share no disk, these files are objects in the store of the run (object_store/storage.py).
 """
 
 import json
@@ -15,82 +15,56 @@ from contextlib import suppress
 from pathlib import Path
 
 from lockstep.elastic.generation_log import Member
-from lockstep.elastic.stored_folder import stored_folder
-from lockstep.files import open_regular, parse_json, read_text, write_json
+from lockstep.files import parse_json
+from lockstep.object_store.storage import shared_folder
 
 FOLDER = "waiting"
 
 
-def file_of(run: Path, member: Member, suffix: str = "json") -> Path:
-    return run / FOLDER / f"{member.id.replace('/', '-')}.{suffix}"
+def name_of(member: Member, suffix: str = "json") -> str:
+    return f"{member.id.replace('/', '-')}.{suffix}"
 
 
 class WaitingRoom:
     """The waiting room of the run in the folder `run`, on its disk or in its store."""
 
     def __init__(self, run: Path) -> None:
-        self.run, self.folder, self.stored = run, run / FOLDER, stored_folder(run, FOLDER)
+        self.folder = shared_folder(run, FOLDER)
 
     def register(self, me: Member) -> None:
-        """Publish this worker's address. OSError when the waiting room is missing."""
-        path = file_of(self.run, me)
-        if self.stored:
-            self.stored.remove(
-                *(name for name in self.stored.names() if is_of_slot(name, me.host, me.slot))
-            )
-            self.stored.write(path.name, json.dumps(vars(me)))
-        else:
-            write_json(path, vars(me))
+        """Publish this worker's address, in place of earlier ones of its slot. OSError when the
+        waiting room is missing."""
+        earlier = (name for name in self.folder.names() if is_of_slot(name, me.host, me.slot))
+        self.folder.remove(*earlier)
+        self.folder.write(name_of(me), json.dumps(vars(me)))
 
     def members(self, known: dict[str, Member] | None = None) -> list[Member]:
         """Return the workers in the waiting room. Some may have exited; their ports refuse.
         known: file name -> worker, from the last call: a file never changes, so it is read once."""
         known = {} if known is None else known
-        names = self._names(".json")
+        names = [name for name in self.folder.names() if name.endswith(".json")]
         for name in known.keys() - set(names):
             del known[name]
         for name in set(names) - known.keys():
             with suppress(OSError, ValueError, TypeError):
-                known[name] = Member.from_json(parse_json(self._read(name)))
+                known[name] = Member.from_json(parse_json(self.folder.read(name)))
         return [known[name] for name in names if name in known]
 
     def write_liveness(self, me: Member) -> None:
-        path, content = file_of(self.run, me, "sign"), str(time.monotonic_ns())
-        if self.stored:
-            self.stored.write(path.name, content)
-        else:
-            with open(path, "w", encoding="utf-8", opener=open_regular) as file:
-                file.write(content)
+        self.folder.write(name_of(me, "sign"), str(time.monotonic_ns()))
 
     def read_liveness(self, members: Sequence[Member]) -> dict[str, str]:
         """Return id -> content of the liveness file, for the members that have one."""
         contents = {}
-        present = set(self._names(".sign")) if members else set()
+        present = set(self.folder.names()) if members else set()
         for member in members:
-            if (name := file_of(self.run, member, "sign").name) in present:
+            if (name := name_of(member, "sign")) in present:
                 with suppress(OSError, ValueError):
-                    contents[member.id] = self._read(name)
+                    contents[member.id] = self.folder.read(name)
         return contents
 
     def unregister(self, me: Member, *, with_liveness: bool = False) -> None:
-        paths = [file_of(self.run, me), *([file_of(self.run, me, "sign")] if with_liveness else [])]
-        if self.stored:
-            self.stored.remove(*(path.name for path in paths))
-            return
-        for path in paths:
-            path.unlink(missing_ok=True)
-
-    def _names(self, suffix: str) -> list[str]:
-        """Return the names of the files with a suffix, in order."""
-        names = (
-            self.stored.names()
-            if self.stored
-            else [path.name for path in self.folder.glob("[!.]*")]
-        )
-        return sorted(name for name in names if name.endswith(suffix))
-
-    def _read(self, name: str) -> str:
-        return self.stored.read(name) if self.stored else read_text(self.folder / name)
+        self.folder.remove(name_of(me), *([name_of(me, "sign")] if with_liveness else []))
 
 
 def remove_stale_files(run: Path, host: str, slot: int) -> None:

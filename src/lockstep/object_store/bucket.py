@@ -95,19 +95,19 @@ class RunBucket:
             return bytes(self._store.get(name).bytes())
 
     def modified_s(self, name: str) -> float:
-        """Return when an object was stored: seconds since 1970, by the clock of the store."""
-        with self._explained(f"{name} was not found"):
+        """Return when an object was stored: seconds since 1970, by the clock of the store.
+        FileNotFoundError when there is none."""
+        with self._explained(f"{name} was not found", may_be_missing=True):
             return float(self._store.head(name)["last_modified"].timestamp())
 
-    def list(self, folder: str, after: str = "") -> Sequence[str]:
-        """Return the names of the objects below `folder`, in order; only those behind the name
-        `after`."""
-        return sorted(self.sizes(folder, after))
+    def list(self, folder: str) -> Sequence[str]:
+        """Return the names of the objects below `folder`, in order."""
+        return sorted(self.sizes(folder))
 
-    def sizes(self, folder: str, after: str = "") -> dict[str, int]:
+    def sizes(self, folder: str) -> dict[str, int]:
         """Return name -> bytes of the objects below `folder`: one request for 1000 objects."""
         with self._explained(f"{folder} was not listed"):
-            batches = self._store.list(f"{folder}/", offset=after or None)
+            batches = self._store.list(f"{folder}/")
             return {item["path"]: item["size"] for batch in batches for item in batch}
 
     def names(self, folder: str | None = None) -> Sequence[str]:

@@ -44,11 +44,11 @@ class FollowedCopy:
         try:
             if time.monotonic() >= self.next_s:
                 self._update()
-        except StoreError as error:
+        except (StoreError, FileNotFoundError) as error:
             if not self.snapshot.number:
                 raise
-            # An outage. The next call tries again.
-            problem = f"; {error.what}"
+            # An outage, or the snapshot was just deleted. The next call tries again.
+            problem = f"; {getattr(error, 'what', error)}"
         snapshot, age_s = self.snapshot, max(0.0, time.time() - self.put_s)
         record = (
             GenerationLog(self.folder / "generations").newest()

@@ -26,11 +26,9 @@ from lockstep.data.manifest import locked
 from lockstep.elastic.generation_log import (
     NO_GENERATION,
     GenerationLog,
-    StoredGenerationLog,
     open_generation_log,
 )
 from lockstep.elastic.link import TOKEN_BYTES
-from lockstep.elastic.stored_folder import MEMBERSHIP, STORE_FILE, store_address
 from lockstep.errors import CheckpointError, DamagedFileError, FencedError, StoreError, UsageError
 from lockstep.files import (
     fsync_folder,
@@ -44,6 +42,7 @@ from lockstep.files import (
 )
 from lockstep.log import log
 from lockstep.object_store.bucket import RunBucket
+from lockstep.object_store.storage import MEMBERSHIP, STORE_FILE, store_address
 from lockstep.remote.download import download, is_blob
 from lockstep.remote.snapshots import (
     Files,
@@ -168,15 +167,14 @@ def ended_copy(bucket: RunBucket, host: str) -> Iterator[tuple[Path, Ownership]]
 @contextmanager
 def copying_generations(copy: Path) -> Iterator[None]:
     """Copy new generations to the copy meanwhile. OSError when the first attempt fails."""
-    stored, ended = open_generation_log(copy), threading.Event()
-    assert isinstance(stored, StoredGenerationLog)
-    stored.copy_new()
+    copy_generations(copy)
+    ended = threading.Event()
 
     def follow() -> None:
         problem = ""
         while not ended.wait(POLL_S):
             try:
-                stored.copy_new()
+                copy_generations(copy)
             except OSError:
                 pass  # an outage; the mirror warns of it
             except Exception as error:  # of any type: the agents see no other generation log
@@ -191,6 +189,18 @@ def copying_generations(copy: Path) -> Iterator[None]:
     finally:
         ended.set()
         thread.join()
+
+
+def copy_generations(run: Path) -> None:
+    """Add the generations after the newest one in the copy of this host, in order; to an empty copy
+    only the newest."""
+    stored, copy = open_generation_log(run), GenerationLog(run / "generations")
+    before = copy.newest() or NO_GENERATION
+    newest = stored.newest(before.number)
+    if newest:
+        for number in range(before.number + 1 if before.number else newest.number, newest.number):
+            copy.add(stored.read(number))
+        copy.add(newest)
 
 
 def refresh_copy(run: Path, *, keep: Collection[str] = ()) -> Files:
@@ -434,14 +444,10 @@ class HostMirror:
     def finish(self) -> None:
         """Upload the rest and release the run after its end, if this host had its last rank 0. A
         host that leaves a run does neither. StoreError when it fails for FINAL_BEATS."""
-        until_s, stored = (
-            time.monotonic() + FINAL_BEATS * read_beat_s(),
-            open_generation_log(self.folder),
-        )
-        assert isinstance(stored, StoredGenerationLog)
+        until_s = time.monotonic() + FINAL_BEATS * read_beat_s()
         while True:
             try:
-                stored.copy_new()
+                copy_generations(self.folder)
                 self.read_generations()
                 if self.ended and self.leads:
                     (self.mirror or self.take_over()).finish()

@@ -21,11 +21,11 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from lockstep.elastic.stored_folder import MEMBERSHIP
 from lockstep.errors import CheckpointError, FencedError, StoreError, UsageError
 from lockstep.files import add_checksum, parse_json, verify_checksum
 from lockstep.log import log
 from lockstep.object_store.bucket import RunBucket
+from lockstep.object_store.storage import MEMBERSHIP
 from lockstep.units import format_duration
 
 FOLDER, BLOBS, PROBES = "snapshots", "blobs", "probes"

@@ -17,12 +17,12 @@ from tempfile import TemporaryDirectory
 
 from lockstep.checkpoint.folder import set_aside
 from lockstep.elastic.generation_log import GenerationLog, RunResult
-from lockstep.elastic.stored_folder import MEMBERSHIP
 from lockstep.errors import CheckpointError, FencedError, UsageError
 from lockstep.files import fsync_folder, read_text, try_lock, write_atomic
 from lockstep.log import log
 from lockstep.object_store.address import Address
 from lockstep.object_store.bucket import RunBucket
+from lockstep.object_store.storage import MEMBERSHIP
 from lockstep.remote.download import download
 from lockstep.remote.snapshots import (
     Ownership,
@@ -179,7 +179,7 @@ def download_copy(bucket: RunBucket, snapshot: Snapshot, copy: Path) -> Snapshot
     # Its members are on other hosts, and lost the run. Without an end, new workers would wait for
     # them.
     generations = GenerationLog(partial / "generations")
-    if generations.folder.is_dir() and (last := generations.newest()) and not last.end:
+    if (partial / "generations").is_dir() and (last := generations.newest()) and not last.end:
         generations.record_end(RunResult(0, ""), f"continued from {bucket.address}", after=0)
     os.rename(partial, copy)
     fsync_folder(copy.parent)

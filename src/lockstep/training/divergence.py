@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -139,7 +140,7 @@ class ReplicaComparison:
     def refuse_repeated(self, step: int) -> None:
         """Collective. UsageError when replicas differ again: that is not a flipped bit."""
         runtime = self.runtime
-        again = [path for path, record in self._unexplained if record["step"] == step]
+        again = [name for name, record in self._unexplained if record["step"] == step]
         self.divergence.record_difference(step)
         runtime.set_progress(replace(runtime.progress, divergences=self.divergence.count))
         if not again and self.divergence.count < MAX_DIVERGENCES:
@@ -152,8 +153,7 @@ class ReplicaComparison:
             for name in state
             if len({rank_digests.get(name) for rank_digests in same_position}) > 1
         ]
-        for path in again:
-            path.unlink(missing_ok=True)
+        self._remove_records(again)
         raise UsageError(
             f"the replicas differ again before step {step + 1}, after all of them had taken the same state: {join_names(names)}",
             "the digest of each tensor on each worker",
@@ -221,13 +221,13 @@ class ReplicaComparison:
 
     def name_culprits(self, step: int) -> None:
         """Report which replica was wrong, once the step at which replicas differed is repeated."""
-        position = self.runtime.world.rank
-        if not self._unexplained or position >= self.replica_size:
+        position, membership = self.runtime.world.rank, self.runtime.membership
+        if membership is None or not self._unexplained or position >= self.replica_size:
             return
-        remaining: list[tuple[Any, dict[str, Any]]] = []
-        for path, record in self._unexplained:
+        remaining: list[tuple[str, dict[str, Any]]] = []
+        for name, record in self._unexplained:
             if step < record["step"]:
-                remaining.append((path, record))
+                remaining.append((name, record))
                 continue
             if step == record["step"]:
                 right = str(self.get_digest(record["what"], step))
@@ -241,14 +241,19 @@ class ReplicaComparison:
                         ", ".join(wrong),
                     )
                     append_event(
-                        path.parent.parent,
+                        membership.folder,
                         "culprit found",
                         step=step,
                         wrong=wrong,
                         why="the step was repeated from a checkpoint",
                     )
-            path.unlink(missing_ok=True)
+            self._remove_records([name])
         self._unexplained = remaining
+
+    def _remove_records(self, names: list[str]) -> None:
+        if names and self.runtime.membership:
+            with suppress(OSError):  # the next start reads them again
+                self.runtime.membership.generation_log.folder.remove(*names)
 
 
 def digests_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lockstep.elastic.stored_folder import STORE_FILE
+from lockstep.object_store.storage import STORE_FILE
 
 
 def refresh(run: Path) -> None:

@@ -46,7 +46,7 @@ def read_after_restart(log: GenerationLog, *pids: int) -> list[tuple[int, int]]:
     newest = log.newest()
     assert newest
     prior = PriorState(newest, 1, {slot: ProcessIdentity(pid, 0) for slot, pid in enumerate(pids)})
-    reader = GenerationReader(prior, EventLog(log.folder.parent, "here"))
+    reader = GenerationReader(prior, EventLog(Path(log.folder.where).parent, "here"))
     return [(record.number, before.number) for record, before in reader.read_new()]
 
 
@@ -71,7 +71,9 @@ def test_search_for_a_waiting_worker_ends(
 def test_generation_is_read_once(log: GenerationLog) -> None:
     newest = log.newest()
     assert newest
-    reader = GenerationReader(PriorState(newest, NEWEST, {}), EventLog(log.folder.parent, "here"))
+    reader = GenerationReader(
+        PriorState(newest, NEWEST, {}), EventLog(Path(log.folder.where).parent, "here")
+    )
     assert list(reader.read_new()) == []
     log.propose(Generation(NEWEST + 1, "x", newest.members, "", NEWEST, ""))
     assert [(record.number, before.number) for record, before in reader.read_new()] == [

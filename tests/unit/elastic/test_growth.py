@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 from support.many_members import ManyMembers, make_member
 
-from lockstep.elastic import stored_folder, waiting_room
+from lockstep.elastic import waiting_room
 from lockstep.elastic.generation_log import Generation
 from lockstep.elastic.protocol.decisions import ElasticLimits
 from lockstep.elastic.protocol.effects import Effect, FormGroup, Propose, ReadLog, Send
 from lockstep.elastic.protocol.transitions import Protocol
 from lockstep.elastic.run_folder import create_run_folder
+from lockstep.object_store import storage
 
 
 def count_calls(function: Callable[[], Any]) -> tuple[Any, int]:
@@ -136,12 +137,10 @@ def test_waiting_worker_reads_each_file_of_the_waiting_room_once(
         room.register(member)
     room.write_liveness(members[3])
     monkeypatch.setattr(
-        stored_folder, "read_json", lambda path: opened.append(path.name)
+        storage, "read_json", lambda path: opened.append(path.name)
     )  # where a store would be named
-    read = waiting_room.read_text
-    monkeypatch.setattr(
-        waiting_room, "read_text", lambda path: opened.append(path.name) or read(path)
-    )
+    read = storage.read_text
+    monkeypatch.setattr(storage, "read_text", lambda path: opened.append(path.name) or read(path))
     known: dict[str, Any] = {}
     assert room.members(known) == members[:-1] and len(opened) == 19
     room.register(members[-1])

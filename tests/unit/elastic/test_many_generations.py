@@ -21,6 +21,7 @@ from lockstep.elastic.protocol.decisions import ElasticLimits, LeaveReport
 from lockstep.elastic.protocol.effects import Effect, Propose
 from lockstep.elastic.protocol.transitions import Protocol
 from lockstep.elastic.run_folder import create_run_folder
+from lockstep.object_store import storage
 
 accesses: Counter[str] | None = None  # while not None, file accesses are counted
 
@@ -177,15 +178,15 @@ def test_proposal_of_an_archived_number_loses(
     log, stopped = GenerationLog(tmp_path), GenerationLog(tmp_path)
     late = Generation(2, "late", (make_member(1),), "", 0, "")
     log.propose(replace(late, number=1, token="token 1"))
-    write = generation_log.write_if_absent
+    create = storage.DiskStorage.create
 
-    def write_after_a_stop(path: Path, content: str) -> None:
-        monkeypatch.setattr(generation_log, "write_if_absent", write)
+    def create_after_a_stop(folder: storage.DiskStorage, name: str, text: str) -> str:
+        monkeypatch.setattr(storage.DiskStorage, "create", create)
         for number in range(2, 10):
             log.propose(replace(late, number=number, token=f"token {number}"))
-        write(path, content)
+        return create(folder, name, text)
 
-    monkeypatch.setattr(generation_log, "write_if_absent", write_after_a_stop)
+    monkeypatch.setattr(storage.DiskStorage, "create", create_after_a_stop)
     assert stopped.propose(late).token == "token 2", "the winner of a number stays the winner"
     assert stopped.newest(2) == log.read(9) and not (tmp_path / "000002.json").exists()
     assert stopped.propose(replace(late, number=3)).token == "token 3"

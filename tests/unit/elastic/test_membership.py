@@ -105,7 +105,7 @@ def test_single_worker_forms_the_first_generation(cluster: Cluster) -> None:
 
 
 def test_waiting_worker_is_in_the_waiting_room_until_it_is_a_member(cluster: Cluster) -> None:
-    registered = waiting_room.file_of(cluster.membership.folder, cluster.me)
+    registered = cluster.membership.folder / "waiting" / waiting_room.name_of(cluster.me)
     cluster.log.error = DISK_FULL
     cluster.membership.request_join({}, is_joining=False)
     cluster.until(registered.exists)

@@ -16,13 +16,12 @@ from lockstep.elastic.generation_log import (
     GenerationLog,
     Member,
     RunResult,
-    StoredGenerationLog,
     open_generation_log,
 )
-from lockstep.elastic.stored_folder import STORE_FILE, stored_folder
 from lockstep.errors import DamagedFileError
-from lockstep.files import add_checksum
 from lockstep.object_store.bucket import RunBucket
+from lockstep.object_store.storage import STORE_FILE, shared_folder
+from lockstep.remote.host_copy import copy_generations
 
 
 @pytest.fixture
@@ -46,15 +45,13 @@ def member(id: str = "a/0/1234") -> Member:
 
 
 def test_a_run_folder_without_an_address_has_its_log_on_the_disk(tmp_path: Path) -> None:
-    assert (
-        type(open_generation_log(tmp_path)) is GenerationLog
-        and stored_folder(tmp_path, "waiting") is None
-    )
+    log = open_generation_log(tmp_path)
+    assert log.folder.is_shared_disk and log.folder.where == str(tmp_path / "generations")
 
 
 def test_two_hosts_have_one_log(hosts: tuple[Path, Path]) -> None:
     first, second = map(open_generation_log, hosts)
-    assert isinstance(first, StoredGenerationLog) and first.newest() is None
+    assert not first.folder.is_shared_disk and first.newest() is None
     assert (
         first.propose(generation(1, "first")).token
         == second.propose(generation(1, "second")).token
@@ -87,16 +84,15 @@ def test_one_of_many_proposals_wins(hosts: tuple[Path, Path]) -> None:
 
 
 def test_a_copy_gets_the_newest_generation_and_those_after_it(hosts: tuple[Path, Path]) -> None:
-    log, copy = open_generation_log(hosts[0]), open_generation_log(hosts[1])
-    assert isinstance(copy, StoredGenerationLog)
-    copy.copy_new()
+    log = open_generation_log(hosts[0])
+    copy_generations(hosts[1])
     for number in (1, 2):
         log.propose(generation(number))
-    copy.copy_new()
+    copy_generations(hosts[1])
     for number in (3, 4):
         log.propose(generation(number))
     log.mark_untrusted(4, "replicas differ", {"step": 5, "what": "weights", "digests": {}})
-    copy.copy_new()
+    copy_generations(hosts[1])
     assert sorted(path.name for path in hosts[1].glob("generations/*")) == [
         "000002.json",
         "000003.json",
@@ -106,26 +102,17 @@ def test_a_copy_gets_the_newest_generation_and_those_after_it(hosts: tuple[Path,
 
 
 def test_generations_from_a_million_on_are_in_order(hosts: tuple[Path, Path]) -> None:
-    for log in map(open_generation_log, (hosts[0], hosts[0] / "on-disk")):
-        log.folder.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(add_checksum(generation(999_998).to_json()))
-        if isinstance(log, StoredGenerationLog):
-            log.stored.create("999998.json", text)
-        else:
-            (log.folder / "999998.json").write_text(text)
-        copy = open_generation_log(hosts[1])
+    (hosts[0] / "on-disk" / "generations").mkdir(parents=True)
+    for run in (hosts[0], hosts[0] / "on-disk"):
+        log = open_generation_log(run)
+        log.add(generation(999_998))
         for number in range(999_999, 1_000_003):
-            if isinstance(copy, StoredGenerationLog):
-                copy.copy_new()
             assert log.propose(generation(number)).number == number
+            copy_generations(hosts[1])
             for known in (0, number - 1):
-                newest = type(log)(
-                    log.folder, *([log.stored] if isinstance(log, StoredGenerationLog) else [])
-                ).newest(known)
+                newest = open_generation_log(run).newest(known)
                 assert newest and newest.number == number
-    assert isinstance(copy, StoredGenerationLog)
-    copy.copy_new()
-    newest = GenerationLog(copy.folder).newest()
+    newest = GenerationLog(hosts[1] / "generations").newest()
     assert newest and newest.number == 1_000_002
 
 
@@ -225,4 +212,4 @@ def test_hosts_meet_in_one_waiting_room(hosts: tuple[Path, Path]) -> None:
 def test_a_damaged_address_is_an_error(hosts: tuple[Path, Path]) -> None:
     (hosts[0] / STORE_FILE).write_text('{"address": "gs://runs/first"}')
     with pytest.raises(DamagedFileError, match=r"store\.json is damaged"):
-        stored_folder(hosts[0], "waiting")
+        shared_folder(hosts[0], "waiting")
