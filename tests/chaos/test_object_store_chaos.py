@@ -20,8 +20,7 @@ from lockstep.checkpoint.folder import committed_steps
 from lockstep.files import sha256_file
 from lockstep.object_store.address import parse_address
 from lockstep.object_store.bucket import RunBucket
-from lockstep.remote.snapshots import newest
-from lockstep.remote.upload import steps_of
+from lockstep.remote.snapshots import newest, steps_of
 
 RUN, LOOP = "s3://runs/team/first", "s3://runs/team/loop"
 STEPS, EVERY = 24, 8

@@ -37,8 +37,7 @@ from support.waiting import wait_until
 from lockstep.files import add_checksum
 from lockstep.object_store.address import parse_address
 from lockstep.object_store.bucket import RunBucket
-from lockstep.remote.snapshots import name_of
-from lockstep.remote.upload import steps_of
+from lockstep.remote.snapshots import name_of, steps_of
 from lockstep.runtime.processes import prctl
 
 RUN = "s3://runs/team/loop"

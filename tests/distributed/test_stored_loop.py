@@ -8,7 +8,7 @@ from support.object_store import Proxy, StoreHost, newest_of, s3_server
 from support.processes import SUPPORT
 
 from lockstep.checkpoint.commands import verify
-from lockstep.remote.upload import steps_of
+from lockstep.remote.snapshots import steps_of
 
 RUN = "s3://runs/team/loop"
 

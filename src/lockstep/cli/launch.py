@@ -31,7 +31,7 @@ from lockstep.log import log, printable
 from lockstep.object_store.address import parse_address
 from lockstep.object_store.bucket import RunBucket
 from lockstep.object_store.storage import store_address
-from lockstep.remote.host_copy import driver_copy
+from lockstep.remote.working_copy import driver_copy
 from lockstep.runtime.processes import die_with_parent
 from lockstep.runtime.worker_env import SHARED_TERMINAL, WorkerEnv
 

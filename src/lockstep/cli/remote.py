@@ -19,17 +19,18 @@ from itertools import pairwise
 from pathlib import Path
 
 from lockstep.agent.hosts import read_hosts
+from lockstep.checkpoint.folder import folder_name
 from lockstep.checkpoint.policy import choose_step
 from lockstep.cli import launch
 from lockstep.errors import CheckpointError, FencedError, LockstepError, StoreError, UsageError
 from lockstep.log import log, printable
 from lockstep.object_store.address import Address, parse_address
 from lockstep.object_store.bucket import RunBucket
-from lockstep.remote.download import download
-from lockstep.remote.host_copy import HostMirror, ended_copy, joined_copy
-from lockstep.remote.snapshots import Snapshot, newest
-from lockstep.remote.upload import Mirror, steps_of
-from lockstep.remote.working_copy import is_of_several_hosts, owned_copy, temporary_copy
+from lockstep.remote.download import download, no_run, temporary_copy
+from lockstep.remote.host_mirror import HostMirror
+from lockstep.remote.snapshots import Snapshot, newest, steps_of
+from lockstep.remote.upload import Mirror, StoreTask
+from lockstep.remote.working_copy import ended_copy, is_of_several_hosts, joined_copy, owned_copy
 from lockstep.runtime.environment import read_rank_info
 from lockstep.runtime.processes import PR_SET_PDEATHSIG, die_with_parent, prctl
 from lockstep.runtime.signals import EXIT_INTERRUPTED, STOP_EXIT_CODES, STOP_SIGNALS
@@ -86,33 +87,26 @@ def run_remote(
 
 def refuse_unsupported(args: argparse.Namespace, address: Address) -> None:
     """UsageError for what an object store does not support."""
-    command, given = args.command, vars(args)
-    is_agent = command == "launch" and bool(
-        args.hosts or args.nodes
-    )  # which srun may start on each node
+    command, action = args.command, getattr(args, "action", "")
+    out = getattr(args, "out", None) or ""
+    is_agent = command == "launch" and bool(args.hosts or args.nodes)  # srun may start it
+    is_started = command in WRITE and not is_agent and read_rank_info(os.environ)[0] is not None
+    writes_file = "checkpoint export" if action == "export" else command
     refused = {
         f"lockstep {command}": (
             command not in (*WRITE, *READ, "status"),
             "give a folder on this host",
         ),
         "a Hugging Face folder": (
-            given.get("action") == "import" and parse_address(args.folder) is not None,
+            action == "import" and parse_address(args.folder) is not None,
             "copy it to this host",
         ),
-        "checkpoint export without --out": (
-            given.get("action") == "export" and not args.out,
-            "name the file to write with --out",
+        f"{writes_file} without --out": (
+            writes_file in ("checkpoint export", "report") and not out,
+            "name the file to write with --out FILE",
         ),
-        "checkpoint export --out s3://": (
-            given.get("action") == "export" and parse_address(args.out or "") is not None,
-            "write to this host, then copy it",
-        ),
-        "report without --out": (
-            command == "report" and not args.out,
-            "name the file to write with --out FILE.html",
-        ),
-        "report --out s3://": (
-            command == "report" and parse_address(args.out or "") is not None,
+        f"{writes_file} --out s3://": (
+            writes_file in ("checkpoint export", "report") and parse_address(out) is not None,
             "write to this host, then copy it",
         ),
         "evaluate --follow": (
@@ -120,7 +114,7 @@ def refuse_unsupported(args: argparse.Namespace, address: Address) -> None:
             "use lockstep launch --with-evaluator",
         ),
         "a start by torchrun, srun or mpirun": (
-            command in WRITE and not is_agent and read_rank_info(os.environ)[0] is not None,
+            is_started,
             "start lockstep train or launch by itself: it starts the workers of this host",
         ),
     }
@@ -145,9 +139,7 @@ def with_folder(words: Sequence[str], address: Address, folder: Path) -> list[st
 # Commands that write.
 
 
-def run_mirrored(
-    mirror: Mirror | HostMirror, words: Sequence[str], stop_signal: signal.Signals
-) -> int:
+def run_mirrored(mirror: StoreTask, words: Sequence[str], stop_signal: signal.Signals) -> int:
     """Run the command in a child process and mirror its folder; return its exit code.
     stop_signal: for the child, when this process is killed or loses the run."""
     command = [sys.executable, "-c", CHILD, str(os.getpid()), str(int(stop_signal)), *words]
@@ -234,17 +226,14 @@ def run_on_snapshots(
             bucket = RunBucket(address)
             snapshot = newest(bucket) if args.command != "plan" or args.measure else None
             if snapshot is None and args.command != "plan":
-                raise CheckpointError(
-                    "there is no run", str(address), "give the address of a run, as with --out"
-                )
+                raise no_run(address)
             if snapshot and getattr(args, "action", "") == "list":
                 print(printable("\n".join(list_table(snapshot))))
                 return 0
             folder = stack.enter_context(temporary_copy(address))
             if snapshot:
-                problems += download(
-                    bucket, snapshot, folder, wanted_files(args, snapshot, address)
-                )[1]
+                wanted = wanted_files(args, snapshot, address)
+                problems += download(bucket, snapshot, folder, wanted).problems
             words = with_folder(words, address, folder)
         verifies = getattr(args, "action", "") == "verify"
         if problems and not verifies:
@@ -270,34 +259,27 @@ def wanted_files(
 
 def chosen_steps(args: argparse.Namespace, snapshot: Snapshot, address: Address) -> set[str]:
     """Return the names of the checkpoints' folders that a command reads."""
+    if getattr(args, "show", False):
+        return set()
     steps, step = steps_of(snapshot.files), getattr(args, "step", None)
-    reads_one = (
+    if (
         step != "best"
         and not getattr(args, "average", 0)
         and getattr(args, "action", "") != "verify"
-    )
-    if getattr(args, "show", False):
-        return set()
-    return {
-        f"step-{number:08d}"
-        for number in ([choose_step(step, steps, str(address))] if reads_one else steps)
-    }
+    ):
+        steps = [choose_step(step, steps, str(address))]
+    return set(map(folder_name, steps))
 
 
 def list_table(snapshot: Snapshot) -> list[str]:
     """Return a table of the checkpoints in a snapshot."""
-    lines = [
-        f"{'step':>12}  {'size':>10}  {'files':>5}  snapshot {snapshot.number}, put by {snapshot.host}"
-    ]
+    head = f"{'step':>12}  {'size':>10}  {'files':>5}  snapshot {snapshot.number}, put by {snapshot.host}"
+    lines = [head]
     for step in steps_of(snapshot.files):
-        files = [
-            blobs
-            for path, blobs in snapshot.files.items()
-            if path.startswith(f"checkpoints/step-{step:08d}/")
-        ]
-        lines.append(
-            f"{step:>12}  {format_bytes(sum(size for blobs in files for _, size in blobs)):>10}  {len(files):>5}"
-        )
+        folder = f"checkpoints/{folder_name(step)}/"
+        files = [blobs for path, blobs in snapshot.files.items() if path.startswith(folder)]
+        size = sum(size for blobs in files for _, size in blobs)
+        lines.append(f"{step:>12}  {format_bytes(size):>10}  {len(files):>5}")
     return lines
 
 

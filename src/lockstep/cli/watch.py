@@ -22,7 +22,7 @@ from rich.live import Live
 from lockstep.elastic.control import run_status
 from lockstep.errors import UsageError
 from lockstep.object_store.address import parse_address
-from lockstep.remote.followed_copy import ReadStatus, followed_copy
+from lockstep.remote.download import ReadStatus, followed_copy
 from lockstep.report.frame import frame
 from lockstep.report.run_data import RunData, require_run
 

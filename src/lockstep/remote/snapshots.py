@@ -16,11 +16,12 @@ import re
 import secrets
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from lockstep.checkpoint.folder import COMMITTED, STEP_FOLDER
 from lockstep.errors import CheckpointError, FencedError, StoreError, UsageError
 from lockstep.files import add_checksum, parse_json, verify_checksum
 from lockstep.log import log
@@ -99,12 +100,10 @@ def parse_snapshot(content: bytes) -> Snapshot:
     if is_count(version) and version > FORMAT:
         what = f"a snapshot has format {version}, this version reads format {FORMAT}"
         raise CheckpointError(what, "the object store", "use a newer version of lockstep")
-    if not is_count(version) or version != FORMAT:
+    if version != FORMAT or not is_count(version):
         raise WrongValueError(f"format is {shorten(version)}")
-    if unknown := sorted(value.keys() - CHECKS.keys()):
-        raise WrongValueError(f"it has a field {shorten(unknown[0])}")
-    for name, is_right in CHECKS.items():
-        if name in value and not is_right(value[name]):
+    for name in value:
+        if not is_right(name, value[name]):
             raise WrongValueError(f"{name} is {shorten(value[name])}")
     if missing := sorted({"number", "owner", "beat_s", "files"} - value.keys()):
         raise WrongValueError(f"it has no {missing[0]}")
@@ -119,59 +118,43 @@ def shorten(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:60]}..."
 
 
+def is_right(name: str, value: Any) -> bool:
+    """Return whether an owner could have put this value; False for a field that no snapshot has."""
+    match name:
+        case "owner" | "host":
+            return type(value) is str and 0 < len(value) <= 255 and value.isprintable()
+        case "number" | "pid" | "generation":
+            return is_count(value)
+        case "beat_s":
+            return type(value) in (int, float) and BEAT_RANGE_S[0] <= value <= BEAT_RANGE_S[1]
+        case "released":
+            return type(value) is bool
+        case "files":
+            return type(value) is dict and are_files(value)
+    return False
+
+
 def is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
+    return type(value) is int and 0 <= value < 2**63
 
 
-def is_name(value: Any) -> bool:
-    return isinstance(value, str) and 0 < len(value) <= 255 and value.isprintable()
-
-
-def is_beat(value: Any) -> bool:
-    low_s, high_s = BEAT_RANGE_S
-    return (
-        isinstance(value, int | float) and not isinstance(value, bool) and low_s <= value <= high_s
-    )
-
-
-def are_files(value: Any) -> bool:
+def are_files(files: dict[str, Any]) -> bool:
     """Whether every path stays in the run folder, and no file is the folder of another one."""
-    if not isinstance(value, dict):
-        return False
-    if not all(is_path(path) and are_blobs(blobs) for path, blobs in value.items()):
-        return False
-    folders = {path[: match.start()] for path in value for match in re.finditer("/", path)}
-    return not folders & value.keys()
-
-
-def is_path(path: str) -> bool:
-    names = path.split("/")
-    return "\0" not in path and not any(
-        name in ("", ".", "..") or len(name.encode()) > 255 for name in names
+    folders = {path[: match.start()] for path in files for match in re.finditer("/", path)}
+    names = [name for path in files for name in path.split("/")]
+    return (
+        not folders & files.keys()
+        and not any(name in ("", ".", "..") or "\0" in name for name in names)
+        and all(len(name.encode()) <= 255 for name in names)
+        and all(type(blobs) is list and all(map(is_blob_entry, blobs)) for blobs in files.values())
     )
-
-
-def are_blobs(value: Any) -> bool:
-    return isinstance(value, list) and all(map(is_blob_entry, value))
 
 
 def is_blob_entry(value: Any) -> bool:
-    if not isinstance(value, list) or len(value) != 2:
+    if type(value) is not list or len(value) != 2:
         return False
     name, size = value
-    return isinstance(name, str) and bool(BLOB_NAME.fullmatch(name)) and is_count(size)
-
-
-CHECKS: Mapping[str, Callable[[Any], bool]] = {
-    "number": is_count,
-    "owner": is_name,
-    "beat_s": is_beat,
-    "files": are_files,
-    "released": lambda value: isinstance(value, bool),
-    "host": is_name,
-    "pid": is_count,
-    "generation": is_count,
-}
+    return type(name) is str and bool(BLOB_NAME.fullmatch(name)) and is_count(size)
 
 
 def read_beat_s() -> float:
@@ -185,6 +168,16 @@ def read_beat_s() -> float:
         "environment",
         f"unset it: {DEFAULT_BEAT_S:g} s",
     )
+
+
+def steps_of(files: Files) -> list[int]:
+    """Return the steps whose checkpoints are among `files`, ascending."""
+    folders = {
+        path.split("/")[1]
+        for path in files
+        if path.startswith("checkpoints/") and path.endswith(f"/{COMMITTED}")
+    }
+    return sorted(int(match[1]) for match in map(STEP_FOLDER.fullmatch, folders) if match)
 
 
 def name_of(number: int) -> str:
@@ -225,10 +218,8 @@ def newest_of(bucket: RunBucket, listed: Sequence[int], *, warns: bool) -> Snaps
     """Return the newest whole snapshot of `listed`, which is not empty. FileNotFoundError,
     CheckpointError."""
     for number in reversed(listed):
-        where, hint = (
-            f"{bucket.address}/{name_of(number)}",
-            "restore an earlier version of this object, or delete it",
-        )
+        where = f"{bucket.address}/{name_of(number)}"
+        hint = "restore an earlier version of this object, or delete it"
         try:
             snapshot = parse_snapshot(bucket.get(name_of(number)))
         except WrongValueError as error:
@@ -307,17 +298,15 @@ class Ownership:
     def __init__(
         self, bucket: RunBucket, owner: str, before: Snapshot | None, generation: int = 0
     ) -> None:
-        self.bucket, self.put_s, beat_s = bucket, time.monotonic(), read_beat_s()
+        self.bucket = bucket
+        self.put_s = time.monotonic()
+        beat_s = read_beat_s()
         # Owners whose blobs this one may delete. A later owner is not among them, so nothing of
         # its is deleted.
         self.owners = {*bucket.names(BLOBS), owner}
-        self.newest = replace(
-            before or Snapshot(0, owner, beat_s, {}), owner=owner, beat_s=beat_s, released=False
-        )
-        self.newest = replace(
-            self.newest, host=socket.gethostname(), pid=os.getpid(), generation=generation
-        )
-        self.put(self.newest.files)
+        number, files = (before.number, before.files) if before else (0, {})
+        self.newest = Snapshot(number, owner, beat_s, files, generation=generation)
+        self.put(files)
 
     @property
     def beat_due(self) -> bool:
@@ -340,13 +329,10 @@ class Ownership:
         listed = numbers(self.bucket)
         # A number that a later owner has put and deleted is free again. Later numbers may also be
         # damaged.
-        if (
-            listed
-            and listed[-1] > number
-            and (winner := newest(self.bucket))
-            and winner.number > number
-        ):
-            self._refuse(winner)
+        if max(listed, default=0) > number:
+            winner = newest(self.bucket)
+            if winner and winner.number > number:
+                self._refuse(winner)
         if number not in listed:
             raise StoreError(
                 f"snapshot {number} was stored, and was gone at once",

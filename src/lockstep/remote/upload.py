@@ -21,24 +21,33 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from lockstep.checkpoint.commit import MANIFEST, unlisted_files, verify_listed_files
-from lockstep.checkpoint.folder import COMMITTED, STEP_FOLDER, committed_steps, folder_name, pinned
+from lockstep.checkpoint.folder import COMMITTED, committed_steps, folder_name, pinned
 from lockstep.data.manifest import MANIFEST as DATA_MANIFEST
 from lockstep.errors import CheckpointError, FencedError, LockstepError, StoreError
 from lockstep.files import KINDS, open_regular, read_json
 from lockstep.log import log
+from lockstep.object_store.bucket import RunBucket
 from lockstep.record.events import append_event
-from lockstep.remote.snapshots import BLOBS, EXPIRY, Blob, Files, Ownership, name_of, numbers
+from lockstep.remote.snapshots import (
+    BLOBS,
+    EXPIRY,
+    Blob,
+    Files,
+    Ownership,
+    Snapshot,
+    name_of,
+    numbers,
+    read_beat_s,
+    steps_of,
+)
 from lockstep.units import format_bytes, format_duration, join_names
 
-BLOB_BYTES, GROWING_BLOB_BYTES = (
-    2**23,
-    2**18,
-)  # the last blob of a file that grows is uploaded again with each snapshot
+BLOB_BYTES = 2**23
+GROWING_BLOB_BYTES = 2**18  # the last blob of a file that grows is uploaded with each snapshot
 UPLOADS = 4  # at once
 RETENTION_S = 600.0  # a reader may use a snapshot for as long after the next one
 FINAL_BEATS = 40  # how long the last upload is tried again
@@ -47,6 +56,7 @@ LOCAL = re.compile(
     r"token|store\.json|run\.lock|waiting|evaluators|state|checkpoints|.*/\..*|\..*", re.DOTALL
 )
 LIST_PAUSE = 20  # times as long as the last listing of the blobs, which takes a request for 1000
+POLL_S = 0.5
 NAME_BYTES = 240  # of a file that can be written beside its temporary file
 UPLOAD_TRIES = 3  # of blobs that are missing in the store after their upload
 
@@ -60,95 +70,99 @@ class Signature(NamedTuple):
     mtime_ns: int
 
 
-class Mirror:
-    """Uploads `folder` for the owner of the run. Call it from one thread."""
+class StoreTask:
+    """What a thread repeats beside a training: `poll` until the training ends, then `finish`."""
 
-    def __init__(self, folder: Path, ownership: Ownership) -> None:
-        self.folder, self.checkpoints, self.ownership, self.bucket = (
-            folder,
-            folder / "checkpoints",
-            ownership,
-            ownership.bucket,
-        )
-        self.known = {
-            blob.rpartition("/")[2]: blob for blob in ownership.newest.blobs
-        }  # sha256 -> blob in the store
-        self.files: dict[
-            str, tuple[Signature, tuple[Blob, ...]]
-        ] = {}  # whose blobs are in the store
-        self.whole: dict[
-            Signature, list[str]
-        ] = {}  # of a marker -> files of its checkpoint; none: it is damaged
-        self.omitted: set[str] = set()  # paths with a warning
-        self.uploaded_bytes = 0
-        self.superseded: deque[tuple[float, int, set[str]]] = (
-            deque()
-        )  # when, number and blobs of earlier snapshots
-        self.retained_s = -RETENTION_S
-        self.list_s = (
-            0.0  # when the blobs are listed again, at the latest with the next new checkpoint
-        )
-        self.problem = ""
-        self.pool = ThreadPoolExecutor(UPLOADS, "upload")
+    def __init__(self, folder: Path, bucket: RunBucket) -> None:
+        self.folder = folder
+        self.bucket = bucket
+        self.problem = ""  # of the last attempt
+
+    def step(self) -> None:
+        """Do what is due."""
+        raise NotImplementedError
+
+    def end(self) -> None:
+        """Do the rest, after the training."""
+        raise NotImplementedError
 
     def poll(self) -> None:
-        """Publish when a checkpoint is new or a beat is due. Any failure is a warning, and is tried
-        again. FencedError: the run belongs to another owner."""
+        """Do what is due. Any failure is a warning, and is tried again. FencedError: the run
+        belongs to another owner."""
         try:
-            steps, published = self.steps(), steps_of(self.ownership.newest.files)
-            returned = max(published, default=0) > max(steps, default=0)  # to an earlier step
-            if not set(steps) <= set(published) or returned or self.ownership.beat_due:
-                if self.publish():
-                    self.retain()
-                elif self.ownership.beat_due:
-                    self.beat()
+            self.step()
         except FencedError:
             raise
-        except (
-            Exception
-        ) as error:  # of any type: training continues, and `finish` decides on the exit code
-            if not self.problem:
-                warn_of_failure(error, "training continues; uploads are tried again")
-            self.problem = str(error)
+        except Exception as error:  # of any type: `finish` decides on the exit code
+            self._note(error, "training continues; the store is tried again")
         else:
             if self.problem:
-                log.warning("%s can be written again; nothing is missing", self.bucket.address)
+                log.warning("%s can be used again; nothing is missing", self.bucket.address)
             self.problem = ""
 
     def finish(self) -> None:
-        """Upload the rest and release the run. StoreError when that fails for FINAL_BEATS.
-        CheckpointError: the last checkpoint of this host is damaged, so it is not in the store."""
-        until_s = time.monotonic() + FINAL_BEATS * self.ownership.newest.beat_s
+        """Do the rest. StoreError when that fails for FINAL_BEATS."""
+        until_s = time.monotonic() + FINAL_BEATS * read_beat_s()
         while True:
             try:
-                # Two snapshots with all steps: a run whose last one is damaged later is still
-                # whole.
-                if self.publish() and self.publish(released=True):
-                    break
-                raise StoreError("its files kept changing")
+                return self.end()
             except (StoreError, OSError) as error:
-                if time.monotonic() > until_s:
-                    what = error.what if isinstance(error, LockstepError) else str(error)
-                    where = (
-                        error.where
-                        if isinstance(error, LockstepError)
-                        else str(self.bucket.address)
-                    )
-                    hint = f"the run is whole in {self.folder}, and the same command uploads it"
-                    raise StoreError(
-                        f"the end of the run was not uploaded: {what}", where, hint
-                    ) from None
-                if not self.problem:
-                    warn_of_failure(
-                        error,
-                        f"the end of the run is uploaded again for up to {format_duration(until_s - time.monotonic())}",
-                    )
-                self.problem = str(error)
-            time.sleep(min(1.0, self.ownership.newest.beat_s))
-        last, published = (
-            max(committed_steps(self.checkpoints), default=0),
-            steps_of(self.ownership.newest.files),
-        )
+                left_s = until_s - time.monotonic()
+                if left_s < 0:
+                    what, where = str(error), str(self.bucket.address)
+                    if isinstance(error, StoreError):
+                        what, where = error.what, error.where
+                    hint = f"the run is in {self.folder}, and the same command uploads it"
+                    what = f"the end of the run was not uploaded: {what}"
+                    raise StoreError(what, where, hint) from None
+                self._note(error, f"tried again for up to {format_duration(left_s)}")
+            time.sleep(POLL_S)
+
+    def _note(self, error: Exception, what_follows: str) -> None:
+        """Log the first of several failures."""
+        if not self.problem:
+            warn_of_failure(error, what_follows)
+        self.problem = str(error)
+
+
+class Mirror(StoreTask):
+    """Uploads `folder` for the owner of the run. Call it from one thread."""
+
+    def __init__(self, folder: Path, ownership: Ownership) -> None:
+        super().__init__(folder, ownership.bucket)
+        self.checkpoints = folder / "checkpoints"
+        self.ownership = ownership
+        # sha256 -> blob in the store
+        self.known = {blob.rpartition("/")[2]: blob for blob in ownership.newest.blobs}
+        # Whose blobs are in the store.
+        self.files: dict[str, tuple[Signature, tuple[Blob, ...]]] = {}
+        # Of a marker -> files of its checkpoint; none: it is damaged.
+        self.whole: dict[Signature, list[str]] = {}
+        self.omitted: set[str] = set()  # paths with a warning
+        self.uploaded_bytes = 0
+        self.superseded = deque[tuple[float, Snapshot]]()  # when, and earlier snapshots
+        self.retained_s = -RETENTION_S
+        self.list_s = 0.0  # when the blobs are listed again, at the latest with a new checkpoint
+        self.pool = ThreadPoolExecutor(UPLOADS, "upload")
+
+    def step(self) -> None:
+        """Publish when a checkpoint is new or a beat is due. FencedError."""
+        steps, published = self.steps(), steps_of(self.ownership.newest.files)
+        returned = max(published, default=0) > max(steps, default=0)  # to an earlier step
+        if not set(steps) <= set(published) or returned or self.ownership.beat_due:
+            if self.publish():
+                self.retain()
+            elif self.ownership.beat_due:
+                self.beat()
+
+    def end(self) -> None:
+        """Upload the rest and release the run. CheckpointError: the last checkpoint of this host
+        is damaged, so it is not in the store."""
+        # Two snapshots with all steps: a run whose last one is damaged later is still whole.
+        if not (self.publish() and self.publish(released=True)):
+            raise StoreError("its files kept changing")
+        last = max(committed_steps(self.checkpoints), default=0)
+        published = steps_of(self.ownership.newest.files)
         if last > max(published, default=0):
             what = f"the checkpoint of step {last} is damaged or unreadable on this host, so it is not in the store"
             where = f"{self.checkpoints / folder_name(last)}; newest step in {self.bucket.address}: {max(published, default='none')}"
@@ -192,7 +206,8 @@ class Mirror:
     def publish(self, *, released: bool = False) -> bool:
         """Upload what is new, then put a snapshot. False: a file changed meanwhile; try again.
         StoreError: likewise. FencedError."""
-        start_s, bytes_before, before = time.monotonic(), self.uploaded_bytes, self.ownership.newest
+        start_s, before = time.monotonic(), self.ownership.newest
+        bytes_before = self.uploaded_bytes
         with ExitStack() as pins:
             steps = {
                 step: paths
@@ -204,12 +219,9 @@ class Mirror:
             for _ in range(UPLOAD_TRIES):
                 if (files := self._read(paths)) is None:
                     return False
-                claims = released or bool(new_steps)
-                if not (
-                    lost := self._lost_blobs(files)
-                    if claims or time.monotonic() > self.list_s
-                    else set()
-                ):
+                if not (released or new_steps or time.monotonic() > self.list_s):
+                    break
+                if not (lost := self._lost_blobs(files)):
                     break
                 self._forget(lost)
             else:
@@ -219,7 +231,7 @@ class Mirror:
                     EXPIRY,
                 )
         self.ownership.put(files, released=released)
-        self.superseded.append((time.monotonic(), before.number, before.blobs))
+        self.superseded.append((time.monotonic(), before))
         for step in sorted(new_steps):
             seconds, size = time.monotonic() - start_s, self.uploaded_bytes - bytes_before
             append_event(self.folder, "uploaded", step=step, seconds=round(seconds, 3), bytes=size)
@@ -245,21 +257,16 @@ class Mirror:
         consistent = checkpoint_paths | data
         files: dict[str, tuple[Signature, tuple[Blob, ...]]] = {}
         for path, signature in listed.items():
-            read = self.files.get(path)
             try:
-                files[path] = (
-                    read
-                    if read and read[0] == signature
-                    else (signature, tuple(self._upload(path)))
-                )
+                if self.files.get(path, [None])[0] != signature:
+                    self.files[path] = signature, tuple(self._upload(path))
+                files[path] = self.files[path]
             except FileNotFoundError:  # a temporary file; a consistent one is missed below
                 continue
             except OSError as error:
                 if path in consistent:
                     raise
                 self._omit(path, error.strerror or str(error))
-                continue
-            self.files[path] = files[path]
         after = self._list(checkpoint_paths)
         if any(path not in files or after.get(path) != listed[path] for path in consistent):
             return None
@@ -322,8 +329,9 @@ class Mirror:
             return
         while self.superseded and self.superseded[0][0] < now_s - RETENTION_S:
             self.superseded.popleft()
-        oldest = min([self.ownership.newest.number, *(number for _, number, _ in self.superseded)])
-        kept = self.ownership.newest.blobs.union(*(blobs for _, _, blobs in self.superseded))
+        snapshots = [self.ownership.newest, *(snapshot for _, snapshot in self.superseded)]
+        oldest = min(snapshot.number for snapshot in snapshots)
+        kept = {blob for snapshot in snapshots for blob in snapshot.blobs}
         self.known = {sha256: blob for sha256, blob in self.known.items() if blob in kept}
         self.bucket.delete([name_of(number) for number in numbers(self.bucket) if number < oldest])
         for owner in self.ownership.owners:
@@ -337,23 +345,14 @@ class Mirror:
         """Yield the blobs of a file. At the end all are in the store; only unknown ones are
         uploaded."""
         uploads: deque[tuple[Future[None], str, str]] = deque()
+        size = BLOB_BYTES if path.endswith(".safetensors") else GROWING_BLOB_BYTES
         with open(self.folder / path, "rb", opener=open_regular) as file:
-            for content in iter(
-                partial(
-                    file.read, BLOB_BYTES if path.endswith(".safetensors") else GROWING_BLOB_BYTES
-                ),
-                b"",
-            ):
+            while content := file.read(size):
                 sha256 = hashlib.sha256(content).hexdigest()
                 blob = self.known.get(sha256) or f"{self.ownership.newest.owner}/{sha256}"
                 if sha256 not in self.known and all(sha256 != pending for _, pending, _ in uploads):
-                    uploads.append(
-                        (
-                            self.pool.submit(self.bucket.put, f"{BLOBS}/{blob}", content),
-                            sha256,
-                            blob,
-                        )
-                    )
+                    upload = self.pool.submit(self.bucket.put, f"{BLOBS}/{blob}", content)
+                    uploads.append((upload, sha256, blob))
                     self.uploaded_bytes += len(content)
                 yield blob, len(content)
                 if self.ownership.beat_due:
@@ -407,27 +406,27 @@ def list_files(folder: Path) -> tuple[dict[str, Signature], dict[str, str]]:
     listed: dict[str, Signature] = {}
     omitted: dict[str, str] = {}
 
+    def omit(path: str, error: OSError) -> None:
+        omitted[path] = error.strerror or str(error)
+
     def refuse_folder(error: OSError) -> None:
         if not isinstance(error, FileNotFoundError):
-            omitted[os.path.relpath(error.filename, folder)] = error.strerror or str(error)
+            omit(os.path.relpath(error.filename, folder), error)
 
     for parent, folders, names in os.walk(folder, onerror=refuse_folder):
         prefix = "" if parent == str(folder) else f"{os.path.relpath(parent, folder)}/"
-        omitted |= {
-            prefix + name: problem for name in (*folders, *names) if (problem := problem_of(name))
-        }
-        folders[:] = [
-            name for name in folders if not LOCAL.fullmatch(prefix + name) and not problem_of(name)
-        ]
-        for path in [
-            prefix + name
-            for name in names
-            if not LOCAL.fullmatch(prefix + name) and not problem_of(name)
-        ]:
+        omitted |= {prefix + name: why for name in (*folders, *names) if (why := problem_of(name))}
+        for group in (folders, names):
+            group[:] = [
+                name
+                for name in group
+                if prefix + name not in omitted and not LOCAL.fullmatch(prefix + name)
+            ]
+        for path in [prefix + name for name in names]:
             try:
                 signature, kind = signature_of(folder / path), kind_of(folder / path)
             except OSError as error:
-                omitted[path] = error.strerror or str(error)
+                omit(path, error)
                 continue
             if signature.inode:
                 listed[path] = signature
@@ -450,13 +449,3 @@ def kind_of(path: Path) -> str:
         letter = stat.filemode(os.lstat(path).st_mode)[0]
         return KINDS.get(letter, "") if letter != "l" else ""
     return ""
-
-
-def steps_of(files: Files) -> list[int]:
-    """Return the steps whose checkpoints are among `files`, ascending."""
-    folders = {
-        path.split("/")[1]
-        for path in files
-        if path.startswith("checkpoints/") and path.endswith(f"/{COMMITTED}")
-    }
-    return sorted(int(match[1]) for match in map(STEP_FOLDER.fullmatch, folders) if match)

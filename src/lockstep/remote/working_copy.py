@@ -1,39 +1,68 @@
 """The run folder of this host, whose mirror is in the store.
 
-COPIES/NAME           the working copy: an ordinary run folder
-COPIES/NAME.lock      held by the process that mirrors it
-COPIES/NAME.owners    ids of the owners that this copy has had, the newest last
+    COPIES/NAME                  the working copy: an ordinary run folder
+    COPIES/NAME.lock             held by the process that mirrors it
+    COPIES/NAME.owners           ids of the owners that this copy has had, the newest last
+    PREFIX/membership/identity   token and id of a run of several hosts; put by the first of them
+
+Each of several hosts trains in its own copy (host_mirror.py).
 """
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import secrets
 import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
-from lockstep.checkpoint.folder import set_aside
-from lockstep.elastic.generation_log import GenerationLog, RunResult
-from lockstep.errors import CheckpointError, FencedError, UsageError
-from lockstep.files import fsync_folder, read_text, try_lock, write_atomic
+from lockstep.checkpoint.fingerprints import RUN_ID
+from lockstep.checkpoint.folder import COMMITTED, committed_steps, folder_name, retire, set_aside
+from lockstep.elastic.generation_log import (
+    NO_GENERATION,
+    GenerationLog,
+    RunResult,
+    open_generation_log,
+)
+from lockstep.elastic.link import TOKEN_BYTES
+from lockstep.errors import CheckpointError, DamagedFileError, FencedError, StoreError, UsageError
+from lockstep.files import (
+    fsync_folder,
+    parse_json,
+    read_bytes,
+    read_text,
+    try_lock,
+    write_atomic,
+    write_if_absent,
+    write_json,
+)
 from lockstep.log import log
-from lockstep.object_store.address import Address
 from lockstep.object_store.bucket import RunBucket
-from lockstep.object_store.storage import MEMBERSHIP
-from lockstep.remote.download import download
+from lockstep.object_store.storage import MEMBERSHIP, STORE_FILE, store_address
+from lockstep.remote.download import RESTORE, Download, download, is_blob, temporary_copy
 from lockstep.remote.snapshots import (
+    Files,
     Ownership,
     Snapshot,
     newest,
+    read_beat_s,
     refuse_other_objects,
     refuse_unsafe_store,
+    steps_of,
     wait_until_silent,
 )
-from lockstep.remote.upload import steps_of
+from lockstep.remote.upload import FINAL_BEATS, POLL_S, warn_of_failure
 from lockstep.runtime.worker_env import running_workers, state_folder
+
+IDENTITY = f"{MEMBERSHIP}/identity"
+HEX = re.compile(r"[0-9a-f]{8,}")
+# Not followed: large, or written by each host.
+OWN = re.compile(r"(checkpoints|data|logs|generations)/")
 
 
 @contextmanager
@@ -99,18 +128,6 @@ def locked_copy(bucket: RunBucket) -> Iterator[Path]:
         os.close(lock)
 
 
-@contextmanager
-def temporary_copy(address: Address) -> Iterator[Path]:
-    """Yield an empty folder for a copy that is only read; it has the name of the run, and is
-    deleted."""
-    address.copies.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(
-        prefix="read-", dir=address.copies, ignore_cleanup_errors=True
-    ) as parent:
-        (folder := Path(parent) / address.working_copy.name).mkdir()
-        yield folder
-
-
 def read_owners(copy: Path) -> list[str]:
     """Return the ids of the owners that a copy has had; none when it is gone."""
     path = copy.with_name(f"{copy.name}.owners")
@@ -159,23 +176,7 @@ def download_copy(bucket: RunBucket, snapshot: Snapshot, copy: Path) -> Snapshot
     none of its checkpoints is whole."""
     partial = copy.with_name(f"{copy.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
-    log.info(
-        "downloading snapshot %d of %s, put by %s, to %s",
-        snapshot.number,
-        bucket.address,
-        snapshot.host,
-        copy,
-    )
-    snapshot, problems = download(bucket, snapshot, partial)
-    if problems and len(problems) == len(steps_of(snapshot.files)):
-        raise CheckpointError(
-            "no checkpoint in the store is whole",
-            "\n".join(problems),
-            "restore earlier versions of these objects",
-        )
-    for problem in problems:
-        log.warning("%s; it is omitted", problem)
+    snapshot = start_from(bucket, snapshot, partial)
     # Its members are on other hosts, and lost the run. Without an end, new workers would wait for
     # them.
     generations = GenerationLog(partial / "generations")
@@ -184,3 +185,234 @@ def download_copy(bucket: RunBucket, snapshot: Snapshot, copy: Path) -> Snapshot
     os.rename(partial, copy)
     fsync_folder(copy.parent)
     return snapshot
+
+
+def start_from(
+    bucket: RunBucket,
+    snapshot: Snapshot,
+    copy: Path,
+    wanted: Callable[[str], bool] = lambda path: True,
+) -> Snapshot:
+    """Bring the wanted files of a snapshot to a copy in which no worker trains; return it, or a
+    newer one. CheckpointError when the copy then has no whole checkpoint."""
+    log.info("reading snapshot %d of %s, put by %s", snapshot.number, bucket.address, snapshot.host)
+    done = put_into_copy(bucket, snapshot, copy, wanted)
+    if done.problems and not committed_steps(copy / "checkpoints"):
+        raise CheckpointError(
+            "no checkpoint in the store is whole",
+            "\n".join(done.problems),
+            "restore earlier versions of these objects",
+        )
+    return done.snapshot
+
+
+def put_into_copy(
+    bucket: RunBucket, snapshot: Snapshot, copy: Path, wanted: Callable[[str], bool]
+) -> Download:
+    """Download; warn of damaged checkpoints, which are omitted."""
+    done = download(bucket, snapshot, copy, wanted)
+    for problem in done.problems:
+        log.warning("%s; it is omitted", problem)
+    return done
+
+
+# Runs whose hosts share no disk and meet in the store.
+
+
+@contextmanager
+def joined_copy(bucket: RunBucket, host: str) -> Iterator[tuple[Path, Files]]:
+    """Join the run; yield the working copy of this host, as new as the newest snapshot, and the
+    files of that. UsageError: a run of one host is in the store, or another agent of this host
+    runs; StoreError."""
+    with locked_copy(bucket) as copy:
+        refuse_unsafe_store(bucket)
+        if not is_of_several_hosts(bucket):
+            refuse_single_host(bucket)
+            refuse_lost_store(bucket, copy)
+        token, run_id = identity_of(bucket)
+        if has_run(copy) and (not (copy / "token").exists() or read_text(copy / "token") != token):
+            refuse_running_workers(bucket, copy, host)
+            set_copy_aside(copy, "the store holds another run")
+        write_identity(bucket, copy, token, run_id)
+        files = refresh_copy(copy) if not running_workers(state_folder(copy, host)) else {}
+        with copying_generations(copy):
+            yield copy, files
+
+
+@contextmanager
+def driver_copy(bucket: RunBucket) -> Iterator[Path]:
+    """Yield a folder with the generations of a run of several hosts, for a process that starts and
+    stops its agents and is none of them. UsageError: a run of one host is in the store;
+    StoreError."""
+    if not is_of_several_hosts(bucket):
+        refuse_single_host(bucket)
+    with temporary_copy(bucket.address) as copy:
+        write_identity(bucket, copy, *identity_of(bucket))
+        with copying_generations(copy):
+            yield copy
+
+
+def refuse_single_host(bucket: RunBucket) -> None:
+    """UsageError when the prefix holds a run of one host, or objects that are not of a run."""
+    if newest(bucket):
+        hint = "start it without --hosts and --nodes on one host, or give another --out"
+        raise UsageError(
+            f"the run in {bucket.address} is one of a single host",
+            f"its snapshots; there is no {MEMBERSHIP}/",
+            hint,
+        )
+    refuse_other_objects(bucket)
+
+
+def identity_of(bucket: RunBucket) -> tuple[str, str]:
+    """Return (token, id) of the run; new ones if this host is the first."""
+    new_identity = json.dumps(
+        {"token": secrets.token_hex(TOKEN_BYTES), "run_id": secrets.token_hex(8)}
+    )
+    try:
+        identity = parse_json(bucket.put_if_absent(IDENTITY, new_identity.encode()).decode())
+        for name in ("token", "run_id"):
+            if not (isinstance(identity[name], str) and HEX.fullmatch(identity[name])):
+                raise ValueError(f"{name} is no text of hexadecimal digits")
+        return identity["token"], identity["run_id"]
+    except (ValueError, LookupError, TypeError) as error:
+        what = f"the identity of the run is damaged: {error}"
+        raise DamagedFileError(what, f"{bucket.address}/{IDENTITY}", RESTORE) from None
+
+
+def write_identity(bucket: RunBucket, copy: Path, token: str, run_id: str) -> None:
+    (copy / "generations").mkdir(parents=True, exist_ok=True)
+    write_if_absent(copy / "token", token, 0o600)
+    write_json(copy / RUN_ID, {"id": run_id})
+    write_json(copy / STORE_FILE, {"address": str(bucket.address)})
+
+
+@contextmanager
+def ended_copy(bucket: RunBucket, host: str) -> Iterator[tuple[Path, Ownership]]:
+    """Own an ended run, to add scores to it; yield (the copy of this host, the right to put
+    snapshots). A start of the run takes it over. UsageError: the run has not ended. Errors of
+    `joined_copy`."""
+    with joined_copy(bucket, host) as (copy, _):
+        last, before = GenerationLog(copy / "generations").newest(), newest(bucket)
+        if before is None or not (last and last.end):
+            hint = "wait for its end, or let it score by itself: evaluate.at_end, or launch --with-evaluator on each host"
+            raise UsageError(
+                f"the run in {bucket.address} has not ended", "its newest generation", hint
+            )
+        before = wait_until_silent(bucket, before)
+        refresh_copy(copy)
+        yield copy, Ownership(bucket, add_owner(copy), before, before.generation)
+
+
+@contextmanager
+def copying_generations(copy: Path) -> Iterator[None]:
+    """Copy new generations to the copy meanwhile. OSError when the first attempt fails."""
+    copy_generations(copy)
+    ended = threading.Event()
+
+    def follow() -> None:
+        problem = ""
+        while not ended.wait(POLL_S):
+            try:
+                copy_generations(copy)
+            except OSError:
+                pass  # an outage; the mirror warns of it
+            except Exception as error:  # of any type: the agents see no other generation log
+                if problem != str(error):
+                    warn_of_failure(error, "the generation log is tried again")
+                problem = str(error)
+
+    thread = threading.Thread(target=follow, name="generations", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def copy_generations(run: Path) -> None:
+    """Add the generations after the newest one in the copy of this host, in order; to an empty copy
+    only the newest."""
+    stored, copy = open_generation_log(run), GenerationLog(run / "generations")
+    before = copy.newest() or NO_GENERATION
+    newest = stored.newest(before.number)
+    if newest:
+        for number in range(before.number + 1 if before.number else newest.number, newest.number):
+            copy.add(stored.read(number))
+        copy.add(newest)
+
+
+def refresh_copy(run: Path, *, keep: Collection[str] = ()) -> Files:
+    """Bring a copy in which no worker trains to the newest snapshot, unless this host has put that:
+    then the copy may be newer. Return its files. Without a store: do nothing. StoreError,
+    CheckpointError. keep: names of files that this start has written already"""
+    if (address := store_address(run)) is None or (
+        snapshot := newest(bucket := RunBucket(address), warns=True)
+    ) is None:
+        return {}
+    if snapshot.owner in read_owners(run):
+        return snapshot.files
+    oldest = min(steps_of(snapshot.files), default=0)
+    for step in committed_steps(run / "checkpoints"):
+        folder = run / "checkpoints" / folder_name(step)
+        if step < oldest:  # the publisher has retired it, too
+            retire(folder.parent, step)
+        elif not is_listed(folder, folder.name, snapshot):
+            log.warning(
+                "this checkpoint of step %d is not in the store: set aside as %s",
+                step,
+                set_aside(folder, "abandoned"),
+            )
+    start_from(
+        bucket,
+        snapshot,
+        run,
+        lambda path: path not in keep and (not OWN.match(path) or not (run / path).exists()),
+    )
+    return snapshot.files
+
+
+def is_listed(checkpoint: Path, name: str, snapshot: Snapshot) -> bool:
+    """Return whether `checkpoint` is the one that a snapshot lists as `name`."""
+    marker = snapshot.files.get(f"checkpoints/{name}/{COMMITTED}", ())
+    return bool(marker) and is_blob(read_bytes(checkpoint / COMMITTED), *marker[0])
+
+
+def wait_until_published(run: Path, step: int) -> None:
+    """For rank 0: wait until the store has the checkpoint of `step`. After FINAL_BEATS / 2, less
+    than counts as a hang, it is a warning."""
+    bucket, until_s = bucket_of(run), time.monotonic() + FINAL_BEATS / 2 * read_beat_s()
+    while time.monotonic() < until_s:
+        with suppress(StoreError):  # an outage
+            if (snapshot := newest(bucket)) and step in steps_of(snapshot.files):
+                return
+        time.sleep(POLL_S)
+    log.warning("step %d is not in %s yet; only this host has it", step, bucket.address)
+
+
+def fetch_checkpoint(run: Path, step: int = -1) -> int:
+    """Download the checkpoint of `step`, by default the newest one, if this host lacks it; return
+    the step. StoreError, CheckpointError."""
+    local_steps = committed_steps(run / "checkpoints")
+    bucket = bucket_of(run)
+    snapshot = newest(bucket)
+    published_steps = steps_of(snapshot.files) if snapshot else []
+    step = max([*local_steps, *published_steps], default=-1) if step < 0 else step
+    if step in local_steps:
+        return step
+    if snapshot is None or step not in published_steps:
+        raise CheckpointError(
+            f"the store has no checkpoint of step {step}",
+            str(bucket.address),
+            "see the warnings of the host of rank 0",
+        )
+    folder = f"checkpoints/{folder_name(step)}/"
+    put_into_copy(bucket, snapshot, run, lambda path: path.startswith(folder))
+    return step
+
+
+def bucket_of(run: Path) -> RunBucket:
+    address = store_address(run)
+    assert address is not None, f"{run} is no copy"
+    return RunBucket(address, waits=False)

@@ -42,7 +42,7 @@ from lockstep.models.llama_io import CHECKPOINTS, export_run, is_llama_run, refu
 from lockstep.models.load_translator import read_run
 from lockstep.record.metrics import append_json, iter_steps, last_newline
 from lockstep.record.tracker import Tracker
-from lockstep.remote.host_copy import fetch_checkpoint
+from lockstep.remote.working_copy import fetch_checkpoint
 from lockstep.runtime.signals import StopSignals
 from lockstep.tasks.evaluator import EvalSpec, Evaluator, Split
 from lockstep.tasks.open import open_evaluator

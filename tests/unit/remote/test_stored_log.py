@@ -21,7 +21,7 @@ from lockstep.elastic.generation_log import (
 from lockstep.errors import DamagedFileError
 from lockstep.object_store.bucket import RunBucket
 from lockstep.object_store.storage import STORE_FILE, shared_folder
-from lockstep.remote.host_copy import copy_generations
+from lockstep.remote.working_copy import copy_generations
 
 
 @pytest.fixture

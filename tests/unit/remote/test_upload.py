@@ -19,8 +19,8 @@ from lockstep.cli import remote
 from lockstep.errors import CheckpointError, FencedError, StoreError
 from lockstep.object_store.bucket import RunBucket
 from lockstep.remote import upload
-from lockstep.remote.snapshots import BLOBS, Ownership, Snapshot, newest
-from lockstep.remote.upload import Mirror, steps_of
+from lockstep.remote.snapshots import BLOBS, Ownership, Snapshot, newest, steps_of
+from lockstep.remote.upload import Mirror
 
 Host = Callable[[str], Mirror]
 

@@ -15,8 +15,8 @@ from lockstep.errors import CheckpointError, DamagedFileError, FencedError, Usag
 from lockstep.object_store.bucket import RunBucket
 from lockstep.remote import upload
 from lockstep.remote.download import download
-from lockstep.remote.snapshots import BLOBS, Ownership, newest
-from lockstep.remote.upload import Mirror, steps_of
+from lockstep.remote.snapshots import BLOBS, Ownership, newest, steps_of
+from lockstep.remote.upload import Mirror
 from lockstep.remote.working_copy import owned_copy
 
 Host = Callable[[str], Mirror]
@@ -170,7 +170,7 @@ def test_a_reader_takes_the_newer_snapshot_when_its_own_is_deleted(
     train(mirror, 20)
     monkeypatch.setattr(upload, "RETENTION_S", 0.0)
     mirror.retain()
-    used, problems = download(bucket, before, tmp_path / "reader")
+    used, problems, _ = download(bucket, before, tmp_path / "reader")
     assert (
         used == newest(bucket)
         and not problems

@@ -26,18 +26,19 @@ from lockstep.elastic.link import read_token
 from lockstep.elastic.run_folder import create_run_folder
 from lockstep.errors import CheckpointError, DamagedFileError, StoreError, UsageError
 from lockstep.object_store.bucket import RunBucket
-from lockstep.remote import host_copy
-from lockstep.remote.host_copy import (
+from lockstep.remote import host_mirror, upload, working_copy
+from lockstep.remote.host_mirror import HostMirror
+from lockstep.remote.snapshots import Snapshot, newest, steps_of
+from lockstep.remote.upload import Mirror
+from lockstep.remote.working_copy import (
     IDENTITY,
-    HostMirror,
+    copy_generations,
     fetch_checkpoint,
     joined_copy,
+    owned_copy,
     refresh_copy,
     wait_until_published,
 )
-from lockstep.remote.snapshots import Snapshot, newest
-from lockstep.remote.upload import Mirror, steps_of
-from lockstep.remote.working_copy import owned_copy
 
 Start = Callable[[str], HostMirror]
 
@@ -71,8 +72,8 @@ def form(host: HostMirror, number: int, *names: str) -> None:
 
 def poll(*hosts: HostMirror) -> None:
     for host in hosts:
-        host_copy.copy_generations(host.folder)
-        host.follow_s = 0.0
+        copy_generations(host.folder)
+        host.follower.next_s = 0.0
         host.poll()
         assert not host.problem
 
@@ -154,7 +155,7 @@ def test_a_host_that_was_killed_while_it_took_over_starts_from_all_checkpoints(
     poll(a, b)
     form(b, 2, "b")
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(host_copy, "Mirror", mock.Mock(side_effect=KeyboardInterrupt))
+        patch.setattr(host_mirror, "Mirror", mock.Mock(side_effect=KeyboardInterrupt))
         poll(b)
     assert committed_steps(start("b").folder / "checkpoints") == [10]
 
@@ -240,7 +241,7 @@ def test_a_checkpoint_of_rank_0_reaches_a_host_that_scores_it(
     a, b = start("a"), start("b")
     form(a, 1, "a", "b")
     train(a, 10, 20)
-    monkeypatch.setattr(host_copy, "FINAL_BEATS", 1)
+    monkeypatch.setattr(working_copy, "FINAL_BEATS", 1)
     wait_until_published(a.folder, 20)
     assert "step 20 is not in s3://runs/team/first yet" in caplog.text
     poll(a)
@@ -336,11 +337,11 @@ def test_an_outage_of_the_store_is_a_warning(
     form(a, 1, "a", "b")
     poll(a, b)
     proxy.fault = lambda method, path: "cut"
-    b.follow_s = 0.0
+    b.follower.next_s = 0.0
     for host in (a, b, b):
         host.poll()
-    assert b.problem and caplog.text.count("the store is tried again") == 1
-    monkeypatch.setattr(host_copy, "FINAL_BEATS", 1)
+    assert b.problem and caplog.text.count("the store is tried again") == 2, "once on each host"
+    monkeypatch.setattr(upload, "FINAL_BEATS", 1)
     with pytest.raises(StoreError, match="the end of the run was not uploaded"):
         a.finish()
     proxy.fault = lambda method, path: ""
@@ -415,7 +416,7 @@ def test_a_generation_that_is_no_text_is_an_error_that_is_tried_again(
     with pytest.raises(DamagedFileError, match=r"generation 2, is damaged"):
         open_generation_log(a.folder).newest()
     with pytest.raises(DamagedFileError, match=r"generation 2, is damaged"):
-        host_copy.copy_generations(a.folder)
+        copy_generations(a.folder)
 
 
 def test_any_failure_of_a_poll_is_a_warning_and_of_the_end_an_error(
