@@ -81,17 +81,15 @@ class CheckpointStore:
             raise UsageError(
                 what, str(folder), "give a folder; lockstep run --out s3://BUCKET/RUN mirrors it"
             )
-        self.folder, self.keep, self.file_bytes, self.fail_point = (
-            folder,
-            keep,
-            file_bytes,
-            fail_point,
-        )
+        self.folder = folder
+        self.keep = keep
+        self.file_bytes = file_bytes
+        self.fail_point = fail_point
         self._folder_exists = False
+        # Set where workers save together: this one writes its slices.
         self.shard_writer: shards.ShardWriter | None = None
-        self._verified_step: int | None = (
-            None  # the last step that this process wrote or verified; retention keeps it
-        )
+        # The last step that this process wrote or verified; retention keeps it.
+        self._verified_step: int | None = None
 
     def steps(self) -> list[int]:
         return committed_steps(self.folder)
@@ -99,10 +97,6 @@ class CheckpointStore:
     def require_folder(self) -> None:
         """Never create the folder from now on: if it is missing its disk is not mounted."""
         self._folder_exists = True
-
-    def share_writing(self, shard_writer: shards.ShardWriter) -> None:
-        """Save together with other workers from now on: this one writes its slices."""
-        self.shard_writer = shard_writer
 
     def preflight(self) -> None:
         """Try every disk operation of a save on a small scale, to report problems before training.

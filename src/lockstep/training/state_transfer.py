@@ -18,8 +18,9 @@ import mmap
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
-from typing import IO, NoReturn
+from typing import IO, Any, NoReturn
 
 from torch import Tensor
 from torch.distributed import Work
@@ -65,64 +66,82 @@ def transfer_state(
     received state is not the sent one.
     """
     world, group = runtime.world, runtime.group
-    _, sources, joiners = transfer_roles(runtime.member_progress)
-    if not sources or not joiners:
+    _, all_sources, all_joiners = transfer_roles(runtime.member_progress)
+    if not all_sources or not all_joiners:
         return None
-    all_sources, all_joiners = sources, joiners
-    position = {
-        rank: rank % replica_size for rank in range(world.size)
-    }  # of a worker in its replica
     first_source = {
-        rank: next(source for source in sources if position[source] == position[rank])
-        for rank in [*sources, *joiners]
+        rank: next(source for source in all_sources if (source - rank) % replica_size == 0)
+        for rank in [*all_sources, *all_joiners]
     }
-    sources, joiners = (
-        [rank for rank in ranks if position[rank] == position[world.rank]]
-        for ranks in (sources, joiners)
-    )
+    sources = [rank for rank in all_sources if (rank - world.rank) % replica_size == 0]
     if one_source := any(member.one_source for member in runtime.member_progress):
         sources = sources[:1]
-    is_source, is_joiner = world.rank in sources, world.rank in joiners
+    is_source = world.rank in sources
     described = group.gather_json(
         world.size, attributes.describe() if attributes and world.rank in all_sources else None
     )
     if attributes:
         attributes.agree(described)
+    own_digest = get_digest if world.rank in all_sources else None
+    refuse = partial(refuse_transfer, runtime, sources, replica_size, own_digest)
     state = dict(get_state()) if is_source and get_state else {}
     specs = [[name, DTYPES[tensor.dtype], list(tensor.shape)] for name, tensor in state.items()]
-    specs_hash = hashlib.sha256(json.dumps(specs).encode()).hexdigest() if is_source else ""
     offer = {
         "host": world.host,
-        "hash": specs_hash,
+        "hash": hashlib.sha256(json.dumps(specs).encode()).hexdigest() if is_source else "",
         "tensors": specs if world.rank == sources[0] else [],
     }
     offers = group.gather_json(world.size, offer)
-
-    def refuse(what: str) -> NoReturn:
-        state_digests = group.gather_json(
-            world.size, get_digest() if get_digest and world.rank in all_sources else None
-        )
-        if find_divergent_ranks(state_digests, replica_size):
-            raise StateMismatchError(state_digests)
-        runtime.set_progress(replace(runtime.progress, one_source=True))
-        raise PeersLostError(what, f"sent by ranks {sources}")
-
     if other := [
         rank
         for rank in all_sources
         if offers[rank]["hash"] not in ("", offers[first_source[rank]]["hash"])
     ]:
-        refuse(
-            f"rank {', '.join(map(str, other))} holds tensors of other names or shapes than the others"
-        )
+        ranks = ", ".join(map(str, other))
+        refuse(f"rank {ranks} holds tensors of other names or shapes than the others")
     sent = [
         TensorSpec(name, dtype, tuple(shape))
         for name, dtype, shape in offers[sources[0]]["tensors"]
     ]
+    joiners = [rank for rank in all_joiners if (rank - world.rank) % replica_size == 0]
     hosts = {rank: rank if one_source else offers[rank]["host"] for rank in joiners}
-    receivers = {
-        host: rank for rank, host in reversed(hosts.items())
-    }  # the first joiner of each host
+    state, digests = send_and_receive(runtime, state, sent, sources, hosts)
+    if wrong := [rank for rank in all_joiners if digests[rank] != digests[first_source[rank]]]:
+        ranks = ", ".join(map(str, wrong))
+        refuse(f"rank {ranks} received something other than the state of one worker")
+    return state if world.rank in joiners else None
+
+
+def refuse_transfer(
+    runtime: ElasticRuntime,
+    sources: Sequence[int],
+    replica_size: int,
+    own_digest: Callable[[], int] | None,
+    what: str,
+) -> NoReturn:
+    """Collective. StateMismatchError when the sources differ; else PeersLostError, and the next
+    attempt uses one source."""
+    state_digests = runtime.group.gather_json(
+        runtime.world.size, own_digest() if own_digest else None
+    )
+    if find_divergent_ranks(state_digests, replica_size):
+        raise StateMismatchError(state_digests)
+    runtime.set_progress(replace(runtime.progress, one_source=True))
+    raise PeersLostError(what, f"sent by ranks {sources}")
+
+
+def send_and_receive(
+    runtime: ElasticRuntime,
+    state: dict[str, Tensor],
+    sent: Sequence[TensorSpec],
+    sources: Sequence[int],
+    hosts: dict[int, Any],
+) -> tuple[dict[str, Tensor], list[str]]:
+    """Collective. Return the state (on a source its own, on a joiner the received one), and of each
+    joiner and the first source its digest. hosts: of each joiner"""
+    world, group = runtime.world, runtime.group
+    # The first joiner of each host.
+    receivers = {host: rank for rank, host in reversed(hosts.items())}
     with open(os.memfd_create("lockstep-state"), "r+b") as file:
         if world.rank in receivers.values():
             state = map_tensors(file, sent, mmap.ACCESS_WRITE)
@@ -130,16 +149,11 @@ def transfer_state(
         runtime.board.enter_collective()  # the whole transfer counts as one
         group.wait(works)
         addresses = group.gather_json(world.size, f"/proc/{os.getpid()}/fd/{file.fileno()}")
-        if is_joiner and world.rank not in receivers.values():
+        if world.rank in hosts and world.rank not in receivers.values():
             state = map_received(addresses[receivers[hosts[world.rank]]], sent)
-        digests = group.gather_json(
-            world.size, digest(state) if is_joiner or world.rank == sources[0] else None
-        )
-    if wrong := [rank for rank in all_joiners if digests[rank] != digests[first_source[rank]]]:
-        refuse(
-            f"rank {', '.join(map(str, wrong))} received something other than the state of one worker"
-        )
-    return state if is_joiner else None
+        # The memory stays open until all have mapped it.
+        is_compared = world.rank in hosts or world.rank == sources[0]
+        return state, group.gather_json(world.size, digest(state) if is_compared else None)
 
 
 def start_transfer(
