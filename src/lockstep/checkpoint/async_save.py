@@ -108,7 +108,8 @@ class AsyncSaver(AbstractContextManager["AsyncSaver"]):
         store: CheckpointStore,
         on_saved: Callable[[int, float], object] = lambda step, seconds: None,
     ) -> None:
-        self.store, self.on_saved = store, on_saved
+        self.store = store
+        self.on_saved = on_saved
         self._copies: dict[str, Tensor] = {}
         self._failures: deque[Exception] = deque()
         self._thread: threading.Thread | None = None
@@ -164,18 +165,18 @@ class AsyncSaver(AbstractContextManager["AsyncSaver"]):
         if self._thread is None:
             return True
         self._run.hurry()
-        start_s, name, was_writing = time.monotonic(), self._thread.name, self.writing
+        start_s, name = time.monotonic(), self._thread.name
+        warns = bool(self.writing and why and not self._warned_of_wait)
         # Not join alone: before Python 3.13, join treats the thread as finished after a signal.
         if not self._done.wait(within_s):
             return False
         self._thread.join()
         self._thread = None
-        waited_s = time.monotonic() - start_s
-        if was_writing and why and not self._warned_of_wait:
+        if warns:
             self._warned_of_wait = True
             log.warning(
                 "waited %s for %r %s; save less often to avoid this (logged once)",
-                format_duration(waited_s),
+                format_duration(time.monotonic() - start_s),
                 name,
                 why,
             )

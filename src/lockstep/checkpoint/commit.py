@@ -61,15 +61,15 @@ class FileRecord:
     sha256: str
 
 
-def marker_content(step: int, manifest: bytes) -> bytes:
+def marker_content(step: int, manifest: bytes | bytearray) -> bytes:
     return f"lockstep checkpoint, step {step}, sha256 of {MANIFEST}: {hashlib.sha256(manifest).hexdigest()}\n".encode()
 
 
 def read_manifest(path: Path, step: int) -> tuple[dict[str, FileRecord], list[str]]:
     """Return (the files that the manifest of `path` lists, the problems of manifest and marker).
     CheckpointError when it is whole but has a later format: that is not damage."""
-    manifest, problem = read_small_file(path / MANIFEST)
-    marker, marker_problem = read_small_file(path / COMMITTED)
+    manifest, problem = read_verified(path / MANIFEST)
+    marker, marker_problem = read_verified(path / COMMITTED)
     if problem or marker_problem:
         return {}, [text for text in (problem, marker_problem) if text]
     if marker != marker_content(step, manifest):
@@ -93,25 +93,26 @@ def parse_file_records(files: dict[str, Any]) -> dict[str, FileRecord]:
     return {name: FileRecord(**record) for name, record in files.items()}
 
 
-def read_verified(path: Path, record: FileRecord, *, keep: bool = True) -> tuple[bytearray, str]:
+def read_verified(
+    path: Path, record: FileRecord | None = None, *, keep: bool = True
+) -> tuple[bytearray, str]:
     """Return (the file's bytes, "") or (no bytes, the problem). Each byte is read and hashed once;
-    without `keep`, only one chunk is in memory."""
+    without `keep`, only one chunk is in memory. record: None: any content is right"""
+    sha256 = hashlib.sha256()
     try:
         with open(path, "rb", buffering=0, opener=open_without_links) as file:
             size = os.fstat(file.fileno()).st_size
-            if size != record.bytes:
-                return (
-                    bytearray(),
-                    f"{path.name} has {size} bytes, the manifest lists {record.bytes}",
-                )
-            content, sha256, start = bytearray(size if keep else CHUNK_BYTES), hashlib.sha256(), 0
+            if record and size != record.bytes:
+                problem = f"{path.name} has {size} bytes, the manifest lists {record.bytes}"
+                return bytearray(), problem
+            content, start = bytearray(size if keep else CHUNK_BYTES), 0
             view = memoryview(content)
             while count := file.readinto(view[start : start + CHUNK_BYTES]):
                 sha256.update(view[start : start + count])
                 start += count if keep else 0
     except OSError as error:
         return bytearray(), damage_of(path.name, error)
-    if sha256.hexdigest() != record.sha256:
+    if record and sha256.hexdigest() != record.sha256:
         return bytearray(), f"{path.name} has changed: its sha256 differs from the manifest's"
     return content, ""
 
@@ -119,14 +120,6 @@ def read_verified(path: Path, record: FileRecord, *, keep: bool = True) -> tuple
 def open_without_links(path: str, flags: int) -> int:
     """Opener for files of a checkpoint: regular files only, as a link could point elsewhere."""
     return open_regular(path, flags | os.O_NOFOLLOW)
-
-
-def read_small_file(path: Path) -> tuple[bytes, str]:
-    try:
-        with open(path, "rb", opener=open_without_links) as file:
-            return file.read(), ""
-    except OSError as error:
-        return b"", damage_of(path.name, error)
 
 
 def damage_of(name: str, error: OSError) -> str:
@@ -241,9 +234,8 @@ class Attempt(AbstractContextManager["Attempt"]):
             unlock_marker(self.marker)
             return
         try:
-            if (
-                self.state == COMMITTED
-            ):  # revoke it: it may not be on the disk, and the save is reported as failed
+            if self.state == COMMITTED:
+                # Revoke it: it may not be on the disk, and the save is reported as failed.
                 try:
                     os.rename(self.path / COMMITTED, self.path / REMOVING)
                 except OSError:
@@ -271,10 +263,8 @@ def write_file(
     Whole pieces bypass the page cache where the file system supports it: to fill the cache takes
     more processor time than to hash.
     """
-    sha256, buffer = (
-        hashlib.sha256(),
-        np.frombuffer(mmap.mmap(-1, PIECE_BYTES), np.uint8),
-    )  # page-aligned, as O_DIRECT needs
+    sha256 = hashlib.sha256()
+    buffer = np.frombuffer(mmap.mmap(-1, PIECE_BYTES), np.uint8)  # page-aligned for O_DIRECT
     with open(path, "xb", buffering=0) as file:
         set_direct(file, True)
 
@@ -384,12 +374,9 @@ def explain_write_errors(what: str, folder: Path, needed_bytes: int) -> Iterator
     except OSError as error:
         where = f"{format_bytes(needed_bytes)} needed in {folder}"
         with suppress(OSError):
-            names = (
-                ""
-                if os.statvfs(folder).f_favail
-                else ", but no room for another file name (inodes)"
-            )
-            where = f"{format_bytes(needed_bytes)} needed, {format_bytes(free_bytes(folder))} free in {folder}{names}"
+            where = f"{format_bytes(needed_bytes)} needed, {format_bytes(free_bytes(folder))} free in {folder}"
+            if not os.statvfs(folder).f_favail:
+                where += ", but no room for another file name (inodes)"
         if error.filename and Path(error.filename) != folder:
             where += f"\n{error.filename}"
         hint = HINTS.get(error.errno or 0, "try again, or choose another folder with --out")

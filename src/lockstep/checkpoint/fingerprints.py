@@ -101,14 +101,9 @@ def newest_facts(folder: Path) -> tuple[int, dict[str, Any]] | None:
     """Return (step, facts) of the newest checkpoint with a whole facts.json, or None."""
     for step in reversed(committed_steps(folder)):
         with commit.explain_read_errors(folder), pinned(folder, step) as path:
-            if path is None:
-                continue
-            files, _ = commit.read_manifest(path, step)
-            content, problem = (
-                commit.read_verified(path / FACTS, files[FACTS])
-                if FACTS in files
-                else (b"", "missing")
-            )
-            if not problem:
-                return step, json.loads(content)
+            files = commit.read_manifest(path, step)[0] if path else {}
+            if path and FACTS in files:
+                content, problem = commit.read_verified(path / FACTS, files[FACTS])
+                if not problem:
+                    return step, json.loads(content)
     return None

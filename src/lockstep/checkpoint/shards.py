@@ -48,15 +48,12 @@ class ShardWriter:
 
     writer: int  # its number
     writers: int  # how many write
-    slices: Mapping[
-        str, TensorSlice
-    ]  # tensor name -> the slice that this worker writes; an unlisted tensor is whole
-    generation: Callable[
-        [], int
-    ]  # returns the number of the current generation; called at each save
-    generation_error: Callable[
-        [], str
-    ]  # returns why the other writers will not finish; "" while they may
+    # Tensor name -> the slice that this worker writes; an unlisted tensor is whole.
+    slices: Mapping[str, TensorSlice]
+    # Returns the number of the current generation; called at each save.
+    generation: Callable[[], int]
+    # Returns why the other writers will not finish; "" while they may.
+    generation_error: Callable[[], str]
 
     def folder(self, folder: Path, step: int, generation: int, writer: int) -> Path:
         return folder / f".part-{step:08d}-{generation}-{writer}"
@@ -114,6 +111,9 @@ class ShardWriter:
             match = SHARD_FOLDER.fullmatch(path.name)
             if match and int(match[1]) < step:
                 shutil.rmtree(path, ignore_errors=True)
+
+
+ONLY_WRITER = ShardWriter(0, 1, {}, lambda: 0, str)
 
 
 def write_shard_list(path: Path, listed: Mapping[str, Any]) -> None:
@@ -217,21 +217,24 @@ class StoredTensors(dict[str, StoredTensor]):
             metadata, tensors = safetensors_io.parse_file(content)
             slices = json.loads(metadata.get("pieces", "{}"))
             for spec, data in tensors:
-                stored = (
-                    TensorSlice.from_json(slices[spec.name])
-                    if spec.name in slices
-                    else TensorSlice.whole(spec.shape)
-                )
-                self.setdefault(spec.name, StoredTensor()).slices.append(
-                    StoredSlice(spec, data, stored, file)
-                )
+                part = TensorSlice.whole(spec.shape)
+                if spec.name in slices:
+                    part = TensorSlice.from_json(slices[spec.name])
+                stored = StoredSlice(spec, data, part, file)
+                self.setdefault(spec.name, StoredTensor()).slices.append(stored)
 
-    def fingerprints(self) -> dict[str, str]:
-        """Return name -> fingerprint of the whole tensor. Memory: one tensor."""
-        return {
-            name: safetensors_io.tensor_fingerprint(tensor.spec, tensor.data())
-            for name, tensor in self.items()
-        }
+    def fingerprints(
+        self, names: Iterable[str] | None = None, slices: Mapping[str, TensorSlice] | None = None
+    ) -> dict[str, str]:
+        """Return name -> fingerprint of these tensors (all): of the slice in `slices`, else of the
+        whole tensor. Memory: one tensor."""
+        slices = slices or {}
+        lines = {}
+        for name in self if names is None else names:
+            tensor = self[name]
+            part = slices.get(name) or TensorSlice.whole(tensor.spec.shape)
+            lines[name] = safetensors_io.tensor_fingerprint(*tensor.read(part))
+        return lines
 
 
 def open_tensors(path: Path, step: int) -> StoredTensors:

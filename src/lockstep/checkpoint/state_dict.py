@@ -115,25 +115,16 @@ def optimizer_parameters(model: Model, optimizers: Optimizers) -> OptimizedParam
         for group in optimizer.param_groups
         for p in group["params"]
     ]
-    where = " and ".join(
-        [*(type(optimizer).__name__ for optimizer in as_tuple(optimizers)), model_name(model)]
-    )
-    unknown = [
-        f"shape {tuple(parameter.shape)}"
-        for parameter, _, _ in triples
-        if id(parameter) not in names
-    ]
-    if unknown:
+    kinds = [type(optimizer).__name__ for optimizer in as_tuple(optimizers)]
+    where = " and ".join([*kinds, model_name(model)])
+    if unknown := [f"shape {tuple(p.shape)}" for p, _, _ in triples if id(p) not in names]:
         what = f"{len(unknown)} of the optimizer's parameters are not in the model: {join_names(unknown)}"
         raise CheckpointError(
             what, where, "put every trained module into the one model that is saved"
         )
-    parameters = {
-        names[id(parameter)]: (parameter, group, optimizer)
-        for parameter, group, optimizer in triples
-    }
+    parameters = {names[id(p)]: (p, group, optimizer) for p, group, optimizer in triples}
     if len(parameters) < len(triples):
-        counts = Counter(names[id(parameter)] for parameter, _, _ in triples)
+        counts = Counter(names[id(p)] for p, _, _ in triples)
         repeated = [name for name, count in counts.items() if count > 1]
         what = f"several optimizers hold the same parameters: {join_names(repeated)}"
         raise CheckpointError(what, where, "give each parameter to one optimizer")
@@ -252,9 +243,8 @@ def set_state_dict(
         optimizer.state.pop(parameter, None)
         if name in states:
             optimizer.state[parameter] = {}
-    trees: dict[
-        tuple[str, str], dict[str, Tensor]
-    ] = {}  # of a parameter and key: the text as "", tensors by path
+    # Of a parameter and key: the text as "", tensors by path.
+    trees: dict[tuple[str, str], dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         kind, _, rest = name.partition(".")
         if kind == "model":
@@ -263,21 +253,16 @@ def set_state_dict(
             parameter_name, _, entry = rest.rpartition(".")
             parameter, group, optimizer = parameters[parameter_name]
             key, form, path, order = (*map(unescape, entry.split(":")), "", "", "")[:4]
+            state = optimizer.state[parameter]
             if form == "json":
-                part = (
-                    in_order(tensor.to(parameter.device, copy=True), order)
-                    if path
-                    else tensor.clone()
-                )
-                trees.setdefault((parameter_name, key), {})[path] = part
+                moved = tensor.to(parameter.device, copy=True) if path else tensor.clone()
+                trees.setdefault((parameter_name, key), {})[path] = in_order(moved, order)
             elif form == "strided":
-                optimizer.state[parameter][key] = in_order(
-                    tensor.to(parameter.device, copy=True), path
-                )
+                state[key] = in_order(tensor.to(parameter.device, copy=True), path)
+            elif form:
+                state[key] = tensor.item()
             else:
-                optimizer.state[parameter][key] = (
-                    tensor.item() if form else place_like_torch(key, tensor, parameter, group)
-                )
+                state[key] = place_like_torch(key, tensor, parameter, group)
     for (parameter_name, key), parts in trees.items():
         parameter, _, optimizer = parameters[parameter_name]
         optimizer.state[parameter][key] = decode(tree_of(parts[""]), parts.__getitem__)

@@ -45,7 +45,6 @@ from lockstep.errors import CheckpointError, UsageError
 from lockstep.files import scheme_of
 from lockstep.log import log
 from lockstep.runtime.tensor_bytes import bytes_of
-from lockstep.tensor_slice import TensorSlice
 from lockstep.units import format_bytes, format_duration, join_names
 
 FILE_BYTES = 2 * 10**9
@@ -86,8 +85,7 @@ class CheckpointStore:
         self.file_bytes = file_bytes
         self.fail_point = fail_point
         self._folder_exists = False
-        # Set where workers save together: this one writes its slices.
-        self.shard_writer: shards.ShardWriter | None = None
+        self.shard_writer = shards.ONLY_WRITER  # another one where workers save together
         # The last step that this process wrote or verified; retention keeps it.
         self._verified_step: int | None = None
 
@@ -136,7 +134,7 @@ class CheckpointStore:
         )
         with explain():
             self._create_folder()
-        if self.shard_writer and self.shard_writer.writer:
+        if self.shard_writer.writer:
             with explain():
                 self.shard_writer.write(self.folder, step, self._files(specs, tensors), run)
             return path
@@ -153,13 +151,11 @@ class CheckpointStore:
                     attempt.put(FACTS, [text])
                     for name, chunks in self._files(specs, tensors):
                         attempt.put(name, chunks, run)
-                    if self.shard_writer:
-                        self.shard_writer.collect(attempt, self.folder, step)
+                    self.shard_writer.collect(attempt, self.folder, step)
                     if attempt.commit():
                         break
         self._verified_step = step
-        if self.shard_writer:
-            self.shard_writer.sweep(self.folder, step)
+        self.shard_writer.sweep(self.folder, step)
         log.info(
             "saved %s: %s in %s",
             path,
@@ -178,22 +174,15 @@ class CheckpointStore:
         self, specs: list[TensorSpec], tensors: Mapping[str, Tensor]
     ) -> list[tuple[str, Iterable[bytes | memoryview]]]:
         """Return (name, content) of each file of tensors. A content can be read once."""
-        first_number = (
-            self.shard_writer.writer * shards.FILES_PER_WRITER if self.shard_writer else 0
-        )
+        writer = self.shard_writer
         files: list[tuple[str, Iterable[bytes | memoryview]]] = []
-        for number, file_specs in enumerate(
-            safetensors_io.split_into_files(specs, self.file_bytes)
-        ):
-            metadata = (
-                self.shard_writer.metadata([spec.name for spec in file_specs])
-                if self.shard_writer
-                else {}
-            )
+        split = safetensors_io.split_into_files(specs, self.file_bytes)
+        for number, file_specs in enumerate(split, writer.writer * shards.FILES_PER_WRITER):
+            metadata = writer.metadata([spec.name for spec in file_specs])
             content = safetensors_io.file_chunks(
                 file_specs, lambda name: bytes_of(tensors[name]), metadata
             )
-            files.append((f"tensors-{first_number + number:05d}.safetensors", content))
+            files.append((f"tensors-{number:05d}.safetensors", content))
         return files
 
     def _has_same(self, step: int, tensors: Mapping[str, Tensor]) -> bool:
@@ -212,31 +201,19 @@ class CheckpointStore:
                 )
                 return False
             stored = shards.open_tensors(path, step)
-            if self.shard_writer:
-                slices = {
-                    name: self.shard_writer.slices.get(name, TensorSlice.whole(tensor.shape))
-                    for name, tensor in tensors.items()
-                }
-                saved = fingerprints(
-                    {
-                        name: tensor_from_bytes(*stored[name].read(slices[name]))
-                        for name in slices
-                        if name in stored
-                    }
-                )
-            else:
-                saved = stored.fingerprints()
+            is_whole = self.shard_writer.writers == 1
+            names = set(stored) if is_whole else stored.keys() & tensors.keys()
+            saved = stored.fingerprints(names, self.shard_writer.slices)
             current = fingerprints(tensors)
         if saved == current:
             log.info("%s exists already, with the same content", path)
             return True
-        names = sorted(
-            name for name in saved.keys() | current.keys() if saved.get(name) != current.get(name)
-        )
+        all_names = saved.keys() | current.keys()
+        wrong = sorted(name for name in all_names if saved.get(name) != current.get(name))
         saved_digest, current_digest = map(safetensors_io.digest_of_fingerprints, (saved, current))
         raise CheckpointError(
             f"step {step} has a checkpoint with other content, which was not overwritten",
-            f"{path}: {len(names)} of {len(saved.keys() | current.keys())} tensors differ: {join_names(names)}\n"
+            f"{path}: {len(wrong)} of {len(all_names)} tensors differ: {join_names(wrong)}\n"
             f"sha256 {saved_digest} there, {current_digest} here",
             "runs are deterministic, so something differs (data, options, threads, versions) or a bit flipped in this "
             "process; to train again from step 0 choose another --out",
@@ -259,13 +236,11 @@ class CheckpointStore:
         """Return the checkpoint of `step`, every byte verified. CheckpointError.
         Memory: the state once. The tensors share the bytes that were hashed."""
         checkpoint, problems = self._read(step)
-        if checkpoint is None:
-            raise (
-                self._damaged({step: problems})
-                if problems
-                else missing_checkpoint(step, self.steps(), str(self.folder))
-            )
-        return checkpoint
+        if checkpoint:
+            return checkpoint
+        if problems:
+            raise self._damaged({step: problems})
+        raise missing_checkpoint(step, self.steps(), str(self.folder))
 
     def load_newest(self) -> Checkpoint | None:
         """Return the newest whole checkpoint, if any, and set damaged newer ones aside.
@@ -327,14 +302,10 @@ class CheckpointStore:
         stored, facts, problems = self.read_share(step)
         if stored is None:
             return None, problems
-        return Checkpoint(
-            step,
-            {
-                name: tensor_from_bytes(tensor.spec, tensor.data())
-                for name, tensor in stored.items()
-            },
-            facts,
-        ), []
+        tensors = {
+            name: tensor_from_bytes(tensor.spec, tensor.data()) for name, tensor in stored.items()
+        }
+        return Checkpoint(step, tensors, facts), []
 
     def read_share(
         self, step: int, share: tuple[int, int] = (0, 1)
@@ -361,22 +332,16 @@ class CheckpointStore:
         facts = json.loads(contents.pop(FACTS))
         if count == 1:
             self._verified_step = step
-        return (
-            shards.StoredTensors({name: memoryview(content) for name, content in contents.items()}),
-            facts,
-            [],
-        )
+        views = {name: memoryview(content) for name, content in contents.items()}
+        return shards.StoredTensors(views), facts, []
 
     def _damaged(self, damaged: Mapping[int, list[str]]) -> CheckpointError:
-        listed = ", ".join(str(step) for step in sorted(damaged))
+        listed = ", ".join(map(str, sorted(damaged)))
         where = [
-            f"{self.folder / folder_name(step)}: {join_names(damaged[step])}"
-            for step in sorted(damaged)
+            f"{self.folder / folder_name(step)}: {join_names(problems)}"
+            for step, problems in sorted(damaged.items())
         ]
-        others = sorted(set(self.steps()) - damaged.keys())
-        hint = (
-            f"try --resume STEP ({show_steps(others)})"
-            if others
-            else "there is no other checkpoint; nothing was deleted"
-        )
+        hint = "there is no other checkpoint; nothing was deleted"
+        if others := set(self.steps()) - damaged.keys():
+            hint = f"try --resume STEP ({show_steps(others)})"
         return CheckpointError(f"damaged: the checkpoint of step {listed}", "\n".join(where), hint)

@@ -135,9 +135,9 @@ class Mirror(StoreTask):
         # sha256 -> blob in the store
         self.known = {blob.rpartition("/")[2]: blob for blob in ownership.newest.blobs}
         # Whose blobs are in the store.
-        self.files: dict[str, tuple[Signature, tuple[Blob, ...]]] = {}
+        self.files: dict[str, tuple[Signature | str, tuple[Blob, ...]]] = {}
         # Of a marker -> files of its checkpoint; none: it is damaged.
-        self.whole: dict[Signature, list[str]] = {}
+        self.whole: dict[Signature | str, list[str]] = {}
         self.omitted: set[str] = set()  # paths with a warning
         self.uploaded_bytes = 0
         self.superseded = deque[tuple[float, Snapshot]]()  # when, and earlier snapshots
@@ -255,7 +255,7 @@ class Mirror(StoreTask):
                 "copy it back",
             )
         consistent = checkpoint_paths | data
-        files: dict[str, tuple[Signature, tuple[Blob, ...]]] = {}
+        files: dict[str, tuple[Signature | str, tuple[Blob, ...]]] = {}
         for path, signature in listed.items():
             try:
                 if self.files.get(path, [None])[0] != signature:
@@ -273,7 +273,7 @@ class Mirror(StoreTask):
         self.files = files
         return {path: blobs for path, (_, blobs) in files.items()}
 
-    def _list(self, checkpoint_paths: set[str]) -> dict[str, Signature]:
+    def _list(self, checkpoint_paths: set[str]) -> dict[str, Signature | str]:
         listed, omitted = list_files(self.folder)
         for path, why in omitted.items():
             self._omit(path, why)
@@ -382,12 +382,17 @@ def warn_of_failure(error: Exception, what_follows: str) -> None:
     log.warning("%s\n  %s", text, what_follows, exc_info=None if is_expected else error)
 
 
-def signature_of(path: Path) -> Signature:
-    """Return what tells a changed file; zeros for a missing one or another kind."""
-    with suppress(FileNotFoundError, NotADirectoryError):
-        if stat.S_ISREG((status := os.lstat(path)).st_mode):
-            return Signature(status.st_ino, status.st_size, status.st_mtime_ns)
-    return Signature(0, 0, 0)
+def signature_of(path: Path) -> Signature | str:
+    """Return what tells a changed file. Of another kind return "a named pipe" or the like; "" for a
+    link and a missing file."""
+    try:
+        status = os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return ""
+    if stat.S_ISREG(status.st_mode):
+        return Signature(status.st_ino, status.st_size, status.st_mtime_ns)
+    letter = stat.filemode(status.st_mode)[0]
+    return KINDS.get(letter, "") if letter != "l" else ""
 
 
 def data_paths(folder: Path) -> set[str]:
@@ -424,14 +429,14 @@ def list_files(folder: Path) -> tuple[dict[str, Signature], dict[str, str]]:
             ]
         for path in [prefix + name for name in names]:
             try:
-                signature, kind = signature_of(folder / path), kind_of(folder / path)
+                signature = signature_of(folder / path)
             except OSError as error:
                 omit(path, error)
                 continue
-            if signature.inode:
+            if isinstance(signature, Signature):
                 listed[path] = signature
-            elif kind:
-                omitted[path] = f"it is {kind}"
+            elif signature:
+                omitted[path] = f"it is {signature}"
     return listed, omitted
 
 
@@ -441,11 +446,3 @@ def problem_of(name: str) -> str:
         return "its name is too long" if len(name.encode()) > NAME_BYTES else ""
     except UnicodeEncodeError:
         return "its name is not UTF-8"
-
-
-def kind_of(path: Path) -> str:
-    """Return "a named pipe" or the like; "" for a regular file, a link and a missing file."""
-    with suppress(FileNotFoundError, NotADirectoryError):
-        letter = stat.filemode(os.lstat(path).st_mode)[0]
-        return KINDS.get(letter, "") if letter != "l" else ""
-    return ""

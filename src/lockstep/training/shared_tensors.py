@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import ItemsView, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,6 +42,12 @@ class Piece(NamedTuple):
     digest: int
     positions: tuple[int, ...]
 
+    @staticmethod
+    def of(number: int, owner: int, described: Sequence[Any]) -> Piece:
+        name, dtype, shape, part, digest, positions = described
+        spec = TensorSpec(name, dtype, tuple(shape))
+        return Piece(number, owner, spec, TensorSlice.from_json(part), digest, tuple(positions))
+
 
 class SharedTensors(Mapping[str, Tensor]):
     """Name -> tensor: a meta tensor, with shape and dtype only, for parameters and their optimizer
@@ -63,56 +69,48 @@ class SharedTensors(Mapping[str, Tensor]):
     ) -> None:
         """Collective. Exchange what each rank needs and has read, and the values of the small
         state."""
-        self._runtime, self._replica_size = runtime, replica_size
-        described = (
-            {name: part.to_json() for name, part in (slices or {}).items()}
-            if runtime.world.rank < replica_size
-            else {}
+        self._runtime = runtime
+        self._replica_size = replica_size
+        needed_here = {name: part.to_json() for name, part in (slices or {}).items()}
+        answers = all_gather_json(
+            runtime,
+            {
+                "host": runtime.world.host,
+                "slices": needed_here if runtime.world.rank < replica_size else {},
+            },
         )
-        answers = all_gather_json(runtime, {"host": runtime.world.host, "slices": described})
         hosts: dict[str, list[int]] = {}
         for rank, answer in enumerate(answers):
             hosts.setdefault(answer["host"], []).append(rank)
         self._hosts = list(hosts.values())
-        by_position = [
-            {name: TensorSlice.from_json(part) for name, part in answer["slices"].items()}
-            for answer in answers[:replica_size]
-        ]
+        positions: list[Mapping[str, TensorSlice] | None] = [None]
+        if slices is not None:
+            positions = [
+                {name: TensorSlice.from_json(part) for name, part in answer["slices"].items()}
+                for answer in answers[:replica_size]
+            ]
         self._own: dict[int, tuple[StoredSlice, TensorSlice]] = {}
         own = []
-        for stored in (stored for tensor in share.values() for stored in tensor.slices):
-            for part, needed_at in needed_parts(
-                stored, [None] if slices is None else by_position
-            ).items():
+        for stored in [stored for tensor in share.values() for stored in tensor.slices]:
+            for part, needed_at in needed_parts(stored, positions).items():
                 cut = stored.part(part)
                 own.append([*cut.spec, part.to_json(), digest_of([as_tensor(cut)]), needed_at])
                 self._own[len(self._own)] = stored, part
         self._pieces: dict[str, list[Piece]] = {}
+        # One of each owner in turn, so that all of them send.
         for number, row in enumerate(itertools.zip_longest(*all_gather_json(runtime, own))):
-            for owner, values in enumerate(
-                row
-            ):  # one of each owner in turn, so that all of them send
-                if values:
-                    name, dtype, shape, described_part, digest, needed_at = values
-                    spec = TensorSpec(name, dtype, tuple(shape))
-                    piece = Piece(
-                        number,
-                        owner,
-                        spec,
-                        TensorSlice.from_json(described_part),
-                        digest,
-                        tuple(needed_at),
-                    )
-                    self._pieces.setdefault(name, []).append(piece)
+            for owner, described in enumerate(row):
+                if described:
+                    piece = Piece.of(number, owner, described)
+                    self._pieces.setdefault(piece.spec.name, []).append(piece)
         self._needed = {
             name: needed
             for name in self._pieces
             if (needed := needed_slice(name, self._spec(name).shape, slices))
         }
         self._streamed = [name for name in self._pieces if name.startswith(STREAMED)]
-        self._small = dict(
-            self._receive([name for name in self._pieces if name not in self._streamed])
-        )
+        small = [name for name in self._pieces if name not in self._streamed]
+        self._small = dict(self._receive(small))
 
     def __getitem__(self, name: str) -> Tensor:
         if name in self._small:
@@ -151,25 +149,20 @@ class SharedTensors(Mapping[str, Tensor]):
             ]
             stored = {piece: self._buffer(piece) for piece in pieces}
             with self._runtime.board.during("preparing"):
-                for hop in (self._between_hosts, self._within_hosts):
+                for within_hosts in (False, True):
                     works = [
                         work
                         for piece in pieces
-                        for work in self._exchange(as_tensor(stored[piece]), hop(piece))
+                        for work in self._exchange(piece, stored[piece], within_hosts=within_hosts)
                     ]
                     self._runtime.group.wait(works)
-            received = [piece for piece in pieces if piece.owner != rank]
-            if wrong := [
-                piece for piece in received if digest_of([as_tensor(stored[piece])]) != piece.digest
-            ]:
-                what = (
-                    f"{wrong[0].spec.name} arrived with other bytes than rank {wrong[0].owner} sent"
-                )
-                raise PeersLostError(
-                    what,
-                    "reading a checkpoint together",
-                    "start again; if it recurs, check memory and network",
-                )
+            for piece in pieces:
+                if piece.owner != rank and digest_of([as_tensor(stored[piece])]) != piece.digest:
+                    raise PeersLostError(
+                        f"{piece.spec.name} arrived with other bytes than rank {piece.owner} sent",
+                        "reading a checkpoint together",
+                        "start again; if it recurs, check memory and network",
+                    )
             for name in window:
                 if name in self._needed:
                     slices = [
@@ -177,10 +170,8 @@ class SharedTensors(Mapping[str, Tensor]):
                         for piece in self._pieces[name]
                         if self._is_needed(piece, rank)
                     ]
-                    yield (
-                        name,
-                        tensor_from_bytes(*assemble(self._spec(name), slices, self._needed[name])),
-                    )
+                    value = assemble(self._spec(name), slices, self._needed[name])
+                    yield name, tensor_from_bytes(*value)
 
     def _is_needed(self, piece: Piece, rank: int) -> bool:
         return rank % self._replica_size in piece.positions
@@ -188,45 +179,33 @@ class SharedTensors(Mapping[str, Tensor]):
     def _buffer(self, piece: Piece) -> StoredSlice:
         """Return the bytes of a piece that this rank has read, or memory for those of another."""
         if piece.owner == self._runtime.world.rank:
-            stored, part = self._own.pop(
-                piece.number
-            )  # no longer held here: a file is freed after its last tensor
+            # No longer held here: a file is freed after its last tensor.
+            stored, part = self._own.pop(piece.number)
             return stored.part(part)
         return StoredSlice(piece.spec, memoryview(bytearray(piece.spec.bytes)), piece.slice, "")
 
     def _exchange(
-        self, data: Tensor, transfers: Iterator[tuple[int, int]]
+        self, piece: Piece, stored: StoredSlice, *, within_hosts: bool
     ) -> Iterator[Work | None]:
+        """Start to send a piece from its owner to one rank of each other host where it is needed,
+        or from that rank, or the owner, to the others of its host."""
         rank, group = self._runtime.world.rank, self._runtime.group
-        for source, target in transfers if len(data) else ():
-            if rank == source:
-                yield group.isend(data, target)
-            elif rank == target:
-                yield group.irecv(data, source)
-
-    def _between_hosts(self, piece: Piece) -> Iterator[tuple[int, int]]:
-        """Yield (source, target) from the owner of a piece to one rank of each other host."""
-        return ((piece.owner, first) for first, _ in self._receivers(piece) if first != piece.owner)
-
-    def _within_hosts(self, piece: Piece) -> Iterator[tuple[int, int]]:
-        """Yield (source, target) from that rank, or the owner, to the others of its host."""
-        return (
-            (first, rank)
-            for first, ranks in self._receivers(piece)
-            for rank in ranks
-            if rank != first
-        )
-
-    def _receivers(self, piece: Piece) -> Iterator[tuple[int, list[int]]]:
-        """Yield of each host the rank that has the piece first, and the ranks that need it."""
-        for ranks in self._hosts:
-            if receivers := [rank for rank in ranks if self._is_needed(piece, rank)]:
-                yield (
-                    piece.owner
-                    if piece.owner in ranks
-                    else receivers[piece.number % len(receivers)],
-                    receivers,
-                )
+        data = as_tensor(stored)
+        for ranks in self._hosts if len(data) else ():
+            receivers = [rank for rank in ranks if self._is_needed(piece, rank)]
+            if not receivers:
+                continue
+            first = receivers[piece.number % len(receivers)]
+            if piece.owner in ranks:
+                first = piece.owner
+            source, targets = (first, receivers) if within_hosts else (piece.owner, [first])
+            for target in targets:
+                if target == source:
+                    continue
+                if rank == source:
+                    yield group.isend(data, target)
+                elif rank == target:
+                    yield group.irecv(data, source)
 
 
 def needed_slice(

@@ -12,7 +12,7 @@ from torch import nn
 from lockstep.checkpoint import state_dict, stateful
 from lockstep.checkpoint.json_tree import JSON_SUFFIX, spec_of
 from lockstep.checkpoint.optimizer_state import refuse_inner_optimizers
-from lockstep.checkpoint.shards import ShardWriter, is_text, parameter_of
+from lockstep.checkpoint.shards import ONLY_WRITER, ShardWriter, is_text, parameter_of
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import UsageError
 from lockstep.parallel.digest import digest_of
@@ -216,11 +216,11 @@ class TrainedState:
         if overridden:
             trained_parameters.apply_options(self.optimizers, constructed, before)
 
-    def state_to_write(self) -> tuple[dict[str, torch.Tensor], ShardWriter | None]:
-        """Return the tensors that this worker writes, and in shards the writer of its slices."""
+    def state_to_write(self) -> tuple[dict[str, torch.Tensor], ShardWriter]:
+        """Return the tensors that this worker writes, and which of the writers it is."""
         tensors, runtime = self.state_dict(), self.runtime
         if self.local_model is None:
-            return tensors, None
+            return tensors, ONLY_WRITER
         local_slices = self.local_model.slices
         parameters = {name: parameter_of(name) for name in tensors}
         slices = {
