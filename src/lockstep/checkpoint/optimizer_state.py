@@ -48,39 +48,28 @@ def own_state(optimizer: Optimizer, known: Collection[int]) -> dict[str, dict[An
     """
     kind = type(optimizer).__name__
     found: dict[str, dict[Any, Any]] = {}
-    entries = {
-        key: value
-        for key, value in optimizer.state.items()
-        if id(key) not in known and value is not None
-    }
-    if entries := {
-        key: value
-        for key, value in entries.items()
-        if not (isinstance(value, Mapping) and not value)
-    }:
-        if foreign := [key for key in entries if isinstance(key, Tensor)]:
+    for key, value in optimizer.state.items():
+        if id(key) in known or value is None or (isinstance(value, Mapping) and not value):
+            continue
+        if isinstance(key, Tensor):
             what = f"{kind} keeps state that belongs to no parameter"
-            raise unsupported_state(what, f"key {str(foreign[0])[:40]!r} of its state")
-        found["state"] = entries
+            raise unsupported_state(what, f"key {str(key)[:40]!r} of its state")
+        found.setdefault("state", {})[key] = value
     if overrides(optimizer, "state_dict"):
         returned = optimizer.state_dict()
-        if own := sorted_by_key(
-            {key: value for key, value in returned.items() if key not in TORCH_KEYS}
-        ):
-            found["state_dict"] = own
+        own = {key: value for key, value in returned.items() if key not in TORCH_KEYS}
+        if own:
+            found["state_dict"] = sorted_by_key(own)
     for source, values in found.items():
+        where = "state that belongs to no parameter"
+        if source == "state_dict":
+            where = f"{kind}.state_dict()"
         for key, value in values.items():
             try:
                 encode({key: value}, f"{kind}.{source}", {})
             except (UsageError, CheckpointError) as error:
-                where = (
-                    f"{kind}.state_dict()"
-                    if source == "state_dict"
-                    else "state that belongs to no parameter"
-                )
-                raise unsupported_state(
-                    f"{kind} keeps {key!r} as a {type(value).__name__}", f"{where}; {error.what}"
-                ) from None
+                what = f"{kind} keeps {key!r} as a {type(value).__name__}"
+                raise unsupported_state(what, f"{where}; {error.what}") from None
     return found
 
 

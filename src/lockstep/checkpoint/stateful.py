@@ -65,27 +65,21 @@ def unregistered_schedulers(
 ) -> list[Any]:
     """Return torch schedulers of these optimizers that session.state(name=object) does not contain."""
     level, registered = list(state.values()), set[int]()
-    for _ in range(
-        5
-    ):  # a user's class may hold a scheduler in a list, a SequentialLR holds several
+    for _ in range(5):  # a class may hold a scheduler in a list, a SequentialLR holds several
         registered |= set(map(id, level))
-        containers = [
-            value if isinstance(value, dict | list | tuple) else getattr(value, "__dict__", {})
-            for value in level
-        ]
-        level = [
-            item
-            for container in containers
-            for item in (container.values() if isinstance(container, dict) else container)
-        ]
+        inner: list[Any] = []
+        for value in level:
+            if not isinstance(value, dict | list | tuple):
+                value = getattr(value, "__dict__", {})
+            inner += value.values() if isinstance(value, dict) else value
+        level = inner
     optimizer_ids = set(map(id, optimizers))
-    schedulers = [
-        value for value in gc.get_objects() if issubclass(type(value), LRScheduler)
-    ]  # isinstance would call proxies
     return [
         value
-        for value in schedulers
-        if id(getattr(value, "optimizer", None)) in optimizer_ids and id(value) not in registered
+        for value in gc.get_objects()
+        if issubclass(type(value), LRScheduler)  # isinstance would call proxies
+        and id(getattr(value, "optimizer", None)) in optimizer_ids
+        and id(value) not in registered
     ]
 
 
@@ -151,19 +145,17 @@ def extra_state_problems(
         return lines
     saved, current = unpack(GROUPS, tensors), describe_groups(model, optimizers)
     classes, own_classes = (
-        [optimizer["class"] for optimizer in described] for described in (saved, current)
+        ", ".join(optimizer["class"] for optimizer in described) for described in (saved, current)
+    )
+    parameters, own_parameters = (
+        [[group["params"] for group in optimizer["groups"]] for optimizer in described]
+        for described in (saved, current)
     )
     if classes != own_classes:
+        lines.append(f"the checkpoint's optimizers are {classes}, this run's {own_classes}")
+    elif parameters != own_parameters:
         lines.append(
-            f"the checkpoint's optimizers are {', '.join(classes)}, this run's {', '.join(own_classes)}"
-        )
-    elif any(
-        [group["params"] for group in saved_optimizer["groups"]]
-        != [group["params"] for group in current_optimizer["groups"]]
-        for saved_optimizer, current_optimizer in zip(saved, current, strict=True)
-    ):
-        lines.append(
-            f"the parameter groups of {', '.join(classes)} hold other parameters than in the checkpoint"
+            f"the parameter groups of {classes} hold other parameters than in the checkpoint"
         )
     return lines
 

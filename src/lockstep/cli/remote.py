@@ -129,9 +129,8 @@ def with_folder(words: Sequence[str], address: Address, folder: Path) -> list[st
     for word in words:
         option, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
         with suppress(UsageError):
-            word = (
-                f"{option}{equals}{folder}" if value and parse_address(value) == address else word
-            )
+            if value and parse_address(value) == address:
+                word = f"{option}{equals}{folder}"
         replaced.append(word)
     return replaced if replaced != list(words) else [words[0], "--out", str(folder), *words[1:]]
 
@@ -253,22 +252,14 @@ def wanted_files(
     """Return a filter on the files that a command reads."""
     if args.command in ("report", "plan"):
         return lambda path: not path.endswith(".safetensors")
-    steps = chosen_steps(args, snapshot, address)
-    return lambda path: not path.startswith("checkpoints/") or path.split("/")[1] in steps
-
-
-def chosen_steps(args: argparse.Namespace, snapshot: Snapshot, address: Address) -> set[str]:
-    """Return the names of the checkpoints' folders that a command reads."""
-    if getattr(args, "show", False):
-        return set()
     steps, step = steps_of(snapshot.files), getattr(args, "step", None)
-    if (
-        step != "best"
-        and not getattr(args, "average", 0)
-        and getattr(args, "action", "") != "verify"
-    ):
+    reads_all = step == "best" or getattr(args, "average", 0)
+    if getattr(args, "show", False):
+        steps = []
+    elif not reads_all and getattr(args, "action", "") != "verify":
         steps = [choose_step(step, steps, str(address))]
-    return set(map(folder_name, steps))
+    names = set(map(folder_name, steps))
+    return lambda path: not path.startswith("checkpoints/") or path.split("/")[1] in names
 
 
 def list_table(snapshot: Snapshot) -> list[str]:
