@@ -163,7 +163,9 @@ def test_a_killed_mirror_stops_the_run_and_the_same_host_continues_its_copy(host
     )  # saved when it was stopped
     done = a.run(*loop("--steps", ahead + 1))
     assert (
-        done.returncode == 0 and "waiting" not in done.stderr and "reading snapshot" not in done.stderr
+        done.returncode == 0
+        and "waiting" not in done.stderr
+        and "reading snapshot" not in done.stderr
     )
     assert {ahead, ahead + 1} <= set(steps_of(newest_of(proxy, LOOP).files))
 

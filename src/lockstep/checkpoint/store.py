@@ -141,9 +141,8 @@ class CheckpointStore:
         with explain():
             sweep(self.folder)
             while not self._has_same(step, tensors):
-                if (
-                    commit.free_bytes(self.folder) < needed_bytes
-                ):  # before the disk is full: other programs write there too
+                # Before the disk is full: other programs write there too.
+                if commit.free_bytes(self.folder) < needed_bytes:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 # The inner `explain` measures the free space before the attempt is removed.
                 with commit.Attempt(self.folder, step, self.fail_point) as attempt, explain():

@@ -281,7 +281,8 @@ def identity_of(bucket: RunBucket) -> tuple[str, str]:
 
 
 def write_identity(bucket: RunBucket, copy: Path, token: str, run_id: str) -> None:
-    (copy / "generations").mkdir(parents=True, exist_ok=True)
+    for name in ("generations", "checkpoints"):
+        (copy / name).mkdir(parents=True, exist_ok=True)
     write_if_absent(copy / "token", token, 0o600)
     write_json(copy / RUN_ID, {"id": run_id})
     write_json(copy / STORE_FILE, {"address": str(bucket.address)})

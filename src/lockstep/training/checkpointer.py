@@ -242,12 +242,10 @@ class Checkpointer(TrainedState):
             return None
         self.load_state_dict(tensors)
         runtime.finish_joining()
-        if not runtime.has_own_folder:
-            self.store.require_folder()
+        self.store.require_folder()
         self.saved_step = transfer_roles(runtime.member_progress)[0]
-        if (
-            runtime.has_own_folder
-        ):  # checkpoints that this run, resumed from an earlier one, has not made
+        if runtime.has_own_folder:
+            # Checkpoints that this run, resumed from an earlier one, has not made.
             self.store.set_aside_after(self.saved_step)
         log.info(
             "joined at step %d as rank %d of %d",

@@ -34,8 +34,7 @@ def load_checkpoint(
     share = ShareReader(store, runtime.world.rank, readers)
     loading = runtime.board.during("preparing")  # as long as the disk requires
     steps, reason = run_on_rank0(runtime, loading(partial(select, runtime, store, how)))
-    if not runtime.has_own_folder:
-        store.require_folder()
+    store.require_folder()
     damaged: dict[int, list[str]] = {}
     step = None
     for candidate in steps:
