@@ -270,13 +270,14 @@ def test_worker_loads_the_hashed_bytes_of_a_changing_file(
     path = save(tmp_path, 20) / "tensors-00000.safetensors"
 
     def then_change(function: Callable[..., object]) -> Callable[..., object]:
-        """Wrap `function` so that the file changes right after it returns."""
+        """Wrap `function` so that the file changes right after it has been read."""
 
         def call(*args: object) -> object:
             result = function(*args)
-            with open(path, "r+b") as opened:
-                opened.seek(-64, os.SEEK_END)
-                opened.write(bytes(64))
+            if args[0] in (path, path.parent):
+                with open(path, "r+b") as opened:
+                    opened.seek(-64, os.SEEK_END)
+                    opened.write(bytes(64))
             return result
 
         return call
