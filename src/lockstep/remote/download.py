@@ -34,7 +34,7 @@ ReadStatus = Callable[[], dict[str, Any]]
 
 
 class Download(NamedTuple):
-    """What `download` has put into a copy.
+    """The result of `download`.
 
     snapshot     the given one, or a newer one if the blobs of that were deleted meanwhile
     problems     of damaged checkpoints, which are omitted

@@ -71,7 +71,7 @@ class Signature(NamedTuple):
 
 
 class StoreTask:
-    """What a thread repeats beside a training: `poll` until the training ends, then `finish`."""
+    """Work of a thread beside a training: `poll` until the training ends, then `finish`."""
 
     def __init__(self, folder: Path, bucket: RunBucket) -> None:
         self.folder = folder
@@ -79,16 +79,16 @@ class StoreTask:
         self.problem = ""  # of the last attempt
 
     def step(self) -> None:
-        """Do what is due."""
+        """Upload or download once, if it is time."""
         raise NotImplementedError
 
     def end(self) -> None:
-        """Do the rest, after the training."""
+        """Upload the rest, after the training."""
         raise NotImplementedError
 
     def poll(self) -> None:
-        """Do what is due. Any failure is a warning, and is tried again. FencedError: the run
-        belongs to another owner."""
+        """Call `step`. Any failure is a warning, and the next call tries again. FencedError: the
+        run belongs to another owner."""
         try:
             self.step()
         except FencedError:
@@ -101,7 +101,7 @@ class StoreTask:
             self.problem = ""
 
     def finish(self) -> None:
-        """Do the rest. StoreError when that fails for FINAL_BEATS."""
+        """Call `end` until it succeeds. StoreError when it fails for FINAL_BEATS."""
         until_s = time.monotonic() + FINAL_BEATS * read_beat_s()
         while True:
             try:

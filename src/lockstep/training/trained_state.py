@@ -214,8 +214,8 @@ class TrainedState:
         constructed: Sequence[Mapping[str, Any]],
         overridden: Sequence[str],
     ) -> None:
-        """Load a checkpoint with these facts; warn of values that it has replaced, except for
-        those that the user has `overridden`: of them the `constructed` ones hold."""
+        """Load a checkpoint with these facts. Warn of values that it has replaced; where the user
+        has `overridden` values, the `constructed` options hold."""
         before = facts.get("constructed", [])
         if self.state is not None and not overridden:
             trained_parameters.warn_of_other_options(self.model, self.optimizers, tensors, before)
@@ -274,7 +274,7 @@ class TrainedState:
 
 
 class ModulePart(NamedTuple):
-    """What a module computes with, apart from its tensors and numbers."""
+    """Class, hooks and functions of a module: the rest are tensors and numbers."""
 
     kind: type
     hooks: int
