@@ -8,6 +8,7 @@ A store that does not answer raises OSError, as a disk does: the process that ne
 
 import errno
 import functools
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -75,7 +76,7 @@ class DiskStorage:
         return (self.path / name).exists()
 
     def names(self) -> Sequence[str]:
-        return sorted(path.name for path in self.path.iterdir() if path.name[0] != ".")
+        return sorted(name for name in os.listdir(self.path) if name[0] != ".")
 
     def remove(self, *names: str) -> None:
         for name in names:
