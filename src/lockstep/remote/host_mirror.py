@@ -69,7 +69,8 @@ class HostMirror(StoreTask):
         self.read_generations()
         with suppress(FencedError):  # another host has continued the run
             if self.ended and self.leads:
-                (self.mirror or self.take_over()).end()
+                self.mirror = self.mirror or self.take_over()
+                self.mirror.end()
 
     def read_generations(self) -> None:
         last = (self.generations.newest(self.number) or NO_GENERATION).number
