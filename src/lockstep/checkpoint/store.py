@@ -96,6 +96,10 @@ class CheckpointStore:
         """Never create the folder from now on: if it is missing its disk is not mounted."""
         self._folder_exists = True
 
+    def share_writing(self, shard_writer: shards.ShardWriter) -> None:
+        """Save from now on as one of the workers that write together, or as the only one."""
+        self.shard_writer = shard_writer
+
     def preflight(self) -> None:
         """Try every disk operation of a save on a small scale, to report problems before training.
         CheckpointError: read-only, not permitted, no locks, no space."""

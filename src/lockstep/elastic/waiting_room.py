@@ -42,7 +42,7 @@ class WaitingRoom:
         """Return the workers in the waiting room. Some may have exited; their ports refuse.
         known: file name -> worker, from the last call: a file never changes, so it is read once."""
         known = {} if known is None else known
-        names = [name for name in self.folder.names() if name.endswith(".json")]
+        names = [name for name in self._names() if name.endswith(".json")]
         for name in known.keys() - set(names):
             del known[name]
         for name in set(names) - known.keys():
@@ -56,12 +56,19 @@ class WaitingRoom:
     def read_liveness(self, members: Sequence[Member]) -> dict[str, str]:
         """Return id -> content of the liveness file, for the members that have one."""
         contents = {}
-        present = set(self.folder.names()) if members else set()
+        present = set(self._names()) if members else set()
         for member in members:
             if (name := name_of(member, "sign")) in present:
                 with suppress(OSError, ValueError):
                     contents[member.id] = self.folder.read(name)
         return contents
+
+    def _names(self) -> Sequence[str]:
+        """Return the names of the files; none in a copy of a run, which has no waiting room."""
+        try:
+            return self.folder.names()
+        except FileNotFoundError:
+            return []
 
     def unregister(self, me: Member, *, with_liveness: bool = False) -> None:
         self.folder.remove(name_of(me), *([name_of(me, "sign")] if with_liveness else []))

@@ -11,7 +11,7 @@ import shlex
 import sys
 from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -46,7 +46,7 @@ log = logging.getLogger("lockstep")
 SAVE_TIMEOUT_S = 5.0  # how long a save that may be skipped waits for the previous one
 
 
-@dataclass
+@dataclass(frozen=True)
 class SaveRequest:
     """Arguments of Checkpointer.save, and the generations in which this worker started that save,
     or did not since the replicas were not found identical."""
@@ -292,9 +292,10 @@ class Checkpointer(TrainedState):
             self.saver.wait(f"before step {step} is copied")
         written = {**self.run_facts, **described, **self._more_facts(step), **(facts or {})}
         self.saved_step = step
-        self._request = request = SaveRequest(step, written, first)
+        request = SaveRequest(step, written, first)
+        self._request = request
         if self._replicas_identical and not self._replicas_identical(step):
-            request.undecided_in = self.runtime.world.generation
+            self._request = replace(request, undecided_in=self.runtime.world.generation)
             return
         self._refuse_nonfinite(step)
         if not self.writes:
@@ -352,9 +353,10 @@ class Checkpointer(TrainedState):
         self._request = None
 
     def _start_save(self, request: SaveRequest) -> None:
-        request.started_in = self.runtime.world.generation
+        self._request = replace(request, started_in=self.runtime.world.generation)
         self.saver = self.saver or AsyncSaver(self.store, self._note_saved)
-        tensors, self.store.shard_writer = self.state_to_write()
+        tensors, writer = self.state_to_write()
+        self.store.share_writing(writer)
         self.saver.save(request.step, tensors, request.facts, self._protect, request.first)
 
     def _note_saved(self, step: int, seconds: float) -> None:
