@@ -121,7 +121,7 @@ def ours(
                     replicas.backward(loss)
                 commit_gradient(
                     list(local_model.parameters()),
-                    replicas.grad_norm_squared,
+                    replicas.runner.squared,
                     each * WORKERS * ROWS * LENGTH,
                 ).clip_(1.0)
                 optimizer.step()

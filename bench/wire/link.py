@@ -31,6 +31,7 @@ import torch.distributed as dist
 from bench.results import TOP, keep, machine
 from lockstep.models.llama import Llama, LlamaConfig, init_param
 from lockstep.network.wire_format import MOST_LEAVES, Section
+from lockstep.parallel.build_replica import build_replica
 from lockstep.parallel.replica import Replica
 from lockstep.parallel.wire_codec import decode, encode
 
@@ -47,7 +48,7 @@ def make_replica(wire: str, leaves: int) -> Replica:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(init_param(name, parameter.shape, CONFIG.n_layers, 1))
-    return Replica(
+    return build_replica(
         model, micro_batches=leaves, wire=cast(Any, wire), bucket_bytes=4_000_000, init_sync=False
     )
 

@@ -35,8 +35,8 @@ from lockstep.layout import Layout
 from lockstep.log import log
 from lockstep.object_store.address import local_folder
 from lockstep.parallel.activation_checkpoint import Mode
+from lockstep.parallel.pipeline import evaluate_in_stages
 from lockstep.parallel.plans import Patterns
-from lockstep.parallel.sequential import evaluate_in_stages
 from lockstep.parallel.tensor_plan import TensorPlan
 from lockstep.record.tracker import Tracker
 from lockstep.runtime.numerics import make_deterministic
@@ -406,7 +406,7 @@ class Session:
             if end.stopped:
                 run.checkpointer.close()
                 self._stopped = end.stopped
-                if self.step < run.total and run.replicas.rehearsal:
+                if self.step < run.total and run.replicas.runner.rehearsal:
                     self.values.seed_generators(self.step, BEFORE_STEP, self.world.device)
                     yield self.step  # its micro-batch 0 is what a resume is compared with
                 raise end.stopped
@@ -417,7 +417,7 @@ class Session:
         The next vote carries the request: inside the micro-batch loop the current step is the last
         one; after that loop, the next step.
         """
-        self._run_in_loop("session.stop()").replicas.request_stop()
+        self._run_in_loop("session.stop()").replicas.runner.ballot.request_stop()
 
     def micro_batches(self, step: int) -> Iterator[int]:
         """Collective. Yield the numbers of this worker's micro-batches: for data without a loader.

@@ -15,7 +15,7 @@ from lockstep.generation.beam_search import (
     translate,
 )
 from lockstep.models.translator import Translator, init_param
-from lockstep.parallel.materialize import materialize
+from lockstep.parallel.deferred_init import materialize
 
 VOCABULARY = 60
 

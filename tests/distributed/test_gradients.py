@@ -21,6 +21,9 @@ from torch.utils.data import DataLoader
 
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import UsageError
+from lockstep.parallel.bucket_source import BucketSource
+from lockstep.parallel.buckets import Bucket
+from lockstep.parallel.build_replica import build_replica
 from lockstep.parallel.replica import Replica
 from lockstep.training.replica_group import ReplicaGroup
 
@@ -60,7 +63,7 @@ def digest(tensors: dict[str, torch.Tensor]) -> str:
 def column_major(runtime: ElasticRuntime, leaves: int, bucket_bytes: int) -> tuple[str, float]:
     """Return (digest, largest error relative to float64) of the gradients of two steps."""
     model, error, seen = Transposed(), 0.0, ""
-    with Replica(model, micro_batches=leaves, bucket_bytes=bucket_bytes) as replica:
+    with build_replica(model, micro_batches=leaves, bucket_bytes=bucket_bytes) as replica:
         for step in range(2):
             for k in replica.micro_batches(step):
                 replica.backward(replica(images(step, k, torch.float32)))
@@ -95,7 +98,7 @@ def test_gradients_in_any_memory_order_are_summed_to_the_same_bits_on_1_to_3_wor
 def change_memory_format(runtime: ElasticRuntime, leaves: int) -> float:
     """Return the largest error relative to float64 when the memory format changes between steps."""
     model, error = nn.Conv2d(3, 8, 3), 0.0
-    with Replica(model, micro_batches=leaves) as replica:
+    with build_replica(model, micro_batches=leaves) as replica:
         for step in range(4):
             if step:
                 memory_format = torch.channels_last if step % 2 else torch.contiguous_format
@@ -123,7 +126,7 @@ def test_memory_format_may_change_between_steps() -> None:
 def replace_gradient_memory(runtime: ElasticRuntime) -> str:
     model = nn.Conv2d(3, 8, 3)
     try:
-        with Replica(model, micro_batches=2) as replica:
+        with build_replica(model, micro_batches=2) as replica:
             for k in replica.micro_batches(0):
                 replica.backward(replica(images(0, k, torch.float32)).square().sum())
                 model.to(memory_format=torch.channels_last)
@@ -337,7 +340,7 @@ def gradients_with_a_layer_left_out(runtime: ElasticRuntime, unused: str) -> str
     """
     model, seen = Branches(), ""
     options: Any = {"unused": unused} if unused else {}
-    with Replica(model, micro_batches=5, bucket_bytes=20, **options) as replica:
+    with build_replica(model, micro_batches=5, bucket_bytes=20, **options) as replica:
         for step in range(2):
             for k in replica.micro_batches(step):
                 x = torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * step + k))
@@ -375,9 +378,14 @@ def test_gradient_that_arrives_twice_in_one_backward_pass_is_refused() -> None:
 
 
 def train_checkpointed(runtime: ElasticRuntime) -> None:
-    with Replica(Checkpointed(), micro_batches=2, bucket_bytes=20) as replica:
+    with build_replica(Checkpointed(), micro_batches=2, bucket_bytes=20) as replica:
         for _ in replica.micro_batches(0):
             replica.backward(replica(torch.ones(3, 4)))
+
+
+def buckets_of(replica: Replica) -> list[Bucket]:
+    assert isinstance(replica.source, BucketSource) and replica.source.buckets
+    return replica.source.buckets.buckets
 
 
 def bucket_orders(runtime: ElasticRuntime) -> tuple[list[list[int]], str]:
@@ -386,7 +394,7 @@ def bucket_orders(runtime: ElasticRuntime) -> tuple[list[list[int]], str]:
     Rank 1 runs `side` and `late` in another order than rank 0.
     """
     model, seen = Branches(), ""
-    with Replica(model, micro_batches=4, bucket_bytes=20) as replica:
+    with build_replica(model, micro_batches=4, bucket_bytes=20) as replica:
         for step in range(3):
             for k in replica.micro_batches(step):
                 x = torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * step + k))
@@ -394,8 +402,7 @@ def bucket_orders(runtime: ElasticRuntime) -> tuple[list[list[int]], str]:
                 x = model.side(x) + late_first if runtime.world.rank else late_first + model.side(x)
                 replica.backward(model.head(x).square().mean())
             seen += digest(gradients_of(model))
-        assert replica.buckets
-        return [list(bucket.indices) for bucket in replica.buckets.buckets], seen
+        return [list(bucket.indices) for bucket in buckets_of(replica)], seen
 
 
 def test_all_workers_take_the_order_in_which_gradients_become_ready_on_rank_0() -> None:
@@ -409,7 +416,7 @@ def test_all_workers_take_the_order_in_which_gradients_become_ready_on_rank_0() 
 
 def gradient_without_the_replica(runtime: ElasticRuntime, call: str) -> str:
     model, seen = Branches(), ""
-    with Replica(model, micro_batches=5) as replica:
+    with build_replica(model, micro_batches=5) as replica:
         for step in range(2):
             for k in replica.micro_batches(step):
                 x = torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * step + k))
@@ -446,7 +453,7 @@ def bytes_during_a_step(runtime: ElasticRuntime) -> list[int]:
             }.values()
         )
 
-    with Replica(model, micro_batches=7) as replica:
+    with build_replica(model, micro_batches=7) as replica:
         idle, sizes = float_bytes(), []
         for k in replica.micro_batches(0):
             if k == 6:  # before its backward pass, after which the reducer works beside this thread
@@ -565,7 +572,7 @@ ODD = {
 @pytest.mark.parametrize("expected", ODD)
 def test_parameters_that_cannot_be_summed_or_saved_are_refused_by_name(expected: str) -> None:
     with pytest.raises(UsageError, match=re.escape(expected)):
-        Replica(ODD[expected](), micro_batches=2)
+        build_replica(ODD[expected](), micro_batches=2)
 
 
 # Data and random numbers.
@@ -657,12 +664,11 @@ def count_in_a_buffer(runtime: ElasticRuntime) -> int:
 
 def is_rehearsed_in_buckets(runtime: ElasticRuntime) -> bool:
     model = nn.Linear(4, 4)
-    with Replica(model, micro_batches=1) as replica:
+    with build_replica(model, micro_batches=1) as replica:
         rehearsal = replica.rehearsal(0)
         next(rehearsal)
         replica.backward(replica(torch.ones(2, 4)).sum())
-        assert replica.buckets
-        views = {view.data_ptr() for bucket in replica.buckets.buckets for view in bucket.views}
+        views = {view.data_ptr() for bucket in buckets_of(replica) for view in bucket.views}
         used = {p.grad.data_ptr() for p in model.parameters() if p.grad is not None}
         assert list(rehearsal) == []
         return used == views and all(p.grad is None for p in model.parameters())

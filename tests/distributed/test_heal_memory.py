@@ -10,7 +10,7 @@ from support.ranks import run_ranks
 from torch import nn
 
 from lockstep.elastic.runtime import ElasticRuntime
-from lockstep.parallel.replica import Replica
+from lockstep.parallel.build_replica import build_replica
 
 M_MMAP_THRESHOLD = -3
 
@@ -28,7 +28,7 @@ def bytes_held(runtime: ElasticRuntime, broken_at: int) -> list[float]:
     model = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(8)])
     gradient_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
     before, held = resident_bytes(), []
-    replica = Replica(model, micro_batches=8, bucket_bytes=10_000_000)
+    replica = build_replica(model, micro_batches=8, bucket_bytes=10_000_000)
     for step in range(3):
         loop = replica.micro_batches(step)
         for k in loop:

@@ -16,7 +16,7 @@ from lockstep.checkpoint import commands
 from lockstep.config.open_run import open_run
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import DivergedError
-from lockstep.parallel.replica import Replica
+from lockstep.parallel.build_replica import build_replica
 from lockstep.recipes.script import lock_run_folder, train
 from lockstep.tasks import translation
 from lockstep.tasks.open import open_task
@@ -146,7 +146,7 @@ def start_replica(runtime: ElasticRuntime, seeds: tuple[int, int]) -> tuple[int,
     model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)).requires_grad_()
     dist.broadcast = count
     try:
-        Replica(model, micro_batches=2)
+        build_replica(model, micro_batches=2)
     finally:
         dist.broadcast = broadcast
     return len(sent), model[0].weight.flatten().tolist()

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.ranks import run_ranks
-from test_layouts import CONFIG, Model, build_local_model, build_replica, model_named, one_step
+from test_layouts import CONFIG, Model, build_local_model, model_named, one_step, replica_of
 from test_shared_checkpoint import bytes_read
 
 from lockstep.checkpoint import commands
@@ -54,7 +54,7 @@ def train_to(
     losses = []
     with (
         Checkpointer(Path(folder), runtime, local, optimizer) as checkpointer,
-        build_replica(local, 4) as replica,
+        replica_of(local, 4) as replica,
     ):
         for step in range(checkpointer.resume(), steps):
             losses.append(

@@ -28,11 +28,11 @@ from lockstep.errors import UsageError
 from lockstep.layout import Layout
 from lockstep.models import llama, lora, translator
 from lockstep.network.wire_format import Wire
+from lockstep.parallel.build_replica import build_replica
 from lockstep.parallel.grad_norm import commit_gradient
 from lockstep.parallel.parallelize import LocalModel, parallelize
 from lockstep.parallel.plans import plan_of
 from lockstep.parallel.replica import Replica
-from lockstep.parallel.sharded_replica import ShardedReplica
 from lockstep.tasks.optim import make_optimizers
 from lockstep.tensor_slice import TensorSlice
 
@@ -151,18 +151,18 @@ def build_local_model(
     )
 
 
-def build_replica(
+def replica_of(
     local: LocalModel, micro_batches: int, reduce_once_per_step: bool = False, wire: Wire = "fp32"
-) -> Replica | ShardedReplica:
+) -> Replica:
     if local.layout.workers_per_replica > 1:
-        return ShardedReplica(
+        return build_replica(
             local,
             micro_batches=micro_batches,
             seed=3,
             wire=wire,
             reduce_once_per_step=reduce_once_per_step,
         )
-    return Replica(
+    return build_replica(
         local.module, micro_batches=micro_batches, seed=3, wire=wire, bucket_bytes=20_000
     )
 
@@ -188,7 +188,7 @@ def assemble(local: LocalModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]
 
 def one_step(
     local: LocalModel,
-    replica: Replica | ShardedReplica,
+    replica: Replica,
     model: Model,
     step: int,
     *,
@@ -239,7 +239,7 @@ def losses_and_gradients(
     for name, layout, inside, each in cases:
         model = model_named(name)
         local = build_local_model(runtime, model, layout, torch.float64, inside)
-        with build_replica(local, each * layout.data_parallel_size) as replica:
+        with replica_of(local, each * layout.data_parallel_size) as replica:
             loss = all_losses(one_step(local, replica, model, 0))
             gradients = {key: p.grad for key, p in local.local_params.items() if p.grad is not None}
             grad_norm_squared = replica.grad_norm_squared()
@@ -285,7 +285,7 @@ def error_of_habit(runtime: ElasticRuntime, habit: str) -> str:
     local = build_local_model(runtime, model, Layout(1, 2), torch.float32)
     block = local.module.layers[1]  # type: ignore[index, union-attr]
     try:
-        with build_replica(local, 4) as replica:
+        with replica_of(local, 4) as replica:
             one_step(local, replica, model, 0)
             for number, k in enumerate(replica.micro_batches(1)):
                 if habit == "leaves a layer out" and number == 1:
@@ -325,7 +325,7 @@ def losses_of_twenty_steps(
         local = build_local_model(runtime, model, layout, torch.float32)
         optimizer = make_optimizers(local, OptimOptions(learning_rate=3e-3))[0]
         losses = []
-        with build_replica(local, 4) as replica:
+        with replica_of(local, 4) as replica:
             for step in range(20):
                 losses.append(all_losses(one_step(local, replica, model, step % 2)) / 72)
                 commit_gradient(list(local.parameters()), replica.grad_norm_squared(), 72).clip_(
@@ -370,7 +370,7 @@ def digest_after(
         **options,
     )
     optimizer = make_optimizers(local, OptimOptions(learning_rate=1e-2), memory)[0]
-    with build_replica(local, 8, reduce_once_per_step, wire) as replica:
+    with replica_of(local, 8, reduce_once_per_step, wire) as replica:
         for step in range(4):
             one_step(local, replica, model, step, narrow=True, shares=shares)
             commit_gradient(list(local.parameters()), replica.grad_norm_squared(), 144).clip_(0.5)
@@ -489,7 +489,7 @@ def local_bytes(runtime: ElasticRuntime, layout: Layout) -> int:
     model = model_named("llama")
     local = build_local_model(runtime, model, layout, torch.float32)
     optimizer = make_optimizers(local, OptimOptions())[0]
-    with build_replica(local, 4) as replica:
+    with replica_of(local, 4) as replica:
         one_step(local, replica, model, 0)
         optimizer.step()
         tensors = [

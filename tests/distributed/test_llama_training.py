@@ -51,7 +51,7 @@ from lockstep.models.llama import Llama
 from lockstep.models.llama_config import LLAMA_CONFIGS
 from lockstep.models.llama_io import InitialWeights, load_llama, open_weights
 from lockstep.models.lora import merged_weights
-from lockstep.parallel.materialize import materialize
+from lockstep.parallel.deferred_init import materialize
 from lockstep.recipes.script import lock_run_folder, train
 from lockstep.record.metrics import read_metrics
 from lockstep.tasks.evaluate import evaluate, evaluate_at_end

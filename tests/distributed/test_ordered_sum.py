@@ -16,10 +16,10 @@ from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import UsageError
 from lockstep.network.subtrees import Subtree, equal_shares, leaves_of_rank
 from lockstep.parallel import digest as digest_module
+from lockstep.parallel.build_replica import build_replica
 from lockstep.parallel.digest import digest_of
 from lockstep.parallel.exchange import tree_all_reduce
 from lockstep.parallel.ordered_sum import SumTree
-from lockstep.parallel.replica import Replica
 from lockstep.runtime.work import WorkWaiter
 
 
@@ -58,7 +58,7 @@ def reduced(runtime: ElasticRuntime, leaves: int, length: int) -> str:
     tree: SumTree[torch.Tensor] = SumTree()
     shares = equal_shares(runtime.world.size, leaves)
     for k in leaves_of_rank(runtime.world.rank, shares):
-        tree.add(Subtree(k, 1), values[k])
+        tree.add(Subtree(k, 1), values[k].clone())
     out = torch.empty(length)
     assert dist.group.WORLD is not None
     right = values.sum(0)  # the partial sums are overwritten
@@ -106,7 +106,7 @@ def gradient(
     """Return (digest of three steps' summed gradients, largest error relative to one big batch)."""
     model = tiny(dtype).train(dropout)
     error, seen = 0.0, []
-    with Replica(model, micro_batches=leaves, bucket_bytes=bucket_bytes) as replica:
+    with build_replica(model, micro_batches=leaves, bucket_bytes=bucket_bytes) as replica:
         for step in range(3):
             for k in replica.micro_batches(step):
                 ids = ragged(k, step, leaves)
@@ -162,7 +162,7 @@ def messages(runtime: ElasticRuntime, dtype: torch.dtype) -> dict[int, int]:
     """Return how many messages of the exchange a rank sends in a step, by the number of micro-batches."""
     sent = {}
     for leaves in (2, 3, 5, 6, 8):
-        with Replica(tiny(dtype), micro_batches=leaves) as replica:
+        with build_replica(tiny(dtype), micro_batches=leaves) as replica:
             for k in replica.micro_batches(0):
                 replica.backward(replica(ragged(k, 0, leaves)).sum())
             sent[leaves] = replica.traffic.messages
@@ -179,7 +179,7 @@ def test_two_ranks_with_one_subtree_each_need_no_exchange() -> None:
 def skip_backward(runtime: ElasticRuntime) -> str:
     model = tiny(torch.float32)
     try:
-        with Replica(model, micro_batches=2) as replica:
+        with build_replica(model, micro_batches=2) as replica:
             for _ in replica.micro_batches(0):
                 pass
     except UsageError as error:
@@ -193,7 +193,7 @@ def test_step_without_a_backward_pass_is_refused() -> None:
 
 def use_one_micro_batch_too_few(runtime: ElasticRuntime) -> str:
     try:
-        Replica(tiny(torch.float32), micro_batches=1)
+        build_replica(tiny(torch.float32), micro_batches=1)
     except UsageError as error:
         return str(error)
     return ""

@@ -264,7 +264,9 @@ def train_kind(
                     )
                 norm = torch.zeros(())
                 if step or not scaler:  # clipping would spread the values that are not finite
-                    norm = replicas.gradient.clip_(0.3 * (scaler.get_scale() if scaler else 1))
+                    norm = replicas.updates.gradient.clip_(
+                        0.3 * (scaler.get_scale() if scaler else 1)
+                    )
                 for optimizer in optimizers:
                     scaler.step(optimizer) if scaler else optimizer.step()
                 if kind == "skipping":

@@ -141,7 +141,7 @@ def train(runtime: ElasticRuntime, kind: str, layout: Layout, folder: str, steps
                             else loss_of(replicas(inputs), target)
                         )
                     replicas.backward(loss, count)
-                norm = replicas.gradient.clip_(0.3)
+                norm = replicas.updates.gradient.clip_(0.3)
                 for optimizer in optimizers:
                     optimizer.step()
                 state["scheduler"].step()

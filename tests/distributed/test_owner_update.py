@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.ranks import run_ranks
-from test_layouts import build_local_model, build_replica, model_named, one_step
+from test_layouts import build_local_model, model_named, one_step, replica_of
 
 from lockstep.checkpoint import commands
 from lockstep.checkpoint.shards import slice_of
@@ -80,7 +80,7 @@ def train_with(runtime: ElasticRuntime, layout: Layout, folder: str, kind: str, 
         apply_owner_rule(optimizer, local, runtime)
     with (
         Checkpointer(Path(folder) / "checkpoints", runtime, local, optimizers) as checkpointer,
-        build_replica(local, 4) as replica,
+        replica_of(local, 4) as replica,
     ):
         for step in range(checkpointer.resume(), steps):
             one_step(local, replica, model, step)
@@ -146,7 +146,7 @@ def refusals(runtime: ElasticRuntime) -> list[str]:
             texts.append(str(error))
 
     local = build_local_model(runtime, model, Layout(1, 2), torch.float32)
-    with build_replica(local, 4) as replica:
+    with replica_of(local, 4) as replica:
         one_step(local, replica, model, 0)
         attempt(lambda: apply_owner_rule(torch.optim.LBFGS(local.parameters()), local, runtime))
         muon = torch.optim.Muon([p for p in local.parameters() if p.dim() == 2])

@@ -132,7 +132,7 @@ def train_split(
             for step in range(first, steps):
                 for k in replicas.micro_batches(step):
                     replicas.backward(replicas(tokens_of(step, k)), 2 * (4 + k))
-                norm = replicas.gradient.clip_(0.5)
+                norm = replicas.updates.gradient.clip_(0.5)
                 optimizer.step()
                 state["ema"].update_parameters(model)
                 data = [tokens_of(99, 1) for _ in range(3)]

@@ -13,12 +13,12 @@ from support.ranks import run_ranks
 
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.elastic.world import World
-from lockstep.parallel.replica import Replica
+from lockstep.parallel.build_replica import build_replica
 from lockstep.training.profiler import ProfiledSteps, Profiler, measure_matmul_flops
 
 
 def profiled(runtime: ElasticRuntime, folder: Path) -> None:
-    replica = Replica(torch.nn.Linear(256, 256), micro_batches=2)
+    replica = build_replica(torch.nn.Linear(256, 256), micro_batches=2)
     with replica, Profiler(ProfiledSteps(2, 3), folder, runtime) as profiler:
         for step in range(4):
             for _ in replica.micro_batches(step):

@@ -16,7 +16,7 @@ from lockstep.models import kernels
 from lockstep.models.kernels import add_dropout, attend_packed, choose_attention, dropout_mask
 from lockstep.models.loss import output_cross_entropy
 from lockstep.models.translator import Translator, build_translator, init_param
-from lockstep.parallel.materialize import materialize
+from lockstep.parallel.deferred_init import materialize
 
 V = 50
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lockstep.checkpoint.commands import digest_line
 from lockstep.elastic.runtime import ElasticRuntime
-from lockstep.parallel.replica import Replica
+from lockstep.parallel.build_replica import build_replica
 from lockstep.record.metrics import iter_steps
 
 LOOP = Path(__file__).parents[1] / "support" / "loops" / "uneven.py"
@@ -35,7 +35,7 @@ def gradients(runtime: ElasticRuntime, bucket_bytes: int) -> list[str]:
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(16, 33), nn.Dropout(0.2), nn.GELU(), nn.Linear(33, 16))
     digests = []
-    with Replica(model, micro_batches=8, bucket_bytes=bucket_bytes) as replica:
+    with build_replica(model, micro_batches=8, bucket_bytes=bucket_bytes) as replica:
         for step, shares in enumerate(SHARES[runtime.world.size]):
             own = []
             for k in replica.micro_batches(step, shares=shares):

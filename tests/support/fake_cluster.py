@@ -26,8 +26,11 @@ from lockstep.elastic.protocol.decisions import LeaveReport
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.elastic.world import World
 from lockstep.errors import FencedError, PeersLostError
+from lockstep.layout import Layout
 from lockstep.network.subtrees import equal_shares, leaves_of_rank
 from lockstep.parallel.digest import digest_of
+from lockstep.parallel.groups import ProcessGroups
+from lockstep.parallel.replica import PassResult
 from lockstep.runtime.process_group import reduce_rounds
 
 log = logging.getLogger("lockstep")
@@ -298,14 +301,16 @@ class FakeReplica:
     def __init__(
         self, model: nn.Module, *, micro_batches: int, seed: int = 0, **options: Any
     ) -> None:
-        self.model, self.leaves, self.seed = model, micro_batches, seed
+        self.module, self.leaves, self.seed = model, micro_batches, seed
+        self.statistics = options["statistics"]
+        self.groups = ProcessGroups(Layout())
         self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self.workers_per_replica, self.rehearsed, self.counts = 1, None, True
+        self.workers_per_replica, self.hashed, self.counts = 1, PassResult(), True
         self.generation_error = options["generation_error"]
         self.runtime: ElasticRuntime = self.current.runtime
 
     def __call__(self, *inputs: Any) -> Any:
-        return self.model(*inputs)
+        return self.module(*inputs)
 
     def micro_batches(
         self, step: int, meanwhile: Callable[[], None], shares: tuple[int, ...]
@@ -319,7 +324,7 @@ class FakeReplica:
         for k in self.own_leaves:
             if why := self.generation_error():
                 raise PeersLostError(why)
-            self.model.zero_grad()
+            self.module.zero_grad()
             yield k
             gradients.append([p.grad.clone() for p in self.parameters if p.grad is not None])
         meanwhile()

@@ -17,6 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lockstep.parallel.bucket_source import BucketSource
+from lockstep.parallel.buckets import Bucket
+from lockstep.parallel.build_replica import build_replica
 from lockstep.parallel.replica import Replica
 from lockstep.runtime.torch_private import detach_groups
 from lockstep.runtime.work import static_group
@@ -33,7 +36,7 @@ def reduce_with_a_stopped_peer(rank: int, port: int) -> None:
         "gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=40)
     )
     reasons: list[str] = []
-    with Replica(
+    with build_replica(
         nn.Linear(4, 4), micro_batches=2, generation_error=lambda: "".join(reasons)
     ) as replica:
         take_step(replica, 0)  # the first step also compares the trained parameters
@@ -58,16 +61,18 @@ def reduce_with_a_stopped_peer(rank: int, port: int) -> None:
 
 def uses_new_memory(replica: Replica) -> bool:
     """Return whether the next step, in a group of this process alone, has other gradient buffers."""
-    assert replica.buckets is not None
-    before = [bucket.buffer for bucket in replica.buckets.buckets]
+    before = [bucket.buffer for bucket in buckets_of(replica)]
     detach_groups()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    replica.waits.generation_error = static_group
+    replica.groups.waits.generation_error = static_group
     replica.release_groups()
     take_step(replica, 1)
-    return all(
-        new.buffer is not old for new, old in zip(replica.buckets.buckets, before, strict=True)
-    )
+    return all(new.buffer is not old for new, old in zip(buckets_of(replica), before, strict=True))
+
+
+def buckets_of(replica: Replica) -> list[Bucket]:
+    assert isinstance(replica.source, BucketSource) and replica.source.buckets
+    return replica.source.buckets.buckets
 
 
 if __name__ == "__main__":

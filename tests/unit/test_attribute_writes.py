@@ -41,7 +41,7 @@ ALLOWED_IN = {
     ("generation/sampling.py", "parameter"): "frees the whole weight",
     ("models/translator.py", "cache"): "position of a cache that the decoder owns",
     ("generation/decoder.py", "model"): "the decoder's copy of the model",
-    ("parallel/sharded_replica.py", "self.groups"): "ProcessGroups is a part of ShardedReplica",
+    ("parallel/replica.py", "self.groups"): "ProcessGroups is a part of Replica",
     ("record/tracker.py", "self.metrics"): "the log of metrics is a part of the tracker",
     ("testing/tensor_memory.py", "storage"): "a mark on torch's storage",
 }

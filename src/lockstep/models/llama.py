@@ -27,9 +27,8 @@ from torch import Tensor, nn
 
 from lockstep.models.llama_config import LlamaConfig
 from lockstep.models.loss import output_cross_entropy
-from lockstep.parallel.materialize import generator_of, materialize
-from lockstep.parallel.plans import ParallelPlan
-from lockstep.parallel.staged_model import Chunk, StagedModel
+from lockstep.parallel.deferred_init import generator_of, materialize
+from lockstep.parallel.plans import Chunk, ParallelPlan, StagedModel
 
 # torch 2.11 groups heads without being asked, and has no such argument.
 GROUPED: dict[str, Any] = {} if torch.__version__.startswith("2.11.") else {"enable_gqa": True}

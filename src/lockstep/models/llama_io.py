@@ -53,7 +53,7 @@ from lockstep.models.llama import Llama
 from lockstep.models.llama_config import LLAMA_CONFIGS, LlamaConfig
 from lockstep.models.lora import is_adapter, merged_weights
 from lockstep.models.transformers_model import TransformersConfig, TransformersModel
-from lockstep.parallel.materialize import materialize
+from lockstep.parallel.deferred_init import materialize
 from lockstep.units import format_bytes, format_count
 
 MODEL, TOKENIZER, CHECKPOINTS = "model.json", "tokenizer", "checkpoints"

@@ -22,7 +22,7 @@ from lockstep.data.order import splitmix64
 from lockstep.errors import CheckpointError, UsageError
 from lockstep.models.hf_config import hf_name
 from lockstep.models.hub import ADAPTER_FILE, LazyTensors, match_shapes, tensor_locations
-from lockstep.parallel.materialize import generator_of, hash_of
+from lockstep.parallel.deferred_init import generator_of, number_of
 
 if TYPE_CHECKING:
     from lockstep.config.schema import LoraOptions
@@ -45,7 +45,11 @@ class LoRALinear(nn.Linear):
             dtype=inner.weight.dtype,
         )
         self.weight, self.bias = inner.weight, inner.bias
-        self.scale, self.dropout, self.number = lora.alpha / lora.rank, lora.dropout, hash_of(path)
+        self.scale, self.dropout, self.number = (
+            lora.alpha / lora.rank,
+            lora.dropout,
+            number_of(path),
+        )
         self.mask_width, self.columns = inner.in_features, slice(None)
         self.lora_down = nn.Parameter(inner.weight.new_empty(lora.rank, inner.in_features))
         self.lora_up = nn.Parameter(inner.weight.new_empty(inner.out_features, lora.rank))

@@ -36,9 +36,8 @@ from lockstep.models.kernels import (
     choose_attention,
 )
 from lockstep.models.loss import output_cross_entropy
-from lockstep.parallel.materialize import generator_of, materialize
-from lockstep.parallel.plans import ParallelPlan
-from lockstep.parallel.staged_model import Chunk, StagedModel
+from lockstep.parallel.deferred_init import generator_of, materialize
+from lockstep.parallel.plans import Chunk, ParallelPlan, StagedModel
 
 if TYPE_CHECKING:
     from lockstep.config.schema import ModelOptions

@@ -9,8 +9,9 @@ operations behind a number that the function reads (`.item()`).
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -18,7 +19,6 @@ from torch import Tensor, UntypedStorage, nn
 from torch.overrides import TorchFunctionMode
 
 from lockstep.errors import UsageError
-from lockstep.parallel.materialize import materialize
 from lockstep.runtime.torch_private import (
     TorchDispatchMode,
     schema_of,
@@ -28,6 +28,7 @@ from lockstep.runtime.torch_private import (
 )
 from lockstep.units import join_names
 
+Model = TypeVar("Model", bound=nn.Module)
 WHERE = "lockstep.deferred_init(function)"
 READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 OVERWRITES = (
@@ -261,3 +262,33 @@ def move_to(module: nn.Module, device: torch.device) -> nn.Module:
     if recording := recording_of(module):
         materialize(module, device, lambda name, _: recording.value(name))
     return module.to(device)
+
+
+@torch.no_grad()
+def materialize(
+    model: Model, device: torch.device, init_param: Callable[[str, torch.Size], Tensor]
+) -> Model:
+    """Move a model from the meta device to `device` and initialize it, in place.
+
+    init_param  returns the initial value of the parameter or buffer of this name and shape, on the
+                CPU; called for one tensor at a time
+    """
+    swaps = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(
+        True
+    )  # keeps ties, and the parameters of optimizers
+    model.to_empty(device=device)
+    torch.__future__.set_swap_module_params_on_conversion(swaps)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        tensor.copy_(init_param(name, tensor.shape))
+    return model
+
+
+def generator_of(seed: int, name: str) -> torch.Generator:
+    """Return the generator, on the CPU, of a parameter's initial value."""
+    return torch.Generator().manual_seed(number_of(f"{seed} {name}"))
+
+
+def number_of(text: str) -> int:
+    """Return 56 bits of a hash."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")

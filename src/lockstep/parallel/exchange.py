@@ -29,7 +29,7 @@ class Traffic:
 def tree_all_reduce(
     partials: Sequence[tuple[Subtree, Tensor]],
     shares: tuple[int, ...],
-    group: dist.ProcessGroup,
+    group: dist.ProcessGroup | None,
     out: Tensor,
     waits: WorkWaiter,
     traffic: Traffic | None = None,
@@ -42,9 +42,10 @@ def tree_all_reduce(
     partials  [(subtree, its sum (length,))] of this rank's leaves, as assigned; overwritten
     shares    numbers of leaves, by rank of the group
     out       (length,); may be one of the partial sums
+    group     None: this rank has all leaves
     tag       see `start_exchange`
     """
-    rank, length, sums = group.rank(), out.numel(), dict(partials)
+    rank, length, sums = group.rank() if group else 0, out.numel(), dict(partials)
     reduce, gather = rounds_of_rank(rank, shares)
     own = slice(0, length)
 
@@ -55,7 +56,8 @@ def tree_all_reduce(
         sends, receives = (
             [(message.peer, tensor_of(message)) for message in messages] for messages in turn[:2]
         )
-        waits.wait(start_exchange(sends, receives, group, traffic, tag), group)
+        if group is not None:
+            waits.wait(start_exchange(sends, receives, group, traffic, tag), group)
 
     for turn in reduce:
         assert turn.merge is not None

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from lockstep.errors import UsageError
 from lockstep.parallel.groups import ProcessGroups
 from lockstep.parallel.parallelize import LocalModel
-from lockstep.parallel.sequential import sum_over_stages
 from lockstep.runtime.numerics import generator_states
 from lockstep.runtime.torch_private import foreach_mul_, version_of
 
@@ -75,6 +74,19 @@ def norm_squared_of_slices(
     grad_norm_squared = sum_over_stages(local, list(own), torch.where(is_split, parts, sums))
     groups.raise_failure()
     return grad_norm_squared
+
+
+def sum_over_stages(local: LocalModel, own: Sequence[str], sums: torch.Tensor) -> torch.Tensor:
+    """Collective in the stages. Return the sum of `sums`, one for each parameter of `own`, over all
+    stages; of a user's model in the order of one worker."""
+    assert local.groups is not None
+    if not local.placeholders:
+        total = sums.sum()
+        return local.groups.all_reduce(total, local.groups.pipeline_group)
+    trained = [name for name, (_, marks) in local.originals.items() if marks[1]]
+    of_all_stages = sums.new_zeros(len(trained))
+    of_all_stages[[trained.index(name) for name in own]] = sums
+    return local.groups.all_reduce(of_all_stages, local.groups.pipeline_group).sum()
 
 
 def spread_nan(local: LocalModel, nonfinite: Set[str]) -> None:

@@ -116,75 +116,37 @@ class GradientWatch:
     def __init__(self, names: Sequence[str], parameters: Sequence[nn.Parameter]) -> None:
         self.names, self.parameters = names, parameters
         self._thorough = False
-        self.where = ""  # current micro-batch; "" outside of the loop
-        self._backwards = 0  # in this micro-batch
         self._seen: list[Mark] = []
 
-    def start(self, step: int, k: int, *, thorough: bool = False) -> None:
+    def start(self, *, thorough: bool) -> None:
         self._thorough = thorough
-        self.where, self._backwards = f"micro-batch {k} of step {step}", 0
+        self.mark()
+
+    def mark(self) -> None:
+        """Take the gradients as they are now."""
         self._seen = self._snapshot()
 
-    def before_backward(self) -> None:
-        """UsageError: a second or misplaced backward pass, or a gradient changed before it."""
-        if not self.where:
-            hint = "call it inside the loop over loader(step)"
-            raise UsageError(
-                "backward() was called outside of the micro-batch loop",
-                "session.backward(loss)",
-                hint,
-            )
-        if self._backwards:
-            hint = "add the losses of a micro-batch and call it once"
-            raise UsageError(
-                f"backward() was called twice in {self.where}", "session.backward(loss)", hint
-            )
-        self._refuse_changes("before backward()")
-        self._backwards, self._seen = 1, []
-
-    def refuse_missing(self, missing: Sequence[int], repeated: Sequence[int]) -> None:
-        """UsageError: these parameters, by number, got no gradient, or two in one pass."""
-        if missing:
-            names = join_names([self.names[i] for i in missing])
-            raise UsageError(
-                f"no gradient arrived for {len(missing)} of {len(self.names)} parameters in {self.where}: {names}",
-                "session.backward(loss)",
-                UNUSED_HINT,
-            )
+    def refuse_wrong(self, repeated: list[str], where: str) -> None:
+        """UsageError: gradients that were removed, are sparse, or arrived twice in one pass."""
         named = list(zip(self.names, self.parameters, strict=True))
         if gone := [name for name, p in named if p.grad is None]:
             raise UsageError(
-                f"a hook has removed gradients in {self.where}: {join_names(gone)}",
+                f"a hook has removed gradients in {where}: {join_names(gone)}",
                 "Tensor.register_post_accumulate_grad_hook",
                 "update in optimizer.step() after the loop, with the sum of all micro-batches",
             )
         if sparse := [name for name, p in named if p.grad is not None and p.grad.is_sparse]:
             raise UsageError(
                 f"sparse gradients are not supported: {join_names(sparse)}",
-                self.where,
+                where,
                 "use sparse=False",
             )
         if repeated:
-            names = join_names([self.names[i] for i in repeated])
             raise UsageError(
-                f"the gradient of a parameter arrived twice in one backward pass, in {self.where}: {names}",
+                f"the gradient of a parameter arrived twice in one backward pass, in {where}: {join_names(repeated)}",
                 "reentrant activation checkpointing runs a backward pass inside the backward pass",
                 "use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)",
             )
-
-    def after_backward(self) -> None:
-        self._seen = self._snapshot()
-
-    def end(self) -> None:
-        """End the micro-batch. UsageError: no backward pass, or a gradient changed after it."""
-        if not self._backwards:
-            raise UsageError(
-                f"no gradient arrived for the {len(self.names)} parameters in {self.where}: backward() was not called",
-                "the loop over loader(step)",
-                "call session.backward(loss) once for every micro-batch, not loss.backward()",
-            )
-        self._refuse_changes("after backward()")
-        self.where, self._seen = "", []
 
     def _snapshot(self) -> list[Mark]:
         gradients = [p.grad for p in self.parameters]
@@ -193,7 +155,8 @@ class GradientWatch:
         )
         return [(gradient, -1 if gradient is None else mark(gradient)) for gradient in gradients]
 
-    def _refuse_changes(self, when: str) -> None:
+    def refuse_changes(self, when: str) -> None:
+        """UsageError: gradients are not as they were at the last mark."""
         pairs = zip(self.names, self._seen, self._snapshot(), strict=True)
         if changed := [
             name
@@ -201,7 +164,7 @@ class GradientWatch:
             if before is not now or mark != new_mark
         ]:
             raise UsageError(
-                f"the gradients of {len(changed)} of {len(self.names)} parameters were changed in {self.where}, {when}: "
+                f"the gradients of {len(changed)} of {len(self.names)} parameters were changed in {when}: "
                 f"{join_names(changed)}",
                 "by optimizer.zero_grad(), loss.backward(), gradient clipping or the like in the micro-batch loop",
                 "remove zero_grad (each step starts without gradients), call session.backward(loss) instead of "

@@ -39,7 +39,7 @@ class ProcessGroups:
     def __init__(self, layout: Layout, in_thread: bool = True) -> None:
         self.layout, self.in_thread = layout, in_thread
         self.failure: Exception | None = None
-        self.connect(StatusBoard(None), static_group, nullcontext)
+        self.connect(StatusBoard(None), static_group)
         self.waited_s = 0.0  # by the thread of the model, in this step
         self.clear()
 
@@ -47,7 +47,7 @@ class ProcessGroups:
         self,
         board: StatusBoard,
         generation_error: Callable[[], str],
-        form_context: Callable[[], AbstractContextManager[None]],
+        form_context: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         """Connect the groups to the run.
 
@@ -74,7 +74,11 @@ class ProcessGroups:
         with self.form_context():
             self.gather_group = new_subgroup(layout.ranks_along(rank, "shard"))
             self.scatter_group = new_subgroup(layout.ranks_along(rank, "shard"))
-            self.replica_group = new_subgroup(layout.ranks_along(rank, "replicate"))
+            self.replica_group = (
+                new_subgroup(layout.ranks_along(rank, "replicate"))
+                if layout.workers_per_replica > 1 or layout.replicate == 1
+                else dist.group.WORLD
+            )
             self.tensor_group = new_subgroup(layout.ranks_along(rank, "tensor"))
             self.pipeline_group = new_subgroup(stages)
             self.tied_group = (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 from weakref import ref
@@ -23,7 +23,7 @@ from lockstep.parallel.parallelize import (
     set_prefetch,
     shard_units,
 )
-from lockstep.parallel.plans import ParallelPlan, Patterns, find_units
+from lockstep.parallel.plans import HasPlan, ParallelPlan, Patterns, find_units
 from lockstep.parallel.sequential import build_sequential_stage
 from lockstep.parallel.tensor_parallel import apply_tensor_parallel
 from lockstep.parallel.tensor_plan import TensorPlan, styles_of
@@ -93,67 +93,75 @@ def shard_module(
     position: Coordinates,
     device: torch.device,
     *,
+    init_param: InitParam | None = None,
+    pipeline_chunks: int = 1,
     units: Patterns = None,
     tensor_plan: TensorPlan = None,
     split_points: Sequence[str] = (),
-    init_param: InitParam | None = None,
-    verify: bool = True,
-    prefetch_units: int = 1,
-    reshard_after_forward: bool = True,
-    pipeline_chunks: int = 1,
+    **options: Any,
 ) -> LocalModel:
     """Return this worker's slices of `model`, which becomes FSDP's.
 
-    units         see `find_units`
-    split_points  see `first_blocks`
-    Others: see `parallelize`
+    units, tensor_plan, split_points  see `find_units`, `styles_of` and `first_blocks`; not of a
+                                      model that knows how it may be split (HasPlan)
+    options                           further ones of `parallelize`
     """
-    if pipeline_chunks > 1:
-        what = f"pipeline_chunks={pipeline_chunks} is not supported for own models"
-        raise UsageError(what, "session.prepare(...)", "leave it at 1")
-    names = find_units(model, units)
-    refuse_unshardable(model, names)
-    wholes = dict(model.named_parameters())
-    originals, first_names = (
-        {name: (ref(p), marks_of(p)) for name, p in wholes.items()},
-        {id(p): name for name, p in wholes.items()},
-    )
-    styles = styles_of(model, tensor_plan) if layout.tensor > 1 else {}
-    stage = (
-        build_sequential_stage(model, position.stage, layout.pipeline, split_points)
-        if layout.pipeline > 1
-        else None
-    )
-    names_here = [first_names[id(p)] for p in model.parameters()]
-    elsewhere = {name: p for name, p in wholes.items() if name not in names_here}
+    parameters = dict(model.named_parameters())
+    originals = {name: (ref(p), marks_of(p)) for name, p in parameters.items()}
+    rests = {name: (p.shape[1:], p.dtype) for name, p in parameters.items()}
+    del parameters
+    splits = {"units": units, "tensor_plan": tensor_plan, "split_points": split_points}
+    given = [name for name, split in splits.items() if split]
+    if not isinstance(model, HasPlan):
+        if pipeline_chunks > 1:
+            what = f"pipeline_chunks={pipeline_chunks} is not supported for own models"
+            raise UsageError(what, "session.prepare(...)", "leave it at 1")
+        local = shard_own_module(model, layout, position, device, init_param, splits, options)
+    elif given:
+        what = f"{join_names(given)} would have no effect: {type(model).__name__} has its own plan"
+        raise UsageError(what, "session.prepare(...)", "leave them out")
+    else:
+        options["chunks_per_stage"] = pipeline_chunks
+        local = parallelize(model, layout, position, init_param, device, **options)
     placeholders = {
-        name: nn.Parameter(p.new_empty(0, *p.shape[1:]), requires_grad=p.requires_grad)
-        for name, p in elsewhere.items()
+        name: nn.Parameter(
+            torch.empty(0, *rest, dtype=dtype, device=device), requires_grad=originals[name][1][1]
+        )
+        for name, (rest, dtype) in rests.items()
+        if name not in local.local_params
     }
-    del wholes, elsewhere
-    plan = ParallelPlan(
-        tuple(names), regions=(), column_parallel=(), row_parallel=r"$^", styles=styles
-    )
+    return replace(local, originals=originals, placeholders=placeholders)
+
+
+def shard_own_module(
+    model: nn.Module,
+    layout: Layout,
+    position: Coordinates,
+    device: torch.device,
+    init_param: InitParam | None,
+    splits: Mapping[str, Any],
+    options: Mapping[str, Any],
+) -> LocalModel:
+    names = find_units(model, splits["units"])
+    refuse_unshardable(model, names)
+    first_names = {id(p): name for name, p in model.named_parameters()}
+    styles = styles_of(model, splits["tensor_plan"]) if layout.tensor > 1 else {}
+    stage = None
+    if layout.pipeline > 1:
+        points = splits["split_points"]
+        stage = build_sequential_stage(model, position.stage, layout.pipeline, points)
+    # Of a tied parameter the name that the first stage saves.
+    names_here = [first_names[id(p)] for p in model.parameters()]
+    plan = ParallelPlan(tuple(names), styles=styles)
     local = parallelize(
-        model,
-        layout,
-        position,
-        init_param,
-        device,
-        plan=plan,
-        stage=stage,
-        prefetch_units=prefetch_units,
-        reshard_after_forward=reshard_after_forward,
-        verify=verify,
+        model, layout, position, init_param, device, plan=plan, stage=stage, **options
     )
     buffers = {
         name: tensor
         for name, tensor in named_tensors(model).items()
         if name not in local.local_params
     }
-    first_name = dict(
-        zip(local.local_params, names_here, strict=True)
-    )  # of a tied parameter that the first stage saves
+    first_name = dict(zip(local.local_params, names_here, strict=True))
     parts: list[dict[str, Any]] = [local.local_params, local.slices, local.tensor_slices]
     params, slices, tensor_slices = (
         {first_name[name]: value for name, value in part.items()} for part in parts
@@ -161,47 +169,9 @@ def shard_module(
     slices |= {name: TensorSlice.whole(buffer.shape) for name, buffer in buffers.items()}
     model.register_state_dict_pre_hook(refuse_state_dict)
     model.register_load_state_dict_pre_hook(refuse_state_dict)
-    local = replace(
+    return replace(
         local, local_params=params, slices=slices, tensor_slices=tensor_slices, buffers=buffers
     )
-    return replace(local, originals=originals, placeholders=placeholders)
-
-
-def shard_planned_module(
-    model: nn.Module,
-    layout: Layout,
-    position: Coordinates,
-    device: torch.device,
-    *,
-    units: Patterns = None,
-    tensor_plan: TensorPlan = None,
-    split_points: Sequence[str] = (),
-    init_param: InitParam | None = None,
-    pipeline_chunks: int = 1,
-    **options: Any,
-) -> LocalModel:
-    """Return this worker's slices of a model that knows how it may be split (HasPlan).
-
-    options  further ones of `parallelize`
-    """
-    splits = {"units": units, "tensor_plan": tensor_plan, "split_points": split_points}
-    if given := [name for name, split in splits.items() if split]:
-        what = f"{join_names(given)} would have no effect: {type(model).__name__} has its own plan"
-        raise UsageError(what, "session.prepare(...)", "leave them out")
-    wholes = dict(model.named_parameters())
-    originals = {name: (ref(p), marks_of(p)) for name, p in wholes.items()}
-    local = parallelize(
-        model, layout, position, init_param, device, chunks_per_stage=pipeline_chunks, **options
-    )
-    placeholders = {
-        name: nn.Parameter(
-            torch.empty(0, *p.shape[1:], dtype=p.dtype, device=device),
-            requires_grad=p.requires_grad,
-        )
-        for name, p in wholes.items()
-        if name not in local.local_params
-    }
-    return replace(local, originals=originals, placeholders=placeholders)
 
 
 def refuse_state_dict(module: nn.Module, *_: Any) -> None:

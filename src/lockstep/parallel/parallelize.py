@@ -28,12 +28,10 @@ from torch.distributed.tensor import DTensor
 
 from lockstep.errors import UsageError
 from lockstep.layout import Coordinates, Layout
+from lockstep.parallel.deferred_init import materialize
 from lockstep.parallel.groups import ProcessGroups
-from lockstep.parallel.materialize import materialize
-from lockstep.parallel.pipeline import PipelineStage, build_stage
 from lockstep.parallel.plan_check import PlanCheck, split_layers
-from lockstep.parallel.plans import ParallelPlan, plan_of
-from lockstep.parallel.staged_model import StagedModel
+from lockstep.parallel.plans import ParallelPlan, PipelineStage, StagedModel, build_stage, plan_of
 from lockstep.runtime.torch_private import (
     fsdp_parameters,
     init_fsdp,

@@ -19,26 +19,30 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from lockstep.data.order import splitmix64
 from lockstep.errors import UsageError
-from lockstep.network.pipeline_schedule import PipelineOp, adjacent_blocks, pipeline_schedule
-from lockstep.parallel.digest import digest_of
+from lockstep.network.pipeline_schedule import PipelineOp, pipeline_schedule
+from lockstep.parallel.fsdp_units import UnitOrder
+from lockstep.parallel.gradient_source import GradientSource, Phase, StepPlan
 from lockstep.parallel.groups import ProcessGroups
-from lockstep.parallel.staged_model import Chunk, StagedModel
+from lockstep.parallel.parallelize import LocalModel
+from lockstep.parallel.plans import PendingMicroBatch, PipelineStage, StagedModel
+from lockstep.parallel.running_statistics import RunningStatistics
+from lockstep.parallel.unit_source import UnitSource
 from lockstep.runtime.numerics import (
     generator_states,
     pack_generators,
     restore_generators,
     seed_generators,
 )
-from lockstep.runtime.tensor_bytes import DTYPES, TORCH_DTYPES, bytes_of, tensors_of
+from lockstep.runtime.tensor_bytes import DTYPES, TORCH_DTYPES, bytes_of
 
 ENVELOPE_BYTES = 4096
 RECEIVES_AHEAD = 2  # of a stage, each the activations of a micro-batch
@@ -57,23 +61,6 @@ class P2PMessage(NamedTuple):
         return ((self.micro * 1024 + self.edge) * 2 + (self.kind == "grads")) * (
             MAX_TENSORS + 1
         ) + number
-
-
-class PendingMicroBatch(NamedTuple):
-    """Inputs of a micro-batch for the pipeline, and what the loop had set when it gave them.
-
-    autocast_dtype  None: autocast is disabled
-    generators      states of torch's generators (numerics.pack_generators), for the first chunk;
-                    empty where each chunk has its own seed
-    data            digest of the inputs, equal on all stages
-    """
-
-    k: int
-    inputs: tuple[Any, ...]
-    named: dict[str, Any]
-    autocast_dtype: torch.dtype | None
-    generators: Tensor
-    data: int
 
 
 class Activations(NamedTuple):
@@ -108,84 +95,6 @@ class Activations(NamedTuple):
                 hint,
             )
         return torch.cat([torch.frombuffer(bytearray(text), dtype=torch.uint8), self.generators])
-
-
-@dataclass(frozen=True)
-class PipelineStage:
-    """A worker's part of a model that is split into stages."""
-
-    number: int
-    stages: int
-    chunks: tuple[Chunk, ...]
-    modules: tuple[
-        tuple[str, ...], ...
-    ]  # names of the modules of each chunk; empty: all belong to one chunk
-    borrowed: tuple[str, ...] = ()  # copies of parameters of the first stage, which saves them
-    lent: tuple[str, ...] = ()  # parameters of the first stage that the last stage has too
-    passes_generators: bool = (
-        False  # random draws continue where the former stage ended: the bits of one stage
-    )
-
-    def holds(self, chunk: int, name: str) -> bool:
-        return not self.modules or any(
-            name.startswith(f"{module}.") for module in self.modules[chunk]
-        )
-
-    def pend(
-        self, k: int, inputs: tuple[Any, ...], named: dict[str, Any], device: torch.device
-    ) -> PendingMicroBatch:
-        """Return micro-batch `k` with the state of autocast and the generators."""
-        autocast_dtype = (
-            torch.get_autocast_dtype(device.type)
-            if torch.is_autocast_enabled(device.type)
-            else None
-        )
-        if not self.passes_generators:
-            return PendingMicroBatch(
-                k, inputs, named, autocast_dtype, torch.empty(0, dtype=torch.uint8), 0
-            )
-        tensors = list(tensors_of(inputs))
-        data = digest_of(
-            [*tensors, torch.tensor([size for tensor in tensors for size in tensor.shape])]
-        )
-        return PendingMicroBatch(k, inputs, named, autocast_dtype, pack_generators(device), data)
-
-
-def build_stage(
-    model: StagedModel, stage: int, stages: int, chunks_per_stage: int
-) -> PipelineStage:
-    """Remove the layers of other stages from a model on the meta device, in place.
-
-    The forward pass becomes that of a chunk. Chunk c of stage s is chunk c * stages + s of all.
-    """
-    names = model.layer_names()
-    total = stages * chunks_per_stage
-    ranges = adjacent_blocks(range(len(names)), total)
-    chunks = tuple(Chunk(ranges[n], n == 0, n == total - 1) for n in range(stage, total, stages))
-    layers = [[names[layer] for layer in chunk.layers] for chunk in chunks]
-    modules = tuple(
-        (*own, *model.outer_modules(own, first=chunk.first, last=chunk.last))
-        for own, chunk in zip(layers, chunks, strict=True)
-    )
-    kept = set(chain(*modules))
-    for name in (*names, *model.outer_modules(names, first=True, last=True)):
-        if name not in kept:
-            remove_module(model, name)
-    model.forward = lambda received, chunk, inputs, named: model.forward_chunk(
-        chunks[chunk], received(), *inputs, **named
-    )
-    first, last = chunks[0].first, chunks[-1].last
-    shared = model.tied_parameters if first != last else ()
-    borrowed = shared if last else ()
-    lent = shared if first else ()
-    return PipelineStage(stage, stages, chunks, modules, borrowed, lent)
-
-
-def remove_module(model: nn.Module, name: str) -> None:
-    """Replace a module, if the model has it, so that later layers keep their numbers."""
-    path, _, last = name.rpartition(".")
-    if getattr(model.get_submodule(path), last, None) is not None:
-        setattr(model.get_submodule(path), last, nn.Identity())
 
 
 @dataclass(frozen=True)
@@ -471,3 +380,98 @@ def follow_gradients(inputs: Sequence[Tensor]) -> list[Tensor | None]:
     for number, tensor in enumerate(inputs):
         tensor.register_hook(partial(gradients.__setitem__, number))
     return gradients
+
+
+class StageSource(UnitSource):
+    """The units of a stage. Its parameters are the same in all steps."""
+
+    runs_at_once = False
+    measures_passes = False
+
+    def _watch_forward_passes(self) -> UnitOrder:
+        return UnitOrder({})
+
+    def follow_parameters(self) -> bool:
+        return False
+
+    def agree(self) -> None:
+        """Do nothing: the stages train different parameters."""
+
+    def start_step(self, plan: StepPlan) -> None:
+        super().start_step(plan)
+        self._pending: list[PendingMicroBatch] = []
+
+    def forward(self, *inputs: Any, **named: Any) -> Tensor:
+        """Store the inputs."""
+        stage = self.local.stage
+        assert stage is not None
+        self.count_backward("forward_backward")
+        device = self.parameters[0].device
+        self._pending.append(stage.pend(self.now.k, inputs, named, device))
+        return torch.zeros(())
+
+    def backward(self, loss: Tensor) -> None:
+        """Do nothing: `run_passes` does."""
+
+    def end_pass(self) -> None:
+        GradientSource.end_pass(self)  # the gradients follow
+
+    def run_passes(self, statistics: RunningStatistics) -> list[Tensor]:
+        """Run the forward and backward passes; return the losses, on the last stage."""
+        local, passes = self.local, self.plan.passes
+        assert local.stage is not None
+        stage = local.stage
+
+        def backward(
+            outputs: list[Tensor], gradients: Sequence[Tensor] | None, micro: int, chunk: int
+        ) -> None:
+            self.now = passes[micro]
+            self._reduced_units.clear()
+            names = {name for name in self.names if stage.holds(chunk, name)}
+            for name, p in zip(self.names, self._sharded, strict=True):
+                p.grad = None if name in names else p.grad
+            if outputs:
+                torch.autograd.backward(outputs, gradients)
+            where = f"micro-batch {self.now.k} of step {self.plan.key[1]}"
+            self.refuse_missing(self._missing(names), where)
+
+        own = {now.k for now in passes if now.counts}
+        is_first = local.layout.coordinates(dist.get_rank()).tensor == 0
+
+        def after_forward(k: int) -> None:
+            statistics.end_micro_batch(k, counts=k in own and is_first)
+
+        forward = ChunkForward(
+            local.module,
+            stage,
+            self._pending,
+            self.plan.key,
+            self.parameters[0].device,
+            after_forward,
+        )
+        losses = PipelineRunner(forward, self.groups, backward).step(len(passes))
+        self.phase = Phase.OUTSIDE
+        return [loss for loss, now in zip(losses, passes, strict=False) if now.counts]
+
+
+def evaluate_in_stages(local: LocalModel | None, inputs: Any, *, in_loop: bool) -> Any:
+    """Collective in the replica. Return the output of the model, on all stages. in_loop: called
+    from the micro-batch loop."""
+    assert local and local.stage and local.groups
+    if torch.is_grad_enabled() or in_loop:
+        what, where = (
+            "the model was called with gradients, or in the micro-batch loop",
+            f"layout {local.layout}",
+        )
+        hint = "call session.forward_backward(x, y, loss_fn) for each micro-batch; evaluate with session.evaluate"
+        raise UsageError(what, where, hint)
+    if not local.groups.formed:
+        local.groups.form()
+    device = next(local.parameters()).device
+    forward = ChunkForward(
+        local.module, local.stage, [local.stage.pend(0, (inputs,), {}, device)], (), device
+    )
+    activations = PipelineRunner(forward, local.groups).evaluate()
+    restore_generators(activations.generators, device)
+    cast(FSDPModule, local.module).reshard()  # a later pass must gather new weights
+    return activations.output

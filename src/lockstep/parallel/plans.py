@@ -1,4 +1,5 @@
-"""Where a model may be split, by module and parameter names."""
+"""Where a model may be split, by module and parameter names; how it is cut into the stages of a
+pipeline."""
 
 from __future__ import annotations
 
@@ -6,13 +7,19 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from typing import Protocol, runtime_checkable
+from itertools import chain
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from lockstep.errors import UsageError
 from lockstep.layout import LayoutLimits
+from lockstep.network.pipeline_schedule import adjacent_blocks
+from lockstep.parallel.digest import digest_of
 from lockstep.parallel.tensor_plan import PARTIAL, LayerStyle
+from lockstep.runtime.numerics import pack_generators
+from lockstep.runtime.tensor_bytes import tensors_of
 from lockstep.units import join_names
 
 Patterns = str | Sequence[str] | None
@@ -164,3 +171,138 @@ def without_shared_parameters(model: nn.Module, units: list[str]) -> list[str]:
             holders.setdefault(id(parameter), set()).add(unit)
     sharing = {unit for names in holders.values() if len(names) > 1 for unit in names}
     return [unit for unit in units if unit not in sharing]
+
+
+class Chunk(NamedTuple):
+    """Adjacent layers of the model, and whether they are the model's first and last."""
+
+    layers: Sequence[int]
+    first: bool
+    last: bool
+
+
+class StagedModel(nn.Module):
+    """A model of layers in a row, which can be on the meta device."""
+
+    masks_follow_layers = False  # True: random masks follow from the layer, in every layout alike
+
+    @property
+    def tied_parameters(self) -> tuple[str, ...]:
+        """Parameters of the first stage that the last one uses, too."""
+        raise NotImplementedError
+
+    def layer_names(self) -> list[str]:
+        """Return the names of the layers, in the order of the forward pass."""
+        raise NotImplementedError
+
+    def outer_modules(self, layers: Sequence[str], *, first: bool, last: bool) -> list[str]:
+        """Return the modules beside its layers that a chunk uses.
+
+        first, last  whether it is the first chunk of the model, and the last
+        """
+        raise NotImplementedError
+
+    def activation_shapes(self, *inputs: Any) -> list[tuple[int, ...]]:
+        """Return the shapes of the tensors that a chunk passes on, given the model's inputs."""
+        raise NotImplementedError
+
+    def forward_chunk(
+        self, chunk: Chunk, received: Sequence[Tensor], *inputs: Any, **named: Any
+    ) -> tuple[Tensor, ...]:
+        """Run a chunk on what it has received; the last one returns (loss,)."""
+        raise NotImplementedError
+
+
+class PendingMicroBatch(NamedTuple):
+    """Inputs of a micro-batch for the pipeline, and what the loop had set when it gave them.
+
+    autocast_dtype  None: autocast is disabled
+    generators      states of torch's generators (numerics.pack_generators), for the first chunk;
+                    empty where each chunk has its own seed
+    data            digest of the inputs, equal on all stages
+    """
+
+    k: int
+    inputs: tuple[Any, ...]
+    named: dict[str, Any]
+    autocast_dtype: torch.dtype | None
+    generators: Tensor
+    data: int
+
+
+@dataclass(frozen=True)
+class PipelineStage:
+    """A worker's part of a model that is split into stages."""
+
+    number: int
+    stages: int
+    chunks: tuple[Chunk, ...]
+    modules: tuple[
+        tuple[str, ...], ...
+    ]  # names of the modules of each chunk; empty: all belong to one chunk
+    borrowed: tuple[str, ...] = ()  # copies of parameters of the first stage, which saves them
+    lent: tuple[str, ...] = ()  # parameters of the first stage that the last stage has too
+    passes_generators: bool = (
+        False  # random draws continue where the former stage ended: the bits of one stage
+    )
+
+    def holds(self, chunk: int, name: str) -> bool:
+        return not self.modules or any(
+            name.startswith(f"{module}.") for module in self.modules[chunk]
+        )
+
+    def pend(
+        self, k: int, inputs: tuple[Any, ...], named: dict[str, Any], device: torch.device
+    ) -> PendingMicroBatch:
+        """Return micro-batch `k` with the state of autocast and the generators."""
+        autocast_dtype = (
+            torch.get_autocast_dtype(device.type)
+            if torch.is_autocast_enabled(device.type)
+            else None
+        )
+        if not self.passes_generators:
+            return PendingMicroBatch(
+                k, inputs, named, autocast_dtype, torch.empty(0, dtype=torch.uint8), 0
+            )
+        tensors = list(tensors_of(inputs))
+        data = digest_of(
+            [*tensors, torch.tensor([size for tensor in tensors for size in tensor.shape])]
+        )
+        return PendingMicroBatch(k, inputs, named, autocast_dtype, pack_generators(device), data)
+
+
+def build_stage(
+    model: StagedModel, stage: int, stages: int, chunks_per_stage: int
+) -> PipelineStage:
+    """Remove the layers of other stages from a model on the meta device, in place.
+
+    The forward pass becomes that of a chunk. Chunk c of stage s is chunk c * stages + s of all.
+    """
+    names = model.layer_names()
+    total = stages * chunks_per_stage
+    ranges = adjacent_blocks(range(len(names)), total)
+    chunks = tuple(Chunk(ranges[n], n == 0, n == total - 1) for n in range(stage, total, stages))
+    layers = [[names[layer] for layer in chunk.layers] for chunk in chunks]
+    modules = tuple(
+        (*own, *model.outer_modules(own, first=chunk.first, last=chunk.last))
+        for own, chunk in zip(layers, chunks, strict=True)
+    )
+    kept = set(chain(*modules))
+    for name in (*names, *model.outer_modules(names, first=True, last=True)):
+        if name not in kept:
+            remove_module(model, name)
+    model.forward = lambda received, chunk, inputs, named: model.forward_chunk(
+        chunks[chunk], received(), *inputs, **named
+    )
+    first, last = chunks[0].first, chunks[-1].last
+    shared = model.tied_parameters if first != last else ()
+    borrowed = shared if last else ()
+    lent = shared if first else ()
+    return PipelineStage(stage, stages, chunks, modules, borrowed, lent)
+
+
+def remove_module(model: nn.Module, name: str) -> None:
+    """Replace a module, if the model has it, so that later layers keep their numbers."""
+    path, _, last = name.rpartition(".")
+    if getattr(model.get_submodule(path), last, None) is not None:
+        setattr(model.get_submodule(path), last, nn.Identity())

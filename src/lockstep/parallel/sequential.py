@@ -6,22 +6,12 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import Any, cast
+from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from lockstep.errors import UsageError
-from lockstep.parallel.parallelize import LocalModel
-from lockstep.parallel.pipeline import (
-    ChunkForward,
-    PipelineRunner,
-    PipelineStage,
-    remove_module,
-)
-from lockstep.parallel.staged_model import Chunk
-from lockstep.runtime.numerics import restore_generators
+from lockstep.parallel.plans import Chunk, PipelineStage, remove_module
 from lockstep.runtime.tensor_bytes import tensors_of
 from lockstep.runtime.torch_private import has_forward_hooks
 from lockstep.units import join_names
@@ -178,39 +168,3 @@ def refuse_other_leaves(loss: Any, output: Any) -> None:
             )
         passed.add(node)
         nodes += [following for following, _ in node.next_functions]
-
-
-def evaluate_in_stages(local: LocalModel | None, inputs: Any, *, in_loop: bool) -> Any:
-    """Collective in the replica. Return the output of the model, on all stages. in_loop: called
-    from the micro-batch loop."""
-    assert local and local.stage and local.groups
-    if torch.is_grad_enabled() or in_loop:
-        what, where = (
-            "the model was called with gradients, or in the micro-batch loop",
-            f"layout {local.layout}",
-        )
-        hint = "call session.forward_backward(x, y, loss_fn) for each micro-batch; evaluate with session.evaluate"
-        raise UsageError(what, where, hint)
-    if not local.groups.formed:
-        local.groups.form()
-    device = next(local.parameters()).device
-    forward = ChunkForward(
-        local.module, local.stage, [local.stage.pend(0, (inputs,), {}, device)], (), device
-    )
-    activations = PipelineRunner(forward, local.groups).evaluate()
-    restore_generators(activations.generators, device)
-    cast(FSDPModule, local.module).reshard()  # a later pass must gather new weights
-    return activations.output
-
-
-def sum_over_stages(local: LocalModel, own: Sequence[str], sums: Tensor) -> Tensor:
-    """Collective in the stages. Return the sum of `sums`, one for each parameter of `own`, over all
-    stages; of a user's model in the order of one worker."""
-    assert local.groups is not None
-    if not local.placeholders:
-        total = sums.sum()
-        return local.groups.all_reduce(total, local.groups.pipeline_group)
-    trained = [name for name, (_, marks) in local.originals.items() if marks[1]]
-    of_all_stages = sums.new_zeros(len(trained))
-    of_all_stages[[trained.index(name) for name in own]] = sums
-    return local.groups.all_reduce(of_all_stages, local.groups.pipeline_group).sum()

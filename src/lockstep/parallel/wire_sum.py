@@ -8,7 +8,7 @@ number of ranks and of shards, one included.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
@@ -32,7 +32,7 @@ from lockstep.network.wire_format import (
     wire_order,
 )
 from lockstep.parallel.exchange import Traffic, start_exchange
-from lockstep.parallel.ordered_sum import SumTree
+from lockstep.parallel.ordered_sum import FlatSum, SumTree
 from lockstep.parallel.wire_codec import decode, encode
 from lockstep.runtime.torch_private import foreach_copy_
 from lockstep.runtime.work import WorkWaiter
@@ -97,12 +97,11 @@ def byte_range(sections: Sections, elements: slice) -> slice:
     return slice(first, first + encoded_bytes(between(sections, elements)))
 
 
-class WireSum:
-    """The sum of one buffer in one step.
+class WireSum(FlatSum):
+    """The sum of one buffer in one step, which travels encoded; its parts are the parameters.
 
     parts          (elements, elements of a row) of the parameters in the buffer
     seed_and_step  decide with the number of a leaf how it is rounded
-    shares         number of leaves by rank
     """
 
     def __init__(
@@ -112,23 +111,18 @@ class WireSum:
         seed_and_step: tuple[int, int],
         shares: tuple[int, ...],
     ) -> None:
-        self.wire, self.seed_and_step, self.shares, self.leaves = (
-            wire,
-            seed_and_step,
-            shares,
-            sum(shares),
-        )
+        super().__init__(shares)
+        self.wire = wire
+        self.seed_and_step = seed_and_step
+        self.leaves = sum(shares)
         self.sizes = [elements for elements, _ in parts]
         self.order, self.sections = wire_order(wire, parts)
-        self.tree: SumTree[LeafSum] = SumTree()
 
     def split(self, flat: Tensor) -> Sequence[Tensor]:
-        """Split a buffer with all parameters, one after the other."""
         return torch.split(flat, self.sizes)
 
     def encode(self, k: int, parts: Sequence[Tensor]) -> Tensor:
-        """Return leaf `k`, encoded. UsageError: its gradients are not fp32.
-        parts: the gradient of each parameter."""
+        """Return leaf `k`, encoded. UsageError: its gradients are not fp32."""
         flat = torch.cat([parts[i].reshape(-1) for i in self.order])
         if flat.dtype != torch.float32:
             what = f"parallel.wire={self.wire} encodes gradients of torch.float32, these are {flat.dtype}"
@@ -139,8 +133,11 @@ class WireSum:
             )
         return encode(flat, self.sections, self._key(k))
 
-    def add(self, k: int, encoded: Tensor) -> None:
-        self.tree.add(Subtree(k, 1), LeafSum(self.wire, self.sections, [encoded]))
+    def add(self, k: int, flat: Tensor) -> None:
+        self.tree.add(Subtree(k, 1), LeafSum(self.wire, self.sections, [flat]))
+
+    def compact(self) -> None:
+        """Do nothing: an encoded leaf has its own storage."""
 
     def all_reduce(
         self,
@@ -150,10 +147,7 @@ class WireSum:
         traffic: Traffic | None = None,
         tag: int = 0,
     ) -> Tensor:
-        """Collective. Write the sum of all leaves of all ranks to `out`, one tensor per parameter.
-
-        Return the slice of it that this rank owns. group None: this rank has all leaves.
-        """
+        """Collective. See FlatSum."""
         plan, device = owner_rounds(group.rank() if group else 0, self.shares), out[0].device
         elements = partial(blocks_of, self.sections)
 
@@ -205,3 +199,14 @@ class WireSum:
     def _key(self, number: int) -> int:
         """Return the key for rounding leaf `number`; number K: the complete sum."""
         return splitmix64(*self.seed_and_step, number, self.leaves)
+
+
+def sum_in_format(
+    wire: Wire,
+    rows: Callable[[], Sequence[tuple[int, int]]],
+    seed_and_step: tuple[int, int],
+    shares: tuple[int, ...],
+) -> FlatSum:
+    """Return the empty sum of a buffer that travels in the format `wire`. rows: see `row_lengths`,
+    where it is encoded."""
+    return FlatSum(shares) if wire == "fp32" else WireSum(wire, rows(), seed_and_step, shares)

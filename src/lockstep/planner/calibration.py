@@ -25,16 +25,15 @@ from lockstep.config.schema import RunConfig
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import UsageError
 from lockstep.layout import Coordinates, Layout
+from lockstep.parallel.build_replica import build_replica
+from lockstep.parallel.deferred_init import materialize
 from lockstep.parallel.digest import digest_of
 from lockstep.parallel.exchange import start_exchange
 from lockstep.parallel.grad_norm import commit_gradient
 from lockstep.parallel.groups import ProcessGroups
-from lockstep.parallel.materialize import materialize
 from lockstep.parallel.parallelize import parallelize
-from lockstep.parallel.plans import find_units, plan_of
+from lockstep.parallel.plans import StagedModel, find_units, plan_of
 from lockstep.parallel.replica import Replica
-from lockstep.parallel.sharded_replica import ShardedReplica
-from lockstep.parallel.staged_model import StagedModel
 from lockstep.parallel.tensor_parallel import apply_tensor_parallel
 from lockstep.planner.count_model import kind_of, make_module, run_cost, shorten, total
 from lockstep.planner.model_cost import ModelCost
@@ -81,14 +80,16 @@ def calibrate(
             measured = stopwatch.time(partial(task.loss, model), run.compute.precision, batches)
             passes |= {(kind, tensor): seconds for kind, seconds in measured.items()}
         parameters = sum(p.numel() for p in model.parameters())
-        with Replica(model, micro_batches=run.batch.micro_batches, init_sync=False) as replica:
+        with build_replica(
+            model, micro_batches=run.batch.micro_batches, init_sync=False
+        ) as replica:
             accumulate_s = time_beside_passes(replica, model, task, run, batches)
         timing = ASSUMED[device.type]
         if device.type == "cpu":
             local = parallelize(
                 rank_model(task, 1, device), Layout(), Coordinates(0, 0, 0, 0), None, device
             )
-            with ShardedReplica(local, micro_batches=run.batch.micro_batches) as sharded:
+            with build_replica(local, micro_batches=run.batch.micro_batches) as sharded:
                 copy_s = time_beside_passes(sharded, model, task, run, batches) / parameters
             timing = replace(timing, copy_s=copy_s)
         return cost_of(task, run, batches), replace(
@@ -247,7 +248,7 @@ class PassStopwatch:
 
 
 def time_beside_passes(
-    replica: Replica | ShardedReplica,
+    replica: Replica,
     model: nn.Module,
     task: Task,
     run: RunConfig,
@@ -328,7 +329,7 @@ def time_shards(run: RunConfig, folder: Path, timing: Timing, rank: int, port: i
         local = parallelize(
             rank_model(task, 1, device), layout, layout.coordinates(rank), None, device
         )
-        with ShardedReplica(local, micro_batches=run.batch.micro_batches) as replica:
+        with build_replica(local, micro_batches=run.batch.micro_batches) as replica:
             beside_s = (
                 time_beside_passes(replica, model, task, run, batches) - timing.copy_s * parameters
             )

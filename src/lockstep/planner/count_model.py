@@ -34,8 +34,7 @@ from lockstep.layout import Layout
 from lockstep.models.translator import translator_on_meta
 from lockstep.parallel.activation_checkpoint import SAVED_OPS
 from lockstep.parallel.groups import ProcessGroups
-from lockstep.parallel.plans import HasPlan, ParallelPlan, find_units, plan_of
-from lockstep.parallel.staged_model import StagedModel
+from lockstep.parallel.plans import HasPlan, ParallelPlan, StagedModel, find_units, plan_of
 from lockstep.parallel.tensor_parallel import apply_tensor_parallel
 from lockstep.planner.model_cost import CHECKPOINT_MODES, Amount, Mode, ModelCost, Unit
 from lockstep.runtime.exit_report import error_summary

@@ -27,7 +27,7 @@ WIRES: dict[Wire, float] = {
     "bf16": 0.5,
     "int8": 0.26,
 }  # bytes of a gradient on its way, as a share of float32's
-UNITS_IN_FLIGHT = 2  # as in parallel/sharded_replica.py
+UNITS_IN_FLIGHT = 2  # as in parallel/unit_source.py
 DEFAULT_BUCKET_BYTES = {"cuda": 100_000_000, "cpu": 25_000_000}  # as in runtime/device.py
 
 

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
+from lockstep.checkpoint.state_dict import get_state_dict
 from lockstep.elastic.collectives import all_gather_json
 from lockstep.elastic.consensus import find_divergent_ranks
 from lockstep.elastic.progress import transfer_roles
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import FencedError, UsageError
-from lockstep.parallel.digest import digest_of
+from lockstep.parallel.digest import DIGEST_FACTOR, digest_of
+from lockstep.parallel.frozen_state import FrozenState
 from lockstep.parallel.gradient_watch import hash_of
+from lockstep.parallel.parallelize import LocalModel
+from lockstep.parallel.replica import Replica
 from lockstep.record.events import append_event
 from lockstep.training.checkpointer import Checkpointer
+from lockstep.training.update_checks import names_by_memory, refuse_new_memory
 from lockstep.units import join_names
 
 log = logging.getLogger("lockstep")
@@ -27,6 +33,89 @@ log = logging.getLogger("lockstep")
 # first vote; all state before a save.
 WEIGHTS, ALL_WEIGHTS, STATE = "weights", "weights and buffers", "weights or optimizer state"
 MAX_DIVERGENCES = 3  # in a row; then the loop itself is nondeterministic
+
+
+class ReplicaState:
+    """The state of this replica, or of this worker's part of it.
+
+    local         None: a whole replica
+    checkpointer  of the optimizers and the session's state; None: the weights are all
+    slice_steps   steps after which WEIGHTS has the next slice of the frozen weights
+    """
+
+    def __init__(
+        self,
+        replica: Replica,
+        local: LocalModel | None,
+        checkpointer: Checkpointer | None,
+        slice_steps: int,
+    ) -> None:
+        self.replica = replica
+        self.local = local
+        self.checkpointer = checkpointer
+        self.slice_steps = slice_steps
+        self._take_parameters()
+        self._shared_memory = names_by_memory(self._modules()) if not local else set()
+
+    def _take_parameters(self) -> None:
+        module, statistics = self.replica.module, self.replica.statistics
+        self._trained = self.replica.parameters
+        self.frozen_state = FrozenState(
+            module,
+            [p for p in (self.local or module).parameters() if not p.requires_grad],
+            followed=statistics.names,
+            local=statistics.local,
+        )
+
+    def follow_parameters(self) -> None:
+        """Follow frozen and unfrozen layers. UsageError for a parameter in no optimizer."""
+        if self.checkpointer and "trained" in self.checkpointer.facts:
+            self.checkpointer.warn_if_trained_layers_changed()
+        if self.replica.parameters is self._trained:
+            return
+        if self.checkpointer:
+            self.checkpointer.refuse_unsaved_parameters()
+        self._take_parameters()
+
+    def refuse_moved(self, step: int) -> None:
+        """UsageError: parameters have left the memory that they had before the loop."""
+        if self.local:
+            self.local.refuse_replaced()
+        else:
+            refuse_new_memory(self._shared_memory, self._modules(), step)
+
+    def _modules(self) -> dict[str, nn.Module]:
+        """Return the model and the modules of the state, by the prefix of their names."""
+        state = (self.checkpointer.state or {}) if self.checkpointer else {}
+        averages = {
+            f"state.{name}.": value for name, value in state.items() if isinstance(value, nn.Module)
+        }
+        return {"": self.replica.module, **averages}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return all tensors by name."""
+        module = self.replica.module
+        modes = {
+            f"training mode of {name or 'the model'}": torch.tensor(m.training)
+            for name, m in module.named_modules()
+        }
+        if self.checkpointer:
+            return modes | self.checkpointer.state_dict()
+        return modes | get_state_dict(self.local.local_params if self.local else module)
+
+    def common(self) -> dict[str, Tensor]:
+        """Return the tensors which all workers of a replica hold."""
+        return self.checkpointer.common_state() if self.checkpointer else {}
+
+    def digest(self, what: str, step: int = 0) -> int:
+        """Return 64 bits over WEIGHTS (of `step`), ALL_WEIGHTS or STATE of this replica."""
+        number = step // self.slice_steps if what == WEIGHTS else None
+        rest = self.frozen_state.digest(number)
+        weights = (self.replica.digest() + DIGEST_FACTOR * rest) % 2**64
+        if what != STATE:
+            return weights ^ self.frozen_state.mode_digest()
+        # Without modes: between steps, one rank may evaluate.
+        return weights ^ (self.checkpointer.optimizer_digest() if self.checkpointer else 0)
 
 
 @dataclass
@@ -67,28 +156,25 @@ class Divergence:
 class ReplicaComparison:
     """Finds replicas that differ, and evicts them.
 
-    replica_size   workers per replica
-    get_digest     returns 64 bits over WEIGHTS (of a step), ALL_WEIGHTS or STATE of this replica
-    get_state      returns the tensors of this replica's state by name
-    get_common     returns the tensors which all workers of a replica hold
+    state          of this replica
     verify_every   steps between two comparisons; 0: never
     identical_at   the last step after which all replicas were found equal
+    compare_all    at the next vote all weights: a member is new
     """
 
     def __init__(
         self,
         runtime: ElasticRuntime,
         checkpointer: Checkpointer | None,
-        *,
-        replica_size: int,
+        state: ReplicaState,
         verify_every: int,
-        get_digest: Callable[[str, int], int],
-        get_state: Callable[[], dict[str, Tensor]],
-        get_common: Callable[[], dict[str, Tensor]],
     ) -> None:
-        self.runtime, self.checkpointer = runtime, checkpointer
-        self.replica_size, self.verify_every = replica_size, verify_every
-        self.get_digest, self.get_state, self.get_common = get_digest, get_state, get_common
+        self.runtime = runtime
+        self.checkpointer = checkpointer
+        self.state = state
+        self.replica_size = state.replica.workers_per_replica
+        self.verify_every = verify_every
+        self.compare_all = True
         self.identical_at = -1
         self.divergence = Divergence()
         membership = runtime.membership
@@ -102,6 +188,17 @@ class ReplicaComparison:
             and self.runtime.world.size > self.replica_size
         )
 
+    def what_is_compared(self) -> str:
+        """Return what the next vote compares."""
+        return ALL_WEIGHTS if self.compare_all else WEIGHTS
+
+    def follow(self, *, compare_all: bool) -> None:
+        """Take from the members of a new generation what the next vote compares."""
+        self.compare_all = compare_all
+
+    def commit(self, step: int) -> None:
+        self.compare_all = self.compare_all and not self.is_due(step)
+
     def record_equal(self, step: int) -> None:
         """Record that all replicas are equal after `step` steps."""
         self.identical_at = step
@@ -113,12 +210,15 @@ class ReplicaComparison:
 
         False when a peer is lost, too. Replicas that differ are evicted.
         """
+        self.state.refuse_moved(step)
+        if not self.verify_every:
+            return True
         if self.runtime.world.size == 1 or self.runtime.is_late:
             return True
         attributes = self.checkpointer.attributes if self.checkpointer else None
         with self.runtime.catch_peer_loss() as loss:
-            common = digests_of(self.get_common()) if self.replica_size > 1 else {}
-            own = {"digest": self.get_digest(STATE, step), "common": hash_of(common)}
+            common = digests_of(self.state.common()) if self.replica_size > 1 else {}
+            own = {"digest": self.state.digest(STATE, step), "common": hash_of(common)}
             own["attributes"] = attributes.describe() if attributes else None
             answers = all_gather_json(self.runtime, own)
             digests = [answer["digest"] for answer in answers]
@@ -145,7 +245,7 @@ class ReplicaComparison:
         runtime.set_progress(replace(runtime.progress, divergences=self.divergence.count))
         if not again and self.divergence.count < MAX_DIVERGENCES:
             return
-        state = self.get_state()
+        state = self.state.tensors()
         digests = all_gather_json(runtime, digests_of(state))
         same_position = digests[runtime.world.rank % self.replica_size :: self.replica_size]
         names = [
@@ -230,7 +330,7 @@ class ReplicaComparison:
                 remaining.append((name, record))
                 continue
             if step == record["step"]:
-                right = str(self.get_digest(record["what"], step))
+                right = str(self.state.digest(record["what"], step))
                 same_position = list(record["digests"].items())[position :: self.replica_size]
                 wrong = [id for id, digest in same_position if digest != right]
                 if wrong:

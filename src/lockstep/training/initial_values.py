@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.layout import Layout
-from lockstep.parallel.materialize import materialize
+from lockstep.parallel.deferred_init import materialize
 from lockstep.parallel.parallelize import InitParam, LocalModel
 from lockstep.runtime.tensor_bytes import as_bytes
 from lockstep.tensor_slice import TensorSlice

@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,9 +34,7 @@ from lockstep.elastic.consensus import parse_count
 from lockstep.errors import DivergedError, UsageError
 from lockstep.parallel.digest import digest_of
 from lockstep.parallel.grad_norm import StepGradient, commit_gradient, sum_of_squares
-from lockstep.parallel.learner_passes import WholePasses
-from lockstep.parallel.learner_shards import LearnerShards
-from lockstep.parallel.replica import Replica
+from lockstep.parallel.learner_replica import LearnerReplica
 from lockstep.runtime.numerics import seed_generators
 from lockstep.training.inner_optimizers import InnerOptimizers
 from lockstep.training.rewound_state import RewoundState, Taken
@@ -48,19 +47,6 @@ if TYPE_CHECKING:
 BEFORE_PASSES, AFTER_PASSES = 1, 2  # separate the random numbers of these places
 
 
-class PseudoGradient(torch.autograd.Function):
-    """The value of a loss, with given gradients of the parameters."""
-
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor, gradients: Sequence[Tensor], *parameters: Tensor) -> Tensor:
-        ctx.gradients = gradients
-        return loss.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> Any:
-        return None, None, *ctx.gradients
-
-
 def copy_of(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
     return [p.detach().clone() for p in parameters]
 
@@ -70,33 +56,34 @@ def fill(parameters: Sequence[nn.Parameter], values: Sequence[Tensor]) -> None:
         p.detach().copy_(value)
 
 
+class Place(Enum):
+    """Where the loop is in a learner's step."""
+
+    BEFORE = auto()  # its micro-batches
+    BETWEEN = auto()  # two of them
+    MICRO_BATCH = auto()
+    DONE = auto()  # all of them: the gradient is complete
+    LOST = auto()  # as DONE, without a gradient: a peer was lost
+
+
 @dataclass
 class InnerStep:
-    """The step of a learner that the loop is in.
-
-    gradient  once its micro-batches are done
-    is_lost   a peer was lost in it
-    """
+    """The step of a learner that the loop is in."""
 
     learner: int
     step: int
     updates: list[Optimizer] = field(default_factory=list)
-    has_begun: bool = False
-    in_micro_batch: bool = False
+    place: Place = Place.BEFORE
     gradient: StepGradient | None = None
     loss: float = 0.0
     count: int | None = None
     samples: set[int] = field(default_factory=set)
-    is_lost: bool = False
 
     def __str__(self) -> str:
         return f"step {self.step} of learner {self.learner}"
 
-    def begin(self) -> None:
-        self.has_begun = True
-
-    def enter_micro_batch(self, inside: bool) -> None:
-        self.in_micro_batch = inside
+    def enter(self, place: Place) -> None:
+        self.place = place
 
     def note(self, numbers: Sequence[Sequence[float]]) -> None:
         """Take the rows of its micro-batches (new_numbers). UsageError where only some have a
@@ -118,9 +105,7 @@ class InnerStep:
 
     def finish(self, gradient: StepGradient) -> None:
         self.gradient = gradient
-
-    def lose(self) -> None:
-        self.is_lost = True
+        self.place = Place.DONE
 
 
 @dataclass
@@ -246,7 +231,6 @@ class Learners:
         self.now: InnerStep | None = None
         self._run: StartedRun | None = None
         self.attempt = AttemptedLearners(count, steps)
-        self._passes: WholePasses | LearnerShards | None = None
         # Of the newest outer step: its number, the digest of its weights, and the learner's number.
         self._learners: dict[tuple[int, int, int], Learner] = {}
 
@@ -254,11 +238,6 @@ class Learners:
         """Follow the loop from here on."""
         self._run = run
         self.attempt.follow(RewoundState(run.declared.state))
-        replica = run.replicas.replica
-        if isinstance(replica, LearnerShards):
-            self._passes = replica
-        elif isinstance(replica, Replica):
-            self._passes = WholePasses(replica)
         for optimizer in run.declared.optimizers:
             optimizer.register_step_pre_hook(self._before_outer_update)
 
@@ -304,10 +283,8 @@ class Learners:
         next generation repeats the outer step, and continues a learner where this worker left it if
         the common weights are the same.
         """
-        run = self._started()
-        parameters = run.replicas.replica.parameters
+        parameters = self.replica.parameters
         start = copy_of(parameters)
-        gradients = [p.grad for p in parameters]
         state = self.attempt.state
         common = state.take()
         key = (step, digest_of(start), m)
@@ -328,8 +305,6 @@ class Learners:
             fill(parameters, start)
             self.inner.put_states(())
             state.put(common)
-            for p, gradient in zip(parameters, gradients, strict=True):
-                p.grad = gradient
         if not math.isfinite(learner.loss):
             self.attempt.diverged[m] = step + learner.steps
         elif learner.steps < self.steps:
@@ -337,12 +312,8 @@ class Learners:
         self.attempt.learners.append(learner)
         change = [before - after for before, after in zip(start, learner.weights, strict=True)]
         means = self.count * self.steps if learner.count is None else 1
-        loss = torch.tensor(learner.loss / means, dtype=torch.float64, device=start[0].device)
-        run.replicas.backward(
-            PseudoGradient.apply(loss, change, *parameters),  # type: ignore[no-untyped-call]
-            learner.count,
-            samples=[*learner.samples],
-        )
+        self._started().replicas.runner.ballot.add(learner.count, [*learner.samples])
+        self.replica.add_learner(learner.loss / means, change)
 
     def _find(self, key: tuple[int, int, int], start: list[Tensor]) -> Learner:
         """Return the learner as this worker has left it, or at the start."""
@@ -350,7 +321,7 @@ class Learners:
             old: learner for old, learner in self._learners.items() if old[:2] == key[:2]
         }
         learner = self._learners.get(key, Learner(start))
-        if isinstance(self._passes, LearnerShards) and not self._passes.is_equal(learner.steps):
+        if not self.replica.is_equal(learner.steps):
             learner = Learner(start)
         self._learners[key] = learner
         return learner
@@ -363,11 +334,11 @@ class Learners:
             and not run.runtime.generation_error()
         ):
             self.now = now = InnerStep(m, step + learner.steps)
-            for p in run.replicas.replica.parameters:
+            for p in self.replica.parameters:
                 p.grad = None
             self._seed(now, BEFORE_PASSES)
             yield now.step
-            if now.is_lost:
+            if now.place is Place.LOST:
                 return
             self._refuse_incomplete(now)
             learner.take(now)
@@ -377,17 +348,23 @@ class Learners:
         assert self._run is not None
         return self._run
 
+    @property
+    def replica(self) -> LearnerReplica:
+        replica = self._started().replicas.replica
+        assert isinstance(replica, LearnerReplica)
+        return replica
+
     def _seed(self, now: InnerStep, place: int) -> None:
         """Seed the generators around the micro-batches of a learner's step."""
-        run = self._started()
         key = (now.step, self.count * self.micro_batches + 1 + now.learner, place)
-        seed_generators(splitmix64(run.replicas.replica.seed, *key) >> 1, run.runtime.world.device)
+        device = self.replica.parameters[0].device
+        seed_generators(splitmix64(self.replica.seed, *key) >> 1, device)
 
     def _refuse_incomplete(self, now: InnerStep) -> None:
         if now.gradient is None:
             raise UsageError(
                 f"the micro-batch loop of {now} ended early"
-                if now.has_begun
+                if now.place is not Place.BEFORE
                 else f"the body of {now} ran no micro-batches",
                 "for inner_step in learners(step)",
                 "take all of them, `for batch in loader(inner_step)`, in every step",
@@ -412,13 +389,12 @@ class Learners:
 
     def own_leaves(self) -> list[int]:
         """Return the micro-batches among them that this worker computes."""
-        assert self._passes is not None
-        return [self.leaves().start + leaf for leaf in self._passes.own_leaves]
+        return [self.leaves().start + leaf for leaf in self.replica.inner.own_leaves]
 
     def micro_batches_of(self, step: int) -> Iterator[int]:
         """Collective in the replica. Yield this worker's micro-batches of the learner's step."""
         now = self.now
-        if now is None or step != now.step or now.has_begun:
+        if now is None or step != now.step or now.place is not Place.BEFORE:
             at = f"the loop is in {now}" if now else "the loop is in no step of a learner"
             raise UsageError(
                 f"the micro-batches of step {step}"
@@ -427,33 +403,33 @@ class Learners:
                 at,
                 "for inner_step in learners(step): one loop over loader(inner_step)",
             )
-        assert self._passes is not None
-        now.begin()
+        now.enter(Place.BETWEEN)
         board = self._started().runtime.board
         try:
-            for k in self._passes.passes(step, self.leaves()):
+            for k in self.replica.passes(step, self.leaves()):
                 board.enter("forward", step + 1)
-                now.enter_micro_batch(True)
+                now.enter(Place.MICRO_BATCH)
                 yield k
-                now.enter_micro_batch(False)
+                now.enter(Place.BETWEEN)
+        except GeneratorExit:
+            now.enter(Place.BETWEEN)
+            raise
         except Exception as error:
             self._lose(now, error)
             return
-        finally:
-            now.enter_micro_batch(False)
-        now.note(self._passes.numbers.tolist())
-        parameters = self._started().replicas.replica.parameters
-        now.finish(commit_gradient(parameters, self._passes.squared, now.count or 1))
+        now.note(self.replica.numbers.tolist())
+        replica = self.replica
+        now.finish(commit_gradient(replica.parameters, replica.squared, now.count or 1))
         self._seed(now, AFTER_PASSES)
 
     def _lose(self, now: InnerStep, error: Exception) -> None:
         """In shards, keep an error for the ReplicaGroup, which knows whether a peer was lost: the
         loop ends this step without an update."""
-        if not isinstance(self._passes, LearnerShards):
+        if self.replica.workers_per_replica == 1:
             raise error
-        self._passes.fail(error)
-        now.lose()
-        for p in self._passes.parameters:
+        self.replica.fail(error)
+        now.enter(Place.LOST)
+        for p in self.replica.parameters:
             p.grad = None
 
     def backward(
@@ -463,23 +439,22 @@ class Learners:
         if scaler is not None:
             refuse_scaler("session.backward(loss, scaler=...)")
         now = self.now
-        if now is None or not now.in_micro_batch:
+        if now is None or now.place is not Place.MICRO_BATCH:
             raise UsageError(
                 "session.backward outside of the micro-batches of a learner",
                 "session.backward(loss)",
                 "call it in `for batch in loader(inner_step)`",
             )
-        assert self._passes is not None
         known = 0 if count is None else parse_count(count) + 1
-        self._passes.add_pass(loss, known, 0 if samples is None else samples + 1)
+        self.replica.add_pass(loss, known, 0 if samples is None else samples + 1)
 
     def clip_(self, max_norm: float) -> Tensor:
         """Scale the gradient of the learner's step; return its norm before."""
         now = self.now
         assert now is not None
-        if now.is_lost:
+        if now.place is Place.LOST:
             return torch.zeros(())
-        if now.gradient is None and not now.in_micro_batch:
+        if now.gradient is None and now.place is not Place.MICRO_BATCH:
             self._refuse_incomplete(now)
         return (now.gradient or StepGradient((), None, 1, in_slices=False)).clip_(max_norm)
 
@@ -488,10 +463,10 @@ class Learners:
         now = self.now
         if updating_scaler():
             refuse_scaler("scaler.step(optimizer)")
-        if now and now.is_lost:
+        if now and now.place is Place.LOST:
             return None
         name = type(optimizer).__name__
-        if now and now.gradient is None and not now.in_micro_batch:
+        if now and now.gradient is None and now.place is not Place.MICRO_BATCH:
             self._refuse_incomplete(now)
         if now is None or now.gradient is None:
             raise UsageError(
@@ -508,7 +483,7 @@ class Learners:
 
     def mean_square(self) -> Tensor | None:
         """Collective in the replica. Return that of the elements of the gradient."""
-        replica = self._started().replicas.replica
+        replica = self.replica
         try:
             squared = replica.grad_norm_squared()
         except Exception as error:
@@ -523,10 +498,9 @@ class Learners:
 
     def _elements(self) -> int:
         """Return the number of trained weights of the whole model."""
-        replica = self._started().replicas.replica
-        if not isinstance(replica, LearnerShards):
-            return sum(p.numel() for p in replica.parameters)
-        local = replica.local
+        local = self._started().replicas.local_model
+        if local is None:
+            return sum(p.numel() for p in self.replica.parameters)
         trained = [name for name, p in local.local_params.items() if p.requires_grad]
         return sum(math.prod(local.slices[name].shape) for name in trained)
 

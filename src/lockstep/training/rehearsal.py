@@ -20,7 +20,6 @@ from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import CheckpointError, UsageError
 from lockstep.log import log
 from lockstep.parallel.replica import Replica
-from lockstep.parallel.sharded_replica import ShardedReplica
 from lockstep.runtime.torch_private import collectives_of
 from lockstep.training.checkpointer import Checkpointer
 from lockstep.training.witness import FirstMicroBatch, WitnessFile, describe_difference
@@ -42,7 +41,7 @@ class Rehearsal:
     def __init__(
         self,
         runtime: ElasticRuntime,
-        replica: Replica | ShardedReplica,
+        replica: Replica,
         checkpointer: Checkpointer | None,
         slices: tuple[int, int],
         save: Callable[[int], None],
@@ -53,6 +52,7 @@ class Rehearsal:
         self.slices = slices
         self._save = save
         self._file = WitnessFile(checkpointer.store.folder.parent) if checkpointer else None
+        self.is_due = True  # a member is new, and has not rehearsed with the others
         self._rehearsed: FirstMicroBatch | None = None  # in this attempt; equal on all ranks
         self._own: FirstMicroBatch | None = None  # to be recorded when the step is committed
 
@@ -69,9 +69,9 @@ class Rehearsal:
         yield from self._pass(step, first, before)
         self.runtime.board.enter("voting")
         self.runtime.board.enter_collective()
-        rehearsed = self.replica.rehearsed  # None: a stage without the loss
+        rehearsed = self.replica.hashed.loss  # None: a stage without the loss
         row: dict[str, Any] = {"loss": None if rehearsed is None else str(rehearsed)}
-        row["gradient"] = self.replica.hashed_gradient
+        row["gradient"] = self.replica.hashed.hash
         if self.runtime.world.leader and self._file and self._follows_save(step):
             record = self._file.read().get(step)
             row["saved"] = asdict(record) if record else None
@@ -127,8 +127,13 @@ class Rehearsal:
                 what = "has another gradient the second time, with the same loss"
                 raise _nondeterministic(f"micro-batch {first} of step {step} {what}")
 
+    def follow(self, *, is_due: bool) -> None:
+        """Take from the members of a new generation whether one is new."""
+        self.is_due = is_due
+
     def commit(self, step: int) -> None:
         """Record what a committed step began with, in a step after a save."""
+        self.is_due = False
         own, self._own = self._own, None
         if own and self._file:
             self._file.write(step, own, self._steps())
@@ -154,7 +159,7 @@ class Rehearsal:
         losses = self.replica.losses() if first in self.replica.own_leaves else []
         if not losses:
             return None
-        gradient = self.replica.hashed_gradient if self._has_whole_gradients else None
+        gradient = self.replica.hashed.hash if self._has_whole_gradients else None
         return FirstMicroBatch(first, str(losses[0]), gradient, self.slices)
 
     def _refuse_unequal(self, step: int, first: int, rows: Sequence[dict[str, Any]]) -> None:

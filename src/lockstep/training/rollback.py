@@ -24,7 +24,6 @@ from lockstep.elastic.collectives import all_gather_json
 from lockstep.elastic.consensus import StepDecision
 from lockstep.errors import DivergedError, UsageError
 from lockstep.parallel.replica import Replica
-from lockstep.parallel.sharded_replica import ShardedReplica
 from lockstep.record.events import append_event
 from lockstep.record.metrics import to_json_value
 from lockstep.training.checkpointer import Checkpointer
@@ -260,9 +259,7 @@ class SkippedMicroBatches:
         limit = loss_limit([loss for _, loss in self._losses], self.options.spike)
         return limit < math.inf and self._mean_of_step(step, decision) > limit
 
-    def measure(
-        self, step: int, replica: Replica | ShardedReplica, counts: list[int | None]
-    ) -> Iterator[int]:
+    def measure(self, step: int, replica: Replica, counts: list[int | None]) -> Iterator[int]:
         """Collective. Yield each micro-batch of this replica that is not skipped, computed alone
         and dropped; decide which ones the next attempt skips. DivergedError when that is not
         possible.
@@ -272,13 +269,14 @@ class SkippedMicroBatches:
         rows: list[tuple[int, str, bool, int | None]] = []
         skipped = self.start(step)
         start_s = time.monotonic()
-        for own in (k for k in replica.replica_leaves if k not in skipped):
+        for own in (k for k in replica.source.plan.leaves if k not in skipped):
             counts.clear()
             for k in replica.rehearsal(step, own):
                 self.runtime.board.enter("forward", step + 1)
                 yield k
             count = counts[-1] if counts else None
-            rows.append((own, str(replica.rehearsed), replica.rehearsed_finite, count))
+            result = replica.hashed
+            rows.append((own, str(result.loss), result.is_finite, count))
         self.runtime.board.enter("voting")
         self.runtime.board.enter_collective()
         for k, loss, finite, count in chain.from_iterable(all_gather_json(self.runtime, rows)):

@@ -14,7 +14,7 @@ from lockstep.data.order import splitmix64
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import UsageError
 from lockstep.layout import Layout
-from lockstep.parallel.staged_model import StagedModel
+from lockstep.parallel.plans import StagedModel
 from lockstep.runtime.numerics import seed_generators
 from lockstep.training import sharding
 from lockstep.training.function_values import FunctionValues

@@ -23,7 +23,6 @@ from lockstep.parallel.own_model import (
     find_copy,
     shard_average,
     shard_module,
-    shard_planned_module,
 )
 from lockstep.parallel.parallelize import LocalModel
 from lockstep.parallel.plans import HasPlan, Patterns
@@ -184,8 +183,7 @@ def shard_session(  # 11 parameters: what Session and Session.prepare were given
         "init_param": init_param,
         **fsdp,
     }
-    shard = shard_planned_module if isinstance(model, HasPlan) else shard_module
-    local = shard(model, layout, position, runtime.world.device, **how)
+    local = shard_module(model, layout, position, runtime.world.device, **how)
     for prefix, (average, copy) in averages.items():
         shard_average(prefix, average, copy, local, position, init_param)
     for optimizer in optimizers:

@@ -14,7 +14,6 @@ from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.network.shares import ShareRule, find_slow, format_shares
 from lockstep.network.subtrees import equal_shares
 from lockstep.parallel.replica import Replica
-from lockstep.parallel.sharded_replica import ShardedReplica
 from lockstep.record.events import append_event
 from lockstep.units import join_names
 
@@ -40,7 +39,7 @@ class ShareBalance:
     def __init__(
         self,
         runtime: ElasticRuntime,
-        replica: Replica | ShardedReplica,
+        replica: Replica,
         unit: int,
         *,
         enabled: bool,

@@ -28,9 +28,7 @@ from lockstep.training.checkpointer import Checkpointer
 from lockstep.training.replica_group import ReplicaGroup
 from lockstep.training.scores import Position, ScoredRun
 from lockstep.training.session_parts import Declared, SessionValues
-from lockstep.training.step_record import StepRecord
-from lockstep.training.time_account import account_facts, resume_account
-from lockstep.training.update_checks import scaler_watch
+from lockstep.training.step_record import StepRecord, account_facts, resume_account
 
 if TYPE_CHECKING:
     from lockstep.training.model_flops import ModelFlops
@@ -236,7 +234,6 @@ class StartedRun:
                 **replica_options(values, declared, self.checkpointer),
             )
         )
-        enter(scaler_watch(declared.optimizers, lambda: self.replicas.scaler))
         self.record = StepRecord(
             self.replicas,
             [loader for loader, _ in declared.loaders],
@@ -273,7 +270,9 @@ class StartedRun:
     def micro_batches(self, step: int, stopped: Stopped | None) -> Iterator[int]:
         """Yield this worker's micro-batches of `step`; of a run that has stopped the one that a
         resume compares, and then raise."""
-        yield from (self.replicas.leave_witness if stopped else self.replicas.micro_batches)(step)
+        yield from (self.replicas.runner.leave_witness if stopped else self.replicas.micro_batches)(
+            step
+        )
         if stopped:
             raise stopped
         self.watch.end_micro_batches(step)
@@ -291,8 +290,8 @@ class StartedRun:
         if self.declared.learners:
             self.declared.learners.backward(loss, count, scaler, samples)
             return
-        if self.replicas.rollback:
-            self.replicas.rollback.refuse_scaler(scaler)
+        if self.replicas.runner.rollback:
+            self.replicas.runner.rollback.refuse_scaler(scaler)
         if self.replicas.replica.workers_per_replica > 1:
             on_nonfinite = self.replicas.on_nonfinite
             session_checks.refuse_uneven_skips(scaler, on_nonfinite, self.declared.state)
@@ -304,7 +303,7 @@ class StartedRun:
         """Clip the gradient of the step, or of the learner's step that the loop is in."""
         if self.declared.learners and self.declared.learners.now:
             return self.declared.learners.clip_(max_norm)
-        return self.replicas.gradient.clip_(max_norm)
+        return self.replicas.updates.gradient.clip_(max_norm)
 
     def own_leaves(self) -> Sequence[int]:
         """Return the micro-batches of this worker: of the learner that the loop is in."""

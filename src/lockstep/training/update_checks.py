@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import nn
@@ -12,6 +11,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from lockstep.errors import UsageError
+from lockstep.parallel.grad_norm import StepGradient
 
 
 def refuse_closure(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -25,32 +25,42 @@ def refuse_closure(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str
         )
 
 
-@contextmanager
-def scaler_watch(
-    optimizers: Sequence[Optimizer],
-    get_scaler: Callable[[], GradScaler | None],
-) -> Iterator[None]:
-    """Refuse, while entered, updates by another GradScaler than the one that backward has received:
-    the loss that it scaled would be recorded with its scale.
+class UpdateChecks:
+    """Refuses updates of `optimizers` that would differ between workers.
 
-    get_scaler  returns the GradScaler of the newest backward pass
+    gradient  of the newest committed step
+    scaler    that the newest backward pass has received
     """
 
-    def refuse_other(*_: Any) -> None:
+    def __init__(self, optimizers: Iterable[Optimizer]) -> None:
+        self.gradient = StepGradient((), None, 1, in_slices=False)
+        self.scaler: GradScaler | None = None
+        self._hooks = [o.register_step_pre_hook(self._before_update) for o in optimizers]
+
+    def set_scaler(self, scaler: GradScaler | None) -> None:
+        self.scaler = scaler
+
+    def set_gradient(self, gradient: StepGradient) -> None:
+        self.gradient = gradient
+
+    def close(self) -> None:
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def _before_update(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """UsageError also for another GradScaler than the one that backward has received: the loss
+        that it scaled would be recorded with its scale."""
+        refuse_closure(optimizer, args, kwargs)
+        self.gradient.refuse_noise()
         scaler = updating_scaler()
-        if scaler is not None and scaler.is_enabled() and scaler is not get_scaler():
+        if scaler is not None and scaler.is_enabled() and scaler is not self.scaler:
             raise UsageError(
                 "GradScaler.step updates with the gradient of a loss that was scaled before session.backward(loss), and recorded so",
                 "backward(scaler.scale(loss)), then scaler.step(optimizer)",
                 "give the loss without its scale, and the scaler: session.backward(loss, scaler=scaler)",
             )
-
-    hooks = [optimizer.register_step_pre_hook(refuse_other) for optimizer in optimizers]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def updating_scaler() -> GradScaler | None:

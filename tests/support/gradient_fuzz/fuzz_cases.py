@@ -11,7 +11,7 @@ from torch import nn
 
 from lockstep.layout import Layout
 from lockstep.models import llama
-from lockstep.parallel.materialize import materialize
+from lockstep.parallel.deferred_init import materialize
 
 CPU = torch.device("cpu")
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}

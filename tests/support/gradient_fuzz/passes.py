@@ -18,10 +18,9 @@ from torch.utils.checkpoint import checkpoint
 
 from lockstep.data.order import splitmix64
 from lockstep.elastic.runtime import ElasticRuntime
+from lockstep.parallel.build_replica import build_replica
 from lockstep.parallel.parallelize import LocalModel, parallelize
 from lockstep.parallel.plans import plan_of
-from lockstep.parallel.replica import Replica
-from lockstep.parallel.sharded_replica import ShardedReplica
 from lockstep.runtime.numerics import seed_generators
 from lockstep.tensor_slice import TensorSlice
 from lockstep.training.replica_group import ReplicaGroup
@@ -228,7 +227,9 @@ def run_case(runtime: ElasticRuntime, case: Case, plant: str, outcome: Outcome) 
         "seed": case.seed,
         "bucket_bytes": case.bucket_bytes,
     }
-    replicas = ReplicaGroup(runtime, model, **options) if case.group else Replica(model, **options)
+    replicas = (
+        ReplicaGroup(runtime, model, **options) if case.group else build_replica(model, **options)
+    )
     for step in range(case.steps):
         freeze(case, model, step)
         for k in replicas.micro_batches(step):
@@ -276,7 +277,7 @@ def run_sharded(runtime: ElasticRuntime, case: Case, plant: str, outcome: Outcom
         prefetch_units=case.prefetch_units,
         reshard_after_forward=case.reshard,
     )
-    replica = ShardedReplica(
+    replica = build_replica(
         local,
         micro_batches=case.micro_batches,
         seed=case.seed,

@@ -46,7 +46,7 @@ def train(
                 time.sleep(pause_s * (3 if is_second and step >= SLOW else 1))
                 session.backward(nn.functional.mse_loss(model(inputs), targets))
             optimizer.step()
-            session.log(step, first_share=(session.replicas.balance.shares or (0,))[0])
+            session.log(step, first_share=(session.replicas.runner.balance.shares or (0,))[0])
             once = Path(out) / "killed"
             if step == kill and session.runtime.slot_or_rank == 1 and not once.exists():
                 once.touch()

@@ -44,7 +44,7 @@ def reduce_in_threads(
 def total_of(values: Tensor) -> Tensor:
     tree: SumTree[Tensor] = SumTree()
     for k, value in enumerate(values):
-        tree.add(Subtree(k, 1), value)
+        tree.add(Subtree(k, 1), value.clone())
     return tree.total()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from lockstep.parallel.materialize import materialize
+from lockstep.parallel.deferred_init import materialize
 
 
 class Parts(nn.Module):

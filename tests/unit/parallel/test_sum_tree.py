@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from lockstep.network.subtrees import Subtree
+from lockstep.parallel.gradient_source import Pass, plan_passes
 from lockstep.parallel.ordered_sum import SumTree
-from lockstep.parallel.shard_passes import ShardPass, plan_passes
 
 
 def test_only_halves_of_one_parent_are_siblings() -> None:
@@ -24,9 +24,9 @@ def test_six_leaves_are_added_as_if_the_tree_of_eight_had_zeros() -> None:
 def test_shard_without_a_micro_batch_left_joins_the_last_pass() -> None:
     passes = plan_passes([4, 5, 6, 7, 12], 1, 2, reduce_once_per_step=False)
     assert passes == [
-        ShardPass(5, True, (4, 5), False),
-        ShardPass(7, True, (6, 7), False),
-        ShardPass(12, False, (12,), True),
+        Pass(5, True, (4, 5), False),
+        Pass(7, True, (6, 7), False),
+        Pass(12, False, (12,), True),
     ]
     passes = plan_passes(range(4, 9), 1, 2, reduce_once_per_step=True)
     assert [(each.k, each.counts) for each in passes] == [(7, True), (8, True), (8, False)]

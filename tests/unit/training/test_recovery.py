@@ -22,7 +22,7 @@ from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import CheckpointError, FencedError, SaveFailedError, UsageError
 from lockstep.record.events import read_events
 from lockstep.runtime.signals import HostDrained
-from lockstep.training import build_replica, loading, replica_group, state_transfer
+from lockstep.training import loading, replica_group, state_transfer
 from lockstep.training.checkpointer import Checkpointer
 from lockstep.training.evaluation import compute_in_shares
 from lockstep.training.replica_group import ReplicaGroup
@@ -34,8 +34,7 @@ INPUTS = torch.rand(STEPS + 5, MICRO_BATCHES, 3, generator=torch.Generator().man
 @pytest.fixture(autouse=True, scope="module")
 def fake_replica() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        for module in (build_replica, replica_group):
-            patch.setattr(module, "Replica", FakeReplica)
+        patch.setattr(replica_group, "build_replica", FakeReplica)
         patch.setattr(loading, "folder_error", lambda env: "")
         yield
 

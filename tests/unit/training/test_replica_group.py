@@ -120,9 +120,9 @@ def test_unaligned_buffer_is_hashed(runtime: ElasticRuntime) -> None:
 
     model = Shifted()
     with ReplicaGroup(runtime, model, micro_batches=1) as replicas:
-        before = replicas.frozen_state.digest()
+        before = replicas.runner.state.frozen_state.digest()
         model.table[0] = 7.0
-        assert replicas.frozen_state.digest() != before
+        assert replicas.runner.state.frozen_state.digest() != before
 
 
 class Warmup:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from lockstep.training.time_account import _empty_account
+from lockstep.training.step_record import _empty_account
 
 
 def bytes_read() -> int:

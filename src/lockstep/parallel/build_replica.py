@@ -1,0 +1,101 @@
+"""Build a replica: whole, in slices of several workers, or of DiLoCo's learners."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lockstep.layout import Layout
+from lockstep.network.subtrees import equal_shares
+from lockstep.network.wire_format import Wire
+from lockstep.parallel.bucket_source import BucketSource
+from lockstep.parallel.gradient_source import GradientSource
+from lockstep.parallel.gradient_watch import Unused
+from lockstep.parallel.groups import ProcessGroups
+from lockstep.parallel.learner_replica import DifferenceSource, LearnerReplica
+from lockstep.parallel.parallelize import LocalModel
+from lockstep.parallel.pipeline import StageSource
+from lockstep.parallel.replica import Replica
+from lockstep.parallel.running_statistics import RunningStatistics
+from lockstep.parallel.unit_source import UnitSource
+from lockstep.runtime.numerics import sha256_of
+from lockstep.runtime.process_group import gather_json
+from lockstep.runtime.status_board import StatusBoard
+from lockstep.runtime.work import static_group
+
+
+def build_replica(  # independent values of the run, most with a default
+    model: nn.Module | LocalModel,
+    *,
+    micro_batches: int,
+    seed: int = 0,
+    statistics: RunningStatistics | None = None,
+    wire: Wire = "fp32",
+    bucket_bytes: int = 25_000_000,
+    reduce_once_per_step: bool = False,
+    unused: Unused = "raise",
+    has_learners: bool = False,
+    init_sync: bool = True,
+    board: StatusBoard | None = None,
+    generation_error: Callable[[], str] = static_group,
+    form_context: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> Replica:
+    """Return a replica of one worker, or a worker's part of a replica that has a LocalModel.
+
+    bucket_bytes          gradients of a whole replica, or differences of learners, sent together
+    wire, reduce_once_per_step, unused     see BucketSource and UnitSource
+    has_learners          the leaves are DiLoCo's learners
+    init_sync             Collective: give all whole replicas rank 0's weights. False: they are
+                          equal, or received later
+    board, generation_error, form_context  see `ProcessGroups.connect`
+    """
+    local = model if isinstance(model, LocalModel) else None
+    module = model.module if isinstance(model, LocalModel) else model
+    in_thread = next(module.parameters()).device.type == "cpu"
+    groups = (local.groups if local else None) or ProcessGroups(Layout(), in_thread)
+    groups.connect(board or StatusBoard(None), generation_error, form_context)
+    gradient_wire: Wire = "fp32" if has_learners else wire
+    source: GradientSource
+    if local:
+        kind = StageSource if local.stage else UnitSource
+        source = kind(
+            local, wire=gradient_wire, reduce_once_per_step=reduce_once_per_step, unused=unused
+        )
+    else:
+        # A learner needs no peer, and continues what it has begun when the generation ends.
+        inside = ProcessGroups(Layout(), in_thread) if has_learners else groups
+        source = BucketSource(
+            module, inside, wire=gradient_wire, bucket_bytes=bucket_bytes, unused=unused
+        )
+    options: dict[str, Any] = {
+        "micro_batches": micro_batches,
+        "seed": seed,
+        "statistics": statistics,
+    }
+    replica = Replica(source, module, **options)
+    if has_learners:
+        source = DifferenceSource(source, groups, wire=wire, bucket_bytes=bucket_bytes)
+        replica = LearnerReplica(replica, source, **options)
+    if init_sync and not local:
+        equal_shares(dist.get_world_size(), micro_batches)  # refuses too many ranks
+        source.agree()
+        take_weights_of_rank_0([*module.parameters(), *module.buffers()], groups)
+    return replica
+
+
+def take_weights_of_rank_0(tensors: list[Tensor], groups: ProcessGroups) -> None:
+    """Collective. Weights that are equal already, as from one seed, are not sent: a link may be
+    slow. On a GPU they are, since its links are faster than a hash."""
+    size = dist.get_world_size()
+    if size == 1:
+        return
+    if not tensors[0].is_cuda:
+        hashes = gather_json(size, sha256_of(tensors), groups.waits.wait)
+        if len(set(hashes)) == 1:
+            return
+    for tensor in tensors:
+        dist.broadcast(tensor.detach(), 0)

@@ -1,0 +1,211 @@
+"""A replica whose leaves are DiLoCo's learners (training/learners.py).
+
+All workers of a replica work on one learner at a time. `inner` sums the gradients of its steps
+inside the replica, in the tree over the learner's micro-batches. The leaf of the outer sum is the
+learner's difference of weights, of which each shard has its rows. So both sums have the bits of
+whole replicas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lockstep.network.bucket_sizes import group_by_size
+from lockstep.network.wire_format import Wire
+from lockstep.parallel.gradient_source import GradientSource, Phase, StepPlan
+from lockstep.parallel.groups import ProcessGroups
+from lockstep.parallel.ordered_sum import FlatSum
+from lockstep.parallel.reducer import Reducer
+from lockstep.parallel.replica import Replica, do_nothing
+from lockstep.parallel.wire_sum import row_lengths, sum_in_format
+
+
+class DifferenceSource(GradientSource):
+    """The differences that learners have made in the parameters of `inner`.
+
+    wire          how differences travel between replicas; inside one, gradients travel in fp32
+    bucket_bytes  differences sent together
+    """
+
+    def __init__(
+        self, inner: GradientSource, groups: ProcessGroups, *, wire: Wire, bucket_bytes: int
+    ) -> None:
+        device = inner.parameters[0].device
+        reducer = Reducer(device, groups.waits.generation_error, side_stream=False)
+        super().__init__(groups, reducer, wire)
+        self.inner = inner
+        self.names = inner.names
+        self.parameters = inner.parameters
+        self.bucket_bytes = bucket_bytes
+        self.shards = 1
+        self._buckets: list[tuple[list[int], FlatSum]] = []  # numbers of parameters, their sum
+
+    @property
+    def measures_passes(self) -> bool:
+        """Shards train learners together, which are not dealt by speed then."""
+        return self.groups.layout.shard == 1
+
+    def reset(self) -> None:
+        self.reducer.start_step()
+        self.inner.reset()
+
+    def follow_parameters(self) -> bool:
+        self.inner.follow_parameters()
+        has_changed = self.names != self.inner.names
+        self.names = self.inner.names
+        self.parameters = self.inner.parameters
+        return has_changed
+
+    def start_step(self, plan: StepPlan) -> None:
+        super().start_step(plan)
+        sizes = [(p.dtype, p.nbytes) for p in self.parameters]
+        self._buckets = []
+        for numbers in group_by_size(sizes, self.bucket_bytes, range(len(sizes))):
+            rows = partial(row_lengths, [self.parameters[i] for i in numbers])
+            total = sum_in_format(self.wire, rows, plan.key, plan.shares)
+            self._buckets.append((numbers, total))
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        return self.inner.forward(*inputs, **named)
+
+    def add(self, differences: Sequence[Tensor]) -> None:
+        """Add the differences of the current learner, which may be overwritten."""
+        k = self.now.k
+        for numbers, total in self._buckets:
+            total.add(k, total.encode(k, [differences[i] for i in numbers]))
+        if not self.now.last:
+            return
+        self.inner.reset()
+        self.groups.board.enter("reducing")
+        for tag in range(len(self._buckets)):
+            self.reducer.submit(partial(self._reduce, tag))
+
+    def end_pass(self) -> None:
+        self.phase = Phase.OUTSIDE
+
+    def _reduce(self, tag: int) -> None:
+        """Collective. Sum the differences of a bucket over all replicas, and write them to
+        .grad."""
+        numbers, total = self._buckets[tag]
+        parameters = [self.parameters[i] for i in numbers]
+        sizes = [p.numel() for p in parameters]
+        flat = parameters[0].new_empty(sum(sizes))
+        self.groups.board.enter_collective(flat.nbytes)
+        own = total.all_reduce(
+            total.split(flat), self.plan.group, self.groups.waits, self.plan.traffic, tag
+        )
+        self.note_slice(own)
+        for p, part in zip(parameters, flat.split(sizes), strict=True):
+            p.grad = part.view_as(p)
+
+    def finish_step(self) -> None:
+        self._buckets = []
+        for p in self.parameters:  # slices without elements are in no bucket
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+
+    def norm_squared(self, *, is_scaled: bool) -> Tensor | None:
+        return self.inner.norm_squared(is_scaled=is_scaled)
+
+    def release(self) -> None:
+        super().release()
+        self.inner.release()
+        self._buckets = []
+
+    def close(self) -> None:
+        super().close()
+        self.inner.close()
+
+
+class LearnerReplica(Replica):
+    """The learners of this replica.
+
+    inner    sums the micro-batches of a learner's step
+    numbers  of these micro-batches: rows (loss, count + 1, samples + 1), zeros where unknown
+    squared  norm of the gradient of that step; None: this worker has all of it
+    """
+
+    def __init__(self, inner: Replica, source: DifferenceSource, **options: Any) -> None:
+        super().__init__(source, inner.module, **options)
+        self.differences = source
+        self.inner = inner
+        self.numbers = torch.empty(0)
+        self.squared: Tensor | None = None
+        self._error: Exception | None = None  # of an inner step
+        self._waited_s = 0.0  # in this outer step, for the sums inside the replica
+
+    def micro_batches(
+        self,
+        step: int,
+        meanwhile: Callable[[], None] = do_nothing,
+        shares: tuple[int, ...] = (),
+    ) -> Iterator[int]:
+        """Collective. Yield this replica's learners of the outer step that starts at `step`."""
+        self._waited_s = 0.0
+        return super().micro_batches(step, meanwhile, shares)
+
+    def passes(self, step: int, leaves: range) -> Iterator[int]:
+        """Collective in the replica. Yield this worker's part of the micro-batches `leaves` of a
+        learner's step, each for a forward pass and `add_pass`.
+
+        After the loop .grad is the sum over all of them, or this worker's rows of it.
+        """
+        inner, count, device = self.inner, len(leaves), self.parameters[0].device
+        self.numbers = torch.zeros(count, 3, dtype=torch.float64, device=device)
+        inner.source.reset()
+        yield from inner.sum_leaves(step, (count,), list(range(count)), leaves.start)
+        # Each row comes from one shard, so the sum is exact.
+        self.groups.all_reduce(self.numbers, self.groups.gather_group)
+        self.squared = inner.grad_norm_squared()
+        if self.groups.layout.shard > 1:
+            self._waited_s += inner.exposed_s()
+
+    def add_pass(self, loss: Tensor, count: int, samples: int) -> None:
+        """Run the backward pass of a micro-batch of a learner. count, samples: see `numbers`."""
+        self.groups.board.enter("backward")
+        self.inner.backward(loss)
+        if self.inner.counts:
+            row = self.numbers.new_tensor([count, samples])
+            loss = loss.detach().double().reshape(())
+            self.numbers[self.inner.source.now.k] = torch.stack([loss, *row])
+
+    def add_learner(self, loss: float, differences: Sequence[Tensor]) -> None:
+        """Take what the current learner has made of the weights, start minus end."""
+        self.differences.add(differences)
+        self._losses.append(torch.tensor(loss, dtype=torch.float64))
+
+    def losses(self) -> list[float]:
+        """Return the losses of this replica's learners, on its first shard."""
+        at = self.groups.layout.coordinates(dist.get_rank())
+        return [] if at.shard else super().losses()
+
+    def is_equal(self, steps: int) -> bool:
+        """Collective in the replica. Return whether all shards have taken as many steps of a
+        learner."""
+        layout = self.groups.layout
+        counts = torch.zeros(layout.shard, dtype=torch.int64, device=self.parameters[0].device)
+        counts[layout.coordinates(dist.get_rank()).shard] = steps
+        self.groups.all_reduce(counts, self.groups.gather_group)
+        return self.groups.failure is None and set(counts.tolist()) == {steps}
+
+    def fail(self, error: Exception) -> None:
+        """Keep the error of an inner step: `micro_batches` raises it, where a lost peer is
+        handled."""
+        self._error = self._error or error
+
+    def _raise_failure(self) -> None:
+        if self._error:
+            raise self._error
+        super()._raise_failure()
+
+    def exposed_s(self) -> float:
+        return self._waited_s + self.source.reducer.exposed_s()
+
+    def release_groups(self) -> None:
+        super().release_groups()
+        self._error = None
