@@ -66,7 +66,7 @@ def build_replica(  # independent values of the run, most with a default
             local, wire=gradient_wire, reduce_once_per_step=reduce_once_per_step, unused=unused
         )
     else:
-        # A learner needs no peer, and continues what it has begun when the generation ends.
+        # A learner needs no peer: it finishes its steps also when the generation ends.
         inside = ProcessGroups(Layout(), in_thread) if has_learners else groups
         source = BucketSource(
             module, inside, wire=gradient_wire, bucket_bytes=bucket_bytes, unused=unused

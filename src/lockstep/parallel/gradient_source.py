@@ -33,7 +33,7 @@ from lockstep.units import join_names
 
 
 class Phase(Enum):
-    """What becomes of the gradients of the current pass."""
+    """The use of the gradients of the current pass."""
 
     OUTSIDE = auto()  # of the micro-batches: there must be none
     TRAINING = auto()  # they are added to the sum of the step
@@ -53,7 +53,7 @@ class Pass:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """Which passes a worker runs in a step, and how their gradients are summed.
+    """The passes of a worker in a step, and the sum of their gradients.
 
     key     seed and step, which decide how encoded gradients are rounded
     shares  number of leaves by replica
@@ -70,7 +70,7 @@ class StepPlan:
 
 
 class GradientSource:
-    """What every source has, and the methods that a Replica calls on it.
+    """Base of all sources: the methods that a Replica calls.
 
     names, parameters  that are trained on this worker; other lists when others are
     """

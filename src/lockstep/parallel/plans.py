@@ -1,4 +1,4 @@
-"""Where a model may be split, by module and parameter names; how it is cut into the stages of a
+"""Plans of how a model may be split, by module and parameter names; cuts into stages of a
 pipeline."""
 
 from __future__ import annotations

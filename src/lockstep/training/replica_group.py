@@ -191,7 +191,7 @@ class ReplicaGroup:
             runtime.member_progress, checkpointer.facts if checkpointer else {}
         )
         self.phase = Phase.IDLE
-        self.step = -1  # the newest that has begun
+        self.step = -1  # the newest that was started
         self.last_step = -1  # the newest that this group has committed
         if checkpointer:
             checkpointer.compare_before_saving(self.replicas_identical)

@@ -26,7 +26,7 @@ from lockstep.training.share_balance import ShareBalance
 
 
 class Carried(Protocol):
-    """What each attempt at a step collects on all workers, and its commit keeps."""
+    """Values that each attempt at a step collects on all workers, and its commit keeps."""
 
     def start_attempt(self) -> None: ...
 
@@ -214,8 +214,8 @@ class StepRunner:
         return self.rollback if self.rollback and self.rollback.suspects(step, decision) else None
 
     def follow_members(self, members: Sequence[Progress], joined: Sequence[int]) -> None:
-        """Take from the members of a new generation what is due. It is the same on all ranks, so
-        that their digests can be compared."""
+        """Take from the members of a new generation what is due: the same on all ranks, so that
+        their digests can be compared."""
         self.comparison.follow(
             compare_all=bool(joined) or any(member.compare_all for member in members)
         )
