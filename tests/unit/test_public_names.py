@@ -119,6 +119,16 @@ def test_arguments_after_the_script_belong_to_it(
         ("def main(steps, out='runs/e'):\n    with Session(out, micro_batches=2): ...", "runs/e"),
         ("OUT = 'runs/d'\ndef main():\n    with Session(OUT, micro_batches=2): ...", "runs/d"),
         ("def main(out):\n    with Session(out, micro_batches=2): ...", "runs/loop"),
+        ("self.mode = 'train'\nlockstep.Session('runs/a', micro_batches=2)", "runs/a"),
+        ("a, b = 'x', 'y'\nlockstep.Session('runs/a', micro_batches=2)", "runs/a"),
+        (
+            "def main(out='runs/a'):\n    with Session(out): ...\ndef other(out='runs/b'): ...",
+            "runs/a",
+        ),
+        (
+            "def main(out='runs/a'):\n    with Session(out): ...\ndef other():\n    out = f()",
+            "runs/a",
+        ),
         ("print('no session')", "runs/loop"),
     ],
 )

@@ -383,25 +383,45 @@ def imports_lockstep(script: ast.Module) -> bool:
 def session_folder(script: ast.Module) -> str:
     """Return the folder of a module's Session if it is a literal; "" otherwise.
     Session("a"), Session(Path("a")), or the name of a constant or of a parameter with a default."""
-    values: dict[str, ast.AST | None] = {}
-    calls: list[ast.Call] = []
-    for node in ast.walk(script):
-        if isinstance(node, ast.Assign):
-            values |= {getattr(target, "id", ""): node.value for target in node.targets}
-        elif isinstance(node, ast.arguments):
-            parameters = [*node.posonlyargs, *node.args, *node.kwonlyargs]
-            defaults = [*node.defaults, *node.kw_defaults]
-            pairs = zip(parameters[::-1], defaults[::-1], strict=False)
-            values |= {parameter.arg: default for parameter, default in pairs if default}
-        elif isinstance(node, ast.Call):
-            calls.append(node)
-    for call in calls:
-        if "Session" in (getattr(call.func, "id", ""), getattr(call.func, "attr", "")):
-            named = [keyword.value for keyword in call.keywords if keyword.arg == "out"]
-            for argument in [*call.args, *named][:1]:
-                if folder := text_of(values.get(getattr(argument, "id", ""), argument)):
-                    return folder
+    functions = [node for node in ast.walk(script) if isinstance(node, ast.FunctionDef)]
+    for scope in [*functions, script]:
+        texts = dict(constants(script)) | dict(constants(scope))
+        for node in ast.walk(scope):
+            if isinstance(node, ast.Call) and "Session" in (
+                getattr(node.func, "id", ""),
+                getattr(node.func, "attr", ""),
+            ):
+                arguments = [
+                    *node.args[:1],
+                    *(keyword.value for keyword in node.keywords if keyword.arg == "out"),
+                ]
+                folders = [
+                    text_of(argument) or texts.get(getattr(argument, "id", ""), "")
+                    for argument in arguments
+                ]
+                if folders and folders[0]:
+                    return folders[0]
     return ""
+
+
+def constants(scope: ast.AST) -> Iterator[tuple[str, str]]:
+    """Yield (name, text) of a function's literal defaults, or of a module's constants."""
+    pairs: list[tuple[str, ast.AST | None]] = []
+    if isinstance(scope, ast.FunctionDef):
+        positional = [*scope.args.posonlyargs, *scope.args.args]
+        last = positional[len(positional) - len(scope.args.defaults) :]
+        defaults = [*scope.args.defaults, *scope.args.kw_defaults]
+        pairs = [
+            (parameter.arg, default)
+            for parameter, default in zip([*last, *scope.args.kwonlyargs], defaults, strict=True)
+        ]
+    elif isinstance(scope, ast.Module):
+        pairs = [
+            (getattr(node.targets[0], "id", ""), node.value)
+            for node in scope.body
+            if isinstance(node, ast.Assign)
+        ]
+    yield from ((name, text_of(value)) for name, value in pairs if name and text_of(value))
 
 
 def text_of(node: ast.AST | None) -> str:

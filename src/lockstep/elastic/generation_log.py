@@ -175,25 +175,29 @@ class GenerationLog:
 
     def newest(self, known: int = 0) -> Generation | None:
         """Return the newest generation above `known`, or None, which costs two stat()."""
+        number = self.newest_number(known)
+        return self.read(number) if number > known else None
+
+    def newest_number(self, known: int = 0) -> int:
+        """Return the number of the newest generation, `known` or above; 0: there is none."""
         exists = self.folder.exists
         if known and not exists(name_of(known + 1)) and exists(name_of(known)):
-            return None
+            return known
         matches = [match for match in map(GENERATION_FILE.fullmatch, self.folder.names()) if match]
         newest = max((int(match[1]) for match in matches), default=0)
         if newest < max(known, self.seen):
             self._require(max(known, self.seen))
-        return self.read(newest) if newest > known else None
+        return newest
 
     def read(self, number: int) -> Generation:
         """Read a generation. OSError: missing; DamagedFileError (an OSError): damaged."""
+        return self._parse(number, lambda: self.read_text(number))
 
-        def read_text() -> str:
-            try:
-                return self.folder.read(name_of(number))
-            except FileNotFoundError:
-                return self.folder.read(ARCHIVE + name_of(number))
-
-        return self._parse(number, read_text)
+    def read_text(self, number: int) -> str:
+        try:
+            return self.folder.read(name_of(number))
+        except FileNotFoundError:
+            return self.folder.read(ARCHIVE + name_of(number))
 
     def _parse(self, number: int, read_text: Callable[[], str]) -> Generation:
         try:
@@ -242,7 +246,7 @@ class GenerationLog:
 
     def _archive(self, number: int) -> None:
         """Move a generation, and earlier ones still in the folder, to the archive."""
-        with suppress(OSError):  # the next winner tries again
+        with suppress(OSError, ValueError):  # the next winner tries again; damaged: it stays
             while number > 0 and self.folder.exists(name_of(number)):
                 self.folder.create(ARCHIVE + name_of(number), self.folder.read(name_of(number)))
                 self.folder.remove(name_of(number))

@@ -255,9 +255,7 @@ class MembershipThread(threading.Thread):
             lambda: on_abort(self.connections.descriptors()), self.main_thread
         )
         self.watchdog = Watchdog(limits, env.host, self._ask_stack)
-        self.connections = Connections(
-            listener, token, self.protocol, self._handle, self._on_message
-        )
+        self.connections = Connections(listener, token, self.protocol, self._tell, self._on_message)
         # Events of other threads: None makes this one stop.
         self._events: queue.SimpleQueue[tuple[Event, tuple[Any, ...]] | None] = queue.SimpleQueue()
         # Id -> when this worker first failed to reach it.
@@ -288,7 +286,7 @@ class MembershipThread(threading.Thread):
             self.aborter.abort()
         self.connections.close()
 
-    def _handle(self, event: Event, *values: Any) -> None:
+    def _tell(self, event: Event, *values: Any) -> None:
         self._apply(event(*values, time.monotonic()))
 
     def _turn_once(self) -> bool:
@@ -296,7 +294,7 @@ class MembershipThread(threading.Thread):
         self.connections.serve(TICK_S)
         with suppress(queue.Empty):
             while event := self._events.get_nowait():
-                self._handle(event[0], *event[1])
+                self._tell(event[0], *event[1])
             return False
         now_s = time.monotonic()
         self.connections.retry(now_s)
@@ -405,7 +403,7 @@ class MembershipThread(threading.Thread):
                 LIVENESS_S,
             )
         since_s = self._unreachable_since_s.setdefault(member.id, now_s)
-        self._handle(self.protocol.on_connect_failed, member.id, now_s - since_s > LIVENESS_S)
+        self._tell(self.protocol.on_connect_failed, member.id, now_s - since_s > LIVENESS_S)
 
     def _on_message(self, link: PeerLink, message: dict[str, Any]) -> None:
         if link.is_control:
@@ -415,7 +413,7 @@ class MembershipThread(threading.Thread):
         elif message["kind"] == "stack":
             self.watchdog.on_stack(link.id, str(message["stack"]))
         else:
-            self._handle(self.protocol.on_message, link.id, message)
+            self._tell(self.protocol.on_message, link.id, message)
             if message["kind"] == "heartbeat":
                 self.watchdog.on_heartbeat(link.id, message.get("doing"), time.monotonic())
 
@@ -428,7 +426,7 @@ class MembershipThread(threading.Thread):
         if message["kind"] == "stop":
             name = str(message.get("signal"))
             name = name if STOP_EXIT_CODES.get(name) else "SIGTERM"
-            self._handle(self.protocol.request_stop, name)
+            self._tell(self.protocol.request_stop, name)
             return {"kind": "stopping", "id": self.protocol.me.id}
         protocol = self.protocol
         known = {

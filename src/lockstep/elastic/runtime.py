@@ -99,7 +99,7 @@ class ElasticRuntime(WorkerState, AbstractContextManager["ElasticRuntime"]):
         cls, worker_env: WorkerEnv, timeout_s: float, limits: ElasticLimits
     ) -> ElasticRuntime:
         """Collective. Join under an agent. A joiner calls `join_running` once it has a model."""
-        env, is_fixed = worker_env, limits == FIXED
+        env, is_fixed = worker_env, limits is FIXED
         os.environ["GLOO_SOCKET_IFNAME"] = interface_with_address(env.address)
         device, reason = select_device(
             RankInfo(env.slot, env.slots, env.slot, env.slots, "", 0, "lockstep")

@@ -244,14 +244,13 @@ class FollowedCopy(Follower):
         }
 
     def _follow(self) -> None:
-        before = self.seen
         snapshot = self.update()
         if snapshot is None and not self.snapshot.number:
             raise no_run(self.bucket.address)
         if snapshot is None or snapshot.number == self.snapshot.number:
             return
         self.put_s = self.bucket.modified_s(name_of(snapshot.number))
-        for gone in before.keys() - self.seen.keys():
+        for gone in self.snapshot.files.keys() - snapshot.files.keys():
             (self.folder / gone).unlink(missing_ok=True)
         self.snapshot = snapshot
 

@@ -24,9 +24,9 @@ from pathlib import Path
 from lockstep.checkpoint.fingerprints import RUN_ID
 from lockstep.checkpoint.folder import COMMITTED, committed_steps, folder_name, retire, set_aside
 from lockstep.elastic.generation_log import (
-    NO_GENERATION,
     GenerationLog,
     RunResult,
+    name_of,
     open_generation_log,
 )
 from lockstep.elastic.link import TOKEN_BYTES
@@ -333,15 +333,14 @@ def copying_generations(copy: Path) -> Iterator[None]:
 
 
 def copy_generations(run: Path) -> None:
-    """Add the generations after the newest one in the copy of this host, in order; to an empty copy
-    only the newest."""
-    stored, copy = open_generation_log(run), GenerationLog(run / "generations")
-    before = copy.newest() or NO_GENERATION
-    newest = stored.newest(before.number)
-    if newest:
-        for number in range(before.number + 1 if before.number else newest.number, newest.number):
-            copy.add(stored.read(number))
-        copy.add(newest)
+    """Add the generations after the newest one in the copy of this host, in order and as they are,
+    damaged ones included; to an empty copy only the newest."""
+    stored = open_generation_log(run)
+    copy = GenerationLog(run / "generations")
+    before = copy.newest_number()
+    last = stored.newest_number(before)
+    for number in range(before + 1 if before else max(1, last), last + 1):
+        copy.folder.create(name_of(number), stored.read_text(number))
 
 
 def refresh_copy(run: Path, *, keep: Collection[str] = ()) -> Files:

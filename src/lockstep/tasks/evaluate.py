@@ -35,7 +35,7 @@ from lockstep.elastic.collectives import (
     run_on_rank0,
 )
 from lockstep.elastic.runtime import ElasticRuntime
-from lockstep.errors import CheckpointError, DamagedFileError, UsageError
+from lockstep.errors import CheckpointError, DamagedFileError, LockstepError, UsageError
 from lockstep.files import read_json, write_json
 from lockstep.log import log, printable
 from lockstep.models.llama_io import CHECKPOINTS, export_run, is_llama_run, refuse_no_model
@@ -203,13 +203,16 @@ def load(evaluator: Evaluator, step: int, spec: EvalSpec, runtime: ElasticRuntim
         models.append(evaluator.load(step, spec, runtime.world.device))
         return list(models[0].steps)
 
-    steps = gather_results(runtime, read)
-    if any(other != steps[0] for other in steps):
-        raise CheckpointError(
-            "a checkpoint of the average was deleted meanwhile",
-            f"step {step} of {evaluator.folder}",
-            "see lockstep checkpoint verify",
-        )
+    problem = ""
+    try:
+        steps = gather_results(runtime, read)
+        if any(other != steps[0] for other in steps):
+            problem = "a checkpoint of the average was deleted meanwhile"
+    except LockstepError as error:
+        problem = error.what
+    if problem:
+        where = f"step {step} of {evaluator.folder}"
+        raise CheckpointError(problem, where, "see lockstep checkpoint verify")
     return models[0]
 
 
