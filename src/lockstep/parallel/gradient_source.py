@@ -2,7 +2,7 @@
 
     BucketSource      a whole replica: hooks on its parameters fill buckets (bucket_source.py)
     UnitSource        slices that FSDP gathers unit by unit (unit_source.py)
-    StageSource       a stage of a pipeline (stage_source.py)
+    StageSource       a stage of a pipeline (pipeline.py)
     DifferenceSource  DiLoCo's learners, each a leaf of the sum (learner_replica.py)
 
 Replica (replica.py) asks its source for one pass after the other; the source queues the sums of the
@@ -12,7 +12,7 @@ gradients for its Reducer, beside the passes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import Any
 
@@ -203,6 +203,7 @@ class GradientSource:
         the next generation may have committed its step."""
         self.phase = Phase.OUTSIDE
         self.reducer.drain()
+        self.plan = replace(self.plan, group=None)  # the last reference lets gloo close its sockets
 
     def close(self) -> None:
         self.reducer.close()

@@ -285,7 +285,9 @@ def restored_buffers(module: nn.Module) -> Iterator[None]:
         for name, buffer in own_buffers(m).items()
         if buffer is not None
     ]
-    yield
-    with torch.no_grad():
-        for m, name, buffer, before in saved:
-            own_buffers(m)[name] = buffer.copy_(before)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for m, name, buffer, before in saved:
+                own_buffers(m)[name] = buffer.copy_(before)

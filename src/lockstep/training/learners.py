@@ -86,7 +86,7 @@ class InnerStep:
         self.place = place
 
     def note(self, numbers: Sequence[Sequence[float]]) -> None:
-        """Take the rows of its micro-batches (new_numbers). UsageError where only some have a
+        """Take the rows of its micro-batches. UsageError where only some have a
         count."""
         losses, counts, samples = zip(*numbers, strict=True)
         self.loss = sum(losses)

@@ -16,7 +16,6 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from enum import Enum, auto
 from functools import partial
 from typing import Any, Literal
 
@@ -65,21 +64,13 @@ log = logging.getLogger("lockstep")
 LINGER_S = 1.0  # a leaving worker may hold the store over which the others form their group
 
 
-class Phase(Enum):
-    """Where a group is in its step."""
-
-    IDLE = auto()  # between two steps
-    COMPUTING = auto()
-    VOTED = auto()  # for a complete gradient, which the others may commit without this worker
-
-
 class ReplicaGroup:
     """`model` trained by all replicas together. Only under an agent it recovers from lost workers.
 
     model          a module, of which each worker has a whole replica; or the part of it that this
                    worker holds (parallel/parallelize.py)
     checkpointer   provides the state for a worker that joins; None: no worker can join
-    micro_batches, seed, wire  see Replica; reduce_once_per_step: ShardedReplica
+    micro_batches, seed, wire  see Replica; reduce_once_per_step: UnitSource
     bucket_bytes   see Replica; 0: 100 MB on a GPU, 25 MB on a CPU
     signals        stop signals for the loop to act on. None: the group saves and ends the loop
     tracker        writes the metrics that a lost rank 0 did not write
@@ -190,7 +181,7 @@ class ReplicaGroup:
         self.decision = decision_before(
             runtime.member_progress, checkpointer.facts if checkpointer else {}
         )
-        self.phase = Phase.IDLE
+        self.in_step = False
         self.step = -1  # the newest that was started
         self.last_step = -1  # the newest that this group has committed
         if checkpointer:
@@ -257,23 +248,18 @@ class ReplicaGroup:
         runner = self.runner
         try:
             while True:
-                self.phase = Phase.COMPUTING
                 start_s = time.monotonic()
                 with self.runtime.catch_peer_loss() as lost:
                     yield from runner.passes(step)
-                    self.phase = Phase.VOTED
                     decision = runner.vote(step)
-                    if decision is None:
-                        self.phase = Phase.COMPUTING
-                    elif rollback := runner.suspicion(step, decision):
-                        self.phase = Phase.COMPUTING
+                    if decision and (rollback := runner.suspicion(step, decision)):
                         self._count_as_lost(start_s)
                         yield from rollback.measure(step, self.replica, runner.ballot.counts)
                         continue
-                    else:
+                    if decision:
                         self._commit(step, decision)
                         break
-                if self.phase is Phase.COMPUTING:
+                if not runner.has_voted:
                     self._count_as_lost(start_s)
                 if self._regroup(step, lost.why or "replicas differ"):
                     break
@@ -283,7 +269,7 @@ class ReplicaGroup:
             for p in self.replica.parameters:
                 p.grad = None
             raise
-        self.phase = Phase.IDLE
+        self.in_step = False
         self.last_step = step
 
     def _begin(self, step: int) -> None:
@@ -301,14 +287,14 @@ class ReplicaGroup:
         if self.decision.regroup and self.runtime.membership:
             self._regroup(step, "members change")
         self.runtime.ledger.switch("training", time.monotonic())
-        self.phase = Phase.COMPUTING
+        self.in_step = True
         self.step = step
         if self.checkpointer:
             self.checkpointer.begin_step(step)
             self.checkpointer.attributes.begin_loop()
 
     def _refuse_unfinished(self) -> None:
-        if self.phase is not Phase.IDLE:
+        if self.in_step:
             raise UsageError(
                 f"the micro-batch loop of step {self.step} ended early",
                 "by break, by zip with something shorter, or by a second micro-batch loop inside it",
@@ -331,7 +317,7 @@ class ReplicaGroup:
         saved."""
         if self.checkpointer is None or not step:
             return
-        self.phase = Phase.IDLE
+        self.in_step = False
         self.runtime.exchange_progress()  # a member that was late is in this step, too
         if any(all_gather_json(self.runtime, self.checkpointer.saved_step != step)):
             self.checkpointer.save(step, {"loss": self.loss}, again=True)
@@ -387,7 +373,7 @@ class ReplicaGroup:
         missed = newest != step
         if missed:
             decision = members[sources[0]].decision
-            has_voted = self.phase is Phase.VOTED
+            has_voted = self.runner.has_voted
             if newest != step + self.commit_steps or not has_voted or decision is None:
                 raise PeersLostError(
                     f"this worker is at step {step}, the others at {newest}",

@@ -129,6 +129,7 @@ class StepRunner:
     divisor  of the summed gradient, instead of the step's count; 0: the count
     digest   of the weights that the step is computed with; 0: not compared
     squared  norm of the step's gradient over the workers of a replica; None: it is whole here
+    has_voted  for a complete gradient, which the others may commit without this worker
     """
 
     runtime: ElasticRuntime
@@ -144,6 +145,7 @@ class StepRunner:
     divisor: int
     digest: int = 0
     squared: Tensor | None = None
+    has_voted: bool = False
 
     def first_trained(self, skipped: Sequence[int]) -> int:
         return next(k for k in range(self.replica.leaves) if k not in skipped)
@@ -155,6 +157,8 @@ class StepRunner:
     def passes(self, step: int) -> Iterator[int]:
         """Collective. Yield this worker's micro-batches, and exchange what the vote needs."""
         replica, ballot, rehearsal = self.replica, self.ballot, self.rehearsal
+        self.has_voted = False
+        ballot.start(step)
         self.comparison.divergence.start_generation(self.runtime, step)
         skipped = self.rollback.start(step) if self.rollback else []
         first = self.first_trained(skipped)
@@ -196,10 +200,12 @@ class StepRunner:
         self.runtime.board.enter("voting")
         self.runtime.board.enter_collective()
         size = self.replica.workers_per_replica
+        self.has_voted = True
         decision = vote_on_step(self.runtime, vote, replica_size=size)
         if self.rollback:
             decision = self.rollback.with_share(decision, self.rollback.start(step))
         if decision.divergent_ranks:
+            self.has_voted = False
             what = comparison.what_is_compared()
             comparison.refuse_repeated(step)
             comparison.evict(step, decision.divergent_ranks, decision.digests, what)
@@ -211,7 +217,10 @@ class StepRunner:
 
     def suspicion(self, step: int, decision: StepDecision) -> SkippedMicroBatches | None:
         """Return what measures the micro-batches of a step that seems to diverge; else None."""
-        return self.rollback if self.rollback and self.rollback.suspects(step, decision) else None
+        if self.rollback is None or not self.rollback.suspects(step, decision):
+            return None
+        self.has_voted = False
+        return self.rollback
 
     def follow_members(self, members: Sequence[Progress], joined: Sequence[int]) -> None:
         """Take from the members of a new generation what is due: the same on all ranks, so that
@@ -224,6 +233,7 @@ class StepRunner:
 
     def commit(self, step: int, decision: StepDecision) -> None:
         """Keep what belongs to a step that all ranks have agreed on."""
+        self.has_voted = False
         if self.rollback:
             self.rollback.commit(step, decision)
         if self.rehearsal:

@@ -1,0 +1,38 @@
+"""After a lost peer a replica has the buffers of before, and holds no group."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.ranks import run_ranks
+from torch import nn
+
+from lockstep.elastic.runtime import ElasticRuntime
+from lockstep.errors import PeersLostError
+from lockstep.parallel.build_replica import build_replica
+from lockstep.parallel.replica import restored_buffers
+
+
+def test_buffers_have_their_values_again_after_a_lost_peer() -> None:
+    norm = nn.BatchNorm1d(3)
+    with pytest.raises(PeersLostError), restored_buffers(norm):
+        norm(torch.randn(4, 3))
+        assert norm.num_batches_tracked == 1
+        raise PeersLostError("a peer is gone", "")
+    assert norm.num_batches_tracked == 0 and norm.running_mean is not None
+    assert not norm.running_mean.any()
+
+
+def release(runtime: ElasticRuntime) -> None:
+    with build_replica(nn.Linear(2, 2), micro_batches=2) as replica:
+        for _ in replica.micro_batches(0):
+            replica.backward(replica(torch.ones(1, 2)).sum())
+        assert replica.source.plan.group is not None
+        gradients = [p.grad.clone() for p in replica.parameters if p.grad is not None]
+        replica.release_groups()
+        assert replica.source.plan.group is None
+        assert all(map(torch.equal, gradients, [p.grad for p in replica.parameters]))
+
+
+def test_a_released_replica_keeps_its_gradient_and_no_group() -> None:
+    run_ranks(release, 2)
