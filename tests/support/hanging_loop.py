@@ -20,14 +20,11 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lockstep.data.order import UniformOrder
-from lockstep.elastic import generation_group
 from lockstep.elastic.protocol.decisions import ElasticLimits
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.record.tracker import Tracker
 from lockstep.training.checkpointer import Checkpointer
 from lockstep.training.replica_group import ReplicaGroup
-
-generation_group.FORM_TIMEOUT_S = 4.0  # a formed group has a longer timeout than one that forms
 
 HANG_S, EVALUATE_S, SAVE_EVERY = 3.0, 9.0, 25
 PAUSE_S = 0.02  # a step of this model takes 2 ms

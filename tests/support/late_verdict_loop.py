@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import PeersLostError
-from lockstep.training import replica_group
+from lockstep.training import step_runner
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from own_loop import train  # noqa: F401
 
-vote_on_step = replica_group.vote_on_step
+vote_on_step = step_runner.vote_on_step
 
 
 def vote_late(runtime: Any, vote: Any, **named: Any) -> Any:
@@ -25,4 +25,4 @@ def vote_late(runtime: Any, vote: Any, **named: Any) -> Any:
     return decision
 
 
-replica_group.vote_on_step = vote_late
+step_runner.vote_on_step = vote_late

@@ -31,13 +31,13 @@ from lockstep.elastic.consensus import STOP_REQUEST
 from lockstep.elastic.generation_group import GenerationGroup
 from lockstep.errors import PeersLostError
 from lockstep.runtime import process_group
-from lockstep.training import replica_group
+from lockstep.training import step_runner
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from own_loop import Houses, make_model, train  # noqa: F401
 
 vote_on_step, form, refuse_other_collectives = (
-    replica_group.vote_on_step,
+    step_runner.vote_on_step,
     GenerationGroup.form,
     process_group.refuse_other_collectives,
 )
@@ -111,6 +111,6 @@ def vote_and_record(runtime: Any, vote: Any, **named: Any) -> Any:
     return decision
 
 
-replica_group.vote_on_step = vote_and_record
+step_runner.vote_on_step = vote_and_record
 process_group.refuse_other_collectives = refuse_and_record
 GenerationGroup.form = form_and_record  # type: ignore[method-assign]

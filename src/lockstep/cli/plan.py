@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import subprocess
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
 from multiprocessing import get_context
 from pathlib import Path
@@ -131,8 +132,9 @@ def with_planned_layout(request: RunRequest, workers: int | None) -> RunRequest:
     kind, memory = this_device()
     cluster = parse_cluster(f"1x{count}:{kind}" + (f"-{memory}" if memory else ""), "", "", None)
     run = with_precision(run, cluster)
-    with get_context("spawn").Pool(1) as pool:  # this process may become an agent, without torch
-        model = pool.apply(count_cost, [run])
+    # In another process: this one may become an agent, without torch.
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        model = pool.submit(count_cost, run).result()
     plan = make_plan(Workload(model, run, cluster, assumed_timing(model, cluster, run)))
     best = min(
         plan.fitting, key=lambda planned: planned.layout.tensor * planned.layout.pipeline > 1

@@ -109,6 +109,7 @@ def prepare(
     settings |= {f"tokenizer.{name}": value for name, value in asdict(options).items()}
     if matches_prepared(folder, settings, lambda: source_of(data, digests.of)):
         return
+    folder.mkdir(parents=True, exist_ok=True)  # before the pairs are read, which takes seconds
     text = read_corpus(data)
     log.info(report_line(text.report))
     sentences = (sentence for pair in text.train for sentence in pair)

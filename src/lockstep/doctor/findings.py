@@ -103,7 +103,7 @@ ERRORS = {
         "write its address in the network between the hosts (ip -br addr shows it)",
     ),
     "gpu": (
-        "nvidia-smi: {host.driver_gpus}",
+        "nvidia-smi: {host.driver_gpus[0]}",
         "install a torch build for the CUDA version of this driver",
     ),
     "group": (

@@ -134,6 +134,11 @@ class Replica:
         shares     number of micro-batches by replica, the same on all ranks; (): equal shares
         """
         self._prepare()
+        shares, leaves = self._deal(shares)
+        yield from self.sum_leaves(step, shares, leaves, meanwhile=meanwhile)
+
+    def _deal(self, shares: tuple[int, ...] = ()) -> tuple[tuple[int, ...], list[int]]:
+        """Return the shares, equal ones for (), and the micro-batches of this replica."""
         layout = self.groups.current_layout()
         shares = shares or equal_shares(layout.replicate, self.leaves)
         replica = layout.coordinates(dist.get_rank()).replica
@@ -143,7 +148,16 @@ class Replica:
                 "each shard needs at least one micro-batch",
                 f"start fewer replicas, or set micro_batches={layout.data_parallel_size}",
             )
-        yield from self.sum_leaves(step, shares, leaves, meanwhile=meanwhile)
+        return shares, leaves
+
+    def _plan(self, leaves: list[int]) -> list[Pass]:
+        """Return this worker's passes over the micro-batches of its replica."""
+        source = self.source
+        shard = min(self.groups.layout.coordinates(dist.get_rank()).shard, source.shards - 1)
+        once = source.reduce_once_per_step
+        passes = plan_passes(leaves, shard, source.shards, reduce_once_per_step=once)
+        self.own_leaves = [now.k for now in passes if now.counts]
+        return passes
 
     def _prepare(self) -> None:
         """Collective in a new generation, and after changes of the trained parameters."""
@@ -165,17 +179,14 @@ class Replica:
         """Collective. Yield this worker's part of `leaves`; then .grad is the sum over all leaves.
         first: number in the step of leaf 0."""
         source = self.source
-        at = self.groups.layout.coordinates(dist.get_rank())
-        shard = min(at.shard, source.shards - 1)
-        once = source.reduce_once_per_step
-        passes = plan_passes(leaves, shard, source.shards, reduce_once_per_step=once)
+        passes = self._plan(leaves)
         group = self.groups.replica_group if len(shares) > 1 else None
-        self.own_leaves = [now.k for now in passes if now.counts]
         self._losses = []
         self.groups.waited_s = 0.0
         self.statistics.start_step()
         source.start_step(StepPlan((self.seed, step), shares, leaves, passes, group))
-        takes_buffers = source.runs_at_once and at.tensor == 0
+        tensor = self.groups.layout.coordinates(dist.get_rank()).tensor
+        takes_buffers = source.runs_at_once and tensor == 0
         start = time_mark(self.parameters[0].device)
         for now in passes:
             k = first + now.k
@@ -220,6 +231,7 @@ class Replica:
         """Collective. Yield micro-batch `k` of `step` on every worker; then restore buffers, drop
         gradients."""
         self._prepare()
+        self._plan(self._deal()[1])
         self._losses = []
         with restored_buffers(self.module):
             now = Pass(k, True, (), False)

@@ -13,7 +13,7 @@ import os
 import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -67,7 +67,9 @@ class StateSize:
         trained = [p for p in parameters if p.requires_grad]
         each = dict[nn.Parameter, float]()
         if trained and not (memory.offload == "optimizer" and device.type == "cuda"):
-            each = state_bytes(make_optimizers(model, optim, memory, on_gpu=False), optim.ema_decay)
+            same_state = replace(optim, fused=False)  # which is told when the run builds it
+            optimizers = make_optimizers(model, same_state, memory, on_gpu=False)
+            each = state_bytes(optimizers, optim.ema_decay)
         return cls(
             whole,
             max([*units, whole - sum(units)]),

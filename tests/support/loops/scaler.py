@@ -28,7 +28,7 @@ def train(steps: int = 6, out: Path = Path("run")) -> None:
                     for k in replicas.micro_batches(step):
                         rows = ORDER.ids(step, k)
                         loss = loss_of(replicas(inputs[rows]), targets[rows])
-                        replicas.backward(scaler.scale(loss))
+                        replicas.backward(loss, scaler=scaler)
                     scaler.step(optimizer)
                     scaler.update()
                     step += 1
