@@ -200,7 +200,7 @@ def lockstep(cell: Cell, traffic: dict[str, object]) -> Step:
             replicas.backward(loss / cell.leaves)
         update(model, optimizer)
         if (
-            counted := replicas.replica.traffic
+            counted := replicas.replica.source.plan.traffic
         ).messages:  # none if gloo's all-reduce does the one addition
             traffic.update(messages=counted.messages, bytes=counted.bytes)
         return loss.detach()

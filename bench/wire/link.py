@@ -90,7 +90,7 @@ def work(rank: int, size: int, each: int, rounds: int, folder: Path) -> None:
                     "wire": wire,
                     "round": number,
                     "seconds": round(seconds, 4),
-                    "bytes": replica.traffic.bytes,
+                    "bytes": replica.source.plan.traffic.bytes,
                 }
             )
     (folder / f"{rank}.jsonl").write_text(

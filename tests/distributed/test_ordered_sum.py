@@ -165,7 +165,7 @@ def messages(runtime: ElasticRuntime, dtype: torch.dtype) -> dict[int, int]:
         with build_replica(tiny(dtype), micro_batches=leaves) as replica:
             for k in replica.micro_batches(0):
                 replica.backward(replica(ragged(k, 0, leaves)).sum())
-            sent[leaves] = replica.traffic.messages
+            sent[leaves] = replica.source.plan.traffic.messages
     return sent
 
 

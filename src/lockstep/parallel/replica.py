@@ -19,7 +19,6 @@ from lockstep.data.order import splitmix64
 from lockstep.errors import PeersLostError, UsageError
 from lockstep.network.subtrees import equal_shares, leaves_of_rank
 from lockstep.parallel.digest import digest_of
-from lockstep.parallel.exchange import Traffic
 from lockstep.parallel.gradient_source import GradientSource, Pass, Phase, StepPlan, plan_passes
 from lockstep.parallel.reducer import seconds_between, time_mark
 from lockstep.parallel.running_statistics import RunningStatistics
@@ -81,11 +80,6 @@ class Replica:
     @property
     def workers_per_replica(self) -> int:
         return self.groups.layout.workers_per_replica
-
-    @property
-    def traffic(self) -> Traffic:
-        """Messages and bytes of the sums that this worker has sent in the current step."""
-        return self.source.plan.traffic
 
     @property
     def counts(self) -> bool:
@@ -197,7 +191,7 @@ class Replica:
             if is_hashed:
                 self.hashed = PassResult(hash=source.pass_hash())
             self.statistics.end_micro_batch(now.k, counts=takes_buffers and now.counts)
-        self._losses = self._run_passes()
+        self._losses = source.run_passes(self.statistics) or self._losses
         if source.measures_passes:
             self._computed = start, time_mark(self.parameters[0].device)
         meanwhile()
@@ -219,10 +213,6 @@ class Replica:
         self._raise_failure()
         self.source.end_pass()
 
-    def _run_passes(self) -> list[Tensor]:
-        losses = self.source.run_passes(self.statistics)
-        return self._losses if losses is None else losses
-
     def _raise_failure(self) -> None:
         if failure := self.groups.failure or self.source.reducer.failure:
             raise failure
@@ -239,7 +229,7 @@ class Replica:
             self._start_pass(step, k, now, Phase.REHEARSING, is_hashed=True)
             yield k
             self._end_pass()
-            losses = self._run_passes()
+            losses = self.source.run_passes(self.statistics) or self._losses
         self._raise_failure()
         self.hashed = PassResult(
             float(losses[0]) if losses else None,

@@ -67,7 +67,7 @@ class StateSize:
         trained = [p for p in parameters if p.requires_grad]
         each = dict[nn.Parameter, float]()
         if trained and not (memory.offload == "optimizer" and device.type == "cuda"):
-            same_state = replace(optim, fused=False)  # which is told when the run builds it
+            same_state = replace(optim, fused=False)  # the run itself logs what that means
             optimizers = make_optimizers(model, same_state, memory, on_gpu=False)
             each = state_bytes(optimizers, optim.ema_decay)
         return cls(

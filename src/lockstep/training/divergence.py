@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -352,8 +351,10 @@ class ReplicaComparison:
 
     def _remove_records(self, names: list[str]) -> None:
         if names and self.runtime.membership:
-            with suppress(OSError):  # the next start reads them again
+            try:
                 self.runtime.membership.generation_log.folder.remove(*names)
+            except OSError as error:
+                log.warning("the next start reads the record of a divergence again: %s", error)
 
 
 def digests_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:

@@ -326,7 +326,7 @@ class ReplicaGroup:
     def _commit(self, step: int, decision: StepDecision) -> None:
         """Commit `step`, which all ranks have agreed on."""
         replica, squared = self.replica, self.runner.squared
-        if self.on_nonfinite == "raise":
+        if self.on_nonfinite != "ignore":
             module = None if self.local_model else replica.module
             refuse_nonfinite_gradient(decision, step, module, squared)
         self.runner.commit(step, decision)

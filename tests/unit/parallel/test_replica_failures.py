@@ -1,4 +1,4 @@
-"""After a lost peer a replica has the buffers of before, and holds no group."""
+"""A lost peer leaves a replica its buffers and its gradient, but no group."""
 
 from __future__ import annotations
 
