@@ -108,7 +108,7 @@ def test_resumed_run_keeps_its_bits_or_is_refused(
         train_here, 1, folder, flags | {"data.train": make_text(tmp_path / "text.tsv", 2)}
     )
     assert (
-        "belongs to another run: corpus was " in refusal
+        "belongs to another run: data was " in refusal
         and (folder / "checkpoints" / "step-00000002").is_dir()
     )
 

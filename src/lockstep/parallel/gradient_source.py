@@ -203,10 +203,15 @@ class GradientSource:
         the next generation may have committed its step."""
         self.phase = Phase.OUTSIDE
         self.reducer.drain()
-        self.plan = replace(self.plan, group=None)  # the last reference lets gloo close its sockets
+        self._drop_group()
+
+    def _drop_group(self) -> None:
+        """Forget the group of the step: gloo ends its threads with the last reference."""
+        self.plan = replace(self.plan, group=None)
 
     def close(self) -> None:
         self.reducer.close()
+        self._drop_group()
         self.groups.clear()
 
 
