@@ -102,6 +102,9 @@ class Turn(threading.Condition):
             self.others_started = True
             self.notify_all()
 
+    def forget_others(self) -> None:
+        self.others_started = False
+
     def exit(self, error: Exception) -> None:
         """Raise `error` in the main thread when it asks for the next generation."""
         with self:
@@ -157,7 +160,7 @@ class Membership:
                     self.request_stop(name)
                 turn.wait(SIGNAL_POLL_S)  # with a limit, so that signal handlers run
             if turn.others_started:
-                turn.others_started = False
+                turn.forget_others()
                 raise OthersStarted
             if turn.exit_error:
                 raise turn.exit_error
@@ -186,11 +189,11 @@ class Membership:
 
     def start_leaving(self) -> None:
         """Report that the main thread starts to leave the group; `report_left` follows."""
-        self.thread.leaving_s = time.monotonic()
+        self.thread.note_leaving(time.monotonic())
 
     def report_left(self, report: LeaveReport) -> None:
         """Report that the main thread has left generation `report.number`."""
-        self.thread.leaving_s = 0.0
+        self.thread.note_leaving(0.0)
         self.thread.report(self.protocol.on_group_left, report)
 
     def evict(self, id: str, why: str) -> None:
@@ -285,6 +288,9 @@ class MembershipThread(threading.Thread):
             self.turn.exit(error)
             self.aborter.abort()
         self.connections.close()
+
+    def note_leaving(self, since_s: float) -> None:
+        self.leaving_s = since_s
 
     def _tell(self, event: Event, *values: Any) -> None:
         self._apply(event(*values, time.monotonic()))

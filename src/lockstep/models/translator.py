@@ -130,7 +130,7 @@ class FeedForward(nn.Module):
         return cast(Tensor, self.out(F.relu(self.up(states), inplace=True)))
 
 
-class Layer(nn.Module):
+class TransformerLayer(nn.Module):
     """Sublayers, each added to the states with dropout in training."""
 
     def __init__(self, options: ModelOptions) -> None:
@@ -143,7 +143,7 @@ class Layer(nn.Module):
         return add_dropout(states, branch, self.dropout if self.training else 0.0)
 
 
-class EncoderLayer(Layer):
+class EncoderLayer(TransformerLayer):
     def __init__(self, options: ModelOptions) -> None:
         super().__init__(options)
         self.feed_norm = nn.LayerNorm(options.dim)
@@ -154,7 +154,7 @@ class EncoderLayer(Layer):
         return self.add(states, self.feed_forward(self.feed_norm(states)))
 
 
-class DecoderLayer(Layer):
+class DecoderLayer(TransformerLayer):
     def __init__(self, options: ModelOptions) -> None:
         super().__init__(options)
         self.cross_norm = nn.LayerNorm(options.dim)

@@ -25,7 +25,7 @@ from lockstep.network.wire_format import Wire
 from lockstep.parallel.buckets import Bucket, GradientBuckets
 from lockstep.parallel.digest import total_of
 from lockstep.parallel.exchange import tree_all_reduce
-from lockstep.parallel.gradient_source import GradientSource, Pass, Phase, StepPlan
+from lockstep.parallel.gradient_source import GradientSource, Pass, PassPhase, StepPlan
 from lockstep.parallel.gradient_watch import (
     GradientWatch,
     Unused,
@@ -141,7 +141,7 @@ class BucketSource(GradientSource):
             if self.wire != "fp32"
         }
 
-    def start_pass(self, now: Pass, phase: Phase, where: str, *, is_hashed: bool) -> None:
+    def start_pass(self, now: Pass, phase: PassPhase, where: str, *, is_hashed: bool) -> None:
         super().start_pass(now, phase, where, is_hashed=is_hashed)
         buckets = self.buckets
         leaf = Subtree(now.k, 1)
@@ -149,7 +149,7 @@ class BucketSource(GradientSource):
         if self._current and (encodes or not self._current.sibling_of(leaf)):
             self._store_subtree()
         self._current = Subtree(self._current.first, 2) if self._current else leaf
-        is_rehearsal = phase is Phase.REHEARSING
+        is_rehearsal = phase is PassPhase.REHEARSING
         if is_rehearsal:
             for bucket in buckets.buckets:
                 for p, view in zip(bucket.parameters, bucket.views, strict=True):

@@ -32,7 +32,7 @@ from lockstep.runtime.process_group import gather_json
 from lockstep.units import join_names
 
 
-class Phase(Enum):
+class PassPhase(Enum):
     """The use of the gradients of the current pass."""
 
     OUTSIDE = auto()  # of the micro-batches: there must be none
@@ -84,7 +84,7 @@ class GradientSource:
         self.groups = groups
         self.reducer = reducer
         self.wire = wire
-        self.phase = Phase.OUTSIDE
+        self.phase = PassPhase.OUTSIDE
         self.now = Pass(0, True, (), True)
         self.where = ""  # micro-batch and step of the current pass
         self.backwards = 0  # in the current pass
@@ -116,7 +116,7 @@ class GradientSource:
         self.plan = plan
         self._slice_sums = []
 
-    def start_pass(self, now: Pass, phase: Phase, where: str, *, is_hashed: bool) -> None:
+    def start_pass(self, now: Pass, phase: PassPhase, where: str, *, is_hashed: bool) -> None:
         self.now = now
         self.phase = phase
         self.where = where
@@ -133,13 +133,13 @@ class GradientSource:
     def skip(self) -> bool:
         """Let the current pass add zeros; return whether it is done. False: a pass over another
         micro-batch must run."""
-        self.phase = Phase.SKIPPING
+        self.phase = PassPhase.SKIPPING
         return False
 
     def count_backward(self, call: str) -> None:
         """UsageError: a second backward pass in a micro-batch, or one outside of them."""
         where = f"session.{call}(...)"
-        if self.phase is Phase.OUTSIDE:
+        if self.phase is PassPhase.OUTSIDE:
             hint = "call it inside the loop over loader(step)"
             raise UsageError(f"{call}() was called outside of the micro-batch loop", where, hint)
         if self.backwards:
@@ -156,7 +156,7 @@ class GradientSource:
                 "call session.backward(loss) once for every micro-batch, not loss.backward()",
             )
         if self.runs_at_once:
-            self.phase = Phase.OUTSIDE
+            self.phase = PassPhase.OUTSIDE
 
     def refuse_missing(self, missing: list[str], where: str) -> None:
         """UsageError: these parameters have no gradient."""
@@ -201,7 +201,7 @@ class GradientSource:
     def release(self) -> None:
         """Forget the step of a generation that is over. A complete gradient stays: the members of
         the next generation may have committed its step."""
-        self.phase = Phase.OUTSIDE
+        self.phase = PassPhase.OUTSIDE
         self.reducer.drain()
         self._drop_group()
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lockstep.network.bucket_sizes import group_by_size
 from lockstep.network.wire_format import Wire
-from lockstep.parallel.gradient_source import GradientSource, Phase, StepPlan
+from lockstep.parallel.gradient_source import GradientSource, PassPhase, StepPlan
 from lockstep.parallel.groups import ProcessGroups
 from lockstep.parallel.ordered_sum import FlatSum
 from lockstep.parallel.reducer import Reducer
@@ -87,7 +87,7 @@ class DifferenceSource(GradientSource):
             self.reducer.submit(partial(self._reduce, tag))
 
     def end_pass(self) -> None:
-        self.phase = Phase.OUTSIDE
+        self.phase = PassPhase.OUTSIDE
 
     def _reduce(self, tag: int) -> None:
         """Collective. Sum the differences of a bucket over all replicas, and write them to

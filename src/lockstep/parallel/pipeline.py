@@ -30,7 +30,7 @@ from lockstep.data.order import splitmix64
 from lockstep.errors import UsageError
 from lockstep.network.pipeline_schedule import PipelineOp, pipeline_schedule
 from lockstep.parallel.fsdp_units import UnitOrder
-from lockstep.parallel.gradient_source import GradientSource, Phase, StepPlan
+from lockstep.parallel.gradient_source import GradientSource, PassPhase, StepPlan
 from lockstep.parallel.groups import ProcessGroups
 from lockstep.parallel.parallelize import LocalModel
 from lockstep.parallel.plans import PendingMicroBatch, PipelineStage, StagedModel
@@ -450,7 +450,7 @@ class StageSource(UnitSource):
             after_forward,
         )
         losses = PipelineRunner(forward, self.groups, backward).step(len(passes))
-        self.phase = Phase.OUTSIDE
+        self.phase = PassPhase.OUTSIDE
         return [loss for loss, now in zip(losses, passes, strict=False) if now.counts]
 
 

@@ -19,7 +19,7 @@ from lockstep.data.order import splitmix64
 from lockstep.errors import PeersLostError, UsageError
 from lockstep.network.subtrees import equal_shares, leaves_of_rank
 from lockstep.parallel.digest import digest_of
-from lockstep.parallel.gradient_source import GradientSource, Pass, Phase, StepPlan, plan_passes
+from lockstep.parallel.gradient_source import GradientSource, Pass, PassPhase, StepPlan, plan_passes
 from lockstep.parallel.reducer import seconds_between, time_mark
 from lockstep.parallel.running_statistics import RunningStatistics
 from lockstep.runtime.numerics import seed_generators
@@ -85,7 +85,7 @@ class Replica:
     def counts(self) -> bool:
         """Whether the current micro-batch is this worker's, and not skipped; False: it only joins
         the collectives."""
-        return self.source.now.counts and self.source.phase is not Phase.SKIPPING
+        return self.source.now.counts and self.source.phase is not PassPhase.SKIPPING
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         """Run the forward pass; in a pipeline, only store the inputs."""
@@ -185,7 +185,7 @@ class Replica:
         for now in passes:
             k = first + now.k
             is_hashed = now.counts and k == self._hash_leaf
-            self._start_pass(step, k, now, Phase.TRAINING, is_hashed=is_hashed)
+            self._start_pass(step, k, now, PassPhase.TRAINING, is_hashed=is_hashed)
             yield k
             self._end_pass()
             if is_hashed:
@@ -203,7 +203,9 @@ class Replica:
                 self.statistics.exchange(axis_group, self.groups.waits.wait)
         source.finish_step()
 
-    def _start_pass(self, step: int, k: int, now: Pass, phase: Phase, *, is_hashed: bool) -> None:
+    def _start_pass(
+        self, step: int, k: int, now: Pass, phase: PassPhase, *, is_hashed: bool
+    ) -> None:
         seed_generators(splitmix64(self.seed, step, k) >> 1, self.parameters[0].device)
         self.source.start_pass(now, phase, f"micro-batch {k} of step {step}", is_hashed=is_hashed)
 
@@ -226,7 +228,7 @@ class Replica:
         with restored_buffers(self.module):
             now = Pass(k, True, (), False)
             self.source.start_step(StepPlan((self.seed, step), passes=[now]))
-            self._start_pass(step, k, now, Phase.REHEARSING, is_hashed=True)
+            self._start_pass(step, k, now, PassPhase.REHEARSING, is_hashed=True)
             yield k
             self._end_pass()
             losses = self.source.run_passes(self.statistics) or self._losses

@@ -36,7 +36,7 @@ from lockstep.parallel.fsdp_units import (
     fill_unused_gradients,
 )
 from lockstep.parallel.grad_norm import norm_squared_of_slices
-from lockstep.parallel.gradient_source import GradientSource, Pass, Phase, StepPlan
+from lockstep.parallel.gradient_source import GradientSource, Pass, PassPhase, StepPlan
 from lockstep.parallel.gradient_watch import Unused
 from lockstep.parallel.groups import all_to_all_rows
 from lockstep.parallel.ordered_sum import FlatSum, merged_subtrees
@@ -156,7 +156,7 @@ class UnitSource(GradientSource):
             for unit in self.local.fsdp_units
         ]
 
-    def start_pass(self, now: Pass, phase: Phase, where: str, *, is_hashed: bool) -> None:
+    def start_pass(self, now: Pass, phase: PassPhase, where: str, *, is_hashed: bool) -> None:
         super().start_pass(now, phase, where, is_hashed=is_hashed)
         for p in self._sharded:
             p.grad = None
@@ -177,7 +177,7 @@ class UnitSource(GradientSource):
 
     def _before_forward(self, module: nn.Module, _: Any) -> None:
         """Form the groups; refuse a pass whose gradients would belong to no micro-batch."""
-        is_trained = self.phase is not Phase.OUTSIDE and module is self.local.module
+        is_trained = self.phase is not PassPhase.OUTSIDE and module is self.local.module
         if torch.is_grad_enabled() and not is_trained:
             what = "a forward pass with gradients outside of the micro-batches, or of an average"
             hint = "use torch.no_grad() or session.evaluate there: the weights are in shards"
@@ -203,7 +203,7 @@ class UnitSource(GradientSource):
             self._unit_order.end()
             return
         cast(FSDPModule, module).reshard()
-        if self.phase is Phase.OUTSIDE:
+        if self.phase is PassPhase.OUTSIDE:
             self.groups.raise_failure()
 
     def backward(self, loss: Tensor) -> None:
@@ -266,10 +266,10 @@ class UnitSource(GradientSource):
         self._reduced_units.add(unit)
         if self.is_hashed:
             self._word_sums.append(word_sum(sent))
-        if self.phase is Phase.REHEARSING:
+        if self.phase is PassPhase.REHEARSING:
             self._is_finite = self._is_finite and bool(sent.isfinite().all())
             return
-        if self.phase is Phase.SKIPPING:
+        if self.phase is PassPhase.SKIPPING:
             sent.zero_()
         if sent.is_cuda:
             # FSDP reuses the memory after its reduce-scatter, without a wait for this exchange.

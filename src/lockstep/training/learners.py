@@ -56,7 +56,7 @@ def fill(parameters: Sequence[nn.Parameter], values: Sequence[Tensor]) -> None:
         p.detach().copy_(value)
 
 
-class Place(Enum):
+class LearnerPlace(Enum):
     """Where the loop is in a learner's step."""
 
     BEFORE = auto()  # its micro-batches
@@ -73,7 +73,7 @@ class InnerStep:
     learner: int
     step: int
     updates: list[Optimizer] = field(default_factory=list)
-    place: Place = Place.BEFORE
+    place: LearnerPlace = LearnerPlace.BEFORE
     gradient: StepGradient | None = None
     loss: float = 0.0
     count: int | None = None
@@ -82,7 +82,7 @@ class InnerStep:
     def __str__(self) -> str:
         return f"step {self.step} of learner {self.learner}"
 
-    def enter(self, place: Place) -> None:
+    def enter(self, place: LearnerPlace) -> None:
         self.place = place
 
     def note(self, numbers: Sequence[Sequence[float]]) -> None:
@@ -105,7 +105,7 @@ class InnerStep:
 
     def finish(self, gradient: StepGradient) -> None:
         self.gradient = gradient
-        self.place = Place.DONE
+        self.place = LearnerPlace.DONE
 
 
 @dataclass
@@ -338,7 +338,7 @@ class Learners:
                 p.grad = None
             self._seed(now, BEFORE_PASSES)
             yield now.step
-            if now.place is Place.LOST:
+            if now.place is LearnerPlace.LOST:
                 return
             self._refuse_incomplete(now)
             learner.take(now)
@@ -364,7 +364,7 @@ class Learners:
         if now.gradient is None:
             raise UsageError(
                 f"the micro-batch loop of {now} ended early"
-                if now.place is not Place.BEFORE
+                if now.place is not LearnerPlace.BEFORE
                 else f"the body of {now} ran no micro-batches",
                 "for inner_step in learners(step)",
                 "take all of them, `for batch in loader(inner_step)`, in every step",
@@ -394,7 +394,7 @@ class Learners:
     def micro_batches_of(self, step: int) -> Iterator[int]:
         """Collective in the replica. Yield this worker's micro-batches of the learner's step."""
         now = self.now
-        if now is None or step != now.step or now.place is not Place.BEFORE:
+        if now is None or step != now.step or now.place is not LearnerPlace.BEFORE:
             at = f"the loop is in {now}" if now else "the loop is in no step of a learner"
             raise UsageError(
                 f"the micro-batches of step {step}"
@@ -403,16 +403,16 @@ class Learners:
                 at,
                 "for inner_step in learners(step): one loop over loader(inner_step)",
             )
-        now.enter(Place.BETWEEN)
+        now.enter(LearnerPlace.BETWEEN)
         board = self._started().runtime.board
         try:
             for k in self.replica.passes(step, self.leaves()):
                 board.enter("forward", step + 1)
-                now.enter(Place.MICRO_BATCH)
+                now.enter(LearnerPlace.MICRO_BATCH)
                 yield k
-                now.enter(Place.BETWEEN)
+                now.enter(LearnerPlace.BETWEEN)
         except GeneratorExit:
-            now.enter(Place.BETWEEN)
+            now.enter(LearnerPlace.BETWEEN)
             raise
         except Exception as error:
             self._lose(now, error)
@@ -428,7 +428,7 @@ class Learners:
         if self.replica.workers_per_replica == 1:
             raise error
         self.replica.fail(error)
-        now.enter(Place.LOST)
+        now.enter(LearnerPlace.LOST)
         for p in self.replica.parameters:
             p.grad = None
 
@@ -439,7 +439,7 @@ class Learners:
         if scaler is not None:
             refuse_scaler("session.backward(loss, scaler=...)")
         now = self.now
-        if now is None or now.place is not Place.MICRO_BATCH:
+        if now is None or now.place is not LearnerPlace.MICRO_BATCH:
             raise UsageError(
                 "session.backward outside of the micro-batches of a learner",
                 "session.backward(loss)",
@@ -452,9 +452,9 @@ class Learners:
         """Scale the gradient of the learner's step; return its norm before."""
         now = self.now
         assert now is not None
-        if now.place is Place.LOST:
+        if now.place is LearnerPlace.LOST:
             return torch.zeros(())
-        if now.gradient is None and now.place is not Place.MICRO_BATCH:
+        if now.gradient is None and now.place is not LearnerPlace.MICRO_BATCH:
             self._refuse_incomplete(now)
         return (now.gradient or StepGradient((), None, 1, in_slices=False)).clip_(max_norm)
 
@@ -463,10 +463,10 @@ class Learners:
         now = self.now
         if updating_scaler():
             refuse_scaler("scaler.step(optimizer)")
-        if now and now.place is Place.LOST:
+        if now and now.place is LearnerPlace.LOST:
             return None
         name = type(optimizer).__name__
-        if now and now.gradient is None and now.place is not Place.MICRO_BATCH:
+        if now and now.gradient is None and now.place is not LearnerPlace.MICRO_BATCH:
             self._refuse_incomplete(now)
         if now is None or now.gradient is None:
             raise UsageError(
