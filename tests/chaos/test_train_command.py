@@ -445,6 +445,7 @@ def own_loop(folder: Path, workers: int) -> list[str]:
     return ["train", OWN_LOOP, "--out", str(folder), "--workers", str(workers), "--steps", "120"]
 
 
+@pytest.mark.long  # test_drill.py runs the same loop through the same faults
 def test_own_loop_has_the_same_bits_on_any_number_of_workers_and_through_a_kill_and_a_stop(
     tmp_path: Path,
 ) -> None:

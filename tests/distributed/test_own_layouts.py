@@ -337,7 +337,8 @@ def test_one_worker_clips_averages_and_skips(whole: tuple[Path, dict[str, list[A
 
 
 @pytest.mark.parametrize(
-    ("workers", "shards", "others"), [(2, 2, [(1, 1), (3, 3)]), (1, 1, [(4, 2)])]
+    ("workers", "shards", "others"),
+    [pytest.param(2, 2, [(1, 1), (3, 3)], marks=pytest.mark.long), (1, 1, [(4, 2)])],
 )
 def test_checkpoint_in_shards_resumes_in_other_layouts(
     whole: tuple[Path, Any],
