@@ -29,7 +29,7 @@ SERVER = Path(__file__).parents[1] / "support" / "ssh_server.py"
 
 def test_a_live_run_is_watched_and_ends_with_a_report(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    process = start_lockstep("train", OWN_LOOP, "--workers", "2", "--out", run, "--steps", "700")
+    process = start_lockstep("train", OWN_LOOP, "--workers", "2", "--out", run, "--steps", "500")
     wait_until(
         lambda: len(read_metrics(run / "metrics.jsonl")) >= 3, "three steps", process=process
     )
@@ -40,10 +40,10 @@ def test_a_live_run_is_watched_and_ends_with_a_report(tmp_path: Path) -> None:
     os.kill(run_status(run)["members"][0]["pid"], signal.SIGKILL)
     output = process.communicate(timeout=120)[0]
     assert process.returncode == 0, output
-    assert re.search(r"report: \S+/run/report.html: [\d.]+ KiB, 700 steps, in [\d.]+ s", output), (
+    assert re.search(r"report: \S+/run/report.html: [\d.]+ KiB, 500 steps, in [\d.]+ s", output), (
         output
     )
-    assert [line["step"] for line in read_metrics(run / "metrics.jsonl")] == list(range(1, 301))
+    assert [line["step"] for line in read_metrics(run / "metrics.jsonl")] == list(range(1, 501))
 
     page = (run / "report.html").read_text()
     charts = [
@@ -53,12 +53,12 @@ def test_a_live_run_is_watched_and_ends_with_a_report(tmp_path: Path) -> None:
     lost = next(event for event in read_events(run) if event["event"] == "regrouped")
     assert (
         charts[0]["marks"][0][0] == lost["step"]
-        and charts[0]["x"] == [1, 700]
+        and charts[0]["x"] == [1, 500]
         and "killed by SIGKILL" in page
     )
     ended = run_lockstep("watch", run).stdout
     assert (
-        "ended with exit code 0" in ended and "killed by SIGKILL" in ended and "step 700" in ended
+        "ended with exit code 0" in ended and "killed by SIGKILL" in ended and "step 500" in ended
     )
 
 

@@ -191,7 +191,8 @@ class Replica:
             if is_hashed:
                 self.hashed = PassResult(hash=source.pass_hash())
             self.statistics.end_micro_batch(now.k, counts=takes_buffers and now.counts)
-        self._losses = source.run_passes(self.statistics) or self._losses
+        losses = source.run_passes(self.statistics)
+        self._losses = self._losses if losses is None else losses
         if source.measures_passes:
             self._computed = start, time_mark(self.parameters[0].device)
         meanwhile()
@@ -231,7 +232,8 @@ class Replica:
             self._start_pass(step, k, now, PassPhase.REHEARSING, is_hashed=True)
             yield k
             self._end_pass()
-            losses = self.source.run_passes(self.statistics) or self._losses
+            losses = self.source.run_passes(self.statistics)
+        losses = self._losses if losses is None else losses
         self._raise_failure()
         self.hashed = PassResult(
             float(losses[0]) if losses else None,
