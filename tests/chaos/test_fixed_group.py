@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.launching import TORCHRUN
 from support.processes import SRC, SUPPORT, is_alive, processes_in, state_of
 from support.waiting import wait_until
 
@@ -274,17 +275,9 @@ def test_a_worker_killed_in_an_all_reduce_is_the_first_failure_and_the_other_los
 
 
 def test_under_torchrun_a_worker_reads_its_rank_from_the_environment(tmp_path: Path) -> None:
-    torchrun = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-    ]
     (tmp_path / "tmp").mkdir()
     done = subprocess.run(
-        [*torchrun, str(SUPPORT / "fixed_workers.py"), "join_and_leave"],
+        [*TORCHRUN, str(SUPPORT / "fixed_workers.py"), "join_and_leave"],
         cwd=tmp_path,
         env=environment(tmp_path),
         capture_output=True,

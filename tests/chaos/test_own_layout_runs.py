@@ -6,14 +6,13 @@ import json
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.fork_loop import LoopResult, run_loop
 from support.hosts import Host, Training
-from support.launching import one_thread, run_lockstep
+from support.launching import TORCHRUN, one_thread, run_lockstep
 
 from lockstep.checkpoint.commands import digest_line
 from lockstep.record import events, metrics
@@ -222,12 +221,7 @@ def test_worker_with_another_layout_cannot_join(tmp_path: Path) -> None:
 def test_torchrun_trains_in_shards(tmp_path: Path) -> None:
     environ = one_thread(LOCKSTEP_LAYOUT_SHARD="2")
     command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
+        *TORCHRUN,
         str(SCRIPT),
         "--steps=3",
     ]

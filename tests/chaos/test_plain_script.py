@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from support.hosts import living
-from support.launching import lockstep_command, run_lockstep
+from support.launching import TORCHRUN, lockstep_command, run_lockstep
 from support.waiting import wait_until
 
 from lockstep.runtime.worker_env import running_workers, state_folder
@@ -61,12 +61,7 @@ def test_a_script_gets_the_environment_and_the_result_that_torchrun_gives_it() -
     for name in ("saved.pt", "report"):
         Path(name).unlink()
     torchrun = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
+        *TORCHRUN,
         str(SCRIPT),
     ]
     subprocess.run(torchrun, capture_output=True, timeout=120, check=True)

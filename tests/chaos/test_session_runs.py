@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from support.fork_loop import LoopResult, run_loop
-from support.launching import one_thread
+from support.launching import TORCHRUN, one_thread
 from support.launching import run_lockstep as lockstep
 
 from lockstep.checkpoint.commands import digest_line
@@ -244,15 +244,7 @@ def test_second_session_under_an_agent_is_refused(case: str, tmp_path: Path) -> 
 
 
 def test_sessions_follow_each_other_under_torchrun(tmp_path: Path) -> None:
-    torchrun = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-    ]
-    words = [*torchrun, str(TWO_SESSIONS), "--out", str(tmp_path / "two"), "--case", "folds"]
+    words = [*TORCHRUN, str(TWO_SESSIONS), "--out", str(tmp_path / "two"), "--case", "folds"]
     result = subprocess.run(
         words, capture_output=True, text=True, timeout=200, env=one_thread(), check=False
     )

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from support.fork_loop import LoopResult, run_loop
-from support.launching import OWN_LOOP, ROOT, one_thread
+from support.launching import OWN_LOOP, ROOT, TORCHRUN, one_thread
 from support.launching import run_lockstep as run
 from support.launching import start_lockstep as start
 from support.processes import children, is_alive
@@ -51,7 +51,6 @@ SMALL = [
     "1",
 ]
 SMALL += ["--model.decoder_layers", "1", *DATA]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
 def steps_in(folder: Path) -> list[int]:

@@ -10,6 +10,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 OWN_LOOP = f"{ROOT / 'examples' / 'own_loop.py'}:train"
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
 def unpack(archive: Path, folder: Path) -> None:

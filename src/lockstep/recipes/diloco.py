@@ -3,8 +3,8 @@
     lockstep train recipes/translate.toml --workers 2 --diloco.learners 4 --diloco.every 50
     lockstep recipes copy diloco my.py            a copy of this file, to change
 
-Each learner starts at the common weights and takes diloco.every steps of its own optimizers. Their
-mean change is the gradient of the outer optimizer (docs/slow-links.md).
+Each learner starts at the common weights and takes diloco.every steps with its inner optimizers.
+The mean change of all learners is the gradient of the outer optimizer (docs/slow-links.md).
 """
 
 from __future__ import annotations

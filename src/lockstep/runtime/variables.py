@@ -18,8 +18,8 @@ def takes_no_value(word: str) -> bool:
 
 
 def unknown_variables(environ: Iterable[str], known: Collection[str]) -> list[str]:
-    """Return the names that begin with LOCKSTEP_ and are not known, except those that Kubernetes
-    sets for a service with a name like lockstep-run."""
+    """Return the unknown names that begin with LOCKSTEP_. Kubernetes sets some for a service with a
+    name like lockstep-run: these are not returned."""
     linked = re.compile(r"_SERVICE_(HOST|PORT)|_PORT(_\d+_(TCP|UDP).*)?$")
     names = [name for name in environ if name.startswith("LOCKSTEP_") and name not in known]
     return [name for name in names if not linked.search(name)]

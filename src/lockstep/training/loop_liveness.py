@@ -353,7 +353,7 @@ class Walk:
     def _read_bound(
         self, targets: Sequence[ast.AST], nodes: Iterable[ast.AST], wanted: bool
     ) -> None:
-        """Read nodes in which the targets have a scope of their own."""
+        """Read nodes of a comprehension or lambda, whose targets are local to it."""
         outside = self.names
         inside = [node for target in targets for node in ast.walk(target)]
         bound = {getattr(node, "id", getattr(node, "arg", "")) for node in inside}
