@@ -27,7 +27,7 @@ from lockstep.parallel.grad_norm import commit_gradient
 from lockstep.parallel.parallelize import parallelize
 from lockstep.record.step_timer import flops_per_token, peak_flops, peak_resident_bytes
 from lockstep.runtime.numerics import make_deterministic
-from lockstep.tasks.optim import adamw
+from lockstep.tasks.optim import make_optimizers
 from lockstep.training.profiler import measure_matmul_flops
 
 
@@ -58,20 +58,13 @@ def main() -> None:
     with torch.device("meta"):
         model = Llama(shape).bfloat16()
 
-    def compiled(blocks: list[torch.nn.Module]) -> None:
-        for block in blocks:
-            block.compile(dynamic=False)
-
     value = lambda name, size: init_param(name, size, shape.n_layers, 1)  # noqa: E731
-    held = parallelize(
-        model,
-        Layout(),
-        Coordinates(0, 0, 0, 0),
-        value,
-        device,
-        prepare_blocks=None if args.no_compile else compiled,
-    )
-    optimizer = adamw(held, OptimOptions(learning_rate=3e-4), MemoryOptions(weights="bf16"))
+    held = parallelize(model, Layout(), Coordinates(0, 0, 0, 0), value, device)
+    if not args.no_compile:
+        for block in model.layers:
+            block.compile(dynamic=False)
+    memory = MemoryOptions(weights="bf16")
+    [optimizer] = make_optimizers(held, OptimOptions(learning_rate=3e-4), memory)
     chance = torch.Generator(device).manual_seed(1)
     seconds = []
     for _ in range(args.warm + args.steps):
