@@ -44,10 +44,15 @@ class WorkerKilled(BaseException):
 
 
 class FakeCluster:
-    """The workers "h/0/x", "h/1/x", ... of one run, in generations of the living workers."""
+    """The workers "h/0/x", "h/1/x", ... of one run, in generations of the living workers.
 
-    def __init__(self, folder: Path, size: int) -> None:
+    garbage  the end of a generation ends works as an aborted kernel of NCCL ends: as if they had
+             succeeded, with any numbers; and messages still arrive
+    """
+
+    def __init__(self, folder: Path, size: int, *, garbage: bool = False) -> None:
         self.folder, self.ended = folder, None
+        self.garbage = garbage
         (folder / "generations").mkdir(parents=True, exist_ok=True)
         self.log = GenerationLog(folder / "generations")
         self.turn = threading.Condition()
@@ -212,6 +217,20 @@ class FakeGroup:
         self.number, self.rank, self.count = generation.number, rank, 0
         self.sent, self.received = {}, {}
 
+    @property
+    def is_aborted(self) -> bool:
+        return bool(self.cluster.error(self.number))
+
+    def exchange_gradients(self, size: int, gradients: list[list[Tensor]]) -> list[list[Tensor]]:
+        try:
+            rows = [row for rows in self.exchange(size, gradients) for row in rows]
+        except RuntimeError:
+            if not self.cluster.garbage:
+                raise
+        if self.cluster.garbage and self.is_aborted:
+            return [[torch.full_like(gradient, 1e6) for gradient in row] for row in gradients]
+        return rows
+
     def exchange(self, size: int, value: Any) -> list[Any]:
         cluster, self.count = self.cluster, self.count + 1
         slots = [(self.number, self.count, rank) for rank in range(size)]
@@ -264,7 +283,10 @@ class FakeGroup:
         def receive() -> None:
             with self.cluster.turn:
                 self.cluster.wait(
-                    lambda: key in self.cluster.messages or self.cluster.error(key[0])
+                    lambda: (
+                        key in self.cluster.messages
+                        or (self.cluster.error(key[0]) and not self.cluster.garbage)
+                    )
                 )
                 if key not in self.cluster.messages:
                     raise RuntimeError(LOST)
@@ -328,7 +350,7 @@ class FakeReplica:
             yield k
             gradients.append([p.grad.clone() for p in self.parameters if p.grad is not None])
         meanwhile()
-        rows = [row for rows in self.runtime.group.exchange(world.size, gradients) for row in rows]
+        rows = self.runtime.group.exchange_gradients(world.size, gradients)
         for parameter, *grads in zip(self.parameters, *rows, strict=True):
             parameter.grad = torch.stack(grads).double().sum(0).to(parameter.dtype)
 

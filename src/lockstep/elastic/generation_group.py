@@ -121,6 +121,13 @@ class GenerationGroup:
             self._hold_s = seconds
             return not self._is_shut_down
 
+    @property
+    def is_aborted(self) -> bool:
+        """Whether works may have ended by an abort: on a GPU they then look like successful ones,
+        with any numbers in their tensors."""
+        with self._lock:
+            return self._is_shut_down
+
     def is_abort_held(self) -> bool:
         """Return whether the group stays open for an exchange although its generation is over."""
         with self._lock:
@@ -136,7 +143,6 @@ class GenerationGroup:
             if time.monotonic() - self._abort_asked_s < self._hold_s:
                 return False
             self._is_shut_down = True
-        is_aborting = self._abort_communicators()
         sockets = open_sockets()
         forming = (
             sockets - self._sockets_before
@@ -146,7 +152,7 @@ class GenerationGroup:
         shutdown_sockets(
             entry for entry in sockets & self._sockets | forming if entry[0] not in links
         )
-        return is_aborting
+        return self._abort_communicators()  # last: a vote must not follow a work that was aborted
 
     def _abort_communicators(self) -> bool:
         """Start to abort NCCL's communicators; return whether one is still being aborted."""

@@ -200,6 +200,7 @@ class StepRunner:
         self.runtime.board.enter("voting")
         self.runtime.board.enter_collective()
         size = self.replica.workers_per_replica
+        self.runtime.refuse_aborted()  # the vote has read the losses, so all works are done
         self.has_voted = True
         decision = vote_on_step(self.runtime, vote, replica_size=size)
         if self.rollback:

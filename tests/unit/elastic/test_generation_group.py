@@ -153,6 +153,29 @@ def test_an_abort_waits_until_all_optimizers_have_exchanged_their_updates() -> N
     assert not updates.hold(60), "it is aborted"
 
 
+def test_works_that_end_by_an_abort_are_known_before_they_look_done(
+    store: TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An aborted kernel of NCCL ends like one that has succeeded."""
+    group = GenerationGroup(torch.device("cuda"))
+    seen: list[tuple[bool, bytes]] = []
+
+    class AbortedKernel:
+        def abort(self) -> None:
+            seen.append((group.is_aborted, near.recv(100)))
+
+    kernel = AbortedKernel()
+    monkeypatch.setattr(generation_group, "device_backends", lambda device: [kernel])
+    with group.track_subgroups():
+        near, far = socket.socketpair()
+    with near, far:
+        near.settimeout(5)
+        assert not group.is_aborted
+        group.shutdown(set())
+        wait_until(lambda: bool(seen))
+    assert seen == [(True, b"")], "and its sockets were shut down: no vote can succeed"
+
+
 @pytest.mark.parametrize("intact", [True, False])
 def test_the_communicators_of_an_intact_group_live_until_all_members_have_left(
     intact: bool, store: TCPStore, monkeypatch: pytest.MonkeyPatch

@@ -123,6 +123,24 @@ def expected(tmp_path_factory: pytest.TempPathFactory, fake_replica: None) -> li
     return weights[0]
 
 
+def test_nobody_votes_for_works_that_an_abort_has_ended(
+    tmp_path: Path, expected: list[float]
+) -> None:
+    def lose(worker: Worker, step: int, k: int) -> None:
+        if step == 2 and worker.slot == 2 and k == MICRO_BATCHES - 1:  # of a worker that is alive, and goes on
+            group = worker.runtime.group
+            sent = [(group.number, group.count + 1, rank) for rank in (0, 1)]
+            with cluster.turn:
+                cluster.wait(lambda: all(slot in cluster.messages for slot in sent))
+            cluster.remove("h/2/x", "no heartbeat")
+
+    cluster = FakeCluster(tmp_path, 3, garbage=True)
+    run = Run(cluster, on_micro_batch=lose)
+    weights = run_workers(run.cluster, run, [0, 1, 2])
+    assert weights[0] == weights[1] == pytest.approx(expected)
+    assert isinstance(weights[2], FencedError), weights[2]
+
+
 def wait_for_joiner(worker: Worker, step: int, k: int) -> None:
     """Hold worker 0 in step 1 until a joiner waits."""
     if step == 1 and worker.slot == 0 and worker.runtime.world.generation == 1:
