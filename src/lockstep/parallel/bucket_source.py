@@ -38,7 +38,7 @@ from lockstep.parallel.ordered_sum import SumTree
 from lockstep.parallel.reducer import Reducer
 from lockstep.parallel.wire_sum import WireSum, row_lengths
 from lockstep.runtime.process_group import gather_json
-from lockstep.runtime.torch_private import foreach_add_
+from lockstep.runtime.torch_private import foreach_add_, unique_parameters
 
 
 @dataclass
@@ -84,10 +84,14 @@ class BucketSource(GradientSource):
         """Find the trained parameters, and make buckets in the order of their gradients."""
         refuse_unsupported(self.model)
         trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        self._found = self._trained()
         self.names = list(trained)
         self.parameters = list(trained.values())
         self._watch = GradientWatch(self.names, self.parameters)
         self.buckets = GradientBuckets(self.parameters, self.bucket_bytes, self._on_ready, order)
+
+    def _trained(self) -> list[int]:
+        return [id(p) for p in unique_parameters(self.model) if p.requires_grad]
 
     def _replace_buckets(self, order: list[int] | None = None) -> None:
         self.buckets.close()
@@ -106,8 +110,7 @@ class BucketSource(GradientSource):
 
     def follow_parameters(self) -> bool:
         buckets = self.buckets
-        trained = [id(p) for p in self.model.parameters() if p.requires_grad]
-        if trained != [id(p) for p in self.parameters]:
+        if self._trained() != self._found:
             self._replace_buckets()
             return True
         if not all(bucket.is_current() for bucket in buckets.buckets):

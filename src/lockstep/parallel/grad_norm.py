@@ -30,9 +30,14 @@ def row_norms(gradient: torch.Tensor) -> torch.Tensor:
 
 def sum_of_squares(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the sum of squares, 0-dim float64: summed per row, per gradient, then over all."""
-    return torch.stack(
-        [row_norms(gradient).double().square().sum() for gradient in gradients]
-    ).sum()
+    return sum_of_rows([row_norms(gradient) for gradient in gradients])
+
+
+def sum_of_rows(norms: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the sum of squares of the gradients whose rows have these norms."""
+    squares = torch.cat([rows.double() for rows in norms]).square()
+    of_gradients = [rows.sum() for rows in squares.split([len(rows) for rows in norms])]
+    return torch.stack(of_gradients).sum()
 
 
 def norm_squared_of_slices(
@@ -192,8 +197,11 @@ def commit_gradient(
     """
     in_slices = squared is not None
     if divisor != 1:
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        squared = sum_of_squares(gradients) if squared is None else squared
-        for gradient in gradients:
-            gradient.div_(divisor)
+        norms = []
+        for p in parameters:
+            if p.grad is not None:
+                if not in_slices:
+                    norms.append(row_norms(p.grad))
+                p.grad.div_(divisor)  # while the processor's cache has it
+        squared = squared if in_slices else sum_of_rows(norms)
     return StepGradient(parameters, squared, divisor, in_slices=in_slices)

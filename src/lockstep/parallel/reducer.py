@@ -56,12 +56,14 @@ class Reducer:
         return left_behind
 
     def _reset(self) -> None:
-        self._failure, self._submitted, self.blocked_s = None, 0, 0.0  # `submit` waited so long
+        self._failure = None
+        self._in_flight = False  # jobs may not be done
+        self.blocked_s = 0.0  # `submit` waited so long
         self._submitted_at: Any = None
         self._done_at: Any = None
 
     def submit(self, job: Callable[[], None]) -> None:
-        self._submitted += 1
+        self._in_flight = True
         self._submitted_at = time_mark(self.device)
         if self._thread:
             self._thread.submit(partial(self._run, job))
@@ -84,8 +86,9 @@ class Reducer:
         waits."""
         if self._stream:
             torch.cuda.current_stream(self.device).wait_stream(self._stream)
-        elif self._thread and self._submitted:
+        elif self._thread and self._in_flight:
             self._thread.drain()
+        self._in_flight = False
 
     def exposed_s(self) -> float:
         """Return the seconds of communication after the last job of the step was submitted."""

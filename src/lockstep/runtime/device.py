@@ -22,7 +22,9 @@ def peak_memory_bytes(device: torch.device) -> int:
     """Return the most memory that this process has used: of the GPU that torch has allocated, or
     resident."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+        # max_memory_allocated flattens all statistics first, a third of a millisecond.
+        stats = torch.cuda.memory_stats_as_nested_dict(device)
+        return int(stats["allocated_bytes"]["all"]["peak"]) if stats else 0
     return peak_resident_bytes()
 
 

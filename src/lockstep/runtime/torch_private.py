@@ -42,6 +42,25 @@ own_buffers: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter("_buff
 non_persistent_buffers: Callable[[nn.Module], set[str]] = attrgetter("_non_persistent_buffers_set")
 
 
+def modules_of(model: nn.Module) -> list[nn.Module]:
+    """Return model.modules() in the same order. That builds the names as well, 20 times as slow."""
+    found: dict[int, nn.Module] = {}
+    pending = [model]
+    while pending:
+        module = pending.pop()
+        if id(module) not in found:
+            found[id(module)] = module
+            children = reversed(module._modules.values())
+            pending += [child for child in children if child is not None]
+    return list(found.values())
+
+
+def unique_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters of `modules_of`, each once."""
+    held = (p for module in modules_of(model) for p in module._parameters.values())
+    return list({id(p): p for p in held if p is not None}.values())
+
+
 def has_gradient_hooks(parameter: Tensor) -> bool:
     """Return whether functions are registered that see or change the gradient; no public way to
     ask."""

@@ -15,7 +15,7 @@ from lockstep.checkpoint.json_tree import pack
 from lockstep.errors import UsageError
 from lockstep.parallel.digest import digest_of
 from lockstep.parallel.frozen_state import FrozenState
-from lockstep.runtime.torch_private import version_of
+from lockstep.runtime.torch_private import modules_of, unique_parameters, version_of
 from lockstep.training.checkpointer import Checkpointer
 from lockstep.training.saved_state import PlainValue
 from lockstep.units import join_names
@@ -40,23 +40,42 @@ class LoopChanges:
         *,
         has_learners: bool = False,
     ) -> None:
-        self.module, self.checkpointer, self.first_step = module, checkpointer, True
+        self.module = module
+        self.checkpointer = checkpointer
+        self.first_step = True
         self.has_learners = has_learners
+        self._modes: list[bool] = []  # of the modules, as their names below were found
+        self._evaluating: list[str] = []
+        self._parameters: list[nn.Parameter] = []  # the same for the weights
+        self._weights: dict[str, nn.Parameter] = {}
 
     def start(self, frozen_state: FrozenState) -> None:
         self._buffers = frozen_state.buffers()
         if self.checkpointer:
+            self.checkpointer.follow_eval_mode(self._find_evaluating())
+        if not self.has_learners:
+            self._find_weights()
+        self._before, self._attributes = self._values(), self._numbers()
+
+    def _find_evaluating(self) -> list[str]:
+        """Return the outermost modules in eval mode."""
+        modes = [module.training for module in modules_of(self.module)]
+        if modes != self._modes:
+            self._modes = modes
             modules = dict(self.module.named_modules())
             evaluating = (name for name, child in modules.items() if not child.training)
-            outermost = [
+            self._evaluating = [
                 name or "the model"
                 for name in evaluating
                 if not name or modules[name.rpartition(".")[0]].training
             ]
-            self.checkpointer.follow_eval_mode(outermost)
-        named = () if self.has_learners else self.module.named_parameters()
-        self._weights = {name: p for name, p in named if p.numel()}
-        self._before, self._attributes = self._values(), self._numbers()
+        return self._evaluating
+
+    def _find_weights(self) -> None:
+        parameters = unique_parameters(self.module)
+        if list(map(id, parameters)) != list(map(id, self._parameters)):
+            self._parameters = parameters
+            self._weights = {name: p for name, p in self.module.named_parameters() if p.numel()}
 
     def refuse(self, frozen_state: FrozenState, step: int) -> None:
         """UsageError: weights or state have changed. Warn of changed attributes of modules."""

@@ -95,6 +95,17 @@ def test_a_private_name_is_found(source: str, name: str) -> None:
     assert [hit.partition(": ")[2] for hit in private_names(source)] == [name]
 
 
+def test_modules_and_parameters_are_found_in_torchs_order() -> None:
+    shared = nn.Linear(2, 2)
+    model = nn.ModuleDict({"a": nn.Sequential(shared, nn.Sequential()), "b": shared})
+    model["c"] = nn.Sequential(nn.BatchNorm1d(2), nn.TransformerEncoderLayer(4, 2, 8))
+    model["c"].register_module("nothing", None)
+    model["a"][0].weight = model["c"][0].weight  # shared by two modules
+    assert list(map(id, private.modules_of(model))) == list(map(id, model.modules()))
+    parameters = list(map(id, private.unique_parameters(model)))
+    assert parameters == list(map(id, model.parameters()))
+
+
 def test_names_of_other_libraries_and_strings_are_allowed() -> None:
     assert list(private_names('import os\nos._exit(1)\nPRELOAD = ["torch._dynamo"]')) == []
 
