@@ -20,6 +20,8 @@ Every error derives from lockstep.LockstepError. Other names are imported on fir
 `import lockstep` does not import torch.
 """
 
+import os
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +46,14 @@ if TYPE_CHECKING:
     from lockstep.training.scores import Best as Best
     from lockstep.training.scores import EarlyStopping as EarlyStopping
 
+
+def _set_cublas_workspace() -> None:
+    """Set what cuBLAS reads at its first product; make_deterministic refuses an earlier product."""
+    if "torch" not in sys.modules or not sys.modules["torch"].cuda.is_initialized():
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+_set_cublas_workspace()
 __version__ = "0.1.0"  # pyproject.toml reads it from here
 
 _MODULES = {

@@ -15,13 +15,15 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.grad import conv2d_weight
 
+from lockstep.errors import UsageError
 from lockstep.runtime.environment import bf16_flag
 from lockstep.runtime.tensor_bytes import bytes_of
 
+CUBLAS_SETTING = "CUBLAS_WORKSPACE_CONFIG"
 # Variables that make oneDNN, MKL, ATen and cuBLAS choose other kernels.
 KERNEL_SETTINGS = (
     "ONEDNN_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS",
-    "ATEN_CPU_CAPABILITY", "NVIDIA_TF32_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG",
+    "ATEN_CPU_CAPABILITY", "NVIDIA_TF32_OVERRIDE", CUBLAS_SETTING,
 )  # fmt: skip
 
 
@@ -104,9 +106,16 @@ def fingerprint(device: torch.device) -> dict[str, str]:
         "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else "none",
         "deterministic": f"{torch.are_deterministic_algorithms_enabled()}{', warn_only' * warn_only}",
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
-        **{name: os.environ.get(name, "not set") for name in KERNEL_SETTINGS},
+        **kernel_settings(device),
         **probe_results(str(device), threads),
     }
+
+
+def kernel_settings(device: torch.device) -> dict[str, str]:
+    settings = {name: os.environ.get(name, "not set") for name in KERNEL_SETTINGS}
+    if device.type != "cuda":
+        settings[CUBLAS_SETTING] = "not set"  # lockstep sets it in every process
+    return settings
 
 
 @functools.cache
@@ -200,11 +209,18 @@ def sha256_of(tensors: Iterable[Tensor]) -> str:
 def make_deterministic(device: torch.device) -> str:
     """Select deterministic kernels; return a description. A CPU needs only fixed threads.
     On a GPU an operation without a deterministic kernel raises an error. A warning would not do:
-    the backward passes of fused attention then add in any order (attention_backward.cu)."""
+    the backward passes of fused attention then add in any order (attention_backward.cu).
+    UsageError: CUDA was used before cuBLAS was told which workspace to take."""
     if device.type != "cuda":
         return f"{torch.get_num_threads()} thread(s) per worker: the number of threads changes bits, so it is part of the run"
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    if CUBLAS_SETTING not in os.environ:
+        raise UsageError(
+            f"this process has used CUDA before lockstep was imported, without {CUBLAS_SETTING}: "
+            "matrix products may have other bits than on other workers",
+            "import lockstep",
+            f"import lockstep before the first tensor on a GPU, or set {CUBLAS_SETTING}=:4096:8",
+        )
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # else each torch.empty is filled
     torch.backends.cudnn.benchmark = False
-    return f"deterministic CUDA kernels only (CUBLAS_WORKSPACE_CONFIG={os.environ['CUBLAS_WORKSPACE_CONFIG']})"
+    return f"deterministic CUDA kernels only ({CUBLAS_SETTING}={os.environ[CUBLAS_SETTING]})"
