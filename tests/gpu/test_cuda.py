@@ -65,7 +65,8 @@ def test_example_own_loop_trains_on_the_gpu(tmp_path: Path) -> None:
     program = (
         "import torch, own_loop; own_loop.train(steps=3); print(torch.cuda.max_memory_allocated())"
     )
-    environ = {**os.environ, "PYTHONPATH": str(example.parent)}
+    paths = [str(example.parent), os.environ.get("PYTHONPATH", "")]
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     result = subprocess.run(
         [sys.executable, "-c", program],
         capture_output=True,
