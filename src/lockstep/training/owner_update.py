@@ -12,8 +12,11 @@ So checkpoints and joiners know nothing of owners.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,7 +40,9 @@ ELEMENTWISE = (
 )
 TAG = 61  # of these messages in the group of all workers
 LOCAL_STATE = ("ema",)  # keys that the optimizer's own step does not read
-Transfers = list[tuple[int, Tensor]]
+WEIGHT = ""  # the key of the parameter itself, beside those of its state
+State = dict[str, Any]
+Transfers = list[tuple[int, Tensor]]  # (peer, bytes)
 
 
 def couples_elements(optimizer: optim.Optimizer) -> bool:
@@ -60,14 +65,16 @@ def apply_owner_rule(
 
     UsageError for an optimizer or a layout that the owner rule does not cover.
     """
-    name = type(optimizer).__name__
-    if isinstance(optimizer, optim.LBFGS) and local.layout.workers_per_replica > 1:
-        what, hint = (
-            "LBFGS evaluates the loss several times per update and couples all parameters",
+    where = f"layout {local.layout}"
+    if local.layout.workers_per_replica == 1:
+        return
+    if isinstance(optimizer, optim.LBFGS):
+        raise UsageError(
+            "LBFGS evaluates the loss several times per update and couples all parameters: not supported with shards",
+            where,
             "use another optimizer, or replicas",
         )
-        raise UsageError(f"{what}: not supported with shards", f"layout {local.layout}", hint)
-    if local.layout.workers_per_replica == 1 or not couples_elements(optimizer):
+    if not couples_elements(optimizer):
         return
     numbers: list[list[dict[str, float]]] = []
     optimizer.register_step_pre_hook(lambda *_: numbers.append(numbers_of_groups(optimizer)))
@@ -77,23 +84,34 @@ def apply_owner_rule(
     if local.layout.shard == local.layout.tensor == 1:
         return
     if local.layout.tensor > 1:
-        hint = "set layout.tensor to 1; an optimizer that updates each element by itself declares elementwise = True"
         raise UsageError(
-            f"{name} needs whole matrices, which layout.tensor splits",
-            f"layout {local.layout}",
-            hint,
+            f"{type(optimizer).__name__} needs whole matrices, which layout.tensor splits",
+            where,
+            "set layout.tensor to 1; an optimizer that updates each element by itself declares elementwise = True",
         )
     OwnerUpdate(optimizer, local, runtime)
 
 
-class Whole(NamedTuple):
-    """A parameter in shards during an update. rows: of each shard."""
+@dataclass
+class Whole:
+    """A parameter in shards during an update.
+
+    rows       of each shard
+    owner      rank of the shard that updates it
+    kept       state that the optimizer's own step does not read
+    parameter  in one piece, on its owner
+    """
 
     name: str
     local: nn.Parameter
-    shape: tuple[int, ...]
     rows: list[TensorSlice]
     owner: int
+    kept: State = field(default_factory=dict)
+    parameter: nn.Parameter | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.rows[0].shape
 
 
 class OwnerUpdate:
@@ -103,7 +121,9 @@ class OwnerUpdate:
         self, optimizer: optim.Optimizer, local: LocalModel, runtime: ElasticRuntime
     ) -> None:
         assert local.groups is not None
-        self.local, self.groups, self.runtime = local, local.groups, runtime
+        self.local = local
+        self.groups = local.groups
+        self.runtime = runtime
         self.names = {id(parameter): name for name, parameter in local.local_params.items()}
         self.waits = WorkWaiter(self._abort_reason, in_thread=local.groups.in_thread)
         runtime.updates.add()
@@ -112,145 +132,117 @@ class OwnerUpdate:
 
     def _wholes(self, parameters: Iterable[nn.Parameter]) -> list[Whole]:
         """Deal the parameters to owners: each to the shard with the fewest elements so far."""
-        shards, wholes = self.local.layout.shard, list[Whole]()
+        shards = len(self.ranks)
+        wholes = list[Whole]()
         elements = [0] * shards
         for parameter in parameters:
             name = self.names[id(parameter)]
-            slices = [
-                self.local.tensor_slices[name].split_rows(shard, shards) for shard in range(shards)
-            ]
+            part = self.local.tensor_slices[name]
+            rows = [part.split_rows(shard, shards) for shard in range(shards)]
             owner = elements.index(min(elements))
-            wholes.append(Whole(name, parameter, slices[0].shape, slices, owner))
-            elements[owner] += torch.Size(slices[0].shape).numel()
+            wholes.append(Whole(name, parameter, rows, self.ranks[owner]))
+            elements[owner] += math.prod(part.shape)
         return wholes
 
     @torch.no_grad()
-    def gather(
-        self, optimizer: optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def gather(self, optimizer: optim.Optimizer, args: tuple[Any, ...], kwargs: State) -> None:
         """Collective. Give the optimizer the whole parameters that this shard owns, and no
         others."""
         if any(value is not None for value in (*args[1:], *kwargs.values())):
-            what, hint = (
+            raise UsageError(
                 f"{type(optimizer).__name__}.step was called with a closure, in shards",
+                f"layout {self.local.layout}",
                 "compute the loss in the micro-batch loop",
             )
-            raise UsageError(what, f"layout {self.local.layout}", hint)
-        rank = dist.get_rank()
-        self.ranks = self.groups.current_layout().ranks_along(rank, "shard")
-        self.own = self.ranks.index(rank)
+        self.ranks = self.groups.current_layout().ranks_along(dist.get_rank(), "shard")
         self.parameters = [group["params"] for group in optimizer.param_groups]
-        self.wholes = self._wholes(
-            p for parameters in self.parameters for p in parameters if p.grad is not None
-        )
-        self.states: dict[str, dict[str, Any]] = {}
-        owned: dict[int, nn.Parameter] = {}
-        sends, receives = Transfers(), Transfers()
+        self.wholes = self._wholes(p for p in chain(*self.parameters) if p.grad is not None)
+        sends = Transfers()
+        receives = Transfers()
+        owned = dict[int, nn.Parameter]()
         for whole in self.wholes:
             p = whole.local
-            self.states[whole.name] = optimizer.state.pop(p, {})
-            state = {
-                key: value
-                for key, value in self.states[whole.name].items()
-                if key not in LOCAL_STATE
-            }
-            tensors_by_key = {
-                key: state[key] for key in sorted(state) if isinstance(state[key], Tensor)
-            }
+            state: State = optimizer.state.pop(p, {})
+            whole.kept = {key: state.pop(key) for key in LOCAL_STATE if key in state}
             # In the order of the keys: shards may have made their state in another order.
-            sharded = {
-                key: value for key, value in tensors_by_key.items() if value.shape == p.shape
-            }
+            sharded = [
+                key
+                for key in sorted(state)
+                if isinstance(state[key], Tensor) and state[key].shape == p.shape
+            ]
             assert p.grad is not None
-            parts = [p.detach(), p.grad, *sharded.values()]
-            if whole.owner != self.own:
-                sends += [(self.ranks[whole.owner], as_bytes(part)) for part in parts]
+            parts = [p.detach(), p.grad, *(state[key] for key in sharded)]
+            sends += [(whole.owner, as_bytes(part)) for part in parts]
+            if whole.owner != dist.get_rank():
                 continue
             tensors = [part.new_empty(whole.shape) for part in parts]
-            for tensor, part in zip(tensors, parts, strict=True):
-                for shard, rows in enumerate(whole.rows):
-                    if shard == self.own:
-                        rows.of(tensor).copy_(part)
-                    else:
-                        receives.append((self.ranks[shard], as_bytes(rows.of(tensor))))
-            owned[id(p)] = parameter = nn.Parameter(tensors[0])
-            parameter.grad = tensors[1]
+            for tensor in tensors:
+                receives += self._rows(whole, tensor)
+            whole.parameter = owned[id(p)] = nn.Parameter(tensors[0])
+            whole.parameter.grad = tensors[1]
             if state:
-                optimizer.state[parameter] = state | dict(zip(sharded, tensors[2:], strict=True))
+                optimizer.state[whole.parameter] = state | dict(
+                    zip(sharded, tensors[2:], strict=True)
+                )
         self._exchange(sends, receives)
         for group, parameters in zip(optimizer.param_groups, self.parameters, strict=True):
             group["params"] = [owned[id(p)] for p in parameters if id(p) in owned]
-        self.owned = owned
 
     @torch.no_grad()
-    def scatter(
-        self, optimizer: optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def scatter(self, optimizer: optim.Optimizer, *_: Any) -> None:
         """Collective. Return the rows of weights and state to their shards."""
         owned = {
-            whole.name: self.owned[id(whole.local)]
+            whole.name: {
+                WEIGHT: whole.parameter.detach(),
+                **optimizer.state.pop(whole.parameter, {}),
+            }
             for whole in self.wholes
-            if whole.owner == self.own
+            if whole.parameter is not None
         }
-        states = {name: optimizer.state.pop(parameter, {}) for name, parameter in owned.items()}
-        rows_of = {whole.name: whole.rows for whole in self.wholes}
-        described = self._exchange_json(
-            {
-                name: describe(name, state, rows_of[name], optimizer)
-                for name, state in states.items()
-            }
-        )
-        sends, receives, weights = Transfers(), Transfers(), list[tuple[nn.Parameter, Tensor]]()
+        described = dict[str, list[Any]]()
+        rows = {whole.name: whole.rows for whole in self.wholes}
+        own = {name: describe(name, owned[name], rows[name], optimizer) for name in owned}
+        for of_owner in self._exchange_json(own):
+            described |= of_owner
+        sends = Transfers()
+        receives = Transfers()
         for whole in self.wholes:
-            is_owner, p = whole.owner == self.own, whole.local
-            state = {
-                key: value for key, value in self.states[whole.name].items() if key in LOCAL_STATE
-            }
-            rows = [("", DTYPES[p.dtype], whole.shape, None), *described[whole.owner][whole.name]]
-            for key, dtype, shape, value in rows:
-                if dtype is None or value is not None:
-                    state[key] = (
-                        value
-                        if dtype is None
-                        else torch.tensor(value, dtype=TORCH_DTYPES[dtype]).view(shape)
-                    )
+            p = whole.local
+            state = whole.kept
+            for key, dtype, shape, value in described[whole.name]:
+                if dtype is None:
+                    state[key] = value
+                    continue
+                if value is not None:
+                    state[key] = torch.tensor(value, dtype=TORCH_DTYPES[dtype]).view(shape)
                     continue
                 is_sharded = tuple(shape) == whole.shape
-                tensor = (
-                    (states[whole.name][key] if key else owned[whole.name].detach()).to(p.device)
-                    if is_owner
-                    else p
-                )
-                parts = (
-                    [part.of(tensor) if is_sharded else tensor for part in whole.rows]
-                    if is_owner
-                    else []
-                )
                 received = torch.empty(
                     p.shape if is_sharded else shape, dtype=TORCH_DTYPES[dtype], device=p.device
                 )
-                if is_owner:
-                    sends += [
-                        (self.ranks[shard], as_bytes(part))
-                        for shard, part in enumerate(parts)
-                        if shard != self.own
-                    ]
-                    received.copy_(parts[self.own])
+                state[key] = received
+                receives.append((whole.owner, as_bytes(received)))
+                if whole.name not in owned:
+                    continue
+                tensor = owned[whole.name][key].to(p.device)
+                if is_sharded:
+                    sends += self._rows(whole, tensor)
                 else:
-                    receives.append((self.ranks[whole.owner], as_bytes(received)))
-                if key:
-                    state[key] = received
-                else:
-                    weights.append((p, received))
-            if state:
-                optimizer.state[p] = state
+                    sends += [(rank, as_bytes(tensor)) for rank in self.ranks]
         self._exchange(sends, receives)
         self.runtime.updates.end()
-        for p, received in weights:
-            p.copy_(received)
+        for whole in self.wholes:
+            whole.local.copy_(whole.kept.pop(WEIGHT))
+            if whole.kept:
+                optimizer.state[whole.local] = whole.kept
         for group, parameters in zip(optimizer.param_groups, self.parameters, strict=True):
             group["params"] = parameters
-        del self.owned, self.states, self.wholes
+        self.wholes = []
+
+    def _rows(self, whole: Whole, tensor: Tensor) -> Transfers:
+        """Return the rows of a whole tensor, with the ranks of their shards."""
+        pairs = zip(self.ranks, whole.rows, strict=True)
+        return [(rank, as_bytes(rows.of(tensor))) for rank, rows in pairs]
 
     def _abort_reason(self) -> str:
         """Return why this generation is over, but "" while an abort waits for this update."""
@@ -262,30 +254,38 @@ class OwnerUpdate:
         applied in part, and this worker receives the state of another replica."""
         group = dist.group.WORLD  # others need not take part, and it exists in every generation
         assert group is not None
+        rank = group.rank()
+        to_own, from_own = (
+            [tensor for peer, tensor in transfers if peer == rank]
+            for transfers in (sends, receives)
+        )
+        for source, target in zip(to_own, from_own, strict=True):
+            target.copy_(source)
+        sends, receives = (
+            [(peer, tensor) for peer, tensor in transfers if peer != rank]
+            for transfers in (sends, receives)
+        )
         self.groups.board.enter_collective(sum(tensor.nbytes for _, tensor in sends))
         try:
             self.waits.wait(start_exchange(sends, receives, group, tag=TAG), group)
         except Exception as error:
             if not self.runtime.is_peer_loss(error):
                 raise
-            what = f"a worker was lost while the shards of a replica exchanged an update: {error_summary(error)}"
             raise FencedError(
-                what,
-                f"rank {dist.get_rank()}",
+                f"a worker was lost while the shards of a replica exchanged an update: {error_summary(error)}",
+                f"rank {rank}",
                 "this worker restarts and receives the state of another replica",
             ) from error
 
     def _exchange_json(self, value: Any) -> list[Any]:
         """Collective in the shards of a replica. Return the values of all shards."""
         own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        others = [rank for rank in self.ranks if rank != self.ranks[self.own]]
-        sizes = {rank: torch.zeros(1, dtype=torch.int64) for rank in others}
-        self._exchange([(rank, torch.tensor([own.numel()])) for rank in others], [*sizes.items()])
-        texts = {
-            rank: torch.empty(int(size), dtype=torch.uint8) for rank, size in sizes.items()
-        } | {self.ranks[self.own]: own}
-        self._exchange([(rank, own) for rank in others], [(rank, texts[rank]) for rank in others])
-        return [json.loads(texts[rank].numpy().tobytes()) for rank in self.ranks]
+        size = torch.tensor([own.numel()])
+        sizes = [(rank, torch.zeros_like(size)) for rank in self.ranks]
+        self._exchange([(rank, size) for rank in self.ranks], sizes)
+        texts = [(rank, own.new_empty(int(size))) for rank, size in sizes]
+        self._exchange([(rank, own) for rank in self.ranks], texts)
+        return [json.loads(text.numpy().tobytes()) for _, text in texts]
 
 
 def numbers_of_groups(optimizer: optim.Optimizer) -> list[dict[str, float]]:
