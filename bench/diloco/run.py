@@ -43,6 +43,7 @@ from lockstep.config.resolve import parse_flags, resolve
 from lockstep.corpus.encoded_pairs import PreparedPairs, open_prepared, prepare
 from lockstep.generation.beam_search import batches_by_length
 from lockstep.models.translator import build_translator
+from lockstep.network.wire_format import FORMATS
 from lockstep.record.metrics import read_metrics
 from lockstep.tasks.translation import make_order
 
@@ -222,7 +223,7 @@ def flags_of(name: str, args: argparse.Namespace) -> list[str]:
             args.outer[1],
         ]
     wire = rest[0] if kind == "diloco" and rest else kind
-    return flags + (["--parallel.wire", wire] if wire in ("bf16", "int8") else [])
+    return flags + (["--parallel.wire", wire] if wire in FORMATS else [])
 
 
 def read_result(place: Path, base: Sequence[str], every: int) -> dict[str, Any]:

@@ -38,7 +38,7 @@ from bench.results import keep, machine  # noqa: E402
 from lockstep.config.resolve import parse_flags, resolve  # noqa: E402
 from lockstep.config.schema import RunConfig  # noqa: E402
 from lockstep.layout import Layout  # noqa: E402
-from lockstep.network.links import Link  # noqa: E402
+from lockstep.network.moves import Link  # noqa: E402
 from lockstep.planner.calibration import calibrate_together  # noqa: E402
 from lockstep.planner.devices import SAME_HOST, Cluster  # noqa: E402
 from lockstep.planner.memory_cost import memory_cost  # noqa: E402

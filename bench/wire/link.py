@@ -30,7 +30,7 @@ import torch.distributed as dist
 
 from bench.results import TOP, keep, machine
 from lockstep.models.llama import Llama, LlamaConfig, init_param
-from lockstep.network.wire_format import MOST_LEAVES, Section
+from lockstep.network.wire_format import FORMATS, MAX_BLOCK, Section
 from lockstep.parallel.build_replica import build_replica
 from lockstep.parallel.replica import Replica
 from lockstep.parallel.wire_codec import decode, encode
@@ -79,7 +79,7 @@ def work(rank: int, size: int, each: int, rounds: int, folder: Path) -> None:
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=120)
     )
-    replicas = {wire: make_replica(wire, each * size) for wire in MOST_LEAVES}
+    replicas = {wire: make_replica(wire, each * size) for wire in FORMATS}
     lines = []
     for number in range(WARM_UP + rounds):
         for turn in range(len(replicas)):
@@ -138,8 +138,10 @@ def measure(size: int, each: int, rate: str, rounds: int) -> list[dict[str, Any]
 def codec_cost() -> str:
     """Return the CPU nanoseconds per element of encoding and decoding 4 M elements, the least of ten times."""
     flat, texts = torch.randn(2**22), []
-    for wire, block in (("bf16", 1), ("int8", 256)):
-        sections = (Section(block, len(flat)),)
+    for wire, form in FORMATS.items():
+        if form.is_exact:
+            continue
+        sections = (Section(wire, MAX_BLOCK if form.largest else 1, len(flat)),)
         calls = (
             partial(encode, flat, sections, 1),
             partial(decode, encode(flat, sections, 1), sections),
@@ -162,7 +164,7 @@ def table(lines: list[dict[str, Any]], rate: str) -> str:
             line for line in lines if (line["hosts"], line["micro_batches"]) == (hosts, leaves)
         ]
         plain = {line["round"]: line["seconds"] for line in chosen if line["wire"] == "fp32"}
-        for wire in MOST_LEAVES:
+        for wire in FORMATS:
             own = [line for line in chosen if line["wire"] == wire]
             ratios = sorted(line["seconds"] / plain[line["round"]] for line in own)
             spread = f"{median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"

@@ -21,6 +21,7 @@ from typing import Any
 from bench.results import TOP, keep, machine
 from lockstep.config.open_run import open_run
 from lockstep.elastic.runtime import ElasticRuntime
+from lockstep.network.wire_format import FORMATS
 from lockstep.parallel import wire_codec
 from lockstep.recipes.script import lock_run_folder, train
 from lockstep.record.metrics import read_metrics
@@ -36,7 +37,7 @@ SMALL = {
     "model.decoder_layers": 1,
 }
 SMALL |= {"data.pairs": 3000, "data.held_out": 50, "tokenizer.vocab_size": 500, "batch.tokens": 128}
-FORMATS = ("fp32", "bf16", "int8", NEAREST)
+NAMES = (*FORMATS, NEAREST)
 
 
 def losses(
@@ -85,7 +86,7 @@ def main() -> None:
     args = parser.parse_args()
     load_before, lines = os.getloadavg(), list[dict[str, Any]]()
     for seed in map(int, args.seeds.split(",")):
-        for name in FORMATS:
+        for name in NAMES:
             with tempfile.TemporaryDirectory(prefix="lockstep-wire-") as folder:
                 (of_steps,) = run_ranks(
                     losses, 1, folder, name, seed, args.steps, args.small, timeout_s=3600

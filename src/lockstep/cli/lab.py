@@ -12,7 +12,7 @@ from lockstep.cli.start import run_in_group
 from lockstep.errors import UsageError
 from lockstep.network.collectives import algorithms_for, schedule_of
 from lockstep.network.draw import align, draw_svg, draw_text
-from lockstep.network.links import Link
+from lockstep.network.moves import Link
 from lockstep.network.simulate import Network, Simulation, best_by_size
 from lockstep.units import format_count, format_seconds
 

@@ -17,6 +17,7 @@ from pydantic import BeforeValidator, TypeAdapter, ValidationError
 
 from lockstep.config.adapter_config import LORA_TARGETS
 from lockstep.errors import ConfigError
+from lockstep.network.wire_format import Wire
 from lockstep.units import parse_bytes, parse_seconds, shorten
 
 Bytes = Annotated[int, BeforeValidator(parse_bytes)]
@@ -283,9 +284,7 @@ class OptimOptions:
 
 @dataclass(frozen=True)
 class ParallelOptions:
-    wire: Literal["fp32", "bf16", "int8"] = bits_option(
-        "fp32", "format in which gradients travel between workers"
-    )
+    wire: Wire = bits_option("fp32", "format in which gradients travel between workers")
     bucket_bytes: Bytes = option(
         0,
         "size of a bucket of gradients, reduced while the backward pass runs; 0: 100 MB on a GPU, 25 MB on a CPU",

@@ -40,7 +40,7 @@ def schedule_of(collective: str, algorithm: str, ranks: int, ranks_per_host: int
             return chain(ranks) if collective == "broadcast" else reverse(chain(ranks), adds=True)
         scatter, gather = ring_reduce_scatter(everyone, parts), ring_all_gather(everyone, parts)
     else:
-        scatter, gather = halving(ranks, renamed=collective != "all-reduce")
+        scatter, gather = halving((1,) * ranks, everyone, renamed=collective != "all-reduce")
     return {
         "broadcast": lambda: tree(everyone, parts) + gather,
         "reduce": lambda: scatter + reverse(tree(everyone, parts), adds=False),
@@ -147,30 +147,32 @@ def ring(ranks: Ranks, parts: Sequence[Range], offset: int, *, adds: bool) -> Ph
     )
 
 
-def halving(size: int, *, renamed: bool) -> tuple[Schedule, Schedule]:
-    """Return the engine's exchange with one micro-batch per rank: (reduce-scatter, all-gather).
-    renamed: the rank that sums slice r is called r."""
-    merges, returns = exchange_steps((1,) * size)
-    names = {
-        part.rank: i if renamed else part.rank for i, part in enumerate(merges[-1].total.slices)
-    }
-    scatter: defaultdict[int, list[Move]] = defaultdict(list)
-    gather: defaultdict[int, list[Move]] = defaultdict(list)
+def halving(shares: tuple[int, ...], ranks: Ranks, *, renamed: bool) -> tuple[Schedule, Schedule]:
+    """Return the engine's exchange among `ranks`, which compute so many micro-batches each:
+    (reduce-scatter, all-gather). renamed: the rank that sums slice r is the r-th one."""
+    merges, (first, *returns) = exchange_steps(shares)
+    names = dict(enumerate(ranks))
+    if renamed:
+        owners = [part.rank for part in merges[-1].total.slices]
+        names = dict(zip(owners, ranks, strict=True))
 
     def moves(steps: Sequence[Step], *, adds: bool) -> list[Move]:
-        owners = [{part.rank for part in before.slices} for before, _ in steps]
+        own = [{part.rank for part in before.slices} for before, _ in steps]
         return [
-            Move(names[sender], names[receiver], start, stop, adds and receiver not in own)
-            for (before, after), own in zip(steps, owners, strict=True)
+            Move(names[sender], names[receiver], start, stop, adds and receiver not in holders)
+            for (before, after), holders in zip(steps, own, strict=True)
             for sender, receiver, start, stop in transfers(before, after)
         ]
 
+    scatter: defaultdict[int, list[Move]] = defaultdict(list)
+    gather: defaultdict[int, list[Move]] = defaultdict(list)
     for left, right, total in merges:
         scatter[total.node.leaves] += moves([(left, total), (right, total)], adds=True)
-    for steps in filter(None, returns):
+    for steps in returns:
         gather[steps[0][0].node.leaves] += moves(steps, adds=False)
+    rounds = [moves(first, adds=False), *(gather[leaves] for leaves in sorted(gather)[::-1])]
     return [round_of(scatter[leaves]) for leaves in sorted(scatter)], [
-        round_of(gather[leaves]) for leaves in sorted(gather, reverse=True)
+        round_of(messages) for messages in rounds if messages
     ]
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, linear_regression, median
 from typing import Any, NamedTuple
 
-from lockstep.network.links import Link
+from lockstep.network.moves import Link
 from lockstep.units import format_bytes
 
 SAME_HOST, OTHER_HOST = "same_host", "other_host"

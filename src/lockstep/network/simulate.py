@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from lockstep.network.links import Link
-from lockstep.network.moves import Move, Phase, Schedule
+from lockstep.network.moves import Link, Move, Phase, Schedule
 from lockstep.network.tree_exchange import WHOLE
 
 STEADY = 1e-9  # relative difference of growths that are rounding errors

@@ -5,6 +5,8 @@
     int8  1 byte per element and an fp32 scale per block; blocks are parts of one row of a
           parameter. Rows without blocks, such as biases and norms, travel as bf16
 
+FORMATS is the only place that lists them: configuration, codec, sums, planner and benches follow.
+
 Only whole micro-batches (leaves) and the complete sum are rounded. A partial sum contains different
 leaves on different numbers of ranks: it travels as fp32, or as its leaves if these are smaller.
 
@@ -17,60 +19,92 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-from lockstep.network.tree_exchange import WHOLE, Message, Slice, owner_rounds, rounds_of_rank
+from lockstep.network.tree_exchange import WHOLE, Message, Slice
 
 Wire = Literal["fp32", "bf16", "int8"]
 
 MAX_BLOCK, MIN_BLOCK = 256, 32  # elements that share a scale
+USUAL_BLOCK = 100  # of a model, where its rows are not known
 SCALE_BYTES = 4
-# A sum of at most so many leaves travels as its leaves, a larger one as fp32.
-MOST_LEAVES: dict[Wire, int] = {"fp32": 0, "bf16": 1, "int8": 2}
+
+
+class WireFormat(NamedTuple):
+    """How parallel/wire_codec.py writes elements.
+
+    dtype        of torch, to which elements are rounded
+    bytes        of an element
+    most_leaves  a sum of at most so many leaves travels as its leaves, a larger one as fp32;
+                 0: sums are exact, and nothing is encoded
+    largest      the element of a block that is rounded to this has the block's scale; 0: no blocks
+    is_random    elements are rounded up or down at random, to whole numbers
+    """
+
+    dtype: str
+    bytes: int
+    most_leaves: int
+    largest: int = 0
+    is_random: bool = False
+
+    @property
+    def is_exact(self) -> bool:
+        return not self.most_leaves
+
+    @property
+    def share(self) -> float:
+        """Bytes of a gradient on its way, as a share of those of fp32."""
+        scale = SCALE_BYTES / USUAL_BLOCK if self.largest else 0.0
+        return (self.bytes + scale) / 4
+
+
+FORMATS: dict[Wire, WireFormat] = {
+    "fp32": WireFormat("float32", 4, most_leaves=0),
+    "bf16": WireFormat("bfloat16", 2, most_leaves=1),
+    "int8": WireFormat("int8", 1, most_leaves=2, largest=127, is_random=True),
+}
+WITHOUT_BLOCKS: Wire = "bf16"  # the format of rows without blocks
 
 
 class Section(NamedTuple):
-    """Adjacent blocks of one length; length 1: bf16, without scales."""
+    """Adjacent elements of one format, in blocks of one length; 1: without scales."""
 
+    wire: Wire
     block: int
     elements: int
 
     @property
     def encoded_bytes(self) -> int:
-        return (
-            2 * self.elements
-            if self.block == 1
-            else self.elements // self.block * (SCALE_BYTES + self.block)
-        )
+        scales = self.elements // self.block if self.block > 1 else 0
+        return FORMATS[self.wire].bytes * self.elements + SCALE_BYTES * scales
 
 
 Sections = tuple[Section, ...]
 
 
-def block_length(wire: Wire, row: int) -> int:
-    """Return how many elements of a row share a scale: a divisor, so that blocks fill whole
-    rows."""
-    if wire == "int8":
-        return next(
-            (block for block in range(min(row, MAX_BLOCK), MIN_BLOCK - 1, -1) if row % block == 0),
-            1,
-        )
-    return 1
+def block_of(wire: Wire, row: int) -> tuple[int, Wire]:
+    """Return how many elements of a row share a scale, and the format of the row: a divisor, so
+    that blocks fill whole rows."""
+    if not FORMATS[wire].largest:
+        return 1, wire
+    for block in range(min(row, MAX_BLOCK), MIN_BLOCK - 1, -1):
+        if row % block == 0:
+            return block, wire
+    return 1, WITHOUT_BLOCKS
 
 
 def wire_order(wire: Wire, parts: Sequence[tuple[int, int]]) -> tuple[list[int], Sections]:
     """Return (order of the parts in an encoded buffer, its sections): parts with equal blocks
     adjoin.
 
-    bf16 comes first, at an even byte of each slice.
+    Rows without blocks come first, at an even byte of each slice.
 
     parts  (elements, elements of a row) of each parameter
     """
-    blocks = [block_length(wire, row) for _, row in parts]
-    order = sorted(range(len(parts)), key=lambda i: blocks[i])
-    elements = {
-        block: sum(n for (n, _), other in zip(parts, blocks, strict=True) if other == block)
-        for block in blocks
-    }
-    return order, tuple(Section(block, elements[block]) for block in sorted(elements))
+    blocks = [block_of(wire, row) for _, row in parts]
+    elements = dict.fromkeys(sorted(blocks), 0)
+    for (count, _), block in zip(parts, blocks, strict=True):
+        elements[block] += count
+    order = sorted(range(len(parts)), key=blocks.__getitem__)
+    return order, tuple(Section(name, block, n) for (block, name), n in elements.items())
 
 
 def element_count(sections: Sections) -> int:
@@ -83,21 +117,24 @@ def encoded_bytes(sections: Sections) -> int:
 
 def between(sections: Sections, elements: slice) -> Sections:
     """Return the sections of these elements, whole blocks."""
-    inside, first = [], 0
-    for block, count in sections:
-        overlap = min(elements.stop, first + count) - max(elements.start or 0, first)
-        inside += [Section(block, overlap)] if overlap > 0 else []
-        first += count
+    inside = list[Section]()
+    first = 0
+    for section in sections:
+        last = first + section.elements
+        overlap = min(elements.stop, last) - max(elements.start or 0, first)
+        if overlap > 0:
+            inside.append(section._replace(elements=overlap))
+        first = last
     return tuple(inside)
 
 
 def align(sections: Sections, position: int) -> int:
     """Return the start of the block that contains the element at `position`."""
     first = 0
-    for block, elements in sections:
-        if position < first + elements:
-            return position - (position - first) % block
-        first += elements
+    for section in sections:
+        if position < first + section.elements:
+            return position - (position - first) % section.block
+        first += section.elements
     return position
 
 
@@ -109,45 +146,20 @@ def blocks_of(sections: Sections, part: Slice | Message) -> slice:
     )
 
 
-def sent_bytes(wire: Wire, sections: Sections, rank: int, shares: tuple[int, ...]) -> int:
-    """Return how many bytes a rank sends for the sum of a buffer. shares: leaves by rank."""
-    if wire == "fp32":
-        sends = (
-            message
-            for turns in rounds_of_rank(rank, shares)
-            for turn in turns
-            for message in turn.sends
-        )
-        return sum(
-            4 * ((message.stop - message.start) * element_count(sections) // WHOLE)
-            for message in sends
-        )
-    plan, total = owner_rounds(rank, shares), 0
-    for message in plan.exchange.sends:
-        part, count = between(sections, blocks_of(sections, message)), message.node.leaves
-        total += (
-            count * encoded_bytes(part) if count <= MOST_LEAVES[wire] else 4 * element_count(part)
-        )
-    return total + sum(
-        encoded_bytes(between(sections, blocks_of(sections, m)))
-        for turn in plan.gather
-        for m in turn.sends
-    )
-
-
 def wire_conflict(
     wire: Wire, tensor: int, pipeline: int, reduces_once: bool
 ) -> tuple[str, str, str] | None:
     """Return (what, keys, hint) when other values of the run exclude the format."""
-    if wire not in MOST_LEAVES:
-        return f"unknown format wire={wire!r}", "parallel.wire", f"try {', '.join(MOST_LEAVES)}"
+    if wire not in FORMATS:
+        return f"unknown format wire={wire!r}", "parallel.wire", f"try {', '.join(FORMATS)}"
+    added = "which adds gradients outside of the tree"
     excluded = {
-        "layout.tensor": (f"{tensor}, which adds gradients outside of the tree", tensor > 1),
-        "layout.pipeline": (f"{pipeline}, which adds gradients outside of the tree", pipeline > 1),
-        "fsdp.reduce": ("per_step, which sends sums of several micro-batches", reduces_once),
+        "layout.tensor": f"{tensor}, {added}" if tensor > 1 else "",
+        "layout.pipeline": f"{pipeline}, {added}" if pipeline > 1 else "",
+        "fsdp.reduce": "per_step, which sends sums of several micro-batches" * reduces_once,
     }
-    for key, (value, is_set) in excluded.items():
-        if is_set and wire != "fp32":
+    for key, value in excluded.items():
+        if value and not FORMATS[wire].is_exact:
             return (
                 f"parallel.wire={wire} is not supported with {key}={value}",
                 f"parallel.wire {key}",

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from lockstep.errors import UsageError
 from lockstep.network.subtrees import Subtree, is_one_addition
-from lockstep.network.wire_format import Wire
+from lockstep.network.wire_format import FORMATS, Wire
 from lockstep.parallel.buckets import Bucket, GradientBuckets
 from lockstep.parallel.digest import total_of
 from lockstep.parallel.exchange import tree_all_reduce
@@ -141,7 +141,7 @@ class BucketSource(GradientSource):
         self._wire_sums = {
             bucket: WireSum(self.wire, row_lengths(bucket.parameters), plan.key, plan.shares)
             for bucket in self.buckets.buckets
-            if self.wire != "fp32"
+            if not FORMATS[self.wire].is_exact
         }
 
     def start_pass(self, now: Pass, phase: PassPhase, where: str, *, is_hashed: bool) -> None:

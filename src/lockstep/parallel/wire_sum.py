@@ -22,7 +22,7 @@ from lockstep.errors import UsageError
 from lockstep.network.subtrees import Subtree
 from lockstep.network.tree_exchange import Message, owner_rounds
 from lockstep.network.wire_format import (
-    MOST_LEAVES,
+    FORMATS,
     Sections,
     Wire,
     between,
@@ -43,33 +43,32 @@ Parts = Iterable[tuple[Message, Sequence[Tensor]]]
 @dataclass
 class LeafSum:
     """A sum of leaves: encoded, one by one, or if they are many added in fp32. Adding may overwrite
-    the left operand."""
+    the left operand.
 
-    wire: Wire
+    most     leaves that are kept encoded
+    tensors  uint8, one per leaf; or one of fp32
+    """
+
+    most: int
     sections: Sections
-    tensors: list[Tensor]  # uint8, one per leaf; or one of fp32
+    tensors: list[Tensor]
 
     @property
     def is_encoded(self) -> bool:
         return self.tensors[0].dtype == torch.uint8
 
     @classmethod
-    def empty(cls, wire: Wire, sections: Sections, leaves: int, device: torch.device) -> LeafSum:
-        if leaves <= MOST_LEAVES[wire]:
-            tensors = [
-                torch.empty(encoded_bytes(sections), dtype=torch.uint8, device=device)
-                for _ in range(leaves)
-            ]
-        else:
-            tensors = [torch.empty(element_count(sections), device=device)]
-        return cls(wire, sections, tensors)
+    def empty(cls, most: int, sections: Sections, leaves: int, device: torch.device) -> LeafSum:
+        if leaves > most:
+            return cls(most, sections, [torch.empty(element_count(sections), device=device)])
+        leaf = torch.empty(encoded_bytes(sections), dtype=torch.uint8, device=device)
+        return cls(most, sections, [torch.empty_like(leaf) for _ in range(leaves)])
 
     def slice(self, elements: slice) -> LeafSum:
         """Return a view of these elements, whole blocks."""
         part = byte_range(self.sections, elements) if self.is_encoded else elements
-        return LeafSum(
-            self.wire, between(self.sections, elements), [tensor[part] for tensor in self.tensors]
-        )
+        tensors = [tensor[part] for tensor in self.tensors]
+        return LeafSum(self.most, between(self.sections, elements), tensors)
 
     def decoded(self) -> Tensor:
         """Return the sum, fp32 (elements,)."""
@@ -82,9 +81,9 @@ class LeafSum:
 
     def __add__(self, right: LeafSum) -> LeafSum:
         leaves = [*self.tensors, *right.tensors]
-        if self.is_encoded and right.is_encoded and len(leaves) <= MOST_LEAVES[self.wire]:
-            return LeafSum(self.wire, self.sections, leaves)
-        return LeafSum(self.wire, self.sections, [self.decoded().add_(right.decoded())])
+        if not (self.is_encoded and right.is_encoded and len(leaves) <= self.most):
+            leaves = [self.decoded().add_(right.decoded())]
+        return LeafSum(self.most, self.sections, leaves)
 
 
 def row_lengths(parameters: Iterable[Tensor]) -> list[tuple[int, int]]:
@@ -113,6 +112,7 @@ class WireSum(FlatSum):
     ) -> None:
         super().__init__(shares)
         self.wire = wire
+        self.most = FORMATS[wire].most_leaves
         self.seed_and_step = seed_and_step
         self.leaves = sum(shares)
         self.sizes = [elements for elements, _ in parts]
@@ -125,16 +125,15 @@ class WireSum(FlatSum):
         """Return leaf `k`, encoded. UsageError: its gradients are not fp32."""
         flat = torch.cat([parts[i].reshape(-1) for i in self.order])
         if flat.dtype != torch.float32:
-            what = f"parallel.wire={self.wire} encodes gradients of torch.float32, these are {flat.dtype}"
             raise UsageError(
-                what,
+                f"parallel.wire={self.wire} encodes gradients of torch.float32, these are {flat.dtype}",
                 "the dtype of the trained parameters",
                 "train float32 parameters, or set parallel.wire=fp32",
             )
         return encode(flat, self.sections, self._key(k))
 
     def add(self, k: int, flat: Tensor) -> None:
-        self.tree.add(Subtree(k, 1), LeafSum(self.wire, self.sections, [flat]))
+        self.tree.add(Subtree(k, 1), LeafSum(self.most, self.sections, [flat]))
 
     def compact(self) -> None:
         """Do nothing: an encoded leaf has its own storage."""
@@ -148,7 +147,7 @@ class WireSum(FlatSum):
         tag: int = 0,
     ) -> Tensor:
         """Collective. See FlatSum."""
-        plan, device = owner_rounds(group.rank() if group else 0, self.shares), out[0].device
+        plan = owner_rounds(group.rank() if group else 0, self.shares)
         elements = partial(blocks_of, self.sections)
 
         def transfer(sends: Parts, receives: Parts) -> None:
@@ -159,18 +158,20 @@ class WireSum(FlatSum):
             if group is not None:
                 waits.wait(start_exchange(to_send, to_receive, group, traffic, tag), group)
 
-        own, sums = elements(plan.own), dict(self.tree.stack)
+        device = out[0].device
+        own = elements(plan.own)
         own_sections = between(self.sections, own)
+        sums = dict(self.tree.stack)
         received = [
-            (m, LeafSum.empty(self.wire, own_sections, m.node.leaves, device))
+            (m, LeafSum.empty(self.most, own_sections, m.node.leaves, device))
             for m in plan.exchange.receives
         ]
-        sent = [(m, sums[m.node].slice(elements(m)).tensors) for m in plan.exchange.sends]
-        transfer(sent, [(m, part.tensors) for m, part in received])
-        summands = [
-            *((m.node, part) for m, part in received),
-            *((node, part.slice(own)) for node, part in sums.items()),
-        ]
+        transfer(
+            [(m, sums[m.node].slice(elements(m)).tensors) for m in plan.exchange.sends],
+            [(m, part.tensors) for m, part in received],
+        )
+        summands = [(m.node, part) for m, part in received]
+        summands += [(node, part.slice(own)) for node, part in sums.items()]
         whole: SumTree[LeafSum] = SumTree()
         for node, part in sorted(summands, key=itemgetter(0)):
             whole.add(node, part)
@@ -186,13 +187,8 @@ class WireSum(FlatSum):
             transfer(sent, taken)
         total = decode(encoded, self.sections)
         ordered = [out[i] for i in self.order]
-        foreach_copy_(
-            ordered,
-            [
-                part.view(o.shape)
-                for o, part in zip(ordered, total.split([o.numel() for o in ordered]), strict=True)
-            ],
-        )
+        parts = total.split([part.numel() for part in ordered])
+        foreach_copy_(ordered, [part.view_as(o) for o, part in zip(ordered, parts, strict=True)])
         self.tree = SumTree()
         return total[own]
 
@@ -209,4 +205,6 @@ def sum_in_format(
 ) -> FlatSum:
     """Return the empty sum of a buffer that travels in the format `wire`. rows: see `row_lengths`,
     where it is encoded."""
-    return FlatSum(shares) if wire == "fp32" else WireSum(wire, rows(), seed_and_step, shares)
+    if FORMATS[wire].is_exact:
+        return FlatSum(shares)
+    return WireSum(wire, rows(), seed_and_step, shares)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lockstep.errors import UsageError
-from lockstep.network.links import Link
+from lockstep.network.moves import Link
 from lockstep.record.step_timer import peak_flops
 from lockstep.runtime.environment import bf16_flag
 from lockstep.units import parse_bytes, parse_rate, parse_seconds

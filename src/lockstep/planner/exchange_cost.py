@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-import operator
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
-from itertools import product
 
-from lockstep.network.links import Link
+from lockstep.network.collectives import halving
+from lockstep.network.moves import Link
+from lockstep.network.simulate import Network, Simulation
 from lockstep.network.subtrees import equal_shares
-from lockstep.network.tree_exchange import WHOLE, rounds_of_rank
 from lockstep.planner.devices import Cluster
 
 MAX_PLAYED = 64  # ranks whose messages are played one by one
@@ -22,59 +22,31 @@ def tree_all_reduce_cost(
 ) -> tuple[float, float]:
     """Return (seconds, bytes that the busiest rank sends) of the ordered sum of `nbytes`."""
     size = len(ranks)
-    if size == 1:
-        return 0.0, 0.0
     if size > MAX_PLAYED:
         return halving_seconds(ranks, nbytes, cluster), 2 * nbytes * (size - 1) / size
-    latency_s, _ = play_tree(ranks, leaves, 0.0, cluster)
-    without_latency = replace(
-        cluster, same_host=at_once(cluster.same_host), other_host=at_once(cluster.other_host)
-    )
-    seconds, sent = play_tree(ranks, leaves, 1.0, without_latency)
+    latency_s, seconds, sent = tree_all_reduce_rates(ranks, leaves, cluster)
     return latency_s + seconds * nbytes, sent * nbytes
 
 
-def at_once(link: Link) -> Link:
-    return Link(0.0, link.bytes_per_s)
-
-
 @lru_cache(maxsize=4096)
-def play_tree(
-    ranks: tuple[int, ...], leaves: int, nbytes: float, cluster: Cluster
-) -> tuple[float, float]:
-    """Play the messages of network/tree_exchange.py; return (seconds, bytes of the busiest rank).
-
-    A rank starts a round when its last one is done, sends one message after the other, and receives
-    at the same time.
-    """
-    size = len(ranks)
-    plans = [rounds_of_rank(rank, equal_shares(size, leaves)) for rank in range(size)]
-    rounds = [[*product([True], reduce), *product([False], gather)] for reduce, gather in plans]
-    arrivals: dict[tuple[object, ...], float] = {}
-    sent = [0.0] * size
-    clocks = [0.0] * size
-    posted = [-1] * size  # the newest round whose messages a rank has sent
-    numbers = [0] * size
-    while any(map(operator.lt, numbers, map(len, rounds))):
-        for rank, number in enumerate(numbers):
-            if number == len(rounds[rank]):
-                continue
-            adds, turn = rounds[rank][number]
-            for message in turn.sends if posted[rank] < number else ():
-                link = cluster.link(ranks[rank], ranks[message.peer])
-                part = (message.stop - message.start) / WHOLE * nbytes
-                clocks[rank] += part / link.bytes_per_s
-                key = (adds, message.node, rank, message.peer, message.start)
-                arrivals[key] = clocks[rank] + link.latency_s
-                sent[rank] += part
-            posted[rank] = number
-            awaited = [
-                (adds, message.node, message.peer, rank, message.start) for message in turn.receives
-            ]
-            if all(key in arrivals for key in awaited):
-                clocks[rank] = max([clocks[rank], *(arrivals[key] for key in awaited)])
-                numbers[rank] += 1
-    return max(clocks), max(sent)
+def tree_all_reduce_rates(
+    ranks: tuple[int, ...], leaves: int, cluster: Cluster
+) -> tuple[float, float, float]:
+    """Return (latency, seconds per byte, bytes that the busiest rank sends of each) of the ordered
+    sum, whose messages are played."""
+    if len(ranks) == 1:
+        return 0.0, 0.0, 0.0
+    scatter, gather = halving(equal_shares(len(ranks), leaves), ranks, renamed=False)
+    # Other groups exchange beside this one, and its own workers of a host share what is left: the
+    # bytes of a round follow each other, its latencies do not.
+    of_host = max(Counter(rank // cluster.per_host for rank in ranks).values())
+    other, same = cluster.other_host, cluster.same_host
+    rate = other.bytes_per_s * of_host / cluster.per_host
+    network = Network(Link(other.latency_s / of_host, rate), same, cluster.per_host)
+    at_once = replace(network, between=Link(0.0, rate), inside=Link(0.0, same.bytes_per_s))
+    waiting = Simulation(scatter + gather, cluster.devices, 0.0, network)
+    sending = Simulation(scatter + gather, cluster.devices, 1.0, at_once)
+    return waiting.seconds, sending.seconds, max(sending.bytes)
 
 
 def halving_seconds(ranks: Sequence[int], nbytes: float, cluster: Cluster) -> float:
@@ -89,12 +61,9 @@ def halving_seconds(ranks: Sequence[int], nbytes: float, cluster: Cluster) -> fl
 def all_to_all_seconds(ranks: Sequence[int], nbytes: float, cluster: Cluster) -> float:
     """Return the seconds in which each rank sends `nbytes` to each other rank, and receives as
     much."""
-    seconds = []
+    slowest_s = 0.0
     for rank in ranks:
-        links = [cluster.link(rank, peer) for peer in ranks if peer != rank]
-        ports = {
-            link: sum(nbytes / other.bytes_per_s for other in links if other == link)
-            for link in links
-        }
-        seconds.append(max((link.latency_s + port for link, port in ports.items()), default=0.0))
-    return max(seconds, default=0.0)
+        peers = Counter(cluster.link(rank, peer) for peer in ranks if peer != rank)
+        for link, count in peers.items():
+            slowest_s = max(slowest_s, link.seconds(nbytes * count))
+    return slowest_s

@@ -10,10 +10,10 @@ from lockstep.config.rules import conflicts
 from lockstep.config.schema import RunConfig
 from lockstep.errors import UsageError
 from lockstep.layout import Layout, LayoutLimits
-from lockstep.network.wire_format import Wire
+from lockstep.network.wire_format import FORMATS, Wire
 from lockstep.planner.memory_cost import MemoryCost, memory_cost
 from lockstep.planner.model_cost import CHECKPOINT_MODES, Mode
-from lockstep.planner.step_cost import WIRES, StepCost, Workload, step_cost
+from lockstep.planner.step_cost import StepCost, Workload, step_cost
 from lockstep.units import format_bytes, format_duration
 
 BUCKET_BYTES = (1_000_000, 5_000_000, 10_000_000, 25_000_000, 50_000_000, 100_000_000)
@@ -129,7 +129,7 @@ def advice(work: Workload, best: PlannedLayout) -> dict[str, tuple[object, str]]
         mode,
         "; ".join(f"{name}: {text}" for name, (_, text) in by_mode.items()),
     )
-    by_wire = {name: seconds("wire", name) for name in WIRES if supports(name)}
+    by_wire = {name: seconds("wire", name) for name in FORMATS if supports(name)}
     if layout.data_parallel_size > 1 and len(by_wire) > 1:
         computed_s = given.compute_s + given.bubble_s + given.update_s
         enough_s = max(computed_s / (1 - HIDDEN), 1.02 * min(by_wire.values()))

@@ -15,18 +15,13 @@ from typing import Any
 from lockstep.config.schema import RunConfig
 from lockstep.layout import Layout
 from lockstep.network.bucket_sizes import group_by_size
-from lockstep.network.links import Link
+from lockstep.network.moves import Link
 from lockstep.network.pipeline_schedule import adjacent_blocks, pipeline_schedule
-from lockstep.network.wire_format import Wire
+from lockstep.network.wire_format import FORMATS
 from lockstep.planner.devices import Cluster
 from lockstep.planner.exchange_cost import all_to_all_seconds, halving_seconds, tree_all_reduce_cost
 from lockstep.planner.model_cost import ModelCost, Unit
 
-WIRES: dict[Wire, float] = {
-    "fp32": 1.0,
-    "bf16": 0.5,
-    "int8": 0.26,
-}  # bytes of a gradient on its way, as a share of float32's
 UNITS_IN_FLIGHT = 2  # as in parallel/unit_source.py
 DEFAULT_BUCKET_BYTES = {"cuda": 100_000_000, "cpu": 25_000_000}  # as in runtime/device.py
 
@@ -224,7 +219,7 @@ class Stage:
         self.cluster = work.cluster
         self.timing = work.timing
         self.layout = layout
-        self.wire = WIRES[self.run.parallel.wire]
+        self.wire = FORMATS[self.run.parallel.wire].share
         self.narrow = 2 if self.run.compute.precision == "bf16" else 4  # bytes of an activation
         self.units = units_of_stage(model, layout.pipeline, self.run.layout.pipeline_chunks, number)
         self.outer = outer_units(model, layout.pipeline, number)

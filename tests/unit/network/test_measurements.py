@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.network.links import Link
 from lockstep.network.measurements import (
     PairTimes,
     Row,
@@ -18,6 +17,7 @@ from lockstep.network.measurements import (
     pairing_rounds,
     slow_links,
 )
+from lockstep.network.moves import Link
 
 SIZES = (1 << 10, 1 << 14, 1 << 18, 1 << 22)
 FAST, SLOW = Link(1e-4, 12e6), Link(2e-4, 1.2e6)

@@ -7,8 +7,7 @@ import time
 import pytest
 
 from lockstep.network.collectives import algorithms_for, schedule_of
-from lockstep.network.links import Link
-from lockstep.network.moves import Move, round_of, rounds
+from lockstep.network.moves import Link, Move, round_of, rounds
 from lockstep.network.simulate import Network, Simulation
 from lockstep.network.tree_exchange import WHOLE
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.wire_bytes import sent_bytes
 
 from lockstep.network.subtrees import equal_shares
 from lockstep.network.tree_exchange import WHOLE, Slice
@@ -12,11 +13,10 @@ from lockstep.network.wire_format import (
     Section,
     Wire,
     between,
-    block_length,
+    block_of,
     blocks_of,
     element_count,
     encoded_bytes,
-    sent_bytes,
     wire_conflict,
     wire_order,
 )
@@ -38,7 +38,7 @@ ROWS = {
 
 @pytest.mark.parametrize("row", ROWS)
 def test_blocks_are_the_largest_that_fill_a_row(row: int) -> None:
-    assert (block_length("int8", row), block_length("bf16", row)) == (ROWS[row], 1)
+    assert (block_of("int8", row)[0], block_of("bf16", row)[0]) == (ROWS[row], 1)
 
 
 PARTS = st.lists(
@@ -85,9 +85,9 @@ def test_bytes_of_one_and_two_micro_batches_per_rank(
     size: int, leaves: int, per_element: tuple[float, ...]
 ) -> None:
     sections: dict[Wire, tuple[Section, ...]] = {
-        "fp32": (Section(1, 2**18),),
-        "bf16": (Section(1, 2**18),),
-        "int8": (Section(256, 2**18),),
+        "fp32": (Section("fp32", 1, 2**18),),
+        "bf16": (Section("bf16", 1, 2**18),),
+        "int8": (Section("int8", 256, 2**18),),
     }
     for (wire, parts), expected in zip(sections.items(), per_element, strict=True):
         scales = 260 / 256 if wire == "int8" else 1.0

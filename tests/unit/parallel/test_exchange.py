@@ -11,7 +11,7 @@ import torch
 from support.queue_group import QueueGroup, run_in_threads, start_exchange
 from torch import Tensor
 
-from lockstep.network.links import Link
+from lockstep.network.moves import Link
 from lockstep.network.subtrees import Subtree, equal_shares, leaves_of_rank
 from lockstep.network.tree_exchange import WHOLE, rounds_of_rank
 from lockstep.parallel import exchange

@@ -12,7 +12,7 @@ from lockstep.data.order import splitmix64
 from lockstep.network.wire_format import Section, between, encoded_bytes
 from lockstep.parallel.wire_codec import decode, encode
 
-SECTIONS = (Section(1, 37), Section(35, 105), Section(256, 2048))
+SECTIONS = (Section("bf16", 1, 37), Section("int8", 35, 105), Section("int8", 256, 2048))
 
 
 def values(count: int = 2190) -> torch.Tensor:
@@ -22,7 +22,7 @@ def values(count: int = 2190) -> torch.Tensor:
 def test_bf16_is_rounded_to_nearest_even() -> None:
     flat = values()
     assert torch.equal(
-        decode(encode(flat, (Section(1, 2190),), 7), (Section(1, 2190),)),
+        decode(encode(flat, (Section("bf16", 1, 2190),), 7), (Section("bf16", 1, 2190),)),
         flat.to(torch.bfloat16).float(),
     )
 
@@ -37,7 +37,7 @@ def test_int8_errs_by_less_than_a_127th_of_the_largest_element_of_the_block() ->
 def test_int8_has_no_bias_and_independent_errors() -> None:
     """Equal elements too: gradients of bf16 products have few different values."""
     flat = torch.cat([values(256), torch.full((255,), 0.3), torch.ones(1)])
-    sections, rounds = (Section(256, 512),), 1000
+    sections, rounds = (Section("int8", 256, 512),), 1000
     errors = torch.stack(
         [decode(encode(flat, sections, splitmix64(key)), sections) - flat for key in range(rounds)]
     ).double()
@@ -75,5 +75,5 @@ def test_values_that_are_not_finite_stay_so_within_their_block(wrong: float) -> 
 @pytest.mark.parametrize("value", [0.0, 1e-42, 3e38])
 def test_blocks_of_extreme_values_neither_overflow_nor_divide_by_zero(value: float) -> None:
     flat = torch.full((256,), value)
-    decoded = decode(encode(flat, (Section(256, 256),), 7), (Section(256, 256),))
+    decoded = decode(encode(flat, (Section("int8", 256, 256),), 7), (Section("int8", 256, 256),))
     assert decoded.isfinite().all() and torch.allclose(decoded, flat, rtol=1e-6)

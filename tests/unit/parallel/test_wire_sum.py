@@ -7,11 +7,12 @@ from collections.abc import Callable
 import pytest
 import torch
 from support.queue_group import QueueGroup, run_in_threads, start_exchange
+from support.wire_bytes import sent_bytes
 from torch import Tensor
 
 from lockstep.errors import UsageError
 from lockstep.network.subtrees import equal_shares, leaves_of_rank
-from lockstep.network.wire_format import Wire, sent_bytes, wire_order
+from lockstep.network.wire_format import Wire, wire_order
 from lockstep.parallel import wire_sum
 from lockstep.parallel.exchange import Traffic
 from lockstep.parallel.wire_sum import WireSum, row_lengths

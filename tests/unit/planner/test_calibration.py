@@ -9,7 +9,7 @@ import pytest
 from lockstep.config.resolve import resolve
 from lockstep.errors import UsageError
 from lockstep.layout import Layout
-from lockstep.network.links import Link
+from lockstep.network.moves import Link
 from lockstep.planner.calibration import calibrate, time_messages
 from lockstep.planner.devices import Cluster
 from lockstep.planner.step_cost import Workload, step_cost

@@ -11,7 +11,7 @@ import torch
 from lockstep.config.schema import RunConfig
 from lockstep.layout import Layout
 from lockstep.models.llama_config import LLAMA_CONFIGS
-from lockstep.network.links import Link
+from lockstep.network.moves import Link
 from lockstep.planner.count_model import run_cost
 from lockstep.planner.devices import Cluster
 from lockstep.planner.exchange_cost import all_to_all_seconds, halving_seconds, tree_all_reduce_cost

@@ -14,7 +14,7 @@ from lockstep.cli.plan import with_planned_layout
 from lockstep.cli.start import read_request
 from lockstep.errors import UsageError
 from lockstep.layout import Layout
-from lockstep.network.links import Link
+from lockstep.network.moves import Link
 from lockstep.planner.devices import parse_cluster, read_profile
 from lockstep.planner.goodput import Failures, expected_goodput, played_outage
 from lockstep.planner.memory_cost import MemoryCost
