@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Literal, NamedTuple
 
 
@@ -13,6 +13,14 @@ class PipelineOp(NamedTuple):
     kind: Literal["forward", "backward"]
     chunk: int
     micro: int
+
+    def edges(self, stage: int, stages: int, chunks: int) -> tuple[int, int]:
+        """Return the edges over which the pass receives and sends; -1: none. Edge n is between the
+        model's chunks n and n + 1."""
+        number = self.chunk * stages + stage
+        before = number - 1
+        after = number if number < stages * chunks - 1 else -1
+        return (before, after) if self.kind == "forward" else (after, before)
 
 
 def pipeline_schedule(
@@ -25,25 +33,20 @@ def pipeline_schedule(
     """
     total = micro_batches * chunks
     if chunks > 1 and micro_batches % stages:
-        forward = [
-            PipelineOp("forward", chunk, micro)
-            for chunk in range(chunks)
-            for micro in range(micro_batches)
-        ]
+        everything = list(product(range(chunks), range(micro_batches)))
+        forward = [PipelineOp("forward", chunk, micro) for chunk, micro in everything]
         return forward + [
-            PipelineOp("backward", chunk, micro)
-            for chunk in reversed(range(chunks))
-            for micro in range(micro_batches)
+            PipelineOp("backward", chunks - 1 - chunk, micro) for chunk, micro in everything
         ]
 
     def unit(number: int) -> tuple[int, int]:
         cycle, within = divmod(number, stages * chunks)
         return within // stages, cycle * stages + within % stages
 
-    warmup = min(
-        total,
-        stages - stage - 1 if chunks == 1 else 2 * (stages - stage - 1) + (chunks - 1) * stages,
-    )
+    warmup = stages - stage - 1
+    if chunks > 1:
+        warmup = 2 * warmup + (chunks - 1) * stages
+    warmup = min(total, warmup)
     forward = [PipelineOp("forward", *unit(i)) for i in range(total)]
     backward = [
         PipelineOp("backward", chunks - 1 - chunk, micro)

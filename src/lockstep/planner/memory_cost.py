@@ -14,7 +14,7 @@ from lockstep.config.schema import RunConfig
 from lockstep.layout import Layout
 from lockstep.network.pipeline_schedule import pipeline_schedule
 from lockstep.planner.model_cost import CHECKPOINT_MODES, ModelCost, Unit
-from lockstep.planner.step_cost import units_of_stage
+from lockstep.planner.step_cost import outer_units, units_of_stage
 
 # Of a CPU process: fitted to the measured peaks in docs/planning.md.
 RUNTIME_BYTES = (
@@ -23,8 +23,8 @@ RUNTIME_BYTES = (
 GROUP_BYTES = 1_600_000  # of each process group of gloo
 # The allocator returns nothing to the system, and leaves more holes where micro-batches have many
 # shapes.
-ALLOCATED, ALLOCATED_RAGGED = 1.62, 1.78  # bytes for each byte of activations
-TENSOR_COPIES, TENSOR_COPIES_RAGGED = 1.45, 2.25  # more, for the sums over the tensor axis
+# (bytes for each byte of activations, more for the sums over the tensor axis), by `ragged`
+ALLOCATED = {False: (1.62, 1.45), True: (1.78, 2.25)}
 STORED_BYTES, STORED_SHARD_BYTES = (
     2.4,
     1.92,
@@ -65,16 +65,15 @@ def memory_cost(model: ModelCost, run: RunConfig, layout: Layout, device_type: s
 def stage_memory(
     model: ModelCost, run: RunConfig, layout: Layout, device_type: str, number: int
 ) -> MemoryCost:
-    tensor, stages, shards = layout.tensor, layout.pipeline, layout.shard
-    blocks = units_of_stage(model, stages, run.layout.pipeline_chunks, number)
-    is_first, is_last = number == 0, number == stages - 1
-    embedding = model.embedding.elements(tensor) if is_first or (is_last and model.tied) else 0
-    root = embedding + (model.output.elements(tensor) if is_last else 0)
-    own = (sum(unit.elements(tensor) for unit in blocks) + root) / shards
+    tensor, shards = layout.tensor, layout.shard
+    blocks = units_of_stage(model, layout.pipeline, run.layout.pipeline_chunks, number)
+    outer = outer_units(model, layout.pipeline, number)
+    sizes = [unit.elements(tensor) for unit in blocks]
+    root = sum(unit.elements(tensor) for unit in outer)
+    own = (sum(sizes) + root) / shards
     weight = 2 if run.memory.weights == "bf16" else 4
     state = 0.0
     if run.memory.offload != "optimizer" or device_type == "cpu":
-        outer = [model.embedding] * bool(embedding) + [model.output] * is_last
         state = sum(unit.state.on(tensor) for unit in (*blocks, *outer)) / shards
     return MemoryCost(
         runtime=runtime_bytes(model, run, layout) if device_type == "cpu" else 0,
@@ -82,7 +81,7 @@ def stage_memory(
         gradients=weight * own * (1 + stored_sums(run, layout)),
         optimizer=state,
         activations=activation_bytes(model, run, layout, device_type, blocks, number),
-        gathered=gathered_bytes(run, layout, [unit.elements(tensor) for unit in blocks], root),
+        gathered=gathered_bytes(run, layout, sizes, root),
         saving=weight * own + state if device_type == "cpu" else 0,
     )
 
@@ -156,11 +155,10 @@ def activation_bytes(
         rows = min(LOSS_ROWS[device_type], model.tokens)
         loss += model.output.saved[mode].on(tensor) + 3 * 4 * rows * model.vocabulary
         loss += 2 * matrix if run.compute.precision == "bf16" else 0
-    on_cpu, copies = (
-        (ALLOCATED_RAGGED, TENSOR_COPIES_RAGGED) if model.ragged else (ALLOCATED, TENSOR_COPIES)
-    )
-    on_cpu += copies if tensor > 1 else 0
-    factor = on_cpu if device_type == "cpu" else ALLOCATED_ON_GPU
+    factor = ALLOCATED_ON_GPU
+    if device_type == "cpu":
+        factor, copies = ALLOCATED[model.ragged]
+        factor += copies if tensor > 1 else 0
     return factor * (saved * passes_in_flight(run, layout, number) + loss + largest)
 
 
@@ -169,9 +167,7 @@ def passes_in_flight(run: RunConfig, layout: Layout, stage: int) -> float:
     backward pass."""
     if layout.pipeline == 1:
         return 1.0
-    micro_batches, chunks = (
-        max(1, run.batch.micro_batches // layout.data_parallel_size),
-        run.layout.pipeline_chunks,
-    )
+    chunks = run.layout.pipeline_chunks
+    micro_batches = max(1, run.batch.micro_batches // layout.data_parallel_size)
     schedule = pipeline_schedule(stage, layout.pipeline, micro_batches, chunks)
     return max(accumulate(1 if op.kind == "forward" else -1 for op in schedule)) / chunks

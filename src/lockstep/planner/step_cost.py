@@ -7,9 +7,11 @@ a pipeline in the order of network/pipeline_schedule.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import operator
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from statistics import fmean
 from typing import Any
 
 from lockstep.config.schema import RunConfig
@@ -23,6 +25,9 @@ from lockstep.planner.exchange_cost import all_to_all_seconds, halving_seconds, 
 from lockstep.planner.model_cost import ModelCost, Unit
 
 UNITS_IN_FLIGHT = 2  # as in parallel/unit_source.py
+# {index of a part: seconds of the buckets that are complete after it}; len(parts) is the root. None:
+# each unit is sent
+Sends = Mapping[int, Sequence[float]] | None
 DEFAULT_BUCKET_BYTES = {"cuda": 100_000_000, "cpu": 25_000_000}  # as in runtime/device.py
 
 
@@ -72,18 +77,12 @@ def timing_from_flops(model: ModelCost, flops: float, device_type: str, source: 
 
 def mean_timing(timings: Sequence[Timing]) -> Timing:
     """Return the mean of timings of the same parts."""
-
-    def mean(values: Iterable[float]) -> float:
-        return sum(values) / len(timings)
-
     passes = {
-        key: (mean(t.passes[key][0] for t in timings), mean(t.passes[key][1] for t in timings))
+        key: (fmean(t.passes[key][0] for t in timings), fmean(t.passes[key][1] for t in timings))
         for key in timings[0].passes
     }
-    means = {
-        name: mean(getattr(t, name) for t in timings)
-        for name in ("update_s", "copy_s", "message_s", "exchange_s", "accumulate_s")
-    }
+    names = ("update_s", "copy_s", "message_s", "exchange_s", "accumulate_s")
+    means = {name: fmean(getattr(t, name) for t in timings) for name in names}
     return Timing(passes, source=timings[0].source, **means)
 
 
@@ -156,36 +155,39 @@ class Workload:
 
 def step_cost(work: Workload, layout: Layout) -> StepCost:
     """Return the cost of a step; with DiLoCo of an inner step, with its share of the outer one."""
-    run, cluster = work.run, work.cluster
+    run = work.run
     if run.diloco.learners:
         return learners_cost(work, layout)
     leaves = -(-run.batch.micro_batches // layout.replicate)
     passes = -(-leaves // layout.shard)
     stages = [Stage(work, layout, number) for number in range(layout.pipeline)]
     compute_s = max(stage.compute_s for stage in stages) * passes
+    bubble_s = 0.0
+    if layout.pipeline == 1:
+        exposed_s = stages[0].step_seconds(passes) - compute_s
+    else:
+        total_s, idle_s = pipeline_seconds(work, stages, passes)
+        bubble_s = idle_s - compute_s
+        exposed_s = max(0.0, total_s - compute_s - bubble_s)
     sent = max(stage.sent_bytes(passes) for stage in stages)
     update_s = max(stage.update_s for stage in stages)
-    if layout.pipeline == 1:
-        (stage,) = stages
-        timeline = stage.timeline()
-        for _ in range(passes - 1):
-            stage.play_pass(timeline, stage.sends())
-        stage.play_pass(timeline, stage.last_sends())
-        total_s = max(timeline.now_s, timeline.port_s)
-        return StepCost(compute_s, total_s - compute_s, 0.0, update_s, sent)
-    chunks, width = run.layout.pipeline_chunks, layout.shard * layout.tensor
-    edge = cluster.link(0, width, min(width, cluster.per_host))
+    return StepCost(compute_s, exposed_s, bubble_s, update_s, sent)
+
+
+def pipeline_seconds(work: Workload, stages: Sequence[Stage], passes: int) -> tuple[float, float]:
+    """Return the seconds of the passes of all stages, and what they would be without messages."""
+    layout, chunks = stages[0].layout, work.run.layout.pipeline_chunks
+    width = layout.shard * layout.tensor
+    edge = work.cluster.link(0, width, min(width, work.cluster.per_host))
     times = [stage.pass_seconds() for stage in stages]
-    ends = play_pipeline(
-        [(f / chunks, b / chunks) for f, b, _ in times], passes, chunks, stages[0].passed, edge
-    )
+    each = [(forward_s / chunks, backward_s / chunks) for forward_s, backward_s, _ in times]
+    ends = play_pipeline(each, passes, chunks, stages[0].passed, edge)
     total_s = max(end + last_s for end, (_, _, last_s) in zip(ends, times, strict=True))
     if work.model.tied:
         nbytes = 4 * work.model.embedding.elements(1) / layout.shard
-        total_s += halving_seconds((0, (layout.pipeline - 1) * width), nbytes, cluster)
-    computing = [(stage.compute_s / 3 / chunks, stage.compute_s / 1.5 / chunks) for stage in stages]
-    bubble_s = max(play_pipeline(computing, passes, chunks, 0, Link(0.0, 1.0))) - compute_s
-    return StepCost(compute_s, max(0.0, total_s - compute_s - bubble_s), bubble_s, update_s, sent)
+        total_s += halving_seconds((0, (layout.pipeline - 1) * width), nbytes, work.cluster)
+    alone = [(stage.compute_s / 3 / chunks, stage.compute_s / 1.5 / chunks) for stage in stages]
+    return total_s, max(play_pipeline(alone, passes, chunks, 0, Link(0.0, 1.0)))
 
 
 def learners_cost(work: Workload, layout: Layout) -> StepCost:
@@ -197,16 +199,16 @@ def learners_cost(work: Workload, layout: Layout) -> StepCost:
     inner = inner.with_values("batch", micro_batches=work.run.batch.micro_batches // learners)
     step = step_cost(inner, replace(layout, replicate=1))
     stage = Stage(work.with_values("batch", micro_batches=learners), layout, 0)
-    sent = stage.tree(4 * stage.elements / layout.shard)[1]
-    sends = chain(*stage.last_sends().values())
     if layout.shard > 1:
-        sends = chain(part.last_s for part in (*stage.parts, stage.root))
+        exchange_s = sum(part.last_s for part in (*stage.parts, stage.root))
+    else:
+        exchange_s = sum(chain(*stage.last_sends().values()))
     return StepCost(
         each * step.compute_s,
-        each * step.exposed_s + sum(sends) / every,
+        each * step.exposed_s + exchange_s / every,
         0.0,
         each * step.update_s + stage.update_s / every,
-        each * step.sent_bytes + sent / every,
+        each * step.sent_bytes + stage.tree(stage.rows)[1] / every,
     )
 
 
@@ -214,32 +216,37 @@ class Stage:
     """The units of a pipeline stage, or of the whole model, as one rank runs them."""
 
     def __init__(self, work: Workload, layout: Layout, number: int) -> None:
-        model = work.model
         self.run = work.run
         self.cluster = work.cluster
         self.timing = work.timing
         self.layout = layout
+        self.units = units_of_stage(
+            work.model, layout.pipeline, self.run.layout.pipeline_chunks, number
+        )
+        self.outer = outer_units(work.model, layout.pipeline, number)
+        self.passed = 4 * work.model.passed if layout.pipeline > 1 else 0  # bytes
+        rank = number * layout.shard * layout.tensor
+        axes = ("replicate", "shard", "tensor")
+        self.ranks = {axis: tuple(layout.ranks_along(rank, axis)) for axis in axes}
         self.wire = FORMATS[self.run.parallel.wire].share
         self.narrow = 2 if self.run.compute.precision == "bf16" else 4  # bytes of an activation
-        self.units = units_of_stage(model, layout.pipeline, self.run.layout.pipeline_chunks, number)
-        self.outer = outer_units(model, layout.pipeline, number)
-        self.passed = 4 * model.passed if layout.pipeline > 1 else 0  # bytes
-        rank = number * layout.shard * layout.tensor
-        self.ranks = {
-            axis: tuple(layout.ranks_along(rank, axis)) for axis in ("replicate", "shard", "tensor")
-        }
+        self.reduces_once = self.run.fsdp.reduce == "per_step"
+        elements = sum(self.elements(unit) for unit in self.outer)
+        self.rows = 4 * (elements + sum(map(self.elements, self.units))) / layout.shard  # bytes
         self.parts = [self.part(unit) for unit in self.units]
         outer = [self.part(unit) for unit in self.outer]
         self.root = Part(
             sum(part.forward_s for part in outer),
             sum(part.backward_s for part in outer) + self.timing.accumulate_s,
-            *self.exchanged(sum(unit.elements(layout.tensor) for unit in self.outer)),
+            *self.exchanged(elements),
         )
         self.compute_s = self.root.forward_s + self.root.backward_s
-        self.compute_s += sum(
-            sum(self.timing.of(unit, layout.tensor)) + self.recomputed_s(unit)
-            for unit in self.units
-        )
+        for unit in self.units:
+            seconds = sum(self.timing.of(unit, layout.tensor))
+            self.compute_s += seconds + self.recomputed_s(unit)
+
+    def elements(self, unit: Unit) -> int:
+        return unit.elements(self.layout.tensor)
 
     def timeline(self) -> Timeline:
         rate = self.cluster.link(0, self.layout.workers - 1).bytes_per_s
@@ -247,35 +254,25 @@ class Stage:
 
     @property
     def update_s(self) -> float:
-        own = self.elements / self.layout.shard
-        return own * self.timing.update_s + 4 * self.cluster.other_host.latency_s
-
-    @property
-    def elements(self) -> int:
-        return sum(unit.elements(self.layout.tensor) for unit in (*self.units, *self.outer))
+        return self.rows / 4 * self.timing.update_s + 4 * self.cluster.other_host.latency_s
 
     def recomputed_s(self, unit: Unit) -> float:
         share = {"none": 0.0, "selective": 0.1, "full": 1.0}[self.run.memory.activation_checkpoint]
         return share * self.timing.of(unit, self.layout.tensor)[0]
 
-    def sums(self, unit: Unit) -> tuple[float, float]:
-        """Return the seconds of the sums over the tensor axis in a forward and a backward pass."""
-
-        def seconds(width: int, elements: Sequence[float]) -> float:
-            ranks = self.ranks["tensor"]
-            return sum(halving_seconds(ranks, width * size, self.cluster) for size in elements)
-
-        forward, backward = unit.sums
-        return seconds(self.narrow, forward), seconds(4, backward)
+    def sums_s(self, width: int, elements: Sequence[float]) -> float:
+        """Return the seconds of sums over the tensor axis of so many elements each."""
+        ranks = self.ranks["tensor"]
+        return sum(halving_seconds(ranks, width * size, self.cluster) for size in elements)
 
     def part(self, unit: Unit) -> Part:
         forward_s, backward_s = self.timing.of(unit, self.layout.tensor)
-        forward_sums_s, backward_sums_s = self.sums(unit)
-        elements = unit.elements(self.layout.tensor)
+        forward_sums, backward_sums = unit.sums
+        elements = self.elements(unit)
         copy_s = self.timing.copy_s * elements if self.layout.workers_per_replica > 1 else 0
-        forward_s += forward_sums_s + copy_s / 3  # a third of it gathers for the forward pass
-        recomputed_s = self.recomputed_s(unit)
-        backward_s += backward_sums_s + recomputed_s + copy_s * 2 / 3
+        # A third of the copies gathers for the forward pass.
+        forward_s += self.sums_s(self.narrow, forward_sums) + copy_s / 3
+        backward_s += self.sums_s(4, backward_sums) + self.recomputed_s(unit) + copy_s * 2 / 3
         return Part(forward_s, backward_s, *self.exchanged(elements))
 
     def exchanged(self, elements: float) -> tuple[float, float, float]:
@@ -290,18 +287,13 @@ class Stage:
         return gather_s, reduce_s, self.tree(row)[0]
 
     def tree(self, nbytes: float) -> tuple[float, float]:
+        """Return (seconds, bytes that the busiest rank sends) of the sum over all replicas."""
         leaves = max(self.run.batch.micro_batches, self.layout.replicate)
-        return tree_all_reduce_cost(
-            self.ranks["replicate"], leaves, nbytes * self.wire, self.cluster
-        )
+        ranks = self.ranks["replicate"]
+        return tree_all_reduce_cost(ranks, leaves, nbytes * self.wire, self.cluster)
 
-    @property
-    def reduces_once(self) -> bool:
-        return self.run.fsdp.reduce == "per_step"
-
-    def sends(self) -> dict[int, list[float]] | None:
-        """Return what is sent after each unit of a pass that is not the last one; None: each
-        unit."""
+    def sends(self) -> Sends:
+        """Return what is sent after each unit of a pass that is not the last one."""
         return {} if self.reduces_once or self.layout.shard == 1 else None
 
     def last_sends(self) -> dict[int, list[float]]:
@@ -311,63 +303,62 @@ class Stage:
             parts = enumerate((*self.parts, self.root))
             return {i: [part.reduce_s + part.last_s] for i, part in parts}
         first, *others = self.outer
-        in_model_order = [
-            (root, first),
-            *enumerate(self.units),
-            *((root, unit) for unit in others),
-        ]
-        parameters = [(i, 4 * int(p.on(1))) for i, unit in in_model_order for p in unit.parameters]
-        size = self.run.parallel.bucket_bytes or DEFAULT_BUCKET_BYTES[self.cluster.device_type]
+        units = [(root, first), *enumerate(self.units), *((root, unit) for unit in others)]
+        numbers = [i for i, unit in units for _ in unit.parameters]
+        sizes = [("fp32", 4 * int(p.on(1))) for _, unit in units for p in unit.parameters]
+        limit = self.run.parallel.bucket_bytes or DEFAULT_BUCKET_BYTES[self.cluster.device_type]
         sends: dict[int, list[float]] = {}
-        # The root is complete last: its first parameter, the embedding, gets the last gradient.
-        for bucket in group_by_size(
-            [("fp32", nbytes) for _, nbytes in parameters], size, range(len(parameters))[::-1]
-        ):
-            numbers = [parameters[j][0] for j in bucket]
-            ready = root
-            if 0 not in bucket:
-                ready = min((i for i in numbers if i < root), default=root - 1)
-            sends.setdefault(ready, []).append(self.tree(sum(parameters[j][1] for j in bucket))[0])
+        for bucket in group_by_size(sizes, limit, range(len(sizes))[::-1]):
+            ready = min((numbers[j] for j in bucket if numbers[j] < root), default=root - 1)
+            if 0 in bucket:
+                ready = root  # complete last: the embedding gets the last gradient
+            seconds, _ = self.tree(sum(sizes[j][1] for j in bucket))
+            sends.setdefault(ready, []).append(seconds)
         return sends
 
-    def play_pass(self, timeline: Timeline, buckets: Mapping[int, Sequence[float]] | None) -> float:
-        """Play a forward and a backward pass; return when the forward pass was done.
-
-        buckets  {index of a part: seconds of the buckets that are complete after it}, instead of
-                 sending each unit; len(parts) is the root. None: units, and not the last pass
-        """
+    def play_pass(self, timeline: Timeline, sends: Sends) -> float:
+        """Play a forward and a backward pass; return when the forward pass was done."""
         parts, root, ahead = self.parts, self.root, self.run.fsdp.prefetch_units
         jobs = [timeline.now_s] * UNITS_IN_FLIGHT
 
-        def through(indices: Sequence[int], gathers: bool, backward: bool) -> None:
+        def through(indices: Sequence[int], *, gathers: bool, backward: bool) -> None:
             ready = dict[int, float]()
             for number, i in enumerate(indices):
                 for j in indices[number : number + 1 + ahead]:
                     if j not in ready:
                         ready[j] = timeline.send(parts[j].gather_s if gathers else 0)
-                exchange_s = timeline.exchange_s if gathers and parts[i].gather_s else 0
                 seconds = parts[i].backward_s if backward else parts[i].forward_s
-                timeline.compute(seconds + exchange_s, ready[i])
+                if gathers and parts[i].gather_s:
+                    seconds += timeline.exchange_s
+                timeline.compute(seconds, ready[i])
                 if backward:
                     finish(i, parts[i])
 
         def finish(i: int, part: Part) -> None:
-            if part.reduce_s and (buckets is None or buckets.get(i)):
+            if part.reduce_s and (sends is None or sends.get(i)):
                 timeline.compute(timeline.exchange_s)
-            if buckets is None and part.reduce_s:
+            if sends is None and part.reduce_s:
                 timeline.compute(0.0, jobs.pop(0))
                 jobs.append(timeline.send(part.reduce_s))
-            for seconds in buckets.get(i, ()) if buckets else ():
+            for seconds in sends.get(i, ()) if sends else ():
                 timeline.send(seconds)
 
+        order = range(len(parts))
         timeline.compute(0.0, timeline.send(root.gather_s))
-        through(range(len(parts)), True, False)
+        through(order, gathers=True, backward=False)
         timeline.compute(root.forward_s)
         forward_end_s = timeline.now_s
         timeline.compute(root.backward_s)
-        through(range(len(parts))[::-1], self.run.fsdp.reshard_after_forward, True)
+        through(order[::-1], gathers=self.run.fsdp.reshard_after_forward, backward=True)
         finish(len(parts), root)
         return forward_end_s
+
+    def step_seconds(self, passes: int) -> float:
+        """Return the seconds of all passes of a step, without a pipeline."""
+        timeline = self.timeline()
+        for sends in (*[self.sends()] * (passes - 1), self.last_sends()):
+            self.play_pass(timeline, sends)
+        return max(timeline.now_s, timeline.port_s)
 
     def pass_seconds(self) -> tuple[float, float, float]:
         """Return the seconds of a forward pass, of a backward pass, and what the last one waits
@@ -379,32 +370,32 @@ class Stage:
 
     def sent_bytes(self, passes: int) -> float:
         """Return the bytes that a rank of this stage sends in a step."""
-        rows = 4 * self.elements / self.layout.shard
-        others = rows * (self.layout.shard - 1)
+        others = self.rows * (self.layout.shard - 1)
         gathers = passes * (2 if self.run.fsdp.reshard_after_forward else 1) * others
         reduces = (1 if self.reduces_once else passes) * others * self.wire
         ring = 2 * (self.layout.tensor - 1) / self.layout.tensor
         sums = (self.narrow * sum(u.sums[0]) + 4 * sum(u.sums[1]) for u in self.units)
         activations = passes * (ring * sum(sums) + 2 * self.passed)
-        return gathers + reduces + activations + self.tree(rows)[1]
+        return gathers + reduces + activations + self.tree(self.rows)[1]
 
 
 def outer_units(model: ModelCost, stages: int, number: int) -> list[Unit]:
     """Return the parts of a stage beside its blocks."""
-    is_first, is_last = number == 0, number == stages - 1
-    embedding = [model.embedding] if is_first or (is_last and model.tied) else []
-    return [*embedding, model.output] if is_last else embedding
+    is_last = number == stages - 1
+    has_embedding = number == 0 or (is_last and model.tied)
+    return [model.embedding] * has_embedding + [model.output] * is_last
 
 
 def units_of_stage(model: ModelCost, stages: int, chunks: int, number: int) -> tuple[Unit, ...]:
     """Return the blocks of a stage, of all its chunks; a norm belongs to the layer before it."""
+    if stages == 1:
+        return model.blocks
     layers: list[list[Unit]] = []
     for unit in model.blocks:
         if unit.is_layer or not layers:
             layers.append([])
         layers[-1].append(unit)
-    ranges = adjacent_blocks(range(len(layers)), stages * chunks if stages > 1 else 1)
-    own = [ranges[chunk] for chunk in (range(number, len(ranges), stages) if stages > 1 else [0])]
+    own = adjacent_blocks(range(len(layers)), stages * chunks)[number::stages]
     return tuple(unit for chunk in own for layer in chunk for unit in layers[layer])
 
 
@@ -420,26 +411,23 @@ def play_pipeline(
     passes_s  (forward, backward) of a chunk, by stage
     nbytes    activations between two chunks; a stage sends them one after the other
     """
-    stages, last_edge = len(passes_s), len(passes_s) * chunks - 1
+    stages = len(passes_s)
     schedules = [pipeline_schedule(stage, stages, micro_batches, chunks) for stage in range(stages)]
-    clocks, ports, numbers = [0.0] * stages, [0.0] * stages, [0] * stages
+    clocks = [0.0] * stages
+    ports = [0.0] * stages
+    numbers = [0] * stages
     arrivals: dict[tuple[str, int, int], float] = {}
-    while any(number < len(schedule) for number, schedule in zip(numbers, schedules, strict=True)):
+    while any(map(operator.lt, numbers, map(len, schedules))):
         for stage, schedule in enumerate(schedules):
-            while numbers[stage] < len(schedule):
-                kind, chunk, micro = schedule[numbers[stage]]
-                edge, forward = chunk * stages + stage, kind == "forward"
-                awaited = (kind, edge - 1 if forward else edge, micro)
-                needs = edge > 0 if forward else edge < last_edge
-                if needs and awaited not in arrivals:
+            for op in schedule[numbers[stage] :]:
+                receives, sends = op.edges(stage, stages, chunks)
+                awaited = op.kind, receives, op.micro
+                if receives >= 0 and awaited not in arrivals:
                     break
-                clocks[stage] = (
-                    max(clocks[stage], arrivals.get(awaited, 0.0)) + passes_s[stage][not forward]
-                )
-                if edge < last_edge if forward else edge > 0:
+                clocks[stage] = max(clocks[stage], arrivals.get(awaited, 0.0))
+                clocks[stage] += passes_s[stage][op.kind == "backward"]
+                if sends >= 0:
                     ports[stage] = max(ports[stage], clocks[stage]) + nbytes / link.bytes_per_s
-                    arrivals[kind, edge if forward else edge - 1, micro] = (
-                        ports[stage] + link.latency_s
-                    )
+                    arrivals[op.kind, sends, op.micro] = ports[stage] + link.latency_s
                 numbers[stage] += 1
     return clocks
