@@ -187,7 +187,7 @@ def test_message_tags_are_unique() -> None:
         P2PMessage(micro, edge, what).tag(i)
         for micro in range(40)
         for edge in range(20)
-        for what in ("states", "grads")
+        for what in ("forward", "backward")
         for i in (0, 1)
     ]  # type: ignore[arg-type]
     assert len(set(every)) == len(every)

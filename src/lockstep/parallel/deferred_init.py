@@ -252,8 +252,11 @@ def recording_of(module: nn.Module) -> Recording | None:
             name for name in recording.marks | marks if recording.marks.get(name) != marks.get(name)
         ]
     ):
-        what = f"weights changed between deferred_init and their computation: {join_names(changed)}"
-        raise UsageError(what, WHERE, "set them in the function")
+        raise UsageError(
+            f"weights changed between deferred_init and their computation: {join_names(changed)}",
+            WHERE,
+            "set them in the function",
+        )
     return recording
 
 

@@ -121,12 +121,11 @@ class UnitOrder:
         self._ran.append(name)
 
     def _refuse(self, missing: list[str], when: str = "") -> None:
-        what = f"{join_names(missing)} did not run{when} in {self._where}"
-        where = (
-            "modules that the shards gather one by one must run in every micro-batch, in one order"
+        raise UsageError(
+            f"{join_names(missing)} did not run{when} in {self._where}",
+            "modules that the shards gather one by one must run in every micro-batch, in one order",
+            'if the model leaves layers out: Session(..., unused="zero"); if it changes their order: session.prepare(..., units=())',
         )
-        hint = 'if the model leaves layers out: Session(..., unused="zero"); if it changes their order: session.prepare(..., units=())'
-        raise UsageError(what, where, hint)
 
 
 def fill_unused_gradients(local: LocalModel) -> None:
@@ -138,13 +137,15 @@ def fill_unused_gradients(local: LocalModel) -> None:
     layout = local.layout
     if len(local.fsdp_units) > 1 or layout.workers_per_replica > layout.shard:
         parts = len(local.fsdp_units)
-        what = f'unused="zero" needs a model that the shards gather at once, and this one has {parts} parts'
         raise UsageError(
-            what, f"layout {layout}", "give layout.shard only, and no units in session.prepare"
+            f'unused="zero" needs a model that the shards gather at once, and this one has {parts} parts',
+            f"layout {layout}",
+            "give layout.shard only, and no units in session.prepare",
         )
     if not hasattr(root, "set_reduce_scatter_unused_params"):
-        what = f'torch {torch.__version__} does not support unused="zero" in shards'
         raise UsageError(
-            what, f"layout {layout}", "install torch 2.13, or train with whole replicas"
+            f'torch {torch.__version__} does not support unused="zero" in shards',
+            f"layout {layout}",
+            "install torch 2.13, or train with whole replicas",
         )
     root.set_reduce_scatter_unused_params(True)

@@ -152,15 +152,17 @@ class StepGradient:
         """
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         if not gradients:
-            hint = "call it between the micro-batches and optimizer.step()"
-            raise UsageError("there is no gradient to clip", "session.clip_grad_norm_", hint)
+            raise UsageError(
+                "there is no gradient to clip",
+                "session.clip_grad_norm_",
+                "call it between the micro-batches and optimizer.step()",
+            )
         has_changed = self._has_changed(self._committed)
         if self.in_slices and has_changed:
-            hint = "clip once, before anything else that changes the gradient; or train with whole replicas"
             raise UsageError(
                 "the gradient has changed since the micro-batches",
                 "session.clip_grad_norm_, in shards",
-                hint,
+                "clip once, before anything else that changes the gradient; or train with whole replicas",
             )
         squared = (
             sum_of_squares(gradients)
@@ -179,10 +181,10 @@ class StepGradient:
             and self._has_changed(self._accounted)
             and generator_states(self.parameters[0].device) != self._generators
         ):
-            what = "the gradient was changed and random numbers were drawn: noise for slices differs from that for whole tensors"
-            hint = "add the noise in the loss of a micro-batch, or train with whole replicas; draw other numbers after optimizer.step()"
             raise UsageError(
-                what, "between the micro-batches and optimizer.step(), in shards", hint
+                "the gradient was changed and random numbers were drawn: noise for slices differs from that for whole tensors",
+                "between the micro-batches and optimizer.step(), in shards",
+                "add the noise in the loss of a micro-batch, or train with whole replicas; draw other numbers after optimizer.step()",
             )
 
 

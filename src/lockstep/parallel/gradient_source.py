@@ -140,11 +140,17 @@ class GradientSource:
         """UsageError: a second backward pass in a micro-batch, or one outside of them."""
         where = f"session.{call}(...)"
         if self.phase is PassPhase.OUTSIDE:
-            hint = "call it inside the loop over loader(step)"
-            raise UsageError(f"{call}() was called outside of the micro-batch loop", where, hint)
+            raise UsageError(
+                f"{call}() was called outside of the micro-batch loop",
+                where,
+                "call it inside the loop over loader(step)",
+            )
         if self.backwards:
-            hint = "add the losses of a micro-batch and call it once"
-            raise UsageError(f"{call}() was called twice in {self.where}", where, hint)
+            raise UsageError(
+                f"{call}() was called twice in {self.where}",
+                where,
+                "add the losses of a micro-batch and call it once",
+            )
         self.backwards += 1
 
     def end_pass(self) -> None:

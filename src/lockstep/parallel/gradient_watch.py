@@ -57,9 +57,10 @@ def refuse_unsupported(model: nn.Module) -> None:
         if getattr(module, "sparse", False)
         and any(p.requires_grad for p in module.parameters(recurse=False))
     ]:
-        where = "nn.Embedding or nn.EmbeddingBag with sparse=True"
         raise UsageError(
-            f"sparse gradients are not supported: {join_names(names)}", where, "use sparse=False"
+            f"sparse gradients are not supported: {join_names(names)}",
+            "nn.Embedding or nn.EmbeddingBag with sparse=True",
+            "use sparse=False",
         )
     tensors = (*model.named_parameters(), *model.named_buffers())
     sparse = [(name, tensor.layout) for name, tensor in tensors if tensor.layout != torch.strided]

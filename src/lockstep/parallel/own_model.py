@@ -49,8 +49,11 @@ def refuse_unshardable(model: nn.Module, units: Sequence[str]) -> None:
             "wrap it in a module whose forward() calls its parts",
         )
     if hooked := [name for name, p in parameters.items() if has_gradient_hooks(p)]:
-        what = f"gradient hooks of parameters would not run in shards: {join_names(hooked)}"
-        raise UsageError(what, where, "remove the hooks, or train with whole replicas")
+        raise UsageError(
+            f"gradient hooks of parameters would not run in shards: {join_names(hooked)}",
+            where,
+            "remove the hooks, or train with whole replicas",
+        )
     refuse_compiled(model, units, where)
     dtypes: dict[str, dict[torch.dtype, str]] = {}
     for name, p in parameters.items():
@@ -60,11 +63,10 @@ def refuse_unshardable(model: nn.Module, units: Sequence[str]) -> None:
             )[p.dtype] = name
     if mixed := [names for names in dtypes.values() if len(names) > 1]:
         listed = ", ".join(f"{name} is {dtype}" for dtype, name in mixed[0].items())
-        hint = "train one dtype in each unit, or give units that separate them: session.prepare(..., units=...)"
         raise UsageError(
             f"trained parameters that are gathered together have several dtypes: {listed}",
             where,
-            hint,
+            "train one dtype in each unit, or give units that separate them: session.prepare(..., units=...)",
         )
 
 
@@ -74,17 +76,20 @@ def refuse_compiled(model: nn.Module, units: Sequence[str], where: str) -> None:
     if wrapped := [
         name or "the model" for name, module in modules.items() if is_compiled_wrapper(module)
     ]:
-        what = f"torch.compile wraps {join_names(wrapped)}, which renames the parameters"
         raise UsageError(
-            what, where, "compile the blocks in place, before session.prepare: block.compile()"
+            f"torch.compile wraps {join_names(wrapped)}, which renames the parameters",
+            where,
+            "compile the blocks in place, before session.prepare: block.compile()",
         )
     compiled = [name for name, module in modules.items() if is_compiled_in_place(module)]
     if around := [
         name for name in compiled if not name or any(unit.startswith(f"{name}.") for unit in units)
     ]:
-        what = f"{around[0] or 'the model'} is compiled as one graph, which may have other bits in whole replicas than in shards"
-        hint = f"compile the units instead, before session.prepare: compile() of {join_names(list(units)) or 'its layers'}"
-        raise UsageError(what, where, hint)
+        raise UsageError(
+            f"{around[0] or 'the model'} is compiled as one graph, which may have other bits in whole replicas than in shards",
+            where,
+            f"compile the units instead, before session.prepare: compile() of {join_names(list(units)) or 'its layers'}",
+        )
 
 
 def shard_module(
@@ -114,12 +119,18 @@ def shard_module(
     given = [name for name, split in splits.items() if split]
     if not isinstance(model, HasPlan):
         if pipeline_chunks > 1:
-            what = f"pipeline_chunks={pipeline_chunks} is not supported for own models"
-            raise UsageError(what, "session.prepare(...)", "leave it at 1")
+            raise UsageError(
+                f"pipeline_chunks={pipeline_chunks} is not supported for own models",
+                "session.prepare(...)",
+                "leave it at 1",
+            )
         local = shard_own_module(model, layout, position, device, init_param, splits, options)
     elif given:
-        what = f"{join_names(given)} would have no effect: {type(model).__name__} has its own plan"
-        raise UsageError(what, "session.prepare(...)", "leave them out")
+        raise UsageError(
+            f"{join_names(given)} would have no effect: {type(model).__name__} has its own plan",
+            "session.prepare(...)",
+            "leave them out",
+        )
     else:
         options["chunks_per_stage"] = pipeline_chunks
         local = parallelize(model, layout, position, init_param, device, **options)
@@ -175,9 +186,11 @@ def shard_own_module(
 
 
 def refuse_state_dict(module: nn.Module, *_: Any) -> None:
-    what = "state_dict() of a sharded model would hold this worker's slices only"
-    hint = "export the whole weights from a checkpoint: lockstep checkpoint export RUN; load weights before session.steps"
-    raise UsageError(what, type(module).__name__, hint)
+    raise UsageError(
+        "state_dict() of a sharded model would hold this worker's slices only",
+        type(module).__name__,
+        "export the whole weights from a checkpoint: lockstep checkpoint export RUN; load weights before session.steps",
+    )
 
 
 # Averages of the model.

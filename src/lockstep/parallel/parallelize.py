@@ -119,10 +119,10 @@ class LocalModel:
             for (name, p), q in pairs
             if {p.requires_grad, q.requires_grad} != {name in trained}
         ]:
-            what = f"parameters that are not those of the sharded model were used or changed: {join_names(changed)}"
-            hint = "take them from the model in each step; set requires_grad of its layers before the micro-batches, not in a pipeline"
             raise UsageError(
-                what, "parameters from an optimizer, or from the model before it was sharded", hint
+                f"parameters that are not those of the sharded model were used or changed: {join_names(changed)}",
+                "parameters from an optimizer, or from the model before it was sharded",
+                "take them from the model in each step; set requires_grad of its layers before the micro-batches, not in a pipeline",
             )
 
     def keep_memory(self, name: str, *tensors: Tensor) -> None:
@@ -266,20 +266,28 @@ def shard_units(
     slice."""
     where, parameters = f"{type(model).__name__}, in shards", dict(model.named_parameters())
     if scalars := [name for name, p in parameters.items() if not p.dim()]:
-        hint = "give them the shape (1,), or train with whole replicas"
-        raise UsageError(f"scalar parameters cannot be sharded: {join_names(scalars)}", where, hint)
-    if empty := [name for name, p in parameters.items() if not p.numel()]:
-        hint = "leave them out of the model, or train with whole replicas"
         raise UsageError(
-            f"parameters without elements cannot be sharded: {join_names(empty)}", where, hint
+            f"scalar parameters cannot be sharded: {join_names(scalars)}",
+            where,
+            "give them the shape (1,), or train with whole replicas",
+        )
+    if empty := [name for name, p in parameters.items() if not p.numel()]:
+        raise UsageError(
+            f"parameters without elements cannot be sharded: {join_names(empty)}",
+            where,
+            "leave them out of the model, or train with whole replicas",
         )
     if strided := [name for name, p in parameters.items() if not p.is_contiguous()]:
-        what = f"parameters that are not contiguous cannot be sharded: {join_names(strided)}"
-        raise UsageError(what, where, "call .contiguous() on them")
-    if recurrent := recurrent_layers_on_gpu(model, mesh.device_type):
-        what = f"recurrent layers on a GPU cannot be sharded: {join_names(recurrent)}"
         raise UsageError(
-            what, where, "train with whole replicas: in shards cuDNN gives them other bits"
+            f"parameters that are not contiguous cannot be sharded: {join_names(strided)}",
+            where,
+            "call .contiguous() on them",
+        )
+    if recurrent := recurrent_layers_on_gpu(model, mesh.device_type):
+        raise UsageError(
+            f"recurrent layers on a GPU cannot be sharded: {join_names(recurrent)}",
+            where,
+            "train with whole replicas: in shards cuDNN gives them other bits",
         )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # FSDP's, about CPUs

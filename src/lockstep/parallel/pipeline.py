@@ -16,9 +16,10 @@ needs equal shapes and one permanent group, and adds gradients in order of arriv
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
@@ -50,17 +51,17 @@ MAX_TENSORS = 31  # between two chunks
 
 
 class P2PMessage(NamedTuple):
-    """Activations, or their gradients, between the model's chunks n and n + 1: edge n."""
+    """Activations (forward), or their gradients, between the model's chunks n and n + 1: edge n."""
 
     micro: int
     edge: int
-    kind: Literal["states", "grads"]
+    kind: Literal["forward", "backward"]
+    peer: int = 0  # the other stage
 
     def tag(self, number: int) -> int:
         """Return the tag of tensor `number`; unique among the messages of two workers."""
-        return ((self.micro * 1024 + self.edge) * 2 + (self.kind == "grads")) * (
-            MAX_TENSORS + 1
-        ) + number
+        kind = (self.micro * 1024 + self.edge) * 2 + (self.kind == "backward")
+        return kind * (MAX_TENSORS + 1) + number
 
 
 class Activations(NamedTuple):
@@ -77,22 +78,17 @@ class Activations(NamedTuple):
 
     def pack(self) -> Tensor:
         """Return all but the elements of the tensors as bytes: (ENVELOPE_BYTES + generators,)."""
-        strides = [torch.empty_like(tensor, device="meta").stride() for tensor in self.tensors]
         described = [
-            [DTYPES[t.dtype], t.shape, stride, t.requires_grad]
-            for t, stride in zip(self.tensors, strides, strict=True)
+            [DTYPES[t.dtype], t.shape, torch.empty_like(t, device="meta").stride(), t.requires_grad]
+            for t in self.tensors
         ]
-        text = (
-            json.dumps([isinstance(self.output, tuple), self.data, described])
-            .encode()
-            .ljust(ENVELOPE_BYTES)
-        )
+        envelope = json.dumps([isinstance(self.output, tuple), self.data, described])
+        text = envelope.encode().ljust(ENVELOPE_BYTES)
         if len(text) > ENVELOPE_BYTES or len(described) > MAX_TENSORS:
-            hint = f"pass at most {MAX_TENSORS}, of few dimensions"
             raise UsageError(
                 f"a stage of a pipeline passes {len(described)} tensors to the next one",
                 "the output of a block",
-                hint,
+                f"pass at most {MAX_TENSORS}, of few dimensions",
             )
         return torch.cat([torch.frombuffer(bytearray(text), dtype=torch.uint8), self.generators])
 
@@ -112,10 +108,7 @@ class ChunkForward:
     after: Callable[[int], None] = lambda k: None
 
     def expected(self, micro: int) -> list[Tensor]:
-        """Return empty tensors for the activations of a micro-batch; of a user's model none:
-        unknown."""
-        if self.stage.passes_generators:
-            return []
+        """Return empty tensors for the activations of a micro-batch."""
         model = cast(StagedModel, self.module)
         dtype = next(model.parameters()).dtype
         shapes = model.activation_shapes(*self.pending[micro].inputs)
@@ -124,47 +117,41 @@ class ChunkForward:
     def __call__(self, received: Activations | None, chunk: int, micro: int) -> Activations:
         k, inputs, named, autocast_dtype, generators, data = self.pending[micro]
         where = f"micro-batch {k}, stage {self.stage.number} of a pipeline"
+        passes_generators = self.stage.passes_generators
         if received and received.data != data:
-            what, hint = (
-                "the inputs and targets are not those of the stage before",
-                "let the data follow from the step and the micro-batch",
-            )
             raise UsageError(
-                what,
+                "the inputs and targets are not those of the stage before",
                 where,
-                hint
-                + " alone: no DataLoader consumed in the loop, no rank in a seed (docs/loop.md)",
+                "let the data follow from the step and the micro-batch alone: no DataLoader consumed in the loop, no rank in a seed (docs/loop.md)",
             )
-        if self.stage.passes_generators:
+        if passes_generators:
             restore_generators(received.generators if received else generators, self.device)
         else:
             follows_layers = cast(StagedModel, self.module).masks_follow_layers
             position = () if follows_layers else (chunk * self.stage.stages + self.stage.number,)
             seed_generators(splitmix64(*self.seed, k, *position) >> 1, self.device)
-        others = generator_states(self.device)[2:] if self.stage.passes_generators else ()
+        others = generator_states(self.device)[2:]
         with torch.autocast(self.device.type, autocast_dtype, enabled=autocast_dtype is not None):
             # hidden in a function: FSDP's hook would give a gradient of zeros to tensors that get
             # none
             output = self.module(
                 (lambda: received.output) if received else tuple, chunk, inputs, named
             )
-        own = Activations(
-            output,
-            pack_generators(self.device) if self.stage.passes_generators else generators,
-            data,
-        )
-        if wrong := [
-            type(tensor).__name__ for tensor in own.tensors if not isinstance(tensor, Tensor)
-        ]:
-            hint = (
-                "return a tensor or a tuple of tensors from the blocks, and a tensor from the loss"
-            )
-            raise UsageError(f"a {wrong[0]} cannot be passed to another stage", where, hint)
-        if self.stage.passes_generators and generator_states(self.device)[2:] != others:
-            hint = "use torch's generators in the model, torch.rand(())"
+        own = Activations(output, generators, data)
+        if wrong := [type(t).__name__ for t in own.tensors if not isinstance(t, Tensor)]:
             raise UsageError(
-                "a forward pass drew numbers from NumPy's or Python's generator", where, hint
+                f"a {wrong[0]} cannot be passed to another stage",
+                where,
+                "return a tensor or a tuple of tensors from the blocks, and a tensor from the loss",
             )
+        if passes_generators:
+            own = own._replace(generators=pack_generators(self.device))
+            if generator_states(self.device)[2:] != others:
+                raise UsageError(
+                    "a forward pass drew numbers from NumPy's or Python's generator",
+                    where,
+                    "use torch's generators in the model, torch.rand(())",
+                )
         self.after(k)
         return own
 
@@ -181,190 +168,154 @@ class PipelineRunner:
     groups: ProcessGroups
     backward: Callable[[list[Tensor], Sequence[Tensor] | None, int, int], None] = lambda *_: None
     sends: list[dist.Work] = field(default_factory=list)
+    # Those that have started; the passes whose backward pass follows: (gradients, outputs).
     receives: dict[P2PMessage, tuple[Sequence[Tensor], list[dist.Work]]] = field(
         default_factory=dict
-    )  # that have started
+    )
+    in_flight: dict[tuple[int, int], tuple[list[Tensor | None], list[Tensor]]] = field(
+        default_factory=dict
+    )
 
     def step(self, micro_batches: int) -> list[Tensor]:
         """Return the losses, on the last stage; else []. Raises the error of a lost peer."""
-        in_flight: dict[tuple[int, int], tuple[list[Tensor | None], list[Tensor]]] = {}
+        stage = self.forward.stage
         losses: dict[int, Tensor] = {}
-        stage, stages, chunks = (
-            self.forward.stage.number,
-            self.forward.stage.stages,
-            self.forward.stage.chunks,
-        )
-        previous, following = (stage - 1) % stages, (stage + 1) % stages
-        schedule = pipeline_schedule(stage, stages, micro_batches, len(chunks))
-        for number, (kind, chunk, micro) in enumerate(schedule):
-            _, first, last = chunks[chunk]
-            edge = chunk * stages + stage  # from this chunk to the next one
-            if kind == "forward":
-                received = (
-                    None
-                    if first
-                    else self._receive(
-                        previous,
-                        P2PMessage(micro, edge - 1, "states"),
-                        self.forward.expected(micro),
-                    )
-                )
-                self._receive_ahead(schedule[number + 1 :], in_flight)
-                followed = follow_gradients(
-                    [tensor for tensor in received.tensors if tensor.requires_grad]
-                    if received
-                    else []
-                )
-                own = self.forward(received, chunk, micro)
-                in_flight[chunk, micro] = (
-                    followed,
-                    [out for out in own.tensors if out.requires_grad],
-                )
-                if last:
-                    losses[micro] = own.tensors[0].detach()
+        schedule = pipeline_schedule(stage.number, stage.stages, micro_batches, len(stage.chunks))
+        for number, op in enumerate(schedule):
+            incoming, outgoing = self._messages(op)
+            if op.kind == "backward" and not self.in_flight[op.chunk, op.micro][1]:
+                incoming = None
+            received = self._receive(incoming, self._expected(op)) if incoming else None
+            self._receive_ahead(schedule[number + 1 :])
+            if op.kind == "forward":
+                inputs = [t for t in received.tensors if t.requires_grad] if received else []
+                followed = follow_gradients(inputs)
+                own = self.forward(received, op.chunk, op.micro)
+                outputs = [tensor for tensor in own.tensors if tensor.requires_grad]
+                self.in_flight[op.chunk, op.micro] = followed, outputs
+                if outgoing:
+                    self._send(own, outgoing)
                 else:
-                    self._send(own, following, P2PMessage(micro, edge, "states"))
+                    losses[op.micro] = own.tensors[0].detach()
                 continue
-            followed, outs = in_flight.pop((chunk, micro))
-            expected = (
-                []
-                if self.forward.stage.passes_generators
-                else [torch.empty_like(out) for out in outs]
-            )
-            grads = (
-                None
-                if last or not outs
-                else self._receive(following, P2PMessage(micro, edge, "grads"), expected).tensors
-            )
-            self._receive_ahead(schedule[number + 1 :], in_flight)
-            self.backward(outs, grads, micro, chunk)
+            followed, outputs = self.in_flight.pop((op.chunk, op.micro))
+            self.backward(outputs, received.tensors if received else None, op.micro, op.chunk)
             gradients = tuple(gradient for gradient in followed if gradient is not None)
             if len(gradients) < len(followed):
-                what = "a stage computes no gradient for some of the tensors that it receives, and the stages before it need them"
                 raise UsageError(
-                    what,
+                    "a stage computes no gradient for some of the tensors that it receives, and the stages before it need them",
                     "the forward passes of a pipeline",
                     "return only tensors that later blocks use; detach() the others",
                 )
-            if gradients:
-                self._send(
-                    own._replace(output=gradients), previous, P2PMessage(micro, edge - 1, "grads")
-                )
+            if gradients and outgoing:
+                self._send(own._replace(output=gradients), outgoing)
         self.groups.wait(self.sends)
         return [losses[micro] for micro in sorted(losses)]
 
-    def _receive_ahead(
-        self,
-        upcoming: Sequence[PipelineOp],
-        in_flight: Mapping[tuple[int, int], tuple[Any, Sequence[Tensor]]],
-    ) -> None:
+    def _messages(self, op: PipelineOp) -> tuple[P2PMessage | None, P2PMessage | None]:
+        """Return what a pass receives, and what it sends."""
+        number, stages = self.forward.stage.number, self.forward.stage.stages
+        edges = op.edges(number, stages, len(self.forward.stage.chunks))
+        ahead = 1 if op.kind == "forward" else -1
+        incoming, outgoing = (
+            P2PMessage(op.micro, edge, op.kind, peer % stages) if edge >= 0 else None
+            for edge, peer in zip(edges, (number - ahead, number + ahead), strict=True)
+        )
+        return incoming, outgoing
+
+    def _expected(self, op: PipelineOp) -> list[Tensor]:
+        """Return empty tensors for what a pass receives; of a user's model none: unknown."""
+        if self.forward.stage.passes_generators:
+            return []
+        if op.kind == "forward":
+            return self.forward.expected(op.micro)
+        _, outputs = self.in_flight.get((op.chunk, op.micro), ((), ()))
+        return [torch.empty_like(output) for output in outputs]
+
+    def _receive_ahead(self, upcoming: Sequence[PipelineOp]) -> None:
         """Start to receive what the next two passes need that receive anything, beside the pass
         before them.
 
         gloo sends nothing before the receiver asks for it. On NCCL a receive would hold up the
         sends that follow, and the tensors of a user's model have unknown shapes.
         """
-        stage, stages = self.forward.stage.number, self.forward.stage.stages
         if self.forward.device.type != "cpu" or self.forward.stage.passes_generators:
             return
-        ahead = 0
-        for kind, chunk, micro in upcoming:
-            if ahead == RECEIVES_AHEAD:
-                return
-            _, first, last = self.forward.stage.chunks[chunk]
-            edge = chunk * stages + stage
-            if kind == "forward" and not first:
-                self._start_receive(
-                    (stage - 1) % stages,
-                    P2PMessage(micro, edge - 1, "states"),
-                    self.forward.expected(micro),
-                )
-                ahead += 1
-            elif kind == "backward" and not last:
-                _, outs = in_flight.get((chunk, micro), ((), ()))
-                self._start_receive(
-                    (stage + 1) % stages,
-                    P2PMessage(micro, edge, "grads"),
-                    [torch.empty_like(out) for out in outs],
-                )
-                ahead += 1
+        incoming = ((op, self._messages(op)[0]) for op in upcoming)
+        awaited = ((op, message) for op, message in incoming if message)
+        for op, message in islice(awaited, RECEIVES_AHEAD):
+            self._start_receive(message, self._expected(op))
 
     def evaluate(self) -> Activations:
         """Collective in the stages. Return the activations of the last stage, on all of them."""
         stage, last = self.forward.stage.number, self.forward.stage.stages - 1
-        own = self.forward(
-            self._receive(stage - 1, P2PMessage(0, stage - 1, "states")) if stage else None, 0, 0
-        )
+
+        def message(edge: int, peer: int) -> P2PMessage:
+            return P2PMessage(0, edge, "forward", peer)
+
+        received = self._receive(message(stage - 1, stage - 1)) if stage else None
+        own = self.forward(received, 0, 0)
         for peer in range(last) if stage == last else [stage + 1]:
-            self._send(own, peer, P2PMessage(0, stage, "states"))
+            self._send(own, message(stage, peer))
         if stage < last:
-            own = self._receive(last, P2PMessage(0, last, "states"))
+            own = self._receive(message(last, last))
         self.groups.wait(self.sends)
         self.groups.raise_failure()
         return own
 
-    def _send(self, activations: Activations, peer: int, message: P2PMessage) -> None:
-        group, parts = (
-            self.groups.pipeline_group,
-            {n: tensor.detach().contiguous() for n, tensor in enumerate(activations.tensors, 1)},
-        )
+    def _send(self, activations: Activations, message: P2PMessage) -> None:
+        group = self.groups.pipeline_group
+        tensors = enumerate(activations.tensors, 1)
+        parts = {number: tensor.detach().contiguous() for number, tensor in tensors}
         if self.forward.stage.passes_generators:
-            parts[0] = activations.pack()
+            parts = {0: activations.pack(), **parts}
         self.groups.board.enter_collective(sum(part.nbytes for part in parts.values()))
         self.sends += self.groups.start_works(
             lambda: [
-                dist.isend(parts[n], group=group, group_dst=peer, tag=message.tag(n))
-                for n in sorted(parts)
+                dist.isend(part, group=group, group_dst=message.peer, tag=message.tag(number))
+                for number, part in parts.items()
             ]
         )
 
-    def _receive(
-        self, peer: int, message: P2PMessage, expected: Sequence[Tensor] = ()
-    ) -> Activations:
+    def _receive(self, message: P2PMessage, expected: Sequence[Tensor] = ()) -> Activations:
         """Return what the peer has sent, with its strides: they may decide which kernels run.
 
         expected  tensors to receive into, where the model is a built-in one, which sends no
                   envelope
         """
+        generators = self.forward.pending[0].generators
         if expected:
-            self._start_receive(peer, message, expected)
+            self._start_receive(message, expected)
             expected, works = self.receives.pop(message)
             self._wait_for(works)
-            output = tuple(tensor.requires_grad_(message.kind == "states") for tensor in expected)
-            return Activations(output, self.forward.pending[0].generators, 0)
-        envelope = torch.empty(
-            ENVELOPE_BYTES + self.forward.pending[0].generators.numel(), dtype=torch.uint8
-        )
-        self._wait_for(self._start([envelope], 0, peer, message))
+            output = tuple(tensor.requires_grad_(message.kind == "forward") for tensor in expected)
+            return Activations(output, generators, 0)
+        envelope = torch.empty(ENVELOPE_BYTES + generators.numel(), dtype=torch.uint8)
+        self._wait_for(self._start([envelope], 0, message))
         is_tuple, data, described = json.loads(bytes(bytes_of(envelope[:ENVELOPE_BYTES])))
         parts = [
             torch.empty(shape, dtype=TORCH_DTYPES[dtype], device=self.forward.device)
             for dtype, shape, _, _ in described
         ]
-        self._wait_for(self._start(parts, 1, peer, message))
-        for number, (_, shape, strides, trained) in enumerate(described):
-            if strides != list(parts[number].stride()):
-                parts[number] = torch.empty_strided(
-                    shape, strides, dtype=parts[number].dtype, device=self.forward.device
-                ).copy_(parts[number])
-            parts[number].requires_grad_(trained)
+        self._wait_for(self._start(parts, 1, message))
+        for number, (_, _, strides, trained) in enumerate(described):
+            part = parts[number]
+            if strides != list(part.stride()):
+                part = part.new_empty_strided(part.shape, strides).copy_(part)
+            parts[number] = part.requires_grad_(trained)
         return Activations(tuple(parts) if is_tuple else parts[0], envelope[ENVELOPE_BYTES:], data)
 
-    def _start_receive(self, peer: int, message: P2PMessage, expected: Sequence[Tensor]) -> None:
+    def _start_receive(self, message: P2PMessage, expected: Sequence[Tensor]) -> None:
         if expected and message not in self.receives:
-            self.receives[message] = (
-                expected,
-                self._start([tensor.detach() for tensor in expected], 1, peer, message),
-            )
+            works = self._start([tensor.detach() for tensor in expected], 1, message)
+            self.receives[message] = expected, works
 
-    def _start(
-        self, parts: list[Tensor], first_number: int, peer: int, message: P2PMessage
-    ) -> list[dist.Work]:
-        group, numbered = self.groups.pipeline_group, list(enumerate(parts, first_number))
+    def _start(self, parts: list[Tensor], first: int, message: P2PMessage) -> list[dist.Work]:
+        group = self.groups.pipeline_group
         return self.groups.start_works(
             lambda: [
-                dist.irecv(part, group=group, group_src=peer, tag=message.tag(number))
-                for number, part in numbered
+                dist.irecv(part, group=group, group_src=message.peer, tag=message.tag(number))
+                for number, part in enumerate(parts, first)
             ]
         )
 
@@ -441,13 +392,9 @@ class StageSource(UnitSource):
         def after_forward(k: int) -> None:
             statistics.end_micro_batch(k, counts=k in own and is_first)
 
+        device = self.parameters[0].device
         forward = ChunkForward(
-            local.module,
-            stage,
-            self._pending,
-            self.plan.key,
-            self.parameters[0].device,
-            after_forward,
+            local.module, stage, self._pending, self.plan.key, device, after_forward
         )
         losses = PipelineRunner(forward, self.groups, backward).step(len(passes))
         self.phase = PassPhase.OUTSIDE
@@ -459,18 +406,16 @@ def evaluate_in_stages(local: LocalModel | None, inputs: Any, *, in_loop: bool) 
     from the micro-batch loop."""
     assert local and local.stage and local.groups
     if torch.is_grad_enabled() or in_loop:
-        what, where = (
+        raise UsageError(
             "the model was called with gradients, or in the micro-batch loop",
             f"layout {local.layout}",
+            "call session.forward_backward(x, y, loss_fn) for each micro-batch; evaluate with session.evaluate",
         )
-        hint = "call session.forward_backward(x, y, loss_fn) for each micro-batch; evaluate with session.evaluate"
-        raise UsageError(what, where, hint)
     if not local.groups.formed:
         local.groups.form()
     device = next(local.parameters()).device
-    forward = ChunkForward(
-        local.module, local.stage, [local.stage.pend(0, (inputs,), {}, device)], (), device
-    )
+    pending = [local.stage.pend(0, (inputs,), {}, device)]
+    forward = ChunkForward(local.module, local.stage, pending, (), device)
     activations = PipelineRunner(forward, local.groups).evaluate()
     restore_generators(activations.generators, device)
     cast(FSDPModule, local.module).reshard()  # a later pass must gather new weights

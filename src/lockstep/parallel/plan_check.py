@@ -127,9 +127,10 @@ class PlanCheck:
         if uncalled := [
             name for name, key in self.key_of.items() if complete and key not in self.calls
         ]:
-            what = f"{join_names(uncalled)} did not run in the first micro-batch, so their plan cannot be verified"
             raise UsageError(
-                what, WHERE, "call these modules, not their parts; rehearse=False skips this check"
+                f"{join_names(uncalled)} did not run in the first micro-batch, so their plan cannot be verified",
+                WHERE,
+                "call these modules, not their parts; rehearse=False skips this check",
             )
         if complete:
             self.key_of.clear()
@@ -181,8 +182,11 @@ class PlanCheck:
             try:
                 own_outputs, own_inputs = call.run(split, own_weights)
             except (RuntimeError, ValueError, TypeError, IndexError) as error:
-                what = f"{region} does not run with its layers split over {parts} tensor ranks: {error}"
-                raise UsageError(what, WHERE, HINT) from error
+                raise UsageError(
+                    f"{region} does not run with its layers split over {parts} tensor ranks: {error}",
+                    WHERE,
+                    HINT,
+                ) from error
             pairs = [
                 (a, b) for a, b in zip(outputs, own_outputs, strict=False) if a.shape == b.shape
             ]
@@ -218,8 +222,11 @@ class PlanCheck:
         self.groups.all_reduce(flags, self.groups.tensor_group)
         self.groups.raise_failure()
         if names := [label for label, flag in zip(labels, flags.tolist(), strict=True) if flag]:
-            what = f"layers split over {parts} tensor ranks compute something else than whole ones: {join_names(names)}"
-            raise UsageError(what, WHERE, HINT)
+            raise UsageError(
+                f"layers split over {parts} tensor ranks compute something else than whole ones: {join_names(names)}",
+                WHERE,
+                HINT,
+            )
 
 
 def split_layers(
@@ -249,9 +256,8 @@ def regions_of(model: nn.Module, plan: ParallelPlan) -> list[str]:
         )
         while not (needed <= styles_within(region, styles) and has_forward(model, region)):
             if not region:
-                what = f"{name} is {style}, and the model does not have both colwise and rowwise layers"
                 raise UsageError(
-                    what,
+                    f"{name} is {style}, and the model does not have both colwise and rowwise layers",
                     WHERE,
                     "outputs of colwise layers are inputs of a rowwise layer; or name it colwise_gather_output",
                 )

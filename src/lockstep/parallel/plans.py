@@ -125,10 +125,9 @@ def find_units(model: nn.Module, patterns: Patterns = None) -> list[str]:
         if unknown := [
             pattern for pattern in listed if not any(fnmatchcase(name, pattern) for name in modules)
         ]:
-            where = f"session.prepare(units={patterns!r})"
             raise UsageError(
                 f"no module matches {join_names(unknown)}",
-                where,
+                f"session.prepare(units={patterns!r})",
                 f"{type(model).__name__} has {join_names(list(modules))}",
             )
         matching = [

@@ -78,11 +78,8 @@ def measure_moves(
     dist.all_reduce(difference, dist.ReduceOp.MAX, group=group)
     bound = TOLERANCE if "reduce" in collective else 0.0
     if not float(difference) <= bound:
-        what = (
-            f"the {collective} differs from torch's by {float(difference):.3g} of the largest value"
-        )
         raise LockstepError(
-            what,
+            f"the {collective} differs from torch's by {float(difference):.3g} of the largest value",
             f"{ranks} ranks, {length} values of fp32; at most {bound:g} is rounding",
             "report this",
         )

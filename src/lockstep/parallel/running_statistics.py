@@ -51,9 +51,10 @@ class RunningStatistics:
         if unknown := [
             pattern for pattern in kinds if not any(fnmatchcase(name, pattern) for name in buffers)
         ]:
-            what = f"no buffer of {type(model).__name__} matches {join_names(unknown)}"
             raise UsageError(
-                what, f"buffers={dict(kinds)}", f"the model has {join_names(buffers) or 'none'}"
+                f"no buffer of {type(model).__name__} matches {join_names(unknown)}",
+                f"buffers={dict(kinds)}",
+                f"the model has {join_names(buffers) or 'none'}",
             )
         kind_of = {
             name: kind

@@ -29,9 +29,11 @@ def block_names(model: nn.Module) -> list[str]:
         return is_sequential and uses[id(module)] == 1 and not has_forward_hooks(module)
 
     if not is_flat(model):
-        what = f"a pipeline splits an nn.Sequential without forward hooks, and the model is a {type(model).__name__}"
-        hint = "give nn.Sequential(block, ...), where each block takes the output of the one before; or use layout.shard"
-        raise UsageError(what, "session.prepare(model), layout.pipeline", hint)
+        raise UsageError(
+            f"a pipeline splits an nn.Sequential without forward hooks, and the model is a {type(model).__name__}",
+            "session.prepare(model), layout.pipeline",
+            "give nn.Sequential(block, ...), where each block takes the output of the one before; or use layout.shard",
+        )
     flat = {name for name, module in modules if is_flat(module)}
     return [name for name, _ in modules if name not in flat and name.rpartition(".")[0] in flat]
 
@@ -53,9 +55,10 @@ def first_blocks(
     if split_points:
         starts = [0, *(names.index(name) for name in split_points if name in names[1:])]
         if len(starts) < stages or len(split_points) >= stages or starts != sorted(set(starts)):
-            hint = f"give {stages - 1} names, in order, of the blocks {join_names(list(names[1:]))}"
             raise UsageError(
-                f"{len(split_points)} split points do not give {stages} stages", where, hint
+                f"{len(split_points)} split points do not give {stages} stages",
+                where,
+                f"give {stages - 1} names, in order, of the blocks {join_names(list(names[1:]))}",
             )
         return starts
     passed = [
@@ -100,8 +103,11 @@ def build_sequential_stage(
     }
     where = f"layout.pipeline {stages}; the stages begin with the blocks {join_names([names[own[0]] for own in ranges])}"
     if shared - tied:
-        hint = "give other split_points: only the first and the last stage may share parameters"
-        raise UsageError(f"stages share {join_names(sorted(shared - tied))}", where, hint)
+        raise UsageError(
+            f"stages share {join_names(sorted(shared - tied))}",
+            where,
+            "give other split_points: only the first and the last stage may share parameters",
+        )
     for number, own in enumerate(ranges):
         if not any(
             p.requires_grad for n in own for p in model.get_submodule(names[n]).parameters()
@@ -159,12 +165,10 @@ def refuse_other_leaves(loss: Any, output: Any) -> None:
         if node is None or node in passed:
             continue
         if hasattr(node, "variable"):  # of a leaf: the other stages' parameters are not here
-            what, hint = (
-                "the loss depends on parameters other than through the model's output",
-                "use weight_decay, or layout.shard",
-            )
             raise UsageError(
-                what, "the loss function of session.forward_backward, in a pipeline", hint
+                "the loss depends on parameters other than through the model's output",
+                "the loss function of session.forward_backward, in a pipeline",
+                "use weight_decay, or layout.shard",
             )
         passed.add(node)
         nodes += [following for following, _ in node.next_functions]

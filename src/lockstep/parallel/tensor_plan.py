@@ -49,11 +49,10 @@ def styles_of(model: nn.Module, plan: TensorPlan) -> dict[str, LayerStyle]:
             for pattern, style in given.items()
         }
     if not by_pattern:
-        hint = 'give tensor_plan={"layers.*.attention.query": "colwise", "layers.*.attention.out": "rowwise", ...}, or set tensor to 1'
         raise UsageError(
             f"there is no plan of the layers of {type(model).__name__} that the tensor axis splits",
             WHERE,
-            hint,
+            'give tensor_plan={"layers.*.attention.query": "colwise", "layers.*.attention.out": "rowwise", ...}, or set tensor to 1',
         )
     if wrong := [
         f"{style.name} of {pattern}"
@@ -126,11 +125,8 @@ def refuse_unsplittable(model: nn.Module, styles: Mapping[str, LayerStyle], part
         )
         if features % (parts * style.packed):
             packed = f" in {style.packed} packed matrices" if style.packed > 1 else ""
-            what = (
-                f"tensor {parts} does not divide the {features} {kind} features{packed} of {name}"
-            )
             raise UsageError(
-                what,
+                f"tensor {parts} does not divide the {features} {kind} features{packed} of {name}",
                 WHERE,
                 "set another tensor, or leave the layer and its partners out of the plan",
             )

@@ -179,9 +179,11 @@ class UnitSource(GradientSource):
         """Form the groups; refuse a pass whose gradients would belong to no micro-batch."""
         is_trained = self.phase is not PassPhase.OUTSIDE and module is self.local.module
         if torch.is_grad_enabled() and not is_trained:
-            what = "a forward pass with gradients outside of the micro-batches, or of an average"
-            hint = "use torch.no_grad() or session.evaluate there: the weights are in shards"
-            raise UsageError(what, f"{type(module).__name__}, layout {self.local.layout}", hint)
+            raise UsageError(
+                "a forward pass with gradients outside of the micro-batches, or of an average",
+                f"{type(module).__name__}, layout {self.local.layout}",
+                "use torch.no_grad() or session.evaluate there: the weights are in shards",
+            )
         if not self.groups.formed:
             self.groups.form()
 
@@ -260,9 +262,11 @@ class UnitSource(GradientSource):
         sent = self._captured.pop() if self._captured else out
         if unit in self._reduced_units:
             names = {id(module): name for name, module in self.local.module.named_modules()}
-            what = f"{names[id(self.local.fsdp_units[unit])] or 'the model'} ran more than once in micro-batch {self.now.k}"
-            hint = "leave it out of the units that are gathered one by one: session.prepare(..., units=...), () for none"
-            raise UsageError(what, f"layout {self.local.layout}", hint)
+            raise UsageError(
+                f"{names[id(self.local.fsdp_units[unit])] or 'the model'} ran more than once in micro-batch {self.now.k}",
+                f"layout {self.local.layout}",
+                "leave it out of the units that are gathered one by one: session.prepare(..., units=...), () for none",
+            )
         self._reduced_units.add(unit)
         if self.is_hashed:
             self._word_sums.append(word_sum(sent))

@@ -65,11 +65,10 @@ def calibrate(
         device = runtime.world.device
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
         if kind not in name:
-            hint = f"remove --measure, or run it on a machine with {kind}"
             raise UsageError(
                 f"--measure times this machine's {name}, and the plan is for {kind}",
                 "--devices, --measure",
-                hint,
+                f"remove --measure, or run it on a machine with {kind}",
             )
         task = open_task(run, folder, runtime)
         batches = micro_batches(task, run)

@@ -62,9 +62,11 @@ def planned_cost(run: RunConfig) -> ModelCost:
         build = partial(translator_on_meta, run.model, vocabulary, "cpu", length)
         return run_cost(run, build, [shape, shape])
     if run.lora.rank or run.llama.backend == "transformers":
-        what = "a plan covers the built-in models, with all parameters trained"
-        hint = "plan a function that makes the model, FILE.py:FUNCTION (docs/planning.md), or plan without them: an upper bound"
-        raise UsageError(what, "lora.rank, llama.backend", hint)
+        raise UsageError(
+            "a plan covers the built-in models, with all parameters trained",
+            "lora.rank, llama.backend",
+            "plan a function that makes the model, FILE.py:FUNCTION (docs/planning.md), or plan without them: an upper bound",
+        )
     config = llama_config(run)
     if not run.llama.init_from:
         config = replace(config, vocab_size=vocabulary)
@@ -276,8 +278,9 @@ def count_units(
     with saved_tensors_hooks(counter.save, lambda tensor: tensor):
         outputs = forward()
     if not any(output.requires_grad for output in tensors_in(outputs)):
-        what = f"no output of the module {type(model).__name__} has a gradient"
-        raise UsageError(what, "lockstep plan", HINT)
+        raise UsageError(
+            f"no output of the module {type(model).__name__} has a gradient", "lockstep plan", HINT
+        )
     parameters = parameters_by_unit(model, names)
     layers = model.layer_names() if isinstance(model, StagedModel) else names
 
@@ -381,9 +384,11 @@ def own_model_cost(spelled: str, run: RunConfig) -> ModelCost:
     except LockstepError:
         raise
     except Exception as error:
-        where = f"a forward pass of {spelled} on torch's fake tensors, {line_of(error, spelled)}"
-        hint = "operations that depend on values of the inputs cannot be planned; run the function and its module alone to see other errors"
-        raise UsageError(described(error), where, hint) from error
+        raise UsageError(
+            described(error),
+            f"a forward pass of {spelled} on torch's fake tensors, {line_of(error, spelled)}",
+            "operations that depend on values of the inputs cannot be planned; run the function and its module alone to see other errors",
+        ) from error
 
 
 def total(outputs: Any) -> Tensor:

@@ -128,9 +128,10 @@ def parse_cluster(devices: str, link: str, host_link: str, profile: Path | None)
     if host_link:
         links["same_host"] = parse_link(host_link, "--host-link")
     if hosts > 1 and "other_host" not in links:
-        hint = "give --link RATE, such as 100Gbit/s or 1Gbit/s,200us, or --profile FILE.json of lockstep bench comm"
         raise UsageError(
-            f"{hosts} hosts, and the link between them is not known", "command line", hint
+            f"{hosts} hosts, and the link between them is not known",
+            "command line",
+            "give --link RATE, such as 100Gbit/s or 1Gbit/s,200us, or --profile FILE.json of lockstep bench comm",
         )
     same = links.get("same_host", SAME_HOST["cpu" if is_cpu else "gpu"])
     kind = "cpu" if is_cpu else kind
@@ -167,14 +168,17 @@ def read_profile(path: Path) -> dict[str, Link]:
             if link is not None
         }
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        hint = "write it with lockstep bench comm --out FILE.json"
         raise UsageError(
-            f"{path} is not a profile of links: {type(error).__name__}: {error}", "--profile", hint
+            f"{path} is not a profile of links: {type(error).__name__}: {error}",
+            "--profile",
+            "write it with lockstep bench comm --out FILE.json",
         ) from None
     for name, link in read.items():
         if not (0 < link.bytes_per_s < inf and 0 <= link.latency_s < inf):
             rates = f"{link.bytes_per_s:g} bytes/s and a latency of {link.latency_s:g} s"
-            what = f"{path}: the link {name} has {rates}"
-            hint = "measure it again with lockstep bench comm --out FILE.json"
-            raise UsageError(what, "--profile", hint)
+            raise UsageError(
+                f"{path}: the link {name} has {rates}",
+                "--profile",
+                "measure it again with lockstep bench comm --out FILE.json",
+            )
     return read

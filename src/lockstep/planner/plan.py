@@ -57,11 +57,10 @@ def make_plan(work: Workload) -> Plan:
     plan = Plan(fitting, [(layout, why) for _, layout, why in refused])
     if not fitting:
         layout, why = plan.refused[0]
-        hint = "memory.activation_checkpoint=full, fewer batch.tokens, more devices, or a smaller model"
         raise UsageError(
             f"no layout of {cluster.devices} devices works; the nearest is {layout}: {why}",
             "--devices, [batch], [model]",
-            hint,
+            "memory.activation_checkpoint=full, fewer batch.tokens, more devices, or a smaller model",
         )
     return plan
 

@@ -300,8 +300,11 @@ def refuse_changed_numbers(
     optimizer: optim.Optimizer, before: list[dict[str, float]], layout: Layout
 ) -> None:
     if numbers_of_groups(optimizer) != before:
-        what = f"{type(optimizer).__name__} changes the values of its parameter groups in step: it couples parameters with each other"
-        raise UsageError(what, f"layout {layout}", "use another optimizer, or whole replicas")
+        raise UsageError(
+            f"{type(optimizer).__name__} changes the values of its parameter groups in step: it couples parameters with each other",
+            f"layout {layout}",
+            "use another optimizer, or whole replicas",
+        )
 
 
 def describe(
@@ -323,8 +326,11 @@ def describe(
             continue
         shape = tuple(value.shape)
         if shape != rows[0].shape and shape in {part.local_shape for part in rows}:
-            what = f"state of the shape {shape}, which is also that of a shard of the parameter {rows[0].shape}"
-            raise UsageError(what, where, "set another layout.shard")
+            raise UsageError(
+                f"state of the shape {shape}, which is also that of a shard of the parameter {rows[0].shape}",
+                where,
+                "set another layout.shard",
+            )
         is_small = value.numel() == 1 and shape != rows[0].shape and not value.is_cuda
         entries.append([key, DTYPES[value.dtype], shape, value.item() if is_small else None])
     return entries
