@@ -23,6 +23,8 @@ from lockstep.elastic.protocol.transitions import Protocol
 from lockstep.planner.devices import Cluster
 from lockstep.planner.plan import PlannedLayout
 
+Effects = Iterable[Effect]
+React = Callable[[float], Effects | None]
 MAX_HOSTS, MAX_PER_HOST = 16, 4  # that are played; a larger cluster takes a little longer
 # Assumed: seconds of the run folder, to leave a group, to form one.
 DISK_S = 0.02
@@ -94,49 +96,47 @@ class PlayedWorker:
     """A process: the protocol, and the generation whose group it has formed."""
 
     def __init__(self, protocol: Protocol) -> None:
-        self.protocol, self.alive, self.formed = protocol, True, 0
+        self.protocol = protocol
+        self.is_alive = True
+        self.formed = 0
 
     def lose_power(self) -> None:
-        self.alive = False
+        self.is_alive = False
 
 
 class Play:
     """Workers with equal clocks, a folder for the log, and links with a latency. No event fails."""
 
     def __init__(self, hosts: int, per_host: int, latency_s: float) -> None:
-        self.now_s, self.latency_s, self.numbers = 0.0, max(latency_s, 1e-5), count()
-        self.events: list[tuple[float, int, Callable[[], None]]] = []
+        self.now_s = 0.0
+        self.latency_s = max(latency_s, 1e-5)
+        self.numbers = count()
+        self.events: list[tuple[float, int, PlayedWorker, React]] = []
         self.log: list[Generation] = []
-        limits, places = (
-            ElasticLimits(expected_workers=hosts * per_host),
-            product(range(hosts), range(per_host)),
-        )
-        members = [
-            Member(f"h{host:03d}/{slot}/", f"h{host:03d}", slot, 1, f"10.0.0.1:{slot + 1}")
-            for host, slot in places
-        ]
-        self.workers = [
-            PlayedWorker(Protocol(member, limits, lambda: str(next(self.numbers)), 0.0))
-            for member in members
-        ]
+        limits = ElasticLimits(expected_workers=hosts * per_host)
+        self.workers: list[PlayedWorker] = []
+        for host, slot in product(range(hosts), range(per_host)):
+            name, address = f"h{host:03d}", f"10.0.0.1:{slot + 1}"
+            member = Member(f"{name}/{slot}/", name, slot, 1, address)
+            protocol = Protocol(member, limits, lambda: str(next(self.numbers)), 0.0)
+            self.workers.append(PlayedWorker(protocol))
         for worker in self.workers:
             self.tick(worker)
             self.act(worker, worker.protocol.request_join(0.0, {}))
 
     def tick(self, worker: PlayedWorker) -> None:
         self.act(worker, worker.protocol.tick(self.now_s))
-        self.after(0.2, worker, lambda: self.tick(worker))
+        self.after(0.2, worker, lambda _: self.tick(worker))
 
-    def after(self, delay_s: float, worker: PlayedWorker, event: Callable[[], None]) -> None:
-        heapq.heappush(
-            self.events,
-            (self.now_s + delay_s, next(self.numbers), lambda: event() if worker.alive else None),
-        )
+    def after(self, delay_s: float, worker: PlayedWorker, react: React) -> None:
+        """Let a worker react to an event; `react` returns the effects, given the time."""
+        heapq.heappush(self.events, (self.now_s + delay_s, next(self.numbers), worker, react))
 
     def run(self, until_s: float) -> None:
         while self.events and self.events[0][0] <= until_s:
-            self.now_s, _, event = heapq.heappop(self.events)
-            event()
+            self.now_s, _, worker, react = heapq.heappop(self.events)
+            if worker.is_alive:
+                self.act(worker, react(self.now_s) or ())
         self.now_s = until_s
 
     def run_until_formed(self, workers: Sequence[PlayedWorker]) -> float:
@@ -148,10 +148,6 @@ class Play:
         ):
             self.run(self.events[0][0])
         return self.now_s
-
-    def leave(self, worker: PlayedWorker, why: str) -> None:
-        report = LeaveReport(worker.protocol.number, 10 + worker.protocol.number, why=why)
-        self.act(worker, worker.protocol.on_group_left(report, self.now_s))
 
     def act(self, worker: PlayedWorker, effects: Iterable[Effect]) -> None:
         """Carry out the effects of a turn of a worker."""
@@ -166,49 +162,39 @@ class Play:
             elif isinstance(effect, AbortGroup):
                 self.after(LEAVE_S, worker, partial(self.leave, worker, effect.why))
             elif isinstance(effect, FormGroup):
-                self.after(
-                    FORM_S, worker, partial(setattr, worker, "formed", effect.generation.number)
-                )
+                self.after(FORM_S, worker, partial(self.form, worker, effect.generation))
 
     def reach(self, worker: PlayedWorker, effect: Send | Connect) -> None:
         """Deliver a message, or connect. A host without power answers nothing."""
-        me, id = worker.protocol.me.id, effect.id if isinstance(effect, Send) else effect.member.id
+        me = worker.protocol.me.id
+        id = effect.id if isinstance(effect, Send) else effect.member.id
         peer = next(other for other in self.workers if other.protocol.me.id == id)
         if isinstance(effect, Send):
-            self.after(
-                self.latency_s,
-                peer,
-                lambda: self.act(peer, peer.protocol.on_message(me, effect.message, self.now_s)),
-            )
-        elif peer.alive:
-            self.after(
-                self.latency_s,
-                peer,
-                lambda: self.act(peer, peer.protocol.on_link_up(me, self.now_s)),
-            )
-            self.after(
-                self.latency_s,
-                worker,
-                lambda: self.act(worker, worker.protocol.on_link_up(id, self.now_s)),
-            )
+            self.after(self.latency_s, peer, partial(peer.protocol.on_message, me, effect.message))
+        elif peer.is_alive:
+            self.after(self.latency_s, peer, partial(peer.protocol.on_link_up, me))
+            self.after(self.latency_s, worker, partial(worker.protocol.on_link_up, id))
         else:
-            self.after(
-                1.0,
-                worker,
-                lambda: self.act(worker, worker.protocol.on_connect_failed(id, False, self.now_s)),
-            )
+            self.after(1.0, worker, partial(worker.protocol.on_connect_failed, id, False))
 
-    def read_log(self, worker: PlayedWorker) -> None:
+    def form(self, worker: PlayedWorker, generation: Generation, _: float) -> None:
+        worker.formed = generation.number
+
+    def leave(self, worker: PlayedWorker, why: str, now_s: float) -> Effects:
+        number = worker.protocol.number
+        return worker.protocol.on_group_left(LeaveReport(number, 10 + number, why=why), now_s)
+
+    def read_log(self, worker: PlayedWorker, now_s: float) -> Effects:
         newest = self.log[-1] if len(self.log) > worker.protocol.number else None
         members = self.log[-1].ranks if self.log else {}
         waiting = [
             other.protocol.me
             for other in self.workers
-            if other.alive and other.protocol.me.id not in members
+            if other.is_alive and other.protocol.me.id not in members
         ]
-        self.act(worker, worker.protocol.on_log_read(newest, waiting, self.now_s))
+        return worker.protocol.on_log_read(newest, waiting, now_s)
 
-    def propose(self, worker: PlayedWorker, generation: Generation) -> None:
+    def propose(self, worker: PlayedWorker, generation: Generation, now_s: float) -> Effects:
         if generation.number == len(self.log) + 1:
             self.log.append(generation)
-        self.act(worker, worker.protocol.on_proposed(self.log[generation.number - 1], self.now_s))
+        return worker.protocol.on_proposed(self.log[generation.number - 1], now_s)

@@ -3,8 +3,11 @@ change."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from itertools import product
+from operator import itemgetter
 
 from lockstep.config.rules import conflicts
 from lockstep.config.schema import RunConfig
@@ -40,10 +43,11 @@ def make_plan(work: Workload) -> Plan:
     """Return the plan of a run over all devices of its cluster. UsageError: no layout fits."""
     model, run, cluster = work.model, work.run, work.cluster
     limits = LayoutLimits(run.batch.micro_batches, model.heads, model.layers)
-    fitting, refused = [], []
+    fitting = list[PlannedLayout]()
+    refused = list[tuple[float, Layout, str]]()
     for layout in layouts(cluster.devices):
         if why := problem_with(run, layout, limits):
-            refused.append((0, layout, why))
+            refused.append((math.inf, layout, why))
             continue
         memory = memory_cost(model, run, layout, cluster.device_type)
         if memory.total > cluster.memory:
@@ -53,25 +57,24 @@ def make_plan(work: Workload) -> Plan:
         step = step_cost(work, layout)
         fitting.append(PlannedLayout(layout, step, memory, describe(step)))
     fitting.sort(key=lambda planned: planned.step.seconds)
-    refused.sort(key=lambda entry: entry[0] or float("inf"))
-    plan = Plan(fitting, [(layout, why) for _, layout, why in refused])
+    refused.sort(key=itemgetter(0))
     if not fitting:
-        layout, why = plan.refused[0]
+        _, layout, why = refused[0]
         raise UsageError(
             f"no layout of {cluster.devices} devices works; the nearest is {layout}: {why}",
             "--devices, [batch], [model]",
             "memory.activation_checkpoint=full, fewer batch.tokens, more devices, or a smaller model",
         )
-    return plan
+    return Plan(fitting, [(layout, why) for _, layout, why in refused])
 
 
 def layouts(devices: int) -> Iterator[Layout]:
     """Yield every layout of exactly so many devices."""
     sizes = [size for size in range(1, devices + 1) if devices % size == 0]
-    for shard in sizes:
-        for tensor in (size for size in sizes if devices % (shard * size) == 0):
-            for pipeline in (size for size in sizes if devices % (shard * tensor * size) == 0):
-                yield Layout(devices // (shard * tensor * pipeline), shard, tensor, pipeline)
+    for shard, tensor, pipeline in product(sizes, repeat=3):
+        each = shard * tensor * pipeline
+        if devices % each == 0:
+            yield Layout(devices // each, shard, tensor, pipeline)
 
 
 def problem_with(run: RunConfig, layout: Layout, limits: LayoutLimits) -> str:
@@ -96,9 +99,8 @@ def describe(step: StepCost) -> str:
         "the update": step.update_s,
     }
     what, seconds = max(waits.items(), key=lambda item: item[1])
-    return (
-        f"{seconds / step.seconds:.0%} {what}" if seconds > 0.02 * step.seconds else "computation"
-    )
+    share = seconds / step.seconds
+    return f"{share:.0%} {what}" if share > 0.02 else "computation"
 
 
 def advice(work: Workload, best: PlannedLayout) -> dict[str, tuple[object, str]]:
@@ -117,36 +119,30 @@ def advice(work: Workload, best: PlannedLayout) -> dict[str, tuple[object, str]]
     if has_buckets:
         by_size = {size: seconds("bucket_bytes", size) for size in BUCKET_BYTES}
         size = min(by_size, key=lambda size: (round(by_size[size], 4), -size))
-        found["parallel.bucket_bytes"] = (
-            size,
-            f"a step of {format_duration(by_size[size])}; {BUCKET_BYTES[-1]:,}: {format_duration(by_size[BUCKET_BYTES[-1]])}",
-        )
+        largest = BUCKET_BYTES[-1]
+        reason = f"a step of {format_duration(by_size[size])}; {largest:,}: {format_duration(by_size[largest])}"
+        found["parallel.bucket_bytes"] = size, reason
     found["batch.micro_batches"] = micro_batches(run, layout, given)
     by_mode = {mode: best_with(work, mode) for mode in CHECKPOINT_MODES}
     mode = min(by_mode, key=lambda mode: by_mode[mode][0])
-    found["memory.activation_checkpoint"] = (
-        mode,
-        "; ".join(f"{name}: {text}" for name, (_, text) in by_mode.items()),
-    )
+    reason = "; ".join(f"{name}: {text}" for name, (_, text) in by_mode.items())
+    found["memory.activation_checkpoint"] = mode, reason
     by_wire = {name: seconds("wire", name) for name in FORMATS if supports(name)}
     if layout.data_parallel_size > 1 and len(by_wire) > 1:
         computed_s = given.compute_s + given.bubble_s + given.update_s
         enough_s = max(computed_s / (1 - HIDDEN), 1.02 * min(by_wire.values()))
         wire = next(name for name in by_wire if by_wire[name] <= enough_s)
-        found["parallel.wire"] = (
-            wire,
-            ", ".join(f"{name} {format_duration(value)}" for name, value in by_wire.items())
-            + " a step",
-        )
+        times = [f"{name} {format_duration(value)}" for name, value in by_wire.items()]
+        found["parallel.wire"] = wire, f"{', '.join(times)} a step"
     if has_buckets:
         plain = step_cost(work.with_values("diloco", learners=0), layout)
         computed_s = plain.seconds - plain.exposed_s
         every = max(1, -int(-plain.exposed_s // (HIDDEN / (1 - HIDDEN) * computed_s)))
         share = plain.exposed_s / every / (computed_s + plain.exposed_s / every)
-        found["diloco.every"] = (
-            every,
-            f"communication {share:.1%} of the time, {plain.exposed_s / plain.seconds:.0%} without",
+        reason = (
+            f"communication {share:.1%} of the time, {plain.exposed_s / plain.seconds:.0%} without"
         )
+        found["diloco.every"] = every, reason
     return found
 
 
@@ -157,26 +153,23 @@ def best_with(work: Workload, mode: Mode) -> tuple[float, str]:
         best = make_plan(work.with_values("memory", activation_checkpoint=mode)).fitting[0]
     except UsageError:
         return float("inf"), "no layout fits"
-    return (
-        best.step.seconds,
-        f"{format_duration(best.step.seconds)} and {format_bytes(best.memory.total)} with {best.layout}",
-    )
+    seconds, memory = best.step.seconds, format_bytes(best.memory.total)
+    return seconds, f"{format_duration(seconds)} and {memory} with {best.layout}"
 
 
 def micro_batches(run: RunConfig, layout: Layout, step: StepCost) -> tuple[int, str]:
     """Return a number of micro-batches that keeps all ranks busy, and in which the sum is
     hidden."""
     now, parallel = run.batch.micro_batches, layout.data_parallel_size
-    busy = now / (-(-now // parallel) * parallel)
     each = -(-now // parallel)
-    computed_s = (step.compute_s) / each
-    wanted = -(-(step.exposed_s + step.bubble_s) // (0.1 * computed_s)) if computed_s else each
+    busy = now / (each * parallel)
+    computed_s = step.compute_s / each
+    waiting_s = step.exposed_s + step.bubble_s
+    wanted = int(-(-waiting_s // (0.1 * computed_s))) if computed_s else each
     if busy == 1 and wanted <= each:
         return now, f"{each} for each of {parallel} data-parallel ranks"
-    value = parallel * max(each, min(int(wanted), 64))
-    reason = (
-        f"ranks are busy {busy:.0%} of the time"
-        if busy < 1
-        else f"{(step.exposed_s + step.bubble_s) / step.seconds:.0%} of a step is waiting"
-    )
+    reason = f"{waiting_s / step.seconds:.0%} of a step is waiting"
+    if busy < 1:
+        reason = f"ranks are busy {busy:.0%} of the time"
+    value = parallel * max(each, min(wanted, 64))
     return value, f"with {now}, {reason}; more change the bits and the batch"
