@@ -65,7 +65,7 @@ PROBE = """
 import sys, time
 import torch, torch.distributed as dist
 from lockstep.network.measurements import fit_link
-from lockstep.parallel.exchange import start_exchange
+from lockstep.parallel.ordered_sum import start_exchange
 from lockstep.runtime.process_group import group_timeout, init_default_group
 from lockstep.runtime.work import wait_for
 rank = int(sys.argv[1])

@@ -33,7 +33,7 @@ from lockstep.models.llama import Llama, LlamaConfig, init_param
 from lockstep.network.wire_format import FORMATS, MAX_BLOCK, Section
 from lockstep.parallel.build_replica import build_replica
 from lockstep.parallel.replica import Replica
-from lockstep.parallel.wire_codec import decode, encode
+from lockstep.parallel.wire_sum import decode, encode
 
 sys.path.insert(0, str(TOP / "tests"))
 from support.hosts import Network

@@ -22,7 +22,7 @@ from bench.results import TOP, keep, machine
 from lockstep.config.open_run import open_run
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.network.wire_format import FORMATS
-from lockstep.parallel import wire_codec
+from lockstep.parallel import wire_sum
 from lockstep.recipes.script import lock_run_folder, train
 from lockstep.record.metrics import read_metrics
 
@@ -46,7 +46,7 @@ def losses(
     """Train the default recipe; return the loss of each step."""
     path = Path(folder)
     if name == NEAREST:
-        wire_codec.NOISE = 0.0
+        wire_sum.NOISE = 0.0
     values = {
         "steps": steps,
         "seed": seed,

@@ -36,8 +36,7 @@ from lockstep.log import log
 from lockstep.object_store.address import local_folder
 from lockstep.parallel.activation_checkpoint import Mode
 from lockstep.parallel.pipeline import evaluate_in_stages
-from lockstep.parallel.plans import Patterns
-from lockstep.parallel.tensor_plan import TensorPlan
+from lockstep.parallel.plans import Patterns, TensorPlan
 from lockstep.record.tracker import Tracker
 from lockstep.runtime.numerics import make_deterministic
 from lockstep.runtime.signals import Stopped
@@ -232,7 +231,7 @@ class Session:
                       neither a checkpoint nor another worker has them (training/initial_values.py)
         units         in shards: names of the modules to gather one by one, "layers.*"; () for none.
                       None: repeated blocks (parallel/own_model.py)
-        tensor_plan   with tensor: styles of layers by patterns of names (parallel/tensor_plan.py);
+        tensor_plan   with tensor: styles of layers by patterns of names (parallel/plans.py);
                       "auto" for the plan of a Hugging Face model
         split_points  in a pipeline: the first blocks of its later stages; (): similar bytes
         prefetch_units, reshard_after_forward, pipeline_chunks  see parallel/parallelize.py

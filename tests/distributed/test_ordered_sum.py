@@ -18,8 +18,7 @@ from lockstep.network.subtrees import Subtree, equal_shares, leaves_of_rank
 from lockstep.parallel import digest as digest_module
 from lockstep.parallel.build_replica import build_replica
 from lockstep.parallel.digest import digest_of
-from lockstep.parallel.exchange import tree_all_reduce
-from lockstep.parallel.ordered_sum import SumTree
+from lockstep.parallel.ordered_sum import SumTree, tree_all_reduce
 from lockstep.runtime.work import WorkWaiter
 
 

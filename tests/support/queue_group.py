@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 
 from torch import Tensor
 
-from lockstep.parallel.exchange import Traffic
+from lockstep.parallel.ordered_sum import Traffic
 
 Transfers = Iterable[tuple[int, Tensor]]
 

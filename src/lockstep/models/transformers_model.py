@@ -21,8 +21,7 @@ from lockstep.errors import CheckpointError, UsageError
 from lockstep.models.llama import IGNORE_INDEX, document_positions
 from lockstep.models.loss import output_cross_entropy
 from lockstep.parallel.deferred_init import LikeOnCpu, Recording
-from lockstep.parallel.plans import ParallelPlan, find_units
-from lockstep.parallel.tensor_plan import styles_of
+from lockstep.parallel.plans import ParallelPlan, find_units, styles_of
 from lockstep.units import join_names
 
 INNER = "inner."

@@ -29,7 +29,7 @@ SCALE_BYTES = 4
 
 
 class WireFormat(NamedTuple):
-    """How parallel/wire_codec.py writes elements.
+    """How parallel/wire_sum.py writes elements.
 
     dtype        of torch, to which elements are rounded
     bytes        of an element

@@ -1,7 +1,7 @@
 """The gradients of a whole replica: hooks on the parameters fill buckets, which are summed at once.
 
 A hook on each parameter counts the gradients that the backward pass has added (buckets.py). When a
-bucket of the last micro-batch is complete, a Reducer adds it over all replicas (exchange.py) while
+bucket of the last micro-batch is complete, a Reducer adds it over all replicas (ordered_sum.py) while
 the backward pass continues. The group of all replicas can change between generations; the buckets
 stay.
 
@@ -24,7 +24,6 @@ from lockstep.network.subtrees import Subtree, is_one_addition
 from lockstep.network.wire_format import FORMATS, Wire
 from lockstep.parallel.buckets import Bucket, GradientBuckets
 from lockstep.parallel.digest import total_of
-from lockstep.parallel.exchange import tree_all_reduce
 from lockstep.parallel.gradient_source import GradientSource, Pass, PassPhase, StepPlan
 from lockstep.parallel.gradient_watch import (
     GradientWatch,
@@ -34,7 +33,7 @@ from lockstep.parallel.gradient_watch import (
     refuse_unsupported,
 )
 from lockstep.parallel.groups import ProcessGroups
-from lockstep.parallel.ordered_sum import SumTree
+from lockstep.parallel.ordered_sum import SumTree, tree_all_reduce
 from lockstep.parallel.reducer import Reducer
 from lockstep.parallel.wire_sum import WireSum, row_lengths
 from lockstep.runtime.process_group import gather_json

@@ -23,7 +23,7 @@ from lockstep.network.measurements import (
     slow_links,
 )
 from lockstep.network.subtrees import Subtree
-from lockstep.parallel.exchange import start_exchange, tree_all_reduce
+from lockstep.parallel.ordered_sum import start_exchange, tree_all_reduce
 from lockstep.runtime.work import WorkWaiter
 
 BUDGET_S, MAX_REPEATS = 0.2, 50  # per size

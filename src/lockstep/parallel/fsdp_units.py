@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.errors import UsageError
-from lockstep.parallel.exchange import start_exchange
 from lockstep.parallel.groups import ProcessGroups
+from lockstep.parallel.ordered_sum import start_exchange
 from lockstep.parallel.parallelize import LocalModel
 from lockstep.units import join_names
 

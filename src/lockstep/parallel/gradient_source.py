@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from lockstep.errors import UsageError
 from lockstep.network.pipeline_schedule import adjacent_blocks
 from lockstep.network.wire_format import Wire
-from lockstep.parallel.exchange import Traffic
 from lockstep.parallel.gradient_watch import UNUSED_HINT, hash_of, refuse_different_parameters
 from lockstep.parallel.groups import ProcessGroups
+from lockstep.parallel.ordered_sum import Traffic
 from lockstep.parallel.reducer import Reducer
 from lockstep.parallel.running_statistics import RunningStatistics
 from lockstep.runtime.process_group import gather_json

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.layout import Layout
-from lockstep.parallel.exchange import start_exchange
+from lockstep.parallel.ordered_sum import start_exchange
 from lockstep.runtime.process_group import new_subgroup
 from lockstep.runtime.status_board import StatusBoard
 from lockstep.runtime.work import WorkWaiter, static_group

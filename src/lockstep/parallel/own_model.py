@@ -23,10 +23,16 @@ from lockstep.parallel.parallelize import (
     set_prefetch,
     shard_units,
 )
-from lockstep.parallel.plans import HasPlan, ParallelPlan, Patterns, find_units
+from lockstep.parallel.plans import (
+    HasPlan,
+    ParallelPlan,
+    Patterns,
+    TensorPlan,
+    find_units,
+    styles_of,
+)
 from lockstep.parallel.sequential import build_sequential_stage
 from lockstep.parallel.tensor_parallel import apply_tensor_parallel
-from lockstep.parallel.tensor_plan import TensorPlan, styles_of
 from lockstep.runtime.torch_private import (
     has_gradient_hooks,
     init_fsdp,

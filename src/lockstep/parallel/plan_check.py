@@ -24,9 +24,8 @@ from torch.overrides import TorchFunctionMode
 from lockstep.errors import UsageError
 from lockstep.parallel.digest import digest_of
 from lockstep.parallel.groups import ProcessGroups
-from lockstep.parallel.plans import ParallelPlan
+from lockstep.parallel.plans import PARTIAL, WHERE, ParallelPlan, refuse_unsplittable
 from lockstep.parallel.tensor_parallel import apply_tensor_parallel
-from lockstep.parallel.tensor_plan import PARTIAL, WHERE, refuse_unsplittable
 from lockstep.runtime.tensor_bytes import tensors_of
 from lockstep.tensor_slice import TensorSlice
 from lockstep.units import join_names

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lockstep.errors import LockstepError
 from lockstep.network.moves import Move, Schedule, rounds
-from lockstep.parallel.exchange import start_exchange
+from lockstep.parallel.ordered_sum import start_exchange
 from lockstep.runtime.work import WorkWaiter
 
 REPEATS = 3

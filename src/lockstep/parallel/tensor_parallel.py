@@ -4,7 +4,7 @@ In each region (attention, feed-forward) the first matrices are column-parallel,
 row-parallel. The output and the gradient of the input are all-reduced: two all-reduces of whole
 activations per layer and pass, so this axis belongs inside a host.
 
-Layers of models that are not built in have styles (tensor_plan.py): each sums its own outputs, and
+Layers of models that are not built in have styles (plans.py): each sums its own outputs, and
 adjacent column-parallel layers with the same input share one all-reduce of its gradient.
 
 Not DTensor, because the process groups change during the life of the model (groups.py).

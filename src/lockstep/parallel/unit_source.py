@@ -28,7 +28,6 @@ from lockstep.errors import UsageError
 from lockstep.network.pipeline_schedule import adjacent_blocks
 from lockstep.network.wire_format import Wire
 from lockstep.parallel.digest import total_of, word_sum
-from lockstep.parallel.exchange import start_exchange
 from lockstep.parallel.fsdp_units import (
     CapturedReduceScatter,
     GroupAllGather,
@@ -39,7 +38,7 @@ from lockstep.parallel.grad_norm import norm_squared_of_slices
 from lockstep.parallel.gradient_source import GradientSource, Pass, PassPhase, StepPlan
 from lockstep.parallel.gradient_watch import Unused
 from lockstep.parallel.groups import all_to_all_rows
-from lockstep.parallel.ordered_sum import FlatSum, merged_subtrees
+from lockstep.parallel.ordered_sum import FlatSum, merged_subtrees, start_exchange
 from lockstep.parallel.parallelize import LocalModel
 from lockstep.parallel.reducer import Reducer
 from lockstep.parallel.wire_sum import sum_in_format

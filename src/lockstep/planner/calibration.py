@@ -28,9 +28,9 @@ from lockstep.layout import Coordinates, Layout
 from lockstep.parallel.build_replica import build_replica
 from lockstep.parallel.deferred_init import materialize
 from lockstep.parallel.digest import digest_of
-from lockstep.parallel.exchange import start_exchange
 from lockstep.parallel.grad_norm import commit_gradient
 from lockstep.parallel.groups import ProcessGroups
+from lockstep.parallel.ordered_sum import start_exchange
 from lockstep.parallel.parallelize import parallelize
 from lockstep.parallel.plans import StagedModel, find_units, plan_of
 from lockstep.parallel.replica import Replica

@@ -25,7 +25,7 @@ from torch import Tensor, nn, optim
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import FencedError, UsageError
 from lockstep.layout import Layout
-from lockstep.parallel.exchange import start_exchange
+from lockstep.parallel.ordered_sum import start_exchange
 from lockstep.parallel.parallelize import LocalModel
 from lockstep.runtime.exit_report import error_summary
 from lockstep.runtime.tensor_bytes import DTYPES, TORCH_DTYPES, as_bytes

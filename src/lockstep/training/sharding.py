@@ -25,8 +25,7 @@ from lockstep.parallel.own_model import (
     shard_module,
 )
 from lockstep.parallel.parallelize import LocalModel
-from lockstep.parallel.plans import HasPlan, Patterns
-from lockstep.parallel.tensor_plan import TensorPlan
+from lockstep.parallel.plans import HasPlan, Patterns, TensorPlan
 from lockstep.runtime.numerics import sha256_of
 from lockstep.runtime.variables import environment_variable
 from lockstep.runtime.worker_env import WorkerEnv

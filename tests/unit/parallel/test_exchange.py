@@ -14,9 +14,8 @@ from torch import Tensor
 from lockstep.network.moves import Link
 from lockstep.network.subtrees import Subtree, equal_shares, leaves_of_rank
 from lockstep.network.tree_exchange import WHOLE, rounds_of_rank
-from lockstep.parallel import exchange
-from lockstep.parallel.exchange import Traffic, tree_all_reduce
-from lockstep.parallel.ordered_sum import SumTree
+from lockstep.parallel import ordered_sum
+from lockstep.parallel.ordered_sum import SumTree, Traffic, tree_all_reduce
 from lockstep.planner.devices import Cluster
 from lockstep.planner.exchange_cost import tree_all_reduce_cost
 
@@ -50,7 +49,7 @@ def total_of(values: Tensor) -> Tensor:
 
 @pytest.fixture(autouse=True)
 def queues_for_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchange, "start_exchange", start_exchange)
+    monkeypatch.setattr(ordered_sum, "start_exchange", start_exchange)
 
 
 @pytest.mark.parametrize("size", range(1, 65))

@@ -16,9 +16,8 @@ from lockstep.models.llama import Llama
 from lockstep.models.llama_config import LLAMA_CONFIGS
 from lockstep.models.lora import add_adapters
 from lockstep.models.translator import Translator, translator_on_meta
-from lockstep.parallel.plans import build_stage, plan_of
+from lockstep.parallel.plans import build_stage, plan_of, styles_of
 from lockstep.parallel.tensor_parallel import tensor_slices
-from lockstep.parallel.tensor_plan import styles_of
 
 
 def llama() -> Llama:

@@ -10,7 +10,7 @@ import torch
 
 from lockstep.data.order import splitmix64
 from lockstep.network.wire_format import Section, between, encoded_bytes
-from lockstep.parallel.wire_codec import decode, encode
+from lockstep.parallel.wire_sum import decode, encode
 
 SECTIONS = (Section("bf16", 1, 37), Section("int8", 35, 105), Section("int8", 256, 2048))
 

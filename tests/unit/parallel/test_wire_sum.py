@@ -14,7 +14,7 @@ from lockstep.errors import UsageError
 from lockstep.network.subtrees import equal_shares, leaves_of_rank
 from lockstep.network.wire_format import Wire, wire_order
 from lockstep.parallel import wire_sum
-from lockstep.parallel.exchange import Traffic
+from lockstep.parallel.ordered_sum import Traffic
 from lockstep.parallel.wire_sum import WireSum, row_lengths
 
 SHAPES = [(7, 64), (64,), (3, 5, 7), (4, 257), (2, 96), (), (9, 512)]
