@@ -56,7 +56,7 @@ def build_replica(  # independent values of the run, most with a default
     local = model if isinstance(model, LocalModel) else None
     module = model.module if isinstance(model, LocalModel) else model
     in_thread = next(module.parameters()).device.type == "cpu"
-    groups = (local.groups if local else None) or ProcessGroups(Layout(), in_thread)
+    groups = local.groups if local else ProcessGroups(Layout(), in_thread)
     groups.connect(board or StatusBoard(None), generation_error, form_context)
     gradient_wire: Wire = "fp32" if has_learners else wire
     source: GradientSource

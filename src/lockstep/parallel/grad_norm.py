@@ -84,7 +84,6 @@ def norm_squared_of_slices(
 def sum_over_stages(local: LocalModel, own: Sequence[str], sums: torch.Tensor) -> torch.Tensor:
     """Collective in the stages. Return the sum of `sums`, one for each parameter of `own`, over all
     stages; of a user's model in the order of one worker."""
-    assert local.groups is not None
     if not local.placeholders:
         total = sums.sum()
         return local.groups.all_reduce(total, local.groups.pipeline_group)

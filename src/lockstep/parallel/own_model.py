@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 from weakref import ref
 
@@ -41,6 +42,16 @@ from lockstep.runtime.torch_private import (
 )
 from lockstep.tensor_slice import TensorSlice
 from lockstep.units import join_names
+
+
+@dataclass(frozen=True)
+class Splits:
+    """Where a user's module may be split; not one that knows it itself (HasPlan). See `find_units`,
+    `styles_of` and `first_blocks`."""
+
+    units: Patterns = None
+    tensor_plan: TensorPlan = None
+    split_points: Sequence[str] = ()
 
 
 def refuse_unshardable(model: nn.Module, units: Sequence[str]) -> None:
@@ -105,41 +116,31 @@ def shard_module(
     device: torch.device,
     *,
     init_param: InitParam | None = None,
-    pipeline_chunks: int = 1,
-    units: Patterns = None,
-    tensor_plan: TensorPlan = None,
-    split_points: Sequence[str] = (),
+    splits: Splits = Splits(),
     **options: Any,
 ) -> LocalModel:
-    """Return this worker's slices of `model`, which becomes FSDP's.
-
-    units, tensor_plan, split_points  see `find_units`, `styles_of` and `first_blocks`; not of a
-                                      model that knows how it may be split (HasPlan)
-    options                           further ones of `parallelize`
-    """
+    """Return this worker's slices of `model`, which becomes FSDP's. options: see SplitOptions."""
     parameters = dict(model.named_parameters())
     originals = {name: (ref(p), marks_of(p)) for name, p in parameters.items()}
     rests = {name: (p.shape[1:], p.dtype) for name, p in parameters.items()}
     del parameters
-    splits = {"units": units, "tensor_plan": tensor_plan, "split_points": split_points}
-    given = [name for name, split in splits.items() if split]
-    if not isinstance(model, HasPlan):
-        if pipeline_chunks > 1:
-            raise UsageError(
-                f"pipeline_chunks={pipeline_chunks} is not supported for own models",
-                "session.prepare(...)",
-                "leave it at 1",
-            )
-        local = shard_own_module(model, layout, position, device, init_param, splits, options)
-    elif given:
+    split = partial(parallelize, model, layout, position, init_param, device, **options)
+    given = [name for name, value in vars(splits).items() if value]
+    if isinstance(model, HasPlan) and given:
         raise UsageError(
             f"{join_names(given)} would have no effect: {type(model).__name__} has its own plan",
             "session.prepare(...)",
             "leave them out",
         )
-    else:
-        options["chunks_per_stage"] = pipeline_chunks
-        local = parallelize(model, layout, position, init_param, device, **options)
+    chunks = options.get("pipeline_chunks", 1)
+    if not isinstance(model, HasPlan) and chunks > 1:
+        raise UsageError(
+            f"pipeline_chunks={chunks} is not supported for own models",
+            "session.prepare(...)",
+            "leave it at 1",
+        )
+    has_plan = isinstance(model, HasPlan)
+    local = split() if has_plan else shard_own_module(model, layout, position, splits, split)
     placeholders = {
         name: nn.Parameter(
             torch.empty(0, *rest, dtype=dtype, device=device), requires_grad=originals[name][1][1]
@@ -154,30 +155,21 @@ def shard_own_module(
     model: nn.Module,
     layout: Layout,
     position: Coordinates,
-    device: torch.device,
-    init_param: InitParam | None,
-    splits: Mapping[str, Any],
-    options: Mapping[str, Any],
+    splits: Splits,
+    split: Callable[..., LocalModel],
 ) -> LocalModel:
-    names = find_units(model, splits["units"])
+    names = find_units(model, splits.units)
     refuse_unshardable(model, names)
     first_names = {id(p): name for name, p in model.named_parameters()}
-    styles = styles_of(model, splits["tensor_plan"]) if layout.tensor > 1 else {}
+    styles = styles_of(model, splits.tensor_plan) if layout.tensor > 1 else {}
     stage = None
     if layout.pipeline > 1:
-        points = splits["split_points"]
-        stage = build_sequential_stage(model, position.stage, layout.pipeline, points)
+        stage = build_sequential_stage(model, position.stage, layout.pipeline, splits.split_points)
     # Of a tied parameter the name that the first stage saves.
     names_here = [first_names[id(p)] for p in model.parameters()]
-    plan = ParallelPlan(tuple(names), styles=styles)
-    local = parallelize(
-        model, layout, position, init_param, device, plan=plan, stage=stage, **options
-    )
-    buffers = {
-        name: tensor
-        for name, tensor in named_tensors(model).items()
-        if name not in local.local_params
-    }
+    local = split(plan=ParallelPlan(tuple(names), styles=styles), stage=stage)
+    tensors = named_tensors(model).items()
+    buffers = {name: tensor for name, tensor in tensors if name not in local.local_params}
     first_name = dict(zip(local.local_params, names_here, strict=True))
     parts: list[dict[str, Any]] = [local.local_params, local.slices, local.tensor_slices]
     params, slices, tensor_slices = (
@@ -208,12 +200,8 @@ def find_copy(value: Any, model: nn.Module) -> nn.Module | None:
     def shapes(module: nn.Module) -> list[tuple[str, torch.Size]]:
         return [(name, p.shape) for name, p in module.named_parameters()]
 
-    copies = (
-        (m for m in value.modules() if shapes(m) == shapes(model))
-        if isinstance(value, nn.Module)
-        else iter(())
-    )
-    found = next(copies, None)
+    modules = value.modules() if isinstance(value, nn.Module) else ()
+    found = next((module for module in modules if shapes(module) == shapes(model)), None)
     return None if found is None or {*found.parameters()} & {*model.parameters()} else found
 
 
@@ -233,7 +221,7 @@ def shard_average(
     init_param  see `parallelize`
     """
     mesh = cast(DTensor, next(local.module.parameters())).device_mesh
-    assert local.plan and local.groups
+    assert local.plan
     apply_tensor_parallel(copy, local.plan, local.groups, position.tensor, local.layout.tensor)
     if not all(p.is_meta for p in copy.parameters()):
         init_param = None  # the copy has values, although those of the model are deferred
@@ -244,10 +232,8 @@ def shard_average(
     init_fsdp(copy)
     for name, tensor in (*copy.named_parameters(), *copy.named_buffers()):
         if init_param:
-            value, target = (
-                init_param(name, tensor.shape),
-                tensor.to_local() if isinstance(tensor, DTensor) else tensor,
-            )
+            value = init_param(name, tensor.shape)
+            target = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             target.copy_(local.slices[name].of(value) if name in local.slices else value)
     for name, sharded in copy.named_parameters():
         local.keep_memory(prefix + name, sharded)
@@ -255,16 +241,13 @@ def shard_average(
     path = next(name for name, module in average.named_modules() if module is copy)
     for name, tensor in average.state_dict().items():
         parameter = name.removeprefix(f"{path}.") if path else name
-        is_sharded = isinstance(tensor, DTensor)
-        whole = TensorSlice.whole(tensor.shape)
-        if (
-            is_sharded
-        ):  # a second name of a tied parameter has no slice, and the tensor axis does not split it
+        whole = part = TensorSlice.whole(tensor.shape)
+        if isinstance(tensor, DTensor):
+            # A second name of a tied parameter has no slice; the tensor axis does not split it.
             whole = local.tensor_slices.get(parameter, whole)
+            part = whole.split_rows(position.shard, local.layout.shard)
         local.tensor_slices[prefix + name] = whole
-        local.slices[prefix + name] = (
-            whole.split_rows(position.shard, local.layout.shard) if is_sharded else whole
-        )
+        local.slices[prefix + name] = part
     copy.register_state_dict_post_hook(save_slices)
     copy.register_load_state_dict_pre_hook(load_slices)
 

@@ -17,7 +17,8 @@ import itertools
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, cast
+from functools import partial
+from typing import Any, NamedTuple, cast
 from weakref import ReferenceType
 
 import torch
@@ -69,7 +70,7 @@ class LocalModel:
 
     module: nn.Module  # to call; its parameters belong to FSDP
     layout: Layout
-    groups: ProcessGroups | None = None
+    groups: ProcessGroups = field(default_factory=partial(ProcessGroups, Layout()))
     local_params: dict[str, nn.Parameter] = field(
         default_factory=dict
     )  # on this worker's slice, for optimizer and checkpoint
@@ -175,7 +176,23 @@ def unwrap_local_model(model: nn.Module | LocalModel) -> tuple[nn.Module, LocalM
     return model, None
 
 
-def parallelize(  # 11 parameters: a model, its place in the layout, and three options of FSDP
+@dataclass(frozen=True)
+class SplitOptions:
+    """Further options of `parallelize`.
+
+    prefetch_units         units gathered ahead of the one that computes
+    reshard_after_forward  False: keep units gathered until the backward pass (ZeRO-2)
+    pipeline_chunks        interleaved pipeline: model chunks of each stage
+    verify                 compare layers with styles with whole ones in the first step
+    """
+
+    prefetch_units: int = 1
+    reshard_after_forward: bool = True
+    pipeline_chunks: int = 1
+    verify: bool = True
+
+
+def parallelize(
     model: nn.Module,
     layout: Layout,
     coordinates: Coordinates,
@@ -184,57 +201,51 @@ def parallelize(  # 11 parameters: a model, its place in the layout, and three o
     *,
     plan: ParallelPlan | None = None,
     stage: PipelineStage | None = None,
-    prefetch_units: int = 1,
-    reshard_after_forward: bool = True,
-    chunks_per_stage: int = 1,
-    verify: bool = True,
+    **given: Any,
 ) -> LocalModel:
     """Return this worker's part of `model`.
 
-    init_param             returns an initial value; `model` is on the meta device. None: it has its
-                           values, and a replica is several workers
-    plan                   None: that of the built-in models
-    stage                  to which `model` has been cut already
-    prefetch_units         units gathered ahead of the one that computes
-    reshard_after_forward  False: keep units gathered until the backward pass (ZeRO-2)
-    chunks_per_stage       interleaved pipeline: model chunks of each stage
-    verify                 compare layers with styles with whole ones in the first step
+    init_param  returns an initial value; `model` is on the meta device. None: it has its values,
+                and a replica is several workers
+    plan        None: that of the built-in models
+    stage       to which `model` has been cut already
+    given       see SplitOptions
     """
+    options = SplitOptions(**given)
     if layout.workers_per_replica == 1 and init_param:
         whole = materialize(model, device, init_param)
         return LocalModel(whole, layout, local_params=dict(whole.named_parameters()))
-    plan, groups = plan or plan_of(model), ProcessGroups(layout, in_thread=device.type == "cpu")
+    plan = plan or plan_of(model)
+    groups = ProcessGroups(layout, in_thread=device.type == "cpu")
     if stage is None and layout.pipeline > 1:
         assert isinstance(model, StagedModel)  # others are refused by their plan, without layers
-        stage = build_stage(model, coordinates.stage, layout.pipeline, chunks_per_stage)
+        stage = build_stage(model, coordinates.stage, layout.pipeline, options.pipeline_chunks)
     plan = plan.within(model)
-    tensor_slices, plan_check = split_layers(model, plan, groups, coordinates.tensor, verify=verify)
-    # The mesh only defines the ranks; its group cannot send.
-    mesh = mesh_without_backend(
-        device.type, coordinates.shard, layout.shard, f"lockstep-shard-{next(GROUP_NUMBERS)}"
+    tensor_slices, check = split_layers(
+        model, plan, groups, coordinates.tensor, verify=options.verify
     )
-    units = shard_units(model, plan.units, mesh, reshard_after_forward)
-    set_prefetch(units, prefetch_units)
+    # The mesh only defines the ranks; its group cannot send.
+    name = f"lockstep-shard-{next(GROUP_NUMBERS)}"
+    mesh = mesh_without_backend(device.type, coordinates.shard, layout.shard, name)
+    units = shard_units(model, plan.units, mesh, options.reshard_after_forward)
+    set_prefetch(units, options.prefetch_units)
     slices = {
         name: part.split_rows(coordinates.shard, layout.shard)
         for name, part in tensor_slices.items()
     }
-    partial_grads = (
-        tuple(name for name in slices if plan.is_partial(name)) if layout.tensor > 1 else ()
-    )
     local = LocalModel(
         model,
         layout,
         groups,
-        {},
-        slices,
-        units,
-        tensor_slices,
-        stage,
-        partial_grads,
-        plan,
-        plan_check,
+        slices=slices,
+        fsdp_units=units,
+        tensor_slices=tensor_slices,
+        stage=stage,
+        plan=plan,
+        plan_check=check,
     )
+    if layout.tensor > 1:
+        local.partial_grads = tuple(name for name in slices if plan.is_partial(name))
     if init_param:
         model.to_empty(device=device)
         for name, buffer in model.named_buffers():
@@ -249,14 +260,6 @@ def parallelize(  # 11 parameters: a model, its place in the layout, and three o
         local.local_params[name] = nn.Parameter(shard, requires_grad=parameter.requires_grad)
         local.keep_memory(name, parameter, local.local_params[name])
     return local
-
-
-def recurrent_layers_on_gpu(model: nn.Module, device_type: str) -> list[str]:
-    """Return the names of layers whose bits in shards are others than in whole replicas: a GRU on
-    an H200 with torch 2.11 and cuDNN 9, measured with examples/gallery/lines_of_text.py."""
-    if device_type != "cuda":
-        return []
-    return [name for name, module in model.named_modules() if isinstance(module, nn.RNNBase)]
 
 
 def shard_units(
@@ -283,7 +286,9 @@ def shard_units(
             where,
             "call .contiguous() on them",
         )
-    if recurrent := recurrent_layers_on_gpu(model, mesh.device_type):
+    recurrent = [name for name, module in model.named_modules() if isinstance(module, nn.RNNBase)]
+    # A GRU on an H200 with torch 2.11 and cuDNN 9, measured with examples/gallery/lines_of_text.py.
+    if recurrent and mesh.device_type == "cuda":
         raise UsageError(
             f"recurrent layers on a GPU cannot be sharded: {join_names(recurrent)}",
             where,
@@ -308,7 +313,6 @@ def set_prefetch(units: list[FSDPModule], ahead: int) -> None:
         # a unit that names itself prefetches none; with an empty list FSDP would choose one
         unit.set_modules_to_backward_prefetch(blocks[max(0, i - ahead) : i][::-1] or [unit])
     if blocks:
+        last = blocks[max(0, len(blocks) - ahead) :]
         units[-1].set_modules_to_forward_prefetch(blocks[:ahead])
-        units[-1].set_modules_to_backward_prefetch(
-            blocks[max(0, len(blocks) - ahead) :][::-1] or [units[-1]]
-        )
+        units[-1].set_modules_to_backward_prefetch(last[::-1] or [units[-1]])

@@ -404,7 +404,7 @@ class StageSource(UnitSource):
 def evaluate_in_stages(local: LocalModel | None, inputs: Any, *, in_loop: bool) -> Any:
     """Collective in the replica. Return the output of the model, on all stages. in_loop: called
     from the micro-batch loop."""
-    assert local and local.stage and local.groups
+    assert local and local.stage
     if torch.is_grad_enabled() or in_loop:
         raise UsageError(
             "the model was called with gradients, or in the micro-batch loop",

@@ -389,15 +389,13 @@ class PipelineStage:
         return PendingMicroBatch(k, inputs, named, autocast_dtype, pack_generators(device), data)
 
 
-def build_stage(
-    model: StagedModel, stage: int, stages: int, chunks_per_stage: int
-) -> PipelineStage:
+def build_stage(model: StagedModel, stage: int, stages: int, chunks_each: int) -> PipelineStage:
     """Remove the layers of other stages from a model on the meta device, in place.
 
     The forward pass becomes that of a chunk. Chunk c of stage s is chunk c * stages + s of all.
     """
     names = model.layer_names()
-    total = stages * chunks_per_stage
+    total = stages * chunks_each
     ranges = adjacent_blocks(range(len(names)), total)
     chunks = tuple(Chunk(ranges[n], n == 0, n == total - 1) for n in range(stage, total, stages))
     layers = [[names[layer] for layer in chunk.layers] for chunk in chunks]

@@ -78,7 +78,6 @@ class UnitSource(GradientSource):
         reduce_once_per_step: bool = False,
         unused: Unused = "raise",
     ) -> None:
-        assert local.groups is not None
         self.local = local
         self._collect_parameters()
         reducer = Reducer(

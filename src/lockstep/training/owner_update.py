@@ -120,7 +120,6 @@ class OwnerUpdate:
     def __init__(
         self, optimizer: optim.Optimizer, local: LocalModel, runtime: ElasticRuntime
     ) -> None:
-        assert local.groups is not None
         self.local = local
         self.groups = local.groups
         self.runtime = runtime

@@ -19,11 +19,7 @@ from lockstep.errors import UsageError
 from lockstep.layout import Layout, choose_layout
 from lockstep.parallel.deferred_init import recording_of
 from lockstep.parallel.gradient_watch import Unused
-from lockstep.parallel.own_model import (
-    find_copy,
-    shard_average,
-    shard_module,
-)
+from lockstep.parallel.own_model import Splits, find_copy, shard_average, shard_module
 from lockstep.parallel.parallelize import LocalModel
 from lockstep.parallel.plans import HasPlan, Patterns, TensorPlan
 from lockstep.runtime.numerics import sha256_of
@@ -174,15 +170,16 @@ def shard_session(  # 11 parameters: what Session and Session.prepare were given
         layout.coordinates(runtime.world.rank),
     )
     verify = verify and runtime.first_generation  # ranks that are training would not take part
-    how: dict[str, Any] = {
-        "units": units,
-        "tensor_plan": tensor_plan,
-        "split_points": split_points,
-        "verify": verify,
-        "init_param": init_param,
+    local = shard_module(
+        model,
+        layout,
+        position,
+        runtime.world.device,
+        init_param=init_param,
+        splits=Splits(units, tensor_plan, split_points),
+        verify=verify,
         **fsdp,
-    }
-    local = shard_module(model, layout, position, runtime.world.device, **how)
+    )
     for prefix, (average, copy) in averages.items():
         shard_average(prefix, average, copy, local, position, init_param)
     for optimizer in optimizers:
