@@ -137,24 +137,16 @@ class PlanCheck:
 
     def refuse_unequal(self, gradients: Mapping[str, Tensor]) -> None:
         """Collective in the tensor group. UsageError when the gradients of whole weights differ."""
-        whole = [
-            name
-            for name in gradients
-            if self.slices[name].is_whole and not self.plan.is_partial(name)
-        ]
+        names = [name for name in gradients if self.slices[name].is_whole]
+        names = [name for name in names if not self.plan.is_partial(name)]
         group, device = self.groups.tensor_group, next(iter(gradients.values())).device
-        digests = torch.zeros(
-            self.groups.layout.tensor, len(whole), dtype=torch.int64, device=device
-        )
-        digests[0 if group is None else group.rank()] = torch.tensor(
-            [digest_of([gradients[name]]) >> 1 for name in whole]
-        )
-        columns = self.groups.all_reduce(digests, group).T.tolist()
+        digests = torch.zeros(len(names), self.groups.layout.tensor, dtype=torch.int64)
+        own = [digest_of([gradients[name]]) >> 1 for name in names]
+        digests[:, 0 if group is None else group.rank()] = torch.tensor(own)
+        rows = self.groups.all_reduce(digests.to(device), group).tolist()
         self.groups.raise_failure()
         self.stop()
-        if unequal := [
-            name for name, column in zip(whole, columns, strict=True) if len(set(column)) > 1
-        ]:
+        if unequal := [name for name, row in zip(names, rows, strict=True) if len(set(row)) > 1]:
             raise UsageError(
                 f"the gradients of whole weights differ between tensor ranks: {join_names(unequal)}",
                 WHERE,
@@ -163,11 +155,9 @@ class PlanCheck:
 
     def _compare_region(self, whole: nn.Module, split: nn.Module, call: RegionCall) -> None:
         """Collective in the tensor group."""
-        parts, prefix, region = (
-            self.groups.layout.tensor,
-            f"{call.region}." if call.region else "",
-            call.region or "the model",
-        )
+        parts = self.groups.layout.tensor
+        prefix = f"{call.region}." if call.region else ""
+        region = call.region or "the model"
         device = next(self.model.parameters()).device
         weights = random_weights(whole, device)
         slices = {name: self.slices[prefix + name] for name in weights}
@@ -186,37 +176,25 @@ class PlanCheck:
                     WHERE,
                     HINT,
                 ) from error
-            pairs = [
-                (a, b) for a, b in zip(outputs, own_outputs, strict=False) if a.shape == b.shape
-            ]
+            both = zip(outputs, own_outputs, strict=False)
+            pairs = [(a, b) for a, b in both if a.shape == b.shape]
             if not pairs:
-                raise UsageError(
-                    f"{region} returns no tensor of the whole shape when its layers are split",
-                    WHERE,
-                    HINT,
-                )
-            gradients = gradients_of([a for a, _ in pairs], [*inputs, *weights.values()])
-            own_gradients = gradients_of(
-                [b for _, b in pairs], [*own_inputs, *own_weights.values()]
-            )
+                what = f"{region} returns no tensor of the whole shape when its layers are split"
+                raise UsageError(what, WHERE, HINT)
+            wholes, owns = [a for a, _ in pairs], [b for _, b in pairs]
+            gradients = gradients_of(wholes, [*inputs, *weights.values()])
+            own_gradients = gradients_of(owns, [*own_inputs, *own_weights.values()])
         for i, (name, part) in enumerate(slices.items(), len(inputs)):
             gradients[i] = part.of(gradients[i])
             if self.plan.is_partial(prefix + name):
-                own_gradients[i] = self.groups.all_reduce(
-                    own_gradients[i].contiguous().clone(), self.groups.tensor_group
-                )
+                own = own_gradients[i].contiguous().clone()
+                own_gradients[i] = self.groups.all_reduce(own, self.groups.tensor_group)
         labels = [f"output {i} of {region}" for i in range(len(pairs))]
         labels += [f"the gradient of input {i} of {region}" for i in range(len(inputs))]
         labels += [f"the gradient of {prefix}{name}" for name in slices]
-        tolerance = (
-            5e-2
-            if is_rounded or any(weight.dtype.itemsize < 4 for weight in weights.values())
-            else 1e-3
-        )
-        errors = [
-            *differences([a for a, _ in pairs], [b for _, b in pairs]),
-            *differences(gradients, own_gradients),
-        ]
+        is_rounded |= any(weight.dtype.itemsize < 4 for weight in weights.values())
+        tolerance = 5e-2 if is_rounded else 1e-3
+        errors = [*differences(wholes, owns), *differences(gradients, own_gradients)]
         flags = torch.tensor([float(not error <= tolerance) for error in errors], device=device)
         self.groups.all_reduce(flags, self.groups.tensor_group)
         self.groups.raise_failure()
@@ -246,17 +224,15 @@ def split_layers(
 def regions_of(model: nn.Module, plan: ParallelPlan) -> list[str]:
     """Return the smallest modules with a forward() that have a layer's partners. A layer with whole
     inputs and outputs is one itself. UsageError for a layer without partners."""
-    styles = {name: style.name for name, style in plan.styles.items()}
     regions = dict[str, None]()
-    for name, style in styles.items():
-        region, needed = (
-            name,
-            {"colwise", "rowwise"} if style in ("colwise", "rowwise", PARTIAL) else set(),
-        )
-        while not (needed <= styles_within(region, styles) and has_forward(model, region)):
+    for name, style in plan.styles.items():
+        region = name
+        has_partners = not (style.kind.takes_whole and style.kind.gives_whole)
+        needed = {"colwise", "rowwise"} if has_partners else set()
+        while not (needed <= styles_within(region, plan) and has_forward(model, region)):
             if not region:
                 raise UsageError(
-                    f"{name} is {style}, and the model does not have both colwise and rowwise layers",
+                    f"{name} is {style.name}, and the model does not have both colwise and rowwise layers",
                     WHERE,
                     "outputs of colwise layers are inputs of a rowwise layer; or name it colwise_gather_output",
                 )
@@ -265,10 +241,9 @@ def regions_of(model: nn.Module, plan: ParallelPlan) -> list[str]:
     return list(regions)
 
 
-def styles_within(region: str, styles: Mapping[str, str]) -> set[str]:
-    return {
-        style for name, style in styles.items() if name.startswith(f"{region}." if region else "")
-    }
+def styles_within(region: str, plan: ParallelPlan) -> set[str]:
+    prefix = f"{region}." if region else ""
+    return {style.name for name, style in plan.styles.items() if name.startswith(prefix)}
 
 
 def has_forward(model: nn.Module, name: str) -> bool:

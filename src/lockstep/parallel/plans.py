@@ -37,15 +37,36 @@ from lockstep.units import join_names
 Patterns = str | Sequence[str] | None
 TensorPlan = Mapping[str, str | Sequence[str | int]] | Literal["auto"] | None
 PARTIAL = "replicated_with_grad_allreduce"
-STYLES = ("colwise", "rowwise", "colwise_gather_output", "rowwise_split_input", PARTIAL)
 WHERE = "session.prepare(tensor_plan=...), or the plan of a Hugging Face model"
+
+
+class StyleKind(NamedTuple):
+    """What a style splits, "output" or "input" features, and whether each rank takes the whole
+    input and gives the whole output."""
+
+    features: str = ""
+    takes_whole: bool = False
+    gives_whole: bool = False
+
+
+STYLES = {
+    "colwise": StyleKind("output", takes_whole=True),
+    "rowwise": StyleKind("input", gives_whole=True),
+    "colwise_gather_output": StyleKind("output", takes_whole=True, gives_whole=True),
+    "rowwise_split_input": StyleKind("input", takes_whole=True, gives_whole=True),
+    PARTIAL: StyleKind(),
+}
 
 
 class LayerStyle(NamedTuple):
     """The style of a layer. packed: matrices in its weight."""
 
-    name: str
+    name: str = ""
     packed: int = 1
+
+    @property
+    def kind(self) -> StyleKind:
+        return STYLES.get(self.name, StyleKind())
 
 
 @dataclass(frozen=True)
@@ -75,18 +96,16 @@ class ParallelPlan:
 
     def packed(self, name: str) -> int:
         """Return the number of matrices packed in a column-parallel weight; 0 for other weights."""
-        style, packed = self.style_of(name)
-        if style.startswith("colwise"):
-            return packed
-        return next(
-            (count for pattern, count in self.column_parallel if re.search(pattern, name)), 0
-        )
+        style = self.style_of(name)
+        if style.kind.features == "output":
+            return style.packed
+        counts = (count for pattern, count in self.column_parallel if re.search(pattern, name))
+        return next(counts, 0)
 
     def splits_columns(self, name: str) -> bool:
         """Return whether this is a row-parallel weight."""
-        return bool(re.search(self.row_parallel, name)) or (
-            self.style_of(name).name.startswith("rowwise") and name.endswith(".weight")
-        )
+        is_split = self.style_of(name).kind.features == "input"
+        return bool(re.search(self.row_parallel, name)) or (is_split and name.endswith(".weight"))
 
     def is_partial(self, name: str) -> bool:
         """Return whether this is a whole weight whose gradient is summed over the tensor axis."""
@@ -94,10 +113,10 @@ class ParallelPlan:
 
     def split_styles(self) -> dict[str, LayerStyle]:
         """Return the styles of layers whose weights are split."""
-        return {name: style for name, style in self.styles.items() if style.name != PARTIAL}
+        return {name: style for name, style in self.styles.items() if style.kind.features}
 
     def style_of(self, parameter: str) -> LayerStyle:
-        return self.styles.get(parameter.rpartition(".")[0], LayerStyle("", 0))
+        return self.styles.get(parameter.rpartition(".")[0], LayerStyle())
 
     def within(self, model: nn.Module) -> ParallelPlan:
         """Return the plan of a pipeline stage, which has only some of the layers."""
@@ -277,11 +296,8 @@ def refuse_unsplittable(model: nn.Module, styles: Mapping[str, LayerStyle], part
         )
     for name, style in styles.items():
         linear = modules[name]
-        assert isinstance(linear, nn.Linear)
-        columns = style.name.startswith("colwise")
-        features, kind = (
-            (linear.out_features, "output") if columns else (linear.in_features, "input")
-        )
+        kind = style.kind.features
+        features = getattr(linear, f"{kind}_features")
         if features % (parts * style.packed):
             packed = f" in {style.packed} packed matrices" if style.packed > 1 else ""
             raise UsageError(

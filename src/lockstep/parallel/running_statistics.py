@@ -13,9 +13,11 @@ momentum None they are means over all batches. A step of one micro-batch keeps r
 
 from __future__ import annotations
 
+import fnmatch
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from fnmatch import fnmatchcase
-from typing import Literal
+from itertools import chain
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -46,48 +48,39 @@ class RunningStatistics:
     """
 
     def __init__(self, model: nn.Module, micro_batches: int, kinds: BufferKinds) -> None:
-        self.model, self.micro_batches, self.kinds = model, micro_batches, kinds
+        self.model = model
+        self.micro_batches = micro_batches
+        self.kinds = kinds
         buffers = list(dict(model.named_buffers()))
-        if unknown := [
-            pattern for pattern in kinds if not any(fnmatchcase(name, pattern) for name in buffers)
-        ]:
+        kind_of: dict[str, object] = {}
+        unknown = []
+        for pattern, kind in kinds.items():
+            matching = fnmatch.filter(buffers, pattern)
+            unknown += [] if matching else [pattern]
+            kind_of |= dict.fromkeys(matching, kind)
+        if unknown:
             raise UsageError(
                 f"no buffer of {type(model).__name__} matches {join_names(unknown)}",
                 f"buffers={dict(kinds)}",
                 f"the model has {join_names(buffers) or 'none'}",
             )
-        kind_of = {
-            name: kind
-            for pattern, kind in kinds.items()
-            for name in buffers
-            if fnmatchcase(name, pattern)
-        }
         self.local = {name for name, kind in kind_of.items() if kind == "local"}
-        norms = {
-            name: module
-            for name, module in model.named_modules()
-            if isinstance(module, BATCH_NORMS) and module.track_running_stats
-        }
-        self.norms = {
-            tuple(f"{name}.{part}".lstrip(".") for part in STATISTICS): module
-            for name, module in norms.items()
-        }
-        self.norms = {
-            names: module
-            for names, module in self.norms.items()
-            if not self.local.intersection(names)
-        }
-        followed = [name for names in self.norms for name in names]
+        self.norms: dict[tuple[str, ...], Any] = {}  # by the names of their statistics
+        for name, module in model.named_modules():
+            names = tuple(f"{name}.{part}".lstrip(".") for part in STATISTICS)
+            is_tracked = isinstance(module, BATCH_NORMS) and module.track_running_stats
+            if is_tracked and not self.local.intersection(names):
+                self.norms[names] = module
+        followed = list(chain(*self.norms))
         self.decays = {
-            name: 0.0 if kind == "per_micro_batch" else float(kind)
+            name: 0.0 if kind == "per_micro_batch" else float(cast(float, kind))
             for name, kind in kind_of.items()
             if kind != "local" and name not in followed
         }
         self.names = [*followed, *(name for name in buffers if name in self.decays)]
         self._start: list[Tensor] | None = None  # the buffers before the step in progress
-        self._rows: Tensor | None = (
-            None  # uint8 (K, bytes): the buffers after each micro-batch, zero for those of other workers
-        )
+        # uint8 (K, bytes): the buffers after each micro-batch, zero for those of other workers
+        self._rows: Tensor | None = None
 
     def start_step(self) -> None:
         """Keep the buffers; after a failed attempt, restore those before it."""
@@ -135,33 +128,25 @@ class RunningStatistics:
             part.clone(memory_format=torch.contiguous_format).view(tensor.dtype)
             for part, tensor in zip(parts, self._start, strict=True)
         ]
-        alike: dict[
-            tuple[float | None, int, tuple[int, ...]], list[int]
-        ] = {}  # statistics by momentum, count and moves
+        # Buffers that move alike, by dtype, momentum, count and moves.
+        alike = defaultdict[tuple[Any, ...], list[int]](list)
         for i, module in zip(range(0, 3 * len(self.norms), 3), self.norms.values(), strict=True):
             before = int(self._start[i + 2])
             moves = tuple(count - before for count in after[i + 2].flatten().tolist())
-            alike.setdefault((module.momentum, before, moves), []).extend((i, i + 1))
+            alike[self._start[i].dtype, module.momentum, before, moves] += [i, i + 1]
             buffers[i + 2].fill_(before + sum(moves))
-        for (momentum, before, moves), numbers in alike.items():
-            start, rows = (
-                torch.cat([self._start[i] for i in numbers]),
-                torch.cat([after[i] for i in numbers], 1),
-            )
-            moved = moved_statistics(start, rows.unbind(), before, moves, momentum)
-            for i, values in zip(
-                numbers, moved.split([self._start[i].numel() for i in numbers]), strict=True
-            ):
-                buffers[i].copy_(values)
         for i, name in enumerate(self.names[3 * len(self.norms) :], 3 * len(self.norms)):
-            values = [row.view_as(self._start[i]) for row in after[i]]
-            decay = self.decays[name]
-            moved = (
-                moved_statistics(self._start[i], values, 0, [1] * len(values), 1 - decay)
-                if decay
-                else values[-1]
-            )
-            buffers[i].copy_(moved)
+            if decay := self.decays[name]:
+                alike[self._start[i].dtype, 1 - decay, 0, (1,) * len(rows)].append(i)
+            else:
+                buffers[i].copy_(after[i][-1].view_as(buffers[i]))
+        for (_, momentum, before, moves), numbers in alike.items():
+            start = torch.cat([self._start[i].reshape(-1) for i in numbers])
+            moved_rows = torch.cat([after[i] for i in numbers], 1).unbind()
+            moved = moved_statistics(start, moved_rows, before, moves, momentum)
+            parts_moved = moved.split([self._start[i].numel() for i in numbers])
+            for i, values in zip(numbers, parts_moved, strict=True):
+                buffers[i].copy_(values.view(buffers[i].shape))
         self._start = self._rows = None
 
     def declared_values(self) -> dict[str, Tensor]:
@@ -180,11 +165,11 @@ class RunningStatistics:
         before  the values before a pass; after: those after it
         again   the values after the same pass, which started from `after`
         """
-        wrong = []
-        for name, decay in self.decays.items():
-            if not follows_decay(before[name], after[name], again[name], decay):
-                wrong.append(f"{name} ({decay or 'per_micro_batch'})")
-        if wrong:
+        if wrong := [
+            f"{name} ({decay or 'per_micro_batch'})"
+            for name, decay in self.decays.items()
+            if not follows_decay(before[name], after[name], again[name], decay)
+        ]:
             raise UsageError(
                 f"these buffers change otherwise than declared: {join_names(wrong)}",
                 f"buffers={dict(self.kinds)}; micro-batch 0 was computed twice, from the value before it and from the one after it",

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lockstep.parallel.groups import ProcessGroups
-from lockstep.parallel.plans import ParallelPlan
+from lockstep.parallel.plans import ParallelPlan, StyleKind
 from lockstep.runtime.torch_private import version_of
 from lockstep.tensor_slice import TensorSlice
 
@@ -70,37 +70,30 @@ class LayerHooks:
     """The collectives of layers with styles, on tensor rank `part`."""
 
     def __init__(self, groups: ProcessGroups, part: int) -> None:
-        self.groups, self.part, self.parts = groups, part, groups.layout.tensor
-        self._shared: tuple[Tensor, int, Tensor] | None = (
-            None  # the newest input of a colwise layer, its version, its copy
-        )
+        self.groups = groups
+        self.part = part
+        self.parts = groups.layout.tensor
+        # The newest input of a colwise layer, its version, its copy.
+        self._shared: tuple[Tensor, int, Tensor] | None = None
 
-    def install(self, linear: nn.Linear, style: str) -> None:
-        before = {"rowwise": None, "rowwise_split_input": self.split_input}.get(
-            style, self.copy_input
-        )
-        after = {"colwise": None, "colwise_gather_output": self.gather_output}.get(
-            style, self.add_outputs
-        )
-        if before:
+    def install(self, linear: nn.Linear, style: StyleKind) -> None:
+        splits_input = style.features == "input"
+        if style.takes_whole:
+            before = self.split_input if splits_input else self.copy_input
             linear.register_forward_pre_hook(torch.compiler.disable(before))
-        if after:
+        if style.gives_whole:
+            after = self.add_outputs if splits_input else self.gather_output
             linear.register_forward_hook(torch.compiler.disable(after))
-        if style.startswith("rowwise"):
-            object.__setattr__(
-                linear, "__class__", RowParallelLinear
-            )  # keeps its parameters and hooks
+        if splits_input:  # keeps its parameters and hooks
+            object.__setattr__(linear, "__class__", RowParallelLinear)
 
     def copy_input(self, _: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         states, *rest = inputs
         if not states.requires_grad:
             return inputs
-        if (
-            self._shared is None
-            or self._shared[0] is not states
-            or self._shared[1] != version_of(states)
-        ):
-            self._shared = states, version_of(states), copy_inputs(self.groups, _, (states,))[0]
+        version = version_of(states)
+        if not self._shared or self._shared[0] is not states or self._shared[1] != version:
+            self._shared = states, version, copy_inputs(self.groups, _, (states,))[0]
         return self._shared[2], *rest
 
     def split_input(self, _: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -109,11 +102,11 @@ class LayerHooks:
         return states.narrow(-1, self.part * width, width), *rest
 
     def gather_output(self, _: nn.Module, inputs: tuple[Tensor, ...], own: Tensor) -> Tensor:
-        width, self._shared = own.shape[-1], None
+        self._shared = None
+        width = own.shape[-1]
         padded = F.pad(own, (self.part * width, (self.parts - 1 - self.part) * width))
-        return reduce_output(
-            self.groups, _, inputs, padded
-        )  # exact: each feature comes from one rank
+        # Exact: each feature comes from one rank.
+        return reduce_output(self.groups, _, inputs, padded)
 
     def add_outputs(self, linear: nn.Linear, inputs: tuple[Tensor, ...], summand: Tensor) -> Tensor:
         self._shared = None
@@ -145,7 +138,7 @@ def apply_tensor_parallel(
                 setattr(module, attribute, getattr(module, attribute) // parts)
     hooks = LayerHooks(groups, part)
     for name, style in plan.split_styles().items():
-        hooks.install(cast(nn.Linear, model.get_submodule(name)), style.name)
+        hooks.install(cast(nn.Linear, model.get_submodule(name)), style.kind)
     for name in plan.regions:
         region = model.get_submodule(name)
         region.register_forward_pre_hook(torch.compiler.disable(partial(copy_inputs, groups)))
