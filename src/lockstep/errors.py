@@ -23,8 +23,10 @@ Exit codes without an error: 0 done, 75 saved and to be restarted, 128 + n kille
 from __future__ import annotations
 
 import errno
+from collections.abc import Iterable
 
 from lockstep.log import printable
+from lockstep.units import join_names
 
 
 class LockstepError(Exception):
@@ -49,6 +51,12 @@ class LockstepError(Exception):
 
 class UsageError(LockstepError):
     exit_code = 2
+
+
+def refuse(names: Iterable[str], what: str, where: str, hint: str) -> None:
+    """UsageError if there are any names. They follow `what` in the message."""
+    if listed := list(names):
+        raise UsageError(f"{what} {join_names(listed)}", where, hint)
 
 
 class ConfigError(UsageError):

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 from torch.overrides import TorchFunctionMode
 
-from lockstep.errors import UsageError
+from lockstep.errors import UsageError, refuse
 from lockstep.runtime.torch_private import (
     TorchDispatchMode,
     schema_of,
@@ -142,12 +142,12 @@ class Recording(TorchDispatchMode):
             marks_of(tensors),
         )
         written = Storages().union(*(writes for _, _, writes, _ in self.operations))
-        if unset := [name for name, value in self.values.items() if storages_in(value) - written]:
-            raise UsageError(
-                f"the function does not initialize {join_names(unset)}",
-                WHERE,
-                "initialize them in the module's __init__",
-            )
+        refuse(
+            [name for name, value in self.values.items() if storages_in(value) - written],
+            "the function does not initialize",
+            WHERE,
+            "initialize them in the module's __init__",
+        )
 
     def value(self, name: str) -> Any:
         """Compute an initial value, on the CPU."""

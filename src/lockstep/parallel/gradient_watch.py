@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.checkpoint.state_dict import named_tensors
-from lockstep.errors import UsageError
+from lockstep.errors import UsageError, refuse
 from lockstep.parallel.digest import digest_of
 from lockstep.runtime.process_group import gather_json
 from lockstep.runtime.tensor_bytes import DTYPES
@@ -51,35 +51,35 @@ def refuse_unsupported(model: nn.Module) -> None:
             type(model).__name__,
             "train the real and imaginary parts as two parameters and combine them in forward()",
         )
-    if names := [
-        name
-        for name, module in model.named_modules()
-        if getattr(module, "sparse", False)
-        and any(p.requires_grad for p in module.parameters(recurse=False))
-    ]:
-        raise UsageError(
-            f"sparse gradients are not supported: {join_names(names)}",
-            "nn.Embedding or nn.EmbeddingBag with sparse=True",
-            "use sparse=False",
-        )
+    refuse(
+        [
+            name
+            for name, module in model.named_modules()
+            if getattr(module, "sparse", False)
+            and any(p.requires_grad for p in module.parameters(recurse=False))
+        ],
+        "sparse gradients are not supported:",
+        "nn.Embedding or nn.EmbeddingBag with sparse=True",
+        "use sparse=False",
+    )
     tensors = (*model.named_parameters(), *model.named_buffers())
     sparse = [(name, tensor.layout) for name, tensor in tensors if tensor.layout != torch.strided]
-    if names := [f"{name} ({layout})" for name, layout in sparse]:
-        raise UsageError(
-            f"sparse parameters and buffers are not supported: {join_names(names)}",
-            type(model).__name__,
-            "keep indices and values as two buffers, and build the sparse tensor in forward()",
-        )
-    if names := [
-        f"{name} ({tensor.dtype})"
-        for name, tensor in named_tensors(model).items()
-        if tensor.dtype not in DTYPES
-    ]:
-        raise UsageError(
-            f"a checkpoint cannot hold these parameters or buffers: {join_names(names)}",
-            type(model).__name__,
-            "use complex64 or a real dtype; give a buffer that need not be saved persistent=False",
-        )
+    refuse(
+        [f"{name} ({layout})" for name, layout in sparse],
+        "sparse parameters and buffers are not supported:",
+        type(model).__name__,
+        "keep indices and values as two buffers, and build the sparse tensor in forward()",
+    )
+    refuse(
+        [
+            f"{name} ({tensor.dtype})"
+            for name, tensor in named_tensors(model).items()
+            if tensor.dtype not in DTYPES
+        ],
+        "a checkpoint cannot hold these parameters or buffers:",
+        type(model).__name__,
+        "use complex64 or a real dtype; give a buffer that need not be saved persistent=False",
+    )
 
 
 def refuse_different_parameters(hashes: Sequence[str], names: Sequence[str], wait: Wait) -> None:
@@ -130,18 +130,18 @@ class GradientWatch:
     def refuse_wrong(self, repeated: list[str], where: str) -> None:
         """UsageError: gradients that were removed, are sparse, or arrived twice in one pass."""
         named = list(zip(self.names, self.parameters, strict=True))
-        if gone := [name for name, p in named if p.grad is None]:
-            raise UsageError(
-                f"a hook has removed gradients in {where}: {join_names(gone)}",
-                "Tensor.register_post_accumulate_grad_hook",
-                "update in optimizer.step() after the loop, with the sum of all micro-batches",
-            )
-        if sparse := [name for name, p in named if p.grad is not None and p.grad.is_sparse]:
-            raise UsageError(
-                f"sparse gradients are not supported: {join_names(sparse)}",
-                where,
-                "use sparse=False",
-            )
+        refuse(
+            [name for name, p in named if p.grad is None],
+            f"a hook has removed gradients in {where}:",
+            "Tensor.register_post_accumulate_grad_hook",
+            "update in optimizer.step() after the loop, with the sum of all micro-batches",
+        )
+        refuse(
+            [name for name, p in named if p.grad is not None and p.grad.is_sparse],
+            "sparse gradients are not supported:",
+            where,
+            "use sparse=False",
+        )
         if repeated:
             raise UsageError(
                 f"the gradient of a parameter arrived twice in one backward pass, in {where}: {join_names(repeated)}",

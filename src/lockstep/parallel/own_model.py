@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lockstep.checkpoint.state_dict import named_tensors
-from lockstep.errors import UsageError
+from lockstep.errors import UsageError, refuse
 from lockstep.layout import Coordinates, Layout
 from lockstep.parallel.gradient_watch import refuse_unsupported
 from lockstep.parallel.parallelize import (
@@ -65,12 +65,12 @@ def refuse_unshardable(model: nn.Module, units: Sequence[str]) -> None:
             where,
             "wrap it in a module whose forward() calls its parts",
         )
-    if hooked := [name for name, p in parameters.items() if has_gradient_hooks(p)]:
-        raise UsageError(
-            f"gradient hooks of parameters would not run in shards: {join_names(hooked)}",
-            where,
-            "remove the hooks, or train with whole replicas",
-        )
+    refuse(
+        [name for name, p in parameters.items() if has_gradient_hooks(p)],
+        "gradient hooks of parameters would not run in shards:",
+        where,
+        "remove the hooks, or train with whole replicas",
+    )
     refuse_compiled(model, units, where)
     dtypes: dict[str, dict[torch.dtype, str]] = {}
     for name, p in parameters.items():

@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from lockstep.errors import UsageError
+from lockstep.errors import UsageError, refuse
 from lockstep.layout import Coordinates, Layout
 from lockstep.parallel.deferred_init import materialize
 from lockstep.parallel.groups import ProcessGroups
@@ -115,16 +115,17 @@ class LocalModel:
             for name, (whole, marks) in self.originals.items()
             if (p := whole()) is not None and marks_of(p) != marks
         ]
-        if changed := changed or [
-            name
-            for (name, p), q in pairs
-            if {p.requires_grad, q.requires_grad} != {name in trained}
-        ]:
-            raise UsageError(
-                f"parameters that are not those of the sharded model were used or changed: {join_names(changed)}",
-                "parameters from an optimizer, or from the model before it was sharded",
-                "take them from the model in each step; set requires_grad of its layers before the micro-batches, not in a pipeline",
-            )
+        refuse(
+            changed
+            or [
+                name
+                for (name, p), q in pairs
+                if {p.requires_grad, q.requires_grad} != {name in trained}
+            ],
+            "parameters that are not those of the sharded model were used or changed:",
+            "parameters from an optimizer, or from the model before it was sharded",
+            "take them from the model in each step; set requires_grad of its layers before the micro-batches, not in a pipeline",
+        )
 
     def keep_memory(self, name: str, *tensors: Tensor) -> None:
         """Remember where the values of a slice are, which FSDP and the optimizer share."""
@@ -268,24 +269,24 @@ def shard_units(
     """Wrap the units and the model. UsageError, with names, for parameters that FSDP cannot
     slice."""
     where, parameters = f"{type(model).__name__}, in shards", dict(model.named_parameters())
-    if scalars := [name for name, p in parameters.items() if not p.dim()]:
-        raise UsageError(
-            f"scalar parameters cannot be sharded: {join_names(scalars)}",
-            where,
-            "give them the shape (1,), or train with whole replicas",
-        )
-    if empty := [name for name, p in parameters.items() if not p.numel()]:
-        raise UsageError(
-            f"parameters without elements cannot be sharded: {join_names(empty)}",
-            where,
-            "leave them out of the model, or train with whole replicas",
-        )
-    if strided := [name for name, p in parameters.items() if not p.is_contiguous()]:
-        raise UsageError(
-            f"parameters that are not contiguous cannot be sharded: {join_names(strided)}",
-            where,
-            "call .contiguous() on them",
-        )
+    refuse(
+        [name for name, p in parameters.items() if not p.dim()],
+        "scalar parameters cannot be sharded:",
+        where,
+        "give them the shape (1,), or train with whole replicas",
+    )
+    refuse(
+        [name for name, p in parameters.items() if not p.numel()],
+        "parameters without elements cannot be sharded:",
+        where,
+        "leave them out of the model, or train with whole replicas",
+    )
+    refuse(
+        [name for name, p in parameters.items() if not p.is_contiguous()],
+        "parameters that are not contiguous cannot be sharded:",
+        where,
+        "call .contiguous() on them",
+    )
     recurrent = [name for name, module in model.named_modules() if isinstance(module, nn.RNNBase)]
     # A GRU on an H200 with torch 2.11 and cuDNN 9, measured with examples/gallery/lines_of_text.py.
     if recurrent and mesh.device_type == "cuda":

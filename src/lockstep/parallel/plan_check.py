@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
-from lockstep.errors import UsageError
+from lockstep.errors import UsageError, refuse
 from lockstep.parallel.digest import digest_of
 from lockstep.parallel.groups import ProcessGroups
 from lockstep.parallel.plans import PARTIAL, WHERE, ParallelPlan, refuse_unsplittable
@@ -146,12 +146,12 @@ class PlanCheck:
         rows = self.groups.all_reduce(digests.to(device), group).tolist()
         self.groups.raise_failure()
         self.stop()
-        if unequal := [name for name, row in zip(names, rows, strict=True) if len(set(row)) > 1]:
-            raise UsageError(
-                f"the gradients of whole weights differ between tensor ranks: {join_names(unequal)}",
-                WHERE,
-                HINT,
-            )
+        refuse(
+            [name for name, row in zip(names, rows, strict=True) if len(set(row)) > 1],
+            "the gradients of whole weights differ between tensor ranks:",
+            WHERE,
+            HINT,
+        )
 
     def _compare_region(self, whole: nn.Module, split: nn.Module, call: RegionCall) -> None:
         """Collective in the tensor group."""
@@ -198,12 +198,12 @@ class PlanCheck:
         flags = torch.tensor([float(not error <= tolerance) for error in errors], device=device)
         self.groups.all_reduce(flags, self.groups.tensor_group)
         self.groups.raise_failure()
-        if names := [label for label, flag in zip(labels, flags.tolist(), strict=True) if flag]:
-            raise UsageError(
-                f"layers split over {parts} tensor ranks compute something else than whole ones: {join_names(names)}",
-                WHERE,
-                HINT,
-            )
+        refuse(
+            [label for label, flag in zip(labels, flags.tolist(), strict=True) if flag],
+            f"layers split over {parts} tensor ranks compute something else than whole ones:",
+            WHERE,
+            HINT,
+        )
 
 
 def split_layers(

@@ -25,7 +25,7 @@ from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from lockstep.errors import UsageError
+from lockstep.errors import UsageError, refuse
 from lockstep.layout import LayoutLimits
 from lockstep.network.pipeline_schedule import adjacent_blocks
 from lockstep.parallel.digest import digest_of
@@ -164,14 +164,16 @@ def find_units(model: nn.Module, patterns: Patterns = None) -> list[str]:
     modules = {name: module for name, module in model.named_modules() if name}
     if patterns is not None:
         listed = [patterns] if isinstance(patterns, str) else list(patterns)
-        if unknown := [
-            pattern for pattern in listed if not any(fnmatchcase(name, pattern) for name in modules)
-        ]:
-            raise UsageError(
-                f"no module matches {join_names(unknown)}",
-                f"session.prepare(units={patterns!r})",
-                f"{type(model).__name__} has {join_names(list(modules))}",
-            )
+        refuse(
+            [
+                pattern
+                for pattern in listed
+                if not any(fnmatchcase(name, pattern) for name in modules)
+            ],
+            "no module matches",
+            f"session.prepare(units={patterns!r})",
+            f"{type(model).__name__} has {join_names(list(modules))}",
+        )
         matching = [
             name for name in modules if any(fnmatchcase(name, pattern) for pattern in listed)
         ]
@@ -232,25 +234,25 @@ def styles_of(model: nn.Module, plan: TensorPlan) -> dict[str, LayerStyle]:
             WHERE,
             'give tensor_plan={"layers.*.attention.query": "colwise", "layers.*.attention.out": "rowwise", ...}, or set tensor to 1',
         )
-    if wrong := [
-        f"{style.name} of {pattern}"
-        for pattern, style in by_pattern.items()
-        if style.name not in STYLES
-    ]:
-        raise UsageError(
-            f"styles of layers that are not supported: {join_names(wrong)}",
-            WHERE,
-            f"the styles are {', '.join(STYLES)}",
-        )
+    refuse(
+        [
+            f"{style.name} of {pattern}"
+            for pattern, style in by_pattern.items()
+            if style.name not in STYLES
+        ],
+        "styles of layers that are not supported:",
+        WHERE,
+        f"the styles are {', '.join(STYLES)}",
+    )
     matching = {
         pattern: [name for name in modules if fnmatchcase(name, pattern)] for pattern in by_pattern
     }
-    if unknown := [pattern for pattern, names in matching.items() if not names and plan != "auto"]:
-        raise UsageError(
-            f"no module matches {join_names(unknown)}",
-            WHERE,
-            f"{type(model).__name__} has {join_names(list(modules)[1:])}",
-        )
+    refuse(
+        [pattern for pattern, names in matching.items() if not names and plan != "auto"],
+        "no module matches",
+        WHERE,
+        f"{type(model).__name__} has {join_names(list(modules)[1:])}",
+    )
     return {name: by_pattern[pattern] for pattern, names in matching.items() for name in names}
 
 
@@ -277,23 +279,23 @@ def refuse_unsplittable(model: nn.Module, styles: Mapping[str, LayerStyle], part
         for p in own_parameters(module).values()
         if p is not None
     ]
-    if other := [
-        f"{name} is a {type(module).__name__}"
-        for name in styles
-        if type(module := modules[name]).forward is not nn.Linear.forward
-        or own_parameters(module).get("weight") is None
-    ]:
-        raise UsageError(
-            f"only nn.Linear can be split: {join_names(other)}",
-            WHERE,
-            "split other layers, or write it with nn.Linear",
-        )
-    if tied := [name for name in styles if holders.count(id(modules[name].weight)) > 1]:
-        raise UsageError(
-            f"weights that other modules share cannot be split: {join_names(tied)}",
-            WHERE,
-            "leave them out of the plan",
-        )
+    refuse(
+        [
+            f"{name} is a {type(module).__name__}"
+            for name in styles
+            if type(module := modules[name]).forward is not nn.Linear.forward
+            or own_parameters(module).get("weight") is None
+        ],
+        "only nn.Linear can be split:",
+        WHERE,
+        "split other layers, or write it with nn.Linear",
+    )
+    refuse(
+        [name for name in styles if holders.count(id(modules[name].weight)) > 1],
+        "weights that other modules share cannot be split:",
+        WHERE,
+        "leave them out of the plan",
+    )
     for name, style in styles.items():
         linear = modules[name]
         kind = style.kind.features

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lockstep.errors import UsageError
+from lockstep.errors import UsageError, refuse
 from lockstep.log import log
 from lockstep.runtime.tensor_bytes import as_bytes
 from lockstep.runtime.torch_private import foreach_copy_
@@ -165,17 +165,17 @@ class RunningStatistics:
         before  the values before a pass; after: those after it
         again   the values after the same pass, which started from `after`
         """
-        if wrong := [
-            f"{name} ({decay or 'per_micro_batch'})"
-            for name, decay in self.decays.items()
-            if not follows_decay(before[name], after[name], again[name], decay)
-        ]:
-            raise UsageError(
-                f"these buffers change otherwise than declared: {join_names(wrong)}",
-                f"buffers={dict(self.kinds)}; micro-batch 0 was computed twice, from the value before it and from the one after it",
-                '"per_micro_batch" is for a value that each pass overwrites; a number d for an average b = d * b + c, 1.0 for a count '
-                "or a sum. A queue: collect its rows with session.per_micro_batch, and update it after the micro-batch loop",
-            )
+        refuse(
+            [
+                f"{name} ({decay or 'per_micro_batch'})"
+                for name, decay in self.decays.items()
+                if not follows_decay(before[name], after[name], again[name], decay)
+            ],
+            "these buffers change otherwise than declared:",
+            f"buffers={dict(self.kinds)}; micro-batch 0 was computed twice, from the value before it and from the one after it",
+            '"per_micro_batch" is for a value that each pass overwrites; a number d for an average b = d * b + c, 1.0 for a count '
+            "or a sum. A queue: collect its rows with session.per_micro_batch, and update it after the micro-batch loop",
+        )
 
     def _buffers(self) -> list[Tensor]:
         return [self.model.get_buffer(name) for name in self.names]

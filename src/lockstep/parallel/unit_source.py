@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from lockstep.errors import UsageError
+from lockstep.errors import UsageError, refuse
 from lockstep.network.pipeline_schedule import adjacent_blocks
 from lockstep.network.wire_format import Wire
 from lockstep.parallel.digest import total_of, word_sum
@@ -43,7 +43,6 @@ from lockstep.parallel.parallelize import LocalModel
 from lockstep.parallel.reducer import Reducer
 from lockstep.parallel.wire_sum import sum_in_format
 from lockstep.runtime.torch_private import fsdp_shard_rows
-from lockstep.units import join_names
 
 UNITS_IN_FLIGHT = 2  # each takes the memory of a whole unit
 
@@ -188,13 +187,13 @@ class UnitSource(GradientSource):
     def _refuse_foreign(self, module: nn.Module, _: Any) -> None:
         """UsageError when a unit is called with other parameters, in whose place FSDP would set
         its own."""
-        if names := self.local.foreign_parameters(module):
-            raise UsageError(
-                f"{type(module).__name__} was called with other parameters, in shards: {join_names(names)}",
-                "torch.func.functional_call, in whose place FSDP would use the parameters of the model",
-                "move it into forward() of the model, around layers that are not gathered one by one "
-                "(session.prepare(..., units=()) gathers all at once), or train with whole replicas",
-            )
+        refuse(
+            self.local.foreign_parameters(module),
+            f"{type(module).__name__} was called with other parameters, in shards:",
+            "torch.func.functional_call, in whose place FSDP would use the parameters of the model",
+            "move it into forward() of the model, around layers that are not gathered one by one "
+            "(session.prepare(..., units=()) gathers all at once), or train with whole replicas",
+        )
 
     def _after_forward(self, module: nn.Module, *_: Any) -> None:
         """Free the root's weights after a pass without gradients: a later one must gather new
