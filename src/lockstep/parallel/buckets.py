@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, chain, pairwise
 
 import torch
 from torch import Tensor, nn
@@ -21,15 +21,14 @@ class Bucket:
 
     A view has the memory format of its parameter, and starts at a multiple of ALIGN_BYTES: on some
     processors the bits of a matrix product depend on where its operands start. The gaps hold zeros.
-    `missing` counts the gradients that have not arrived in this backward pass.
     """
 
     def __init__(self, indices: Sequence[int], parameters: Sequence[nn.Parameter]) -> None:
-        self.indices, self.parameters, self.missing = indices, parameters, 0
+        self.indices = indices
+        self.parameters = parameters
         unit = ALIGN_BYTES // parameters[0].element_size()
-        self._starts = list(
-            accumulate((-(-p.numel() // unit) * unit for p in parameters), initial=0)
-        )
+        sizes = (-(-p.numel() // unit) * unit for p in parameters)
+        self._starts = list(accumulate(sizes, initial=0))
         self.buffer = self._new_buffer()
         self.views = self.views_of(self.buffer)
         self._layout = self._current_layout()
@@ -37,12 +36,9 @@ class Bucket:
     def _new_buffer(self) -> Tensor:
         """Return a buffer in which only the gaps are written: its other pages take no memory
         yet."""
-        buffer = torch.empty(
-            self._starts[-1], dtype=self.parameters[0].dtype, device=self.parameters[0].device
-        )
-        for p, start, stop in zip(
-            self.parameters, self._starts[:-1], self._starts[1:], strict=True
-        ):
+        like = self.parameters[0]
+        buffer = torch.empty(self._starts[-1], dtype=like.dtype, device=like.device)
+        for p, (start, stop) in zip(self.parameters, pairwise(self._starts), strict=True):
             buffer[start + p.numel() : stop].zero_()
         return buffer
 
@@ -54,12 +50,6 @@ class Bucket:
         return [
             buffer.data.as_strided(p.size(), dense_strides(p), first + start) for start, p in rows
         ]
-
-    def start_pass(self) -> None:
-        self.missing = len(self.indices)
-
-    def count_gradient(self) -> None:
-        self.missing -= 1
 
     def is_current(self) -> bool:
         """Return False after model.to(...), which replaces the memory of parameters and of
@@ -93,23 +83,19 @@ class GradientBuckets:
         on_ready: Callable[[Bucket], None],
         order: list[int] | None = None,
     ) -> None:
-        self.order, self._on_ready = order, on_ready
+        self.order = order
+        self._on_ready = on_ready
         self.ready_order: list[int] = []  # of the first backward pass
+        self._count = len(parameters)
         sizes = [(p.dtype, p.nbytes) for p in parameters]
-        groups = group_by_size(sizes, bucket_bytes, order or list(reversed(range(len(parameters)))))
+        groups = group_by_size(sizes, bucket_bytes, order or range(self._count)[::-1])
         self.buckets = [Bucket(indices, [parameters[i] for i in indices]) for indices in groups]
-        self._arrived = [False] * len(parameters)
-        self.repeated: list[int] = []  # gradients that arrived twice in one backward pass
-        self._fill = self._send = self._sum = False
-        self.word_sums: list[
-            Tensor
-        ] = []  # of the gradients in this pass, where they were asked for
-        self._launched = 0
         self._hooks = [
-            p.register_post_accumulate_grad_hook(partial(self._on_gradient, bucket, i, view))
-            for bucket in self.buckets
+            p.register_post_accumulate_grad_hook(partial(self._on_gradient, number, i, view))
+            for number, bucket in enumerate(self.buckets)
             for i, p, view in zip(bucket.indices, bucket.parameters, bucket.views, strict=True)
         ]
+        self.start_pass()
 
     def start_pass(self, *, fill: bool = False, send: bool = False, sums: bool = False) -> None:
         """Start a backward pass.
@@ -118,44 +104,38 @@ class GradientBuckets:
         send  report each complete bucket to `on_ready`
         sums  add the words of each gradient to `word_sums`
         """
-        self._fill, self._send, self._launched = fill, send, 0
-        self._sum, self.word_sums = sums, []
-        self._arrived, self.repeated = [False] * len(self._arrived), []
+        self._fill = fill
+        self._sum = sums
+        self.word_sums: list[Tensor] = []
+        self._unsent = self.buckets[::-1] if send else []
+        self._waiting = [set(bucket.indices) for bucket in self.buckets]
+        self.repeated: list[int] = []  # gradients that arrived twice in one backward pass
         if len(self.ready_order) < len(self._hooks):
             self.ready_order = []
-        for bucket in self.buckets:
-            bucket.start_pass()
 
     def missing(self) -> list[int]:
         """Return the parameters, by number, whose gradient has not arrived in this pass."""
-        return sorted(
-            i
-            for bucket in self.buckets
-            if bucket.missing
-            for i in bucket.indices
-            if not self._arrived[i]
-        )
+        return sorted(chain(*self._waiting))
 
     def known_order(self) -> list[int] | None:
         """Return the order of the buckets, or the one of the first complete backward pass."""
         if self.order or len(self.ready_order) < len(self._hooks):
             return self.order
-        return [*self.ready_order, *sorted(set(range(len(self._arrived))) - set(self.ready_order))]
+        return [*self.ready_order, *sorted(set(range(self._count)) - set(self.ready_order))]
 
     def close(self) -> None:
         for hook in self._hooks:
             hook.remove()
 
-    def _on_gradient(self, bucket: Bucket, i: int, view: Tensor, parameter: Tensor) -> None:
+    def _on_gradient(self, number: int, i: int, view: Tensor, parameter: Tensor) -> None:
         """Hook of autograd after it has added to the .grad of parameter `i`.
 
         Copied at once: the gradient is still in the cache, and its memory serves the next one.
         """
-        if self._arrived[i]:
+        if i not in self._waiting[number]:
             self.repeated.append(i)
             return
-        self._arrived[i] = True
-        bucket.count_gradient()
+        self._waiting[number].remove(i)
         if len(self.ready_order) < len(self._hooks):
             self.ready_order.append(i)
         gradient = parameter.grad
@@ -166,13 +146,8 @@ class GradientBuckets:
         if gradient is not view:
             view.copy_(gradient)
             parameter.grad = view
-        while (
-            self._send
-            and self._launched < len(self.buckets)
-            and not self.buckets[self._launched].missing
-        ):
-            self._launched += 1
-            self._on_ready(self.buckets[self._launched - 1])
+        while self._unsent and not self._waiting[-len(self._unsent)]:
+            self._on_ready(self._unsent.pop())
 
 
 def dense_strides(parameter: Tensor) -> tuple[int, ...]:
