@@ -41,12 +41,10 @@ class FrozenState:
         followed: Collection[str] = (),
         local: Collection[str] = (),
     ) -> None:
-        self.module, self.frozen, self.followed, self.local = (
-            module,
-            list(frozen),
-            set(followed),
-            set(local),
-        )
+        self.module = module
+        self.frozen = list(frozen)
+        self.local = set(local)
+        self.unwatched = self.local.union(followed)
         self.holders = [
             (path, child) for path, child in module.named_modules() if own_buffers(child)
         ]
@@ -57,31 +55,23 @@ class FrozenState:
         snapshots = {}
         for path, module in self.holders:
             for name, tensor in own_buffers(module).items():
-                if tensor is not None:
-                    persistent = name not in non_persistent_buffers(module)
-                    value = (
-                        tensor.detach().clone()
-                        if self.first_step and tensor.nbytes <= SMALL_BYTES
-                        else None
-                    )
-                    snapshot = BufferSnapshot(
-                        tensor, version_of(tensor), value, persistent, type(module).__name__
-                    )
-                    snapshots[f"{path}.{name}".lstrip(".")] = snapshot
+                if tensor is None:
+                    continue
+                is_kept = self.first_step and tensor.nbytes <= SMALL_BYTES
+                snapshots[f"{path}.{name}".lstrip(".")] = BufferSnapshot(
+                    tensor,
+                    version_of(tensor),
+                    tensor.detach().clone() if is_kept else None,
+                    name not in non_persistent_buffers(module),
+                    type(module).__name__,
+                )
         return snapshots
 
     def refuse_changes(self, before: dict[str, BufferSnapshot], step: int) -> None:
         """UsageError: `step` changed buffers, in place or by replacing them."""
-        now = {
-            name: snapshot
-            for name, snapshot in self.buffers().items()
-            if name not in self.followed | self.local
-        }
-        changed = [
-            name
-            for name, snapshot in now.items()
-            if name in before and is_changed(before[name], snapshot)
-        ]
+        now = self.buffers()
+        watched = [name for name in now if name in before and name not in self.unwatched]
+        changed = [name for name in watched if is_changed(before[name], now[name])]
         if changed:
             kinds = ", ".join(sorted({now[name].module for name in changed}))
             raise UsageError(
@@ -108,12 +98,9 @@ class FrozenState:
         return hash(tuple(module.training for module in self.module.modules())) % 2**64
 
     def _tensors(self) -> list[Tensor]:
-        compared = [
-            buffer
-            for name, buffer in self.buffers().items()
-            if buffer.persistent and name not in self.local
-        ]
-        return [*self.frozen, *(buffer.tensor.detach() for buffer in compared)]
+        buffers = self.buffers().items()
+        compared = [b.tensor for name, b in buffers if b.persistent and name not in self.local]
+        return [*self.frozen, *(tensor.detach() for tensor in compared)]
 
 
 def is_changed(before: BufferSnapshot, now: BufferSnapshot) -> bool:

@@ -44,7 +44,8 @@ class CapturedReduceScatter(CustomComm):
 
 class GroupAllGather(CustomComm):
     def __init__(self, groups: ProcessGroups, unit: int) -> None:
-        self.groups, self.unit = groups, unit
+        self.groups = groups
+        self.unit = unit
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False
@@ -52,23 +53,16 @@ class GroupAllGather(CustomComm):
         groups, shard_group = self.groups, self.groups.gather_group
         assert shard_group is not None
         if output_tensor.is_cuda:
-            groups.start_works(
-                lambda: [
-                    dist.all_gather_into_tensor(output_tensor, input_tensor, group=shard_group)
-                ]
-            )
+            gather = partial(dist.all_gather_into_tensor, output_tensor, input_tensor)
+            groups.start_works(lambda: [gather(group=shard_group)])
             return None
         parts = output_tensor.view(shard_group.size(), -1)  # FSDP has written this worker's part
         groups.board.enter_collective(output_tensor.nbytes)
-        others = [i for i in range(len(parts)) if i != shard_group.rank()]
-        sends, receives = (
-            [(i, parts[shard_group.rank()]) for i in others],
-            [(i, parts[i]) for i in others],
-        )
-        return AllGatherWork(
-            groups,
-            groups.start_works(lambda: start_exchange(sends, receives, shard_group, tag=self.unit)),
-        )
+        own = shard_group.rank()
+        others = [i for i in range(len(parts)) if i != own]
+        sends, receives = [(i, parts[own]) for i in others], [(i, parts[i]) for i in others]
+        start = partial(start_exchange, sends, receives, shard_group, tag=self.unit)
+        return AllGatherWork(groups, groups.start_works(start))
 
 
 class AllGatherWork(dist.Work):
@@ -76,7 +70,8 @@ class AllGatherWork(dist.Work):
 
     def __init__(self, groups: ProcessGroups, works: list[dist.Work]) -> None:
         super().__init__()
-        self.groups, self.works = groups, works
+        self.groups = groups
+        self.works = works
 
     def wait(self, timeout: Any = None) -> bool:
         self.groups.wait(self.works)
@@ -133,12 +128,10 @@ def fill_unused_gradients(local: LocalModel) -> None:
 
     With several units it could not: a shard would not gather the units that it leaves out.
     """
-    root = local.fsdp_units[-1]
-    layout = local.layout
-    if len(local.fsdp_units) > 1 or layout.workers_per_replica > layout.shard:
-        parts = len(local.fsdp_units)
+    root, layout, units = local.fsdp_units[-1], local.layout, len(local.fsdp_units)
+    if units > 1 or layout.workers_per_replica > layout.shard:
         raise UsageError(
-            f'unused="zero" needs a model that the shards gather at once, and this one has {parts} parts',
+            f'unused="zero" needs a model that the shards gather at once, and this one has {units} parts',
             f"layout {layout}",
             "give layout.shard only, and no units in session.prepare",
         )

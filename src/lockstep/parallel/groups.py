@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,8 @@ from lockstep.parallel.ordered_sum import start_exchange
 from lockstep.runtime.process_group import new_subgroup
 from lockstep.runtime.status_board import StatusBoard
 from lockstep.runtime.work import WorkWaiter, static_group
+
+Group = dist.ProcessGroup | None
 
 
 class ProcessGroups:
@@ -59,33 +62,30 @@ class ProcessGroups:
         self.waits = WorkWaiter(generation_error, in_thread=self.in_thread)
 
     def clear(self) -> None:
-        self.formed, self.failure = False, None
-        self.gather_group: dist.ProcessGroup | None = None
-        self.scatter_group: dist.ProcessGroup | None = None
-        self.replica_group: dist.ProcessGroup | None = None
-        self.tensor_group: dist.ProcessGroup | None = None
-        self.pipeline_group: dist.ProcessGroup | None = None
-        self.tied_group: dist.ProcessGroup | None = None
+        self.formed = False
+        self.failure = None
+        self.gather_group: Group = None
+        self.scatter_group: Group = None
+        self.replica_group: Group = None
+        self.tensor_group: Group = None
+        self.pipeline_group: Group = None
+        self.tied_group: Group = None
 
     def form(self) -> None:
         """Collective. Form the groups of this generation, with as many replicas as it has."""
         rank, layout = dist.get_rank(), self.current_layout()
         stages = layout.ranks_along(rank, "pipeline")
+        ends = [stages[0], stages[-1]]
         with self.form_context():
             self.gather_group = new_subgroup(layout.ranks_along(rank, "shard"))
             self.scatter_group = new_subgroup(layout.ranks_along(rank, "shard"))
-            self.replica_group = (
-                new_subgroup(layout.ranks_along(rank, "replicate"))
-                if layout.workers_per_replica > 1 or layout.replicate == 1
-                else dist.group.WORLD
-            )
+            self.replica_group = dist.group.WORLD
+            if layout.workers_per_replica > 1 or layout.replicate == 1:
+                self.replica_group = new_subgroup(layout.ranks_along(rank, "replicate"))
             self.tensor_group = new_subgroup(layout.ranks_along(rank, "tensor"))
             self.pipeline_group = new_subgroup(stages)
-            self.tied_group = (
-                new_subgroup([stages[0], stages[-1]])
-                if len(stages) > 1 and rank in (stages[0], stages[-1])
-                else None
-            )
+            if len(stages) > 1 and rank in ends:
+                self.tied_group = new_subgroup(ends)
         self.formed = True
 
     def current_layout(self) -> Layout:
@@ -119,25 +119,21 @@ class ProcessGroups:
         if self.failure:
             raise self.failure
 
-    def all_reduce(self, tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    def all_reduce(self, tensor: Tensor, group: Group) -> Tensor:
         """Collective in the group. Sum in place; the same bits on all members."""
         if group is not None:
             self.board.enter_collective(tensor.nbytes)
-            self.wait(
-                self.start_works(lambda: [dist.all_reduce(tensor, group=group, async_op=True)])
-            )
+            start = partial(dist.all_reduce, tensor, group=group, async_op=True)
+            self.wait(self.start_works(lambda: [start()]))
         return tensor
 
-    def all_reduce_in_order(self, tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    def all_reduce_in_order(self, tensor: Tensor, group: Group) -> Tensor:
         """Collective. Sum in place in rank order: the bits do not depend on tensor splits."""
         if group is not None and tensor.numel():
             gathered = tensor.new_empty(group.size(), *tensor.shape)
             self.board.enter_collective(gathered.nbytes)
-            self.wait(
-                self.start_works(
-                    lambda: [dist.all_gather(list(gathered), tensor, group=group, async_op=True)]
-                )
-            )
+            start = partial(dist.all_gather, list(gathered), tensor, group=group, async_op=True)
+            self.wait(self.start_works(lambda: [start()]))
             tensor.copy_(gathered[0])
             for summand in gathered[1:]:
                 tensor.add_(summand)
@@ -145,17 +141,13 @@ class ProcessGroups:
 
 
 def all_to_all_rows(
-    parts: list[Tensor], group: dist.ProcessGroup | None, waits: WorkWaiter, tag: int = 0
+    parts: list[Tensor], group: Group, waits: WorkWaiter, tag: int = 0
 ) -> list[Tensor]:
     """Collective. Send parts[i] to member i; return the parts received, in rank order."""
     if group is None:
         return parts
     others = [i for i in range(group.size()) if i != group.rank()]
     rows = [torch.empty_like(part) if i in others else part for i, part in enumerate(parts)]
-    waits.wait(
-        start_exchange(
-            [(i, parts[i]) for i in others], [(i, rows[i]) for i in others], group, tag=tag
-        ),
-        group,
-    )
+    sends, receives = ([(i, tensors[i]) for i in others] for tensors in (parts, rows))
+    waits.wait(start_exchange(sends, receives, group, tag=tag), group)
     return rows

@@ -92,11 +92,9 @@ class Reducer:
 
     def exposed_s(self) -> float:
         """Return the seconds of communication after the last job of the step was submitted."""
-        return (
-            0.0
-            if self._submitted_at is None or self._done_at is None
-            else seconds_between(self._submitted_at, self._done_at)
-        )
+        if self._submitted_at is None or self._done_at is None:
+            return 0.0
+        return seconds_between(self._submitted_at, self._done_at)
 
     def close(self) -> None:
         """End the thread; give a job that is blocked by a dead peer five seconds."""
