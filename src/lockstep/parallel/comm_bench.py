@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -42,16 +43,12 @@ def main(out: Path, sizes: str, file: str = "") -> None:
     path = Path(file or out / "comm.json")
     with ElasticRuntime.join(timeout_s=TIMEOUT_S) as runtime:
         runtime.board.enter("preparing")  # as long as the measurements take
-        hosts, bench, lengths = (
-            all_gather_json(runtime, runtime.world.host),
-            CommBench(runtime),
-            sorted({int(size) for size in sizes.split(",")}),
-        )
+        hosts = all_gather_json(runtime, runtime.world.host)
+        bench = CommBench(runtime)
+        lengths = sorted({int(size) for size in sizes.split(",")})
         pairs = bench.measure_pairs(hosts, lengths)
-        slow, rows = (
-            slow_links(pairs),
-            [row for name in bench.plays(0) for row in bench.measure(name, lengths)],
-        )
+        slow = slow_links(pairs)
+        rows = [row for name in bench.plays(0) for row in bench.measure(name, lengths)]
         if runtime.shows_progress():
             print(describe(rows, class_links(pairs, slow), slow), flush=True)
         if runtime.world.leader:
@@ -79,35 +76,31 @@ class CommBench:
 
     def __init__(self, runtime: ElasticRuntime) -> None:
         assert dist.group.WORLD is not None
-        self.runtime, self.group, self.device = runtime, dist.group.WORLD, runtime.world.device
-        self.rank, self.size = runtime.world.rank, runtime.world.size
+        self.runtime = runtime
+        self.group = dist.group.WORLD
+        self.device = runtime.world.device
+        self.rank = runtime.world.rank
+        self.size = runtime.world.size
         self.waits = WorkWaiter(in_thread=self.device.type == "cpu")
 
     def plays(self, length: int) -> dict[str, Play]:
         """Return the collectives over float32 buffers of `length`, a multiple of the number of
         ranks."""
-        whole, other = (
-            torch.zeros(length, device=self.device),
-            torch.zeros(length, device=self.device),
-        )
-        part, leaf, after, before = (
-            other[: length // self.size],
-            Subtree(self.rank, 1),
-            (self.rank + 1) % self.size,
-            self.rank - 1,
-        )
+        whole, other = torch.zeros(2, length, device=self.device)
+        part = other[: length // self.size]
+        leaves = (1,) * self.size
+        own = [(Subtree(self.rank, 1), whole)]
+        to, source = (self.rank + 1) % self.size, (self.rank - 1) % self.size
         # The names since torch 2.13, else the earlier ones.
         all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
         reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
         return {
             "all_reduce": lambda: dist.all_reduce(whole),
-            "engine": lambda: tree_all_reduce(
-                [(leaf, whole)], (1,) * self.size, self.group, whole, self.waits
-            ),
+            "engine": lambda: tree_all_reduce(own, leaves, self.group, whole, self.waits),
             "broadcast": lambda: dist.broadcast(whole, src=0),
             "all_gather": lambda: all_gather(whole, part),
             "reduce_scatter": lambda: reduce_scatter(part, whole),
-            "send_recv": lambda: self.exchange([(after, whole)], [(before % self.size, other)]),
+            "send_recv": lambda: self.exchange([(to, whole)], [(source, other)]),
         }
 
     def measure(self, name: str, sizes: Sequence[int]) -> list[Row]:
@@ -117,16 +110,11 @@ class CommBench:
         for size in sizes:
             length = -(-size // (4 * self.size)) * self.size
             play = self.plays(length)[name]
-            once_s = self.slowest(self.timed(play))
-            count = repeats(once_s)
-            rows.append(
-                Row(
-                    name,
-                    self.size,
-                    4 * length,
-                    self.slowest(self.timed(play, count)) if count else once_s,
-                )
-            )
+            seconds = self.slowest(self.timed(play))
+            count = repeats(seconds)
+            if count:
+                seconds = self.slowest(self.timed(play, count))
+            rows.append(Row(name, self.size, 4 * length, seconds))
             if not count:
                 break
         return rows
@@ -134,29 +122,26 @@ class CommBench:
     def measure_pairs(self, hosts: list[str], sizes: Sequence[int]) -> list[PairTimes]:
         """Time messages between the first ranks of each pair of hosts, and between the first two
         of each host. Disjoint pairs of hosts are measured at once: they share no interface."""
-        ranks_of = {
-            host: [rank for rank, other in enumerate(hosts) if other == host] for host in hosts
-        }
+        ranks_of = defaultdict[str, list[int]](list)
+        for rank, host in enumerate(hosts):
+            ranks_of[host].append(rank)
         firsts = [ranks[0] for ranks in ranks_of.values()]
         turns = [[(ranks[0], ranks[1]) for ranks in ranks_of.values() if len(ranks) > 1]]
         turns += [[(firsts[a], firsts[b]) for a, b in turn] for turn in pairing_rounds(len(firsts))]
         pairs = []
         for turn in turns:
-            pair = next((pair for pair in turn if self.rank in pair), None)
-            times = all_gather_json(
-                self.runtime, list(self.exchanges(*pair, sizes).items()) if pair else []
-            )
-            pairs += [
-                PairTimes((a, b), (hosts[a], hosts[b]), {size: took for size, took in times[a]})
-                for a, b in turn
-            ]
+            own = [self.exchanges(*pair, sizes) for pair in turn if self.rank in pair]
+            times = all_gather_json(self.runtime, [list(took.items()) for took in own])
+            for a, b in turn:
+                pairs.append(PairTimes((a, b), (hosts[a], hosts[b]), dict(times[a][0])))
         return pairs
 
     def exchanges(self, first: int, second: int, sizes: Sequence[int]) -> dict[int, float]:
         """Return the seconds in which two ranks send each other a message, by its size: both at
         once, as in a sum, where confirmations share the link with the data. The shortest counts,
         because longer ones include the load of the hosts. `first` decides how often."""
-        starts, peer, result = self.rank == first, first + second - self.rank, {}
+        starts, peer = self.rank == first, first + second - self.rank
+        result = {}
         count = torch.ones(1, dtype=torch.int64, device=self.device)
 
         def agree_on_count() -> None:

@@ -40,16 +40,11 @@ def run_moves(
 
     for moves in rounds(schedule):
         sends = [(move.receiver, part(move)) for move in moves if move.sender == rank]
-        receives = [
-            (move, torch.empty_like(part(move)) if move.adds else part(move))
-            for move in moves
-            if move.receiver == rank
-        ]
-        waits.wait(
-            start_exchange(sends, [(move.sender, tensor) for move, tensor in receives], group),
-            group,
-        )
-        for move, tensor in receives:
+        own = [move for move in moves if move.receiver == rank]
+        tensors = [torch.empty_like(part(move)) if move.adds else part(move) for move in own]
+        receives = [(move.sender, tensor) for move, tensor in zip(own, tensors, strict=True)]
+        waits.wait(start_exchange(sends, receives, group), group)
+        for move, tensor in zip(own, tensors, strict=True):
             if move.adds:
                 part(move).add_(tensor)
 
@@ -66,15 +61,12 @@ def measure_moves(
     result, expected, waits = values.clone(), values.clone(), WorkWaiter()
     seconds = timed(lambda: run_moves(schedule, result.copy_(values), group, waits), group)
     torch_seconds = timed(lambda: run_torch(collective, expected.copy_(values), own, group), group)
-    valid = {"reduce": slice(0, length if rank == 0 else 0), "reduce-scatter": own}.get(
-        collective, slice(0, length)
-    )
-    errors = (
-        (result - expected)[valid].abs() / expected[valid].abs().amax()
-        if len(expected[valid])
-        else torch.zeros(1)
-    )
-    difference = errors.max().reshape(1)
+    of_root = slice(0, length if rank == 0 else 0)
+    valid = {"reduce": of_root, "reduce-scatter": own}.get(collective, slice(0, length))
+    difference = torch.zeros(1)
+    if len(expected[valid]):
+        errors = (result - expected)[valid].abs() / expected[valid].abs().amax()
+        difference[0] = errors.max()
     dist.all_reduce(difference, dist.ReduceOp.MAX, group=group)
     bound = TOLERANCE if "reduce" in collective else 0.0
     if not float(difference) <= bound:
