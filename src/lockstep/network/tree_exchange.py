@@ -74,8 +74,7 @@ def rounds_of_rank(rank: int, shares: tuple[int, ...]) -> tuple[list[Round], lis
         for merge in merges
         if any(part.rank == rank for part in merge.total.slices)
     ]
-    gather = [round_of(rank, steps) for steps in returns]
-    return reduce, [turn for turn in gather if turn.sends or turn.receives]
+    return reduce, rounds_of(rank, returns)
 
 
 @lru_cache(maxsize=64)
@@ -112,27 +111,16 @@ def owner_rounds(rank: int, shares: tuple[int, ...]) -> OwnerPlan:
     log2(N).
     """
     assigned = assign_subtrees(shares)
-    mains = merges_of({subtrees[0]: owner for owner, subtrees in enumerate(assigned)})
-    slices = mains[-1].total.slices if mains else [Slice(rank, 0, WHOLE)]
+    _, (whole, *returns) = exchange_steps(shares)
+    slices = whole[0][1].slices if whole else [Slice(rank, 0, WHOLE)]
     own = next(part for part in slices if part.rank == rank)
-    others = [part for part in slices if part.rank != rank]
-    sends = [
-        Message(node, part.rank, part.start, part.stop)
-        for part in others
-        for node in assigned[rank]
-    ]
-    receives = [
-        Message(node, part.rank, own.start, own.stop)
-        for part in others
-        for node in assigned[part.rank]
-    ]
-    gather = [
-        round_of(rank, [(merge.total, merge.left), (merge.total, merge.right)])
-        for merge in reversed(mains)
-    ]
-    return OwnerPlan(
-        own, Round(sends, receives), [turn for turn in gather if turn.sends or turn.receives]
-    )
+    exchange = Round([], [])
+    for peer, start, stop in (part for part in slices if part.rank != rank):
+        exchange.sends.extend(Message(node, peer, start, stop) for node in assigned[rank])
+        exchange.receives.extend(
+            Message(node, peer, own.start, own.stop) for node in assigned[peer]
+        )
+    return OwnerPlan(own, exchange, rounds_of(rank, returns))
 
 
 def merges_of(owners: dict[Subtree, int]) -> list[Merge]:
@@ -175,6 +163,12 @@ def round_of(rank: int, steps: Iterable[Step], merge: Merge | None = None) -> Ro
             elif receiver == rank:
                 receives.append(Message(before.node, sender, start, stop))
     return Round(sends, receives, merge)
+
+
+def rounds_of(rank: int, turns: Iterable[Iterable[Step]]) -> list[Round]:
+    """Return the rounds in which `rank` sends or receives."""
+    rounds = [round_of(rank, steps) for steps in turns]
+    return [turn for turn in rounds if turn.sends or turn.receives]
 
 
 def transfers(before: Sum, after: Sum) -> Iterator[tuple[int, int, int, int]]:

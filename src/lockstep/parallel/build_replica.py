@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -71,15 +70,10 @@ def build_replica(  # independent values of the run, most with a default
         source = BucketSource(
             module, inside, wire=gradient_wire, bucket_bytes=bucket_bytes, unused=unused
         )
-    options: dict[str, Any] = {
-        "micro_batches": micro_batches,
-        "seed": seed,
-        "statistics": statistics,
-    }
-    replica = Replica(source, module, **options)
+    replica = Replica(source, module, micro_batches=micro_batches, seed=seed, statistics=statistics)
     if has_learners:
         source = DifferenceSource(source, groups, wire=wire, bucket_bytes=bucket_bytes)
-        replica = LearnerReplica(replica, source, **options)
+        replica = LearnerReplica(replica, source)
     if init_sync and not local:
         equal_shares(dist.get_world_size(), micro_batches)  # refuses too many ranks
         source.agree()

@@ -25,7 +25,7 @@ from lockstep.network.pipeline_schedule import adjacent_blocks
 from lockstep.network.wire_format import Wire
 from lockstep.parallel.gradient_watch import UNUSED_HINT, hash_of, refuse_different_parameters
 from lockstep.parallel.groups import ProcessGroups
-from lockstep.parallel.ordered_sum import Traffic
+from lockstep.parallel.ordered_sum import FlatSum, Traffic
 from lockstep.parallel.reducer import Reducer
 from lockstep.parallel.running_statistics import RunningStatistics
 from lockstep.runtime.process_group import gather_json
@@ -188,6 +188,12 @@ class GradientSource:
     def is_pass_finite(self) -> bool:
         """Return whether the gradients of a rehearsed pass are finite."""
         raise NotImplementedError
+
+    def sum_up(self, total: FlatSum, out: Tensor, tag: int) -> Tensor:
+        """Collective. Write the sum over all replicas to `out`; return the slice that this rank
+        has added."""
+        plan = self.plan
+        return total.all_reduce(total.split(out), plan.group, self.groups.waits, plan.traffic, tag)
 
     def note_slice(self, own: Tensor) -> None:
         """Take the slice of a sum that this rank has added, for `is_sum_finite`."""

@@ -8,7 +8,7 @@ whole replicas.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,7 @@ from lockstep.parallel.gradient_source import GradientSource, PassPhase, StepPla
 from lockstep.parallel.groups import ProcessGroups
 from lockstep.parallel.ordered_sum import FlatSum
 from lockstep.parallel.reducer import Reducer
-from lockstep.parallel.replica import Replica, do_nothing
+from lockstep.parallel.replica import Replica
 from lockstep.parallel.wire_sum import row_lengths, sum_in_format
 
 
@@ -97,10 +97,7 @@ class DifferenceSource(GradientSource):
         sizes = [p.numel() for p in parameters]
         flat = parameters[0].new_empty(sum(sizes))
         self.groups.board.enter_collective(flat.nbytes)
-        own = total.all_reduce(
-            total.split(flat), self.plan.group, self.groups.waits, self.plan.traffic, tag
-        )
-        self.note_slice(own)
+        self.note_slice(self.sum_up(total, flat, tag))
         for p, part in zip(parameters, flat.split(sizes), strict=True):
             p.grad = part.view_as(p)
 
@@ -130,8 +127,14 @@ class LearnerReplica(Replica):
     squared  norm of the gradient of that step; None: this worker has all of it
     """
 
-    def __init__(self, inner: Replica, source: DifferenceSource, **options: Any) -> None:
-        super().__init__(source, inner.module, **options)
+    def __init__(self, inner: Replica, source: DifferenceSource) -> None:
+        super().__init__(
+            source,
+            inner.module,
+            micro_batches=inner.leaves,
+            seed=inner.seed,
+            statistics=inner.statistics,
+        )
         self.differences = source
         self.inner = inner
         self.numbers = torch.empty(0)
@@ -139,15 +142,9 @@ class LearnerReplica(Replica):
         self._error: Exception | None = None  # of an inner step
         self._waited_s = 0.0  # in this outer step, for the sums inside the replica
 
-    def micro_batches(
-        self,
-        step: int,
-        meanwhile: Callable[[], None] = do_nothing,
-        shares: tuple[int, ...] = (),
-    ) -> Iterator[int]:
-        """Collective. Yield this replica's learners of the outer step that starts at `step`."""
+    def _prepare(self) -> None:
         self._waited_s = 0.0
-        return super().micro_batches(step, meanwhile, shares)
+        super()._prepare()
 
     def passes(self, step: int, leaves: range) -> Iterator[int]:
         """Collective in the replica. Yield this worker's part of the micro-batches `leaves` of a

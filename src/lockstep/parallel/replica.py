@@ -148,8 +148,9 @@ class Replica:
         """Return this worker's passes over the micro-batches of its replica."""
         source = self.source
         shard = min(self.groups.layout.coordinates(dist.get_rank()).shard, source.shards - 1)
-        once = source.reduce_once_per_step
-        passes = plan_passes(leaves, shard, source.shards, reduce_once_per_step=once)
+        passes = plan_passes(
+            leaves, shard, source.shards, reduce_once_per_step=source.reduce_once_per_step
+        )
         self.own_leaves = [now.k for now in passes if now.counts]
         return passes
 
@@ -285,15 +286,16 @@ class Replica:
 @contextmanager
 def restored_buffers(module: nn.Module) -> Iterator[None]:
     """Give the buffers of a module the values that they had before, at the end."""
+    holders = [own_buffers(m) for m in module.modules()]
     saved = [
-        (m, name, buffer, buffer.clone())
-        for m in module.modules()
-        for name, buffer in own_buffers(m).items()
+        (holder, name, buffer, buffer.clone())
+        for holder in holders
+        for name, buffer in holder.items()
         if buffer is not None
     ]
     try:
         yield
     finally:
         with torch.no_grad():
-            for m, name, buffer, before in saved:
-                own_buffers(m)[name] = buffer.copy_(before)
+            for holder, name, buffer, before in saved:
+                holder[name] = buffer.copy_(before)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate, pairwise
@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lockstep.errors import UsageError
+from lockstep.errors import UsageError, refuse
 from lockstep.parallel.plans import Chunk, PipelineStage, remove_module
 from lockstep.runtime.tensor_bytes import tensors_of
 from lockstep.runtime.torch_private import has_forward_hooks
@@ -61,12 +61,9 @@ def first_blocks(
                 f"give {stages - 1} names, in order, of the blocks {join_names(list(names[1:]))}",
             )
         return starts
-    passed = [
-        0,
-        *accumulate(
-            sum(p.nbytes for p in model.get_submodule(name).parameters()) for name in names
-        ),
-    ]
+    blocks = map(model.get_submodule, names)
+    sizes = (sum(p.nbytes for p in block.parameters()) for block in blocks)
+    passed = list(accumulate(sizes, initial=0))
     starts = [0]
     for stage in range(1, stages):
         possible = range(starts[-1] + 1, len(names) - (stages - stage) + 1)
@@ -80,46 +77,35 @@ def build_sequential_stage(
     """Remove the blocks of other stages from a model, in place; its forward pass becomes that of a
     stage. UsageError for modules that cannot be split so."""
     names = block_names(model)
-    ranges = [
-        range(*pair)
-        for pair in pairwise([*first_blocks(model, names, stages, split_points), len(names)])
-    ]
-    canonical, holders = (
-        {id(p): name for name, p in model.named_parameters()},
-        dict[int, set[int]](),
-    )
-    for number, block in (
-        (number, model.get_submodule(names[n])) for number, own in enumerate(ranges) for n in own
-    ):
-        for tensor in (*block.parameters(), *block.buffers()):
-            holders.setdefault(id(tensor), set()).add(number)
-    shared = {
-        canonical.get(tensor, "a buffer") for tensor, numbers in holders.items() if len(numbers) > 1
-    }
-    tied = {
-        canonical[tensor]
-        for tensor, numbers in holders.items()
-        if numbers == {0, stages - 1} and tensor in canonical
-    }
-    where = f"layout.pipeline {stages}; the stages begin with the blocks {join_names([names[own[0]] for own in ranges])}"
-    if shared - tied:
-        raise UsageError(
-            f"stages share {join_names(sorted(shared - tied))}",
-            where,
-            "give other split_points: only the first and the last stage may share parameters",
-        )
+    starts = first_blocks(model, names, stages, split_points)
+    ranges = [range(*pair) for pair in pairwise([*starts, len(names)])]
+    first_names = join_names([names[start] for start in starts])
+    where = f"layout.pipeline {stages}; the stages begin with the blocks {first_names}"
+    canonical = {id(p): name for name, p in model.named_parameters()}
+    holders = defaultdict[int, set[int]](set)  # stages, by tensor
     for number, own in enumerate(ranges):
-        if not any(
-            p.requires_grad for n in own for p in model.get_submodule(names[n]).parameters()
-        ):
+        blocks = [model.get_submodule(names[n]) for n in own]
+        tensors = [t for block in blocks for t in (*block.parameters(), *block.buffers())]
+        for tensor in tensors:
+            holders[id(tensor)].add(number)
+        if not any(tensor.requires_grad for tensor in tensors):
             raise UsageError(
                 f"stage {number} has no parameter to train",
                 where,
                 "give other split_points, or fewer stages",
             )
+    shared = {tensor: numbers for tensor, numbers in holders.items() if len(numbers) > 1}
+    ends = [tensor for tensor, numbers in shared.items() if numbers == {0, stages - 1}]
+    tied = {canonical[tensor] for tensor in ends if tensor in canonical}
+    refuse(
+        sorted({canonical.get(tensor, "a buffer") for tensor in shared} - tied),
+        "stages share",
+        where,
+        "give other split_points: only the first and the last stage may share parameters",
+    )
     chunk = Chunk(ranges[stage], stage == 0, stage == stages - 1)
     blocks = [model.get_submodule(names[n]) for n in chunk.layers]
-    for name in [name for n, name in enumerate(names) if n not in chunk.layers]:
+    for name in {*names} - {names[n] for n in chunk.layers}:
         remove_module(model, name)
     model.forward = partial(forward_blocks, blocks, chunk)
     lent, borrowed = (tuple(sorted(tied)) if end else () for end in (chunk.first, chunk.last))
@@ -141,11 +127,8 @@ def forward_blocks(
     """
     states = inputs[0] if chunk.first else received()
     if not chunk.first:  # copies, which a block may change in place
-        states = (
-            tuple(tensor.clone() for tensor in states)
-            if isinstance(states, tuple)
-            else states.clone()
-        )
+        is_tuple = isinstance(states, tuple)
+        states = tuple(tensor.clone() for tensor in states) if is_tuple else states.clone()
     for block in blocks:
         states = block(states)
     if chunk.last and len(inputs) > 1:

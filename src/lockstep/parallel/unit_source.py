@@ -298,9 +298,7 @@ class UnitSource(GradientSource):
             return
         if self.reduce_once_per_step:
             self._exchange_rows(total, tag)
-        total.all_reduce(
-            total.split(gradients.out), self.plan.group, groups.waits, self.plan.traffic, tag
-        )
+        self.sum_up(total, gradients.out, tag)
 
     def _exchange_rows(self, total: FlatSum, tag: int) -> None:
         """Collective. Replace the shard's partial sums of whole gradients by the sums of its rows

@@ -14,6 +14,7 @@ import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -60,10 +61,8 @@ class StateSize:
             model.bfloat16()
         parameters = list(model.parameters())
         whole = sum(p.numel() for p in parameters)
-        units = [
-            sum(p.numel() for p in model.get_submodule(name).parameters())
-            for name in plan_of(model).units
-        ]
+        modules = map(model.get_submodule, plan_of(model).units)
+        units = [sum(p.numel() for p in module.parameters()) for module in modules]
         trained = [p for p in parameters if p.requires_grad]
         each = dict[nn.Parameter, float]()
         if trained and not (memory.offload == "optimizer" and device.type == "cuda"):
@@ -75,7 +74,7 @@ class StateSize:
             max([*units, whole - sum(units)]),
             weights=sum(p.nbytes for p in parameters),
             gradients=sum(p.nbytes for p in trained),
-            optimizer=int(sum(each[p] * p.numel() for p in each)),
+            optimizer=int(sum(each_bytes * p.numel() for p, each_bytes in each.items())),
         )
 
     @property
@@ -139,14 +138,11 @@ def smallest_fitting_layout(
     None: no replica of up to MAX_WORKERS workers fits.
     """
     sizes = [1 << power for power in range(MAX_WORKERS.bit_length())]
-    replicas = [
-        Layout(1, shard, tensor)
-        for tensor in sizes
-        for shard in sizes
-        if more_than < shard * tensor <= MAX_WORKERS
-    ]
-    for layout in sorted(replicas, key=lambda layout: (layout.workers_per_replica, layout.tensor)):
-        if not bounds.problem_with(layout) and HEADROOM_FACTOR * size.bytes(layout) <= free_bytes:
+    for workers, tensor in product(sizes, repeat=2):
+        layout = Layout(1, workers // tensor, tensor)
+        if not (more_than < workers and tensor <= workers) or bounds.problem_with(layout):
+            continue
+        if HEADROOM_FACTOR * size.bytes(layout) <= free_bytes:
             return layout
     return None
 
@@ -156,19 +152,17 @@ def write_memory_report(
 ) -> str:
     """Write to `path` what this process uses and what the estimate expects, and on a GPU torch's
     snapshot beside it; return a sentence that names the files, "" if they cannot be written."""
-    cuda = device.type == "cuda"
+    is_cuda = device.type == "cuda"
     limit, source = memory_limit(device)
-    rows = {
-        f"limit, from {source}": limit,
-        "allocated" if cuda else "address space": used_bytes(device),
-    }
-    if cuda:
-        rows |= {
-            "peak allocated": torch.cuda.max_memory_allocated(device),
-            "reserved": torch.cuda.memory_reserved(device),
-        }
+    rows = {f"limit, from {source}": limit}
+    if is_cuda:
+        rows["allocated"] = used_bytes(device)
+        rows["peak allocated"] = torch.cuda.max_memory_allocated(device)
+        rows["reserved"] = torch.cuda.memory_reserved(device)
     else:
-        rows |= {"resident": used_bytes(device, RESIDENT), "peak resident": peak_resident_bytes()}
+        rows["address space"] = used_bytes(device)
+        rows["resident"] = used_bytes(device, RESIDENT)
+        rows["peak resident"] = peak_resident_bytes()
     rows |= {f"estimated: {name}": number for name, number in size.parts(layout).items()}
     lines = [error_summary(error), f"{format_count(size.parameters)} parameters, {layout}"]
     lines += [f"{format_bytes(number):>10}  {name}" for name, number in rows.items()]
@@ -176,15 +170,13 @@ def write_memory_report(
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, "\n".join([*lines, ""]))
-        if cuda:
+        if is_cuda:
             dump_memory_snapshot(str(snapshot))
     except (OSError, MemoryError, RuntimeError) as problem:  # nothing may hide the error
         log.warning("%s was not written: %s", path, problem)
         return ""
-    return (
-        f"; memory in use: {path}"
-        + f" and {snapshot}, for https://docs.pytorch.org/memory_viz" * cuda
-    )
+    more = f" and {snapshot}, for https://docs.pytorch.org/memory_viz" if is_cuda else ""
+    return f"; memory in use: {path}{more}"
 
 
 @contextmanager
@@ -208,9 +200,7 @@ def explain_out_of_memory(
         written = write_memory_report(report(), size, layout, device, error) if report else ""
         limit, source = memory_limit(device)
         need = size.bytes(layout)
-        fit = smallest_fitting_layout(
-            size, limit - before, bounds, more_than=layout.workers_per_replica
-        )
+        fit = smallest_fitting_layout(size, limit - before, bounds, layout.workers_per_replica)
         hint = "give it more memory, or choose a smaller model"
         if fit:
             hint = f"try {layout_flags(fit)}: {format_bytes(size.bytes(fit))} per worker"
