@@ -20,6 +20,7 @@ from torch import nn
 from lockstep.parallel.bucket_source import BucketSource
 from lockstep.parallel.buckets import Bucket
 from lockstep.parallel.build_replica import build_replica
+from lockstep.parallel.groups import Connection
 from lockstep.parallel.replica import Replica
 from lockstep.runtime.torch_private import detach_groups
 from lockstep.runtime.work import static_group
@@ -37,7 +38,9 @@ def reduce_with_a_stopped_peer(rank: int, port: int) -> None:
     )
     reasons: list[str] = []
     with build_replica(
-        nn.Linear(4, 4), micro_batches=2, generation_error=lambda: "".join(reasons)
+        nn.Linear(4, 4),
+        micro_batches=2,
+        connection=Connection(generation_error=lambda: "".join(reasons)),
     ) as replica:
         take_step(replica, 0)  # the first step also compares the trained parameters
         dist.barrier()

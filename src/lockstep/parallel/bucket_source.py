@@ -21,13 +21,12 @@ from torch import Tensor, nn
 
 from lockstep.errors import UsageError
 from lockstep.network.subtrees import Subtree, is_one_addition
-from lockstep.network.wire_format import FORMATS, Wire
+from lockstep.network.wire_format import FORMATS
 from lockstep.parallel.buckets import Bucket, GradientBuckets
 from lockstep.parallel.digest import total_of
-from lockstep.parallel.gradient_source import GradientSource, Pass, PassPhase, StepPlan
+from lockstep.parallel.gradient_source import GradientSource, Pass, PassPhase, StepPlan, SumOptions
 from lockstep.parallel.gradient_watch import (
     GradientWatch,
-    Unused,
     hash_of,
     refuse_different_parameters,
     refuse_unsupported,
@@ -52,29 +51,15 @@ class Gradients:
 
 
 class BucketSource(GradientSource):
-    """Buckets of a whole model.
+    """Buckets of a whole model. UsageError: parameters that cannot be summed, or no backward pass
+    ran."""
 
-    wire          how gradients travel (network/wire_format.py)
-    bucket_bytes  gradients reduced together
-    unused        "zero": a parameter without a gradient in a micro-batch gets a gradient of zero
-    UsageError: parameters that cannot be summed, or no backward pass ran.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        groups: ProcessGroups,
-        *,
-        wire: Wire = "fp32",
-        bucket_bytes: int = 25_000_000,
-        unused: Unused = "raise",
-    ) -> None:
+    def __init__(self, model: nn.Module, groups: ProcessGroups, options: SumOptions) -> None:
         self.model = model
-        self.bucket_bytes = bucket_bytes
-        self.unused = unused
+        self.options = options
         self._make_buckets()
         device = self.parameters[0].device
-        super().__init__(groups, Reducer(device, groups.waits.generation_error), wire)
+        super().__init__(groups, Reducer(device, groups.waits.generation_error), options)
         self._tree: SumTree[Gradients] = SumTree()
         self._current: Subtree | None = None  # the micro-batches whose sum is in .grad
         self._wire_sums: dict[Bucket, WireSum] = {}
@@ -87,7 +72,9 @@ class BucketSource(GradientSource):
         self.names = list(trained)
         self.parameters = list(trained.values())
         self._watch = GradientWatch(self.names, self.parameters)
-        self.buckets = GradientBuckets(self.parameters, self.bucket_bytes, self._on_ready, order)
+        self.buckets = GradientBuckets(
+            self.parameters, self.options.bucket_bytes, self._on_ready, order
+        )
 
     def _trained(self) -> list[int]:
         return [id(p) for p in unique_parameters(self.model) if p.requires_grad]
@@ -137,10 +124,11 @@ class BucketSource(GradientSource):
 
     def start_step(self, plan: StepPlan) -> None:
         super().start_step(plan)
+        wire = self.options.wire
         self._wire_sums = {
-            bucket: WireSum(self.wire, row_lengths(bucket.parameters), plan.key, plan.shares)
+            bucket: WireSum(wire, row_lengths(bucket.parameters), plan.key, plan.shares)
             for bucket in self.buckets.buckets
-            if not FORMATS[self.wire].is_exact
+            if not FORMATS[wire].is_exact
         }
 
     def start_pass(self, now: Pass, phase: PassPhase, where: str, *, is_hashed: bool) -> None:
@@ -174,7 +162,7 @@ class BucketSource(GradientSource):
         self._before_backward()
         loss.backward()
         buckets = self.buckets
-        if self.unused == "zero":
+        if self.options.unused == "zero":
             self._add_zeros([self.parameters[i] for i in buckets.missing()])
         self.refuse_missing([self.names[i] for i in buckets.missing()], self.where)
         self._watch.refuse_wrong([self.names[i] for i in buckets.repeated], self.where)

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.layout import Layout
 from lockstep.network.subtrees import equal_shares
-from lockstep.network.wire_format import Wire
 from lockstep.parallel.bucket_source import BucketSource
-from lockstep.parallel.gradient_source import GradientSource
-from lockstep.parallel.gradient_watch import Unused
-from lockstep.parallel.groups import ProcessGroups
+from lockstep.parallel.gradient_source import GradientSource, SumOptions
+from lockstep.parallel.groups import Connection, ProcessGroups
 from lockstep.parallel.learner_replica import DifferenceSource, LearnerReplica
 from lockstep.parallel.parallelize import LocalModel
 from lockstep.parallel.pipeline import StageSource
@@ -23,56 +21,43 @@ from lockstep.parallel.running_statistics import RunningStatistics
 from lockstep.parallel.unit_source import UnitSource
 from lockstep.runtime.numerics import sha256_of
 from lockstep.runtime.process_group import gather_json
-from lockstep.runtime.status_board import StatusBoard
-from lockstep.runtime.work import static_group
 
 
-def build_replica(  # independent values of the run, most with a default
+def build_replica(
     model: nn.Module | LocalModel,
     *,
     micro_batches: int,
     seed: int = 0,
     statistics: RunningStatistics | None = None,
-    wire: Wire = "fp32",
-    bucket_bytes: int = 25_000_000,
-    reduce_once_per_step: bool = False,
-    unused: Unused = "raise",
     has_learners: bool = False,
     init_sync: bool = True,
-    board: StatusBoard | None = None,
-    generation_error: Callable[[], str] = static_group,
-    form_context: Callable[[], AbstractContextManager[None]] = nullcontext,
+    connection: Connection | None = None,
+    **sums: Any,
 ) -> Replica:
     """Return a replica of one worker, or a worker's part of a replica that has a LocalModel.
 
-    bucket_bytes          gradients of a whole replica, or differences of learners, sent together
-    wire, reduce_once_per_step, unused     see BucketSource and UnitSource
-    has_learners          the leaves are DiLoCo's learners
-    init_sync             Collective: give all whole replicas rank 0's weights. False: they are
-                          equal, or received later
-    board, generation_error, form_context  see `ProcessGroups.connect`
+    has_learners  the leaves are DiLoCo's learners
+    init_sync     Collective: give all whole replicas rank 0's weights. False: they are equal, or
+                  received later
+    sums          see SumOptions
     """
+    options = SumOptions(**sums)
+    inner = replace(options, wire="fp32") if has_learners else options
     local = model if isinstance(model, LocalModel) else None
     module = model.module if isinstance(model, LocalModel) else model
     in_thread = next(module.parameters()).device.type == "cpu"
     groups = local.groups if local else ProcessGroups(Layout(), in_thread)
-    groups.connect(board or StatusBoard(None), generation_error, form_context)
-    gradient_wire: Wire = "fp32" if has_learners else wire
+    groups.connect(connection or Connection())
     source: GradientSource
     if local:
-        kind = StageSource if local.stage else UnitSource
-        source = kind(
-            local, wire=gradient_wire, reduce_once_per_step=reduce_once_per_step, unused=unused
-        )
+        source = StageSource(local, inner) if local.stage else UnitSource(local, inner)
     else:
         # A learner needs no peer: it finishes its steps also when the generation ends.
         inside = ProcessGroups(Layout(), in_thread) if has_learners else groups
-        source = BucketSource(
-            module, inside, wire=gradient_wire, bucket_bytes=bucket_bytes, unused=unused
-        )
+        source = BucketSource(module, inside, inner)
     replica = Replica(source, module, micro_batches=micro_batches, seed=seed, statistics=statistics)
     if has_learners:
-        source = DifferenceSource(source, groups, wire=wire, bucket_bytes=bucket_bytes)
+        source = DifferenceSource(source, groups, options)
         replica = LearnerReplica(replica, source)
     if init_sync and not local:
         equal_shares(dist.get_world_size(), micro_batches)  # refuses too many ranks

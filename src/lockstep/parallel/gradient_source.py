@@ -23,7 +23,12 @@ from torch import Tensor, nn
 from lockstep.errors import UsageError
 from lockstep.network.pipeline_schedule import adjacent_blocks
 from lockstep.network.wire_format import Wire
-from lockstep.parallel.gradient_watch import UNUSED_HINT, hash_of, refuse_different_parameters
+from lockstep.parallel.gradient_watch import (
+    UNUSED_HINT,
+    Unused,
+    hash_of,
+    refuse_different_parameters,
+)
 from lockstep.parallel.groups import ProcessGroups
 from lockstep.parallel.ordered_sum import FlatSum, Traffic
 from lockstep.parallel.reducer import Reducer
@@ -69,6 +74,23 @@ class StepPlan:
     traffic: Traffic = field(default_factory=Traffic)
 
 
+@dataclass(frozen=True)
+class SumOptions:
+    """How gradients are summed.
+
+    wire                  the format in which they travel (network/wire_format.py)
+    bucket_bytes          gradients of a whole replica, or differences of learners, sent together
+    reduce_once_per_step  in shards after the last micro-batch: less traffic, more memory
+    unused                "zero": a parameter without a gradient in a micro-batch gets a gradient of
+                          zero; in shards of a model that is gathered at once
+    """
+
+    wire: Wire = "fp32"
+    bucket_bytes: int = 25_000_000
+    reduce_once_per_step: bool = False
+    unused: Unused = "raise"
+
+
 class GradientSource:
     """Base of all sources: the methods that a Replica calls.
 
@@ -80,10 +102,10 @@ class GradientSource:
     runs_at_once = True  # False: passes run together after the last micro-batch
     reduce_once_per_step = False
 
-    def __init__(self, groups: ProcessGroups, reducer: Reducer, wire: Wire) -> None:
+    def __init__(self, groups: ProcessGroups, reducer: Reducer, options: SumOptions) -> None:
         self.groups = groups
         self.reducer = reducer
-        self.wire = wire
+        self.options = options
         self.phase = PassPhase.OUTSIDE
         self.now = Pass(0, True, (), True)
         self.where = ""  # micro-batch and step of the current pass

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -25,6 +25,20 @@ from lockstep.runtime.status_board import StatusBoard
 from lockstep.runtime.work import WorkWaiter, static_group
 
 Group = dist.ProcessGroup | None
+
+
+@dataclass(frozen=True)
+class Connection:
+    """What connects groups to a run.
+
+    board             records the current collective
+    generation_error  returns why the generation is over; "" while it is valid
+    form_context      entered while groups are formed
+    """
+
+    board: StatusBoard = field(default_factory=partial(StatusBoard, None))
+    generation_error: Callable[[], str] = static_group
+    form_context: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
 class ProcessGroups:
@@ -42,24 +56,14 @@ class ProcessGroups:
     def __init__(self, layout: Layout, in_thread: bool = True) -> None:
         self.layout, self.in_thread = layout, in_thread
         self.failure: Exception | None = None
-        self.connect(StatusBoard(None), static_group)
+        self.connect(Connection())
         self.waited_s = 0.0  # by the thread of the model, in this step
         self.clear()
 
-    def connect(
-        self,
-        board: StatusBoard,
-        generation_error: Callable[[], str],
-        form_context: Callable[[], AbstractContextManager[None]] = nullcontext,
-    ) -> None:
-        """Connect the groups to the run.
-
-        board             records the current collective
-        generation_error  returns why the generation is over; "" while it is valid
-        form_context      entered while groups are formed
-        """
-        self.board, self.form_context = board, form_context
-        self.waits = WorkWaiter(generation_error, in_thread=self.in_thread)
+    def connect(self, connection: Connection) -> None:
+        self.board = connection.board
+        self.form_context = connection.form_context
+        self.waits = WorkWaiter(connection.generation_error, in_thread=self.in_thread)
 
     def clear(self) -> None:
         self.formed = False

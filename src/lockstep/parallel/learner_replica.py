@@ -17,8 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.network.bucket_sizes import group_by_size
-from lockstep.network.wire_format import Wire
-from lockstep.parallel.gradient_source import GradientSource, PassPhase, StepPlan
+from lockstep.parallel.gradient_source import GradientSource, PassPhase, StepPlan, SumOptions
 from lockstep.parallel.groups import ProcessGroups
 from lockstep.parallel.ordered_sum import FlatSum
 from lockstep.parallel.reducer import Reducer
@@ -27,22 +26,16 @@ from lockstep.parallel.wire_sum import row_lengths, sum_in_format
 
 
 class DifferenceSource(GradientSource):
-    """The differences that learners have made in the parameters of `inner`.
+    """The differences that learners have made in the parameters of `inner`, which travel between
+    replicas in the format of `options`; inside one, gradients travel in fp32."""
 
-    wire          how differences travel between replicas; inside one, gradients travel in fp32
-    bucket_bytes  differences sent together
-    """
-
-    def __init__(
-        self, inner: GradientSource, groups: ProcessGroups, *, wire: Wire, bucket_bytes: int
-    ) -> None:
+    def __init__(self, inner: GradientSource, groups: ProcessGroups, options: SumOptions) -> None:
         device = inner.parameters[0].device
         reducer = Reducer(device, groups.waits.generation_error, side_stream=False)
-        super().__init__(groups, reducer, wire)
+        super().__init__(groups, reducer, options)
         self.inner = inner
         self.names = inner.names
         self.parameters = inner.parameters
-        self.bucket_bytes = bucket_bytes
         self.shards = 1
         self._buckets: list[tuple[list[int], FlatSum]] = []  # numbers of parameters, their sum
 
@@ -66,9 +59,9 @@ class DifferenceSource(GradientSource):
         super().start_step(plan)
         sizes = [(p.dtype, p.nbytes) for p in self.parameters]
         self._buckets = []
-        for numbers in group_by_size(sizes, self.bucket_bytes, range(len(sizes))):
+        for numbers in group_by_size(sizes, self.options.bucket_bytes, range(len(sizes))):
             rows = partial(row_lengths, [self.parameters[i] for i in numbers])
-            total = sum_in_format(self.wire, rows, plan.key, plan.shares)
+            total = sum_in_format(self.options.wire, rows, plan.key, plan.shares)
             self._buckets.append((numbers, total))
 
     def forward(self, *inputs: Any, **named: Any) -> Any:

@@ -26,7 +26,6 @@ from torch.distributed.fsdp import FSDPModule
 
 from lockstep.errors import UsageError, refuse
 from lockstep.network.pipeline_schedule import adjacent_blocks
-from lockstep.network.wire_format import Wire
 from lockstep.parallel.digest import total_of, word_sum
 from lockstep.parallel.fsdp_units import (
     CapturedReduceScatter,
@@ -35,8 +34,7 @@ from lockstep.parallel.fsdp_units import (
     fill_unused_gradients,
 )
 from lockstep.parallel.grad_norm import norm_squared_of_slices
-from lockstep.parallel.gradient_source import GradientSource, Pass, PassPhase, StepPlan
-from lockstep.parallel.gradient_watch import Unused
+from lockstep.parallel.gradient_source import GradientSource, Pass, PassPhase, StepPlan, SumOptions
 from lockstep.parallel.groups import all_to_all_rows
 from lockstep.parallel.ordered_sum import FlatSum, merged_subtrees, start_exchange
 from lockstep.parallel.parallelize import LocalModel
@@ -62,21 +60,9 @@ class UnitGradients:
 
 
 class UnitSource(GradientSource):
-    """The units of this worker's part of a model (parallelize.py).
+    """The units of this worker's part of a model (parallelize.py)."""
 
-    wire                  how gradients travel (network/wire_format.py)
-    reduce_once_per_step  after the last micro-batch: less traffic, more memory
-    unused                see BucketSource; "zero" needs a model that is gathered at once
-    """
-
-    def __init__(
-        self,
-        local: LocalModel,
-        *,
-        wire: Wire = "fp32",
-        reduce_once_per_step: bool = False,
-        unused: Unused = "raise",
-    ) -> None:
+    def __init__(self, local: LocalModel, options: SumOptions) -> None:
         self.local = local
         self._collect_parameters()
         reducer = Reducer(
@@ -85,14 +71,14 @@ class UnitSource(GradientSource):
             UNITS_IN_FLIGHT,
             side_stream=False,
         )
-        super().__init__(local.groups, reducer, wire)
-        self.reduce_once_per_step = reduce_once_per_step and local.layout.shard > 1
+        super().__init__(local.groups, reducer, options)
+        self.reduce_once_per_step = options.reduce_once_per_step and local.layout.shard > 1
         self._sums: Sequence[FlatSum] = ()  # of the units
         self._captured: list[Tensor] = []
         self._reduced_units: set[int] = set()  # in this pass
         self._word_sums: list[Tensor] = []  # of the units of a pass that is hashed
         self._is_finite = True  # the pass that is rehearsed
-        if unused == "zero":
+        if options.unused == "zero":
             fill_unused_gradients(local)
         for number, unit in enumerate(
             unit for units in (local.fsdp_units, *local.averages) for unit in units
@@ -149,7 +135,9 @@ class UnitSource(GradientSource):
         super().start_step(plan)
         shards = self.local.layout.shard
         self._sums = [
-            sum_in_format(self.wire, partial(fsdp_shard_rows, unit, shards), plan.key, plan.shares)
+            sum_in_format(
+                self.options.wire, partial(fsdp_shard_rows, unit, shards), plan.key, plan.shares
+            )
             for unit in self.local.fsdp_units
         ]
 

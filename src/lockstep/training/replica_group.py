@@ -35,6 +35,7 @@ from lockstep.network.wire_format import Wire, wire_conflict
 from lockstep.parallel.build_replica import build_replica
 from lockstep.parallel.grad_norm import commit_gradient
 from lockstep.parallel.gradient_watch import Unused
+from lockstep.parallel.groups import Connection
 from lockstep.parallel.parallelize import LocalModel, unwrap_local_model
 from lockstep.parallel.running_statistics import (
     BufferKinds,
@@ -141,9 +142,11 @@ class ReplicaGroup:
             statistics=RunningStatistics(module, micro_batches, buffers or {}),
             unused=unused,
             init_sync=runtime.first_generation,
-            board=runtime.board,
-            generation_error=runtime.generation_error if runtime.membership else static_group,
-            form_context=runtime.group.track_subgroups,
+            connection=Connection(
+                runtime.board,
+                runtime.generation_error if runtime.membership else static_group,
+                runtime.group.track_subgroups,
+            ),
         )
         if rollback:
             rollback.refuse_unsupported(
