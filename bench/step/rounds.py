@@ -32,6 +32,9 @@ from lockstep.elastic.world import World
 from lockstep.models.translator import build_translator
 from lockstep.training.replica_group import ReplicaGroup
 
+sys.path.append(str(Path(__file__).parents[2] / "tests"))
+from support.traffic import counted_traffic
+
 CPU, VOCABULARY, ROWS, LENGTH, CLIP = torch.device("cpu"), 2000, 8, 16, 1.0
 BUCKET_BYTES = 25_000_000
 WARM_UP = 2  # rounds; DDP changes its buckets after the first step
@@ -194,14 +197,13 @@ def lockstep(cell: Cell, traffic: dict[str, object]) -> Step:
     }
 
     def step(number: int) -> Tensor:
-        for k in replicas.micro_batches(number):
-            with cell.autocast():
-                loss = cell.loss(replicas, k)
-            replicas.backward(loss / cell.leaves)
+        with counted_traffic() as counted:
+            for k in replicas.micro_batches(number):
+                with cell.autocast():
+                    loss = cell.loss(replicas, k)
+                replicas.backward(loss / cell.leaves)
         update(model, optimizer)
-        if (
-            counted := replicas.replica.source.plan.traffic
-        ).messages:  # none if gloo's all-reduce does the one addition
+        if counted.messages:  # none if gloo's all-reduce does the one addition
             traffic.update(messages=counted.messages, bytes=counted.bytes)
         return loss.detach()
 

@@ -37,6 +37,7 @@ from lockstep.parallel.wire_sum import decode, encode
 
 sys.path.insert(0, str(TOP / "tests"))
 from support.hosts import Network
+from support.traffic import counted_traffic
 
 CONFIG = LlamaConfig(2000, 256, 4, 4, 4, 64, 704, 128, 10_000.0, tie_embeddings=True)
 ROWS, LENGTH = 4, 64
@@ -84,13 +85,14 @@ def work(rank: int, size: int, each: int, rounds: int, folder: Path) -> None:
     for number in range(WARM_UP + rounds):
         for turn in range(len(replicas)):
             wire, replica = list(replicas.items())[(number + turn) % len(replicas)]
-            seconds = train_step(replica, number)
+            with counted_traffic() as traffic:
+                seconds = train_step(replica, number)
             lines.append(
                 {
                     "wire": wire,
                     "round": number,
                     "seconds": round(seconds, 4),
-                    "bytes": replica.source.plan.traffic.bytes,
+                    "bytes": traffic.bytes,
                 }
             )
     (folder / f"{rank}.jsonl").write_text(

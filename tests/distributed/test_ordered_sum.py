@@ -10,6 +10,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.ranks import run_ranks
+from support.traffic import counted_traffic
 from torch import nn
 
 from lockstep.elastic.runtime import ElasticRuntime
@@ -161,10 +162,13 @@ def messages(runtime: ElasticRuntime, dtype: torch.dtype) -> dict[int, int]:
     """Return how many messages of the exchange a rank sends in a step, by the number of micro-batches."""
     sent = {}
     for leaves in (2, 3, 5, 6, 8):
-        with build_replica(tiny(dtype), micro_batches=leaves) as replica:
+        with (
+            build_replica(tiny(dtype), micro_batches=leaves) as replica,
+            counted_traffic() as traffic,
+        ):
             for k in replica.micro_batches(0):
                 replica.backward(replica(ragged(k, 0, leaves)).sum())
-            sent[leaves] = replica.source.plan.traffic.messages
+            sent[leaves] = traffic.messages
     return sent
 
 

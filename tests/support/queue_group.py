@@ -6,9 +6,8 @@ import queue
 import threading
 from collections.abc import Callable, Iterable
 
+from support.traffic import Traffic
 from torch import Tensor
-
-from lockstep.parallel.ordered_sum import Traffic
 
 Transfers = Iterable[tuple[int, Tensor]]
 
@@ -20,6 +19,7 @@ class QueueGroup:
         self, rank: int, size: int, queues: dict[tuple[int, int], queue.SimpleQueue[Tensor]]
     ) -> None:
         self._rank, self._size, self.queues = rank, size, queues
+        self.traffic = Traffic()
 
     def rank(self) -> int:
         return self._rank
@@ -33,11 +33,11 @@ class QueueGroup:
 
 
 def start_exchange(
-    sends: Transfers, receives: Transfers, group: QueueGroup, traffic: Traffic, tag: int
+    sends: Transfers, receives: Transfers, group: QueueGroup, tag: int
 ) -> list[Callable[[], object]]:
     for peer, tensor in sends:
         if tensor.numel():
-            traffic.add([tensor])
+            group.traffic.add([tensor])
             group.queues[group.rank(), peer].put(tensor.clone())
     pairs = [
         (tensor, group.queues[peer, group.rank()]) for peer, tensor in receives if tensor.numel()

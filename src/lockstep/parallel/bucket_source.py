@@ -241,9 +241,7 @@ class BucketSource(GradientSource):
             wire_sum.add(k, wire_sum.encode(k, gradients))
             if k != self.plan.passes[-1].k:
                 return
-            own = wire_sum.all_reduce(
-                gradients, self.plan.group, self.groups.waits, self.plan.traffic
-            )
+            own = wire_sum.all_reduce(gradients, self.plan.group, self.groups.waits)
         else:
             own = self._all_reduce(bucket)
         self.note_slice(own)
@@ -257,7 +255,7 @@ class BucketSource(GradientSource):
             # gloo's all-reduce has the same bits; it takes less time and memory.
             waits.wait([dist.all_reduce(buffer, group=plan.group, async_op=True)], plan.group)
             return buffer.tensor_split(2)[plan.group.rank()]
-        return tree_all_reduce(partials, plan.shares, plan.group, buffer, waits, plan.traffic)
+        return tree_all_reduce(partials, plan.shares, plan.group, buffer, waits)
 
     def _partial_sums(self, bucket: Bucket) -> list[tuple[Subtree, Tensor]]:
         """Return this rank's partial sums of a bucket; the last one is in the bucket."""

@@ -12,7 +12,7 @@ gradients for its Reducer, beside the passes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Any
 
@@ -30,7 +30,7 @@ from lockstep.parallel.gradient_watch import (
     refuse_different_parameters,
 )
 from lockstep.parallel.groups import ProcessGroups
-from lockstep.parallel.ordered_sum import FlatSum, Traffic
+from lockstep.parallel.ordered_sum import FlatSum
 from lockstep.parallel.reducer import Reducer
 from lockstep.parallel.running_statistics import RunningStatistics
 from lockstep.runtime.process_group import gather_json
@@ -71,7 +71,6 @@ class StepPlan:
     leaves: Sequence[int] = ()
     passes: Sequence[Pass] = ()
     group: dist.ProcessGroup | None = None
-    traffic: Traffic = field(default_factory=Traffic)
 
 
 @dataclass(frozen=True)
@@ -214,8 +213,7 @@ class GradientSource:
     def sum_up(self, total: FlatSum, out: Tensor, tag: int) -> Tensor:
         """Collective. Write the sum over all replicas to `out`; return the slice that this rank
         has added."""
-        plan = self.plan
-        return total.all_reduce(total.split(out), plan.group, self.groups.waits, plan.traffic, tag)
+        return total.all_reduce(total.split(out), self.plan.group, self.groups.waits, tag)
 
     def note_slice(self, own: Tensor) -> None:
         """Take the slice of a sum that this rank has added, for `is_sum_finite`."""

@@ -94,7 +94,6 @@ class FlatSum:
         out: Sequence[Tensor],
         group: dist.ProcessGroup | None,
         waits: WorkWaiter,
-        traffic: Traffic | None = None,
         tag: int = 0,
     ) -> Tensor:
         """Collective. Write the sum of all leaves of all ranks to `out`, the parts of a buffer.
@@ -104,7 +103,7 @@ class FlatSum:
         (whole,) = out
         partials = self.tree.stack
         self.tree = SumTree()
-        return tree_all_reduce(partials, self.shares, group, whole, waits, traffic, tag)
+        return tree_all_reduce(partials, self.shares, group, whole, waits, tag)
 
 
 def merged_subtrees(leaves: Iterable[int]) -> list[Subtree]:
@@ -115,25 +114,12 @@ def merged_subtrees(leaves: Iterable[int]) -> list[Subtree]:
     return [subtree for subtree, _ in tree.stack]
 
 
-@dataclass
-class Traffic:
-    """Messages and bytes that this rank has sent."""
-
-    messages: int = 0
-    bytes: int = 0
-
-    def add(self, tensors: Sequence[Tensor]) -> None:
-        self.messages += len(tensors)
-        self.bytes += sum(tensor.nbytes for tensor in tensors)
-
-
 def tree_all_reduce(
     partials: Sequence[tuple[Subtree, Tensor]],
     shares: tuple[int, ...],
     group: dist.ProcessGroup | None,
     out: Tensor,
     waits: WorkWaiter,
-    traffic: Traffic | None = None,
     tag: int = 0,
 ) -> Tensor:
     """Collective. Write the sum of all leaves, added in tree order, to `out` on every rank.
@@ -158,7 +144,7 @@ def tree_all_reduce(
             [(message.peer, tensor_of(message)) for message in messages] for messages in turn[:2]
         )
         if group is not None:
-            waits.wait(start_exchange(sends, receives, group, traffic, tag), group)
+            waits.wait(start_exchange(sends, receives, group, tag), group)
 
     for turn in reduce:
         assert turn.merge is not None
@@ -190,7 +176,6 @@ def start_exchange(
     sends: Iterable[tuple[int, Tensor]],
     receives: Iterable[tuple[int, Tensor]],
     group: dist.ProcessGroup,
-    traffic: Traffic | None = None,
     tag: int = 0,
 ) -> list[dist.Work]:
     """Start to send (to rank, tensor) and receive (from rank, tensor); skip empty tensors.
@@ -202,6 +187,4 @@ def start_exchange(
         [(peer, tensor) for peer, tensor in transfers if tensor.numel()]
         for transfers in (sends, receives)
     )
-    if traffic:
-        traffic.add([tensor for _, tensor in sends])
     return start_p2p(sends, receives, group, tag)

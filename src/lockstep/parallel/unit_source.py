@@ -305,6 +305,6 @@ class UnitSource(GradientSource):
             (shard, parts[shard]) for shard in range(shards) if shard != own for _, parts in sums
         ]
         receives = [(shard, row) for (shard, _), row in rows.items() if shard != own]
-        works = start_exchange(sends, receives, group, self.plan.traffic, tag)
+        works = start_exchange(sends, receives, group, tag)
         self.groups.waits.wait(works, group)
         total.replace([(subtree, row) for (_, subtree), row in rows.items()])

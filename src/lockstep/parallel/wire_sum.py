@@ -38,7 +38,7 @@ from lockstep.network.wire_format import (
     encoded_bytes,
     wire_order,
 )
-from lockstep.parallel.ordered_sum import FlatSum, SumTree, Traffic, start_exchange
+from lockstep.parallel.ordered_sum import FlatSum, SumTree, start_exchange
 from lockstep.runtime.torch_private import foreach_copy_
 from lockstep.runtime.work import WorkWaiter
 
@@ -153,7 +153,6 @@ class WireSum(FlatSum):
         out: Sequence[Tensor],
         group: dist.ProcessGroup | None,
         waits: WorkWaiter,
-        traffic: Traffic | None = None,
         tag: int = 0,
     ) -> Tensor:
         """Collective. See FlatSum."""
@@ -166,7 +165,7 @@ class WireSum(FlatSum):
                 for parts in (sends, receives)
             )
             if group is not None:
-                waits.wait(start_exchange(to_send, to_receive, group, traffic, tag), group)
+                waits.wait(start_exchange(to_send, to_receive, group, tag), group)
 
         device = out[0].device
         own = elements(plan.own)

@@ -9,13 +9,14 @@ from random import Random
 import pytest
 import torch
 from support.queue_group import QueueGroup, run_in_threads, start_exchange
+from support.traffic import Traffic
 from torch import Tensor
 
 from lockstep.network.moves import Link
 from lockstep.network.subtrees import Subtree, equal_shares, leaves_of_rank
 from lockstep.network.tree_exchange import WHOLE, rounds_of_rank
 from lockstep.parallel import ordered_sum
-from lockstep.parallel.ordered_sum import SumTree, Traffic, tree_all_reduce
+from lockstep.parallel.ordered_sum import SumTree, tree_all_reduce
 from lockstep.planner.devices import Cluster
 from lockstep.planner.exchange_cost import tree_all_reduce_cost
 
@@ -34,7 +35,8 @@ def reduce_in_threads(
         tree, rank = SumTree[Tensor](), group.rank()
         for k in leaves_of_rank(rank, shares):
             tree.add(Subtree(k, 1), values[k].clone())
-        tree_all_reduce(tree.stack, shares, group, results[rank], group, traffic[rank])  # type: ignore[arg-type]
+        traffic[rank] = group.traffic
+        tree_all_reduce(tree.stack, shares, group, results[rank], group)  # type: ignore[arg-type]
 
     run_in_threads(size, run)
     return results, traffic

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from support.queue_group import QueueGroup, run_in_threads, start_exchange
+from support.traffic import Traffic
 from support.wire_bytes import sent_bytes
 from torch import Tensor
 
@@ -14,7 +15,6 @@ from lockstep.errors import UsageError
 from lockstep.network.subtrees import equal_shares, leaves_of_rank
 from lockstep.network.wire_format import Wire, wire_order
 from lockstep.parallel import wire_sum
-from lockstep.parallel.ordered_sum import Traffic
 from lockstep.parallel.wire_sum import WireSum, row_lengths
 
 SHAPES = [(7, 64), (64,), (3, 5, 7), (4, 257), (2, 96), (), (9, 512)]
@@ -37,8 +37,9 @@ def reduce_in_threads(
         rank, total = group.rank(), WireSum(wire, row_lengths(leaf(0)), (3, 11), shares)
         for k in leaves_of_rank(rank, shares):
             total.add(k, total.encode(k, make_leaf(k)))
+        traffic[rank] = group.traffic
         out = [torch.empty(shape) for shape in SHAPES]
-        total.all_reduce(out, group if size > 1 else None, group, traffic[rank])  # type: ignore[arg-type]
+        total.all_reduce(out, group if size > 1 else None, group)  # type: ignore[arg-type]
         results[rank] = torch.cat([tensor.reshape(-1) for tensor in out])
 
     run_in_threads(size, run)
