@@ -6,7 +6,8 @@ makes each step three times as long; with shares 6+2 of 8 micro-batches the step
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from bisect import bisect_left
+from collections.abc import Sequence
 from math import fsum
 from statistics import median_low
 
@@ -103,33 +104,24 @@ def proportional_shares(
     if leaves % unit or leaves < unit * len(micro_batch_us):
         return []
     units = leaves // unit
+    slowest_us = max(micro_batch_us)
+    times_us = range(slowest_us, units * slowest_us)
     found = []
     for subtrees in range(1, MOST_SUBTREES + 1):
 
         def limits(time_us: int, subtrees: int = subtrees) -> list[int]:
             return [round_down(min(units, time_us // us), subtrees) for us in micro_batch_us]
 
-        soonest_us = first_true(
-            lambda time_us: sum(limits(time_us)) >= units,
-            max(micro_batch_us),
-            units * max(micro_batch_us),
+        number = bisect_left(times_us, True, key=lambda time_us: sum(limits(time_us)) >= units)
+        found.append(
+            tuple(unit * share for share in fit_shares(limits(slowest_us + number), units))
         )
-        found.append(tuple(unit * share for share in fit_shares(limits(soonest_us), units)))
     return found
 
 
 def round_down(number: int, bits: int) -> int:
     """Return the largest integer up to `number` that is a sum of at most `bits` powers of two."""
     return sum([block for block in powers_of_two_down_from(number) if number & block][:bits])
-
-
-def first_true(condition: Callable[[int], bool], low: int, high: int) -> int:
-    """Return the smallest integer from `low` to `high` that meets a condition which all larger
-    ones meet."""
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if condition(middle) else (middle + 1, high)
-    return low
 
 
 def exchange_cost(shares: Sequence[int]) -> float:

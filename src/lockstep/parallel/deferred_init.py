@@ -19,14 +19,13 @@ from torch import Tensor, UntypedStorage, nn
 from torch.overrides import TorchFunctionMode
 
 from lockstep.errors import UsageError, refuse
+from lockstep.runtime.tensor_bytes import tensors_of
 from lockstep.runtime.torch_private import (
     TorchDispatchMode,
     schema_of,
-    tree_iter,
     tree_map,
     version_of,
 )
-from lockstep.units import join_names
 
 Model = TypeVar("Model", bound=nn.Module)
 WHERE = "lockstep.deferred_init(function)"
@@ -59,7 +58,7 @@ class Recording(TorchDispatchMode):
         self, function: Any, types: Any, arguments: Any = (), named: Any = None
     ) -> Any:
         inputs, schema = (arguments, named or {}), schema_of(function)
-        tensors, reads = tensors_in(inputs), storages_in(inputs)
+        tensors, reads = list(tensors_of(inputs)), storages_in(inputs)
         if tensors and (
             not reads
             or READS & {*function.tags}
@@ -72,42 +71,26 @@ class Recording(TorchDispatchMode):
                 WHERE,
                 "build the whole module in the function",
             )
-        is_random, device = (
-            torch.Tag.nondeterministic_seeded in function.tags,
-            str(inputs[1].get("device")),
-        )
+        is_random = torch.Tag.nondeterministic_seeded in function.tags
+        device = str(inputs[1].get("device"))
         generator = (inputs[1].get("generator") or torch.default_generator) if is_random else None
         state: Any = generator and generator.get_state()
-        inputs = tree_map(
-            lambda leaf: (
-                leaf.detach()
-                if storages_in(leaf)
-                else leaf.clone()
-                if isinstance(leaf, Tensor)
-                else leaf
-            ),
-            inputs,
-        )
-        on_meta = tree_map(
-            lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, arguments
-        )  # tensors of data
-        result = function(
-            *on_meta, **inputs[1] | ({"device": "meta"} if device.startswith("cpu") else {})
-        )
-        results = [tensor.detach() for tensor in tensors_in(result)]
+        inputs = map_tensors(lambda t: t.detach() if storages_in(t) else t.clone(), inputs)
+        on_meta = map_tensors(lambda t: t.to("meta"), arguments)  # tensors of data
+        here = {"device": "meta"} if device.startswith("cpu") else {}
+        result = function(*on_meta, **inputs[1] | here)
+        results = [tensor.detach() for tensor in tensors_of(result)]
 
         def run(memory: Memory) -> None:
             if generator:
                 generator.set_state(state)
-            for tensor, value in zip(
-                results, tensors_in(call_on_cpu(function, inputs, memory)), strict=True
-            ):
+            values = tensors_of(call_on_cpu(function, inputs, memory))
+            for tensor, value in zip(results, values, strict=True):
                 if not storages_in(tensor) <= memory.keys():
                     on_cpu(tensor, memory).copy_(value)
 
-        writes = (
-            storages_in(results) | reads if schema.is_mutable else storages_in(results) - self.known
-        )
+        writes = storages_in(results)
+        writes = writes | reads if schema.is_mutable else writes - self.known
         if schema.name in OVERWRITES and tensors[0].nbytes == tensors[0].untyped_storage().nbytes():
             reads = storages_in(tensors[1:])
         if generator:
@@ -137,10 +120,8 @@ class Recording(TorchDispatchMode):
     def finish(self, tensors: dict[str, Tensor]) -> None:
         """Set the tensors whose values are needed. UsageError: the function has not set all of
         them."""
-        self.values, self.marks = (
-            {name: tensor.detach() for name, tensor in tensors.items()},
-            marks_of(tensors),
-        )
+        self.values = {name: tensor.detach() for name, tensor in tensors.items()}
+        self.marks = marks_of(tensors)
         written = Storages().union(*(writes for _, _, writes, _ in self.operations))
         refuse(
             [name for name, value in self.values.items() if storages_in(value) - written],
@@ -164,28 +145,22 @@ class LikeOnCpu(TorchFunctionMode):
         if function == Tensor.is_meta.__get__:  # type: ignore[attr-defined]
             return False
         if function == Tensor.tolist:
-            return (
-                [self.__torch_function__(function, types, (row,)) for row in arguments[0]]
-                if arguments[0].dim()
-                else arguments[0].item()
-            )
+            if not arguments[0].dim():
+                return arguments[0].item()
+            return [self.__torch_function__(function, types, (row,)) for row in arguments[0]]
         result = function(*arguments, **(named or {}))
-        return (
-            torch.device("cpu")
-            if isinstance(result, torch.device) and result.type == "meta"
-            else result
-        )
+        is_meta = isinstance(result, torch.device) and result.type == "meta"
+        return torch.device("cpu") if is_meta else result
 
 
-def tensors_in(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_iter(tree) if isinstance(leaf, Tensor)]
+def map_tensors(change: Callable[[Tensor], Tensor], tree: Any) -> Any:
+    return tree_map(lambda leaf: change(leaf) if isinstance(leaf, Tensor) else leaf, tree)
 
 
 def storages_in(tree: Any) -> Storages:
-    storages = {tensor.untyped_storage() for tensor in tensors_in(tree)}
-    return {
-        storage for storage in storages if storage.device.type == "meta"
-    }  # LikeOnCpu changes only the devices of tensors
+    storages = {tensor.untyped_storage() for tensor in tensors_of(tree)}
+    # LikeOnCpu changes only the devices of tensors.
+    return {storage for storage in storages if storage.device.type == "meta"}
 
 
 def on_cpu(tensor: Any, memory: Memory) -> Any:
@@ -212,7 +187,7 @@ def marks_of(tensors: dict[str, Tensor]) -> dict[str, object]:
     }
 
 
-def tensors_of(module: nn.Module) -> dict[str, Tensor]:
+def named_tensors_of(module: nn.Module) -> dict[str, Tensor]:
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
@@ -235,7 +210,7 @@ def deferred_init(function: Callable[..., Any], *arguments: Any, **named: Any) -
         raise UsageError(
             f"the function cannot run without values: {error}", WHERE, "build the module at once"
         ) from error
-    recording.finish(tensors_of(module))
+    recording.finish(named_tensors_of(module))
     RECORDINGS[module] = recording
     return module
 
@@ -245,18 +220,15 @@ def recording_of(module: nn.Module) -> Recording | None:
 
     UsageError: they have changed since `deferred_init`.
     """
-    recording = RECORDINGS.pop(module, None)
-    marks = marks_of(tensors_of(module)) if recording else {}
-    if recording and (
-        changed := [
-            name for name in recording.marks | marks if recording.marks.get(name) != marks.get(name)
-        ]
-    ):
-        raise UsageError(
-            f"weights changed between deferred_init and their computation: {join_names(changed)}",
-            WHERE,
-            "set them in the function",
-        )
+    if not (recording := RECORDINGS.pop(module, None)):
+        return None
+    before, now = recording.marks, marks_of(named_tensors_of(module))
+    refuse(
+        [name for name in before | now if before.get(name) != now.get(name)],
+        "weights changed between deferred_init and their computation:",
+        WHERE,
+        "set them in the function",
+    )
     return recording
 
 
