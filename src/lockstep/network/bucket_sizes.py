@@ -28,8 +28,7 @@ def group_by_size(
             groups.append(open_groups.setdefault(dtype, []))
         group = open_groups[dtype]
         group.append(i)
-        if sum(sizes[j][1] for j in group) >= (
-            bucket_bytes if len(groups) > 1 else min(bucket_bytes, LAST_BYTES)
-        ):
+        limit = bucket_bytes if len(groups) > 1 else min(bucket_bytes, LAST_BYTES)
+        if sum(sizes[j][1] for j in group) >= limit:
             del open_groups[dtype]
     return [group[::-1] for group in reversed(groups)]

@@ -128,20 +128,21 @@ def chain(size: int) -> Schedule:
 
 
 def ring_reduce_scatter(ranks: Ranks, parts: Sequence[Range]) -> Schedule:
-    return [ring(ranks, parts, offset=1, adds=True)]
+    return [ring(ranks, parts, adds=True)]
 
 
 def ring_all_gather(ranks: Ranks, parts: Sequence[Range]) -> Schedule:
-    return [ring(ranks, parts, offset=0, adds=False)]
+    return [ring(ranks, parts, adds=False)]
 
 
-def ring(ranks: Ranks, parts: Sequence[Range], offset: int, *, adds: bool) -> Phase:
-    """Return N - 1 rounds: in round k, rank i sends part i - k - offset to rank i + 1, modulo N."""
+def ring(ranks: Ranks, parts: Sequence[Range], *, adds: bool) -> Phase:
+    """Return N - 1 rounds: in round k, rank i sends part i - k to rank i + 1, modulo N; the part
+    before if the receiver adds."""
     size = len(ranks)
     return Phase(
         size - 1,
         lambda k: [
-            Move(ranks[i], ranks[(i + 1) % size], *parts[(i - k - offset) % size], adds)
+            Move(ranks[i], ranks[(i + 1) % size], *parts[(i - k - adds) % size], adds)
             for i in range(size)
         ],
     )

@@ -148,15 +148,9 @@ def pairing_rounds(size: int) -> list[list[tuple[int, int]]]:
 
 def format_rate(bytes_per_s: float) -> str:
     """Return a rate as networks are sold, in bits: 95.6 Mbit/s."""
-    unit, size = next(
-        (
-            (unit, size)
-            for unit, size in (("Gbit/s", 1.25e8), ("Mbit/s", 1.25e5))
-            if bytes_per_s >= size
-        ),
-        ("kbit/s", 125.0),
-    )
-    return f"{bytes_per_s / size:.1f} {unit}"
+    units = {1.25e8: "Gbit/s", 1.25e5: "Mbit/s", 125.0: "kbit/s"}
+    size = max((size for size in units if bytes_per_s >= size), default=125.0)
+    return f"{bytes_per_s / size:.1f} {units[size]}"
 
 
 def describe(rows: Sequence[Row], links: Mapping[str, Link], slow: Iterable[SlowLink]) -> str:

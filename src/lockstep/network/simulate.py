@@ -34,8 +34,10 @@ class Simulation:
     """
 
     def __init__(self, schedule: Schedule, ranks: int, size: float, network: Network) -> None:
-        self.network, self.bytes_per_unit = network, size / WHOLE
-        self.messages, self.bytes = [0] * ranks, [0.0] * ranks
+        self.network = network
+        self.bytes_per_unit = size / WHOLE
+        self.messages = [0] * ranks
+        self.bytes = [0.0] * ranks
         self.round_ends_s: list[float] = []
         hosts = ranks // network.ranks_per_host
         # When the ranks have done their rounds, and the hosts can send and receive again: [N
@@ -49,7 +51,8 @@ class Simulation:
         """Play the rounds until all times grow by the same amount; each further round adds it
         again."""
         for k in range(phase.times):
-            moves, before_s = phase.moves(k), self._times_s[:] if phase.times > 1 else []
+            moves = phase.moves(k)
+            before_s = self._times_s[:] if phase.times > 1 else []
             self._play_round(moves)
             if k == 0:
                 self._count(moves, phase.times)
@@ -67,21 +70,22 @@ class Simulation:
 
     def _play_round(self, moves: list[Move]) -> None:
         """Start each message, in order, as soon as the ports at both ends are free."""
-        times_s, per_host, ranks = self._times_s, self.network.ranks_per_host, len(self.messages)
+        times_s, per_host = self._times_s, self.network.ranks_per_host
+        ranks = len(self.messages)
         hosts = ranks // per_host
         sent_s: dict[int, float] = {}
         received_s: dict[int, float] = {}
         for sender, receiver, start, stop, _ in moves:
-            begin_s = max(
-                sent_s.get(sender, times_s[sender]), received_s.get(receiver, times_s[receiver])
-            )
-            out, into = ranks + sender // per_host, ranks + hosts + receiver // per_host
+            size = (stop - start) * self.bytes_per_unit
+            free_s = sent_s.get(sender, times_s[sender])
+            begin_s = max(free_s, received_s.get(receiver, times_s[receiver]))
+            out = ranks + sender // per_host
+            into = ranks + hosts + receiver // per_host
             if out + hosts == into:
-                end_s = begin_s + self.network.inside.seconds((stop - start) * self.bytes_per_unit)
+                end_s = begin_s + self.network.inside.seconds(size)
             else:
-                end_s = max(begin_s, times_s[out], times_s[into]) + self.network.between.seconds(
-                    (stop - start) * self.bytes_per_unit
-                )
+                begin_s = max(begin_s, times_s[out], times_s[into])
+                end_s = begin_s + self.network.between.seconds(size)
                 times_s[out] = times_s[into] = end_s
             sent_s[sender] = received_s[receiver] = end_s
         for rank, end_s in (*sent_s.items(), *received_s.items()):
