@@ -1,4 +1,4 @@
-"""Every console command on the Learn and Guides pages runs, with the exit code and the output that the page shows."""
+"""Every console command on the Learn and Use pages runs, with the exit code and the output that the page shows."""
 
 from __future__ import annotations
 

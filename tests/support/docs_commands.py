@@ -23,7 +23,7 @@ from pathlib import Path
 from support.launching import ROOT, one_thread
 from support.waiting import wait_until
 
-SECTIONS = ("Learn", "Guides")
+SECTIONS = ("Learn", "Use")
 
 
 @dataclass(frozen=True)

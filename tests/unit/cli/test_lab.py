@@ -1,4 +1,4 @@
-"""The command `lockstep lab`: its page in the docs, its pictures, its errors."""
+"""The command `lockstep lab`: its pages in the docs, its pictures, its errors."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ import pytest
 from lockstep.cli.main import main
 
 DOCS = Path(__file__).parents[3] / "docs"
-BLOCKS = re.findall(
-    r"```console\n\$ lockstep ([^\n]*)\n(.*?)```", (DOCS / "collectives.md").read_text(), re.DOTALL
-)
+PAGES = (DOCS / "collectives.md").read_text() + (DOCS / "ordered-sum.md").read_text()
+BLOCKS = re.findall(r"```console\n\$ lockstep ([^\n]*)\n(.*?)```", PAGES, re.DOTALL)
 PICTURES = {
     "broadcast-tree": 'broadcast --ranks 8 --bytes "5 MB" --rate "1 MB/s" --algorithm tree',
     "all-reduce-ring": 'all-reduce --ranks 4 --bytes "5 MB" --rate "1 MB/s" --algorithm ring',
@@ -49,7 +48,7 @@ def test_the_pictures_of_the_page_are_drawn_by_the_command(name: str, tmp_path: 
     assert (
         len(arrows) == {"broadcast-tree": 7, "all-reduce-ring": 24, "all-reduce-halving": 48}[name]
     )
-    assert f"pictures/{name}.svg" in (DOCS / "collectives.md").read_text()
+    assert f"pictures/{name}.svg" in PAGES
 
 
 @pytest.mark.parametrize(("algorithm", "seconds"), [("naive", 35), ("tree", 15)])

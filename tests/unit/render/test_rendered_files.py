@@ -328,7 +328,7 @@ def test_what_a_store_does_not_support_is_refused(
 def test_the_page_about_clusters_shows_the_file_for_slurm(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    page = (Path(__file__).parents[3] / "docs" / "clusters.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "cluster-trials.md").read_text()
     command, shown = re.findall(
         r"^`lockstep (render slurm .*)` prints:\n\n```bash\n(.*?)```$",
         page,
