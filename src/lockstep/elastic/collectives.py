@@ -13,7 +13,7 @@ import torch
 from lockstep.data.manifest import locked
 from lockstep.elastic.consensus import SUMS, StepDecision, Vote, row_to_decision, vote_to_row
 from lockstep.elastic.runtime import ElasticRuntime
-from lockstep.errors import ERRORS_BY_NAME, LockstepError, UsageError
+from lockstep.errors import ERRORS_BY_NAME, LockstepError, PeersLostError, UsageError
 from lockstep.units import join_names
 
 T = TypeVar("T")
@@ -38,6 +38,13 @@ def vote_on_step(runtime: ElasticRuntime, vote: Vote, *, replica_size: int = 1) 
     )
     runtime.hold_abort(UPDATE_HOLD_S)
     return decision
+
+
+def refuse_aborted(runtime: ElasticRuntime) -> None:
+    """PeersLostError after an abort of the group: its works may have ended by it."""
+    if runtime.group.is_aborted:
+        member = runtime.world.members[runtime.world.rank]
+        raise PeersLostError(runtime.generation_error(), member)
 
 
 def combine_rows(row: torch.Tensor, other: torch.Tensor) -> None:

@@ -198,11 +198,6 @@ class ElasticRuntime(WorkerState, AbstractContextManager["ElasticRuntime"]):
         """Return why this generation is over; "" while it is intact, or for a static group."""
         return self.membership.generation_error(self.world.generation) if self.membership else ""
 
-    def refuse_aborted(self) -> None:
-        """PeersLostError after an abort, for results whose works are done."""
-        if self.group.is_aborted:
-            raise PeersLostError(self.generation_error(), self.world.members[self.world.rank])
-
     def hold_abort(self, seconds: float) -> None:
         """Where updates are exchanged: let an abort wait for them, `seconds` at most.
         PeersLostError after an abort."""

@@ -68,16 +68,13 @@ class BucketSource(GradientSource):
         """Find the trained parameters, and make buckets in the order of their gradients."""
         refuse_unsupported(self.model)
         trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-        self._found = self._trained()
+        self._found = ids_of_trained(self.model)
         self.names = list(trained)
         self.parameters = list(trained.values())
         self._watch = GradientWatch(self.names, self.parameters)
         self.buckets = GradientBuckets(
             self.parameters, self.options.bucket_bytes, self._on_ready, order
         )
-
-    def _trained(self) -> list[int]:
-        return [id(p) for p in unique_parameters(self.model) if p.requires_grad]
 
     def _replace_buckets(self, order: list[int] | None = None) -> None:
         self.buckets.close()
@@ -96,7 +93,7 @@ class BucketSource(GradientSource):
 
     def follow_parameters(self) -> bool:
         buckets = self.buckets
-        if self._trained() != self._found:
+        if ids_of_trained(self.model) != self._found:
             self._replace_buckets()
             return True
         if not all(bucket.is_current() for bucket in buckets.buckets):
@@ -270,3 +267,7 @@ class BucketSource(GradientSource):
             for left, sums in earlier
         ]
         return [*partials, (subtree, bucket.buffer)]
+
+
+def ids_of_trained(model: nn.Module) -> list[int]:
+    return [id(p) for p in unique_parameters(model) if p.requires_grad]

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.elastic.collectives import vote_on_step
+from lockstep.elastic.collectives import refuse_aborted, vote_on_step
 from lockstep.elastic.consensus import STOP_REQUEST, StepDecision, Vote, parse_count
 from lockstep.elastic.progress import Progress
 from lockstep.elastic.runtime import ElasticRuntime
@@ -200,7 +200,7 @@ class StepRunner:
         self.runtime.board.enter("voting")
         self.runtime.board.enter_collective()
         size = self.replica.workers_per_replica
-        self.runtime.refuse_aborted()  # the vote has read the losses, so all works are done
+        refuse_aborted(self.runtime)  # the vote has read the losses, so all works are done
         self.has_voted = True
         decision = vote_on_step(self.runtime, vote, replica_size=size)
         if self.rollback:
