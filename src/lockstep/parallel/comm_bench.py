@@ -86,7 +86,7 @@ class CommBench:
     def plays(self, length: int) -> dict[str, Play]:
         """Return the collectives over float32 buffers of `length`, a multiple of the number of
         ranks."""
-        whole, other = torch.zeros(2, length, device=self.device)
+        whole, other = (torch.zeros(length, device=self.device) for _ in range(2))
         part = other[: length // self.size]
         leaves = (1,) * self.size
         own = [(Subtree(self.rank, 1), whole)]

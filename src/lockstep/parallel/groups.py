@@ -29,7 +29,7 @@ Group = dist.ProcessGroup | None
 
 @dataclass(frozen=True)
 class Connection:
-    """What connects groups to a run.
+    """The ties of process groups to a run.
 
     board             records the current collective
     generation_error  returns why the generation is over; "" while it is valid

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from itertools import chain
-from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +41,7 @@ WHERE = "session.prepare(tensor_plan=...), or the plan of a Hugging Face model"
 
 
 class StyleKind(NamedTuple):
-    """What a style splits, "output" or "input" features, and whether each rank takes the whole
+    """The "output" or "input" features that a style splits, and whether each rank takes the whole
     input and gives the whole output."""
 
     features: str = ""
@@ -297,9 +297,9 @@ def refuse_unsplittable(model: nn.Module, styles: Mapping[str, LayerStyle], part
         "leave them out of the plan",
     )
     for name, style in styles.items():
-        linear = modules[name]
+        linear = cast(nn.Linear, modules[name])
         kind = style.kind.features
-        features = getattr(linear, f"{kind}_features")
+        features = linear.out_features if kind == "output" else linear.in_features
         if features % (parts * style.packed):
             packed = f" in {style.packed} packed matrices" if style.packed > 1 else ""
             raise UsageError(
