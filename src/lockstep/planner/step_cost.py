@@ -25,8 +25,8 @@ from lockstep.planner.exchange_cost import all_to_all_seconds, halving_seconds, 
 from lockstep.planner.model_cost import ModelCost, Unit
 
 UNITS_IN_FLIGHT = 2  # as in parallel/unit_source.py
-# {index of a part: seconds of the buckets that are complete after it}; len(parts) is the root. None:
-# each unit is sent
+# {index of a part: seconds of the buckets that are complete after it}; len(parts) is the root.
+# None: each unit is sent.
 Sends = Mapping[int, Sequence[float]] | None
 DEFAULT_BUCKET_BYTES = {"cuda": 100_000_000, "cpu": 25_000_000}  # as in runtime/device.py
 
