@@ -328,7 +328,7 @@ class FakeReplica:
         self.groups = ProcessGroups(Layout())
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.workers_per_replica, self.hashed, self.counts = 1, PassResult(), True
-        self.generation_error = options["generation_error"]
+        self.generation_error = options["connection"].generation_error
         self.runtime: ElasticRuntime = self.current.runtime
 
     def __call__(self, *inputs: Any) -> Any:
