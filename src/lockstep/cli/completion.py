@@ -5,6 +5,8 @@ import argparse
 import shlex
 from collections.abc import Iterator
 
+from jinja2 import Environment
+
 from lockstep.cli.options import COMMANDS, RUN_COMMANDS, build_parser
 from lockstep.config.resolve import recipes
 from lockstep.config.schema import config_fields
@@ -12,35 +14,45 @@ from lockstep.config.schema import config_fields
 Word = tuple[
     tuple[str, ...], str, str, tuple[str, ...], bool
 ]  # commands, option ("": an argument), help, choices, takes a value
-BASH = """_lockstep() {{
-  local word=${{COMP_WORDS[COMP_CWORD]}} words=
-  case "$COMP_CWORD:${{COMP_WORDS[1]}}:${{COMP_WORDS[COMP_CWORD-1]}}:$word" in
-    1:*) words="{commands}" ;;
-{cases}
+# Cases over POSITION:COMMAND:PREVIOUS WORD:WORD; the first match counts.
+BASH = """\
+_lockstep() {
+  local word=${COMP_WORDS[COMP_CWORD]} words=
+  case "$COMP_CWORD:${COMP_WORDS[1]}:${COMP_WORDS[COMP_CWORD-1]}:$word" in
+    1:*) words="{{ commands | join(" ") }} --help --version" ;;
+{% for names, option, _, choices, _ in words if choices %}
+    {% for name in names %}*:{{ name }}:{{ option or name }}:*{{ "|" if not loop.last }}{% endfor %}) words="{{ choices | join(" ") }}" ;;
+{% endfor %}
+{% for name in commands %}
+    *:{{ name }}:*:-*) words="{{ options[name] | join(" ") }}" ;;
+{% endfor %}
   esac
   COMPREPLY=($(compgen -W "$words" -- "$word"))
-}}
+}
 complete -o default -F _lockstep lockstep
 """
-ZSH = (
-    "autoload -U +X compinit bashcompinit && compinit -u && bashcompinit\n" + BASH
-)  # runs the script of bash
+# Runs the script of bash
+ZSH = "autoload -U +X compinit bashcompinit && compinit -u && bashcompinit\n" + BASH
+FISH = """\
+{% for name, command in commands.items() %}
+complete -c lockstep -n __fish_use_subcommand -f -a {{ name }} -d {{ command.help | quote }}
+{% endfor %}
+{% for names, option, doc, choices, takes_value in words if option or choices %}
+complete -c lockstep -n '__fish_seen_subcommand_from {{ names | join(" ") }}'
+{%- if option %} -l {{ option[2:] }}{% endif %}
+{%- if choices %} -xa '{{ choices | join(" ") }}'{% elif option and takes_value %} -r{% endif %}
+ -d {{ doc | quote }}
+{% endfor %}
+"""
 
 
 def main(args: argparse.Namespace, rest: list[str]) -> int:
-    commands = {name: command.help for name, command in COMMANDS.items()}
     words = list(known_words())
-    if args.shell == "fish":
-        print("\n".join(fish_lines(commands, words)))
-    else:
-        script = BASH if args.shell == "bash" else ZSH
-        print(
-            script.format(
-                commands=" ".join([*commands, "--help", "--version"]),
-                cases="\n".join(bash_cases(commands, words)),
-            ),
-            end="",
-        )
+    options = {name: [word[1] for word in words if name in word[0]] for name in COMMANDS}
+    environment = Environment(trim_blocks=True, keep_trailing_newline=True)
+    environment.filters["quote"] = shlex.quote
+    script = environment.from_string({"bash": BASH, "zsh": ZSH, "fish": FISH}[args.shell])
+    print(script.render(commands=COMMANDS, words=words, options=options), end="")
     return 0
 
 
@@ -54,24 +66,3 @@ def known_words() -> Iterator[Word]:
             yield (name,), option, action.help or "", choices, action.nargs != 0
     for key, field in config_fields().items():
         yield RUN_COMMANDS, f"--{key}", field.doc, field.choices, True
-
-
-def bash_cases(commands: dict[str, str], words: list[Word]) -> Iterator[str]:
-    """Yield lines of a case statement over POSITION:COMMAND:PREVIOUS WORD:WORD; the first match
-    counts."""
-    for names, option, _, choices, _ in words:
-        if choices:
-            yield f'    {"|".join(f"*:{name}:{option or name}:*" for name in names)}) words="{" ".join(choices)}" ;;'
-    for name in commands:
-        yield f'    *:{name}:*:-*) words="{" ".join(option for names, option, *_ in words if name in names)}" ;;'
-
-
-def fish_lines(commands: dict[str, str], words: list[Word]) -> Iterator[str]:
-    for name, doc in commands.items():
-        yield f"complete -c lockstep -n __fish_use_subcommand -f -a {name} -d {shlex.quote(doc)}"
-    for names, option, doc, choices, takes_value in words:
-        flags = (f" -l {option[2:]}" if option else "") + (
-            f" -xa '{' '.join(choices)}'" if choices else " -r" * bool(option and takes_value)
-        )
-        if flags:
-            yield f"complete -c lockstep -n '__fish_seen_subcommand_from {' '.join(names)}'{flags} -d {shlex.quote(doc)}"

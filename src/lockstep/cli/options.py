@@ -1,7 +1,8 @@
 """The commands and their options as a table: the parser, the help, the pages of docs/reference and
 the completion of shells follow from it. Imports neither torch nor a command.
 
-An option is spelled as in the help, with what argparse has to know:
+A command lists its options one a line: the spelling, two spaces, and the help. Indented lines
+continue it. An option is spelled as in the help, with what argparse has to know:
 
 --json                  a switch
 --out FILE              a value; its word decides the type (TYPES)
@@ -15,7 +16,7 @@ import argparse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 from lockstep.errors import UsageError
 from lockstep.network.collectives import ALGORITHMS, COLLECTIVES
@@ -120,7 +121,6 @@ TYPES: dict[str, Callable[[str], Any]] = {
     "RATE": quantity(parse_rate),
     "SIZE": quantity(parse_bytes),
 }
-Options: TypeAlias = dict[str, str]  # how an option is spelled -> its help
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class Command:
     """
 
     help: str
-    options: Options
+    options: str  # one a line, as above
     required: tuple[str, ...] = ()
     rest: Literal["", "keys", "words"] = ""
     takes_address: bool = False
@@ -150,319 +150,277 @@ TARGETS = (
 )  # files in render/templates
 COMM_SIZES = "1 KiB, 4 KiB, 16 KiB, 64 KiB, 256 KiB, 1 MiB, 4 MiB, 16 MiB, 64 MiB"
 
-TARGET: Options = {
-    "[target RUN.toml|FILE.py:FUNCTION]": "run file, recipe, or Python function to train "
-    "(default: a built-in run)"
-}
-LOCAL_WORKERS: Options = {
-    "--workers N": "worker processes on this machine (default: one per GPU, two on a CPU)"
-}
-PROFILE: Options = {"--profile steps=A..B": "write a trace and a time breakdown of these steps"}
-PARENT: Options = {
-    "--parent PID": "end the agent and its workers when the process PID, which started this "
-    "command, exits"
-}
-RESUME: Options = {
-    "--resume auto|never|required|STEP = auto": "checkpoint to resume from",
-    "--override KEY=VALUE...": "change the schedule from this checkpoint on "
-    "(optim.learning_rate, warmup_steps, "
-    "schedule, decay_steps, wsd_decay, floor), or an argument of your function; repeatable",
-}
-SCRIPT: Options = {
-    "-m MODULE": "run this module as a script, as python -m MODULE does",
-    "--restart {one,all}": "for scripts: replace a lost worker in place (one), or restart all "
-    "workers as torchrun does "
-    "(all); default: one if the script imports lockstep or opens a Session",
-}
-HOSTS: Options = {
-    "--hosts HOSTS.toml": "list of all hosts; start the same command on each of them",
-    "--host NAME": "name of this host in the list (default: its hostname)",
-    "--ssh": "start the command on all hosts by ssh",
-}
-HOST_WORKERS: Options = {
-    "--workers N": "worker processes on this machine, without --hosts (default: as for train)"
-}
-RUN: Options = {"folder RUN": "run folder"}
-STEP: Options = {"--step STEP|best": "checkpoint to use (default: the newest)"}
-BEAMS: Options = {"--beams BEAMS = 1": "width of the beam search; 1: greedy"}
+TARGET = """\
+[target RUN.toml|FILE.py:FUNCTION]  run file, recipe, or Python function to train (default: a
+    built-in run)"""
+LOCAL_WORKERS = """\
+--workers N  worker processes on this machine (default: one per GPU, two on a CPU)"""
+PROFILE = "--profile steps=A..B  write a trace and a time breakdown of these steps"
+PARENT = """\
+--parent PID  end the agent and its workers when the process PID, which started this command,
+    exits"""
+RESUME = """\
+--resume auto|never|required|STEP = auto  checkpoint to resume from
+--override KEY=VALUE...  change the schedule from this checkpoint on (optim.learning_rate,
+    warmup_steps, schedule, decay_steps, wsd_decay, floor), or an argument of your function;
+    repeatable"""
+SCRIPT = """\
+-m MODULE  run this module as a script, as python -m MODULE does
+--restart {one,all}  for scripts: replace a lost worker in place (one), or restart all workers as
+    torchrun does (all); default: one if the script imports lockstep or opens a Session"""
+HOSTS = """\
+--hosts HOSTS.toml  list of all hosts; start the same command on each of them
+--host NAME  name of this host in the list (default: its hostname)
+--ssh  start the command on all hosts by ssh"""
+HOST_WORKERS = """\
+--workers N  worker processes on this machine, without --hosts (default: as for train)"""
+RUN = "folder RUN  run folder"
+STEP = "--step STEP|best  checkpoint to use (default: the newest)"
+BEAMS = "--beams BEAMS = 1  width of the beam search; 1: greedy"
 
 COMMANDS = {
     "train": Command(
         "train a run file or a function on all devices of this machine",
-        TARGET
-        | {
-            "--out OUT": "run folder, or s3://BUCKET/RUN (default: runs/NAME of the run file, or "
-            "runs/default)"
-        }
-        | LOCAL_WORKERS
-        | RESUME
-        | PROFILE
-        | {
-            "--show": "print every value with its origin, and exit",
-            "--layout {auto}": "auto: choose layout.* by lockstep plan for the devices of this "
-            "machine",
-        },
+        f"""
+{TARGET}
+--out OUT  run folder, or s3://BUCKET/RUN (default: runs/NAME of the run file, or runs/default)
+{LOCAL_WORKERS}
+{RESUME}
+{PROFILE}
+--show  print every value with its origin, and exit
+--layout {{auto}}  auto: choose layout.* by lockstep plan for the devices of this machine
+""",
         rest="keys",
     ),
     "plan": Command(
         "rank the layouts of a run on given devices by memory and time",
-        TARGET
-        | {
-            "--devices HxD:KIND-MEMORY": "hosts x devices of each, as 4x8:H100-80GB or "
-            "2x1:cpu-4GiB; another GPU: "
-            "-MEMORY@TFLOPS[,GB/s]",
-            "--link RATE[,LATENCY] = ": "of a host, shared by its workers, such as 100Gbit/s or "
-            "1Gbit/s,200us",
-            "--host-link RATE[,LATENCY] = ": "between two devices of a host (default: an "
-            "assumption)",
-            "--profile FILE.json": "links as lockstep bench comm measured them, instead of --link",
-            "--measure": "time the blocks of the model on this machine, instead of assuming FLOP/s",
-            "--out RUN": "--measure: run folder whose data is used, prepared if missing "
-            "(default: as for train)",
-            "--mtbf TIME": "mean time between failures of a host in the run, such as 4h: adds "
-            "the goodput",
-            "--price P": "dollars per device and hour: adds the price of a million tokens",
-            "--json": "print JSON",
-        },
+        f"""
+{TARGET}
+--devices HxD:KIND-MEMORY  hosts x devices of each, as 4x8:H100-80GB or 2x1:cpu-4GiB; another GPU:
+    -MEMORY@TFLOPS[,GB/s]
+--link RATE[,LATENCY] =  of a host, shared by its workers, such as 100Gbit/s or 1Gbit/s,200us
+--host-link RATE[,LATENCY] =  between two devices of a host (default: an assumption)
+--profile FILE.json  links as lockstep bench comm measured them, instead of --link
+--measure  time the blocks of the model on this machine, instead of assuming FLOP/s
+--out RUN  --measure: run folder whose data is used, prepared if missing (default: as for train)
+--mtbf TIME  mean time between failures of a host in the run, such as 4h: adds the goodput
+--price P  dollars per device and hour: adds the price of a million tokens
+--json  print JSON
+""",
         required=("--devices",),
         rest="keys",
     ),
     "run": Command(
         "run a script on all devices of this machine; its arguments follow FILE.py",
-        {
-            "file FILE.py": "script that every worker runs as python FILE.py ARGUMENTS",
-            "--out OUT": "run folder (default: --out of the script's arguments, the folder of "
-            "its Session, or runs/FILE)",
-        }
-        | LOCAL_WORKERS
-        | {
-            "--layout.shard N": "workers that share the rows of each parameter (default: "
-            "Session(shard=...), or 1)",
-            "--layout.tensor N": "workers that share each layer (default: Session(tensor=...), "
-            "or 1)",
-            "--layout.pipeline N": "workers that share the layers (default: "
-            "Session(pipeline=...), or 1)",
-            "--track NAME...": "tensorboard, wandb, wandb:offline or MODULE:CLASS; may be given "
-            "several times "
-            "(default: Session(track=[...]))",
-        }
-        | PROFILE
-        | SCRIPT
-        | PARENT
-        | {
-            "--follow-session": "set by the agent: a Session may ask for another start, in its "
-            "folder"
-        },
+        f"""
+file FILE.py  script that every worker runs as python FILE.py ARGUMENTS
+--out OUT  run folder (default: --out of the script's arguments, the folder of its Session, or
+    runs/FILE)
+{LOCAL_WORKERS}
+--layout.shard N  workers that share the rows of each parameter (default: Session(shard=...), or
+    1)
+--layout.tensor N  workers that share each layer (default: Session(tensor=...), or 1)
+--layout.pipeline N  workers that share the layers (default: Session(pipeline=...), or 1)
+--track NAME...  tensorboard, wandb, wandb:offline or MODULE:CLASS; may be given several times
+    (default: Session(track=[...]))
+{PROFILE}
+{SCRIPT}
+{PARENT}
+--follow-session  set by the agent: a Session may ask for another start, in its folder
+""",
         rest="words",
     ),
     "launch": Command(
         "train on one or more hosts, and recover from lost workers and hosts",
-        TARGET
-        | {
-            "--out OUT": "run folder, on a disk that all hosts share, or s3://BUCKET/RUN "
-            "(default: as for train)",
-            "--workers N": "worker processes on this host, without --hosts (default: as for "
-            "train); with --ray: on each node",
-        }
-        | HOSTS
-        | {
-            "--ray": "start an agent on each node of a Ray cluster, and on the nodes that "
-            "replace lost ones",
-            "--nodes MIN:MAX": "instead of --hosts: a scheduler starts this command on MIN to "
-            "MAX hosts, each with "
-            "--workers workers; --ray: on MAX nodes (default: every node with room)",
-            "--wait SECONDS = 60": "--ray: how long to wait for the nodes",
-            "--address ADDRESS": "IP address or name of this host for the others, without "
-            "--hosts (default: --host, or "
-            "127.0.0.1 without --nodes)",
-        }
-        | PARENT
-        | {
-            "--min MIN": "minimum number of workers to train with (default: 1; scripts with "
-            "--restart all: all)",
-            "--max MAX": "maximum number of workers that train, others wait on standby (default: "
-            "batch.micro_batches)",
-        }
-        | RESUME
-        | SCRIPT
-        | {
-            "--with-evaluator": "score every checkpoint in a separate process; with --ssh on the "
-            "first host, in a store on each",
-            "--stop RUN": "ask the run in this folder to save and stop, from any host, and exit",
-        },
+        f"""
+{TARGET}
+--out OUT  run folder, on a disk that all hosts share, or s3://BUCKET/RUN (default: as for train)
+--workers N  worker processes on this host, without --hosts (default: as for train); with --ray:
+    on each node
+{HOSTS}
+--ray  start an agent on each node of a Ray cluster, and on the nodes that replace lost ones
+--nodes MIN:MAX  instead of --hosts: a scheduler starts this command on MIN to MAX hosts, each
+    with --workers workers; --ray: on MAX nodes (default: every node with room)
+--wait SECONDS = 60  --ray: how long to wait for the nodes
+--address ADDRESS  IP address or name of this host for the others, without --hosts (default:
+    --host, or 127.0.0.1 without --nodes)
+{PARENT}
+--min MIN  minimum number of workers to train with (default: 1; scripts with --restart all: all)
+--max MAX  maximum number of workers that train, others wait on standby (default:
+    batch.micro_batches)
+{RESUME}
+{SCRIPT}
+--with-evaluator  score every checkpoint in a separate process; with --ssh on the first host, in a
+    store on each
+--stop RUN  ask the run in this folder to save and stop, from any host, and exit
+""",
         rest="keys",
     ),
     "render": Command(
         "write the file that starts a run file on a cluster, on a range of nodes",
-        {
-            f"target {one_of(TARGETS)}": "",
-            "run_file RUN.toml": "run file or recipe",
-            "--nodes MIN:MAX": "the run trains with MIN nodes or more; up to MAX",
-            "--gpus GPUS = 0": "GPUs of each node, with a worker for each; 0: CPUs",
-            "--workers N": "workers of each node (default: one per GPU, two on CPUs)",
-            "--run FOLDER|s3://BUCKET/RUN": "run folder on the shared disk, or in a store "
-            "(default: runs/NAME of the run file)",
-            "--image IMAGE": "container image with Lockstep (default: lockstep:VERSION)",
-            "--out FILE": "file to write (default: print it)",
-        },
+        f"""
+target {one_of(TARGETS)}
+run_file RUN.toml  run file or recipe
+--nodes MIN:MAX  the run trains with MIN nodes or more; up to MAX
+--gpus GPUS = 0  GPUs of each node, with a worker for each; 0: CPUs
+--workers N  workers of each node (default: one per GPU, two on CPUs)
+--run FOLDER|s3://BUCKET/RUN  run folder on the shared disk, or in a store (default: runs/NAME of
+    the run file)
+--image IMAGE  container image with Lockstep (default: lockstep:VERSION)
+--out FILE  file to write (default: print it)
+""",
         required=("--nodes",),
         rest="keys",
     ),
     "bench": Command(
         "measure the network between the hosts of a run: lockstep bench comm",
-        {
-            "[what {comm}]": "comm: time, bandwidth and latency of collectives and messages, "
-            "slow links",
-            "--out FILE.json = runs/comm.json": "file for the results, on a disk that all hosts "
-            "share, or s3://BUCKET/RUN; the run folder is FILE",
-            f"--sizes SIZES = {COMM_SIZES}": "bytes of the buffers, separated by commas",
-        }
-        | HOST_WORKERS
-        | HOSTS,
+        f"""
+[what {{comm}}]  comm: time, bandwidth and latency of collectives and messages, slow links
+--out FILE.json = runs/comm.json  file for the results, on a disk that all hosts share, or
+    s3://BUCKET/RUN; the run folder is FILE
+--sizes SIZES = {COMM_SIZES}  bytes of the buffers, separated by commas
+{HOST_WORKERS}
+{HOSTS}
+""",
         takes_address=True,
     ),
     "doctor": Command(
         "examine the hosts before a run: versions, network, run folder, limits; exit code 0: a "
         "run can start",
-        {
-            "--out RUN = runs/default": "run folder or s3://BUCKET/RUN to examine",
-            "--wait SECONDS = 60": "how long to wait for other hosts",
-        }
-        | HOST_WORKERS
-        | HOSTS,
+        f"""
+--out RUN = runs/default  run folder or s3://BUCKET/RUN to examine
+--wait SECONDS = 60  how long to wait for other hosts
+{HOST_WORKERS}
+{HOSTS}
+""",
         takes_address=True,
     ),
     "status": Command(
         "list the members of a run: hosts, process ids, roles and steps",
-        RUN | {"--json": "print JSON"},
+        f"""
+{RUN}
+--json  print JSON
+""",
     ),
     "watch": Command(
         "show a run in the terminal until it ends: workers, speed, generations, failures, "
         "checkpoints",
-        {
-            "run RUN|HOST:RUN": "run folder, s3://BUCKET/RUN, or a folder on a host that ssh "
-            "reaches",
-            "--every TIME = 2 s": "time between two refreshes",
-        },
+        """
+run RUN|HOST:RUN  run folder, s3://BUCKET/RUN, or a folder on a host that ssh reaches
+--every TIME = 2 s  time between two refreshes
+""",
         takes_address=True,
     ),
     "report": Command(
         "write one HTML file about a run, or two runs together: loss, time, failures, hosts, "
         "values",
-        RUN
-        | {
-            "--compare RUN2": "draw this run in the same charts",
-            "--out FILE.html": "file to write (default: RUN/report.html; with --compare "
-            "RUN/compare.html)",
-        },
+        f"""
+{RUN}
+--compare RUN2  draw this run in the same charts
+--out FILE.html  file to write (default: RUN/report.html; with --compare RUN/compare.html)
+""",
     ),
     "drill": Command(
         "train with faults or other numbers of workers, and compare the hashes",
-        TARGET
-        | {
-            "--workers N": "worker processes on this machine (default: 3, or as the layout "
-            "requires; self-check: 2)",
-            "--faults FAULTS": "number of faults (default: 7, one of each kind); a function "
-            "without --faults: self-check "
-            "with 1 and N workers",
-            "--seed SEED = 1": "seed of the faults",
-            "--out OUT": "new folder, or s3://BUCKET/PREFIX (default: runs/drill)",
-        },
+        f"""
+{TARGET}
+--workers N  worker processes on this machine (default: 3, or as the layout requires; self-check:
+    2)
+--faults FAULTS  number of faults (default: 7, one of each kind); a function without --faults:
+    self-check with 1 and N workers
+--seed SEED = 1  seed of the faults
+--out OUT  new folder, or s3://BUCKET/PREFIX (default: runs/drill)
+""",
         rest="keys",
         takes_address=True,
     ),
     "evaluate": Command(
         "score the checkpoints of a run on its held-out data",
-        RUN
-        | STEP
-        | {
-            "--follow": "wait for new checkpoints until the run is finished",
-            "--split {validation,test} = validation": "held-out data to use",
-        }
-        | BEAMS
-        | {
-            "--average COUNT = 0": "score the mean of the newest COUNT checkpoints' weights; 0: "
-            "one",
-            "--workers N": "worker processes that share the work (default: 1); the score is the "
-            "same for any number",
-            "--lm-eval TASKS": "score with these tasks of lm-eval instead, separated by commas",
-            "--include-path FOLDER": "lm-eval: folder with further tasks, as YAML files",
-            "--chat": "lm-eval: apply the model's chat template",
-        },
+        f"""
+{RUN}
+{STEP}
+--follow  wait for new checkpoints until the run is finished
+--split {{validation,test}} = validation  held-out data to use
+{BEAMS}
+--average COUNT = 0  score the mean of the newest COUNT checkpoints' weights; 0: one
+--workers N  worker processes that share the work (default: 1); the score is the same for any
+    number
+--lm-eval TASKS  score with these tasks of lm-eval instead, separated by commas
+--include-path FOLDER  lm-eval: folder with further tasks, as YAML files
+--chat  lm-eval: apply the model's chat template
+""",
     ),
     "translate": Command(
         "translate a text, or lines from standard input",
-        RUN
-        | {"[text TEXT...]": "text to translate (default: lines from standard input)"}
-        | STEP
-        | BEAMS
-        | {"--average COUNT = 0": "use the mean of the newest COUNT checkpoints' weights; 0: one"},
+        f"""
+{RUN}
+[text TEXT...]  text to translate (default: lines from standard input)
+{STEP}
+{BEAMS}
+--average COUNT = 0  use the mean of the newest COUNT checkpoints' weights; 0: one
+""",
     ),
     "generate": Command(
         "continue a text, or lines from standard input, with a Llama",
-        {
-            "folder RUN|HF-FOLDER": "folder of a run or of a Hugging Face model",
-            "[text TEXT...]": "text to continue (default: lines from standard input)",
-            "--tokens TOKENS = 128": "maximum number of new tokens",
-            "--temperature TEMPERATURE = 0": "0: the most probable token; higher: more varied",
-            "--top-k TOP_K = 0": "sample from the K most probable tokens; 0: from all",
-            "--top-p TOP_P = 1": "sample from the most probable tokens of this total probability",
-            "--seed SEED = 0": "seed of the samples",
-            "--stop TEXT...": "stop before this text; repeatable",
-            "--chat": "answer the text as a user's message, with the model's chat template",
-        }
-        | STEP
-        | {
-            "--compile": "compile the decoding step; faster for long continuations",
-            "--tensor T = 1": "split the model over T processes of this machine",
-            "--file FILE": "read lines from this file instead of standard input",
-        },
+        f"""
+folder RUN|HF-FOLDER  folder of a run or of a Hugging Face model
+[text TEXT...]  text to continue (default: lines from standard input)
+--tokens TOKENS = 128  maximum number of new tokens
+--temperature TEMPERATURE = 0  0: the most probable token; higher: more varied
+--top-k TOP_K = 0  sample from the K most probable tokens; 0: from all
+--top-p TOP_P = 1  sample from the most probable tokens of this total probability
+--seed SEED = 0  seed of the samples
+--stop TEXT...  stop before this text; repeatable
+--chat  answer the text as a user's message, with the model's chat template
+{STEP}
+--compile  compile the decoding step; faster for long continuations
+--tensor T = 1  split the model over T processes of this machine
+--file FILE  read lines from this file instead of standard input
+""",
         rest="words",
     ),
     "checkpoint": Command(
         "list, verify, digest, import or export the checkpoints of a run",
-        {
-            "action {list,verify,digest,import,export}": "",
-            "folder RUN": "run folder; import: a Hugging Face folder",
-            "[step STEP|best]": "checkpoint to use (default: the newest)",
-            "--out OUT": "export: .safetensors file (of a Llama: folder) to write; import: run "
-            "folder to write",
-            "--shard-bytes SIZE = 5 GB": "export of a Llama: maximum size of a file",
-            "--dtype {float32,bfloat16,float16}": "export of a Llama: data type (default: as in "
-            "the initial model)",
-            "--adapter": "export of a Llama with LoRA: the adapters alone, for PEFT (default: "
-            "merged weights)",
-        },
+        """
+action {list,verify,digest,import,export}
+folder RUN  run folder; import: a Hugging Face folder
+[step STEP|best]  checkpoint to use (default: the newest)
+--out OUT  export: .safetensors file (of a Llama: folder) to write; import: run folder to write
+--shard-bytes SIZE = 5 GB  export of a Llama: maximum size of a file
+--dtype {float32,bfloat16,float16}  export of a Llama: data type (default: as in the initial
+    model)
+--adapter  export of a Llama with LoRA: the adapters alone, for PEFT (default: merged weights)
+""",
     ),
     "lab": Command(
         "simulate a collective on a network that you describe, draw it, or run its messages",
-        {
-            f"collective {one_of(COLLECTIVES)}": "",
-            "--ranks RANKS": "number of ranks",
-            "--bytes SIZE": "size of the buffer, such as '5 MB'",
-            "--rate RATE": "rate of a host's port, such as '100 Mbit/s' or '1 MB/s'",
-            "--latency LATENCY = 0 us": "latency of a message, such as '50 us'",
-            f"--algorithm {one_of(ALGORITHMS)}": "algorithm to show (default: compare all)",
-            "--ranks-per-host R = 1": "ranks on a host, which share its port",
-            "--host-rate RATE": "rate between two ranks of a host (default: 10 times --rate)",
-            "--host-latency TIME": "latency inside a host (default: a tenth of --latency)",
-            "--run": "also send the messages, between RANKS processes of this machine, and "
-            "compare with torch",
-            "--picture FILE.svg": "draw rounds and ranks; needs --algorithm",
-            "--json": "print one line of JSON",
-        },
+        f"""
+collective {one_of(COLLECTIVES)}
+--ranks RANKS  number of ranks
+--bytes SIZE  size of the buffer, such as '5 MB'
+--rate RATE  rate of a host's port, such as '100 Mbit/s' or '1 MB/s'
+--latency LATENCY = 0 us  latency of a message, such as '50 us'
+--algorithm {one_of(ALGORITHMS)}  algorithm to show (default: compare all)
+--ranks-per-host R = 1  ranks on a host, which share its port
+--host-rate RATE  rate between two ranks of a host (default: 10 times --rate)
+--host-latency TIME  latency inside a host (default: a tenth of --latency)
+--run  also send the messages, between RANKS processes of this machine, and compare with torch
+--picture FILE.svg  draw rounds and ranks; needs --algorithm
+--json  print one line of JSON
+""",
         required=("--ranks", "--bytes", "--rate"),
     ),
     "recipes": Command(
         "list the run files and scripts that come with Lockstep, print one, or copy a script",
-        {
-            "[name NAME...]": "recipe to print (default: list all); copy SCRIPT FILE: your own "
-            "copy of a script"
-        },
+        """
+[name NAME...]  recipe to print (default: list all); copy SCRIPT FILE: your own copy of a script
+""",
     ),
     "completion": Command(
         "print a script that completes the words of lockstep in a shell",
-        {"shell {bash,zsh,fish}": ""},
+        """
+shell {bash,zsh,fish}
+""",
     ),
 }
 RUN_COMMANDS = tuple(name for name, command in COMMANDS.items() if command.rest == "keys")
@@ -491,8 +449,8 @@ def build_parser() -> Parser:
             allow_abbrev=False,
             epilog=EXIT_CODES,
         )
-        for words, help in command.options.items():
-            name, keywords = keywords_of(words, help)
+        for line in command.options.strip().replace("\n    ", " ").split("\n"):
+            name, keywords = keywords_of(*line.partition("  ")[::2])
             if name in command.required:
                 keywords["required"] = True
             added.add_argument(name, **keywords)
@@ -501,7 +459,7 @@ def build_parser() -> Parser:
 
 def keywords_of(spelled: str, help: str) -> tuple[str, dict[str, Any]]:
     """Return the name of an option, and what argparse takes for it."""
-    words, has_default, default = spelled.partition(" = ")
+    words, has_default, default = spelled.partition(" =")
     may_be_missing = words.startswith("[")
     if may_be_missing:
         words = words[1:-1]
@@ -520,9 +478,19 @@ def keywords_of(spelled: str, help: str) -> tuple[str, dict[str, Any]]:
     elif may_be_missing:
         keywords["nargs"] = "?"
     if has_default:
-        keywords["default"] = default
+        keywords["default"] = default.lstrip()
     if default:
-        keywords["help"] = f"{help} (default: {default})"
+        keywords["help"] = f"{help} (default:{default})"
     if name == "-m":
         keywords["dest"] = "module"
     return name, keywords
+
+
+def option_words(args: argparse.Namespace, *names: str) -> list[str]:
+    """Return the options of these names as they were given; [] for those that were not."""
+    words: list[str] = []
+    for name in names:
+        value = vars(args)[name]
+        if value is not None and value is not False:
+            words += [f"--{name}", *([] if value is True else [str(value)])]
+    return words
