@@ -19,16 +19,18 @@ ADAPTER_CONFIG = "adapter_config.json"
 LORA_TARGETS = {  # matrices of a layer -> their names in Hugging Face models
     "query": "q_proj", "key": "k_proj", "value": "v_proj", "out": "o_proj", "gate": "gate_proj", "up": "up_proj", "down": "down_proj",
 }  # fmt: skip
-PLAIN: dict[str, Any] = {  # of a LoRA without further features
-    "alora_invocation_tokens": None, "alpha_pattern": {}, "arrow_config": None, "auto_mapping": None, "base_model_name_or_path": None,
-    "bias": "none", "corda_config": None, "ensure_weight_tying": False, "eva_config": None, "exclude_modules": None,
-    "fan_in_fan_out": False, "inference_mode": True, "init_lora_weights": True, "kasa_config": None, "layer_replication": None,
-    "layers_pattern": None, "layers_to_transform": None, "loftq_config": {}, "lora_bias": False, "lora_ga_config": None,
-    "megatron_config": None, "megatron_core": "megatron.core", "modules_to_save": None, "monteclora_config": None, "peft_type": "LORA",
-    "peft_version": "0.21.2", "qalora_group_size": 16, "rank_pattern": {}, "revision": None, "target_parameters": None,
-    "task_type": "CAUSAL_LM", "trainable_token_indices": None, "use_bdlora": None, "use_dora": False, "use_qalora": False,
-    "use_rslora": False, "velora_config": None,
-}  # fmt: skip
+PLAIN: dict[str, Any] = json.loads("""{
+"alora_invocation_tokens": null, "alpha_pattern": {}, "arrow_config": null, "auto_mapping": null,
+"base_model_name_or_path": null, "bias": "none", "corda_config": null, "ensure_weight_tying":
+false, "eva_config": null, "exclude_modules": null, "fan_in_fan_out": false, "inference_mode":
+true, "init_lora_weights": true, "kasa_config": null, "layer_replication": null, "layers_pattern":
+null, "layers_to_transform": null, "loftq_config": {}, "lora_bias": false, "lora_ga_config": null,
+"megatron_config": null, "megatron_core": "megatron.core", "modules_to_save": null,
+"monteclora_config": null, "peft_type": "LORA", "peft_version": "0.21.2", "qalora_group_size": 16,
+"rank_pattern": {}, "revision": null, "target_parameters": null, "task_type": "CAUSAL_LM",
+"trainable_token_indices": null, "use_bdlora": null, "use_dora": false, "use_qalora": false,
+"use_rslora": false, "velora_config": null
+}""")  # of a LoRA without further features
 READ = {
     "r": "lora.rank",
     "lora_alpha": "lora.alpha",

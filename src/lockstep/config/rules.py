@@ -1,5 +1,7 @@
 """Rules for configuration values: invalid combinations, values that must be equal, overrides."""
 
+from __future__ import annotations
+
 import fnmatch
 import json
 import math
@@ -49,7 +51,7 @@ Conflict = tuple[str, Iterable[str], str]  # problem, keys, what to try
 
 
 class Rule(NamedTuple):
-    """Keys that do not support others, or that need others.
+    """Keys that do not support others, or that need another.
 
     KEY means every value but its default, KEY=A|B these values, KEY!=A|B all but these, PREFIX*
     all keys that begin so.
@@ -60,95 +62,77 @@ class Rule(NamedTuple):
     hint: str
     why: str = ""
 
+    @classmethod
+    def read(cls, table: str) -> list[Rule]:
+        """Return the rules of a table. Each begins with "KEYS -> OTHERS"; indented lines follow:
+        a hint, and the reason."""
+        rules = re.split(r"\n(?! )", table.strip())
+        return [cls(*re.split(r" -> |\n +", rule)) for rule in rules]
 
-OTHER_TASK = ("remove these values, or set another task", "the task does not read them")
-EXCLUSIONS = (
-    Rule("task=translate", "llama.* lora.* batch.seq_len data.truncation", *OTHER_TASK),
-    Rule("task=pretrain", "model.* data.truncation", *OTHER_TASK),
-    Rule("task=sft", "model.*", *OTHER_TASK),
-    Rule(
-        "task=translate",
-        "data.kind!=cldr|files|huggingface",
-        "try data.kind=cldr, files or huggingface",
-    ),
-    Rule(
-        "task=pretrain",
-        "data.kind!=stdlib|text|huggingface",
-        "try data.kind=stdlib, text or huggingface",
-    ),
-    Rule("task=sft", "data.kind!=chat|drills", "try data.kind=chat or drills"),
-    Rule(
-        "task=pretrain|sft",
-        "tokenizer.kind tokenizer.lowercase",
-        "remove these values: the tokenizer is byte-level BPE",
-        "a Llama's tokenizer keeps every byte of a text",
-    ),
-    Rule(
-        "evaluate.every_steps",
-        "task=translate layout.pipeline",
-        "remove it; lockstep launch --with-evaluator scores each checkpoint",
-    ),
-    Rule(
-        "optim.kind",
-        "optim.fused memory.optimizer_state memory.weights memory.offload",
-        "remove these values, or set optim.kind=adamw",
-    ),
-    Rule(
-        "optim.kind=muon|adafactor",
-        "layout.tensor",
-        "set layout.tensor=1, with layout.shard for large models",
-        "it needs whole matrices",
-    ),
-    Rule(
-        "diloco.learners",
-        "layout.tensor layout.pipeline",
-        "train whole replicas, or set layout.shard",
-    ),
-    Rule(
-        "diloco.learners",
-        "memory.weights",
-        "remove memory.weights; memory.optimizer_state=bf16 is supported",
-        "a learner's small change would be rounded away",
-    ),
-    Rule(
-        "diloco.learners",
-        "elastic.verify_every!=0|1",
-        "remove elastic.verify_every, or set 0 for no comparison",
-        "learners compare the weights at every outer step",
-    ),
-    Rule(
-        "on_divergence divergence.skip",
-        "diloco.learners layout.pipeline",
-        "remove one of them",
-        "no micro-batch is computed alone there",
-    ),
-    Rule(
-        "llama.backend",
-        "llama.max_seq_len memory.weights layout.pipeline",
-        "remove these values, or llama.backend",
-    ),
-)
-NEEDS = (
-    Rule("data.kind=files", "data.train", 'try data.train=["train.en.gz", "train.de.gz"]'),
-    Rule("data.kind=text", "data.train", 'try data.train=["texts/**/*.txt", "more.jsonl.gz"]'),
-    Rule("data.kind=chat", "data.train", 'try data.train=["chats.jsonl"]'),
-    Rule("data.kind=huggingface", "data.dataset", "try data.dataset=Helsinki-NLP/opus_books"),
-    Rule("evaluate.patience", "evaluate.every_steps", "set it: evaluations are counted"),
-    Rule("lora.init_from", "lora.rank", "remove lora.rank: the folder defines it"),
-    Rule("lora.rank", "lora.targets", "remove lora.targets to adapt all matrices"),
-    Rule(
-        "lora.rank",
-        "llama.init_from",
-        "set llama.init_from to a folder, or lora.rank=0",
-        "adapters need a trained model to adapt",
-    ),
-    Rule("llama.backend", "llama.init_from", "set llama.init_from to a Hugging Face folder"),
-    Rule(
-        "diloco.every diloco.outer*",
-        "diloco.learners",
-        "set diloco.learners to the number of models that train apart",
-    ),
-)
+
+EXCLUSIONS = Rule.read("""
+task=translate -> llama.* lora.* batch.seq_len data.truncation
+    remove these values, or set another task
+    the task does not read them
+task=pretrain -> model.* data.truncation
+    remove these values, or set another task
+    the task does not read them
+task=sft -> model.*
+    remove these values, or set another task
+    the task does not read them
+task=translate -> data.kind!=cldr|files|huggingface
+    try data.kind=cldr, files or huggingface
+task=pretrain -> data.kind!=stdlib|text|huggingface
+    try data.kind=stdlib, text or huggingface
+task=sft -> data.kind!=chat|drills
+    try data.kind=chat or drills
+task=pretrain|sft -> tokenizer.kind tokenizer.lowercase
+    remove these values: the tokenizer is byte-level BPE
+    a Llama's tokenizer keeps every byte of a text
+evaluate.every_steps -> task=translate layout.pipeline
+    remove it; lockstep launch --with-evaluator scores each checkpoint
+optim.kind -> optim.fused memory.optimizer_state memory.weights memory.offload
+    remove these values, or set optim.kind=adamw
+optim.kind=muon|adafactor -> layout.tensor
+    set layout.tensor=1, with layout.shard for large models
+    it needs whole matrices
+diloco.learners -> layout.tensor layout.pipeline
+    train whole replicas, or set layout.shard
+diloco.learners -> memory.weights
+    remove memory.weights; memory.optimizer_state=bf16 is supported
+    a learner's small change would be rounded away
+diloco.learners -> elastic.verify_every!=0|1
+    remove elastic.verify_every, or set 0 for no comparison
+    learners compare the weights at every outer step
+on_divergence divergence.skip -> diloco.learners layout.pipeline
+    remove one of them
+    no micro-batch is computed alone there
+llama.backend -> llama.max_seq_len memory.weights layout.pipeline
+    remove these values, or llama.backend
+""")
+NEEDS = Rule.read("""
+data.kind=files -> data.train
+    try data.train=["train.en.gz", "train.de.gz"]
+data.kind=text -> data.train
+    try data.train=["texts/**/*.txt", "more.jsonl.gz"]
+data.kind=chat -> data.train
+    try data.train=["chats.jsonl"]
+data.kind=huggingface -> data.dataset
+    try data.dataset=Helsinki-NLP/opus_books
+evaluate.patience -> evaluate.every_steps
+    set it: evaluations are counted
+lora.init_from -> lora.rank
+    remove lora.rank: the folder defines it
+lora.rank -> lora.targets
+    remove lora.targets to adapt all matrices
+lora.rank -> llama.init_from
+    set llama.init_from to a folder, or lora.rank=0
+    adapters need a trained model to adapt
+llama.backend -> llama.init_from
+    set llama.init_from to a Hugging Face folder
+diloco.every diloco.outer* -> diloco.learners
+    set diloco.learners to the number of models that train apart
+""")
 
 
 def conflicts(run: RunConfig) -> Iterator[Conflict]:
