@@ -8,6 +8,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from markupsafe import Markup
+
 import lockstep
 from lockstep.config.schema import flatten
 from lockstep.files import write_atomic
@@ -19,17 +21,16 @@ from lockstep.report.charts import (
     Line,
     Mark,
     clock,
+    hide_secrets,
     line_chart,
     number,
     percents,
     share_bar,
-    text,
     timeline,
 )
 from lockstep.report.run_data import VALIDATION, Facts, RunData, mapping, read_facts
 from lockstep.units import format_bytes, format_count, format_duration
 
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 UNITS = ("tokens", "samples", "steps")  # that a run counts, one of them
 LEARNING_RATE = {"learning_rate": "learning rate", "lr": "learning rate"}
 LOSSES = {"loss": "training", "validation_loss": "validation", "val_loss": "validation"}
@@ -109,58 +110,38 @@ def write_report(folders: Sequence[Path], out: Path) -> str:
 
 
 def render(runs: Sequence[Run], title: str) -> str:
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined  # training does not need it
+
     here, steps = Path(__file__).parent, step_range(runs)
-    sections = {
-        "Steps": [*step_charts(runs, steps), *(step_bands(run, steps) for run in runs)],
-        "Where the time went": map(goodput, runs),
-        "Generations and hosts": (
-            figure for run in runs for figure in (run_timeline(run), events_table(run))
-        ),
-        "Evaluations": map(evaluations, runs),
-        "Samples": map(samples, runs),
-        "Printed": map(printed, runs),
-        "The run": values(runs),
-        "Environment": map(environment, runs),
-    }
-    contents = {name: "".join(figures) for name, figures in sections.items()}
-    body = "".join(
-        f'<section><h2>{name}</h2><div class="grid">{content}</div></section>'
-        for name, content in contents.items()
-        if content
+    environment = Environment(
+        loader=FileSystemLoader(here),
+        autoescape=True,
+        finalize=lambda value: value if isinstance(value, Markup) else hide_secrets(value),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
-    footer = (
-        f"Lockstep {lockstep.__version__}, {time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime())}"
+    measures = [summary(run) for run in runs]
+    names = dict.fromkeys(name for measure in measures for name in measure)
+    functions = (date_of, problems, goodput, run_timeline, events_table, evaluations, origins)
+    page = environment.get_template("page.html").render(
+        {function.__name__: function for function in functions},
+        runs=runs,
+        title=title,
+        source=lambda name: (here / name).read_text(),
+        cards={name: [measure.get(name, "–") for measure in measures] for name in names},
+        charts=[*step_charts(runs, steps), *(step_bands(run, steps) for run in runs)],
+        differing=differences(runs),
+        environment=environment_of,
+        version=lockstep.__version__,
+        now_s=time.time(),
     )
-    return f"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="{POLICY}"><meta name="color-scheme" content="light dark">
-<title>{text(title)}: Lockstep report</title><style>{(here / "page.css").read_text()}</style></head>
-<body{' class="compared"' if len(runs) > 1 else ""}><main>{header(runs, title)}{body}</main><footer>{footer}</footer>
-<script>{(here / "page.js").read_text()}</script></body></html>
-"""
+    return page.lstrip()
 
 
-def header(runs: Sequence[Run], title: str) -> str:
-    measures, cards = [summary(run) for run in runs], []
-    for name in dict.fromkeys(name for measure in measures for name in measure):
-        figures = "".join(
-            f'<dd class="{run.css}">{text(measure.get(name, "–"))}</dd>'
-            for run, measure in zip(runs, measures, strict=True)
-        )
-        cards.append(f"<div><dt>{name}</dt>{figures}</div>")
-    lines = []
-    for run in runs:
-        began = (
-            time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(run.data.history.first_s))
-            if run.data.history.first_s
-            else ""
-        )
-        parts = filter(None, [str(run.values.get("task", "")), began, run.facts.end])
-        lines.append(f'<p class="{run.css}">{text(run.prefix + " · ".join(parts))}</p>')
-        lines += [
-            f'<p class="problem">{text(run.prefix + problem)}</p>' for problem in problems(run)
-        ]
-    return f'<header><h1>{text(title)}</h1>{"".join(lines)}<dl class="cards">{"".join(cards)}</dl></header>'
+def date_of(time_s: float) -> str:
+    """Return a date in UTC; "" for 0."""
+    return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(time_s)) if time_s else ""
 
 
 def problems(run: Run) -> Iterator[str]:
@@ -319,25 +300,19 @@ def step_bands(run: Run, steps: tuple[float, float]) -> str:
     return line_chart(chart, lines, steps, (), "the bands sum to 100%")
 
 
-def goodput(run: Run) -> str:
-    if not run.ledger:
-        return ""
+def goodput(run: Run) -> tuple[str, list[tuple[str, ...]]]:
+    """Return a bar and the rows of a table: the wall time by category."""
     shares = percents(run.ledger)
-    css = {BAND_NAMES[name]: BAND_CSS[name] for name in shares}
     named = {BAND_NAMES[name]: share for name, share in shares.items()}
-    rows = [
-        (
-            f'<i class="swatch {BAND_CSS[name]}"></i>{BAND_NAMES[name]}',
-            clock(seconds),
-            f"{shares[name]:.1f}%",
-        )
+    css = {BAND_NAMES[name]: BAND_CSS[name] for name in shares}
+    swatch = Markup('<i class="swatch {}"></i>{}')
+    rows: list[tuple[str, ...]] = [
+        (swatch.format(BAND_CSS[name], BAND_NAMES[name]), clock(seconds), f"{shares[name]:.1f}%")
         for name, seconds in run.ledger.items()
     ]
     total = clock(math.fsum(run.ledger.values()))
     rows.append(("sum", total, f"{math.fsum(shares.values()):.1f}%"))
-    bar = share_bar(named, css, f"{run.prefix}wall time")
-    caption = f"{run.prefix}wall time by category"
-    return f'<figure class="wide">{bar}{table(caption, ("category", "time", "share"), rows, raw=True)}</figure>'
+    return share_bar(named, css, f"{run.prefix}wall time"), rows
 
 
 def run_timeline(run: Run) -> str:
@@ -350,7 +325,8 @@ def run_timeline(run: Run) -> str:
     return timeline(run.data.all_stretches(), marks, run.data.history.first_s, title)
 
 
-def events_table(run: Run) -> str:
+def events_table(run: Run) -> tuple[str, Sequence[str], Sequence[Sequence[object]]]:
+    """Return the caption, the head and the rows of a table."""
     history = run.data.history
     events = [(item.time_s, item.step, item.event, item.text) for item in history.notes]
     for item in history.generations:
@@ -364,10 +340,11 @@ def events_table(run: Run) -> str:
     caption = f"{run.prefix}events"
     if len(rows) < len(events):
         caption = f"{run.prefix}the last {len(rows)} of {len(events):,} events"
-    return table(caption, ("after", "step", "event", "reason"), rows)
+    return caption, ("after", "step", "event", "reason"), rows
 
 
-def evaluations(run: Run) -> str:
+def evaluations(run: Run) -> tuple[list[str], list[list[object]]]:
+    """Return the head and the rows of a table of scores."""
     lines = run.facts.evaluations[-MAX_EVALUATIONS:]
     names = list(
         dict.fromkeys(name for line in lines for name in line if name not in EVALUATION_SETTINGS)
@@ -376,80 +353,22 @@ def evaluations(run: Run) -> str:
         [number(value) if type(value := line.get(name, "")) is float else value for name in names]
         for line in lines
     ]
-    return table(f"{run.prefix}scores", names, rows)
+    return names, rows
 
 
-def samples(run: Run) -> str:
-    lines = run.facts.samples.get("lines")
-    if not isinstance(lines, list) or not lines:
-        return ""
-    caption = f"{run.prefix}step {run.facts.samples.get('step', '')}"
-    return preformatted(caption, "\n".join(map(str, lines)))
+def differences(runs: Sequence[Run]) -> list[tuple[str, ...]]:
+    """Return the rows of a table: the values that differ between the first and the last run."""
+    first, last = runs[0].values, runs[-1].values
+    keys = [key for key in {**first, **last} if first.get(key) != last.get(key)]
+    return [(key, first.get(key, ""), last.get(key, "")) for key in keys]
 
 
-def printed(run: Run) -> str:
-    caption = f"{run.prefix}the newest lines of session.print"
-    return preformatted(caption, run.facts.printed) if run.facts.printed else ""
+def origins(run: Run) -> list[tuple[object, ...]]:
+    """Return the rows of a table: each value of the run, and where it comes from."""
+    origin = mapping(run.facts.run.get("origin"))
+    return [(key, value, origin.get(key, "")) for key, value in run.values.items()]
 
 
-def preformatted(caption: str, lines: str) -> str:
-    shown = text(lines.strip("\n"))
-    return f'<figure class="wide"><h3>{text(caption)}</h3><pre>{shown}</pre></figure>'
-
-
-def values(runs: Sequence[Run]) -> Iterator[str]:
-    """Yield tables of the resolved runs: differing values, values that were set, all values."""
-    if len(runs) == 2:
-        first, second = (run.values for run in runs)
-        rows = [
-            (key, first.get(key, ""), second.get(key, ""))
-            for key in {**first, **second}
-            if first.get(key) != second.get(key)
-        ]
-        yield table("values that differ", ("key", *(run.prefix[:-2] for run in runs)), rows)
-    for run in runs:
-        origin = mapping(run.facts.run.get("origin"))
-        all_rows = [(key, value, origin.get(key, "")) for key, value in run.values.items()]
-        yield table(
-            f"{run.prefix}values that were set",
-            ("key", "value", "from"),
-            [row for row in all_rows if row[2] != "default"],
-        )
-        every = table(
-            f"{run.prefix}all values", ("key", "value", "from"), all_rows if origin else ()
-        )
-        yield (
-            f'<details class="wide"><summary>{text(run.prefix)}all {len(all_rows)} values</summary>{every}</details>'
-            if every
-            else ""
-        )
-
-
-def environment(run: Run) -> str:
-    facts = {
-        **mapping(run.facts.checkpoint.get("code")),
-        **mapping(run.facts.checkpoint.get("numerics")),
-    }
-    return table(
-        f"{run.prefix}newest checkpoint",
-        ("what", "value"),
-        [row for row in facts.items() if row[1] != "not set"],
-    )
-
-
-def table(
-    caption: str, head: Sequence[str], rows: Sequence[Sequence[object]], *, raw: bool = False
-) -> str:
-    """Return a table; "" without rows. raw: the first cell of each row is HTML."""
-    if not rows:
-        return ""
-    columns = "".join(f'<th scope="col">{text(name)}</th>' for name in head)
-    lines = [
-        (first if raw else text(first), "".join(f"<td>{text(cell)}</td>" for cell in rest))
-        for first, *rest in rows
-    ]
-    body = "".join(f'<tr><th scope="row">{first}</th>{rest}</tr>' for first, rest in lines)
-    inner = (
-        f"<caption>{text(caption)}</caption><thead><tr>{columns}</tr></thead><tbody>{body}</tbody>"
-    )
-    return f'<div class="table wide" tabindex="0" role="region" aria-label="{text(caption)}"><table>{inner}</table></div>'
+def environment_of(run: Run) -> list[tuple[str, object]]:
+    code, numerics = (mapping(run.facts.checkpoint.get(key)) for key in ("code", "numerics"))
+    return [row for row in {**code, **numerics}.items() if row[1] != "not set"]
