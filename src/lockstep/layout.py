@@ -19,7 +19,8 @@ from itertools import product
 
 from lockstep.errors import UsageError
 
-AXES = ("replicate", "shard", "tensor", "pipeline")
+REPLICA_AXES = ("shard", "tensor", "pipeline")
+AXES = ("replicate", *REPLICA_AXES)
 
 
 @dataclass(frozen=True)

@@ -18,15 +18,16 @@ from pydantic import BeforeValidator, TypeAdapter, ValidationError
 from lockstep.config.adapter_config import LORA_TARGETS
 from lockstep.errors import ConfigError
 from lockstep.network.wire_format import Wire
+from lockstep.layout import Layout
 from lockstep.units import parse_bytes, parse_seconds, shorten
 
 Bytes = Annotated[int, BeforeValidator(parse_bytes)]
 Seconds = Annotated[float, BeforeValidator(parse_seconds)]
 
 # Upper bounds turn a typing error into an error message instead of a hang.
-MAX_VALUE = (
-    10**9
-)  # default upper bound: more steps than any run; 31 years of seconds, which torch counts in nanoseconds
+# default upper bound: more steps than any run; 31 years of seconds, which torch counts in
+# nanoseconds
+MAX_VALUE = 10**9
 MAX_DIM = 1 << 20  # side of a matrix or a batch; the widest published model has 16,384
 MAX_LAYERS = 1024
 MAX_WORKERS = 1 << 16
@@ -321,6 +322,11 @@ class LayoutOptions:
     balance: Literal["auto", "off"] = option(
         "auto", "auto: fast replicas compute more micro-batches than slow ones; off: equal numbers"
     )
+
+    @property
+    def axes(self) -> Layout:
+        """The sizes of the axes; replicate 0: unknown."""
+        return Layout(self.replicate, self.shard, self.tensor, self.pipeline)
 
 
 @dataclass(frozen=True)

@@ -13,20 +13,18 @@ evaluate_at_end      scores on held-out data, and samples
 
 from lockstep.recipes.parts import (
     evaluate_at_end,
+    held_out_batches,
+    loss_and_perplexity,
     make_optimizers,
+    mean_loss,
     open_chats,
     open_documents,
     open_learners_data,
     open_pairs,
+    validation_line,
 )
 from lockstep.recipes.run import RecipeRun
 from lockstep.recipes.script import start
-from lockstep.recipes.validation import (
-    held_out_batches,
-    loss_and_perplexity,
-    mean_loss,
-    validation_line,
-)
 from lockstep.tasks.optim import (
     averaged_weights,
     learning_rate,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +18,6 @@ from lockstep.config.saved_run import to_json
 from lockstep.config.schema import OptimOptions, ResolvedRun, RunConfig
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import CheckpointError
-from lockstep.layout import Layout
 from lockstep.log import log
 from lockstep.parallel.plans import plan_of
 from lockstep.planner.memory_estimate import StateSize, explain_out_of_memory, refuse_too_large
@@ -131,9 +130,8 @@ class RecipeRun:
         profiled_steps()  # wrong ones are refused before data is prepared
         if config.track.backend:
             load_backend(config.track.backend)
-        axes = config.layout
         device = self.runtime.world.device
-        layout = Layout(1, axes.shard, axes.tensor, axes.pipeline)
+        layout = replace(config.layout.axes, replicate=1)
 
         def size_of(model: nn.Module) -> StateSize:
             size = StateSize.of(model, config.optim, config.memory, device)

@@ -6,7 +6,7 @@ import argparse
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from importlib import import_module
 from pathlib import Path
 
@@ -68,13 +68,14 @@ def train_as_worker(
     """
     config = open_values().run
     waits = asdict(config.elastic)
-    limits = {key: waits[key] for key in waits if key not in ("verify_every", "rehearse")}
-    replica_size = config.layout.shard * config.layout.tensor * config.layout.pipeline
+    limits = {
+        field.name: waits[field.name] for field in fields(ElasticLimits) if field.name in waits
+    }
     with (
         ElasticRuntime.join(
             threads=config.compute.num_threads,
             timeout_s=config.parallel.timeout_s,
-            limits=ElasticLimits(**limits, replica_size=replica_size),
+            limits=ElasticLimits(**limits, replica_size=config.layout.axes.workers_per_replica),
         ) as runtime,
         ExitStack() as stack,
     ):
