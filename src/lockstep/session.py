@@ -247,21 +247,21 @@ class Session:
         device = self.world.device
         if self.layout.workers_per_replica == 1:
             model = model_options.move_model(model, device, init)
-        counted = self.values.options.get("buffers") or {}
         model_options.prepare_blocks(
             model,
             units,
             compile=compile,
             activation_checkpoint=activation_checkpoint,
-            counted=counted,
+            counted=self.values.options.get("buffers") or {},
         )
         chosen = model_options.resolve_precision(precision, device)
         split = {"units": units, "tensor_plan": tensor_plan, "split_points": split_points}
         fsdp = {"prefetch_units": prefetch_units, "reshard_after_forward": reshard_after_forward}
         prepared = PreparedModel(model, self._replicas_in_loop, device, chosen)
-        self._declared.add_model(
-            prepared,
-            optimizers,
+        self._declared = replace(
+            self._declared,
+            model=prepared,
+            optimizers=optimizers,
             splits=split | fsdp | {"pipeline_chunks": pipeline_chunks},
             init=init,
             bits={"precision": chosen or "of the loop", "compile": str(compile)},

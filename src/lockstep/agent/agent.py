@@ -132,9 +132,8 @@ class AgentConfig:
     """Settings of an agent."""
 
     env: WorkerEnv  # of its workers; the agent adds the folders and what it finds in them
-    lives_on: bool = (
-        False  # workers outlive the agent, SIGUSR1 drains this host; else they exit with it
-    )
+    # Workers outlive the agent, SIGUSR1 drains this host; else they exit with it
+    lives_on: bool = False
     # Settings by name: running workers are adopted if they have the same.
     command: Mapping[str, str] = field(default_factory=dict)
     evaluator: bool = False  # run an evaluator process beside the workers
@@ -400,9 +399,8 @@ class Agent:
             pidfd = os.pidfd_open(process.pid)
         except ProcessLookupError:
             return
-        if (
-            not process.alive
-        ):  # the pid may have been reused, and the pidfd may refer to another process
+        # The pid may have been reused, and the pidfd may refer to another process
+        if not process.alive:
             os.close(pidfd)
             return
         slot.worker, slot.start_at_s = Worker(slot.number, process, pidfd, False, now_s()), None

@@ -8,13 +8,15 @@ address = "10.0.0.1"     # where other hosts reach it; by default its name
 workers = 8
 """
 
+import os
 import shlex
 import signal
 import socket
 import subprocess
+import sys
 import tomllib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +26,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_confi
 
 from lockstep.errors import ConfigError, UsageError
 from lockstep.runtime.signals import STOP_SIGNALS
+from lockstep.runtime.worker_env import SHARED_TERMINAL
 
 FORMAT_HINT = "write [[host]] tables with name, workers and, if it differs from the name, address; ssh = true starts all hosts from one"
 SENT_VARIABLES = (
@@ -66,9 +69,8 @@ class Host:
                 f"address of the host {self.name}",
                 "write its IP address (ip -br addr shows it)",
             ) from None
-        if (
-            ip.startswith("127.") and ip != self.reached_at
-        ):  # Debian's /etc/hosts maps a machine's own name to 127.0.1.1
+        # Debian's /etc/hosts maps a machine's own name to 127.0.1.1
+        if ip.startswith("127.") and ip != self.reached_at:
             what = f"{self.reached_at} is {ip} on {socket.gethostname()}, where other machines cannot reach it"
             hint = "write its IP address in the network between the hosts (ip -br addr shows it)"
             raise ConfigError(what, f"address of the host {self.name}", hint)
@@ -158,6 +160,15 @@ def ssh_command(
     signals = 'exec 3<&0; while read -r name; do kill -s "$name" $$; done <&3 >/dev/null 2>&1 &'
     line = f"cd {shlex.quote(str(cwd))} && {{ {signals} exec {shlex.join(['env', *variables, *command])} 3<&- </dev/null; }}"
     return ["ssh", "-o", "BatchMode=yes", host.reached_at, line]
+
+
+def start_by_ssh(hosts: Sequence[Host], words_of: Callable[[Host], Sequence[str]]) -> int:
+    """Run `lockstep` with these words on each host by ssh; return one exit code."""
+    environ = {**os.environ, SHARED_TERMINAL: "1"}
+    python = (sys.executable, "-m", "lockstep")
+    return run_on_all_hosts(
+        [ssh_command(host, [*python, *words_of(host)], Path.cwd(), environ) for host in hosts]
+    )
 
 
 def run_on_all_hosts(commands: Sequence[Sequence[str]]) -> int:

@@ -36,13 +36,10 @@ class LeaderOutput:
 
     def follow(self, newest: Generation) -> None:
         """Copy from the log of rank 0 of a new generation."""
-        leader = newest.members[0] if newest.members else None
-        is_elsewhere = leader is None or leader.host != self.host or leader.slot == 0
-        path = (
-            None
-            if leader is None or is_elsewhere
-            else self.folder / f"{self.host}-{leader.slot}.log"
-        )
+        path = None
+        for leader in newest.members[:1]:
+            if leader.host == self.host and leader.slot:
+                path = self.folder / f"{self.host}-{leader.slot}.log"
         if path != self.path:
             self.path, self._is_logged = path, False
             self._read = self._sizes.get(path, size_of(path)) if path else 0

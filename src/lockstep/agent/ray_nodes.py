@@ -206,9 +206,8 @@ def wait_for_agents(ray: Any, group: Any, tasks: dict[Any, int], folder: Path, b
                     stopping = bool(
                         request_stop(folder, recipients, signals.received, within_s=1.0, each_s=1.0)
                     )
-                refused = (
-                    newest.number == before and not signals.received
-                )  # an agent ended without a worker
+                # An agent ended without a worker
+                refused = newest.number == before and not signals.received
                 if codes and (
                     refused
                     or (

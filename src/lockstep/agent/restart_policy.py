@@ -30,9 +30,8 @@ from lockstep.runtime.exit_report import (
 )
 
 FATAL = (2, 3, 4)  # usage and config, data and checkpoints, diverged (errors.py)
-START_ERROR_WAIT_S = (
-    1.0  # before a restart at the start of the run: the other workers may report the same error
-)
+# Before a restart at the start of the run: the other workers may report the same error
+START_ERROR_WAIT_S = 1.0
 CRASH_SIGNALS = (
     signal.SIGSEGV,
     signal.SIGBUS,
@@ -48,9 +47,8 @@ class RestartPolicy:
 
     max_crashes: int = 3  # own errors of one slot without progress that end the run
     max_kills: int = 6  # SIGKILLs in a row, all in one phase of one step, that end the run
-    initial_delay_s: float = (
-        0.5  # before the second restart in a row, then doubled; the first is immediate
-    )
+    # Before the second restart in a row, then doubled; the first is immediate
+    initial_delay_s: float = 0.5
     max_delay_s: float = 30.0  # upper limit of the delay
     reset_after_s: float = 60.0  # a worker that lived this long resets the count of restarts
     crash_reset_s: float = math.inf  # a worker that lived this long resets the count of own errors
@@ -168,13 +166,9 @@ def start_error(worker_exit: WorkerExit, lived_s: float, policy: RestartPolicy) 
     """Return the error text of a slot's first worker if it failed before its first step, else
     ""."""
     report = worker_exit.report
-    early = (
-        report is not None
-        and report.step <= 0
-        and lived_s < policy.reset_after_s
-        and not policy.script
-    )
-    return report.text if report and early and is_own_fault(worker_exit) else ""
+    if not report or report.step > 0 or lived_s >= policy.reset_after_s or policy.script:
+        return ""
+    return report.text if is_own_fault(worker_exit) else ""
 
 
 def decide_first_exit(
@@ -288,10 +282,9 @@ def restart_delay(restarts: int, policy: RestartPolicy) -> float:
 
 def is_own_fault(worker_exit: WorkerExit) -> bool:
     """Return whether a worker failed by itself: an exception, an early exit, a crash."""
-    return worker_exit.kind == "exited early" or (
-        worker_exit.kind == "failed"
-        and bool(worker_exit.report or (worker_exit.code or 0) > 0 or is_crash(worker_exit))
-    )
+    if worker_exit.kind != "failed":
+        return worker_exit.kind == "exited early"
+    return bool(worker_exit.report or (worker_exit.code or 0) > 0 or is_crash(worker_exit))
 
 
 def is_crash(worker_exit: WorkerExit, signals: Collection[int] = CRASH_SIGNALS) -> bool:
@@ -305,12 +298,9 @@ def is_crash(worker_exit: WorkerExit, signals: Collection[int] = CRASH_SIGNALS) 
 
 def failure_text(worker_exit: WorkerExit) -> str:
     """Return the worker's report of its failure, or a description if it wrote none."""
-    early = worker_exit.kind == "exited early"
-    return (
-        describe_early_exit(worker_exit)
-        if early
-        else describe_failure(worker_exit, [worker_exit], ())
-    )
+    if worker_exit.kind == "exited early":
+        return describe_early_exit(worker_exit)
+    return describe_failure(worker_exit, [worker_exit], ())
 
 
 def summarize(worker_exit: WorkerExit) -> str:
@@ -325,8 +315,6 @@ def summarize(worker_exit: WorkerExit) -> str:
         return f"killed by {signal_name(worker_exit.signal)}"
     if worker_exit.code is None:
         return "exited without an error report, exit code unknown"
-    return (
-        "exited early with code 0"
-        if worker_exit.code == 0
-        else f"exited with code {worker_exit.code} and left no error report"
-    )
+    if worker_exit.code:
+        return f"exited with code {worker_exit.code} and left no error report"
+    return "exited early with code 0"

@@ -47,20 +47,16 @@ class AgentTimeouts:
     """How long an agent waits, in seconds."""
 
     poll_s: float = 0.1  # between two reads of the generation log
-    grace_s: float = (
-        300.0  # from a stop signal until SIGKILL, and from the end of a completed run until SIGTERM
-    )
-    exit_s: float = (
-        2.0  # from the end of a failed run until SIGTERM, and from SIGTERM until SIGKILL
-    )
-    failed_exit_s: float = (
-        10.0  # from a worker's failure report until SIGKILL, if the process does not exit
-    )
+    # From a stop signal until SIGKILL, and from the end of a completed run until SIGTERM
+    grace_s: float = 300.0
+    # From the end of a failed run until SIGTERM, and from SIGTERM until SIGKILL
+    exit_s: float = 2.0
+    # From a worker's failure report until SIGKILL, if the process does not exit
+    failed_exit_s: float = 10.0
     import_s: float = 120.0  # for the forkserver to import everything
     fork_s: float = 5.0  # for the forkserver to fork one worker
-    stop_reply_s: float = (
-        5.0  # for workers of other hosts to accept a stop request, when no local worker is left
-    )
+    # For workers of other hosts to accept a stop request, when no local worker is left
+    stop_reply_s: float = 5.0
     final_eval_s: float = 600.0  # for the evaluator to score the last checkpoint of a completed run
 
 
@@ -91,9 +87,8 @@ class Worker:
     started_s: float
     signals_sent: list[int] = field(default_factory=list)  # in order to end it
     stop_sent: bool = False  # it received the stop signal
-    kill_at: tuple[float, str] | None = (
-        None  # (monotonic time of the SIGKILL, reason); None: not to be killed
-    )
+    # (monotonic time of the SIGKILL, reason); None: not to be killed
+    kill_at: tuple[float, str] | None = None
 
     @property
     def pid(self) -> int:
@@ -124,9 +119,8 @@ class Slot:
     """A place for one worker on this host."""
 
     number: int
-    start_at_s: float | None = (
-        0.0  # when to request a worker; None: one runs, one is starting, or no further one starts
-    )
+    # When to request a worker; None: one runs, one is starting, or no further one starts
+    start_at_s: float | None = 0.0
     log_offset: int = 0  # size of the slot's log when its newest worker was requested
     worker: Worker | None = None
     last_exit: WorkerExit | None = None  # of its previous worker

@@ -71,12 +71,9 @@ class WorkerPool:
         self.start_forkserver()
 
     def request(self, worker_env: WorkerEnv, out: int, err: int, *, restarted: bool) -> None:
-        argv = (
-            self.program.restart_argv
-            if restarted and self.program.restart_argv is not None
-            else self.program.argv
-        )
-        spec = WorkerSpec(self.program.entry, argv, worker_env.environ(), worker_env.agent_pid)
+        program = self.program
+        argv = (program.restart_argv if restarted else None) or program.argv
+        spec = WorkerSpec(program.entry, argv, worker_env.environ(), worker_env.agent_pid)
         self.pending[worker_env.slot] = PendingWorker(
             worker_env.slot, spec, os.dup(out), os.dup(err)
         )
@@ -120,10 +117,8 @@ class WorkerPool:
                 worker.pid = self.forkserver.fork(
                     worker.spec, (worker.out, worker.err, gate), self.timeouts.fork_s
                 )
-                worker.gate_writer, worker.method = (
-                    gate_writer,
-                    "forked by the forkserver" if self.imports else "spawned",
-                )
+                worker.gate_writer = gate_writer
+                worker.method = "forked by the forkserver" if self.imports else "spawned"
                 self.failures = 0
             except OSError:
                 os.close(gate_writer)  # it may have forked one without a reply, which exits now

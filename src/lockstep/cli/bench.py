@@ -7,6 +7,7 @@ import argparse
 
 from lockstep.agent.hosts import read_hosts
 from lockstep.cli.main import run_command
+from lockstep.cli.options import option_words
 from lockstep.cli.start import choose_worker_count
 from lockstep.errors import UsageError
 from lockstep.object_store.address import parse_address
@@ -34,9 +35,7 @@ def main(args: argparse.Namespace, rest: list[str]) -> int:
     address = parse_address(args.out)
     folder = str(address).removesuffix(".json") if address else str(args.out.with_suffix(""))
     words = ["launch", FUNCTION, "--out", folder, "--min", str(workers)]
-    for name in ("workers", "hosts", "host"):
-        words += [f"--{name}", str(getattr(args, name))] if getattr(args, name) is not None else []
-    words += ["--ssh"] if args.ssh else []
+    words += option_words(args, "workers", "hosts", "host", "ssh")
     words += [] if address else ["--file", str(args.out)]
     return run_command([*words, "--sizes", ",".join(map(str, sizes))])
 

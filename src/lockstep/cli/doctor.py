@@ -2,12 +2,10 @@
 
 import argparse
 import os
-import socket
-import sys
-from pathlib import Path
 
-from lockstep.agent.hosts import run_on_all_hosts, ssh_command
-from lockstep.cli.launch import find_hosts
+from lockstep.agent.hosts import start_by_ssh
+from lockstep.cli.launch import find_hosts, own_name
+from lockstep.cli.options import option_words
 from lockstep.doctor.findings import findings, report
 from lockstep.log import printable
 from lockstep.object_store.address import parse_address
@@ -16,30 +14,11 @@ from lockstep.runtime.worker_env import SHARED_TERMINAL
 
 def main(args: argparse.Namespace, rest: list[str]) -> int:
     run = str(parse_address(args.out) or args.out.resolve())
-    name, source = (
-        (args.host, "--host") if args.host else (socket.gethostname(), "hostname of this machine")
-    )
-    hosts = find_hosts(args, None, name, source)
+    hosts = find_hosts(args, None)
     if (args.ssh or hosts.ssh) and not args.host:
-        words = [
-            sys.executable,
-            "-m",
-            "lockstep",
-            "doctor",
-            "--hosts",
-            str(args.hosts),
-            "--out",
-            run,
-            "--wait",
-            str(args.wait),
-        ]
-        environ = {**os.environ, SHARED_TERMINAL: "1"}
-        return run_on_all_hosts(
-            [
-                ssh_command(host, [*words, "--host", host.name], Path.cwd(), environ)
-                for host in hosts.host
-            ]
-        )
+        words = ["doctor", "--out", run, *option_words(args, "hosts", "wait")]
+        return start_by_ssh(hosts.host, lambda host: [*words, "--host", host.name])
+    name, source = own_name(args)
     from lockstep.doctor.peers import examine  # after the refusals
 
     facts = examine(hosts.find(name, f"{source}; {args.hosts}"), hosts.host, run, args.wait)

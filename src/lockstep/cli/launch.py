@@ -2,18 +2,17 @@
 Ray."""
 
 import argparse
-import os
 import socket
-import sys
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
 from lockstep.agent import ray_nodes
 from lockstep.agent.agent import LOOPBACK, AgentConfig
-from lockstep.agent.hosts import Hosts, parse_hosts, read_hosts, run_on_all_hosts, ssh_command
+from lockstep.agent.hosts import Host, Hosts, parse_hosts, read_hosts, start_by_ssh
 from lockstep.agent.lock import newest_generation
 from lockstep.checkpoint.folder import committed_steps
-from lockstep.cli.options import build_parser
+from lockstep.cli.options import build_parser, option_words
 from lockstep.cli.start import (
     RunRequest,
     choose_worker_count,
@@ -33,7 +32,7 @@ from lockstep.object_store.bucket import RunBucket
 from lockstep.object_store.storage import store_address
 from lockstep.remote.working_copy import driver_copy
 from lockstep.runtime.processes import die_with_parent
-from lockstep.runtime.worker_env import SHARED_TERMINAL, WorkerEnv
+from lockstep.runtime.worker_env import WorkerEnv
 
 # Options that exclude each other.
 CONFLICTS = {
@@ -53,15 +52,9 @@ def main(args: argparse.Namespace, rest: list[str]) -> int:
         die_with_parent(args.parent)
     refuse_conflicts(args)
     request = read_request(args, rest)
-    if args.restart and not request.is_whole_script:
-        raise UsageError(
-            f"--restart {args.restart} applies to a script only",
-            "command line",
-            "write lockstep launch FILE.py",
-        )
     run = request.validate()
     address = parse_address(request.folder) or store_address(request.folder)
-    if address and restarts_all(request):
+    if address and request.restart == "all":
         hint = "save with lockstep.Session, or give --out on a disk that all hosts share; --restart one if it opens a Session"
         raise UsageError(
             "a script without lockstep is not supported where hosts share no disk",
@@ -70,11 +63,9 @@ def main(args: argparse.Namespace, rest: list[str]) -> int:
         )
     if args.ray:
         return launch_by_ray(args, request, run)
-    limits = limit_words(args)  # as given: each host has the same defaults
-    name, source = args.host, "--host"
-    if not name:
-        name, source = socket.gethostname(), "hostname of this machine"
-    hosts = find_hosts(args, run, name, source, args.address or (name if args.nodes else LOOPBACK))
+    limits = option_words(args, "min", "max")  # as given: each host has the same defaults
+    name, source = own_name(args)
+    hosts = find_hosts(args, run, args.address or (name if args.nodes else LOOPBACK))
     for host in hosts.host if address else ():
         refuse_split_replicas(run, host.workers, f"host {host.name}; --out {address}")
     fewest, planned = (count * hosts.workers for count in args.nodes or (1, 1))
@@ -84,10 +75,10 @@ def main(args: argparse.Namespace, rest: list[str]) -> int:
         )
         return 0
     if args.min is None:
-        args.min = fewest if args.nodes or restarts_all(request) else 1
+        args.min = fewest if args.nodes or request.restart == "all" else 1
     most = check_limits(args, run, planned)
     if (args.ssh or hosts.ssh) and not args.host:
-        return launch_by_ssh(args, request, hosts, limits)
+        return launch_by_ssh(args, request, hosts.host, limits)
     host = hosts.find(name, f"{source}; {args.hosts}")
     env = WorkerEnv(
         folder="",
@@ -127,14 +118,14 @@ def refuse_conflicts(args: argparse.Namespace) -> None:
                 raise UsageError(what, "command line", "remove one of them")
 
 
-def restarts_all(request: RunRequest) -> bool:
-    """Whether all workers of a script start again when one is lost."""
-    return request.is_whole_script and request.restart == "all"
+def own_name(args: argparse.Namespace) -> tuple[str, str]:
+    """Return (name of this host, where it comes from)."""
+    if args.host:
+        return args.host, "--host"
+    return socket.gethostname(), "hostname of this machine"
 
 
-def find_hosts(
-    args: argparse.Namespace, run: RunConfig | None, name: str, source: str, address: str = LOOPBACK
-) -> Hosts:
+def find_hosts(args: argparse.Namespace, run: RunConfig | None, address: str = LOOPBACK) -> Hosts:
     """Return the hosts of --hosts, or this host alone. UsageError for contradicting options.
     address: of this host, without --hosts."""
     if args.hosts is None:
@@ -143,6 +134,7 @@ def find_hosts(
                 "--ssh needs a list of hosts", "command line", "give --hosts HOSTS.toml"
             )
         workers, reason = choose_worker_count(args.workers, run)
+        name, source = own_name(args)
         hint = "give 1 worker or more, and a name of letters, digits, dots, dashes and underscores"
         return parse_hosts(
             {"host": [{"name": name, "address": address, "workers": workers}]},
@@ -185,22 +177,18 @@ def check_limits(args: argparse.Namespace, run: RunConfig | None, workers: int) 
 
 
 def launch_by_ssh(
-    args: argparse.Namespace, request: RunRequest, hosts: Hosts, limits: list[str]
+    args: argparse.Namespace, request: RunRequest, hosts: Sequence[Host], limits: Sequence[str]
 ) -> int:
     """Start the agent of every host by ssh; return their combined exit code."""
-    command = [sys.executable, "-m", "lockstep", "launch", "--hosts", str(args.hosts), *limits]
-    environ = {**os.environ, SHARED_TERMINAL: "1"}
-    ssh_commands = []
-    is_stored = (
-        parse_address(request.folder) is not None
-    )  # then only the host of rank 0 has new checkpoints
-    for index, host in enumerate(hosts.host):
-        evaluator = (
-            ["--with-evaluator"] if args.with_evaluator and (index == 0 or is_stored) else []
-        )
-        words = [*command, *evaluator, "--host", host.name, *request.launch_words()]
-        ssh_commands.append(ssh_command(host, words, Path.cwd(), environ))
-    return run_on_all_hosts(ssh_commands)
+    # With a store only the host of rank 0 has new checkpoints.
+    scoring = hosts if parse_address(request.folder) else hosts[:1]
+
+    def words_of(host: Host) -> Sequence[str]:
+        evaluator = ["--with-evaluator"] if args.with_evaluator and host in scoring else []
+        own = [*option_words(args, "hosts"), *limits, *evaluator, "--host", host.name]
+        return "launch", *own, *request.launch_words()
+
+    return start_by_ssh(hosts, words_of)
 
 
 def launch_by_ray(args: argparse.Namespace, request: RunRequest, run: RunConfig | None) -> int:
@@ -215,18 +203,12 @@ def launch_by_ray(args: argparse.Namespace, request: RunRequest, run: RunConfig 
         )
         workers = wanted.nodes * wanted.workers
         if args.min is None:
-            args.min = workers if restarts_all(request) else 1
+            args.min = workers if request.restart == "all" else 1
         check_limits(args, run, workers)
         if address:
             refuse_split_replicas(run, wanted.workers, f"--workers; --out {address}")
         sizes = ["--nodes", str(wanted.nodes), "--workers", str(wanted.workers)]
-        words = [*sizes, *limit_words(args), *request.launch_words(has_folder=True)]
+        words = [*sizes, *option_words(args, "min", "max"), *request.launch_words(has_folder=True)]
         return ray_nodes.run_agents(
             ray, wanted, words, folder, evaluator=args.with_evaluator, wait_s=args.wait
         )
-
-
-def limit_words(args: argparse.Namespace) -> list[str]:
-    """Return --min and --max for the agents of other hosts."""
-    words = ["--min", str(args.min)] if args.min is not None else []
-    return [*words, *(["--max", str(args.max)] if args.max is not None else [])]

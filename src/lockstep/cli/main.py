@@ -36,9 +36,9 @@ from lockstep.runtime.variables import takes_no_value
 
 def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
-    if (
-        os.getpid() == 1
-    ):  # of a container: the kernel drops signals without a handler, and the agent's follow after its imports
+    # Of a container: the kernel drops signals without a handler, and the agent's follow after its
+    # imports
+    if os.getpid() == 1:
         for number in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, exit_at_once)
     try:

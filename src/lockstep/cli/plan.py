@@ -11,6 +11,7 @@ import shutil
 import subprocess
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
+from itertools import chain
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from lockstep.cli.start import RunRequest, is_script
 from lockstep.config.resolve import parse_flags, resolve
 from lockstep.config.schema import RunConfig
 from lockstep.errors import UsageError
-from lockstep.layout import Layout, LayoutLimits, layout_flags
+from lockstep.layout import REPLICA_AXES, Layout, LayoutLimits, layout_flags
 from lockstep.log import log
 from lockstep.planner.devices import GPUS, Cluster, parse_cluster
 from lockstep.planner.goodput import Failures, expected_goodput
@@ -144,12 +145,8 @@ def with_planned_layout(request: RunRequest, workers: int | None) -> RunRequest:
         best.layout,
         f"{format_duration(best.step.seconds)} a step, {format_bytes(best.memory.total)} per worker",
     )
-    flags = {
-        f"layout.{axis}": str(getattr(best.layout, axis))
-        for axis in ("shard", "tensor", "pipeline")
-    }
-    words = [word for key, value in flags.items() for word in (f"--{key}", value)]
-    return replace(request, flags=request.flags | flags, values=[*request.values, *words])
+    chosen = [(f"--layout.{axis}", str(getattr(best.layout, axis))) for axis in REPLICA_AXES]
+    return replace(request, values=[*request.values, *chain.from_iterable(chosen)])
 
 
 def this_device() -> tuple[str, str]:

@@ -31,9 +31,8 @@ from lockstep.runtime.worker_env import WorkerEnv
 
 POLL_S = 0.05
 EXIT_TIMEOUT_S = 10.0  # from SIGTERM until SIGKILL, for a script that has to restart
-PEER_FAILURE_S = (
-    1.0  # a script that fails this soon before its generation ends failed because of another worker
-)
+# A script that fails this soon before its generation ends failed because of another worker
+PEER_FAILURE_S = 1.0
 NO_LIMIT_S = 1e8  # for the wait until all scripts are done: a lost worker ends it at once
 
 

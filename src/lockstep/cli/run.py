@@ -4,15 +4,9 @@ import argparse
 import os
 import sys
 
-from lockstep.cli.script import asks_for_help
-from lockstep.cli.start import (
-    choose_worker_count,
-    read_script_request,
-    run_as_worker,
-    start_local_agent,
-)
+from lockstep.cli.script import LAYOUT_OPTIONS, asks_for_help
+from lockstep.cli.start import read_script_request, start_here
 from lockstep.errors import UsageError
-from lockstep.log import log
 from lockstep.runtime.processes import die_with_parent
 from lockstep.runtime.variables import PROFILE, TRACK, environment_variable
 
@@ -29,22 +23,9 @@ def main(args: argparse.Namespace, rest: list[str]) -> int:
     if args.parent:
         die_with_parent(args.parent)
     request = read_script_request(args, args.file, rest)
-    for axis in ("shard", "tensor", "pipeline"):
-        if size := vars(args)[f"layout.{axis}"]:
-            os.environ[environment_variable(f"layout.{axis}")] = str(
-                size
-            )  # for the Sessions of the workers
-    if args.track:
-        os.environ[TRACK] = ",".join(args.track)
-    if args.profile:
-        os.environ[PROFILE] = args.profile
-    code = run_as_worker(request, args.workers)
-    if code is not None:
-        return code
+    for_sessions = {environment_variable(key[2:]): vars(args)[key[2:]] for key in LAYOUT_OPTIONS}
+    for_sessions |= {TRACK: ",".join(args.track), PROFILE: args.profile}
+    os.environ.update({name: str(value) for name, value in for_sessions.items() if value})
     if asks_for_help(rest):
         os.execv(sys.executable, [sys.executable, *request.script_words, *rest])
-    workers, _ = choose_worker_count(args.workers, None)
-    code = start_local_agent(request, None, workers, workers if request.restart == "all" else 1)
-    if args.profile and not (request.folder / "profile").exists():
-        log.warning("--profile %s: no Session has trained these steps", args.profile)
-    return code
+    return start_here(request, args.workers)

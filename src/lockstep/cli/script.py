@@ -22,13 +22,14 @@ from typing import Any, get_args, get_type_hints
 
 from lockstep import log
 from lockstep.errors import UsageError
+from lockstep.layout import REPLICA_AXES
 from lockstep.runtime.environment import read_rank_info
 from lockstep.runtime.exit_report import worker_main
 from lockstep.runtime.worker_env import read_worker_env
 
 # Lockstep's options that may also follow FILE.py; the script's arguments start at the first other
 # word.
-LAYOUT_OPTIONS = ("--layout.shard", "--layout.tensor", "--layout.pipeline")
+LAYOUT_OPTIONS = tuple(f"--layout.{axis}" for axis in REPLICA_AXES)
 OPTIONS_AFTER_SCRIPT = (
     "--workers",
     "--min",
@@ -347,14 +348,17 @@ def read_sources(file: Path, module: str = "") -> list[ast.Module]:
 
 def imported_paths(path: Path, tree: ast.Module, folder: Path) -> Iterator[Path]:
     """Yield where the module in `path` would find what it imports, without the end of the name."""
+    for level, name in imports_of(tree):
+        yield from prefixes(path.parents[level - 1] if level else folder, name)
+
+
+def imports_of(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yield (level, "a.b") of `import a.b` and of `from a import b`; level: its leading dots."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield from prefixes(folder, alias.name)
+            yield from ((0, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            base = path.parents[node.level - 1] if node.level else folder
-            for alias in node.names:
-                yield from prefixes(base, f"{node.module or ''}.{alias.name}")
+            yield from ((node.level, f"{node.module or ''}.{alias.name}") for alias in node.names)
 
 
 def prefixes(folder: Path, module: str) -> list[Path]:
@@ -362,22 +366,15 @@ def prefixes(folder: Path, module: str) -> list[Path]:
     return list(accumulate(filter(None, module.split(".")), Path.joinpath, initial=folder))[1:]
 
 
-def opens_session(module: ast.Module) -> bool:
-    """Return whether an imported module imports lockstep and names what joins the workers."""
-    names = {getattr(node, "id", "") or getattr(node, "attr", "") for node in ast.walk(module)}
-    return imports_lockstep(module) and bool(names & {"Session", "ElasticRuntime"})
-
-
 def imports_lockstep(script: ast.Module) -> bool:
     """Return whether the script itself imports lockstep, anywhere."""
-    names = [
-        alias.name
-        for node in ast.walk(script)
-        if isinstance(node, ast.Import)
-        for alias in node.names
-    ]
-    names += [node.module or "" for node in ast.walk(script) if isinstance(node, ast.ImportFrom)]
-    return any(name.partition(".")[0] == "lockstep" for name in names)
+    return any(name.partition(".")[0] == "lockstep" for _, name in imports_of(script))
+
+
+def opens_session(module: ast.Module) -> bool:
+    """Return whether an imported module imports lockstep and names what joins the workers."""
+    names = map(name_of, ast.walk(module))
+    return imports_lockstep(module) and not {"Session", "ElasticRuntime"}.isdisjoint(names)
 
 
 def session_folder(script: ast.Module) -> str:
@@ -385,52 +382,39 @@ def session_folder(script: ast.Module) -> str:
     Session("a"), Session(Path("a")), or the name of a constant or of a parameter with a default."""
     functions = [node for node in ast.walk(script) if isinstance(node, ast.FunctionDef)]
     for scope in [*functions, script]:
-        texts = dict(constants(script)) | dict(constants(scope))
+        texts = constants(script) | constants(scope)
         for node in ast.walk(scope):
-            if isinstance(node, ast.Call) and "Session" in (
-                getattr(node.func, "id", ""),
-                getattr(node.func, "attr", ""),
-            ):
-                arguments = [
-                    *node.args[:1],
-                    *(keyword.value for keyword in node.keywords if keyword.arg == "out"),
-                ]
-                folders = [
-                    text_of(argument) or texts.get(getattr(argument, "id", ""), "")
-                    for argument in arguments
-                ]
-                if folders and folders[0]:
-                    return folders[0]
+            if isinstance(node, ast.Call) and name_of(node.func) == "Session":
+                named = [keyword.value for keyword in node.keywords if keyword.arg == "out"]
+                for argument in [*node.args, *named][:1]:
+                    if text := text_of(argument) or texts.get(getattr(argument, "id", "")):
+                        return text
     return ""
 
 
-def constants(scope: ast.AST) -> Iterator[tuple[str, str]]:
-    """Yield (name, text) of a function's literal defaults, or of a module's constants."""
-    pairs: list[tuple[str, ast.AST | None]] = []
+def constants(scope: ast.AST) -> dict[str, str]:
+    """Return a function's defaults, or a module's constants, that are literal texts, by name."""
+    pairs: list[tuple[Any, ast.AST | None]] = []
     if isinstance(scope, ast.FunctionDef):
-        positional = [*scope.args.posonlyargs, *scope.args.args]
-        last = positional[len(positional) - len(scope.args.defaults) :]
-        defaults = [*scope.args.defaults, *scope.args.kw_defaults]
-        pairs = [
-            (parameter.arg, default)
-            for parameter, default in zip([*last, *scope.args.kwonlyargs], defaults, strict=True)
-        ]
+        given = scope.args
+        positional = [*given.posonlyargs, *given.args][::-1]
+        pairs = [*zip(positional, given.defaults[::-1], strict=False)]
+        pairs += zip(given.kwonlyargs, given.kw_defaults, strict=True)
     elif isinstance(scope, ast.Module):
-        pairs = [
-            (getattr(node.targets[0], "id", ""), node.value)
-            for node in scope.body
-            if isinstance(node, ast.Assign)
-        ]
-    yield from ((name, text_of(value)) for name, value in pairs if name and text_of(value))
+        assigned = [node for node in scope.body if isinstance(node, ast.Assign)]
+        pairs = [(node.targets[0], node.value) for node in assigned]
+    return {name_of(target): text for target, value in pairs if (text := text_of(value))}
+
+
+def name_of(node: ast.AST) -> str:
+    """Return the name of a variable, an attribute or a parameter; "" of anything else."""
+    names = (getattr(node, key, "") for key in ("id", "attr", "arg"))
+    return next(filter(None, names), "")
 
 
 def text_of(node: ast.AST | None) -> str:
     """Return the text of "text" or Path("text"); "" for anything else."""
-    if (
-        isinstance(node, ast.Call)
-        and getattr(node.func, "id", "") == "Path"
-        and len(node.args) == 1
-    ):
+    if isinstance(node, ast.Call) and name_of(node.func) == "Path" and len(node.args) == 1:
         node = node.args[0]
     return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
 

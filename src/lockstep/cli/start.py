@@ -33,12 +33,13 @@ from lockstep.config.schema import ResolvedRun, RunConfig
 from lockstep.elastic.protocol.decisions import FIXED
 from lockstep.elastic.run_folder import remove_untrained_run
 from lockstep.errors import UsageError
-from lockstep.layout import Layout, choose_layout
+from lockstep.layout import choose_layout
 from lockstep.log import log, set_up_logging
 from lockstep.runtime.environment import check_worker_count, default_worker_count, read_rank_info
 from lockstep.runtime.exit_report import worker_main
 from lockstep.runtime.session_start import StartAgainError
 from lockstep.runtime.signals import STOP_EXIT_CODES, SignalInbox
+from lockstep.runtime.variables import PROFILE
 from lockstep.runtime.worker_env import read_worker_env
 from lockstep.tasks.layout_limits import layout_limits
 
@@ -46,20 +47,25 @@ if TYPE_CHECKING:
     from lockstep.elastic.runtime import ElasticRuntime
 
 
-def run_as_worker(request: RunRequest, workers: int | None) -> int | None:
-    """Be a worker if a launcher started this process as one; return the exit code, or None."""
+def start_here(request: RunRequest, given: int | None) -> int:
+    """Be a worker if a launcher started this process as one, else the agent of this machine alone;
+    return the exit code. given: number of workers."""
     if worker_env := read_worker_env(os.environ):
         from lockstep.cli.worker import run_under_agent  # loads torch: for workers only
 
         return run_under_agent(request, worker_env)
     rank_info, description = read_rank_info(os.environ)
-    if rank_info is None:
-        return None
-    request.validate()
-    refuse_other_worker_count(workers, rank_info.size, description)
-    from lockstep.cli.worker import run_worker  # loads torch: for workers only
+    run = request.validate()
+    if rank_info:
+        refuse_other_worker_count(given, rank_info.size, description)
+        from lockstep.cli.worker import run_worker  # loads torch: for workers only
 
-    return worker_main(lambda: run_worker(request))
+        return worker_main(lambda: run_worker(request))
+    workers, reason = choose_worker_count(given, run)
+    refuse_layout(run, workers, reason)
+    least = workers if request.restart == "all" else workers_per_replica(run)
+    config = AgentConfig.for_this_machine(workers, least, max_workers(run, workers))
+    return start_agent(request, run, config)
 
 
 def run_in_group(
@@ -92,16 +98,6 @@ def run_in_group(
             return function(runtime)
 
     return worker_main(run)
-
-
-def start_local_agent(
-    request: RunRequest, run: RunConfig | None, workers: int, min_workers: int
-) -> int:
-    """Be the agent of a run on this machine alone; return the exit code of the run."""
-    config = AgentConfig.for_this_machine(
-        workers, min_workers=min_workers, max_workers=max_workers(run, workers)
-    )
-    return start_agent(request, run, config)
 
 
 def start_agent(request: RunRequest, run: RunConfig | None, config: AgentConfig) -> int:
@@ -145,6 +141,8 @@ def start_agent(request: RunRequest, run: RunConfig | None, config: AgentConfig)
         raise again
     if text:
         print(text, file=sys.stderr, flush=True)
+    if (steps := os.environ.get(PROFILE)) and not (request.folder / "profile").exists():
+        log.warning("--profile %s: no Session has trained these steps", steps)
     with SignalInbox():  # a late signal does not change the exit code
         write_at_end(request.folder, env.host, is_preempted=code == STOP_EXIT_CODES["SIGTERM"])
     return code
@@ -166,7 +164,7 @@ def choose_worker_count(given: int | None, run: RunConfig | None) -> tuple[int, 
 
 
 def workers_per_replica(run: RunConfig | None) -> int:
-    return asked_layout(run).workers_per_replica if run else 1
+    return run.layout.axes.workers_per_replica if run else 1
 
 
 def max_workers(run: RunConfig | None, workers: int) -> int:
@@ -177,16 +175,12 @@ def max_workers(run: RunConfig | None, workers: int) -> int:
     )
 
 
-def asked_layout(run: RunConfig) -> Layout:
-    return Layout(run.layout.replicate, run.layout.shard, run.layout.tensor, run.layout.pipeline)
-
-
 def refuse_layout(run: RunConfig | None, workers: int, where: str) -> None:
     """UsageError, with the nearest valid layouts, if the layout does not suit `workers`
     processes."""
     if run is None:
         return
-    layout, most = asked_layout(run), max_workers(run, workers)
+    layout, most = run.layout.axes, max_workers(run, workers)
     least = layout.workers_per_replica
     if (least == 1 or run.diloco.learners) and not least <= workers <= most:
         key, leaves = (
@@ -236,14 +230,19 @@ class RunRequest:
     values: list[
         str
     ]  # words `--section.key VALUE`, flags of the function, or arguments of the script
-    flags: dict[str, str]  # `values`, parsed
     overrides: tuple[str, ...] = ()  # the KEY=VALUE words of --override
     restart: str = "one"  # workers to restart when a script loses one: "one" or "all"
     module: str = ""  # name of the whole script for python -m; "": python FILE.py
     is_folder_given: bool = False  # by --out, for a whole script
-    follows_session: bool = (
-        False  # a Session in a whole script may ask for a start under an agent, or in its folder
-    )
+    # A Session in a whole script may ask for a start under an agent, or in its folder
+    follows_session: bool = False
+
+    @property
+    def flags(self) -> dict[str, str]:
+        """`values` by name. ConfigError."""
+        if self.is_whole_script:
+            return {"arguments": shlex.join(self.values)}
+        return parse_flags(self.values)
 
     @property
     def is_whole_script(self) -> bool:
@@ -309,6 +308,9 @@ def read_request(args: argparse.Namespace, rest: list[str]) -> RunRequest:
         refuse_run_options(args, script)
     if script.endswith(".py"):
         return read_script_request(args, script, rest)
+    if restart := vars(args).get("restart"):
+        what = f"--restart {restart} applies to a script only"
+        raise UsageError(what, "command line", "write lockstep launch FILE.py")
     run_file = find_run_file(Path(args.target)) if args.target and not script else None
     folder = args.out or Path("runs") / (run_file.stem if run_file else "default")
     return RunRequest(
@@ -317,7 +319,6 @@ def read_request(args: argparse.Namespace, rest: list[str]) -> RunRequest:
         folder,
         args.resume,
         rest,
-        parse_flags(rest),
         tuple(args.override),
     )
 
@@ -341,7 +342,6 @@ def read_script_request(args: argparse.Namespace, name: str, arguments: list[str
         folder,
         "auto",
         arguments,
-        {"arguments": shlex.join(arguments)},
         restart=restart,
         module=module,
         is_folder_given=args.out is not None,

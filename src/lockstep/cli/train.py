@@ -4,14 +4,7 @@ import argparse
 import os
 
 from lockstep.cli.plan import with_planned_layout
-from lockstep.cli.start import (
-    choose_worker_count,
-    read_request,
-    refuse_layout,
-    run_as_worker,
-    start_local_agent,
-    workers_per_replica,
-)
+from lockstep.cli.start import read_request, start_here
 from lockstep.config.saved_run import format_run
 from lockstep.runtime.variables import PROFILE
 
@@ -25,10 +18,4 @@ def main(args: argparse.Namespace, rest: list[str]) -> int:
         return 0
     if args.layout == "auto":
         request = with_planned_layout(request, args.workers)
-    code = run_as_worker(request, args.workers)
-    if code is not None:
-        return code
-    run = request.validate()
-    workers, reason = choose_worker_count(args.workers, run)
-    refuse_layout(run, workers, reason)
-    return start_local_agent(request, run, workers, workers_per_replica(run))
+    return start_here(request, args.workers)

@@ -319,22 +319,19 @@ def of_open_files(hosts: Sequence[HostFacts]) -> Iterator[Verdict]:
 
 
 def of_bandwidth(hosts: Sequence[HostFacts]) -> Iterator[Verdict]:
-    rates = {
-        (host.host, name): peer.bytes_per_s
-        for host in hosts
-        for name, peer in host.peers.items()
-        if peer.bytes_per_s
-    }
-    slow = {
-        pair[0]: f"{format_rate(rate)} to {pair[1]}"
-        for pair, rate in rates.items()
-        if rate < SLOW_LINK_BYTES_PER_S
-    }
-    pairs = [PairTimes((0, 1), pair, {1_000_000: 1e6 / rate}) for pair, rate in rates.items()]
+    slow = {}
+    pairs = []
+    for host in hosts:
+        for name, peer in host.peers.items():
+            rate = peer.bytes_per_s
+            if 0 < rate < SLOW_LINK_BYTES_PER_S:
+                slow[host.host] = f"{format_rate(rate)} to {name}"
+            if rate:
+                pairs.append(PairTimes((0, 1), (host.host, name), {1_000_000: 1e6 / rate}))
     slow |= {link.hosts[0]: str(link) for link in slow_links(pairs)}
-    for host, what in slow.items():
+    for slow_host, what in slow.items():
         hint = "check cable, switch and interface; all pairs: lockstep bench comm"
-        yield host, WARN, what, "measured to the next host of the list", hint
+        yield slow_host, WARN, what, "measured to the next host of the list", hint
 
 
 def of_gpus(hosts: Sequence[HostFacts]) -> Iterator[Verdict]:
@@ -363,25 +360,20 @@ def used_mib(gpu: str) -> int:
 def report(hosts: Sequence[HostFacts], found: Iterable[Finding]) -> str:
     """Return one line per check and host, then the findings, then what follows."""
     found = list(found)
-    levels = {
-        (item.check, item.host): item.level
-        for item in sorted(found, key=lambda item: item.level, reverse=True)
-    }
-    names = list(dict.fromkeys([*(host.host for host in hosts), *(item.host for item in found)]))
+    by_level = sorted(found, key=lambda item: item.level, reverse=True)
+    levels = {(item.check, item.host): item.level for item in by_level}
     values = {host.host: values_of(host) for host in hosts}
+    names = list(dict.fromkeys([*values, *(item.host for item in found)]))
     width = max(map(len, names))
     lines = []
-    for check, name in ((check, name) for check in values_of(HostFacts("")) for name in names):
-        level = levels.get((check, name), "ok" if name in values else "-")
-        lines.append(
-            f"{level:<4}  {check:<9}  {name:<{width}}  {values.get(name, {}).get(check, '')}".rstrip()
-        )
-    failed = sum(item.level == "FAIL" for item in found)
-    end = (
-        f"{failed} of {len(found)} findings keep a run from starting"
-        if failed
-        else "a run can start on these hosts"
-    )
+    for check in values_of(HostFacts("")):
+        for name in names:
+            level = levels.get((check, name), "ok" if name in values else "-")
+            value = values.get(name, {}).get(check, "")
+            lines.append(f"{level:<4}  {check:<9}  {name:<{width}}  {value}".rstrip())
+    end = "a run can start on these hosts"
+    if failed := sum(item.level == FAIL for item in found):
+        end = f"{failed} of {len(found)} findings keep a run from starting"
     return "\n".join([*lines, "", *map(str, found), *[""][: len(found)], end])
 
 
@@ -394,13 +386,10 @@ def values_of(host: HostFacts) -> dict[str, str]:
         if peer.bytes_per_s
     ]
     free = f"{format_bytes(host.free_bytes)} free, " if host.free_bytes < UNLIMITED else ""
-    versions = {
-        **host.versions,
-        "torch": host.fingerprint.get("torch", ""),
-        "lockstep": host.fingerprint.get("lockstep", ""),
-    }
+    own = {name: host.fingerprint[name] for name in ("torch", "lockstep") if host.fingerprint}
+    versions = (host.versions | own).items()
     return {
-        "versions": ", ".join(f"{name} {text}" for name, text in versions.items() if text),
+        "versions": ", ".join(f"{name} {text}" for name, text in versions),
         "interface": f"{host.address} on {host.interface}",
         "ports": f"{len(reached)} of {len(host.peers)} other hosts reached",
         "bandwidth": ", ".join(rates) or "not measured",

@@ -34,20 +34,15 @@ def gather(host: Host, address: str, run: str) -> HostFacts:
     facts = replace(
         facts, variables={name: os.environ[name] for name in INTERFACES if os.environ.get(name)}
     )
-    for check, gather_check in {
-        "interface": interface,
-        "ports": ports,
-        "folder": probe_folder,
-        "versions": versions,
-    }.items():
+    checks = {"interface": interface, "ports": ports, "folder": probe_folder, "versions": versions}
+    for check, gather_check in checks.items():
         try:
             facts = replace(facts, **gather_check(facts))
-        except LockstepError as error:
-            facts = with_error(facts, check, error.what)
         except Exception as error:  # torch that cannot be imported raises any error
-            facts = with_error(
-                facts, check, f"{type(error).__name__}: {getattr(error, 'strerror', None) or error}"
-            )
+            what = f"{type(error).__name__}: {getattr(error, 'strerror', None) or error}"
+            if isinstance(error, LockstepError):
+                what = error.what
+            facts = with_error(facts, check, what)
     return replace(facts, **limits())
 
 
@@ -82,11 +77,8 @@ def versions(facts: HostFacts) -> dict[str, Any]:
 
     torch.set_num_threads(1)  # compute.num_threads
     driver_gpus = nvidia_smi()
-    gpus = (
-        [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-        if torch.cuda.is_available()
-        else []
-    )
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpus = [torch.cuda.get_device_name(index) for index in range(count)]
     errors = dict(facts.errors)
     if driver_gpus and not gpus:
         errors["gpu"] = (
@@ -110,30 +102,22 @@ def versions(facts: HostFacts) -> dict[str, Any]:
 def nvidia_smi() -> list[str]:
     """Return "NAME, driver VERSION, N MiB used" of each GPU; [] without the tool."""
     tool = shutil.which("nvidia-smi")
-    lines = (
-        subprocess.run(
-            [tool, *QUERY], capture_output=True, text=True, check=False, timeout=20
-        ).stdout.splitlines()
-        if tool
-        else []
-    )
-    return [
-        f"{name}, driver {driver}, {used} used"
-        for name, driver, used in (line.split(", ") for line in lines if line.count(", ") == 2)
-    ]
+    if not tool:
+        return []
+    done = subprocess.run([tool, *QUERY], capture_output=True, text=True, check=False, timeout=20)
+    rows = (line.split(", ") for line in done.stdout.splitlines() if line.count(", ") == 2)
+    return [f"{name}, driver {driver}, {used} used" for name, driver, used in rows]
 
 
 def limits() -> dict[str, Any]:
-    memory = [
-        (os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "this machine"),
-        *cgroup_limits(),
-    ]
+    own_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory = [(own_bytes, "this machine"), *cgroup_limits()]
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
     memory += [(soft, "RLIMIT_AS (ulimit -v)")] if soft != resource.RLIM_INFINITY else []
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return dict(zip(("memory_bytes", "memory_source"), min(memory), strict=True)) | {
-        "open_files": files if files >= 0 else 1 << 20
-    }
+    size, source = min(memory)
+    open_files = files if files >= 0 else 1 << 20
+    return {"memory_bytes": size, "memory_source": source, "open_files": open_files}
 
 
 def cgroup_limits(
@@ -145,15 +129,14 @@ def cgroup_limits(
         _, controllers, path = line.split(":", 2)
         if controllers not in ("", "memory"):
             continue
-        base, name = (
-            (top / "memory", "memory.limit_in_bytes") if controllers else (top, "memory.max")
-        )
+        base = top / controllers
+        name = "memory.limit_in_bytes" if controllers else "memory.max"
         group = base / path.lstrip("/")
-        for file in (
-            folder / name for folder in (group, *group.parents) if folder.is_relative_to(base)
-        ):
-            if file.exists() and (text := file.read_text().strip()).isdecimal():
-                found.append((int(text), str(file)))
+        for folder in (group, *group.parents):
+            file = folder / name
+            if folder.is_relative_to(base) and file.exists():
+                text = file.read_text().strip()
+                found += [(int(text), str(file))] if text.isdecimal() else []
     return found
 
 
@@ -167,10 +150,12 @@ def form_group(rank: int, size: int, address: str, master: str, port: int) -> st
     from lockstep.runtime.environment import RankInfo
     from lockstep.runtime.rendezvous import init_static_group, rendezvous
 
-    info, start_s = RankInfo(rank, size, 0, 1, master, port, "lockstep doctor"), time.perf_counter()
+    name = "lockstep doctor"
+    info = RankInfo(rank, size, 0, 1, master, port, name)
+    start_s = time.perf_counter()
     os.environ["GLOO_SOCKET_IFNAME"] = interface_with_address(address)  # as lockstep launch does
     device, _ = select_device(None)
-    init_static_group(info, rendezvous(info, 30.0, "lockstep doctor"), device, 30.0)
+    init_static_group(info, rendezvous(info, 30.0, name), device, 30.0)
     dist.all_reduce(torch.ones(1, device=device))
     if device.type == "cuda":
         torch.cuda.synchronize()

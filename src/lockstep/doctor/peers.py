@@ -23,6 +23,7 @@ from lockstep.doctor.findings import SHARED_ADDRESS, HostFacts, PeerFacts
 from lockstep.doctor.gather import form_group, gather, with_error
 from lockstep.doctor.probes import Probes, probes_of
 from lockstep.errors import LockstepError, UsageError
+from lockstep.runtime.exit_report import error_summary
 from lockstep.runtime.sockets import source_address
 
 FIRST_PORT, PORTS = 20_000, 10_000  # below the ports that Linux gives to outgoing connections
@@ -112,11 +113,7 @@ class Meeting(ThreadingTCPServer):
                     self.known[peer.name] = facts_of_peer
                     self.stages[peer.name] = answer["stage"]
                 except (OSError, ValueError, LookupError) as failure:
-                    error = (
-                        "timed out"
-                        if isinstance(failure, TimeoutError)
-                        else (getattr(failure, "strerror", None) or str(failure)).lower()
-                    )
+                    error = (getattr(failure, "strerror", None) or str(failure)).lower()
                     has_left = isinstance(failure, ConnectionError) and self.stages[peer.name] > 0
                 if has_left and self.stages[peer.name] >= GROUPED:
                     self.stages[peer.name] = READ  # its facts are complete
@@ -226,10 +223,7 @@ def try_group(meeting: Meeting, hosts: Sequence[Host], rank: int) -> HostFacts:
         return facts
     port = {host.host: host.master_port for host in everyone}[hosts[0].name]
     try:
-        return replace(
-            facts, group=form_group(rank, len(hosts), facts.address, hosts[0].reached_at, port)
-        )
-    except LockstepError as error:
-        return with_error(facts, "group", error.what)
-    except RuntimeError as error:
-        return with_error(facts, "group", str(error).partition("\n")[0])
+        group = form_group(rank, len(hosts), facts.address, hosts[0].reached_at, port)
+    except (LockstepError, RuntimeError) as error:
+        return with_error(facts, "group", error_summary(error))
+    return replace(facts, group=group)

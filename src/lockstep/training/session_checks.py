@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lockstep.errors import UsageError
-from lockstep.layout import Layout
+from lockstep.layout import REPLICA_AXES, Layout
 from lockstep.network.wire_format import Wire
 from lockstep.parallel.gradient_watch import Unused
 from lockstep.parallel.running_statistics import BufferKinds
@@ -101,7 +101,7 @@ def choose_backends(track: Sequence[str]) -> list[str]:
 def refuse_ineffective_variables(environ: Mapping[str, str]) -> None:
     """UsageError for variables of Lockstep that a Session does not read: values of recipes, or
     typos."""
-    axes = [environment_variable(f"layout.{axis}") for axis in ("shard", "tensor", "pipeline")]
+    axes = [environment_variable(f"layout.{axis}") for axis in REPLICA_AXES]
     known = [*RESERVED_VARIABLES, *axes]
     if others := unknown_variables(environ, known):
         near = get_close_matches(others[0], known, n=1)

@@ -112,21 +112,6 @@ class Declared:
     loaders: list[tuple[Loader, str]] = field(default_factory=list)
     learners: Learners | None = None
 
-    def add_model(
-        self,
-        model: PreparedModel,
-        optimizers: Sequence[torch.optim.Optimizer],
-        *,
-        splits: dict[str, Any],
-        init: InitialValues | None,
-        bits: dict[str, str],
-    ) -> None:
-        self.model = model
-        self.optimizers = optimizers
-        self.splits = splits
-        self.init = init
-        self.bits = bits
-
     @property
     def is_staged(self) -> bool:
         """Whether the model runs the stages of a pipeline itself, and returns its loss."""

@@ -154,7 +154,7 @@ def launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     calls: list[Any] = []
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(
-        "lockstep.cli.launch.run_on_all_hosts", lambda commands: calls.extend(commands) or 0
+        "lockstep.agent.hosts.run_on_all_hosts", lambda commands: calls.extend(commands) or 0
     )
     monkeypatch.setattr(
         "lockstep.cli.launch.start_agent",
