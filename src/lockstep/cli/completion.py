@@ -5,7 +5,7 @@ import argparse
 import shlex
 from collections.abc import Iterator
 
-from jinja2 import Environment
+from jinja2 import Environment, StrictUndefined
 
 from lockstep.cli.options import COMMANDS, RUN_COMMANDS, build_parser
 from lockstep.config.resolve import recipes
@@ -49,7 +49,9 @@ complete -c lockstep -n '__fish_seen_subcommand_from {{ names | join(" ") }}'
 def main(args: argparse.Namespace, rest: list[str]) -> int:
     words = list(known_words())
     options = {name: [word[1] for word in words if name in word[0]] for name in COMMANDS}
-    environment = Environment(trim_blocks=True, keep_trailing_newline=True)
+    environment = Environment(
+        trim_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined
+    )
     environment.filters["quote"] = shlex.quote
     script = environment.from_string({"bash": BASH, "zsh": ZSH, "fish": FISH}[args.shell])
     print(script.render(commands=COMMANDS, words=words, options=options), end="")
