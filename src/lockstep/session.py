@@ -397,7 +397,8 @@ class Session:
             yield self.step
             self.step += run.replicas.commit_steps
             end = run.end_step(self.step)
-            unsaved.look(saves=end.is_last or run.checkpointer.due(self.step))
+            if unsaved:
+                unsaved.look(saves=end.is_last or run.checkpointer.due(self.step))
             run.save_if_due(self.step, is_last=end.is_last)
             if end.why:
                 log.info("%s: step %d of %d is the last one", end.why, self.step, total)

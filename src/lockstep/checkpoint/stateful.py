@@ -8,6 +8,7 @@ state.ema.w                  one of its tensors
 import gc
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -15,7 +16,12 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from lockstep.checkpoint.json_tree import JSON_SUFFIX, differing_paths, pack, unpack
-from lockstep.checkpoint.state_dict import Model, named_tensors
+from lockstep.checkpoint.state_dict import (
+    Model,
+    OptimizedParameters,
+    named_tensors,
+    optimizer_parameters,
+)
 from lockstep.errors import CheckpointError, UsageError
 from lockstep.units import join_names
 
@@ -94,93 +100,92 @@ def plain_values(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
                 yield from plain_values(value, f"{path}.{key}".lstrip("."))
 
 
-def describe_groups(
-    model: Model, optimizers: Sequence[torch.optim.Optimizer]
-) -> list[dict[str, Any]]:
-    """Return class and parameter groups of each optimizer, with names in place of parameters."""
-    names = {id(tensor): name for name, tensor in named_tensors(model).items()}
+@dataclass(frozen=True)
+class Trained:
+    """What training changes: a model, its optimizers, and other objects by name."""
 
-    def values(group: Mapping[str, Any]) -> dict[str, Any]:
-        return {
-            key: [names[id(p)] for p in value] if key == "params" else value
-            for key, value in group.items()
-        }
+    model: Model
+    optimizers: Sequence[torch.optim.Optimizer]
+    state: Mapping[str, Stateful]
 
-    return [
-        {
-            "class": type(optimizer).__name__,
-            "groups": [values(group) for group in optimizer.param_groups],
-        }
-        for optimizer in optimizers
-    ]
+    def parameters(self) -> OptimizedParameters:
+        """Return the parameters of the optimizers. CheckpointError for those of another model."""
+        return optimizer_parameters(self.model, self.optimizers)
 
+    def param_groups(self) -> list[dict[str, Any]]:
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
-def pack_extra_state(
-    model: Model, optimizers: Sequence[torch.optim.Optimizer], state: Mapping[str, Stateful]
-) -> dict[str, Tensor]:
-    tensors = pack(GROUPS, describe_groups(model, optimizers))
-    for name, value in state.items():
-        tensors |= pack(f"state.{name}", value.state_dict())
-    return tensors
+    def trained_names(self) -> list[str]:
+        named = named_tensors(self.model).items()
+        return [name for name, tensor in named if tensor.requires_grad]
 
+    def describe_groups(self) -> list[dict[str, Any]]:
+        """Return class and parameter groups of each optimizer, with names in place of
+        parameters."""
+        names = {id(tensor): name for name, tensor in named_tensors(self.model).items()}
 
-def extra_state_problems(
-    model: Model,
-    optimizers: Sequence[torch.optim.Optimizer],
-    state: Mapping[str, Stateful],
-    tensors: Mapping[str, Tensor],
-) -> list[str]:
-    """Return why loaded tensors do not fit this state, one line per kind of problem."""
-    names = {name.removesuffix(JSON_SUFFIX) for name in tensors if name.endswith(JSON_SUFFIX)}
-    texts = {name for name in names if name == GROUPS or name.startswith("state.")}
-    expected = {GROUPS, *(f"state.{name}" for name in state)}
-    lines = []
-    if missing := sorted(expected - texts):
-        lines.append(f"missing in the checkpoint: {join_names(missing)}")
-    if unexpected := sorted(texts - expected):
-        lines.append(
-            f"in the checkpoint, but not in session.state(name=object): {join_names(unexpected)}"
+        def values(group: dict[str, Any]) -> dict[str, Any]:
+            return group | {"params": [names[id(p)] for p in group["params"]]}
+
+        return [
+            {
+                "class": type(optimizer).__name__,
+                "groups": [values(group) for group in optimizer.param_groups],
+            }
+            for optimizer in self.optimizers
+        ]
+
+    def pack(self) -> dict[str, Tensor]:
+        """Return the parameter groups and the registered state as tensors."""
+        tensors = pack(GROUPS, self.describe_groups())
+        for name, value in self.state.items():
+            tensors |= pack(f"state.{name}", value.state_dict())
+        return tensors
+
+    def problems(self, tensors: Mapping[str, Tensor]) -> list[str]:
+        """Return why loaded tensors do not fit, one line per kind of problem."""
+        names = {name.removesuffix(JSON_SUFFIX) for name in tensors if name.endswith(JSON_SUFFIX)}
+        texts = {name for name in names if name == GROUPS or name.startswith("state.")}
+        expected = {GROUPS, *(f"state.{name}" for name in self.state)}
+        lines = []
+        if missing := sorted(expected - texts):
+            lines.append(f"missing in the checkpoint: {join_names(missing)}")
+        if unexpected := sorted(texts - expected):
+            lines.append(
+                f"in the checkpoint, but not in session.state(name=object): {join_names(unexpected)}"
+            )
+        if GROUPS not in texts:
+            return lines
+        described = unpack(GROUPS, tensors), self.describe_groups()
+        classes, own_classes = (", ".join(o["class"] for o in listed) for listed in described)
+        parameters, own_parameters = (
+            [[group["params"] for group in optimizer["groups"]] for optimizer in listed]
+            for listed in described
         )
-    if GROUPS not in texts:
+        if classes != own_classes:
+            lines.append(f"the checkpoint's optimizers are {classes}, this run's {own_classes}")
+        elif parameters != own_parameters:
+            lines.append(
+                f"the parameter groups of {classes} hold other parameters than in the checkpoint"
+            )
         return lines
-    saved, current = unpack(GROUPS, tensors), describe_groups(model, optimizers)
-    classes, own_classes = (
-        ", ".join(optimizer["class"] for optimizer in described) for described in (saved, current)
-    )
-    parameters, own_parameters = (
-        [[group["params"] for group in optimizer["groups"]] for optimizer in described]
-        for described in (saved, current)
-    )
-    if classes != own_classes:
-        lines.append(f"the checkpoint's optimizers are {classes}, this run's {own_classes}")
-    elif parameters != own_parameters:
-        lines.append(
-            f"the parameter groups of {classes} hold other parameters than in the checkpoint"
-        )
-    return lines
 
-
-def load_extra_state(
-    model: Model,
-    optimizers: Sequence[torch.optim.Optimizer],
-    state: Mapping[str, Stateful],
-    tensors: Mapping[str, Tensor],
-) -> None:
-    """Set parameter groups and registered state from loaded tensors without `extra_state_problems`.
-    CheckpointError when load_state_dict of an object does not restore the saved state."""
-    for optimizer, saved in zip(optimizers, unpack(GROUPS, tensors), strict=True):
-        for group, values in zip(optimizer.param_groups, saved["groups"], strict=True):
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Set parameter groups and registered state from loaded tensors without `problems`.
+        CheckpointError when load_state_dict of an object does not restore the saved state."""
+        saved = (group for optimizer in unpack(GROUPS, tensors) for group in optimizer["groups"])
+        for group, values in zip(self.param_groups(), saved, strict=True):
             for key, value in values.items():
                 if isinstance(value, Tensor) and isinstance(group.get(key), Tensor):
                     group[key].copy_(value)
                 elif key != "params":
                     group[key] = value
-    for name, value in state.items():
-        path = f"state.{name}"
-        value.load_state_dict(unpack(path, tensors, pack(path, value.state_dict())))
-        if wrong := differing_paths(path, pack(path, value.state_dict()), tensors):
-            raise CheckpointError(
-                f"{path} ({type(value).__name__}) differs from the saved state after load_state_dict: {join_names(wrong)}",
-                f"session.state(name=object), {type(value).__name__}.load_state_dict",
-                "let load_state_dict restore everything that state_dict returns",
-            )
+        for name, value in self.state.items():
+            path = f"state.{name}"
+            value.load_state_dict(unpack(path, tensors, pack(path, value.state_dict())))
+            if wrong := differing_paths(path, pack(path, value.state_dict()), tensors):
+                raise CheckpointError(
+                    f"{path} ({type(value).__name__}) differs from the saved state after load_state_dict: {join_names(wrong)}",
+                    f"session.state(name=object), {type(value).__name__}.load_state_dict",
+                    "let load_state_dict restore everything that state_dict returns",
+                )

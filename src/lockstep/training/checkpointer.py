@@ -157,7 +157,7 @@ class Checkpointer(TrainedState):
         """
         equal, run_folder = {**(fingerprints or {}), **(options or {})}, self.store.folder.parent
         runtime = self.runtime
-        constructed = trained_parameters.constructed_options(self.optimizers)
+        constructed = trained_parameters.constructed_options(self.trained)
         self.run_facts = {
             "fingerprints": dict(fingerprints or {}),
             "numerics": numerics.fingerprint(runtime.world.device),
@@ -215,7 +215,7 @@ class Checkpointer(TrainedState):
 
     def warn_if_trained_layers_changed(self) -> None:
         """Warn in the first step after a resume when it trains other layers than the last step."""
-        trained_parameters.warn_if_changed(self.facts.pop("trained", None), self.model)
+        trained_parameters.warn_if_changed(self.facts.pop("trained", None), self.trained)
 
     def follow_eval_mode(self, names: list[str]) -> None:
         """Write the modules in eval mode to each checkpoint. Warn if the resumed one has others."""
@@ -318,7 +318,7 @@ class Checkpointer(TrainedState):
             )
 
     def _refuse_nonfinite(self, step: int) -> None:
-        trained = trained_parameters.trained_names(self.model)
+        trained = self.trained.trained_names()
         refuse_nonfinite_state(self.state_dict(), trained, step, self.store.steps())
 
     def save_if_due(self, step: int) -> None:

@@ -8,7 +8,7 @@ import ast
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from lockstep.training.user_functions import Function, own_nodes
+from lockstep.training.user_functions import last_name, own_nodes, root_name
 from lockstep.units import words
 
 PRINTS = words("""
@@ -36,51 +36,47 @@ VIEWS = words("""
     parameters named_parameters buffers named_buffers modules children state_dict
     values items zip enumerate
 """)
-CONSTANTS = words("0 0.0 1 1.0 None False True [] {} set() list() dict() ()")
 GRADIENTS = words(".grad .data")
-LOADS = {
-    "torch.load",
-    "np.load",
-    "numpy.load",
-    "pd.read_csv",
-    "np.loadtxt",
-}  # of the first argument
-SAVES = {
-    "torch.save": 1,
-    "np.save": 0,
-    "numpy.save": 0,
-    "np.savez": 0,
-    "np.savetxt": 0,
-}  # where the path is
+# What opens a file: (mode, which argument is the path); of methods of a path.
+OPENERS = {
+    **dict.fromkeys(("torch.load", "np.load", "numpy.load", "pd.read_csv", "np.loadtxt"), ("r", 0)),
+    **dict.fromkeys(("np.save", "numpy.save", "np.savez", "np.savetxt"), ("w", 0)),
+    "torch.save": ("w", 1),
+}
+PATH_METHODS = {"read_text": "r", "read_bytes": "r", "write_text": "w", "write_bytes": "w"}
+PATHS = ("Path", "str", "fspath")
+OTHER_OPENERS = ("os", "Image", "gzip")
 Loop = ast.For | ast.AsyncFor | ast.While
 
 
 @dataclass(frozen=True)
 class LoopPath:
-    """A loop, and the statements behind it in each block around it, the innermost first."""
+    """A loop, and the statements behind it."""
 
     loop: Loop
-    following: tuple[Sequence[ast.stmt], ...]
+    following: list[ast.stmt]
 
 
 def find_loop(body: Sequence[ast.stmt], line: int) -> LoopPath | None:
     """Return the loop whose `for` line (or, of a `while`, whose body) holds the line."""
-    for i, statement in enumerate(body):
-        if not statement.lineno <= line <= (statement.end_lineno or 0):
-            continue
-        if isinstance(statement, Function | ast.ClassDef):
-            return None
-        rest = body[i + 1 :]
-        blocks = [getattr(statement, name, []) for name in ("body", "orelse", "finalbody")]
-        blocks += [
-            part.body for name in ("handlers", "cases") for part in getattr(statement, name, [])
-        ]
-        for block in blocks:
-            if (found := find_loop(block, line)) is not None:
-                return LoopPath(found.loop, (*found.following, rest))
-        if isinstance(statement, Loop):
-            return LoopPath(statement, (rest,))
-    return None
+    around = [node for node in own_nodes(body) if isinstance(node, Loop) and line in lines_of(node)]
+    if not around:
+        return None
+    loop = max(around, key=lambda node: node.lineno)
+    return LoopPath(loop, list(_behind(body, lines_of(loop)[-1])))
+
+
+def lines_of(node: ast.stmt) -> range:
+    return range(node.lineno, (node.end_lineno or node.lineno) + 1)
+
+
+def _behind(nodes: Iterable[ast.AST], line: int) -> Iterator[ast.stmt]:
+    """Yield the statements behind a line, each with those in it."""
+    for node in nodes:
+        if isinstance(node, ast.stmt) and node.lineno > line:
+            yield node
+        elif not isinstance(node, ast.stmt) or lines_of(node)[-1] > line:
+            yield from _behind(ast.iter_child_nodes(node), line)
 
 
 def assignments(
@@ -109,32 +105,6 @@ def filled_first(statement: ast.If) -> set[int]:
             ]
             return {id(target) for target in targets if is_same(target, checked)}
     return set()
-
-
-def ends_constant(body: Sequence[ast.stmt], label: str) -> bool:
-    """Return whether the last change of a variable in the body sets it to a constant, or clears
-    it."""
-    for statement in reversed(body):
-        for node in own_nodes([statement]):
-            match node:
-                case ast.Name(ctx=ast.Store()) | ast.Attribute(ctx=ast.Store()):
-                    if ast.unparse(node) == label:
-                        return isinstance(statement, ast.Assign) and is_constant(statement, label)
-                case ast.Call(ast.Attribute(owner, method)):
-                    if change_by(method) and ast.unparse(owner) == label:
-                        return isinstance(statement, ast.Expr) and method in ("clear", "zero_")
-    return False
-
-
-def is_constant(statement: ast.Assign, label: str) -> bool:
-    """Return whether an assignment gives the variable a constant."""
-    values = (
-        value
-        for target in statement.targets
-        for element, value in assignments(target, statement.value)
-        if value and ast.unparse(element) == label
-    )
-    return any(ast.unparse(value) in CONSTANTS for value in values)
 
 
 def extremes(statement: ast.If) -> Iterator[ast.expr]:
@@ -171,21 +141,6 @@ def chain(node: ast.AST) -> Iterator[ast.AST]:
     while isinstance(node, ast.Attribute | ast.Subscript | ast.Call):
         node = node.func if isinstance(node, ast.Call) else node.value
         yield node
-
-
-def root_name(node: ast.expr) -> str:
-    """Return `a` of `a.b.c`; "" of other expressions."""
-    while isinstance(node, ast.Attribute):
-        node = node.value
-    return node.id if isinstance(node, ast.Name) else ""
-
-
-def last_name(callee: ast.AST | None) -> str:
-    """Return `c` of `a.b.c`, and of `c`; "" of other expressions."""
-    match callee:
-        case ast.Name(name) | ast.Attribute(_, name):
-            return name
-    return ""
 
 
 def prints(callee: ast.expr) -> bool:
@@ -233,36 +188,26 @@ def is_whole(target: ast.expr) -> bool:
 def files_read_and_written(nodes: Iterable[ast.AST]) -> list[int]:
     """Return the lines that read a file whose path, as it is spelled, these statements also
     write."""
-    reads, writes = dict[str, int](), set[str]()
-    calls = (call for node in nodes for call in ast.walk(node) if isinstance(call, ast.Call))
-    for call in calls:
-        for path, mode in _opened(call):
-            if "r" in mode:
-                reads.setdefault(_spelled(path), call.lineno)
-            if "w" in mode:
-                writes.add(_spelled(path))
-    return sorted({line for path, line in reads.items() if path in writes})
+    calls = [call for node in nodes for call in ast.walk(node) if isinstance(call, ast.Call)]
+    opened = [(spelled(path), mode, call.lineno) for call in calls for path, mode in _opened(call)]
+    written = {path for path, mode, _ in opened if "w" in mode}
+    return sorted({line for path, mode, line in opened if "r" in mode and path in written})
 
 
 def _opened(call: ast.Call) -> Iterator[tuple[ast.expr, str]]:
     """Yield (path, "r", "w" or "rw") of the file that a call opens."""
+    mode, position = OPENERS.get(ast.unparse(call.func), ("", 0))
     match call:
         case ast.Call(ast.Name("open"), [path, *arguments]):
             yield path, _mode(arguments, call)
-        case ast.Call(ast.Attribute(path, "read_text" | "read_bytes")):
-            yield path, "r"
-        case ast.Call(ast.Attribute(path, "write_text" | "write_bytes")):
-            yield path, "w"
-        case ast.Call(ast.Attribute(ast.Name("os" | "Image" | "gzip"), "open")):
-            return
-        case ast.Call(ast.Attribute(path, "open"), arguments):
+        case ast.Call(ast.Attribute(path, method)) if method in PATH_METHODS:
+            yield path, PATH_METHODS[method]
+        case ast.Call(ast.Attribute(path, "open"), arguments) if (
+            root_name(path) not in OTHER_OPENERS
+        ):
             yield path, _mode(arguments, call)
-        case ast.Call(ast.Attribute(ast.Name(module), name), arguments):
-            called = f"{module}.{name}"
-            if called in LOADS and arguments:
-                yield arguments[0], "r"
-            elif called in SAVES and len(arguments) > SAVES[called]:
-                yield arguments[SAVES[called]], "w"
+        case ast.Call(_, arguments) if mode and len(arguments) > position:
+            yield arguments[position], mode
 
 
 def _mode(arguments: list[ast.expr], call: ast.Call) -> str:
@@ -273,10 +218,9 @@ def _mode(arguments: list[ast.expr], call: ast.Call) -> str:
     return "w" if set(mode) & set("wax") else "r"
 
 
-def _spelled(path: ast.expr) -> str:
+def spelled(path: ast.expr) -> str:
     """Return the text of a path: of Path("a") and open("a") the same."""
     match path:
-        case ast.Call(callee, [inner]):
-            if ast.unparse(callee).rpartition(".")[2] in ("Path", "str", "fspath"):
-                return _spelled(inner)
+        case ast.Call(callee, [inner]) if last_name(callee) in PATHS:
+            return spelled(inner)
     return ast.unparse(path)

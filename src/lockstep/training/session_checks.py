@@ -26,6 +26,7 @@ from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from lockstep.checkpoint.stateful import Trained
 from lockstep.errors import UsageError
 from lockstep.layout import REPLICA_AXES, Layout
 from lockstep.network.wire_format import Wire
@@ -223,7 +224,7 @@ def refuse_unprepared(model: Any, optimizers: Sequence[Any], init: object = None
         if needs_closure(optimizer):
             what = f"{name}.step needs a closure that computes the loss again, and a step runs its micro-batches once"
             raise UsageError(what, where, "use an optimizer whose step() needs no argument")
-    refuse_misplaced_parameters(model, optimizers)
+    refuse_misplaced_parameters(Trained(model, optimizers, {}))
 
 
 def needs_closure(optimizer: Optimizer) -> bool:

@@ -22,13 +22,13 @@ from lockstep.training.loader import Loader
 from lockstep.training.model_options import PreparedModel
 from lockstep.training.saved_state import PerMicroBatch, SavedState
 from lockstep.training.session_checks import ReplicaOptions
-from lockstep.training.unsaved_variables import UnsavedVariables
 
 if TYPE_CHECKING:
     from lockstep.training.initial_values import InitialValues
     from lockstep.training.learners import Learners
     from lockstep.training.profiler import ProfiledSteps
     from lockstep.training.rollback import Rollback
+    from lockstep.training.unsaved_variables import UnsavedVariables
 
 
 INNER_OPTIMIZERS = "inner-optimizers"  # name of their state in checkpoints
@@ -149,13 +149,18 @@ class Declared:
             raise UsageError(what, "session.steps(...)", hint)
         return self.model
 
-    def watch_unsaved(self, runtime: ElasticRuntime) -> UnsavedVariables:
+    def watch_unsaved(self, runtime: ElasticRuntime) -> UnsavedVariables | None:
         """Return what names, on rank 0, variables of the loop that no checkpoint holds."""
+        if not runtime.is_leader():
+            return None
+        # Only one worker reads the loop's source.
+        from lockstep.training.unsaved_variables import UnsavedVariables
+
         held = [self.model, *self.optimizers, *self.state.values()]
         held += self.learners.inner.optimizers if self.learners else []
         batches = [loader.batches for loader, _ in self.loaders]
         sources = [part for keyed in batches for part in (keyed.dataset, keyed.collate_fn)]
-        return UnsavedVariables(held, sources, enabled=runtime.is_leader())
+        return UnsavedVariables(held, sources)
 
     def facts(self, values: SessionValues) -> dict[str, str]:
         """Return what a resumed run must have in common with the run, as text."""

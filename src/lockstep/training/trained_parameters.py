@@ -7,39 +7,33 @@ from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
-from lockstep.checkpoint import state_dict, stateful
 from lockstep.checkpoint.json_tree import JSON_SUFFIX, unpack
+from lockstep.checkpoint.state_dict import model_name, named_tensors
+from lockstep.checkpoint.stateful import (
+    GROUPS,
+    Stateful,
+    Trained,
+    plain_values,
+    unregistered_schedulers,
+)
 from lockstep.errors import CheckpointError, UsageError
 from lockstep.units import join_names
 
 log = logging.getLogger("lockstep")
-Model = nn.Module | Mapping[str, Tensor]
-GroupIds = Sequence[
-    Sequence[Sequence[int]]
-]  # of each optimizer and group the ids of the parameters
 
 
-def trained_names(model: Model) -> list[str]:
-    named = state_dict.named_tensors(model).items()
-    return [name for name, tensor in named if tensor.requires_grad]
-
-
-def refuse_misplaced_parameters(model: Model, optimizers: Sequence[Optimizer]) -> None:
+def refuse_misplaced_parameters(trained: Trained) -> None:
     """UsageError when optimizers hold parameters of another model, or the same ones."""
     try:
-        state_dict.optimizer_parameters(model, optimizers)
+        trained.parameters()
     except CheckpointError as error:
         raise UsageError(*error.args) from None
 
 
 def warn_of_other_options(
-    model: Model,
-    optimizers: Sequence[Optimizer],
-    tensors: Mapping[str, Tensor],
-    before: Sequence[Mapping[str, str]] = (),
+    trained: Trained, tensors: Mapping[str, Tensor], before: Sequence[Mapping[str, str]] = ()
 ) -> None:
     """Warn of options (lr, momentum, ...) that the loaded state replaces by other values.
 
@@ -47,9 +41,9 @@ def warn_of_other_options(
     before  the options of each group as the run that saved the state has constructed them: where
             they are the same now, the loop has changed them
     """
-    if f"{stateful.GROUPS}{JSON_SUFFIX}" not in tensors:
+    if f"{GROUPS}{JSON_SUFFIX}" not in tensors:
         return
-    loaded, own = unpack(stateful.GROUPS, tensors), stateful.describe_groups(model, optimizers)
+    loaded, own = unpack(GROUPS, tensors), trained.describe_groups()
     constructed = iter(before)
     for saved_optimizer, optimizer in zip(loaded, own, strict=False):
         differences: list[str] = []
@@ -68,12 +62,11 @@ def warn_of_other_options(
             log.warning("optimizer %s: %s", optimizer["class"], listed)
 
 
-def constructed_options(optimizers: Sequence[Optimizer]) -> list[dict[str, Any]]:
+def constructed_options(trained: Trained) -> list[dict[str, Any]]:
     """Return the options of each parameter group, before a checkpoint replaces them."""
     return [
         {key: deepcopy(value) for key, value in group.items() if key != "params"}
-        for optimizer in optimizers
-        for group in optimizer.param_groups
+        for group in trained.param_groups()
     ]
 
 
@@ -82,18 +75,17 @@ def options_as_text(options: Sequence[Mapping[str, Any]]) -> list[dict[str, str]
 
 
 def apply_options(
-    optimizers: Sequence[Optimizer],
+    trained: Trained,
     constructed: Sequence[Mapping[str, Any]],
     before: Sequence[Mapping[str, str]],
 ) -> None:
     """Set the options that were constructed otherwise before: described as `before`."""
-    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    for group, new, old in zip(groups, constructed, before, strict=False):
+    for group, new, old in zip(trained.param_groups(), constructed, before, strict=False):
         group |= {key: value for key, value in new.items() if old.get(key) != repr(value)}
 
 
 def warn_of_other_constants(
-    state: Mapping[str, stateful.Stateful],
+    state: Mapping[str, Stateful],
     constructed: Mapping[str, Mapping[str, Any]],
     paths: Mapping[str, Sequence[str]],
     overridden: Sequence[str] = (),
@@ -105,7 +97,7 @@ def warn_of_other_constants(
     """
     constants = {name: dict(values) for name, values in constructed.items()}
     for name in state.keys() & paths.keys():
-        loaded = dict(stateful.plain_values(state[name].state_dict()))
+        loaded = dict(plain_values(state[name].state_dict()))
         constants[name] = {path: loaded[path] for path in paths[name] if path in loaded}
         own = constructed[name]
         differing = [
@@ -123,21 +115,20 @@ def warn_of_other_constants(
     return constants
 
 
-def refuse_unsaved(
-    model: Model,
-    optimizers: Sequence[Optimizer],
-    state: Mapping[str, stateful.Stateful] | None,
-) -> None:
-    """UsageError for trained parameters and schedulers that no checkpoint would hold."""
-    known = state_dict.optimizer_parameters(model, optimizers)
-    if unsaved := [name for name in trained_names(model) if name not in known]:
-        names = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
+def refuse_unsaved(trained: Trained, *, is_stateful: bool) -> None:
+    """UsageError for trained parameters and schedulers that no checkpoint would hold.
+
+    is_stateful  checkpoints hold objects besides the model and the optimizers
+    """
+    known = trained.parameters()
+    if unsaved := [name for name in trained.trained_names() if name not in known]:
+        names = ", ".join(type(optimizer).__name__ for optimizer in trained.optimizers)
         raise UsageError(
             f"{len(unsaved)} trained parameters are in no optimizer that session.prepare has received: {join_names(unsaved)}",
-            f"{state_dict.model_name(model)}, trained by {names or 'no optimizer'}",
+            f"{model_name(trained.model)}, trained by {names or 'no optimizer'}",
             "pass their optimizer: session.prepare(model, optimizer), or freeze them with requires_grad_(False)",
         )
-    if state is not None and (unregistered := stateful.unregistered_schedulers(optimizers, state)):
+    if is_stateful and (unregistered := unregistered_schedulers(trained.optimizers, trained.state)):
         scheduler, optimizer = unregistered[0], unregistered[0].optimizer
         raise UsageError(
             f"{type(scheduler).__name__} sets the learning rate of {type(optimizer).__name__}, and session.state has not received it",
@@ -146,16 +137,15 @@ def refuse_unsaved(
         )
 
 
-def refuse_new_groups(
-    model: Model, optimizers: Sequence[Optimizer], before: GroupIds, step: int
-) -> None:
-    """UsageError: parameter groups have changed since the first step."""
-    refuse_misplaced_parameters(model, optimizers)
-    names = {id(tensor): name for name, tensor in state_dict.named_tensors(model).items()}
-    old = {number for groups in before for group in groups for number in group}
-    now = [
-        p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]
-    ]
+def refuse_new_groups(trained: Trained, before: Sequence[Sequence[int]], step: int) -> None:
+    """UsageError: parameter groups have changed since the first step.
+
+    before  ids of the parameters in each group
+    """
+    refuse_misplaced_parameters(trained)
+    names = {id(tensor): name for name, tensor in named_tensors(trained.model).items()}
+    old = {number for group in before for number in group}
+    now = [p for group in trained.param_groups() for p in group["params"]]
     new = [names.get(id(p), f"shape {tuple(p.shape)}") for p in now if id(p) not in old]
     raise UsageError(
         f"the parameter groups changed during the run, before step {step}: {join_names(new) or 'some were removed or reordered'}",
@@ -165,13 +155,13 @@ def refuse_new_groups(
     )
 
 
-def warn_if_changed(before: Sequence[str] | None, model: Model) -> None:
+def warn_if_changed(before: Sequence[str] | None, trained: Trained) -> None:
     """Warn when the first step after a resume trains other layers than the last step before.
 
     That is right only where the loop freezes or unfreezes in this very step: `if step == 300:
     unfreeze()` does not run again.
     """
-    if before is not None and (changed := sorted(set(trained_names(model)) ^ set(before))):
+    if before is not None and (changed := sorted(set(trained.trained_names()) ^ set(before))):
         log.warning(
             "the checkpoint was trained with other layers frozen: %s changed since; let requires_grad follow from the step, "
             "layer.requires_grad_(step >= 300), so that it is the same after a resume",

@@ -63,14 +63,15 @@ class TrainedState:
         self.attributes = Attributes(
             module if is_tracked else None, self.optimizers if is_tracked else (), self.state
         )
+        self.trained = stateful.Trained(self.model, self.optimizers, self.state or {})
         self._form = ModelForm(self.model, module)
         self._refuse_unsupported(state or {})
         self._constants = {
             name: dict(stateful.plain_values(value.state_dict()))
-            for name, value in (self.state or {}).items()
+            for name, value in self.trained.state.items()
         }
         # Ids of the parameters in each group, in the first step.
-        self._groups: list[list[list[int]]] = []
+        self._groups: list[list[int]] = []
         self._started_steps = 0  # of this start
 
     @property
@@ -94,23 +95,20 @@ class TrainedState:
                 )
             refuse_inner_optimizers(optimizer)
         stateful.refuse_unsupported_state(state)
-        trained_parameters.refuse_misplaced_parameters(self.model, self.optimizers)
+        trained_parameters.refuse_misplaced_parameters(self.trained)
         self.state_dict()
 
     def refuse_unsaved_parameters(self) -> None:
         """UsageError for trained parameters and schedulers that no checkpoint would hold."""
-        trained_parameters.refuse_unsaved(self.model, self.optimizers, self.state)
+        trained_parameters.refuse_unsaved(self.trained, is_stateful=self.state is not None)
 
     def begin_step(self, step: int) -> None:
         """Refuse, before the micro-batches of `step`, what a save would refuse. CheckpointError or
         UsageError: after the first update of a start the optimizers have their state."""
-        groups = [
-            [list(map(id, group["params"])) for group in optimizer.param_groups]
-            for optimizer in self.optimizers
-        ]
+        groups = [[*map(id, group["params"])] for group in self.trained.param_groups()]
         self._groups = self._groups or groups
         if self._groups != groups:
-            trained_parameters.refuse_new_groups(self.model, self.optimizers, self._groups, step)
+            trained_parameters.refuse_new_groups(self.trained, self._groups, step)
         self._started_steps += 1
         if self._started_steps == 1:
             self._form.note_modules()
@@ -127,7 +125,7 @@ class TrainedState:
         """Return the state of the model, the optimizers and the objects in `state`."""
         tensors = state_dict.get_state_dict(self.model, self.optimizers, self.saved)
         if self.state is not None:
-            tensors |= stateful.pack_extra_state(self.model, self.optimizers, self.state)
+            tensors |= self.trained.pack()
         if self.local_model:
             self._refuse_unsliced(tensors, self.local_model)
         return tensors
@@ -166,12 +164,11 @@ class TrainedState:
 
     def load_state_dict(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Fill model, optimizers and state. CheckpointError, without changes, for a misfit."""
-        extra = (self.model, self.optimizers, self.state or {}, tensors)
-        problems = [] if self.state is None else stateful.extra_state_problems(*extra)
+        problems = [] if self.state is None else self.trained.problems(tensors)
         state_dict.set_state_dict(self.model, self.optimizers, tensors, self.saved, problems)
         self.attributes.load_state_dict(tensors, self.runtime.world.device)
         if self.state is not None:
-            stateful.load_extra_state(*extra)
+            self.trained.load(tensors)
         self.loaded = True
 
     def optimizer_digest(self) -> int:
@@ -204,7 +201,7 @@ class TrainedState:
                 for path, constructed in self._constants[name].items()
                 if now.get(path) == constructed
             ]
-        trained = {"trained": trained_parameters.trained_names(self.model)}
+        trained = {"trained": self.trained.trained_names()}
         return trained | ({"constants": constants} if constants else {})
 
     def load_checked(
@@ -218,13 +215,13 @@ class TrainedState:
         has `overridden` values, the `constructed` options hold."""
         before = facts.get("constructed", [])
         if self.state is not None and not overridden:
-            trained_parameters.warn_of_other_options(self.model, self.optimizers, tensors, before)
+            trained_parameters.warn_of_other_options(self.trained, tensors, before)
         self.load_state_dict(tensors)
         self._constants = trained_parameters.warn_of_other_constants(
-            self.state or {}, self._constants, facts.get("constants", {}), overridden
+            self.trained.state, self._constants, facts.get("constants", {}), overridden
         )
         if overridden:
-            trained_parameters.apply_options(self.optimizers, constructed, before)
+            trained_parameters.apply_options(self.trained, constructed, before)
 
     def state_to_write(self) -> tuple[dict[str, torch.Tensor], ShardWriter]:
         """Return the tensors that this worker writes, and which of the writers it is."""

@@ -60,9 +60,7 @@ class UnsavedVariables:
     """The looks at one loop. held: objects that checkpoints hold, and Lockstep's; others: objects
     that the loop uses without a name, such as the data sets of its loaders."""
 
-    def __init__(
-        self, held: Sequence[Any], others: Sequence[Any] = (), *, enabled: bool = True
-    ) -> None:
+    def __init__(self, held: Sequence[Any], others: Sequence[Any] = ()) -> None:
         self.held = held
         self.others = others
         self.loop: UserLoop | None = None
@@ -74,8 +72,7 @@ class UnsavedVariables:
         self.found: dict[str, str] = {}  # {path: description} for the next warning
         self.named: set[str] = set()
         self.has_saved = False
-        if enabled:
-            self._guarded(self._start)
+        self._guarded(self._start)
 
     def look(self, *, saves: bool) -> None:
         """Look, at the end of a step, at its variables. saves: a checkpoint of this step

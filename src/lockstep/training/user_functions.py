@@ -21,14 +21,14 @@ class UserFunction:
     """One function of the sources; the module itself is one, too, without a parent.
 
     owner    the class that it is a method of
-    modules  names that the module imports
+    modules  names under which the file imports modules: {name: it is one of the user's}
     """
 
     def __init__(
         self,
         node: Function | ast.Module,
         code: types.CodeType,
-        modules: set[str],
+        modules: dict[str, bool],
         parent: UserFunction | None = None,
         owner: ast.ClassDef | None = None,
     ) -> None:
@@ -52,6 +52,22 @@ class UserFunction:
                 return f"{scope.key}:{name}"
             scope = scope.parent
         return f"global:{name}"
+
+    def key_of(self, target: ast.AST) -> str:
+        """Return the key of the variable that holds the target; "" without one."""
+        while isinstance(target, ast.Subscript | ast.Starred):
+            target = target.value
+        match target:
+            case ast.Name(name):
+                return self.variable(name)
+            case ast.Attribute(owner, name):
+                return f"global:{name}" if self.modules.get(last_name(owner)) else f".{name}"
+        return ""
+
+    def is_foreign_module(self, node: ast.expr) -> bool:
+        """Return whether the expression is a module that is not one of the user's."""
+        name = root_name(node)
+        return self.modules.get(name) is False and self.variable(name) == f"global:{name}"
 
     def is_value_of(self, variable: str) -> bool:
         """Return whether a variable of this function's name may hold it: not one of another
@@ -83,12 +99,17 @@ class UserFunctions:
         self.classes: dict[str, list[UserFunction]] = defaultdict(list)  # their __init__
         self.attributes: set[str] = set()  # that some function names
         self.memos: set[str] = set()  # attributes in which a data set keeps its samples
-        self.stems = {PurePath(file).stem for file in sources}
+        stems = {PurePath(file).stem for file in sources}
         for file, text in sources.items():
             tree = ast.parse(text)
             flags = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT  # in a notebook
             codes = codes_of(compile(tree, file, "exec", flags, dont_inherit=True))
-            modules = {name for parts, name in imports_of(tree) if not parts & self.stems}
+            modules: dict[str, bool] = {}
+            for parts, last, name in imports_of(tree):
+                if last in stems:
+                    modules[name.rpartition(".")[2]] = True
+                elif not parts & stems:
+                    modules[name.partition(".")[0]] = False
             module = UserFunction(tree, codes[0], modules)
             self.by_line[file, 0] = module
             lines = {(code.co_name, code.co_firstlineno): code for code in codes}
@@ -119,6 +140,27 @@ class UserFunctions:
             elif isinstance(node, ast.ClassDef):
                 self._add_functions(node.body, codes, parent, node)
 
+    def candidates(
+        self, callee: ast.expr, caller: UserFunction, aliases: dict[str, str]
+    ) -> list[UserFunction]:
+        """Return the functions that a call may mean.
+
+        aliases  {key of a variable: name of the function that is its value}
+        """
+        name = last_name(callee)
+        if isinstance(callee, ast.Name):
+            key = caller.variable(name)
+            name = aliases.get(key, name)
+            named = self.by_name.get(name, ())
+            return self.classes.get(name) or [f for f in named if key in aliases or not f.owner]
+        if not isinstance(callee, ast.Attribute) or caller.is_foreign_module(callee.value):
+            return []
+        found = self.by_name.get(name, [])
+        if caller.variable(root_name(callee)).startswith("global:"):
+            return found
+        # `model.train()` of an object is no function `train` of a file.
+        return [f for f in found if f.owner or (f.parent and f.parent.parent)]
+
 
 def codes_of(code: types.CodeType) -> list[types.CodeType]:
     """Return a code object and those inside it."""
@@ -128,14 +170,14 @@ def codes_of(code: types.CodeType) -> list[types.CodeType]:
     return codes
 
 
-def imports_of(tree: ast.AST) -> Iterator[tuple[set[str], str]]:
-    """Yield (all parts of the imported name, the variable that holds it)."""
+def imports_of(tree: ast.AST) -> Iterator[tuple[set[str], str, str]]:
+    """Yield (all parts of the imported name, the last one, what the file writes for it)."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
             module = getattr(node, "module", None) or ""
             for alias in node.names:
-                parts = {*module.split("."), *alias.name.split(".")}
-                yield parts, (alias.asname or alias.name).partition(".")[0]
+                parts = alias.name.split(".")
+                yield {*module.split("."), *parts}, parts[-1], alias.asname or alias.name
 
 
 def _memos(tree: ast.Module) -> Iterator[str]:
@@ -159,3 +201,18 @@ def own_nodes(body: Iterable[ast.AST]) -> Iterator[ast.AST]:
         yield node
         if not isinstance(node, Function | ast.ClassDef | ast.Lambda):
             pending.extend(ast.iter_child_nodes(node))
+
+
+def root_name(node: ast.expr) -> str:
+    """Return `a` of `a.b.c`; "" of other expressions."""
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def last_name(callee: ast.AST | None) -> str:
+    """Return `c` of `a.b.c`, and of `c`; "" of other expressions."""
+    match callee:
+        case ast.Name(name) | ast.Attribute(_, name):
+            return name
+    return ""

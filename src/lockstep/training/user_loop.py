@@ -24,10 +24,9 @@ from lockstep.training.fingerprints import (
     kind_of,
     locals_of,
 )
-from lockstep.training.loop_forms import find_loop, last_name
-from lockstep.training.loop_liveness import loop_variables
-from lockstep.training.loop_names import Names
-from lockstep.training.user_functions import UserFunctions, imports_of, own_nodes
+from lockstep.training.loop_flow import loop_variables
+from lockstep.training.loop_forms import find_loop
+from lockstep.training.user_functions import UserFunctions, imports_of, last_name, own_nodes
 
 PACKAGE = f"{os.path.dirname(os.path.dirname(os.path.abspath(__file__)))}{os.sep}"
 LIBRARY = f"{os.path.dirname(os.__file__)}{os.sep}"
@@ -74,18 +73,6 @@ class UserLoop:
         names = locals_of(frame)
         aliases, fixed = self._names_of_values(names, is_held)
         self.source = loop_variables(self.functions, self.function, path, aliases, fixed)
-        # `helper.factor` reads a global of a module that a function of that module assigns.
-        values = {**frame.f_globals, **names}.values()
-        imported = [value for value in values if isinstance(value, types.ModuleType)]
-        read = {
-            f"global:{name}"
-            for module in imported
-            if module in modules
-            for name in vars(module)
-            if f".{name}" in self.source.live
-        }
-        self.of_modules = (read & self.source.assigned) - self.source.live
-        self.source.live.update(self.of_modules)
 
     def _names_of_values(
         self, names: Mapping[str, Any], is_held: Callable[[Any], bool]
@@ -93,10 +80,10 @@ class UserLoop:
         """Return the functions that variables hold, and the variables that hold what checkpoints
         have."""
         aliases, fixed = dict[str, str](), set[str]()
-        own = (vars(module) for module in self.modules if file_of(module) == self.function.file)
         known = {
             f"global:{name}": value
-            for name, value in next(own, {}).items()
+            for module in self.modules
+            for name, value in vars(module).items()
             if not name.startswith("__")
         }
         known |= {self.function.variable(name): value for name, value in names.items()}
@@ -150,9 +137,8 @@ class UserLoop:
         for function in self.functions.by_line.values():
             is_here = function is self.function
             outside = function.name in ("__init__", "<module>") and not is_here
-            names = Names(self.functions, function, {}, set())
             for node in own_nodes(function.body):
-                if last_name(node) == name and names.key(node) == variable:
+                if last_name(node) == name and function.key_of(node) == variable:
                     changes = isinstance(getattr(node, "ctx", None), ast.Store)
                     rank = outside, not changes, not is_here
                     ranked.append((rank, getattr(node, "lineno", 0), function.file))
@@ -206,7 +192,7 @@ class UserLoop:
         is_static = isinstance(value, type | types.ModuleType)
         if is_static or ":__" in key or type(value).__module__ == "typing":
             return False
-        if key not in self.source.assigned - self.of_modules or isinstance(value, TRAINED):
+        if key not in self.source.assigned or isinstance(value, TRAINED):
             return True
         return key in self.source.live and is_plain_object(value, self.module_names)
 
@@ -316,7 +302,7 @@ def imported_parts(path: str) -> set[str]:
         tree = ast.parse(text_of(path))
     except (SyntaxError, ValueError):
         return set()
-    return set[str]().union(*(parts for parts, _ in imports_of(tree)))
+    return set[str]().union(*(parts for parts, _, _ in imports_of(tree)))
 
 
 def text_of(path: str) -> str:

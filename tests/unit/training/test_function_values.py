@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from lockstep.checkpoint.stateful import Trained
 from lockstep.errors import CheckpointError, UsageError
 from lockstep.training.function_values import FunctionValues, call_with, running, text_of
 from lockstep.training.trained_parameters import (
@@ -95,10 +96,11 @@ def test_options_that_are_constructed_as_before_keep_what_training_has_set() -> 
     def optimizer(decay: float) -> torch.optim.Optimizer:
         return torch.optim.SGD([torch.ones(2)], lr=0.1, weight_decay=decay)
 
-    before = options_as_text(constructed_options([optimizer(0.0)]))
+    before = options_as_text(constructed_options(Trained({}, [optimizer(0.0)], {})))
     resumed = optimizer(0.5)
-    constructed = constructed_options([resumed])
+    trained = Trained({}, [resumed], {})
+    constructed = constructed_options(trained)
     resumed.param_groups[0].update(lr=0.025, weight_decay=0.0)  # as a checkpoint does
-    apply_options([resumed], constructed, before)
+    apply_options(trained, constructed, before)
     group = resumed.param_groups[0]
     assert (group["lr"], group["weight_decay"]) == (0.025, 0.5)

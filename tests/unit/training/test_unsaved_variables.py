@@ -207,6 +207,19 @@ def test_attributes_of_a_trainer_and_globals_of_a_module_are_named(
     assert "CALLS (shared_state.py:4)" in named
 
 
+def test_a_global_that_the_loop_reads_through_its_module_is_named(
+    load: Load, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    load("factor = 1.0\ndef decay():\n    global factor\n    factor *= 0.5\n", "shared_factor")
+    parts = {
+        "top": "import shared_factor",
+        "inner": "loss = loss * shared_factor.factor",
+        "body": "shared_factor.decay()",
+    }
+    [named] = run(load(Case("", (), parts).script()), tmp_path / "run", caplog)
+    assert named.startswith("factor (shared_factor.py:4)")
+
+
 class Hostile:
     """An object of a user's class that counts the calls of its special methods."""
 
