@@ -151,9 +151,8 @@ class Trained:
         if missing := sorted(expected - texts):
             lines.append(f"missing in the checkpoint: {join_names(missing)}")
         if unexpected := sorted(texts - expected):
-            lines.append(
-                f"in the checkpoint, but not in session.state(name=object): {join_names(unexpected)}"
-            )
+            listed = join_names(unexpected)
+            lines.append(f"in the checkpoint, but not in session.state(name=object): {listed}")
         if GROUPS not in texts:
             return lines
         described = unpack(GROUPS, tensors), self.describe_groups()

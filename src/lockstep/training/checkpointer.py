@@ -36,7 +36,6 @@ from lockstep.record.events import append_event
 from lockstep.runtime import numerics, sources
 from lockstep.training import trained_parameters
 from lockstep.training.loading import load_checkpoint
-from lockstep.training.nonfinite import refuse_nonfinite_state
 from lockstep.training.state_transfer import transfer_state
 from lockstep.training.trained_state import Optimizers, TrainedState
 from lockstep.training.witness import WitnessFile
@@ -297,7 +296,7 @@ class Checkpointer(TrainedState):
         if self._replicas_identical and not self._replicas_identical(step):
             self._request = replace(request, undecided_in=self.runtime.world.generation)
             return
-        self._refuse_nonfinite(step)
+        self.refuse_nonfinite(step, self.store.steps())
         if not self.writes:
             return
         within_s: float | None = SAVE_TIMEOUT_S
@@ -316,10 +315,6 @@ class Checkpointer(TrainedState):
                 "the save of step %d is skipped: the previous one is still being written (logged once per delay)",
                 step,
             )
-
-    def _refuse_nonfinite(self, step: int) -> None:
-        trained = self.trained.trained_names()
-        refuse_nonfinite_state(self.state_dict(), trained, step, self.store.steps())
 
     def save_if_due(self, step: int) -> None:
         """Call `save` when due; skip it while the previous one is still being written."""
@@ -345,7 +340,7 @@ class Checkpointer(TrainedState):
             self.saver.wait()
             while self.saver.failure():  # failures of the previous generation
                 pass
-        self._refuse_nonfinite(step)
+        self.refuse_nonfinite(step, self.store.steps())
         self._start_save(request)
 
     def drop_save_request(self) -> None:

@@ -228,19 +228,17 @@ def tensor_marks(tensor: Tensor) -> Iterator[int]:
     is_plain = (
         type(tensor) is Tensor and tensor.layout == torch.strided and tensor.device.type == "cpu"
     )
-    size = tensor.numel() * tensor.element_size()
-    is_large = size > MAX_BYTES
+    is_large = tensor.numel() * tensor.element_size() > MAX_BYTES
     if is_large or not is_plain:
         if tensor.is_inference():
             return
         yield version_of(tensor)
     if is_plain and (not is_large or tensor.is_contiguous()):
-        sample = tensor.reshape(-1)[:: size // MAX_BYTES + 1] if is_large else tensor
-        yield hash(as_bytes(sample).numpy().tobytes())
+        yield from array_marks(as_bytes(tensor).numpy())
 
 
 def array_marks(values: np.ndarray[Any, Any]) -> Iterator[int]:
-    """Yield hashes of an array's shape and bytes; of a large one of a sample."""
+    """Yield hashes of an array's shape and bytes; of a large one of samples."""
     yield hash((values.shape, values.dtype.str))
     if values.dtype.hasobject:
         return
@@ -248,7 +246,8 @@ def array_marks(values: np.ndarray[Any, Any]) -> Iterator[int]:
         yield hash(values.tobytes())
     else:
         flat = values.reshape(-1)
-        yield hash(flat[:: values.nbytes // MAX_BYTES + 1].tobytes())
+        stride = values.nbytes // MAX_BYTES | 1  # odd: each byte of a tensor's items in turn
+        yield hash(flat[::stride].tobytes())
         yield hash(flat[: MAX_BYTES // flat.itemsize // 4].tobytes())
 
 

@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -51,14 +51,15 @@ from lockstep.runtime.work import static_group
 from lockstep.training.checkpointer import Checkpointer
 from lockstep.training.divergence import STATE, ReplicaComparison, ReplicaState
 from lockstep.training.loop_changes import LoopChanges
-from lockstep.training.nonfinite import refuse_nonfinite_gradient
 from lockstep.training.rehearsal import Rehearsal
-from lockstep.training.rollback import SkippedMicroBatches
 from lockstep.training.share_balance import ShareBalance
 from lockstep.training.state_transfer import StateMismatchError, transfer_state
 from lockstep.training.step_runner import Ballot, Carried, StepRunner
 from lockstep.training.update_checks import UpdateChecks
 from lockstep.units import format_duration
+
+if TYPE_CHECKING:
+    from lockstep.training.rollback import SkippedMicroBatches
 
 log = logging.getLogger("lockstep")
 
@@ -330,8 +331,7 @@ class ReplicaGroup:
         """Commit `step`, which all ranks have agreed on."""
         replica, squared = self.replica, self.runner.squared
         if self.on_nonfinite != "ignore":
-            module = None if self.local_model else replica.module
-            refuse_nonfinite_gradient(decision, step, module, squared)
+            self.runner.refuse_nonfinite(step, decision)
         self.runner.commit(step, decision)
         self.runtime.board.enter("updating")
         # All members exchange it when a generation forms.

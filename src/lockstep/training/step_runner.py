@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch.distributed as dist
 from torch import Tensor
 
+from lockstep.checkpoint.state_dict import nonfinite_tensors
 from lockstep.elastic.collectives import refuse_aborted, vote_on_step
 from lockstep.elastic.consensus import STOP_REQUEST, StepDecision, Vote, parse_count
 from lockstep.elastic.progress import Progress
 from lockstep.elastic.runtime import ElasticRuntime
-from lockstep.errors import UsageError
+from lockstep.errors import DivergedError, UsageError
 from lockstep.log import log
 from lockstep.parallel.replica import Replica
 from lockstep.runtime.signals import StopSignals
@@ -21,8 +22,11 @@ from lockstep.training.checkpointer import Checkpointer
 from lockstep.training.divergence import ReplicaComparison, ReplicaState
 from lockstep.training.loop_changes import LoopChanges
 from lockstep.training.rehearsal import Rehearsal
-from lockstep.training.rollback import SkippedMicroBatches
 from lockstep.training.share_balance import ShareBalance
+from lockstep.units import join_names
+
+if TYPE_CHECKING:
+    from lockstep.training.rollback import SkippedMicroBatches
 
 
 class Carried(Protocol):
@@ -231,6 +235,26 @@ class StepRunner:
         )
         if self.rehearsal:
             self.rehearsal.follow(is_due=bool(joined) or any(member.rehearse for member in members))
+
+    def refuse_nonfinite(self, step: int, decision: StepDecision) -> None:
+        """DivergedError, on all workers, when the loss or the gradient is not finite: of a whole
+        replica the tensors are read, else the norm over its workers."""
+        wrong: list[str] = []
+        if self.state.local:
+            squared = self.squared
+            wrong = [] if squared is None or bool(squared.isfinite()) else ["its norm"]
+        elif not decision.gradient_finite:
+            named = self.replica.module.named_parameters()
+            wrong = nonfinite_tensors({name: p.grad for name, p in named if p.grad is not None})
+        if wrong or not decision.finite:
+            raise DivergedError(
+                f"loss {decision.loss} in step {step + 1}"
+                + (f", gradient not finite: {join_names(wrong)}" if wrong else ""),
+                "agreed by all replicas before the update, which was not made; the checkpoints before are whole",
+                "lower the learning rate, lengthen its warm-up, or clip the gradients; "
+                "on_divergence='rollback' skips samples that alone are the cause; "
+                "with a GradScaler: on_nonfinite='ignore' and backward(loss, scaler=scaler)",
+            )
 
     def commit(self, step: int, decision: StepDecision) -> None:
         """Keep what belongs to a step that all ranks have agreed on."""

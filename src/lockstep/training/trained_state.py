@@ -14,9 +14,10 @@ from torch import nn
 from lockstep.checkpoint import state_dict, stateful
 from lockstep.checkpoint.json_tree import JSON_SUFFIX, spec_of
 from lockstep.checkpoint.optimizer_state import refuse_inner_optimizers
+from lockstep.checkpoint.policy import show_steps
 from lockstep.checkpoint.shards import ONLY_WRITER, ShardWriter, is_text, parameter_of
 from lockstep.elastic.runtime import ElasticRuntime
-from lockstep.errors import CheckpointError, UsageError
+from lockstep.errors import CheckpointError, DivergedError, UsageError
 from lockstep.log import log
 from lockstep.parallel.digest import digest_of
 from lockstep.parallel.parallelize import LocalModel, unwrap_local_model
@@ -101,6 +102,22 @@ class TrainedState:
     def refuse_unsaved_parameters(self) -> None:
         """UsageError for trained parameters and schedulers that no checkpoint would hold."""
         trained_parameters.refuse_unsaved(self.trained, is_stateful=self.state is not None)
+
+    def refuse_nonfinite(self, step: int, saved_steps: list[int]) -> None:
+        """DivergedError for a nonfinite state: retention would delete the last good
+        checkpoints."""
+        trained = {f"model.{name}" for name in self.trained.trained_names()}
+        checked = {
+            name: tensor
+            for name, tensor in self.state_dict().items()
+            if name in trained or name.startswith("optim.")
+        }
+        if wrong := state_dict.nonfinite_tensors(checked):
+            raise DivergedError(
+                f"not finite after step {step}: {join_names(wrong)}",
+                f"{len(wrong)} tensors of the state to save; {show_steps(saved_steps)}",
+                "nothing was saved or deleted: resume from an earlier step with a lower learning rate, or clip the gradients",
+            )
 
     def begin_step(self, step: int) -> None:
         """Refuse, before the micro-batches of `step`, what a save would refuse. CheckpointError or

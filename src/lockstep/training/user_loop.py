@@ -24,9 +24,9 @@ from lockstep.training.fingerprints import (
     kind_of,
     locals_of,
 )
-from lockstep.training.loop_flow import loop_variables
 from lockstep.training.loop_forms import find_loop
-from lockstep.training.user_functions import UserFunctions, imports_of, last_name, own_nodes
+from lockstep.training.loop_walk import loop_variables
+from lockstep.training.user_functions import UserFunctions, imports_of
 
 PACKAGE = f"{os.path.dirname(os.path.dirname(os.path.abspath(__file__)))}{os.sep}"
 LIBRARY = f"{os.path.dirname(os.__file__)}{os.sep}"
@@ -129,21 +129,10 @@ class UserLoop:
     def _first_change(self, variable: str) -> tuple[str, int]:
         """Return the file and line of the first change of a variable, or of its first use; "" and
         0 without one."""
-        name = variable.rpartition("." if variable.startswith(".") else ":")[2]
         if variable.startswith("called:"):
-            called = self.functions.by_name.get(name, [])
-            return (called[0].file, called[0].line) if called else ("", 0)
-        ranked: list[tuple[tuple[bool, bool, bool], int, str]] = []
-        for function in self.functions.by_line.values():
-            is_here = function is self.function
-            outside = function.name in ("__init__", "<module>") and not is_here
-            for node in own_nodes(function.body):
-                if last_name(node) == name and function.key_of(node) == variable:
-                    changes = isinstance(getattr(node, "ctx", None), ast.Store)
-                    rank = outside, not changes, not is_here
-                    ranked.append((rank, getattr(node, "lineno", 0), function.file))
-        _, line, file = min(ranked, default=(None, 0, ""))
-        return file, line
+            called = self.functions.by_name[variable.removeprefix("called:")][0]
+            return called.file, called.line
+        return self.source.places.get(variable, ("", 0))
 
     # Values.
 
