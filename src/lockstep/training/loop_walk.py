@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import ast
 import builtins
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -34,7 +34,12 @@ from lockstep.training.loop_flow import (
     replaced,
 )
 from lockstep.training.loop_forms import Loop, LoopPath
-from lockstep.training.user_functions import UserFunction, UserFunctions, last_name
+from lockstep.training.user_functions import (
+    UserFunction,
+    UserFunctions,
+    last_name,
+    own_nodes,
+)
 
 MAX_EXPRESSIONS = 30_000  # 0.2 s; then calls are not followed any more
 MAX_CALLS = 20  # nested
@@ -43,6 +48,7 @@ ROUNDS = 5  # of an inner loop, until its values are complete
 LITERAL = "literal"  # the source of numbers and texts, except the usual first values
 FIRST_VALUES = (0, 1, None)
 NUMBERS_OF_SESSION = {"loss", "step", "world"}
+SESSION_METHODS = {"prepare", "state", "steps", "loader", "micro_batches"}
 Place = tuple[bool, bool, int, str]  # only read, outside of the loop's file, line, file
 
 
@@ -66,7 +72,7 @@ def loop_variables(
     fixed: Iterable[str],
 ) -> LoopVariables:
     """Return the variables of a loop over session.steps in `function`; Program has the others."""
-    program = Program(functions, function, aliases, {*fixed})
+    program = Program(functions, function, aliases, {*fixed, *session_variables(functions)})
     known = -1
     while known < len(program.fixed):
         known = len(program.fixed)
@@ -181,8 +187,7 @@ class Scope:
 
     def _assign(self, targets: Sequence[ast.expr], value: ast.expr, kind: str) -> None:
         pairs = [pair for target in targets for pair in loop_forms.assignments(target, value)]
-        parts = {id(part): part for _, part in pairs}
-        read = {number: self._read(part) for number, part in parts.items()}
+        read = self._read_once(part for _, part in pairs)
         for target, part in pairs:
             if self._records and loop_forms.is_extreme(target, part):
                 self.flow.extremes.add(self.function.key_of(target))
@@ -264,6 +269,10 @@ class Scope:
                 return result
         return self._read_all(ast.iter_child_nodes(node))
 
+    def _read_once(self, parts: Iterable[ast.expr | None]) -> dict[int, Keys]:
+        """Return the values of expressions by their ids."""
+        return {number: self._read(part) for number, part in {id(p): p for p in parts}.items()}
+
     def _read_variable(self, node: ast.expr) -> Keys:
         key = self.function.key_of(node)
         self.program.note(key, node, self.function.file)
@@ -334,8 +343,7 @@ class Scope:
         """Call functions of the user's, one of which runs."""
         pairs = [pair for function in functions for pair in parameters_of(function, node)]
         self.program.fixed.update(key for key, part in pairs if key and self._is_view(part))
-        parts = {id(part): part for _, part in pairs}
-        read = {number: self._read(part) for number, part in parts.items()}
+        read = self._read_once(part for _, part in pairs)
         bound: Values = {}
         for key, part in pairs:
             bound[key] = bound.get(key, NOTHING) | read[id(part)]
@@ -590,3 +598,27 @@ def parameters_of(function: UserFunction, call: ast.Call) -> list[tuple[str, ast
         key = f"{function.key}:{keyword.arg}" if keyword.arg in function.locals else ""
         pairs.append((key, keyword.value))
     return pairs
+
+
+def session_variables(functions: UserFunctions) -> set[str]:
+    """Return the keys of the Session, the model, the optimizers and the session's state."""
+    return {
+        function.key_of(part)
+        for function in functions.by_line.values()
+        for node in own_nodes(function.body)
+        for part in _parts_of_session(node)
+    } - {""}
+
+
+def _parts_of_session(node: ast.AST) -> Iterator[ast.expr]:
+    call = node.value if isinstance(node, ast.Assign) else node
+    match call:
+        case ast.Call(ast.Attribute(session, method)) if method in SESSION_METHODS:
+            if method in ("state", "steps") and "session" not in ast.unparse(session).lower():
+                return
+            yield session
+            if method in ("prepare", "state"):
+                yield from loop_forms.arguments_of(call)
+            if isinstance(node, ast.Assign) and method in ("prepare", "loader", "state"):
+                for target in node.targets:
+                    yield from getattr(target, "elts", [target])

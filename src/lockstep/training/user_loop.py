@@ -80,10 +80,10 @@ class UserLoop:
         """Return the functions that variables hold, and the variables that hold what checkpoints
         have."""
         aliases, fixed = dict[str, str](), set[str]()
+        own = (vars(module) for module in self.modules if file_of(module) == self.function.file)
         known = {
             f"global:{name}": value
-            for module in self.modules
-            for name, value in vars(module).items()
+            for name, value in next(own, {}).items()
             if not name.startswith("__")
         }
         known |= {self.function.variable(name): value for name, value in names.items()}
