@@ -17,12 +17,14 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from lockstep.checkpoint import json_tree
+from lockstep.checkpoint.safetensors_io import TensorSpec
+from lockstep.checkpoint.state_dict import tensor_from_bytes
 from lockstep.data.order import splitmix64
 from lockstep.elastic.collectives import all_gather_json
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import PeersLostError, UsageError
 from lockstep.runtime.numerics import seed_generators
-from lockstep.runtime.tensor_bytes import DTYPES, TORCH_DTYPES, bytes_of
+from lockstep.runtime.tensor_bytes import DTYPES, bytes_of
 from lockstep.training.loader import Collate, get_samples, map_tensors, number_of_samples, to_device
 
 log = logging.getLogger("lockstep")
@@ -157,10 +159,8 @@ def tensor_to_json(tensor: Tensor) -> list[Any]:
 
 def tensor_from_json(value: list[Any]) -> Tensor:
     dtype, shape, text = value
-    data = bytearray(b64decode(text))
-    if not data:
-        return torch.empty(shape, dtype=TORCH_DTYPES[dtype])
-    return torch.frombuffer(data, dtype=TORCH_DTYPES[dtype]).view(shape)
+    spec = TensorSpec(PACKED, dtype, tuple(shape))
+    return tensor_from_bytes(spec, memoryview(bytearray(b64decode(text))))
 
 
 def compute_in_shares(

@@ -59,7 +59,8 @@ class LoopVariables:
     live: set[str]
     changes: dict[str, Change]  # of those that carry a value, by a statement of a known form
     assigned: set[str]  # all variables with such a statement, live or not
-    places: dict[str, tuple[str, int]]  # file and line of the first change, or else use
+    places: dict[str, tuple[str, int]]  # file and line of the first change, or else use, by key;
+    # of a function by "called:NAME"
     reached: list[UserFunction]
     targets: set[str]  # names of `for` loops
 
@@ -76,7 +77,7 @@ def loop_variables(
     known = -1
     while known < len(program.fixed):
         known = len(program.fixed)
-        program.flows = {}
+        program.restart()
         walk = Walk(program, function)
         step = walk.whole_loop(path)
     live = live_at_head(walk.flow, step, *End)
@@ -127,6 +128,11 @@ class Program:
         self._expressions = 0
         self._nested = 0
 
+    def restart(self) -> None:
+        """Forget what functions do: more is fixed."""
+        self.flows = {}
+        self._expressions = 0
+
     def count_expression(self) -> None:
         self._expressions += 1
 
@@ -142,6 +148,7 @@ class Program:
         if self._nested >= MAX_CALLS or self._expressions > MAX_EXPRESSIONS:
             return Flow()
         self.flows[function] = Flow()
+        self.places[f"called:{function.name}"] = (False, False, function.line, function.file)
         self._nested += 1
         walk = Walk(self, function)
         walk.block(function.body)

@@ -13,7 +13,8 @@ import ast
 import sys
 import time
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,7 +73,8 @@ class UnsavedVariables:
         self.found: dict[str, str] = {}  # {path: description} for the next warning
         self.named: set[str] = set()
         self.has_saved = False
-        self._guarded(self._start)
+        with self._guarded():
+            self._start()
 
     def look(self, *, saves: bool) -> None:
         """Look, at the end of a step, at its variables. saves: a checkpoint of this step
@@ -80,14 +82,15 @@ class UnsavedVariables:
         cheap = self.seconds < SHARE * (time.perf_counter() - self.started)
         due = self.looks < LOOKS_AT_FIRST or (saves and (cheap or not self.has_saved))
         if due and self.loop is not None:
-            loop = self.loop
-            self._guarded(lambda: self._look(loop, saves))
+            with self._guarded():
+                self._look(self.loop, saves)
         self.has_saved |= saves
 
-    def _guarded(self, action: Callable[[], None]) -> None:
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
         started = time.perf_counter()
         try:
-            action()
+            yield
         except Exception as error:  # the user's loop does not fail for a warning
             log.debug(
                 "the variables of the loop were not compared: %s: %s", type(error).__name__, error

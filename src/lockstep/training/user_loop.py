@@ -101,10 +101,9 @@ class UserLoop:
 
     def is_used(self, variable: str, root: str) -> bool:
         """Return whether a later step uses a variable; `root` is the one that leads to it."""
-        kind, _, name = variable.partition(":")
         live, attribute = self.source.live, variable.removeprefix(".")
-        if kind == "called":
-            return any(function.name == name for function in self.source.reached)
+        if variable.startswith("called:"):
+            return variable in self.source.places
         if variable == ".environ":
             return bool({".environ", ".getenv", "global:environ", "global:getenv"} & live)
         if variable in live:
@@ -119,20 +118,12 @@ class UserLoop:
 
     def describe(self, path: str, kind: str, variable: str) -> str:
         """Return the path with the class of the object, and the line of its first change."""
-        return self.text(path, kind, *self._first_change(variable))
+        return self.text(path, kind, *self.source.places.get(variable, ("", 0)))
 
     def text(self, path: str, kind: str, file: str, line: int) -> str:
         where = f"line {line}" if file == self.function.file else f"{os.path.basename(file)}:{line}"
         parts = [part for part in (kind, where if line else "") if part]
         return f"{path} ({', '.join(parts)})" if parts else path
-
-    def _first_change(self, variable: str) -> tuple[str, int]:
-        """Return the file and line of the first change of a variable, or of its first use; "" and
-        0 without one."""
-        if variable.startswith("called:"):
-            called = self.functions.by_name[variable.removeprefix("called:")][0]
-            return called.file, called.line
-        return self.source.places.get(variable, ("", 0))
 
     # Values.
 
