@@ -349,7 +349,9 @@ class Scope:
     def _follow(self, node: ast.Call, functions: Sequence[UserFunction]) -> Keys:
         """Call functions of the user's, one of which runs."""
         pairs = [pair for function in functions for pair in parameters_of(function, node)]
-        self.program.fixed.update(key for key, part in pairs if key and self._is_view(part))
+        receiver = loop_forms.receiver_of(node)  # of any class that has a method of this name
+        given = [(key, part) for key, part in pairs if key and part is not receiver]
+        self.program.fixed.update(key for key, part in given if self._is_view(part))
         read = self._read_once(part for _, part in pairs)
         bound: Values = {}
         for key, part in pairs:
@@ -374,8 +376,9 @@ class Scope:
 
         bound      the values of parameters
         effective  what reaches their effects, too
-        is_call    a call of the loop's: one of them runs, and what it changes is a change of the
-                   loop. Else Python calls them, perhaps
+        is_call    a call of the loop's: one of them runs. Else Python calls them, perhaps
+
+        What they change is a change of the loop, except attributes of a new object.
         """
         if not functions:
             return NOTHING
@@ -394,7 +397,7 @@ class Scope:
             for end, keys in flow.ends.items():
                 reached = replaced(keys, known, own) | effective
                 self.flow.reach(end, reached | self.control if is_call else reached)
-            if is_call and self._records:
+            if self._records and function.name != "__init__":
                 self.flow.take_changes(flow, known, own)
         self.values = merged(ends)
         return result
