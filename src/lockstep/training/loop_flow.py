@@ -1,4 +1,4 @@
-"""What statements of a user's loop do with the values of variables, as data.
+"""The effects of statements of a user's loop on the values of variables, as data.
 
 The value of a variable is a set of keys: the variables whose values before the statements it
 depends on.

@@ -57,7 +57,7 @@ class LoopVariables:
     """What the source tells about a loop. `live`: keys of the variables that later steps use."""
 
     live: set[str]
-    changes: dict[str, Change]  # of those that carry a value, by a statement of a known form
+    changes: dict[str, Change]  # of variables that carry a value, by a statement of a known form
     assigned: set[str]  # all variables with such a statement, live or not
     places: dict[str, tuple[str, int]]  # file and line of the first change, or else use, by key;
     # of a function by "called:NAME"
@@ -378,7 +378,7 @@ class Scope:
         effective  what reaches their effects, too
         is_call    a call of the loop's: one of them runs. Else Python calls them, perhaps
 
-        What they change is a change of the loop, except attributes of a new object.
+        Their changes are those of the loop, except attributes of a new object.
         """
         if not functions:
             return NOTHING
