@@ -16,6 +16,8 @@ os.environ |= {
     "HF_DATASETS_OFFLINE": "1",
     "HF_EVALUATE_OFFLINE": "1",
 }  # else lm-eval retries for half a minute
+# Else each process that a test starts compiles the sources that it imports.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 settings.register_profile("lockstep", deadline=None)  # a shared machine pauses a test for seconds
 settings.load_profile("lockstep")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -16,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.launching import run_command
 from support.waiting import wait_until
 from torch import nn
 
@@ -227,14 +227,7 @@ def test_exit_without_close_finishes_the_save(tmp_path: Path) -> None:
         "raise RuntimeError('the loop broke')"
     )
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    result = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    result = run_command([sys.executable, "-c", code, str(tmp_path)], env=env, timeout=240)
     assert result.returncode == 1 and "the loop broke" in result.stderr
     assert CheckpointStore(tmp_path).load(5).tensors["model.x"].sum() == 10**6
 
@@ -365,6 +358,6 @@ SAVE_WITHOUT_THREADS = Path(__file__).parents[1] / "support" / "save_without_thr
 
 def test_save_without_memory_is_an_error_and_does_not_hang(tmp_path: Path) -> None:
     command = [sys.executable, str(SAVE_WITHOUT_THREADS), str(tmp_path)]
-    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    result = run_command(command)
     assert result.returncode == 1 and "can't start new thread" in result.stderr, result.stderr
     assert CheckpointStore(tmp_path).steps() == []

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.launching import run_command
 from torch import Tensor
 
 from lockstep.checkpoint.state_dict import digest
@@ -41,12 +42,7 @@ def assert_whole(folder: Path, steps: list[int]) -> None:
 def mounted(folder: Path, options: str) -> Iterator[Callable[[str], None]]:
     """A tmpfs; yields a function that remounts it. Skips where mounting is not allowed."""
     folder.mkdir()
-    result = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    result = run_command(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)])
     if result.returncode:
         pytest.skip(f"this user may not mount a tmpfs: {result.stderr.strip()}")
     try:

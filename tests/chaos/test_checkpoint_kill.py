@@ -11,7 +11,6 @@ import os
 import random
 import signal
 import struct
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.launching import run_command
 from torch import Tensor
 
 from lockstep.checkpoint.commit import find_damage
@@ -177,13 +177,10 @@ SCENES = {
 def scenes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     """The output of each scene of this file, run as a script."""
     folder = tmp_path_factory.mktemp("scenes")
-    result = subprocess.run(
+    result = run_command(
         [sys.executable, __file__, str(folder)],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
         timeout=240,
-        check=False,
     )
     assert result.returncode == 0, result.stderr
     assert "child failed" not in result.stderr, result.stderr

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 from support.hosts import TINY, Truth
-from support.launching import run_lockstep
+from support.launching import run_command, run_lockstep
 
 import lockstep
 from lockstep.checkpoint.commands import digest_line
@@ -60,7 +60,7 @@ class Services:
             "podman.yaml",
             *words,
         ]
-        done = subprocess.run(command, cwd=self.folder, capture_output=True, text=True, check=False)
+        done = run_command(command, cwd=self.folder)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
@@ -75,7 +75,7 @@ class Services:
             "/shared/run",
             "--json",
         ]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = run_command(command)
         return (
             [member["host"] for member in json.loads(done.stdout)["members"]]
             if done.returncode == 0

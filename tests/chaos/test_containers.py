@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from support.fault_matrix import Reference, print_seconds
 from support.hosts import Host, Network, Training, flags, read_steps, why_no_hosts
-from support.launching import ROOT
+from support.launching import ROOT, lockstep_command
 
 from lockstep.checkpoint.commands import digest_line
 
@@ -101,16 +101,7 @@ class Containers(Training):
             "--address",
             host.address,
         ]
-        command = [
-            sys.executable,
-            "-m",
-            "lockstep",
-            "launch",
-            *place,
-            "--out",
-            "run",
-            *flags(self.steps),
-        ]
+        command = lockstep_command("launch", *place, "--out", "run", *flags(self.steps))
         bundle = self.folder.parent / f"bundle-{host.name}"
         shutil.rmtree(bundle, ignore_errors=True)
         (bundle / "rootfs").mkdir(parents=True)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from support.hosts import Network, why_no_hosts
+from support.launching import lockstep_command, run_command
 from support.object_store import environment, s3_server
 from support.stored_hosts import RUN
 
@@ -305,8 +306,8 @@ def test_a_wrong_address_is_named(
 
 def test_two_hosts_of_one_name_are_refused(tmp_path: Path) -> None:
     (tmp_path / "hosts.toml").write_text('[[host]]\nname = "a"\nworkers = 1\n' * 2)
-    command = [sys.executable, "-m", "lockstep", "doctor", "--hosts", "hosts.toml"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    command = lockstep_command("doctor", "--hosts", "hosts.toml")
+    done = run_command(command, cwd=tmp_path)
     assert done.returncode == 2 and "several hosts are named a" in done.stderr
 
 
@@ -316,21 +317,10 @@ def test_two_names_that_share_an_address_are_named(tmp_path: Path) -> None:
         for name, address in ADDRESSES_OF_ONE_HOST.items()
     ]
     (tmp_path / "hosts.toml").write_text("".join(tables))
-    command = [
-        sys.executable,
-        "-m",
-        "lockstep",
-        "doctor",
-        "--hosts",
-        "hosts.toml",
-        "--host",
-        "a",
-        "--wait",
-        "5",
-        "--out",
-        "run",
-    ]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    command = lockstep_command(
+        "doctor", "--hosts", "hosts.toml", "--host", "a", "--wait", "5", "--out", "run"
+    )
+    done = run_command(command, cwd=tmp_path)
     assert done.returncode == 1 and ("FAIL", "ports", "b") in named(done.stdout), done.stdout
     assert (
         "does not answer a: host a answers, so two names share an address, at localhost:"

@@ -7,14 +7,16 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 from support import state_places
 from support.hosts import living
+from support.launching import lockstep_command, run_command, run_lockstep
 from support.object_store import environment, s3_server
+from support.waiting import wait_until
+from support.zygote import ForkedPopen
 
 from lockstep.checkpoint.folder import committed_steps
 from lockstep.drill.run import FAULTS, DrillRun, plan_faults
@@ -66,14 +68,7 @@ def test_a_drill_reports_the_same_bits(tmp_path: Path) -> None:
         *TINY,
     ]
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(
-        [sys.executable, "-m", "lockstep", *words],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        env=environ,
-        check=False,
-    )
+    result = run_lockstep(*words, timeout=280, env=environ)
     log = tmp_path / "drill" / "disturbed" / "drill.log"
     assert result.returncode == 0, (
         result.stdout + result.stderr + (log.read_text()[-3000:] if log.exists() else "")
@@ -114,24 +109,8 @@ def test_a_drill_reports_the_same_bits_with_each_wire_format(
         "--layout.shard",
         shard,
     ]
-    command = [
-        sys.executable,
-        "-m",
-        "lockstep",
-        "drill",
-        "--out",
-        str(tmp_path / "drill"),
-        *flags,
-        *TINY,
-    ]
-    result = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=280,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        check=False,
-    )
+    command = lockstep_command("drill", "--out", str(tmp_path / "drill"), *flags, *TINY)
+    result = run_command(command, timeout=280)
     assert result.returncode == 0 and "the same bits" in result.stdout, (
         result.stdout + result.stderr
     )
@@ -161,7 +140,7 @@ def test_a_drill_in_an_object_store_compares_what_the_store_holds(tmp_path: Path
         run = functools.partial(
             subprocess.run, capture_output=True, text=True, timeout=280, env=environ, check=False
         )
-        result = run([sys.executable, "-m", "lockstep", *words])
+        result = run(lockstep_command(*words))
         assert result.returncode == 0 and "the same bits" in result.stdout, (
             result.stdout + result.stderr
         )
@@ -171,18 +150,9 @@ def test_a_drill_in_an_object_store_compares_what_the_store_holds(tmp_path: Path
             if line.split()[:1] and line.split()[0] in FAULTS
         ]
         assert sorted(rows) == sorted(FAULTS)
-        again = run([sys.executable, "-m", "lockstep", *words])
+        again = run(lockstep_command(*words))
         assert again.returncode == 2 and "s3://runs/team/drill is not empty" in again.stderr
-        listed = run(
-            [
-                sys.executable,
-                "-m",
-                "lockstep",
-                "checkpoint",
-                "list",
-                "s3://runs/team/drill/disturbed",
-            ]
-        )
+        listed = run(lockstep_command("checkpoint", "list", "s3://runs/team/drill/disturbed"))
         assert listed.stdout.splitlines()[-1].split()[0] == "150", listed.stderr
     assert not living(tmp_path)
 
@@ -200,13 +170,8 @@ def test_a_terminated_drill_leaves_no_worker(tmp_path: Path) -> None:
     ]
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     metrics = tmp_path / "drill" / "undisturbed" / "metrics.jsonl"
-    with subprocess.Popen(
-        [sys.executable, "-m", "lockstep", *words], cwd=tmp_path, env=environ
-    ) as process:
-        until_s = time.monotonic() + 60
-        while not (metrics.exists() and metrics.read_bytes()):
-            assert process.poll() is None and time.monotonic() < until_s
-            time.sleep(0.05)
+    with ForkedPopen(lockstep_command(*words), cwd=tmp_path, env=environ) as process:
+        wait_until(lambda: metrics.exists() and metrics.read_bytes(), "step 1", process=process)
         process.terminate()
         assert process.wait(30) == 143
     assert not living(tmp_path)
@@ -215,13 +180,7 @@ def test_a_terminated_drill_leaves_no_worker(tmp_path: Path) -> None:
 def test_a_drill_needs_a_new_folder(tmp_path: Path) -> None:
     (tmp_path / "there").write_text("")
     words = ["drill", "--out", str(tmp_path), "--steps", "5", *TINY]
-    result = subprocess.run(
-        [sys.executable, "-m", "lockstep", *words],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    result = run_lockstep(*words)
     assert result.returncode == 2 and "is not empty" in result.stderr
 
 
@@ -229,11 +188,9 @@ def test_a_drill_needs_a_new_folder(tmp_path: Path) -> None:
 
 
 def drill(*words: str | Path, timeout_s: float = 280) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "lockstep", "drill", *map(str, words)]
+    command = lockstep_command("drill", *map(str, words))
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=timeout_s, env=environ, check=False
-    )
+    return run_command(command, timeout=timeout_s, env=environ)
 
 
 @pytest.mark.long
@@ -356,14 +313,7 @@ def test_replicas_of_two_shards_recover_as_units(tmp_path: Path) -> None:
     ]
     words += ["--layout.replicate", "2", "--layout.shard", "2"]
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(
-        [sys.executable, "-m", "lockstep", *words],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        env=environ,
-        check=False,
-    )
+    result = run_lockstep(*words, timeout=280, env=environ)
     assert result.returncode == 0 and "the same bits" in result.stdout, (
         result.stdout + result.stderr
     )

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.launching import TORCHRUN
+from support.launching import TORCHRUN, lockstep_command, run_command
 from support.processes import SRC, SUPPORT, is_alive, processes_in, state_of
 from support.waiting import wait_until
 
@@ -276,14 +276,10 @@ def test_a_worker_killed_in_an_all_reduce_is_the_first_failure_and_the_other_los
 
 def test_under_torchrun_a_worker_reads_its_rank_from_the_environment(tmp_path: Path) -> None:
     (tmp_path / "tmp").mkdir()
-    done = subprocess.run(
+    done = run_command(
         [*TORCHRUN, str(SUPPORT / "fixed_workers.py"), "join_and_leave"],
         cwd=tmp_path,
         env=environment(tmp_path),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert "rank 0 of 2, local rank 0 of 2, started by torchrun" in done.stdout
@@ -309,17 +305,8 @@ def test_generate_prints_the_same_on_one_process_and_on_two(tmp_path: Path) -> N
     )
     outputs = []
     for words in ([], ["--tensor", "2"]):
-        command = [sys.executable, "-m", "lockstep", "generate", "llama", "--tokens", "4", *words]
-        done = subprocess.run(
-            command,
-            cwd=tmp_path,
-            env=environment(tmp_path),
-            input="a cat\na\n",
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
+        command = lockstep_command("generate", "llama", "--tokens", "4", *words)
+        done = run_command(command, cwd=tmp_path, env=environment(tmp_path), input="a cat\na\n")
         assert done.returncode == 0, done.stderr
         outputs.append(done.stdout)
     assert outputs[0] == outputs[1] and len(outputs[0].splitlines()) == 2

@@ -9,13 +9,12 @@ from __future__ import annotations
 import gzip
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from support.fuzz import ODD_BYTES, Commands, Tally
+from support.launching import lockstep_command, run_command
 
 LONG = os.environ.get("LOCKSTEP_CHAOS") == "1"
 SMALL = [
@@ -266,20 +265,8 @@ def test_an_exception_of_a_user_function_is_printed_once(tmp_path: Path) -> None
     """With an agent and two workers, each of which raises three times."""
     shutil.copy(USER_FUNCTIONS, tmp_path / "own.py")
     environ = os.environ | {"LOCKSTEP_TMP": str(tmp_path), "LOCKSTEP_DEVICE": "cpu"}
-    command = [
-        sys.executable,
-        "-m",
-        "lockstep",
-        "train",
-        "own.py:fails",
-        "--workers",
-        "2",
-        "--out",
-        "run",
-    ]
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=120, check=False
-    )
+    command = lockstep_command("train", "own.py:fails", "--workers", "2", "--out", "run")
+    done = run_command(command, cwd=tmp_path, env=environ)
     logs = [path.read_text() for path in sorted((tmp_path / "run/logs").glob("*.log"))]
     assert done.returncode == 1 and [text.count("Traceback") for text in (done.stderr, *logs)] == [
         1,

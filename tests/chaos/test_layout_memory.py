@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.launching import lockstep_command, run_command
 
 from lockstep.checkpoint.commands import digest_line
 
@@ -35,9 +36,7 @@ def taken_by_torch() -> int:
     code = (
         "import torch, lockstep.recipes.script; print(open('/proc/self/statm').read().split()[0])"
     )
-    pages = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=one_thread()
-    ).stdout
+    pages = run_command([sys.executable, "-c", code], check=True).stdout
     return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -48,7 +47,7 @@ def one_thread() -> dict[str, str]:
 def train(folder: Path, limit: int, *words: str) -> subprocess.CompletedProcess[str]:
     """Train with this address space limit per process."""
     flags = [word for key, value in WIDE.items() for word in (f"--{key}", str(value))]
-    command = [sys.executable, "-m", "lockstep", "train", "--out", str(folder), *flags, *words]
+    command = lockstep_command("train", "--out", str(folder), *flags, *words)
 
     def bound() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))

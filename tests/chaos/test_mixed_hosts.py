@@ -19,6 +19,8 @@ from typing import Any
 
 import pytest
 from support.hosts import Host, Network, Training, living, why_no_hosts
+from support.launching import lockstep_command
+from support.zygote import ForkedPopen
 
 from lockstep.elastic.generation_log import GenerationLog
 
@@ -150,9 +152,9 @@ class SharedFolder:
         ]
         environ = {**os.environ, "OMP_NUM_THREADS": "1", "LOCKSTEP_TMP": str(temporary)}
         with open(self.folder / f"{host.name}.out", "wb") as output:
-            command = [*host.enter, sys.executable, "-m", "lockstep", *words]
+            command = [*host.enter, *lockstep_command(*words)]
             self.agents.append(
-                subprocess.Popen(
+                ForkedPopen(
                     command,
                     cwd=self.folder,
                     env=environ,

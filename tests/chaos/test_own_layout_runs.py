@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from support.fork_loop import LoopResult, run_loop
 from support.hosts import Host, Training
-from support.launching import TORCHRUN, one_thread, run_lockstep
+from support.launching import TORCHRUN, one_thread, run_command, run_lockstep
 
 from lockstep.checkpoint.commands import digest_line
 from lockstep.record import events, metrics
@@ -225,9 +225,7 @@ def test_torchrun_trains_in_shards(tmp_path: Path) -> None:
         str(SCRIPT),
         "--steps=3",
     ]
-    result = subprocess.run(
-        command, capture_output=True, text=True, timeout=200, env=environ, cwd=tmp_path, check=False
-    )
+    result = run_command(command, env=environ, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert run_loop(SCRIPT, tmp_path / "alone", 1, steps=3) == LoopResult(0, "")
     assert digest_line(tmp_path / "runs" / "own_layout") == digest_line(tmp_path / "alone")

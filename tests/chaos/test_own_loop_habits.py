@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from support.fork_loop import LoopResult, run_loop
+from support.launching import lockstep_command, run_command
 
 from lockstep.checkpoint.commands import digest_line
 
@@ -35,15 +35,8 @@ def trained(
         "--steps",
         str(steps),
     ]
-    command = [sys.executable, "-m", "lockstep", "train", f"{LOOP}:train", *words]
-    return subprocess.run(
-        command,
-        check=False,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    command = lockstep_command("train", f"{LOOP}:train", *words)
+    return run_command(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=300)
 
 
 def test_error_of_one_worker_is_reported_and_gives_the_exit_code(tmp_path: Path) -> None:

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from support.launching import run_lockstep
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
@@ -93,14 +93,7 @@ def test_drill_of_a_habit_gives_the_same_bits_or_shows_the_refusal(
         str(tmp_path / "drill"),
     ]
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "LOCKSTEP_TMP": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-m", "lockstep", *words],
-        capture_output=True,
-        text=True,
-        env=environ,
-        timeout=280,
-        check=False,
-    )
+    done = run_lockstep(*words, env=environ, timeout=280)
     if done.returncode:
         text = "\n".join(line.removeprefix("  ") for line in done.stderr.splitlines()[2:])
         assert_refused(LoopResult(done.returncode, text), names)

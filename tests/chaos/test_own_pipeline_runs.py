@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from support.launching import lockstep_command, run_command
 from test_own_layout_runs import STEPS, lines_of
 
 from lockstep.checkpoint.commands import digest_line
@@ -26,27 +25,10 @@ def run(
     folder: Path, workers: int, layout: dict[str, int], *words: str
 ) -> subprocess.CompletedProcess[str]:
     axes = [word for axis, size in layout.items() for word in (f"--layout.{axis}", str(size))]
-    command = [
-        sys.executable,
-        "-m",
-        "lockstep",
-        "run",
-        "--out",
-        str(folder),
-        "--workers",
-        str(workers),
-        *axes,
-        str(SCRIPT),
-        *words,
-    ]
-    return subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        check=False,
+    command = lockstep_command(
+        "run", "--out", str(folder), "--workers", str(workers), *axes, str(SCRIPT), *words
     )
+    return run_command(command)
 
 
 @pytest.mark.long

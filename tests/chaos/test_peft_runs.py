@@ -5,13 +5,12 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.launching import lockstep_command, run_command
 
 from lockstep.checkpoint.commands import digest_line
 from lockstep.cli.main import main
@@ -26,10 +25,8 @@ SCRIPT = Path(__file__).parents[1] / "support" / "loops" / "peft_model.py"
 def run(folder: Path, workers: int, shards: int) -> None:
     options = ["--out", str(folder), "--workers", str(workers), "--layout.shard", str(shards)]
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "LOCKSTEP_TMP": str(folder.parent)}
-    command = [sys.executable, "-m", "lockstep", "run", *options, str(SCRIPT)]
-    result = subprocess.run(
-        command, capture_output=True, text=True, timeout=200, env=environ, check=False
-    )
+    command = lockstep_command("run", *options, str(SCRIPT))
+    result = run_command(command, env=environ)
     assert result.returncode == 0, result.stderr
 
 

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 from support.hosts import living
-from support.launching import TORCHRUN, lockstep_command, run_lockstep
+from support.launching import TORCHRUN, lockstep_command, run_command, run_lockstep
 from support.waiting import wait_until
+from support.zygote import ForkedPopen
 
 from lockstep.runtime.worker_env import running_workers, state_folder
 
@@ -105,7 +106,7 @@ def test_help_of_a_main_function_lists_its_flags(tmp_path: Path) -> None:
         [sys.executable, str(file), "--help"],
         lockstep_command("run", file, "--workers", "2", "-h"),
     ):
-        result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        result = run_command(command)
         assert (result.returncode, result.stderr) == (0, "")
         assert result.stdout == "Train it.\n\n  --lr (default: 0.1)\n  --name (required)\n"
 
@@ -128,7 +129,7 @@ def test_a_wrong_argument_ends_the_run_at_once() -> None:
 
 
 def test_a_signal_goes_to_the_script_and_ends_the_run(tmp_path: Path) -> None:
-    process = subprocess.Popen(
+    process = ForkedPopen(
         lockstep_command("run", SCRIPT, "--workers", "2", "--steps", "1000000"),
         stderr=subprocess.PIPE,
         text=True,
@@ -160,7 +161,7 @@ def test_a_host_is_lost_and_comes_back_on_two_hosts(tmp_path: Path) -> None:
             "0.05",
         )
         with open(f"{host}.log", "ab") as output:
-            return subprocess.Popen(
+            return ForkedPopen(
                 lockstep_command(*words), stdout=output, stderr=output, start_new_session=True
             )
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from support.hosts import Host, Network, flags, living
+from support.launching import lockstep_command
 from support.waiting import wait_until
+from support.zygote import ForkedPopen
 
 from lockstep.elastic.generation_log import GenerationLog
 from lockstep.record.metrics import iter_steps
@@ -35,8 +35,8 @@ class Start:
         ]
         self.output = self.folder / "out"
         with open(self.output, "ab") as output:
-            self.agent = subprocess.Popen(
-                [*host.enter, sys.executable, "-m", "lockstep", *words],
+            self.agent = ForkedPopen(
+                [*host.enter, *lockstep_command(*words)],
                 cwd=self.folder,
                 env={**os.environ, "LOCKSTEP_TMP": str(self.folder), "OMP_NUM_THREADS": "1"},
                 stdout=output,

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from support.fork_loop import LoopResult, run_loop
-from support.launching import TORCHRUN, one_thread
+from support.launching import TORCHRUN, one_thread, run_command
 from support.launching import run_lockstep as lockstep
 
 from lockstep.checkpoint.commands import digest_line
@@ -142,9 +142,7 @@ def test_each_way_to_start_a_script_gives_the_same_sha256(
 ) -> None:
     command = [sys.executable, *map(str, STARTS[start])]
     environ = one_thread(PYTHONPATH=str(SCRIPT.parent))
-    result = subprocess.run(
-        command, capture_output=True, text=True, timeout=200, env=environ, cwd=tmp_path, check=False
-    )
+    result = run_command(command, env=environ, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert digest_line(tmp_path / "runs" / "session") == digest
     sizes = [
@@ -245,9 +243,7 @@ def test_second_session_under_an_agent_is_refused(case: str, tmp_path: Path) -> 
 
 def test_sessions_follow_each_other_under_torchrun(tmp_path: Path) -> None:
     words = [*TORCHRUN, str(TWO_SESSIONS), "--out", str(tmp_path / "two"), "--case", "folds"]
-    result = subprocess.run(
-        words, capture_output=True, text=True, timeout=200, env=one_thread(), check=False
-    )
+    result = run_command(words)
     assert result.returncode == 0, result.stderr
     assert run_loop(TWO_SESSIONS, tmp_path / "one", 1, case="folds") == LoopResult(0, "")
     digests = [[digest_line(tmp_path / run / fold) for fold in "01"] for run in ("one", "two")]

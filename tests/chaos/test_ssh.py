@@ -22,6 +22,7 @@ import pytest
 from support.docs_commands import make_folder, run_page
 from support.fault_matrix import Reference
 from support.hosts import Network, Training, flags, living, read_steps, why_no_hosts
+from support.launching import run_command
 from support.object_store import environment, s3_server
 from support.stored_hosts import RUN
 from support.waiting import wait_until
@@ -171,9 +172,7 @@ def test_hosts_started_by_ssh_meet_in_a_store(
             "--out",
             RUN,
         ]
-        done = subprocess.run(
-            doctor, cwd=training.folder, capture_output=True, text=True, timeout=120, check=False
-        )
+        done = run_command(doctor, cwd=training.folder)
         assert done.returncode == 0 and done.stdout.count("storing 1 MiB") == 2, (
             done.stdout + done.stderr
         )
@@ -224,9 +223,7 @@ def test_one_command_examines_all_hosts_and_prints_one_report(
         "--hosts",
         "hosts.toml",
     ]
-    done = subprocess.run(
-        command, cwd=training.folder, capture_output=True, text=True, timeout=120, check=False
-    )
+    done = run_command(command, cwd=training.folder)
     assert done.returncode == 0 and done.stdout.count(expected) == 1, done.stdout + done.stderr
 
 

@@ -8,7 +8,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any, Protocol
 import psutil
 import pytest
 from support.hosts import Host, Training, living
+from support.launching import run_lockstep
 
 from lockstep.checkpoint.folder import committed_steps
 
@@ -45,13 +45,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
 
 def lockstep(training: Training, *words: str) -> subprocess.CompletedProcess[str]:
     """Run a user's command in the run's parent folder."""
-    return subprocess.run(
-        [sys.executable, "-m", "lockstep", *words],
-        cwd=training.folder,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    return run_lockstep(*words, cwd=training.folder)
 
 
 def assert_saved_and_stopped(training: Training, *hosts: Host) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from support.fork_loop import LoopResult, run_loop
-from support.launching import OWN_LOOP, ROOT, TORCHRUN, one_thread
+from support.launching import OWN_LOOP, ROOT, TORCHRUN, lockstep_command, one_thread, run_command
 from support.launching import run_lockstep as run
 from support.launching import start_lockstep as start
 from support.processes import children, is_alive
@@ -430,9 +430,7 @@ def test_torchrun_starts_the_same_training(undisturbed: Path, tmp_path: Path) ->
         "10",
         *SMALL,
     ]
-    result = subprocess.run(
-        command, capture_output=True, text=True, timeout=200, env=one_thread(), check=False
-    )
+    result = run_command(command)
     assert result.returncode == 0, result.stderr
     assert digest(tmp_path) == digest(undisturbed)
 
@@ -503,27 +501,9 @@ def test_no_thread_of_the_process_group_is_left_after_the_loop(
     tmp_path: Path, starter: str
 ) -> None:
     loop = f"{ROOT}/tests/support/gloo_threads.py"
-    agent = [
-        sys.executable,
-        "-m",
-        "lockstep",
-        "train",
-        f"{loop}:train",
-        "--workers",
-        "2",
-        "--out",
-        "run",
-    ]
+    agent = lockstep_command("train", f"{loop}:train", "--workers", "2", "--out", "run")
     words = [*TORCHRUN, loop] if starter == "torchrun" else agent
-    result = subprocess.run(
-        words,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        env=one_thread(),
-        cwd=tmp_path,
-        check=False,
-    )
+    result = run_command(words, cwd=tmp_path)
     assert result.returncode == 0 and "threads of gloo: 0" in result.stdout, (
         result.stdout + result.stderr
     )

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from support.launching import run_command
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -28,9 +28,7 @@ def test_each_part_succeeds_on_a_cpu(tmp_path: Path) -> None:
         "chats,throughput",
     ]
     environ = {**os.environ, "LOCKSTEP_TMP": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, cwd=TOP, env=environ, capture_output=True, text=True, check=False
-    )
+    done = run_command(command, cwd=TOP, env=environ)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Different bits: none" in done.stdout and "tokens/s" in done.stdout
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from support.launching import run_command
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -96,11 +96,8 @@ def test_a_mean_of_means_is_wrong_when_micro_batches_differ_in_size() -> None:
 
 
 def test_example_prints_the_numbers_of_the_docs() -> None:
-    said = subprocess.run(
-        [sys.executable, ROOT / "examples/gradient_accumulation.py"],
-        capture_output=True,
-        text=True,
-        check=True,
+    said = run_command(
+        [sys.executable, ROOT / "examples/gradient_accumulation.py"], check=True
     ).stdout
     docs = (ROOT / "docs/accumulation.md").read_text()
     for step in [*WITHOUT, *SUMMED, *AVERAGED]:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
 import torch
 import torch.distributed as dist
+from support.launching import run_lockstep
 from support.ranks import run_ranks
 
 from lockstep.elastic.runtime import ElasticRuntime
@@ -94,13 +93,7 @@ def test_command_prints_the_measured_time_beside_the_simulated_one() -> None:
         "--run",
         "--json",
     ]
-    result = subprocess.run(
-        [sys.executable, "-m", "lockstep", *words],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    result = run_lockstep(*words)
     assert result.returncode == 0, result.stderr
     tree = json.loads(result.stdout.splitlines()[-1])["algorithms"]["tree"]
     assert tree["seconds"] == pytest.approx(40e-6)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 import sys
 from datetime import datetime
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 import tokenizers
 import torch
 import torch.nn.functional as F
+from support.launching import run_command, run_lockstep
 from support.ranks import run_ranks
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor
@@ -419,9 +419,7 @@ def test_import_and_export_take_the_memory_of_one_tensor(tmp_path: Path) -> None
         {name: torch.rand(p.shape) for name, p in config.meta_model().named_parameters()},
     )
     script = Path(__file__).parents[1] / "support/memory/import_export.py"
-    result = subprocess.run(
-        [sys.executable, script, str(tmp_path)], capture_output=True, text=True, check=True
-    )
+    result = run_command([sys.executable, script, str(tmp_path)], check=True)
     assert (
         int(result.stdout)
         < 80e6
@@ -743,11 +741,6 @@ def test_generate_splits_a_model_and_reads_a_file(
     words = ["generate", str(folder), "--file", str(tmp_path / "lines"), "--tokens", "8"]
     assert main(words) == 0
     expected = capfd.readouterr().out
-    result = subprocess.run(
-        [sys.executable, "-m", "lockstep", *words, "--tensor", "2"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    result = run_lockstep(*words, "--tensor", "2", check=True)
     assert result.stdout == expected and expected.count("\n") == 2
     assert main([*words, "--tensor", "2", "--compile"]) == UsageError.exit_code

@@ -6,7 +6,6 @@ import itertools
 import json
 import math
 import random
-import subprocess
 import sys
 import tempfile
 from collections import Counter
@@ -20,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.launching import run_command
 from support.ranks import run_ranks
 
 from lockstep.checkpoint.commands import digest_line
@@ -154,11 +154,8 @@ def test_the_logged_loss_equals_that_of_a_plain_loop(corpus: Path, tmp_path: Pat
         20,
     )
     bare = Path(__file__).parents[2] / "bench" / "llama" / "bare_llama.py"
-    shown = subprocess.run(
-        [sys.executable, bare, tmp_path, "--steps", "20"],
-        check=True,
-        capture_output=True,
-        text=True,
+    shown = run_command(
+        [sys.executable, bare, tmp_path, "--steps", "20"], check=True
     ).stdout.splitlines()
     assert (
         sum("run" in line.split() for line in shown[:-1]) == 20 and "over 20 steps" in shown[-1]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.launching import run_command
 from support.tensor_memory import TensorMemory
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
@@ -226,7 +226,7 @@ def test_stochastic_rounding_keeps_nan_and_infinities() -> None:
 def test_logits_of_a_large_vocabulary_never_exist_at_once() -> None:
     """1,536 tokens of 128,256 words: the logits would take 788 MB, their gradient as much again."""
     script = Path(__file__).parents[1] / "support/memory/large_vocabulary_loss.py"
-    result = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True)
+    result = run_command([sys.executable, script], check=True)
     assert int(result.stdout) < 400e6 < 1536 * 128_256 * 4
 
 

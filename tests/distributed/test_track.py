@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.launching import run_lockstep
+from support.launching import run_command, run_lockstep
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from wandb.proto import wandb_internal_pb2
 
@@ -115,12 +115,7 @@ def test_other_ranks_write_nothing(tmp_path: Path) -> None:
 
 def test_disabled_packages_are_not_imported() -> None:
     code = "import sys, lockstep.record.tracker, lockstep.record.progress\nprint({'torch', 'wandb', 'tensorboard'} & set(sys.modules))"
-    assert (
-        subprocess.run(
-            [sys.executable, "-c", code], check=True, capture_output=True, text=True
-        ).stdout
-        == "set()\n"
-    )
+    assert run_command([sys.executable, "-c", code], check=True).stdout == "set()\n"
 
 
 def test_event_log_has_every_start_and_skips_torn_lines(tmp_path: Path) -> None:

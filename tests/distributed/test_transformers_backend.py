@@ -6,8 +6,6 @@ import json
 import math
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from distributed.test_llama_training import CHATS, TEXT, evaluated, losses, trained
+from support.launching import lockstep_command, run_command
 from support.plain_fine_tuning import plain_losses, write_corpus
 from support.ranks import run_ranks
 from unit.models.test_families import LONG, SIZES, random_model, rope
@@ -255,17 +254,11 @@ def test_killed_shards_of_a_gemma_heal_with_the_same_bits(start: Path, tmp_path:
         "--out",
         str(tmp_path / "drill"),
     ]
-    command = [
-        sys.executable,
-        "-m",
-        "lockstep",
-        *words,
-        *(word for key, value in flags.items() for word in (f"--{key}", value)),
-    ]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(
-        command, capture_output=True, text=True, timeout=400, env=environ, check=False
+    command = lockstep_command(
+        *words, *(word for key, value in flags.items() for word in (f"--{key}", value))
     )
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    result = run_command(command, timeout=400, env=environ)
     assert result.returncode == 0 and "the same bits" in result.stdout, (
         result.stdout + result.stderr
     )

@@ -17,7 +17,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -26,6 +25,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+from support.launching import lockstep_command, run_command, run_lockstep
+from support.zygote import ForkedPopen
 
 from lockstep.checkpoint.commands import digest_line
 from lockstep.elastic import fault_injection as fault
@@ -260,15 +262,15 @@ class Training:
         what = [self.script] if self.script else []
         values = ["--steps", str(self.steps)] if self.script else flags(self.steps, **self.values)
         words = [*what, "--hosts", "hosts.toml", "--host", host.name, "--out", "run", *self.words]
-        command = [*host.enter, sys.executable, "-m", "lockstep", "launch", *words]
+        command = [*host.enter, *lockstep_command("launch", *words, *values)]
         environ = {
             name: value
             for name, value in os.environ.items()
             if name == "LOCKSTEP_TMP" or not name.startswith("LOCKSTEP_")
         }
         with open(self.folder / f"{host.name}.out", "ab") as output:
-            self.agents[host.name] = subprocess.Popen(
-                [*command, *values],
+            self.agents[host.name] = ForkedPopen(
+                command,
                 cwd=self.folder,
                 env=environ | {fault.DRILL_VARIABLE: "1", "OMP_NUM_THREADS": "1"},
                 stdin=subprocess.DEVNULL,
@@ -489,16 +491,8 @@ class Training:
 
         Its agents exit with 75.
         """
-        command = [
-            *self.hosts[0].enter,
-            sys.executable,
-            "-m",
-            "lockstep",
-            "launch",
-            "--stop",
-            "run",
-        ]
-        subprocess.run(command, cwd=self.folder, check=True, capture_output=True)
+        command = [*self.hosts[0].enter, *lockstep_command("launch", "--stop", "run")]
+        run_command(command, cwd=self.folder, check=True)
 
     def assert_same_bits(self, truth: Truth, *, code: int = 0, timeout_s: float = 120.0) -> None:
         """Wait for the end; assert the exit code, the bits and steps of the undisturbed run, and
@@ -550,24 +544,8 @@ def undisturbed(folder: Path, steps: int, **values: object) -> Truth:
 
     One worker: its bits are those of any number of workers.
     """
-    command = [
-        sys.executable,
-        "-m",
-        "lockstep",
-        "train",
-        "--workers",
-        "1",
-        "--out",
-        "run",
-        *flags(steps, **values),
-    ]
-    subprocess.run(
-        command,
-        cwd=folder,
-        check=True,
-        capture_output=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    words = ("--workers", 1, "--out", "run", *flags(steps, **values))
+    run_lockstep("train", *words, cwd=folder, check=True)
     return truth_of(folder / "run")
 
 

@@ -1,12 +1,15 @@
-"""Start `lockstep` commands from tests, with one compute thread each."""
+"""Start commands from tests, with one compute thread each; `lockstep` itself from a zygote."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from support.zygote import ForkedPopen
 
 ROOT = Path(__file__).parents[2]
 OWN_LOOP = f"{ROOT / 'examples' / 'own_loop.py'}:train"
@@ -29,30 +32,43 @@ def one_thread(**more: str) -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **more}
 
 
-def run_lockstep(*words: object, **options: Any) -> subprocess.CompletedProcess[str]:
-    """Run `lockstep WORDS`, by default without a check of the exit code and for at most 200 s.
+def run_command(
+    command: Sequence[object],
+    *,
+    input: str | None = None,
+    timeout: float = 200.0,
+    check: bool = False,
+    **options: Any,
+) -> subprocess.CompletedProcess[str]:
+    """Run a command as subprocess.run does, by default with both outputs captured as text."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    if input is not None:
+        pipes["stdin"] = subprocess.PIPE
+    defaults = {**pipes, "text": True, "env": one_thread()}
+    with ForkedPopen([*map(str, command)], **(defaults | options)) as process:
+        try:
+            out, err = process.communicate(input, timeout)
+        except BaseException:
+            process.kill()
+            raise
+    done = subprocess.CompletedProcess(process.args, process.returncode, out, err)
+    if check:
+        done.check_returncode()
+    return done
 
-    options  of subprocess.run
-    """
-    defaults = {
-        "capture_output": True,
-        "text": True,
-        "timeout": 200,
-        "env": one_thread(),
-        "check": False,
-    }
-    return subprocess.run(lockstep_command(*words), **(defaults | options))  # noqa: PLW1510
+
+def start_command(command: Sequence[object], **options: Any) -> subprocess.Popen[str]:
+    """Start a command as subprocess.Popen does, by default with both outputs in one pipe of text."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    defaults = {**pipes, "text": True, "env": one_thread()}
+    return ForkedPopen([*map(str, command)], **(defaults | options))
+
+
+def run_lockstep(*words: object, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run `lockstep WORDS` as `run_command`."""
+    return run_command(lockstep_command(*words), **options)
 
 
 def start_lockstep(*words: object, **options: Any) -> subprocess.Popen[str]:
-    """Start `lockstep WORDS`, by default with both outputs in one pipe.
-
-    options  of subprocess.Popen
-    """
-    defaults = {
-        "stdout": subprocess.PIPE,
-        "stderr": subprocess.STDOUT,
-        "text": True,
-        "env": one_thread(),
-    }
-    return subprocess.Popen(lockstep_command(*words), **(defaults | options))
+    """Start `lockstep WORDS` as `start_command`."""
+    return start_command(lockstep_command(*words), **options)

@@ -7,15 +7,16 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from support.hosts import Host, flags, read_steps
+from support.launching import lockstep_command, run_command
 from support.object_store import environment
 from support.processes import processes_in
+from support.zygote import ForkedPopen
 
 from lockstep.elastic.generation_log import NO_GENERATION, Generation, GenerationLog
 
@@ -55,7 +56,7 @@ class StoredTraining:
         sizes = [*(counted if self.nodes else listed), "--host", host.name]
         command = ["launch", *sizes, "--out", RUN, *words, *flags(self.steps, **self.values)]
         with open(self.folder / f"{host.name}.out", "ab") as output:
-            self.agents[host.name] = subprocess.Popen(
+            self.agents[host.name] = ForkedPopen(
                 self.command(host, *command),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -69,19 +70,12 @@ class StoredTraining:
 
     def messages(self, host: Host, *words: str, code: int) -> tuple[str, str]:
         """Run a command on a host, which ends with `code`; return its output and its messages."""
-        done = subprocess.run(
-            self.command(host, *words),
-            check=False,
-            capture_output=True,
-            text=True,
-            timeout=120,
-            **self.options(host),
-        )
+        done = run_command(self.command(host, *words), **self.options(host))
         assert done.returncode == code, done.stdout + done.stderr
         return done.stdout, done.stderr
 
     def command(self, host: Host, *words: str) -> list[str]:
-        return [*host.enter, sys.executable, "-m", "lockstep", *words]
+        return [*host.enter, *lockstep_command(*words)]
 
     def options(self, host: Host) -> dict[str, object]:
         folder = self.folder / host.name
