@@ -11,13 +11,13 @@ import json
 import os
 import shutil
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from support.hosts import TINY, Truth
 from support.launching import run_command, run_lockstep
+from support.waiting import wait_until
 
 import lockstep
 from lockstep.checkpoint.commands import digest_line
@@ -83,10 +83,8 @@ class Services:
         )
 
     def wait_for_members(self, host: str, expected: set[str]) -> None:
-        until_s = time.monotonic() + 90
-        while set(self.members(host)) != expected:
-            assert time.monotonic() < until_s, f"no generation of {expected}: {self.members(host)}"
-            time.sleep(0.5)
+        what = f"a generation of {expected}"
+        wait_until(lambda: set(self.members(host)) == expected, what, 90)
 
     def exit_codes(self) -> dict[str, int]:
         """Wait for the end of all containers."""

@@ -11,7 +11,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any
 import pytest
 from support.hosts import Host, Network, Training, living, why_no_hosts
 from support.launching import lockstep_command
+from support.waiting import wait_until
 from support.zygote import ForkedPopen
 
 from lockstep.elastic.generation_log import GenerationLog
@@ -166,14 +166,11 @@ class SharedFolder:
         return self.agents[-1]
 
     def wait_for(self, result: Callable[[], bool], what: str) -> None:
-        until_s = time.monotonic() + 90
-        while not result():
-            outputs = {
-                path.name: path.read_text(errors="replace")[-3000:]
-                for path in self.folder.glob("*.out")
-            }
-            assert time.monotonic() < until_s, f"{what} did not happen: {outputs}"
-            time.sleep(0.05)
+        wait_until(result, what, 90, report=self.report)
+
+    def report(self) -> str:
+        paths = self.folder.glob("*.out")
+        return str({path.name: path.read_text(errors="replace")[-3000:] for path in paths})
 
     def step(self) -> int:
         """Return the number of committed steps."""

@@ -12,7 +12,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -136,10 +135,7 @@ def test_the_run_continues_after_its_launcher_is_killed(
     before = training.newest
     for process in (*psutil.Process(launcher.pid).children(), launcher):
         process.kill()
-    until_s = time.monotonic() + 60
-    while living(training.folder):
-        assert time.monotonic() < until_s, training.report()
-        time.sleep(0.05)
+    wait_until(lambda: not living(training.folder), "the end", 60, report=training.report)
     end, truth = training.newest, reference(STEPS)
     assert end.number == before.number + 1 and end.end and end.end.code == 0, training.report()
     assert (

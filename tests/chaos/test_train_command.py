@@ -11,7 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -62,10 +62,6 @@ def steps_in(folder: Path) -> list[int]:
     )
 
 
-def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
-    wait_until(condition, timeout_s=120, process=process)
-
-
 def workers_of(process: subprocess.Popen[str]) -> list[int]:
     return [
         pid
@@ -113,7 +109,7 @@ def test_each_signal_saves_and_the_same_command_resumes(undisturbed: Path, tmp_p
     for number, code in ((signal.SIGTERM, 75), (signal.SIGINT, 130), (signal.SIGUSR1, 75)):
         first = len(steps_in(tmp_path))
         process = start(*command)
-        wait_for(lambda first=first: len(steps_in(tmp_path)) >= first + 2, process)  # type: ignore[misc]
+        wait_until(lambda first=first: len(steps_in(tmp_path)) >= first + 2, process=process)  # type: ignore[misc]
         pids = workers_of(process)
         assert len(pids) == 2
         process.send_signal(number)
@@ -142,7 +138,7 @@ def test_a_killed_worker_is_replaced_and_the_bits_are_the_same(
         "10",
         *SMALL,
     )
-    wait_for(lambda: len(steps_in(tmp_path)) >= 3, process)
+    wait_until(lambda: len(steps_in(tmp_path)) >= 3, process=process)
     pids = workers_of(process)
     os.kill(pids[1], signal.SIGKILL)
     output = process.communicate(timeout=120)[0]
@@ -167,7 +163,7 @@ def test_after_a_kill_of_rank_0_its_successor_prints_the_results(
         "20",
     ]
     process = start("launch", "--out", tmp_path, *words)
-    wait_for(lambda: len(steps_in(tmp_path)) >= 3, process)
+    wait_until(lambda: len(steps_in(tmp_path)) >= 3, process=process)
     status = json.loads(run("status", tmp_path, "--json").stdout)
     assert [member["slot"] for member in status["members"]] == [0, 1]
     os.kill(status["members"][0]["pid"], signal.SIGKILL)
@@ -182,7 +178,7 @@ def test_after_a_kill_of_rank_0_its_successor_prints_the_results(
 
 def test_workers_exit_within_two_seconds_of_their_agent(tmp_path: Path) -> None:
     process = start("train", "--out", tmp_path, "--steps", "1000", *SMALL)
-    wait_for(lambda: len(steps_in(tmp_path)) >= 1, process)
+    wait_until(lambda: len(steps_in(tmp_path)) >= 1, process=process)
     pids = workers_of(process)
     process.kill()
     process.wait()
@@ -295,7 +291,7 @@ def test_the_folder_of_another_run_is_refused_and_unchanged(undisturbed: Path) -
 
 def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
     process = start("train", "--out", tmp_path, "--workers", "1", "--steps", "1000", *SMALL)
-    wait_for(lambda: len(steps_in(tmp_path)) >= 1, process)
+    wait_until(lambda: len(steps_in(tmp_path)) >= 1, process=process)
     result = run("train", "--out", tmp_path, "--workers", "1")
     process.kill()
     process.communicate()
@@ -450,9 +446,11 @@ def test_own_loop_has_the_same_bits_on_any_number_of_workers_and_through_a_kill_
         assert run_loop(EXAMPLE, tmp_path / str(workers), workers, steps=120) == LoopResult(0, "")
     disturbed = tmp_path / "disturbed"
     process = start(*own_loop(disturbed, 2))
-    wait_for(lambda: len(steps_in(disturbed)) >= 20, process)
+    wait_until(lambda: len(steps_in(disturbed)) >= 20, process=process)
     os.kill(workers_of(process)[0], signal.SIGKILL)
-    wait_for(lambda: any(event.get("joined") for event in read_events(disturbed)), process)
+    wait_until(
+        lambda: any(event.get("joined") for event in read_events(disturbed)), process=process
+    )
     process.send_signal(signal.SIGTERM)
     output = process.communicate(timeout=120)[0]
     assert process.returncode == 75 and 20 <= steps_in(disturbed)[-1] < 120, output

@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.ranks import run_ranks
+from support.waiting import wait_until
 
 from lockstep.checkpoint.evaluations import best_of
 from lockstep.checkpoint.state_dict import get_state_dict
@@ -140,17 +141,6 @@ def in_process(folder: Path, **options: Any) -> multiprocessing.process.BaseProc
 def be_evaluator(folder: Path, options: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     os._exit(7 if evaluate(folder, ALONE, **options) else 0)
-
-
-def wait_until(condition: Any, process: multiprocessing.process.BaseProcess | None = None) -> None:
-    """Wait for a condition; fail after 60 s, or when `process` has exited."""
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, "not in time"
-        assert process is None or process.is_alive() or condition(), (
-            f"the evaluator exited with {process.exitcode}"
-        )
-        time.sleep(0.01)
 
 
 # -- exact ------------------------------------------------------------------------------------------------------------
@@ -322,7 +312,7 @@ def test_a_killed_and_restarted_evaluator_writes_each_line_once(folder: Path) ->
     while len(steps(folder)) < LAST and kills < 6:
         before = len(steps(folder))
         process = in_process(folder, follow=True)
-        wait_until(lambda before=before: len(steps(folder)) > before, process)  # type: ignore[misc]
+        wait_until(lambda before=before: len(steps(folder)) > before, running=process.is_alive)  # type: ignore[misc]
         time.sleep(rng.random() * 0.1)
         if process.is_alive():
             process.kill()
@@ -336,7 +326,7 @@ def test_a_killed_and_restarted_evaluator_writes_each_line_once(folder: Path) ->
 def test_sigterm_stops_a_waiting_evaluator(folder: Path) -> None:
     save(folder, 1)
     process = in_process(folder, follow=True)
-    wait_until(lambda: steps(folder) == [1], process)
+    wait_until(lambda: steps(folder) == [1], running=process.is_alive)
     assert process.pid is not None
     os.kill(process.pid, signal.SIGTERM)
     process.join(timeout=20)

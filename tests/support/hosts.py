@@ -27,6 +27,7 @@ from types import TracebackType
 from typing import Any
 
 from support.launching import lockstep_command, run_command, run_lockstep
+from support.waiting import wait_until
 from support.zygote import ForkedPopen
 
 from lockstep.checkpoint.commands import digest_line
@@ -380,17 +381,12 @@ class Training:
 
     def wait(self, done: Callable[[], bool], timeout_s: float = 120.0, *, what: str = "") -> float:
         """Wait until `done()`; return the seconds."""
-        start_s = time.monotonic()
-        while not done():
-            failure = f"{what or 'the condition'} did not happen"
-            assert time.monotonic() < start_s + timeout_s, (
-                f"{failure} within {timeout_s:g} s\n{self.report()}"
-            )
-            assert any(agent.poll() is None for agent in self.agents.values()) or done(), (
-                f"{failure} before the end\n{self.report()}"
-            )
-            time.sleep(0.005)
-        return time.monotonic() - start_s
+        return wait_until(
+            done, what or "the condition", timeout_s, running=self.is_running, report=self.report
+        )
+
+    def is_running(self) -> bool:
+        return any(agent.poll() is None for agent in self.agents.values())
 
     def wait_for_step(self, step: int, timeout_s: float = 120.0) -> float:
         """Wait until `step` is committed."""

@@ -14,13 +14,13 @@ import os
 import shutil
 import signal
 import subprocess
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 
 from support.hosts import Host, Network, why_no_hosts
+from support.waiting import wait_until
 
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "scontrol", "munged")
 # A requeued job waits until the credentials of its steps have expired (cred_expire, 120 s by default).
@@ -242,13 +242,7 @@ class SlurmCluster:
 
     def wait(self, done: Callable[[], bool], timeout_s: float, what: str) -> float:
         """Wait until `done()`; return the seconds. AssertionError with the logs of the daemons."""
-        start_s = time.monotonic()
-        while not done():
-            assert time.monotonic() < start_s + timeout_s, (
-                f"{what} not within {timeout_s:g} s\n{self.report()}"
-            )
-            time.sleep(0.1)
-        return time.monotonic() - start_s
+        return wait_until(done, what, timeout_s, report=self.report)
 
     def report(self, tails: Sequence[str] = ("*.out", "*.log")) -> str:
         paths = [path for pattern in tails for path in sorted(self.folder.glob(pattern))]

@@ -16,6 +16,7 @@ from support.hosts import Host, flags, read_steps
 from support.launching import lockstep_command, run_command
 from support.object_store import environment
 from support.processes import processes_in
+from support.waiting import wait_until
 from support.zygote import ForkedPopen
 
 from lockstep.elastic.generation_log import NO_GENERATION, Generation, GenerationLog
@@ -128,15 +129,10 @@ class StoredTraining:
         shutil.rmtree(self.folder / host.name)
 
     def wait(self, done: Callable[[], bool], what: str, timeout_s: float = 120.0) -> None:
-        until_s = time.monotonic() + timeout_s
-        while not done():
-            assert time.monotonic() < until_s, (
-                f"{what} did not happen within {timeout_s:g} s\n{self.report()}"
-            )
-            assert any(agent.poll() is None for agent in self.agents.values()), (
-                f"{what} did not happen before the end\n{self.report()}"
-            )
-            time.sleep(0.02)
+        wait_until(done, what, timeout_s, running=self.is_running, report=self.report)
+
+    def is_running(self) -> bool:
+        return any(agent.poll() is None for agent in self.agents.values())
 
     def end(self, timeout_s: float = 180.0) -> dict[str, int]:
         """Wait for all agents; return their exit codes."""

@@ -14,11 +14,13 @@ def wait_until(
     timeout_s: float = 120.0,
     *,
     process: subprocess.Popen[Any] | None = None,
+    running: Callable[[], bool] = lambda: True,
     report: Callable[[], str] = str,
 ) -> float:
     """Wait until `condition()` is true; return the seconds that it took.
 
     process  must not exit before the condition is true
+    running  returns whether the condition may still come true
     report   text for the AssertionError
     """
     start_s = time.monotonic()
@@ -31,5 +33,6 @@ def wait_until(
             raise AssertionError(
                 f"exit code {process.returncode} before {what}\n{output}\n{report()}"
             )
+        assert running() or condition(), f"{what} did not happen before the end\n{report()}"
         time.sleep(0.005)
     return time.monotonic() - start_s

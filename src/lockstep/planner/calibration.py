@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import product
 from multiprocessing import get_context
+from multiprocessing.context import BaseContext
 from pathlib import Path
 from statistics import fmean, median
 from tempfile import TemporaryDirectory
@@ -134,7 +135,7 @@ def calibrate_together(
     if kind != "cpu":
         return model, timing
     if processes > 1:
-        with get_context("spawn").Pool(processes) as pool:
+        with new_processes().Pool(processes) as pool:
             found = pool.starmap(
                 calibrate, [(run, folder, kind, tensor_sizes)] * processes, chunksize=1
             )
@@ -144,6 +145,13 @@ def calibrate_together(
     if run.batch.micro_batches > 1:
         timing = replace(timing, exchange_s=time_exchanges(run, folder, timing))
     return model, timing
+
+
+def new_processes() -> BaseContext:
+    """Return how processes start: forked from one that has imported this module."""
+    context = get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    return context
 
 
 def cost_of(task: Task, run: RunConfig, batches: Sequence[Any]) -> ModelCost:
@@ -276,7 +284,7 @@ def time_beside_passes(
 def time_messages() -> float:
     """Return the seconds of a core that a worker takes to send a byte to another process of this
     machine and to receive one."""
-    with TemporaryDirectory() as folder, get_context("spawn").Pool(2) as pool:
+    with TemporaryDirectory() as folder, new_processes().Pool(2) as pool:
         return fmean(
             pool.starmap(
                 time_exchange, [(rank, f"{folder}/store") for rank in range(2)], chunksize=1
@@ -306,7 +314,7 @@ def time_exchange(rank: int, store: str) -> float:
 def time_exchanges(run: RunConfig, folder: Path, timing: Timing) -> float:
     """Return `exchange_s` of two processes that train the model as shards over the loopback
     interface."""
-    with reserve_port(LOOPBACK) as port, get_context("spawn").Pool(2) as pool:
+    with reserve_port(LOOPBACK) as port, new_processes().Pool(2) as pool:
         arguments = [(run, folder, timing, rank, port.getsockname()[1]) for rank in range(2)]
         return fmean(pool.starmap(time_shards, arguments, chunksize=1))
 
