@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from support import state_places
 from support.hosts import living
-from support.launching import lockstep_command, run_command, run_lockstep
+from support.launching import ROOT, lockstep_command, run_command, run_lockstep
 from support.object_store import environment, s3_server
 from support.waiting import wait_until
 from support.zygote import ForkedPopen
@@ -24,8 +24,8 @@ from lockstep.elastic.generation_log import GenerationLog
 from lockstep.errors import LockstepError
 from lockstep.record import events
 
-LOOPS = Path(__file__).parents[1] / "support" / "loops"
-OWN_LOOP = Path(__file__).parents[2] / "examples" / "own_loop.py"
+HABITS = f"{ROOT / 'tests' / 'support' / 'loops' / 'habits.py'}:train"
+OWN_LOOP = ROOT / "examples" / "own_loop.py"
 
 TINY = [
     "--data.pairs",
@@ -244,7 +244,9 @@ def test_a_failed_self_check_prints_the_error_and_has_the_exit_code_of_its_run(
 
 def test_faults_in_a_loop_without_metrics_are_refused(tmp_path: Path) -> None:
     result = drill(
-        f"{LOOPS / 'gradient_noise.py'}:train",
+        HABITS,
+        "--habit",
+        "gradient_noise",
         "--faults",
         "1",
         "--workers",
@@ -260,7 +262,7 @@ def test_faults_in_a_loop_without_metrics_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_drill_waits_while_the_run_makes_progress_and_times_out_without(tmp_path: Path) -> None:
-    words = [f"{LOOPS / 'slow.py'}:train", "--steps", "1000", "--seconds", "0.15"]
+    words = [HABITS, "--habit", "slow", "--steps", "1000", "--seconds", "0.15"]
     with DrillRun(words, str(tmp_path / "run"), 1) as run:
         run.wait_for(
             lambda: bool(committed_steps(tmp_path / "run" / "checkpoints")), "the first checkpoint"

@@ -21,7 +21,7 @@ from fork_loop import LoopResult, run_loop
 
 from lockstep.checkpoint.commands import digest_line
 
-LOOPS = Path(__file__).parents[1] / "support" / "loops"
+LOOP = Path(__file__).parents[1] / "support" / "loops" / "habits.py"
 STEPS = 6
 long = pytest.mark.long
 
@@ -59,12 +59,12 @@ def assert_refused(result: LoopResult, names: str) -> None:
 def test_habit_gives_the_same_bits_on_every_number_of_workers_or_is_refused(
     loop: str, tmp_path: Path
 ) -> None:
-    script, names = LOOPS / f"{loop}.py", HABITS[loop]
+    names = HABITS[loop]
     digests = set()
     runs = {"one": [(1, STEPS)], "two": [(2, STEPS)], "resumed": [(2, STEPS // 2), (1, STEPS)]}
     for name, starts in (runs | ({"four": [(4, STEPS)]} if loop == "counts" else {})).items():
         for workers, steps in starts:
-            result = run_loop(script, tmp_path / name, workers, steps=steps)
+            result = run_loop(LOOP, tmp_path / name, workers, habit=loop, steps=steps)
             if result.code:
                 assert_refused(result, names)
                 return
@@ -73,7 +73,7 @@ def test_habit_gives_the_same_bits_on_every_number_of_workers_or_is_refused(
 
 
 def test_stop_of_one_rank_ends_the_loop_of_all_after_one_more_step(tmp_path: Path) -> None:
-    result = run_loop(LOOPS / "one_rank_stops.py", tmp_path, 2, steps=9)
+    result = run_loop(LOOP, tmp_path, 2, habit="one_rank_stops", steps=9)
     assert result == LoopResult(0, "") and digest_line(tmp_path).startswith("step 4 ")
 
 
@@ -84,16 +84,9 @@ def test_drill_of_a_habit_gives_the_same_bits_or_shows_the_refusal(
     loop: str, workers: int, tmp_path: Path
 ) -> None:
     names = HABITS[loop]
-    words = [
-        "drill",
-        f"{LOOPS / loop}.py:train",
-        "--workers",
-        str(workers),
-        "--out",
-        str(tmp_path / "drill"),
-    ]
+    words = ("drill", f"{LOOP}:train", "--habit", loop, "--workers", workers)
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "LOCKSTEP_TMP": str(tmp_path)}
-    done = run_lockstep(*words, env=environ, timeout=280)
+    done = run_lockstep(*words, "--out", tmp_path / "drill", env=environ, timeout=280)
     if done.returncode:
         text = "\n".join(line.removeprefix("  ") for line in done.stderr.splitlines()[2:])
         assert_refused(LoopResult(done.returncode, text), names)
