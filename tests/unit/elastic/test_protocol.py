@@ -448,6 +448,16 @@ BROKEN = {
     Keeping: some_history_in_replicas,
 }
 
+# Late among the 300 histories; when the simulation changes, they may violate nothing.
+KNOWN = {
+    TwoWinners: 127,
+    all_welcome: 157,
+    Belated: 74,
+    Returning: 150,
+    Hospitable: 63,
+    Loyal: 94,
+}
+
 
 @pytest.mark.parametrize("broken", BROKEN, ids=lambda broken: broken.__name__)
 @pytest.mark.slow
@@ -461,7 +471,7 @@ def test_broken_variants_violate_an_invariant(broken: Any, monkeypatch: pytest.M
     else:
         how["folder" if issubclass(broken, Folder) else "protocol"] = broken
     with pytest.raises(Violation):
-        for number in range(300):
+        for number in (KNOWN.get(broken, 0), *range(300)):
             rng, kind = random.Random(number), BROKEN[broken]
             play(
                 some_history(rng, [kind], hosts=2, faults=FEW)
