@@ -3,8 +3,8 @@
 `python -m lockstep` imports for a third of a second and the forkserver of its agent for three; a
 fork takes twenty milliseconds. A forked command is a child of the process that starts it, with its
 own arguments, environment, working folder, descriptors, session and exit. It has a zygote too, so
-that what it starts (an agent its forkserver, a drill its runs) is forked as well. All share the
-hash seed of strings.
+that what it starts (an agent its forkserver, a drill its runs, torchrun its ranks) is forked as
+well. All share the hash seed of strings.
 
 A test of imports, of the start of the interpreter or of its variables uses subprocess.Popen. So
 does ForkedPopen for another command, and where a variable differs that is read at imports.
@@ -39,7 +39,8 @@ from lockstep.agent.forkserver import MAX_MESSAGE_BYTES, ONE_THREAD, double_fork
 from lockstep.agent.worker_pool import CUDA_SETTINGS, MALLOC_SETTINGS
 from lockstep.runtime.processes import LIBC, PR_SET_CHILD_SUBREAPER, PR_SET_NAME, prctl
 
-COMMAND, FORKSERVER = "lockstep", "lockstep.agent.forkserver"  # what `python -m` starts
+STARTERS = ("lockstep", "torch.distributed.run")  # modules that have a zygote too
+MODULES = (*STARTERS, "lockstep.agent.forkserver")
 # Imported by most test processes, or slow. lockstep last: its import notes the state of the generators.
 PRELOAD = (
     *("torch", "torch.distributed", "torch._dynamo", "torch.optim.swa_utils", "numpy.ma"),
@@ -47,16 +48,16 @@ PRELOAD = (
     *("lockstep.recipes.script", "lockstep.session", "lockstep.cli.main", "lockstep.cli.worker"),
 )
 # Prefixes of variables that the interpreter and libraries read once.
-READ_AT_IMPORT = ("PYTHON", "OMP_", "OPENBLAS", "MKL_", "LC_", "LANG", "LD_", "TORCH", "HF_")
+READ_AT_IMPORT = ("PYTHON", "OMP_", "OPENBLAS", "MKL_", "LC_", "LANG", "LD_", "TORCH_LOGS", "HF_")
 FIRST_OWN_DESCRIPTOR = 400  # a command's descriptors have the numbers that they have after an exec
 PR_GET_CHILD_SUBREAPER = 37  # <linux/prctl.h>
 
 
 @dataclass(frozen=True)
 class Request:
-    """A process to start: `python -m module words`."""
+    """A process to start: `python -m program words`, or `python program words` with a file."""
 
-    module: str
+    program: str
     words: Sequence[str]
     environ: Mapping[str, str]
     cwd: str
@@ -100,12 +101,19 @@ class Zygote:
             finally:
                 prctl(PR_SET_CHILD_SUBREAPER, before.value)
 
-    def takes(self, args: Any, environ: Mapping[str, str]) -> bool:
-        """Return whether a process that it forks is the same as one that `args` starts."""
+    def program(self, args: Any, environ: Mapping[str, str]) -> list[str]:
+        """Return the program that it can fork as `args` starts it, and its words; [] for none."""
         if self.owner != os.getpid() or isinstance(args, (str, bytes, os.PathLike)):
-            return False
-        is_known = list(args[:2]) == [sys.executable, "-m"] and args[2] in (COMMAND, FORKSERVER)
-        return is_known and read_at_import(environ) == self.environ
+            return []
+        interpreter, *words = map(os.fsdecode, args)
+        if interpreter != sys.executable or read_at_import(environ) != self.environ:
+            return []
+        if words[:1] == ["-u"]:
+            words = words[1:]
+        if words[:1] == ["-m"] and words[1] in MODULES:
+            return words[1:]
+        # A test that starts a script itself has a reason.
+        return words if self.process is None and words[0].endswith(".py") else []
 
 
 zygotes: list[Zygote] = []  # of this process, at most one
@@ -149,9 +157,10 @@ class ForkedPopen(subprocess.Popen[Any]):
         *rest: Any,
     ) -> None:
         environ = dict(os.environ if env is None else env)
-        if not zygotes:
+        if not zygotes and __name__ != "__main__":
             zygotes.append(start_zygote())
-        if executable or preexec_fn or shell or not zygotes[0].takes(args, environ):
+        program = zygotes[0].program(args, environ) if zygotes else []
+        if executable or preexec_fn or shell or not program:
             super()._execute_child(  # type: ignore[misc]
                 *(args, executable, preexec_fn, close_fds, pass_fds, cwd, env),
                 *(startupinfo, creationflags, shell, *rest),
@@ -161,8 +170,8 @@ class ForkedPopen(subprocess.Popen[Any]):
         standard = [pipes[0], pipes[3], pipes[5]]
         descriptors = [number if pipe == -1 else pipe for number, pipe in enumerate(standard)]
         request = Request(
-            args[2],
-            [os.fsdecode(word) for word in args[3:]],
+            program[0],
+            program[1:],
             {os.fsdecode(name): os.fsdecode(value) for name, value in environ.items()},
             os.path.abspath(os.fsdecode(cwd or "")),
             [0, 1, 2, *pass_fds],
@@ -180,24 +189,23 @@ def main(channel: socket.socket) -> None:
     """Fork processes until the starter's exit; in each, return after its command."""
     environ = read_at_import(os.environ)  # torch adds to it
     atexit.register(exit_at_once)  # the first one registered runs last
+    subprocess.Popen = ForkedPopen  # type: ignore[misc]
     for name in PRELOAD:
         importlib.import_module(name)
     assert len(os.listdir("/proc/self/task")) == 1
     gc.collect()
     gc.freeze()  # a collection would copy the memory of all imported modules
     prctl(PR_SET_NAME, b"zygote")
-    zygotes.clear()
     while forked := serve(channel):
         request, descriptors = forked
         channel.close()
-        if request.module != COMMAND:
+        if request.program not in STARTERS:
             run(request, descriptors)
             return
         here, there = channel_ends()
         if os.fork():
             there.close()
             zygotes.append(Zygote(here, environ))
-            subprocess.Popen = ForkedPopen  # type: ignore[misc]
             run(request, descriptors)
             return
         here.close()
@@ -222,7 +230,7 @@ def serve(channel: socket.socket) -> tuple[Request, list[int]] | None:
 
 
 def run(request: Request, descriptors: Sequence[int]) -> None:
-    """Become the process of the request and run its module as `python -m` does."""
+    """Become the process of the request and run its program as the interpreter does."""
     if request.new_session:
         os.setsid()
     elif request.process_group >= 0:
@@ -233,16 +241,28 @@ def run(request: Request, descriptors: Sequence[int]) -> None:
     os.environ.update(request.environ)
     prctl(PR_SET_NAME, b"python")
     open_standard_streams(bool(request.environ.get("PYTHONUNBUFFERED")))
-    sys.argv = ["-m", *request.words]
-    sys.orig_argv = [sys.executable, "-m", request.module, *request.words]
-    sys.path[0] = request.cwd
     sys.modules["__main__"] = ModuleType("__main__")
-    sys.modules.pop(FORKSERVER if request.module == FORKSERVER else "", None)
+    if request.program != "lockstep":  # a package; a module that is imported is imported again
+        sys.modules.pop(request.program, None)
     try:
-        runpy._run_module_as_main(request.module)
+        if request.program in MODULES:
+            sys.path[0] = request.cwd
+            sys.argv = ["-m", *request.words]
+            runpy._run_module_as_main(request.program)
+        else:
+            sys.path[0] = os.path.dirname(os.path.abspath(request.program))
+            sys.argv = [request.program, *request.words]
+            run_file(request.program)
+        exit_codes.append(0)
     except SystemExit as error:
         exit_codes.append(error.code if isinstance(error.code, int) else bool(error.code))
         raise
+
+
+def run_file(path: str) -> None:
+    main = sys.modules["__main__"]
+    main.__file__ = path
+    exec(compile(Path(path).read_bytes(), path, "exec"), vars(main))
 
 
 exit_codes: list[int] = []  # the code that this process exits with, unless by another exception
