@@ -29,6 +29,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -64,6 +65,7 @@ class Request:
     targets: Sequence[int]  # the number of each descriptor in the new process
     new_session: bool
     process_group: int  # -1: that of the zygote
+    starter: int  # the pid of its parent
 
 
 def read_at_import(environ: Mapping[str, str]) -> dict[str, str]:
@@ -176,6 +178,7 @@ class ForkedPopen(subprocess.Popen[Any]):
             os.path.abspath(os.fsdecode(cwd or "")),
             [0, 1, 2, *pass_fds],
             *rest[-2:],
+            starter=os.getpid(),
         )
         self.pid = zygotes[0].fork(request, [*descriptors, *pass_fds])
         self._child_created = True
@@ -231,6 +234,10 @@ def serve(channel: socket.socket) -> tuple[Request, list[int]] | None:
 
 def run(request: Request, descriptors: Sequence[int]) -> None:
     """Become the process of the request and run its program as the interpreter does."""
+    while os.getppid() != request.starter:  # still the intermediate process of the fork
+        time.sleep(0.001)
+        if not os.path.exists(f"/proc/{request.starter}"):
+            os._exit(1)
     if request.new_session:
         os.setsid()
     elif request.process_group >= 0:
