@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 from support import state_places
+from support.forking import ForkedPopen
 from support.hosts import living
 from support.launching import ROOT, lockstep_command, run_command, run_lockstep
 from support.object_store import environment, s3_server
 from support.waiting import wait_until
-from support.zygote import ForkedPopen
 
 from lockstep.checkpoint.folder import committed_steps
 from lockstep.drill.run import FAULTS, DrillRun, plan_faults

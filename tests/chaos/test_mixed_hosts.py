@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.forking import ForkedPopen
 from support.hosts import Host, Network, Training, living, why_no_hosts
 from support.launching import lockstep_command
 from support.waiting import wait_until
-from support.zygote import ForkedPopen
 
 from lockstep.elastic.generation_log import GenerationLog
 

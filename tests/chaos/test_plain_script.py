@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from support.forking import ForkedPopen
 from support.hosts import living
 from support.launching import TORCHRUN, lockstep_command, run_command, run_lockstep
 from support.waiting import wait_until
-from support.zygote import ForkedPopen
 
 from lockstep.runtime.worker_env import running_workers, state_folder
 

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.forking import ForkedPopen
 from support.hosts import Host, Network, flags, living
 from support.launching import lockstep_command
 from support.waiting import wait_until
-from support.zygote import ForkedPopen
 
 from lockstep.elastic.generation_log import GenerationLog
 from lockstep.record.metrics import iter_steps

@@ -26,9 +26,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from support.forking import ForkedPopen
 from support.launching import lockstep_command, run_command, run_lockstep
 from support.waiting import wait_until
-from support.zygote import ForkedPopen
 
 from lockstep.checkpoint.commands import digest_line
 from lockstep.elastic import fault_injection as fault

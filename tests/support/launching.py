@@ -1,4 +1,4 @@
-"""Start commands from tests, with one compute thread each; `lockstep` itself from a zygote."""
+"""Start commands from tests, with one compute thread each; `lockstep` itself from a template."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from support.zygote import ForkedPopen
+from support.forking import ForkedPopen
 
 ROOT = Path(__file__).parents[2]
 OWN_LOOP = f"{ROOT / 'examples' / 'own_loop.py'}:train"

@@ -24,25 +24,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from support import forking
 from torch.distributed import FileStore  # type: ignore[attr-defined]  # public at run time
 
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.elastic.world import World
 
-# Imported by most test processes, or slow. lockstep last: its import notes the state of the generators.
-PRELOAD = [
-    *(
-        "torch",
-        "torch.distributed",
-        "torch._dynamo",
-        "torch.optim.swa_utils",
-        "numpy.ma",
-        "pytest",
-        "hypothesis",
-    ),
-    *("transformers.modeling_utils", "transformers.models.auto.modeling_auto", "peft"),
-    *("lockstep.recipes.script", "lockstep.session", "lockstep.cli.main", "lockstep.cli.worker"),
-]
+PRELOAD = ["pytest", "hypothesis", *forking.PRELOAD]
 
 
 def run_ranks(

@@ -12,12 +12,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from support.forking import ForkedPopen
 from support.hosts import Host, flags, read_steps
 from support.launching import lockstep_command, run_command
 from support.object_store import environment
 from support.processes import processes_in
 from support.waiting import wait_until
-from support.zygote import ForkedPopen
 
 from lockstep.elastic.generation_log import NO_GENERATION, Generation, GenerationLog
 

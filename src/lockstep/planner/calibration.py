@@ -11,7 +11,6 @@ from dataclasses import replace
 from functools import partial
 from itertools import product
 from multiprocessing import get_context
-from multiprocessing.context import BaseContext
 from pathlib import Path
 from statistics import fmean, median
 from tempfile import TemporaryDirectory
@@ -46,6 +45,8 @@ from lockstep.runtime.work import wait_for
 from lockstep.tasks.open import Task, open_task
 from lockstep.tasks.optim import make_optimizers
 
+PROCESSES = get_context("forkserver")  # forked from one that has imported this module
+PROCESSES.set_forkserver_preload([__name__])
 LOOPBACK = "127.0.0.1"
 STEPS = 4  # whose micro-batches are timed
 MESSAGES, MESSAGE_BYTES = 33, 4_000_000
@@ -135,23 +136,14 @@ def calibrate_together(
     if kind != "cpu":
         return model, timing
     if processes > 1:
-        with new_processes().Pool(processes) as pool:
-            found = pool.starmap(
-                calibrate, [(run, folder, kind, tensor_sizes)] * processes, chunksize=1
-            )
+        with PROCESSES.Pool(processes) as pool:
+            found = pool.starmap(calibrate, [(run, folder, kind, tensor_sizes)] * processes)
         timing = mean_timing([timing for _, timing in found])
         timing = replace(timing, source=f"{timing.source}, {processes} workers at once")
     timing = replace(timing, message_s=time_messages())
     if run.batch.micro_batches > 1:
         timing = replace(timing, exchange_s=time_exchanges(run, folder, timing))
     return model, timing
-
-
-def new_processes() -> BaseContext:
-    """Return how processes start: forked from one that has imported this module."""
-    context = get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    return context
 
 
 def cost_of(task: Task, run: RunConfig, batches: Sequence[Any]) -> ModelCost:
@@ -284,12 +276,8 @@ def time_beside_passes(
 def time_messages() -> float:
     """Return the seconds of a core that a worker takes to send a byte to another process of this
     machine and to receive one."""
-    with TemporaryDirectory() as folder, new_processes().Pool(2) as pool:
-        return fmean(
-            pool.starmap(
-                time_exchange, [(rank, f"{folder}/store") for rank in range(2)], chunksize=1
-            )
-        )
+    with TemporaryDirectory() as folder, PROCESSES.Pool(2) as pool:
+        return fmean(pool.starmap(time_exchange, [(rank, f"{folder}/store") for rank in range(2)]))
 
 
 def time_exchange(rank: int, store: str) -> float:
@@ -314,9 +302,9 @@ def time_exchange(rank: int, store: str) -> float:
 def time_exchanges(run: RunConfig, folder: Path, timing: Timing) -> float:
     """Return `exchange_s` of two processes that train the model as shards over the loopback
     interface."""
-    with reserve_port(LOOPBACK) as port, new_processes().Pool(2) as pool:
+    with reserve_port(LOOPBACK) as port, PROCESSES.Pool(2) as pool:
         arguments = [(run, folder, timing, rank, port.getsockname()[1]) for rank in range(2)]
-        return fmean(pool.starmap(time_shards, arguments, chunksize=1))
+        return fmean(pool.starmap(time_shards, arguments))
 
 
 def time_shards(run: RunConfig, folder: Path, timing: Timing, rank: int, port: int) -> float:

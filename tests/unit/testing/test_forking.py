@@ -1,4 +1,4 @@
-"""A command that a zygote forks is like one that the interpreter starts."""
+"""A command that a template forks is like one that the interpreter starts."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.forking import ForkedPopen
 from support.launching import lockstep_command, one_thread, run_lockstep, start_lockstep
 from support.waiting import wait_until
-from support.zygote import ForkedPopen
 
 KINDS = [subprocess.Popen, ForkedPopen]
 

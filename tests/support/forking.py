@@ -1,16 +1,16 @@
-"""Start commands in processes forked from one that has imported torch and lockstep, a zygote.
+"""Start commands in processes forked from one that has imported torch and lockstep, a template.
 
 `python -m lockstep` imports for a third of a second and the forkserver of its agent for three; a
 fork takes twenty milliseconds. A forked command is a child of the process that starts it, with its
-own arguments, environment, working folder, descriptors, session and exit. It has a zygote too, so
+own arguments, environment, working folder, descriptors, session and exit. It has a template too, so
 that what it starts (an agent its forkserver, a drill its runs, torchrun its ranks) is forked as
 well. All share the hash seed of strings.
 
 A test of imports, of the start of the interpreter or of its variables uses subprocess.Popen. So
 does ForkedPopen for another command, and where a variable differs that is read at imports.
 
-    process -> zygote    the fields of Request, with the descriptors of the new process
-    zygote -> process    the pid of the new process
+    process -> template    the fields of Request, with the descriptors of the new process
+    template -> process    the pid of the new process
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from lockstep.agent.forkserver import MAX_MESSAGE_BYTES, ONE_THREAD, double_fork
 from lockstep.agent.worker_pool import CUDA_SETTINGS, MALLOC_SETTINGS
 from lockstep.runtime.processes import LIBC, PR_SET_CHILD_SUBREAPER, PR_SET_NAME, prctl
 
-STARTERS = ("lockstep", "torch.distributed.run")  # modules that have a zygote too
+STARTERS = ("lockstep", "torch.distributed.run")  # modules that have a template too
 MODULES = (*STARTERS, "lockstep.agent.forkserver")
 # Imported by most test processes, or slow. lockstep last: its import notes the state of the generators.
 PRELOAD = (
@@ -64,7 +64,7 @@ class Request:
     cwd: str
     targets: Sequence[int]  # the number of each descriptor in the new process
     new_session: bool
-    process_group: int  # -1: that of the zygote
+    process_group: int  # -1: that of the template
     starter: int  # the pid of its parent
 
 
@@ -75,8 +75,8 @@ def read_at_import(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: values[name] for name in names if name != "PYTHONUNBUFFERED"}
 
 
-class Zygote:
-    """The handle of a zygote in the process that started it."""
+class Template:
+    """The handle of a template in the process that started it."""
 
     def __init__(
         self,
@@ -118,10 +118,10 @@ class Zygote:
         return words if self.process is None and words[0].endswith(".py") else []
 
 
-zygotes: list[Zygote] = []  # of this process, at most one
+templates: list[Template] = []  # of this process, at most one
 
 
-def start_zygote() -> Zygote:
+def start_template() -> Template:
     here, there = channel_ends()
     environ = {**MALLOC_SETTINGS, **CUDA_SETTINGS, **ONE_THREAD, **os.environ}
     command = [sys.executable, __file__, str(there.fileno())]
@@ -129,7 +129,7 @@ def start_zygote() -> Zygote:
         process = subprocess.Popen(
             command, env=environ, cwd="/", stdin=subprocess.DEVNULL, pass_fds=[there.fileno()]
         )
-    return Zygote(here, read_at_import(environ), process)
+    return Template(here, read_at_import(environ), process)
 
 
 def channel_ends() -> list[socket.socket]:
@@ -142,7 +142,7 @@ def channel_ends() -> list[socket.socket]:
 
 
 class ForkedPopen(subprocess.Popen[Any]):
-    """subprocess.Popen that forks `python -m lockstep` from the zygote of this process."""
+    """subprocess.Popen that forks `python -m lockstep` from the template of this process."""
 
     def _execute_child(
         self,
@@ -159,9 +159,9 @@ class ForkedPopen(subprocess.Popen[Any]):
         *rest: Any,
     ) -> None:
         environ = dict(os.environ if env is None else env)
-        if not zygotes and __name__ != "__main__":
-            zygotes.append(start_zygote())
-        program = zygotes[0].program(args, environ) if zygotes else []
+        if not templates and __name__ != "__main__":
+            templates.append(start_template())
+        program = templates[0].program(args, environ) if templates else []
         if executable or preexec_fn or shell or not program:
             super()._execute_child(  # type: ignore[misc]
                 *(args, executable, preexec_fn, close_fds, pass_fds, cwd, env),
@@ -180,12 +180,12 @@ class ForkedPopen(subprocess.Popen[Any]):
             *rest[-2:],
             starter=os.getpid(),
         )
-        self.pid = zygotes[0].fork(request, [*descriptors, *pass_fds])
+        self.pid = templates[0].fork(request, [*descriptors, *pass_fds])
         self._child_created = True
         self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
 
 
-# In the zygote.
+# In the template.
 
 
 def main(channel: socket.socket) -> None:
@@ -198,7 +198,7 @@ def main(channel: socket.socket) -> None:
     assert len(os.listdir("/proc/self/task")) == 1
     gc.collect()
     gc.freeze()  # a collection would copy the memory of all imported modules
-    prctl(PR_SET_NAME, b"zygote")
+    prctl(PR_SET_NAME, b"template")
     while forked := serve(channel):
         request, descriptors = forked
         channel.close()
@@ -208,7 +208,7 @@ def main(channel: socket.socket) -> None:
         here, there = channel_ends()
         if os.fork():
             there.close()
-            zygotes.append(Zygote(here, environ))
+            templates.append(Template(here, environ))
             run(request, descriptors)
             return
         here.close()
@@ -219,7 +219,7 @@ def main(channel: socket.socket) -> None:
 
 
 def serve(channel: socket.socket) -> tuple[Request, list[int]] | None:
-    """Return what is to run in each new process, and None in the zygote once the starter exited."""
+    """Return what is to run in each new process, and None in the template once the starter exited."""
     while True:
         message, descriptors, _, _ = socket.recv_fds(channel, MAX_MESSAGE_BYTES, 64)
         if not message:
