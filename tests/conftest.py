@@ -10,12 +10,14 @@ from tempfile import TemporaryDirectory
 
 import pytest
 from hypothesis import settings
+from support import forking
 
 os.environ |= {
     "HF_HUB_OFFLINE": "1",
     "HF_DATASETS_OFFLINE": "1",
     "HF_EVALUATE_OFFLINE": "1",
 }  # else lm-eval retries for half a minute
+forking.forks = True
 # Else each process that a test starts compiles the sources that it imports.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 settings.register_profile("lockstep", deadline=None)  # a shared machine pauses a test for seconds

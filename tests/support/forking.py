@@ -118,6 +118,7 @@ class Template:
         return words if self.process is None and words[0].endswith(".py") else []
 
 
+forks = False  # the tests set it; what bench/ measures is started
 templates: list[Template] = []  # of this process, at most one
 
 
@@ -159,7 +160,7 @@ class ForkedPopen(subprocess.Popen[Any]):
         *rest: Any,
     ) -> None:
         environ = dict(os.environ if env is None else env)
-        if not templates and __name__ != "__main__":
+        if forks and not templates:
             templates.append(start_template())
         program = templates[0].program(args, environ) if templates else []
         if executable or preexec_fn or shell or not program:
