@@ -41,6 +41,7 @@ from lockstep.agent.worker_pool import CUDA_SETTINGS, MALLOC_SETTINGS
 from lockstep.runtime.processes import LIBC, PR_SET_CHILD_SUBREAPER, PR_SET_NAME, prctl
 
 STARTERS = ("lockstep", "torch.distributed.run")  # modules that have a template too
+START_WORKERS = ("train", "run", "launch", "drill")
 MODULES = (*STARTERS, "lockstep.agent.forkserver")
 # Imported by most test processes, or slow. lockstep last: its import notes the state of the generators.
 PRELOAD = (
@@ -122,6 +123,12 @@ forks = False  # the tests set it; what bench/ measures is started
 templates: list[Template] = []  # of this process, at most one
 
 
+def takes_long(args: Any) -> bool:
+    """Return whether a command imports torch, so that the start of a template pays."""
+    words = [] if isinstance(args, (str, bytes, os.PathLike)) else list(args)
+    return "torch.distributed.run" in words[2:3] or not {*START_WORKERS}.isdisjoint(words[3:4])
+
+
 def start_template() -> Template:
     here, there = channel_ends()
     environ = {**MALLOC_SETTINGS, **CUDA_SETTINGS, **ONE_THREAD, **os.environ}
@@ -160,7 +167,7 @@ class ForkedPopen(subprocess.Popen[Any]):
         *rest: Any,
     ) -> None:
         environ = dict(os.environ if env is None else env)
-        if forks and not templates:
+        if forks and not templates and takes_long(args):
             templates.append(start_template())
         program = templates[0].program(args, environ) if templates else []
         if executable or preexec_fn or shell or not program:

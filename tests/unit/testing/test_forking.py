@@ -9,11 +9,19 @@ import sys
 from pathlib import Path
 
 import pytest
+from support import forking
 from support.forking import ForkedPopen
 from support.launching import lockstep_command, one_thread, run_lockstep, start_lockstep
 from support.waiting import wait_until
 
+pytestmark = pytest.mark.slow
 KINDS = [subprocess.Popen, ForkedPopen]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def template() -> None:
+    if not forking.templates:
+        forking.templates.append(forking.start_template())
 
 
 @pytest.mark.parametrize(
