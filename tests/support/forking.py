@@ -104,6 +104,12 @@ class Template:
             finally:
                 prctl(PR_SET_CHILD_SUBREAPER, before.value)
 
+    def end(self) -> None:
+        assert self.process
+        self.channel.close()
+        self.process.kill()
+        self.process.wait()
+
     def program(self, args: Any, environ: Mapping[str, str]) -> list[str]:
         """Return the program that it can fork as `args` starts it, and its words; [] for none."""
         if self.owner != os.getpid() or isinstance(args, (str, bytes, os.PathLike)):
@@ -137,7 +143,9 @@ def start_template() -> Template:
         process = subprocess.Popen(
             command, env=environ, cwd="/", stdin=subprocess.DEVNULL, pass_fds=[there.fileno()]
         )
-    return Template(here, read_at_import(environ), process)
+    template = Template(here, read_at_import(environ), process)
+    atexit.register(template.end)
+    return template
 
 
 def channel_ends() -> list[socket.socket]:
