@@ -271,6 +271,7 @@ def write_file(
         def write_pieces() -> Iterator[None]:
             for piece in fill(buffer, chunks):
                 sha256.update(piece.data)
+                # The last piece may end inside a sector, which O_DIRECT cannot write.
                 if len(piece) < len(buffer):
                     fail_point(f"in {path.name}")
                     set_direct(file, False)
@@ -306,6 +307,7 @@ def write_all(file: FileIO, data: Bytes) -> None:
         try:
             rest = rest[file.write(rest) :]
         except OSError as error:
+            # Some file systems accept the flag and then refuse to write with it.
             if error.errno != errno.EINVAL or not set_direct(file, False):
                 raise
 

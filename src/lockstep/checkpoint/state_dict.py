@@ -240,6 +240,7 @@ def set_state_dict(
         hint = "build model and optimizer as in the run that saved it"
         raise CheckpointError(f"the checkpoint does not fit {target}", "\n".join(problems), hint)
     for name, (parameter, _, optimizer) in parameters.items():
+        # No earlier entry may stay: the optimizer would continue from it.
         optimizer.state.pop(parameter, None)
         if name in states:
             optimizer.state[parameter] = {}
@@ -252,6 +253,7 @@ def set_state_dict(
         elif kind == "optim" and optimizers:
             parameter_name, _, entry = rest.rpartition(".")
             parameter, group, optimizer = parameters[parameter_name]
+            # KEY, KEY:FORM, KEY:FORM:PATH or KEY:FORM:PATH:ORDER, as listed above.
             key, form, path, order = (*map(unescape, entry.split(":")), "", "", "")[:4]
             state = optimizer.state[parameter]
             if form == "json":

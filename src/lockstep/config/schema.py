@@ -17,8 +17,8 @@ from pydantic import BeforeValidator, TypeAdapter, ValidationError
 
 from lockstep.config.adapter_config import LORA_TARGETS
 from lockstep.errors import ConfigError
-from lockstep.network.wire_format import Wire
 from lockstep.layout import Layout
+from lockstep.network.wire_format import Wire
 from lockstep.units import parse_bytes, parse_seconds, shorten
 
 Bytes = Annotated[int, BeforeValidator(parse_bytes)]

@@ -42,6 +42,7 @@ def splitmix64(*numbers: int) -> int:
 def permute(positions: Ids, size: int, key: int) -> Ids:
     """Apply permutation number `key` of range(size) to `positions`.
     Cost: a few microseconds and about 20 passes over `positions`."""
+    # Two halves of equal size: the domain is the next power of four.
     half_bits = max(1, -(-max(size - 1, 1).bit_length() // 2))
     mask, shift = np.uint64((1 << half_bits) - 1), np.uint64(half_bits)
     round_keys = [np.uint64(splitmix64(key, number)) for number in range(ROUNDS)]
@@ -55,6 +56,7 @@ def permute(positions: Ids, size: int, key: int) -> Ids:
         return (left << shift) | right
 
     permuted = feistel(positions.astype(np.uint64))
+    # Cycle walking: a number outside is permuted again until it is inside. It stays a permutation.
     while (outside := permuted >= size).any():
         permuted[outside] = feistel(permuted[outside])
     return permuted.astype(np.int64)
@@ -258,6 +260,7 @@ class MixtureOrder:
         numbers = np.empty_like(sources)
         for source, weight in enumerate(weights):
             own = sources == source
+            # Every window before this one took `weight` samples of the source.
             numbers[own] = ((windows * weight)[:, None] + own.cumsum(axis=1) - 1)[own]
         before = first % window
         return sources.ravel()[before : before + count], numbers.ravel()[before : before + count]

@@ -192,6 +192,7 @@ def find_divergent_ranks(digests: Sequence[int | None], replica_size: int) -> tu
         {rank: known[rank] for rank in known if rank % replica_size == position}
         for position in range(replica_size)
     ]
+    # Without a majority at one position no replica can be trusted.
     if any(len(minority(digest_of)) == len(digest_of) > 1 for digest_of in by_position):
         return tuple(known)
     return tuple(sorted(rank for digest_of in by_position for rank in minority(digest_of)))

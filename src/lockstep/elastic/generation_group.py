@@ -144,6 +144,7 @@ class GenerationGroup:
                 return False
             self._is_shut_down = True
         sockets = open_sockets()
+        # A group that forms has no list of sockets yet: take every one opened since.
         forming = (
             sockets - self._sockets_before
             if not self._sockets or self._forming_subgroups

@@ -40,6 +40,7 @@ def pipeline_schedule(
         ]
 
     def unit(number: int) -> tuple[int, int]:
+        # A cycle takes `stages` micro-batches through chunk 0, then the same through chunk 1, ...
         cycle, within = divmod(number, stages * chunks)
         return within // stages, cycle * stages + within % stages
 

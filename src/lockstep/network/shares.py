@@ -45,6 +45,7 @@ class ShareRule:
         if self._before is not None:
             shares, before_us = self._before
             self._before = None
+            # The times that led to the change were noise, or the exchange grew: undo it.
             if now_us > (1 - MIN_GAIN) * before_us:
                 self.needed_votes *= 2
                 return shares, f"shares {format_shares(current)} have not shortened the step"

@@ -41,6 +41,8 @@ def assign_subtrees(shares: tuple[int, ...]) -> tuple[tuple[Subtree, ...], ...]:
     assigned: list[list[Subtree]] = [[] for _ in shares]
     first = 0
     for leaves in powers_of_two_down_from(max(shares)):
+        # The bits of a share are its subtrees. Larger ones first: so each starts at a multiple of
+        # its size.
         for own in (own for share, own in zip(shares, assigned, strict=True) if share & leaves):
             own.append(Subtree(first, leaves))
             first += leaves
@@ -52,6 +54,7 @@ def equal_shares(size: int, leaves: int) -> tuple[int, ...]:
     """Return the numbers of leaves of `size` equal ranks: at most ceil(K / N), in few subtrees."""
     refuse_idle_ranks(size, leaves)
     most = -(-leaves // size)
+    # The largest single subtree of a rank: one subtree is one transfer.
     block = 1 << most.bit_length() - 1
     halved = max(
         0, size - leaves // block - (leaves % block).bit_count()
@@ -67,6 +70,8 @@ def fit_shares(limits: Sequence[int], leaves: int) -> tuple[int, ...]:
     """
     shares, rest, idle = [0] * len(limits), leaves, len(limits)
     for block in powers_of_two_down_from(max(limits)):
+        # Ranks without a leaf first: their first subtree costs no transfer. A leaf is left for
+        # each.
         for rank in sorted(range(len(limits)), key=lambda rank: shares[rank] > 0):
             if shares[rank] + block <= limits[rank] and rest - block >= idle - (shares[rank] == 0):
                 idle -= shares[rank] == 0

@@ -131,6 +131,7 @@ def merges_of(owners: dict[Subtree, int]) -> list[Merge]:
     def visit(node: Subtree) -> Sum | None:
         if node in owners:
             return Sum(node, [Slice(owners[node], 0, WHOLE)])
+        # Past the last leaf, as K may be no power of two.
         if node.leaves == 1 or node.first >= end:
             return None
         left, right = map(visit, node.halves())
@@ -145,6 +146,7 @@ def merges_of(owners: dict[Subtree, int]) -> list[Merge]:
 
 def merged_slices(left: Sum, right: Sum) -> list[Slice]:
     """Return equal slices for the ranks of both halves, each close to what its rank has."""
+    # Ranks in the order of the middles of their slices: a new slice then overlaps the old one.
     centers = {part.rank: part.start + part.stop for part in (*right.slices, *left.slices)}
     ranks = sorted(centers, key=lambda rank: centers[rank])
     return [
@@ -173,6 +175,7 @@ def rounds_of(rank: int, turns: Iterable[Iterable[Step]]) -> list[Round]:
 
 def transfers(before: Sum, after: Sum) -> Iterator[tuple[int, int, int, int]]:
     """Yield (sender, receiver, start, stop) of what brings a sum into the slices of another one."""
+    # Both lists cover the buffer from left to right, so one pass over them finds all overlaps.
     sources, targets = iter(before.slices), iter(after.slices)
     source, target = next(sources), next(targets)
     while True:

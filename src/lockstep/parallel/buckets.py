@@ -153,6 +153,7 @@ class GradientBuckets:
 def dense_strides(parameter: Tensor) -> tuple[int, ...]:
     """Return the strides of a gradient: the parameter's if it has neither gaps nor overlaps."""
     expected = 1
+    # Dense: by ascending stride, each stride is the product of the sizes before.
     for stride, size in sorted(zip(parameter.stride(), parameter.size(), strict=True)):
         if size > 1:
             if stride != expected:

@@ -105,6 +105,8 @@ class Recording(TorchDispatchMode):
         memory, plan = Memory(), list[tuple[Callable[[Memory], None], Storages]]()
         states = dict[torch.Generator, Tensor]()
         for run, reads, writes, generator in reversed(self.operations):
+            # Backward: what wrote a needed storage needs its inputs in place of it. The storages
+            # that no later operation needs are freed after this one.
             if writes & needed:
                 plan.append((run, (reads | writes) - needed))
                 needed = needed - writes | reads

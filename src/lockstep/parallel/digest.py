@@ -46,6 +46,7 @@ def digest_of(tensors: Iterable[Tensor]) -> int:
     values: list[int] = []
     hashes: dict[int, Tensor] = {}
     for number, tensor in enumerate(tensors):
+        # A flipped bit changes one word by a power of two, so it changes the sum modulo 2**64.
         words = words_of(tensor)
         values.append(0 if words is None else int(np.add.reduce(words, dtype=np.uint64)))
         if words is None and tensor.numel():
@@ -61,5 +62,6 @@ def digest_of(tensors: Iterable[Tensor]) -> int:
             values[number] = value
     total = 0
     for value in values:
+        # The factor makes the order of the tensors count.
         total = (total * DIGEST_FACTOR + value) % 2**64
     return total

@@ -108,6 +108,7 @@ class UnitOrder:
         self._where = ""  # a later forward pass recomputes activations
 
     def _before_unit(self, name: str, *_: Any) -> None:
+        # A second run in one pass is refused, by name, when its gradients arrive (UnitSource).
         if not self._where or not torch.is_grad_enabled() or name in self._ran:
             return
         following = [other for other in self._first if other not in self._ran]

@@ -265,6 +265,7 @@ def plan_passes(
     passes = []
     for first in range(0, len(own), shards):
         leaves = tuple(own[first : first + shards])
+        # A shard without a micro-batch repeats the last one: every unit is gathered by all shards.
         k = leaves[min(shard, len(leaves) - 1)]
         passes.append(Pass(k, shard < len(leaves), leaves, first + shards >= len(own)))
     return passes

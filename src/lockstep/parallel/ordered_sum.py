@@ -39,6 +39,7 @@ class SumTree(Generic[Value]):
 
     def add(self, subtree: Subtree, value: Value) -> None:
         self.stack.append((subtree, value))
+        # As a carry in a binary counter: two equal neighbors make one subtree of twice the size.
         while len(self.stack) > 1 and self.stack[-2][0].sibling_of(self.stack[-1][0]):
             (left, x), (_, y) = self.stack[-2:]
             x += y  # type: ignore[operator]

@@ -181,6 +181,8 @@ class Replica:
         self.statistics.start_step()
         source.start_step(StepPlan((self.seed, step), shares, leaves, passes, group))
         tensor = self.groups.layout.coordinates(dist.get_rank()).tensor
+        # Statistics are summed over tensor ranks too, which have the same: the first one gives
+        # them.
         takes_buffers = source.runs_at_once and tensor == 0
         start = time_mark(self.parameters[0].device)
         for now in passes:

@@ -276,6 +276,7 @@ class UnitSource(GradientSource):
             rows = sent.view(groups.layout.shard, -1)
             parts = [total.encode(now.k, total.split(row)) for row in rows]
             received = all_to_all_rows(parts, groups.scatter_group, groups.waits, tag)
+            # In the last pass some shards only repeat a micro-batch; what they send does not count.
             for k, part in zip(now.leaves, received, strict=False):
                 total.add(k, part)
             if len(rows) > 1 and not now.last:
@@ -296,6 +297,7 @@ class UnitSource(GradientSource):
         sums = [(subtree, flat.view(shards, -1)) for subtree, flat in total.tree.stack]
         rows = {
             (shard, subtree): torch.empty_like(sums[0][1][0])
+            # Which partial sums a shard has follows from its block: no shard has to announce them.
             for shard, block in enumerate(adjacent_blocks(self.plan.leaves, shards))
             for subtree in merged_subtrees(block)
         }

@@ -38,6 +38,7 @@ def gather_rounds(buffer: torch.Tensor, starts: Sequence[int], rank: int) -> Ite
     Part i of `buffer`, from starts[i] to starts[i + 1], is that of rank + i modulo N."""
     size, known = len(starts) - 1, 1
     while known < size:
+        # The parts 0 to end - known of this rank are the parts known to end of the receiver.
         end = min(2 * known, size)
         yield (
             [(buffer[: starts[end - known]], (rank - known) % size)],
@@ -90,6 +91,7 @@ def gather_json(size: int, value: Any, wait: Callable[[list[dist.Work | None]], 
     texts = torch.frombuffer(bytearray(text).ljust(starts[-1]), dtype=torch.uint8)
     run_rounds(gather_rounds(texts, starts, rank), wait)
     messages = [json.loads(texts[start:end].numpy().tobytes()) for start, end in pairwise(starts)]
+    # Part i is that of rank + i: rotate them into the order of ranks.
     messages = messages[-rank:] + messages[:-rank]
     refuse_other_collectives([name for name, _ in messages])
     return [received for _, received in messages]

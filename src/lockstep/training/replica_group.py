@@ -377,6 +377,8 @@ class ReplicaGroup:
         if missed:
             decision = members[sources[0]].decision
             has_voted = self.runner.has_voted
+            # Only one step can be committed late: its gradient is complete here, since this worker
+            # voted.
             if newest != step + self.commit_steps or not has_voted or decision is None:
                 raise PeersLostError(
                     f"this worker is at step {step}, the others at {newest}",

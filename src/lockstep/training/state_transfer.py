@@ -104,6 +104,7 @@ def transfer_state(
         for name, dtype, shape in offers[sources[0]]["tensors"]
     ]
     joiners = [rank for rank in all_joiners if (rank - world.rank) % replica_size == 0]
+    # After a mismatch each joiner receives by itself, as if on another host: no memory is shared.
     hosts = {rank: rank if one_source else offers[rank]["host"] for rank in joiners}
     state, digests = send_and_receive(runtime, state, sent, sources, hosts)
     if wrong := [rank for rank in all_joiners if digests[rank] != digests[first_source[rank]]]:

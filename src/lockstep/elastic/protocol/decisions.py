@@ -116,6 +116,7 @@ def next_generation(
     reason = "; ".join(causes) or next(
         (report.why for report in view.reports.values() if report.why), "regrouped"
     )
+    # A member that missed the result of the last vote has voted: it commits that step too.
     step = max(view.reports[member.id].step for member in stay)
     members = group_by_host([*stay, *new], limits.replica_size)
     return Generation(number, token, members, "", step, reason, tuple(removed)), reason
@@ -206,6 +207,7 @@ def replicas_that_reach_each_other(
             ):
                 replica.append(joiner)
         chosen += replica if len(replica) == replica_size else []
+        # The first one is in this replica, or no whole replica has it.
         waiting = [joiner for joiner in waiting[1:] if joiner not in chosen]
     return chosen
 

@@ -211,6 +211,8 @@ class MembershipState:
                 *(member for member in partners if member.host != self.me.host),
             ]
         elif self.phase == "out":
+            # Only the first candidate, and one more for each that may be lost: all would be N * N
+            # links.
             candidates = self._candidates()
             wanted = [
                 *self.generation.members,
@@ -286,6 +288,7 @@ class MembershipState:
         silent = [
             member for member in alive if self._is_silent(member.id) and member.host != self.me.host
         ]
+        # Of two equal halves the one with rank 0 counts as the larger one.
         if 2 * len(silent) + (alive[0] in silent) <= len(alive):
             return False
         longest_s = max(self.now_s - self.peers.last_heard_s[member.id] for member in silent)

@@ -163,6 +163,7 @@ class Protocol(MembershipState):
         if number < self.number:
             return [Send(id, self.outbox.announcement)]
         if kind == "join":
+            # A joiner misses few members, so it names these and not the many that it reaches.
             reaches = frozenset(message["reaches"]) | (
                 self.generation.ranks.keys() - message.get("misses", self.generation.ranks)
             )
@@ -173,6 +174,7 @@ class Protocol(MembershipState):
             return []
         if self.me.id in message["dead"]:
             return self._exit_removed(str(message["dead"][self.me.id]))
+        # A reason that this worker knew before stays.
         self.peers.dead = {**message["dead"], **self.peers.dead}
         self.partition_suspected = self.partition_suspected or bool(message["partition_suspected"])
         if kind == "left":
@@ -407,8 +409,11 @@ class Protocol(MembershipState):
             id: joiner for id, joiner in self.joiners.items() if generation.rank_of(id) is None
         }
         known = {*generation.ranks, *self.joiners, *(member.id for member in self.waiting_members)}
+        # Members get the whole heartbeat timeout again; the silence of joiners continues to count.
         self.peers.forget(known, monitored=self.joiners)
+        # Every member passes it on: the proposer may be lost before all know.
         effects += [Send(id, self.outbox.announcement) for id in sorted(self.peers.links)]
+        # A run that ended before this start is no reason to exit: this start resumes it.
         if generation.end and (was_in or generation.number > self.after):
             self.phase = "gone"
             return [*effects, Exit("the run ended", end=generation.end)]
