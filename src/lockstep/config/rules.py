@@ -64,7 +64,7 @@ class Rule(NamedTuple):
 
     @classmethod
     def read(cls, table: str) -> list[Rule]:
-        """Return the rules of a table. Each begins with "KEYS -> OTHERS"; indented lines follow:
+        """Return the rules of a table. Each starts with "KEYS -> OTHERS"; indented lines follow:
         a hint, and the reason."""
         rules = re.split(r"\n(?! )", table.strip())
         return [cls(*re.split(r" -> |\n +", rule)) for rule in rules]

@@ -210,7 +210,7 @@ def make_deterministic(device: torch.device) -> str:
     """Select deterministic kernels; return a description. A CPU needs only fixed threads.
     On a GPU an operation without a deterministic kernel raises an error. A warning would not do:
     the backward passes of fused attention then add in any order (attention_backward.cu).
-    UsageError: CUDA was used before cuBLAS was told which workspace to take."""
+    UsageError: CUDA was used before cuBLAS had its workspace."""
     if device.type != "cuda":
         return f"{torch.get_num_threads()} thread(s) per worker: the number of threads changes bits, so it is part of the run"
     if CUBLAS_SETTING not in os.environ:

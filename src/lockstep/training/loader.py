@@ -109,7 +109,7 @@ class Prefetch:
                 self._has_warned = True
                 log.warning(
                     "the data set has changed at step %d: the processes that load it start again, "
-                    "with its new values, and so after every change (said once)",
+                    "with its new values, and so after every change (shown once)",
                     step,
                 )
         self._marks = marks
