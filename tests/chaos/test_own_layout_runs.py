@@ -18,7 +18,7 @@ from lockstep.checkpoint.commands import digest_line
 from lockstep.record import events, metrics
 
 SCRIPT = Path(__file__).parents[1] / "support" / "loops" / "own_layout.py"
-SPLIT = SCRIPT.with_name("plans.py")
+SPLIT = SCRIPT.with_name("tensor_plan.py")
 STEPS = 30
 
 
