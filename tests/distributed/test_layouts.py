@@ -476,7 +476,7 @@ def test_layouts_with_equal_tensor_and_pipeline_sizes_have_one_digest(
 def test_pipeline_schedules_give_the_same_bits(name: str) -> None:
     layout = Layout(1, 1, 1, 2)
     plain, laps = (
-        run_ranks(digest_after, 2, name, layout, {"chunks_per_stage": parts})[0] for parts in (1, 2)
+        run_ranks(digest_after, 2, name, layout, {"pipeline_chunks": parts})[0] for parts in (1, 2)
     )
     assert plain == laps  # the masks of adapters follow from the layer
 
