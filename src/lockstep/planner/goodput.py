@@ -100,6 +100,9 @@ class PlayedWorker:
         self.is_alive = True
         self.formed = 0
 
+    def form(self, generation: Generation) -> None:
+        self.formed = generation.number
+
     def lose_power(self) -> None:
         self.is_alive = False
 
@@ -178,7 +181,7 @@ class Play:
             self.after(1.0, worker, partial(worker.protocol.on_connect_failed, id, False))
 
     def form(self, worker: PlayedWorker, generation: Generation, _: float) -> None:
-        worker.formed = generation.number
+        worker.form(generation)
 
     def leave(self, worker: PlayedWorker, why: str, now_s: float) -> Effects:
         number = worker.protocol.number

@@ -56,6 +56,9 @@ class Flow:
     changes: dict[str, Change] = field(default_factory=dict)
     extremes: set[str] = field(default_factory=set)  # keys: `best = max(best, score)`
 
+    def return_keys(self, keys: Keys) -> None:
+        self.result |= keys
+
     def reach(self, end: End, keys: Keys) -> None:
         self.ends[end] = self.ends.get(end, NOTHING) | keys
 

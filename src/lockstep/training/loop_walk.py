@@ -425,7 +425,7 @@ class Scope:
         for target in targets:
             for node in ast.walk(target):
                 if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
-                    self.program.fixed |= {self.function.key_of(node)} - {""}
+                    self.program.fixed.update({self.function.key_of(node)} - {""})
 
 
 class Walk(Scope):
@@ -438,7 +438,7 @@ class Walk(Scope):
         self._turns: list[Values] = []  # and at each end of a turn of the innermost loop
 
     def finish(self) -> Flow:
-        self.flow.after = merged([*self._results, *self._alive()])
+        self.flow.after.update(merged([*self._results, *self._alive()]))
         return self.flow
 
     def _alive(self) -> list[Values]:
@@ -497,7 +497,8 @@ class Walk(Scope):
             case ast.If(test):
                 self._lazy |= loop_forms.filled_first(node)
                 if self._records:
-                    self.flow.extremes |= set(map(self.function.key_of, loop_forms.extremes(node)))
+                    extremes = loop_forms.extremes(node)
+                    self.flow.extremes.update(map(self.function.key_of, extremes))
                 self._branches(self._read(test), node.body, node.orelse)
             case ast.Match(subject, cases):
                 control = self._read_all([subject, *(case.guard for case in cases)])
@@ -527,7 +528,7 @@ class Walk(Scope):
                 if is_loop:
                     self._reach(End.RESULT, result)
                     self._reach(End.EFFECT, NOTHING)
-                self.flow.result |= result | self.control
+                self.flow.return_keys(result | self.control)
                 self._leave(self._results)
             case ast.Raise(error):
                 self._read(error)

@@ -109,6 +109,9 @@ class Whole:
     kept: State = field(default_factory=dict)
     parameter: nn.Parameter | None = None
 
+    def take(self, parameter: nn.Parameter) -> None:
+        self.parameter = parameter
+
     @property
     def shape(self) -> tuple[int, ...]:
         return self.rows[0].shape
@@ -162,7 +165,7 @@ class OwnerUpdate:
         for whole in self.wholes:
             p = whole.local
             state: State = optimizer.state.pop(p, {})
-            whole.kept = {key: state.pop(key) for key in LOCAL_STATE if key in state}
+            whole.kept.update({key: state.pop(key) for key in LOCAL_STATE if key in state})
             # In the order of the keys: shards may have made their state in another order.
             sharded = [
                 key
@@ -177,12 +180,11 @@ class OwnerUpdate:
             tensors = [part.new_empty(whole.shape) for part in parts]
             for tensor in tensors:
                 receives += self._rows(whole, tensor)
-            whole.parameter = owned[id(p)] = nn.Parameter(tensors[0])
-            whole.parameter.grad = tensors[1]
+            owned[id(p)] = parameter = nn.Parameter(tensors[0])
+            parameter.grad = tensors[1]
+            whole.take(parameter)
             if state:
-                optimizer.state[whole.parameter] = state | dict(
-                    zip(sharded, tensors[2:], strict=True)
-                )
+                optimizer.state[parameter] = state | dict(zip(sharded, tensors[2:], strict=True))
         self._exchange(sends, receives)
         for group, parameters in zip(optimizer.param_groups, self.parameters, strict=True):
             group["params"] = [owned[id(p)] for p in parameters if id(p) in owned]
