@@ -361,7 +361,7 @@ class Scope:
         if constructs:
             value = value.union(*read.values())
         elif isinstance(node.func, ast.Name):
-            value |= self._value(self.function.key_of(node.func))
+            value |= self._read_variable(node.func)
         return value | self._run(functions, bound, value, is_call=not constructs)
 
     def _run(
