@@ -127,9 +127,7 @@ def test_nobody_votes_for_works_that_an_abort_has_ended(
     tmp_path: Path, expected: list[float]
 ) -> None:
     def lose(worker: Worker, step: int, k: int) -> None:
-        if (
-            step == 2 and worker.slot == 2 and k == MICRO_BATCHES - 1
-        ):  # of a worker that is alive
+        if step == 2 and worker.slot == 2 and k == MICRO_BATCHES - 1:  # of a worker that is alive
             group = worker.runtime.group
             sent = [(group.number, group.count + 1, rank) for rank in (0, 1)]
             with cluster.turn:
