@@ -33,9 +33,8 @@ def sum_of_squares(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def sum_of_rows(norms: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the sum of squares of the gradients whose rows have these norms."""
-    squares = torch.cat([rows.double() for rows in norms]).square()
-    of_gradients = [rows.sum() for rows in squares.split([len(rows) for rows in norms])]
-    return torch.stack(of_gradients).sum()
+    # Each from memory of its own: on a GPU the order of a sum depends on where its operand starts.
+    return torch.stack([rows.double().square().sum() for rows in norms]).sum()
 
 
 def norm_squared_of_slices(

@@ -265,7 +265,8 @@ def split(
             yield section, own, row.view(dtype), None
             continue
         blocks = own.view(-1, section.block)
-        scales, codes = row.view(len(blocks), -1).tensor_split([SCALE_BYTES], 1)
+        row_bytes = SCALE_BYTES + section.block * FORMATS[section.wire].bytes
+        scales, codes = row.view(-1, row_bytes).tensor_split([SCALE_BYTES], 1)
         yield section, blocks, codes.view(dtype), scales
 
 

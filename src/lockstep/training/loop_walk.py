@@ -16,6 +16,7 @@ from __future__ import annotations
 import ast
 import builtins
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -42,7 +43,7 @@ from lockstep.training.user_functions import (
 )
 
 MAX_EXPRESSIONS = 30_000  # 0.2 s; then calls are not followed any more
-MAX_CALLS = 20  # nested
+MAX_CALLS = 10  # nested
 MAX_CANDIDATES = 6  # functions of one name
 ROUNDS = 5  # of an inner loop, until its values are complete
 LITERAL = "literal"  # the source of numbers and texts, except the usual first values
@@ -151,9 +152,10 @@ class Program:
         self.places[f"called:{function.name}"] = (False, False, function.line, function.file)
         self._nested += 1
         walk = Walk(self, function)
-        walk.block(function.body)
+        with suppress(RecursionError):  # of deep expressions: then nothing is known of it
+            walk.block(function.body)
+            self.flows[function] = walk.finish()
         self._nested -= 1
-        self.flows[function] = walk.finish()
         return self.flows[function]
 
     def called(self, callee: ast.expr, caller: UserFunction) -> list[UserFunction]:
@@ -436,6 +438,8 @@ class Walk(Scope):
         self._is_dead = False  # behind a jump
         self._results: list[Values] = []  # the values at each return
         self._turns: list[Values] = []  # and at each end of a turn of the innermost loop
+        self._finals: list[Sequence[ast.stmt]] = []  # `finally` blocks around, the innermost last
+        self._outside = 0  # number of those that are outside of the innermost loop
 
     def finish(self) -> Flow:
         self.flow.after.update(merged([*self._results, *self._alive()]))
@@ -511,7 +515,9 @@ class Walk(Scope):
                 self.block(node.body)
             case ast.Try() | ast.TryStar():
                 handlers = [handler.body for handler in node.handlers]
+                self._finals.append(node.finalbody)
                 self._branches(NOTHING, [*node.body, *node.orelse], *handlers)
+                self._finals.pop()
                 self.block(node.finalbody)
             case ast.For() | ast.AsyncFor() | ast.While():
                 self._repeat(node)
@@ -539,9 +545,16 @@ class Walk(Scope):
             case ast.Break() | ast.Continue():
                 if is_loop:
                     self._reach(End.EFFECT, NOTHING)
-                self._leave(self._turns)
+                self._leave(self._turns, self._outside)
 
-    def _leave(self, ends: list[Values]) -> None:
+    def _leave(self, ends: list[Values], outside: int = 0) -> None:
+        """Walk the `finally` blocks that a jump runs, without those `outside`, and end there."""
+        finals = self._finals
+        while len(self._finals) > outside:
+            innermost = self._finals[-1]
+            self._finals = self._finals[:-1]
+            self.block(innermost)
+        self._finals = finals
         ends.append(self.values)
         self._jumps |= self._control
         self._is_dead = True
@@ -549,6 +562,8 @@ class Walk(Scope):
     def _repeat(self, loop: Loop) -> None:
         """Walk a loop until its values are complete. A `for` loop is taken to have a turn."""
         outside, control = self._turns, self._control
+        finals = self._outside
+        self._outside = len(self._finals)
         head, after = self.values, self.values
         for _ in range(ROUNDS):
             self.values = dict(head)
@@ -567,6 +582,7 @@ class Walk(Scope):
                 break
             head = complete
         self._turns, self._control = outside, control
+        self._outside = finals
         self._is_dead = False
         self.values = head if isinstance(loop, ast.While) else after
         self.block(loop.orelse)

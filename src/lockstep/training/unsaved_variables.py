@@ -1,7 +1,7 @@
 """Name what a user's loop changes from step to step, uses in later steps, and saves in no
 checkpoint.
 
-Two views complement each other. The source of the loop (loop_liveness.py) tells which variables
+Two views complement each other. The source of the loop (loop_walk.py) tells which variables
 later steps use, even if they change every hundred steps only. The values (fingerprints.py) tell
 what changes inside objects: an environment, a generator, a cache. A value that changes and is used
 is named, in one warning, before the first checkpoint.
