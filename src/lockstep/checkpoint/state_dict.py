@@ -244,13 +244,22 @@ def set_state_dict(
         optimizer.state.pop(parameter, None)
         if name in states:
             optimizer.state[parameter] = {}
+    fill(own, parameters, tensors)
+    if optimizers:
+        set_own_states(as_tuple(optimizers), parameters, tensors)
+
+
+def fill(
+    own: Mapping[str, Tensor], parameters: OptimizedParameters, tensors: Mapping[str, Tensor]
+) -> None:
+    """Fill the model's tensors `own`, and the state of the optimized parameters, if any."""
     # Of a parameter and key: the text as "", tensors by path.
     trees: dict[tuple[str, str], dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         kind, _, rest = name.partition(".")
         if kind == "model":
             own[rest].copy_(tensor)
-        elif kind == "optim" and optimizers:
+        elif kind == "optim" and parameters:
             parameter_name, _, entry = rest.rpartition(".")
             parameter, group, optimizer = parameters[parameter_name]
             # KEY, KEY:FORM, KEY:FORM:PATH or KEY:FORM:PATH:ORDER, as listed above.
@@ -268,8 +277,6 @@ def set_state_dict(
     for (parameter_name, key), parts in trees.items():
         parameter, _, optimizer = parameters[parameter_name]
         optimizer.state[parameter][key] = decode(tree_of(parts[""]), parts.__getitem__)
-    if optimizers:
-        set_own_states(as_tuple(optimizers), parameters, tensors)
 
 
 def set_own_states(

@@ -138,6 +138,33 @@ def with_folder(words: Sequence[str], address: Address, folder: Path) -> list[st
 # Commands that write.
 
 
+class MirrorThread(threading.Thread):
+    """Mirrors a folder beside the training, until `ended` is set and the rest is uploaded.
+    errors: why it has stopped earlier"""
+
+    def __init__(self, mirror: StoreTask) -> None:
+        super().__init__(name="mirror", daemon=True)
+        self.mirror = mirror
+        self.ended = threading.Event()
+        self.errors: list[LockstepError] = []
+
+    def run(self) -> None:
+        for thread in os.listdir("/proc/self/task"):
+            with suppress(ProcessLookupError):  # a thread that has exited
+                os.setpriority(os.PRIO_PROCESS, int(thread), LOW_PRIORITY)
+        try:
+            while not self.ended.wait(POLL_S):
+                self.mirror.poll()
+            self.mirror.finish()
+        except LockstepError as error:
+            self.errors.append(error)
+        except BaseException as error:  # this thread never ends without a report
+            log.error("the mirror failed", exc_info=error)
+            what = f"the mirror failed: {type(error).__name__}: {error}"
+            hint = f"the run is in {self.mirror.folder}; report this"
+            self.errors.append(StoreError(what, str(self.mirror.bucket.address), hint))
+
+
 def run_mirrored(mirror: StoreTask, words: Sequence[str], stop_signal: signal.Signals) -> int:
     """Run the command in a child process and mirror its folder; return its exit code.
     stop_signal: for the child, when this process is killed or loses the run."""
@@ -148,40 +175,19 @@ def run_mirrored(mirror: StoreTask, words: Sequence[str], stop_signal: signal.Si
         number: signal.signal(number, lambda number, frame: child.send_signal(number))
         for number in STOP_SIGNALS
     }
-    ended, errors = threading.Event(), list[LockstepError]()
-
-    def follow() -> None:
-        for thread in os.listdir("/proc/self/task"):
-            with suppress(ProcessLookupError):  # a thread that has exited
-                os.setpriority(os.PRIO_PROCESS, int(thread), LOW_PRIORITY)
-        try:
-            while not ended.wait(POLL_S):
-                mirror.poll()
-            mirror.finish()
-        except LockstepError as error:
-            errors.append(error)
-        except BaseException as error:  # this thread never ends without a report
-            log.error("the mirror failed", exc_info=error)
-            what = f"the mirror failed: {type(error).__name__}: {error}"
-            errors.append(
-                StoreError(
-                    what, str(mirror.bucket.address), f"the run is in {mirror.folder}; report this"
-                )
-            )
-
-    thread = threading.Thread(target=follow, name="mirror", daemon=True)
+    thread = MirrorThread(mirror)
     thread.start()
     stopped = False
     while child.poll() is None:
         with suppress(subprocess.TimeoutExpired):
             child.wait(POLL_S)
-        if errors and not stopped:  # another owner has the run, or nothing mirrors it
-            log.error("%s", errors[0].what)
+        if thread.errors and not stopped:  # another owner has the run, or nothing mirrors it
+            log.error("%s", thread.errors[0].what)
             child.send_signal(stop_signal)
             stopped = True
     for number, handler in handlers.items():
         signal.signal(number, handler)
-    ended.set()
+    thread.ended.set()
     try:
         thread.join()
     except KeyboardInterrupt:
@@ -192,7 +198,7 @@ def run_mirrored(mirror: StoreTask, words: Sequence[str], stop_signal: signal.Si
         )
         os._exit(EXIT_INTERRUPTED)
     code = child.returncode if child.returncode >= 0 else 128 - child.returncode
-    for error in errors:
+    for error in thread.errors:
         print(error, file=sys.stderr)
         if isinstance(error, FencedError):
             code = error.exit_code

@@ -150,7 +150,7 @@ class Tracker(AbstractContextManager["Tracker"]):
         self.options = parse_backends(track, "Tracker(track=...)")
         self.evaluations = folder / "evaluations.jsonl"
         self.metrics: MetricsFile | None = None
-        self.factories: dict[str, Callable[[Cursor], Backend]] = {}
+        self.from_step = from_step
         self.backends: dict[str, Backend] = {}
         # Each open backend was sent the lines up to here; `state` has what it has flushed.
         self.cursors: dict[str, Cursor] = {}
@@ -170,6 +170,7 @@ class Tracker(AbstractContextManager["Tracker"]):
         """Open files and backends, to continue after `from_step`.
         verifies: refuse a metrics.jsonl that was changed. A run that trains continues."""
         self.lock = lock
+        self.from_step = from_step
         try:
             self.state = self._read_state()
             if from_step is not None:
@@ -177,21 +178,17 @@ class Tracker(AbstractContextManager["Tracker"]):
                 path = self.folder / "metrics.jsonl"
                 self.metrics = MetricsFile(path, from_step, known if verifies else ())
                 self._store_states(known if self.metrics.size else [])
-            for name, options in self.options.items():
-                self.factories[name] = self._factory(name, options, from_step)
-            for name in self.factories:
+            for name in self.options:
                 self._open(name)
             self.sync()
         except BaseException:
-            self.factories.clear()
+            self.options.clear()
             self.close(failed=True)
             raise
 
-    def _factory(
-        self, name: str, options: BackendOptions, from_step: int | None
-    ) -> Callable[[Cursor], Backend]:
+    def _construct(self, name: str, noted: Cursor) -> Backend:
         if name == "tensorboard":
-            return partial(TensorBoard, self.folder, from_step=from_step, note=self._store)
+            return TensorBoard(self.folder, noted, from_step=self.from_step, note=self._store)
         if "wandb_id" not in self.state:  # created once
             self._store("wandb_id", secrets.token_hex(8))
         public: dict[str, Any] = {
@@ -199,8 +196,8 @@ class Tracker(AbstractContextManager["Tracker"]):
             "run_id": str(self.state["wandb_id"]),
         }
         if name == "wandb":
-            return partial(WeightsAndBiases, self.folder, **public, **options._asdict())
-        return partial(load_backend(name), self.folder, **public)
+            return WeightsAndBiases(self.folder, noted, **public, **self.options[name]._asdict())
+        return load_backend(name)(self.folder, noted, **public)
 
     def take_over(self, step: int) -> None:
         """If this process has become leader, write the steps that the previous leader did not, and
@@ -269,7 +266,7 @@ class Tracker(AbstractContextManager["Tracker"]):
             self.metrics.sync()
             self._store_states(read_states(self.state))
         for name in (
-            self.factories.keys() - self.backends.keys() - {"wandb"}
+            self.options.keys() - self.backends.keys() - {"wandb"}
         ):  # its process cannot be restarted
             self._open(name)
         self.forward_evaluations()
@@ -306,7 +303,7 @@ class Tracker(AbstractContextManager["Tracker"]):
         """Open a backend and send what it lacks. Only ConfigError raises; log other errors."""
         try:
             noted = Cursor(**self.state.get(name, {}))
-            backend = self.factories[name](noted)
+            backend = self._construct(name, noted)
         except ConfigError:
             raise
         except Exception as error:
