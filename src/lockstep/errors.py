@@ -83,8 +83,12 @@ class SaveFailedError(CheckpointError):
     pass
 
 
-class StoreError(CheckpointError):
-    pass
+class StoreError(CheckpointError, OSError):
+    """Also an OSError: code that handles a disk which fails handles this error too."""
+
+    def __init__(self, what: str, where: str = "", hint: str = "") -> None:
+        super().__init__(what, where, hint)
+        self.errno, self.strerror, self.filename = errno.EIO, what, where or None
 
 
 class DivergedError(LockstepError):

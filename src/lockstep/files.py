@@ -97,7 +97,7 @@ def write_atomic(path: Path, content: bytes | str | Iterable[bytes | memoryview]
         os.replace(temporary, path)
 
 
-def write_if_absent(path: Path, content: str, mode: int = 0o666) -> None:
+def write_if_absent(path: Path, content: bytes | str, mode: int = 0o666) -> None:
     """Create `path` with `content` atomically, unless it exists. No leftovers on an OSError."""
     with temporary_file(path, content, mode) as temporary, suppress(FileExistsError):
         os.link(temporary, path)

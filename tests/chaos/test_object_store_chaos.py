@@ -96,9 +96,9 @@ def test_a_run_whose_host_is_lost_resumes_on_another_one_with_the_same_bits(host
         blob = (
             f"blobs/{snapshot.files['checkpoints/step-00000024/tensors-00000.safetensors'][0][0]}"
         )
-        bucket.put(blob, bucket.get(blob)[:-1])
+        bucket.write(blob, bucket.read(blob)[:-1])
         contents = b"".join(
-            bucket.get(name) for name in [*bucket.list("blobs"), *bucket.list("snapshots")]
+            bucket.read(name) for name in [*bucket.list("blobs"), *bucket.list("snapshots")]
         )
     verified = b.run("checkpoint", "verify", RUN)
     assert (
@@ -122,13 +122,13 @@ def read_events(folder: Path) -> list[dict[str, object]]:
 
 
 def loop(*words: object) -> list[object]:
-    return ["run", "--workers", 1, SUPPORT / "stored_loop.py", *words]
+    return ["run", "--workers", 1, SUPPORT / "stored_loop.py", "--pause_s", 0.05, *words]
 
 
 @pytest.mark.long
 def test_a_stopped_run_is_released_and_continues_elsewhere_at_once(hosts: Hosts) -> None:
     proxy, a, b = hosts
-    first = a.start(*loop("--steps", 1000, "--pause_s", 0.05))
+    first = a.start(*loop("--steps", 1000))
     wait_until(
         lambda: steps_of(newest_of(proxy, LOOP).files), "a checkpoint in the store", process=first
     )
@@ -148,7 +148,7 @@ def test_a_stopped_run_is_released_and_continues_elsewhere_at_once(hosts: Hosts)
 @pytest.mark.long
 def test_a_killed_mirror_stops_the_run_and_the_same_host_continues_its_copy(hosts: Hosts) -> None:
     proxy, a, _ = hosts
-    first = a.start(*loop("--steps", 1000, "--pause_s", 0.05))
+    first = a.start(*loop("--steps", 1000))
     wait_until(
         lambda: steps_of(newest_of(proxy, LOOP).files), "a checkpoint in the store", process=first
     )
@@ -173,7 +173,7 @@ def test_a_killed_mirror_stops_the_run_and_the_same_host_continues_its_copy(host
 @pytest.mark.long
 def test_a_run_that_was_taken_over_stops_its_workers(hosts: Hosts) -> None:
     proxy, a, b = hosts
-    first = a.start(*loop("--steps", 1000, "--pause_s", 0.05))
+    first = a.start(*loop("--steps", 1000))
     wait_until(
         lambda: steps_of(newest_of(proxy, LOOP).files), "a checkpoint in the store", process=first
     )

@@ -98,7 +98,7 @@ class Scene:
 
     def delete(self, *folders: str) -> None:
         for folder in folders:
-            self.bucket.delete(list(self.bucket.list(folder)))
+            self.bucket.remove(*self.bucket.list(folder))
 
     def refuse(self, reply: str, *methods: str, word: str = "") -> None:
         """Let the store refuse these requests from now on, until the end of the run."""
@@ -179,12 +179,12 @@ def last_checkpoint_is_damaged_here(scene: Scene) -> None:
 
 def stray_snapshots(scene: Scene) -> None:
     for name in ("snapshots/5", "snapshots/notes.txt", "snapshots/9999999999"):
-        scene.bucket.put(name, b"stray")
+        scene.bucket.write(name, b"stray")
 
 
 def truncated_blobs(scene: Scene) -> None:
     for name in scene.bucket.list("blobs"):
-        scene.bucket.put(name, scene.bucket.get(name)[:-1])
+        scene.bucket.write(name, scene.bucket.read(name)[:-1])
 
 
 def outage(scene: Scene) -> None:
@@ -197,7 +197,7 @@ def expire_old_blobs(scene: Scene) -> None:
 
     def expire() -> None:
         if not (scene.copy / f"checkpoints/step-{STEPS:08d}").exists():
-            scene.bucket.delete(list(scene.bucket.list("blobs"))[:2])
+            scene.bucket.remove(*scene.bucket.list("blobs")[:2])
 
     scene.repeat(expire)
 
@@ -230,21 +230,21 @@ def takeover(scene: Scene) -> None:
 
 
 def other_types(scene: Scene) -> None:
-    value = json.loads(scene.bucket.get(name_of(scene.newest_number)))
+    value = json.loads(scene.bucket.read(name_of(scene.newest_number)))
     del value["sha256"]
     changed = value | {"beat_s": float("inf"), "released": False}
-    scene.bucket.put(name_of(scene.newest_number), json.dumps(add_checksum(changed)).encode())
+    scene.bucket.write(name_of(scene.newest_number), json.dumps(add_checksum(changed)).encode())
 
 
 def flipped_bit(scene: Scene) -> None:
     name = name_of(scene.newest_number)
-    scene.bucket.put(name, scene.bucket.get(name).replace(b"step-00000012", b"step-00000002"))
+    scene.bucket.write(name, scene.bucket.read(name).replace(b"step-00000012", b"step-00000002"))
 
 
 def torn_snapshot(scene: Scene) -> None:
     name = name_of(scene.newest_number)
-    content = scene.bucket.get(name)
-    scene.bucket.put(name, content[: len(content) // 2])
+    content = scene.bucket.read(name)
+    scene.bucket.write(name, content[: len(content) // 2])
 
 
 def deleted_bucket(scene: Scene) -> None:

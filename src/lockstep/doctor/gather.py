@@ -18,7 +18,7 @@ from typing import Any
 
 from lockstep.agent.hosts import Host
 from lockstep.doctor.findings import HostFacts
-from lockstep.doctor.probes import probes_of
+from lockstep.doctor.probes import write_probe
 from lockstep.errors import LockstepError
 from lockstep.runtime.sockets import interface_with_address
 
@@ -66,7 +66,7 @@ def ports(facts: HostFacts) -> dict[str, Any]:
 def probe_folder(facts: HostFacts) -> dict[str, Any]:
     """Write a file that the other hosts look for, and measure the time."""
     name = f"{facts.host}-{secrets.token_hex(4)}"
-    return {"file": name, **probes_of(facts.folder).write(name)}
+    return {"file": name, **write_probe(facts.folder, name)}
 
 
 def versions(facts: HostFacts) -> dict[str, Any]:

@@ -21,9 +21,10 @@ from pydantic import TypeAdapter
 from lockstep.agent.hosts import Host
 from lockstep.doctor.findings import SHARED_ADDRESS, HostFacts, PeerFacts
 from lockstep.doctor.gather import form_group, gather, with_error
-from lockstep.doctor.probes import Probes, probes_of
+from lockstep.doctor.probes import claim_name, probes_of, remove_probes
 from lockstep.errors import LockstepError, UsageError
 from lockstep.runtime.exit_report import error_summary
+from lockstep.object_store.storage import Storage
 from lockstep.runtime.sockets import source_address
 
 FIRST_PORT, PORTS = 20_000, 10_000  # below the ports that Linux gives to outgoing connections
@@ -183,7 +184,7 @@ def examine(me: Host, hosts: Sequence[Host], run: str, wait_s: float) -> list[Ho
         if facts.file:
             probes = probes_of(run)
             unseen = set(files.values()) - wait_for_files(probes, set(files.values()))
-            is_claimed = probes.claim(claim, facts.file)
+            is_claimed = claim_name(probes, claim, facts.file)
         peers = {}
         for peer in meeting.peers:
             measured = meeting.measure(peer, rate=peer is after)
@@ -196,12 +197,12 @@ def examine(me: Host, hosts: Sequence[Host], run: str, wait_s: float) -> list[Ho
         }
         meeting.enter_stage(READ, replace(meeting.facts, peers=lost), CONNECT_S)
         if facts.file:
-            probes.remove([claim, facts.file])
+            remove_probes(probes, [claim, facts.file])
     known = {**meeting.known, me.name: meeting.facts}
     return [known[host.name] for host in hosts if host.name in known]
 
 
-def wait_for_files(probes: Probes, names: set[str]) -> set[str]:
+def wait_for_files(probes: Storage, names: set[str]) -> set[str]:
     """Return the files that have appeared: all of them, or as many as after FILE_S."""
     until_s = time.monotonic() + FILE_S
     while (seen := names & set(probes.names())) < names and time.monotonic() < until_s:

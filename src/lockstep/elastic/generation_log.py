@@ -191,17 +191,17 @@ class GenerationLog:
 
     def read(self, number: int) -> Generation:
         """Read a generation. OSError: missing; DamagedFileError (an OSError): damaged."""
-        return self._parse(number, lambda: self.read_text(number))
+        return self._parse(number, lambda: self.read_bytes(number))
 
-    def read_text(self, number: int) -> str:
+    def read_bytes(self, number: int) -> bytes:
         try:
             return self.folder.read(name_of(number))
         except FileNotFoundError:
             return self.folder.read(ARCHIVE + name_of(number))
 
-    def _parse(self, number: int, read_text: Callable[[], str]) -> Generation:
+    def _parse(self, number: int, read_bytes: Callable[[], bytes]) -> Generation:
         try:
-            generation = Generation.from_json(verify_checksum(parse_json(read_text())))
+            generation = Generation.from_json(verify_checksum(parse_json(read_bytes().decode())))
             if generation.number != number:
                 raise ValueError(f"it holds generation {generation.number}")
         except (ValueError, KeyError, TypeError) as error:
@@ -230,8 +230,8 @@ class GenerationLog:
     def add(self, generation: Generation) -> Generation:
         """Publish `generation` also where the log lacks the one before it."""
         number = generation.number
-        text = json.dumps(add_checksum(generation.to_json()), indent=1)
-        return self._parse(number, lambda: self.folder.create(name_of(number), text))
+        content = json.dumps(add_checksum(generation.to_json()), indent=1).encode()
+        return self._parse(number, lambda: self.folder.create(name_of(number), content))
 
     def record_end(self, end: RunResult, reason: str, after: int) -> Generation:
         """Record the end of the run; return the record of its end, maybe another process's.
@@ -254,8 +254,8 @@ class GenerationLog:
 
     def mark_untrusted(self, number: int, why: str, facts: dict[str, Any]) -> None:
         """Make every member restart from a checkpoint. facts: digests of each worker."""
-        text = json.dumps(add_checksum({"why": why, **facts}), indent=1)
-        self.folder.create(suspects_name(number), text)
+        content = json.dumps(add_checksum({"why": why, **facts}), indent=1).encode()
+        self.folder.create(suspects_name(number), content)
 
     def untrusted_reason(self, number: int) -> str:
         """Return why a generation's state is untrusted, also for a damaged file; else "". Try for
@@ -294,7 +294,7 @@ class GenerationLog:
         return records
 
     def _read_suspects(self, name: str) -> dict[str, Any]:
-        return verify_checksum(parse_json(self.folder.read(name)))
+        return verify_checksum(parse_json(self.folder.read(name).decode()))
 
     def _require(self, number: int) -> None:
         if number and not self.folder.exists(name_of(number)):

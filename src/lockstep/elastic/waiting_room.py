@@ -36,7 +36,7 @@ class WaitingRoom:
         waiting room is missing."""
         earlier = (name for name in self.folder.names() if is_of_slot(name, me.host, me.slot))
         self.folder.remove(*earlier)
-        self.folder.write(name_of(me), json.dumps(vars(me)))
+        self.folder.write(name_of(me), json.dumps(vars(me)).encode())
 
     def members(self, known: dict[str, Member] | None = None) -> list[Member]:
         """Return the workers in the waiting room. Some may have exited; their ports refuse.
@@ -47,11 +47,11 @@ class WaitingRoom:
             del known[name]
         for name in set(names) - known.keys():
             with suppress(OSError, ValueError, TypeError):
-                known[name] = Member.from_json(parse_json(self.folder.read(name)))
+                known[name] = Member.from_json(parse_json(self.folder.read(name).decode()))
         return [known[name] for name in names if name in known]
 
     def write_liveness(self, me: Member) -> None:
-        self.folder.write(name_of(me, "sign"), str(time.monotonic_ns()))
+        self.folder.write(name_of(me, "sign"), str(time.monotonic_ns()).encode())
 
     def read_liveness(self, members: Sequence[Member]) -> dict[str, str]:
         """Return id -> content of the liveness file, for the members that have one."""
@@ -60,7 +60,7 @@ class WaitingRoom:
         for member in members:
             if (name := name_of(member, "sign")) in present:
                 with suppress(OSError, ValueError):
-                    contents[member.id] = self.folder.read(name)
+                    contents[member.id] = self.folder.read(name).decode()
         return contents
 
     def _names(self) -> Sequence[str]:

@@ -1,5 +1,5 @@
-"""Verified reads and writes of whole objects below the prefix of a run. Errors name no
-credential."""
+"""A storage of objects below the prefix of a run: verified reads and writes of whole objects.
+Errors name no credential."""
 
 from __future__ import annotations
 
@@ -32,10 +32,14 @@ HINTS = {  # by a word of the reason
 
 
 class RunBucket:
-    """The objects of one run, by names below its prefix. Use it from any thread. Every method
-    raises StoreError when the store does not answer or refuses; without `waits`, after 10 s."""
+    """The objects of one run, by names below its prefix, or below a folder in it. Use it from any
+    thread. Every method raises StoreError when the store does not answer or refuses; without
+    `waits`, after 10 s."""
 
-    def __init__(self, address: Address, *, waits: bool = True) -> None:
+    is_shared_disk = False
+    pause_s = 0.5  # the store charges for each read
+
+    def __init__(self, address: Address, folder: str = "", *, waits: bool = True) -> None:
         try:
             from obstore.exceptions import AlreadyExistsError, BaseError
             from obstore.store import S3Store
@@ -44,7 +48,10 @@ class RunBucket:
             raise UsageError(
                 f"the package obstore is not installed ({error})", f"--out {address}", hint
             ) from None
-        self.address, self._errors, self._exists_error = address, BaseError, AlreadyExistsError
+        self.address = address
+        self.where = "/".join(filter(None, [str(address), folder]))
+        self._errors = BaseError
+        self._exists_error = AlreadyExistsError
         client: Any = {
             **(CLIENT if waits else QUICK_CLIENT),
             "allow_http": endpoint().startswith("http://"),
@@ -53,13 +60,13 @@ class RunBucket:
         with self._explained(f"{address} cannot be opened"):
             self._store: Any = S3Store(
                 address.bucket,
-                prefix=address.prefix or None,
+                prefix="/".join(filter(None, [address.prefix, folder])) or None,
                 config=config,
                 client_options=client,
                 retry_config=RETRIES if waits else QUICK_RETRIES,
             )
 
-    def put(self, name: str, content: bytes) -> None:
+    def write(self, name: str, content: bytes) -> None:
         """Store an object. StoreError, unless the store reports the MD5 of `content` or returns
         it."""
         md5 = hashlib.md5(content, usedforsecurity=False).hexdigest()
@@ -71,11 +78,11 @@ class RunBucket:
                     return
         raise StoreError(
             f"{name} was stored with other bytes, {TRIES} times",
-            str(self.address),
+            self.where,
             "no snapshot lists it; look for a faulty proxy",
         )
 
-    def put_if_absent(self, name: str, content: bytes) -> bytes:
+    def create(self, name: str, content: bytes) -> bytes:
         """Store an object unless it exists; return what the store holds. A lost reply is no
         error."""
         with self._explained(f"{name} was not stored"):
@@ -89,10 +96,15 @@ class RunBucket:
                 raise
             return bytes(self._store.get(name).bytes())
 
-    def get(self, name: str) -> bytes:
+    def read(self, name: str) -> bytes:
         """Return the content of an object. FileNotFoundError when there is none."""
         with self._explained(f"{name} was not read", may_be_missing=True):
             return bytes(self._store.get(name).bytes())
+
+    def exists(self, name: str) -> bool:
+        with suppress(FileNotFoundError):
+            return bool(self.modified_s(name))
+        return False
 
     def modified_s(self, name: str) -> float:
         """Return when an object was stored: seconds since 1970, by the clock of the store.
@@ -110,19 +122,14 @@ class RunBucket:
             batches = self._store.list(f"{folder}/")
             return {item["path"]: item["size"] for batch in batches for item in batch}
 
-    def names(self, folder: str | None = None) -> Sequence[str]:
-        """Return the names of folders and objects directly in `folder`; None: in the prefix."""
+    def names(self, folder: str = "") -> Sequence[str]:
+        """Return the names of folders and objects directly in `folder`, in order."""
         with self._explained("the prefix was not listed"):
-            listed = self._store.list_with_delimiter(folder)
-            return [
-                path.rpartition("/")[2]
-                for path in [
-                    *listed["common_prefixes"],
-                    *(item["path"] for item in listed["objects"]),
-                ]
-            ]
+            listed = self._store.list_with_delimiter(folder or None)
+            paths = [*listed["common_prefixes"], *(item["path"] for item in listed["objects"])]
+            return sorted(path.rpartition("/")[2] for path in paths)
 
-    def delete(self, names: Sequence[str]) -> None:
+    def remove(self, *names: str) -> None:
         with self._explained(f"{len(names)} objects were not deleted"):
             if names:
                 self._store.delete(list(names))
@@ -141,7 +148,7 @@ class RunBucket:
                 and "NoSuchBucket" not in reason
             ):
                 raise
-            where = f"{self.address} at {endpoint() or 'AWS'}, AWS_REGION {os.environ.get('AWS_REGION') or 'not set'}"
+            where = f"{self.where} at {endpoint() or 'AWS'}, AWS_REGION {os.environ.get('AWS_REGION') or 'not set'}"
             hint = next(hint for words, hint in HINTS.items() if re.search(words, reason))
             raise StoreError(f"{what}: {reason}", where, hint) from None
 

@@ -6,16 +6,14 @@
 A store that does not answer raises OSError, as a disk does: the process that needs it waits.
 """
 
-import errno
 import functools
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-from lockstep.errors import DamagedFileError, StoreError, UsageError
-from lockstep.files import open_regular, read_json, read_text, write_if_absent
+from lockstep.errors import DamagedFileError, UsageError
+from lockstep.files import open_regular, read_bytes, read_json, write_if_absent
 from lockstep.object_store.address import Address, endpoint, parse_address
 from lockstep.object_store.bucket import RunBucket
 
@@ -23,26 +21,26 @@ STORE_FILE, MEMBERSHIP = "store.json", "membership"
 
 
 class Storage(Protocol):
-    """A folder of small text files. Every method raises OSError when the disk or the store fails.
+    """A folder of small files. Every method raises OSError when the disk or the store fails.
     A folder that is missing is never created, except one inside it, as in "archive/NAME"."""
 
     where: str  # of the folder, for messages
     is_shared_disk: bool  # False: each host has a copy of the run folder
     pause_s: float  # at least, between two reads by a process that waits
 
-    def create(self, name: str, text: str) -> str:
-        """Create a durable file unless it exists; return the text of the one that exists."""
+    def create(self, name: str, content: bytes) -> bytes:
+        """Create a durable file unless it exists; return the content of the one that exists."""
 
-    def write(self, name: str, text: str) -> None:
+    def write(self, name: str, content: bytes) -> None:
         """Create or replace a file that need not survive a crash; a reader may see half of it."""
 
-    def read(self, name: str) -> str:
-        """Return the text of a file. FileNotFoundError; ValueError when it is no UTF-8."""
+    def read(self, name: str) -> bytes:
+        """Return the content of a file. FileNotFoundError."""
 
     def exists(self, name: str) -> bool: ...
 
     def names(self) -> Sequence[str]:
-        """Return the names of the files and folders, without hidden ones."""
+        """Return the names of the files and folders, in order, without hidden ones."""
 
     def remove(self, *names: str) -> None:
         """Remove files, if they exist."""
@@ -58,19 +56,19 @@ class DiskStorage:
         self.path = path
         self.where = str(path)
 
-    def create(self, name: str, text: str) -> str:
+    def create(self, name: str, content: bytes) -> bytes:
         path = self.path / name
         if path.parent != self.path:
             path.parent.mkdir(exist_ok=True)
-        write_if_absent(path, text)
-        return read_text(path)
+        write_if_absent(path, content)
+        return read_bytes(path)
 
-    def write(self, name: str, text: str) -> None:
-        with open(self.path / name, "w", encoding="utf-8", opener=open_regular) as file:
-            file.write(text)
+    def write(self, name: str, content: bytes) -> None:
+        with open(self.path / name, "wb", opener=open_regular) as file:
+            file.write(content)
 
-    def read(self, name: str) -> str:
-        return read_text(self.path / name)
+    def read(self, name: str) -> bytes:
+        return read_bytes(self.path / name)
 
     def exists(self, name: str) -> bool:
         return (self.path / name).exists()
@@ -81,55 +79,6 @@ class DiskStorage:
     def remove(self, *names: str) -> None:
         for name in names:
             (self.path / name).unlink(missing_ok=True)
-
-
-class BucketStorage:
-    """A folder of objects, through which hosts meet that share no disk."""
-
-    is_shared_disk = False
-    pause_s = 0.5  # the store charges for each read
-
-    def __init__(self, bucket: RunBucket, name: str) -> None:
-        self.bucket = bucket
-        self.path = f"{MEMBERSHIP}/{name}"
-        self.where = f"{bucket.address}/{self.path}"
-
-    def create(self, name: str, text: str) -> str:
-        with as_disk_error():
-            return self.bucket.put_if_absent(f"{self.path}/{name}", text.encode()).decode()
-
-    def write(self, name: str, text: str) -> None:
-        with as_disk_error():
-            self.bucket.put(f"{self.path}/{name}", text.encode())
-
-    def read(self, name: str) -> str:
-        with as_disk_error():
-            return self.bucket.get(f"{self.path}/{name}").decode()
-
-    def exists(self, name: str) -> bool:
-        try:
-            with as_disk_error():
-                self.bucket.modified_s(f"{self.path}/{name}")
-        except FileNotFoundError:
-            return False
-        return True
-
-    def names(self) -> Sequence[str]:
-        with as_disk_error():
-            return sorted(self.bucket.names(self.path))
-
-    def remove(self, *names: str) -> None:
-        with as_disk_error():
-            self.bucket.delete([f"{self.path}/{name}" for name in names])
-
-
-@contextmanager
-def as_disk_error() -> Iterator[None]:
-    """Turn a StoreError inside into an OSError."""
-    try:
-        yield
-    except StoreError as error:
-        raise OSError(errno.EIO, error.what, error.where) from error
 
 
 def store_address(run: Path) -> Address | None:
@@ -148,9 +97,9 @@ def store_address(run: Path) -> Address | None:
 def shared_folder(run: Path, name: str) -> Storage:
     """Return the folder NAME of a run that all of its hosts see."""
     address = store_address(run)
-    return BucketStorage(_bucket(address, endpoint()), name) if address else DiskStorage(run / name)
+    return _open_bucket(address, name, endpoint()) if address else DiskStorage(run / name)
 
 
 @functools.cache
-def _bucket(address: Address, _endpoint: str) -> RunBucket:
-    return RunBucket(address, waits=False)
+def _open_bucket(address: Address, name: str, _endpoint: str) -> RunBucket:
+    return RunBucket(address, f"{MEMBERSHIP}/{name}", waits=False)

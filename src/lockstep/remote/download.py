@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from itertools import groupby
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -96,11 +97,13 @@ def fetch(
     """Write the wanted files to a new folder; return (snapshot, problems of checkpoints)."""
     problems = []
     with ThreadPoolExecutor(DOWNLOADS, "download") as pool:
-        for name, files in by_checkpoint(snapshot.files, wanted).items():
+        paths = sorted(filter(wanted, snapshot.files), key=checkpoint_of)
+        for name, group in groupby(paths, key=checkpoint_of):
             try:
-                for path, blobs in files.items():
+                for path in group:
                     (folder / path).parent.mkdir(parents=True, exist_ok=True)
-                    write_atomic(folder / path, contents(pool, bucket, blobs, earlier / path))
+                    chunks = contents(pool, bucket, snapshot.files[path], earlier / path)
+                    write_atomic(folder / path, chunks)
             except DamagedFileError as error:
                 latest = newest(bucket) or snapshot
                 if latest.number > snapshot.number and not latest.blobs >= snapshot.blobs:
@@ -113,13 +116,9 @@ def fetch(
     return snapshot, problems
 
 
-def by_checkpoint(files: Files, wanted: Callable[[str], bool]) -> dict[str, Files]:
-    """Group files by the folder of their checkpoint, "" for the others."""
-    groups: dict[str, dict[str, tuple[Blob, ...]]] = {}
-    for path in sorted(filter(wanted, files)):
-        name = "/".join(path.split("/")[:2]) if path.startswith("checkpoints/") else ""
-        groups.setdefault(name, {})[path] = files[path]
-    return dict(groups)
+def checkpoint_of(path: str) -> str:
+    """Return the folder of the checkpoint that a file belongs to; "" for other files."""
+    return "/".join(path.split("/")[:2]) if path.startswith("checkpoints/") else ""
 
 
 def contents(
@@ -146,7 +145,7 @@ def read_blob(bucket: RunBucket, name: str, size: int, earlier: Path, offset: in
             return content
     for _ in range(TRIES):
         try:
-            content = bucket.get(f"{BLOBS}/{name}")
+            content = bucket.read(f"{BLOBS}/{name}")
         except FileNotFoundError:
             raise DamagedFileError(
                 f"blob {name} is missing", str(bucket.address), RESTORE

@@ -16,7 +16,7 @@ import re
 import secrets
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -69,14 +69,6 @@ class Snapshot:
         return json.dumps(
             add_checksum(json.loads(json.dumps({"format": FORMAT, **asdict(self)})))
         ).encode()
-
-    @staticmethod
-    def from_bytes(content: bytes) -> Snapshot | None:
-        """Parse a snapshot; None when it is damaged. CheckpointError for a later format."""
-        try:
-            return parse_snapshot(content)
-        except ValueError:
-            return None
 
     @property
     def blobs(self) -> set[str]:
@@ -170,7 +162,7 @@ def read_beat_s() -> float:
     )
 
 
-def steps_of(files: Files) -> list[int]:
+def steps_of(files: Iterable[str]) -> list[int]:
     """Return the steps whose checkpoints are among `files`, ascending."""
     folders = {
         path.split("/")[1]
@@ -221,7 +213,7 @@ def newest_of(bucket: RunBucket, listed: Sequence[int], *, warns: bool) -> Snaps
         where = f"{bucket.address}/{name_of(number)}"
         hint = "restore an earlier version of this object, or delete it"
         try:
-            snapshot = parse_snapshot(bucket.get(name_of(number)))
+            snapshot = parse_snapshot(bucket.read(name_of(number)))
         except WrongValueError as error:
             raise CheckpointError(f"snapshot {number} is damaged: {error}", where, hint) from None
         except ValueError as error:
@@ -248,8 +240,8 @@ def newest_of(bucket: RunBucket, listed: Sequence[int], *, warns: bool) -> Snaps
 def refuse_unsafe_store(bucket: RunBucket) -> None:
     """StoreError when the store puts an object that exists: two clusters could continue the run."""
     name = f"{PROBES}/{secrets.token_hex(8)}"
-    first, second = (bucket.put_if_absent(name, content) for content in (b"first", b"second"))
-    bucket.delete([name])
+    first, second = (bucket.create(name, content) for content in (b"first", b"second"))
+    bucket.remove(name)
     if (first, second) != (b"first", b"first"):
         hint = "use a store with conditional writes: AWS S3, MinIO, Ceph Squid, Cloudflare R2"
         raise StoreError(
@@ -320,19 +312,19 @@ class Ownership:
             snapshot = replace(self.newest, number=number, files=files, released=released)
             content = snapshot.to_bytes()
             self._require_readable(content)
-            stored = self.bucket.put_if_absent(name_of(number), content)
+            stored = self.bucket.create(name_of(number), content)
             if stored == content:
                 break
-            winner = Snapshot.from_bytes(stored)
-            if winner and winner.owner != snapshot.owner:
-                self._refuse(winner)
+            with suppress(ValueError):  # damaged: it belongs to no owner
+                if (winner := parse_snapshot(stored)).owner != snapshot.owner:
+                    self._refuse(winner)
         listed = numbers(self.bucket)
         # A number that a later owner has put and deleted is free again. Later numbers may also be
         # damaged.
         if max(listed, default=0) > number:
-            winner = newest(self.bucket)
-            if winner and winner.number > number:
-                self._refuse(winner)
+            latest = newest(self.bucket)
+            if latest and latest.number > number:
+                self._refuse(latest)
         if number not in listed:
             raise StoreError(
                 f"snapshot {number} was stored, and was gone at once",

@@ -18,9 +18,10 @@ import re
 import stat
 import time
 from collections import deque
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -106,7 +107,7 @@ class StoreTask:
         while True:
             try:
                 return self.end()
-            except (StoreError, OSError) as error:
+            except OSError as error:
                 left_s = until_s - time.monotonic()
                 if left_s < 0:
                     what, where = str(error), str(self.bucket.address)
@@ -136,18 +137,20 @@ class Mirror(StoreTask):
         self.known = {blob.rpartition("/")[2]: blob for blob in ownership.newest.blobs}
         # Whose blobs are in the store.
         self.files: dict[str, tuple[Signature | str, tuple[Blob, ...]]] = {}
-        # Of a marker -> files of its checkpoint; none: it is damaged.
-        self.whole: dict[Signature | str, list[str]] = {}
+        # Of a marker -> files of its checkpoint, as they were verified; none: it is damaged.
+        self.whole: dict[Signature | str, dict[str, Signature | str]] = {}
         self.omitted: set[str] = set()  # paths with a warning
         self.uploaded_bytes = 0
         self.superseded = deque[tuple[float, Snapshot]]()  # when, and earlier snapshots
         self.retained_s = -RETENTION_S
         self.list_s = 0.0  # when the blobs are listed again, at the latest with a new checkpoint
+        self.reader = ThreadPoolExecutor(1, "mirror")  # this thread puts beats meanwhile
         self.pool = ThreadPoolExecutor(UPLOADS, "upload")
 
     def step(self) -> None:
         """Publish when a checkpoint is new or a beat is due. FencedError."""
-        steps, published = self.steps(), steps_of(self.ownership.newest.files)
+        steps = self._with_beats(self.steps)
+        published = steps_of(self.ownership.newest.files)
         returned = max(published, default=0) > max(steps, default=0)  # to an earlier step
         if not set(steps) <= set(published) or returned or self.ownership.beat_due:
             if self.publish():
@@ -172,67 +175,52 @@ class Mirror(StoreTask):
                 "see the warnings above; the same command resumes from the checkpoint before it",
             )
 
-    def steps(self) -> dict[int, list[str]]:
-        """Return step -> files of each whole checkpoint, which is verified once. A damaged one is
-        a warning."""
+    def steps(self) -> dict[int, dict[str, Signature | str]]:
+        """Return step -> files of each whole checkpoint, which is verified once, and again when
+        one of its files changes. A damaged one is a warning."""
         steps = {}
         for step in committed_steps(self.checkpoints):
             marker = signature_of(self.checkpoints / folder_name(step) / COMMITTED)
             try:
                 with pinned(self.checkpoints, step) as path:
-                    if path and marker not in self.whole:
-                        self.whole[marker] = self._result(
-                            self.pool.submit(self._verify, path, step)
-                        )
+                    known = self.whole.get(marker)
+                    if path and (known is None or self._signatures(known) != known):
+                        self.whole[marker] = self._verify(path, step)
             except OSError as error:  # rights; tried again
-                self._omit(f"checkpoints/{folder_name(step)}", error.strerror or str(error))
+                self._omit(f"checkpoints/{folder_name(step)}", error)
             if files := self.whole.get(marker):
                 steps[step] = files
         return steps
 
-    def _verify(self, path: Path, step: int) -> list[str]:
-        """Return the files of a checkpoint; none when it is damaged. OSError: it cannot be read."""
+    def _signatures(self, paths: Iterable[str]) -> dict[str, Signature | str]:
+        return {path: signature_of(self.folder / path) for path in paths}
+
+    def _verify(self, path: Path, step: int) -> dict[str, Signature | str]:
+        """Return the files of a checkpoint as they were before they were read; none when it is
+        damaged. OSError: it cannot be read."""
+        before = self._signatures(f"checkpoints/{path.name}/{name}" for name in os.listdir(path))
         files, problems = verify_listed_files(path, step)
         if problems:
             log.warning("%s is damaged and is not uploaded: %s", path, ", ".join(problems))
-            return []
+            return {}
         for name in unlisted_files(path, files):
             self._omit(
                 f"checkpoints/{path.name}/{name}",
                 "the manifest of this checkpoint does not list it",
             )
-        return [f"checkpoints/{path.name}/{name}" for name in (*files, MANIFEST, COMMITTED)]
+        paths = [f"checkpoints/{path.name}/{name}" for name in (*files, MANIFEST, COMMITTED)]
+        return {listed: before.get(listed, "") for listed in paths}
 
     def publish(self, *, released: bool = False) -> bool:
         """Upload what is new, then put a snapshot. False: a file changed meanwhile; try again.
         StoreError: likewise. FencedError."""
         start_s, before = time.monotonic(), self.ownership.newest
         bytes_before = self.uploaded_bytes
-        with ExitStack() as pins:
-            steps = {
-                step: paths
-                for step, paths in self.steps().items()
-                if pins.enter_context(pinned(self.checkpoints, step))
-            }
-            paths = {path for listed in steps.values() for path in listed}
-            new_steps = set(steps) - set(steps_of(before.files))
-            for _ in range(UPLOAD_TRIES):
-                if (files := self._read(paths)) is None:
-                    return False
-                if not (released or new_steps or time.monotonic() > self.list_s):
-                    break
-                if not (lost := self._lost_blobs(files)):
-                    break
-                self._forget(lost)
-            else:
-                raise StoreError(
-                    f"{len(lost)} blobs are missing right after their upload",
-                    str(self.bucket.address),
-                    EXPIRY,
-                )
+        if (files := self._with_beats(partial(self._collect, released))) is None:
+            return False
         self.ownership.put(files, released=released)
         self.superseded.append((time.monotonic(), before))
-        for step in sorted(new_steps):
+        for step in sorted({*steps_of(files)} - {*steps_of(before.files)}):
             seconds, size = time.monotonic() - start_s, self.uploaded_bytes - bytes_before
             append_event(self.folder, "uploaded", step=step, seconds=round(seconds, 3), bytes=size)
             log.info(
@@ -244,49 +232,69 @@ class Mirror(StoreTask):
             )
         return True
 
-    def _read(self, checkpoint_paths: set[str]) -> Files | None:
+    def _collect(self, released: bool) -> Files | None:
+        """Upload what is new; return all files of the run, of one moment. None: they changed."""
+        with ExitStack() as pins:
+            verified: dict[str, Signature | str] = {}
+            for step, listed in self.steps().items():
+                if pins.enter_context(pinned(self.checkpoints, step)):
+                    verified |= listed
+            new_steps = set(steps_of(verified)) - set(steps_of(self.ownership.newest.files))
+            for _ in range(UPLOAD_TRIES):
+                if (files := self._read(verified)) is None:
+                    return None
+                is_listed = released or new_steps or time.monotonic() > self.list_s
+                if not is_listed or not (lost := self._lost_blobs(files)):
+                    return files
+                self._forget(lost)
+        raise StoreError(
+            f"{len(lost)} blobs are missing right after their upload",
+            str(self.bucket.address),
+            EXPIRY,
+        )
+
+    def _read(self, verified: Mapping[str, Signature | str]) -> Files | None:
         """Upload the blobs that are new; return all files of the run, None when they are not of
-        one moment."""
-        data, listed = data_paths(self.folder), self._list(checkpoint_paths)
+        one moment, or not as they were verified. verified: the files of checkpoints"""
+        data = data_paths(self.folder)
+        listed = {**list_files(self.folder, self._omit), **verified}
         if lost := sorted(data - listed.keys()):
             raise StoreError(
                 f"the run folder lacks its data: {join_names(lost)}",
                 str(self.folder),
                 "copy it back",
             )
-        consistent = checkpoint_paths | data
+        consistent = verified.keys() | data
         files: dict[str, tuple[Signature | str, tuple[Blob, ...]]] = {}
         for path, signature in listed.items():
             try:
                 if self.files.get(path, [None])[0] != signature:
-                    self.files[path] = signature, tuple(self._upload(path))
+                    self.files[path] = signature, self._upload(path)
                 files[path] = self.files[path]
             except FileNotFoundError:  # a temporary file; a consistent one is missed below
                 continue
             except OSError as error:
-                if path in consistent:
+                if path in consistent or isinstance(error, StoreError):
                     raise
-                self._omit(path, error.strerror or str(error))
-        after = self._list(checkpoint_paths)
-        if any(path not in files or after.get(path) != listed[path] for path in consistent):
+                self._omit(path, error)
+        after = self._signatures(consistent)
+        if changed := {
+            path for path in consistent if path not in files or after[path] != listed[path]
+        }:
+            for path in changed:
+                self.files.pop(path, None)
             return None
         self.files = files
         return {path: blobs for path, (_, blobs) in files.items()}
 
-    def _list(self, checkpoint_paths: set[str]) -> dict[str, Signature | str]:
-        listed, omitted = list_files(self.folder)
-        for path, why in omitted.items():
-            self._omit(path, why)
-        return listed | {path: signature_of(self.folder / path) for path in checkpoint_paths}
-
-    def _omit(self, path: str, why: str) -> None:
+    def _omit(self, path: str, why: OSError | str) -> None:
         if path not in self.omitted:
             self.omitted.add(path)
             # Escaped: a name may have any bytes.
             log.warning(
                 "%s is omitted from the snapshots: %s",
                 ascii(f"{self.folder}/{path}").strip("'"),
-                why,
+                why if isinstance(why, str) else why.strerror or why,
             )
 
     def _lost_blobs(self, files: Files) -> set[str]:
@@ -333,46 +341,55 @@ class Mirror(StoreTask):
         oldest = min(snapshot.number for snapshot in snapshots)
         kept = {blob for snapshot in snapshots for blob in snapshot.blobs}
         self.known = {sha256: blob for sha256, blob in self.known.items() if blob in kept}
-        self.bucket.delete([name_of(number) for number in numbers(self.bucket) if number < oldest])
+        self.bucket.remove(*(name_of(number) for number in numbers(self.bucket) if number < oldest))
         for owner in self.ownership.owners:
             names = self.bucket.list(f"{BLOBS}/{owner}")
-            self.bucket.delete(
-                [name for name in names if name.removeprefix(f"{BLOBS}/") not in kept]
+            self.bucket.remove(
+                *(name for name in names if name.removeprefix(f"{BLOBS}/") not in kept)
             )
         self.retained_s = now_s
 
-    def _upload(self, path: str) -> Iterator[Blob]:
-        """Yield the blobs of a file. At the end all are in the store; only unknown ones are
-        uploaded."""
-        uploads: deque[tuple[Future[None], str, str]] = deque()
+    def _upload(self, path: str) -> tuple[Blob, ...]:
+        """Store the blobs of a file that are not known; return all of them, in order."""
+        blobs: list[Blob] = []
+        uploads: dict[str, Future[str]] = {}  # sha256 -> its blob, once it is stored
         size = BLOB_BYTES if path.endswith(".safetensors") else GROWING_BLOB_BYTES
         with open(self.folder / path, "rb", opener=open_regular) as file:
             while content := file.read(size):
                 sha256 = hashlib.sha256(content).hexdigest()
                 blob = self.known.get(sha256) or f"{self.ownership.newest.owner}/{sha256}"
-                if sha256 not in self.known and all(sha256 != pending for _, pending, _ in uploads):
-                    upload = self.pool.submit(self.bucket.put, f"{BLOBS}/{blob}", content)
-                    uploads.append((upload, sha256, blob))
+                blobs.append((blob, len(content)))
+                if sha256 not in self.known and sha256 not in uploads:
+                    uploads[sha256] = self.pool.submit(self._put, blob, content)
                     self.uploaded_bytes += len(content)
-                yield blob, len(content)
-                if self.ownership.beat_due:
-                    self.beat()
-                while len(uploads) > UPLOADS:
-                    self._finish_upload(*uploads.popleft())
+                if len(uploads) > UPLOADS:
+                    self._finish_upload(uploads)
         while uploads:
-            self._finish_upload(*uploads.popleft())
+            self._finish_upload(uploads)
+        return tuple(blobs)
 
-    def _finish_upload(self, upload: Future[None], sha256: str, blob: str) -> None:
-        self._result(upload)
-        self.known[sha256] = blob
+    def _put(self, blob: str, content: bytes) -> str:
+        self.bucket.write(f"{BLOBS}/{blob}", content)
+        return blob
 
-    def _result(self, future: Future[T]) -> T:
-        """Wait for the result, with beats meanwhile."""
-        while True:
-            if self.ownership.beat_due:
-                self.beat()
-            with suppress(TimeoutError):
-                return future.result(timeout=1.0)
+    def _finish_upload(self, uploads: dict[str, Future[str]]) -> None:
+        """Wait for the first of the uploads, and remove it."""
+        sha256 = next(iter(uploads))
+        self.known[sha256] = uploads.pop(sha256).result()
+
+    def _with_beats(self, work: Callable[[], T]) -> T:
+        """Return the result of `work`, with beats meanwhile. FencedError: another owner has put a
+        snapshot; `work` then ends with its next upload."""
+        future = self.reader.submit(work)
+        try:
+            while not wait([future], timeout=POLL_S).done:
+                if self.ownership.beat_due:
+                    with suppress(StoreError):  # an outage, in which `work` fails, too
+                        self.beat()
+        except FencedError:
+            self.pool.shutdown(wait=False, cancel_futures=True)
+            raise
+        return future.result()
 
 
 def warn_of_failure(error: Exception, what_follows: str) -> None:
@@ -384,15 +401,14 @@ def warn_of_failure(error: Exception, what_follows: str) -> None:
 
 def signature_of(path: Path) -> Signature | str:
     """Return what tells a changed file. Of another kind return "a named pipe" or the like; "" for a
-    link and a missing file."""
+    missing file."""
     try:
         status = os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):
         return ""
     if stat.S_ISREG(status.st_mode):
         return Signature(status.st_ino, status.st_size, status.st_mtime_ns)
-    letter = stat.filemode(status.st_mode)[0]
-    return KINDS.get(letter, "") if letter != "l" else ""
+    return KINDS.get(stat.filemode(status.st_mode)[0], "")
 
 
 def data_paths(folder: Path) -> set[str]:
@@ -405,39 +421,38 @@ def data_paths(folder: Path) -> set[str]:
         return set()
 
 
-def list_files(folder: Path) -> tuple[dict[str, Signature], dict[str, str]]:
-    """Return (the files to mirror without checkpoints, why others are omitted), by path in
-    `folder`. LOCAL ones and links are in neither."""
+def list_files(folder: Path, omit: Callable[[str, OSError | str], None]) -> dict[str, Signature]:
+    """Return the files to mirror without checkpoints, by path in `folder`. LOCAL ones and links
+    are not among them. omit: called with others, and why"""
     listed: dict[str, Signature] = {}
-    omitted: dict[str, str] = {}
-
-    def omit(path: str, error: OSError) -> None:
-        omitted[path] = error.strerror or str(error)
-
-    def refuse_folder(error: OSError) -> None:
-        if not isinstance(error, FileNotFoundError):
-            omit(os.path.relpath(error.filename, folder), error)
-
-    for parent, folders, names in os.walk(folder, onerror=refuse_folder):
-        prefix = "" if parent == str(folder) else f"{os.path.relpath(parent, folder)}/"
-        omitted |= {prefix + name: why for name in (*folders, *names) if (why := problem_of(name))}
-        for group in (folders, names):
-            group[:] = [
-                name
-                for name in group
-                if prefix + name not in omitted and not LOCAL.fullmatch(prefix + name)
-            ]
+    folders = [""]
+    for prefix in folders:  # which grows
+        try:
+            names = os.listdir(folder / prefix)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            omit(prefix.rstrip("/"), error)
+            continue
         for path in [prefix + name for name in names]:
+            if LOCAL.fullmatch(path):
+                continue
             try:
                 signature = signature_of(folder / path)
             except OSError as error:
                 omit(path, error)
                 continue
-            if isinstance(signature, Signature):
+            if signature in ("", KINDS["l"]):
+                continue
+            if why := problem_of(path.rpartition("/")[2]):
+                omit(path, why)
+            elif isinstance(signature, Signature):
                 listed[path] = signature
-            elif signature:
-                omitted[path] = f"it is {signature}"
-    return listed, omitted
+            elif signature == KINDS["d"]:
+                folders.append(f"{path}/")
+            else:
+                omit(path, f"it is {signature}")
+    return listed
 
 
 def problem_of(name: str) -> str:

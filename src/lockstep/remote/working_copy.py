@@ -270,11 +270,11 @@ def identity_of(bucket: RunBucket) -> tuple[str, str]:
         {"token": secrets.token_hex(TOKEN_BYTES), "run_id": secrets.token_hex(8)}
     )
     try:
-        identity = parse_json(bucket.put_if_absent(IDENTITY, new_identity.encode()).decode())
-        for name in ("token", "run_id"):
-            if not (isinstance(identity[name], str) and HEX.fullmatch(identity[name])):
-                raise ValueError(f"{name} is no text of hexadecimal digits")
-        return identity["token"], identity["run_id"]
+        identity = parse_json(bucket.create(IDENTITY, new_identity.encode()).decode())
+        token, run_id = identity["token"], identity["run_id"]
+        if not (HEX.fullmatch(token) and HEX.fullmatch(run_id)):
+            raise ValueError("token or run_id is no text of hexadecimal digits")
+        return token, run_id
     except (ValueError, LookupError, TypeError) as error:
         what = f"the identity of the run is damaged: {error}"
         raise DamagedFileError(what, f"{bucket.address}/{IDENTITY}", RESTORE) from None
@@ -340,7 +340,7 @@ def copy_generations(run: Path) -> None:
     before = copy.newest_number()
     last = stored.newest_number(before)
     for number in range(before + 1 if before else max(1, last), last + 1):
-        copy.folder.create(name_of(number), stored.read_text(number))
+        copy.folder.create(name_of(number), stored.read_bytes(number))
 
 
 def refresh_copy(run: Path, *, keep: Collection[str] = ()) -> Files:

@@ -139,8 +139,8 @@ def test_waiting_worker_reads_each_file_of_the_waiting_room_once(
     monkeypatch.setattr(
         storage, "read_json", lambda path: opened.append(path.name)
     )  # where a store would be named
-    read = storage.read_text
-    monkeypatch.setattr(storage, "read_text", lambda path: opened.append(path.name) or read(path))
+    read = storage.read_bytes
+    monkeypatch.setattr(storage, "read_bytes", lambda path: opened.append(path.name) or read(path))
     known: dict[str, Any] = {}
     assert room.members(known) == members[:-1] and len(opened) == 19
     room.register(members[-1])

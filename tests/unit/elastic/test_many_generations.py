@@ -180,11 +180,11 @@ def test_proposal_of_an_archived_number_loses(
     log.propose(replace(late, number=1, token="token 1"))
     create = storage.DiskStorage.create
 
-    def create_after_a_stop(folder: storage.DiskStorage, name: str, text: str) -> str:
+    def create_after_a_stop(folder: storage.DiskStorage, name: str, content: bytes) -> bytes:
         monkeypatch.setattr(storage.DiskStorage, "create", create)
         for number in range(2, 10):
             log.propose(replace(late, number=number, token=f"token {number}"))
-        return create(folder, name, text)
+        return create(folder, name, content)
 
     monkeypatch.setattr(storage.DiskStorage, "create", create_after_a_stop)
     assert stopped.propose(late).token == "token 2", "the winner of a number stays the winner"

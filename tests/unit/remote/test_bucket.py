@@ -23,17 +23,17 @@ def first_puts(fault: str, count: int) -> object:
 @pytest.mark.parametrize("fault", ["503", "slow", "torn", "cut", "lost"])
 def test_an_upload_through_a_fault_is_whole(fault: str, proxy: Proxy, bucket: RunBucket) -> None:
     proxy.fault = first_puts(fault, 2)
-    bucket.put("blobs/o/1", b"x" * 100_000)
+    bucket.write("blobs/o/1", b"x" * 100_000)
     assert (
         len(proxy.faults) == (1 if fault == "slow" else 2)
-        and bucket.get("blobs/o/1") == b"x" * 100_000
+        and bucket.read("blobs/o/1") == b"x" * 100_000
     )
 
 
 def test_an_upload_that_always_arrives_torn_is_an_error(proxy: Proxy, bucket: RunBucket) -> None:
     proxy.fault = first_puts("torn", 100)
     with pytest.raises(StoreError, match="stored with other bytes"):
-        bucket.put("blobs/o/1", b"x" * 100)
+        bucket.write("blobs/o/1", b"x" * 100)
 
 
 @pytest.mark.parametrize("fault", ["lost", "503", "slow", "cut"])
@@ -41,20 +41,15 @@ def test_a_conditional_put_knows_its_own_object(
     fault: str, proxy: Proxy, bucket: RunBucket
 ) -> None:
     proxy.fault = first_puts(fault, 1)
-    assert bucket.put_if_absent("snapshots/1", b"mine") == b"mine"
-    assert bucket.put_if_absent("snapshots/1", b"other") == b"mine"
+    assert bucket.create("snapshots/1", b"mine") == b"mine"
+    assert bucket.create("snapshots/1", b"other") == b"mine"
 
 
 def test_one_of_many_conditional_puts_wins(bucket: RunBucket) -> None:
     contents = [str(number).encode() for number in range(8)]
     with ThreadPoolExecutor(8) as pool:
         assert (
-            len(
-                set(
-                    pool.map(lambda content: bucket.put_if_absent("snapshots/1", content), contents)
-                )
-            )
-            == 1
+            len(set(pool.map(lambda content: bucket.create("snapshots/1", content), contents))) == 1
         )
 
 
@@ -66,10 +61,10 @@ def test_errors_name_the_cause_and_no_secret(
     ):
         RunBucket(Address("absent", "first")).list("snapshots")
     with pytest.raises(FileNotFoundError):
-        bucket.get("absent")
+        bucket.read("absent")
     proxy.fault = lambda method, path: "503"
     with pytest.raises(StoreError, match=r"503|SlowDown") as caught:
-        bucket.put("blobs/o/1", b"x")
+        bucket.write("blobs/o/1", b"x")
     assert (
         "very-secret-value" not in str(caught.value)
         and "AKIATEST" not in str(caught.value)
@@ -77,7 +72,7 @@ def test_errors_name_the_cause_and_no_secret(
     )
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     with pytest.raises(StoreError, match="check the network"):
-        RunBucket(bucket.address).get("absent")
+        RunBucket(bucket.address).read("absent")
 
 
 @pytest.mark.parametrize(
@@ -115,7 +110,7 @@ def test_missing_credentials_are_an_error_that_says_so(
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     monkeypatch.setenv("AWS_METADATA_ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(StoreError):
-        RunBucket(bucket.address).get("absent")
+        RunBucket(bucket.address).read("absent")
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

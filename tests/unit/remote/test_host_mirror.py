@@ -263,7 +263,7 @@ def test_a_damaged_checkpoint_is_no_start(
     train(a, 10)
     poll(a)
     name, size = stored(bucket).files["checkpoints/step-00000010/tensors-00000.safetensors"][0]
-    bucket.put(f"blobs/{name}", b"\xff" * size)
+    bucket.write(f"blobs/{name}", b"\xff" * size)
     with pytest.raises(CheckpointError, match="no checkpoint in the store is whole"):
         start("b")
     train(a, 20)
@@ -357,7 +357,7 @@ def test_a_run_of_one_host_and_a_run_of_several_are_not_mixed(
         assert Mirror(copy, ownership).publish(released=True)
     with pytest.raises(UsageError, match="is one of a single host"):
         start("a")
-    bucket.delete([*bucket.list("snapshots"), *bucket.list("blobs")])
+    bucket.remove(*bucket.list("snapshots"), *bucket.list("blobs"))
     start("a")
     with pytest.raises(UsageError, match="is one of several hosts"), owned_copy(bucket, "single"):
         pass
@@ -366,10 +366,10 @@ def test_a_run_of_one_host_and_a_run_of_several_are_not_mixed(
 def test_other_objects_a_lost_store_and_a_second_agent_are_refused(
     start: Start, bucket: RunBucket
 ) -> None:
-    bucket.put("photos/cat.jpg", b"x")
+    bucket.write("photos/cat.jpg", b"x")
     with pytest.raises(UsageError, match="holds no run, but 1 other names: photos"):
         start("a")
-    bucket.delete(["photos/cat.jpg"])
+    bucket.remove("photos/cat.jpg")
     a = start("a")
     train(a, 10)
     with (
@@ -385,10 +385,10 @@ def test_other_objects_a_lost_store_and_a_second_agent_are_refused(
         b'{"token": "../../x", "run_id": "00000000"}',
         b"\xff",
     ):
-        bucket.put(IDENTITY, identity)
+        bucket.write(IDENTITY, identity)
         with pytest.raises(DamagedFileError, match="identity of the run is damaged"):
             start("b")
-    bucket.delete([IDENTITY])
+    bucket.remove(IDENTITY)
     with pytest.raises(UsageError, match="is empty, and this host has a copy"):
         start("a")
 
@@ -400,7 +400,7 @@ def test_a_new_host_does_not_start_anew_when_the_snapshots_are_gone(
     form(a, 1, "a")
     train(a, 10)
     poll(a)
-    bucket.delete(bucket.list("snapshots"))
+    bucket.remove(*bucket.list("snapshots"))
     with pytest.raises(CheckpointError, match="blobs of a run and no snapshot"):
         start("b")
     assert a.mirror and a.mirror.publish()
@@ -412,11 +412,12 @@ def test_a_generation_that_is_no_text_is_an_error_that_is_tried_again(
 ) -> None:
     a = start("a")
     form(a, 1, "a")
-    bucket.put("membership/generations/000002.json", b"\xff\xfe")
+    bucket.write("membership/generations/000002.json", b"\xff\xfe")
     with pytest.raises(DamagedFileError, match=r"generation 2, is damaged"):
         open_generation_log(a.folder).newest()
-    with pytest.raises(UnicodeDecodeError):
-        copy_generations(a.folder)
+    copy_generations(a.folder)
+    with pytest.raises(DamagedFileError, match=r"generation 2, is damaged"):
+        a.generations.newest()
 
 
 def test_any_failure_of_a_poll_is_a_warning_and_of_the_end_an_error(
@@ -442,7 +443,7 @@ def test_any_failure_of_a_poll_is_a_warning_and_of_the_end_an_error(
 def test_a_copy_of_another_run_is_set_aside(start: Start, bucket: RunBucket) -> None:
     a = start("a")
     train(a, 10)
-    identity = json.loads(bucket.get(IDENTITY))
-    bucket.put(IDENTITY, json.dumps({**identity, "token": "0" * 64}).encode())
+    identity = json.loads(bucket.read(IDENTITY))
+    bucket.write(IDENTITY, json.dumps({**identity, "token": "0" * 64}).encode())
     assert not committed_steps(start("a").folder / "checkpoints")
     assert committed_steps(Path(f"{a.folder}.old") / "checkpoints") == [10]

@@ -139,7 +139,7 @@ def test_a_log_that_lost_a_generation_is_unavailable(
     log = open_generation_log(hosts[0])
     log.propose(generation(1))
     log.propose(generation(2))
-    bucket.delete(bucket.list("membership/generations"))
+    bucket.remove(*bucket.list("membership/generations"))
     with pytest.raises(FileNotFoundError, match="lacks generation 2"):
         log.newest()
     with pytest.raises(FileNotFoundError):
@@ -149,7 +149,7 @@ def test_a_log_that_lost_a_generation_is_unavailable(
 
 
 def test_a_damaged_generation_names_its_object(hosts: tuple[Path, Path], bucket: RunBucket) -> None:
-    bucket.put("membership/generations/000001.json", b'{"number": 1')
+    bucket.write("membership/generations/000001.json", b'{"number": 1')
     with pytest.raises(DamagedFileError, match=r"generation 1, is damaged") as caught:
         open_generation_log(hosts[0]).newest()
     assert str(bucket.address) in caught.value.where and str(bucket.address) in caught.value.hint

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import re
@@ -26,7 +27,7 @@ Host = Callable[[str], Mirror]
 
 
 def content(bucket: RunBucket, snapshot: Snapshot, path: str) -> bytes:
-    return b"".join(bucket.get(f"{BLOBS}/{name}") for name, _ in snapshot.files[path])
+    return b"".join(bucket.read(f"{BLOBS}/{name}") for name, _ in snapshot.files[path])
 
 
 def stored(bucket: RunBucket) -> Snapshot:
@@ -136,6 +137,66 @@ def test_a_checkpoint_is_not_listed_before_all_its_blobs_are_stored(
     assert steps_of(stored(bucket).files) == [10]
 
 
+def test_a_checkpoint_that_is_damaged_after_it_was_verified_is_not_uploaded(
+    host: Host, bucket: RunBucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mirror = host("a")
+    for step in (10, 20):
+        path = checkpoints.save(mirror.folder / "checkpoints", step)
+    verify, damaged = upload.verify_listed_files, list[int]()
+
+    def verify_and_damage(folder: Path, step: int) -> object:
+        result = verify(folder, step)
+        if step == 20 and not damaged:
+            damaged.append((path / "tensors-00000.safetensors").write_bytes(b"other"))
+        return result
+
+    monkeypatch.setattr(upload, "verify_listed_files", verify_and_damage)
+    for _ in range(2):
+        mirror.list_s = 0.0
+        mirror.poll()
+    assert damaged and steps_of(stored(bucket).files) == [10]
+
+
+def test_a_checkpoint_whose_disk_times_out_is_tried_again(
+    host: Host, bucket: RunBucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mirror = host("a")
+    checkpoints.save(mirror.folder / "checkpoints", 10)
+
+    def time_out(path: Path, step: int) -> object:
+        raise TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(upload, "verify_listed_files", time_out)
+        mirror.poll()
+    assert steps_of(stored(bucket).files) == []
+    mirror.poll()
+    assert steps_of(stored(bucket).files) == [10]
+
+
+def test_a_fenced_owner_ends_its_upload(
+    proxy: Proxy, host: Host, bucket: RunBucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(upload, "GROWING_BLOB_BYTES", 1000)
+    monkeypatch.setenv("LOCKSTEP_STORE_BEAT_S", "0.1")
+    mirror, puts = host("a"), list[str]()
+    later = Ownership(bucket, "later", stored(bucket))
+    (mirror.folder / "notes.txt").write_bytes(os.urandom(100_000))
+
+    def count(method: str, path: str) -> str:
+        if f"/{BLOBS}/" in path:
+            puts.append(path)
+            time.sleep(0.5)
+        return ""
+
+    proxy.fault = count
+    with pytest.raises(FencedError):
+        mirror.publish()
+    mirror.reader.shutdown()
+    assert len(puts) < 50 and stored(bucket).owner == later.newest.owner
+
+
 def test_a_damaged_checkpoint_of_this_host_is_not_uploaded(host: Host, bucket: RunBucket) -> None:
     mirror = host("a")
     for step in (10, 20):
@@ -232,9 +293,9 @@ def test_blobs_that_the_store_has_lost_are_uploaded_again(
     (mirror.folder / "run.json").write_text("{}")
     mirror.poll()
     for name in bucket.list(BLOBS):
-        bucket.put(name, bucket.get(name)[:-1])
+        bucket.write(name, bucket.read(name)[:-1])
         if loss == "deleted":
-            bucket.delete([name])
+            bucket.remove(name)
     mirror.list_s = 0.0
     assert mirror.publish()
     snapshot = stored(bucket)
@@ -349,7 +410,7 @@ def test_retention_deletes_what_no_kept_snapshot_lists(
 ) -> None:
     mirror = host("a")
     folder = mirror.folder / "checkpoints"
-    bucket.put(f"{BLOBS}/{mirror.ownership.newest.owner}/orphan", b"of an upload that was killed")
+    bucket.write(f"{BLOBS}/{mirror.ownership.newest.owner}/orphan", b"of an upload that was killed")
     checkpoints.save(folder, 10)
     mirror.poll()
     assert not any(name.endswith("orphan") for name in bucket.list(BLOBS))

@@ -107,7 +107,7 @@ def test_a_damaged_checkpoint_is_left_out(
 ) -> None:
     train(first := host("a"), 10, 20)
     blob = blob_of(first, "checkpoints/step-00000020/tensors-00000.safetensors")
-    bucket.put(blob, bucket.get(blob)[:-1] + b"\xff")
+    bucket.write(blob, bucket.read(blob)[:-1] + b"\xff")
     second = host("b")
     assert (
         verify(second.folder) == (True, ["step 10 is whole"])
@@ -125,9 +125,9 @@ def test_without_a_whole_checkpoint_nothing_starts(
     train(first := host("a"), 10)
     blob = blob_of(first, "checkpoints/step-00000010/tensors-00000.safetensors")
     if damage == "missing":
-        bucket.delete([blob])
+        bucket.remove(blob)
     else:
-        bucket.put(blob, b"other")
+        bucket.write(blob, b"other")
     with pytest.raises(CheckpointError, match="no checkpoint in the store is whole"):
         host("b")
     stored = newest(bucket)
@@ -136,7 +136,7 @@ def test_without_a_whole_checkpoint_nothing_starts(
 
 def test_a_damaged_file_of_the_run_is_an_error(host: Host, bucket: RunBucket) -> None:
     train(first := host("a"), 10)
-    bucket.put(blob_of(first, "metrics.jsonl"), b"other")
+    bucket.write(blob_of(first, "metrics.jsonl"), b"other")
     with pytest.raises(DamagedFileError, match="blob"):
         host("b")
 
@@ -145,7 +145,7 @@ def test_a_flipped_byte_on_the_way_is_read_again(
     proxy: Proxy, host: Host, bucket: RunBucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     train(host("a"), 10)
-    get, flipped = bucket.get, []
+    get, flipped = bucket.read, []
 
     def flip_once(name: str) -> bytes:
         content = get(name)
@@ -154,7 +154,7 @@ def test_a_flipped_byte_on_the_way_is_read_again(
             return bytes([content[0] ^ 1]) + content[1:]
         return content
 
-    monkeypatch.setattr(bucket, "get", flip_once)
+    monkeypatch.setattr(bucket, "read", flip_once)
     assert verify(host("b").folder) == (True, ["step 10 is whole"]) and flipped
 
 
@@ -188,7 +188,7 @@ def test_a_copy_has_one_owner_on_a_host(bucket: RunBucket) -> None:
 
 
 def test_a_prefix_that_holds_something_else_is_refused(bucket: RunBucket, host: Host) -> None:
-    bucket.put("photos/cat.jpg", b"x")
+    bucket.write("photos/cat.jpg", b"x")
     with pytest.raises(UsageError, match=r"holds no run, but 1 other names: photos"):
         host("a")
     assert bucket.list("snapshots") == []
@@ -196,7 +196,7 @@ def test_a_prefix_that_holds_something_else_is_refused(bucket: RunBucket, host: 
 
 def test_a_store_that_lost_the_run_is_not_filled_from_a_copy(bucket: RunBucket, host: Host) -> None:
     train(first := host("a"), 10)
-    bucket.delete([*bucket.list("snapshots"), *bucket.list(BLOBS)])
+    bucket.remove(*bucket.list("snapshots"), *bucket.list(BLOBS))
     with pytest.raises(UsageError, match="is empty, and this host has a copy"):
         host("a")
     assert steps_of(first.ownership.newest.files) == [10]
