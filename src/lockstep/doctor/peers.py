@@ -23,8 +23,8 @@ from lockstep.doctor.findings import SHARED_ADDRESS, HostFacts, PeerFacts
 from lockstep.doctor.gather import form_group, gather, with_error
 from lockstep.doctor.probes import claim_name, probes_of, remove_probes
 from lockstep.errors import LockstepError, UsageError
-from lockstep.runtime.exit_report import error_summary
 from lockstep.object_store.storage import Storage
+from lockstep.runtime.exit_report import error_summary
 from lockstep.runtime.sockets import source_address
 
 FIRST_PORT, PORTS = 20_000, 10_000  # below the ports that Linux gives to outgoing connections
