@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import subprocess
 import sys
 import time
@@ -58,3 +59,27 @@ def test_probes_are_reproducible_leave_generators_alone_and_are_fast() -> None:
         torch.set_num_threads(before)
     assert torch.equal(torch.get_rng_state(), state)
     assert took_s < 2.0, "15 ms on a quiet machine"
+
+
+FORKED = """
+import os, random
+from lockstep.runtime.numerics import seed_unseeded_generators
+reader, writer = os.pipe()
+for seed in (None, 7):
+    if not os.fork():
+        if seed is not None:
+            random.seed(seed)
+        seed_unseeded_generators()
+        os.write(writer, f"{random.random()} ".encode())
+        os._exit(0)
+    os.wait()
+print(os.read(reader, 100).decode())
+"""
+
+
+def test_the_python_generator_of_a_forked_worker_is_seeded_unless_the_user_has() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FORKED], capture_output=True, text=True, check=True
+    )
+    drawn = [float(text) for text in done.stdout.split()]
+    assert drawn == [random.Random(0).random(), random.Random(7).random()]

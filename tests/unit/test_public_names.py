@@ -129,6 +129,8 @@ def test_arguments_after_the_script_belong_to_it(
             "def main(out='runs/a'):\n    with Session(out): ...\ndef other():\n    out = f()",
             "runs/a",
         ),
+        ("os.environ['HF_HOME'] = '/data/hf'\nwith Session(args.out): ...", "runs/loop"),
+        ("cfg.OUT = '/data/x'\nwith Session(OUT): ...", "runs/loop"),
         ("print('no session')", "runs/loop"),
     ],
 )

@@ -7,8 +7,10 @@ import sys
 from lockstep.cli.script import LAYOUT_OPTIONS, asks_for_help
 from lockstep.cli.start import read_script_request, start_here
 from lockstep.errors import UsageError
+from lockstep.runtime.environment import read_rank_info
 from lockstep.runtime.processes import die_with_parent
 from lockstep.runtime.variables import PROFILE, TRACK, environment_variable
+from lockstep.runtime.worker_env import read_worker_env
 
 
 def main(args: argparse.Namespace, rest: list[str]) -> int:
@@ -26,6 +28,7 @@ def main(args: argparse.Namespace, rest: list[str]) -> int:
     for_sessions = {environment_variable(key[2:]): vars(args)[key[2:]] for key in LAYOUT_OPTIONS}
     for_sessions |= {TRACK: ",".join(args.track), PROFILE: args.profile}
     os.environ.update({name: str(value) for name, value in for_sessions.items() if value})
-    if asks_for_help(rest):
+    is_worker = read_worker_env(os.environ) or read_rank_info(os.environ)[0]
+    if asks_for_help(rest) and not is_worker:
         os.execv(sys.executable, [sys.executable, *request.script_words, *rest])
     return start_here(request, args.workers)

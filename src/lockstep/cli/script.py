@@ -403,7 +403,11 @@ def constants(scope: ast.AST) -> dict[str, str]:
     elif isinstance(scope, ast.Module):
         assigned = [node for node in scope.body if isinstance(node, ast.Assign)]
         pairs = [(node.targets[0], node.value) for node in assigned]
-    return {name_of(target): text for target, value in pairs if (text := text_of(value))}
+    return {
+        name_of(target): text
+        for target, value in pairs
+        if isinstance(target, ast.Name | ast.arg) and (text := text_of(value))
+    }
 
 
 def name_of(node: ast.AST) -> str:

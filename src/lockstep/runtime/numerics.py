@@ -68,7 +68,15 @@ def global_generators() -> tuple[int, bytes, int]:
     )
 
 
-AT_IMPORT = global_generators()  # users seed after importing lockstep (docs/loop.md)
+AT_IMPORT = [*global_generators()]  # users seed after importing lockstep (docs/loop.md)
+
+
+def note_python_seed() -> None:
+    """In a forked process, whose generator Python has seeded at random: not the user's seed."""
+    AT_IMPORT[2] = global_generators()[2]
+
+
+os.register_at_fork(after_in_child=note_python_seed)
 
 
 def seed_unseeded_generators() -> None:
