@@ -487,7 +487,7 @@ def keywords_of(spelled: str, help: str) -> tuple[str, dict[str, Any]]:
 
 
 def option_words(args: argparse.Namespace, *names: str) -> list[str]:
-    """Return the options of these names as they were given; [] for those that were not."""
+    """Return the words of these options; none for an option that was not given."""
     words: list[str] = []
     for name in names:
         value = vars(args)[name]

@@ -33,7 +33,7 @@ def sum_of_squares(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def sum_of_rows(norms: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the sum of squares of the gradients whose rows have these norms."""
-    # Each from memory of its own: on a GPU the order of a sum depends on where its operand starts.
+    # Not slices of one tensor: on a GPU the order of a sum depends on where its operand starts.
     return torch.stack([rows.double().square().sum() for rows in norms]).sum()
 
 

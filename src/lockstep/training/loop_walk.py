@@ -439,7 +439,7 @@ class Walk(Scope):
         self._results: list[Values] = []  # the values at each return
         self._turns: list[Values] = []  # and at each end of a turn of the innermost loop
         self._finals: list[Sequence[ast.stmt]] = []  # `finally` blocks around, the innermost last
-        self._outside = 0  # number of those that are outside of the innermost loop
+        self._outside = 0  # how many of them contain the innermost loop
 
     def finish(self) -> Flow:
         self.flow.after.update(merged([*self._results, *self._alive()]))
