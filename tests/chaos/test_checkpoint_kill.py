@@ -113,10 +113,9 @@ def die_everywhere(folder: Path) -> None:
 
 
 def die_at_random(folder: Path, deaths: int) -> None:
-    """Kill a child within two saves; inspect; continue from the loaded step."""
+    """Kill a child in its first or its second save; inspect; continue from the loaded step."""
     shared = mmap(-1, 8)  # the last step whose save returned: outlives the child
     draw = random.Random(1)
-    from_child, to_parent = os.pipe()
     for step in (1, 2, 3):
         start_s = time.monotonic()
         store_in(folder).save(step, state(step), {"step": step})
@@ -124,19 +123,23 @@ def die_at_random(folder: Path, deaths: int) -> None:
     for _ in range(deaths):
         last_step = max(store_in(folder).steps(), default=0)
         shared[:] = struct.pack("q", last_step)
+        from_child, to_parent = os.pipe()
 
-        def work(last_step: int = last_step) -> None:
+        def work(last_step: int = last_step, to_parent: int = to_parent) -> None:
             store = store_in(folder)
-            os.write(to_parent, b"x")
             for step in range(last_step + 1, last_step + 10_000):
+                os.write(to_parent, b"x")
                 store.save(step, state(step), {"step": step})
                 shared[:] = struct.pack("q", step)
 
         pid = child(work)
-        os.read(from_child, 1)
-        time.sleep(draw.uniform(0, 2 * save_s))
+        os.close(to_parent)  # reads end when the child does
+        for _ in range(draw.choice((1, 2))):  # until the first or the second save starts
+            os.read(from_child, 1)
+        time.sleep(draw.uniform(0, save_s))
         os.kill(pid, signal.SIGKILL)
         _, status = os.waitpid(pid, 0)
+        os.close(from_child)
         report(
             "random", status=status, returned=struct.unpack("q", shared[:])[0], **inspect(folder)
         )
