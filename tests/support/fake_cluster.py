@@ -361,15 +361,15 @@ class FakeReplica:
     def losses(self) -> list[float]:
         return self._losses
 
+    def results(self, squared: None) -> tuple[list[float], bool]:
+        return self._losses, True
+
     def measured_s(self) -> None: ...
 
     def digest(self) -> int:
         return digest_of(self.parameters)
 
     def grad_norm_squared(self) -> None: ...
-
-    def is_gradient_finite(self) -> bool:
-        return True
 
     def release_groups(self) -> None: ...
 

@@ -49,8 +49,11 @@ class ShareRule:
             if now_us > (1 - MIN_GAIN) * before_us:
                 self.needed_votes *= 2
                 return shares, f"shares {format_shares(current)} have not shortened the step"
+        if now_us < MIN_STEP_US:
+            self._votes = 0
+            return current, f"a step takes less than {MIN_STEP_US / 1000:g} ms"
         chosen, reason = choose_shares(current, micro_batch_us, exchange_us, self.unit)
-        if now_us < MIN_STEP_US or chosen == current:
+        if chosen == current:
             self._votes = 0
             return current, reason
         most = chosen.index(max(chosen))

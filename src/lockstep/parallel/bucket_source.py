@@ -36,7 +36,7 @@ from lockstep.parallel.ordered_sum import SumTree, tree_all_reduce
 from lockstep.parallel.reducer import Reducer
 from lockstep.parallel.wire_sum import WireSum, row_lengths
 from lockstep.runtime.process_group import gather_json
-from lockstep.runtime.torch_private import foreach_add_, unique_parameters
+from lockstep.runtime.torch_private import foreach_add_, modules_of, unique_parameters
 
 
 @dataclass
@@ -270,4 +270,4 @@ class BucketSource(GradientSource):
 
 
 def ids_of_trained(model: nn.Module) -> list[int]:
-    return [id(p) for p in unique_parameters(model) if p.requires_grad]
+    return [id(p) for p in unique_parameters(modules_of(model)) if p.requires_grad]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 DIGEST_FACTOR = 0x9E3779B97F4A7C15  # odd, so that multiplication modulo 2**64 is invertible
+WORDS = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
@@ -18,8 +19,10 @@ def words_of(parameter: Tensor) -> np.ndarray[Any, Any] | None:
     """View a CPU parameter as integers, whose sum is 8x as fast as torch's hash; else None."""
     if parameter.is_cuda or not parameter.is_contiguous():
         return None
-    raw = parameter.detach().view(-1).view(torch.uint8).numpy()
-    return raw.view(f"u{gcd(raw.nbytes, 8)}")
+    integers = INTEGERS.get(parameter.element_size(), torch.uint8)
+    # NumPy's views take a third of the time of torch's.
+    raw = parameter.detach().view(integers).numpy().reshape(-1)
+    return raw.view(WORDS[gcd(raw.nbytes, 8)])
 
 
 def word_sum(tensor: Tensor) -> Tensor:

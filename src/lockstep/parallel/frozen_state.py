@@ -11,7 +11,12 @@ from torch import Tensor, nn
 from lockstep.errors import UsageError
 from lockstep.parallel.digest import DIGEST_FACTOR, digest_of
 from lockstep.runtime.tensor_bytes import as_bytes
-from lockstep.runtime.torch_private import non_persistent_buffers, own_buffers, version_of
+from lockstep.runtime.torch_private import (
+    modules_of,
+    non_persistent_buffers,
+    own_buffers,
+    version_of,
+)
 from lockstep.units import join_names
 
 SLICE_BYTES = 32 * 2**20  # hashed per comparison: 3 ms at 10 GB/s
@@ -95,7 +100,7 @@ class FrozenState:
 
     def mode_digest(self) -> int:
         """Return 64 bits over the modules in eval mode: such a replica computes other gradients."""
-        return hash(tuple(module.training for module in self.module.modules())) % 2**64
+        return hash(tuple(module.training for module in modules_of(self.module))) % 2**64
 
     def _tensors(self) -> list[Tensor]:
         buffers = self.buffers().items()

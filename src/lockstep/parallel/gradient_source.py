@@ -112,7 +112,7 @@ class GradientSource:
         self.is_hashed = False  # the gradients of the current pass are hashed
         self.plan = StepPlan()
         self.shards = groups.layout.shard  # to which the micro-batches of a replica are dealt
-        self._slice_sums: list[Tensor] = []  # of the slices of the sum that this rank has added
+        self.slice_sums: list[Tensor] = []  # of the slices of the sum that this rank has added
 
     @property
     def measures_passes(self) -> bool:
@@ -135,7 +135,7 @@ class GradientSource:
 
     def start_step(self, plan: StepPlan) -> None:
         self.plan = plan
-        self._slice_sums = []
+        self.slice_sums = []
 
     def start_pass(self, now: Pass, phase: PassPhase, where: str, *, is_hashed: bool) -> None:
         self.now = now
@@ -216,14 +216,10 @@ class GradientSource:
         return total.all_reduce(total.split(out), self.plan.group, self.groups.waits, tag)
 
     def note_slice(self, own: Tensor) -> None:
-        """Take the slice of a sum that this rank has added, for `is_sum_finite`."""
+        """Take the slice of a sum that this rank has added, to test it for
+        infinities with the losses of the step."""
         dtype = torch.float64 if own.dtype == torch.float64 else torch.float32
-        self._slice_sums.append(own.sum(dtype=dtype).double())
-
-    def is_sum_finite(self) -> bool:
-        """Return whether this worker's slices of the sum are; True where `norm_squared` shows
-        it."""
-        return not self._slice_sums or bool(torch.stack(self._slice_sums).isfinite().all())
+        self.slice_sums.append(own.sum(dtype=dtype).double())
 
     def norm_squared(self, *, is_scaled: bool) -> Tensor | None:
         """Collective in the replica. Return the squared norm of the sum; None: this worker has all

@@ -167,12 +167,14 @@ class LearnerReplica(Replica):
     def add_learner(self, loss: float, differences: Sequence[Tensor]) -> None:
         """Take what the current learner has made of the weights, start minus end."""
         self.differences.add(differences)
-        self._losses.append(torch.tensor(loss, dtype=torch.float64))
+        device = self.parameters[0].device
+        self._losses.append(torch.tensor(loss, dtype=torch.float64, device=device))
 
-    def losses(self) -> list[float]:
-        """Return the losses of this replica's learners, on its first shard."""
-        at = self.groups.layout.coordinates(dist.get_rank())
-        return [] if at.shard else super().losses()
+    def results(self, squared: Tensor | None = None) -> tuple[list[float], bool]:
+        """As of any replica; the first shard has the losses of its learners."""
+        losses, is_finite = super().results(squared)
+        is_first = self.groups.layout.coordinates(dist.get_rank()).shard == 0
+        return losses if is_first else [], is_finite
 
     def is_equal(self, steps: int) -> bool:
         """Collective in the replica. Return whether all shards have taken as many steps of a

@@ -7,6 +7,7 @@ statistics and failures of each; its source (gradient_source.py) adds up the gra
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -101,11 +102,19 @@ class Replica:
 
     def losses(self) -> list[float]:
         """Return the losses of this worker's micro-batches, [] where another worker has them."""
+        return self.results()[0]
+
+    def results(self, squared: Tensor | None = None) -> tuple[list[float], bool]:
+        """Return `losses()`, and whether this rank's part of the gradient is finite: False also if
+        its sum overflows, or `squared`, its norm, is not finite. One copy to the host."""
         layout = self.groups.layout
         at = layout.coordinates(dist.get_rank())
-        if not self._losses or at.tensor or at.stage < layout.pipeline - 1:
-            return []
-        return [float(loss) for loss in torch.stack(self._losses).flatten().tolist()]
+        is_elsewhere = at.tensor or at.stage < layout.pipeline - 1
+        losses = [] if is_elsewhere else self._losses
+        checked = [*self.source.slice_sums, *([] if squared is None else [squared])]
+        parts = [torch.stack(part).flatten().double() for part in (losses, checked) if part]
+        values = torch.cat(parts).tolist() if parts else []
+        return values[: len(losses)], all(map(math.isfinite, values[len(losses) :]))
 
     def hash_gradient_of(self, leaf: int | None) -> None:
         """Set `hashed` in the next step, on the rank of this micro-batch; None: of none.
@@ -244,11 +253,6 @@ class Replica:
             self.source.pass_hash(),
         )
         self.source.reset()
-
-    def is_gradient_finite(self) -> bool:
-        """Return whether this rank's part of the gradient is finite; False also if its sum
-        overflows. True where grad_norm_squared shows it."""
-        return self.source.is_sum_finite()
 
     def grad_norm_squared(self) -> Tensor | None:
         """Collective in the replica. Return the squared norm summed over its workers; None: this

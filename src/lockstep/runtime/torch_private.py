@@ -5,7 +5,7 @@ checks each on any torch. torch._dynamo takes a second to import: functions impo
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from operator import attrgetter
@@ -55,9 +55,9 @@ def modules_of(model: nn.Module) -> list[nn.Module]:
     return list(found.values())
 
 
-def unique_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters of `modules_of`, each once."""
-    held = (p for module in modules_of(model) for p in module._parameters.values())
+def unique_parameters(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
+    """Return the parameters that these modules hold themselves, each once."""
+    held = (p for module in modules for p in module._parameters.values())
     return list({id(p): p for p in held if p is not None}.values())
 
 

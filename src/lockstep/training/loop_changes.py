@@ -7,6 +7,7 @@ rate, a scheduler or an average that change with each of them get other bits.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -51,28 +52,29 @@ class LoopChanges:
 
     def start(self, frozen_state: FrozenState) -> None:
         self._buffers = frozen_state.buffers()
+        modules = modules_of(self.module)
         if self.checkpointer:
-            self.checkpointer.follow_eval_mode(self._find_evaluating())
+            self.checkpointer.follow_eval_mode(self._find_evaluating(modules))
         if not self.has_learners:
-            self._find_weights()
+            self._find_weights(modules)
         self._before, self._attributes = self._values(), self._numbers()
 
-    def _find_evaluating(self) -> list[str]:
+    def _find_evaluating(self, modules: Sequence[nn.Module]) -> list[str]:
         """Return the outermost modules in eval mode."""
-        modes = [module.training for module in modules_of(self.module)]
+        modes = [module.training for module in modules]
         if modes != self._modes:
             self._modes = modes
-            modules = dict(self.module.named_modules())
-            evaluating = (name for name, child in modules.items() if not child.training)
+            named = dict(self.module.named_modules())
+            evaluating = (name for name, child in named.items() if not child.training)
             self._evaluating = [
                 name or "the model"
                 for name in evaluating
-                if not name or modules[name.rpartition(".")[0]].training
+                if not name or named[name.rpartition(".")[0]].training
             ]
         return self._evaluating
 
-    def _find_weights(self) -> None:
-        parameters = unique_parameters(self.module)
+    def _find_weights(self, modules: Sequence[nn.Module]) -> None:
+        parameters = unique_parameters(modules)
         if list(map(id, parameters)) != list(map(id, self._parameters)):
             self._parameters = parameters
             self._weights = {name: p for name, p in self.module.named_parameters() if p.numel()}

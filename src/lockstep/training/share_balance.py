@@ -98,6 +98,8 @@ class ShareBalance:
     def _name_slow(self, times: tuple[int, ...]) -> None:
         """Record which workers are slow, each at most once in NAME_EVERY_S. The screen names one
         that has been slow for SLOW_FOR_S, once."""
+        if not self._slow and not find_slow(times, ()):
+            return
         size = self.replica.workers_per_replica
         names = [self._name(range(i * size, (i + 1) * size)) for i in range(len(times))]
         found = find_slow(times, [i for i, name in enumerate(names) if name in self._slow])

@@ -110,8 +110,9 @@ class Ballot:
         membership = self.runtime.membership
         self.is_leaving = self.is_leaving or self._is_drained()
         counts = [count for count in self.counts if count is not None]
+        losses, is_finite = replica.results(squared)
         return Vote(
-            replica.losses(),
+            losses,
             count=sum(counts) if counts else None,
             samples=self._samples,
             stop_signal=self._stop_signal(),
@@ -119,8 +120,7 @@ class Ballot:
             joiners_waiting=bool(membership and membership.joiner_count),
             leaving=self.is_leaving,
             digest=digest,
-            gradient_finite=replica.is_gradient_finite()
-            and (squared is None or bool(squared.isfinite())),
+            gradient_finite=is_finite,
             step=self.step,
             **measured_us,
         )

@@ -102,7 +102,7 @@ def test_modules_and_parameters_are_found_in_torchs_order() -> None:
     model["c"].register_module("nothing", None)
     model["a"][0].weight = model["c"][0].weight  # shared by two modules
     assert list(map(id, private.modules_of(model))) == list(map(id, model.modules()))
-    parameters = list(map(id, private.unique_parameters(model)))
+    parameters = list(map(id, private.unique_parameters(private.modules_of(model))))
     assert parameters == list(map(id, model.parameters()))
 
 
