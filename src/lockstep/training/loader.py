@@ -17,7 +17,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
 
 from lockstep.data.order import BucketOrder, MixtureOrder, UniformOrder, splitmix64
 from lockstep.elastic.runtime import ElasticRuntime
@@ -55,7 +55,10 @@ class KeyedBatches(Dataset[Any]):
         seed_generators(splitmix64(self.order.seed, *key, SAMPLES) >> 1, CPU)
         if makes_micro_batches(self.dataset):
             return self.dataset.micro_batch(*key)
-        return self.collate_fn(get_samples(self.dataset, self.order.ids(*key).tolist()))
+        ids = self.order.ids(*key).tolist()
+        if self.collate_fn is default_collate and (rows := rows_of_tensors(self.dataset, ids)):
+            return rows
+        return self.collate_fn(get_samples(self.dataset, ids))
 
 
 class Prefetch:
@@ -246,6 +249,19 @@ def keys_from(step: int, k: int, own: Sequence[int]) -> Iterator[Key]:
     while True:
         yield from ((step, number) for number in own if number >= k)
         step, k = step + 1, 0
+
+
+def rows_of_tensors(dataset: Any, ids: Sequence[int]) -> list[torch.Tensor]:
+    """Return what default_collate makes of these samples of a TensorDataset, or of a Subset of one:
+    of each tensor its rows, taken at once. [] for other data sets, and subclasses of these."""
+    while type(dataset) is Subset:
+        ids = [dataset.indices[i] for i in ids]
+        dataset = dataset.dataset
+    if type(dataset) is not TensorDataset:
+        return []
+    rows = torch.tensor(ids)
+    # Contiguous as a stack of samples is, whatever the layout of the data set.
+    return [tensor.index_select(0, rows.to(tensor.device)) for tensor in dataset.tensors]
 
 
 def get_samples(dataset: Any, ids: Sequence[int]) -> list[Any]:
