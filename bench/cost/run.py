@@ -32,8 +32,8 @@ from pathlib import Path
 from statistics import fmean, stdev
 
 import psutil
+from support.hosts import TINY
 
-from bench.failover.subjects import TINY
 from bench.results import TOP, keep, machine
 from bench.step.contestants import as_flags
 from lockstep.agent.worker_pool import MALLOC_SETTINGS

@@ -30,7 +30,7 @@ from lockstep.generation.decoder import Decoder, Matrix, choose_layout
 from lockstep.generation.sampling import compile_step, sample_tokens
 from lockstep.models.hf_config import config_to_hf
 from lockstep.models.hub import write_hub
-from lockstep.models.llama import build_llama
+from lockstep.models.llama import Llama, build_llama
 from lockstep.models.llama_config import LLAMA_CONFIGS
 from lockstep.models.llama_io import load_llama
 
@@ -96,6 +96,7 @@ def race(folder: Path, args: argparse.Namespace, precision: str, rows: int) -> l
             {name: parameter.detach() for name, parameter in model.named_parameters()},
         )
     ours = load_llama(folder, device=CPU).model
+    assert isinstance(ours, Llama)
     theirs = transformers.LlamaForCausalLM.from_pretrained(folder, dtype=dtype).eval()
     prompt = torch.randint(
         shape.vocab_size, (rows, PROMPT), generator=torch.Generator().manual_seed(rows)

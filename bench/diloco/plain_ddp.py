@@ -44,9 +44,9 @@ class Training:
         self.model = build_translator(
             self.run.model, vocab_size=size, device=device, seed=self.run.seed, length=length
         )
-        self.optimizer = adamw(self.model, self.run.optim)
+        self.optimizer = adamw(self.model.named_parameters(), self.run.optim)
 
-    def leaves_of(self, rank: int, size: int) -> range:
+    def leaves_of(self, rank: int, size: int) -> list[int]:
         return leaves_of_rank(rank, equal_shares(size, self.run.batch.micro_batches))
 
     def loss(self, model: nn.Module, step: int, k: int) -> Tensor:
@@ -87,8 +87,11 @@ class StepLog:
         self.file.close()
 
 
-def send_bf16(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    return bf16_compress_hook(None, bucket)
+def send_bf16(
+    state: object,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]  # public at run time
+) -> torch.futures.Future[torch.Tensor]:
+    return bf16_compress_hook(None, bucket)  # type: ignore[arg-type]  # None: of all processes
 
 
 def main(data: str, folder: str, every: str, hook: str, *words: str) -> None:

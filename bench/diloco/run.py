@@ -36,6 +36,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
+from support.hosts import Host, Network, enter
 
 from bench.results import TOP, keep, machine
 from lockstep.checkpoint.store import CheckpointStore
@@ -46,9 +47,6 @@ from lockstep.models.translator import build_translator
 from lockstep.network.wire_format import FORMATS
 from lockstep.record.metrics import read_metrics
 from lockstep.tasks.translation import make_order
-
-sys.path.append(str(TOP / "tests"))
-from support.hosts import Host, Network, enter
 
 CONTESTANTS = ("ddp", "ddp-bf16", "fp32", "bf16", "int8", "diloco-50", "diloco-50-int8")
 RATES = ("50mbit", "100mbit", "1gbit")

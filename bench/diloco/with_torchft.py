@@ -12,7 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public at run time
 from torchft import Manager, ProcessGroupGloo
 from torchft.coordination import LighthouseServer
 from torchft.local_sgd import DiLoCo

@@ -41,7 +41,7 @@ class Trained:
             seed=run.seed,
             length=order.shapes[-1].length,
         )
-        self.optimizer = adamw(self.model, run.optim)
+        self.optimizer = adamw(self.model.named_parameters(), run.optim)
         self.mine = leaves_of_rank(task.rank, equal_shares(task.size, run.batch.micro_batches))
 
     def backward(self, model: torch.nn.Module, step: int) -> None:

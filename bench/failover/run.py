@@ -24,7 +24,9 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 
-from bench.failover.subjects import AFTER, Lockstep, Subject, Torchft, Torchrun, tiny, why_no_hosts
+from support.hosts import why_no_hosts
+
+from bench.failover.subjects import AFTER, Lockstep, Subject, Torchft, Torchrun, tiny
 from bench.results import HOW, command_line, machine, result_folder
 from lockstep.corpus.encoded_pairs import prepare
 

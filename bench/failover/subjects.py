@@ -15,17 +15,15 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
+from support.hosts import HERE as THIS_HOST
+from support.hosts import TINY, Host, Network, Training, living
+
 from lockstep.config.resolve import resolve
 from lockstep.config.saved_run import to_json
 from lockstep.config.schema import ResolvedRun
 
 HERE = Path(__file__).parent
 TOP = HERE.parents[1]
-sys.path.append(str(TOP / "tests"))
-from support.hosts import HERE as THIS_HOST  # noqa: E402
-from support.hosts import TINY, Host, Network, Training, living  # noqa: E402
-from support.hosts import why_no_hosts as why_no_hosts  # noqa: E402
-
 WORKERS = 3
 AFTER = 20  # steps, before a fault
 STEPS = 100_000  # more than any try sees

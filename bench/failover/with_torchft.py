@@ -14,7 +14,7 @@ import time
 from datetime import timedelta
 
 import torch
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public at run time
 from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
 from torchft.coordination import LighthouseServer
 

@@ -11,21 +11,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-TOP = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(TOP / "tests"))
+from support.many_members import ManyMembers
 
-from support.many_members import ManyMembers  # noqa: E402
-
-from bench.results import keep, machine  # noqa: E402
-from lockstep.elastic.link import Signer, encode_frame  # noqa: E402
-from lockstep.elastic.protocol.effects import Effect, Send  # noqa: E402
+from bench.results import keep, machine
+from lockstep.elastic.link import Signer, encode_frame
+from lockstep.elastic.protocol.effects import Effect, Send
 
 SIZES = (64, 256, 1024, 4096)
 ONE_BY_ONE = 256  # with more members, a turn for each report is not measured
@@ -70,7 +65,7 @@ def loss(cluster: ManyMembers, *, one_by_one: bool) -> dict[str, float]:
 
     proposal_s, effects = timed(propose)
     cluster.adopt(effects)
-    announcements = [Send(id, protocol.announcement) for id in protocol.links]
+    announcements = [Send(id, protocol.outbox.announcement) for id in protocol.peers.links]
     announce_s, sent_bytes = timed(lambda: send(announcements))
     return {"proposal_s": proposal_s, "announce_s": announce_s, "announced_bytes": sent_bytes}
 

@@ -18,6 +18,7 @@ import time
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from bench.results import keep, machine
 from lockstep.elastic.link import PeerLink
@@ -63,7 +64,7 @@ def rates() -> dict[str, float]:
     } | {"cpu": (time.process_time() - cpu_s) / passed_s}
 
 
-def measure(workers: int, phase: str) -> dict[str, float | str]:
+def measure(workers: int, phase: str) -> dict[str, Any]:
     """`workers` wait for one more, or train."""
     global folder
     with tempfile.TemporaryDirectory() as top:

@@ -56,7 +56,14 @@ def vote_in_ring(vote: Vote, size: int) -> tuple[float, int]:
     for row in received.view(size, -1).tolist():
         digest_of_row = int(row[4]) << 32 | int(row[5])
         votes.append(
-            Vote(row[7:], int(row[6]), "", bool(row[1]), bool(row[2]), bool(row[3]), digest_of_row)
+            Vote(
+                row[7:],
+                int(row[6]),
+                save_failed=bool(row[1]),
+                joiners_waiting=bool(row[2]),
+                leaving=bool(row[3]),
+                digest=digest_of_row,
+            )
         )
     assert Counter(vote.digest for vote in votes).most_common(1)[0][1] == size
     assert not any(

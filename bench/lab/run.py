@@ -15,10 +15,8 @@ import os
 import statistics
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 from support.hosts import Network, enter
 
 from bench.results import keep, machine

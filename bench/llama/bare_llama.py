@@ -23,6 +23,7 @@ from lockstep.corpus.loaders import CutRows, RowLoader
 from lockstep.corpus.prepared import open_prepared
 from lockstep.data.order import UniformOrder
 from lockstep.models.llama import build_llama
+from lockstep.models.llama_config import LlamaConfig
 from lockstep.models.llama_io import read_model
 
 
@@ -43,6 +44,7 @@ def main(folder: Path, steps: int, answer: Path | None) -> None:
         "the recipe llama-pretrain.toml"
     )
     shape = read_model(folder).config
+    assert isinstance(shape, LlamaConfig)
     model = build_llama(shape, device=torch.device("cpu"), seed=run.seed)
     data = open_prepared(folder / "data", ChatTokenizer.load(folder / "tokenizer", {}))
     rows, k_all = CutRows(data.train, run.batch.seq_len), run.batch.micro_batches

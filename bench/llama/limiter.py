@@ -18,10 +18,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bench.results import TOP, keep, machine
-
-sys.path.insert(0, str(TOP / "tests"))
 from support.hosts import Host, Network
+
+from bench.results import TOP, keep, machine
 
 SETTINGS = {
     "nothing ahead": ["--fsdp.prefetch_units", "0"],

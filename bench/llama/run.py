@@ -103,12 +103,16 @@ def ours(
         layout = Layout(WORKERS // shard, shard)
         value = lambda name, size: init_param(name, size, LLAMA_CONFIGS[shape].n_layers, 1)  # noqa: E731
         local_model = parallelize(
-            model, layout, layout.coordinates(runtime.runtime.rank), value, runtime.runtime.device
+            model, layout, layout.coordinates(runtime.world.rank), value, runtime.world.device
         )
         optimizer = (
             adamw_of(local_model.parameters())
             if weights == "fp32"
-            else adamw(local_model, OptimOptions(learning_rate=1e-3), MemoryOptions(weights="bf16"))
+            else adamw(
+                local_model.local_params.items(),
+                OptimOptions(learning_rate=1e-3),
+                MemoryOptions(weights="bf16"),
+            )
         )
         with ReplicaGroup(
             runtime, local_model, micro_batches=each * WORKERS, reduce_once_per_step=together

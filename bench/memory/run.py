@@ -16,19 +16,18 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import product
+from typing import Any
 
 import torch
+from support.tensor_memory import TensorMemory
 
-from bench.results import TOP, keep, machine
+from bench.results import keep, machine
 from lockstep.checkpoint.state_dict import get_state_dict
 from lockstep.config.schema import MemoryOptions, OptimOptions
 from lockstep.models.llama import build_llama
 from lockstep.models.llama_config import LLAMA_CONFIGS
 from lockstep.parallel.activation_checkpoint import checkpoint_activations
 from lockstep.tasks.optim import adamw
-
-sys.path.append(str(TOP / "tests"))
-from support.tensor_memory import TensorMemory
 
 Row = dict[str, object]
 CPU = torch.device("cpu")
@@ -114,13 +113,14 @@ def updating(repetitions: int) -> Iterator[Row]:
     for weights, state, offload in product(
         ("fp32", "bf16"), ("fp32", "bf16"), ("none", "optimizer")
     ):
+        how: dict[str, Any] = {"weights": weights, "optimizer_state": state, "offload": offload}
         model = build_llama(
             SHAPE, device=CPU, seed=1, dtype=torch.bfloat16 if weights == "bf16" else torch.float32
         )
         optimizer = adamw(
-            model,
+            model.named_parameters(),
             OptimOptions(),
-            MemoryOptions(weights=weights, optimizer_state=state, offload=offload),
+            MemoryOptions(**how),
         )
         for parameter in model.parameters():
             parameter.grad = torch.randn_like(parameter)
@@ -131,7 +131,6 @@ def updating(repetitions: int) -> Iterator[Row]:
             for name, tensor in get_state_dict(model, optimizer).items()
             if not name.endswith("step")
         )
-        how = {"weights": weights, "optimizer_state": state, "offload": offload}
         yield {
             **how,
             "bytes a parameter": round(held / SHAPE.num_parameters, 1),
@@ -145,11 +144,12 @@ def walking(repetitions: int) -> Iterator[Row]:
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
     what = f"torch's AdamW, {LLAMA_CONFIGS['25M'].num_parameters / 1e6:.0f} M parameters, fp32"
-    for name, words in (
-        ("foreach", {"foreach": True}),
-        ("one after another", {"foreach": False}),
-        ("fused", {"fused": True}),
-    ):
+    ways: dict[str, dict[str, Any]] = {
+        "foreach": {"foreach": True},
+        "one after another": {"foreach": False},
+        "fused": {"fused": True},
+    }
+    for name, words in ways.items():
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, **words)
         optimizer.step()
         yield {what: name, "update, ms": round(best_s(optimizer.step, 2 * repetitions) * 1e3)}

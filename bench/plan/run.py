@@ -28,22 +28,18 @@ from statistics import median
 from typing import Any
 
 import psutil
+from support.hosts import Host, Network, enter
 
-TOP = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(TOP / "tests"))
-
-from support.hosts import Host, Network, enter  # noqa: E402
-
-from bench.results import keep, machine  # noqa: E402
-from lockstep.config.resolve import parse_flags, resolve  # noqa: E402
-from lockstep.config.schema import RunConfig  # noqa: E402
-from lockstep.layout import Layout  # noqa: E402
-from lockstep.network.moves import Link  # noqa: E402
-from lockstep.planner.calibration import calibrate_together  # noqa: E402
-from lockstep.planner.devices import SAME_HOST, Cluster  # noqa: E402
-from lockstep.planner.memory_cost import memory_cost  # noqa: E402
-from lockstep.planner.model_cost import ModelCost  # noqa: E402
-from lockstep.planner.step_cost import Timing, Workload, mean_timing, step_cost  # noqa: E402
+from bench.results import keep, machine
+from lockstep.config.resolve import parse_flags, resolve
+from lockstep.config.schema import RunConfig
+from lockstep.layout import Layout
+from lockstep.network.moves import Link
+from lockstep.planner.calibration import calibrate_together
+from lockstep.planner.devices import SAME_HOST, Cluster
+from lockstep.planner.memory_cost import memory_cost
+from lockstep.planner.model_cost import ModelCost
+from lockstep.planner.step_cost import Timing, Workload, mean_timing, step_cost
 
 COMMON = "--compute.precision fp32 --batch.micro_batches 4 --evaluate.at_end 0 --checkpoint.every_steps 0"
 MODELS = {

@@ -18,7 +18,6 @@ import os
 import random
 import shutil
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -26,11 +25,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 
-from bench.results import TOP, keep, machine
-
-sys.path.append(str(TOP / "tests"))
 from support.hosts import Host, Network, Training, undisturbed
 
+from bench.results import keep, machine
 from lockstep.elastic.generation_log import Generation
 
 FAULTS = {

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from support.traffic import counted_traffic
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -31,9 +32,6 @@ from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.elastic.world import World
 from lockstep.models.translator import build_translator
 from lockstep.training.replica_group import ReplicaGroup
-
-sys.path.append(str(Path(__file__).parents[2] / "tests"))
-from support.traffic import counted_traffic
 
 CPU, VOCABULARY, ROWS, LENGTH, CLIP = torch.device("cpu"), 2000, 8, 16, 1.0
 BUCKET_BYTES = 25_000_000

@@ -29,11 +29,9 @@ from statistics import mean, median
 from typing import Any
 
 import psutil
-
-from bench.results import TOP, keep, machine
-
-sys.path.insert(0, str(TOP / "tests"))
 from support.object_store import environment, s3_server
+
+from bench.results import keep, machine
 
 CYCLE, RUN = 20, "s3://runs/bench"
 FLAGS = {

@@ -20,8 +20,6 @@ from statistics import median
 from typing import Any
 
 from rich.console import Console
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 from support.launching import OWN_LOOP, start_lockstep
 from support.waiting import wait_until
 from support.written_run import write_events, write_long_metrics

@@ -27,17 +27,16 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from support.hosts import Network
+from support.traffic import counted_traffic
 
-from bench.results import TOP, keep, machine
-from lockstep.models.llama import Llama, LlamaConfig, init_param
+from bench.results import keep, machine
+from lockstep.models.llama import Llama, init_param
+from lockstep.models.llama_config import LlamaConfig
 from lockstep.network.wire_format import FORMATS, MAX_BLOCK, Section
 from lockstep.parallel.build_replica import build_replica
 from lockstep.parallel.replica import Replica
 from lockstep.parallel.wire_sum import decode, encode
-
-sys.path.insert(0, str(TOP / "tests"))
-from support.hosts import Network
-from support.traffic import counted_traffic
 
 CONFIG = LlamaConfig(2000, 256, 4, 4, 4, 64, 704, 128, 10_000.0, tie_embeddings=True)
 ROWS, LENGTH = 4, 64

@@ -12,22 +12,20 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 import tempfile
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from bench.results import TOP, keep, machine
+from support.ranks import run_ranks
+
+from bench.results import keep, machine
 from lockstep.config.open_run import open_run
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.network.wire_format import FORMATS
 from lockstep.parallel import wire_sum
 from lockstep.recipes.script import lock_run_folder, train
 from lockstep.record.metrics import read_metrics
-
-sys.path.insert(0, str(TOP / "tests"))
-from support.ranks import run_ranks
 
 NEAREST = "int8 to nearest"
 SMALL = {
