@@ -74,17 +74,13 @@ def rows_of_cells(answers: list[dict[str, Any]]) -> Iterator[str]:
             columns = f"{median(its):.3f} | {median(ratios):.3f} | {spread(ratios)} | {len(ratios)}"
             yield f"| {answer['cell']} | {name} | {columns} |"
     yield ""
-    yield "| cell | messages | per bucket, formula | bytes sent | formula |"
-    yield "| --- | ---: | ---: | ---: | ---: |"
+    names = list(answers[0]["bytes"])
+    yield f"| cell | bytes by formula | {' | '.join(names)} |"
+    yield f"| --- | ---: |{' ---: |' * len(names)}"
     for answer in answers:
-        traffic = answer["traffic"]
-        sent = [
-            f"{traffic[key]:,}" if key in traffic else "not counted"
-            for key in ("messages", "bytes")
-        ]
-        yield (
-            f"| {answer['cell']} | {sent[0]} | {traffic['messages_per_bucket']:g} | {sent[1]} | {traffic['formula_bytes']:,.0f} |"
-        )
+        formula = answer["formula_bytes"]
+        shares = " | ".join(f"{answer['bytes'][name] / formula:.3f}" for name in names)
+        yield f"| {answer['cell']} | {formula:,.0f} | {shares} |"
 
 
 def spread(values: list[float]) -> str:

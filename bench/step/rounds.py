@@ -5,28 +5,29 @@
 CELL.json: width, precision, micro_batches (per process), seconds. A round is one step of every
 contestant, in an order that rotates, with a barrier before and after each step; a ratio is taken
 within a round. All contestants have the same model, values, micro-batches, clipping and fused AdamW;
-their last losses must agree within 2%. FOLDER/rounds.json: the seconds of each contestant and round,
-the losses, and what Lockstep has sent.
+their last losses must agree within 2%. FOLDER/rounds.json: the seconds of each contestant and round, the losses, and the bytes that each
+process has sent in a step, by the kernel's count.
 """
 
 from __future__ import annotations
 
 import json
-import math
+import os
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from support.traffic import counted_traffic
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lockstep import Session
 from lockstep.config.schema import ModelOptions
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.elastic.world import World
@@ -180,63 +181,92 @@ def with_fabric(cell: Cell) -> Step:
     return step
 
 
-def lockstep(cell: Cell, traffic: dict[str, object]) -> Step:
+def in_replica_group(cell: Cell) -> Step:
     """The replica group, with its vote and the comparison of all weights in every step."""
     rank, size = dist.get_rank(), dist.get_world_size()
     runtime = ElasticRuntime(World(rank, size, rank, size, "bench", CPU))
     model = cell.model()
     replicas = ReplicaGroup(runtime, model, micro_batches=cell.leaves, bucket_bytes=BUCKET_BYTES)
     optimizer = optimizer_of(model)
-    n_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
-    traffic |= {
-        "gradient_bytes": n_bytes,
-        "formula_bytes": 2 * (size - 1) / size * n_bytes,
-        "messages_per_bucket": 2 * math.log2(size),
-    }
 
     def step(number: int) -> Tensor:
-        with counted_traffic() as counted:
-            for k in replicas.micro_batches(number):
-                with cell.autocast():
-                    loss = cell.loss(replicas, k)
-                replicas.backward(loss / cell.leaves)
+        for k in replicas.micro_batches(number):
+            with cell.autocast():
+                loss = cell.loss(replicas, k)
+            replicas.backward(loss / cell.leaves)
         update(model, optimizer)
-        if counted.messages:  # none if gloo's all-reduce does the one addition
-            traffic.update(messages=counted.messages, bytes=counted.bytes)
         return loss.detach()
 
     return step
 
 
-def run(cell: Cell) -> dict[str, object]:
-    """Return the seconds of each contestant and round, and Lockstep's traffic of one step."""
-    traffic: dict[str, object] = {}
+def in_session(cell: Cell, session: Session) -> Step:
+    """A loop of one's own on a Session, which also checks, measures, writes and shows each step."""
+    plain = cell.model()
+    model, optimizer = session.prepare(plain, optimizer_of(plain))
+
+    def loop() -> Iterator[Tensor]:
+        for step in session.steps(1_000_000):
+            for k in session.micro_batches(step):
+                with cell.autocast():
+                    loss = cell.loss(model, k)
+                session.backward(loss)
+            update(model, optimizer)
+            yield loss.detach()
+
+    steps = loop()
+    return lambda number: next(steps)
+
+
+def run(cell: Cell, session: Session) -> dict[str, object]:
+    """Return the seconds of each contestant and round, and the bytes that a step of each sends."""
     makers: dict[str, Callable[[], Step]] = {
         "bare DDP": lambda: bare_ddp(cell),
         "FSDP2, one unit": lambda: bare_fsdp2(cell, per_layer=False),
         "FSDP2, per layer": lambda: bare_fsdp2(cell, per_layer=True),
         "Accelerate": lambda: with_accelerate(cell),
         "Fabric": lambda: with_fabric(cell),
-        "lockstep": lambda: lockstep(cell, traffic),
+        "Session": lambda: in_session(cell, session),
+        "lockstep": lambda: in_replica_group(cell),
     }
     steps = {name: make() for name, make in makers.items()}
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     losses: dict[str, float] = {}
+    sent: dict[str, list[int]] = {name: [] for name in steps}
     deadline, number = time.perf_counter() + cell.seconds, 0
     while more_time(deadline) or number < WARM_UP + 4:
         names = list(steps)
         for name in names[number % len(names) :] + names[: number % len(names)]:
             dist.barrier()
+            before = bytes_on_loopback()
             begin = time.perf_counter()
             loss = steps[name](number)
             dist.barrier()
             losses[name] = float(loss)
             if number >= WARM_UP:
                 seconds[name].append(time.perf_counter() - begin)
+                sent[name].append((bytes_on_loopback() - before) // dist.get_world_size())
         number += 1
     low, high = min(losses.values()), max(losses.values())
     assert high - low < 0.02 * high, f"the contestants do not train alike: {losses}"
-    return {"seconds": seconds, "losses": losses, "traffic": traffic}
+    size = dist.get_world_size()
+    gradient_bytes = sum(p.numel() * p.element_size() for p in cell.model().parameters())
+    return {
+        "seconds": seconds,
+        "losses": losses,
+        "bytes": {name: median(values) for name, values in sent.items()},
+        "formula_bytes": 2 * (size - 1) / size * gradient_bytes,
+    }
+
+
+def bytes_on_loopback() -> int:
+    """Return the bytes that the kernel has sent over the loopback device, headers included, from
+    all processes of this network namespace."""
+    for line in Path("/proc/net/dev").read_text().splitlines():
+        device, _, counters = line.partition(":")
+        if device.strip() == "lo":
+            return int(counters.split()[8])
+    raise OSError("there is no loopback device in /proc/net/dev")
 
 
 def more_time(deadline: float) -> bool:
@@ -246,11 +276,16 @@ def more_time(deadline: float) -> bool:
     return bool(more.item())
 
 
+def main(cell_file: str, folder: str) -> None:
+    values = json.loads(Path(cell_file).read_text())
+    leaves = values["micro_batches"] * int(os.environ["WORLD_SIZE"])
+    with Session(Path(folder) / "session", micro_batches=leaves, save_every=0) as session:
+        found = run(Cell(**values), session)  # in the process group of the Session
+        if session.world.leader:
+            (Path(folder) / "rounds.json").write_text(json.dumps(found))
+
+
 if __name__ == "__main__":
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    found = run(Cell(**json.loads(Path(sys.argv[1]).read_text())))
-    if dist.get_rank() == 0:
-        (Path(sys.argv[2]) / "rounds.json").write_text(json.dumps(found))
-    dist.destroy_process_group()
+    main(*sys.argv[1:])
