@@ -44,13 +44,15 @@ Batch = tuple[Tensor, Tensor, Tensor]
 class Cell:
     """A model and its micro-batches, as every contestant of the cell trains them."""
 
-    def __init__(self, width: int, precision: str, micro_batches: int, seconds: float) -> None:
+    def __init__(
+        self, width: int, precision: str, micro_batches: int, seconds: float, layers: int = 2
+    ) -> None:
         self.each, self.seconds, self.bf16 = micro_batches, seconds, precision == "bf16"
         self.options = ModelOptions(
             dim=width,
             n_heads=width // 32,
-            encoder_layers=2,
-            decoder_layers=2,
+            encoder_layers=layers,
+            decoder_layers=layers,
             ffn_dim=4 * width,
             dropout=0.0,
             attention="plain",
