@@ -10,7 +10,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from lockstep.runtime.numerics import make_deterministic
+from lockstep.runtime import numerics
+from lockstep.runtime.numerics import choose_precision, make_deterministic, probe_results
 
 
 @pytest.fixture
@@ -53,3 +54,30 @@ def test_cublas_is_told_its_workspace_before_its_first_product_or_not_at_all(use
         assert done.returncode and "used CUDA before lockstep was imported" in done.stderr
     else:
         assert done.returncode == 0 and "CUBLAS_WORKSPACE_CONFIG=:4096:8" in done.stdout
+
+
+@pytest.mark.parametrize(("has_units", "precision"), [(True, "bf16"), (False, "fp32")])
+def test_a_gpu_without_bf16_units_trains_in_fp32_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, has_units: bool, precision: str
+) -> None:
+    """V100, P4000 and T4 emulate bf16, slower than fp32: emulation does not count."""
+    monkeypatch.setattr(
+        torch.cuda,
+        "is_bf16_supported",
+        lambda including_emulation=True: has_units or including_emulation,
+    )
+    chosen, reason = choose_precision(torch.device("cuda"))
+    assert chosen == precision
+    assert reason == f"this GPU has {'' if has_units else 'no '}bf16 units"
+
+
+def test_a_probe_without_a_kernel_does_not_end_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_kernel(device: torch.device) -> list[torch.Tensor]:
+        raise RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED when calling cublasGemmEx\nmore")
+
+    bf16 = "matrix products (bfloat16)"
+    before = probe_results.__wrapped__("cpu", 1)
+    monkeypatch.setitem(numerics.PROBES, bf16, no_kernel)
+    after = probe_results.__wrapped__("cpu", 1)
+    assert after.pop(f"result of {bf16}").startswith("none: CUBLAS_STATUS_NOT_SUPPORTED when")
+    assert after == {name: value for name, value in before.items() if bf16 not in name}
