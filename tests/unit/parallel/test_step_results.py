@@ -1,0 +1,62 @@
+"""What a vote reads of a step's results: from a device in one copy, since each waits for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from support.ranks import run_ranks
+from torch import Tensor, nn
+
+from lockstep.elastic.runtime import ElasticRuntime
+from lockstep.parallel.build_replica import build_replica
+from lockstep.parallel.replica import Replica
+
+READS = {Tensor.item, Tensor.tolist, Tensor.__bool__, Tensor.__float__, Tensor.cpu, Tensor.numpy}
+
+
+class OnDevice(Tensor):
+    """A tensor that counts what the host reads of it, and of what is computed from it."""
+
+    reads = 0
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        cls.reads += function in READS
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+@pytest.fixture(autouse=True)
+def no_reads() -> Iterator[None]:
+    OnDevice.reads = 0
+    yield
+
+
+def trained_replica(values: list[float]) -> Replica:
+    """Return a replica after a step whose micro-batches have these losses and gradients."""
+    replica = build_replica(nn.Linear(1, 1, bias=False), micro_batches=len(values))
+    for k in replica.micro_batches(0):
+        replica.backward(replica(torch.tensor([[values[k]]])).sum())
+    source = replica.source
+    source.slice_sums = [tensor.as_subclass(OnDevice) for tensor in source.slice_sums]
+    replica._losses = [tensor.as_subclass(OnDevice) for tensor in replica._losses]
+    return replica
+
+
+def read_results(runtime: ElasticRuntime) -> None:
+    with trained_replica([1.0, 2.0, 3.0]) as replica:
+        weight = replica.parameters[0].item()
+        losses, is_finite = replica.results(torch.tensor(9.0).as_subclass(OnDevice))
+        assert losses == [pytest.approx(k * weight) for k in (1, 2, 3)] and is_finite
+        assert OnDevice.reads == 1
+        assert not replica.results(torch.tensor(float("inf")))[1]
+    with trained_replica([1.0, float("inf")]) as replica:
+        assert not replica.results()[1]
+
+
+def test_losses_and_finiteness_are_read_at_once() -> None:
+    run_ranks(read_results, 1)
