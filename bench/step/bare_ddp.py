@@ -18,7 +18,6 @@ from lockstep.corpus.encoded_pairs import open_prepared
 from lockstep.corpus.loaders import PairLoader
 from lockstep.models.translator import build_translator
 from lockstep.network.subtrees import equal_shares, leaves_of_rank
-from lockstep.runtime.device import default_bucket_bytes
 from lockstep.tasks.optim import adamw, learning_rate, set_learning_rate
 from lockstep.tasks.translation import make_order
 
@@ -38,7 +37,9 @@ def train(task: Task) -> Stopwatch:
     )
     optimizer = adamw(model.named_parameters(), run.optim)
     ddp = DistributedDataParallel(
-        model, bucket_cap_mb=default_bucket_bytes(device) / 2**20, gradient_as_bucket_view=True
+        model,
+        bucket_cap_mb=run.parallel.bucket_size(device.type) / 2**20,
+        gradient_as_bucket_view=True,
     )
     mine = leaves_of_rank(task.rank, equal_shares(task.size, run.batch.micro_batches))
     watch = Stopwatch()

@@ -35,6 +35,7 @@ from lockstep.layout import Layout
 from lockstep.log import log
 from lockstep.object_store.address import local_folder
 from lockstep.parallel.activation_checkpoint import Mode
+from lockstep.parallel.parallelize import SplitOptions
 from lockstep.parallel.pipeline import evaluate_in_stages
 from lockstep.parallel.plans import Patterns, TensorPlan
 from lockstep.record.tracker import Tracker
@@ -46,10 +47,9 @@ from lockstep.training.checkpointer import Checkpointer
 from lockstep.training.evaluation import Samples, gather_over, in_eval_mode, mean_over
 from lockstep.training.loader import Collate, KeyedBatches, Loader
 from lockstep.training.model_options import Precision, PreparedModel
-from lockstep.training.replica_group import ReplicaGroup
+from lockstep.training.replica_group import ReplicaGroup, ReplicaOptions
 from lockstep.training.sample_order import make_order
 from lockstep.training.saved_state import PerMicroBatch, SavedState
-from lockstep.training.session_checks import ReplicaOptions
 from lockstep.training.session_parts import Declared, RunValues, SessionValues
 from lockstep.training.started_run import StartedRun
 
@@ -87,8 +87,7 @@ class Session:
     shard, tensor, pipeline  sizes of the axes of the layout (docs/parallelism.md): workers that
                    hold one copy of the model together. `lockstep run --layout.shard` and the
                    variable LOCKSTEP_LAYOUT_SHARD replace `shard`, and so for the other axes
-    options        keyword arguments for ReplicaGroup: wire, bucket_bytes, verify_every, rehearse,
-                   on_nonfinite, buffers, unused, balance
+    options        of ReplicaOptions: help(lockstep.ReplicaGroup) explains them
 
     Attributes: `runtime` and `world` exist inside the `with` block; `replicas`, `checkpointer` and
     `tracker` exist once `steps` has yielded. `step` is the number of committed steps.
@@ -227,8 +226,7 @@ class Session:
         Moves the model to world.device. Checkpoints hold the model and the optimizers. The returned
         model behaves like DistributedDataParallel: `model.module` is the model that was passed.
 
-        init          of a model on the meta device: its initial values, which are computed only where
-                      neither a checkpoint nor another worker has them (training/initial_values.py)
+        init          computes the values of a model on the meta device (training/initial_values.py)
         units         in shards: names of the modules to gather one by one, "layers.*"; () for none.
                       None: repeated blocks (parallel/own_model.py)
         tensor_plan   with tensor: styles of layers by patterns of names (parallel/plans.py);
@@ -255,14 +253,15 @@ class Session:
             counted=self.values.options.get("buffers") or {},
         )
         chosen = model_options.resolve_precision(precision, device)
-        split = {"units": units, "tensor_plan": tensor_plan, "split_points": split_points}
-        fsdp = {"prefetch_units": prefetch_units, "reshard_after_forward": reshard_after_forward}
+        splits = SplitOptions(
+            units, tensor_plan, split_points, prefetch_units, reshard_after_forward, pipeline_chunks
+        )
         prepared = PreparedModel(model, self._replicas_in_loop, device, chosen)
         self._declared = replace(
             self._declared,
             model=prepared,
             optimizers=optimizers,
-            splits=split | fsdp | {"pipeline_chunks": pipeline_chunks},
+            splits=splits,
             init=init,
             bits={"precision": chosen or "of the loop", "compile": str(compile)},
         )

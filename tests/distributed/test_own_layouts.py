@@ -20,7 +20,7 @@ from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import UsageError
 from lockstep.layout import Layout
 from lockstep.parallel.deferred_init import deferred_init
-from lockstep.parallel.parallelize import LocalModel
+from lockstep.parallel.parallelize import LocalModel, SplitOptions
 from lockstep.training.checkpointer import Checkpointer
 from lockstep.training.evaluation import Samples, mean_over
 from lockstep.training.replica_group import ReplicaGroup
@@ -461,7 +461,14 @@ def refusals_in_shards(runtime: ElasticRuntime, folder: str) -> list[str]:
     with attempt():
         model, optimizers, state = make("skipping")
         local = shard_session(
-            runtime, model, optimizers, Layout(1, 2), {}, state, units="blocks.*", unused="zero"
+            runtime,
+            model,
+            optimizers,
+            Layout(1, 2),
+            {},
+            state,
+            splits=SplitOptions(units="blocks.*"),
+            unused="zero",
         )
         ReplicaGroup(runtime, local, micro_batches=2, unused="zero")
     return texts

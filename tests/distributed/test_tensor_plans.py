@@ -17,6 +17,7 @@ from lockstep.checkpoint.commands import digest_line
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import UsageError
 from lockstep.layout import Layout
+from lockstep.parallel.parallelize import SplitOptions
 from lockstep.training.checkpointer import Checkpointer
 from lockstep.training.evaluation import Samples, mean_over
 from lockstep.training.replica_group import ReplicaGroup
@@ -121,7 +122,9 @@ def train_split(
     local = (
         model
         if layout.workers_per_replica == 1
-        else shard_session(runtime, model, [optimizer], layout, {}, state, tensor_plan=PLAN)
+        else shard_session(
+            runtime, model, [optimizer], layout, {}, state, splits=SplitOptions(tensor_plan=PLAN)
+        )
     )
     results: list[Any] = []
     with Checkpointer(
@@ -300,7 +303,13 @@ def refusals(runtime: ElasticRuntime) -> dict[str, str]:
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
         try:
             local = shard_session(
-                runtime, model, [optimizer], Layout(tensor=2), {}, {}, tensor_plan=plan
+                runtime,
+                model,
+                [optimizer],
+                Layout(tensor=2),
+                {},
+                {},
+                splits=SplitOptions(tensor_plan=plan),
             )
             with ReplicaGroup(runtime, local, micro_batches=1) as replicas:
                 for k in replicas.micro_batches(0):
@@ -337,7 +346,13 @@ def fine_tune(runtime: ElasticRuntime, tensor: int) -> list[float]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     local = (
         shard_session(
-            runtime, model, [optimizer], Layout(tensor=tensor), {}, {}, tensor_plan="auto"
+            runtime,
+            model,
+            [optimizer],
+            Layout(tensor=tensor),
+            {},
+            {},
+            splits=SplitOptions(tensor_plan="auto"),
         )
         if tensor > 1
         else model
@@ -364,7 +379,9 @@ def count_all_reduces(runtime: ElasticRuntime, make: Callable[[], nn.Module]) ->
     """Return the all-reduces over the tensor axis of a micro-batch after the first step."""
     model = make()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    local = shard_session(runtime, model, [optimizer], Layout(tensor=2), {}, {}, tensor_plan=PLAN)
+    local = shard_session(
+        runtime, model, [optimizer], Layout(tensor=2), {}, {}, splits=SplitOptions(tensor_plan=PLAN)
+    )
     calls: list[int] = []
     with ReplicaGroup(runtime, local, micro_batches=1) as replicas:
         for step in range(2):

@@ -18,6 +18,7 @@ from pydantic import BeforeValidator, TypeAdapter, ValidationError
 from lockstep.config.adapter_config import LORA_TARGETS
 from lockstep.errors import ConfigError
 from lockstep.layout import Layout
+from lockstep.network.bucket_sizes import default_bucket_size
 from lockstep.network.wire_format import Wire
 from lockstep.units import parse_bytes, parse_seconds, shorten
 
@@ -294,6 +295,10 @@ class ParallelOptions:
     timeout_s: Seconds = host_option(
         600.0, "timeout of a collective, after which a silent peer counts as lost", ge=1
     )
+
+    def bucket_size(self, device_type: str) -> int:
+        """Return the bytes of a bucket on such a device."""
+        return self.bucket_bytes or default_bucket_size(device_type)
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,14 @@ from collections.abc import Hashable, Sequence
 LAST_BYTES = 2**20  # of the last bucket, whose exchange no backward pass hides
 
 
+def default_bucket_size(device_type: str) -> int:
+    """Return how many bytes of gradients are reduced together: NCCL needs more for its
+    bandwidth."""
+    return 100_000_000 if device_type == "cuda" else 25_000_000
+
+
 def group_by_size(
-    sizes: Sequence[tuple[Hashable, int]], bucket_bytes: int, order: Sequence[int]
+    sizes: Sequence[tuple[Hashable, int]], limit: int, order: Sequence[int]
 ) -> list[list[int]]:
     """Group parameters, by number, into buckets of one dtype, in the order of completion.
 
@@ -16,6 +22,7 @@ def group_by_size(
     bucket: autograd may leave them out.
 
     sizes  [(dtype, bytes)] of the parameters
+    limit  bytes of a bucket
     order  in which their gradients become ready
     """
     groups: list[list[int]] = []
@@ -28,7 +35,7 @@ def group_by_size(
             groups.append(open_groups.setdefault(dtype, []))
         group = open_groups[dtype]
         group.append(i)
-        limit = bucket_bytes if len(groups) > 1 else min(bucket_bytes, LAST_BYTES)
-        if sum(sizes[j][1] for j in group) >= limit:
+        most = limit if len(groups) > 1 else min(limit, LAST_BYTES)
+        if sum(sizes[j][1] for j in group) >= most:
             del open_groups[dtype]
     return [group[::-1] for group in reversed(groups)]

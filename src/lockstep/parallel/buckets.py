@@ -72,6 +72,7 @@ class Bucket:
 class GradientBuckets:
     """The buckets of `parameters`, in the order in which their gradients become ready.
 
+    limit     bytes of a bucket
     on_ready  called with each bucket whose gradients are complete, in the order of the buckets
     order     of the parameters; None: the last one first, until `ready_order` is known
     """
@@ -79,7 +80,7 @@ class GradientBuckets:
     def __init__(
         self,
         parameters: Sequence[nn.Parameter],
-        bucket_bytes: int,
+        limit: int,
         on_ready: Callable[[Bucket], None],
         order: list[int] | None = None,
     ) -> None:
@@ -88,7 +89,7 @@ class GradientBuckets:
         self.ready_order: list[int] = []  # of the first backward pass
         self._count = len(parameters)
         sizes = [(p.dtype, p.nbytes) for p in parameters]
-        groups = group_by_size(sizes, bucket_bytes, order or range(self._count)[::-1])
+        groups = group_by_size(sizes, limit, order or range(self._count)[::-1])
         self.buckets = [Bucket(indices, [parameters[i] for i in indices]) for indices in groups]
         self._hooks = [
             p.register_post_accumulate_grad_hook(partial(self._on_gradient, number, i, view))

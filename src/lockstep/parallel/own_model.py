@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 from weakref import ref
@@ -17,8 +17,10 @@ from lockstep.errors import UsageError, refuse
 from lockstep.layout import Coordinates, Layout
 from lockstep.parallel.gradient_watch import refuse_unsupported
 from lockstep.parallel.parallelize import (
+    DEFAULT_SPLITS,
     InitParam,
     LocalModel,
+    SplitOptions,
     marks_of,
     parallelize,
     set_prefetch,
@@ -27,8 +29,6 @@ from lockstep.parallel.parallelize import (
 from lockstep.parallel.plans import (
     HasPlan,
     ParallelPlan,
-    Patterns,
-    TensorPlan,
     find_units,
     styles_of,
 )
@@ -42,16 +42,6 @@ from lockstep.runtime.torch_private import (
 )
 from lockstep.tensor_slice import TensorSlice
 from lockstep.units import join_names
-
-
-@dataclass(frozen=True)
-class Splits:
-    """Where a user's module may be split; not one that knows it itself (HasPlan). See `find_units`,
-    `styles_of` and `first_blocks`."""
-
-    units: Patterns = None
-    tensor_plan: TensorPlan = None
-    split_points: Sequence[str] = ()
 
 
 def refuse_unshardable(model: nn.Module, units: Sequence[str]) -> None:
@@ -116,30 +106,28 @@ def shard_module(
     device: torch.device,
     *,
     init_param: InitParam | None = None,
-    splits: Splits = Splits(),
-    **options: Any,
+    splits: SplitOptions = DEFAULT_SPLITS,
 ) -> LocalModel:
-    """Return this worker's slices of `model`, which becomes FSDP's. options: see SplitOptions."""
+    """Return this worker's slices of `model`, which becomes FSDP's."""
     parameters = dict(model.named_parameters())
     originals = {name: (ref(p), marks_of(p)) for name, p in parameters.items()}
     rests = {name: (p.shape[1:], p.dtype) for name, p in parameters.items()}
     del parameters
-    split = partial(parallelize, model, layout, position, init_param, device, **options)
-    given = [name for name, value in vars(splits).items() if value]
-    if isinstance(model, HasPlan) and given:
+    split = partial(parallelize, model, layout, position, init_param, device, **vars(splits))
+    has_plan = isinstance(model, HasPlan)
+    given = [name for name in ("units", "tensor_plan", "split_points") if getattr(splits, name)]
+    if has_plan and given:
         raise UsageError(
             f"{join_names(given)} would have no effect: {type(model).__name__} has its own plan",
             "session.prepare(...)",
             "leave them out",
         )
-    chunks = options.get("pipeline_chunks", 1)
-    if not isinstance(model, HasPlan) and chunks > 1:
+    if not has_plan and splits.pipeline_chunks > 1:
         raise UsageError(
-            f"pipeline_chunks={chunks} is not supported for own models",
+            f"pipeline_chunks={splits.pipeline_chunks} is not supported for own models",
             "session.prepare(...)",
             "leave it at 1",
         )
-    has_plan = isinstance(model, HasPlan)
     local = split() if has_plan else shard_own_module(model, layout, position, splits, split)
     placeholders = {
         name: nn.Parameter(
@@ -155,7 +143,7 @@ def shard_own_module(
     model: nn.Module,
     layout: Layout,
     position: Coordinates,
-    splits: Splits,
+    splits: SplitOptions,
     split: Callable[..., LocalModel],
 ) -> LocalModel:
     names = find_units(model, splits.units)

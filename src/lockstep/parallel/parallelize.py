@@ -32,7 +32,15 @@ from lockstep.layout import Coordinates, Layout
 from lockstep.parallel.deferred_init import materialize
 from lockstep.parallel.groups import ProcessGroups
 from lockstep.parallel.plan_check import PlanCheck, split_layers
-from lockstep.parallel.plans import ParallelPlan, PipelineStage, StagedModel, build_stage, plan_of
+from lockstep.parallel.plans import (
+    ParallelPlan,
+    Patterns,
+    PipelineStage,
+    StagedModel,
+    TensorPlan,
+    build_stage,
+    plan_of,
+)
 from lockstep.runtime.torch_private import (
     fsdp_parameters,
     init_fsdp,
@@ -179,18 +187,26 @@ def unwrap_local_model(model: nn.Module | LocalModel) -> tuple[nn.Module, LocalM
 
 @dataclass(frozen=True)
 class SplitOptions:
-    """Further options of `parallelize`.
+    """How a model is split.
 
+    units, tensor_plan, split_points  where, of a user's module; not of one that knows it itself
+                           (HasPlan). See `find_units`, `styles_of` and `first_blocks`
     prefetch_units         units gathered ahead of the one that computes
     reshard_after_forward  False: keep units gathered until the backward pass (ZeRO-2)
     pipeline_chunks        interleaved pipeline: model chunks of each stage
     verify                 compare layers with styles with whole ones in the first step
     """
 
+    units: Patterns = None
+    tensor_plan: TensorPlan = None
+    split_points: Sequence[str] = ()
     prefetch_units: int = 1
     reshard_after_forward: bool = True
     pipeline_chunks: int = 1
     verify: bool = True
+
+
+DEFAULT_SPLITS = SplitOptions()
 
 
 def parallelize(

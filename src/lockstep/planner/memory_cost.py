@@ -81,7 +81,7 @@ def stage_memory(
         gradients=weight * own * (1 + stored_sums(run, layout)),
         optimizer=state,
         activations=activation_bytes(model, run, layout, device_type, blocks, number),
-        gathered=gathered_bytes(run, layout, sizes, root),
+        gathered=gathered_bytes(run, layout, device_type, sizes, root),
         saving=weight * own + state if device_type == "cpu" else 0,
     )
 
@@ -119,11 +119,13 @@ def stored_sums(run: RunConfig, layout: Layout) -> float:
     return STORED_SHARD_BYTES * tree_depth(leaves, layout.shard)
 
 
-def gathered_bytes(run: RunConfig, layout: Layout, units: list[int], root: int) -> float:
+def gathered_bytes(
+    run: RunConfig, layout: Layout, device_type: str, units: list[int], root: int
+) -> float:
     """Return the bytes of whole units: parameters that are gathered, and gradients on their way."""
     whole, largest = sum(units) + root, max([*units, 1])
     if layout.workers_per_replica == 1:
-        return min(4 * whole, run.parallel.bucket_bytes or 25_000_000)
+        return min(4 * whole, run.parallel.bucket_size(device_type))
     kept = len(units) if not run.fsdp.reshard_after_forward else 1 + run.fsdp.prefetch_units
     if run.fsdp.reduce == "per_step" and layout.shard > 1:
         leaves = -(-run.batch.micro_batches // (run.diloco.learners or layout.replicate))

@@ -28,7 +28,6 @@ UNITS_IN_FLIGHT = 2  # as in parallel/unit_source.py
 # {index of a part: seconds of the buckets that are complete after it}; len(parts) is the root.
 # None: each unit is sent.
 Sends = Mapping[int, Sequence[float]] | None
-DEFAULT_BUCKET_BYTES = {"cuda": 100_000_000, "cpu": 25_000_000}  # as in runtime/device.py
 
 
 @dataclass(frozen=True)
@@ -306,7 +305,7 @@ class Stage:
         units = [(root, first), *enumerate(self.units), *((root, unit) for unit in others)]
         numbers = [i for i, unit in units for _ in unit.parameters]
         sizes = [("fp32", 4 * int(p.on(1))) for _, unit in units for p in unit.parameters]
-        limit = self.run.parallel.bucket_bytes or DEFAULT_BUCKET_BYTES[self.cluster.device_type]
+        limit = self.run.parallel.bucket_size(self.cluster.device_type)
         sends: dict[int, list[float]] = {}
         for bucket in group_by_size(sizes, limit, range(len(sizes))[::-1]):
             ready = min((numbers[j] for j in bucket if numbers[j] < root), default=root - 1)

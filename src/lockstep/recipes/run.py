@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
+from inspect import signature
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,8 +28,14 @@ from lockstep.session import Session
 from lockstep.tasks.layout_limits import smallest_model
 from lockstep.tasks.open import Task, open_task
 from lockstep.training.model_flops import known_peak
+from lockstep.training.replica_group import ReplicaOptions
 from lockstep.training.rollback import Rollback
-from lockstep.training.session_checks import ReplicaOptions, profiled_steps
+from lockstep.training.session_checks import profiled_steps
+
+# Their keys with the name of an argument are this argument.
+SESSION_SECTIONS = ("batch", "checkpoint", "elastic", "layout", "parallel")  # of Session
+SESSION_ARGUMENTS = {*signature(Session).parameters, *ReplicaOptions.__annotations__}
+PREPARE_SECTIONS = ("compute", "fsdp", "layout", "memory")  # of Session.prepare
 
 
 class RecipeRun:
@@ -60,25 +67,16 @@ class RecipeRun:
     def session(self) -> Iterator[Session]:
         """Collective. Open the Session of the run, with its values."""
         config = self.config
-        layout = config.layout
-        options: ReplicaOptions = {
-            "wire": config.parallel.wire,
-            "bucket_bytes": config.parallel.bucket_bytes,
-            "verify_every": config.elastic.verify_every,
-            "balance": layout.balance,
-            "reduce_once_per_step": config.fsdp.reduce == "per_step",
-        }
-        if not config.diloco.learners:  # a pass of a learner would be an update
-            options["rehearse"] = config.elastic.rehearse
+        arguments = named_values(config, SESSION_SECTIONS, SESSION_ARGUMENTS)
+        if config.diloco.learners:  # a pass of a learner would be an update
+            del arguments["rehearse"]
         with (
             self._exits,
             Session(
                 self.folder,
                 runtime=self.runtime,
                 values=self,
-                micro_batches=config.batch.micro_batches,
                 save_every=config.checkpoint.every_steps,
-                keep=config.checkpoint.keep,
                 on_save_error=config.checkpoint.on_error,
                 seed=config.seed,
                 resume=self.resume,
@@ -87,10 +85,8 @@ class RecipeRun:
                 progress=config.track.every_s,
                 on_divergence=self._on_divergence(),
                 mfu=self._flops_per_token(),
-                shard=layout.shard,
-                tensor=layout.tensor,
-                pipeline=layout.pipeline,
-                **options,
+                reduce_once_per_step=config.fsdp.reduce == "per_step",
+                **arguments,
             ) as session,
         ):
             yield session
@@ -106,12 +102,7 @@ class RecipeRun:
             model,
             *optimizers,
             init=self.task,
-            precision=config.compute.precision,
-            compile=config.compute.compile,
-            activation_checkpoint=config.memory.activation_checkpoint,
-            prefetch_units=config.fsdp.prefetch_units,
-            reshard_after_forward=config.fsdp.reshard_after_forward,
-            pipeline_chunks=config.layout.pipeline_chunks,
+            **named_values(config, PREPARE_SECTIONS, signature(Session.prepare).parameters),
         )
         if self.runtime.is_joining and session.layout.workers_per_replica == 1:
             self._warm_up(prepared[0])
@@ -191,6 +182,18 @@ class RecipeRun:
     def _fingerprints(self) -> dict[str, str]:
         """Facts of the data and the initial weights, equal in all starts."""
         return dict(self.task.fingerprints) if self.task else {}
+
+
+def named_values(
+    config: RunConfig, sections: Sequence[str], names: Container[str]
+) -> dict[str, Any]:
+    """Return the values of these sections whose keys are among `names`."""
+    return {
+        key: value
+        for section in sections
+        for key, value in vars(getattr(config, section)).items()
+        if key in names
+    }
 
 
 def resolve_precision(resolved: ResolvedRun, device: torch.device) -> ResolvedRun:

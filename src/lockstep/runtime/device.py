@@ -26,9 +26,3 @@ def peak_memory_bytes(device: torch.device) -> int:
         stats = torch.cuda.memory_stats_as_nested_dict(device)
         return int(stats["allocated_bytes"]["all"]["peak"]) if stats else 0
     return peak_resident_bytes()
-
-
-def default_bucket_bytes(device: torch.device) -> int:
-    """Return how many bytes of gradients are reduced together: NCCL needs more for its
-    bandwidth."""
-    return 100_000_000 if device.type == "cuda" else 25_000_000

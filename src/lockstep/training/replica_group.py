@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 import torch
 from torch import nn
@@ -31,6 +31,7 @@ from lockstep.elastic.progress import Progress, decision_before, transfer_roles
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import FencedError, PeersLostError, UsageError
 from lockstep.layout import Layout
+from lockstep.network.bucket_sizes import default_bucket_size
 from lockstep.network.wire_format import Wire, wire_conflict
 from lockstep.parallel.build_replica import build_replica
 from lockstep.parallel.grad_norm import commit_gradient
@@ -44,7 +45,6 @@ from lockstep.parallel.running_statistics import (
 )
 from lockstep.record.events import append_event
 from lockstep.record.tracker import BackgroundTracker, Tracker
-from lockstep.runtime.device import default_bucket_bytes
 from lockstep.runtime.numerics import seed_generators
 from lockstep.runtime.signals import HostDrained, Stopped, StopSignals
 from lockstep.runtime.work import static_group
@@ -64,6 +64,20 @@ if TYPE_CHECKING:
 log = logging.getLogger("lockstep")
 
 LINGER_S = 1.0  # a leaving worker may hold the store over which the others form their group
+
+
+class ReplicaOptions(TypedDict, total=False):
+    """The arguments of a ReplicaGroup that are also those of a Session."""
+
+    wire: Wire
+    bucket_bytes: int
+    verify_every: int
+    rehearse: bool
+    on_nonfinite: Literal["raise", "ignore"]
+    buffers: BufferKinds
+    unused: Unused
+    balance: Literal["auto", "off"]
+    reduce_once_per_step: bool
 
 
 class ReplicaGroup:
@@ -134,7 +148,7 @@ class ReplicaGroup:
         replace_sync_batchnorm(module)
         self.replica = build_replica(
             self.local_model or module,
-            bucket_bytes=bucket_bytes or default_bucket_bytes(runtime.world.device),
+            bucket_bytes=bucket_bytes or default_bucket_size(runtime.world.device.type),
             reduce_once_per_step=reduce_once_per_step,
             has_learners=commit_steps > 0,
             wire=wire,

@@ -14,7 +14,6 @@ from typing import (
     TYPE_CHECKING,
     Any,
     Literal,
-    TypedDict,
     get_args,
     get_origin,
     get_type_hints,
@@ -29,16 +28,13 @@ from torch.optim import Optimizer
 from lockstep.checkpoint.stateful import Trained
 from lockstep.errors import UsageError
 from lockstep.layout import REPLICA_AXES, Layout
-from lockstep.network.wire_format import Wire
-from lockstep.parallel.gradient_watch import Unused
-from lockstep.parallel.running_statistics import BufferKinds
 from lockstep.record.tracker import parse_backends
 from lockstep.runtime.environment import RESERVED_VARIABLES
 from lockstep.runtime.session_start import ask_for_start
 from lockstep.runtime.torch_private import collectives_of, version_of
 from lockstep.runtime.variables import PROFILE, TRACK, environment_variable, unknown_variables
 from lockstep.runtime.worker_env import WorkerEnv
-from lockstep.training.replica_group import ReplicaGroup
+from lockstep.training.replica_group import ReplicaGroup, ReplicaOptions
 from lockstep.training.trained_parameters import refuse_misplaced_parameters
 from lockstep.units import join_names
 
@@ -51,20 +47,6 @@ HASHED_STEPS = 10  # after a step that may have changed no weight
 # Errors of torch for a sharded parameter outside of the model's passes.
 OF_SLICES = "mixed torch.Tensor and DTensor|No backend type associated|FSDP does not support deepcopy|a sharding strategy registered"
 RECORDED = ("step", "seconds", "workers")  # names in metrics.jsonl that session.log cannot set
-
-
-class ReplicaOptions(TypedDict, total=False):
-    """Further arguments of Session; ReplicaGroup explains them."""
-
-    wire: Wire
-    bucket_bytes: int
-    verify_every: int
-    rehearse: bool
-    on_nonfinite: Literal["raise", "ignore"]
-    buffers: BufferKinds
-    unused: Unused
-    balance: Literal["auto", "off"]
-    reduce_once_per_step: bool
 
 
 def refuse_wrong_options(

@@ -14,14 +14,15 @@ from lockstep.data.order import splitmix64
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import UsageError
 from lockstep.layout import Layout
+from lockstep.parallel.parallelize import SplitOptions
 from lockstep.parallel.plans import StagedModel
 from lockstep.runtime.numerics import seed_generators
 from lockstep.training import sharding
 from lockstep.training.function_values import FunctionValues
 from lockstep.training.loader import Loader
 from lockstep.training.model_options import PreparedModel
+from lockstep.training.replica_group import ReplicaOptions
 from lockstep.training.saved_state import PerMicroBatch, SavedState
-from lockstep.training.session_checks import ReplicaOptions
 
 if TYPE_CHECKING:
     from lockstep.training.initial_values import InitialValues
@@ -93,7 +94,7 @@ class SessionValues:
 class Declared:
     """What the loop has declared: model, optimizers, state, loaders.
 
-    splits   how the model is split: further arguments of `prepare`
+    splits   further arguments of `prepare`
     init     the initial values of a model on the meta device
     bits     values of `prepare` that decide bits, as text
     saved    what Session.state has returned
@@ -103,7 +104,7 @@ class Declared:
 
     model: PreparedModel | None = None
     optimizers: Sequence[torch.optim.Optimizer] = ()
-    splits: dict[str, Any] = field(default_factory=dict)
+    splits: SplitOptions = SplitOptions()
     init: InitialValues | None = None
     bits: dict[str, str] = field(default_factory=dict)
     state: dict[str, Stateful] = field(default_factory=dict)
@@ -180,9 +181,9 @@ class Declared:
         shown = {"steps": total, "save_every": values.save_every, **axes}
         shown["on_divergence"] = values.rollback or "stop"
         shown |= values.function.shared() if values.function else {}
-        return {
-            name: str(value) for name, value in (shown | self.splits | {**values.options}).items()
-        }
+        shown |= vars(self.splits) | {**values.options}
+        del shown["verify"]  # follows from the option `rehearse`
+        return {name: str(value) for name, value in shown.items()}
 
     def samples(self, step: int, k: int) -> list[int]:
         """Return the numbers of the samples that a loader has yielded as micro-batch `k` of the

@@ -19,9 +19,9 @@ from lockstep.errors import UsageError
 from lockstep.layout import Layout, choose_layout
 from lockstep.parallel.deferred_init import recording_of
 from lockstep.parallel.gradient_watch import Unused
-from lockstep.parallel.own_model import Splits, find_copy, shard_average, shard_module
-from lockstep.parallel.parallelize import LocalModel
-from lockstep.parallel.plans import HasPlan, Patterns, TensorPlan
+from lockstep.parallel.own_model import find_copy, shard_average, shard_module
+from lockstep.parallel.parallelize import DEFAULT_SPLITS, LocalModel, SplitOptions
+from lockstep.parallel.plans import HasPlan
 from lockstep.runtime.numerics import sha256_of
 from lockstep.runtime.variables import environment_variable
 from lockstep.runtime.worker_env import WorkerEnv
@@ -83,7 +83,7 @@ def refuse_incomplete_replicas(workers: int, layout: Layout) -> None:
         )
 
 
-def shard_session(  # 11 parameters: what Session and Session.prepare were given
+def shard_session(  # 9 parameters: what Session and Session.prepare were given
     runtime: ElasticRuntime,
     model: nn.Module,
     optimizers: Sequence[torch.optim.Optimizer],
@@ -91,22 +91,18 @@ def shard_session(  # 11 parameters: what Session and Session.prepare were given
     facts: Mapping[str, str],
     state: Mapping[str, Any],
     *,
-    units: Patterns = None,
-    tensor_plan: TensorPlan = None,
-    split_points: Sequence[str] = (),
+    splits: SplitOptions = DEFAULT_SPLITS,
     init: InitialValues | None = None,
-    verify: bool = True,
     unused: Unused = "raise",
-    **fsdp: Any,
 ) -> LocalModel:
     """Collective. Shard `model` and its averages in `state`; give the optimizers their slices.
 
     facts   that are equal on all workers, also on a worker that joins others
     init    of a model on the meta device; None: it has its values, or those of deferred_init
     unused  see ReplicaGroup; with "zero" the shards gather the model at once
-    fsdp    prefetch_units, reshard_after_forward and pipeline_chunks, see parallelize
     """
-    units = () if unused == "zero" and units is None else units
+    if unused == "zero" and splits.units is None:
+        splits = replace(splits, units=())
     if layout.tensor > 1 and layout.pipeline > 1 and not isinstance(model, HasPlan):
         raise UsageError(
             f"tensor {layout.tensor} with pipeline {layout.pipeline} is not supported for own models",
@@ -169,16 +165,15 @@ def shard_session(  # 11 parameters: what Session and Session.prepare were given
         {id(parameter): name for name, parameter in model.named_parameters()},
         layout.coordinates(runtime.world.rank),
     )
-    verify = verify and runtime.first_generation  # ranks that are training would not take part
+    if not runtime.first_generation:  # ranks that are training would not take part
+        splits = replace(splits, verify=False)
     local = shard_module(
         model,
         layout,
         position,
         runtime.world.device,
         init_param=init_param,
-        splits=Splits(units, tensor_plan, split_points),
-        verify=verify,
-        **fsdp,
+        splits=splits,
     )
     for prefix, (average, copy) in averages.items():
         shard_average(prefix, average, copy, local, position, init_param)

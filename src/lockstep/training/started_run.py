@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -135,9 +135,8 @@ def split_model(
         layout,
         facts,
         declared.state,
-        **declared.splits,
+        splits=replace(declared.splits, verify=values.options.get("rehearse", True)),
         init=declared.init,
-        verify=values.options.get("rehearse", True),
         unused=values.options.get("unused", "raise"),
     )
 

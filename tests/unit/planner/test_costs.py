@@ -244,3 +244,9 @@ def test_state_in_bf16_and_of_bf16_weights_is_counted() -> None:
         model = llama("1M", offloaded)
         assert memory_cost(model, offloaded, Layout(1), "cuda").optimizer == 0
         assert memory_cost(model, offloaded, Layout(1), "cpu").optimizer == cost.optimizer
+
+
+def test_a_bucket_in_memory_has_the_size_that_the_device_asks_for() -> None:
+    model = llama("100M", RUN)
+    by_device = [memory_cost(model, RUN, Layout(1), device).gathered for device in ("cpu", "cuda")]
+    assert by_device == [25_000_000, 100_000_000]

@@ -8,7 +8,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lockstep.config.schema import OptimOptions
-from lockstep.runtime.device import default_bucket_bytes
+from lockstep.network.bucket_sizes import default_bucket_size
 from lockstep.tasks.optim import make_optimizers
 
 
@@ -29,5 +29,5 @@ def test_adamw_is_fused_on_a_gpu_and_on_request(device: str, asked: bool, fused:
 
 
 def test_buckets_are_larger_on_a_gpu() -> None:
-    assert default_bucket_bytes(torch.device("cuda:0")) == 100_000_000
-    assert default_bucket_bytes(torch.device("cpu")) == 25_000_000
+    assert default_bucket_size(torch.device("cuda:0").type) == 100_000_000
+    assert default_bucket_size("cpu") == 25_000_000
