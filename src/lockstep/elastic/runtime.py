@@ -26,6 +26,7 @@ from lockstep.elastic.world import World, is_run_active, join_static_group, make
 from lockstep.errors import FencedError, PeersLostError
 from lockstep.log import log
 from lockstep.object_store.storage import shared_folder
+from lockstep.record.events import append_event
 from lockstep.runtime import numerics, sources
 from lockstep.runtime.device import select_device
 from lockstep.runtime.environment import RankInfo
@@ -366,3 +367,10 @@ class ElasticRuntime(WorkerState, AbstractContextManager["ElasticRuntime"]):
         self.stop_admitting()
         with suppress(RunEnded):
             self.retry_across_generations(record_end)
+
+
+def record_event(runtime: ElasticRuntime, event: str, **facts: Any) -> None:
+    """Append an event of this generation to events.jsonl; none in a static process group."""
+    if runtime.membership:
+        generation = runtime.world.generation
+        append_event(runtime.membership.folder, event, generation=generation, **facts)

@@ -29,7 +29,7 @@ from lockstep.checkpoint.fingerprints import (
 from lockstep.checkpoint.store import Checkpoint, CheckpointStore
 from lockstep.elastic.collectives import assert_equal_on_all_ranks, run_on_rank0
 from lockstep.elastic.progress import Progress, transfer_roles
-from lockstep.elastic.runtime import ElasticRuntime
+from lockstep.elastic.runtime import ElasticRuntime, record_event
 from lockstep.errors import CheckpointError, SaveFailedError, UsageError
 from lockstep.parallel.parallelize import LocalModel
 from lockstep.record.events import append_event
@@ -184,14 +184,7 @@ class Checkpointer(TrainedState):
         world = runtime.world
         if world.leader:
             WitnessFile(run_folder).drop_after(self.saved_step)
-        if world.leader and runtime.membership:
-            append_event(
-                run_folder,
-                "began",
-                generation=world.generation,
-                step=self.saved_step,
-                workers=list(world.members),
-            )
+            record_event(runtime, "began", step=self.saved_step, workers=list(world.members))
         return self.saved_step
 
     def _refuse_other_run(self, checkpoint: Checkpoint) -> None:

@@ -14,14 +14,13 @@ from lockstep.checkpoint.state_dict import get_state_dict
 from lockstep.elastic.collectives import all_gather_json
 from lockstep.elastic.consensus import find_divergent_ranks
 from lockstep.elastic.progress import transfer_roles
-from lockstep.elastic.runtime import ElasticRuntime
+from lockstep.elastic.runtime import ElasticRuntime, record_event
 from lockstep.errors import FencedError, UsageError
 from lockstep.parallel.digest import DIGEST_FACTOR, digest_of
 from lockstep.parallel.frozen_state import FrozenState
 from lockstep.parallel.gradient_watch import hash_of
 from lockstep.parallel.parallelize import LocalModel
 from lockstep.parallel.replica import Replica
-from lockstep.record.events import append_event
 from lockstep.training.checkpointer import Checkpointer
 from lockstep.training.update_checks import names_by_memory, refuse_new_memory
 from lockstep.units import join_names
@@ -320,8 +319,8 @@ class ReplicaComparison:
 
     def name_culprits(self, step: int) -> None:
         """Report which replica was wrong, once the step at which replicas differed is repeated."""
-        position, membership = self.runtime.world.rank, self.runtime.membership
-        if membership is None or not self._unexplained or position >= self.replica_size:
+        position = self.runtime.world.rank
+        if not self._unexplained or position >= self.replica_size:
             return
         remaining: list[tuple[str, dict[str, Any]]] = []
         for name, record in self._unexplained:
@@ -339,8 +338,8 @@ class ReplicaComparison:
                         record["what"],
                         ", ".join(wrong),
                     )
-                    append_event(
-                        membership.folder,
+                    record_event(
+                        self.runtime,
                         "culprit found",
                         step=step,
                         wrong=wrong,

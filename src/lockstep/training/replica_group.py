@@ -28,7 +28,7 @@ from lockstep.elastic.collectives import all_gather_json
 from lockstep.elastic.consensus import STOP_REQUEST, StepDecision, find_divergent_ranks
 from lockstep.elastic.fault_injection import FaultInjectingBoard, flip_bit
 from lockstep.elastic.progress import Progress, decision_before, transfer_roles
-from lockstep.elastic.runtime import ElasticRuntime
+from lockstep.elastic.runtime import ElasticRuntime, record_event
 from lockstep.errors import FencedError, PeersLostError, UsageError
 from lockstep.layout import Layout
 from lockstep.network.bucket_sizes import default_bucket_size
@@ -43,7 +43,6 @@ from lockstep.parallel.running_statistics import (
     RunningStatistics,
     replace_sync_batchnorm,
 )
-from lockstep.record.events import append_event
 from lockstep.record.tracker import BackgroundTracker, Tracker
 from lockstep.runtime.numerics import seed_generators
 from lockstep.runtime.signals import HostDrained, Stopped, StopSignals
@@ -413,11 +412,10 @@ class ReplicaGroup:
             workers = f"{world.size} {'worker' if world.size == 1 else 'workers'}"
             duration = format_duration(seconds)
             log.warning("%s; continuing with %s after %s", why, workers, duration)
-        if world.leader and runtime.membership:
-            append_event(
-                runtime.membership.folder,
+        if world.leader:
+            record_event(
+                runtime,
                 "regrouped",
-                generation=world.generation,
                 why=why,
                 workers=list(world.members),
                 joined=joined,

@@ -10,11 +10,10 @@ from collections import deque
 from statistics import median_low
 
 from lockstep.elastic.consensus import StepDecision
-from lockstep.elastic.runtime import ElasticRuntime
+from lockstep.elastic.runtime import ElasticRuntime, record_event
 from lockstep.network.shares import ShareRule, find_slow, format_shares
 from lockstep.network.subtrees import equal_shares
 from lockstep.parallel.replica import Replica
-from lockstep.record.events import append_event
 from lockstep.units import join_names
 
 log = logging.getLogger("lockstep")
@@ -93,7 +92,7 @@ class ShareBalance:
         if self.runtime.world.leader:
             what = f"shares {format_shares(shares)} instead of {format_shares(current)}: {reason}"
             log.debug("from step %d on: %s", step + 2, what)
-            self._append_event("shares", shares=shares, step=step + 1, why=what)
+            record_event(self.runtime, "shares", shares=shares, step=step + 1, why=what)
 
     def _name_slow(self, times: tuple[int, ...]) -> None:
         """Record which workers are slow, each at most once in NAME_EVERY_S. The screen names one
@@ -119,7 +118,7 @@ class ShareBalance:
         """Record a slow worker where that is due, and show it."""
         if now_s - self._recorded_s.get(worker, -math.inf) >= NAME_EVERY_S:
             self._recorded_s[worker] = now_s
-            self._append_event("slow", worker=worker, seconds=seconds, median=median_s)
+            record_event(self.runtime, "slow", worker=worker, seconds=seconds, median=median_s)
         if worker in self._shown or now_s - self._slow[worker] < SLOW_FOR_S:
             return
         self._shown.add(worker)
@@ -138,9 +137,3 @@ class ShareBalance:
             return f"rank {'-'.join(str(rank) for rank in sorted({ranks[0], ranks[-1]}))}"
         places = [members[rank].rsplit("/", 2) for rank in ranks]
         return join_names([f"worker {slot} on host {host}" for host, slot, _ in places])
-
-    def _append_event(self, event: str, **facts: object) -> None:
-        if membership := self.runtime.membership:
-            append_event(
-                membership.folder, event, generation=self.runtime.world.generation, **facts
-            )
