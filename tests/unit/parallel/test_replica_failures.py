@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from support.ranks import run_ranks
@@ -32,6 +34,41 @@ def release(runtime: ElasticRuntime) -> None:
         replica.release_groups()
         assert replica.source.plan.group is None
         assert all(map(torch.equal, gradients, [p.grad for p in replica.parameters]))
+
+
+class SideStream:
+    """Stands for the stream of a GPU's reducer, whose jobs may still read what is released."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self.references = [weakref.ref(tensor) for tensor in tensors]
+        self.waited_for: list[bool] = []
+
+    def wait_stream(self, stream: object) -> None:
+        self.waited_for.append(all(reference() is not None for reference in self.references))
+
+
+def release_beside_stream(runtime: ElasticRuntime) -> None:
+    with build_replica(nn.Linear(2, 2), micro_batches=8) as replica:
+        source = replica.source
+        for k in replica.micro_batches(0):
+            replica.backward(replica(torch.ones(1, 2)).sum())
+            if k % 4 == 2:  # a sum of two micro-batches is in the tree
+                break
+        partial_sums = [tensor for _, sums in source._tree.stack for tensor in sums.tensors]
+        assert partial_sums
+        stream = SideStream(partial_sums)
+        del partial_sums
+        source.reducer._stream = stream
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.cuda, "current_stream", lambda device: stream)
+            replica.release_groups()
+        source.reducer._stream = None
+        assert stream.waited_for == [True]
+        assert not any(reference() for reference in stream.references)
+
+
+def test_partial_sums_are_dropped_after_the_side_stream_is_waited_for() -> None:
+    run_ranks(release_beside_stream, 1)
 
 
 def test_a_released_replica_keeps_its_gradient_and_no_group() -> None:
