@@ -32,11 +32,13 @@ from lockstep.parallel.gradient_watch import (
     refuse_unsupported,
 )
 from lockstep.parallel.groups import ProcessGroups
-from lockstep.parallel.ordered_sum import SumTree, tree_all_reduce
+from lockstep.parallel.ordered_sum import SumTree, adds_once, tree_all_reduce
 from lockstep.parallel.reducer import Reducer
 from lockstep.parallel.wire_sum import WireSum, row_lengths
 from lockstep.runtime.process_group import gather_json
 from lockstep.runtime.torch_private import foreach_add_, modules_of, unique_parameters
+
+GLOO_ADDS = {torch.float32, torch.float64}  # each pair of numbers once, on a CPU
 
 
 @dataclass
@@ -63,6 +65,7 @@ class BucketSource(GradientSource):
         self._tree: SumTree[Gradients] = SumTree()
         self._current: Subtree | None = None  # the micro-batches whose sum is in .grad
         self._wire_sums: dict[Bucket, WireSum] = {}
+        self._added_once = set[torch.dtype]()  # by an all-reduce between two ranks
 
     def _make_buckets(self, order: list[int] | None = None) -> None:
         """Find the trained parameters, and make buckets in the order of their gradients."""
@@ -101,6 +104,11 @@ class BucketSource(GradientSource):
         return buckets.order is None
 
     def agree(self) -> None:
+        """Collective. Refuse other parameters, agree on buckets, and on how they are summed."""
+        self._agree_on_order()
+        self._added_once = self._dtypes_added_once()
+
+    def _agree_on_order(self) -> None:
         """Collective. Refuse other parameters, and take the buckets of the first rank that knows
         the order of its gradients."""
         buckets, group, wait = self.buckets, dist.group.WORLD, self.groups.waits.wait
@@ -118,6 +126,21 @@ class BucketSource(GradientSource):
             wait([dist.broadcast(order, group=group, group_src=source, async_op=True)])
         if order.tolist() != buckets.order:
             self._replace_buckets(order.tolist())
+
+    def _dtypes_added_once(self) -> set[torch.dtype]:
+        """Collective of two replicas on GPUs. Return of which dtypes the backend's all-reduce
+        between two ranks has the bits of one addition: on GPUs, those of which it was tried."""
+        group, waits = self.groups.replica_group, self.groups.waits
+        if self.parameters[0].device.type == "cpu":
+            return GLOO_ADDS
+        if group is None or group.size() != 2 or "nccl" not in dist.get_backend_config(group):
+            return set()
+        own: dict[torch.dtype, bool] = {}
+        for bucket in self.buckets.buckets:
+            like = bucket.buffer
+            own[like.dtype] = adds_once(group, like, waits) and own.get(like.dtype, True)
+        agreed = gather_json(group.size(), list(own.values()), waits.wait)
+        return {dtype for dtype, *flags in zip(own, *agreed, strict=True) if all(flags)}
 
     def start_step(self, plan: StepPlan) -> None:
         super().start_step(plan)
@@ -247,9 +270,9 @@ class BucketSource(GradientSource):
         """Collective. Sum a bucket, in place; return the slice that this rank has summed."""
         plan, buffer, waits = self.plan, bucket.buffer, self.groups.waits
         partials = self._partial_sums(bucket)
-        is_exact = not buffer.is_cuda and buffer.dtype in (torch.float32, torch.float64)
+        is_exact = buffer.dtype in self._added_once
         if plan.group is not None and is_exact and is_one_addition(plan.shares):
-            # gloo's all-reduce has the same bits; it takes less time and memory.
+            # The backend's all-reduce has the same bits; it takes less time and memory.
             waits.wait([dist.all_reduce(buffer, group=plan.group, async_op=True)], plan.group)
             return buffer.tensor_split(2)[plan.group.rank()]
         return tree_all_reduce(partials, plan.shares, plan.group, buffer, waits)

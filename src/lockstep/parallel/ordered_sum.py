@@ -24,6 +24,7 @@ from lockstep.network.tree_exchange import WHOLE, Message, Round, rounds_of_rank
 from lockstep.runtime.work import WorkWaiter, start_p2p
 
 Value = TypeVar("Value")
+PROBED_ELEMENTS = 2**22  # at most, of a buffer: less than a hundred megabytes of memory
 
 
 @dataclass
@@ -171,6 +172,19 @@ def tree_all_reduce(
     for turn in gather:
         transfer(turn, lambda message: out[between(message.start, message.stop)])
     return out[own]
+
+
+def adds_once(group: dist.ProcessGroup, like: Tensor, waits: WorkWaiter) -> bool:
+    """Collective of two ranks. Try whether the backend's all-reduce of a buffer like this one has
+    the bits of one addition here, with random numbers of many magnitudes."""
+    generator = torch.Generator(like.device).manual_seed(0)
+    size = min(like.numel(), PROBED_ELEMENTS)
+    numbers = torch.randn(2, size, generator=generator, device=like.device)
+    exponents = torch.randint(-8, 9, (2, size), generator=generator, device=like.device)
+    halves = torch.ldexp(numbers, exponents).to(like.dtype)
+    total = halves[group.rank()].clone()
+    waits.wait([dist.all_reduce(total, group=group, async_op=True)], group)
+    return torch.equal(total.view(torch.uint8), (halves[0] + halves[1]).view(torch.uint8))
 
 
 def start_exchange(
