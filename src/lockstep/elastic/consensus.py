@@ -9,7 +9,7 @@ import struct
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from lockstep.errors import CollectiveMismatchError, UsageError
 
@@ -23,6 +23,7 @@ SIGNALS = (
 )  # by precedence: if ranks received several, the last one listed here wins
 LIMBS = 67  # of 32 bits: floats have 2,098, and the rest is for carries of up to 2**31 votes
 SUMS = 1 + LIMBS
+UNKNOWN = -(2**63)  # less than every fact that a vote can give
 
 
 @dataclass(frozen=True)
@@ -73,36 +74,65 @@ class StepDecision:
     )
 
 
+class RowFacts(NamedTuple):
+    """Facts in the row of a vote, in its order; of combined rows, each is the maximum over all
+    votes. A minimum is the maximum of ~value, or of -value."""
+
+    stop: int  # position in SIGNALS
+    save_failed: int
+    regroup: int
+    some_stay: int
+    not_finite: int  # a loss
+    gradient_not_finite: int
+    some_with_count: int  # of the votes that have losses
+    some_without_count: int
+    last_step: int
+    inverse_first_step: int
+    most_samples: int
+    inverse_least_samples: int
+    negative_exchange_us: int
+
+
+FACTS_END = SUMS + len(RowFacts._fields)
+
+
 def vote_to_row(vote: Vote, rank: int, replica_size: int, replicas: int = 1) -> list[int]:
     """Return a vote as integers of 64 bits, whose combination over all votes gives the decision.
 
     The first SUMS are added: the count, and the loss in units of 2**-1074, of which every float is
     a multiple, in limbs of 32 bits. So the sum is exact in any order. Of the others, each is the
-    maximum over all votes. Digests are there as d and ~d, at the vote's position in its replica;
-    the step and the numbers of samples as n and ~n. Times are negative.
+    maximum over all votes: RowFacts, then digests as d and ~d, at the vote's position in its
+    replica, then the negative time of a micro-batch by replica.
     """
     replica, position = divmod(rank, replica_size)
-    finite, digests = all(map(math.isfinite, vote.losses)), [-(2**63)] * 2 * replica_size
+    has_count = vote.count is not None
+    has_losses = bool(vote.losses)
+    finite = all(map(math.isfinite, vote.losses))
     ratios = [loss.as_integer_ratio() for loss in vote.losses if finite]
     loss = sum(numerator * (2**1074 // denominator) for numerator, denominator in ratios)
     limbs = struct.unpack(f"<{LIMBS - 1}Ii", loss.to_bytes(4 * LIMBS, "little", signed=True))
+    facts = RowFacts(
+        stop=SIGNALS.index(vote.stop_signal),
+        save_failed=int(vote.save_failed),
+        regroup=int(vote.joiners_waiting or vote.leaving),
+        some_stay=int(not vote.leaving),
+        not_finite=int(not finite),
+        gradient_not_finite=int(not vote.gradient_finite),
+        some_with_count=int(has_losses and has_count),
+        some_without_count=int(has_losses and not has_count),
+        last_step=vote.step,
+        inverse_first_step=~vote.step,
+        most_samples=max(vote.samples, default=UNKNOWN),
+        inverse_least_samples=~min(vote.samples) if vote.samples else UNKNOWN,
+        negative_exchange_us=-vote.exchange_us,
+    )
     digest = vote.digest - (vote.digest >> 63 << 64)  # as int64
+    digests = [UNKNOWN] * 2 * replica_size
     digests[2 * position : 2 * position + 2] = digest, ~digest
-    has_count, has_losses = vote.count is not None, bool(vote.losses)
-    flags = [
-        vote.save_failed,
-        vote.joiners_waiting or vote.leaving,
-        not vote.leaving,
-        not finite,
-        not vote.gradient_finite,
-    ]
-    counts = [has_losses and has_count, has_losses and not has_count]
-    samples = [max(vote.samples), ~min(vote.samples)] if vote.samples else [-(2**63)] * 2
-    times = [-(2**63)] * replicas
-    times[replica] = -(2**63) if vote.micro_batch_us is None else -vote.micro_batch_us
-    sums = [(vote.count or 0) * has_losses, *limbs]
-    facts = [SIGNALS.index(vote.stop_signal), *map(int, flags + counts), vote.step, ~vote.step]
-    return [*sums, *facts, *samples, *digests, -vote.exchange_us, *times]
+    times = [UNKNOWN] * replicas
+    if vote.micro_batch_us is not None:
+        times[replica] = -vote.micro_batch_us
+    return [(vote.count or 0) * has_losses, *limbs, *facts, *digests, *times]
 
 
 def sum_of_limbs(limbs: Sequence[int]) -> float:
@@ -126,48 +156,55 @@ def row_to_decision(
     if losses are means over different numbers of samples.
     """
     count, limbs = row[0], row[1:SUMS]
-    stop, save_failed, regroup, some_stay, not_finite, gradient_not_finite, *rest = row[SUMS:]
-    some_count, some_without, last_step, not_first_step, most, not_least, *rest = rest
-    digests, (exchange, *times) = rest[: 2 * replica_size], rest[2 * replica_size :]
-    if last_step != ~not_first_step:
-        raise CollectiveMismatchError(
-            f"ranks vote on different steps: {~not_first_step} to {last_step}",
-            "each vote carries its step",
-            "this is a bug of Lockstep: report it with events.jsonl and logs/",
-        )
-    if some_count and (some_without or count < 1):
-        raise UsageError(
-            "some workers gave counts and others none"
-            if some_without
-            else f"the counts of a step add up to {count}",
-            "session.backward(loss, count=...)",
-            "give the number of samples or tokens of every micro-batch, or no count in the whole step",
-        )
-    if most != ~not_least and most >= 0:
-        raise UsageError(
-            f"the micro-batches of a step have {~not_least} to {most} samples, and their losses are means",
-            "session.backward(loss), without count",
-            "samples of small micro-batches would weigh more: give the sum, and the number of samples or tokens that it is over: "
-            "session.backward(loss_sum, count=n); or session.backward(loss, count=1), if all losses should weigh the same",
-        )
+    facts = RowFacts._make(row[SUMS:FACTS_END])
+    times_start = FACTS_END + 2 * replica_size
+    digests, times = row[FACTS_END:times_start], row[times_start:]
+    refuse_unequal_votes(facts, count)
     differ = any(
         highest != ~inverse for highest, inverse in zip(digests[::2], digests[1::2], strict=True)
     )
     by_rank = tuple(gather_digests()) if differ else ()
-    loss = math.nan if not_finite else sum_of_limbs(limbs)
+    loss = math.nan if facts.not_finite else sum_of_limbs(limbs)
     return StepDecision(
         loss=loss,
         count=count,
         finite=math.isfinite(loss),
-        gradient_finite=not gradient_not_finite,
-        stop=SIGNALS[stop] or "SIGUSR1" * (not some_stay),
-        save_failed=bool(save_failed),
-        regroup=bool(regroup),
+        gradient_finite=not facts.gradient_not_finite,
+        stop=SIGNALS[facts.stop] or "SIGUSR1" * (not facts.some_stay),
+        save_failed=bool(facts.save_failed),
+        regroup=bool(facts.regroup),
         divergent_ranks=find_divergent_ranks(by_rank, replica_size),
         digests=by_rank,
-        micro_batch_us=tuple(-time for time in times) if min(times) > -(2**63) else (),
-        exchange_us=-exchange,
+        micro_batch_us=tuple(-time for time in times) if min(times) > UNKNOWN else (),
+        exchange_us=-facts.negative_exchange_us,
     )
+
+
+def refuse_unequal_votes(facts: RowFacts, count: int) -> None:
+    """Raise what `row_to_decision` raises. count: sum over all votes."""
+    first_step = ~facts.inverse_first_step
+    if facts.last_step != first_step:
+        raise CollectiveMismatchError(
+            f"ranks vote on different steps: {first_step} to {facts.last_step}",
+            "each vote carries its step",
+            "this is a bug of Lockstep: report it with events.jsonl and logs/",
+        )
+    if facts.some_with_count and (facts.some_without_count or count < 1):
+        raise UsageError(
+            "some workers gave counts and others none"
+            if facts.some_without_count
+            else f"the counts of a step add up to {count}",
+            "session.backward(loss, count=...)",
+            "give the number of samples or tokens of every micro-batch, or no count in the whole step",
+        )
+    most, least = facts.most_samples, ~facts.inverse_least_samples
+    if most != least and most >= 0:
+        raise UsageError(
+            f"the micro-batches of a step have {least} to {most} samples, and their losses are means",
+            "session.backward(loss), without count",
+            "samples of small micro-batches would weigh more: give the sum, and the number of samples or tokens that it is over: "
+            "session.backward(loss_sum, count=n); or session.backward(loss, count=1), if all losses should weigh the same",
+        )
 
 
 def parse_count(count: Any) -> int:
