@@ -73,6 +73,13 @@ class StepDecision:
         0  # the least of all ranks, so that it includes no waiting for a slow replica
     )
 
+    @property
+    def is_ordinary(self) -> bool:
+        """Whether the step is committed, and the run continues with the same members."""
+        is_finite = self.finite and self.gradient_finite
+        is_interrupted = self.stop or self.save_failed or self.regroup or self.divergent_ranks
+        return is_finite and not is_interrupted
+
 
 class RowFacts(NamedTuple):
     """Facts in the row of a vote, in its order; of combined rows, each is the maximum over all

@@ -201,6 +201,7 @@ class ReplicaGroup:
         self.in_step = False
         self.step = -1  # the newest that was started
         self.last_step = -1  # the newest that this group has committed
+        self.attempt = 0  # at the newest step: its number, from 1
         if checkpointer:
             checkpointer.compare_before_saving(self.replicas_identical)
         runtime.set_stop_signal(self.runner.ballot.received)
@@ -265,6 +266,7 @@ class ReplicaGroup:
         runner = self.runner
         try:
             while True:
+                self.attempt += 1
                 start_s = time.monotonic()
                 with self.runtime.catch_peer_loss() as lost:
                     yield from runner.passes(step)
@@ -299,6 +301,7 @@ class ReplicaGroup:
                 "add the losses of each micro-batch in one loop",
             )
         self.runtime.set_progress(self._progress(step))
+        self.attempt = 0
         if self.stops and self.decision.stop:
             self._stop(step)
         if self.decision.regroup and self.runtime.membership:
@@ -406,7 +409,7 @@ class ReplicaGroup:
         return missed
 
     def _record_generation(self, step: int, joined: list[int], seconds: float) -> None:
-        """Tell the user and events.jsonl which workers continue."""
+        """Tell the user and events.jsonl which workers continue, with which attempt at `step`."""
         runtime, world, why = self.runtime, self.runtime.world, self.runtime.leave_reason
         if runtime.shows_progress():
             workers = f"{world.size} {'worker' if world.size == 1 else 'workers'}"
@@ -420,6 +423,7 @@ class ReplicaGroup:
                 workers=list(world.members),
                 joined=joined,
                 step=step,
+                attempt=self.attempt + 1 if step == self.step else 1,
                 seconds=round(seconds, 4),
             )
 

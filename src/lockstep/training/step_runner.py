@@ -207,6 +207,8 @@ class StepRunner:
         refuse_aborted(self.runtime)  # the vote has read the losses, so all works are done
         self.has_voted = True
         decision = vote_on_step(self.runtime, vote, replica_size=size)
+        if not decision.is_ordinary:
+            log.debug("the vote on step %d: %s", step + 1, decision)
         if self.rollback:
             decision = self.rollback.with_share(decision, self.rollback.start(step))
         if decision.divergent_ranks:

@@ -205,8 +205,8 @@ def test_survivors_retry_the_step_of_a_lost_worker(
     survivor = run.workers[2].runtime
     assert survivor.world.generation == 2 and survivor.world.size == 2
     regrouped = [event for event in read_events(tmp_path) if event["event"] == "regrouped"]
-    assert [(event["step"], event["workers"]) for event in regrouped] == [
-        (2, list(survivor.world.members))
+    assert [(event["step"], event["attempt"], event["workers"]) for event in regrouped] == [
+        (2, 2, list(survivor.world.members))
     ]
 
 
@@ -297,6 +297,8 @@ def test_joiner_receives_the_state_and_trains_with_the_others(
         not joiner.runtime.is_joining and joiner.runtime.world.size == 3 and min(joiner.losses) > 1
     )
     assert len(joiner.losses) < STEPS + 2
+    (regrouped,) = [event for event in read_events(tmp_path) if event["event"] == "regrouped"]
+    assert regrouped["joined"] == [2] and regrouped["attempt"] == 1
 
 
 def test_joiner_receives_attributes_that_the_loop_changes(tmp_path: Path) -> None:
@@ -339,14 +341,19 @@ def test_joiner_is_lost_during_the_transfer_and_the_others_continue(
     assert run.workers[0].runtime.world.generation == 3
 
 
-def test_stop_signal_of_one_rank_stops_all_after_the_same_step(tmp_path: Path) -> None:
+def test_stop_signal_of_one_rank_stops_all_after_the_same_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     def disturb(worker: Worker, step: int, k: int) -> None:
         if step == 2 and worker.slot == 1:
             worker.signals.received = "SIGTERM"
 
-    run, _ = train(tmp_path, 3, on_micro_batch=disturb)
+    with caplog.at_level("DEBUG", "lockstep"):
+        run, _ = train(tmp_path, 3, on_micro_batch=disturb)
     assert [max(worker.losses) for worker in run.workers.values()] == [3, 3, 3]
     assert {worker.replicas.decision.stop for worker in run.workers.values()} == {"SIGTERM"}
+    votes = [text for text in caplog.messages if text.startswith("the vote on step")]
+    assert len(votes) == 3 and all("step 3: " in text and "'SIGTERM'" in text for text in votes)
 
 
 def test_drained_host_leaves_and_the_others_continue(
