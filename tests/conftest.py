@@ -17,7 +17,7 @@ os.environ |= {
     "HF_DATASETS_OFFLINE": "1",
     "HF_EVALUATE_OFFLINE": "1",
 }  # else lm-eval retries for half a minute
-forking.forks = True
+forking.fork_commands()
 # Else each process that a test starts compiles the sources that it imports.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 settings.register_profile("lockstep", deadline=None)  # a shared machine pauses a test for seconds

@@ -4,7 +4,8 @@
 fork takes twenty milliseconds. A forked command is a child of the process that starts it, with its
 own arguments, environment, working folder, descriptors, session and exit. It has a template too, so
 that what it starts (an agent its forkserver, a drill its runs, torchrun its ranks) is forked as
-well. All share the hash seed of strings.
+well. All share the hash seed of strings and NumPy's entropy, and free no modules at their exit:
+LOCKSTEP_NO_FORKS=1 starts each command by the interpreter instead.
 
 A test of imports, of the start of the interpreter or of its variables uses subprocess.Popen. So
 does ForkedPopen for another command, and where a variable differs that is read at imports.
@@ -50,7 +51,10 @@ PRELOAD = (
     *("lockstep.recipes.script", "lockstep.session", "lockstep.cli.main", "lockstep.cli.worker"),
 )
 # Prefixes of variables that the interpreter and libraries read once.
-READ_AT_IMPORT = ("PYTHON", "OMP_", "OPENBLAS", "MKL_", "LC_", "LANG", "LD_", "TORCH_LOGS", "HF_")
+READ_AT_IMPORT = (
+    *("PYTHON", "OMP_", "OPENBLAS", "MKL_", "MALLOC_", "LC_", "LANG", "LD_", "TMPDIR"),
+    *("TORCH_LOGS", "HF_"),
+)
 FIRST_OWN_DESCRIPTOR = 400  # a command's descriptors have the numbers that they have after an exec
 PR_GET_CHILD_SUBREAPER = 37  # <linux/prctl.h>
 
@@ -70,8 +74,9 @@ class Request:
 
 
 def read_at_import(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that a process cannot change after its imports."""
-    values = {**ONE_THREAD, **environ}
+    """Return the variables that a process cannot change after its imports. A process without
+    settings of malloc may have those of workers."""
+    values = {**MALLOC_SETTINGS, **ONE_THREAD, **environ}
     names = [name for name in values if name.startswith(READ_AT_IMPORT)]
     return {name: values[name] for name in names if name != "PYTHONUNBUFFERED"}
 
@@ -125,8 +130,14 @@ class Template:
         return words if self.process is None and words[0].endswith(".py") else []
 
 
-forks = False  # the tests set it; what bench/ measures is started
+forks = False  # `fork_commands` sets it; what bench/ measures is started
 templates: list[Template] = []  # of this process, at most one
+
+
+def fork_commands() -> None:
+    """Fork the commands of this process from now on, unless LOCKSTEP_NO_FORKS=1."""
+    global forks
+    forks = os.environ.get("LOCKSTEP_NO_FORKS") != "1"
 
 
 def takes_long(args: Any) -> bool:
@@ -138,6 +149,7 @@ def takes_long(args: Any) -> bool:
 def start_template() -> Template:
     here, there = channel_ends()
     environ = {**MALLOC_SETTINGS, **CUDA_SETTINGS, **ONE_THREAD, **os.environ}
+    environ["OMP_NUM_THREADS"] = "1"  # as tests start commands
     command = [sys.executable, __file__, str(there.fileno())]
     with there:
         process = subprocess.Popen(

@@ -20,6 +20,8 @@ KINDS = [subprocess.Popen, ForkedPopen]
 
 @pytest.fixture(scope="module", autouse=True)
 def template() -> None:
+    if not forking.forks:
+        pytest.skip("LOCKSTEP_NO_FORKS=1")
     if not forking.templates:
         forking.templates.append(forking.start_template())
 
@@ -51,6 +53,25 @@ def test_it_is_a_child_in_its_own_folder_and_session_and_dies_of_a_signal(tmp_pa
 def test_a_variable_that_the_interpreter_reads_starts_a_new_one() -> None:
     done = run_lockstep("--version", env=one_thread(PYTHONVERBOSE="1"))
     assert "import 'site'" in done.stderr and done.returncode == 0
+    for name in ("TMPDIR", "MALLOC_ARENA_MAX"):
+        words = lockstep_command("--version")
+        assert not forking.templates[0].program(words, one_thread(**{name: "/tmp"}))
+
+
+def test_commands_are_forked_without_a_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    template = forking.start_template()
+    try:
+        assert template.program(lockstep_command("--version"), one_thread())
+    finally:
+        template.end()
+
+
+def test_a_switch_starts_all_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forking, "forks", True)
+    monkeypatch.setenv("LOCKSTEP_NO_FORKS", "1")
+    forking.fork_commands()
+    assert not forking.forks
 
 
 def test_other_programs_are_started() -> None:
