@@ -45,7 +45,7 @@ def run_ranks(
     kill  ranks that are expected to die by SIGKILL inside the function; their result is None
     Raises an AssertionError with the traceback of every rank that failed.
     """
-    context = multiprocessing.get_context("forkserver")
+    context: Any = multiprocessing.get_context("forkserver" if forking.forks else "spawn")
     context.set_forkserver_preload(PRELOAD)
     with tempfile.TemporaryDirectory(prefix="lockstep-ranks-") as folder:
         pipes = [context.Pipe(duplex=False) for _ in range(size)]
