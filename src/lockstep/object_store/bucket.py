@@ -20,6 +20,12 @@ QUICK_CLIENT: Any = {"connect_timeout": "2s", "timeout": "10s"}
 QUICK_RETRIES: Any = {"max_retries": 1}
 TRIES = 3  # of an upload that arrives with other bytes
 SECRETS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_TOKEN")
+# Access keys of roles, users in URLs, and query strings, which may be signed.
+SECRET_PARTS = r"\b(AKIA|ASIA)[A-Z0-9]{16}\b|(?<=//)[^/\s@]+(?=@)|(?<=\?)[^\s?]*=\S*"
+EVIDENCE = {  # what a store has replied -> where it is in an error text of obstore
+    "status": r"status code: (\d+)",
+    "request id": r"<RequestId>([\w/+=-]{1,128})</RequestId>",
+}
 METADATA_SERVICE = "169.254."  # asked for a role when the environment has no credentials
 HINTS = {  # by a word of the reason
     "NoSuchBucket": "create the bucket, or check its name, AWS_ENDPOINT_URL and AWS_REGION",
@@ -148,9 +154,16 @@ class RunBucket:
                 and "NoSuchBucket" not in reason
             ):
                 raise
-            where = f"{self.where} at {endpoint() or 'AWS'}, AWS_REGION {os.environ.get('AWS_REGION') or 'not set'}"
-            hint = next(hint for words, hint in HINTS.items() if re.search(words, reason))
-            raise StoreError(f"{what}: {reason}", where, hint) from None
+            replied = evidence(str(error))
+            place = without_secrets(endpoint()) or "AWS"
+            where = (
+                f"{self.where} at {place}, AWS_REGION {os.environ.get('AWS_REGION') or 'not set'}"
+            )
+            known = f"{reason} {replied.get('status', '')}"
+            hint = next(hint for words, hint in HINTS.items() if re.search(words, known))
+            shown = ", ".join(f"{name} {value}" for name, value in replied.items())
+            what = f"{what}: {reason}" + f" ({shown})" * bool(shown)
+            raise StoreError(what, where, hint) from None
 
 
 def summarize(text: str) -> str:
@@ -163,6 +176,17 @@ def summarize(text: str) -> str:
     )
     first = text.partition("\n")[0].rpartition(" - ")[2].partition("<?xml")[0].strip(" :")
     reason = f"{code[1]}: {message[1]}" if code and message else first or "no reason given"
+    return without_secrets(reason)
+
+
+def evidence(text: str) -> dict[str, str]:
+    """Return what the operator of a store needs to find the request of an error text of obstore."""
+    found = {name: re.search(pattern, text) for name, pattern in EVIDENCE.items()}
+    return {name: match[1] for name, match in found.items() if match}
+
+
+def without_secrets(text: str) -> str:
+    text = re.sub(SECRET_PARTS, "***", text)
     for value in filter(None, map(os.environ.get, SECRETS)):
-        reason = reason.replace(value, "***") if len(value) > 7 else reason
-    return reason
+        text = text.replace(value, "***") if len(value) > 7 else text
+    return text

@@ -1,4 +1,4 @@
-"""One S3 server for the tests of a process, behind a proxy; each test starts with an empty bucket."""
+"""The store of the tests of this folder, and hosts of a run in it."""
 
 from __future__ import annotations
 
@@ -9,37 +9,13 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from support.object_store import Proxy, environment, make_bucket, s3_server
+from support.store_fixtures import bucket, proxy, server
 
-from lockstep.object_store.address import parse_address
 from lockstep.object_store.bucket import RunBucket
 from lockstep.remote.upload import Mirror
 from lockstep.remote.working_copy import owned_copy
 
-
-@pytest.fixture(scope="session")
-def server() -> Iterator[str]:
-    with s3_server() as address:
-        yield address
-
-
-@pytest.fixture
-def proxy(server: str, tmp_path: Path) -> Iterator[Proxy]:
-    """The proxy, at which this process reaches the bucket `runs`."""
-    make_bucket(server)
-    with (
-        Proxy(server) as proxy,
-        mock.patch.dict(os.environ, environment(proxy.address, tmp_path / "copies")),
-    ):
-        yield proxy
-
-
-@pytest.fixture
-def bucket(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> RunBucket:
-    monkeypatch.setattr("lockstep.object_store.bucket.RETRIES", {"max_retries": 2})
-    address = parse_address("s3://runs/team/first")
-    assert address
-    return RunBucket(address)
+__all__ = ["bucket", "host", "proxy", "server"]
 
 
 @pytest.fixture

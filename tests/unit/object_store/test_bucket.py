@@ -11,7 +11,7 @@ from support.object_store import Proxy
 
 from lockstep.errors import StoreError, UsageError
 from lockstep.object_store.address import Address
-from lockstep.object_store.bucket import RunBucket, summarize
+from lockstep.object_store.bucket import RunBucket, evidence, summarize, without_secrets
 
 
 def first_puts(fault: str, count: int) -> object:
@@ -57,13 +57,14 @@ def test_errors_name_the_cause_and_no_secret(
     proxy: Proxy, bucket: RunBucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(
-        StoreError, match=r"NoSuchBucket.*\n.*AWS_REGION us-east-1\n.*create the bucket"
+        StoreError,
+        match=r"NoSuchBucket.*\(status 404, request id \w+\)\n.*AWS_REGION us-east-1\n.*create the bucket",
     ):
         RunBucket(Address("absent", "first")).list("snapshots")
     with pytest.raises(FileNotFoundError):
         bucket.read("absent")
     proxy.fault = lambda method, path: "503"
-    with pytest.raises(StoreError, match=r"503|SlowDown") as caught:
+    with pytest.raises(StoreError, match=r"SlowDown: .* \(status 503\)\n") as caught:
         bucket.write("blobs/o/1", b"x")
     assert (
         "very-secret-value" not in str(caught.value)
@@ -73,6 +74,26 @@ def test_errors_name_the_cause_and_no_secret(
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     with pytest.raises(StoreError, match="check the network"):
         RunBucket(bucket.address).read("absent")
+
+
+def test_a_status_without_a_known_code_has_a_hint(proxy: Proxy, bucket: RunBucket) -> None:
+    proxy.fault = lambda method, path: "skewed"
+    with pytest.raises(
+        StoreError, match=r"TimeTooSkewed: .*\(status 403\)\n.*\n.*this machine's clock"
+    ):
+        bucket.write("blobs/o/1", b"x")
+
+
+def test_no_key_user_or_signed_query_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "token-of-session")
+    url = "https://user:password@h/k?X-Amz-Credential=ASIAABCDEFGHIJKLMNOP&X-Amz-Signature=abc"
+    text = f"GET {url} failed for AKIAABCDEFGHIJKLMNOP with token-of-session"
+    assert without_secrets(text) == "GET https://***@h/k?*** failed for *** with ***"
+    assert evidence(f"status code: 403 <RequestId>AB/+=1</RequestId> {url}") == {
+        "status": "403",
+        "request id": "AB/+=1",
+    }
+    assert not evidence("HTTP error: error sending request")
 
 
 @pytest.mark.parametrize(
