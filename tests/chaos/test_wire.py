@@ -226,7 +226,7 @@ def test_foreign_folder_is_an_error_and_stays_unchanged(tmp_path: Path, state: s
 def waiting_or_log(run: Path, env: WorkerEnv) -> None:
     """Access the log and the waiting room as a starting worker does."""
     GenerationLog(run / "generations", since=env.known_generation).newest()
-    waiting.WaitingRoom(run).register(Member("here/0/a", "here", 0, 1, "127.0.0.1:1"))
+    waiting.open_waiting_room(run).register(Member("here/0/a", "here", 0, 1, "127.0.0.1:1"))
 
 
 @pytest.mark.parametrize("missing", ["the folder", "its records"])

@@ -143,11 +143,11 @@ def test_unreadable_file_loses_only_its_own_content(run: Path) -> None:
     place("pipe", run / "evaluators" / "here.json")
     assert not events.append_event(run, "began")
     assert (
-        list(waiting.WaitingRoom(run).members()) == []
-        and waiting.WaitingRoom(run).read_liveness([ME]) == {}
+        list(waiting.open_waiting_room(run).members()) == []
+        and waiting.open_waiting_room(run).read_liveness([ME]) == {}
     )
     with pytest.raises(OSError, match="not a regular file"):
-        waiting.WaitingRoom(run).write_liveness(ME)
+        waiting.open_waiting_room(run).write_liveness(ME)
     assert control.running_evaluators(run) == []
 
 
@@ -379,10 +379,10 @@ def test_flipped_bit_of_a_divergence_record_is_detected(run: Path) -> None:
 def test_waiting_room_skips_entries_that_cannot_be_members(
     run: Path, changed: dict[str, object]
 ) -> None:
-    waiting.WaitingRoom(run).register(ME)
+    waiting.open_waiting_room(run).register(ME)
     (run / "waiting" / "here-1-b.json").write_text(json.dumps({**vars(ME), **changed}))
     (run / "waiting" / "here-2-c.json").write_text("[")
-    assert list(waiting.WaitingRoom(run).members()) == [ME]
+    assert list(waiting.open_waiting_room(run).members()) == [ME]
 
 
 @pytest.mark.parametrize("content", [b"", b"\n", b"0" * 63, b"0" * 65, b"\xff" * 64, b"G" * 64])

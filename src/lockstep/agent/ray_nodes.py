@@ -28,7 +28,7 @@ from lockstep.agent.hosts import SENT_VARIABLES, combined_exit_code
 from lockstep.elastic.control import request_stop, stop_recipients
 from lockstep.elastic.generation_log import NO_GENERATION, Generation, GenerationLog
 from lockstep.elastic.run_folder import create_run_folder, read_folder_id
-from lockstep.elastic.waiting_room import WaitingRoom
+from lockstep.elastic.waiting_room import open_waiting_room
 from lockstep.errors import LockstepError, UsageError
 from lockstep.object_store.storage import store_address
 from lockstep.runtime.signals import StopSignals
@@ -202,7 +202,7 @@ def wait_for_agents(ray: Any, group: Any, tasks: dict[Any, int], folder: Path, b
             with suppress(OSError):  # the run folder is unavailable for a while
                 newest = newest_generation(folder)
                 if signals.received and not stopping:
-                    recipients = stop_recipients(newest, WaitingRoom(folder).members())
+                    recipients = stop_recipients(newest, open_waiting_room(folder).members())
                     stopping = bool(
                         request_stop(folder, recipients, signals.received, within_s=1.0, each_s=1.0)
                     )

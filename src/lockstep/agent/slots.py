@@ -28,7 +28,7 @@ from lockstep.elastic.generation_log import (
     RunResult,
     open_generation_log,
 )
-from lockstep.elastic.waiting_room import WaitingRoom
+from lockstep.elastic.waiting_room import open_waiting_room
 from lockstep.errors import DamagedFileError
 from lockstep.files import open_regular, read_bytes
 from lockstep.log import log
@@ -340,7 +340,7 @@ class StopRequests:
 
     def waiting_members(self) -> list[Member]:
         with suppress(OSError):
-            return WaitingRoom(self.events.folder).members()
+            return open_waiting_room(self.events.folder).members()
         return []
 
     def recipients(self, newest: Generation, workers: Collection[Worker]) -> list[Member]:

@@ -16,7 +16,7 @@ from typing import Any
 from lockstep.elastic.generation_log import NO_GENERATION, Generation, GenerationLog, Member
 from lockstep.elastic.link import AuthenticationError, read_token, send_control_message
 from lockstep.elastic.protocol.decisions import member_names
-from lockstep.elastic.waiting_room import WaitingRoom
+from lockstep.elastic.waiting_room import open_waiting_room
 from lockstep.errors import DamagedFileError, PeersLostError, UsageError
 from lockstep.files import read_json
 from lockstep.network.shares import format_shares
@@ -30,7 +30,7 @@ def read_newest(run: Path) -> tuple[Generation, list[Member]]:
     """Return the newest generation and the waiting workers. UsageError if there is neither."""
     try:
         record = GenerationLog(run / "generations").newest() or NO_GENERATION
-        waiting_members = WaitingRoom(run).members()
+        waiting_members = open_waiting_room(run).members()
     except FileNotFoundError:
         record, waiting_members = NO_GENERATION, []
     except DamagedFileError:

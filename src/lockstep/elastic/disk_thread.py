@@ -22,7 +22,7 @@ from lockstep.elastic.generation_log import (
 )
 from lockstep.elastic.protocol.effects import Effect
 from lockstep.elastic.protocol.transitions import Protocol
-from lockstep.elastic.waiting_room import WaitingRoom
+from lockstep.elastic.waiting_room import open_waiting_room
 from lockstep.log import log
 from lockstep.record.recorder_lock import RECORDER_LOCK, is_recorded
 from lockstep.runtime.worker_env import is_loopback_reachable
@@ -45,7 +45,7 @@ class DiskThread:
         on_second_training: Callable[[Member, float], list[Effect]],
     ) -> None:
         self.run = run
-        self.room = WaitingRoom(run)
+        self.room = open_waiting_room(run)
         self.generation_log = generation_log
         self.protocol = protocol
         self.report = report

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from lockstep.elastic.generation_log import Member
 from lockstep.files import parse_json
-from lockstep.object_store.storage import shared_folder
+from lockstep.object_store.storage import Storage, shared_folder
 
 FOLDER = "waiting"
 
@@ -26,10 +26,10 @@ def name_of(member: Member, suffix: str = "json") -> str:
 
 
 class WaitingRoom:
-    """The waiting room of the run in the folder `run`, on its disk or in its store."""
+    """The waiting room of a run, in a folder on its disk or in its store."""
 
-    def __init__(self, run: Path) -> None:
-        self.folder = shared_folder(run, FOLDER)
+    def __init__(self, folder: Storage) -> None:
+        self.folder = folder
 
     def register(self, me: Member) -> None:
         """Publish this worker's address, in place of earlier ones of its slot. OSError when the
@@ -72,6 +72,10 @@ class WaitingRoom:
 
     def unregister(self, me: Member, *, with_liveness: bool = False) -> None:
         self.folder.remove(name_of(me), *([name_of(me, "sign")] if with_liveness else []))
+
+
+def open_waiting_room(run: Path) -> WaitingRoom:
+    return WaitingRoom(shared_folder(run, FOLDER))
 
 
 def remove_stale_files(run: Path, host: str, slot: int) -> None:

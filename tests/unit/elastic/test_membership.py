@@ -21,6 +21,7 @@ from lockstep.elastic.membership import Membership, RunEnded
 from lockstep.elastic.protocol.decisions import ElasticLimits, LeaveReport
 from lockstep.elastic.run_folder import create_run_folder
 from lockstep.errors import FencedError, PeersLostError, UsageError
+from lockstep.object_store.storage import DiskStorage
 from lockstep.runtime.worker_env import WorkerEnv
 
 LIMITS = ElasticLimits(
@@ -338,11 +339,12 @@ def test_changing_liveness_file_of_an_unreachable_member_refuses_a_second_traini
     other = Member("there/0/other", "there", 0, 1, "127.0.0.1:9", loopback="another boot")
     cluster.write(1, other)
     cluster.membership.request_join({}, is_joining=False)
-    run, stop = cluster.membership.folder, threading.Event()
+    stop = threading.Event()
+    room = waiting_room.WaitingRoom(DiskStorage(cluster.membership.folder / waiting_room.FOLDER))
 
     def write_liveness() -> None:
         while not stop.wait(0.02):
-            waiting_room.WaitingRoom(run).write_liveness(other)
+            room.write_liveness(other)
 
     writer = threading.Thread(target=write_liveness)
     writer.start()

@@ -165,7 +165,7 @@ def test_a_store_that_does_not_answer_is_an_unavailable_disk(
     for call in (
         log.newest,
         lambda: log.propose(generation(2)),
-        lambda: waiting_room.WaitingRoom(hosts[0]).register(member()),
+        lambda: waiting_room.open_waiting_room(hosts[0]).register(member()),
     ):
         with pytest.raises(OSError, match="was not"):
             call()
@@ -184,28 +184,28 @@ def test_a_proposal_whose_reply_is_lost_wins(
 def test_hosts_meet_in_one_waiting_room(hosts: tuple[Path, Path]) -> None:
     first, second = hosts
     worker, other = member("a/0/1234"), member("b/1/5678")
-    waiting_room.WaitingRoom(first).register(worker)
-    waiting_room.WaitingRoom(second).register(other)
+    waiting_room.open_waiting_room(first).register(worker)
+    waiting_room.open_waiting_room(second).register(other)
     assert (
-        waiting_room.WaitingRoom(first).members()
-        == waiting_room.WaitingRoom(second).members()
+        waiting_room.open_waiting_room(first).members()
+        == waiting_room.open_waiting_room(second).members()
         == [worker, other]
     )
-    waiting_room.WaitingRoom(first).register(
+    waiting_room.open_waiting_room(first).register(
         replaced := member("a/0/abcd")
     )  # its predecessor was killed
-    assert waiting_room.WaitingRoom(second).members() == [replaced, other]
-    waiting_room.WaitingRoom(first).write_liveness(replaced)
-    before = waiting_room.WaitingRoom(second).read_liveness([replaced, other])
-    waiting_room.WaitingRoom(first).write_liveness(replaced)
+    assert waiting_room.open_waiting_room(second).members() == [replaced, other]
+    waiting_room.open_waiting_room(first).write_liveness(replaced)
+    before = waiting_room.open_waiting_room(second).read_liveness([replaced, other])
+    waiting_room.open_waiting_room(first).write_liveness(replaced)
     assert (
         list(before) == ["a/0/abcd"]
-        and waiting_room.WaitingRoom(second).read_liveness([replaced, other]) != before
+        and waiting_room.open_waiting_room(second).read_liveness([replaced, other]) != before
     )
-    waiting_room.WaitingRoom(first).unregister(replaced, with_liveness=True)
-    assert waiting_room.WaitingRoom(second).members() == [other] and not waiting_room.WaitingRoom(
-        second
-    ).read_liveness([replaced])
+    waiting_room.open_waiting_room(first).unregister(replaced, with_liveness=True)
+    assert waiting_room.open_waiting_room(second).members() == [
+        other
+    ] and not waiting_room.open_waiting_room(second).read_liveness([replaced])
     assert not list(first.glob("waiting/*"))
 
 
