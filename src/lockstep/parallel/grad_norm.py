@@ -6,7 +6,6 @@ from collections.abc import Sequence, Set
 from itertools import compress
 
 import torch
-import torch.distributed as dist
 
 from lockstep.errors import UsageError
 from lockstep.parallel.groups import ProcessGroups
@@ -45,7 +44,7 @@ def norm_squared_of_slices(
     is_scaled  by a GradScaler: a gradient that is not finite on some shard becomes NaN on all of
                them, so that each skips the update
     """
-    layout, shard = local.layout, groups.current_layout().coordinates(dist.get_rank()).shard
+    layout, shard = local.layout, groups.position.at.shard
     own = {
         name: p.grad
         for name, p in local.local_params.items()

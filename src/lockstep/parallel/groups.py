@@ -13,12 +13,13 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lockstep.layout import Layout
+from lockstep.layout import Coordinates, Layout
 from lockstep.parallel.ordered_sum import start_exchange
 from lockstep.runtime.process_group import new_subgroup
 from lockstep.runtime.status_board import StatusBoard
@@ -39,6 +40,14 @@ class Connection:
     board: StatusBoard = field(default_factory=partial(StatusBoard, None))
     generation_error: Callable[[], str] = static_group
     form_context: Callable[[], AbstractContextManager[None]] = nullcontext
+
+
+class Position(NamedTuple):
+    """The place of this worker among those of a generation. layout: with its replicas."""
+
+    rank: int
+    layout: Layout
+    at: Coordinates
 
 
 class ProcessGroups:
@@ -67,6 +76,7 @@ class ProcessGroups:
 
     def clear(self) -> None:
         self.formed = False
+        self._position: Position | None = None
         self.failure = None
         self.gather_group: Group = None
         self.scatter_group: Group = None
@@ -77,7 +87,8 @@ class ProcessGroups:
 
     def form(self) -> None:
         """Collective. Form the groups of this generation, with as many replicas as it has."""
-        rank, layout = dist.get_rank(), self.current_layout()
+        self._position = self._read_position()
+        rank, layout, _ = self._position
         stages = layout.ranks_along(rank, "pipeline")
         ends = [stages[0], stages[-1]]
         with self.form_context():
@@ -92,8 +103,14 @@ class ProcessGroups:
                 self.tied_group = new_subgroup(ends)
         self.formed = True
 
-    def current_layout(self) -> Layout:
-        return self.layout_of(dist.get_world_size())
+    @property
+    def position(self) -> Position:
+        """The position of this worker, which `form` has read for the generation."""
+        return self._position or self._read_position()
+
+    def _read_position(self) -> Position:
+        rank, layout = dist.get_rank(), self.layout_of(dist.get_world_size())
+        return Position(rank, layout, layout.coordinates(rank))
 
     def layout_of(self, workers: int) -> Layout:
         return replace(self.layout, replicate=workers // self.layout.workers_per_replica)

@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lockstep.network.bucket_sizes import group_by_size
@@ -173,15 +172,15 @@ class LearnerReplica(Replica):
     def results(self, squared: Tensor | None = None) -> tuple[list[float], bool]:
         """As of any replica; the first shard has the losses of its learners."""
         losses, is_finite = super().results(squared)
-        is_first = self.groups.layout.coordinates(dist.get_rank()).shard == 0
+        is_first = self.groups.position.at.shard == 0
         return losses if is_first else [], is_finite
 
     def is_equal(self, steps: int) -> bool:
         """Collective in the replica. Return whether all shards have taken as many steps of a
         learner."""
-        layout = self.groups.layout
+        _, layout, at = self.groups.position
         counts = torch.zeros(layout.shard, dtype=torch.int64, device=self.parameters[0].device)
-        counts[layout.coordinates(dist.get_rank()).shard] = steps
+        counts[at.shard] = steps
         self.groups.all_reduce(counts, self.groups.gather_group)
         return self.groups.failure is None and set(counts.tolist()) == {steps}
 

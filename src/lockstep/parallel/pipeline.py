@@ -387,7 +387,7 @@ class StageSource(UnitSource):
             self.refuse_missing(self._missing(names), where)
 
         own = {now.k for now in passes if now.counts}
-        is_first = local.layout.coordinates(dist.get_rank()).tensor == 0
+        is_first = self.groups.position.at.tensor == 0
 
         def after_forward(k: int) -> None:
             statistics.end_micro_batch(k, counts=k in own and is_first)

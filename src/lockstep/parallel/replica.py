@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.data.order import splitmix64
@@ -107,8 +106,7 @@ class Replica:
     def results(self, squared: Tensor | None = None) -> tuple[list[float], bool]:
         """Return `losses()`, and whether this rank's part of the gradient is finite: False also if
         its sum overflows, or `squared`, its norm, is not finite. One copy to the host."""
-        layout = self.groups.layout
-        at = layout.coordinates(dist.get_rank())
+        _, layout, at = self.groups.position
         is_elsewhere = at.tensor or at.stage < layout.pipeline - 1
         losses = [] if is_elsewhere else self._losses
         checked = [*self.source.slice_sums, *([] if squared is None else [squared])]
@@ -142,10 +140,9 @@ class Replica:
 
     def _deal(self, shares: tuple[int, ...] = ()) -> tuple[tuple[int, ...], list[int]]:
         """Return the shares, equal ones for (), and the micro-batches of this replica."""
-        layout = self.groups.current_layout()
+        _, layout, at = self.groups.position
         shares = shares or equal_shares(layout.replicate, self.leaves)
-        replica = layout.coordinates(dist.get_rank()).replica
-        if len(leaves := leaves_of_rank(replica, shares)) < self.source.shards:
+        if len(leaves := leaves_of_rank(at.replica, shares)) < self.source.shards:
             raise UsageError(
                 f"{layout.data_parallel_size} shards of all replicas are running, a step has {self.leaves} micro-batches",
                 "each shard needs at least one micro-batch",
@@ -156,7 +153,7 @@ class Replica:
     def _plan(self, leaves: list[int]) -> list[Pass]:
         """Return this worker's passes over the micro-batches of its replica."""
         source = self.source
-        shard = min(self.groups.layout.coordinates(dist.get_rank()).shard, source.shards - 1)
+        shard = min(self.groups.position.at.shard, source.shards - 1)
         passes = plan_passes(
             leaves, shard, source.shards, reduce_once_per_step=source.reduce_once_per_step
         )
@@ -189,10 +186,9 @@ class Replica:
         self.groups.waited_s = 0.0
         self.statistics.start_step()
         source.start_step(StepPlan((self.seed, step), shares, leaves, passes, group))
-        tensor = self.groups.layout.coordinates(dist.get_rank()).tensor
         # Statistics are summed over tensor ranks too, which have the same: the first one gives
         # them.
-        takes_buffers = source.runs_at_once and tensor == 0
+        takes_buffers = source.runs_at_once and self.groups.position.at.tensor == 0
         start = time_mark(self.parameters[0].device)
         for now in passes:
             k = first + now.k

@@ -156,7 +156,8 @@ class OwnerUpdate:
                 f"layout {self.local.layout}",
                 "compute the loss in the micro-batch loop",
             )
-        self.ranks = self.groups.current_layout().ranks_along(dist.get_rank(), "shard")
+        rank, layout, _ = self.groups.position
+        self.ranks = layout.ranks_along(rank, "shard")
         self.parameters = [group["params"] for group in optimizer.param_groups]
         self.wholes = self._wholes(p for p in chain(*self.parameters) if p.grad is not None)
         sends = Transfers()
@@ -175,7 +176,7 @@ class OwnerUpdate:
             assert p.grad is not None
             parts = [p.detach(), p.grad, *(state[key] for key in sharded)]
             sends += [(whole.owner, as_bytes(part)) for part in parts]
-            if whole.owner != dist.get_rank():
+            if whole.owner != rank:
                 continue
             tensors = [part.new_empty(whole.shape) for part in parts]
             for tensor in tensors:

@@ -22,6 +22,19 @@ def test_layout_of_a_generation_has_as_many_replicas_as_its_workers_fill(
     assert groups.layout_of(4) == Layout(1, shard=2, tensor=2)
 
 
+def test_position_is_that_of_the_generation(
+    groups: ProcessGroups, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lockstep.parallel.groups.new_subgroup", lambda ranks: None)
+    for rank, size in ((7, 8), (3, 4)):
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
+        monkeypatch.setattr(torch.distributed, "get_world_size", lambda size=size: size)
+        groups.clear()
+        assert groups.position.rank == rank
+        groups.form()
+        assert groups.position == (rank, groups.layout_of(size), groups.layout.coordinates(rank))
+
+
 def test_first_error_is_kept_and_nothing_starts_after_it(groups: ProcessGroups) -> None:
     started = []
 

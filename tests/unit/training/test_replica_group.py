@@ -46,6 +46,19 @@ def test_second_loop_of_a_step_is_refused(runtime: ElasticRuntime) -> None:
         one_step(replicas, 1, optimizer)
 
 
+def test_rank_and_size_are_read_once_per_generation(
+    runtime: ElasticRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = layers()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ReplicaGroup(runtime, model, micro_batches=1) as replicas:
+        one_step(replicas, 0, optimizer)
+        with monkeypatch.context() as patch:
+            for name in ("get_rank", "get_world_size"):
+                patch.delattr(torch.distributed, name)
+            one_step(replicas, 1, optimizer)
+
+
 # The state of a user's loop.
 
 
