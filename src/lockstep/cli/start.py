@@ -260,6 +260,8 @@ class RunRequest:
     def validate(self) -> RunConfig | None:
         """Check what can be checked alone. Return the configuration; None for a script."""
         if self.script:
+            if not self.is_whole_script:
+                parse_flags(self.values)
             return None
         resolved = self.open(self.resume)
         rules.refuse_missing_packages(

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from lockstep.cli import start
 from lockstep.cli.start import (
+    RunRequest,
     choose_worker_count,
     max_workers,
     refuse_layout,
@@ -16,7 +18,7 @@ from lockstep.cli.start import (
     workers_per_replica,
 )
 from lockstep.config.resolve import resolve
-from lockstep.errors import UsageError
+from lockstep.errors import ConfigError, UsageError
 from lockstep.runtime.environment import check_worker_count
 from lockstep.runtime.worker_env import WORKER_ENV, WorkerEnv
 
@@ -66,6 +68,18 @@ def test_each_replica_of_learners_in_shards_needs_a_learner() -> None:
     assert caught.value.hint == "give 2 to 4 workers, or more learners"
     with pytest.raises(UsageError, match="it needs 2 workers, 3 are running"):
         refuse_layout(run, 3, "--workers")
+
+
+@pytest.mark.parametrize(
+    ("words", "error"), [(["--lr"], "--lr has no value"), (["fast"], "'fast' is neither an option")]
+)
+def test_values_of_a_function_are_refused_before_workers_start(
+    words: list[str], error: str
+) -> None:
+    request = RunRequest("loop.py:train", None, Path("run"), "auto", ["--seed", "1", *words])
+    with pytest.raises(ConfigError, match=error):
+        request.validate()
+    assert replace(request, script="loop.py").validate() is None, "they are the script's own"
 
 
 def test_workers_must_match_the_launch_environment() -> None:
