@@ -386,7 +386,9 @@ def values_of(host: HostFacts) -> dict[str, str]:
         if peer.bytes_per_s
     ]
     free = f"{format_bytes(host.free_bytes)} free, " if host.free_bytes < UNLIMITED else ""
-    own = {name: host.fingerprint[name] for name in ("torch", "lockstep") if host.fingerprint}
+    own = {
+        name: host.fingerprint[name] for name in ("torch", "lockstep") if name in host.fingerprint
+    }
     versions = (host.versions | own).items()
     return {
         "versions": ", ".join(f"{name} {text}" for name, text in versions),

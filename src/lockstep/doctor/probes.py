@@ -8,12 +8,14 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lockstep.errors import StoreError
+from lockstep.files import write_atomic
 from lockstep.object_store.address import parse_address
 from lockstep.object_store.bucket import RunBucket
 from lockstep.object_store.storage import DiskStorage, Storage
@@ -32,14 +34,19 @@ def probes_of(run: str) -> Storage:
 
 def write_probe(run: str, name: str) -> dict[str, Any]:
     """Write 1 MiB as `name`; return facts: seconds, and bytes that are left on a disk. OSError: the
-    place cannot be used."""
+    place cannot be used. On a disk without hard links it can be: `claim_name` finds them missing."""
     probes = probes_of(run)
+    content = bytes(PROBE_BYTES)
+    write: Callable[[], object]
     if isinstance(probes, RunBucket):
         refuse_unsafe_store(RunBucket(probes.address))
+        write = partial(probes.create, name, content)
     else:
-        Path(probes.where).mkdir(parents=True, exist_ok=True)
+        folder = Path(probes.where)
+        folder.mkdir(parents=True, exist_ok=True)
+        write = partial(write_atomic, folder / name, content)
     start_s = time.perf_counter()
-    probes.create(name, bytes(PROBE_BYTES))
+    write()
     facts = {"write_s": time.perf_counter() - start_s}
     if probes.is_shared_disk:
         facts["free_bytes"] = shutil.disk_usage(probes.where).free

@@ -54,6 +54,8 @@ def test_healthy_hosts_have_no_finding() -> None:
     assert findings(hosts) == []
     assert report(hosts, []).endswith("\n\na run can start on these hosts")
     assert findings([HostFacts("alone")]) == []
+    partly_known = HostFacts("alone", fingerprint={"torch": "2.13.0"})
+    assert "torch 2.13.0" in report([partly_known], findings([partly_known]))
 
 
 ABC = hosts_of("a", "b", "c")
