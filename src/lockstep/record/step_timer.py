@@ -29,19 +29,23 @@ def peak_resident_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+def resident_memory() -> dict[str, int]:
+    return {"memory_bytes": peak_resident_bytes()}
+
+
 class StepTimer:
     """The clock of a training loop.
 
     window_steps      number of newest steps for rates and shares; the first step of a start
                       (warm-up, compilation) is dropped once there is another
-    memory            returns peak bytes; torch.cuda.max_memory_allocated on a GPU
+    memory            returns metrics: memory_bytes, allocator_retries unless 0
     """
 
     def __init__(
         self,
         *,
         window_steps: int = 50,
-        memory: Callable[[], int] = peak_resident_bytes,
+        memory: Callable[[], Mapping[str, int]] = resident_memory,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.memory, self.clock = memory, clock
@@ -69,7 +73,7 @@ class StepTimer:
 
         Of this step: seconds, tokens, data_, communication_, saving_ and overhead_seconds.
         Averages: tokens_per_second(_per_device), data_wait and exposed_communication (shares of 1).
-        memory_bytes: peak of this rank since its start.
+        memory_bytes, allocator_retries: peak and number, of this rank since its start.
         unit  what `count` counts, "tokens" or "samples"
         """
         now = self.clock()
@@ -91,7 +95,7 @@ class StepTimer:
             "data_wait": sums["data_seconds"] / seconds,
             "exposed_communication": sums["communication_seconds"] / seconds,
         }
-        return values | {"memory_bytes": self.memory()}
+        return {**values, **self.memory()}
 
     @property
     def mean_step_s(self) -> float:
@@ -166,6 +170,7 @@ def format_step_line(
         "exposed_communication": lambda value: f"exposed comm {value:.0%}",
         "data_wait": lambda value: f"data wait {value:.0%}" if value >= 0.01 else "",
         "memory_bytes": lambda value: f"mem {format_bytes(value)}",
+        "allocator_retries": lambda value: f"alloc retries {value:,}",
         "shares": lambda value: f"shares {format_shares(value)}" if value else "",
     }
     shown = {key: text(values[key]) for key, text in formats.items() if key in values}

@@ -30,7 +30,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import UsageError
-from lockstep.runtime.device import peak_memory_bytes
+from lockstep.runtime.device import measure_memory
 from lockstep.runtime.torch_private import compile_counters, profile_all_threads
 from lockstep.units import format_bytes
 
@@ -177,7 +177,7 @@ class Profiler:
             self.first_step + 1,
             self.latest,
             shares_of(finished.events() or [], device.type).show(),
-            format_bytes(peak_memory_bytes(device)),
+            format_bytes(measure_memory(device)["memory_bytes"]),
             path,
         )
         if summary := compile_summary():

@@ -20,7 +20,7 @@ from lockstep.record.metrics import iter_steps
 from lockstep.record.progress import PrintedLines, ProgressDisplay
 from lockstep.record.step_timer import StepTimer
 from lockstep.record.tracker import BackgroundTracker
-from lockstep.runtime.device import peak_memory_bytes
+from lockstep.runtime.device import measure_memory
 from lockstep.training.loader import Loader
 from lockstep.training.replica_group import ReplicaGroup
 
@@ -54,7 +54,7 @@ class StepRecord:
         self.display = display
         self.flops = flops
         self.profiler = profiler
-        self.timer = StepTimer(memory=partial(peak_memory_bytes, self.runtime.world.device))
+        self.timer = StepTimer(memory=partial(measure_memory, self.runtime.world.device))
         self.logged: dict[str, float] = {}
         self.printed = PrintedLines()
 

@@ -44,7 +44,7 @@ def a_step(timer: StepTimer, clock: Clock, tokens: int = 1000) -> dict[str, floa
 
 def test_each_second_is_counted_once_and_categories_reset_at_each_step() -> None:
     clock = Clock()
-    timer = StepTimer(clock=clock, memory=lambda: 7)
+    timer = StepTimer(clock=clock, memory=lambda: {"memory_bytes": 7})
     for _ in range(3):
         values = a_step(timer, clock)
         assert values["seconds"] == 2.0
@@ -171,6 +171,7 @@ def test_format_step_line() -> None:
         "memory_bytes": 61 * 2**30,
         "seconds": 0.1,
     }
+    assert "alloc retries 3" in format_step_line(1200, values | {"allocator_retries": 3})
     assert (
         format_step_line(1200, values)
         == "step 1,200  loss 2.314  norm 0.81  tok/s 41.2 k  mfu 38%  exposed comm 3%  mem 61.0 GiB"
