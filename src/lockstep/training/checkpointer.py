@@ -274,9 +274,7 @@ class Checkpointer(TrainedState):
         waits    for the previous save. False: skip this one after SAVE_TIMEOUT_S (in whole replicas)
         again    also if this worker counts the step as saved
         """
-        if reserved := sorted({*self.run_facts, "trained", "constants"} & (facts or {}).keys()):
-            what = f"facts of the names {', '.join(reserved)} are Lockstep's own"
-            raise UsageError(what, "Checkpointer.save(facts=...)", "use other names")
+        self._refuse_reserved(facts or {})
         if step == self.saved_step and not again:
             return
         described = self.describe()
@@ -290,8 +288,17 @@ class Checkpointer(TrainedState):
             self._request = replace(request, undecided_in=self.runtime.world.generation)
             return
         self.refuse_nonfinite(step, self.store.steps())
-        if not self.writes:
-            return
+        if self.writes and self._wait_for_previous(step, waits=waits):
+            self._start_save(request)
+
+    def _refuse_reserved(self, facts: Mapping[str, Any]) -> None:
+        if reserved := sorted({*self.run_facts, "trained", "constants"} & facts.keys()):
+            what = f"facts of the names {', '.join(reserved)} are Lockstep's own"
+            raise UsageError(what, "Checkpointer.save(facts=...)", "use other names")
+
+    def _wait_for_previous(self, step: int, *, waits: bool) -> bool:
+        """Return whether the previous save has ended. False: that of `step` is skipped, which is a
+        warning unless the last one was. waits: as for `save`"""
         within_s: float | None = SAVE_TIMEOUT_S
         if waits or self.local_model:
             within_s = None
@@ -301,13 +308,12 @@ class Checkpointer(TrainedState):
         self._skipped = bool(
             self.saver and not self.saver.wait(f"before step {step} is copied", within_s)
         )
-        if not self._skipped:
-            self._start_save(request)
-        elif not skipped_before:
+        if self._skipped and not skipped_before:
             log.warning(
                 "the save of step %d is skipped: the previous one is still being written (logged once per delay)",
                 step,
             )
+        return not self._skipped
 
     def save_if_due(self, step: int) -> None:
         """Call `save` when due; skip it while the previous one is still being written."""
