@@ -10,6 +10,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING
 from lockstep.agent.agent import AgentConfig, run_fixed_group, run_until_end
 from lockstep.agent.forkserver import FIXED_PRELOAD, WorkerProgram
 from lockstep.agent.restart_policy import PLAIN_SCRIPT_POLICY
-from lockstep.cli.report import write_at_end
+from lockstep.cli.report import last_leader_host, write_at_end
 from lockstep.cli.script import (
     folder_of,
     imports_lockstep,
@@ -141,11 +142,19 @@ def start_agent(request: RunRequest, run: RunConfig | None, config: AgentConfig)
         raise again
     if text:
         print(text, file=sys.stderr, flush=True)
-    if (steps := os.environ.get(PROFILE)) and not (request.folder / "profile").exists():
-        log.warning("--profile %s: no Session has trained these steps", steps)
+    warn_if_not_profiled(request.folder, env.host)
     with SignalInbox():  # a late signal does not change the exit code
         write_at_end(request.folder, env.host, is_preempted=code == STOP_EXIT_CODES["SIGTERM"])
     return code
+
+
+def warn_if_not_profiled(folder: Path, host: str) -> None:
+    """Warn if --profile names steps that no Session trained. Only workers profile, and those of
+    another host than that of the last rank 0 may all be on standby."""
+    steps = os.environ.get(PROFILE)
+    with suppress(OSError):  # the run has ended anyway
+        if steps and not (folder / "profile").exists() and last_leader_host(folder) in ("", host):
+            log.warning("--profile %s: no Session has trained these steps", steps)
 
 
 def choose_worker_count(given: int | None, run: RunConfig | None) -> tuple[int, str]:

@@ -15,11 +15,14 @@ from lockstep.cli.start import (
     max_workers,
     refuse_layout,
     refuse_other_worker_count,
+    warn_if_not_profiled,
     workers_per_replica,
 )
 from lockstep.config.resolve import resolve
+from lockstep.elastic.generation_log import Generation, GenerationLog, Member
 from lockstep.errors import ConfigError, UsageError
 from lockstep.runtime.environment import check_worker_count
+from lockstep.runtime.variables import PROFILE
 from lockstep.runtime.worker_env import WORKER_ENV, WorkerEnv
 
 
@@ -80,6 +83,23 @@ def test_values_of_a_function_are_refused_before_workers_start(
     with pytest.raises(ConfigError, match=error):
         request.validate()
     assert replace(request, script="loop.py").validate() is None, "they are the script's own"
+
+
+def test_only_the_agent_of_rank_0_warns_that_nothing_was_profiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "generations").mkdir()
+    warn_if_not_profiled(tmp_path, "here")
+    assert not caplog.messages
+    monkeypatch.setenv(PROFILE, "steps=2")
+    warn_if_not_profiled(tmp_path, "here")  # of a script without a Session or a group
+    members = tuple(Member(f"{host}/0/x", host, 0, 1, "127.0.0.1:1") for host in ("here", "there"))
+    GenerationLog(tmp_path / "generations").propose(Generation(1, "token", members, "", 0, "start"))
+    warn_if_not_profiled(tmp_path, "there")
+    warn_if_not_profiled(tmp_path, "here")
+    (tmp_path / "profile").mkdir()
+    warn_if_not_profiled(tmp_path, "here")
+    assert caplog.messages == ["--profile steps=2: no Session has trained these steps"] * 2
 
 
 def test_workers_must_match_the_launch_environment() -> None:
