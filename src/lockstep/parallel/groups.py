@@ -42,7 +42,7 @@ class Connection:
     form_context: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
-class Position(NamedTuple):
+class RankPosition(NamedTuple):
     """The place of this worker among those of a generation. layout: with its replicas."""
 
     rank: int
@@ -76,7 +76,7 @@ class ProcessGroups:
 
     def clear(self) -> None:
         self.formed = False
-        self._position: Position | None = None
+        self._position: RankPosition | None = None
         self.failure = None
         self.gather_group: Group = None
         self.scatter_group: Group = None
@@ -104,13 +104,13 @@ class ProcessGroups:
         self.formed = True
 
     @property
-    def position(self) -> Position:
+    def position(self) -> RankPosition:
         """The position of this worker, which `form` has read for the generation."""
         return self._position or self._read_position()
 
-    def _read_position(self) -> Position:
+    def _read_position(self) -> RankPosition:
         rank, layout = dist.get_rank(), self.layout_of(dist.get_world_size())
-        return Position(rank, layout, layout.coordinates(rank))
+        return RankPosition(rank, layout, layout.coordinates(rank))
 
     def layout_of(self, workers: int) -> Layout:
         return replace(self.layout, replicate=workers // self.layout.workers_per_replica)
