@@ -168,7 +168,7 @@ class Session:
                 self.runtime = stack.enter_context(
                     ElasticRuntime.join(threads=self.values.threads, limits=limits)
                 )
-            if self.runtime.membership is None:
+            if self.runtime.is_static:
                 sharding.refuse_incomplete_replicas(self.world.size, self.layout)
                 session_checks.refuse_different_folders(
                     all_gather_json(self.runtime, str(self.out))

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.elastic.generation_log import Generation, GenerationLog, Member, RunResult
-from lockstep.elastic.membership import RunEnded
+from lockstep.elastic.membership import Membership, RunEnded
 from lockstep.elastic.protocol.decisions import LeaveReport
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.elastic.world import World
@@ -126,15 +126,20 @@ class FakeCluster:
         self.turn.notify_all()
 
 
-class FakeMembership:
+class FakeMembership(Membership):
     """The main thread's side of Membership."""
+
+    stop_signal = ""
 
     def __init__(self, cluster: FakeCluster, id: str) -> None:
         self.cluster, self.me, self.folder = cluster, cluster.member(id), cluster.folder
-        self.generation_log, self.stop_signal = cluster.log, ""
+        self.generation_log = cluster.log
         self.worker_env = SimpleNamespace(
-            slot=self.me.slot, flags={}, drain=False, run_folder_id="", folder=str(cluster.folder)
+            slot=self.me.slot, run_folder_id="", folder=str(cluster.folder)
         )
+        self.slot = self.me.slot
+        self.flags = {}
+        self.drains = self.has_own_folder = False
 
     @property
     def joiner_count(self) -> int:

@@ -51,7 +51,9 @@ def train(steps: int = 1000, out: Path = Path("run"), pause_s: float = PAUSE_S) 
                 for k in replicas.micro_batches(step):
                     has_collective, is_first = step % 10 == 9, k == replicas.replica.own_leaves[0]
                     kind = "collective" if has_collective else "trouble"
-                    fault = take_fault(out / f"{kind}-{current.slot_or_rank}") if is_first else ""
+                    fault = (
+                        take_fault(out / f"{kind}-{current.membership.slot}") if is_first else ""
+                    )
                     if has_collective and is_first and fault != "skip":
                         dist.all_reduce(torch.ones(2 if fault == "shape" else 3))
                     if fault.startswith("evaluate"):

@@ -91,7 +91,7 @@ def refuse_and_record(names: Sequence[str]) -> None:
 
 
 def vote_and_record(runtime: Any, vote: Any, **named: Any) -> Any:
-    if runtime.membership and runtime.membership.protocol.joiners:
+    if not runtime.is_static and runtime.membership.protocol.joiners:
         Path(f"{worker_name().replace('/', '-')}.knows-joiner").touch()
     votes = json.loads(Path("votes.json").read_text()) if Path("votes.json").exists() else {}
     step, actions = votes.get(worker_name(), [-1, []])

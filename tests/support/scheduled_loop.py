@@ -67,12 +67,12 @@ def disturb(path: Path, runtime: ElasticRuntime, step: int) -> None:
     orders = json.loads(path.read_text()) if path.exists() else {}
     if (
         step == orders.get("kill")
-        and runtime.slot_or_rank == 1
+        and runtime.membership.slot == 1
         and not path.with_name("killed").exists()
     ):
         path.with_name("killed").touch()
         os.kill(os.getpid(), signal.SIGKILL)
-    if step == orders.get("stop") and runtime.slot_or_rank == 0:
+    if step == orders.get("stop") and runtime.membership.slot == 0:
         path.unlink(missing_ok=True)
         os.kill(os.getpid(), signal.SIGTERM)
     if orders and runtime.world.size < 3:

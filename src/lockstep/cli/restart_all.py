@@ -52,15 +52,15 @@ def supervise(
         StopSignals() as signals,
         ElasticRuntime.join(timeout_s=NO_LIMIT_S, limits=limits) as runtime,
     ):
-        assert runtime.membership is not None
-        facts = {"script": sha256(file.read_bytes()).hexdigest()[:12], **runtime.flags}
+        member = runtime.member
+        facts = {"script": sha256(file.read_bytes()).hexdigest()[:12], **member.flags}
         runtime.board.enter("preparing")  # as long as the script takes
         runtime.set_stop_signal(lambda: signals.received)
         if runtime.is_joining:
-            runtime.membership.request_join(facts, is_joining=True)
+            member.request_join(facts, is_joining=True)
             runtime.form_next()
-        runtime.membership.set_fingerprint(facts)
-        supervisor = Supervisor(words, environ, runtime, runtime.membership, signals, start)
+        member.set_fingerprint(facts)
+        supervisor = Supervisor(words, environ, runtime, member, signals, start)
         attempt = 0
         while True:
             with runtime.catch_peer_loss() as loss:

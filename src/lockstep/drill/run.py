@@ -26,7 +26,6 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
-from lockstep.checkpoint.commands import digest_line
 from lockstep.checkpoint.folder import committed_steps, folder_name
 from lockstep.elastic.fault_injection import DRILL_VARIABLE, request_fault
 from lockstep.elastic.generation_log import NO_GENERATION, Generation, GenerationLog, Member
@@ -125,10 +124,7 @@ class DrillRun(AbstractContextManager["DrillRun"]):
                 os.kill(pid, signal.SIGKILL)
 
     def digest(self) -> str:
-        """Return `step S sha256 HEX` of the last checkpoint; with a store, of what the store
-        holds."""
-        if not parse_address(self.out):
-            return digest_line(self.folder, None)
+        """Return `step S sha256 HEX` of the last checkpoint, of what a store holds."""
         words = [sys.executable, "-m", "lockstep", "checkpoint", "digest", self.out]
         done = subprocess.run(words, capture_output=True, text=True, check=False)
         if done.returncode:

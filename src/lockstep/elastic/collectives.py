@@ -68,11 +68,10 @@ def run_on_rank0(runtime: ElasticRuntime, function: Callable[[], T]) -> T:
 def run_in_run_folder(runtime: ElasticRuntime, function: Callable[[], T]) -> T:
     """Collective. As `run_on_rank0`, for a function that writes files which all workers read: where
     the hosts share no disk, the first worker of each host calls it."""
-    if not runtime.has_own_folder:
+    if not runtime.membership.has_own_folder:
         return run_on_rank0(runtime, function)
     if runtime.is_joining:  # it has no group: workers of this host may call it at once
-        assert runtime.membership is not None
-        with locked(Path(runtime.membership.worker_env.state) / "run_folder.lock"):
+        with locked(Path(runtime.member.worker_env.state) / "run_folder.lock"):
             return run_on_rank0(runtime, function)
     value: T = gather_results(runtime, lambda: function() if runtime.world.local_leader else None)[
         0

@@ -50,7 +50,7 @@ from lockstep.elastic.protocol.effects import (
     Send,
 )
 from lockstep.elastic.protocol.transitions import Protocol
-from lockstep.elastic.run_folder import read_worker_token
+from lockstep.elastic.run_folder import folder_error, read_worker_token
 from lockstep.errors import FencedError, LockstepError, PeersLostError, UsageError
 from lockstep.log import log
 from lockstep.record.events import append_event
@@ -112,9 +112,50 @@ class Turn(threading.Condition):
             self.notify_all()
 
 
+class StaticMembership:
+    """The membership in a static process group: its workers stay, and no others join."""
+
+    flags: Mapping[str, str] = {}
+    has_own_folder = False
+    drains = False
+    joiner_count = 0
+    stop_signal = ""
+
+    def __init__(self, rank: int) -> None:
+        self.slot = rank
+
+    def set_fingerprint(self, fingerprint: Mapping[str, str]) -> None:
+        pass
+
+    def stop_admitting(self) -> None:
+        pass
+
+    def generation_error(self, number: int) -> str:
+        return ""
+
+    def folder_error(self) -> str:
+        return ""
+
+    def record_event(self, event: str, **facts: Any) -> None:
+        pass
+
+    def mark_untrusted(self, number: int, why: str, facts: dict[str, Any]) -> None:
+        pass
+
+    def divergence_records(self) -> list[tuple[str, dict[str, Any]]]:
+        return []
+
+    def close(self) -> None:
+        pass
+
+
 class Membership:
     """This worker's membership in the run: what the main thread asks, and its thread answers.
 
+    slot            of this worker on its host
+    flags           arguments of the user's own function, as given to the agent
+    drains          SIGUSR1 asks this host to leave, and not the run to stop
+    has_own_folder  each host has a copy of the run folder: they share no disk
     on_abort        aborts every collective of the group, but not the sockets with these
                     descriptors; called by the membership thread
     generation_log  of the run; by default the one of the run folder
@@ -128,15 +169,44 @@ class Membership:
         generation_log: GenerationLog | None = None,
     ) -> None:
         self.worker_env = env
+        self.slot = env.slot
+        self.flags = {f"--{name}": text for name, text in env.flags.items()}
+        self.drains = env.drain
         self.folder = Path(env.folder)
         self.generation_log = generation_log or open_generation_log(
             self.folder, since=env.known_generation
         )
+        self.has_own_folder = not self.generation_log.folder.is_shared_disk
         self.turn = Turn()
         self.thread = MembershipThread(env, limits, on_abort, self.generation_log, self.turn)
         self.protocol = self.thread.protocol
         self.me = self.protocol.me
         self.thread.start()
+
+    def folder_error(self) -> str:
+        """Return why the run folder is unusable; "" if usable."""
+        return folder_error(self.worker_env)
+
+    def record_event(self, event: str, **facts: Any) -> None:
+        """Append to events.jsonl."""
+        append_event(self.folder, event, **facts)
+
+    def mark_untrusted(self, number: int, why: str, facts: dict[str, Any]) -> None:
+        """Mark a generation's state as untrusted: every member restarts from a checkpoint."""
+        try:
+            self.generation_log.mark_untrusted(number, why, facts)
+        except OSError as error:
+            log.error("cannot mark the state of generation %d as untrusted: %s", number, error)
+
+    def divergence_records(self) -> list[tuple[str, dict[str, Any]]]:
+        """See GenerationLog."""
+        return self.generation_log.divergence_records()
+
+    def remove_divergence_records(self, names: Sequence[str]) -> None:
+        try:
+            self.generation_log.folder.remove(*names)
+        except OSError as error:
+            log.warning("the next start reads the record of a divergence again: %s", error)
 
     def request_join(self, fingerprint: Mapping[str, str], *, is_joining: bool) -> None:
         self.thread.report(
@@ -169,7 +239,7 @@ class Membership:
     def _stops_run(self, name: str, waited_s: float) -> bool:
         """Whether a signal stops the run. One that drains this host does so while the run waits for
         workers: there is no vote in which this worker could leave."""
-        is_drain = name == "SIGUSR1" and self.worker_env.drain
+        is_drain = name == "SIGUSR1" and self.drains
         return not is_drain or (self.protocol.phase == "left" and waited_s > DRAIN_TIMEOUT_S)
 
     @property
@@ -200,7 +270,7 @@ class Membership:
         self.thread.report(self.protocol.evict, id, why)
 
     def stop_admitting(self) -> None:
-        """Admit no more joiners and wait for no workers: the run is about to end."""
+        """Admit no joiners and wait for no workers from now on: the run is about to end."""
         self.thread.report(self.protocol.stop_admitting)
 
     def generation_error(self, number: int) -> str:

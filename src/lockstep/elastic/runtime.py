@@ -19,14 +19,18 @@ import torch
 
 from lockstep.elastic.generation_group import GenerationGroup, UpdateExchanges
 from lockstep.elastic.generation_log import Generation, RunResult
-from lockstep.elastic.membership import Membership, OthersStarted, RunEnded
+from lockstep.elastic.membership import (
+    Membership,
+    OthersStarted,
+    RunEnded,
+    StaticMembership,
+)
 from lockstep.elastic.progress import Progress, WorkerState
 from lockstep.elastic.protocol.decisions import FIXED, ElasticLimits, LeaveReport
 from lockstep.elastic.world import World, is_run_active, join_static_group, make_board
 from lockstep.errors import FencedError, PeersLostError
 from lockstep.log import log
 from lockstep.object_store.storage import shared_folder
-from lockstep.record.events import append_event
 from lockstep.runtime import numerics, sources
 from lockstep.runtime.device import select_device
 from lockstep.runtime.environment import RankInfo
@@ -52,7 +56,7 @@ class PeerLoss:
 class ElasticRuntime(WorkerState, AbstractContextManager["ElasticRuntime"]):
     """This process as a worker of the run: `with ElasticRuntime.join() as runtime:`.
 
-    membership  this worker's side of the membership protocol; None: a static process group
+    membership  this worker's side of the membership protocol
     group       the process group
     updates     exchanges of updates that an abort of the group waits for
     is_fixed    the workers of `evaluate` or `generate`, which train nothing
@@ -68,7 +72,7 @@ class ElasticRuntime(WorkerState, AbstractContextManager["ElasticRuntime"]):
         is_fixed: bool = False,
     ) -> None:
         super().__init__(world, board or StatusBoard(None))
-        self.membership = membership
+        self.membership = membership or StaticMembership(world.rank)
         self.group = group or GenerationGroup(world.device)
         self.updates = UpdateExchanges(self.group)
         self.is_fixed = is_fixed
@@ -143,8 +147,7 @@ class ElasticRuntime(WorkerState, AbstractContextManager["ElasticRuntime"]):
 
     def join_first_generation(self) -> None:
         """Collective. Join the first generation, or become `is_joining` if it formed already."""
-        assert self.membership is not None
-        self.membership.request_join({}, is_joining=False)
+        self.member.request_join({}, is_joining=False)
         try:
             self.form_next()
         except OthersStarted:
@@ -152,14 +155,19 @@ class ElasticRuntime(WorkerState, AbstractContextManager["ElasticRuntime"]):
 
     def join_running(self, facts: Mapping[str, str]) -> None:
         """Collective. Join workers that are training and have the same fingerprint."""
-        assert self.membership is not None
-        self.membership.request_join(self.fingerprint(facts), is_joining=True)
+        self.member.request_join(self.fingerprint(facts), is_joining=True)
         self.form_next()
 
     @property
-    def slot_or_rank(self) -> int:
-        """The number of this process in logs: its slot under an agent, else its rank."""
-        return self.membership.worker_env.slot if self.membership else self.world.rank
+    def is_static(self) -> bool:
+        """Whether no agent runs the workers, and they form one process group for good."""
+        return isinstance(self.membership, StaticMembership)
+
+    @property
+    def member(self) -> Membership:
+        """The membership under an agent."""
+        assert not isinstance(self.membership, StaticMembership)
+        return self.membership
 
     def set_stop_signal(self, stop_signal: Callable[[], str]) -> None:
         """Set the function that returns the stop signal this worker received; "": none."""
@@ -167,37 +175,20 @@ class ElasticRuntime(WorkerState, AbstractContextManager["ElasticRuntime"]):
 
     def set_fingerprint(self, facts: Mapping[str, str]) -> None:
         """Set what must be equal on all workers; a joiner with another fingerprint is refused."""
-        if self.membership:
-            self.membership.set_fingerprint(self.fingerprint(facts))
+        self.membership.set_fingerprint(self.fingerprint(facts))
 
     def fingerprint(self, facts: Mapping[str, str]) -> dict[str, str]:
         """Return what must be equal on all workers: numerics, code, flags and `facts`."""
         return {
             **numerics.fingerprint(self.world.device),
             **sources.fingerprint(),
-            **self.flags,
+            **self.membership.flags,
             **facts,
         }
 
-    @property
-    def has_own_folder(self) -> bool:
-        """Whether each host has a copy of the run folder: they share no disk."""
-        return (
-            self.membership is not None and not self.membership.generation_log.folder.is_shared_disk
-        )
-
-    @property
-    def flags(self) -> dict[str, str]:
-        """Arguments of the user's own function, as given to the agent."""
-        return (
-            {f"--{name}": text for name, text in self.membership.worker_env.flags.items()}
-            if self.membership
-            else {}
-        )
-
     def generation_error(self) -> str:
         """Return why this generation is over; "" while it is intact, or for a static group."""
-        return self.membership.generation_error(self.world.generation) if self.membership else ""
+        return self.membership.generation_error(self.world.generation)
 
     def hold_abort(self, seconds: float) -> None:
         """Where updates are exchanged: let an abort wait for them, `seconds` at most.
@@ -207,7 +198,7 @@ class ElasticRuntime(WorkerState, AbstractContextManager["ElasticRuntime"]):
 
     def is_peer_loss(self, error: BaseException) -> bool:
         """Return whether `error` requires the next generation. Out-of-memory would recur there."""
-        if self.membership is None or isinstance(error, FencedError):
+        if self.is_static or isinstance(error, FencedError):
             return False
         if not isinstance(error, RuntimeError) or is_out_of_memory(error):
             return isinstance(error, PeersLostError)
@@ -247,11 +238,11 @@ class ElasticRuntime(WorkerState, AbstractContextManager["ElasticRuntime"]):
         A generation that breaks while it forms is skipped. FencedError if the state of this
         worker's last generation was marked as untrusted.
         """
-        assert self.membership is not None
+        member = self.member
         last = self.world.generation
         for _ in range(MAX_FAILED_GENERATIONS):
-            record = self.membership.next_generation(self.world.generation, self._stop_signal)
-            if why := self.membership.generation_log.untrusted_reason(last):
+            record = member.next_generation(self.world.generation, self._stop_signal)
+            if why := member.generation_log.untrusted_reason(last):
                 raise FencedError(
                     why, "found by members of that generation", "this worker restarts"
                 )
@@ -266,12 +257,11 @@ class ElasticRuntime(WorkerState, AbstractContextManager["ElasticRuntime"]):
                 return self.take_progress()
             self.leave_group(why)
         what = f"{MAX_FAILED_GENERATIONS} generations in a row failed to form: {why}"
-        raise PeersLostError(what, f"{self.world.host}, {self.membership.me.address}")
+        raise PeersLostError(what, f"{self.world.host}, {member.me.address}")
 
     def _form(self, record: Generation) -> None:
         """Collective. Form the process group and exchange progress. RuntimeError if that fails."""
-        assert self.membership is not None
-        self.world = self.world.in_generation(record, self.membership.me.id)
+        self.world = self.world.in_generation(record, self.member.me.id)
         self.board.enter("joining", generation=record.number)
         self.group.form(record, self.world.rank, self.generation_error)
         log.info(
@@ -297,56 +287,33 @@ class ElasticRuntime(WorkerState, AbstractContextManager["ElasticRuntime"]):
 
     def leave_group(self, why: str, *, leaving: bool = False) -> None:
         """Leave this generation's process group, intact or broken, and report the progress."""
-        assert self.membership is not None
         self.leave_reason = why
         log.debug("leaving generation %d: %s", self.world.generation, why)
-        self.membership.start_leaving()
+        self.member.start_leaving()
         self.group.abort(intact=not self.generation_error())
-        self.membership.report_left(
+        self.member.report_left(
             LeaveReport(self.world.generation, self.progress.step, leaving, why)
         )
 
-    def stop_admitting(self) -> None:
-        """Let no worker join from now on: the run is about to end."""
-        if self.membership:
-            self.membership.stop_admitting()
-
     def evict(self, rank: int, why: str) -> None:
         """Exclude a member from the next generation on."""
-        assert self.membership is not None
-        self.membership.evict(self.world.members[rank], why)
-
-    def mark_untrusted(self, why: str, facts: dict[str, Any]) -> None:
-        """Mark this generation's state as untrusted: every member restarts from a checkpoint."""
-        if self.membership:
-            try:
-                self.membership.generation_log.mark_untrusted(self.world.generation, why, facts)
-            except OSError as error:
-                log.error(
-                    "cannot mark the state of generation %d as untrusted: %s",
-                    self.world.generation,
-                    error,
-                )
+        self.member.evict(self.world.members[rank], why)
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Leave. A torch error caused by a lost peer becomes a PeersLostError."""
         try:
             if error is None or isinstance(error, Stopped):
-                if self.membership:
+                if not self.is_static:
                     if not self.is_fixed:
-                        self.report_goodput(self.membership.folder)
-                    self._end_run(
-                        self.membership,
-                        RunResult(self.exit_code if error is None else int(str(error))),
-                    )
+                        self.report_goodput(self.member.folder)
+                    self._end_run(RunResult(self.exit_code if error is None else int(str(error))))
                 return self.group.destroy()
             with suppress(
                 RuntimeError
             ):  # no memory for a thread: the exit of the process closes the group
                 self.group.abort()
         finally:
-            if self.membership:
-                self.membership.close()
+            self.membership.close()
         if not isinstance(error, PeersLostError) and is_peer_loss(error):
             raise PeersLostError(
                 f"rank {self.world.rank} lost its peers: {error_summary(error)}",
@@ -354,23 +321,21 @@ class ElasticRuntime(WorkerState, AbstractContextManager["ElasticRuntime"]):
                 "another worker failed first, see its log; the same command resumes from the newest checkpoint",
             ) from error
 
-    def _end_run(self, membership: Membership, result: RunResult) -> None:
+    def _end_run(self, result: RunResult) -> None:
         """Collective. Barrier; then rank 0 records the end of the run, and all ranks exit."""
 
         def record_end() -> None:
             self.group.gather_json(self.world.size, "done")
             if self.world.leader:
-                membership.publish_result(result)
+                self.member.publish_result(result)
             else:
-                membership.wait_for_result(self.world.generation)
+                self.member.wait_for_result(self.world.generation)
 
-        self.stop_admitting()
+        self.member.stop_admitting()
         with suppress(RunEnded):
             self.retry_across_generations(record_end)
 
 
 def record_event(runtime: ElasticRuntime, event: str, **facts: Any) -> None:
     """Append an event of this generation to events.jsonl; none in a static process group."""
-    if runtime.membership:
-        generation = runtime.world.generation
-        append_event(runtime.membership.folder, event, generation=generation, **facts)
+    runtime.membership.record_event(event, generation=runtime.world.generation, **facts)

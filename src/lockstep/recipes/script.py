@@ -79,18 +79,18 @@ def train_as_worker(
         ) as runtime,
         ExitStack() as stack,
     ):
-        if runtime.membership is None:  # else the agent has created it
+        if runtime.is_static:  # else the agent has created it
             (folder / "logs").mkdir(parents=True, exist_ok=True)
-        name = f"{runtime.world.host}-{runtime.slot_or_rank}.log"
-        set_up_logging(rank=runtime.slot_or_rank, file=folder / "logs" / name)
+        name = f"{runtime.world.host}-{runtime.membership.slot}.log"
+        set_up_logging(rank=runtime.membership.slot, file=folder / "logs" / name)
         device = runtime.world.device
         values = run_on_rank0(runtime, lambda: to_json(resolve_precision(open_values(), device)))
         resolved = from_json(values)
         if not runtime.is_joining:
-            lock = lock_run_folder(folder, resolved, alone=runtime.membership is None)
+            lock = lock_run_folder(folder, resolved, alone=runtime.is_static)
             run_on_rank0(runtime, lambda: stack.enter_context(lock))
         stopped_by = train(resolved, folder, runtime, resume=resume, script=script)
-        if runtime.membership is None:
+        if runtime.is_static:
             runtime.report_goodput(folder)
         runtime.set_exit_code(STOP_EXIT_CODES[stopped_by])
         return runtime.exit_code

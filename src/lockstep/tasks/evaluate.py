@@ -111,7 +111,7 @@ def evaluate_at_end(folder: Path, run: RunConfig, runtime: ElasticRuntime) -> No
     if run.evaluate.at_end and not evaluator.held_out("test"):
         log.info("the run has no test split: no score")
     elif run.evaluate.at_end:
-        if runtime.has_own_folder:
+        if runtime.membership.has_own_folder:
             step = run_on_rank0(runtime, lambda: fetch_checkpoint(folder))
             run_in_run_folder(runtime, lambda: fetch_checkpoint(folder, step))
         else:

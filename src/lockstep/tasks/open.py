@@ -36,8 +36,8 @@ def open_task(run: RunConfig, folder: Path, runtime: ElasticRuntime) -> Task:
 
 def digests_on_host(runtime: ElasticRuntime, folder: Path) -> FileDigests:
     """Collective in a static group. Return the digests that this host shares in this start."""
-    if runtime.membership:
-        env = runtime.membership.worker_env
+    if not runtime.is_static:
+        env = runtime.member.worker_env
         return FileDigests(
             Path(env.state) / "file_digests.json", f"after generation {env.after_generation}"
         )

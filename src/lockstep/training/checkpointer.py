@@ -89,7 +89,7 @@ class Checkpointer(TrainedState):
         self.every_steps = every_steps
         self.on_error = on_error
         self.store = CheckpointStore(folder, keep=keep)
-        if runtime.has_own_folder:
+        if runtime.membership.has_own_folder:
             self._refuse_unpublished()
         self.saver: AsyncSaver | None = None  # on processes that write
         self.facts: dict[str, Any] = {}  # of the checkpoint that was resumed
@@ -112,8 +112,7 @@ class Checkpointer(TrainedState):
 
     def _refuse_unpublished(self) -> None:
         """UsageError for checkpoints that hosts without a shared disk could not publish."""
-        assert self.runtime.membership is not None
-        published = self.runtime.membership.folder / "checkpoints"
+        published = self.runtime.member.folder / "checkpoints"
         if self.store.folder.resolve() != published:
             what = f"checkpoints in {self.store.folder} would stay on this host, and the hosts share no disk"
             raise UsageError(
@@ -161,9 +160,9 @@ class Checkpointer(TrainedState):
             "fingerprints": dict(fingerprints or {}),
             "numerics": numerics.fingerprint(runtime.world.device),
             "code": sources.fingerprint(),
-            "flags": runtime.flags
-            if runtime.membership
-            else {"--arguments": shlex.join(sys.argv[1:])},
+            "flags": {"--arguments": shlex.join(sys.argv[1:])}
+            if runtime.is_static
+            else runtime.membership.flags,
             **(facts or {}),
             "constructed": trained_parameters.options_as_text(constructed),
         }
@@ -236,7 +235,7 @@ class Checkpointer(TrainedState):
         runtime.finish_joining()
         self.store.require_folder()
         self.saved_step = transfer_roles(runtime.member_progress)[0]
-        if runtime.has_own_folder:
+        if runtime.membership.has_own_folder:
             # Checkpoints that this run, resumed from an earlier one, has not made.
             self.store.set_aside_after(self.saved_step)
         log.info(
@@ -392,7 +391,7 @@ class Checkpointer(TrainedState):
                 raise self._as_final(error) from error.__cause__
             if self._failure:
                 raise self._failure
-            if runtime.has_own_folder and (steps := self.store.steps()):
+            if runtime.membership.has_own_folder and (steps := self.store.steps()):
                 # Only a run in an object store loads the code for it.
                 from lockstep.remote.working_copy import wait_until_published
 
@@ -402,12 +401,12 @@ class Checkpointer(TrainedState):
             if self._request:
                 self.retry_save(self._request.step)
             # All wait for the upload.
-            with runtime.during("saving") if runtime.has_own_folder else nullcontext():
+            with runtime.during("saving") if runtime.membership.has_own_folder else nullcontext():
                 run_on_rank0(runtime, finish)
             if self.saver and not runtime.world.leader:
                 self.saver.close()
 
-        runtime.stop_admitting()
+        runtime.membership.stop_admitting()
         runtime.retry_across_generations(finish_on_all)
 
     def __enter__(self) -> Checkpointer:

@@ -175,8 +175,7 @@ class ReplicaComparison:
         self.compare_all = True
         self.identical_at = -1
         self.divergence = Divergence()
-        membership = runtime.membership
-        self._unexplained = membership.generation_log.divergence_records() if membership else []
+        self._unexplained = runtime.membership.divergence_records()
 
     def is_due(self, step: int) -> bool:
         """Return whether the replicas are compared at the vote on `step`."""
@@ -285,7 +284,7 @@ class ReplicaComparison:
         )
         message = f"the {what} of {listed} differ before step {step + 1}"
         holders = [rank for rank, digest in enumerate(digests) if digest is not None]
-        no_majority = not self.runtime.membership or list(divergent) == holders
+        no_majority = self.runtime.is_static or list(divergent) == holders
         if no_majority or self.verify_every > 1:
             message += (
                 ", and none is in the majority"
@@ -293,9 +292,8 @@ class ReplicaComparison:
                 else ", and their gradients may have been used"
             )
             digest_of_member = {members[rank]: str(digests[rank]) for rank in holders if members}
-            self.runtime.mark_untrusted(
-                message, {"step": step, "what": what, "digests": digest_of_member}
-            )
+            facts = {"step": step, "what": what, "digests": digest_of_member}
+            self.runtime.membership.mark_untrusted(world.generation, message, facts)
             if self.checkpointer:
                 self.checkpointer.store.set_aside_after(
                     self.identical_at
@@ -349,11 +347,8 @@ class ReplicaComparison:
         self._unexplained = remaining
 
     def _remove_records(self, names: list[str]) -> None:
-        if names and self.runtime.membership:
-            try:
-                self.runtime.membership.generation_log.folder.remove(*names)
-            except OSError as error:
-                log.warning("the next start reads the record of a divergence again: %s", error)
+        if names:
+            self.runtime.member.remove_divergence_records(names)
 
 
 def digests_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:

@@ -28,7 +28,6 @@ from lockstep.elastic.collectives import (
     run_in_run_folder,
     run_on_rank0,
 )
-from lockstep.elastic.run_folder import folder_error
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import PeersLostError, RunFolderUnavailableError
 from lockstep.object_store.storage import STORE_FILE
@@ -89,7 +88,7 @@ def load_checkpoint(
 
 def select(runtime: ElasticRuntime, store: CheckpointStore, how: str) -> tuple[list[int], str]:
     """For rank 0: return the steps to try, the newest first, and the reason."""
-    if runtime.membership and (why := folder_error(runtime.membership.worker_env)):
+    if why := runtime.membership.folder_error():
         raise RunFolderUnavailableError(
             f"the run folder cannot be used: {why}", str(store.folder), "mount it again"
         )
@@ -137,7 +136,7 @@ def ranks_that_read(runtime: ElasticRuntime) -> list[int]:
     hosts = [id.partition("/")[0] for id in runtime.world.members]
     return (
         [rank for rank, host in enumerate(hosts) if host == hosts[0]]
-        if runtime.has_own_folder
+        if runtime.membership.has_own_folder
         else [*range(runtime.world.size)]
     )
 

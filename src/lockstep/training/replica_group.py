@@ -158,7 +158,7 @@ class ReplicaGroup:
             init_sync=runtime.first_generation,
             connection=Connection(
                 runtime.board,
-                runtime.generation_error if runtime.membership else static_group,
+                static_group if runtime.is_static else runtime.generation_error,
                 runtime.group.track_subgroups,
             ),
         )
@@ -172,7 +172,7 @@ class ReplicaGroup:
         state = ReplicaState(
             self.replica, self.local_model, checkpointer, self.commit_steps * max(1, verify_every)
         )
-        self.stops = signals is None and runtime.membership is not None
+        self.stops = signals is None and not runtime.is_static
         # Those of this group until the process exits.
         signals = StopSignals().__enter__() if self.stops else signals
         self.runner = StepRunner(
@@ -304,7 +304,7 @@ class ReplicaGroup:
         self.attempt = 0
         if self.stops and self.decision.stop:
             self._stop(step)
-        if self.decision.regroup and self.runtime.membership:
+        if self.decision.regroup and not self.runtime.is_static:
             self._regroup(step, "members change")
         self.runtime.ledger.switch("training", time.monotonic())
         self.in_step = True

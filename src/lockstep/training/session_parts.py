@@ -13,11 +13,10 @@ from lockstep.checkpoint.stateful import Stateful, refuse_unsupported_state
 from lockstep.data.order import splitmix64
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import UsageError
-from lockstep.layout import Layout
+from lockstep.layout import REPLICA_AXES, Layout
 from lockstep.parallel.parallelize import SplitOptions
 from lockstep.parallel.plans import StagedModel
 from lockstep.runtime.numerics import seed_generators
-from lockstep.training import sharding
 from lockstep.training.function_values import FunctionValues
 from lockstep.training.loader import Loader
 from lockstep.training.model_options import PreparedModel
@@ -177,7 +176,7 @@ class Declared:
 
     def shown_options(self, values: SessionValues, layout: Layout, total: int) -> dict[str, str]:
         """Return the other arguments, whose change at a resume is a warning, as text."""
-        axes = {f"--layout.{axis}": getattr(layout, axis) for axis in sharding.SESSION_AXES}
+        axes = {f"--layout.{axis}": getattr(layout, axis) for axis in REPLICA_AXES}
         shown = {"steps": total, "save_every": values.save_every, **axes}
         shown["on_divergence"] = values.rollback or "stop"
         shown |= values.function.shared() if values.function else {}

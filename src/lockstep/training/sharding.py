@@ -16,7 +16,7 @@ from lockstep.checkpoint.state_dict import place_like_torch
 from lockstep.elastic.collectives import assert_equal_on_all_ranks
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import UsageError
-from lockstep.layout import Layout, choose_layout
+from lockstep.layout import REPLICA_AXES, Layout, choose_layout
 from lockstep.parallel.deferred_init import recording_of
 from lockstep.parallel.gradient_watch import Unused
 from lockstep.parallel.own_model import find_copy, shard_average, shard_module
@@ -29,8 +29,6 @@ from lockstep.training.owner_update import apply_owner_rule
 
 if TYPE_CHECKING:
     from lockstep.training.initial_values import InitialValues
-
-SESSION_AXES = ("shard", "tensor", "pipeline")
 
 
 def choose_replica_layout(
@@ -46,7 +44,7 @@ def choose_replica_layout(
     UsageError when the expected workers or micro-batches cannot be divided so.
     """
     layout = given
-    for axis in SESSION_AXES:
+    for axis in REPLICA_AXES:
         variable = environment_variable(f"layout.{axis}")  # set by lockstep run --layout.AXIS
         text = environ.get(variable, "")
         where = f"--layout.{axis} or {variable}" if text else f"Session({axis}=...)"

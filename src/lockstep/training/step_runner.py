@@ -93,21 +93,17 @@ class Ballot:
         return self.signals.received if self.signals else ""
 
     def _is_drained(self) -> bool:
-        membership = self.runtime.membership
-        is_asked = self.received() == "SIGUSR1"
-        return is_asked and membership is not None and membership.worker_env.drain
+        return self.received() == "SIGUSR1" and self.runtime.membership.drains
 
     def _stop_signal(self) -> str:
         """Return what asks to stop the run; "" for nothing, or to drain the host only."""
-        membership = self.runtime.membership
         own = "" if self._is_drained() else self.received()
         requested = STOP_REQUEST * self._stop_requested
-        return own or (membership.stop_signal if membership else "") or requested
+        return own or self.runtime.membership.stop_signal or requested
 
     def vote(
         self, replica: Replica, digest: int, squared: Tensor | None, measured_us: dict[str, int]
     ) -> Vote:
-        membership = self.runtime.membership
         self.is_leaving = self.is_leaving or self._is_drained()
         counts = [count for count in self.counts if count is not None]
         losses, is_finite = replica.results(squared)
@@ -117,7 +113,7 @@ class Ballot:
             samples=self._samples,
             stop_signal=self._stop_signal(),
             save_failed=bool(self.checkpointer and self.checkpointer.save_failed()),
-            joiners_waiting=bool(membership and membership.joiner_count),
+            joiners_waiting=self.runtime.membership.joiner_count > 0,
             leaving=self.is_leaving,
             digest=digest,
             gradient_finite=is_finite,

@@ -76,7 +76,7 @@ def kill_self(
         return
     key = step, x.numpy().tobytes()
     visits[key] += 1
-    order = f"{runtime.slot_or_rank}:{step}:{visits[key]}"
+    order = f"{runtime.membership.slot}:{step}:{visits[key]}"
     done = Path(out) / f"killed {order}"
     if order in orders.split(",") and not done.exists():
         done.touch()

@@ -75,7 +75,7 @@ def disturb(path: Path, runtime: lockstep.ElasticRuntime, step: int) -> None:
     orders = {}
     with suppress(FileNotFoundError):  # another worker removes it when it stops the run
         orders = json.loads(path.read_text())
-    slot, done = runtime.slot_or_rank, path.with_name("killed")
+    slot, done = runtime.membership.slot, path.with_name("killed")
     if step == orders.get("kill") and slot == 1 and not done.exists():
         done.touch()
         time.sleep(
@@ -95,7 +95,6 @@ def disturb(path: Path, runtime: lockstep.ElasticRuntime, step: int) -> None:
         and step not in steps_held
     ):
         steps_held.add(step)
-        assert runtime.membership is not None
         until_s = time.monotonic() + SECONDS_PER_STEP
         while not runtime.membership.joiner_count and time.monotonic() < until_s:
             time.sleep(0.05)

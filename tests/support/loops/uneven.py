@@ -41,14 +41,14 @@ def train(
         for step in session.steps(steps):
             for inputs, targets in loader(step):
                 is_second = (
-                    session.runtime.slot_or_rank >= session.replicas.replica.workers_per_replica
+                    session.runtime.membership.slot >= session.replicas.replica.workers_per_replica
                 )
                 time.sleep(pause_s * (3 if is_second and step >= SLOW else 1))
                 session.backward(nn.functional.mse_loss(model(inputs), targets))
             optimizer.step()
             session.log(step, first_share=(session.replicas.runner.balance.shares or (0,))[0])
             once = Path(out) / "killed"
-            if step == kill and session.runtime.slot_or_rank == 1 and not once.exists():
+            if step == kill and session.runtime.membership.slot == 1 and not once.exists():
                 once.touch()
                 os.kill(os.getpid(), signal.SIGKILL)
 

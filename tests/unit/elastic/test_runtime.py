@@ -184,7 +184,8 @@ def test_out_of_memory_while_forming_is_not_retried(
 
 
 def test_untrusted_state_restarts_the_worker(cluster: FakeCluster, runtime: ElasticRuntime) -> None:
-    runtime.mark_untrusted("replicas differ", {"step": 3, "what": "weights", "digests": {}})
+    facts = {"step": 3, "what": "weights", "digests": {}}
+    runtime.membership.mark_untrusted(runtime.world.generation, "replicas differ", facts)
     runtime.leave_group("replicas differ")
     with pytest.raises(FencedError, match="replicas differ"):
         runtime.form_next()

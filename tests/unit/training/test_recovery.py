@@ -18,11 +18,12 @@ from support.fake_cluster import FakeCluster, FakeReplica, WorkerKilled, run_wor
 from torch import nn
 
 from lockstep.checkpoint.store import CheckpointStore
+from lockstep.elastic import membership
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import CheckpointError, FencedError, SaveFailedError, UsageError
 from lockstep.record.events import read_events
 from lockstep.runtime.signals import HostDrained
-from lockstep.training import loading, replica_group, state_transfer
+from lockstep.training import replica_group, state_transfer
 from lockstep.training.checkpointer import Checkpointer
 from lockstep.training.evaluation import compute_in_shares
 from lockstep.training.replica_group import ReplicaGroup
@@ -35,7 +36,7 @@ INPUTS = torch.rand(STEPS + 5, MICRO_BATCHES, 3, generator=torch.Generator().man
 def fake_replica() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(replica_group, "build_replica", FakeReplica)
-        patch.setattr(loading, "folder_error", lambda env: "")
+        patch.setattr(membership, "folder_error", lambda env: "")
         yield
 
 
@@ -363,7 +364,7 @@ def test_drained_host_leaves_and_the_others_continue(
 
     def disturb(worker: Worker, step: int, k: int) -> None:
         if step == 1 and worker.slot == 1:
-            worker.runtime.membership.worker_env.drain = True
+            worker.runtime.membership.drains = True
             worker.signals.received = "SIGUSR1"
 
     _, weights = train(tmp_path, 3, on_micro_batch=disturb)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -12,8 +13,9 @@ import pytest
 import torch
 
 from lockstep.elastic.consensus import StepDecision
+from lockstep.elastic.membership import StaticMembership
 from lockstep.elastic.world import World
-from lockstep.record.events import read_events
+from lockstep.record.events import append_event, read_events
 from lockstep.training.share_balance import ShareBalance
 
 
@@ -22,7 +24,7 @@ def make_balance(times: list[tuple[float, float] | None], *, enabled: bool = Tru
     world = World(0, 2, 0, 2, "a", torch.device("cpu"), 1, ("a/0/x", "b/1/y"))
     replica = SimpleNamespace(measured_s=iter(times).__next__, workers_per_replica=1, leaves=8)
     return ShareBalance(
-        cast(Any, SimpleNamespace(world=world, membership=None)),
+        cast(Any, SimpleNamespace(world=world, membership=StaticMembership(0))),
         cast(Any, replica),
         1,
         enabled=enabled,
@@ -91,7 +93,8 @@ def test_screen_names_a_worker_that_has_been_slow_for_a_minute_once_and_its_reco
 
 def test_slow_workers_are_recorded_at_once_and_again_after_five_minutes(tmp_path: Path) -> None:
     balance = make_balance([])
-    balance.runtime.membership = SimpleNamespace(folder=tmp_path)  # type: ignore[misc]
+    record = partial(append_event, tmp_path)
+    balance.runtime.membership = SimpleNamespace(record_event=record)  # type: ignore[misc]
     for step in range(3):
         balance.decide(SLOW, step)
     kinds = [(event["event"], event.get("worker")) for event in read_events(tmp_path)]
