@@ -38,6 +38,7 @@ from lockstep.parallel.activation_checkpoint import Mode
 from lockstep.parallel.parallelize import SplitOptions
 from lockstep.parallel.pipeline import evaluate_in_stages
 from lockstep.parallel.plans import Patterns, TensorPlan
+from lockstep.record.progress import progress_interval_s
 from lockstep.record.tracker import Tracker
 from lockstep.runtime.numerics import make_deterministic
 from lockstep.runtime.signals import Stopped
@@ -133,7 +134,7 @@ class Session:
             resume=resume,
             threads=threads,
             backends=session_checks.choose_backends(track),
-            progress_s=session_checks.progress_interval_s(progress),
+            progress_s=progress_interval_s(progress),
             rollback=session_checks.rollback_of(on_divergence, micro_batches, options),
             on_save_error=on_save_error,
             mfu=session_checks.parse_mfu(mfu),
@@ -154,11 +155,10 @@ class Session:
 
     def __enter__(self) -> Session:
         worker_env = read_worker_env(os.environ)
-        if self.values.run is None:
-            session_checks.refuse_ineffective_variables(os.environ)
-        session_checks.refuse_second_session(self.out, self._open, bool(self._entered), worker_env)
         # The values of a run file have taken the variables into account.
-        environ = os.environ if self.values.run is None else {}
+        environ = {} if self.values.run else os.environ
+        session_checks.refuse_ineffective_variables(environ)
+        session_checks.refuse_second_session(self.out, self._open, bool(self._entered), worker_env)
         self.layout = sharding.choose_replica_layout(
             self.layout, self.values.micro_batches, worker_env, environ
         )
@@ -190,7 +190,7 @@ class Session:
             self._run.warn_if_left(self.step)
         self._open.remove(self.out)
         self._exit.__exit__(kind, error, trace)
-        session_checks.refuse_use_of_slices(error)
+        sharding.refuse_use_of_slices(error)
 
     def __getattr__(self, name: str) -> Any:
         run = self.__dict__.get("_run")
@@ -510,8 +510,7 @@ class Session:
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Scale the step's gradient, or that of a learner's step, to a norm of at most `max_norm`;
         return the norm before. Call it between the micro-batches and optimizer.step()."""
-        run = self._run_in_loop("session.clip_grad_norm_(max_norm)")
-        return run.clip_grad_norm_(max_norm)
+        return self._run_in_loop("session.clip_grad_norm_(max_norm)").clip_grad_norm_(max_norm)
 
     def log(self, step: int, /, **values: Any) -> None:
         """Add numbers to this step's line in metrics.jsonl, which rank 0 writes.
@@ -528,7 +527,7 @@ class Session:
                 "call it in the body of that step",
             )
         run = self._run_in_loop("session.log(step, ...)")
-        run.record.log(session_checks.numbers_to_log(values, lambda: self.loss))
+        run.record.log(values, lambda: self.loss)
 
     def print(self, *values: object) -> None:
         """Print a line on rank 0, also after a failure, above the bar of the progress. The report

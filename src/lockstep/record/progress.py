@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from lockstep.errors import UsageError
 from lockstep.files import write_atomic
 from lockstep.log import log
 from lockstep.record.step_timer import format_step_line
@@ -146,3 +147,13 @@ def make_bar(stream: TextIO, total: int, start: int) -> tuple[Bar, Any]:
     columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), Remaining())
     bar = Progress(*columns, console=console, refresh_per_second=2, transient=True)
     return bar, bar.add_task("step", total=total, completed=start)
+
+
+def progress_interval_s(progress: float | bool) -> float:
+    """Return the seconds between two lines of Session(progress=...); inf: none."""
+    if isinstance(progress, bool):
+        return 10.0 if progress else math.inf
+    if not progress >= 0:
+        hint = "give the seconds between two lines, or False for none"
+        raise UsageError(f"progress={progress!r}", "Session(progress=...)", hint)
+    return progress

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import inspect
 import logging
-import math
 import os
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import (
@@ -19,22 +17,19 @@ from typing import (
     get_type_hints,
 )
 
-import torch.distributed as dist
 from torch import nn
-from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from lockstep.checkpoint.stateful import Trained
 from lockstep.errors import UsageError
-from lockstep.layout import REPLICA_AXES, Layout
+from lockstep.layout import REPLICA_AXES
 from lockstep.record.tracker import parse_backends
 from lockstep.runtime.environment import RESERVED_VARIABLES
 from lockstep.runtime.session_start import ask_for_start
-from lockstep.runtime.torch_private import collectives_of, version_of
 from lockstep.runtime.variables import PROFILE, TRACK, environment_variable, unknown_variables
 from lockstep.runtime.worker_env import WorkerEnv
-from lockstep.training.replica_group import ReplicaGroup, ReplicaOptions
+from lockstep.training.replica_group import ReplicaOptions
 from lockstep.training.trained_parameters import refuse_misplaced_parameters
 from lockstep.units import join_names
 
@@ -43,10 +38,7 @@ if TYPE_CHECKING:
     from lockstep.training.rollback import Rollback
 
 log = logging.getLogger("lockstep")
-HASHED_STEPS = 10  # after a step that may have changed no weight
 # Errors of torch for a sharded parameter outside of the model's passes.
-OF_SLICES = "mixed torch.Tensor and DTensor|No backend type associated|FSDP does not support deepcopy|a sharding strategy registered"
-RECORDED = ("step", "seconds", "workers")  # names in metrics.jsonl that session.log cannot set
 
 
 def refuse_wrong_options(
@@ -93,16 +85,6 @@ def refuse_ineffective_variables(environ: Mapping[str, str]) -> None:
             hint = f"write Session(track=[...]), lockstep run --track NAME or {TRACK}=NAME"
         what = f"{join_names(others)} would have no effect on a Session"
         raise UsageError(what, "environment", hint)
-
-
-def progress_interval_s(progress: float | bool) -> float:
-    """Return the seconds between two lines of Session(progress=...); inf: none."""
-    if isinstance(progress, bool):
-        return 10.0 if progress else math.inf
-    if not progress >= 0:
-        hint = "give the seconds between two lines, or False for none"
-        raise UsageError(f"progress={progress!r}", "Session(progress=...)", hint)
-    return progress
 
 
 def rollback_of(
@@ -219,149 +201,6 @@ def needs_closure(optimizer: Optimizer) -> bool:
     return any(p.default is p.empty and p.kind not in variable for p in parameters)
 
 
-def refuse_uneven_skips(
-    scaler: GradScaler | None, on_nonfinite: str, state: Mapping[str, Any]
-) -> None:
-    """UsageError where some shards might skip an update that is not finite, and others not."""
-    if scaler is None and on_nonfinite == "ignore":
-        hint = "pass the GradScaler: session.backward(loss, scaler=scaler)"
-        raise UsageError(
-            "a gradient that is not finite would be ignored by some shards only",
-            "Session(on_nonfinite='ignore')",
-            hint,
-        )
-    if scaler is not None and not any(scaler is value for value in state.values()):
-        where = "session.backward(loss, scaler=...), in shards"
-        raise UsageError(
-            "the GradScaler is not in session.state", where, "add it: session.state(scaler=scaler)"
-        )
-
-
-def warn_of_other_bits(facts: Mapping[str, Any], layout: Layout) -> None:
-    """Warn when the checkpoint with these facts was saved with another size of the tensor axis."""
-    if facts and (before := facts.get("tensor", 1)) != layout.tensor:
-        log.warning(
-            "tensor is %d, it was %d: from here on other bits, equal to rounding",
-            layout.tensor,
-            before,
-        )
-
-
-LOST_UPDATE = (
-    "step %d changed no trained weight, and its gradient is lost: call optimizer.step() once after every "
-    "micro-batch loop. A step sums all micro-batches already; to accumulate more raise micro_batches"
-)
-ZERO_RATES = (
-    "the learning rate of all parameter groups is 0 in steps %d and %d, which train nothing: has the schedule ended before "
-    "the run? A scheduler keeps its length (T_max, total_iters) from the checkpoint"
-)
-OWN_COLLECTIVE = (
-    "a collective of torch.distributed ran after the micro-batch loop of step %d: gradients and losses are those of all %d "
-    "workers already, and a sum over workers would multiply them. What the loop collects has one micro-batch more in the first "
-    "step of a start, and others after a failure: pass it on with session.per_micro_batch, or as an output of session.evaluate"
-)
-
-
-class StepWatch:
-    """Warns, once each, of a step that changes no trained weight, of two steps in a row with a
-    learning rate of 0 (a warm-up may start at 0), and of a collective of the loop's own.
-
-    It hashes the weights around the first step, and around the steps after one without an in-place
-    change that torch has counted. Some optimizers change `p.data`, which torch does not count.
-    """
-
-    def __init__(self, replicas: ReplicaGroup, optimizers: Sequence[Optimizer]) -> None:
-        self.replicas = replicas
-        self.optimizers = optimizers
-        self._warned: set[str] = set()
-        self._has_compared = replicas.on_nonfinite == "ignore"  # a GradScaler skips updates
-        self._steps_to_hash = 1
-        self._before: tuple[float, list[int], int | None] | None = None  # rate, versions, digest
-        self._step_without_rate: int | None = None
-        self._collectives: int | None = None  # of the group, at the end of the micro-batch loop
-
-    def begin(self) -> None:
-        """Note the weights before a step."""
-        if not self._has_compared:
-            digest = self.replicas.replica.digest() if self._steps_to_hash else None
-            self._before = highest_rate(self.optimizers), self._versions(), digest
-
-    def end_micro_batches(self, step: int) -> None:
-        self._collectives = collectives_of(dist.group.WORLD)
-        if ZERO_RATES in self._warned or highest_rate(self.optimizers):
-            return
-        if self._step_without_rate == step - 1:
-            self._warn(ZERO_RATES, step - 1, step)
-        self._step_without_rate = step
-
-    def forget_collectives(self) -> None:
-        """Expect other collectives than those of the micro-batch loop: an evaluation."""
-        self._collectives = None
-
-    def end(self, step: int, workers: int) -> None:
-        if workers > 1 and self._collectives not in (None, collectives_of(dist.group.WORLD)):
-            self._warn(OWN_COLLECTIVE, step, workers)
-        if self._has_compared or self._before is None:
-            return
-        rate, versions, digest = self._before
-        self._steps_to_hash = max(0, self._steps_to_hash - 1)
-        if not rate or not highest_rate(self.optimizers) or versions != self._versions():
-            return
-        if digest is None:
-            self._steps_to_hash = HASHED_STEPS
-            return
-        self._has_compared = True
-        if digest == self.replicas.replica.digest():
-            self._warn(LOST_UPDATE, step)
-
-    def _warn(self, text: str, *values: int) -> None:
-        if text not in self._warned:
-            self._warned.add(text)
-            log.warning(text, *values)
-
-    def _versions(self) -> list[int]:
-        return [version_of(p) for p in self.replicas.replica.parameters]
-
-
-def numbers_to_log(values: Mapping[str, Any], get_loss: Callable[[], float]) -> dict[str, float]:
-    """Return the values of session.log. UsageError for names that the line has anyway."""
-    numbers = {name: number_of(name, value) for name, value in values.items()}
-    for name, number in numbers.items():
-        is_other_loss = name == "loss" and str(number) != str(get_loss())
-        if name in RECORDED or is_other_loss:
-            what = f"{name} is recorded already, with another value"
-            where = f"session.log({name}={values[name]!r})"
-            raise UsageError(what, where, "give it another name")
-    return numbers
-
-
-def number_of(name: str, value: Any) -> float:
-    """Return a number, or that of a tensor or array with one element. UsageError otherwise."""
-    try:
-        number = value.item() if hasattr(value, "item") else value
-    except (RuntimeError, ValueError):  # several elements
-        number = None
-    if not isinstance(number, int | float):
-        raise UsageError(
-            f"{name} is a {type(value).__name__}, not a number",
-            f"session.log({name}=...)",
-            "give a number or one element",
-        )
-    return number
-
-
-def refuse_use_of_slices(error: BaseException | None) -> None:
-    """UsageError in place of torch's for a sharded parameter outside of the model's passes."""
-    if isinstance(error, RuntimeError | AssertionError) and (
-        found := re.search(OF_SLICES, str(error))
-    ):
-        what = f"an operation needs whole weights or gradients, and this worker has slices of them ({found[0]})"
-        hint = "clip with session.clip_grad_norm_, compare outputs in session.evaluate, or train with whole replicas (docs/parallelism.md)"
-        raise UsageError(what, "the training loop, in shards", hint).with_traceback(
-            error.__traceback__
-        ) from None
-
-
 def refuse_early_use(name: str) -> None:
     """UsageError: the attribute exists only later."""
     names, when = f"session.{name} does", "after session.steps(...) has started"
@@ -370,9 +209,3 @@ def refuse_early_use(name: str) -> None:
         when = "inside `with Session(...) as session`"
     if name in ("runtime", "replicas", "checkpointer", "tracker"):
         raise UsageError(f"{names} not exist yet", f"set {when}", "move the line there")
-
-
-def highest_rate(optimizers: Sequence[Optimizer]) -> float:
-    """Return the highest learning rate of all groups; 1.0 where an optimizer has none."""
-    rates = [group.get("lr", 1.0) for optimizer in optimizers for group in optimizer.param_groups]
-    return max((1.0 if rate is None else float(rate) for rate in rates), default=1.0)

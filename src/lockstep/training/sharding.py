@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from lockstep.elastic.collectives import assert_equal_on_all_ranks
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import UsageError
 from lockstep.layout import REPLICA_AXES, Layout, choose_layout
+from lockstep.log import log
 from lockstep.parallel.deferred_init import recording_of
 from lockstep.parallel.gradient_watch import Unused
 from lockstep.parallel.own_model import find_copy, shard_average, shard_module
@@ -26,6 +28,8 @@ from lockstep.runtime.numerics import sha256_of
 from lockstep.runtime.variables import environment_variable
 from lockstep.runtime.worker_env import WorkerEnv
 from lockstep.training.owner_update import apply_owner_rule
+
+OF_SLICES = "mixed torch.Tensor and DTensor|No backend type associated|FSDP does not support deepcopy|a sharding strategy registered"
 
 if TYPE_CHECKING:
     from lockstep.training.initial_values import InitialValues
@@ -218,3 +222,25 @@ def give_slices(
                     state[key] = place_like_torch(key, part.of(value), own, group)
             if state:
                 optimizer.state[own] = state
+
+
+def warn_of_other_bits(facts: Mapping[str, Any], layout: Layout) -> None:
+    """Warn when the checkpoint with these facts was saved with another size of the tensor axis."""
+    if facts and (before := facts.get("tensor", 1)) != layout.tensor:
+        log.warning(
+            "tensor is %d, it was %d: from here on other bits, equal to rounding",
+            layout.tensor,
+            before,
+        )
+
+
+def refuse_use_of_slices(error: BaseException | None) -> None:
+    """UsageError in place of torch's for a sharded parameter outside of the model's passes."""
+    if isinstance(error, RuntimeError | AssertionError) and (
+        found := re.search(OF_SLICES, str(error))
+    ):
+        what = f"an operation needs whole weights or gradients, and this worker has slices of them ({found[0]})"
+        hint = "clip with session.clip_grad_norm_, compare outputs in session.evaluate, or train with whole replicas (docs/parallelism.md)"
+        raise UsageError(what, "the training loop, in shards", hint).with_traceback(
+            error.__traceback__
+        ) from None

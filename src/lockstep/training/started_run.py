@@ -23,12 +23,13 @@ from lockstep.record.events import append_event
 from lockstep.record.progress import ProgressDisplay
 from lockstep.record.tracker import BackgroundTracker, Tracker
 from lockstep.runtime.signals import Stopped, StopSignals
-from lockstep.training import session_checks, sharding
+from lockstep.training import sharding
 from lockstep.training.checkpointer import Checkpointer
 from lockstep.training.replica_group import ReplicaGroup
 from lockstep.training.scores import Position, ScoredRun
 from lockstep.training.session_parts import Declared, SessionValues
 from lockstep.training.step_record import StepRecord, account_facts, resume_account
+from lockstep.training.update_checks import StepWatch, refuse_uneven_skips
 
 if TYPE_CHECKING:
     from lockstep.training.model_flops import ModelFlops
@@ -96,7 +97,7 @@ def resume_state(
     if values.run:
         values.run.check(checkpointer.facts, first_step)
     else:
-        session_checks.warn_of_other_bits(checkpointer.facts, layout)
+        sharding.warn_of_other_bits(checkpointer.facts, layout)
     if init and not checkpointer.loaded:
         from lockstep.training.initial_values import draw_initial_values
 
@@ -245,7 +246,7 @@ class StartedRun:
         self.scores = ScoredRun(values.out, declared.state.values(), runtime, position)
         self.scores.follow_state()
         self.checkpointer.add_to_saves(self._facts, self.scores.kept_steps)
-        self.watch = session_checks.StepWatch(self.replicas, declared.optimizers)
+        self.watch = StepWatch(self.replicas, declared.optimizers)
         if declared.learners:
             declared.learners.start(self)
 
@@ -293,7 +294,7 @@ class StartedRun:
             self.replicas.runner.rollback.refuse_scaler(scaler)
         if self.replicas.replica.workers_per_replica > 1:
             on_nonfinite = self.replicas.on_nonfinite
-            session_checks.refuse_uneven_skips(scaler, on_nonfinite, self.declared.state)
+            refuse_uneven_skips(scaler, on_nonfinite, self.declared.state)
         known = [] if samples is None else [samples]
         with self.record.counting_backward(count):
             self.replicas.backward(loss, count, scaler=scaler, samples=known)

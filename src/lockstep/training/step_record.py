@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import datetime
 from functools import partial
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.elastic.collectives import run_on_rank0
 from lockstep.elastic.runtime import ElasticRuntime
+from lockstep.errors import UsageError
 from lockstep.record import events
 from lockstep.record.goodput import Ledger
 from lockstep.record.metrics import iter_steps
@@ -23,6 +24,8 @@ from lockstep.record.tracker import BackgroundTracker
 from lockstep.runtime.device import measure_memory
 from lockstep.training.loader import Loader
 from lockstep.training.replica_group import ReplicaGroup
+
+RECORDED = ("step", "seconds", "workers")  # names in metrics.jsonl that session.log cannot set
 
 if TYPE_CHECKING:
     from lockstep.training.model_flops import ModelFlops
@@ -58,9 +61,9 @@ class StepRecord:
         self.logged: dict[str, float] = {}
         self.printed = PrintedLines()
 
-    def log(self, values: Mapping[str, float]) -> None:
+    def log(self, values: Mapping[str, Any], get_loss: Callable[[], float]) -> None:
         """Add numbers to the line of this step."""
-        self.logged |= values
+        self.logged |= numbers_to_log(values, get_loss)
 
     def counting_forward(self) -> AbstractContextManager[object]:
         """Context manager around a forward pass in the micro-batch loop."""
@@ -173,3 +176,30 @@ def _empty_account(folder: Path) -> dict[str, Any] | None:
     if first is None:
         return None
     return {"wall_clock_s": datetime.fromisoformat(first["time"]).timestamp(), "seconds": {}}
+
+
+def numbers_to_log(values: Mapping[str, Any], get_loss: Callable[[], float]) -> dict[str, float]:
+    """Return the values of session.log. UsageError for names that the line has anyway."""
+    numbers = {name: number_of(name, value) for name, value in values.items()}
+    for name, number in numbers.items():
+        is_other_loss = name == "loss" and str(number) != str(get_loss())
+        if name in RECORDED or is_other_loss:
+            what = f"{name} is recorded already, with another value"
+            where = f"session.log({name}={values[name]!r})"
+            raise UsageError(what, where, "give it another name")
+    return numbers
+
+
+def number_of(name: str, value: Any) -> float:
+    """Return a number, or that of a tensor or array with one element. UsageError otherwise."""
+    try:
+        number = value.item() if hasattr(value, "item") else value
+    except (RuntimeError, ValueError):  # several elements
+        number = None
+    if not isinstance(number, int | float):
+        raise UsageError(
+            f"{name} is a {type(value).__name__}, not a number",
+            f"session.log({name}=...)",
+            "give a number or one element",
+        )
+    return number
