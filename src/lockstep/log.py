@@ -12,13 +12,17 @@ import queue
 import re
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from logging.handlers import QueueHandler
 from pathlib import Path
 
 FLUSH_TIMEOUT_S = 1.0
+ANNOUNCE_S = 2.0
 # C0 and C1 except tab and newline, overrides of the direction of text, and lone surrogates.
 UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 log = logging.getLogger("lockstep")
+announced: set[str] = set()
 
 
 def printable(text: str) -> str:
@@ -49,6 +53,24 @@ def set_up_logging(*, rank: int = 0, file: Path | None = None) -> None:
             PrintableFormatter(f"%(asctime)s %(levelname).1s rank {rank}: %(message)s")
         )
         log.addHandler(BackgroundHandler(lines))
+
+
+@contextmanager
+def announcing(what: str) -> Iterator[None]:
+    """Log what the block does, once in a process, if it takes over ANNOUNCE_S."""
+
+    def announce() -> None:
+        if what not in announced:
+            announced.add(what)
+            log.info("%s", what)
+
+    timer = threading.Timer(ANNOUNCE_S, announce)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def flush_log() -> None:

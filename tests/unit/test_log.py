@@ -10,9 +10,11 @@ import time
 from pathlib import Path
 
 import pytest
+from support.waiting import wait_until
 
+from lockstep import log as log_module
 from lockstep.errors import DataError
-from lockstep.log import FLUSH_TIMEOUT_S, flush_log, printable, set_up_logging
+from lockstep.log import FLUSH_TIMEOUT_S, announcing, flush_log, printable, set_up_logging
 
 log = logging.getLogger("lockstep")
 COUNT, LINE = 2000, 100  # far more than a pipe holds
@@ -102,3 +104,18 @@ def test_control_characters_are_replaced(
         f": {shown}\n"
     )
     set_up_logging()
+
+
+def test_a_phase_is_announced_once_while_it_lasts_and_only_if_it_takes_long(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log_module, "announced", set())
+    monkeypatch.setattr(log_module, "ANNOUNCE_S", 0.05)
+    with caplog.at_level(logging.INFO, "lockstep"):
+        for _ in range(2):
+            with announcing("packing 100%"):
+                wait_until(lambda: "packing 100%" in log_module.announced, "the line")
+        monkeypatch.setattr(log_module, "ANNOUNCE_S", 60.0)
+        with announcing("a short phase"):
+            pass
+    assert [record.message for record in caplog.records] == ["packing 100%"]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from lockstep.agent.forkserver import ONE_THREAD, Forkserver, WorkerProgram, WorkerSpec
 from lockstep.agent.slots import AgentTimeouts, EventLog
-from lockstep.log import log
+from lockstep.log import ANNOUNCE_S, log
 from lockstep.runtime.processes import now_s
 from lockstep.runtime.worker_env import WorkerEnv
 
@@ -66,6 +66,7 @@ class WorkerPool:
         self.pending: dict[int, PendingWorker] = {}
         self.forkserver: Forkserver | None = None
         self.imports = True  # in the forkserver
+        self.announced = False  # that they take long
         self.failures = 0
         self.retry_at_s = 0.0
         self.start_forkserver()
@@ -154,10 +155,15 @@ class WorkerPool:
         try:
             message = self.forkserver.receive()
         except TimeoutError:
-            if (
-                not self.forkserver.ready
-                and now_s() > self.forkserver.started_s + self.timeouts.import_s
-            ):
+            if self.forkserver.ready:
+                return
+            waited_s = now_s() - self.forkserver.started_s
+            if waited_s > ANNOUNCE_S and self.imports and not self.announced:
+                self.announced = True
+                log.info(
+                    "importing torch%s", f" and {self.program.script}" * bool(self.program.script)
+                )
+            if waited_s > self.timeouts.import_s:
                 self.replace_forkserver(
                     f"it was not ready within {self.timeouts.import_s:g} s", failed=True
                 )

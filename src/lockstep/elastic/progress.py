@@ -7,7 +7,7 @@ import os
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -15,7 +15,7 @@ from typing import Any, Literal
 from lockstep.elastic.consensus import StepDecision
 from lockstep.elastic.world import World
 from lockstep.errors import FencedError, LockstepError, UsageError
-from lockstep.log import log
+from lockstep.log import announcing, log
 from lockstep.record.events import append_event
 from lockstep.record.goodput import Ledger
 from lockstep.runtime.status_board import StatusBoard
@@ -140,7 +140,7 @@ class WorkerState:
         self.exit_code = code
 
     @contextmanager
-    def during(self, phase: Literal["saving", "evaluating"]) -> Iterator[None]:
+    def during(self, phase: Literal["compiling", "saving", "evaluating"]) -> Iterator[None]:
         """Context manager that shows `phase` on the board and in the ledger."""
         before = self.ledger.switch(phase, time.monotonic())
         try:
@@ -148,6 +148,33 @@ class WorkerState:
                 yield
         finally:
             self.ledger.switch(before, time.monotonic())
+
+    @contextmanager
+    def preparing(self, what: str) -> Iterator[None]:
+        """Context manager that shows "preparing" on the board, and logs `what` if it takes long."""
+        with self.board.during("preparing"), announcing(what):
+            yield
+
+    def count_as_lost(self, trained_s: float) -> None:
+        """Count the training since the ledger had `trained_s` of it as lost."""
+        now_s = time.monotonic()
+        seconds = self.ledger.spent("training", now_s) - trained_s
+        self.ledger.move("training", "lost", seconds, now_s)
+
+    def track_compilation(self) -> None:
+        """Show "compiling" on the board and in the ledger whenever torch.compile works, maybe for
+        minutes, and log it once."""
+        from lockstep.runtime.torch_private import on_compile  # loads torch._dynamo
+
+        compiling = ExitStack()
+
+        def start(_: object) -> None:
+            compiling.enter_context(self.during("compiling"))
+            compiling.enter_context(
+                announcing("compiling; torch.compile does so for each new shape")
+            )
+
+        on_compile(start, lambda _: compiling.close())
 
     def report_goodput(self, folder: Path) -> None:
         """Log how the time of the run in `folder` was spent, and write it to its events."""

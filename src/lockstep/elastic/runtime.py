@@ -97,7 +97,9 @@ class ElasticRuntime(WorkerState, AbstractContextManager["ElasticRuntime"]):
             return cls.join_under_agent(worker_env, timeout_s, limits or ElasticLimits())
         ask_for_start()
         world, group = join_static_group(threads, timeout_s)
-        return cls(world, group)
+        runtime = cls(world, group)
+        runtime.track_compilation()
+        return runtime
 
     @classmethod
     def join_under_agent(
@@ -117,8 +119,6 @@ class ElasticRuntime(WorkerState, AbstractContextManager["ElasticRuntime"]):
             one_host=not log_folder.is_shared_disk,
         )
         board, group = make_board(env), GenerationGroup(device, timeout_s)
-        if not is_fixed:  # loads torch._dynamo
-            board.track_compilation()
         membership = Membership(env, limits, group.shutdown)
         runtime = cls(
             World(-1, 0, env.slot, env.slots, env.host, device),
@@ -127,6 +127,8 @@ class ElasticRuntime(WorkerState, AbstractContextManager["ElasticRuntime"]):
             membership=membership,
             is_fixed=is_fixed,
         )
+        if not is_fixed:
+            runtime.track_compilation()
         if env.slot == 0:
             log.info(
                 "%s, %d of %d workers on %s: %s",

@@ -22,6 +22,7 @@ Category = Literal[
     "lost",  # training that is repeated after a failure
     "regrouping",
     "starting",
+    "compiling",  # by torch.compile
     "other",
     "down",  # no worker was running
 ]
@@ -46,6 +47,11 @@ class Ledger:
         self._book(now_s)
         before, self.category = self.category, category
         return before
+
+    def spent(self, category: Category, now_s: float) -> float:
+        """Return the seconds in a category until now."""
+        self._book(now_s)
+        return self._sums_s[category]
 
     def move(self, source: Category, target: Category, seconds: float, now_s: float) -> float:
         """Move up to `seconds` from `source` to `target`; return the seconds moved."""

@@ -132,18 +132,6 @@ class StatusBoard:
         finally:
             self.enter(before)
 
-    def track_compilation(self) -> None:
-        """Be in the phase "compiling" whenever torch.compile works, maybe for minutes."""
-        from lockstep.runtime.torch_private import on_compile  # agents read statuses without torch
-
-        before: list[Phase] = []
-
-        def start(_: object) -> None:
-            before.append(self.phase)
-            self.enter("compiling")
-
-        on_compile(start, lambda _: self.enter(before.pop()))
-
     def _set_step(self, step: int, now_ns: int) -> None:
         if self._first_step < 0:
             self._first_step = step

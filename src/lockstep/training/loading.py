@@ -53,7 +53,7 @@ def load_checkpoint(
     """
     readers = ranks_that_read(runtime)
     share = ShareReader(store, runtime.world.rank, readers)
-    loading = runtime.board.during("preparing")  # as long as the disk requires
+    loading = runtime.preparing("reading the checkpoint")  # as long as the disk requires
     steps, reason = run_on_rank0(runtime, loading(partial(select, runtime, store, how)))
     store.require_folder()
     damaged: dict[int, list[str]] = {}

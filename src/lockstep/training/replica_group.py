@@ -267,19 +267,19 @@ class ReplicaGroup:
         try:
             while True:
                 self.attempt += 1
-                start_s = time.monotonic()
+                trained_s = self.runtime.ledger.spent("training", time.monotonic())
                 with self.runtime.catch_peer_loss() as lost:
                     yield from runner.passes(step)
                     decision = runner.vote(step)
                     if decision and (rollback := runner.suspicion(step, decision)):
-                        self._count_as_lost(start_s)
+                        self.runtime.count_as_lost(trained_s)
                         yield from rollback.measure(step, self.replica, runner.ballot.counts)
                         continue
                     if decision:
                         self._commit(step, decision)
                         break
                 if not runner.has_voted:
-                    self._count_as_lost(start_s)
+                    self.runtime.count_as_lost(trained_s)
                 if self._regroup(step, lost.why or "replicas differ"):
                     break
             if self.checkpointer:
@@ -320,10 +320,6 @@ class ReplicaGroup:
                 "by break, by zip with something shorter, or by a second micro-batch loop inside it",
                 "take every micro-batch that loader(step) gives; the first step of a start gives one more (docs/loop.md)",
             )
-
-    def _count_as_lost(self, start_s: float) -> None:
-        now_s = time.monotonic()
-        self.runtime.ledger.move("training", "lost", now_s - start_s, now_s)
 
     def _stop(self, step: int) -> None:
         """Save and end a loop that does not handle stop signals itself."""

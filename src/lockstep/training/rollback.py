@@ -268,7 +268,7 @@ class SkippedMicroBatches:
         """
         rows: list[tuple[int, str, bool, int | None]] = []
         skipped = self.start(step)
-        start_s = time.monotonic()
+        trained_s = self.runtime.ledger.spent("training", time.monotonic())
         for own in (k for k in replica.source.plan.leaves if k not in skipped):
             counts.clear()
             for k in replica.rehearsal(step, own):
@@ -290,7 +290,7 @@ class SkippedMicroBatches:
         limit = loss_limit(losses, self.options.spike, self.micro_batches)
         self._guilty = find_guilty(self._measured, limit)
         self._refuse(step)
-        self.runtime.ledger.move("training", "lost", time.monotonic() - start_s, time.monotonic())
+        self.runtime.count_as_lost(trained_s)
 
     def _refuse(self, step: int) -> None:
         """DivergedError when no micro-batch would be left, or more are skipped than allowed."""

@@ -101,7 +101,8 @@ def resume_state(
     if init and not checkpointer.loaded:
         from lockstep.training.initial_values import draw_initial_values
 
-        runtime.board.during("preparing")(draw_initial_values)(model, init, runtime)
+        with runtime.preparing("drawing the initial weights"):
+            draw_initial_values(model, init, runtime)
     if values.function and not checkpointer.loaded:
         values.function.refuse_new_run()
     changed = check(checkpointer.facts, first_step) if check else {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -229,6 +230,38 @@ def test_joiner_continues_the_ledger_of_the_run(tmp_path: Path) -> None:
     assert not trained.first_generation and not joiner.first_generation
     assert joiner.ledger.summary(1.0)["training_s"] > 900
     assert transfer_roles(joiner.member_progress) == (7, [0], [1])
+
+
+def test_compiling_counts_as_compiling_and_not_as_training(runtime: ElasticRuntime) -> None:
+    phases = []
+
+    def slow_backend(graph: torch.fx.GraphModule, _: object) -> Callable[..., Any]:
+        phases.append((runtime.board.phase, runtime.ledger.category))
+        time.sleep(0.3)
+        return graph.forward
+
+    runtime.track_compilation()
+    runtime.board.enter("forward", 1)
+    runtime.set_ledger(Ledger(time.monotonic(), "training"))
+    doubled = torch.compile(lambda tensor: tensor + tensor, backend=slow_backend, dynamic=False)
+    for rows in (2, 2, 3):
+        assert doubled(torch.ones(rows)).sum() == 2 * rows
+    assert phases == [("compiling", "compiling")] * 2, "once for each shape"
+    assert (runtime.board.phase, runtime.ledger.category) == ("forward", "training")
+    assert runtime.ledger.summary(time.monotonic())["compiling_s"] > 0.6
+
+
+def test_only_training_counts_as_lost_when_a_step_is_retried(runtime: ElasticRuntime) -> None:
+    now_s = time.monotonic()
+    runtime.set_ledger(Ledger(now_s - 100.0, "training"))
+    trained_s = runtime.ledger.spent("training", now_s - 30.0)
+    runtime.ledger.switch("compiling", now_s - 20.0)
+    runtime.ledger.switch("training", now_s - 5.0)
+    runtime.count_as_lost(trained_s)
+    values = runtime.ledger.summary(time.monotonic())
+    assert values["compiling_s"] == pytest.approx(15.0)
+    assert values["lost_s"] == pytest.approx(15.0, abs=1.0)
+    assert values["training_s"] == pytest.approx(70.0, abs=1.0)
 
 
 # The end of a run.
