@@ -163,6 +163,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def preload(modules: Sequence[str], script: str) -> str:
     """Import everything; return why this process cannot serve as a forkserver, "" if it can."""
+    gc.disable()  # a fifth of the time of the imports
     try:
         for name in modules:
             importlib.import_module(name)
@@ -177,6 +178,7 @@ def preload(modules: Sequence[str], script: str) -> str:
         return f"importing {script or ', '.join(modules)} initialized CUDA, which a forked process cannot use"
     gc.collect()
     gc.freeze()  # the collector skips these objects, so that their pages stay shared
+    gc.enable()
     return ""
 
 
