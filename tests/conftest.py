@@ -17,6 +17,7 @@ os.environ |= {
     "HF_DATASETS_OFFLINE": "1",
     "HF_EVALUATE_OFFLINE": "1",
 }  # else lm-eval retries for half a minute
+os.environ["LOCKSTEP_CACHE"] = "off"  # commands that tests start share one: support/launching.py
 forking.fork_commands()
 # Else each process that a test starts compiles the sources that it imports.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

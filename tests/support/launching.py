@@ -7,12 +7,14 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from support.forking import ForkedPopen
 
 ROOT = Path(__file__).parents[2]
 OWN_LOOP = f"{ROOT / 'examples' / 'own_loop.py'}:train"
+CACHE = TemporaryDirectory(prefix="lockstep-cache-", ignore_cleanup_errors=True)  # of all commands
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
@@ -28,8 +30,10 @@ def lockstep_command(*words: object) -> list[str]:
 
 
 def one_thread(**more: str) -> dict[str, str]:
-    """Return this process's environment with one compute thread and unbuffered output."""
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **more}
+    """Return this process's environment with one compute thread, unbuffered output, and prepared
+    data that all tests share."""
+    shared = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "LOCKSTEP_CACHE": CACHE.name}
+    return {**os.environ, **shared, **more}
 
 
 def run_command(

@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import json
 import sys
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -166,6 +168,30 @@ def source_of(
             "is the path right?",
         ) from None
     return source | listed
+
+
+def content_of(
+    data: config.DataOptions, hashes: Callable[[list[Path]], dict[Path, str]]
+) -> dict[str, Any] | None:
+    """Return JSON values that differ whenever anything differs that the source gives; None: that
+    is unknown. They read all of it. DataError: missing.
+
+    hashes  returns the hash of each file
+    """
+    if data.kind == "huggingface":
+        files = import_module("lockstep.corpus.huggingface").cached_files(data)
+        digests = hashes([path for paths in files.values() for path in paths])
+        listed = {split: [digests[path] for path in paths] for split, paths in files.items()}
+        return {"dataset": data.dataset, "rows": listed} if all(listed.values()) else None
+    content: dict[str, Any] = {"source": source_of(data, hashes)}
+    if data.kind == "text":  # the held-out documents have their names
+        content["names"] = list(map(str, chain.from_iterable(files_of(data).values())))
+    if data.kind == "stdlib":
+        hashed = hashlib.sha256()
+        for document in read(data, "train", ""):
+            hashed.update(json.dumps([document.name, document.text]).encode())
+        content["documents"] = hashed.hexdigest()
+    return content
 
 
 def hashes_of_ends(paths: list[Path]) -> dict[Path, str]:

@@ -16,15 +16,15 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.config import schema as config
-from lockstep.corpus.documents import SPLITS, source_of
+from lockstep.corpus.documents import SPLITS
 from lockstep.corpus.pairs import Corpus, Pairs, read_corpus, report_line
-from lockstep.corpus.prepared import Prepared, Sample, write_samples
+from lockstep.corpus.prepared import Prepared, Sample, prepare_once, write_samples
 from lockstep.corpus.token_stream import ONE_FILE, Ints, TokenStream
 from lockstep.corpus.tokenizer import BEGIN, END, PAD, Tokenizer
-from lockstep.data.manifest import NOT_SHARED, FileDigests, matches_prepared, write_manifest
+from lockstep.data.manifest import NOT_SHARED, FileDigests, write_manifest
 from lockstep.errors import DataError
 from lockstep.files import sha256_file
-from lockstep.log import log
+from lockstep.log import announcing, log
 
 ENCODE_BATCH = 50_000  # texts encoded at once: the results of the library need much memory
 SIDES = (".source", ".target")
@@ -107,32 +107,40 @@ def prepare(
     names = ("kind", "source", "target", "pairs", "held_out", "max_tokens")
     settings = {f"data.{name}": getattr(data, name) for name in names}
     settings |= {f"tokenizer.{name}": value for name, value in asdict(options).items()}
-    if matches_prepared(folder, settings, lambda: source_of(data, digests.of)):
-        return
-    folder.mkdir(parents=True, exist_ok=True)  # before the pairs are read, which takes seconds
-    text = read_corpus(data)
-    log.info(report_line(text.report))
-    sentences = (sentence for pair in text.train for sentence in pair)
-    tokenizer = Tokenizer.train(sentences, **asdict(options))
-    too_long: Counter[str] = Counter()
-    files, _ = write_samples(
-        folder,
-        pair_samples(text, tokenizer, data.max_tokens, too_long),
-        tokenizer.vocab_size,
-        sides=SIDES,
-        shard_tokens=ONE_FILE,
-    )
-    file = folder / "tokenizer.json"
-    tokenizer.save(file)
-    count_long_pairs(text.report, too_long, data.max_tokens)
-    log.info(
-        "tokenizer: %d entries (%s, %d asked for)",
-        tokenizer.vocab_size,
-        options.kind,
-        options.vocab_size,
-    )
-    facts = {"tokenizer": sha256_file(file), "report": text.report, "too_long": +too_long}
-    write_manifest(folder, [file, *files], digests, asked=settings, **facts)
+
+    def write() -> list[Path]:
+        folder.mkdir(parents=True, exist_ok=True)  # before the pairs are read, which takes seconds
+        with announcing(f"{'generating' if data.kind == 'cldr' else 'reading'} the pairs"):
+            text = read_corpus(data)
+        log.info(report_line(text.report))
+        sentences = (sentence for pair in text.train for sentence in pair)
+        with announcing(f"training a tokenizer of {options.vocab_size:,} entries"):
+            tokenizer = Tokenizer.train(sentences, **asdict(options))
+        too_long: Counter[str] = Counter()
+        with announcing("encoding the pairs"):
+            files, _ = write_samples(
+                folder,
+                pair_samples(text, tokenizer, data.max_tokens, too_long),
+                tokenizer.vocab_size,
+                sides=SIDES,
+                shard_tokens=ONE_FILE,
+            )
+        file = folder / "tokenizer.json"
+        tokenizer.save(file)
+        count_long_pairs(text.report, too_long, data.max_tokens)
+        log.info(
+            "tokenizer: %d entries (%s, %d asked for)",
+            tokenizer.vocab_size,
+            options.kind,
+            options.vocab_size,
+        )
+        facts = {"tokenizer": sha256_file(file), "report": text.report, "too_long": +too_long}
+        manifest = write_manifest(folder, [file, *files], digests, asked=settings, **facts)
+        return [file, *files, manifest]
+
+    report = prepare_once({"data": folder}, data, settings, write, digests, hashes=digests.of)
+    if report:
+        log.info(report_line(report))
 
 
 def pair_samples(

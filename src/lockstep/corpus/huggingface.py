@@ -78,6 +78,15 @@ def splits_of(data: DataOptions) -> dict[str, str]:
     return choose_splits(requested, list(load(data.dataset, data.subset)), describe(data))
 
 
+def cached_files(data: DataOptions) -> dict[str, list[Path]]:
+    """Return the files with the rows of each split, in order; none for a split in memory."""
+    dataset = load(data.dataset, data.subset)
+    return {
+        split: [Path(file["filename"]) for file in dataset[name].cache_files]
+        for split, name in splits_of(data).items()
+    }
+
+
 def describe(data: DataOptions) -> str:
     return f"data.dataset={data.dataset} data.subset={data.subset}"
 

@@ -12,19 +12,22 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import tokenizers
 
-from lockstep.config.schema import RunConfig, TokenizerOptions
+from lockstep.config.schema import DataOptions, RunConfig, TokenizerOptions
+from lockstep.corpus import cache
 from lockstep.corpus.chat_tokenizer import ChatTokenizer
-from lockstep.corpus.documents import SPLITS, Document, Split, in_groups, source_of
+from lockstep.corpus.documents import SPLITS, Document, Split, content_of, in_groups, source_of
 from lockstep.corpus.token_stream import SHARD_TOKENS, TokenStream, TokenStreamWriter
 from lockstep.corpus.tokenizer import Tokenizer
 from lockstep.data.manifest import (
@@ -32,12 +35,14 @@ from lockstep.data.manifest import (
     FileDigests,
     matches_prepared,
     open_manifest,
+    read_manifest,
     verify_files,
     write_manifest,
 )
 from lockstep.errors import DataError
 from lockstep.files import open_unpublished, publish, remove_unpublished, sha256_file
-from lockstep.log import log
+from lockstep.log import announcing, log
+from lockstep.runtime.sources import fingerprint
 from lockstep.units import format_bytes, format_count
 
 TOKENIZER_CHARACTERS = 200_000_000  # of training text; more hardly changes a tokenizer
@@ -80,7 +85,8 @@ class Prepared(Generic[TokenizerT, SplitT]):
         digests: FileDigests,
     ) -> Any:
         """Open the data under `folder` and verify every file: about 1 s per gigabyte. DataError."""
-        manifest = open_manifest(folder, digests)
+        with announcing(f"verifying the prepared data in {folder}"):
+            manifest = open_manifest(folder, digests)
         verify_files({tokenizer_file: manifest["tokenizer"]}, folder, digests)
         listed = json.dumps(manifest["files"], sort_keys=True)
         return cls(
@@ -106,9 +112,10 @@ PreparedText = Prepared[ChatTokenizer, TokenStream]
 
 def train_tokenizer(options: TokenizerOptions, texts: Iterable[str], folder: Path) -> None:
     texts = take_characters(texts, TOKENIZER_CHARACTERS)
-    tokenizer = Tokenizer.train_on_documents(
-        texts, vocab_size=options.vocab_size, min_frequency=options.min_frequency
-    )
+    with announcing(f"training a tokenizer of {options.vocab_size:,} entries"):
+        tokenizer = Tokenizer.train_on_documents(
+            texts, vocab_size=options.vocab_size, min_frequency=options.min_frequency
+        )
     tokenizer.save_for_llama(folder)
     log.info("tokenizer: %d entries (%d asked for)", tokenizer.vocab_size, options.vocab_size)
 
@@ -166,33 +173,92 @@ def write_samples(
     return [*files, *(folder / f"{split}.jsonl" for split in SPLITS[1:])], report
 
 
-def prepare(
-    run: RunConfig,
-    folder: Path,
-    tokenizer: ChatTokenizer,
-    samples: Iterable[Sample],
-    dropped: Counter[str],
+def prepare_once(
+    folders: Mapping[str, Path],
+    data: DataOptions,
+    settings: dict[str, Any],
+    write: Callable[[], Iterable[Path]],
     digests: FileDigests,
-) -> None:
-    """For rank 0: prepare the streams under `folder`. If they exist, only compare the settings.
+    *,
+    model: Any = None,
+    hashes: Callable[[list[Path]], dict[Path, str]] | None = None,
+) -> dict[str, Any] | None:
+    """For rank 0: prepare data in `folders`, or take what another run has prepared from the same
+    content. If data is there, only compare the settings. DataError.
 
-    samples  read only if there are no streams
-    dropped  samples dropped until then, by reason
-    DataError: other data is in the folder, the source cannot be read, or a split is empty.
+    folders   "data", with the manifest, and others that are prepared with it
+    settings  what the files depend on, besides the source
+    write     writes the files, and returns them; the manifest is the last one
+    model     JSON values of the model that the files depend on, too
+    hashes    how a later start compares the source: see `source_of`
+    Returns the report of the preparation, if it was taken.
     """
-    # The streams depend on their source and on these settings.
+
+    def entry() -> Path | None:
+        content = content_of(data, digests.of)
+        facts = [settings, content, model, *versions()]
+        return cache.entry_of(facts) if content is not None else None
+
+    if matches_prepared(folders["data"], settings, lambda: source_of(data, hashes)):
+        return None
+    found = entry()
+    if cache.take(found, folders):
+        log.info("data as another run has prepared it: %s", found)
+        report: dict[str, Any] = read_manifest(folders["data"])["report"]
+        return report
+    files = write()
+    if found == entry():  # else the source has changed meanwhile
+        cache.keep(found, folders, files, digests)
+    return None
+
+
+def versions() -> list[str]:
+    """Return the versions of the code that prepares data."""
+    libraries = [version(name) for name in ("tokenizers", "jinja2")]
+    return [fingerprint()["lockstep"], sys.version, *libraries]
+
+
+def settings_of(run: RunConfig) -> dict[str, Any]:
+    """Return what the streams of documents or chats depend on, besides their source."""
     keys = ["task", "data.kind", "data.column", "data.held_out_share", "data.pairs"]
     if not run.llama.init_from:
         keys += ["tokenizer.vocab_size", "tokenizer.min_frequency"]
     if run.task == "sft":
         keys += ["batch.seq_len", "data.truncation"]
-    settings = {key: attrgetter(key)(run) for key in keys}
-    if matches_prepared(folder, settings, lambda: source_of(run.data)):
-        return
+    return {key: attrgetter(key)(run) for key in keys}
+
+
+def write_streams(
+    run: RunConfig,
+    folder: Path,
+    settings: dict[str, Any],
+    tokenizer: ChatTokenizer,
+    samples: Iterable[Sample],
+    dropped: Counter[str],
+    digests: FileDigests,
+) -> list[Path]:
+    """For rank 0: write the streams under `folder`, and the manifest last. Return the files, and
+    those of the tokenizer.
+
+    dropped  samples dropped until then, by reason
+    DataError: the source cannot be read, or a split is empty.
+    """
     size = tokenizer.inner.get_vocab_size(with_added_tokens=True)
-    files, report = write_samples(folder, samples, size, has_loss_mask=run.task == "sft")
+    with announcing(f"encoding the {'chats' if run.task == 'sft' else 'documents'}"):
+        files, report = write_samples(folder, samples, size, has_loss_mask=run.task == "sft")
     refuse_empty_split(run, report, dropped)
-    for split, sizes in report.items():
+    report["left_out"] = dropped
+    log_report(report)
+    sha256 = sha256_file(tokenizer.folder / "tokenizer.json")
+    manifest = write_manifest(
+        folder, files, digests, tokenizer=sha256, asked=settings, report=report
+    )
+    return [*sorted(tokenizer.folder.iterdir()), *files, manifest]
+
+
+def log_report(report: dict[str, Any]) -> None:
+    for split in SPLITS:
+        sizes = report[split]
         log.info(
             "%s: %s documents, %s tokens, %s",
             split,
@@ -200,11 +266,8 @@ def prepare(
             format_count(sizes["tokens"]),
             format_bytes(sizes["bytes"]),
         )
-    for reason, count in dropped.items():
+    for reason, count in report["left_out"].items():
         log.info("dropped: %d %s", count, reason)
-    facts: dict[str, Any] = {"asked": settings, "report": report | {"left_out": dropped}}
-    tokenizer_sha256 = sha256_file(tokenizer.folder / "tokenizer.json")
-    write_manifest(folder, files, digests, tokenizer=tokenizer_sha256, **facts)
 
 
 def refuse_empty_split(run: RunConfig, report: dict[str, Any], dropped: Counter[str]) -> None:

@@ -157,10 +157,11 @@ def matches_prepared(folder: Path, settings: dict[str, Any], source: Callable[[]
 
 def write_manifest(
     folder: Path, files: Iterable[Path], digests: FileDigests, **fields: Any
-) -> None:
-    """Write the fields that `read_manifest` expects, and the sha256 of `files`."""
+) -> Path:
+    """Write the fields that `read_manifest` expects, and the sha256 of `files`; return the file."""
     listed = {path.name: digest for path, digest in digests.of(files).items()}
     write_json(folder / MANIFEST, add_checksum({**fields, "files": listed}))
+    return folder / MANIFEST
 
 
 def verify_files(expected: Mapping[Path, str], folder: Path, digests: FileDigests) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from lockstep.errors import UsageError
 from lockstep.files import scheme_of
+from lockstep.runtime.variables import user_cache
 from lockstep.runtime.worker_env import read_worker_env
 
 BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
@@ -33,10 +34,7 @@ class Address:
     def copies(self) -> Path:
         """The folder of this host for the copies of this run. Equal addresses at different
         endpoints are different runs."""
-        cache = (
-            os.environ.get(COPIES)
-            or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lockstep"
-        )
+        cache = os.environ.get(COPIES) or user_cache()
         name = hashlib.sha256(f"{endpoint()} {self}".encode()).hexdigest()[:12]
         return Path(cache).resolve() / name
 

@@ -19,7 +19,7 @@ from itertools import takewhile
 from pathlib import Path
 
 from lockstep.errors import UsageError
-from lockstep.runtime.variables import PROFILE, TRACK
+from lockstep.runtime.variables import CACHE, PROFILE, TRACK
 from lockstep.runtime.worker_env import SHARED_TERMINAL, WORKER_ENV
 
 BF16_FLAGS = ("amx_bf16", "avx512_bf16", "bf16")  # x86 AMX tiles, x86 AVX-512, Arm
@@ -29,6 +29,7 @@ TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 RESERVED_VARIABLES = (
     "LOCKSTEP_DEVICE",
     "LOCKSTEP_TMP",
+    CACHE,
     WORKER_ENV,
     SHARED_TERMINAL,
     "LOCKSTEP_DRILL",

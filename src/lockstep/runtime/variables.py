@@ -1,10 +1,18 @@
-"""The names of environment variables that set keys of a run; loads nothing else."""
+"""The names of environment variables that are for users; loads nothing else."""
 
+import os
 import re
 from collections.abc import Collection, Iterable
+from pathlib import Path
 
+CACHE = "LOCKSTEP_CACHE"  # folder of what runs share: prepared data; off: none
 TRACK = "LOCKSTEP_TRACK"  # the metric backends of Sessions, separated by commas
 PROFILE = "LOCKSTEP_PROFILE"  # the steps that Sessions profile
+
+
+def user_cache() -> Path:
+    """Return Lockstep's folder in the user's cache. RuntimeError: the user has no home."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lockstep"
 
 
 def environment_variable(key: str) -> str:

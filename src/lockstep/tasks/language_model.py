@@ -43,7 +43,7 @@ from lockstep.data.order import UniformOrder
 from lockstep.elastic.collectives import assert_equal_on_all_ranks, run_in_run_folder
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import ConfigError, DataError, UsageError
-from lockstep.files import write_atomic, write_json
+from lockstep.files import sha256_file, write_atomic, write_json
 from lockstep.generation.decoder import Decoder
 from lockstep.generation.sampling import (
     CONTEXT_TOKENS,
@@ -52,7 +52,7 @@ from lockstep.generation.sampling import (
     stream_continuations,
 )
 from lockstep.log import log
-from lockstep.models.hub import copy_files
+from lockstep.models.hub import LlamaWeights, copy_files
 from lockstep.models.llama import Llama
 from lockstep.models.llama_config import LLAMA_CONFIGS, LlamaConfig
 from lockstep.models.llama_io import (
@@ -90,8 +90,9 @@ class LanguageModelTask(InitialWeights):
         initial_weights = InitialWeights.of(
             run, tokenizer.inner.get_vocab_size(with_added_tokens=True)
         )
+        hashing = runtime.preparing("hashing the initial weights")
         start = run_in_run_folder(
-            runtime, lambda: preparing(write_model_json)(initial_weights, folder)
+            runtime, lambda: hashing(write_model_json)(initial_weights, folder)
         )
         fingerprints = prepared.fingerprints | {"start": start}
         if initial_weights.adapter:
@@ -103,9 +104,8 @@ class LanguageModelTask(InitialWeights):
         rows: CutRows | PackedRows = CutRows(stream, length)
         if run.task == "sft":
             arguments = folder / "data", stream, length, run.seed, fingerprints["data"]
-            name, digest = run_in_run_folder(
-                runtime, lambda: preparing(save_packed_rows)(*arguments)
-            )
+            packing = runtime.preparing("packing the chats into rows")
+            name, digest = run_in_run_folder(runtime, lambda: packing(save_packed_rows)(*arguments))
             path = folder / "data" / name
             verify_files({path: digest}, path.with_suffix(".json"), digests)
             rows = PackedRows(stream, length, np.asarray(np.load(path, mmap_mode="r")))
@@ -144,54 +144,84 @@ class LanguageModelTask(InitialWeights):
 
 def prepare_documents(run: RunConfig, folder: Path, digests: FileDigests = NOT_SHARED) -> None:
     """For rank 0: prepare the tokenizer and the token streams of the run's documents."""
-    inside = not (folder / "data" / MANIFEST).exists() and held_inside(run.data)
-    if inside:
-        log.info(
-            "too few documents to hold out whole ones: "
-            "a share of %g of each goes to validation and to test",
-            run.data.held_out_share,
-        )
-    tokenizer = tokenizer_of(
-        run, folder, (d.text for split, d in documents(run.data, inside) if split == "train")
-    )
-    samples = data.document_samples(tokenizer, documents(run.data, inside))
-    data.prepare(run, folder / "data", tokenizer, samples, Counter(), digests)
+
+    def write(start: LlamaWeights | None, settings: dict[str, Any]) -> list[Path]:
+        inside = held_inside(run.data)
+        if inside:
+            log.info(
+                "too few documents to hold out whole ones: "
+                "a share of %g of each goes to validation and to test",
+                run.data.held_out_share,
+            )
+        texts = (d.text for split, d in documents(run.data, inside) if split == "train")
+        tokenizer = write_tokenizer(run, folder, start, texts)
+        samples = data.document_samples(tokenizer, documents(run.data, inside))
+        streams = folder / "data"
+        return data.write_streams(run, streams, settings, tokenizer, samples, Counter(), digests)
+
+    prepare(run, folder, digests, write)
 
 
 def prepare_chats(run: RunConfig, folder: Path, digests: FileDigests) -> None:
     """For rank 0: prepare the tokenizer and the token streams of the run's chats."""
-    texts = (
-        m.get("content") or ""
-        for split, chat in chats(run.data, Counter())
-        if split == "train"
-        for m in chat.messages
-    )
-    tokenizer = with_template(tokenizer_of(run, folder, texts), folder / TOKENIZER)
-    dropped: Counter[str] = Counter()
-    data.prepare(
-        run,
-        folder / "data",
-        tokenizer,
-        chat_samples(tokenizer, run.data, run.batch.seq_len, dropped),
-        dropped,
-        digests,
-    )
-    renderer.close()
+
+    def write(start: LlamaWeights | None, settings: dict[str, Any]) -> list[Path]:
+        texts = (
+            m.get("content") or ""
+            for split, chat in chats(run.data, Counter())
+            if split == "train"
+            for m in chat.messages
+        )
+        tokenizer = write_tokenizer(run, folder, start, texts)
+        tokenizer = with_template(tokenizer, folder / TOKENIZER)
+        dropped: Counter[str] = Counter()
+        samples = chat_samples(tokenizer, run.data, run.batch.seq_len, dropped)
+        streams = folder / "data"
+        files = data.write_streams(run, streams, settings, tokenizer, samples, dropped, digests)
+        renderer.close()
+        return files
+
+    prepare(run, folder, digests, write)
 
 
-def tokenizer_of(run: RunConfig, folder: Path, texts: Iterable[str]) -> ChatTokenizer:
-    """For rank 0: write the tokenizer of llama.init_from, or one trained on `texts`; return it."""
-    start = (
-        open_weights(Path(run.llama.init_from), backend=run.llama.backend)
-        if run.llama.init_from
-        else None
-    )
+def prepare(
+    run: RunConfig,
+    folder: Path,
+    digests: FileDigests,
+    write: Callable[[LlamaWeights | None, dict[str, Any]], list[Path]],
+) -> None:
+    """For rank 0: prepare data by `write`, given the weights of llama.init_from and the settings,
+    unless it is in `folder` or in the cache."""
+    start = model = None
+    if run.llama.init_from:
+        start = open_weights(Path(run.llama.init_from), backend=run.llama.backend)
+        files = {path.name: sha256_file(path) for path in start.companions}
+        model = {"files": files, "config": start.hf_config}
     if not (folder / "data" / MANIFEST).exists():
         refuse_long_rows(run, start.config if start else LLAMA_CONFIGS[run.llama.size])
-        if start:
-            copy_files(start.companions, folder / TOKENIZER)
-        else:
-            data.train_tokenizer(run.tokenizer, texts, folder / TOKENIZER)
+    folders = {"tokenizer": folder / TOKENIZER, "data": folder / "data"}
+    settings = data.settings_of(run)
+    report = data.prepare_once(
+        folders, run.data, settings, lambda: write(start, settings), digests, model=model
+    )
+    if report:
+        data.log_report(report)
+    tokenizer_of(folder, start)
+
+
+def write_tokenizer(
+    run: RunConfig, folder: Path, start: LlamaWeights | None, texts: Iterable[str]
+) -> ChatTokenizer:
+    """For rank 0: write the tokenizer of llama.init_from, or one trained on `texts`; return it."""
+    if start:
+        copy_files(start.companions, folder / TOKENIZER)
+    else:
+        data.train_tokenizer(run.tokenizer, texts, folder / TOKENIZER)
+    return tokenizer_of(folder, start)
+
+
+def tokenizer_of(folder: Path, start: LlamaWeights | None) -> ChatTokenizer:
+    """Load the tokenizer of a run. DataError: it has more ids than the model."""
     tokenizer = ChatTokenizer.load(folder / TOKENIZER, start.hf_config if start else {})
     largest = max(tokenizer.inner.get_vocab(with_added_tokens=True).values())
     if start and largest >= start.config.vocab_size:

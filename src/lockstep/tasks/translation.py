@@ -57,6 +57,8 @@ class TranslationTask:
         if run.model.attention == "auto":
             longest = order.shapes[-1].length
             log.info("attention %s: %s", *choose_attention(device.type, longest))
+        if run.compute.compile:
+            log.info("compiling %d shapes, each in the first step with it", len(order.shapes))
         loader = PairLoader(corpus.train, order, device, run.compute.compile)
         return cls(run, corpus, loader)
 

@@ -1,0 +1,122 @@
+"""Prepared data of all runs of a user, by the sha256 of what it depends on.
+
+    CACHE/prepared/KEY/data/...      files of a run folder: hard links, or copies on another disk
+    CACHE/prepared/KEY/entry.json    written last: the sha256 of every file
+
+CACHE is $LOCKSTEP_CACHE, or lockstep in the user's cache folder; LOCKSTEP_CACHE=off: none. A run
+folder stays complete without it. A cache that cannot be read or written never stops a run, which
+prepares its data itself then.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from lockstep.data.manifest import NOT_SHARED, FileDigests, verify_files
+from lockstep.errors import DataError
+from lockstep.files import (
+    add_checksum,
+    checksum_of,
+    fsync_folder,
+    read_json,
+    temporary_name,
+    verify_checksum,
+    write_atomic,
+    write_json,
+)
+from lockstep.log import log
+from lockstep.runtime.variables import CACHE, user_cache
+
+ENTRY = "entry.json"
+UNUSED_S = 30 * 24 * 3600.0
+COPY_BYTES = 1 << 20
+
+
+def entry_of(facts: Any) -> Path | None:
+    """Return the folder for what is prepared from `facts`, JSON values; None without a cache."""
+    folder = os.environ.get(CACHE)
+    if folder == "off":
+        return None
+    try:
+        cache = Path(folder).absolute() if folder else user_cache()
+    except RuntimeError:  # this user has no home
+        return None
+    return cache / "prepared" / checksum_of({"facts": facts})[:32]
+
+
+def take(entry: Path | None, folders: Mapping[str, Path]) -> bool:
+    """Link the files of an entry into folders of a run, the last file last. False if there is no
+    such entry, or it is damaged: then it is removed.
+
+    folders  by their names in the entry
+    """
+    if entry is None or not os.path.exists(entry):
+        return False
+    try:
+        listed: dict[str, str] = verify_checksum(read_json(entry / ENTRY))["files"]
+        with suppress(OSError):  # a cache of another user
+            os.utime(entry)
+        verify_files({entry / name: digest for name, digest in listed.items()}, entry, NOT_SHARED)
+        for number, name in enumerate(listed, start=1):
+            label, file = name.split("/")
+            folder = folders[label]
+            folder.mkdir(parents=True, exist_ok=True)
+            if number == len(listed):
+                fsync_folder(folder)
+            link_or_copy(entry / name, folder / file)
+    except (OSError, ValueError, KeyError, DataError) as error:
+        what = error.what if isinstance(error, DataError) else error
+        log.warning("data is prepared again, since an entry of the cache cannot be used: %s", what)
+        shutil.rmtree(entry, ignore_errors=True)
+        return False
+    return True
+
+
+def keep(
+    entry: Path | None, folders: Mapping[str, Path], files: Iterable[Path], digests: FileDigests
+) -> None:
+    """Add an entry with these files of `folders`, unless another run has added it. Remove entries
+    that no run has used for UNUSED_S."""
+    if entry is None:
+        return
+    labels = {folder: label for label, folder in folders.items()}
+    names = {path: f"{labels[path.parent]}/{path.name}" for path in files}
+    temporary = temporary_name(entry)
+    try:
+        for path, name in names.items():
+            (temporary / name).parent.mkdir(parents=True, exist_ok=True)
+            link_or_copy(path, temporary / name)
+        hashed = digests.of(names)
+        listed = {name: hashed[path] for path, name in names.items()}
+        write_json(temporary / ENTRY, add_checksum({"files": listed}))
+        remove_unused(entry.parent)
+        temporary.rename(entry)
+    except OSError as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        if not os.path.exists(entry):  # else another run was faster
+            hint = f"{CACHE}=FOLDER names another cache, {CACHE}=off none"
+            log.warning("the prepared data is not cached for other runs: %s (%s)", error, hint)
+
+
+def remove_unused(cache: Path) -> None:
+    for entry in cache.iterdir():
+        with suppress(OSError):  # another run removes it, too
+            if time.time() - entry.stat().st_mtime > UNUSED_S:
+                shutil.rmtree(entry)
+
+
+def link_or_copy(source: Path, target: Path) -> None:
+    """Make `target` a link to the bytes of `source`; a copy where links do not work."""
+    target.unlink(missing_ok=True)
+    try:
+        os.link(source, target)
+    except OSError:  # another disk, a file system without links, or a file of another user
+        with open(source, "rb") as file:
+            write_atomic(target, iter(partial(file.read, COPY_BYTES), b""))
