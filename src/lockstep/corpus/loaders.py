@@ -12,6 +12,7 @@ import io
 import itertools
 import json
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -23,9 +24,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from lockstep.corpus import cache
 from lockstep.corpus.documents import in_groups
 from lockstep.corpus.encoded_pairs import EncodedPairs
+from lockstep.corpus.prepared import versions
 from lockstep.corpus.token_stream import Ints, TokenStream
+from lockstep.data.manifest import NOT_SHARED
 from lockstep.data.order import BucketOrder, UniformOrder, permute, splitmix64
 from lockstep.files import add_checksum, read_json, verify_checksum, write_atomic, write_json
 
@@ -214,15 +218,18 @@ def save_packed_rows(
     """
     key = hashlib.sha256(json.dumps([INDEX_FORMAT, source, length, seed]).encode()).hexdigest()[:16]
     path = folder / f"rows-{key}.npy"
-    try:
-        return path.name, str(verify_checksum(read_json(path.with_suffix(".json")))["digest"])
-    except (FileNotFoundError, ValueError, KeyError):  # absent or damaged
+    description = path.with_suffix(".json")
+    with suppress(FileNotFoundError, ValueError, KeyError):  # absent or damaged
+        return path.name, str(verify_checksum(read_json(description))["digest"])
+    entry, folders = cache.entry_of([path.name, *versions()]), {"rows": folder}
+    if not cache.take(entry, folders):
         content = io.BytesIO()
         np.save(content, pack_rows(stream, length, seed))
         write_atomic(path, content.getvalue())
         digest = hashlib.sha256(content.getbuffer()).hexdigest()
-        write_json(path.with_suffix(".json"), add_checksum({"digest": digest}))
-        return path.name, digest
+        write_json(description, add_checksum({"digest": digest}))
+        cache.keep(entry, folders, [path, description], NOT_SHARED)
+    return path.name, str(read_json(description)["digest"])
 
 
 def pack_rows(stream: TokenStream, length: int, seed: int) -> Ints:

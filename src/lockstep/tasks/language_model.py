@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Self
@@ -145,53 +145,57 @@ class LanguageModelTask(InitialWeights):
 def prepare_documents(run: RunConfig, folder: Path, digests: FileDigests = NOT_SHARED) -> None:
     """For rank 0: prepare the tokenizer and the token streams of the run's documents."""
 
-    def write(start: LlamaWeights | None, settings: dict[str, Any]) -> list[Path]:
-        inside = held_inside(run.data)
-        if inside:
+    @cache
+    def inside() -> bool:
+        is_inside = held_inside(run.data)
+        if is_inside:
             log.info(
                 "too few documents to hold out whole ones: "
                 "a share of %g of each goes to validation and to test",
                 run.data.held_out_share,
             )
-        texts = (d.text for split, d in documents(run.data, inside) if split == "train")
-        tokenizer = write_tokenizer(run, folder, start, texts)
-        samples = data.document_samples(tokenizer, documents(run.data, inside))
-        streams = folder / "data"
-        return data.write_streams(run, streams, settings, tokenizer, samples, Counter(), digests)
+        return is_inside
 
-    prepare(run, folder, digests, write)
+    def texts() -> Iterator[str]:
+        return (d.text for split, d in documents(run.data, inside()) if split == "train")
+
+    def samples(tokenizer: ChatTokenizer, _: Counter[str]) -> Iterator[data.Sample]:
+        return data.document_samples(tokenizer, documents(run.data, inside()))
+
+    prepare(run, folder, digests, texts, samples)
 
 
 def prepare_chats(run: RunConfig, folder: Path, digests: FileDigests) -> None:
     """For rank 0: prepare the tokenizer and the token streams of the run's chats."""
 
-    def write(start: LlamaWeights | None, settings: dict[str, Any]) -> list[Path]:
-        texts = (
+    def texts() -> Iterator[str]:
+        return (
             m.get("content") or ""
             for split, chat in chats(run.data, Counter())
             if split == "train"
             for m in chat.messages
         )
-        tokenizer = write_tokenizer(run, folder, start, texts)
-        tokenizer = with_template(tokenizer, folder / TOKENIZER)
-        dropped: Counter[str] = Counter()
-        samples = chat_samples(tokenizer, run.data, run.batch.seq_len, dropped)
-        streams = folder / "data"
-        files = data.write_streams(run, streams, settings, tokenizer, samples, dropped, digests)
-        renderer.close()
-        return files
 
-    prepare(run, folder, digests, write)
+    def samples(tokenizer: ChatTokenizer, dropped: Counter[str]) -> Iterator[data.Sample]:
+        tokenizer = with_template(tokenizer, folder / TOKENIZER)
+        return chat_samples(tokenizer, run.data, run.batch.seq_len, dropped)
+
+    prepare(run, folder, digests, texts, samples)
+    renderer.close()
 
 
 def prepare(
     run: RunConfig,
     folder: Path,
     digests: FileDigests,
-    write: Callable[[LlamaWeights | None, dict[str, Any]], list[Path]],
+    texts: Callable[[], Iterator[str]],
+    samples: Callable[[ChatTokenizer, Counter[str]], Iterator[data.Sample]],
 ) -> None:
-    """For rank 0: prepare data by `write`, given the weights of llama.init_from and the settings,
-    unless it is in `folder` or in the cache."""
+    """For rank 0: prepare tokenizer and streams, unless they are in `folder` or in the cache.
+
+    texts    returns the texts that a tokenizer is trained on
+    samples  returns the samples, given the tokenizer; it counts what it drops
+    """
     start = model = None
     if run.llama.init_from:
         start = open_weights(Path(run.llama.init_from), backend=run.llama.backend)
@@ -199,25 +203,30 @@ def prepare(
         model = {"files": files, "config": start.hf_config}
     if not (folder / "data" / MANIFEST).exists():
         refuse_long_rows(run, start.config if start else LLAMA_CONFIGS[run.llama.size])
-    folders = {"tokenizer": folder / TOKENIZER, "data": folder / "data"}
     settings = data.settings_of(run)
-    report = data.prepare_once(
-        folders, run.data, settings, lambda: write(start, settings), digests, model=model
-    )
+    folders = {"tokenizer": folder / TOKENIZER, "data": folder / "data"}
+
+    def write() -> list[Path]:
+        if start:
+            copy_files(start.companions, folder / TOKENIZER)
+        else:
+            data.train_tokenizer(run.tokenizer, texts(), folder / TOKENIZER)
+        tokenizer = tokenizer_of(folder, start)
+        dropped: Counter[str] = Counter()
+        return data.write_streams(
+            run,
+            folders["data"],
+            settings,
+            tokenizer,
+            samples(tokenizer, dropped),
+            dropped,
+            digests,
+        )
+
+    report = data.prepare_once(folders, run.data, settings, write, digests, model=model)
     if report:
         data.log_report(report)
     tokenizer_of(folder, start)
-
-
-def write_tokenizer(
-    run: RunConfig, folder: Path, start: LlamaWeights | None, texts: Iterable[str]
-) -> ChatTokenizer:
-    """For rank 0: write the tokenizer of llama.init_from, or one trained on `texts`; return it."""
-    if start:
-        copy_files(start.companions, folder / TOKENIZER)
-    else:
-        data.train_tokenizer(run.tokenizer, texts, folder / TOKENIZER)
-    return tokenizer_of(folder, start)
 
 
 def tokenizer_of(folder: Path, start: LlamaWeights | None) -> ChatTokenizer:

@@ -19,9 +19,11 @@ from support.launching import run_lockstep
 
 from lockstep.config.resolve import resolve
 from lockstep.config.schema import DataOptions, TokenizerOptions
-from lockstep.corpus import cache, encoded_pairs, prepared
+from lockstep.corpus import cache, encoded_pairs, loaders, prepared
 from lockstep.corpus.documents import content_of
 from lockstep.corpus.encoded_pairs import open_prepared, prepare
+from lockstep.corpus.loaders import save_packed_rows
+from lockstep.corpus.token_stream import TokenStream
 from lockstep.data.manifest import NOT_SHARED
 from lockstep.models import hub
 from lockstep.models.hf_config import config_to_hf
@@ -123,6 +125,22 @@ def test_runs_of_a_llama_share_tokenizer_and_streams(
     assert content_of_folder(tmp_path / "first") == content_of_folder(tmp_path / "second")
     assert (tmp_path / "second/tokenizer/chat_template.jinja").is_file()
     assert len(lines) == 3 and set(lines) < {record.message for record in caplog.records}
+
+
+def test_runs_share_packed_chats(
+    tmp_path: Path, entries: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("first", "second"):
+        prepare_text(CHATS, tmp_path / name)
+    stream = TokenStream.open(tmp_path / "first/data", "train")
+    arguments = stream, 64, 3, "the data"
+    file, digest = save_packed_rows(tmp_path / "first/data", *arguments)
+    other, _ = save_packed_rows(tmp_path / "first/data", stream, 64, 4, "the data")
+    assert other != file and len(list(entries.iterdir())) == 3
+    monkeypatch.setattr(loaders, "pack", lambda *_: pytest.fail("packed again"))
+    assert save_packed_rows(tmp_path / "second/data", *arguments) == (file, digest)
+    first, second = (tmp_path / name / "data" / file for name in ("first", "second"))
+    assert first.read_bytes() == second.read_bytes()
 
 
 def test_whatever_the_data_depends_on_makes_another_entry(
