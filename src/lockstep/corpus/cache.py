@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -39,16 +39,20 @@ UNUSED_S = 30 * 24 * 3600.0
 COPY_BYTES = 1 << 20
 
 
-def entry_of(facts: Any) -> Path | None:
-    """Return the folder for what is prepared from `facts`, JSON values; None without a cache."""
+def entry_of(facts: Callable[[], Any]) -> Path | None:
+    """Return the folder for what is prepared from `facts()`, JSON values; None without a cache, or
+    when they are None."""
     folder = os.environ.get(CACHE)
     if folder == "off":
         return None
     try:
         cache = Path(folder).absolute() if folder else user_cache()
-    except RuntimeError:  # this user has no home
+        values = facts()
+    except (RuntimeError, OSError, DataError):  # the user has no home; the source is unreadable
         return None
-    return cache / "prepared" / checksum_of({"facts": facts})[:32]
+    if values is None:
+        return None
+    return cache / "prepared" / checksum_of({"facts": values})[:32]
 
 
 def take(entry: Path | None, folders: Mapping[str, Path]) -> bool:
@@ -59,22 +63,30 @@ def take(entry: Path | None, folders: Mapping[str, Path]) -> bool:
     """
     if entry is None or not os.path.exists(entry):
         return False
+    targets: dict[Path, Path] = {}
     try:
         listed: dict[str, str] = verify_checksum(read_json(entry / ENTRY))["files"]
         with suppress(OSError):  # a cache of another user
             os.utime(entry)
         verify_files({entry / name: digest for name, digest in listed.items()}, entry, NOT_SHARED)
-        for number, name in enumerate(listed, start=1):
+        for name in listed:
             label, file = name.split("/")
-            folder = folders[label]
-            folder.mkdir(parents=True, exist_ok=True)
-            if number == len(listed):
-                fsync_folder(folder)
-            link_or_copy(entry / name, folder / file)
+            targets[entry / name] = folders[label] / file
     except (OSError, ValueError, KeyError, DataError) as error:
         what = error.what if isinstance(error, DataError) else error
         log.warning("data is prepared again, since an entry of the cache cannot be used: %s", what)
         shutil.rmtree(entry, ignore_errors=True)
+        return False
+    *others, last = targets
+    try:
+        for folder in folders.values():
+            folder.mkdir(parents=True, exist_ok=True)
+        for source in others:
+            link_or_copy(source, targets[source])
+        fsync_folder(targets[last].parent)
+        link_or_copy(last, targets[last])
+    except OSError as error:
+        log.warning("data is prepared again, since the cached data cannot be linked: %s", error)
         return False
     return True
 

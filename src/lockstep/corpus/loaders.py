@@ -221,7 +221,7 @@ def save_packed_rows(
     description = path.with_suffix(".json")
     with suppress(FileNotFoundError, ValueError, KeyError):  # absent or damaged
         return path.name, str(verify_checksum(read_json(description))["digest"])
-    entry, folders = cache.entry_of([path.name, *versions()]), {"rows": folder}
+    entry, folders = cache.entry_of(lambda: [path.name, *versions()]), {"rows": folder}
     if not cache.take(entry, folders):
         content = io.BytesIO()
         np.save(content, pack_rows(stream, length, seed))

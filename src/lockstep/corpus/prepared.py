@@ -194,21 +194,21 @@ def prepare_once(
     Returns the report of the preparation, if it was taken.
     """
 
-    def entry() -> Path | None:
-        content = content_of(data, digests.of)
-        facts = [settings, content, model, *versions()]
-        return cache.entry_of(facts) if content is not None else None
+    def facts() -> list[Any] | None:
+        with announcing("hashing the source"):
+            content = content_of(data, digests.of)
+        return [settings, content, model, *versions()] if content else None
 
     if matches_prepared(folders["data"], settings, lambda: source_of(data, hashes)):
         return None
-    found = entry()
-    if cache.take(found, folders):
-        log.info("data as another run has prepared it: %s", found)
+    entry = cache.entry_of(facts)
+    if cache.take(entry, folders):
+        log.info("data as another run has prepared it: %s", entry)
         report: dict[str, Any] = read_manifest(folders["data"])["report"]
         return report
     files = write()
-    if found == entry():  # else the source has changed meanwhile
-        cache.keep(found, folders, files, digests)
+    if entry == cache.entry_of(facts):  # else the source has changed meanwhile
+        cache.keep(entry, folders, files, digests)
     return None
 
 

@@ -170,9 +170,7 @@ class WorkerState:
 
         def start(_: object) -> None:
             compiling.enter_context(self.during("compiling"))
-            compiling.enter_context(
-                announcing("compiling; torch.compile does so for each new shape")
-            )
+            compiling.enter_context(announcing("compiling the model for a new shape"))
 
         on_compile(start, lambda _: compiling.close())
 

@@ -354,6 +354,32 @@ def test_a_source_that_changes_meanwhile_is_not_kept(
     assert not entries.exists()
 
 
+def test_a_source_that_vanishes_meanwhile_does_not_stop_the_run(
+    pairs: DataOptions, tmp_path: Path, entries: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = encoded_pairs.read_corpus
+
+    def read_and_remove(data: DataOptions) -> Any:
+        corpus = read(data)
+        (tmp_path / "pairs.tsv").unlink()
+        return corpus
+
+    monkeypatch.setattr(encoded_pairs, "read_corpus", read_and_remove)
+    prepare(pairs, TOKENS, tmp_path / "run")
+    assert len(open_prepared(tmp_path / "run").train) > 2000 and not entries.exists()
+
+
+def test_a_run_folder_that_cannot_be_written_keeps_the_entry(
+    pairs: DataOptions, tmp_path: Path, entries: Path
+) -> None:
+    prepare(pairs, TOKENS, tmp_path / "first")
+    (entry,) = entries.iterdir()
+    (tmp_path / "file").write_text("")
+    assert not cache.take(entry, {"data": tmp_path / "file" / "data"})
+    assert cache.take(entry, {"data": tmp_path / "second"})
+    assert content_of_folder(tmp_path / "second") == content_of_folder(tmp_path / "first")
+
+
 def test_entries_that_no_run_uses_are_removed(
     pairs: DataOptions, tmp_path: Path, entries: Path
 ) -> None:
