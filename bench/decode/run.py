@@ -28,10 +28,9 @@ from torch import Tensor
 from bench.results import keep, machine, result_folder
 from lockstep.generation.decoder import Decoder, Matrix, choose_layout
 from lockstep.generation.sampling import compile_step, sample_tokens
-from lockstep.models.hf_config import config_to_hf
 from lockstep.models.hub import write_hub
 from lockstep.models.llama import Llama, build_llama
-from lockstep.models.llama_config import LLAMA_CONFIGS
+from lockstep.models.llama_config import LLAMA_CONFIGS, config_to_hf
 from lockstep.models.llama_io import load_llama
 
 PROMPT = 32

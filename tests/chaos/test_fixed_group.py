@@ -24,9 +24,8 @@ from support.waiting import wait_until
 
 from lockstep.corpus.tokenizer import Tokenizer
 from lockstep.models import hub
-from lockstep.models.hf_config import config_to_hf
 from lockstep.models.llama import build_llama
-from lockstep.models.llama_config import LlamaConfig
+from lockstep.models.llama_config import LlamaConfig, config_to_hf
 
 PROGRAM = SUPPORT / "fixed_group_program.py"
 

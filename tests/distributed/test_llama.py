@@ -33,7 +33,7 @@ from lockstep.generation.sampling import (
     sample_tokens,
     stream_continuations,
 )
-from lockstep.models import hf_config, hub, llama_io
+from lockstep.models import hub, llama_config, llama_io
 from lockstep.models.llama import IGNORE_INDEX, Llama, build_llama
 from lockstep.models.llama_config import LLAMA_CONFIGS, LlamaConfig, RopeScaling
 
@@ -387,27 +387,29 @@ def test_transformers_reads_an_exported_folder(tmp_path: Path) -> None:
         tie_embeddings=True,
     )
     model = build_llama(config, device=CPU, seed=3).eval()
-    hub.write_hub(tmp_path / "made", hf_config.config_to_hf(config), dict(model.named_parameters()))
+    hub.write_hub(
+        tmp_path / "made", llama_config.config_to_hf(config), dict(model.named_parameters())
+    )
     assert hub.open_hub(tmp_path / "made").config == config
     expected = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "made")
     tokens = torch.randint(V, (2, 100))
     torch.testing.assert_close(model(tokens), expected(tokens).logits, rtol=0, atol=1e-4)
     made = json.loads((tmp_path / "made" / hub.CONFIG_FILE).read_text())
-    assert made == hf_config.config_to_hf(config) | {"torch_dtype": "float32"}
-    assert hf_config.config_to_write(config, made) == made
+    assert made == llama_config.config_to_hf(config) | {"torch_dtype": "float32"}
+    assert llama_config.config_to_write(config, made) == made
     for stale in ({"vocab_size": 1}, {"rope_theta": 1.0}):
-        old = hf_config.config_to_hf(config) | stale
-        assert hf_config.config_to_write(config, old) == hf_config.config_to_hf(config)
+        old = llama_config.config_to_hf(config) | stale
+        assert llama_config.config_to_write(config, old) == llama_config.config_to_hf(config)
 
 
 def test_configs_of_transformers_4_and_5_give_the_same_config() -> None:
-    four = hf_config.config_to_hf(
+    four = llama_config.config_to_hf(
         LlamaConfig(**{**vars(SMALL), "rope_scaling": RopeScaling(8.0, 1.0, 4.0, 64)})
     )
     five = {key: value for key, value in four.items() if not key.startswith("rope_")} | {
         "rope_parameters": LLAMA_3
     }
-    assert hf_config.config_from_hf(four, "") == hf_config.config_from_hf(five, "")
+    assert llama_config.config_from_hf(four, "") == llama_config.config_from_hf(five, "")
 
 
 def test_import_and_export_take_the_memory_of_one_tensor(tmp_path: Path) -> None:
@@ -415,7 +417,7 @@ def test_import_and_export_take_the_memory_of_one_tensor(tmp_path: Path) -> None
     config = LlamaConfig(10_000, 512, 16, 8, 8, 64, 1536)
     hub.write_hub(
         tmp_path / "hub",
-        hf_config.config_to_hf(config),
+        llama_config.config_to_hf(config),
         {name: torch.rand(p.shape) for name, p in config.meta_model().named_parameters()},
     )
     script = Path(__file__).parents[1] / "support/memory/import_export.py"

@@ -16,6 +16,7 @@ parallelism H, G and F are those of this process.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, cast
 
@@ -150,8 +151,8 @@ class KVCache:
     """Keys and values of B rows, and the rotation angles of all positions."""
 
     kv: Tensor  # (L, 2, B, G, C, E): keys, values
-    cos: Tensor  # (C, E)
-    sin: Tensor  # (C, E): with the sign of the swapped half
+    cos: Tensor  # (K, C, E), of each kind of layer
+    sin: Tensor  # (K, C, E): with the sign of the swapped half
     row_starts: (
         Tensor  # (2 * B * G,): start of each row of keys and values within a layer, in positions
     )
@@ -201,14 +202,21 @@ class Decoder(nn.Module):
         weight, head_dim = self.embedding, self.config.head_dim
         block = cast(Block, self.blocks[0])
         kv = weight.new_zeros(len(self.blocks), 2, rows, block.n_kv_heads, capacity, head_dim)
-        angles = RotaryEmbedding.of(
-            torch.arange(capacity, device=weight.device)[None], self.config, weight.dtype
-        )
+        positions = torch.arange(capacity, device=weight.device)[None]
+        rotaries = RotaryEmbedding.of(positions, self.config, weight.dtype)
+        cos = torch.stack([rotary.cos[0, 0] for rotary in rotaries])
+        sin = torch.stack([rotary.sin[0, 0] for rotary in rotaries])
         sign = torch.ones(head_dim, device=weight.device, dtype=weight.dtype)
         sign[: head_dim // 2] = -1
         row_starts = torch.arange(2 * rows * block.n_kv_heads, device=weight.device) * capacity
         position = torch.zeros(rows, dtype=torch.int64, device=weight.device)
-        return KVCache(kv, angles.cos[0, 0], angles.sin[0, 0] * sign, row_starts, position)
+        return KVCache(kv, cos, sin * sign, row_starts, position)
+
+    def layers(self, cache: KVCache) -> Iterator[tuple[Block, int, Tensor]]:
+        """Yield (block, kind of its rotary frequencies, its keys and values) of each layer."""
+        kinds = self.config.rope_kinds
+        for block, kind, layer_kv in zip(self.blocks, kinds, cache.kv.unbind(0), strict=True):
+            yield cast(Block, block), kind, layer_kv
 
     def prefill(self, tokens: Tensor, lengths: Tensor, cache: KVCache) -> Tensor:
         """Fill the empty cache; return the logits (B, V) of each row's next token.
@@ -216,11 +224,11 @@ class Decoder(nn.Module):
         tokens (B, T): row b has `lengths[b]` tokens (at least 1), then padding, never attended to.
         """
         rows, length = tokens.shape
-        cos, sin = cache.cos[None, :length, None], cache.sin[None, :length, None]  # (1, T, 1, E)
+        cos = cache.cos[:, None, :length, None]  # (K, 1, T, 1, E)
+        sin = cache.sin[:, None, :length, None]
         states = F.embedding(tokens, self.embedding)
-        for block, layer_kv in zip(self.blocks, cache.kv.unbind(0), strict=True):
-            block = cast(Block, block)
-            heads = block.heads(states, cos, sin)  # (B, T, H + 2G, E)
+        for block, kind, layer_kv in self.layers(cache):
+            heads = block.heads(states, cos[kind], sin[kind])  # (B, T, H + 2G, E)
             query, key, value = heads.transpose(1, 2).split(
                 (block.n_heads, block.n_kv_heads, block.n_kv_heads), dim=1
             )
@@ -241,8 +249,9 @@ class Decoder(nn.Module):
         rows = len(tokens)
         head_dim, n_kv_heads = self.config.head_dim, cast(Block, self.blocks[0]).n_kv_heads
         cos, sin = (
-            table.index_select(0, cache.position)[:, None, None] for table in (cache.cos, cache.sin)
-        )  # (B, 1, 1, E)
+            table.index_select(1, cache.position)[:, :, None, None]
+            for table in (cache.cos, cache.sin)
+        )  # (K, B, 1, 1, E)
         hidden = torch.arange(window, device=tokens.device) > cache.position[:, None]  # (B, S)
         bias = torch.zeros_like(hidden, dtype=self.embedding.dtype).masked_fill_(
             hidden, float("-inf")
@@ -252,9 +261,8 @@ class Decoder(nn.Module):
             2
         )  # (2 * B * G,)
         states = F.embedding(tokens[:, None], self.embedding)
-        for block, layer_kv in zip(self.blocks, cache.kv.unbind(0), strict=True):
-            block = cast(Block, block)
-            heads = block.heads(states, cos, sin)[:, 0]  # (B, H + 2G, E)
+        for block, kind, layer_kv in self.layers(cache):
+            heads = block.heads(states, cos[kind], sin[kind])[:, 0]  # (B, H + 2G, E)
             query = heads[:, : block.n_heads].reshape(
                 rows * n_kv_heads, -1, head_dim
             )  # (B * G, H / G, E)

@@ -31,15 +31,14 @@ from lockstep.checkpoint.state_dict import digest
 from lockstep.config.adapter_config import ADAPTER_CONFIG
 from lockstep.errors import CheckpointError, UsageError
 from lockstep.files import fsync_folder, read_json, scheme_of, write_atomic, write_json
-from lockstep.models.hf_config import (
-    JsonObject,
+from lockstep.models.llama import Llama
+from lockstep.models.llama_config import (
+    LlamaConfig,
     config_from_hf,
-    family_of,
     hf_name,
     new_config,
+    packed_matrices,
 )
-from lockstep.models.llama import Llama
-from lockstep.models.llama_config import LlamaConfig
 from lockstep.models.transformers_model import TransformersConfig
 from lockstep.runtime.tensor_bytes import TORCH_DTYPES, bytes_of
 from lockstep.units import join_names
@@ -195,39 +194,36 @@ def open_hub(folder: Path, backend: str = "lockstep") -> LlamaWeights:
         config = TransformersConfig(hf_config)
     else:
         config = config_from_hf(hf_config, where)
-        if family_of(JsonObject(hf_config, where)) == "phi3":
-            located, hf_config = unpack_phi3(located, config), new_config(config, hf_config)
+        if packed := packed_matrices(hf_config, where):
+            located = unpack(located, config, packed)
+            hf_config = new_config(config, hf_config)
     tensors = match_tensors(located, config, folder)
     companions = [folder / name for name in COMPANION_FILES if (folder / name).is_file()]
     return LlamaWeights(folder, config, hf_config, tensors, companions, dtype_of(tensors))
 
 
-def unpack_phi3(
-    located: Mapping[str, TensorLocation], config: LlamaConfig
+def unpack(
+    located: Mapping[str, TensorLocation],
+    config: LlamaConfig,
+    packed: Mapping[str, Sequence[str]],
 ) -> dict[str, TensorLocation]:
-    """Return the tensors of a Phi-3 under the names of a Llama, whose matrices it packs by rows."""
-    key_rows = config.n_kv_heads * config.head_dim
-    packs = {
-        "qkv_proj": {
-            "q_proj": config.n_heads * config.head_dim,
-            "k_proj": key_rows,
-            "v_proj": key_rows,
-        },
-        "gate_up_proj": {"gate_proj": config.ffn_dim, "up_proj": config.ffn_dim},
-    }
+    """Return the tensors of a family that packs matrices by rows under the names of a Llama."""
+    parameters = dict(config.meta_model().named_parameters())
+    rows = {hf_name(name): len(parameter) for name, parameter in parameters.items()}
     unpacked = {}
     for name, pack in located.items():
-        path, _, packed = name.removesuffix(".weight").rpartition(".")
-        parts = packs.get(packed, {})
+        path, _, matrix = name.removesuffix(".weight").rpartition(".")
+        names = [f"{path}.{part}.weight" for part in packed.get(matrix, ())]
+        parts = {part: rows.get(part, 0) for part in names}
         if pack.shape[:1] != (sum(parts.values()),):
             unpacked[name] = pack
             continue
         first = 0
-        for part, rows in parts.items():
-            unpacked[f"{path}.{part}.weight"] = pack._replace(
-                shape=(rows, *pack.shape[1:]), rows=slice(first, first + rows)
+        for part, count in parts.items():
+            unpacked[part] = pack._replace(
+                shape=(count, *pack.shape[1:]), rows=slice(first, first + count)
             )
-            first += rows
+            first += count
     return unpacked
 
 

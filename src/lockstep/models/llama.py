@@ -39,19 +39,22 @@ IGNORE_INDEX = -100  # label without a loss, as in torch.nn.functional.cross_ent
 
 
 def rope_frequencies(config: LlamaConfig, device: torch.device) -> Tensor:
-    """Radians that each pair of dimensions rotates per position: (E/2,) float32."""
+    """Radians that each pair of dimensions rotates per position: (K, E/2) float32.
+
+    K  kinds of layers: `config.rope_kinds` has that of each
+    """
     pair = torch.arange(0, config.head_dim, 2, device=device).float()  # (E/2,)
     frequency: Tensor = 1.0 / config.rope_theta ** (pair / config.head_dim)
     scaling = config.rope_scaling
     if scaling is None:
-        return frequency
+        return frequency[None]
     waves = (
         scaling.original_max_seq_len * frequency / (2 * math.pi)
     )  # (E/2,): in the original context
     kept = (
         (waves - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     ).clamp(0.0, 1.0)
-    return kept * frequency + (1 - kept) * frequency / scaling.factor
+    return (kept * frequency + (1 - kept) * frequency / scaling.factor)[None]
 
 
 @dataclass(frozen=True)
@@ -62,12 +65,16 @@ class RotaryEmbedding:
     sin: Tensor
 
     @classmethod
-    def of(cls, positions: Tensor, config: LlamaConfig, dtype: torch.dtype) -> RotaryEmbedding:
-        angle = positions[:, None, :, None].float() * rope_frequencies(
-            config, positions.device
-        )  # (B, 1, T, E/2)
-        angle = torch.cat((angle, angle), dim=-1)  # (B, 1, T, E)
-        return cls(angle.cos().to(dtype), angle.sin().to(dtype))
+    def of(
+        cls, positions: Tensor, config: LlamaConfig, dtype: torch.dtype
+    ) -> list[RotaryEmbedding]:
+        """Return those of each kind of layer."""
+        rotaries = []
+        for frequency in rope_frequencies(config, positions.device):
+            angle = positions[:, None, :, None].float() * frequency  # (B, 1, T, E/2)
+            angle = torch.cat((angle, angle), dim=-1)  # (B, 1, T, E)
+            rotaries.append(cls(angle.cos().to(dtype), angle.sin().to(dtype)))
+        return rotaries
 
     def rotate(self, heads: Tensor) -> Tensor:
         first, second = heads.chunk(2, dim=-1)
@@ -235,7 +242,8 @@ class Llama(StagedModel):
         labels     (B, T) int64, the token after each token; IGNORE_INDEX: no loss there
         documents  (B, T) int64, see `positions_and_mask`
         """
-        states = self.forward_layers(self.layers, self.embedding(tokens), tokens, documents)
+        numbers = range(len(self.layers))
+        states = self.forward_layers(numbers, self.embedding(tokens), tokens, documents)
         if labels is None:
             return F.linear(self.norm(states), self.output_weight)
         return self.loss_of(states, labels)
@@ -251,13 +259,14 @@ class Llama(StagedModel):
         )
 
     def forward_layers(
-        self, layers: Iterable[nn.Module], states: Tensor, tokens: Tensor, documents: Tensor | None
+        self, numbers: Iterable[int], states: Tensor, tokens: Tensor, documents: Tensor | None
     ) -> Tensor:
-        """States (B, T, D) before some layers -> after them."""
+        """States (B, T, D) before the layers of these numbers -> after them."""
         positions, mask = positions_and_mask(tokens, documents)
-        rotary = RotaryEmbedding.of(positions, self.config, states.dtype)
-        for layer in layers:
-            states = layer(states, rotary, mask)
+        rotaries = RotaryEmbedding.of(positions, self.config, states.dtype)
+        for number in numbers:
+            rotary = rotaries[self.config.rope_kinds[number]]
+            states = self.layers[number](states, rotary, mask)
         return states
 
     # -- in parts
@@ -307,8 +316,7 @@ class Llama(StagedModel):
     ) -> tuple[Tensor, ...]:
         """Run a chunk of `forward`: (states,) (B, T, D), or the loss at the end."""
         states = self.embedding(tokens) if chunk.first else received[0]
-        layers = [self.layers[number] for number in chunk.layers]
-        states = self.forward_layers(layers, states, tokens, documents)
+        states = self.forward_layers(chunk.layers, states, tokens, documents)
         return (self.loss_of(states, labels),) if chunk.last else (states,)
 
 

@@ -34,7 +34,6 @@ from lockstep.corpus.tokenizer import BEGIN, END
 from lockstep.errors import CheckpointError, DataError, UsageError
 from lockstep.files import read_json, write_json
 from lockstep.models import llama, lora
-from lockstep.models.hf_config import config_from_hf, config_to_write
 from lockstep.models.hub import (
     ADAPTER_FILE,
     CONFIG_FILE,
@@ -50,7 +49,13 @@ from lockstep.models.hub import (
     write_hub,
 )
 from lockstep.models.llama import Llama
-from lockstep.models.llama_config import LLAMA_CONFIGS, LlamaConfig
+from lockstep.models.llama_config import (
+    LLAMA_CONFIGS,
+    LlamaConfig,
+    config_from_hf,
+    config_to_write,
+    packed_matrices,
+)
 from lockstep.models.lora import is_adapter, merged_weights
 from lockstep.models.transformers_model import TransformersConfig, TransformersModel
 from lockstep.parallel.deferred_init import materialize
@@ -202,8 +207,8 @@ def peft_config_of(folder: Path, run: RunModel) -> dict[str, Any]:
         what = f"the run in {folder} trains no adapters"
         raise UsageError(what, "--adapter", "leave --adapter out to export its weights")
     base = Path(run.start)
-    is_packed = is_hub(base) and read_json(base / CONFIG_FILE).get("model_type") == "phi3"
-    if is_packed and isinstance(run.config, LlamaConfig):
+    is_native = isinstance(run.config, LlamaConfig) and is_hub(base)
+    if is_native and packed_matrices(read_json(base / CONFIG_FILE), str(base)):
         what = f"{base} packs query, key and value in one matrix, and the adapters of the run are of each"
         raise UsageError(what, "--adapter", "leave --adapter out to export the merged weights")
     return adapter_config(run.lora, run.start)

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from lockstep.config.adapter_config import ADAPTER_CONFIG, LORA_TARGETS, read_adapter_config
 from lockstep.data.order import splitmix64
 from lockstep.errors import CheckpointError, UsageError
-from lockstep.models.hf_config import hf_name
 from lockstep.models.hub import ADAPTER_FILE, LazyTensors, match_shapes, tensor_locations
+from lockstep.models.llama_config import hf_name
 from lockstep.parallel.deferred_init import generator_of, number_of
 
 if TYPE_CHECKING:

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 
 from lockstep.errors import CheckpointError, UsageError
 from lockstep.models.llama import IGNORE_INDEX, document_positions
+from lockstep.models.llama_config import INNER
 from lockstep.models.loss import output_cross_entropy
 from lockstep.parallel.deferred_init import LikeOnCpu, Recording
 from lockstep.parallel.plans import ParallelPlan, find_units, styles_of
 from lockstep.units import join_names
 
-INNER = "inner."
 BACKEND = "llama.backend=transformers"
 CHOOSE_ANOTHER = "choose another model, or train it in a loop of your own"
 PROBE_TOKENS = 16  # of each of two documents

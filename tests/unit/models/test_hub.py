@@ -17,7 +17,7 @@ from lockstep.config.resolve import resolve
 from lockstep.corpus.chat_tokenizer import ChatTokenizer
 from lockstep.corpus.tokenizer import Tokenizer
 from lockstep.errors import CheckpointError, DataError, LockstepError, UsageError
-from lockstep.models import hf_config, hub, llama_io
+from lockstep.models import hub, llama_config, llama_io
 from lockstep.models.llama import Llama, build_llama
 from lockstep.models.llama_config import LlamaConfig, RopeScaling
 from lockstep.models.llama_io import InitialWeights
@@ -44,7 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.set_num_threads(1)
     path = tmp_path_factory.mktemp("hub") / "small"
     weights = dict(build_llama(CONFIG, device=CPU, seed=1).named_parameters())
-    hub.write_hub(path, hf_config.config_to_hf(CONFIG), weights)
+    hub.write_hub(path, llama_config.config_to_hf(CONFIG), weights)
     Tokenizer.train_on_documents(["a cat"] * 3, vocab_size=300, min_frequency=1).save_for_llama(
         path
     )
@@ -85,9 +85,9 @@ def test_odd_values_in_every_key_of_a_config_are_refused_or_change_nothing(
         (key,)
         for key in sorted(
             {
-                *hf_config.READ_KEYS,
-                *hf_config.FIXED_KEYS,
-                *hf_config.HARMLESS_KEYS,
+                *llama_config.READ_KEYS,
+                *llama_config.FIXED_KEYS,
+                *llama_config.HARMLESS_KEYS,
                 *config,
                 "layer_types",
                 "unknown",
@@ -98,7 +98,7 @@ def test_odd_values_in_every_key_of_a_config_are_refused_or_change_nothing(
     for path in [*keys, *inner]:
         for value in (
             ODD
-            if path[0] not in hf_config.HARMLESS_KEYS or path[0] == "eos_token_id"
+            if path[0] not in llama_config.HARMLESS_KEYS or path[0] == "eos_token_id"
             else ODD[6:16:3]
         ):
             changed = json.loads(json.dumps(config))
@@ -108,21 +108,21 @@ def test_odd_values_in_every_key_of_a_config_are_refused_or_change_nothing(
             except (CheckpointError, DataError) as error:
                 refused += 1
                 assert error.what and error.where and error.hint, (path, value)
-                assert path[-1] in str(error) or path[-1] in hf_config.READ_KEYS, (
+                assert path[-1] in str(error) or path[-1] in llama_config.READ_KEYS, (
                     path,
                     value,
                     str(error),
                 )
                 continue
             assert torch.isfinite(new_logits).all(), (path, value)
-            assert path[0] in hf_config.READ_KEYS or torch.equal(new_logits, expected), (
+            assert path[0] in llama_config.READ_KEYS or torch.equal(new_logits, expected), (
                 path,
                 value,
             )
             assert (
-                path[0] not in hf_config.FIXED_KEYS
+                path[0] not in llama_config.FIXED_KEYS
                 or value is None
-                or value == hf_config.FIXED_KEYS[path[0]]
+                or value == llama_config.FIXED_KEYS[path[0]]
             )
             assert value is None or path[-1] not in ("unknown", "layer_types") or value == []
     assert refused > 400
@@ -279,7 +279,7 @@ def test_names_of_the_tensors_are_those_of_the_model_in_order(folder: Path) -> N
 def test_damaged_config_in_model_json_is_refused(folder: Path, tmp_path: Path) -> None:
     llama_io.import_hub(folder, tmp_path / "run")
     about = json.loads((tmp_path / "run" / llama_io.MODEL).read_text())
-    keys = [key for key, _ in hf_config.SIZES.values()]
+    keys = [key for key, _ in llama_config.SIZES.values()]
     for key in [*keys, "rope_theta", "rms_norm_eps", "tie_word_embeddings"]:
         for value in (-1, 0, math.nan, "x", [], {"x": 1}, 10**40):
             config = {**about["config"], key: value}
@@ -361,8 +361,8 @@ def test_changed_max_seq_len_keeps_the_token_ids_of_the_config(
         "dtype": "bfloat16",
     }
     longer = replace(CONFIG, max_seq_len=128)
-    written = hf_config.config_to_write(longer, old)
-    assert hf_config.config_from_hf(written, "") == longer
+    written = llama_config.config_to_write(longer, old)
+    assert llama_config.config_from_hf(written, "") == longer
     assert {key: written[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")} == {
         "bos_token_id": 1,
         "eos_token_id": [2, 6],

@@ -13,9 +13,8 @@ import torch
 from lockstep.cli.main import main
 from lockstep.corpus.tokenizer import Tokenizer
 from lockstep.models import hub, llama_io
-from lockstep.models.hf_config import config_to_hf
 from lockstep.models.llama import build_llama
-from lockstep.models.llama_config import LlamaConfig
+from lockstep.models.llama_config import LlamaConfig, config_to_hf
 
 CPU = torch.device("cpu")
 TEXTS = ["How much is 41 + 1?", "Which is larger, 17 or 41?"]
