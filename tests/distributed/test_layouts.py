@@ -94,11 +94,19 @@ def init_adapted_param(key: str, size: torch.Size) -> Tensor:
     return llama.init_param(key, size, CONFIG.n_layers, 1)
 
 
+FEATURES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {"qkv_bias": True},
+    "qwen3": {"qk_norm": True},
+    "smollm3": {"unrotated_layers": (1,)},
+}
+
+
 def model_named(name: str, dropout: float = 0.0) -> Model:
     if name == "adapted":
         return Model(name, make_adapted, init_adapted_param)
-    if name in ("llama", "qwen2", "qwen3"):
-        config = replace(CONFIG, qkv_bias=name == "qwen2", qk_norm=name == "qwen3")
+    if name in FEATURES:
+        config = replace(CONFIG, **FEATURES[name])
         return Model(
             name,
             lambda: llama.Llama(config),
@@ -216,7 +224,7 @@ Case = tuple[str, Layout, str, int]
 
 def cases_of(workers: int) -> Iterator[Case]:
     for name, layout, inside, each in product(
-        ["llama", "adapted", "qwen2", "qwen3", "translator"], TABLE, INSIDE, [1, 4]
+        [*FEATURES, "adapted", "translator"], TABLE, INSIDE, [1, 4]
     ):
         # recomputing and compiling do not depend on the layout: once per axis is enough
         shown = {
@@ -224,7 +232,7 @@ def cases_of(workers: int) -> Iterator[Case]:
             "recomputed": each == 1 and workers == 2,
             "compiled": each == 1 and workers == 2 and (name == "llama" or layout.shard == 2),
         }
-        if name in ("adapted", "qwen2", "qwen3"):
+        if name not in ("llama", "translator"):
             shown = {"plain": each == 1, "recomputed": False, "compiled": False}
         if name == "adapted" and each == 1:  # recomputation must repeat the masks of dropout
             shown |= {"recomputed": layout.pipeline > 1, "compiled": layout == Layout(1, 2)}

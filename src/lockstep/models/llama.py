@@ -6,6 +6,7 @@ The cross-entropy is in `loss.py`, generation in `generation/decoder.py`. Touvro
 * RMSNorm before each sublayer and once at the end (Zhang and Sennrich 2019). No biases, except
 those
   of query, key and value in Qwen 2. Qwen 3 normalizes queries and keys instead, head by head.
+  SmolLM 3 has layers without rotary positions.
 * Rotary embeddings (Su et al. 2021) as in Hugging Face: dimension i of a head rotates with i + E/2,
   so weights load and export without a permutation. No buffer of angles to save or materialize.
 * Query, key and value are three matrices, gate and up are two, for tensor parallelism and LoRA.
@@ -25,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lockstep.models.llama_config import LlamaConfig
+from lockstep.models.llama_config import LlamaConfig, RopeScaling
 from lockstep.models.loss import output_cross_entropy
 from lockstep.parallel.deferred_init import generator_of, materialize
 from lockstep.parallel.plans import Chunk, ParallelPlan, StagedModel
@@ -46,15 +47,21 @@ def rope_frequencies(config: LlamaConfig, device: torch.device) -> Tensor:
     pair = torch.arange(0, config.head_dim, 2, device=device).float()  # (E/2,)
     frequency: Tensor = 1.0 / config.rope_theta ** (pair / config.head_dim)
     scaling = config.rope_scaling
-    if scaling is None:
-        return frequency[None]
+    if scaling is not None:
+        frequency = scaled_frequencies(frequency, scaling)
+    # An angle of 0 leaves a layer without positions as it is.
+    kinds = [frequency, torch.zeros_like(frequency)] if config.unrotated_layers else [frequency]
+    return torch.stack(kinds)
+
+
+def scaled_frequencies(frequency: Tensor, scaling: RopeScaling) -> Tensor:
     waves = (
         scaling.original_max_seq_len * frequency / (2 * math.pi)
     )  # (E/2,): in the original context
     kept = (
         (waves - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     ).clamp(0.0, 1.0)
-    return (kept * frequency + (1 - kept) * frequency / scaling.factor)[None]
+    return kept * frequency + (1 - kept) * frequency / scaling.factor
 
 
 @dataclass(frozen=True)

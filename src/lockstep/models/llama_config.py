@@ -54,6 +54,8 @@ class LlamaConfig:
     qkv_bias: bool = False  # query, key and value have biases, as in Qwen 2
     qk_norm: bool = False  # RMSNorm of each query and key before its rotation, as in Qwen 3
 
+    unrotated_layers: tuple[int, ...] = ()  # without rotary positions, as in SmolLM 3
+
     def __post_init__(self) -> None:
         if family_for(self) is None:
             several = " cannot be combined with ".join(
@@ -71,7 +73,7 @@ class LlamaConfig:
     @property
     def rope_kinds(self) -> tuple[int, ...]:
         """Of each layer the number of its rotary frequencies in `llama.rope_frequencies`."""
-        return (0,) * self.n_layers
+        return tuple(int(number in self.unrotated_layers) for number in range(self.n_layers))
 
     @property
     def num_parameters(self) -> int:
@@ -92,7 +94,11 @@ class LlamaConfig:
 
 # -- families --------------------------------------------------------------------------------------
 
-PLAIN_FEATURES: dict[str, Any] = {"qkv_bias": False, "qk_norm": False}  # of a Llama
+PLAIN_FEATURES: dict[str, Any] = {  # of a Llama
+    "qkv_bias": False,
+    "qk_norm": False,
+    "unrotated_layers": (),
+}
 
 
 @dataclass(frozen=True)
@@ -100,6 +106,8 @@ class Family:
     """A family of Hugging Face whose arithmetic `llama.py` has.
 
     features  fields of LlamaConfig by which it differs from a Llama
+    flags     further such fields, with numbers of layers -> the key of config.json that has 0 for
+              these layers, and 1 for the others
     optional  fields that its config.json may lack; the defaults of others differ from version to
               version
     required  keys whose absence means a value that is not supported
@@ -111,6 +119,7 @@ class Family:
 
     architecture: str
     features: Mapping[str, Any] = field(default_factory=dict)
+    flags: Mapping[str, str] = field(default_factory=dict)
     optional: tuple[str, ...] = ("head_dim",)
     required: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
@@ -147,14 +156,19 @@ FAMILIES = {  # by model_type; an export has the first whose features are those 
         },
         ropes=("default",),
     ),
+    "smollm3": Family(
+        "SmolLM3ForCausalLM",
+        flags={"unrotated_layers": "no_rope_layers"},
+        ignored=("no_rope_layer_interval",),  # of no_rope_layers, which are written out
+    ),
 }
 
 
 def family_for(config: LlamaConfig) -> str | None:
     """Return the model_type of the first family with the features of `config`."""
     for kind, family in FAMILIES.items():
-        features = PLAIN_FEATURES | dict(family.features)
-        if all(getattr(config, name) == value for name, value in features.items()):
+        fixed = PLAIN_FEATURES | dict(family.features)
+        if all(getattr(config, name) == fixed[name] for name in fixed.keys() - family.flags):
             return kind
     return None
 
@@ -317,6 +331,7 @@ def config_from_hf(hf_config: Mapping[str, Any], where: str) -> LlamaConfig:
     known: dict[str, Any] = {name: defaults[name] for name in family.optional}
     known["max_seq_len"] = 2048
     values: dict[str, Any] = {**family.features}
+    values |= {name: unflagged_layers(given, key) for name, key in family.flags.items()}
     values |= {name: given.whole_number(*SIZES[name], known.get(name)) for name in SIZES}
     theta, scaling = rope_of(given, family)
     try:
@@ -329,6 +344,15 @@ def config_from_hf(hf_config: Mapping[str, Any], where: str) -> LlamaConfig:
         )
     except ValueError as error:
         raise given.error(f"this is not a valid Llama: {error}") from None
+
+
+def unflagged_layers(given: JsonObject, key: str) -> tuple[int, ...]:
+    """Return the numbers of the layers with 0 in the list `key`."""
+    flags = given.get(key)
+    layers = given.get("num_hidden_layers")
+    if not isinstance(flags, list) or len(flags) != layers or any(f not in (0, 1) for f in flags):
+        raise given.wrong(key, f"write a list of {layers} numbers, 0 or 1 for each layer")
+    return tuple(number for number, flag in enumerate(flags) if flag == 0)
 
 
 def family_of(given: JsonObject) -> str:
@@ -366,7 +390,7 @@ def refuse_other_values(given: JsonObject, family: Family) -> None:
     if missing := [key for key in family.required if key not in given.values]:
         what = f"{missing[0]} is missing, which does not mean null in a {family.architecture}"
         raise given.error(what, "only null is supported")
-    harmless = READ_KEYS | HARMLESS_KEYS | {*family.ignored}
+    harmless = READ_KEYS | HARMLESS_KEYS | {*family.ignored, *family.flags.values()}
     for key, value in given.values.items():
         if key in harmless or value is None or (key in plain and value == plain[key]):
             continue
@@ -427,6 +451,10 @@ def config_to_hf(config: LlamaConfig) -> dict[str, Any]:
         **{key: getattr(config, field) for field, (key, _) in SIZES.items()},
         "hidden_act": "silu",
         **family.written,
+        **{
+            key: [int(number not in getattr(config, name)) for number in range(config.n_layers)]
+            for name, key in family.flags.items()
+        },
         "rope_theta": config.rope_theta,
         "rope_scaling": scaling,
         "rms_norm_eps": config.norm_eps,

@@ -13,6 +13,7 @@ from lockstep.errors import CheckpointError
 from lockstep.generation.decoder import Decoder
 from lockstep.generation.sampling import sample_tokens
 from lockstep.models import hub, llama_io
+from lockstep.models.llama_config import FAMILIES
 
 CPU = torch.device("cpu")
 V = 199
@@ -49,6 +50,9 @@ EQUAL: list[tuple[str, dict[str, Any]]] = [
     ("qwen3", {"head_dim": 16, "tie_word_embeddings": True, "rms_norm_eps": 1e-2}),
     ("phi3", {}),
     ("phi3", {"num_key_value_heads": 1, "tie_word_embeddings": True, "rms_norm_eps": 1e-3}),
+    ("smollm3", {"no_rope_layers": [1, 0], "tie_word_embeddings": False}),
+    ("smollm3", {"no_rope_layer_interval": 2, "num_hidden_layers": 5, "rope_parameters": LLAMA_3}),
+    ("smollm3", {}),
 ]
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"attention_bias": True}, "attention_bias"),
@@ -89,7 +93,16 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("starcoder2", {}, "Starcoder2ForCausalLM"),
     ("gpt_neox", {}, "GPTNeoXForCausalLM"),
     ("stablelm", {}, "StableLmForCausalLM"),
-    ("smollm3", {}, "SmolLM3ForCausalLM"),
+    ("smollm3", {"no_rope_layers": [0, 1], "attention_bias": True}, "attention_bias"),
+    (
+        "smollm3",
+        {
+            "layer_types": ["full_attention", "sliding_attention"],
+            "use_sliding_window": True,
+            "sliding_window": 16,
+        },
+        "sliding",
+    ),
 ]
 
 
@@ -144,6 +157,12 @@ def test_accepted_folders_have_the_logits_of_transformers(
     )
 
 
+def test_every_family_is_tried_here_and_named_in_the_docs() -> None:
+    assert [*FAMILIES] == [*dict.fromkeys(kind for kind, _ in EQUAL)]
+    page = (Path(__file__).parents[3] / "docs/llama.md").read_text()
+    assert not [f.architecture for f in FAMILIES.values() if f"`{f.architecture}`" not in page]
+
+
 @pytest.mark.parametrize(("kind", "more", "key"), REFUSED)
 def test_other_folders_are_refused_with_the_key(
     kind: str, more: dict[str, Any], key: str, tmp_path: Path
@@ -161,6 +180,7 @@ def test_other_folders_are_refused_with_the_key(
         ("qwen2", "num_key_value_heads"),
         ("qwen3", "head_dim"),
         ("phi3", "rms_norm_eps"),
+        ("smollm3", "no_rope_layers"),
     ],
 )
 def test_missing_keys_whose_default_differs_between_families_are_refused(
