@@ -6,8 +6,10 @@
 
 The chat template of the model renders a chat, which is tokenized as a whole. The ids before an
 answer must equal the ids of its prompt at generation. The loss mask is the text in the template's
-`{% generation %}` tags; without tags the answers, each with the token that ends its turn. A part
-that the template does not render (tools, names, a role) is an error.
+`{% generation %}` tags; without tags the answers, each with the token that ends its turn. A chat
+whose earlier turns the template rewrites (without their thoughts, as Qwen 3) is several samples
+then, each up to an answer as it is generated. A part that the template does not render (tools,
+names, a role) is an error.
 """
 
 from __future__ import annotations
@@ -203,6 +205,10 @@ class SplitTokenError(DataError):
     """An answer starts inside a token of the chat: at generation, other ids would precede it."""
 
 
+class RewrittenTurnError(DataError):
+    """The chat template renders an answer in another way when turns follow it."""
+
+
 def render(
     tokenizer: ChatTokenizer,
     chat: Chat,
@@ -271,9 +277,9 @@ def refuse_unrendered(tokenizer: ChatTokenizer, chat: Chat) -> None:
 def encode(tokenizer: ChatTokenizer, chat: Chat) -> tuple[list[int], list[bool]]:
     """Return (ids, loss mask) of a chat up to the end of its last answer.
 
-    DataError: the template writes only a part of an answer, it rewrites earlier turns and has no
-    `{% generation %}` tags, or it does not end an answer with an eos token. SplitTokenError: the
-    ids before an answer differ from the ids of its prompt.
+    DataError: the template writes only a part of an answer, or it does not end an answer with an
+    eos token. RewrittenTurnError: it rewrites earlier turns and has no `{% generation %}` tags.
+    SplitTokenError: the ids before an answer differ from the ids of its prompt.
     """
     inner = tokenizer.inner
     last = max(chat.answers)
@@ -297,6 +303,8 @@ def encode(tokenizer: ChatTokenizer, chat: Chat) -> tuple[list[int], list[bool]]
                 continue  # rewritten in later turns, and trained as the tags mark it there
             what = f"the chat template does not append answer {number + 1} to the turns before it"
             hint = "use a template that does not rewrite earlier turns"
+            if turn.startswith(prompt):
+                raise RewrittenTurnError(what, f"{chat.where}; {tokenizer.folder}", hint)
             raise problem(tokenizer, chat, what, hint)
         prompt_ids = inner.encode(prompt, add_special_tokens=False).ids
         if ids[: len(prompt_ids)] != prompt_ids:
@@ -373,9 +381,10 @@ def last_answer(tokenizer: ChatTokenizer, record: Mapping[str, Any]) -> tuple[li
     return ids[:start], ids[start:stop]
 
 
-def shortened(
-    tokenizer: ChatTokenizer, chat: Chat, limit: int
-) -> tuple[Chat, list[int], list[bool]] | None:
+Encoded = tuple[Chat, list[int], list[bool]]
+
+
+def shortened(tokenizer: ChatTokenizer, chat: Chat, limit: int) -> Encoded | None:
     """Return the chat up to its last answer that ends within `limit` tokens, with ids and loss
     mask; None if no answer does."""
     for number in reversed(chat.answers):
@@ -384,6 +393,47 @@ def shortened(
         if len(ids) <= limit:
             return shorter, ids, loss_mask
     return None
+
+
+def parts_as_generated(tokenizer: ChatTokenizer, chat: Chat) -> list[Chat]:
+    """Split a chat with rewritten turns: a part trains those of its answers that are rendered as
+    they were generated, and the others are context."""
+    parts = []
+    left = chat.answers
+    while left:
+        whole = render(tokenizer, chat, left[-1] + 1)
+        trained = [n for n in left if whole.startswith(render(tokenizer, chat, n + 1))]
+        messages = [
+            {**message, "weight": 0} if message["role"] == "assistant" else message
+            for message in chat.messages[: left[-1] + 1]
+        ]
+        for number in trained:
+            messages[number] = chat.messages[number]
+        parts.append(replace(chat, messages=messages))
+        left = [number for number in left if number not in trained]
+    return parts[::-1]
+
+
+def encode_parts(tokenizer: ChatTokenizer, chat: Chat, dropped: Counter[str]) -> Iterator[Encoded]:
+    """Yield the chat, or the parts that it is trained in, each with ids and loss mask. Drop and
+    count those with an answer that starts inside a token."""
+    try:
+        yield chat, *encode(tokenizer, chat)
+    except SplitTokenError as error:
+        if not dropped[SPLIT_TOKEN]:
+            log.warning("dropped: %s (%s); %s", error.what, error.where, error.hint)
+        dropped[SPLIT_TOKEN] += 1
+    except RewrittenTurnError:
+        for part in parts_as_generated(tokenizer, chat):
+            yield from encode_parts(tokenizer, part, dropped)
+
+
+def sample_of(split: Split, chat: Chat, ids: list[int], loss_mask: list[bool]) -> Sample:
+    size = sum(len(text_of(chat.messages[number]).encode()) for number in chat.answers)
+    record: dict[str, Any] = {"messages": chat.messages}
+    if chat.tools:
+        record["tools"] = chat.tools
+    return Sample(split, record, [ids], loss_mask, size)
 
 
 def chat_samples(
@@ -396,31 +446,25 @@ def chat_samples(
     if GENERATION.search(tokenizer.template):
         where = "the text in the generation tags of the chat template"
     log.info("loss on %s", where)
-    cut = 0
+    cut = split_chats = 0
     limit = length + 1  # the last id is only a label
-    for split, chat in chats(data, dropped):
-        refuse_unrendered(tokenizer, chat)
-        try:
-            ids, loss_mask = encode(tokenizer, chat)
-        except SplitTokenError as error:
-            if not dropped[SPLIT_TOKEN]:
-                log.warning("dropped: %s (%s); %s", error.what, error.where, error.hint)
-            dropped[SPLIT_TOKEN] += 1
-            continue
-        if len(ids) > limit:
-            shorter = None if data.truncation == "drop" else shortened(tokenizer, chat, limit)
-            if data.truncation == "right" and split == "train":
-                shorter = chat, ids[:limit], loss_mask[:limit]
-            if shorter is None or not any(shorter[2][1:]):
-                dropped[f"longer than a row of {length} tokens"] += 1
-                continue
-            chat, ids, loss_mask = shorter
-            cut += 1
-        size = sum(len(text_of(chat.messages[number]).encode()) for number in chat.answers)
-        record: dict[str, Any] = {"messages": chat.messages}
-        if chat.tools:
-            record["tools"] = chat.tools
-        yield Sample(split, record, [ids], loss_mask, size)
+    for split, whole in chats(data, dropped):
+        refuse_unrendered(tokenizer, whole)
+        parts = list(encode_parts(tokenizer, whole, dropped))
+        split_chats += len(parts) > 1
+        for chat, ids, loss_mask in parts:
+            if len(ids) > limit:
+                shorter = None if data.truncation == "drop" else shortened(tokenizer, chat, limit)
+                if data.truncation == "right" and split == "train":
+                    shorter = chat, ids[:limit], loss_mask[:limit]
+                if shorter is None or not any(shorter[2][1:]):
+                    dropped[f"longer than a row of {length} tokens"] += 1
+                    continue
+                chat, ids, loss_mask = shorter
+                cut += 1
+            yield sample_of(split, chat, ids, loss_mask)
+    if split_chats:
+        log.info("split: %d chats whose earlier turns the template rewrites", split_chats)
     if cut:
         log.info(
             "cut: %d longer than a row of %d tokens (data.truncation = %s)",

@@ -492,3 +492,74 @@ def test_a_held_out_chat_is_cut_after_an_answer(
 def test_truncation_is_for_chats() -> None:
     with pytest.raises(ConfigError, match=r"pretrain does not support data\.truncation"):
         resolve(None, {"task": "pretrain", "data.kind": "stdlib", "data.truncation": "right"})
+
+
+# As published with Qwen 3, without its tools: thoughts of turns before the last question are left
+# out, and a last answer without them gets an empty one.
+QWEN_3 = """{%- set ns = namespace(last=messages | length - 1) %}
+{%- for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
+{%- for m in messages %}
+    {%- if m.role == 'assistant' %}
+        {%- set content = m.content.split('</think>')[-1].lstrip('\\n') %}
+        {%- set thought = '' %}
+        {%- if '</think>' in m.content %}
+            {%- set thought = m.content.split('</think>')[0].rstrip('\\n').split('<think>')[-1].lstrip('\\n') %}
+        {%- endif %}
+        {%- if loop.index0 > ns.last and (loop.last or thought) %}
+            {{- '<|im_start|>assistant\\n<think>\\n' + thought.strip('\\n') + '\\n</think>\\n\\n' + content }}
+        {%- else %}
+            {{- '<|im_start|>assistant\\n' + content }}
+        {%- endif %}
+        {{- '<|im_end|>\\n' }}
+    {%- else %}
+        {{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif %}"""
+THINKS = {"role": "assistant", "content": "<think>\nA dog?\n</think>\n\nThe dog."}
+
+
+def test_turns_that_qwen_3_rewrites_are_trained_as_they_are_generated(
+    inner: tokenizers.Tokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each answer is trained once, behind the ids that precede it when it is generated."""
+    transformers = pytest.importorskip("transformers")
+    reference = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=inner, chat_template=QWEN_3, eos_token="<|im_end|>"
+    )
+    tokenizer = tokenizer_of(inner, QWEN_3)
+    talk = [SYSTEM, ASK, THINKS, ASK, ANSWER, ASK, THINKS]
+    with caplog.at_level(logging.INFO, logger="lockstep"):
+        samples = list(chat_samples(tokenizer, chats_in(tmp_path, [talk]), 500, Counter()))
+    assert "split: 1 chats" in caplog.text
+    assert len(samples) == 3
+    for sample, end in zip(samples, (3, 5, 7), strict=True):
+        whole = reference.apply_chat_template(talk[:end], return_dict=False)
+        prompt = reference.apply_chat_template(
+            talk[: end - 1], add_generation_prompt=True, return_dict=False
+        )
+        assert sample.ids == [whole] and whole[: len(prompt)] == prompt
+        assert sample.loss_mask is not None
+        line_break = len(inner.encode("\n").ids)  # behind the end of the turn
+        count = len(whole) - len(prompt) - line_break
+        assert sample.loss_mask == [False] * len(prompt) + [True] * count + [False] * line_break
+        assert last_answer(tokenizer, sample.record)[0] == prompt
+    answers = [inner.decode(last_answer(tokenizer, s.record)[1]) for s in samples]
+    assert answers == [
+        "<think>\nA dog?\n</think>\n\nThe dog.",
+        "<think>\n\n</think>\n\nThe cat.",
+        "<think>\nA dog?\n</think>\n\nThe dog.",
+    ]
+
+
+def test_answers_of_one_turn_that_are_not_rewritten_share_a_sample(
+    inner: tokenizers.Tokenizer, tmp_path: Path
+) -> None:
+    """Two answers with thoughts after one question, as with tools."""
+    tokenizer = tokenizer_of(inner, QWEN_3)
+    result = {"role": "tool", "content": "42"}
+    talk = [ASK, ANSWER, ASK, THINKS, result, THINKS]
+    samples = list(chat_samples(tokenizer, chats_in(tmp_path, [talk]), 500, Counter()))
+    assert [len(sample.record["messages"]) for sample in samples] == [2, 6]
+    weights = [message.get("weight") for message in samples[1].record["messages"]]
+    assert weights == [None, 0, None, None, None, None]
