@@ -34,6 +34,7 @@ from lockstep.corpus.chats import Chat, chat_samples, drills, encode
 from lockstep.corpus.loaders import (
     IGNORE_INDEX,
     CutRows,
+    DocumentRows,
     PackedRows,
     Row,
     RowLoader,
@@ -266,6 +267,29 @@ def test_labels_of_packed_rows_are_those_of_their_documents(
     assert [int((row != IGNORE_INDEX).sum()) for row in labels] == [
         sum(sum(masks[i][1:]) for i in row) for row in expected
     ]
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.lists(st.lists(st.booleans(), max_size=40), min_size=1, max_size=12), st.booleans())
+def test_rows_of_one_document_have_each_of_its_labels_once(
+    masks: list[list[bool]], is_chat: bool
+) -> None:
+    """Also of documents without a token, or longer than a row."""
+    texts = [[*range(100 * n, 100 * n + len(mask))] for n, mask in enumerate(masks)]
+    with tempfile.TemporaryDirectory() as folder:
+        stream = stream_of(Path(folder), texts, masks if is_chat else None)
+        rows = DocumentRows(stream, 16)
+        read = [(rows.members(i), *rows.row(i)) for i in range(len(rows))]
+    expected = [
+        [label for label, counts in zip(ids[1:], mask[1:], strict=True) if counts or not is_chat]
+        for ids, mask in zip(texts, masks, strict=True)
+    ]
+    labels: list[list[int]] = [[] for _ in texts]
+    for (member,), tokens, row_labels, documents in read:
+        places = np.flatnonzero(row_labels != IGNORE_INDEX)
+        assert (tokens[places] + 1 == row_labels[places]).all() and not documents.any()
+        labels[member] += row_labels[places].tolist()
+    assert labels == expected
 
 
 def test_packed_rows_have_the_loss_of_single_chats(tmp_path: Path) -> None:

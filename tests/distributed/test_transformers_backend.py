@@ -54,11 +54,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },  # final_logit_softcapping: no chunks
     "gemma3_text": {"head_dim": 8, "sliding_window": 8, "tie_word_embeddings": True},
     "llama4_text": {"head_dim": 8, "intermediate_size_mlp": 48, "num_local_experts": 2},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
 }
 ORACLES = [  # kind, backend, task, more of its config
     ("qwen3", "lockstep", "sft", {}),
     pytest.param("mistral", "lockstep", "sft", {"sliding_window": None}, marks=pytest.mark.long),
     ("gemma3_text", "transformers", "sft", {}),
+    ("gpt_neox", "transformers", "sft", {}),
     *(
         pytest.param(*values, {}, marks=pytest.mark.long)
         for values in [
@@ -68,6 +70,7 @@ ORACLES = [  # kind, backend, task, more of its config
             ("gemma2", "transformers", "pretrain"),
             ("gemma3_text", "transformers", "pretrain"),
             ("llama4_text", "transformers", "pretrain"),
+            ("mixtral", "transformers", "pretrain"),
         ]
     ),
     pytest.param("phi3", "transformers", "pretrain", LONG, marks=pytest.mark.long),
@@ -270,6 +273,8 @@ def test_killed_shards_of_a_gemma_heal_with_the_same_bits(start: Path, tmp_path:
         ("qwen3", "lockstep", {}),
         pytest.param("mistral", "lockstep", {"sliding_window": None}, marks=pytest.mark.long),
         pytest.param("gemma2", "transformers", {}, marks=pytest.mark.long),
+        pytest.param("mixtral", "transformers", {}, marks=pytest.mark.long),
+        ("gpt_neox", "transformers", {}),
         ("gemma3_text", "transformers", {}),
     ],
 )
@@ -442,7 +447,38 @@ def test_models_that_mix_the_documents_of_a_row_are_refused(
     random_model(kind, more, tmp_path)
     model = load_llama(tmp_path, device=torch.device("cpu"), backend="transformers").model
     with pytest.raises(UsageError, match="mixes the documents of a row"):
-        model(torch.arange(8)[None], torch.arange(8)[None])
+        model(torch.arange(8)[None], torch.arange(8)[None], torch.arange(8)[None])
+    assert model(torch.arange(8)[None], torch.arange(8)[None]) > 0  # one document
+
+
+@pytest.mark.parametrize(
+    ("kind", "task", "more"),
+    [
+        ("bloom", "sft", {}),
+        pytest.param("falcon", "pretrain", {}, marks=pytest.mark.long),
+        pytest.param("mamba", "pretrain", {"state_size": 4}, marks=pytest.mark.long),
+    ],
+)
+def test_a_model_that_mixes_documents_trains_on_rows_of_one(
+    kind: str, task: str, more: dict[str, Any], corpus: Path, start: Path, tmp_path: Path
+) -> None:
+    hub = hub_folder(kind, tmp_path / "hub", start, **more)
+    flags = {**BACKEND, "data.train": str(corpus)} if task == "pretrain" else SFT
+    flags = {**flags, "llama.init_from": str(hub), "batch.micro_batches": "4"}
+    flags["data.held_out_share"] = "0.1"
+    with pytest.raises(AssertionError, match=r"mixes the documents of a row.*\n.*\n.*data.packing"):
+        run_ranks(trained, 1, str(tmp_path / "packed"), flags, 1)
+    flags["data.packing"] = "false"
+    digests = set()
+    for workers, shards in [(1, 1), (2, 2)]:
+        folder = tmp_path / f"{workers}-{shards}"
+        in_layout = {**flags, "layout.shard": str(shards)}
+        digests.add(run_ranks(trained, workers, str(folder), in_layout, 20)[0])
+        expected = losses_of_transformers(hub, folder, flags)
+        assert [loss for loss, _ in losses(folder)] == pytest.approx(expected, rel=1e-4)
+    assert len(digests) == 1
+    run_ranks(evaluated, 1, str(folder), "test")
+    assert read_metrics(folder / "evaluations.jsonl")[0]["loss"] > 0
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from torch import nn
 
 from lockstep.config.schema import RunConfig
 from lockstep.corpus.chat_tokenizer import ChatTokenizer
-from lockstep.corpus.loaders import CutRows, PackedRows
+from lockstep.corpus.loaders import CutRows, DocumentRows, PackedRows
 from lockstep.corpus.prepared import open_prepared
 from lockstep.data.order import UniformOrder
 
@@ -36,8 +36,10 @@ def plain_losses(model: nn.Module, run: Path, options: RunConfig) -> list[float]
         open_prepared(run / "data", ChatTokenizer.load(run / "tokenizer", {})).train,
         options.batch.seq_len,
     )
-    rows: CutRows | PackedRows = CutRows(stream, length)
-    if options.task == "sft":
+    rows: CutRows | PackedRows | DocumentRows = CutRows(stream, length)
+    if not options.data.packing:
+        rows = DocumentRows(stream, length)
+    elif options.task == "sft":
         rows = PackedRows(stream, length, np.load(next((run / "data").glob("rows-*.npy"))))
     k, optim = options.batch.micro_batches, options.optim
     order = UniformOrder(len(rows), k * options.batch.tokens // length, k, options.seed)
@@ -57,6 +59,8 @@ def plain_losses(model: nn.Module, run: Path, options: RunConfig) -> list[float]
         total, count = 0.0, 0
         for row in (row for micro_batch in range(k) for row in order.ids(step, micro_batch)):
             tokens, labels, documents = (torch.from_numpy(column) for column in rows.row(int(row)))
+            end = int((labels != -100).nonzero().max()) + 1  # padding and prompts without an answer
+            tokens, labels, documents = tokens[:end], labels[:end], documents[:end]
             for document in documents.unique():
                 inside = documents == document
                 logits = model(tokens[inside][None]).logits[0]

@@ -71,7 +71,7 @@ class Rule(NamedTuple):
 
 
 EXCLUSIONS = Rule.read("""
-task=translate -> llama.* lora.* batch.seq_len data.truncation
+task=translate -> llama.* lora.* batch.seq_len data.truncation data.packing
     remove these values, or set another task
     the task does not read them
 task=pretrain -> model.* data.truncation

@@ -152,6 +152,10 @@ class DataOptions:
         "drop",
         "chats longer than batch.seq_len: drop, cut at the right, or cut after the last answer that fits",
     )
+    packing: bool = bits_option(
+        True,
+        "several documents or chats in a row; false: one per row, for models that mix those of a row",
+    )
     max_tokens: int = bits_option(
         128, "longer pairs are dropped from training and counted", ge=4, le=MAX_DIM
     )

@@ -11,7 +11,7 @@ import hashlib
 import io
 import itertools
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -191,21 +191,53 @@ class PackedRows:
         return members
 
     def row(self, i: int) -> Row:
-        members = self.members(i)
-        tokens = np.zeros(self.length, np.int64)
-        labels = np.full(self.length, IGNORE_INDEX, np.int64)
-        documents = np.full(self.length, len(members), np.int64)  # padding is a separate document
-        position = 0
-        for number, member in enumerate(members):
-            start, end = self.stream.offsets[member : member + 2].tolist()
-            ids = self.stream.read(start, end)
-            loss_mask = self.stream.read_loss_mask(start, end)
-            span = slice(position, position + len(ids) - 1)
-            tokens[span] = ids[:-1]
-            documents[span] = number
-            labels[span] = np.where(loss_mask[1:], ids[1:], IGNORE_INDEX)
-            position = span.stop
-        return tokens, labels, documents
+        bounds = [self.stream.offsets[member : member + 2].tolist() for member in self.members(i)]
+        return fill_row(self.stream, bounds, self.length)
+
+
+def fill_row(stream: TokenStream, bounds: Sequence[Sequence[int]], length: int) -> Row:
+    """Return a row of the documents between these positions of a stream, with their loss masks."""
+    tokens = np.zeros(length, np.int64)
+    labels = np.full(length, IGNORE_INDEX, np.int64)
+    documents = np.full(length, len(bounds), np.int64)  # padding is a separate document
+    position = 0
+    for number, (start, end) in enumerate(bounds):
+        ids = stream.read(start, end)
+        span = slice(position, position + len(ids) - 1)
+        tokens[span] = ids[:-1]
+        labels[span] = ids[1:]
+        documents[span] = number
+        if stream.loss_mask:  # that of chats
+            labels[span][~stream.read_loss_mask(start, end)[1:]] = IGNORE_INDEX
+        position = span.stop
+    return tokens, labels, documents
+
+
+class DocumentRows:
+    """Rows of one document, padded; a longer document is cut into several rows."""
+
+    def __init__(self, stream: TokenStream, length: int) -> None:
+        self.stream, self.length = stream, length
+        sizes = np.diff(stream.offsets) - 1  # the last token of a document is only a label
+        self._last = np.cumsum(-(-sizes // length))  # row of each document, + 1
+
+    def __len__(self) -> int:
+        return int(self._last[-1]) if len(self._last) else 0
+
+    def length_of(self, i: int) -> int:
+        return self.length
+
+    def members(self, i: int) -> list[int]:
+        return [int(np.searchsorted(self._last, i, side="right"))]
+
+    def row(self, i: int) -> Row:
+        (member,) = self.members(i)
+        first, end = self.stream.offsets[member : member + 2].tolist()
+        number = i - int(self._last[member - 1]) if member else i
+        start = first + number * self.length
+        end = min(start + self.length + 1, end)
+        tokens, labels, _ = fill_row(self.stream, [(start, end)], self.length)
+        return tokens, labels, np.zeros(self.length, np.int64)  # padding after it has no effect
 
 
 def save_packed_rows(
@@ -273,7 +305,7 @@ def pack(sizes: npt.NDArray[np.int64], length: int, seed: int) -> list[list[int]
 class RowLoader:
     """Micro-batches of rows in `order`, on `device`. Stateless: steps in any order."""
 
-    rows: CutRows | PackedRows
+    rows: CutRows | PackedRows | DocumentRows
     order: UniformOrder
     device: torch.device
 
@@ -299,22 +331,16 @@ def batch_of(rows: list[Row], device: torch.device) -> TextBatch:
 
 class HeldOutBatches(Dataset[TextBatch]):
     """The rows in which a split is scored, in batches of at most `rows_per_batch` rows of one
-    length: chats packed, documents in windows."""
+    length."""
 
     def __init__(
         self,
-        stream: TokenStream,
-        length: int,
+        rows: PackedRows | WindowRows | DocumentRows,
         rows_per_batch: int,
-        *,
-        packed: bool,
         device: torch.device = CPU,
     ) -> None:
-        self.rows: PackedRows | WindowRows = WindowRows(stream, length)
-        if packed:
-            self.rows = PackedRows(stream, length, pack_rows(stream, length, seed=0))
-        numbers = range(len(self.rows))
-        self.batches = list(in_groups(numbers, rows_per_batch, kind=self.rows.length_of))
+        self.rows = rows
+        self.batches = list(in_groups(range(len(rows)), rows_per_batch, kind=rows.length_of))
         self.device = device
 
     def __len__(self) -> int:

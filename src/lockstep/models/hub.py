@@ -31,6 +31,7 @@ from lockstep.checkpoint.state_dict import digest
 from lockstep.config.adapter_config import ADAPTER_CONFIG
 from lockstep.errors import CheckpointError, UsageError
 from lockstep.files import fsync_folder, read_json, scheme_of, write_atomic, write_json
+from lockstep.log import log
 from lockstep.models.llama import Llama
 from lockstep.models.llama_config import (
     LlamaConfig,
@@ -39,7 +40,7 @@ from lockstep.models.llama_config import (
     new_config,
     packed_matrices,
 )
-from lockstep.models.transformers_model import TransformersConfig
+from lockstep.models.transformers_model import ModelConfig, TransformersConfig
 from lockstep.runtime.tensor_bytes import TORCH_DTYPES, bytes_of
 from lockstep.units import join_names
 
@@ -51,6 +52,7 @@ COMPANION_FILES = (  # files of a model besides config.json and its tensors; cop
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model",
     "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json", "generation_config.json",
 )  # fmt: skip
+TEXT_PARTS = ("language_model.", "text_model.")  # of multimodal models
 SHARD_BYTES = 5 * 10**9
 COPY_FILE = "copy the file again"
 COPY_FOLDER = "copy the whole folder again"
@@ -151,7 +153,7 @@ class LlamaWeights:
     """
 
     folder: Path
-    config: LlamaConfig | TransformersConfig
+    config: ModelConfig
     hf_config: dict[str, Any]
     tensors: Mapping[str, Tensor]
     companions: list[Path]
@@ -189,17 +191,55 @@ def open_hub(folder: Path, backend: str = "lockstep") -> LlamaWeights:
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{CONFIG_FILE} cannot be read: {error}", where, COPY_FILE) from None
     located = locations_in_folder(folder)
-    config: LlamaConfig | TransformersConfig
+    config: ModelConfig
     if backend == "transformers":
-        config = TransformersConfig(hf_config)
+        whole = TransformersConfig(hf_config)
+        config = whole.text_part()
+        hf_config = dict(config.hf_config)
+        if config is not whole:
+            located = text_tensors(located)
     else:
         config = config_from_hf(hf_config, where)
         if packed := packed_matrices(hf_config, where):
             located = unpack(located, config, packed)
             hf_config = new_config(config, hf_config)
-    tensors = match_tensors(located, config, folder)
+    tensors: Mapping[str, Tensor]
+    if isinstance(config, TransformersConfig) and is_converted(located, config):
+        tensors = config.convert(folder, one_dtype(located.values(), folder))
+    else:
+        tensors = match_tensors(located, config, folder)
     companions = [folder / name for name in COMPANION_FILES if (folder / name).is_file()]
     return LlamaWeights(folder, config, hf_config, tensors, companions, dtype_of(tensors))
+
+
+def text_tensors(located: Mapping[str, TensorLocation]) -> dict[str, TensorLocation]:
+    """Return the tensors of the text model in a multimodal one, under their names in the former."""
+    part = next((part for part in TEXT_PARTS if any(part in name for name in located)), None)
+    if part is None:
+        return dict(located)
+    texts = [name for name in located if part in name or name.startswith("lm_head.")]
+    log.info(
+        "%d of %d tensors are of the text model, the others are not read", len(texts), len(located)
+    )
+    return {name.replace(part, "", 1): located[name] for name in texts}
+
+
+def is_converted(located: Mapping[str, TensorLocation], config: TransformersConfig) -> bool:
+    """Whether `transformers` converts these tensors as it reads them."""
+    parameters = dict(config.meta_model().named_parameters())
+    if all(hf_name(name) in located for name in parameters):
+        return False
+    return config.as_stored(parameters) is not parameters
+
+
+def one_dtype(locations: Iterable[TensorLocation], folder: Path) -> torch.dtype:
+    """Return the dtype of the tensors. CheckpointError: they have several, or another kind."""
+    names = sorted({location.dtype for location in locations})
+    dtype = TORCH_DTYPES.get(names[0])
+    if len(names) > 1 or dtype is None or not dtype.is_floating_point:
+        what = f"dtypes {', '.join(names)}, expected one floating-point dtype"
+        raise CheckpointError(what, str(folder), "convert the tensors to one dtype")
+    return dtype
 
 
 def unpack(
@@ -228,7 +268,7 @@ def unpack(
 
 
 def match_tensors(
-    located: Mapping[str, TensorLocation], config: LlamaConfig | TransformersConfig, folder: Path
+    located: Mapping[str, TensorLocation], config: ModelConfig, folder: Path
 ) -> LazyTensors:
     """Return the tensors under the names of the model. CheckpointError: they do not fit
     `config`."""
@@ -283,15 +323,11 @@ def match_shapes(
                 )
     if others:
         problems.append(f"unexpected: {join_names(others)}")
-    dtypes = sorted({location.dtype for location in used.values()})
-    if not problems:
-        dtype = TORCH_DTYPES.get(dtypes[0])
-        if len(dtypes) > 1 or dtype is None or not dtype.is_floating_point:
-            problems.append(f"dtypes {', '.join(dtypes)}, expected one floating-point dtype")
     if problems:
         what = f"the tensors are not those of {config_file.name}"
         hint = f"{COPY_FOLDER}, or correct its {config_file.name}"
         raise CheckpointError(what, "\n".join([str(config_file.parent), *problems]), hint)
+    one_dtype(used.values(), config_file.parent)
     return LazyTensors(names, lambda name: located[names[name]].map())
 
 

@@ -57,7 +57,7 @@ from lockstep.models.llama_config import (
     packed_matrices,
 )
 from lockstep.models.lora import is_adapter, merged_weights
-from lockstep.models.transformers_model import TransformersConfig, TransformersModel
+from lockstep.models.transformers_model import ModelConfig, TransformersConfig, TransformersModel
 from lockstep.parallel.deferred_init import materialize
 from lockstep.units import format_bytes, format_count
 
@@ -76,7 +76,7 @@ class RunModel:
            or imported ones
     """
 
-    config: LlamaConfig | TransformersConfig
+    config: ModelConfig
     hf_config: dict[str, Any]
     lora: LoraOptions | None
     start: str
@@ -91,7 +91,7 @@ def read_model(folder: Path) -> RunModel:
     try:
         value = read_json(folder / MODEL)
         hf_config = dict(value["config"])
-        config: LlamaConfig | TransformersConfig = TransformersConfig(hf_config)
+        config: ModelConfig = TransformersConfig(hf_config)
         if value.get("backend") != "transformers":
             config = config_from_hf(hf_config, where)
         adapters = value.get("lora")
@@ -108,16 +108,14 @@ def read_model(folder: Path) -> RunModel:
         raise DataError(what, where, "import the model again") from error
 
 
-def backend_of(config: LlamaConfig | TransformersConfig) -> str:
+def backend_of(config: ModelConfig) -> str:
     return "transformers" if isinstance(config, TransformersConfig) else "lockstep"
 
 
 # -- import, export --------------------------------------------------------------------------------
 
 
-def refuse_other_backend(
-    config: LlamaConfig | TransformersConfig, backend: str, folder: str
-) -> None:
+def refuse_other_backend(config: ModelConfig, backend: str, folder: str) -> None:
     """UsageError: the run in `folder` has another backend than the one that starts from it."""
     if backend_of(config) != backend:
         what = f"llama.backend is {backend}, but the run in {folder} has another"
@@ -188,6 +186,8 @@ def export_run(
         else:
             weights = weights_of_run(folder, run, tensors)
             tensors = cast_tensors(weights.tensors, dtype or weights.dtype)
+            if isinstance(run.config, TransformersConfig):
+                tensors = run.config.as_stored(tensors)
             files = write_hub(
                 target,
                 run.hf_config,
@@ -331,7 +331,7 @@ def refuse_no_model(folder: Path) -> None:
 
 
 def model_from_tensors(
-    config: LlamaConfig | TransformersConfig, tensors: Mapping[str, Tensor], device: torch.device
+    config: ModelConfig, tensors: Mapping[str, Tensor], device: torch.device
 ) -> Llama | TransformersModel:
     """Build the model around these tensors, moved to `device` one at a time."""
     model = config.meta_model()
@@ -347,9 +347,7 @@ def model_from_tensors(
     return materialize(model, device, lambda name, _: tensor_of(name, config, tensors)).eval()
 
 
-def tensor_of(
-    name: str, config: LlamaConfig | TransformersConfig, tensors: Mapping[str, Tensor]
-) -> Tensor:
+def tensor_of(name: str, config: ModelConfig, tensors: Mapping[str, Tensor]) -> Tensor:
     return config.buffers[name] if name in config.buffers else tensors[name]
 
 
@@ -362,7 +360,7 @@ class InitialWeights:
     adapter  the adapters that training starts from; None: new ones
     """
 
-    config: LlamaConfig | TransformersConfig
+    config: ModelConfig
     seed: int
     start: LlamaWeights | None
     lora: LoraOptions | None
@@ -372,7 +370,7 @@ class InitialWeights:
     def of(cls, run: RunConfig, vocab_size: int) -> InitialWeights:
         """UsageError, CheckpointError: `llama.init_from` or `lora.init_from` cannot be read."""
         start = None
-        config: LlamaConfig | TransformersConfig
+        config: ModelConfig
         config = replace(LLAMA_CONFIGS[run.llama.size], vocab_size=vocab_size)
         if run.llama.init_from:
             start = open_weights(Path(run.llama.init_from), backend=run.llama.backend)
@@ -380,6 +378,8 @@ class InitialWeights:
         refuse_other_backend(config, run.llama.backend, run.llama.init_from)
         if run.llama.max_seq_len and isinstance(config, LlamaConfig):
             config = replace(config, max_seq_len=run.llama.max_seq_len)
+        if isinstance(config, TransformersConfig):
+            config = replace(config, packing=run.data.packing)
         initial = cls(config, run.seed, start, run.lora if run.lora.rank else None, None)
         if not run.lora.init_from:
             return initial

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 
 from lockstep.errors import CheckpointError, UsageError
 from lockstep.models.llama import IGNORE_INDEX, document_positions
-from lockstep.models.llama_config import INNER
+from lockstep.models.llama_config import INNER, LlamaConfig
 from lockstep.models.loss import output_cross_entropy
 from lockstep.parallel.deferred_init import LikeOnCpu, Recording
 from lockstep.parallel.plans import ParallelPlan, find_units, styles_of
@@ -35,31 +36,52 @@ SCALED_ROPES = ("linear", "yarn")  # max_position_embeddings may be the context 
 
 @dataclass(frozen=True)
 class TransformersConfig:
-    """A config.json, with the sizes that a run needs."""
+    """A config.json, with the sizes that a run needs.
+
+    packing  a row may have several documents: refuse a model that mixes them before it trains
+    """
 
     hf_config: Mapping[str, Any]
+    packing: bool = False
+
+    def text_part(self) -> TransformersConfig:
+        """Return the config of the text model in a multimodal one; of others this config.
+
+        CheckpointError: it is not a causal language model.
+        """
+        if not self.hf_config.get("text_config"):
+            return self
+        parsed = self._read()
+        written = json.loads(parsed.text_config.to_json_string(use_diff=False))
+        written["tie_word_embeddings"] = parsed.tie_word_embeddings  # this one counts
+        part = replace(self, hf_config=written)
+        written["architectures"] = [causal_models()[type(part.parsed)].__name__]
+        return part
 
     @cached_property
     def parsed(self) -> Any:
         """Return the configuration object of `transformers`. CheckpointError: it is not
         supported."""
+        parsed = self._read()
+        if type(parsed) not in causal_models():
+            what = f"model_type {parsed.model_type} is not a causal language model of transformers"
+            raise CheckpointError(what, "config.json", "choose another model")
+        return parsed
+
+    def _read(self) -> Any:
         kind = self.hf_config.get("model_type")
         if self.hf_config.get("quantization_config"):
             hint = "use the model as it was before quantization"
             raise CheckpointError("quantization_config is set", "config.json", hint)
-        from transformers import AutoConfig, AutoModelForCausalLM  # seconds to import
+        from transformers import AutoConfig  # seconds to import
 
         try:
             # transformers writes infinity as {"__float__": "Infinity"}.
             decoded = json.loads(json.dumps(self.hf_config), object_hook=decode_float)
-            parsed = type(AutoConfig.for_model(str(kind))).from_dict(decoded)
+            return type(AutoConfig.for_model(str(kind))).from_dict(decoded)
         except Exception as error:  # strict dataclasses raise others than ValueError
             what = f"transformers cannot read the config of model_type {kind}: {error}"
             raise CheckpointError(what, "config.json", "copy the file again") from error
-        if type(parsed) not in AutoModelForCausalLM._model_mapping:
-            what = f"model_type {kind} is not a causal language model of transformers"
-            raise CheckpointError(what, "config.json", "choose another model")
-        return parsed
 
     @property
     def vocab_size(self) -> int:
@@ -88,7 +110,43 @@ class TransformersConfig:
 
     def meta_model(self) -> TransformersModel:
         with self._refuse_failures(), torch.device("meta"):
-            return TransformersModel(self.parsed)
+            return TransformersModel(self.parsed, packing=self.packing)
+
+    def convert(self, folder: Path, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Return the tensors of a folder that `transformers` stores under other names or in other
+        shapes than those of the model. In memory. CheckpointError: they do not fit."""
+        from transformers import AutoModelForCausalLM
+
+        make: Any = AutoModelForCausalLM.from_pretrained
+        with self._refuse_failures():
+            model, report = make(
+                folder,
+                config=self.parsed,
+                dtype=dtype,
+                output_loading_info=True,
+                use_safetensors=True,
+                local_files_only=True,
+            )
+        problems = [
+            f"{kind}: {join_names([*map(str, names)])}" for kind, names in report.items() if names
+        ]
+        if problems:
+            what = "the tensors are not those of config.json"
+            raise CheckpointError(
+                what, "\n".join([str(folder), *problems]), "copy the whole folder again"
+            )
+        return {INNER + name: parameter.detach() for name, parameter in model.named_parameters()}
+
+    def as_stored(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return the tensors as `transformers` stores them: unchanged, or converted in memory."""
+        from transformers.core_model_loading import revert_weight_conversion as revert
+
+        inner = self.meta_model().inner
+        parameters = dict(inner.named_parameters())
+        if revert(inner, parameters).keys() == parameters.keys():
+            return tensors
+        stored = revert(inner, {name: tensors[INNER + name] for name in parameters})
+        return {INNER + name: tensor.contiguous() for name, tensor in stored.items()}
 
     @cached_property
     def buffers(self) -> dict[str, Tensor]:
@@ -117,6 +175,16 @@ class TransformersConfig:
         except Exception as error:  # any code of transformers
             what = f"llama.backend=transformers cannot build a model of model_type {self.hf_config.get('model_type')}: {error}"
             raise CheckpointError(what, "config.json", CHOOSE_ANOTHER) from error
+
+
+ModelConfig = LlamaConfig | TransformersConfig
+
+
+def causal_models() -> Mapping[type, type]:
+    """Return the causal language models of `transformers` by the class of their configuration."""
+    from transformers import AutoModelForCausalLM  # seconds to import
+
+    return cast(Mapping[type, type], AutoModelForCausalLM._model_mapping)
 
 
 def decode_float(value: dict[str, Any]) -> Any:
@@ -160,13 +228,15 @@ def context_of(parsed: Any) -> int:
 class TransformersModel(nn.Module):
     """`model(tokens, labels, documents)` as of a `Llama`, for replicas and shards."""
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, *, packing: bool = False) -> None:
         super().__init__()
+        self.packing = packing
         from transformers import AutoModelForCausalLM  # seconds to import
 
         make: Any = AutoModelForCausalLM.from_config
         self.inner: Any = make(config, dtype=torch.float32)
         self.chunked: bool | None = None  # None: not probed yet
+        self.mixed = 0.0  # difference of logits by another document in the row
         self.max_seq_len = context_of(config)
         self.following_ropes = following_ropes(config)
         fix_ropes(self.inner)
@@ -186,6 +256,11 @@ class TransformersModel(nn.Module):
             self.chunked is None and next(self.parameters()).isfinite().all()
         ):  # NaN before a state is loaded
             self.chunked = self.probe(tokens.device)
+        if self.mixed and (self.packing or documents is not None):
+            name = type(self.inner).__name__
+            what = f"{name} mixes the documents of a row: logits of the second differ by {self.mixed:g}"
+            hint = "train one document per row: data.packing=false; or choose another model"
+            raise UsageError(what, BACKEND, hint)
         if self.chunked:
             weight = self.inner.get_output_embeddings().weight
             states = self.inner.base_model(**inputs).last_hidden_state
@@ -212,7 +287,8 @@ class TransformersModel(nn.Module):
     def probe(self, device: torch.device) -> bool:
         """Return whether the logits are the states times the output matrix.
 
-        UsageError: a document in a row depends on the one before it.
+        Sets `mixed` if a document in a row depends on the one before it. UsageError: the model does
+        not run.
         """
         name, head = type(self.inner).__name__, self.inner.get_output_embeddings()
         was_training, product = self.training, None
@@ -246,9 +322,7 @@ class TransformersModel(nn.Module):
             self.train(was_training)
         difference = (packed[:, PROBE_TOKENS:] - alone).abs().max()
         if not difference <= 1e-3 * alone.std():
-            what = f"{name} mixes the documents of a row: logits of the second differ by {difference:g}"
-            hint = "train one document per row with your own loop, or choose another model"
-            raise UsageError(what, BACKEND, hint)
+            self.mixed = float(difference)
         return product is not None and torch.equal(product, alone)
 
 

@@ -18,7 +18,7 @@ from lockstep.errors import ConfigError, UsageError
 from lockstep.recipes.run import RecipeRun
 from lockstep.tasks import evaluate, optim
 from lockstep.tasks.evaluator import perplexity
-from lockstep.tasks.language_model import LanguageModelTask, loss_of
+from lockstep.tasks.language_model import LanguageModelTask, held_out_rows, loss_of
 from lockstep.tasks.open import Task
 from lockstep.tasks.translation import TranslationTask
 
@@ -78,8 +78,7 @@ def held_out_batches(run: RecipeRun, task: Task) -> HeldOutBatches | None:
         return None
     assert isinstance(task, LanguageModelTask)  # evaluate.every_steps is refused otherwise
     rows = max(1, config.batch.tokens // task.length)
-    packed = config.task == "sft"
-    batches = HeldOutBatches(task.validation, task.length, rows, packed=packed)
+    batches = HeldOutBatches(held_out_rows(config, task.validation), rows)
     if not len(batches):
         hint = (
             "give data.validation, or a data.held_out_share above 0; or remove evaluate.every_steps"

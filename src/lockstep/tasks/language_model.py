@@ -29,10 +29,13 @@ from lockstep.corpus.chats import chat_samples, chats, last_answer
 from lockstep.corpus.documents import documents, held_inside, in_groups
 from lockstep.corpus.loaders import (
     CutRows,
+    DocumentRows,
     HeldOutBatches,
     PackedRows,
     RowLoader,
     TextBatch,
+    WindowRows,
+    pack_rows,
     save_packed_rows,
 )
 from lockstep.corpus.prepared import PreparedText
@@ -63,7 +66,7 @@ from lockstep.models.llama_io import (
     open_weights,
     write_model_json,
 )
-from lockstep.models.transformers_model import TransformersConfig, TransformersModel, limit_of_ropes
+from lockstep.models.transformers_model import ModelConfig, TransformersModel, limit_of_ropes
 from lockstep.record.step_timer import flops_per_token
 from lockstep.tasks.evaluator import EvalSpec, Evaluator, Split, TextGeneration
 from lockstep.units import format_count
@@ -101,8 +104,10 @@ class LanguageModelTask(InitialWeights):
             fingerprints["transformers"] = version("transformers")  # it holds the model's code
         assert_equal_on_all_ranks(runtime, fingerprints)
         length, stream = run.batch.seq_len, prepared.train
-        rows: CutRows | PackedRows = CutRows(stream, length)
-        if run.task == "sft":
+        rows: CutRows | PackedRows | DocumentRows = CutRows(stream, length)
+        if not run.data.packing:
+            rows = DocumentRows(stream, length)
+        elif run.task == "sft":
             arguments = folder / "data", stream, length, run.seed, fingerprints["data"]
             packing = runtime.preparing("packing the chats into rows")
             name, digest = run_in_run_folder(runtime, lambda: packing(save_packed_rows)(*arguments))
@@ -244,7 +249,7 @@ def tokenizer_of(folder: Path, start: LlamaWeights | None) -> ChatTokenizer:
     return tokenizer
 
 
-def refuse_long_rows(run: RunConfig, config: LlamaConfig | TransformersConfig) -> None:
+def refuse_long_rows(run: RunConfig, config: ModelConfig) -> None:
     """ConfigError: a row has more tokens than the model has positions."""
     length, limit = run.batch.seq_len, run.llama.max_seq_len or config.max_seq_len
     if not limit or length <= limit:
@@ -286,6 +291,16 @@ def with_template(tokenizer: ChatTokenizer, folder: Path) -> ChatTokenizer:
     return ChatTokenizer.load(folder, {})
 
 
+def held_out_rows(run: RunConfig, stream: TokenStream) -> PackedRows | WindowRows | DocumentRows:
+    """Return the rows in which a split is scored: chats packed, documents in windows."""
+    length = run.batch.seq_len
+    if not run.data.packing:
+        return DocumentRows(stream, length)
+    if run.task == "sft":
+        return PackedRows(stream, length, pack_rows(stream, length, seed=0))
+    return WindowRows(stream, length)
+
+
 BATCH_TOKENS = 4096  # positions scored per batch
 CHATS_PER_BATCH = 32
 
@@ -315,13 +330,9 @@ class LlamaEvaluator(Evaluator):
         self, loaded: LoadedLlama, split: Split
     ) -> Iterator[Callable[[], tuple[float, int]]]:
         length = self.run.batch.seq_len
-        batches = HeldOutBatches(
-            getattr(self.data, split),
-            length,
-            max(1, BATCH_TOKENS // length),
-            packed=self.run.task == "sft",
-            device=next(loaded.model.parameters()).device,
-        )
+        rows = held_out_rows(self.run, getattr(self.data, split))
+        device = next(loaded.model.parameters()).device
+        batches = HeldOutBatches(rows, max(1, BATCH_TOKENS // length), device)
 
         def loss(number: int) -> tuple[float, int]:
             return loss_of(loaded.model, batches[number])

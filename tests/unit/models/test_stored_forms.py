@@ -1,0 +1,128 @@
+"""Folders whose tensors `transformers` converts as it reads them, and text models of multimodal
+ones: the same logits, and the same bits in an export."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from unit.models.test_families import SIZES, V, random_model
+
+from lockstep.errors import CheckpointError
+from lockstep.models.hub import WEIGHTS_FILE, open_hub, write_hub
+from lockstep.models.llama_io import load_llama
+from lockstep.models.transformers_model import TransformersConfig
+
+CPU = torch.device("cpu")
+TOKENS = torch.arange(3, 43).view(2, 20)
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+QWEN_EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}
+VISION = {
+    "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16, "patch_size": 8,
+}  # fmt: skip
+PLAIN_VISION = {**VISION, "model_type": "clip_vision_model"}
+MULTIMODAL: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
+    (
+        "gemma3",
+        {"model_type": "gemma3_text", "head_dim": 8, "sliding_window": 8},
+        {**VISION, "model_type": "siglip_vision_model"},
+        "Gemma3ForCausalLM",
+    ),
+    ("llava", {"model_type": "llama"}, PLAIN_VISION, "LlamaForCausalLM"),
+    (
+        "mistral3",
+        {"model_type": "mistral", "sliding_window": None, "head_dim": 8},
+        {**VISION, "model_type": "pixtral"},
+        "MistralForCausalLM",
+    ),
+    ("idefics3", {"model_type": "llama"}, VISION, "LlamaForCausalLM"),
+]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [
+        ("gpt_neox", {}),
+        ("mixtral", EXPERTS),
+        ("phimoe", EXPERTS),
+        ("qwen2_moe", QWEN_EXPERTS),
+        ("qwen3_moe", {**QWEN_EXPERTS, "head_dim": 8}),
+    ],
+)
+@torch.no_grad()
+def test_converted_tensors_have_the_logits_and_are_exported_as_they_were(
+    kind: str, more: dict[str, Any], tmp_path: Path
+) -> None:
+    theirs = random_model(kind, more, tmp_path / "hub")
+    folder = open_hub(tmp_path / "hub", "transformers")
+    assert isinstance(folder.config, TransformersConfig)
+    ours = load_llama(tmp_path / "hub", device=CPU, backend="transformers").model
+    torch.testing.assert_close(ours(TOKENS), theirs(TOKENS).logits, rtol=0, atol=1e-4)
+    write_hub(tmp_path / "export", folder.hf_config, folder.config.as_stored(folder.tensors))
+    before, after = (load_file(tmp_path / name / WEIGHTS_FILE) for name in ("hub", "export"))
+    assert before.keys() == after.keys() and all(
+        torch.equal(before[name], after[name]) for name in before
+    )
+
+
+@pytest.mark.parametrize("name", ["embed_out.weight", "gpt_neox.layers.1.mlp.dense_h_to_4h.weight"])
+def test_a_missing_tensor_of_a_converted_model_is_refused(name: str, tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    random_model("gpt_neox", {}, tmp_path)
+    tensors = load_file(tmp_path / WEIGHTS_FILE)
+    del tensors[name]
+    safetensors.save_file(tensors, tmp_path / WEIGHTS_FILE, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError) as caught:
+        open_hub(tmp_path, "transformers")
+    assert name.rpartition(".")[0].replace("embed_out", "lm_head") in str(caught.value)
+
+
+@pytest.mark.parametrize(("kind", "text", "vision", "architecture"), MULTIMODAL)
+@torch.no_grad()
+def test_the_text_model_of_a_multimodal_folder_has_its_logits(
+    kind: str,
+    text: dict[str, Any],
+    vision: dict[str, Any],
+    architecture: str,
+    tmp_path: Path,
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(1)
+    config = transformers.AutoConfig.for_model(
+        kind, text_config={**SIZES, **text}, vision_config=vision, image_token_index=V - 1
+    )
+    theirs = transformers.AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
+    for parameter in theirs.eval().parameters():
+        parameter.add_(torch.randn(parameter.shape), alpha=0.2)
+    theirs.save_pretrained(tmp_path / "hub")
+    folder = open_hub(tmp_path / "hub", "transformers")
+    assert folder.hf_config["architectures"] == [architecture]
+    ours = load_llama(tmp_path / "hub", device=CPU, backend="transformers").model
+    logits = theirs(input_ids=TOKENS).logits
+    torch.testing.assert_close(ours(TOKENS), logits, rtol=0, atol=1e-4)
+    assert isinstance(folder.config, TransformersConfig)
+    write_hub(tmp_path / "export", folder.hf_config, folder.config.as_stored(folder.tensors))
+    exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "export").eval()
+    assert type(exported).__name__ == architecture
+    torch.testing.assert_close(exported(TOKENS).logits, logits, rtol=0, atol=1e-4)
+    with pytest.raises(CheckpointError, match=r"architecture is .*ForConditionalGeneration"):
+        open_hub(tmp_path / "hub")
+
+
+def test_a_multimodal_folder_without_a_causal_text_model_is_refused(tmp_path: Path) -> None:
+    hf_config = {"model_type": "qwen2_vl", "text_config": {**SIZES, "model_type": "qwen2_vl_text"}}
+    with pytest.raises(CheckpointError, match="qwen2_vl_text is not a causal language model"):
+        TransformersConfig(hf_config).text_part()
