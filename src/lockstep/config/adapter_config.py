@@ -52,7 +52,7 @@ IGNORED = {
 def adapter_config(lora: LoraOptions, base: str) -> dict[str, Any]:
     """Return the adapter_config.json of a run's adapters over the model in folder `base`."""
     alpha = int(lora.alpha) if lora.alpha.is_integer() else lora.alpha
-    targets = [LORA_TARGETS[name] for name in lora.targets]
+    targets = [LORA_TARGETS.get(name, name) for name in lora.targets]
     values = {
         "base_model_name_or_path": base,
         "r": lora.rank,

@@ -172,7 +172,8 @@ def conflicts(run: RunConfig) -> Iterator[Conflict]:
         except ValueError as error:
             hint = "write PATTERN:RATE:DECAY, such as *embedding*:0.5:0"
             yield f"optim.groups has {text!r}: {error}", ["optim.groups"], hint
-    if unknown := [name for name in run.lora.targets if name not in LORA_TARGETS]:
+    unknown = [name for name in run.lora.targets if name not in LORA_TARGETS]
+    if unknown and run.llama.backend == "lockstep":
         hint = f"choose from {', '.join(LORA_TARGETS)}"
         yield f"unknown lora.targets: {', '.join(unknown)}", ["lora.targets"], hint
 

@@ -154,7 +154,7 @@ class DataOptions:
     )
     packing: bool = bits_option(
         True,
-        "several documents or chats in a row; false: one per row, for models that mix those of a row",
+        "several documents or chats in a row; false: one, for models that mix those of a row",
     )
     max_tokens: int = bits_option(
         128, "longer pairs are dropped from training and counted", ge=4, le=MAX_DIM
@@ -235,7 +235,8 @@ class LoraOptions:
     alpha: float = bits_option(16.0, "the output of an adapter is scaled by alpha / rank")
     targets: StringList = bits_option(
         tuple(LORA_TARGETS),
-        "matrices with an adapter; out: attention output, down: feed-forward output",
+        "matrices with an adapter; out: attention output, down: feed-forward output; "
+        "llama.backend=transformers: also names of linear layers, such as query_key_value",
     )
     dropout: float = bits_option(0.0, "dropout probability of an adapter's input in training", lt=1)
     init_from: str = bits_option(

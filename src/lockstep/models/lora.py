@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,7 @@ from lockstep.data.order import splitmix64
 from lockstep.errors import CheckpointError, UsageError
 from lockstep.models.hub import ADAPTER_FILE, LazyTensors, match_shapes, tensor_locations
 from lockstep.models.llama_config import hf_name
+from lockstep.models.transformers_model import TransformersModel
 from lockstep.parallel.deferred_init import generator_of, number_of
 
 if TYPE_CHECKING:
@@ -87,19 +88,32 @@ def add_adapters(model: nn.Module, lora: LoraOptions) -> nn.Module:
     UsageError: the model has no such matrix.
     """
     model.requires_grad_(False)
-    missing = {LORA_TARGETS[name]: name for name in lora.targets}
+    missing = {LORA_TARGETS.get(name, name): name for name in lora.targets}
     targets = {*missing}
-    for path, module in list(model.named_modules()):
-        name = hf_name(f"{path}.weight").split(".")[-2] if isinstance(module, nn.Linear) else ""
+    linear = {
+        path: hf_name(f"{path}.weight").split(".")[-2]
+        for path, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module is not output_layer(model)
+    }
+    for path, name in linear.items():
         if name in targets:
+            module = cast(nn.Linear, model.get_submodule(path))
             missing.pop(name, None)
             parent, _, leaf = path.rpartition(".")
             setattr(model.get_submodule(parent), leaf, LoRALinear(module, lora, path))
     if missing:
         what = f"the model has no linear layers {', '.join(missing)}"
         hint = f"remove {', '.join(missing.values())} from lora.targets"
+        hint += f"; the model has {', '.join(dict.fromkeys(linear.values()))}"
         raise UsageError(what, f"lora.targets = {', '.join(lora.targets)}", hint)
     return model
+
+
+def output_layer(model: nn.Module) -> Any:
+    """Return the layer of the logits, which gets no adapter."""
+    if isinstance(model, TransformersModel):
+        return model.inner.get_output_embeddings()
+    return getattr(model, "output", None)
 
 
 def is_adapter(name: str) -> bool:

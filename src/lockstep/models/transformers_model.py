@@ -258,7 +258,7 @@ class TransformersModel(nn.Module):
             self.chunked = self.probe(tokens.device)
         if self.mixed and (self.packing or documents is not None):
             name = type(self.inner).__name__
-            what = f"{name} mixes the documents of a row: logits of the second differ by {self.mixed:g}"
+            what = f"{name} mixes the documents of a row: logits differ by {self.mixed:g}"
             hint = "train one document per row: data.packing=false; or choose another model"
             raise UsageError(what, BACKEND, hint)
         if self.chunked:
