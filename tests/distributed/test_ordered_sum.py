@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +20,7 @@ from lockstep.network.subtrees import Subtree, equal_shares, leaves_of_rank
 from lockstep.parallel import digest as digest_module
 from lockstep.parallel.build_replica import build_replica
 from lockstep.parallel.digest import digest_of
-from lockstep.parallel.ordered_sum import SumTree, tree_all_reduce
+from lockstep.parallel.ordered_sum import SumTree, dtypes_added_once, tree_all_reduce
 from lockstep.runtime.work import WorkWaiter
 
 
@@ -213,6 +212,10 @@ class Backend:
 ALL_REDUCE = dist.all_reduce
 
 
+class OnGPU(torch.Tensor):
+    is_cuda = True
+
+
 def summed_on_gpus(
     runtime: ElasticRuntime, odd: torch.dtype | None
 ) -> tuple[set[torch.dtype], int, bool]:
@@ -228,8 +231,11 @@ def summed_on_gpus(
             replica.backward(sum(p.double().sum() for p in model.parameters()))
         patch.setattr(dist, "all_reduce", backend.all_reduce)
         patch.setattr(dist, "get_backend_config", lambda group=None: "cuda:nccl")
-        patch.setattr(source, "parameters", [SimpleNamespace(device=torch.device("cuda"))])
-        exact = source._dtypes_added_once()
+        exact = dtypes_added_once(
+            [bucket.buffer.as_subclass(OnGPU) for bucket in source.buckets.buckets],
+            source.groups.replica_group,
+            source.groups.waits,
+        )
         patch.undo()
         patch.setattr(source, "agree", lambda: setattr(source, "_added_once", exact))
         patch.setattr(dist, "all_reduce", backend.all_reduce)

@@ -152,7 +152,7 @@ def warn_if_not_profiled(folder: Path, host: str) -> None:
     """Warn if --profile names steps that no Session trained. Only workers profile, and those of
     another host than that of the last rank 0 may all be on standby."""
     steps = os.environ.get(PROFILE)
-    with suppress(OSError):  # the run has ended anyway
+    with suppress(OSError):  # the run is over
         if steps and not (folder / "profile").exists() and last_leader_host(folder) in ("", host):
             log.warning("--profile %s: no Session has trained these steps", steps)
 

@@ -186,7 +186,7 @@ def prepare_once(
     """For rank 0: prepare data in `folders`, or take what another run has prepared from the same
     content. If data is there, only compare the settings. DataError.
 
-    folders   "data", with the manifest, and others that are prepared with it
+    folders   "data", with the manifest, and further folders of the same preparation
     settings  what the files depend on, besides the source
     write     writes the files, and returns them; the manifest is the last one
     model     JSON values of the model that the files depend on, too

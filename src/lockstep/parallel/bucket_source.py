@@ -32,13 +32,11 @@ from lockstep.parallel.gradient_watch import (
     refuse_unsupported,
 )
 from lockstep.parallel.groups import ProcessGroups
-from lockstep.parallel.ordered_sum import SumTree, adds_once, tree_all_reduce
+from lockstep.parallel.ordered_sum import SumTree, dtypes_added_once, tree_all_reduce
 from lockstep.parallel.reducer import Reducer
 from lockstep.parallel.wire_sum import WireSum, row_lengths
 from lockstep.runtime.process_group import gather_json
 from lockstep.runtime.torch_private import foreach_add_, modules_of, unique_parameters
-
-GLOO_ADDS = {torch.float32, torch.float64}  # each pair of numbers once, on a CPU
 
 
 @dataclass
@@ -104,13 +102,8 @@ class BucketSource(GradientSource):
         return buckets.order is None
 
     def agree(self) -> None:
-        """Collective. Refuse other parameters, agree on buckets, and on how they are summed."""
-        self._agree_on_order()
-        self._added_once = self._dtypes_added_once()
-
-    def _agree_on_order(self) -> None:
-        """Collective. Refuse other parameters, and take the buckets of the first rank that knows
-        the order of its gradients."""
+        """Collective. Refuse other parameters, take the buckets of the first rank that knows the
+        order of its gradients, and agree on how buckets are summed."""
         buckets, group, wait = self.buckets, dist.group.WORLD, self.groups.waits.wait
         assert group is not None, "ElasticRuntime.join comes first"
         names = self.names
@@ -119,28 +112,14 @@ class BucketSource(GradientSource):
         refuse_different_parameters([trained for trained, _ in facts], names, wait)
         orders = [order for _, order in facts]
         source = next((rank for rank, own in enumerate(orders) if own != hash_of(None)), None)
-        if source is None:
-            return
-        order = torch.tensor(known or [0] * len(names))
-        if len(set(orders)) > 1:
-            wait([dist.broadcast(order, group=group, group_src=source, async_op=True)])
-        if order.tolist() != buckets.order:
-            self._replace_buckets(order.tolist())
-
-    def _dtypes_added_once(self) -> set[torch.dtype]:
-        """Collective of two replicas on GPUs. Return of which dtypes the backend's all-reduce
-        between two ranks has the bits of one addition: on GPUs, those of which it was tried."""
-        group, waits = self.groups.replica_group, self.groups.waits
-        if self.parameters[0].device.type == "cpu":
-            return GLOO_ADDS
-        if group is None or group.size() != 2 or "nccl" not in dist.get_backend_config(group):
-            return set()
-        own: dict[torch.dtype, bool] = {}
-        for bucket in self.buckets.buckets:
-            like = bucket.buffer
-            own[like.dtype] = adds_once(group, like, waits) and own.get(like.dtype, True)
-        agreed = gather_json(group.size(), list(own.values()), waits.wait)
-        return {dtype for dtype, *flags in zip(own, *agreed, strict=True) if all(flags)}
+        if source is not None:
+            order = torch.tensor(known or [0] * len(names))
+            if len(set(orders)) > 1:
+                wait([dist.broadcast(order, group=group, group_src=source, async_op=True)])
+            if order.tolist() != buckets.order:
+                self._replace_buckets(order.tolist())
+        flat = [bucket.buffer for bucket in self.buckets.buckets]
+        self._added_once = dtypes_added_once(flat, self.groups.replica_group, self.groups.waits)
 
     def start_step(self, plan: StepPlan) -> None:
         super().start_step(plan)

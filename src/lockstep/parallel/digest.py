@@ -20,8 +20,7 @@ def words_of(parameter: Tensor) -> np.ndarray[Any, Any] | None:
     if parameter.is_cuda or not parameter.is_contiguous():
         return None
     integers = INTEGERS.get(parameter.element_size(), torch.uint8)
-    # NumPy's views take a third of the time of torch's.
-    raw = parameter.detach().view(integers).numpy().reshape(-1)
+    raw = parameter.detach().view(-1).view(integers).numpy()
     return raw.view(WORDS[gcd(raw.nbytes, 8)])
 
 

@@ -21,10 +21,12 @@ from torch import Tensor
 
 from lockstep.network.subtrees import Subtree
 from lockstep.network.tree_exchange import WHOLE, Message, Round, rounds_of_rank
+from lockstep.runtime.process_group import gather_json
 from lockstep.runtime.work import WorkWaiter, start_p2p
 
 Value = TypeVar("Value")
-PROBED_ELEMENTS = 2**22  # at most, of a buffer: less than a hundred megabytes of memory
+GLOO_ADDS = {torch.float32, torch.float64}  # each pair of numbers once, on a CPU
+PROBED_ELEMENTS = 2**22  # at most, of a buffer: under 200 MB of memory
 
 
 @dataclass
@@ -174,14 +176,35 @@ def tree_all_reduce(
     return out[own]
 
 
+def dtypes_added_once(
+    buffers: Sequence[Tensor], group: dist.ProcessGroup | None, waits: WorkWaiter
+) -> set[torch.dtype]:
+    """Collective of two replicas on GPUs. Return of which dtypes the backend's all-reduce between
+    two ranks has the bits of one addition: on GPUs, those of which it has been tried."""
+    if not buffers[0].is_cuda:
+        return GLOO_ADDS
+    if group is None or group.size() != 2 or "nccl" not in dist.get_backend_config(group):
+        return set()
+    own: dict[torch.dtype, bool] = {}
+    for like in buffers:
+        own[like.dtype] = adds_once(group, like, waits) and own.get(like.dtype, True)
+    agreed = gather_json(group.size(), list(own.values()), waits.wait)
+    return {dtype for dtype, *flags in zip(own, *agreed, strict=True) if all(flags)}
+
+
 def adds_once(group: dist.ProcessGroup, like: Tensor, waits: WorkWaiter) -> bool:
     """Collective of two ranks. Try whether the backend's all-reduce of a buffer like this one has
-    the bits of one addition here, with random numbers of many magnitudes."""
+    the bits of one addition here: of random numbers of many magnitudes, subnormal ones and zeros of
+    both signs among them."""
     generator = torch.Generator(like.device).manual_seed(0)
-    size = min(like.numel(), PROBED_ELEMENTS)
-    numbers = torch.randn(2, size, generator=generator, device=like.device)
-    exponents = torch.randint(-8, 9, (2, size), generator=generator, device=like.device)
-    halves = torch.ldexp(numbers, exponents).to(like.dtype)
+    dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+    place: dict[str, Any] = {"generator": generator, "device": like.device}
+    shape = 2, min(like.numel(), PROBED_ELEMENTS)
+    halves = torch.randn(shape, dtype=dtype, **place)
+    halves *= torch.exp2(torch.randint(-8, 9, shape, dtype=dtype, **place))
+    halves = halves.to(like.dtype)
+    halves[:, ::5] *= torch.finfo(like.dtype).tiny
+    halves[:, ::7] *= 0
     total = halves[group.rank()].clone()
     waits.wait([dist.all_reduce(total, group=group, async_op=True)], group)
     return torch.equal(total.view(torch.uint8), (halves[0] + halves[1]).view(torch.uint8))

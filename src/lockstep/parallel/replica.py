@@ -110,7 +110,9 @@ class Replica:
         is_elsewhere = at.tensor or at.stage < layout.pipeline - 1
         losses = [] if is_elsewhere else self._losses
         checked = [*self.source.slice_sums, *([] if squared is None else [squared])]
-        parts = [torch.stack(part).flatten().double() for part in (losses, checked) if part]
+        device = self.parameters[0].device  # a loop may compute its loss elsewhere
+        parts = [torch.stack(part).flatten() for part in (losses, checked) if part]
+        parts = [part.double().to(device) for part in parts]
         values = torch.cat(parts).tolist() if parts else []
         return values[: len(losses)], all(map(math.isfinite, values[len(losses) :]))
 

@@ -6,6 +6,7 @@ import hashlib
 import math
 import os
 import random
+import re
 from collections.abc import Callable, Iterable
 from typing import Literal
 
@@ -17,6 +18,7 @@ from torch.nn.grad import conv2d_weight
 
 from lockstep.errors import UsageError
 from lockstep.runtime.environment import bf16_flag
+from lockstep.runtime.exit_report import error_summary
 from lockstep.runtime.tensor_bytes import bytes_of
 
 CUBLAS_SETTING = "CUBLAS_WORKSPACE_CONFIG"
@@ -25,6 +27,8 @@ KERNEL_SETTINGS = (
     "ONEDNN_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS",
     "ATEN_CPU_CAPABILITY", "NVIDIA_TF32_OVERRIDE", CUBLAS_SETTING,
 )  # fmt: skip
+# What torch says of an operation that a device cannot do.
+NO_KERNEL = r"not[ _](supported|implemented)|no kernel image"
 
 
 def seed_generators(seed: int, device: torch.device) -> None:
@@ -141,7 +145,9 @@ def result_of(probe: Callable[[torch.device], list[Tensor]], device: torch.devic
     try:
         return sha256_of(probe(device))
     except RuntimeError as error:
-        return f"none: {str(error).splitlines()[0]}"
+        if not re.search(NO_KERNEL, str(error), re.IGNORECASE):
+            raise
+        return f"none: {error_summary(error)}"
 
 
 def pattern(shape: tuple[int, ...], device: torch.device) -> Tensor:

@@ -296,8 +296,8 @@ class Checkpointer(TrainedState):
             raise UsageError(what, "Checkpointer.save(facts=...)", "use other names")
 
     def _wait_for_previous(self, step: int, *, waits: bool) -> bool:
-        """Return whether the previous save has ended. False: that of `step` is skipped, which is a
-        warning unless the last one was. waits: as for `save`"""
+        """Return whether the previous save has ended. False: the one of `step` is skipped,
+        with a warning unless the save before was skipped. waits: as for `save`"""
         within_s: float | None = SAVE_TIMEOUT_S
         if waits or self.local_model:
             within_s = None

@@ -253,11 +253,13 @@ def keys_from(step: int, k: int, own: Sequence[int]) -> Iterator[Key]:
 
 def rows_of_tensors(dataset: Any, ids: Sequence[int]) -> list[torch.Tensor]:
     """Return what default_collate makes of these samples of a TensorDataset, or of a Subset of one:
-    of each tensor its rows, taken at once. [] for other data sets, and subclasses of these."""
+    of each tensor its rows, taken at once. [] for other data sets, subclasses of these, and indices
+    that are not plain numbers."""
     while type(dataset) is Subset:
         ids = [dataset.indices[i] for i in ids]
         dataset = dataset.dataset
-    if type(dataset) is not TensorDataset:
+    is_plain = type(dataset) is TensorDataset and all(type(i) is int and i >= 0 for i in ids)
+    if not is_plain or any(t.layout != torch.strided or t.is_nested for t in dataset.tensors):
         return []
     rows = torch.tensor(ids)
     # Contiguous as a stack of samples is, whatever the layout of the data set.

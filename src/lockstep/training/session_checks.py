@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from lockstep.training.rollback import Rollback
 
 log = logging.getLogger("lockstep")
-# Errors of torch for a sharded parameter outside of the model's passes.
 
 
 def refuse_wrong_options(

@@ -29,6 +29,7 @@ from lockstep.runtime.variables import environment_variable
 from lockstep.runtime.worker_env import WorkerEnv
 from lockstep.training.owner_update import apply_owner_rule
 
+# Errors of torch for a sharded parameter outside of the model's passes.
 OF_SLICES = "mixed torch.Tensor and DTensor|No backend type associated|FSDP does not support deepcopy|a sharding strategy registered"
 
 if TYPE_CHECKING:

@@ -1,5 +1,5 @@
 """Refuse updates whose result depends on more than the gradient of the step and the state, and
-warn of those that train nothing."""
+warn of updates that train nothing."""
 
 from __future__ import annotations
 

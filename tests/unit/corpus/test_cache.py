@@ -1,4 +1,4 @@
-"""Prepared data that runs share: taken when all that it depends on is equal, and never damaged."""
+"""Prepared data that runs share: taken when everything it depends on is equal, and never damaged."""
 
 from __future__ import annotations
 
@@ -26,9 +26,8 @@ from lockstep.corpus.loaders import save_packed_rows
 from lockstep.corpus.token_stream import TokenStream
 from lockstep.data.manifest import NOT_SHARED
 from lockstep.models import hub
-from lockstep.models.hf_config import config_to_hf
 from lockstep.models.llama import Llama
-from lockstep.models.llama_config import LlamaConfig
+from lockstep.models.llama_config import LlamaConfig, config_to_hf
 from lockstep.tasks import language_model
 from lockstep.tasks.language_model import prepare_chats, prepare_documents
 

@@ -1,4 +1,4 @@
-"""What a host finds out about the disk where hosts meet."""
+"""The facts that a host gathers about the disk where hosts meet."""
 
 from __future__ import annotations
 

@@ -58,5 +58,18 @@ def read_results(runtime: ElasticRuntime) -> None:
         assert not replica.results()[1]
 
 
+def read_elsewhere(runtime: ElasticRuntime) -> None:
+    """The loss is on the CPU, the gradient on a device: here a meta tensor stands for it."""
+    with trained_replica([1.0, 2.0]) as replica:
+        replica.source.slice_sums = [torch.zeros((), device="meta", dtype=torch.float64)]
+        replica.source.parameters = [nn.Parameter(torch.zeros(1, device="meta"))]
+        with pytest.raises(NotImplementedError, match="meta"):  # it has no values to read
+            replica.results()
+
+
+def test_a_loss_on_another_device_is_taken() -> None:
+    run_ranks(read_elsewhere, 1)
+
+
 def test_losses_and_finiteness_are_read_at_once() -> None:
     run_ranks(read_results, 1)

@@ -79,5 +79,16 @@ def test_a_probe_without_a_kernel_does_not_end_the_start(monkeypatch: pytest.Mon
     before = probe_results.__wrapped__("cpu", 1)
     monkeypatch.setitem(numerics.PROBES, bf16, no_kernel)
     after = probe_results.__wrapped__("cpu", 1)
-    assert after.pop(f"result of {bf16}").startswith("none: CUBLAS_STATUS_NOT_SUPPORTED when")
+    assert "CUBLAS_STATUS_NOT_SUPPORTED when" in after.pop(f"result of {bf16}")
     assert after == {name: value for name, value in before.items() if bf16 not in name}
+
+
+def test_a_probe_without_memory_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else every other worker would refuse this one, for its kernels."""
+
+    def no_memory(device: torch.device) -> list[torch.Tensor]:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 MiB")
+
+    monkeypatch.setitem(numerics.PROBES, "attention", no_memory)
+    with pytest.raises(torch.OutOfMemoryError):
+        probe_results.__wrapped__("cpu", 1)

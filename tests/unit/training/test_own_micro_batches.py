@@ -53,9 +53,11 @@ TENSORS = torch.randn(64, 3), torch.randn(5, 64).T, torch.arange(64)
     [
         TensorDataset(*TENSORS),
         Subset(Subset(TensorDataset(*TENSORS), range(63, -1, -1)), [*range(1, 64), 0]),
+        Subset(TensorDataset(*TENSORS), range(-64, 0)),
+        Subset(TensorDataset(*TENSORS), torch.ones(64).nonzero()),
         Doubled(*TENSORS),
     ],
-    ids=["tensors", "subset of a subset", "subclass"],
+    ids=["tensors", "subset of a subset", "negative", "of a mask", "subclass"],
 )
 def test_rows_of_tensors_are_the_collated_samples(dataset: Dataset[tuple[Tensor, ...]]) -> None:
     order = Drawn.order
