@@ -3,8 +3,8 @@
     python -m bench.step.budget                  a model of 47 tensors, and one of 300
     python -m bench.step.budget --seconds 20
 
-`cpu` is the processor time of the thread that runs the item, without what runs inside of it as an
-item of its own; `waits` the rest of its wall time. Medians over the steps of rank 0, in a step; each
+`cpu` is the processor time of the thread that runs the item, without other items that run
+within it; `waits` the rest of its wall time. Medians over the steps of rank 0, in a step; each
 measurement adds two microseconds, so hooks are shown too expensive.
 """
 

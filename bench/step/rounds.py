@@ -203,7 +203,7 @@ def in_replica_group(cell: Cell) -> Step:
 
 
 def in_session(cell: Cell, session: Session) -> Step:
-    """A loop of one's own on a Session, which also checks, measures, writes and shows each step."""
+    """A user's loop on a Session, which also checks, measures, writes and shows each step."""
     plain = cell.model()
     model, optimizer = session.prepare(plain, optimizer_of(plain))
 

@@ -27,7 +27,7 @@ KERNEL_SETTINGS = (
     "ONEDNN_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS",
     "ATEN_CPU_CAPABILITY", "NVIDIA_TF32_OVERRIDE", CUBLAS_SETTING,
 )  # fmt: skip
-# What torch says of an operation that a device cannot do.
+# In the errors of torch for an operation that a device cannot do.
 NO_KERNEL = r"not[ _](supported|implemented)|no kernel image"
 
 

@@ -262,7 +262,7 @@ def rows_of_tensors(dataset: Any, ids: Sequence[int]) -> list[torch.Tensor]:
     if not is_plain or any(t.layout != torch.strided or t.is_nested for t in dataset.tensors):
         return []
     rows = torch.tensor(ids)
-    # Contiguous as a stack of samples is, whatever the layout of the data set.
+    # Contiguous, as a stack of samples is, for any strides of the data set.
     return [tensor.index_select(0, rows.to(tensor.device)) for tensor in dataset.tensors]
 
 

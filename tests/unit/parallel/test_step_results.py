@@ -59,7 +59,7 @@ def read_results(runtime: ElasticRuntime) -> None:
 
 
 def read_elsewhere(runtime: ElasticRuntime) -> None:
-    """The loss is on the CPU, the gradient on a device: here a meta tensor stands for it."""
+    """The loss is on the CPU, the gradient on a device: here a meta tensor."""
     with trained_replica([1.0, 2.0]) as replica:
         replica.source.slice_sums = [torch.zeros((), device="meta", dtype=torch.float64)]
         replica.source.parameters = [nn.Parameter(torch.zeros(1, device="meta"))]
