@@ -11,6 +11,7 @@ prepares its data itself then.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -35,6 +36,8 @@ from lockstep.log import log
 from lockstep.runtime.variables import CACHE, user_cache
 
 ENTRY = "entry.json"
+# Of entries, and of those that are being added: other folders there belong to the user.
+OWN_NAME = re.compile(r"[0-9a-f]{32}|\.[0-9a-f]{32}\..+")
 UNUSED_S = 30 * 24 * 3600.0
 COPY_BYTES = 1 << 20
 
@@ -83,7 +86,8 @@ def take(entry: Path | None, folders: Mapping[str, Path]) -> bool:
             folder.mkdir(parents=True, exist_ok=True)
         for source in others:
             link_or_copy(source, targets[source])
-        fsync_folder(targets[last].parent)
+        for folder in folders.values():
+            fsync_folder(folder)
         link_or_copy(last, targets[last])
     except OSError as error:
         log.warning("data is prepared again, since the cached data cannot be linked: %s", error)
@@ -120,7 +124,8 @@ def keep(
 def remove_unused(cache: Path) -> None:
     for entry in cache.iterdir():
         with suppress(OSError):  # another run removes it, too
-            if time.time() - entry.stat().st_mtime > UNUSED_S:
+            is_entry = OWN_NAME.fullmatch(entry.name) is not None
+            if is_entry and time.time() - entry.stat().st_mtime > UNUSED_S:
                 shutil.rmtree(entry)
 
 

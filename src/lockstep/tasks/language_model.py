@@ -8,6 +8,7 @@ token, bits per byte; for chats, exact match of answers.
 from __future__ import annotations
 
 import math
+import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -201,20 +202,24 @@ def prepare(
     texts    returns the texts that a tokenizer is trained on
     samples  returns the samples, given the tokenizer; it counts what it drops
     """
-    start = model = None
+    start = None
     if run.llama.init_from:
         start = open_weights(Path(run.llama.init_from), backend=run.llama.backend)
-        files = {path.name: sha256_file(path) for path in start.companions}
-        model = {"files": files, "config": start.hf_config}
+    model: dict[str, Any] = {}
     if not (folder / "data" / MANIFEST).exists():
         refuse_long_rows(run, start.config if start else LLAMA_CONFIGS[run.llama.size])
+        # A failed attempt may have left the files of another tokenizer.
+        shutil.rmtree(folder / TOKENIZER, ignore_errors=True)
+        if start:
+            copy_files(start.companions, folder / TOKENIZER)
+            names = [path.name for path in start.companions]
+            files = {name: sha256_file(folder / TOKENIZER / name) for name in names}
+            model = {"files": files, "config": start.hf_config}
     settings = data.settings_of(run)
     folders = {"tokenizer": folder / TOKENIZER, "data": folder / "data"}
 
     def write() -> list[Path]:
-        if start:
-            copy_files(start.companions, folder / TOKENIZER)
-        else:
+        if not start:
             data.train_tokenizer(run.tokenizer, texts(), folder / TOKENIZER)
         tokenizer = tokenizer_of(folder, start)
         dropped: Counter[str] = Counter()

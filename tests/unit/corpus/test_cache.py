@@ -205,6 +205,48 @@ def test_the_tokenizer_of_a_model_makes_another_entry(tmp_path: Path, entries: P
     assert (tmp_path / "third" / file).read_bytes() == template.read_bytes()
 
 
+@pytest.mark.parametrize("changes", ["after a failure", "while it is copied"])
+def test_a_tokenizer_that_changes_gives_other_runs_nothing(
+    tmp_path: Path, entries: Path, monkeypatch: pytest.MonkeyPatch, changes: str
+) -> None:
+    prepare_text(CHATS, tmp_path / "base")
+    config = LlamaConfig(400, 32, 1, 2, 1, 16, 64, 64, 10_000.0)
+    weights = {name: tensor.detach() for name, tensor in Llama(config).state_dict().items()}
+    companions = sorted((tmp_path / "base/tokenizer").iterdir())
+    hub.write_hub(tmp_path / "hub", config_to_hf(config), weights, companions=companions)
+    from_hub = CHATS | {"llama.init_from": str(tmp_path / "hub")}
+    template, settings = (
+        tmp_path / "hub" / name for name in ("chat_template.jinja", "tokenizer_config.json")
+    )
+    text = template.read_text()
+
+    def fail(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    def copy(paths: list[Path], folder: Path) -> None:
+        template.write_text(text.replace("<|eot_id|>", "!<|eot_id|>"))
+        copy_files(paths, folder)
+        template.write_text(text)
+
+    copy_files = language_model.copy_files
+    with monkeypatch.context() as patch:
+        if changes == "after a failure":
+            patch.setattr(language_model, "chat_samples", fail)
+            with pytest.raises(KeyboardInterrupt):
+                prepare_text(from_hub, tmp_path / "run")
+            template.unlink()  # it moves, with other text
+            values = json.loads(settings.read_text()) | {"chat_template": text.replace("\n", " ")}
+            settings.write_text(json.dumps(values))
+            patch.undo()
+        else:
+            patch.setattr(language_model, "copy_files", copy)
+        prepare_text(from_hub, tmp_path / "run")
+    prepare_text(from_hub, tmp_path / "second")
+    monkeypatch.setenv("LOCKSTEP_CACHE", "off")
+    prepare_text(from_hub, tmp_path / "alone")
+    assert content_of_folder(tmp_path / "second") == content_of_folder(tmp_path / "alone")
+
+
 def test_the_standard_library_is_known_by_its_content(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -383,9 +425,10 @@ def test_entries_that_no_run_uses_are_removed(
     pairs: DataOptions, tmp_path: Path, entries: Path
 ) -> None:
     ages = [
-        ("unused", cache.UNUSED_S + 60),
-        (".unused.ab12cd34", cache.UNUSED_S + 60),
-        ("new", 60.0),
+        (32 * "a", cache.UNUSED_S + 60),
+        (f".{32 * 'a'}.ab12cd34", cache.UNUSED_S + 60),
+        ("data-set-of-the-user", cache.UNUSED_S + 60),
+        (32 * "b", 60.0),
     ]
     for name, age_s in ages:
         (entries / name).mkdir(parents=True)
@@ -393,8 +436,9 @@ def test_entries_that_no_run_uses_are_removed(
         os.utime(entries / name, (past_s, past_s))
     prepare(pairs, TOKENS, tmp_path / "run")
     names = {path.name for path in entries.iterdir()}
-    assert "new" in names and len(names) == 2
-    (entry,) = (path for path in entries.iterdir() if path.name != "new")
+    kept = {"data-set-of-the-user", 32 * "b"}
+    assert kept < names and len(names) == 3
+    (entry,) = (path for path in entries.iterdir() if path.name not in kept)
     os.utime(entry, (past_s - 1e7, past_s - 1e7))
     prepare(pairs, TOKENS, tmp_path / "again")
     assert cache.time.time() - entry.stat().st_mtime < 60, "used now"
