@@ -88,7 +88,7 @@ def test_paired_rounds_give_the_median_of_the_ratios_of_each_round() -> None:
         "bare DDP": [1.0, 2.0, 4.0, 1.0],
         "lockstep": [1.5, 2.0, 8.0, 1.0],
     }
-    traffic = {"formula_bytes": 8.0, "messages_per_bucket": 2.0, "messages": 4, "bytes": 8}
-    rows = list(rows_of_cells([{"cell": "c", "seconds": seconds, "traffic": traffic}]))
+    sent = {"formula_bytes": 8.0, "bytes": {"bare DDP": 8.0, "lockstep": 12.0}}
+    rows = list(rows_of_cells([{"cell": "c", "seconds": seconds, **sent}]))
     assert rows[2] == "| c | bare DDP | 1.500 | 1.250 | 1.000 to 1.875 | 4 |"
-    assert rows[-1] == "| c | 4 | 2 | 8 | 8 |" and len(CELLS) == 8
+    assert rows[-1] == "| c | 8 | 1.000 | 1.500 |" and len(CELLS) == 8

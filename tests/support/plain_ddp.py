@@ -33,7 +33,8 @@ def main() -> None:
         state = torch.load(saved)
         model.module.load_state_dict(state["model"])
         step = state["step"]
-    ours = [name for name in os.environ if name.startswith("LOCKSTEP_") and name != "LOCKSTEP_TMP"]
+    by_tests = {"LOCKSTEP_TMP", "LOCKSTEP_CACHE"}
+    ours = [name for name in os.environ if name.startswith("LOCKSTEP_") and name not in by_tests]
     count, local = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["LOCAL_RANK"]
     report(f"rank {rank} of {size} local {local} restart {count} step {step} ours {ours}")
     while step < args.steps:

@@ -167,10 +167,12 @@ class WorkerState:
         from lockstep.runtime.torch_private import on_compile  # loads torch._dynamo
 
         compiling = ExitStack()
+        this = weakref.ref(self)  # torch keeps the callbacks until the process exits
 
         def start(_: object) -> None:
-            compiling.enter_context(self.during("compiling"))
-            compiling.enter_context(announcing("compiling the model for a new shape"))
+            if state := this():
+                compiling.enter_context(state.during("compiling"))
+                compiling.enter_context(announcing("compiling the model for a new shape"))
 
         on_compile(start, lambda _: compiling.close())
 

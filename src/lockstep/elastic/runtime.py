@@ -98,7 +98,8 @@ class ElasticRuntime(WorkerState, AbstractContextManager["ElasticRuntime"]):
         ask_for_start()
         world, group = join_static_group(threads, timeout_s)
         runtime = cls(world, group)
-        runtime.track_compilation()
+        if limits is not FIXED:
+            runtime.track_compilation()
         return runtime
 
     @classmethod
