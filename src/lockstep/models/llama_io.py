@@ -211,6 +211,10 @@ def peft_config_of(folder: Path, run: RunModel) -> dict[str, Any]:
     if is_native and packed_matrices(read_json(base / CONFIG_FILE), str(base)):
         what = f"{base} packs query, key and value in one matrix, and the adapters of the run are of each"
         raise UsageError(what, "--adapter", "leave --adapter out to export the merged weights")
+    if is_hub(base) and read_json(base / CONFIG_FILE).get("text_config"):
+        what = f"{base} is multimodal, and the adapters of the run have the names of its text model"
+        hint = "leave --adapter out to export the merged text model"
+        raise UsageError(what, "--adapter", hint)
     return adapter_config(run.lora, run.start)
 
 

@@ -11,9 +11,11 @@ import torch
 from safetensors.torch import load_file
 from unit.models.test_families import SIZES, V, random_model
 
-from lockstep.errors import CheckpointError
-from lockstep.models.hub import WEIGHTS_FILE, open_hub, write_hub
-from lockstep.models.llama_io import load_llama
+from lockstep.config.schema import LoraOptions
+from lockstep.errors import CheckpointError, UsageError
+from lockstep.files import write_json
+from lockstep.models.hub import CONFIG_FILE, WEIGHTS_FILE, open_hub, write_hub
+from lockstep.models.llama_io import RunModel, load_llama, peft_config_of
 from lockstep.models.transformers_model import TransformersConfig
 
 CPU = torch.device("cpu")
@@ -126,3 +128,24 @@ def test_a_multimodal_folder_without_a_causal_text_model_is_refused(tmp_path: Pa
     hf_config = {"model_type": "qwen2_vl", "text_config": {**SIZES, "model_type": "qwen2_vl_text"}}
     with pytest.raises(CheckpointError, match="qwen2_vl_text is not a causal language model"):
         TransformersConfig(hf_config).text_part()
+
+
+@pytest.mark.parametrize(("kind", "text", "vision", "architecture"), MULTIMODAL)
+def test_adapters_of_a_multimodal_folder_are_not_exported(
+    kind: str, text: dict[str, Any], vision: dict[str, Any], architecture: str, tmp_path: Path
+) -> None:
+    """`peft` would find no module of their names in the folder, and only warn."""
+    hf_config = {
+        "model_type": kind,
+        "text_config": {**SIZES, **text},
+        "vision_config": vision,
+    }
+    config = TransformersConfig(hf_config).text_part()
+    run = RunModel(
+        config, dict(config.hf_config), LoraOptions(rank=2), str(tmp_path), "", "float32"
+    )
+    assert peft_config_of(tmp_path / "run", run)["r"] == 2
+    write_json(tmp_path / CONFIG_FILE, hf_config)
+    with pytest.raises(UsageError, match="is multimodal") as caught:
+        peft_config_of(tmp_path / "run", run)
+    assert "merged text model" in caught.value.hint
