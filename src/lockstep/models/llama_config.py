@@ -115,6 +115,8 @@ class Family:
     written   further keys of an exported config.json
     packed    matrices that hold several of a Llama, one after the other
     ropes     supported types of rotary positions
+    theta     rope_theta of a config.json without it
+    tied      tie_word_embeddings of a config.json without it
     """
 
     architecture: str
@@ -126,6 +128,8 @@ class Family:
     written: Mapping[str, Any] = field(default_factory=dict)
     packed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     ropes: tuple[str, ...] = ("llama3", "default")
+    theta: float = 10_000.0
+    tied: bool = False
 
 
 FAMILIES = {  # by model_type; an export has the first whose features are those of the model
@@ -160,6 +164,8 @@ FAMILIES = {  # by model_type; an export has the first whose features are those 
         "SmolLM3ForCausalLM",
         flags={"unrotated_layers": "no_rope_layers"},
         ignored=("no_rope_layer_interval",),  # of no_rope_layers, which are written out
+        theta=2_000_000.0,
+        tied=True,
     ),
 }
 
@@ -325,7 +331,8 @@ def config_from_hf(hf_config: Mapping[str, Any], where: str) -> LlamaConfig:
     if given.get("head_dim") is None and dim % n_heads:
         what = f"hidden_size {dim} is not a multiple of num_attention_heads {n_heads}"
         raise given.error(what, "correct one, or set head_dim")
-    if not isinstance(given.get("tie_word_embeddings", False), bool):
+    tied = given.get("tie_word_embeddings", family.tied)
+    if not isinstance(tied, bool):
         raise given.wrong("tie_word_embeddings", "write true or false")
     defaults = {"n_kv_heads": n_heads, "head_dim": max(1, dim // n_heads), "norm_eps": 1e-6}
     known: dict[str, Any] = {name: defaults[name] for name in family.optional}
@@ -340,7 +347,7 @@ def config_from_hf(hf_config: Mapping[str, Any], where: str) -> LlamaConfig:
             rope_theta=theta,
             rope_scaling=scaling,
             norm_eps=given.positive("rms_norm_eps", known.get("norm_eps"), below=1.0),
-            tie_embeddings=given.get("tie_word_embeddings", False),
+            tie_embeddings=tied,
         )
     except ValueError as error:
         raise given.error(f"this is not a valid Llama: {error}") from None
@@ -407,7 +414,7 @@ def rope_of(given: JsonObject, family: Family) -> tuple[float, RopeScaling | Non
     parameters = given.inner("rope_parameters")
     scaling = given.inner("rope_scaling")
     rope = scaling if scaling.values else parameters
-    theta = rope.positive("rope_theta", given.positive("rope_theta", 10_000.0))
+    theta = rope.positive("rope_theta", given.positive("rope_theta", family.theta))
     if (other := parameters.values.get("rope_theta", theta)) != theta:
         what = f"rope_parameters has rope_theta {as_json(other)}, and rope_scaling has {theta:g}"
         raise given.error(what, "keep one of them")

@@ -193,3 +193,29 @@ def test_missing_keys_whose_default_differs_between_families_are_refused(
     (tmp_path / hub.CONFIG_FILE).write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match=key):
         hub.open_hub(tmp_path)
+
+
+@torch.no_grad()
+def test_a_smollm3_without_the_keys_that_transformers_4_leaves_out_has_its_logits(
+    tmp_path: Path,
+) -> None:
+    """transformers 4 writes no tie_word_embeddings that is true; its defaults are not Llama's."""
+    transformers = pytest.importorskip("transformers")
+    random_model("smollm3", {"num_hidden_layers": 4}, tmp_path)
+    config = json.loads((tmp_path / hub.CONFIG_FILE).read_text())
+    del config["tie_word_embeddings"]
+    del config["rope_parameters"]
+    (tmp_path / hub.CONFIG_FILE).write_text(json.dumps(config))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert theirs.config.tie_word_embeddings
+    tokens = torch.arange(3, 63)[None]
+    ours = llama_io.load_llama(tmp_path, device=CPU).model
+    torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", [*FAMILIES])
+def test_missing_keys_have_the_defaults_of_transformers(kind: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    default = type(transformers.AutoConfig.for_model(kind))()
+    assert FAMILIES[kind].tied == default.tie_word_embeddings
+    assert FAMILIES[kind].theta == default.rope_parameters["rope_theta"]
