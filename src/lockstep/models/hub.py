@@ -205,7 +205,9 @@ def open_hub(folder: Path, backend: str = "lockstep") -> LlamaWeights:
             hf_config = new_config(config, hf_config)
     tensors: Mapping[str, Tensor]
     if isinstance(config, TransformersConfig) and is_converted(located, config):
-        tensors = config.convert(folder, one_dtype(located.values(), folder))
+        buffers = config.ignored_tensors(located)
+        loaded = [location for name, location in located.items() if name not in buffers]
+        tensors = config.convert(folder, one_dtype(loaded, folder))
     else:
         tensors = match_tensors(located, config, folder)
     companions = [folder / name for name in COMPANION_FILES if (folder / name).is_file()]

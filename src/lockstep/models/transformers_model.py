@@ -7,7 +7,8 @@ states times a matrix, the loss is computed in chunks, as for a Llama.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -31,6 +32,7 @@ CHOOSE_ANOTHER = "choose another model, or train it in a loop of your own"
 PROBE_TOKENS = 16  # of each of two documents
 # Their frequencies follow the longest document of a batch, "dynamic" also the batches before.
 FOLLOWING_ROPES = ("dynamic", "longrope")
+OLD_BUFFERS = r"rotary_emb\.inv_freq$"  # of any model
 SCALED_ROPES = ("linear", "yarn")  # max_position_embeddings may be the context before scaling
 
 
@@ -136,6 +138,20 @@ class TransformersConfig:
                 what, "\n".join([str(folder), *problems]), "copy the whole folder again"
             )
         return {INNER + name: parameter.detach() for name, parameter in model.named_parameters()}
+
+    def ignored_tensors(self, names: Iterable[str]) -> set[str]:
+        """Return those of the names in a folder that are not of parameters: buffers that older
+        versions stored, and that `transformers` does not read."""
+        model = self.meta_model()
+        patterns = {*(model.inner._keys_to_ignore_on_load_unexpected or ()), OLD_BUFFERS}
+        stored = {
+            name.removeprefix(INNER) for name in self.as_stored(dict(model.named_parameters()))
+        }
+        return {
+            name
+            for name in {*names} - stored
+            if any(re.search(pattern, name) for pattern in patterns)
+        }
 
     def as_stored(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return the tensors as `transformers` stores them: unchanged, or converted in memory."""

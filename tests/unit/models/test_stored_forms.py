@@ -92,6 +92,32 @@ def test_a_missing_tensor_of_a_converted_model_is_refused(name: str, tmp_path: P
     assert name.rpartition(".")[0].replace("embed_out", "lm_head") in str(caught.value)
 
 
+@torch.no_grad()
+def test_buffers_that_older_versions_stored_are_not_counted(tmp_path: Path) -> None:
+    """As in published Pythia folders: in half precision beside a mask and float32 frequencies."""
+    safetensors = pytest.importorskip("safetensors.torch")
+    random_model("gpt_neox", {}, tmp_path)
+    tensors = {name: t.half() for name, t in load_file(tmp_path / WEIGHTS_FILE).items()}
+    buffers = {
+        "bias": torch.ones(1, 1, 8, 8, dtype=torch.bool).tril(),
+        "masked_bias": torch.tensor(-1e9),
+        "rotary_emb.inv_freq": torch.ones(2),
+    }
+    buffers = {f"gpt_neox.layers.0.attention.{name}": buffer for name, buffer in buffers.items()}
+    safetensors.save_file(tensors | buffers, tmp_path / WEIGHTS_FILE, metadata={"format": "pt"})
+    folder = open_hub(tmp_path, "transformers")
+    assert isinstance(folder.config, TransformersConfig)
+    assert folder.dtype == "float16"
+    stored = folder.config.as_stored(folder.tensors)
+    assert {f"inner.{name}" for name in tensors} == stored.keys()
+    assert all(torch.equal(stored[f"inner.{name}"], tensors[name]) for name in tensors)
+    name = "gpt_neox.layers.0.attention.dense.weight"
+    mixed = tensors | buffers | {name: tensors[name].float()}
+    safetensors.save_file(mixed, tmp_path / WEIGHTS_FILE, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match="dtypes F16, F32"):
+        open_hub(tmp_path, "transformers")
+
+
 @pytest.mark.parametrize(("kind", "text", "vision", "architecture"), MULTIMODAL)
 @torch.no_grad()
 def test_the_text_model_of_a_multimodal_folder_has_its_logits(
