@@ -235,24 +235,40 @@ def text_of(message: Message) -> str:
     return str(message.get("content") or "")
 
 
-def parts_of(chat: Chat, rendered: str) -> Iterator[tuple[str, Chat]]:
-    """Yield (name, the chat without it) of each part of a chat that a template may leave out."""
+def parts_of(chat: Chat, rendered: str) -> Iterator[tuple[str, int, Chat]]:
+    """Yield (name, number of its message, the chat without it) of each part of a chat that a
+    template may leave out."""
     if chat.tools:
-        yield "'tools'", replace(chat, tools=None)
+        yield "'tools'", 0, replace(chat, tools=None)
     for number, message in enumerate(chat.messages):
         before, after = chat.messages[:number], chat.messages[number + 1 :]
         for key in message.keys() - {"role", "content", "weight"}:
             reduced = {other: value for other, value in message.items() if other != key}
             name = f"{key!r} of message {number + 1}"
-            yield name, replace(chat, messages=[*before, reduced, *after])
+            yield name, number, replace(chat, messages=[*before, reduced, *after])
         if text_of(message).strip() not in rendered:
             name = f"message {number + 1}, of role {message['role']!r}"
-            yield name, replace(chat, messages=[*before, *after])
+            yield name, number, replace(chat, messages=[*before, *after])
+
+
+def unrendered_parts(tokenizer: ChatTokenizer, chat: Chat) -> dict[str, int]:
+    """Return the names of the parts without which the text is the same, with the numbers of their
+    messages."""
+    whole = render(tokenizer, chat)
+    unrendered = {}
+    for name, number, without in parts_of(chat, whole):
+        try:
+            is_rendered = render(tokenizer, without) != whole
+        except DataError:  # the template needs the removed part
+            is_rendered = True
+        if not is_rendered:
+            unrendered[name] = number
+    return unrendered
 
 
 def refuse_unrendered(tokenizer: ChatTokenizer, chat: Chat) -> None:
-    """DataError if the template does not render a part of the chat (its text is the same without),
-    or an answer contains the end of a turn."""
+    """DataError if the template renders a part of the chat neither in the whole nor up to any trained
+    answer, or an answer contains the end of a turn."""
     eos_tokens = filter(None, map(tokenizer.inner.id_to_token, sorted(tokenizer.eos_ids)))
     for number, token in product(chat.answers, eos_tokens):
         if token in text_of(chat.messages[number]):
@@ -262,16 +278,18 @@ def refuse_unrendered(tokenizer: ChatTokenizer, chat: Chat) -> None:
             )
             hint = "remove it from the text; the template adds it"
             raise problem(tokenizer, chat, what, hint)
-    whole = render(tokenizer, chat)
-    for name, without in parts_of(chat, whole):
-        try:
-            is_rendered = render(tokenizer, without) != whole
-        except DataError:  # the template needs the removed part
-            is_rendered = True
-        if not is_rendered:
-            what = f"the chat template does not render {name}"
-            hint = "remove it from the chat, or use a model whose template renders it"
-            raise problem(tokenizer, chat, what, hint)
+    unrendered = unrendered_parts(tokenizer, chat)
+    if unrendered and not GENERATION.search(tokenizer.template):
+        for number in chat.answers:  # trained as generated, in a part of the chat
+            part = replace(chat, messages=chat.messages[: number + 1])
+            missing = unrendered_parts(tokenizer, part)
+            unrendered = {
+                name: of for name, of in unrendered.items() if of > number or name in missing
+            }
+    for name in unrendered:
+        what = f"the chat template does not render {name}"
+        hint = "remove it from the chat, or use a model whose template renders it"
+        raise problem(tokenizer, chat, what, hint)
 
 
 def encode(tokenizer: ChatTokenizer, chat: Chat) -> tuple[list[int], list[bool]]:

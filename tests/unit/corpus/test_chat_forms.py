@@ -563,3 +563,36 @@ def test_answers_of_one_turn_that_are_not_rewritten_share_a_sample(
     assert [len(sample.record["messages"]) for sample in samples] == [2, 6]
     weights = [message.get("weight") for message in samples[1].record["messages"]]
     assert weights == [None, 0, None, None, None, None]
+
+
+WITH_REASONING = QWEN_3.replace("thought = ''", "thought = m.reasoning_content or ''")
+
+
+def test_thoughts_of_earlier_turns_in_their_own_key_are_trained(
+    inner: tokenizers.Tokenizer, tmp_path: Path
+) -> None:
+    """The template leaves them out of the whole chat, but not of the turn that has them."""
+    tokenizer = tokenizer_of(inner, WITH_REASONING)
+    reasons = {**ANSWER, "reasoning_content": "A dog?"}
+    chat = chats_in(tmp_path, [[ASK, reasons, ASK, reasons]])
+    samples = list(chat_samples(tokenizer, chat, 500, Counter()))
+    answers = [inner.decode(last_answer(tokenizer, s.record)[1]) for s in samples]
+    assert answers == ["<think>\nA dog?\n</think>\n\n" + ANSWER["content"]] * 2
+
+
+@pytest.mark.parametrize("is_tagged", [False, True])
+def test_thoughts_that_no_trained_answer_has_are_refused(
+    inner: tokenizers.Tokenizer, tmp_path: Path, is_tagged: bool
+) -> None:
+    """Those of an answer of weight 0; with tags those of any earlier answer."""
+    template = WITH_REASONING
+    first = {**ANSWER, "reasoning_content": "A dog?"}
+    if is_tagged:
+        template = template.replace("{{- '<|im_end|>", "{% generation %}{{- '<|im_end|>").replace(
+            "im_end|>\\n' }}\n    {%- else", "im_end|>\\n' }}{% endgeneration %}\n    {%- else"
+        )
+    else:
+        first["weight"] = 0
+    chat = chats_in(tmp_path, [[ASK, first, ASK, ANSWER]])
+    with pytest.raises(DataError, match="does not render 'reasoning_content' of message 2"):
+        list(chat_samples(tokenizer_of(inner, template), chat, 500, Counter()))
