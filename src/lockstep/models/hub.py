@@ -17,6 +17,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -143,6 +144,10 @@ def locations_in_folder(folder: Path) -> dict[str, TensorLocation]:
 # -- reading ---------------------------------------------------------------------------------------
 
 
+def release_nothing() -> None:
+    """Mapped tensors are released as soon as they are not used."""
+
+
 @dataclass(frozen=True)
 class LlamaWeights:
     """The model in a folder.
@@ -150,6 +155,7 @@ class LlamaWeights:
     tensors     under the names of llama.py or transformers_model.py; each is read on access
     companions  tokenizer files and the like
     dtype       of the published weights, as torch spells it
+    release     frees the memory of converted tensors, until the next access
     """
 
     folder: Path
@@ -158,6 +164,7 @@ class LlamaWeights:
     tensors: Mapping[str, Tensor]
     companions: list[Path]
     dtype: str
+    release: Callable[[], None] = release_nothing
 
     def sha256(self) -> str:
         return digest(self.tensors)
@@ -173,6 +180,8 @@ def is_hub(folder: Path) -> bool:
 
 def open_hub(folder: Path, backend: str = "lockstep") -> LlamaWeights:
     """Open the model in a Hugging Face folder; checks names, shapes and lengths, reads no tensor.
+
+    Tensors that `transformers` converts are read and checked at the first access, all of them.
 
     UsageError: there is no such folder. CheckpointError: it is damaged or not a supported Llama.
     """
@@ -203,14 +212,11 @@ def open_hub(folder: Path, backend: str = "lockstep") -> LlamaWeights:
         if packed := packed_matrices(hf_config, where):
             located = unpack(located, config, packed)
             hf_config = new_config(config, hf_config)
-    tensors: Mapping[str, Tensor]
-    if isinstance(config, TransformersConfig) and is_converted(located, config):
-        buffers = config.ignored_tensors(located)
-        loaded = [location for name, location in located.items() if name not in buffers]
-        tensors = config.convert(folder, one_dtype(loaded, folder))
-    else:
-        tensors = match_tensors(located, config, folder)
     companions = [folder / name for name in COMPANION_FILES if (folder / name).is_file()]
+    if isinstance(config, TransformersConfig) and is_converted(located, config):
+        tensors, dtype, release = converted_tensors(located, config, folder)
+        return LlamaWeights(folder, config, hf_config, tensors, companions, dtype, release)
+    tensors = match_tensors(located, config, folder)
     return LlamaWeights(folder, config, hf_config, tensors, companions, dtype_of(tensors))
 
 
@@ -232,6 +238,19 @@ def is_converted(located: Mapping[str, TensorLocation], config: TransformersConf
     if all(hf_name(name) in located for name in parameters):
         return False
     return config.as_stored(parameters) is not parameters
+
+
+def converted_tensors(
+    located: Mapping[str, TensorLocation], config: TransformersConfig, folder: Path
+) -> tuple[LazyTensors, str, Callable[[], None]]:
+    """Return the tensors, all of which memory holds from the first access on, their dtype, and what
+    frees them."""
+    buffers = config.ignored_tensors(located)
+    dtype = one_dtype([at for name, at in located.items() if name not in buffers], folder)
+    converted = cache(lambda: config.convert(folder, dtype))
+    names = [name for name, _ in config.meta_model().named_parameters()]
+    tensors = LazyTensors(names, lambda name: converted()[name])
+    return tensors, str(dtype).removeprefix("torch."), converted.cache_clear
 
 
 def one_dtype(locations: Iterable[TensorLocation], folder: Path) -> torch.dtype:

@@ -45,6 +45,7 @@ from lockstep.models.hub import (
     is_hub,
     open_hub,
     refuse_existing,
+    release_nothing,
     write_adapter,
     write_hub,
 )
@@ -247,14 +248,16 @@ def model_tensors(stored: StoredTensors) -> LazyTensors:
 def weights_of_run(folder: Path, run: RunModel, tensors: Mapping[str, Tensor]) -> LlamaWeights:
     """Return the model of a run, given the tensors of a checkpoint: adapters are merged into the
     weights that the run started from. CheckpointError: these have changed."""
+    release = release_nothing
     if run.lora:
         base = open_weights(Path(run.start), backend_of(run.config))
         refuse_changed_weights(folder, run, base.sha256())
         tensors = merged_weights(base.tensors, tensors, run.lora)
+        release = base.release
     tokenizer = folder / TOKENIZER
     companions = sorted(tokenizer.iterdir()) if tokenizer.is_dir() else []
     dtype = run.dtype or dtype_of(tensors)
-    return LlamaWeights(folder, run.config, run.hf_config, tensors, companions, dtype)
+    return LlamaWeights(folder, run.config, run.hf_config, tensors, companions, dtype, release)
 
 
 def refuse_changed_weights(folder: Path, run: RunModel, sha256: str) -> None:
@@ -403,6 +406,10 @@ class InitialWeights:
 
     def is_saved(self, name: str) -> bool:
         return self.lora is None or lora.is_adapter(name)
+
+    def release(self) -> None:
+        if self.start:
+            self.start.release()
 
     def to_json(self) -> dict[str, Any]:
         """Return the content of model.json."""

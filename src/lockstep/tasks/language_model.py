@@ -208,6 +208,9 @@ def prepare(
     model: dict[str, Any] = {}
     if not (folder / "data" / MANIFEST).exists():
         refuse_long_rows(run, start.config if start else LLAMA_CONFIGS[run.llama.size])
+        if start:  # tensors that do not fit are refused before the work
+            next(iter(start.tensors.values()))
+            start.release()
         # A failed attempt may have left the files of another tokenizer.
         shutil.rmtree(folder / TOKENIZER, ignore_errors=True)
         if start:

@@ -94,6 +94,9 @@ class TranslationTask:
         """Whether checkpoints contain `name`. Other tensors keep their initial value."""
         return True
 
+    def release(self) -> None:
+        """Nothing is held: the values are drawn."""
+
     def loss(self, model: Callable[..., Tensor], batch: Any) -> Tensor:
         """Return the sum of the losses of a `PairBatch`, 0-dim. Calls `model(...)` once."""
         return model(

@@ -33,6 +33,9 @@ class InitialValues(Protocol):
     def is_saved(self, name: str) -> bool:
         """Return whether checkpoints hold it; others have their initial value in every start."""
 
+    def release(self) -> None:
+        """Free what the values were computed from: the model has them."""
+
 
 def until_drawn(init: InitialValues, model: nn.Module) -> InitParam:
     """Return how to fill a new model: NaN where a checkpoint or `draw_initial_values` follows."""

@@ -103,6 +103,8 @@ def resume_state(
 
         with runtime.preparing("drawing the initial weights"):
             draw_initial_values(model, init, runtime)
+    if init:
+        init.release()
     if values.function and not checkpointer.loaded:
         values.function.refuse_new_run()
     changed = check(checkpointer.facts, first_step) if check else {}

@@ -3,6 +3,8 @@ ones: the same logits, and the same bits in an export."""
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +13,12 @@ import torch
 from safetensors.torch import load_file
 from unit.models.test_families import SIZES, V, random_model
 
+from lockstep.config.resolve import resolve
 from lockstep.config.schema import LoraOptions
 from lockstep.errors import CheckpointError, UsageError
 from lockstep.files import write_json
 from lockstep.models.hub import CONFIG_FILE, WEIGHTS_FILE, open_hub, write_hub
-from lockstep.models.llama_io import RunModel, load_llama, peft_config_of
+from lockstep.models.llama_io import InitialWeights, RunModel, load_llama, peft_config_of
 from lockstep.models.transformers_model import TransformersConfig
 
 CPU = torch.device("cpu")
@@ -87,9 +90,45 @@ def test_a_missing_tensor_of_a_converted_model_is_refused(name: str, tmp_path: P
     tensors = load_file(tmp_path / WEIGHTS_FILE)
     del tensors[name]
     safetensors.save_file(tensors, tmp_path / WEIGHTS_FILE, metadata={"format": "pt"})
+    folder = open_hub(tmp_path, "transformers")
     with pytest.raises(CheckpointError) as caught:
-        open_hub(tmp_path, "transformers")
+        next(iter(folder.tensors.values()))
     assert name.rpartition(".")[0].replace("embed_out", "lm_head") in str(caught.value)
+
+
+def test_converted_tensors_are_in_memory_from_their_first_use_to_their_release(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    random_model("gpt_neox", {}, tmp_path)
+    read: list[weakref.ref[torch.Tensor]] = []
+    convert = TransformersConfig.convert
+
+    def counted(*arguments: Any) -> dict[str, torch.Tensor]:
+        tensors = convert(*arguments)
+        read.append(weakref.ref(next(iter(tensors.values()))))
+        return tensors
+
+    monkeypatch.setattr(TransformersConfig, "convert", counted)
+    run = resolve(
+        None,
+        {
+            "task": "pretrain",
+            "data.kind": "stdlib",
+            "llama.backend": "transformers",
+            "llama.init_from": str(tmp_path),
+        },
+    ).run
+    initial = InitialWeights.of(run, V)
+    meta = initial.meta_model()
+    assert not read and initial.start
+    sha256 = initial.start.sha256()
+    for name, parameter in meta.named_parameters():
+        assert initial.init_param(name, parameter.shape).shape == parameter.shape
+    assert len(read) == 1 and read[0]() is not None
+    initial.release()
+    gc.collect()
+    assert read[0]() is None
+    assert initial.start.sha256() == sha256 and len(read) == 2
 
 
 @torch.no_grad()
