@@ -115,9 +115,7 @@ class LanguageModelTask(InitialWeights):
             path = folder / "data" / name
             verify_files({path: digest}, path.with_suffix(".json"), digests)
             rows = PackedRows(stream, length, np.asarray(np.load(path, mmap_mode="r")))
-        if not len(rows):
-            what = f"the training text has fewer than {length} tokens, one row"
-            raise DataError(what, f"{folder / 'data'}; batch.seq_len", "lower it")
+        refuse_no_rows(rows, folder)
         k = run.batch.micro_batches
         order = UniformOrder(len(rows), k * (run.batch.tokens // length), k, run.seed)
         loader = RowLoader(rows, order, runtime.world.device)
@@ -146,6 +144,17 @@ class LanguageModelTask(InitialWeights):
 
     def loss(self, model: Callable[..., Tensor], batch: Any) -> Tensor:
         return model(batch.tokens, batch.labels, batch.documents)
+
+
+def refuse_no_rows(rows: CutRows | PackedRows | DocumentRows, folder: Path) -> None:
+    """DataError: nothing can be trained."""
+    if len(rows):
+        return
+    if isinstance(rows, CutRows):
+        what = f"the training text has fewer than {rows.length} tokens, one row"
+        raise DataError(what, f"{folder / 'data'}; batch.seq_len", "lower it")
+    what = "no training document or chat has two tokens: one to read and one to predict"
+    raise DataError(what, f"{folder / 'data'}; data.train", "give longer documents")
 
 
 def prepare_documents(run: RunConfig, folder: Path, digests: FileDigests = NOT_SHARED) -> None:

@@ -14,10 +14,12 @@ from lockstep.config.resolve import resolve
 from lockstep.config.schema import RunConfig
 from lockstep.corpus import loaders
 from lockstep.corpus.loaders import IGNORE_INDEX
+from lockstep.corpus.token_stream import TokenStream, TokenStreamWriter
 from lockstep.corpus.tokenizer import PAD
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import ConfigError, DataError
 from lockstep.tasks.evaluator import merge_results
+from lockstep.tasks.language_model import refuse_no_rows
 from lockstep.tasks.open import Evaluator, Task, open_evaluator, open_task
 
 PAIRS = {"data.pairs": 400, "data.held_out": 20, "tokenizer.vocab_size": 400, "batch.tokens": 256}
@@ -135,6 +137,18 @@ def test_a_text_shorter_than_a_row_is_refused(text: dict[str, Any], tmp_path: Pa
     with pytest.raises(DataError, match="fewer than 65536 tokens"):
         longer = {"batch.seq_len": 65536, "batch.tokens": 65536, "llama.max_seq_len": 65536}
         open_alone(run_of(text | longer), tmp_path / "run")
+
+
+def test_documents_of_one_token_make_no_rows(tmp_path: Path) -> None:
+    """As of a tokenizer without begin and end tokens; with data.packing = false."""
+    writer = TokenStreamWriter(tmp_path, "train", 400)
+    writer.add([5])
+    writer.add([6])
+    writer.close()
+    rows = loaders.DocumentRows(TokenStream.open(tmp_path, "train"), 64)
+    with pytest.raises(DataError, match=r"no training document or chat has two tokens") as caught:
+        refuse_no_rows(rows, tmp_path)
+    assert "batch.seq_len" not in caught.value.where
 
 
 @pytest.mark.parametrize("task", ["pretrain", "sft"])
