@@ -267,8 +267,8 @@ def unrendered_parts(tokenizer: ChatTokenizer, chat: Chat) -> dict[str, int]:
 
 
 def refuse_unrendered(tokenizer: ChatTokenizer, chat: Chat) -> None:
-    """DataError if the template renders a part of the chat neither in the whole nor up to any trained
-    answer, or an answer contains the end of a turn."""
+    """DataError if the template renders a part of the chat neither in the whole nor up to any
+    trained answer, or an answer contains the end of a turn."""
     eos_tokens = filter(None, map(tokenizer.inner.id_to_token, sorted(tokenizer.eos_ids)))
     for number, token in product(chat.answers, eos_tokens):
         if token in text_of(chat.messages[number]):
