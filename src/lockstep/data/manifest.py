@@ -98,8 +98,8 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def identity(path: Path) -> list[int | str]:
-    """Return numbers that differ after a file was edited or replaced, or got or lost a hard link. No
-    program can set st_ctime."""
+    """Return numbers that differ after a file was edited or replaced, or got or lost a hard link.
+    No program can set st_ctime."""
     status = path.stat()
     return [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
 
