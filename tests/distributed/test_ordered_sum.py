@@ -192,7 +192,7 @@ def skip_backward(runtime: ElasticRuntime) -> str:
 
 
 class Backend:
-    """Stands for a GPU's backend: gloo, whose sums on one rank are off by a unit in the last place
+    """In place of a GPU's backend: gloo, whose sums on one rank are off by a unit in the last place
     where the numbers have `odd` as their dtype."""
 
     def __init__(self, rank: int, odd: torch.dtype | None) -> None:

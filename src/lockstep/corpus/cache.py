@@ -36,7 +36,7 @@ from lockstep.log import log
 from lockstep.runtime.variables import CACHE, user_cache
 
 ENTRY = "entry.json"
-# Of entries, and of those that are being added: other folders there belong to the user.
+# Of entries, complete or not. Other folders there belong to the user.
 OWN_NAME = re.compile(r"[0-9a-f]{32}|\.[0-9a-f]{32}\..+")
 UNUSED_S = 30 * 24 * 3600.0
 COPY_BYTES = 1 << 20

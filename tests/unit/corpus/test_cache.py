@@ -57,6 +57,13 @@ def pairs(tmp_path: Path) -> DataOptions:
     return DataOptions(kind="files", train=(str(tmp_path / "pairs.tsv"),), held_out=20)
 
 
+def first_entry(pairs: DataOptions, folder: Path, entries: Path) -> Path:
+    """Prepare the pairs in folder/first; return the entry that this adds."""
+    prepare(pairs, TOKENS, folder / "first")
+    (entry,) = entries.iterdir()
+    return entry
+
+
 def content_of_folder(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
@@ -187,13 +194,18 @@ def test_whatever_the_data_depends_on_makes_another_entry(
     assert len(list(entries.iterdir())) == len(changes)
 
 
-def test_the_tokenizer_of_a_model_makes_another_entry(tmp_path: Path, entries: Path) -> None:
-    prepare_text(CHATS, tmp_path / "base")
+def chats_of_a_model(folder: Path) -> dict[str, Any]:
+    """Write a model with the tokenizer of a run under `folder`; return values that use it."""
+    prepare_text(CHATS, folder / "base")
     config = LlamaConfig(400, 32, 1, 2, 1, 16, 64, 64, 10_000.0)
     weights = {name: tensor.detach() for name, tensor in Llama(config).state_dict().items()}
-    companions = sorted((tmp_path / "base/tokenizer").iterdir())
-    hub.write_hub(tmp_path / "hub", config_to_hf(config), weights, companions=companions)
-    from_hub = CHATS | {"llama.init_from": str(tmp_path / "hub")}
+    companions = sorted((folder / "base/tokenizer").iterdir())
+    hub.write_hub(folder / "hub", config_to_hf(config), weights, companions=companions)
+    return CHATS | {"llama.init_from": str(folder / "hub")}
+
+
+def test_the_tokenizer_of_a_model_makes_another_entry(tmp_path: Path, entries: Path) -> None:
+    from_hub = chats_of_a_model(tmp_path)
     prepare_text(from_hub, tmp_path / "second")
     assert len(list(entries.iterdir())) == 2
     template = tmp_path / "hub/chat_template.jinja"
@@ -209,12 +221,7 @@ def test_the_tokenizer_of_a_model_makes_another_entry(tmp_path: Path, entries: P
 def test_a_tokenizer_that_changes_gives_other_runs_nothing(
     tmp_path: Path, entries: Path, monkeypatch: pytest.MonkeyPatch, changes: str
 ) -> None:
-    prepare_text(CHATS, tmp_path / "base")
-    config = LlamaConfig(400, 32, 1, 2, 1, 16, 64, 64, 10_000.0)
-    weights = {name: tensor.detach() for name, tensor in Llama(config).state_dict().items()}
-    companions = sorted((tmp_path / "base/tokenizer").iterdir())
-    hub.write_hub(tmp_path / "hub", config_to_hf(config), weights, companions=companions)
-    from_hub = CHATS | {"llama.init_from": str(tmp_path / "hub")}
+    from_hub = chats_of_a_model(tmp_path)
     template, settings = (
         tmp_path / "hub" / name for name in ("chat_template.jinja", "tokenizer_config.json")
     )
@@ -306,8 +313,7 @@ def test_a_file_outside_of_the_run_is_never_written(
     pairs: DataOptions, tmp_path: Path, entries: Path
 ) -> None:
     """Users may share a cache."""
-    prepare(pairs, TOKENS, tmp_path / "first")
-    (entry,) = entries.iterdir()
+    entry = first_entry(pairs, tmp_path, entries)
     (entry / "outside").write_text("bad")
     for name in ("data/../outside", "outside", "other/outside"):
         listed = {name: cache.NOT_SHARED.of([entry / "outside"])[entry / "outside"]}
@@ -413,8 +419,7 @@ def test_a_source_that_vanishes_meanwhile_does_not_stop_the_run(
 def test_a_run_folder_that_cannot_be_written_keeps_the_entry(
     pairs: DataOptions, tmp_path: Path, entries: Path
 ) -> None:
-    prepare(pairs, TOKENS, tmp_path / "first")
-    (entry,) = entries.iterdir()
+    entry = first_entry(pairs, tmp_path, entries)
     (tmp_path / "file").write_text("")
     assert not cache.take(entry, {"data": tmp_path / "file" / "data"})
     assert cache.take(entry, {"data": tmp_path / "second"})

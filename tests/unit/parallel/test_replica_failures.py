@@ -37,7 +37,7 @@ def release(runtime: ElasticRuntime) -> None:
 
 
 class SideStream:
-    """Stands for the stream of a GPU's reducer, whose jobs may still read what is released."""
+    """In place of the stream of a GPU's reducer, whose jobs may still read the released tensors."""
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         self.references = [weakref.ref(tensor) for tensor in tensors]
