@@ -66,7 +66,9 @@ from lockstep.runtime.worker_env import (
 FIXED_TIMEOUTS = AgentTimeouts(exit_s=5.0)  # of a fixed group: for the exit reports of the others
 LOOPBACK = "127.0.0.1"
 KILLED = "killed all workers; the same command resumes from the newest checkpoint"
-EXITED = "exited"  # the reason of a removal because connections are closed and refused (elastic/protocol/transitions.py)
+# The reason of a removal because connections are closed and refused
+# (elastic/protocol/transitions.py).
+EXITED = "exited"
 
 
 def run_agent(program: WorkerProgram, folder: Path, config: AgentConfig) -> int:
@@ -383,12 +385,12 @@ class Agent:
             write_worker_process(self.state.folder, slot.number, process)
         except OSError as error:
             self.events.warn(
-                f"cannot record the process of slot {slot.number}; the next agent would not find it",
+                f"cannot record the process of slot {slot.number}; "
+                "the next agent would not find it",
                 error,
             )
-        self.events.add(
-            "worker started", started.method, slot=slot.number, pid=started.pid
-        )  # before it can do anything
+        # Before it can do anything.
+        self.events.add("worker started", started.method, slot=slot.number, pid=started.pid)
         with suppress(BrokenPipeError):
             os.write(started.gate_writer, b".")
         os.close(started.gate_writer)

@@ -36,12 +36,8 @@ from lockstep.runtime.sources import load_function
 
 MODULE = "lockstep.agent.forkserver"
 MAX_MESSAGE_BYTES = (1 << 17) - 1  # the kernel's limit for one argument of execve(2)
-PRELOAD = (
-    "torch",
-    "torch._dynamo",
-    "lockstep.cli.main",
-    "lockstep.cli.worker",
-)  # constructing the first optimizer imports torch._dynamo
+# Constructing the first optimizer imports torch._dynamo.
+PRELOAD = ("torch", "torch._dynamo", "lockstep.cli.main", "lockstep.cli.worker")
 FIXED_PRELOAD = ("torch", "lockstep.cli.main", "lockstep.elastic.runtime")  # of a fixed group
 # numpy's OpenBLAS starts a thread for each core when it is loaded. The user's own setting wins.
 ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
@@ -53,7 +49,8 @@ class WorkerProgram:
 
     argv: tuple[str, ...]  # arguments for `entry`
     restart_argv: tuple[str, ...] | None = None  # arguments for a restarted worker; None: the same
-    entry: str = "lockstep.cli.main:main"  # "module:function", called as function(argv); it returns the exit code
+    # "module:function", called as function(argv); it returns the exit code
+    entry: str = "lockstep.cli.main:main"
     preload: tuple[str, ...] = PRELOAD  # modules that the forkserver imports
     script: str = ""  # the user's "FILE.py:FUNCTION", which the forkserver imports too; "": none
 
@@ -64,9 +61,8 @@ class WorkerSpec:
 
     entry: str
     argv: Sequence[str]
-    environ: Mapping[str, str] = field(
-        default_factory=dict
-    )  # variables added to those of the forkserver
+    # Variables added to those of the forkserver.
+    environ: Mapping[str, str] = field(default_factory=dict)
     agent: int = 0  # pid of the agent that the worker ends with; 0: it outlives its agent
 
 
@@ -140,9 +136,8 @@ def main(arguments: Sequence[str]) -> int:
     role, descriptor, text, *rest = arguments
     if role == "worker":
         return run_worker(WorkerSpec(**json.loads(text)), int(descriptor))
-    prctl(
-        PR_SET_NAME, b"lockstep-forker"
-    )  # at most 15 bytes; command lines do not tell a forkserver from its workers
+    # At most 15 bytes; command lines do not tell a forkserver from its workers.
+    prctl(PR_SET_NAME, b"lockstep-forker")
     die_with_parent(int(rest[0]))
     modules = json.loads(text)
     with socket.socket(fileno=int(descriptor)) as channel:
@@ -172,10 +167,11 @@ def preload(modules: Sequence[str], script: str) -> str:
     except BaseException as error:  # a worker will fail with the same error and report it
         return f"importing ended with {type(error).__name__}: {error}".splitlines()[0]
     threads = len(os.listdir("/proc/self/task"))
+    imported = f"importing {script or ', '.join(modules)}"
     if threads > 1:
-        return f"importing {script or ', '.join(modules)} left {threads - 1} threads, which a fork would lose"
+        return f"{imported} left {threads - 1} threads, which a fork would lose"
     if is_cuda_lost_by_fork():
-        return f"importing {script or ', '.join(modules)} initialized CUDA, which a forked process cannot use"
+        return f"{imported} initialized CUDA, which a forked process cannot use"
     gc.collect()
     gc.freeze()  # the collector skips these objects, so that their pages stay shared
     gc.enable()

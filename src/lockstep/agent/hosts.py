@@ -28,20 +28,17 @@ from lockstep.errors import ConfigError, UsageError
 from lockstep.runtime.signals import STOP_SIGNALS
 from lockstep.runtime.worker_env import SHARED_TERMINAL
 
-FORMAT_HINT = "write [[host]] tables with name, workers and, if it differs from the name, address; ssh = true starts all hosts from one"
-SENT_VARIABLES = (
-    "LOCKSTEP_",
-    "AWS_ENDPOINT_URL",
-    "AWS_REGION",
-    "AWS_DEFAULT_REGION",
-)  # beginnings of their names
+FORMAT_HINT = (
+    "write [[host]] tables with name, workers and, if it differs from the name, address; "
+    "ssh = true starts all hosts from one"
+)
+# Beginnings of their names.
+SENT_VARIABLES = ("LOCKSTEP_", "AWS_ENDPOINT_URL", "AWS_REGION", "AWS_DEFAULT_REGION")
 SSH_FAILED = 255  # ssh's own exit code: host not reached, or connection lost (ssh(1))
-Name = Annotated[
-    str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200)
-]  # used in file names, at most 255 bytes
-Address = Annotated[
-    str, Field(pattern=r"^([A-Za-z0-9:][A-Za-z0-9.:_-]*)?$", max_length=253)
-]  # used in an ssh command
+# Used in file names, at most 255 bytes.
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=200)]
+# Used in an ssh command.
+Address = Annotated[str, Field(pattern=r"^([A-Za-z0-9:][A-Za-z0-9.:_-]*)?$", max_length=253)]
 MAX_WORKERS = 4096  # per host; the agent there applies a tighter limit, from its cores
 
 
@@ -71,9 +68,12 @@ class Host:
             ) from None
         # Debian's /etc/hosts maps a machine's own name to 127.0.1.1
         if ip.startswith("127.") and ip != self.reached_at:
-            what = f"{self.reached_at} is {ip} on {socket.gethostname()}, where other machines cannot reach it"
-            hint = "write its IP address in the network between the hosts (ip -br addr shows it)"
-            raise ConfigError(what, f"address of the host {self.name}", hint)
+            raise ConfigError(
+                f"{self.reached_at} is {ip} on {socket.gethostname()}, "
+                "where other machines cannot reach it",
+                f"address of the host {self.name}",
+                "write its IP address in the network between the hosts (ip -br addr shows it)",
+            )
         return ip
 
 
@@ -158,7 +158,10 @@ def ssh_command(
     ]
     # Without job control, a shell's background command reads /dev/null by default.
     signals = 'exec 3<&0; while read -r name; do kill -s "$name" $$; done <&3 >/dev/null 2>&1 &'
-    line = f"cd {shlex.quote(str(cwd))} && {{ {signals} exec {shlex.join(['env', *variables, *command])} 3<&- </dev/null; }}"
+    line = (
+        f"cd {shlex.quote(str(cwd))} && "
+        f"{{ {signals} exec {shlex.join(['env', *variables, *command])} 3<&- </dev/null; }}"
+    )
     return ["ssh", "-o", "BatchMode=yes", host.reached_at, line]
 
 

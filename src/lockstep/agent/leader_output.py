@@ -13,9 +13,8 @@ from pathlib import Path
 from lockstep.elastic.generation_log import Generation
 from lockstep.files import open_regular
 
-LOGGED = re.compile(
-    rb"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} [A-Z] rank \d+: "
-)  # log.py; slot 0 logs these lines, too
+# log.py; slot 0 logs these lines, too.
+LOGGED = re.compile(rb"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} [A-Z] rank \d+: ")
 CONTINUED = b"  "  # beginning of further lines of a logged message
 CHUNK = 1 << 16
 TERMINAL = 1
@@ -28,9 +27,8 @@ class LeaderOutput:
         self.folder, self.host = run / "logs", host
         self.path: Path | None = None  # of the log that is copied
         self._read = 0  # bytes of it
-        self._sizes: dict[
-            Path, int
-        ] = {}  # of the logs of this host when its worker in slot 0 exited
+        # Of the logs of this host when its worker in slot 0 exited.
+        self._sizes: dict[Path, int] = {}
         self._is_logged = False  # the last line is of a logged message
         self._unwritten = b""
 

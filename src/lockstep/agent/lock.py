@@ -39,9 +39,8 @@ class PriorState:
 
     newest: Generation  # in the log
     base_generation: int  # the newest one before the start of the workers
-    running: Mapping[
-        int, ProcessIdentity
-    ]  # slot -> worker of an earlier agent that is still training
+    # slot -> worker of an earlier agent that is still training.
+    running: Mapping[int, ProcessIdentity]
     folder_id: str = ""
 
 
@@ -120,11 +119,15 @@ def write_record(state: Path, value: Mapping[str, Any]) -> None:
         raise UsageError(f"cannot write {state / RECORD}: {error.strerror}", where, hint) from None
 
 
+def pids_of(running: Mapping[int, ProcessIdentity]) -> str:
+    return ", ".join(str(process.pid) for process in running.values())
+
+
 def unknown_workers(running: Mapping[int, ProcessIdentity], state: Path, folder: Path) -> DataError:
     """Return the error for workers that cannot be adopted and must not be killed."""
-    pids = ", ".join(str(process.pid) for process in running.values())
     return DataError(
-        f"workers are training in {folder} (pid {pids}), and it is unknown how they were started",
+        f"workers are training in {folder} (pid {pids_of(running)}), "
+        "and it is unknown how they were started",
         f"{state / RECORD}, which their agent wrote, is missing or damaged",
         f"they keep training; stop them before another start: lockstep launch --stop {folder}",
     )
@@ -136,9 +139,10 @@ def prepare_folder(folder: Path, slots: int, host: str, expected_id: str = "") -
     try:
         folder_id = read_folder_id(folder) if expected_id else create_run_folder(folder, host)
         if folder_id != expected_id and expected_id:
-            what = f"{folder} is not the folder that the workers of {host} train in: it has {'another' if folder_id else 'no'} token"
+            token = "another" if folder_id else "no"
             raise UsageError(
-                what,
+                f"{folder} is not the folder "
+                f"that the workers of {host} train in: it has {token} token",
                 "the disk is not mounted, or another one is",
                 "mount it again, or choose another --out",
             )
@@ -192,14 +196,20 @@ def check_adoptable(
             "run lockstep launch again, which adopts them;",
         )
     elif max(running) >= slots:
-        what = f"{max(running) + 1} workers are training in {folder} on this host, but {slots} were requested"
+        what = (
+            f"{max(running) + 1} workers are training "
+            f"in {folder} on this host, but {slots} were requested"
+        )
         fix = "request as many workers as are running,"
     elif differences:
-        what = f"workers that were started with another command are training in {folder}: {'; '.join(differences)}"
+        what = (
+            f"workers that were started with another command are training in {folder}: "
+            f"{'; '.join(differences)}"
+        )
         fix = "give the same command, which adopts them;"
     else:
         return
-    where = f"pid {', '.join(str(process.pid) for process in running.values())}; their agent was killed, and they kept training"
+    where = f"pid {pids_of(running)}; their agent was killed, and they kept training"
     raise UsageError(what, where, f"{fix} or stop them first: lockstep launch --stop {folder}")
 
 

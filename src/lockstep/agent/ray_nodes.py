@@ -36,7 +36,8 @@ from lockstep.runtime.worker_env import SHARED_TERMINAL
 
 POLL_S = 0.5
 CONNECT_TIMEOUT_S = 10.0
-DELAY_S = 1.0  # before a killed agent is started again; Ray takes as long to print the last lines of a task
+# Before a killed agent is started again; Ray takes as long to print the last lines of a task.
+DELAY_S = 1.0
 CPU_WORKERS = 2  # per node of a cluster without GPUs
 Resources = Mapping[str, float]  # of a node: {"CPU": 8.0, "GPU": 1.0, ...}
 
@@ -76,9 +77,11 @@ def connected() -> Iterator[Any]:
             if address != "auto"
             else "this machine is no node of a cluster, and RAY_ADDRESS is not set"
         )
-        hint = "start a node here (ray start --address=HEAD:6379), or set RAY_ADDRESS; ray status shows a cluster"
         raise UsageError(
-            f"no Ray cluster answers: {str(error).splitlines()[0]}", where, hint
+            f"no Ray cluster answers: {str(error).splitlines()[0]}",
+            where,
+            "start a node here (ray start --address=HEAD:6379), "
+            "or set RAY_ADDRESS; ray status shows a cluster",
         ) from None
     try:
         yield ray
@@ -135,7 +138,10 @@ def no_room(cluster: Mapping[str, Resources], wanted: Reservation, waited_s: flo
         )
 
     room = len(nodes_with_room(cluster, wanted.resources))
-    what = f"{min(room, wanted.nodes)} of {wanted.nodes} Ray nodes have {text(wanted.resources)}, after {waited_s:g} s"
+    what = (
+        f"{min(room, wanted.nodes)} of {wanted.nodes} Ray nodes have {text(wanted.resources)}, "
+        f"after {waited_s:g} s"
+    )
     listed = "; ".join(f"{name}: {text(resources)}" for name, resources in cluster.items())
     hint = f"start more nodes, or give --nodes {max(1, room)}, or fewer --workers (per node)"
     if room >= wanted.nodes:
@@ -258,7 +264,8 @@ def run_agent_here(
             flush=True,
         )
         return UsageError.exit_code
-    name = f"{socket.gethostname()}-{ray.get_runtime_context().get_node_id()[:8]}"  # several nodes may have one host name
+    # Several nodes may have one host name.
+    name = f"{socket.gethostname()}-{ray.get_runtime_context().get_node_id()[:8]}"
     place = ["--parent", str(os.getpid()), "--host", name, "--address", address]
     command = [sys.executable, "-m", "lockstep", "launch", *place, *words]
     while (

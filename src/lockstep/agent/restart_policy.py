@@ -32,13 +32,8 @@ from lockstep.runtime.exit_report import (
 FATAL = (2, 3, 4)  # usage and config, data and checkpoints, diverged (errors.py)
 # Before a restart at the start of the run: the other workers may report the same error
 START_ERROR_WAIT_S = 1.0
-CRASH_SIGNALS = (
-    signal.SIGSEGV,
-    signal.SIGBUS,
-    signal.SIGABRT,
-    signal.SIGFPE,
-    signal.SIGILL,
-)  # a process causes them itself
+# A process causes them itself.
+CRASH_SIGNALS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL)
 
 
 @dataclass(frozen=True)
@@ -148,17 +143,24 @@ def end_repeated_failures(
         by_signal = signal_name(worker_exit.signal) if worker_exit.signal else ""
         if policy.script:
             end = f"signal {by_signal}" if by_signal else f"exit code {worker_exit.exit_code}"
-            what = f"{policy.script} failed on {now.crashes} starts in a row ({worker_exit.title} {worker_exit.rank}, {end})"
-            hint = "fix the error above; the same command starts the script again"
-            return end_the_run(worker_exit, what, hint)
+            return end_the_run(
+                worker_exit,
+                f"{policy.script} failed on {now.crashes} starts "
+                f"in a row ({worker_exit.title} {worker_exit.rank}, {end})",
+                "fix the error above; the same command starts the script again",
+            )
         where = f"at step {step}" if step >= 0 else "before its first step"
         cause = f"by {by_signal}" if is_crash(worker_exit) else "with an error"
         what = f"{worker_exit} is worker number {now.crashes} in a row to fail {where} {cause}"
         return end_the_run(worker_exit, what, f"fix the error above; {RESUME_HINT}")
     if now.kills >= policy.max_kills:
-        what = f"{worker_exit} is worker number {now.kills} in a row killed by SIGKILL in the {now.phase}"
-        hint = f"give the workers more memory, or use less (batch.tokens, memory.activation_checkpoint); {RESUME_HINT}"
-        return end_the_run(worker_exit, what, hint)
+        return end_the_run(
+            worker_exit,
+            f"{worker_exit} is worker number {now.kills} "
+            f"in a row killed by SIGKILL in the {now.phase}",
+            "give the workers more memory, "
+            f"or use less (batch.tokens, memory.activation_checkpoint); {RESUME_HINT}",
+        )
     return None
 
 

@@ -103,13 +103,11 @@ class Worker:
         """Kill what is left of its process group; return the exit code, None if it is unknown."""
         os.close(self.pidfd)
         if self.is_child:
-            kill_group(
-                self.pid
-            )  # before the wait: until then its pid, which is also its group id, cannot be reused
+            # Before the wait: until then its pid, which is also its group id, cannot be reused.
+            kill_group(self.pid)
             return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-        if not Path(
-            f"/proc/{self.pid}"
-        ).exists():  # the kernel does not reuse the number of an existing group
+        # The kernel does not reuse the number of an existing group.
+        if not Path(f"/proc/{self.pid}").exists():
             kill_group(self.pid)
         return -self.signals_sent[-1] if self.signals_sent else None
 
@@ -289,12 +287,14 @@ class GenerationReader:
             )
         except OSError as error:
             self.events.warn(
-                "cannot write the end of the run into the generation log; other hosts may not learn of it",
+                "cannot write the end of the run into the generation log; "
+                "other hosts may not learn of it",
                 error,
             )
 
 
-STOP_REQUEST_S = 1.0  # between two attempts to make another worker stop the run; also the time limit of each attempt
+# Between two attempts to make another worker stop the run; also the time limit of each attempt.
+STOP_REQUEST_S = 1.0
 
 
 class StopRequests:
@@ -356,9 +356,8 @@ class StopRequests:
         if not self.stop_signal or now_s() < self.next_request_s:
             return
         voters = {member.pid for member in newest.members if member.host == self.events.host}
-        drained_first = any(
-            map(self.is_drain, self.received)
-        )  # a worker only obeys the first signal that it receives
+        # A worker only obeys the first signal that it receives.
+        drained_first = any(map(self.is_drain, self.received))
         if not drained_first and any(
             worker.stop_sent and worker.pid in voters for worker in workers
         ):
@@ -373,7 +372,8 @@ class StopRequests:
         if recipient and not self.accepted_s:
             self.events.add(
                 "stop passed on",
-                f"{recipient.id.rpartition('/')[0]} accepted the stop; no worker of this host has a vote",
+                f"{recipient.id.rpartition('/')[0]} accepted the stop; "
+                "no worker of this host has a vote",
             )
         self.accepted_s = now_s() if recipient else self.accepted_s
         self.next_request_s = now_s() + STOP_REQUEST_S
