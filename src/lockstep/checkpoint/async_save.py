@@ -81,9 +81,8 @@ class IdleRun:
         def run() -> None:
             try:
                 with suppress(OSError):  # the container forbids it: normal priority
-                    os.sched_setscheduler(
-                        0, os.SCHED_IDLE, os.sched_param(0)
-                    )  # 0: this thread alone
+                    # 0: this thread alone.
+                    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
                 for _ in pieces:
                     if self._hurried.is_set() or time.monotonic() > self._deadline_s:
                         return

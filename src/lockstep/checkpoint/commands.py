@@ -82,7 +82,8 @@ def best_step(folder: Path) -> int:
 def digest_line(folder: Path, step: int | None = None) -> str:
     """Return `step S sha256 HEX` of the state at `step` (None: the newest). CheckpointError."""
     with open_verified(folder, step) as (verified_step, tensors):
-        return f"step {verified_step} sha256 {safetensors_io.digest_of_fingerprints(tensors.fingerprints())}"
+        digest = safetensors_io.digest_of_fingerprints(tensors.fingerprints())
+        return f"step {verified_step} sha256 {digest}"
 
 
 def export(folder: Path, step: int | None, target: Path) -> str:

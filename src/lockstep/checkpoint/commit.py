@@ -46,9 +46,8 @@ MANIFEST = "manifest.json"
 FACTS = "facts.json"  # besides the manifest the only file without tensors
 FORMAT = 1
 CHUNK_BYTES = 4 * 2**20
-PIECE_BYTES = (
-    2**24
-)  # few: a thread of idle priority that is preempted with the interpreter lock delays training
+# Few: a thread of idle priority that is preempted with the interpreter lock delays training.
+PIECE_BYTES = 2**24
 COMMITTER_TIMEOUT_S = 60.0
 
 Bytes = npt.NDArray[np.uint8]
@@ -62,7 +61,8 @@ class FileRecord:
 
 
 def marker_content(step: int, manifest: bytes | bytearray) -> bytes:
-    return f"lockstep checkpoint, step {step}, sha256 of {MANIFEST}: {hashlib.sha256(manifest).hexdigest()}\n".encode()
+    digest = hashlib.sha256(manifest).hexdigest()
+    return f"lockstep checkpoint, step {step}, sha256 of {MANIFEST}: {digest}\n".encode()
 
 
 def read_manifest(path: Path, step: int) -> tuple[dict[str, FileRecord], list[str]]:
@@ -77,8 +77,12 @@ def read_manifest(path: Path, step: int) -> tuple[dict[str, FileRecord], list[st
     try:
         value = json.loads(manifest)
         if value["format"] != FORMAT:
-            what = f"the checkpoint of step {step} has format {value['format']}, this version reads format {FORMAT}"
-            raise CheckpointError(what, str(path), "use a newer version of lockstep")
+            raise CheckpointError(
+                f"the checkpoint of step {step} has format {value['format']}, "
+                f"this version reads format {FORMAT}",
+                str(path),
+                "use a newer version of lockstep",
+            )
         files = parse_file_records(value["files"])
         return files, [] if FACTS in files else [f"the manifest does not list {FACTS}"]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -291,9 +295,8 @@ def fill(buffer: Bytes, chunks: Iterable[bytes | memoryview]) -> Iterator[Bytes]
         data = np.frombuffer(chunk, np.uint8)
         while len(data):
             count = min(len(data), len(buffer) - used)
-            np.copyto(
-                buffer[used : used + count], data[:count]
-            )  # releases the interpreter lock, unlike memoryview
+            # Releases the interpreter lock, unlike memoryview.
+            np.copyto(buffer[used : used + count], data[:count])
             data, used = data[count:], used + count
             if used == len(buffer):
                 yield buffer
@@ -333,8 +336,12 @@ def clear_target(target: Path) -> None:
             log.info("removed %s, left unfinished by a process that died", target)
             return
         if time.monotonic() > deadline:
-            what = f"another process did not finish committing {target.name} within {COMMITTER_TIMEOUT_S:.0f} s"
-            raise CheckpointError(what, str(target), "stop any second run in the same folder")
+            raise CheckpointError(
+                "another process did not finish "
+                f"committing {target.name} within {COMMITTER_TIMEOUT_S:.0f} s",
+                str(target),
+                "stop any second run in the same folder",
+            )
         time.sleep(0.01)
     if (
         os.path.lexists(target)
@@ -347,10 +354,19 @@ def clear_target(target: Path) -> None:
 
 
 HINTS = {
-    errno.ENOSPC: "free some space, or keep fewer checkpoints (checkpoint.keep); older checkpoints are whole",
-    errno.EDQUOT: "disk quota exceeded: free some space, or keep fewer checkpoints (checkpoint.keep)",
-    errno.EROFS: "the file system is mounted read-only: choose another folder with --out, or mount it for writing",
-    errno.EACCES: "this user may not write there: choose another folder with --out, or change its permissions",
+    errno.ENOSPC: (
+        "free some space, or keep fewer checkpoints (checkpoint.keep); older checkpoints are whole"
+    ),
+    errno.EDQUOT: (
+        "disk quota exceeded: free some space, or keep fewer checkpoints (checkpoint.keep)"
+    ),
+    errno.EROFS: (
+        "the file system is mounted read-only: "
+        "choose another folder with --out, or mount it for writing"
+    ),
+    errno.EACCES: (
+        "this user may not write there: choose another folder with --out, or change its permissions"
+    ),
     errno.EMFILE: "too many open files: raise the limit (ulimit -n)",
     errno.ENOENT: "the folder is missing and is not created again: mount its disk",
     errno.EIO: "the disk reports an error (see dmesg); choose another folder with --out",
@@ -376,7 +392,10 @@ def explain_write_errors(what: str, folder: Path, needed_bytes: int) -> Iterator
     except OSError as error:
         where = f"{format_bytes(needed_bytes)} needed in {folder}"
         with suppress(OSError):
-            where = f"{format_bytes(needed_bytes)} needed, {format_bytes(free_bytes(folder))} free in {folder}"
+            where = (
+                f"{format_bytes(needed_bytes)} needed, "
+                f"{format_bytes(free_bytes(folder))} free in {folder}"
+            )
             if not os.statvfs(folder).f_favail:
                 where += ", but no room for another file name (inodes)"
         if error.filename and Path(error.filename) != folder:

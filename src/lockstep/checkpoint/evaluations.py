@@ -1,4 +1,4 @@
-"""The scores of a run's checkpoints, RUN/evaluations.jsonl, and the best one of them, RUN/best.json.
+"""The scores of a run's checkpoints, RUN/evaluations.jsonl, and the best one, RUN/best.json.
 
 `lockstep evaluate` writes them (tasks/evaluate.py); retention keeps the best checkpoint.
 """
@@ -28,9 +28,8 @@ def best_of(records: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
         "loss",
     )
     needed = ("step", metric, "loss", *SPEC)
-    validation = [
-        record for record in validation if all(key in record for key in needed)
-    ]  # skip damaged lines
+    # Skip damaged lines.
+    validation = [record for record in validation if all(key in record for key in needed)]
     if not validation:
         return None
     best = min(

@@ -38,8 +38,10 @@ def refuse_other_run(
     if problems := fingerprint_changes(before, now):
         raise CheckpointError(
             f"the checkpoint of step {step} belongs to another run: {'; '.join(problems)}",
-            f"{folder}: {FACTS} of that checkpoint holds the old values; run.json, {RUN_ID} and the data of this start hold the new ones",
-            "move the checkpoint away if it was copied in, undo the change, or start a new run with another --out",
+            f"{folder}: {FACTS} of that checkpoint holds the old values; "
+            f"run.json, {RUN_ID} and the data of this start hold the new ones",
+            "move the checkpoint away if it was copied in, "
+            "undo the change, or start a new run with another --out",
         )
 
 

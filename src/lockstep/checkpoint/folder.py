@@ -131,9 +131,8 @@ def remove_folder(path: Path, marker: int, state: str, fail_point: FailPoint) ->
             (path / name).unlink()
             fail_point("removing")
     finally:
-        unlock_marker(
-            marker
-        )  # before the last unlink: NFS keeps the name of an open file alive, and rmdir would fail
+        # Before the last unlink: NFS keeps the name of an open file alive, and rmdir would fail.
+        unlock_marker(marker)
     if foreign:
         log.warning(
             "%s was not removed, since it holds files that Lockstep did not write: %s",

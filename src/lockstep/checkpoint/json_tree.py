@@ -87,8 +87,10 @@ def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     by_tensors = " by tensors" if MAPPINGS.get(kind.__name__) is kind else ""
     raise UsageError(
         f"{path} is a {kind.__name__}{by_tensors}, which a checkpoint cannot hold",
-        "a state_dict named in session.state(name=object), or a value of an optimizer's parameter groups",
-        "return tensors, numbers, strings, bools, None, and lists, tuples and dicts of them from state_dict()",
+        "a state_dict named in session.state(name=object), "
+        "or a value of an optimizer's parameter groups",
+        "return tensors, numbers, strings, "
+        "bools, None, and lists, tuples and dicts of them from state_dict()",
     )
 
 

@@ -34,9 +34,12 @@ def refuse_inner_optimizers(optimizer: Optimizer) -> None:
         return
     kind, (name, value) = type(optimizer).__name__, next(iter(inner.items()))
     raise UsageError(
-        f"{kind} keeps another optimizer, {type(value).__name__}, in its attribute {name}, which its state_dict does not return",
-        f"after a resume, and in a worker that joins, {type(value).__name__} would start without its state",
-        f"let state_dict and load_state_dict of {kind} include it, or train with the inner optimizer",
+        f"{kind} keeps another optimizer, "
+        f"{type(value).__name__}, in its attribute {name}, which its state_dict does not return",
+        "after a resume, and in a worker that joins, "
+        f"{type(value).__name__} would start without its state",
+        f"let state_dict and load_state_dict of {kind} include it, "
+        "or train with the inner optimizer",
     )
 
 
@@ -90,12 +93,10 @@ def load_own_state(
     optimizer.state.update(saved.get("state", {}))
     if not (overrides(optimizer, "state_dict") or overrides(optimizer, "load_state_dict")):
         return
-    exact = dict(
-        optimizer.state
-    )  # torch's load_state_dict casts it to the dtypes of the parameters
-    orders = [
-        list(group) for group in optimizer.param_groups
-    ]  # and moves "params", which the digest would show
+    # torch's load_state_dict casts the state to the dtypes of the parameters, and moves "params",
+    # which the digest would show.
+    exact = dict(optimizer.state)
+    orders = [list(group) for group in optimizer.param_groups]
     optimizer.load_state_dict({**optimizer.state_dict(), **saved.get("state_dict", {})})
     optimizer.state.clear()
     optimizer.state.update(exact)
@@ -109,7 +110,8 @@ def load_own_state(
     )
     if wrong := differing_paths(name, before, after):
         raise CheckpointError(
-            f"{type(optimizer).__name__} differs from the saved state after load_state_dict: {join_names(wrong)}",
+            f"{type(optimizer).__name__} differs from the saved state after load_state_dict: "
+            f"{join_names(wrong)}",
             "the optimizer's own state_dict and load_state_dict",
             "let load_state_dict restore everything that state_dict returns",
         )

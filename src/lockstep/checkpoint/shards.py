@@ -138,9 +138,8 @@ def read_shard_list(path: Path, writer: int, step: int) -> dict[str, FileRecord]
     )
 
 
-RawArray = npt.NDArray[
-    np.unsignedinteger[Any]
-]  # elements of a tensor as unsigned integers of the same width
+# Elements of a tensor as unsigned integers of the same width.
+RawArray = npt.NDArray[np.unsignedinteger[Any]]
 
 
 class StoredSlice(NamedTuple):
@@ -278,6 +277,10 @@ def slice_of(name: str, shape: tuple[int, ...], slices: Mapping[str, TensorSlice
     if parameter_slice is not None and parameter_slice.shape == tuple(shape):
         return parameter_slice
     if parameter_slice is not None and shape and parameter_slice.local_shape == tuple(shape):
-        what = f"{name} has the shape {tuple(shape)}, which is also that of this worker's slice of the parameter {parameter_slice.shape}"
-        raise CheckpointError(what, "layout", "resume with another layout.shard")
+        raise CheckpointError(
+            f"{name} has the shape {tuple(shape)}, "
+            f"which is also that of this worker's slice of the parameter {parameter_slice.shape}",
+            "layout",
+            "resume with another layout.shard",
+        )
     return TensorSlice.whole(shape)

@@ -86,9 +86,9 @@ def named_tensors(model: Model) -> dict[str, Tensor]:
     seen: set[int] = set()
     for path, module in unwrap_model(model).named_modules():
         if type(module).get_extra_state is not nn.Module.get_extra_state:
-            what = f"{type(module).__name__} keeps extra state besides its tensors, which a checkpoint cannot hold"
             raise CheckpointError(
-                what,
+                f"{type(module).__name__} keeps extra state besides its tensors, "
+                "which a checkpoint cannot hold",
                 f"module {path or '(the model itself)'}, get_extra_state",
                 "register it as buffers",
             )
@@ -118,9 +118,11 @@ def optimizer_parameters(model: Model, optimizers: Optimizers) -> OptimizedParam
     kinds = [type(optimizer).__name__ for optimizer in as_tuple(optimizers)]
     where = " and ".join([*kinds, model_name(model)])
     if unknown := [f"shape {tuple(p.shape)}" for p, _, _ in triples if id(p) not in names]:
-        what = f"{len(unknown)} of the optimizer's parameters are not in the model: {join_names(unknown)}"
         raise CheckpointError(
-            what, where, "put every trained module into the one model that is saved"
+            f"{len(unknown)} of the optimizer's parameters are not in the model: "
+            f"{join_names(unknown)}",
+            where,
+            "put every trained module into the one model that is saved",
         )
     parameters = {names[id(p)]: (p, group, optimizer) for p, group, optimizer in triples}
     if len(parameters) < len(triples):
@@ -306,9 +308,8 @@ def place_like_torch(
     if key == "step":  # torch/optim/optimizer.py, _process_value_according_to_param_policy
         on_device = group.get("capturable") or group.get("fused")
         return value.to(device=parameter.device if on_device else "cpu", copy=True)
-    if (
-        value.shape == parameter.shape
-    ):  # with the strides of the parameter, so that foreach kernels see equal layouts
+    # With the strides of the parameter, so that foreach kernels see equal layouts.
+    if value.shape == parameter.shape:
         return torch.empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
     return value.to(parameter.device, copy=True)
 
@@ -321,7 +322,8 @@ def tensor_differences(own: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -
     if unexpected := sorted(saved.keys() - own.keys()):
         lines.append(f"unexpected in the checkpoint: {join_names(unexpected)}")
     wrong = [
-        f"{name} is {dtype_and_shape(saved[name])} in the checkpoint, {dtype_and_shape(own[name])} here"
+        f"{name} is {dtype_and_shape(saved[name])} in the checkpoint, "
+        f"{dtype_and_shape(own[name])} here"
         for name in sorted(own.keys() & saved.keys())
         if dtype_and_shape(own[name]) != dtype_and_shape(saved[name])
     ]

@@ -58,9 +58,9 @@ def refuse_unsupported_state(state: Mapping[str, Any]) -> None:
             callable(getattr(value, "state_dict", None))
             and callable(getattr(value, "load_state_dict", None))
         ):
-            what = f"state {name!r} is a {type(value).__name__}, which has no state_dict and load_state_dict"
             raise UsageError(
-                what,
+                f"state {name!r} is a {type(value).__name__}, "
+                "which has no state_dict and load_state_dict",
                 "session.state(name=object)",
                 "pass the object itself, or an object with these two methods",
             )
@@ -69,7 +69,7 @@ def refuse_unsupported_state(state: Mapping[str, Any]) -> None:
 def unregistered_schedulers(
     optimizers: Sequence[torch.optim.Optimizer], state: Mapping[str, Any]
 ) -> list[Any]:
-    """Return torch schedulers of these optimizers that session.state(name=object) does not contain."""
+    """Return torch schedulers of these optimizers that session.state(name=object) lacks."""
     level, registered = list(state.values()), set[int]()
     for _ in range(5):  # a class may hold a scheduler in a list, a SequentialLR holds several
         registered |= set(map(id, level))
@@ -184,7 +184,8 @@ class Trained:
             value.load_state_dict(unpack(path, tensors, pack(path, value.state_dict())))
             if wrong := differing_paths(path, pack(path, value.state_dict()), tensors):
                 raise CheckpointError(
-                    f"{path} ({type(value).__name__}) differs from the saved state after load_state_dict: {join_names(wrong)}",
+                    f"{path} ({type(value).__name__}) differs "
+                    f"from the saved state after load_state_dict: {join_names(wrong)}",
                     f"session.state(name=object), {type(value).__name__}.load_state_dict",
                     "let load_state_dict restore everything that state_dict returns",
                 )

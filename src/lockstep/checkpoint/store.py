@@ -218,8 +218,8 @@ class CheckpointStore:
             f"step {step} has a checkpoint with other content, which was not overwritten",
             f"{path}: {len(wrong)} of {len(all_names)} tensors differ: {join_names(wrong)}\n"
             f"sha256 {saved_digest} there, {current_digest} here",
-            "runs are deterministic, so something differs (data, options, threads, versions) or a bit flipped in this "
-            "process; to train again from step 0 choose another --out",
+            "runs are deterministic, so something differs (data, options, threads, versions) "
+            "or a bit flipped in this process; to train again from step 0 choose another --out",
         )
 
     def retire(self, protect: Collection[int] = ()) -> None:
