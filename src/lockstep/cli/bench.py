@@ -15,7 +15,10 @@ from lockstep.units import parse_bytes
 
 FUNCTION = "lockstep.parallel.comm_bench:main"
 MAX_BYTES = 1 << 34
-SUBCOMMANDS = "lockstep bench comm   collectives and messages between the workers: time, bandwidth, slow links"
+SUBCOMMANDS = (
+    "lockstep bench comm   collectives "
+    "and messages between the workers: time, bandwidth, slow links"
+)
 
 
 def main(args: argparse.Namespace, rest: list[str]) -> int:

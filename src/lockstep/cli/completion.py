@@ -11,9 +11,8 @@ from lockstep.cli.options import COMMANDS, RUN_COMMANDS, build_parser
 from lockstep.config.resolve import recipes
 from lockstep.config.schema import config_fields
 
-Word = tuple[
-    tuple[str, ...], str, str, tuple[str, ...], bool
-]  # commands, option ("": an argument), help, choices, takes a value
+# Commands, option ("": an argument), help, choices, takes a value.
+Word = tuple[tuple[str, ...], str, str, tuple[str, ...], bool]
 # Cases over POSITION:COMMAND:PREVIOUS WORD:WORD; the first match counts.
 BASH = """\
 _lockstep() {
@@ -21,7 +20,8 @@ _lockstep() {
   case "$COMP_CWORD:${COMP_WORDS[1]}:${COMP_WORDS[COMP_CWORD-1]}:$word" in
     1:*) words="{{ commands | join(" ") }} --help --version" ;;
 {% for names, option, _, choices, _ in words if choices %}
-    {% for name in names %}*:{{ name }}:{{ option or name }}:*{{ "|" if not loop.last }}{% endfor %}) words="{{ choices | join(" ") }}" ;;
+    {% for name in names %}*:{{ name }}:{{ option or name }}:*{{ "|" if not loop.last }}{%
+    endfor %}) words="{{ choices | join(" ") }}" ;;
 {% endfor %}
 {% for name in commands %}
     *:{{ name }}:*:-*) words="{{ options[name] | join(" ") }}" ;;

@@ -61,9 +61,12 @@ def print_continuations(args: argparse.Namespace, runtime: ElasticRuntime | None
     check_sampling(args.tokens, sampling)
     loaded = load_llama(args.folder, args.step, device=runtime.world.device if runtime else None)
     if not isinstance(loaded.model, Llama):
-        what = f"the run in {args.folder} trains a model of transformers, which lockstep generate does not decode"
-        hint = f"try lockstep checkpoint export {args.folder}, then transformers"
-        raise UsageError(what, "llama.backend of the run", hint)
+        raise UsageError(
+            f"the run in {args.folder} trains a model of transformers, "
+            "which lockstep generate does not decode",
+            "llama.backend of the run",
+            f"try lockstep checkpoint export {args.folder}, then transformers",
+        )
     group = apply_tensor_parallel(loaded.model, runtime, "--tensor") if runtime else None
     tokenizer = ChatTokenizer.load(loaded.tokenizer, loaded.hf_config)
     texts = args.text or read_input_lines(args.file)

@@ -55,11 +55,11 @@ def main(args: argparse.Namespace, rest: list[str]) -> int:
     run = request.validate()
     address = parse_address(request.folder) or store_address(request.folder)
     if address and request.restart == "all":
-        hint = "save with lockstep.Session, or give --out on a disk that all hosts share; --restart one if it opens a Session"
         raise UsageError(
             "a script without lockstep is not supported where hosts share no disk",
             f"--out {address}",
-            hint,
+            "save with lockstep.Session, or give --out on a disk that all hosts share; "
+            "--restart one if it opens a Session",
         )
     if args.ray:
         return launch_by_ray(args, request, run)
@@ -157,9 +157,8 @@ def check_limits(args: argparse.Namespace, run: RunConfig | None, workers: int) 
     """Return how many of `workers` may train. UsageError if --min and --max do not allow a
     start."""
     room = max_workers(run, args.max or workers)
-    refuse_layout(
-        run, min(workers, room), str(args.hosts or "--workers")
-    )  # further workers are on standby
+    # Further workers are on standby.
+    refuse_layout(run, min(workers, room), str(args.hosts or "--workers"))
     most: int = args.max if args.max is not None else room
     if not 1 <= args.min <= most <= room:
         what = f"--min {args.min} and --max {most} are invalid: a step has work for {room} workers"

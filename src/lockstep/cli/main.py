@@ -99,9 +99,8 @@ def run_command(given: list[str]) -> int:
         from lockstep.checkpoint.commands import best_step  # loads numpy
 
         args.step = best_step(args.folder)
-    from lockstep.config.resolve import (
-        refuse_unknown_variables,
-    )  # loads pydantic, which --help does not need
+    # Loads pydantic, which --help does not need.
+    from lockstep.config.resolve import refuse_unknown_variables
 
     refuse_unknown_variables(os.environ, RESERVED_VARIABLES)
     start = import_module(f"lockstep.cli.{args.command}").main
@@ -161,9 +160,8 @@ def split_values(command: Parser, words: list[str]) -> tuple[list[str], list[str
 
 
 def print_run_help(command: Parser) -> None:
-    from lockstep.config.schema import (
-        config_fields,
-    )  # loads pydantic, which the other commands' --help does not need
+    # Loads pydantic, which the other commands' --help does not need.
+    from lockstep.config.schema import config_fields
 
     keys = config_fields()
     width = max(map(len, keys)) + 2

@@ -166,12 +166,14 @@ def run_script(file: Path, text: str, words: Sequence[str]) -> None:
                 interrupted = True
                 process.send_signal(signal.SIGINT)
                 print(
-                    "interrupted: the workers save after this step and end; interrupt again to kill them",
+                    "interrupted: the workers save after this step and end; "
+                    "interrupt again to kill them",
                     flush=True,
                 )
     if interrupted:
         print(
-            f"the workers have ended (exit code {process.returncode}); run the cell again to resume",
+            f"the workers have ended (exit code {process.returncode}); "
+            "run the cell again to resume",
             flush=True,
         )
         raise KeyboardInterrupt

@@ -22,8 +22,11 @@ from lockstep.errors import UsageError
 from lockstep.network.collectives import ALGORITHMS, COLLECTIVES
 from lockstep.units import parse_bytes, parse_rate, parse_seconds
 
-EXIT_CODES = """exit codes: 0 success; 1 training failed; 2 usage or configuration; 3 damaged data or checkpoint; 4 diverged;
-75 saved and to be restarted (SIGTERM, SIGUSR1); 76 peers lost; 128+n killed by signal n (130: saved after SIGINT)"""
+EXIT_CODES = """\
+exit codes: 0 success; 1 training failed; 2 usage or configuration; 3 damaged data or checkpoint; \
+4 diverged;
+75 saved and to be restarted (SIGTERM, SIGUSR1); 76 peers lost; \
+128+n killed by signal n (130: saved after SIGINT)"""
 
 
 class Parser(argparse.ArgumentParser):
@@ -139,15 +142,8 @@ class Command:
     takes_address: bool = False
 
 
-TARGETS = (
-    "slurm",
-    "kubernetes",
-    "jobset",
-    "trainjob",
-    "compose",
-    "ray",
-    "skypilot",
-)  # files in render/templates
+# Files in render/templates.
+TARGETS = ("slurm", "kubernetes", "jobset", "trainjob", "compose", "ray", "skypilot")
 COMM_SIZES = "1 KiB, 4 KiB, 16 KiB, 64 KiB, 256 KiB, 1 MiB, 4 MiB, 16 MiB, 64 MiB"
 
 TARGET = """\

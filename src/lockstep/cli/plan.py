@@ -40,8 +40,12 @@ def main(args: argparse.Namespace, rest: list[str]) -> int:
     cluster = parse_cluster(args.devices, args.link, args.host_link, args.profile)
     function = args.target if is_script(args.target) else ""
     if function and ":" not in function:
-        hint = f"name a function that returns the model and a micro-batch: {function}:make_model (docs/planning.md)"
-        raise UsageError(f"{function} names no function", "command line", hint)
+        raise UsageError(
+            f"{function} names no function",
+            "command line",
+            "name a function that returns the model and a micro-batch: "
+            f"{function}:make_model (docs/planning.md)",
+        )
     run = resolve(
         Path(args.target) if args.target and not function else None, parse_flags(rest), os.environ
     ).run
@@ -143,7 +147,8 @@ def with_planned_layout(request: RunRequest, workers: int | None) -> RunRequest:
     log.info(
         "--layout auto: %s; %s",
         best.layout,
-        f"{format_duration(best.step.seconds)} a step, {format_bytes(best.memory.total)} per worker",
+        f"{format_duration(best.step.seconds)} a step, "
+        f"{format_bytes(best.memory.total)} per worker",
     )
     chosen = [(f"--layout.{axis}", str(getattr(best.layout, axis))) for axis in REPLICA_AXES]
     return replace(request, values=[*request.values, *chain.from_iterable(chosen)])
@@ -187,7 +192,10 @@ def to_json(plan: Plan, work: Workload) -> dict[str, Any]:
         "parameters": model.parameters,
         "tokens": model.tokens * run.batch.micro_batches,  # of a step; rows of an own model
         "precision": run.compute.precision,
-        "devices": f"{cluster.hosts} hosts x {cluster.per_host} {cluster.kind}, {format_bytes(cluster.memory)} each",
+        "devices": (
+            f"{cluster.hosts} hosts x {cluster.per_host} {cluster.kind}, "
+            f"{format_bytes(cluster.memory)} each"
+        ),
         "timing": work.timing.source,
         "layouts": [entry(planned) for planned in plan.fitting],
         "refused": [{"layout": asdict(layout), "why": why} for layout, why in plan.refused],
@@ -200,16 +208,21 @@ def to_json(plan: Plan, work: Workload) -> dict[str, Any]:
 def as_text(answer: dict[str, Any]) -> str:
     tokens, layouts = answer["tokens"], answer["layouts"]
     lines = [
-        f"{answer['model']}: {format_count(answer['parameters'])} parameters; {format_count(tokens)} tokens a step, {answer['precision']}",
+        f"{answer['model']}: {format_count(answer['parameters'])} parameters; "
+        f"{format_count(tokens)} tokens a step, {answer['precision']}",
         f"{answer['devices']}; {answer['timing']}",
-        f"{'layout':45} {'step':>8} {'compute':>8} {'exposed':>8} {'bubble':>8} {'tok/s':>8} {'memory':>10} {'sent':>10}  mostly",
+        f"{'layout':45} {'step':>8} {'compute':>8} "
+        f"{'exposed':>8} {'bubble':>8} {'tok/s':>8} {'memory':>10} {'sent':>10}  mostly",
     ]
     for entry in layouts:
         seconds = " ".join(
             f"{format_duration(entry[key]):>8}"
             for key in ("seconds", "compute_s", "exposed_s", "bubble_s")
         )
-        sizes = f"{format_count(tokens / entry['seconds']):>8} {format_bytes(entry['bytes']):>10} {format_bytes(entry['sent_bytes']):>10}"
+        sizes = (
+            f"{format_count(tokens / entry['seconds']):>8} "
+            f"{format_bytes(entry['bytes']):>10} {format_bytes(entry['sent_bytes']):>10}"
+        )
         lines.append(f"{Layout(**entry['layout'])!s:45} {seconds} {sizes}  {entry['reason']}")
     lines += [
         f"not possible: {Layout(**entry['layout'])}: {entry['why']}" for entry in answer["refused"]
@@ -222,7 +235,8 @@ def as_text(answer: dict[str, Any]) -> str:
         lines.append(f"    {spelled}  ({found['reason']})")
     if goodput := answer["goodput"]:
         lines.append(
-            f"goodput {goodput['share']:.2%}: {goodput['lost_s']:.1f} s lost per failure, survivors wait {goodput['outage_s']:.1f} s"
+            f"goodput {goodput['share']:.2%}: {goodput['lost_s']:.1f} s lost per failure, "
+            f"survivors wait {goodput['outage_s']:.1f} s"
         )
         dollars = goodput["dollars_per_million_tokens"]
         lines += [] if dollars is None else [f"{dollars:.4g} dollars per million tokens"]

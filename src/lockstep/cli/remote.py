@@ -40,7 +40,10 @@ WRITE = ("train", "run", "launch", "evaluate")
 READ = ("checkpoint", "generate", "translate", "report", "plan")
 POLL_S = 0.5
 LOW_PRIORITY = 19  # the training goes first
-CHILD = "import sys; from lockstep.cli.remote import run_child; sys.exit(run_child(*map(int, sys.argv[1:3]), sys.argv[3:]))"
+CHILD = (
+    "import sys; from lockstep.cli.remote import run_child; "
+    "sys.exit(run_child(*map(int, sys.argv[1:3]), sys.argv[3:]))"
+)
 
 
 def run_remote(
@@ -192,7 +195,8 @@ def run_mirrored(mirror: StoreTask, words: Sequence[str], stop_signal: signal.Si
         thread.join()
     except KeyboardInterrupt:
         print(
-            f"interrupted: the last files are only in {mirror.folder}; the same command uploads them",
+            f"interrupted: the last files are only in {mirror.folder}; "
+            "the same command uploads them",
             file=sys.stderr,
             flush=True,
         )
@@ -270,7 +274,10 @@ def wanted_files(
 
 def list_table(snapshot: Snapshot) -> list[str]:
     """Return a table of the checkpoints in a snapshot."""
-    head = f"{'step':>12}  {'size':>10}  {'files':>5}  snapshot {snapshot.number}, put by {snapshot.host}"
+    head = (
+        f"{'step':>12}  {'size':>10}  {'files':>5}  snapshot {snapshot.number}, "
+        f"put by {snapshot.host}"
+    )
     lines = [head]
     for step in steps_of(snapshot.files):
         folder = f"checkpoints/{folder_name(step)}/"

@@ -27,10 +27,8 @@ def main(args: argparse.Namespace, rest: list[str]) -> int:
     file = Path(args.run_file)
     workers = args.workers or args.gpus or 2
     folder = args.run or f"runs/{file.stem}"
-    stored, image = (
-        parse_address(folder) is not None,
-        args.image or f"lockstep:{__version__}",
-    )  # a malformed address is not repeated
+    # A malformed address is not repeated.
+    stored, image = parse_address(folder) is not None, args.image or f"lockstep:{__version__}"
     job, run = make_job(
         file,
         args.nodes,
@@ -59,11 +57,11 @@ def refuse_sizes(run: RunConfig, nodes: tuple[int, int], workers: int, where: st
     least, most = (count * workers for count in nodes)
     room = max_workers(run, most)
     if least > room:
-        hint = f"give fewer nodes, or set batch.micro_batches = {most * run.batch.micro_batches // room}"
         raise UsageError(
             f"{least} workers, but a step has work for {room}",
             f"{where}; batch.micro_batches",
-            hint,
+            "give fewer nodes, "
+            f"or set batch.micro_batches = {most * run.batch.micro_batches // room}",
         )
     for count in (least, most):
         refuse_layout(run, min(count, room), where)

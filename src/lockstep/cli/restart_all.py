@@ -109,7 +109,8 @@ class Supervisor:
             process = subprocess.Popen(
                 [sys.executable, *self.words],
                 env={**self.environ, **variables},
-                preexec_fn=lambda: die_with_parent(supervisor),  # noqa: PLW1509  it only makes system calls
+                # It only makes system calls.
+                preexec_fn=lambda: die_with_parent(supervisor),  # noqa: PLW1509
             )
             runtime.ledger.switch("training", time.monotonic())
             try:

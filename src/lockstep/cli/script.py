@@ -191,9 +191,8 @@ def arguments_of(
     arguments: dict[str, object] = {}
     for name, text in texts.items():
         try:
-            listed: Any = GenericAlias(
-                list, (types.get(name, str),)
-            )  # in a list: pydantic accepts no config beside a dataclass
+            # In a list: pydantic accepts no config beside a dataclass.
+            listed: Any = GenericAlias(list, (types.get(name, str),))
             arguments[name] = TypeAdapter(
                 listed, config={"arbitrary_types_allowed": True}
             ).validate_python([text])[0]

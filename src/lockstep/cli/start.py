@@ -211,11 +211,11 @@ def refuse_split_replicas(run: RunConfig | None, workers: int, where: str) -> No
     disk."""
     size = workers_per_replica(run)
     if workers % size:
-        hint = f"give each host a multiple of {size} workers, or a run folder on a disk that all hosts share"
         raise UsageError(
             f"{workers} workers per host for replicas of {size}, each of which must share a disk",
             where,
-            hint,
+            f"give each host a multiple of {size} workers, "
+            "or a run folder on a disk that all hosts share",
         )
 
 
@@ -236,9 +236,8 @@ class RunRequest:
     run_file: Path | None
     folder: Path
     resume: str
-    values: list[
-        str
-    ]  # words `--section.key VALUE`, flags of the function, or arguments of the script
+    # Words `--section.key VALUE`, flags of the function, or arguments of the script.
+    values: list[str]
     overrides: tuple[str, ...] = ()  # the KEY=VALUE words of --override
     restart: str = "one"  # workers to restart when a script loses one: "one" or "all"
     module: str = ""  # name of the whole script for python -m; "": python FILE.py
@@ -337,8 +336,12 @@ def read_request(args: argparse.Namespace, rest: list[str]) -> RunRequest:
 def read_script_request(args: argparse.Namespace, name: str, arguments: list[str]) -> RunRequest:
     """Return the request of `run` or `launch` with a script. UsageError if it cannot be read."""
     if args.command not in ("run", "launch"):
-        hint = f"write FILE.py:FUNCTION, such as examples/own_loop.py:main; a whole script: lockstep run {name}"
-        raise UsageError(f"{name!r} names no function", "command line", hint)
+        raise UsageError(
+            f"{name!r} names no function",
+            "command line",
+            "write FILE.py:FUNCTION, such as examples/own_loop.py:main; "
+            f"a whole script: lockstep run {name}",
+        )
     file, module = Path(name), args.module or ""
     is_decided = args.restart and args.out  # as for workers
     script, *imported = [read_script(file)] if is_decided else read_sources(file, module)

@@ -55,9 +55,8 @@ def watch(folder: Path, every_s: float, read_status: ReadStatus | None = None) -
     console = Console(highlight=False, width=None if sys.stdout.isatty() else PIPED_WIDTH)
     data, status = RunData(folder, TAIL_BYTES), dict[str, Any]()
     if console.is_terminal:
-        signal.signal(
-            signal.SIGTERM, signal.default_int_handler
-        )  # leaves the alternate screen then, too
+        # Leaves the alternate screen then, too.
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
         with (
             suppress(KeyboardInterrupt),
             Live(console=console, screen=True, auto_refresh=False) as live,
@@ -88,7 +87,10 @@ def ssh_words(host: str, run: str, every: float, *, terminal: bool) -> list[str]
     """Return the ssh command that watches `run` on `host`: with the command of its PATH, else with
     this Python, as it is where the hosts share their disks."""
     words = shlex.join(["watch", run, "--every", f"{every:g}"])
-    line = f"if command -v lockstep >/dev/null; then exec lockstep {words}; else exec {shlex.quote(sys.executable)} -m lockstep {words}; fi"
+    line = (
+        f"if command -v lockstep >/dev/null; then exec lockstep {words}; "
+        f"else exec {shlex.quote(sys.executable)} -m lockstep {words}; fi"
+    )
     return ["ssh", *(["-t"] if terminal else []), "--", host, line]
 
 
