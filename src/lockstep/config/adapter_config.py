@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 ADAPTER_CONFIG = "adapter_config.json"
 LORA_TARGETS = {  # matrices of a layer -> their names in Hugging Face models
-    "query": "q_proj", "key": "k_proj", "value": "v_proj", "out": "o_proj", "gate": "gate_proj", "up": "up_proj", "down": "down_proj",
+    "query": "q_proj", "key": "k_proj", "value": "v_proj", "out": "o_proj", "gate": "gate_proj",
+    "up": "up_proj", "down": "down_proj",
 }  # fmt: skip
 PLAIN: dict[str, Any] = json.loads("""{
 "alora_invocation_tokens": null, "alpha_pattern": {}, "arrow_config": null, "auto_mapping": null,
@@ -74,14 +75,22 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
         if missing := [key for key in ("peft_type", *READ) if key not in config]:
             raise ValueError(f"it has no {missing[0]}")
     except (OSError, ValueError, TypeError) as error:
-        hint = "give a folder that save_pretrained of peft or lockstep checkpoint export --adapter has written"
-        raise CheckpointError(f"{ADAPTER_CONFIG} cannot be read: {error}", where, hint) from None
+        raise CheckpointError(
+            f"{ADAPTER_CONFIG} cannot be read: {error}",
+            where,
+            "give a folder that save_pretrained of peft "
+            "or lockstep checkpoint export --adapter has written",
+        ) from None
     for key in ("peft_type", *config):
         value = config[key]
         is_plain = value == PLAIN.get(key) or (key == "init_lora_weights" and value == "gaussian")
         if key not in READ and key not in IGNORED and value and not is_plain:
-            hint = "only plain LoRA is supported; merge the adapter with peft (merge_and_unload) and start from the merged model"
-            raise CheckpointError(f"{key} is {json.dumps(value)[:80]}", where, hint)
+            raise CheckpointError(
+                f"{key} is {json.dumps(value)[:80]}",
+                where,
+                "only plain LoRA is supported; "
+                "merge the adapter with peft (merge_and_unload) and start from the merged model",
+            )
     ours, modules = {name: key for key, name in LORA_TARGETS.items()}, config["target_modules"]
     if (
         not isinstance(modules, list)

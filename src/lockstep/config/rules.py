@@ -221,7 +221,10 @@ def limits(run: RunConfig) -> Iterator[Conflict]:
     """Yield the values that are too large beside others."""
     data, batch, max_seq_len = run.data, run.batch, run.llama.max_seq_len
     if run.task == "translate" and data.max_tokens > batch.tokens:
-        what = f"one pair of data.max_tokens={data.max_tokens} does not fit a micro-batch of batch.tokens={batch.tokens}"
+        what = (
+            f"one pair of data.max_tokens={data.max_tokens} "
+            f"does not fit a micro-batch of batch.tokens={batch.tokens}"
+        )
         hint = f"try data.max_tokens={batch.tokens} or batch.tokens={data.max_tokens}"
         yield what, ["data.max_tokens", "batch.tokens"], hint
     if run.task != "translate" and 0 < max_seq_len < batch.seq_len:
@@ -237,11 +240,17 @@ def limits(run: RunConfig) -> Iterator[Conflict]:
         return
     each = max(1, batch.micro_batches // learners)
     if shard > each:
-        what = f"layout.shard={shard} and {each} micro-batches in a learner's step: each shard needs one"
+        what = (
+            f"layout.shard={shard} and {each} micro-batches in a learner's step: "
+            "each shard needs one"
+        )
         hint = f"try layout.shard={each} or batch.micro_batches={learners * shard}"
         yield what, ["layout.shard", "diloco.learners", "batch.micro_batches"], hint
     if shard > 1 and (run.optim.kind in ("muon", "adafactor") or run.optim.fused):
-        what = f"diloco.learners with layout.shard={shard} needs an optimizer that updates each element by itself"
+        what = (
+            f"diloco.learners with layout.shard={shard} needs an optimizer "
+            "that updates each element by itself"
+        )
         keys = ["diloco.learners", "layout.shard", "optim.kind", "optim.fused"]
         yield what, keys, "set optim.kind=adamw without optim.fused, or train whole replicas"
 
@@ -275,17 +284,15 @@ def refuse_missing_packages(resolved: ResolvedRun, *, prepared: bool) -> None:
                 f"{key} from {resolved.origin[key]}",
                 hint,
             )
-    compilers = [
-        os.environ.get("CXX"),
-        os.environ.get("CC"),
-        "g++",
-        "gcc",
-        "clang",
-    ]  # those of Inductor and Triton
+    # Those of Inductor and Triton.
+    compilers = [os.environ.get("CXX"), os.environ.get("CC"), "g++", "gcc", "clang"]
     if run.compute.compile and not any(map(which, filter(None, compilers))):
-        hint = "install g++ (in the image: docker build --build-arg APT=g++), or set compute.compile=false"
-        where = f"compute.compile from {resolved.origin['compute.compile']}"
-        raise ConfigError("torch.compile needs a C++ compiler, and none is installed", where, hint)
+        raise ConfigError(
+            "torch.compile needs a C++ compiler, and none is installed",
+            f"compute.compile from {resolved.origin['compute.compile']}",
+            "install g++ (in the image: docker build --build-arg APT=g++), "
+            "or set compute.compile=false",
+        )
 
 
 def shared_values(run: RunConfig) -> dict[str, str]:
@@ -374,10 +381,19 @@ def refuse_exhausted_schedule(
         or (saved and saved.run.steps >= run.steps)
     ):
         return
-    where = f"steps={run.steps} from {resolved.origin['steps']}, {DECAY_STEPS}={last.decay_steps} from {resolved.origin[DECAY_STEPS]}"
-    hint = f"remove {DECAY_STEPS}, so that it follows steps; or set --{DECAY_STEPS} on the command line to train at 0 on purpose"
+    where = (
+        f"steps={run.steps} from {resolved.origin['steps']}, "
+        f"{DECAY_STEPS}={last.decay_steps} from {resolved.origin[DECAY_STEPS]}"
+    )
+    hint = (
+        f"remove {DECAY_STEPS}, so that it follows steps; "
+        f"or set --{DECAY_STEPS} on the command line to train at 0 on purpose"
+    )
     if saved:
-        hint = f"try --override {DECAY_STEPS}={run.steps}, which changes the schedule from the newest checkpoint on and is recorded"
+        hint = (
+            f"try --override {DECAY_STEPS}={run.steps}, "
+            "which changes the schedule from the newest checkpoint on and is recorded"
+        )
     raise ConfigError(
         f"the learning rate is 0 from step {first_zero} on, and the run has {run.steps} steps",
         where,

@@ -35,7 +35,8 @@ def from_json(saved: Mapping[str, Any], source: str = RUN_FILE) -> ResolvedRun:
         raise CheckpointError(
             f"this version reads runs of format {FORMAT}, not of format {saved.get('format')}",
             source,
-            "use the version of lockstep that started this run, or start a new run in another folder",
+            "use the version of lockstep that started this run, "
+            "or start a new run in another folder",
         )
     resolved = resolve(None, flatten(saved["values"]))
     overrides = tuple(
@@ -67,7 +68,8 @@ def read_run(folder: Path) -> ResolvedRun | None:
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"{path} is damaged or was edited: {error}",
-            "lockstep writes it with its sha256; values are changed on the command line or in the run file",
+            "lockstep writes it with its sha256; "
+            "values are changed on the command line or in the run file",
             "remove it: the next start takes the values from the newest checkpoint",
         ) from None
 
@@ -90,6 +92,7 @@ def format_run(resolved: ResolvedRun) -> str:
     for override in resolved.overrides:
         for key, value in override.values.items():
             lines.append(
-                f"{key:<{width}} = {json.dumps(value):<{column}}  --override, from step {override.step + 1} on"
+                f"{key:<{width}} = {json.dumps(value):<{column}}  --override, "
+                f"from step {override.step + 1} on"
             )
     return "\n".join(lines)

@@ -127,7 +127,8 @@ class DataOptions:
     target: str = bits_option("it", "target language")
     train: StringList = bits_option(
         (),
-        "training files, also .gz: two texts, one .tsv or .jsonl; text, chat: any number, with *, **",
+        "training files, also .gz: two texts, one .tsv or .jsonl; "
+        "text, chat: any number, with *, **",
     )
     validation: StringList = bits_option(
         (), "validation files, as train; empty: pairs are held out of train"
@@ -150,7 +151,8 @@ class DataOptions:
     )
     truncation: Literal["drop", "right", "message"] = bits_option(
         "drop",
-        "chats longer than batch.seq_len: drop, cut at the right, or cut after the last answer that fits",
+        "chats longer than batch.seq_len: "
+        "drop, cut at the right, or cut after the last answer that fits",
     )
     packing: bool = bits_option(
         True,
@@ -218,7 +220,8 @@ class LlamaOptions:
     )
     backend: Literal["lockstep", "transformers"] = bits_option(
         "lockstep",
-        "transformers: any causal language model of that package, from init_from, in replicas and shards",
+        "transformers: any causal language model of that package, "
+        "from init_from, in replicas and shards",
     )
     max_seq_len: int = bits_option(
         0, "maximum sequence length in the model's config; 0: as in size or init_from"
@@ -241,7 +244,8 @@ class LoraOptions:
     dropout: float = bits_option(0.0, "dropout probability of an adapter's input in training", lt=1)
     init_from: str = bits_option(
         "",
-        "start from the adapters in this folder of PEFT, which defines the other values; empty: new",
+        "start from the adapters in this folder of PEFT, "
+        "which defines the other values; empty: new",
     )
 
 
@@ -249,11 +253,11 @@ class LoraOptions:
 class OptimOptions:
     kind: Literal["adamw", "sgd", "lion", "muon", "adafactor"] = bits_option(
         "adamw",
-        "optimizer; muon: of the matrices of the layers, with AdamW for embeddings, output and norms",
+        "optimizer; muon: of the matrices of the layers, "
+        "with AdamW for embeddings, output and norms",
     )
-    learning_rate: float = bits_option(
-        4e-3, "peak value, reached after the warm-up", le=1e30
-    )  # fits a float32
+    # Fits a float32.
+    learning_rate: float = bits_option(4e-3, "peak value, reached after the warm-up", le=1e30)
     warmup_steps: int = bits_option(60, "steps in which the learning rate rises from 0 to its peak")
     schedule: Literal["linear", "cosine", "inverse_sqrt", "constant", "wsd"] = bits_option(
         "linear",
@@ -277,7 +281,8 @@ class OptimOptions:
     weight_decay: float = bits_option(0.01, "weight decay of matrices; other parameters have none")
     groups: StringList = bits_option(
         (),
-        "PATTERN:RATE:DECAY by parameter names: factors of learning rate and weight decay, as *embedding*:0.5:0",
+        "PATTERN:RATE:DECAY by parameter names: "
+        "factors of learning rate and weight decay, as *embedding*:0.5:0",
     )
     ema_decay: float = bits_option(
         0.0, "decay rate of averaged weights, which are then evaluated and exported; 0: none", lt=1
@@ -294,7 +299,8 @@ class ParallelOptions:
     wire: Wire = bits_option("fp32", "format in which gradients travel between workers")
     bucket_bytes: Bytes = option(
         0,
-        "size of a bucket of gradients, reduced while the backward pass runs; 0: 100 MB on a GPU, 25 MB on a CPU",
+        "size of a bucket of gradients, reduced while the backward pass runs; "
+        "0: 100 MB on a GPU, 25 MB on a CPU",
         le=10**12,
     )
     timeout_s: Seconds = host_option(
@@ -395,7 +401,8 @@ class ComputeOptions:
 class MemoryOptions:
     activation_checkpoint: Literal["none", "selective", "full"] = option(
         "none",
-        "recompute in the backward pass: nothing, all but matrix products and attention, or whole blocks",
+        "recompute in the backward pass: "
+        "nothing, all but matrix products and attention, or whole blocks",
     )
     optimizer_state: Literal["fp32", "bf16"] = bits_option(
         "fp32", "data type of the means of AdamW; bf16: half of their memory"
@@ -492,7 +499,8 @@ class RunConfig:
     steps: int = option(300, "number of the last step")
     on_divergence: Literal["stop", "rollback"] = option(
         "stop",
-        "loss or gradient not finite: stop; rollback: on a spike too, retry the step without the guilty micro-batches",
+        "loss or gradient not finite: stop; "
+        "rollback: on a spike too, retry the step without the guilty micro-batches",
     )
     data: DataOptions = DataOptions()
     tokenizer: TokenizerOptions = TokenizerOptions()
