@@ -90,13 +90,8 @@ CHAT_FORMS = (
 )
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
 SHAREGPT_ROLES |= {role: role for role in ("user", "assistant", "system", "tool")}
-UNSUPPORTED_KEYS = (
-    "functions",
-    "documents",
-    "chat_template_kwargs",
-    "weight",
-    "history",
-)  # of a chat; unknown keys are ignored
+# Of a chat; unknown keys are ignored.
+UNSUPPORTED_KEYS = ("functions", "documents", "chat_template_kwargs", "weight", "history")
 EMPTY: tuple[Any, ...] = (None, "", [], {})
 
 

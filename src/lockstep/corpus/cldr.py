@@ -41,9 +41,8 @@ from lockstep.corpus.cldr_format import (
 from lockstep.errors import DataError
 
 GENERATOR = 1  # part of the fingerprint: increment it when the generated sentences change
-MAX_PAIRS = (
-    400_000  # number of pairs with `limit=0`; the ranges of the families below are sized for it
-)
+# Number of pairs with `limit=0`; the ranges of the families below are sized for it.
+MAX_PAIRS = 400_000
 
 TRAINING_ONLY = {"minutes"}  # 3:05 PM occurs in dates too, so it would not be an unseen value
 NAMES_SHARE = 0.1  # of the training pairs at most, to keep a small corpus balanced
