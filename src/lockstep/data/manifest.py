@@ -59,9 +59,8 @@ class FileDigests:
                 for path, current in identities.items()
                 if known.get(str(path.resolve()), [])[:-1] != current
             ]
-            if (
-                changed
-            ):  # a later edit must get a later time, and the kernel's clock for files is coarse
+            # A later edit must get a later time, and the kernel's clock for files is coarse.
+            if changed:
                 newest_ns = max(int(identities[path][2]) for path in changed)
                 time.sleep(
                     min(CLOCK_TICK_S, max(0.0, newest_ns / 1e9 + CLOCK_TICK_S - time.time()))

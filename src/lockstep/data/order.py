@@ -115,9 +115,8 @@ def choose_bucket_lengths(histogram: npt.NDArray[np.int64], shapes: int) -> list
     by dynamic programming: O(shapes * distinct lengths ** 2). histogram[n]: pairs of n tokens."""
     present = np.flatnonzero(histogram)
     count = np.concatenate([[0], np.cumsum(histogram[present])])
-    best = np.where(
-        np.arange(len(count)) == 0, 0.0, np.inf
-    )  # positions needed by the first n distinct lengths
+    # Positions needed by the first n distinct lengths.
+    best = np.where(np.arange(len(count)) == 0, 0.0, np.inf)
     cuts: list[npt.NDArray[np.int64]] = []
     for _ in range(min(shapes, len(present))):
         cells = best[:-1, None] + (count[None, 1:] - count[:-1, None]) * present[None, :].astype(
