@@ -16,10 +16,8 @@ from lockstep.units import format_bytes, join_words
 
 UNLIMITED = 1 << 60
 MIN_FREE_BYTES, LOW_FREE_BYTES = 64 << 20, 4 << 30
-MIN_WORKER_BYTES, LOW_WORKER_BYTES = (
-    512 << 20,
-    1 << 30,
-)  # a worker that has imported torch takes 300 MiB
+# A worker that has imported torch takes 300 MiB.
+MIN_WORKER_BYTES, LOW_WORKER_BYTES = 512 << 20, 1 << 30
 OPEN_FILES, OPEN_FILES_PER_WORKER = 128, 4  # of a worker alone; for its sockets to each other one
 SLOW_WRITE_S, CLOCK_S = 1.0, 2.0
 SLOW_LINK_BYTES_PER_S = 11e6  # 100 Mbit/s, less the headers of TCP and IP
@@ -57,9 +55,8 @@ class HostFacts:
     memory_bytes: int = 1 << 60
     memory_source: str = ""
     open_files: int = 1 << 20
-    driver_gpus: list[str] = field(
-        default_factory=list
-    )  # "NAME, driver VERSION, N MiB used" by nvidia-smi
+    # "NAME, driver VERSION, N MiB used" by nvidia-smi.
+    driver_gpus: list[str] = field(default_factory=list)
     gpus: list[str] = field(default_factory=list)  # names, by torch; [] also if LOCKSTEP_DEVICE=cpu
     master_port: int = 0
     group: str = "not tried"
@@ -108,7 +105,8 @@ ERRORS = {
     ),
     "group": (
         "process group of one process per host, and an all-reduce",
-        "see the findings above; else NCCL_DEBUG=INFO lockstep doctor, and nc -vz between the hosts",
+        "see the findings above; "
+        "else NCCL_DEBUG=INFO lockstep doctor, and nc -vz between the hosts",
     ),
 }
 
@@ -146,7 +144,10 @@ def of_peers(hosts: Sequence[HostFacts]) -> Iterator[Verdict]:
             if peer.error:
                 unreached.setdefault(name, []).append(f"{host.host}: {peer.error} at {peer.at}")
     for name, errors in unreached.items():
-        hint = "let a firewall pass all TCP ports between the hosts; is the host up, and the address right?"
+        hint = (
+            "let a firewall pass all TCP ports between the hosts; "
+            "is the host up, and the address right?"
+        )
         if SHARED_ADDRESS in errors[0]:
             hint = "give each host another address in the hosts file"
         elif all("refused" in error for error in errors):
@@ -161,7 +162,10 @@ def of_peers(hosts: Sequence[HostFacts]) -> Iterator[Verdict]:
 def of_versions(hosts: Sequence[HostFacts]) -> Iterator[Verdict]:
     compared = {host.host: host.fingerprint for host in hosts if host.fingerprint}
     for name, what in differences(compared):
-        where = "versions, code, processor and settings that decide bits; a run compares them at its start"
+        where = (
+            "versions, code, processor and settings that decide bits; "
+            "a run compares them at its start"
+        )
         hint = "install the same versions and set the same variables on all hosts"
         yield name, FAIL, what, where, hint
     for name, what in differences({host.host: host.versions for host in hosts}):
@@ -177,9 +181,8 @@ def differences(values: Mapping[str, Mapping[str, str]]) -> Iterator[tuple[str, 
             usual, count = counts.most_common(1)[0]
             if own[key] != usual:
                 others = [name for name, facts in values.items() if facts.get(key) == usual]
-                wrong.append(
-                    f"{key} is {own[key]}, but {usual} on {join_words(others) if count < 4 else f'{count} hosts'}"
-                )
+                where = join_words(others) if count < 4 else f"{count} hosts"
+                wrong.append(f"{key} is {own[key]}, but {usual} on {where}")
         if wrong:
             yield host, "; ".join(wrong)
 
@@ -192,7 +195,10 @@ def of_addresses(hosts: Sequence[HostFacts]) -> Iterator[Verdict]:
         routes = {peer.source for peer in host.peers.values() if not peer.error}
         routes -= {host.address, ""}
         if routes and host.address:
-            what = f"packets to other hosts leave from {join_words(sorted(routes))}, not from {host.address} ({host.interface})"
+            what = (
+                f"packets to other hosts leave from {join_words(sorted(routes))}, "
+                f"not from {host.address} ({host.interface})"
+            )
             where = "the routes of this host (ip route get ADDRESS)"
             yield host.host, WARN, what, where, "write the address of that network"
         for variable, text in host.variables.items():
@@ -267,7 +273,8 @@ DISK = Place(
     "disk",
     "use a folder with write permission, on a disk with free space, that is shared: --out",
     "the folder is not shared",
-    "mount the same disk on all hosts, or give its path: --out; hosts without one can meet in a store: --out s3://BUCKET/RUN",
+    "mount the same disk on all hosts, or give its path: --out; "
+    "hosts without one can meet in a store: --out s3://BUCKET/RUN",
     "writing 1 MiB and fsync",
     " by link(2)",
     "use a file system with atomic hard links: a local disk, NFS, Lustre, GPFS",
@@ -275,7 +282,8 @@ DISK = Place(
 STORE = Place(
     "object store",
     "store",
-    "create the bucket; check AWS_ENDPOINT_URL, AWS_REGION, the credentials and the clock of this host",
+    "create the bucket; check AWS_ENDPOINT_URL, "
+    "AWS_REGION, the credentials and the clock of this host",
     "the hosts use different stores",
     "set the same AWS_ENDPOINT_URL and AWS_REGION on all hosts",
     "storing 1 MiB",
@@ -292,7 +300,8 @@ def of_clocks(hosts: Sequence[HostFacts]) -> Iterator[Verdict]:
     for host in hosts[1:]:
         offset_s = hosts[0].peers.get(host.host, PeerFacts()).clock_s
         if abs(offset_s) > CLOCK_S:
-            what = f"its clock is {abs(offset_s):.1f} s {'ahead of' if offset_s > 0 else 'behind'} that of {hosts[0].host}"
+            direction = "ahead of" if offset_s > 0 else "behind"
+            what = f"its clock is {abs(offset_s):.1f} s {direction} that of {hosts[0].host}"
             hint = (
                 "run a time daemon (chrony); training does not need it, times in logs and events do"
             )
@@ -304,7 +313,10 @@ def of_memory(hosts: Sequence[HostFacts]) -> Iterator[Verdict]:
         each = host.memory_bytes // host.workers
         if each < LOW_WORKER_BYTES:
             level = FAIL if each < MIN_WORKER_BYTES else WARN
-            what = f"{format_bytes(each)} for each of {host.workers} workers; importing torch takes 300 MiB"
+            what = (
+                f"{format_bytes(each)} for each of {host.workers} workers; "
+                "importing torch takes 300 MiB"
+            )
             hint = "raise the limit, or start fewer workers there"
             yield host.host, level, what, f"limit from {host.memory_source}", hint
 
@@ -390,14 +402,18 @@ def values_of(host: HostFacts) -> dict[str, str]:
         name: host.fingerprint[name] for name in ("torch", "lockstep") if name in host.fingerprint
     }
     versions = (host.versions | own).items()
+    offset_s = max((abs(peer.clock_s) for peer in reached), default=0.0)
     return {
         "versions": ", ".join(f"{name} {text}" for name, text in versions),
         "interface": f"{host.address} on {host.interface}",
         "ports": f"{len(reached)} of {len(host.peers)} other hosts reached",
         "bandwidth": ", ".join(rates) or "not measured",
         "folder": f"{host.folder}: {free}{place_of(host).written} {1e3 * host.write_s:.1f} ms",
-        "clock": f"{max((abs(peer.clock_s) for peer in reached), default=0.0):.3f} s from the others",
-        "memory": f"{format_bytes(host.memory_bytes)} for {host.workers} workers, limit from {host.memory_source}",
+        "clock": f"{offset_s:.3f} s from the others",
+        "memory": (
+            f"{format_bytes(host.memory_bytes)} for {host.workers} workers, "
+            f"limit from {host.memory_source}"
+        ),
         "limits": f"{host.open_files:,} open files",
         "gpu": ", ".join(host.driver_gpus or host.gpus) or "none",
         "group": host.group,

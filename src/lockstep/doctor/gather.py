@@ -82,7 +82,8 @@ def versions(facts: HostFacts) -> dict[str, Any]:
     errors = dict(facts.errors)
     if driver_gpus and not gpus:
         errors["gpu"] = (
-            f"the driver has {len(driver_gpus)} GPUs, torch {torch.__version__} (CUDA {torch.version.cuda}) sees none"
+            f"the driver has {len(driver_gpus)} GPUs, "
+            f"torch {torch.__version__} (CUDA {torch.version.cuda}) sees none"
         )
     device, _ = select_device(None)
     nccl = {"nccl": ".".join(map(str, torch.cuda.nccl.version()))} if gpus else {}
@@ -160,4 +161,5 @@ def form_group(rank: int, size: int, address: str, master: str, port: int) -> st
     if device.type == "cuda":
         torch.cuda.synchronize()
     dist.destroy_process_group()
-    return f"{'NCCL' if device.type == 'cuda' else 'gloo'} over {size} hosts in {time.perf_counter() - start_s:.2f} s"
+    backend = "NCCL" if device.type == "cuda" else "gloo"
+    return f"{backend} over {size} hosts in {time.perf_counter() - start_s:.2f} s"

@@ -80,11 +80,11 @@ class Meeting(ThreadingTCPServer):
         try:
             super().__init__((address, self.port), Handler)
         except OSError as error:
-            hint = f"is another doctor running, or the address another host's? ss -ltnp 'sport = :{self.port}'; ip -br addr"
             raise UsageError(
                 f"cannot listen at {address}:{self.port}: {error.strerror}",
                 f"host {me.name} of the hosts file",
-                hint,
+                "is another doctor running, or the address another host's? "
+                f"ss -ltnp 'sport = :{self.port}'; ip -br addr",
             ) from None
         threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
 

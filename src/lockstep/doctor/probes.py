@@ -34,7 +34,7 @@ def probes_of(run: str) -> Storage:
 
 def write_probe(run: str, name: str) -> dict[str, Any]:
     """Write 1 MiB as `name`; return facts: seconds, and bytes that are left on a disk. OSError: the
-    place cannot be used. On a disk without hard links it can be: `claim_name` finds them missing."""
+    place cannot be used. On a disk without hard links it can: `claim_name` finds them missing."""
     probes = probes_of(run)
     content = bytes(PROBE_BYTES)
     write: Callable[[], object]
