@@ -56,7 +56,8 @@ def drill(
     with DrillRun(words, f"{folder}/disturbed", workers) as disturbed:
         print(f"disturbed:   {len(planned)} faults, seed {seed}, in {disturbed.out}\n", flush=True)
         print(
-            f"{'fault':<11} {'at step':>8} {'noticed after':>14} {'back after':>11} {'steps lost':>11}"
+            f"{'fault':<11} {'at step':>8} "
+            f"{'noticed after':>14} {'back after':>11} {'steps lost':>11}"
         )
         generator = random.Random(seed)
         for step, fault in planned:
@@ -107,7 +108,8 @@ def recorded_steps(run: DrillRun) -> tuple[int, int]:
         raise UsageError(
             f"the loop has written no step to {run.metrics}",
             "faults are injected after a step that is in the metrics",
-            "call tracker.step(step, {...}) of a Tracker(out, ...) after each step; or remove --faults for the self-check",
+            "call tracker.step(step, {...}) of a Tracker(out, ...) after each step; "
+            "or remove --faults for the self-check",
         )
     return last, min(later - step for step, later in pairwise([0, *saved]))
 
@@ -118,7 +120,8 @@ def saved_steps(run: DrillRun) -> list[int]:
         raise UsageError(
             f"the loop has saved no checkpoint in {run.folder / 'checkpoints'}",
             "a drill compares the last checkpoints",
-            "use a Session(out, ...) with the function's parameter `out`, or a Checkpointer(out / 'checkpoints', ...) and its save(step)",
+            "use a Session(out, ...) with the function's parameter `out`, "
+            "or a Checkpointer(out / 'checkpoints', ...) and its save(step)",
         )
     return saved
 
@@ -139,7 +142,8 @@ def self_check(words: Sequence[str], folder: str, workers: int) -> int:
         print(f"  {named}", flush=True)
     if saved < last:
         print(
-            f"  the last checkpoint is of step {saved} of {last}: save after the last step to compare all of them"
+            f"  the last checkpoint is of step {saved} of {last}: "
+            "save after the last step to compare all of them"
         )
     if max(saved, last) < 2:
         hint = "train two steps or more: a worker is killed between them"
@@ -180,7 +184,8 @@ def train_once(
         raise UsageError(
             f"no worker reached step {step}: {title} had no fault",
             f"{words[0]}; the fault is injected in `for batch in loader(step)`",
-            "train with a Session or a ReplicaGroup, and take the same steps on any number of workers",
+            "train with a Session or a ReplicaGroup, "
+            "and take the same steps on any number of workers",
         )
     saved_steps(run)
     digest = "" if expected else run.digest()
