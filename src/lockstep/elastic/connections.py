@@ -20,12 +20,12 @@ from lockstep.log import log
 CONNECT_S = 1.0  # time for a new connection to authenticate
 RETRY_S = 0.01  # interval between connection attempts to an exiting process
 KEEP_S = 0.05  # minimum age of an unauthenticated connection that is closed in favor of a new one
-EXITING_S = 1.0  # how long a peer that accepts and closes connections is retried: its process may be exiting
+# How long a peer that accepts and closes connections is retried: its process may be exiting.
+EXITING_S = 1.0
 REJECTING_S = 60.0  # how long a peer that did so for EXITING_S is retried less often
 REFUSAL_LOG_S = 10.0  # interval between log lines about one peer refused for one reason
-MAX_REFUSAL_KEYS = (
-    256  # more share one counter: an unauthenticated peer could cause any number of them
-)
+# More share one counter: an unauthenticated peer could cause any number of them.
+MAX_REFUSAL_KEYS = 256
 
 
 class Connections:

@@ -14,13 +14,8 @@ from typing import Any, NamedTuple
 from lockstep.errors import CollectiveMismatchError, UsageError
 
 STOP_REQUEST = "stop"  # the loop itself asks to stop
-SIGNALS = (
-    "",
-    STOP_REQUEST,
-    "SIGTERM",
-    "SIGUSR1",
-    "SIGINT",
-)  # by precedence: if ranks received several, the last one listed here wins
+# By precedence: if ranks received several, the last one listed here wins.
+SIGNALS = ("", STOP_REQUEST, "SIGTERM", "SIGUSR1", "SIGINT")
 LIMBS = 67  # of 32 bits: floats have 2,098, and the rest is for carries of up to 2**31 votes
 SUMS = 1 + LIMBS
 UNKNOWN = -(2**63)  # less than every fact that a vote can give
@@ -31,21 +26,18 @@ class Vote:
     """The contribution of one process to the decision on a step."""
 
     losses: Sequence[float]  # of its micro-batches, in order
-    count: int | None = (
-        None  # samples or tokens that the losses sum over; None: the loss needs no division
-    )
-    samples: Sequence[
-        int
-    ] = ()  # of its micro-batches, where known and each loss is the mean over them
+    # Samples or tokens that the losses sum over; None: the loss needs no division.
+    count: int | None = None
+    # Of its micro-batches, where known and each loss is the mean over them.
+    samples: Sequence[int] = ()
     stop_signal: str = ""  # name of the signal that it received
     save_failed: bool = False
     joiners_waiting: bool = False
     leaving: bool = False  # this process leaves, and the others continue
     digest: int = 0  # 64 bits over the weights that it computed with; 0: not computed
     gradient_finite: bool = True  # no sum over its part of the gradient is infinite or NaN
-    micro_batch_us: int | None = (
-        None  # microseconds that it computes a micro-batch for; None: unknown
-    )
+    # Microseconds that it computes a micro-batch for; None: unknown.
+    micro_batch_us: int | None = None
     exchange_us: int = 0  # microseconds that it waited for communication
     step: int = 0  # that it votes on
 
@@ -62,16 +54,13 @@ class StepDecision:
     stop: str = ""  # signal that stops the run
     save_failed: bool = False
     regroup: bool = False  # the members change before the next step
-    divergent_ranks: tuple[
-        int, ...
-    ] = ()  # whose weights differ from the majority's; all ranks if there is no majority
+    # Whose weights differ from the majority's; all ranks if there is no majority.
+    divergent_ranks: tuple[int, ...] = ()
     digests: tuple[int, ...] = ()  # of all ranks, if some diverge
-    micro_batch_us: tuple[
-        int, ...
-    ] = ()  # by replica, the least of its workers; () if some are unknown
-    exchange_us: int = (
-        0  # the least of all ranks, so that it includes no waiting for a slow replica
-    )
+    # By replica, the least of its workers; () if some are unknown.
+    micro_batch_us: tuple[int, ...] = ()
+    # The least of all ranks, so that it includes no waiting for a slow replica.
+    exchange_us: int = 0
 
     @property
     def is_ordinary(self) -> bool:
@@ -202,15 +191,18 @@ def refuse_unequal_votes(facts: RowFacts, count: int) -> None:
             if facts.some_without_count
             else f"the counts of a step add up to {count}",
             "session.backward(loss, count=...)",
-            "give the number of samples or tokens of every micro-batch, or no count in the whole step",
+            "give the number of samples or tokens of every micro-batch, "
+            "or no count in the whole step",
         )
     most, least = facts.most_samples, ~facts.inverse_least_samples
     if most != least and most >= 0:
         raise UsageError(
-            f"the micro-batches of a step have {least} to {most} samples, and their losses are means",
+            f"the micro-batches of a step have {least} "
+            f"to {most} samples, and their losses are means",
             "session.backward(loss), without count",
-            "samples of small micro-batches would weigh more: give the sum, and the number of samples or tokens that it is over: "
-            "session.backward(loss_sum, count=n); or session.backward(loss, count=1), if all losses should weigh the same",
+            "samples of small micro-batches would weigh more: give the sum, and the number "
+            "of samples or tokens that it is over: session.backward(loss_sum, count=n); "
+            "or session.backward(loss, count=1), if all losses should weigh the same",
         )
 
 

@@ -102,7 +102,10 @@ def stop_run(run: Path) -> str:
         if accepted in record.members:
             return f"{prefix}: all workers save and stop after this step"
         if record.number and not record.end:
-            return f"{prefix}: it waits to join and passes it on; no member of generation {record.number} answers here"
+            return (
+                f"{prefix}: it waits to join and passes it on; "
+                f"no member of generation {record.number} answers here"
+            )
         return f"{prefix}: no worker is training, all waiting workers exit"
     if record.end:
         return f"{run} has already ended, with exit code {record.end.code}"
@@ -110,7 +113,8 @@ def stop_run(run: Path) -> str:
     raise PeersLostError(
         f"none of the {len(recipients)} workers of {where} answers",
         ", ".join(member.address for member in recipients),
-        "they may have exited (lockstep status), or a firewall blocks the port; SIGTERM to an agent does the same",
+        "they may have exited (lockstep status), or a firewall blocks the port; "
+        "SIGTERM to an agent does the same",
     )
 
 
@@ -190,8 +194,8 @@ def running_evaluators(run: Path) -> list[dict[str, Any]]:
 
 
 def format_status(status: dict[str, Any]) -> str:
-    if status["ended"]:
-        return f"{status['run']} ended with exit code {status['ended']['code']}\n{status['ended']['text']}".rstrip()
+    if ended := status["ended"]:
+        return f"{status['run']} ended with exit code {ended['code']}\n{ended['text']}".rstrip()
     rows = worker_rows(status)
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = [

@@ -108,11 +108,14 @@ class DiskThread:
 
         def propose() -> None:
             if is_start and is_recorded(self.run):
-                why = (
-                    f"waiting: another process records this run: it holds {self.run / RECORDER_LOCK} and is "
-                    "paused, cut off, or an evaluator; the run starts when it has exited"
+                self.report(
+                    lambda now_s: self.protocol.on_disk_error(
+                        now_s,
+                        "waiting: another process records this run: "
+                        f"it holds {self.run / RECORDER_LOCK} and is paused, "
+                        "cut off, or an evaluator; the run starts when it has exited",
+                    )
                 )
-                self.report(lambda now_s: self.protocol.on_disk_error(now_s, why))
                 return
             with socket.create_server((address, 0), backlog=1024) as listener:
                 host, port = listener.getsockname()[:2]

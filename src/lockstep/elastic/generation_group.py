@@ -17,7 +17,9 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # public at run time
+
+# Public at run time.
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from lockstep.elastic.generation_log import Generation
 from lockstep.elastic.hang import stack_of
@@ -37,15 +39,17 @@ from lockstep.runtime.work import WorkWaiter
 
 CLOSE_TIMEOUT_S = 5.0  # for a group to close after its sockets were shut down
 POLL_S = 0.02
-FIRST_ASK_S = 0.1  # until a store that does not answer is asked whether it exists; then twice as long each time
-STUCK_S = 3.0  # a collective that survives the shutdown of its sockets for longer is stuck: milliseconds are normal
-STUCK_FORMING_S = (
-    12.0  # the same while the group forms; gloo itself gives up earlier (FORM_TIMEOUT_S)
-)
-STUCK_ABORT_S = (
-    30.0  # the abort of a GPU's communicators; no stack shows a main thread that waits for the GPU
-)
-LEAVE_S = 20.0  # a main thread that takes longer to leave a broken group is stuck: milliseconds are normal
+# Until a store that does not answer is asked whether it exists; then twice as long each time.
+FIRST_ASK_S = 0.1
+# A collective that survives the shutdown of its sockets for longer is stuck: milliseconds are
+# normal.
+STUCK_S = 3.0
+# The same while the group forms; gloo itself gives up earlier (FORM_TIMEOUT_S).
+STUCK_FORMING_S = 12.0
+# The abort of a GPU's communicators; no stack shows a main thread that waits for the GPU.
+STUCK_ABORT_S = 30.0
+# A main thread that takes longer to leave a broken group is stuck: milliseconds are normal.
+LEAVE_S = 20.0
 # After an error of NCCL torch ends the process, asks the store for requests to dump its records,
 # and sleeps for a minute with a lock that every collective needs (ProcessGroupNCCL.cpp,
 # Watchdog::runLoop). Here the membership aborts the group.
@@ -66,9 +70,8 @@ class GenerationGroup:
         sockets: set[tuple[int, str]] | None = None,
     ) -> None:
         self.device, self.timeout_s = device, timeout_s
-        self._sockets = (
-            sockets or set()
-        )  # gloo's, as (file descriptor, name in /proc/self/fd): a failure shuts them down
+        # Gloo's, as (file descriptor, name in /proc/self/fd): a failure shuts them down.
+        self._sockets = sockets or set()
         self._sockets_before: set[tuple[int, str]] = set()
         self._forming_subgroups = False
         self._aborts: dict[Any, threading.Thread] = {}  # NCCL backend -> thread that aborts it
@@ -93,9 +96,8 @@ class GenerationGroup:
         size, timeout_s = len(generation.members), form_timeout_s(self.device)
         store = _connect_store(generation.store, size, timeout_s, generation_error)
         prefixed = PrefixStore(f"generation-{generation.number}-{generation.token}", store)
-        init_default_group(
-            prefixed, rank, size, self.device, timeout_s
-        )  # fails soon if two members cannot connect
+        # Fails soon if two members cannot connect.
+        init_default_group(prefixed, rank, size, self.device, timeout_s)
         set_group_timeout(timedelta(seconds=self.timeout_s), dist.group.WORLD)
         self._sockets = open_sockets() - self._sockets_before
         while self._retired:
@@ -109,9 +111,8 @@ class GenerationGroup:
         try:
             yield
         finally:
-            self._sockets = self._sockets | (
-                open_sockets() - self._sockets_before
-            )  # a new set: the membership thread reads it
+            # A new set: the membership thread reads it.
+            self._sockets = self._sockets | (open_sockets() - self._sockets_before)
             self._forming_subgroups = False
 
     def hold_abort(self, seconds: float) -> bool:
@@ -312,10 +313,8 @@ class GroupAborter:
     """Aborts the group, and watches the main thread leave it."""
 
     def __init__(self, on_abort: Callable[[], object], main_thread: int) -> None:
-        self.on_abort, self.main_thread = (
-            on_abort,
-            main_thread,
-        )  # on_abort aborts every collective; true: one is still being aborted
+        # on_abort aborts every collective; true: one is still being aborted.
+        self.on_abort, self.main_thread = on_abort, main_thread
         self._aborted_s = 0.0  # when the group was first aborted; 0: it was not
 
     def abort(self) -> bool:
@@ -331,7 +330,8 @@ class GroupAborter:
         if leaving_s and now_s - leaving_s > LEAVE_S:
             stack = stack_of(self.main_thread)
             log.error(
-                "the main thread has not left the broken group within %g s: restarting this worker\n%s",
+                "the main thread has not left the broken group within %g s: "
+                "restarting this worker\n%s",
                 LEAVE_S,
                 stack,
             )
@@ -354,7 +354,8 @@ class GroupAborter:
         forming = "in init_process_group" in stack or "in new_group" in stack
         if stack and stuck_s > (STUCK_FORMING_S if forming else STUCK_S):
             log.error(
-                "a collective has not returned %.0f s after its group was aborted: restarting this worker\n%s",
+                "a collective has not returned %.0f s after its group was aborted: "
+                "restarting this worker\n%s",
                 stuck_s,
                 stack,
             )

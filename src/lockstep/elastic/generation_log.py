@@ -54,9 +54,8 @@ class Member:
     slot: int  # number on its host, from 0
     pid: int
     address: str  # "ADDRESS:PORT" on which its membership thread listens
-    loopback: str = (
-        ""  # id of the network of a loopback address (worker_env.py); "" if other hosts reach it
-    )
+    # Id of the network of a loopback address (worker_env.py); "" if other hosts reach it.
+    loopback: str = ""
 
     @property
     def sort_key(self) -> tuple[str, int, str]:
@@ -103,7 +102,8 @@ class Generation:
     token: str  # random; distinguishes proposals of the same number
     members: tuple[Member, ...]  # in rank order; empty in the record that ends the run
     store: str  # "ADDRESS:PORT" of the TCPStore of its proposer, used to form the process group
-    step: int  # committed steps at its start; 0 for a start, which looks for its checkpoint only later
+    # Committed steps at its start; 0 for a start, which looks for its checkpoint only later.
+    step: int
     reason: str  # why it was formed, for logs
     out: tuple[Removed, ...] = ()  # members of the previous generation that are not in this one
     end: RunResult | None = None  # of the run; None while it runs
@@ -209,7 +209,8 @@ class GenerationLog:
             raise DamagedFileError(
                 f"{name_of(number)}, the record of generation {number}, is damaged: {error}",
                 f"{where}/{name_of(number)}",
-                f"stop the workers of this run on all hosts, then move {where} aside; the next start resumes from a checkpoint",
+                f"stop the workers of this run on all hosts, then move {where} aside; "
+                "the next start resumes from a checkpoint",
             ) from error
         self.seen = max(self.seen, number)
         return generation
@@ -237,9 +238,8 @@ class GenerationLog:
         """Record the end of the run; return the record of its end, maybe another process's.
         after: newest generation before this start: an earlier end is not this one's."""
         newest = self.newest()
-        while (
-            newest is None or not newest.end or newest.number <= after
-        ):  # another process may propose, too
+        # Another process may propose, too.
+        while newest is None or not newest.end or newest.number <= after:
             number, step = (newest.number + 1, newest.step) if newest else (1, 0)
             newest = self.propose(Generation(number, new_token(), (), "", step, reason, end=end))
         return newest
@@ -268,7 +268,10 @@ class GenerationLog:
             except FileNotFoundError:
                 return ""
             except (DamagedFileError, ValueError, KeyError) as error:
-                return f"replicas of generation {number} differ; {name} with the details is damaged ({error})"
+                return (
+                    f"replicas of generation {number} differ; "
+                    f"{name} with the details is damaged ({error})"
+                )
             except OSError:
                 if time.monotonic() > until_s:
                     raise

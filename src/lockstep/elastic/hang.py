@@ -38,7 +38,8 @@ WAITING: tuple[Phase, ...] = ("joining", "reducing", "voting")
 ALLOWANCES_S: dict[Phase, float] = {  # without progress, in phases that may take longer
     "starting": 120.0,
     "joining": 120.0,
-    "preparing": math.inf,  # no limit: grows with the corpus; a stopped or exited process is still reported
+    # No limit: it grows with the corpus; a stopped or exited process is still reported.
+    "preparing": math.inf,
     "compiling": 600.0,
     "saving": 600.0,
 }
@@ -48,7 +49,9 @@ MEDIAN_STEPS = 10.0  # for slow machines
 FIRST_STEP_S = 60.0  # in a generation's first step, which warms up
 CHECK_S = 1.0  # interval between diagnoses
 STACK_S = 1.0  # how long to wait for the stack of a culprit
-COMMON_S = 300.0  # before all ranks are killed if all hang outside collectives: their shared cause (a disk) may recover
+# Before all ranks are killed if all hang outside collectives: their shared cause (a disk) may
+# recover.
+COMMON_S = 300.0
 
 # Kill the culprits and continue without them; form a new group of all members; end the run; only
 # log.
@@ -83,9 +86,15 @@ PROBLEM_WORDS = {
     "blocked": "{where}, alive but without a heartbeat for {silent} (blocked in I/O)",
     "spinning": "{where}, alive but without a heartbeat for {silent} (a thread holds the GIL)",
 }
-MISMATCH = "mismatched collectives: {clauses}; every rank must call the same collectives, in the same order and with tensors of the same size"
+MISMATCH = (
+    "mismatched collectives: {clauses}; "
+    "every rank must call the same collectives, in the same order and with tensors of the same size"
+)
 NETWORK = "{clauses}; no other rank is missing, so look at the network of {hosts}"
-SHARED_CAUSE = "none of the {count} ranks makes progress or waits for another, so look for a shared cause, such as a disk: {clauses}"
+SHARED_CAUSE = (
+    "none of the {count} ranks makes progress or waits for another, "
+    "so look for a shared cause, such as a disk: {clauses}"
+)
 
 
 @dataclass(frozen=True)
@@ -215,9 +224,8 @@ def stall_limit_s(member: MemberSnapshot, limits: ElasticLimits, step_s: float) 
 class Watchdog:
     limits: ElasticLimits
     host: str  # of the coordinator, where it can see the state of processes
-    ask_stack: Callable[
-        [str], None
-    ]  # requests the stack of a member's main thread; `on_stack` takes the answer
+    # Requests the stack of a member's main thread; `on_stack` takes the answer.
+    ask_stack: Callable[[str], None]
     statuses: dict[str, tuple[Status, float]] = field(default_factory=dict)  # id -> (newest, when)
     stacks: dict[str, str] = field(default_factory=dict)
     _checked_s: float = 0.0
@@ -340,9 +348,8 @@ def ranks_of(members: Sequence[MemberSnapshot]) -> str:
 LINE = re.compile(r"(.+):(\d+) in (.+?): (.*)")
 COLLECTIVES = "distributed_c10d.py"
 COLLECTIVE = re.compile(rf"{re.escape(COLLECTIVES)}:\d+ in (.+?): ")
-NOT_THE_USERS = re.compile(
-    r"[/\\]lib(64)?[/\\]python3|site-packages|dist-packages|^<"
-)  # Python's files, installed packages
+# Python's files, installed packages.
+NOT_THE_USERS = re.compile(r"[/\\]lib(64)?[/\\]python3|site-packages|dist-packages|^<")
 
 
 def stack_of(thread_id: int | None = None, *, frames: int = 40) -> str:

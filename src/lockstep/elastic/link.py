@@ -61,9 +61,11 @@ def read_token(run: Path) -> bytes:
         token = file.read(MAX_FRAME_BYTES).strip()
     if not TOKEN.fullmatch(token):
         raise DamagedFileError(
-            f"the run's token is damaged: {len(token)} bytes, not {2 * TOKEN_BYTES} hexadecimal digits",
+            f"the run's token is damaged: {len(token)} bytes, "
+            f"not {2 * TOKEN_BYTES} hexadecimal digits",
             str(path),
-            "stop the workers of this run on all hosts, then remove the file: the next start makes a new token",
+            "stop the workers of this run on all hosts, then remove the file: "
+            "the next start makes a new token",
         )
     return token
 

@@ -59,13 +59,15 @@ from lockstep.runtime.worker_env import WorkerEnv, is_loopback_reachable, loopba
 
 TICK_S = 0.1
 DRAIN_TIMEOUT_S = 10.0  # how long a member of a drained host waits for the next generation
-SIGNAL_POLL_S = (
-    1.0  # interval between checks for a signal while the main thread waits for a generation
-)
+# Interval between checks for a signal while the main thread waits for a generation.
+SIGNAL_POLL_S = 1.0
 PUBLISH_S = 10.0  # how long to try to record the end of the run
 LIVENESS_S = 10.0  # the file is written each second
 AGREED_CODES = (0, 75, 130)  # exit codes of a run that all ranks agreed to end
-SAME = "start it with the same command, code and package versions as the other workers, on the same kind of processor"
+SAME = (
+    "start it with the same command, "
+    "code and package versions as the other workers, on the same kind of processor"
+)
 
 
 Event = Callable[..., list[Effect]]  # a method of the protocol, called with the time at last
@@ -519,8 +521,10 @@ class MembershipThread(threading.Thread):
         self.turn.exit(
             UsageError(
                 f"another training is running on host {member.host}, in {folder}",
-                f"generation {number}: the liveness file of {member.id}, at {member.address} on that host, changes",
-                "wait for it, stop it there (lockstep launch --stop), or give another --out; to train on both hosts, use --hosts",
+                f"generation {number}: the liveness file of {member.id}, "
+                f"at {member.address} on that host, changes",
+                "wait for it, stop it there (lockstep launch --stop), or give another --out; "
+                "to train on both hosts, use --hosts",
             )
         )
         return self.protocol.abort_start()

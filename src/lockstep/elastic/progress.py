@@ -24,13 +24,11 @@ from lockstep.runtime.worker_env import SHARED_TERMINAL
 
 @dataclass(frozen=True)
 class Progress:
-    stage: Literal[
-        "join", "resume", "step"
-    ]  # "join" and "resume" before the first step, then "step"
+    # "join" and "resume" before the first step, then "step".
+    stage: Literal["join", "resume", "step"]
     step: int  # committed steps; -1: this worker has no training state yet
-    decision: StepDecision | None = (
-        None  # the vote on the last committed step, for members that missed it
-    )
+    # The vote on the last committed step, for members that missed it.
+    decision: StepDecision | None = None
     divergences: int = 0  # see Divergence
     compare_all: bool = False  # compare all weights at the next vote: a member is new
     rehearse: bool = True  # compute micro-batch 0 of the next step on all ranks: a member is new
@@ -57,7 +55,8 @@ def _refuse_other_fields(kind: type, values: Mapping[str, Any]) -> None:
     if values.keys() != expected:
         missing, unknown = sorted(expected - values.keys()), sorted(values.keys() - expected)
         raise LockstepError(
-            f"a member sent a {kind.__name__} of another version: missing {missing}, unknown {unknown}",
+            f"a member sent a {kind.__name__} of another version: "
+            f"missing {missing}, unknown {unknown}",
             "exchanged when a generation forms",
             "start all workers with the same version of Lockstep",
         )
@@ -110,7 +109,8 @@ class WorkerState:
             raise UsageError(
                 f"a second {kind} on one ElasticRuntime",
                 f"{kind}(...) while the first one is open",
-                "use one ReplicaGroup and one Checkpointer for an nn.ModuleDict of all trained modules, or close the first one (`with`)",
+                "use one ReplicaGroup and one Checkpointer "
+                "for an nn.ModuleDict of all trained modules, or close the first one (`with`)",
             )
         self._owners[kind] = weakref.ref(owner)
 
@@ -193,9 +193,8 @@ class WorkerState:
         """Decide from the members' progress what this generation starts with."""
         newest = max(self.member_progress, key=lambda member: member.step)
         self.is_joining = self.progress.step < 0 <= newest.step
-        if (
-            self.is_joining and newest.ledger
-        ):  # a later leader must count the time of the run, not its own
+        # A later leader must count the time of the run, not its own.
+        if self.is_joining and newest.ledger:
             self.ledger = Ledger.from_json(newest.ledger, time.monotonic(), self.ledger.category)
             self.loop_state = newest.loop_state
         # Equal on all ranks: collectives depend on it.

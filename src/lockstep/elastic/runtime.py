@@ -311,9 +311,8 @@ class ElasticRuntime(WorkerState, AbstractContextManager["ElasticRuntime"]):
                         self.report_goodput(self.member.folder)
                     self._end_run(RunResult(self.exit_code if error is None else int(str(error))))
                 return self.group.destroy()
-            with suppress(
-                RuntimeError
-            ):  # no memory for a thread: the exit of the process closes the group
+            # No memory for a thread: the exit of the process closes the group.
+            with suppress(RuntimeError):
                 self.group.abort()
         finally:
             self.membership.close()
@@ -321,7 +320,8 @@ class ElasticRuntime(WorkerState, AbstractContextManager["ElasticRuntime"]):
             raise PeersLostError(
                 f"rank {self.world.rank} lost its peers: {error_summary(error)}",
                 f"{self.world.host}, pid {os.getpid()}",
-                "another worker failed first, see its log; the same command resumes from the newest checkpoint",
+                "another worker failed first, see its log; "
+                "the same command resumes from the newest checkpoint",
             ) from error
 
     def _end_run(self, result: RunResult) -> None:

@@ -4,7 +4,7 @@
     HOST-SLOT-RANDOM.sign  liveness file: changes while its worker is the coordinator
 
 A worker that cannot reach a member but sees its liveness file change knows that the member lives.
-If the hosts share no disk, these files are objects in the store of the run (object_store/storage.py).
+If the hosts share no disk, these files are objects in the run's store (object_store/storage.py).
 """
 
 import json

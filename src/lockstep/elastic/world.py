@@ -24,9 +24,8 @@ from lockstep.runtime.sockets import choose_interface, open_sockets
 from lockstep.runtime.status_board import StatusBoard
 from lockstep.runtime.worker_env import WorkerEnv, is_loopback_reachable
 
-LAUNCH_STORE = (
-    StoreConnection()
-)  # of this process: its launcher gives it one address for all of its groups
+# Of this process: its launcher gives it one address for all of its groups.
+LAUNCH_STORE = StoreConnection()
 
 
 @dataclass(frozen=True)
@@ -116,9 +115,10 @@ def is_run_active(folder: Path, worker_env: WorkerEnv) -> bool:
     ]
     foreign = [member for member in alive if member.host != worker_env.host]
     if worker_env.agent_pid and foreign and worker_env.slots == worker_env.expected_workers:
+        hosts = sorted({member.host for member in foreign})
         raise UsageError(
             f"another training is already running in {folder}",
-            f"generation {newest.number} on {', '.join(sorted({member.host for member in foreign}))}",
+            f"generation {newest.number} on {', '.join(hosts)}",
             "wait for it, stop it with lockstep launch --stop, or choose another --out",
         )
     return bool(alive)

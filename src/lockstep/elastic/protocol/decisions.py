@@ -8,10 +8,8 @@ from typing import Literal
 
 from lockstep.elastic.generation_log import Generation, Member, Removed
 
-RUN_FACT_PREFIXES = (
-    "run ",
-    "--",
-)  # of facts that the user asked for: "run steps", "--steps" of a user's loop
+# Of facts that the user asked for: "run steps", "--steps" of a user's loop.
+RUN_FACT_PREFIXES = ("run ", "--")
 INCOMPLETE = "its replica is incomplete"
 
 
@@ -20,20 +18,20 @@ class ElasticLimits:
     heartbeat_s: float = 0.5  # interval between heartbeats
     heartbeat_timeout_s: float = 2.5  # without a message for longer, a peer counts as lost
     log_poll_s: float = 0.25  # interval between reads of the log while waiting for a generation
-    rendezvous_timeout_s: float = (
-        30.0  # how long a start waits for `expected_workers` once there are `min_workers`
-    )
-    takeover_s: float = 30.0  # how long new workers wait for members that neither answer nor update their liveness file
+    # How long a start waits for `expected_workers` once there are `min_workers`.
+    rendezvous_timeout_s: float = 30.0
+    # How long new workers wait for members that neither answer nor update their liveness file.
+    takeover_s: float = 30.0
     hang_timeout_s: float = 10.0  # time without progress before the blocking rank is identified
     evaluate_timeout_s: float = 1800.0  # the same for a rank that evaluates
-    on_hang: Literal["evict", "abort", "warn"] = (
-        "evict"  # remove the culprits, end the run, or only log
-    )
+    # Remove the culprits, end the run, or only log.
+    on_hang: Literal["evict", "abort", "warn"] = "evict"
     expected_workers: int = 1  # that a start waits for
     min_workers: int = 1  # training waits below this number
     max_workers: int = 1_000_000  # at most this many train at once
     replica_size: int = 1  # workers per replica, adjacent in rank; incomplete replicas are removed
-    one_host: bool = False  # the workers of a replica share a host: it saves to a disk that other hosts do not see
+    # The workers of a replica share a host: it saves to a disk that other hosts do not see.
+    one_host: bool = False
 
 
 # Of workers that are not replaced: their agent ends them all when one exits.
@@ -45,15 +43,13 @@ class LeaveReport:
     """A member's report that its main thread has left generation `number`."""
 
     number: int
-    step: (
-        int  # committed steps, or steps that it must commit because all ranks agreed; < 0: no state
-    )
+    # Committed steps, or steps that it must commit because all ranks agreed; < 0: no state.
+    step: int
     leaving: bool = False  # the member leaves the run, because its host is drained
     why: str = ""
     lost: tuple[str, ...] = ()  # ids of members that it cannot reach; filled in by the protocol
-    ending: bool = (
-        False  # its loop is over: it would send no state to a joiner; filled in by the protocol
-    )
+    # Its loop is over: it would send no state to a joiner; filled in by the protocol.
+    ending: bool = False
 
 
 @dataclass(frozen=True)
@@ -108,7 +104,8 @@ def next_generation(
     if len(stay) + len(new) < limits.min_workers:
         return (
             None,
-            f"too few workers: {len(stay) + len(new)} available, at least {limits.min_workers} required",
+            f"too few workers: {len(stay) + len(new)} available, "
+            f"at least {limits.min_workers} required",
         )
     causes = [f"{member.id.rpartition('/')[0]}: {member.why}" for member in removed] + (
         [f"{member_names(new)} joined"] if new else []
@@ -244,9 +241,15 @@ def split_whole_replicas(
 def rendezvous_status(workers: Sequence[Member], limits: ElasticLimits) -> str:
     """Return the log line of a start that waits for workers."""
     if len(workers) < limits.min_workers:
-        return f"too few workers: {len(workers)} available ({member_names(workers)}), at least {limits.min_workers} required"
+        return (
+            f"too few workers: {len(workers)} available ({member_names(workers)}), "
+            f"at least {limits.min_workers} required"
+        )
     available = f"{len(workers)} of {limits.expected_workers} available ({member_names(workers)})"
-    return f"waiting for workers: {available}; training starts without the others after {limits.rendezvous_timeout_s:g} s"
+    return (
+        f"waiting for workers: {available}; "
+        f"training starts without the others after {limits.rendezvous_timeout_s:g} s"
+    )
 
 
 def member_names(members: Sequence[Member]) -> str:

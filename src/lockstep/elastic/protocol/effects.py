@@ -18,12 +18,16 @@ class Send:  # send a message to a linked peer
 
 
 @dataclass(frozen=True)
-class ReadLog:  # read the log above `known`, and the waiting room; then `on_log_read` or `on_disk_error`
+class ReadLog:
+    """Read the log above `known`, and the waiting room; then `on_log_read` or `on_disk_error`."""
+
     known: int
 
 
 @dataclass(frozen=True)
-class Propose:  # propose a generation, with its store filled in; then `on_proposed` or `on_disk_error`
+class Propose:
+    """Propose a generation, with its store filled in; then `on_proposed` or `on_disk_error`."""
+
     generation: Generation
 
 
@@ -33,7 +37,9 @@ class AbortGroup:  # abort every collective of the process group
 
 
 @dataclass(frozen=True)
-class FormGroup:  # let the main thread form the process group of `generation`, which has this worker
+class FormGroup:
+    """Let the main thread form the process group of `generation`, which has this worker."""
+
     generation: Generation
 
 

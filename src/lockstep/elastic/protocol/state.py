@@ -111,23 +111,21 @@ class MembershipState:
     tokens: Callable[[], str]  # returns a new random token for each proposal
     now_s: float
     after: int = 0  # newest generation before this start: a recorded end up to it is ignored
-    fingerprint: Mapping[str, str] = field(
-        default_factory=dict
-    )  # must be equal on all members; empty until this worker trains
+    # Must be equal on all members; empty until this worker trains.
+    fingerprint: Mapping[str, str] = field(default_factory=dict)
     generation: Generation = NO_GENERATION  # the newest one that this worker knows
     phase: str = "out"
     join_requested: bool = False  # by the main thread
     is_joining: bool = False  # it asked while others trained, and starts with no other worker
     generation_error: str = ""  # why the generation is over, until its successor exists
-    partition_suspected: bool = False  # the generation stalled and no rank was to blame: some members may not reach each other
+    # The generation stalled and no rank was to blame: some members may not reach each other.
+    partition_suspected: bool = False
     is_ending: bool = False  # the main thread's loop is over
     stop_signal: str = ""  # the signal with which the run shall stop, as far as known
-    reports: dict[str, LeaveReport] = field(
-        default_factory=dict
-    )  # by id, of members that have left the generation
-    joiners: dict[str, Joiner] = field(
-        default_factory=dict
-    )  # by id, workers that asked this worker to join
+    # By id, of members that have left the generation.
+    reports: dict[str, LeaveReport] = field(default_factory=dict)
+    # By id, workers that asked this worker to join.
+    joiners: dict[str, Joiner] = field(default_factory=dict)
     peers: Peers = field(default_factory=Peers)
     outbox: Outbox = field(default_factory=Outbox)
     log: LogAccess = field(default_factory=LogAccess)

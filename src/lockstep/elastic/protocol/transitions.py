@@ -312,9 +312,8 @@ class Protocol(MembershipState):
             if Removed(member.id, decisions.INCOMPLETE) in generation.out
         ]
         if generation.members and self.me in incomplete:
-            return self._release(
-                incomplete
-            )  # the proposer holds the new generation's store, so another one proposes
+            # The proposer holds the new generation's store, so another one proposes.
+            return self._release(incomplete)
         return self.log.propose(generation)
 
     def _release(self, members: Sequence[Member]) -> list[Effect]:
@@ -371,7 +370,10 @@ class Protocol(MembershipState):
         )
         reason = "start"
         if self.number and not self.generation.end:
-            reason = f"no member of generation {self.number} is left; resuming from the newest checkpoint"
+            reason = (
+                f"no member of generation {self.number} is left; "
+                "resuming from the newest checkpoint"
+            )
         return self.log.propose(Generation(number, self.tokens(), members, "", 0, reason, removed))
 
     def _on_join_request(self, joiner: Joiner) -> list[Effect]:
