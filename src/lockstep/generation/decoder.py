@@ -153,9 +153,8 @@ class KVCache:
     kv: Tensor  # (L, 2, B, G, C, E): keys, values
     cos: Tensor  # (K, C, E), of each kind of layer
     sin: Tensor  # (K, C, E): with the sign of the swapped half
-    row_starts: (
-        Tensor  # (2 * B * G,): start of each row of keys and values within a layer, in positions
-    )
+    # (2 * B * G,): start of each row of keys and values within a layer, in positions.
+    row_starts: Tensor
     position: Tensor  # (B,) int64: of each row's next token
 
     @property
@@ -257,21 +256,18 @@ class Decoder(nn.Module):
             hidden, float("-inf")
         )
         bias = bias.repeat_interleave(n_kv_heads, 0)[:, None]  # (B * G, 1, S)
-        targets = cache.row_starts + cache.position.repeat_interleave(n_kv_heads).repeat(
-            2
-        )  # (2 * B * G,)
+        # (2 * B * G,)
+        targets = cache.row_starts + cache.position.repeat_interleave(n_kv_heads).repeat(2)
         states = F.embedding(tokens[:, None], self.embedding)
         for block, kind, layer_kv in self.layers(cache):
             heads = block.heads(states, cos[kind], sin[kind])[:, 0]  # (B, H + 2G, E)
-            query = heads[:, : block.n_heads].reshape(
-                rows * n_kv_heads, -1, head_dim
-            )  # (B * G, H / G, E)
+            # (B * G, H / G, E)
+            query = heads[:, : block.n_heads].reshape(rows * n_kv_heads, -1, head_dim)
             new = heads[:, block.n_heads :].view(rows, 2, -1).transpose(0, 1)  # (2, B, G * E)
             layer_kv.view(-1, head_dim).index_copy_(0, targets, new.reshape(-1, head_dim))
             keys, values = layer_kv.flatten(1, 2)[:, :, :window].unbind(0)  # (B * G, S, E)
-            score = torch.baddbmm(
-                bias, query, keys.transpose(1, 2), alpha=head_dim**-0.5
-            )  # (B * G, H / G, S)
+            # (B * G, H / G, S)
+            score = torch.baddbmm(bias, query, keys.transpose(1, 2), alpha=head_dim**-0.5)
             attended = torch.bmm(score.softmax(dim=-1), values)  # (B * G, H / G, E)
             states = block.finish(states, attended.view(rows, 1, -1))
         cache.position += 1

@@ -32,9 +32,8 @@ from lockstep.parallel.tensor_parallel import tensor_slices
 from lockstep.runtime.torch_private import inductor_freezing
 
 StepFunction = Callable[[Tensor, KVCache, int], Tensor]
-WINDOW_STEP = (
-    64  # the attended part of the cache grows in these steps; a compiled step attends to all of it
-)
+# The attended part of the cache grows in these steps; a compiled step attends to all of it.
+WINDOW_STEP = 64
 UNFINISHED = "\ufffd"  # decoded from an incomplete UTF-8 sequence
 ROWS = 16  # texts of a batch
 # Prompt tokens decoded with a continuation, whose first token may join the last one of the prompt.
