@@ -50,8 +50,9 @@ INDEX_FILE = "model.safetensors.index.json"
 WEIGHTS_FILE = "model.safetensors"
 ADAPTER_FILE = "adapter_model.safetensors"
 COMPANION_FILES = (  # files of a model besides config.json and its tensors; copied unchanged
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model",
-    "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json", "generation_config.json",
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "tokenizer.model", "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json",
+    "generation_config.json",
 )  # fmt: skip
 TEXT_PARTS = ("language_model.", "text_model.")  # of multimodal models
 SHARD_BYTES = 5 * 10**9
@@ -99,7 +100,8 @@ def tensor_locations(path: Path) -> dict[str, TensorLocation]:
         raise CheckpointError(f"{path.name} is not a regular file", str(path), COPY_FILE)
     try:
         with safe_open(path, framework="pt") as file:
-            headers = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  # not a dict
+            # `file` is no dict.
+            headers = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
             return {
                 name: TensorLocation(path, name, part.get_dtype(), tuple(part.get_shape()))
                 for name, part in headers.items()
@@ -136,8 +138,12 @@ def locations_in_folder(folder: Path) -> dict[str, TensorLocation]:
         raise CheckpointError(what, f"{index} names them", "copy the missing files into the folder")
     located = {file: tensor_locations(folder / file) for file in shards}
     if lost := [f"{name} in {file}" for name, file in files.items() if name not in located[file]]:
-        what = f"{INDEX_FILE} and the shards disagree: {len(lost)} tensors are not in the file it names"
-        raise CheckpointError(what, f"{folder}: {join_names(lost)}", COPY_FOLDER)
+        raise CheckpointError(
+            f"{INDEX_FILE} and the shards disagree: "
+            f"{len(lost)} tensors are not in the file it names",
+            f"{folder}: {join_names(lost)}",
+            COPY_FOLDER,
+        )
     return {name: located[file][name] for name, file in files.items()}
 
 
@@ -340,7 +346,8 @@ def match_shapes(
             others.remove(spare)
             if not torch.equal(located[spare].map(), located[embedding].map()):
                 problems.append(
-                    f"{config_file.name} ties the output to the embedding, but {spare} differs from it"
+                    f"{config_file.name} ties the output to the embedding, "
+                    f"but {spare} differs from it"
                 )
     if others:
         problems.append(f"unexpected: {join_names(others)}")

@@ -56,7 +56,9 @@ def add_dropout(residual: Tensor, branch: Tensor, probability: float) -> Tensor:
     if probability == 0.0:
         return residual + branch
     if use_cpu_kernels(branch):
-        added: Tensor = AddDropout.apply(residual, branch, probability)  # type: ignore[no-untyped-call]
+        added: Tensor = AddDropout.apply(  # type: ignore[no-untyped-call]
+            residual, branch, probability
+        )
         return added
     return residual + F.dropout(branch, probability)
 
@@ -109,7 +111,9 @@ def attend_packed(
     cross-attention  queries (B, T, 1, H, E) hold the query, others (B, S, 2, H, E) key and value
     """
     if kernel == "plain" and use_cpu_kernels(queries):
-        attended: Tensor = PackedAttention.apply(queries, others, bias)  # type: ignore[no-untyped-call]
+        attended: Tensor = PackedAttention.apply(  # type: ignore[no-untyped-call]
+            queries, others, bias
+        )
         return attended
     parts = [*queries.unbind(2), *(() if others is None else others.unbind(2))]
     query, key, value = (part.transpose(1, 2) for part in parts)  # (B, H, T or S, E)

@@ -55,9 +55,8 @@ def rope_frequencies(config: LlamaConfig, device: torch.device) -> Tensor:
 
 
 def scaled_frequencies(frequency: Tensor, scaling: RopeScaling) -> Tensor:
-    waves = (
-        scaling.original_max_seq_len * frequency / (2 * math.pi)
-    )  # (E/2,): in the original context
+    # (E/2,): in the original context.
+    waves = scaling.original_max_seq_len * frequency / (2 * math.pi)
     kept = (
         (waves - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     ).clamp(0.0, 1.0)

@@ -45,9 +45,8 @@ class LlamaConfig:
     head_dim: int  # even
     ffn_dim: int  # inner width of SwiGLU, about 3.5 times dim
     max_seq_len: int = 8192  # positions that it is trained for; this code does not enforce it
-    rope_theta: float = (
-        500_000.0  # the slowest rotary wave is this many times as long as the fastest
-    )
+    # The slowest rotary wave is this many times as long as the fastest.
+    rope_theta: float = 500_000.0
     rope_scaling: RopeScaling | None = None
     norm_eps: float = 1e-5
     tie_embeddings: bool = False  # the output matrix is the embedding
@@ -251,28 +250,37 @@ SIZES = {  # field of LlamaConfig -> (key of config.json, largest accepted value
     "max_seq_len": ("max_position_embeddings", 1 << 31),
 }
 READ_KEYS = {key for key, _ in SIZES.values()} | {
-    "architectures", "model_type", "rms_norm_eps", "tie_word_embeddings", "rope_theta", "rope_parameters", "rope_scaling",
+    "architectures", "model_type", "rms_norm_eps", "tie_word_embeddings", "rope_theta",
+    "rope_parameters", "rope_scaling",
 }  # fmt: skip
 # The fields of RopeScaling.
 SCALING_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 ONLY_PLAIN = "only the plain Llama is supported"
 FIXED_KEYS: dict[str, Any] = {  # keys that must have this value, or null
-    "quantization_config": None, "attention_bias": False, "mlp_bias": False, "hidden_act": "silu", "attention_dropout": 0,
-    "partial_rotary_factor": 1, "rope_interleaved": False, "sliding_window": None, "use_sliding_window": False, "is_encoder_decoder": False,
-    "add_cross_attention": False, "cross_attention_hidden_size": None, "tie_encoder_decoder": False, "pruned_heads": {}, "auto_map": {},
-    "activation": "swiglu", "is_llama_config": True, "use_mrope": False, "embd_pdrop": 0, "resid_pdrop": 0,
+    "quantization_config": None, "attention_bias": False, "mlp_bias": False, "hidden_act": "silu",
+    "attention_dropout": 0, "partial_rotary_factor": 1, "rope_interleaved": False,
+    "sliding_window": None, "use_sliding_window": False, "is_encoder_decoder": False,
+    "add_cross_attention": False, "cross_attention_hidden_size": None, "tie_encoder_decoder": False,
+    "pruned_heads": {}, "auto_map": {}, "activation": "swiglu", "is_llama_config": True,
+    "use_mrope": False, "embd_pdrop": 0, "resid_pdrop": 0,
 }  # fmt: skip
-HARMLESS_KEYS = {  # keys that change no logit: names, token ids, transformers' defaults for training and sampling
-    "_attn_implementation", "_attn_implementation_autoset", "_name_or_path", "attn_implementation", "bad_words_ids",
-    "begin_suppress_tokens", "bos_token_id", "chunk_size_feed_forward", "decoder_start_token_id", "diversity_penalty", "do_sample",
-    "dtype", "early_stopping", "encoder_no_repeat_ngram_size", "eos_token_id", "exponential_decay_length_penalty", "finetuning_task",
-    "forced_bos_token_id", "forced_eos_token_id", "gradient_checkpointing", "id2label", "initializer_range", "is_decoder", "label2id",
-    "length_penalty", "max_length", "max_sequence_length", "max_window_layers", "min_length", "model_max_length", "neftune_noise_alpha",
-    "no_repeat_ngram_size", "num_beam_groups", "num_beams", "num_return_sequences", "output_attentions", "output_hidden_states",
-    "output_scores", "pad_token_id", "prefix", "pretraining_tp", "problem_type", "remove_invalid_values", "repetition_penalty",
-    "return_dict", "return_dict_in_generate", "sep_token_id", "suppress_tokens", "task_specific_params", "temperature", "tf_legacy_loss",
-    "tokenizer_class", "top_k", "top_p", "torch_dtype", "torchscript", "transformers.js_config", "transformers_version", "typical_p",
-    "unk_token_id", "unsloth_fixed", "unsloth_version", "use_bfloat16", "use_cache",
+# Keys that change no logit: names, token ids, transformers' defaults for training and sampling.
+HARMLESS_KEYS = {
+    "_attn_implementation", "_attn_implementation_autoset", "_name_or_path", "attn_implementation",
+    "bad_words_ids", "begin_suppress_tokens", "bos_token_id", "chunk_size_feed_forward",
+    "decoder_start_token_id", "diversity_penalty", "do_sample", "dtype", "early_stopping",
+    "encoder_no_repeat_ngram_size", "eos_token_id", "exponential_decay_length_penalty",
+    "finetuning_task", "forced_bos_token_id", "forced_eos_token_id", "gradient_checkpointing",
+    "id2label", "initializer_range", "is_decoder", "label2id", "length_penalty", "max_length",
+    "max_sequence_length", "max_window_layers", "min_length", "model_max_length",
+    "neftune_noise_alpha", "no_repeat_ngram_size", "num_beam_groups", "num_beams",
+    "num_return_sequences", "output_attentions", "output_hidden_states", "output_scores",
+    "pad_token_id", "prefix", "pretraining_tp", "problem_type", "remove_invalid_values",
+    "repetition_penalty", "return_dict", "return_dict_in_generate", "sep_token_id",
+    "suppress_tokens", "task_specific_params", "temperature", "tf_legacy_loss", "tokenizer_class",
+    "top_k", "top_p", "torch_dtype", "torchscript", "transformers.js_config",
+    "transformers_version", "typical_p", "unk_token_id", "unsloth_fixed", "unsloth_version",
+    "use_bfloat16", "use_cache",
 }  # fmt: skip
 
 
@@ -374,8 +382,11 @@ def family_of(given: JsonObject) -> str:
     if not named and kind not in (None, *FAMILIES):
         unknown = [kind]
     if unknown:
-        hint = f"supported: {', '.join(kinds)}; others train with --llama.backend transformers --llama.init_from FOLDER"
-        raise given.error(f"the architecture is {unknown[0]}", hint)
+        raise given.error(
+            f"the architecture is {unknown[0]}",
+            f"supported: {', '.join(kinds)}; "
+            "others train with --llama.backend transformers --llama.init_from FOLDER",
+        )
     families = {kinds[name] for name in named} or {kind or "llama"}
     if len(families) > 1 or kind not in (None, *families):
         what = f"model_type is {as_json(kind)} under the architecture {', '.join(named)}"

@@ -101,9 +101,12 @@ def read_model(folder: Path) -> RunModel:
         start = (str(value.get(key, "")) for key in ("start", "start_sha256", "dtype"))
         return RunModel(config, hf_config, adapters, *start)
     except FileNotFoundError:
-        what = f"there is no {MODEL}: the run has not started to train, or its model is no Llama"
-        hint = "wait for its first save; without --adapter, export also writes the weights of other models"
-        raise CheckpointError(what, str(folder), hint) from None
+        raise CheckpointError(
+            f"there is no {MODEL}: the run has not started to train, or its model is no Llama",
+            str(folder),
+            "wait for its first save; without --adapter, "
+            "export also writes the weights of other models",
+        ) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, CheckpointError) as error:
         what = f"{MODEL} cannot be read: {error}"
         raise DataError(what, where, "import the model again") from error
@@ -145,7 +148,10 @@ def import_hub(source: Path, folder: Path) -> str:
         copy_files(hub.companions, folder / TOKENIZER)
         write_json(folder / MODEL, model)
     CheckpointStore(folder / CHECKPOINTS).save(0, tensors, {"imported": source.name})
-    return f"step 0: {len(tensors)} tensors, {format_count(count)} parameters, {format_bytes(size)}, written to {folder}"
+    return (
+        f"step 0: {len(tensors)} tensors, "
+        f"{format_count(count)} parameters, {format_bytes(size)}, written to {folder}"
+    )
 
 
 def refuse_other_run(folder: Path, model: Mapping[str, Any]) -> None:
@@ -198,7 +204,10 @@ def export_run(
             )
         size = sum(tensor.nbytes for tensor in tensors.values())
     how = f"{len(files)} files" if len(files) > 1 else "1 file"
-    return f"step {newest_step}: {len(tensors)} tensors, {format_bytes(size)} in {how}, written to {target}"
+    return (
+        f"step {newest_step}: {len(tensors)} tensors, "
+        f"{format_bytes(size)} in {how}, written to {target}"
+    )
 
 
 def peft_config_of(folder: Path, run: RunModel) -> dict[str, Any]:
@@ -210,8 +219,12 @@ def peft_config_of(folder: Path, run: RunModel) -> dict[str, Any]:
     base = Path(run.start)
     is_native = isinstance(run.config, LlamaConfig) and is_hub(base)
     if is_native and packed_matrices(read_json(base / CONFIG_FILE), str(base)):
-        what = f"{base} packs query, key and value in one matrix, and the adapters of the run are of each"
-        raise UsageError(what, "--adapter", "leave --adapter out to export the merged weights")
+        raise UsageError(
+            f"{base} packs query, key and value in one matrix, "
+            "and the adapters of the run are of each",
+            "--adapter",
+            "leave --adapter out to export the merged weights",
+        )
     if is_hub(base) and read_json(base / CONFIG_FILE).get("text_config"):
         what = f"{base} is multimodal, and the adapters of the run have the names of its text model"
         hint = "leave --adapter out to export the merged text model"
@@ -234,8 +247,12 @@ def cast_tensor(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Cast a tensor. CheckpointError: a value overflows `dtype`."""
     converted = tensor.to(dtype)
     if dtype != tensor.dtype and tensor.isfinite().all() and not converted.isfinite().all():
-        what = f"{name} has values up to {tensor.abs().max():g}, which overflow {str(dtype).removeprefix('torch.')}"
-        raise CheckpointError(what, "--dtype", "give another --dtype")
+        raise CheckpointError(
+            f"{name} has values up to {tensor.abs().max():g}, "
+            f"which overflow {str(dtype).removeprefix('torch.')}",
+            "--dtype",
+            "give another --dtype",
+        )
     return converted
 
 
@@ -263,11 +280,12 @@ def weights_of_run(folder: Path, run: RunModel, tensors: Mapping[str, Tensor]) -
 def refuse_changed_weights(folder: Path, run: RunModel, sha256: str) -> None:
     """CheckpointError: the run in `folder` started from weights with another sha256."""
     if run.start_sha256 != sha256:
-        what = (
-            f"the weights in {run.start} have changed since the run in {folder} started from them"
+        raise CheckpointError(
+            f"the weights in {run.start} have changed since the run in {folder} started from them",
+            f"sha256 {sha256}\nwas    {run.start_sha256}",
+            "restore that folder; "
+            "a run with llama.init_from needs it as long as its checkpoints hold adapters alone",
         )
-        hint = "restore that folder; a run with llama.init_from needs it as long as its checkpoints hold adapters alone"
-        raise CheckpointError(what, f"sha256 {sha256}\nwas    {run.start_sha256}", hint)
 
 
 def open_weights(folder: Path, backend: str = "lockstep") -> LlamaWeights:

@@ -80,10 +80,8 @@ def loss_of_states(
     chosen, used = labels[counted], states[counted]
     real = (chosen != ignore_index)[:, None]  # (N, 1)
     used = (used * real).to(dtype)
-    narrow, row_sum = (
-        weight.to(dtype),
-        weight.sum(dim=0, dtype=accumulation_dtype(dtype)),
-    )  # (V, D), (D,)
+    # (V, D), (D,)
+    narrow, row_sum = weight.to(dtype), weight.sum(dim=0, dtype=accumulation_dtype(dtype))
     total = torch.zeros((), dtype=accumulation_dtype(dtype), device=states.device)
     used_grad = torch.empty(
         used.shape if with_grad else (0,), dtype=total.dtype, device=states.device
@@ -91,9 +89,8 @@ def loss_of_states(
     weight_grad = torch.zeros(
         weight.shape if with_grad else (0,), dtype=total.dtype, device=states.device
     )
-    step = (
-        256 if states.device.type == "cpu" else 8192
-    )  # R: what fits a CPU's cache; enough to fill a GPU
+    # R: what fits a CPU's cache; enough to fill a GPU.
+    step = 256 if states.device.type == "cpu" else 8192
     logits = torch.empty(min(step, len(used)), len(weight), dtype=dtype, device=states.device)
     for first in range(0, len(used), step):
         rows = slice(first, first + step)

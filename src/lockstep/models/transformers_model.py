@@ -189,8 +189,12 @@ class TransformersConfig:
         except CheckpointError:
             raise
         except Exception as error:  # any code of transformers
-            what = f"llama.backend=transformers cannot build a model of model_type {self.hf_config.get('model_type')}: {error}"
-            raise CheckpointError(what, "config.json", CHOOSE_ANOTHER) from error
+            raise CheckpointError(
+                "llama.backend=transformers cannot build a model "
+                f"of model_type {self.hf_config.get('model_type')}: {error}",
+                "config.json",
+                CHOOSE_ANOTHER,
+            ) from error
 
 
 ModelConfig = LlamaConfig | TransformersConfig
@@ -262,15 +266,17 @@ class TransformersModel(nn.Module):
     ) -> Tensor:
         """Return the logits; with labels the sum of their cross-entropy (see `Llama.forward`)."""
         if self.following_ropes and tokens.shape[1] > self.max_seq_len:
-            what = f"a row of {tokens.shape[1]:,} tokens: {limit_of_ropes(self.following_ropes, self.max_seq_len)}"
-            where = f"rope_parameters of {type(self.inner).__name__}"
-            raise UsageError(what, where, "give shorter rows")
+            raise UsageError(
+                f"a row of {tokens.shape[1]:,} tokens: "
+                f"{limit_of_ropes(self.following_ropes, self.max_seq_len)}",
+                f"rope_parameters of {type(self.inner).__name__}",
+                "give shorter rows",
+            )
         inputs = inputs_of(tokens, documents)
         if labels is None:
             return cast(Tensor, self.inner(**inputs).logits)
-        if (
-            self.chunked is None and next(self.parameters()).isfinite().all()
-        ):  # NaN before a state is loaded
+        # NaN before a state is loaded.
+        if self.chunked is None and next(self.parameters()).isfinite().all():
             self.chunked = self.probe(tokens.device)
         if self.mixed and (self.packing or documents is not None):
             name = type(self.inner).__name__
@@ -343,7 +349,10 @@ class TransformersModel(nn.Module):
 
 
 def limit_of_ropes(kinds: list[str], positions: int) -> str:
-    return f"beyond {positions:,} positions a rope of type {join_names(kinds)} follows the longest document of a batch"
+    return (
+        f"beyond {positions:,} positions a rope "
+        f"of type {join_names(kinds)} follows the longest document of a batch"
+    )
 
 
 def fix_ropes(model: nn.Module) -> None:
