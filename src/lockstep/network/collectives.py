@@ -181,9 +181,11 @@ def hierarchical(collective: str, ranks: int, per_host: int) -> Schedule:
     """Return a collective inside hosts and between them. UsageError if there is one level only."""
     if not 1 < per_host < ranks:
         raise UsageError(
-            f"no hierarchical {collective} of {ranks} ranks with {per_host} on each host: it takes two hosts of two ranks or more",
+            f"no hierarchical {collective} of {ranks} ranks with {per_host} on each host: "
+            "it takes two hosts of two ranks or more",
             "--algorithm, --ranks-per-host",
-            f"set --ranks-per-host, or give another algorithm: {', '.join(algorithms_for(ranks, per_host))}",
+            "set --ranks-per-host, or give another algorithm: "
+            f"{', '.join(algorithms_for(ranks, per_host))}",
         )
     parts, whole = cut(ranks), [(0, WHOLE)] * per_host
     hosts = [range(first, first + per_host) for first in range(0, ranks, per_host)]

@@ -13,8 +13,10 @@ from lockstep.units import format_seconds
 MAX_RANKS = MAX_ROUNDS = 16  # that are drawn
 COLUMN, ROW, LEFT, TOP = 64, 56, 88, 56  # pixels
 STYLE = """text{font:13px system-ui,sans-serif;fill:#333}line{stroke-width:1.5}.rank{stroke:#bbb}
-.copy,.copy path{stroke:#06c}.add,.add path{stroke:#c50}line.add{stroke-dasharray:6 3}path{fill:none;stroke-width:1.2}
-@media(prefers-color-scheme:dark){text{fill:#ddd}.rank{stroke:#555}.copy,.copy path{stroke:#6bf}.add,.add path{stroke:#fa5}}"""
+.copy,.copy path{stroke:#06c}.add,.add path{stroke:#c50}line.add{stroke-dasharray:6 3}\
+path{fill:none;stroke-width:1.2}
+@media(prefers-color-scheme:dark){text{fill:#ddd}.rank{stroke:#555}.copy,.copy path{stroke:#6bf}\
+.add,.add path{stroke:#fa5}}"""
 
 
 def draw_text(schedule: Schedule, simulation: Simulation) -> str:
@@ -90,18 +92,23 @@ def draw_svg(schedule: Schedule, simulation: Simulation, title: str) -> str:
     for number, moves in enumerate(drawn):
         y = TOP + number * ROW
         parts.append(
-            f'<text x="12" y="{y + ROW - 4}">{format_seconds(simulation.round_ends_s[number])}</text>'
+            f'<text x="12" y="{y + ROW - 4}">'
+            f"{format_seconds(simulation.round_ends_s[number])}</text>"
         )
         parts += [arrow(move, y) for move in moves if max(move.sender, move.receiver) < MAX_RANKS]
     parts += [
         f'<text x="12" y="{bottom + 24 + 18 * i}">{note}</text>' for i, note in enumerate(notes)
     ]
     heads = "".join(
-        f'<marker id="{kind}" class="{kind}" viewBox="0 0 8 8" refX="7.5" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
+        f'<marker id="{kind}" class="{kind}" viewBox="0 0 8 8" refX="7.5" refY="4" '
+        'markerWidth="7" markerHeight="7" orient="auto">'
         '<path d="M0 .5L7.5 4L0 7.5"/></marker>'
         for kind in ("copy", "add")
     )
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {bottom + 18 + 18 * len(notes)}" width="{width}">'
+    height = bottom + 18 + 18 * len(notes)
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}">'
+    )
     return "\n".join(
         [head, f"<style>{STYLE}</style>", f"<defs>{heads}</defs>", *parts, "</svg>", ""]
     )

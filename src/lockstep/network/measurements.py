@@ -57,7 +57,10 @@ class SlowLink(NamedTuple):
         host, *others = self.hosts
         where = f"the link between {host} and {others[0]}" if others else f"host {host}, at best"
         where = f"the links inside host {host}" if others == [host] else where
-        return f"slow: {where}: {format_rate(self.bytes_per_s)}; the median is {format_rate(self.median_bytes_per_s)}"
+        return (
+            f"slow: {where}: {format_rate(self.bytes_per_s)}; "
+            f"the median is {format_rate(self.median_bytes_per_s)}"
+        )
 
 
 def bus_factor(collective: str, ranks: int) -> float:
@@ -164,11 +167,13 @@ def describe(rows: Sequence[Row], links: Mapping[str, Link], slow: Iterable[Slow
         ]
         for row in (row for row in rows if row.collective == name):
             lines.append(
-                f" {format_bytes(row.bytes):>10} {1e6 * row.seconds:>14,.1f} {row.algbw / 1e9:>13.4f} {row.busbw / 1e9:>13.4f}"
+                f" {format_bytes(row.bytes):>10} "
+                f"{1e6 * row.seconds:>14,.1f} {row.algbw / 1e9:>13.4f} {row.busbw / 1e9:>13.4f}"
             )
         lines.append("")
     lines += [
-        f"{kind.replace('_', ' ')}: latency {1e6 * link.latency_s:.0f} us, {format_rate(link.bytes_per_s)}"
+        f"{kind.replace('_', ' ')}: latency {1e6 * link.latency_s:.0f} us, "
+        f"{format_rate(link.bytes_per_s)}"
         for kind, link in links.items()
     ]
     return "\n".join([*lines, *map(str, slow)])

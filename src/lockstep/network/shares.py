@@ -16,7 +16,8 @@ from lockstep.units import format_duration
 
 MIN_GAIN = 0.07  # of a step; smaller differences are noise
 MOST_SUBTREES = 3  # of a replica: each is a message more, and for a while a copy of the gradient
-UNEVEN_EXCHANGE = 2.0  # bytes that the busiest rank exchanges, when a rank has several subtrees, over those when none has
+# Bytes that the busiest rank exchanges, when a rank has several subtrees, over those when none has.
+UNEVEN_EXCHANGE = 2.0
 SLOW, RECOVERED = 1.5, 1.1  # times the median
 AGREEING_VOTES = 3
 MIN_STEP_US = 50_000  # of shorter steps the noise is larger than what others shares would save

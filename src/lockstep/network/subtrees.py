@@ -56,9 +56,8 @@ def equal_shares(size: int, leaves: int) -> tuple[int, ...]:
     most = -(-leaves // size)
     # The largest single subtree of a rank: one subtree is one transfer.
     block = 1 << most.bit_length() - 1
-    halved = max(
-        0, size - leaves // block - (leaves % block).bit_count()
-    )  # blocks, so that each rank has one
+    # Blocks, so that each rank has one.
+    halved = max(0, size - leaves // block - (leaves % block).bit_count())
     whole = leaves // block - halved if halved else size
     return fit_shares((most,) * whole + (block // 2,) * (size - whole), leaves)
 
