@@ -16,10 +16,12 @@ from lockstep.runtime.worker_env import read_worker_env
 
 BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
 SEGMENT = re.compile(r"[\w=+.-]+", re.ASCII)
-COPIES = (
-    "LOCKSTEP_STORE_CACHE"  # folder of the copies; default: lockstep in the user's cache folder
+# Folder of the copies; default: lockstep in the user's cache folder.
+COPIES = "LOCKSTEP_STORE_CACHE"
+HINT = (
+    "give s3://BUCKET/PREFIX with letters, digits and _ = + . - in the prefix; "
+    "credentials come from AWS_* variables or the machine's role"
 )
-HINT = "give s3://BUCKET/PREFIX with letters, digits and _ = + . - in the prefix; credentials come from AWS_* variables or the machine's role"
 
 
 @dataclass(frozen=True)
@@ -94,8 +96,10 @@ def local_folder(out: str | os.PathLike[str]) -> Path:
         return Path(out)
     worker_env = read_worker_env(os.environ)
     if worker_env is None or Path(worker_env.folder) != address.working_copy:
-        what = f"{address} is mirrored by Lockstep's command only, which did not start this process for it"
         raise UsageError(
-            what, "Session(out, ...)", f"start it with lockstep run --out {address} FILE.py"
+            f"{address} is mirrored by Lockstep's command only, "
+            "which did not start this process for it",
+            "Session(out, ...)",
+            f"start it with lockstep run --out {address} FILE.py",
         )
     return address.working_copy

@@ -29,9 +29,16 @@ EVIDENCE = {  # what a store has replied -> where it is in an error text of obst
 METADATA_SERVICE = "169.254."  # asked for a role when the environment has no credentials
 HINTS = {  # by a word of the reason
     "NoSuchBucket": "create the bucket, or check its name, AWS_ENDPOINT_URL and AWS_REGION",
-    "no credentials": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or give this machine a role",
-    "AccessDenied": "the policy must allow s3:ListBucket, GetObject, PutObject and DeleteObject below this prefix",
-    "AccessKeyId|Signature|403": "check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, and this machine's clock",
+    "no credentials": (
+        "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or give this machine a role"
+    ),
+    "AccessDenied": (
+        "the policy must allow s3:ListBucket, "
+        "GetObject, PutObject and DeleteObject below this prefix"
+    ),
+    "AccessKeyId|Signature|403": (
+        "check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, and this machine's clock"
+    ),
     "301|Redirect|Malformed": "set AWS_REGION to the region of the bucket",
     "": "check the network, AWS_ENDPOINT_URL and AWS_REGION",
 }
