@@ -1,9 +1,9 @@
 """The gradients of a whole replica: hooks on the parameters fill buckets, which are summed at once.
 
 A hook on each parameter counts the gradients that the backward pass has added (buckets.py). When a
-bucket of the last micro-batch is complete, a Reducer adds it over all replicas (ordered_sum.py) while
-the backward pass continues. The group of all replicas can change between generations; the buckets
-stay.
+bucket of the last micro-batch is complete, a Reducer adds it over all replicas (ordered_sum.py)
+while the backward pass continues. The group of all replicas can change between generations; the
+buckets stay.
 
 The gradients of earlier micro-batches are added in the tree of ordered_sum.py: two sibling leaves
 by autograd, larger subtrees by SumTree.

@@ -30,18 +30,12 @@ from lockstep.runtime.torch_private import (
 Model = TypeVar("Model", bound=nn.Module)
 WHERE = "lockstep.deferred_init(function)"
 READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-OVERWRITES = (
-    "aten::normal_",
-    "aten::uniform_",
-    "aten::zero_",
-    "aten::fill_",
-    "aten::copy_",
-)  # of all elements, unread
+# Of all elements, unread.
+OVERWRITES = ("aten::normal_", "aten::uniform_", "aten::zero_", "aten::fill_", "aten::copy_")
 Storages = set[UntypedStorage]  # on the meta device
 Memory = dict[UntypedStorage, UntypedStorage]  # on the CPU, by storage on the meta device
-Operation = tuple[
-    Callable[[Memory], None], Storages, Storages, torch.Generator | None
-]  # run, what it reads and writes, generator
+# Run, what it reads and writes, generator.
+Operation = tuple[Callable[[Memory], None], Storages, Storages, torch.Generator | None]
 
 
 class Recording(TorchDispatchMode):
@@ -251,9 +245,8 @@ def materialize(
                 CPU; called for one tensor at a time
     """
     swaps = torch.__future__.get_swap_module_params_on_conversion()
-    torch.__future__.set_swap_module_params_on_conversion(
-        True
-    )  # keeps ties, and the parameters of optimizers
+    # Keeps ties, and the parameters of optimizers.
+    torch.__future__.set_swap_module_params_on_conversion(True)
     model.to_empty(device=device)
     torch.__future__.set_swap_module_params_on_conversion(swaps)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):

@@ -52,13 +52,11 @@ def digest_of(tensors: Iterable[Tensor]) -> int:
         words = words_of(tensor)
         values.append(0 if words is None else int(np.add.reduce(words, dtype=np.uint64)))
         if words is None and tensor.numel():
-            hashes[number] = torch.hash_tensor(tensor.detach()).view(
-                torch.int64
-            )  # item() fails above 2**63
+            # item() fails above 2**63.
+            hashes[number] = torch.hash_tensor(tensor.detach()).view(torch.int64)
     if hashes:
-        device = max(
-            hashes.values(), key=lambda value: value.is_cuda
-        ).device  # some may be on the host
+        # Some may be on the host.
+        device = max(hashes.values(), key=lambda value: value.is_cuda).device
         together = torch.stack([value.to(device) for value in hashes.values()]).tolist()
         for number, value in zip(hashes, together, strict=True):
             values[number] = value

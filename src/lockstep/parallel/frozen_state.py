@@ -80,10 +80,13 @@ class FrozenState:
         if changed:
             kinds = ", ".join(sorted({now[name].module for name in changed}))
             raise UsageError(
-                f"buffers changed in the forward passes of step {step + 1}: {join_names(changed)} ({kinds})",
-                "each worker sees different micro-batches, so the bits would depend on the number of workers; no update was made",
-                'declare what they are: buffers={"NAME": "per_micro_batch"} for a value that each pass overwrites, {"NAME": 0.99} for an '
-                'average with that decay, {"NAME": 1.0} for a count; {"NAME": "local"} accepts other bits for other numbers of workers',
+                f"buffers changed in the forward passes of step {step + 1}: "
+                f"{join_names(changed)} ({kinds})",
+                "each worker sees different micro-batches, "
+                "so the bits would depend on the number of workers; no update was made",
+                'declare what they are: buffers={"NAME": "per_micro_batch"} for a value that each '
+                'pass overwrites, {"NAME": 0.99} for an average with that decay, {"NAME": 1.0} '
+                'for a count; {"NAME": "local"} accepts other bits for other numbers of workers',
             )
         self.first_step = False
 

@@ -120,7 +120,8 @@ class UnitOrder:
         raise UsageError(
             f"{join_names(missing)} did not run{when} in {self._where}",
             "modules that the shards gather one by one must run in every micro-batch, in one order",
-            'if the model leaves layers out: Session(..., unused="zero"); if it changes their order: session.prepare(..., units=())',
+            'if the model leaves layers out: Session(..., unused="zero"); '
+            "if it changes their order: session.prepare(..., units=())",
         )
 
 
@@ -132,7 +133,8 @@ def fill_unused_gradients(local: LocalModel) -> None:
     root, layout, units = local.fsdp_units[-1], local.layout, len(local.fsdp_units)
     if units > 1 or layout.workers_per_replica > layout.shard:
         raise UsageError(
-            f'unused="zero" needs a model that the shards gather at once, and this one has {units} parts',
+            'unused="zero" needs a model that the shards gather at once, '
+            f"and this one has {units} parts",
             f"layout {layout}",
             "give layout.shard only, and no units in session.prepare",
         )

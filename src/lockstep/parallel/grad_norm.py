@@ -151,7 +151,8 @@ class StepGradient:
             raise UsageError(
                 "the gradient has changed since the micro-batches",
                 "session.clip_grad_norm_, in shards",
-                "clip once, before anything else that changes the gradient; or train with whole replicas",
+                "clip once, before anything else that changes the gradient; "
+                "or train with whole replicas",
             )
         if self.squared is None or has_changed:
             squared = sum_of_squares(gradients)
@@ -170,9 +171,11 @@ class StepGradient:
             and generator_states(self.parameters[0].device) != self._generators
         ):
             raise UsageError(
-                "the gradient was changed and random numbers were drawn: noise for slices differs from that for whole tensors",
+                "the gradient was changed and random numbers were drawn: "
+                "noise for slices differs from that for whole tensors",
                 "between the micro-batches and optimizer.step(), in shards",
-                "add the noise in the loss of a micro-batch, or train with whole replicas; draw other numbers after optimizer.step()",
+                "add the noise in the loss of a micro-batch, or train with whole replicas; "
+                "draw other numbers after optimizer.step()",
             )
 
 

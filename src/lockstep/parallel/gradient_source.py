@@ -178,7 +178,8 @@ class GradientSource:
         """UsageError: gradients are missing, or were changed."""
         if not self.backwards:
             raise UsageError(
-                f"no gradient arrived for the {len(self.names)} parameters in {self.where}: backward() was not called",
+                f"no gradient arrived for the {len(self.names)} parameters in {self.where}: "
+                "backward() was not called",
                 "the loop over loader(step)",
                 "call session.backward(loss) once for every micro-batch, not loss.backward()",
             )
@@ -189,7 +190,8 @@ class GradientSource:
         """UsageError: these parameters have no gradient."""
         if missing:
             raise UsageError(
-                f"no gradient arrived for {len(missing)} of {len(self.names)} parameters in {where}: {join_names(missing)}",
+                f"no gradient arrived for {len(missing)} "
+                f"of {len(self.names)} parameters in {where}: {join_names(missing)}",
                 "session.backward(loss)",
                 UNUSED_HINT,
             )

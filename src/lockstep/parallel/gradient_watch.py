@@ -24,9 +24,8 @@ from lockstep.runtime.tensor_bytes import DTYPES
 from lockstep.runtime.torch_private import version_of
 from lockstep.units import join_names
 
-Unused = Literal[
-    "raise", "zero"
-]  # a parameter without a gradient in a micro-batch: error, or zeros
+# A parameter without a gradient in a micro-batch: error, or zeros.
+Unused = Literal["raise", "zero"]
 UNUSED_HINT = (
     "every trained parameter must take part in every micro-batch: "
     "freeze it with requires_grad_(False), "
@@ -47,7 +46,8 @@ def refuse_unsupported(model: nn.Module) -> None:
         )
     if names := [name for name, p in trained.items() if not p.dtype.is_floating_point]:
         raise UsageError(
-            f"{len(names)} trained parameters are not real floating-point numbers: {join_names(names)} ({trained[names[0]].dtype})",
+            f"{len(names)} trained parameters are not real floating-point numbers: "
+            f"{join_names(names)} ({trained[names[0]].dtype})",
             type(model).__name__,
             "train the real and imaginary parts as two parameters and combine them in forward()",
         )
@@ -144,7 +144,8 @@ class GradientWatch:
         )
         if repeated:
             raise UsageError(
-                f"the gradient of a parameter arrived twice in one backward pass, in {where}: {join_names(repeated)}",
+                "the gradient of a parameter arrived twice in one backward pass, "
+                f"in {where}: {join_names(repeated)}",
                 "reentrant activation checkpointing runs a backward pass inside the backward pass",
                 "use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)",
             )
@@ -165,9 +166,11 @@ class GradientWatch:
             if before is not now or mark != new_mark
         ]:
             raise UsageError(
-                f"the gradients of {len(changed)} of {len(self.names)} parameters were changed in {when}: "
-                f"{join_names(changed)}",
-                "by optimizer.zero_grad(), loss.backward(), gradient clipping or the like in the micro-batch loop",
-                "remove zero_grad (each step starts without gradients), call session.backward(loss) instead of "
-                "loss.backward(), and change gradients after the loop, when they are complete",
+                f"the gradients of {len(changed)} "
+                f"of {len(self.names)} parameters were changed in {when}: {join_names(changed)}",
+                "by optimizer.zero_grad(), loss.backward(), "
+                "gradient clipping or the like in the micro-batch loop",
+                "remove zero_grad (each step starts without gradients), "
+                "call session.backward(loss) instead of loss.backward(), "
+                "and change gradients after the loop, when they are complete",
             )

@@ -5,7 +5,7 @@ processes. Here the leaves are the K micro-batches, and additions follow the tre
 
     network/subtrees.py  which rank computes which leaves
     SumTree              merges equal neighbors on arrival: at most log2(K) partial sums
-    tree_all_reduce      adds the partial sums of all ranks, in the rounds of network/tree_exchange.py
+    tree_all_reduce      adds the partial sums of all ranks, in rounds (network/tree_exchange.py)
     FlatSum              the sum of one buffer, from its leaves to the result on all ranks
 """
 

@@ -73,7 +73,8 @@ def refuse_unshardable(model: nn.Module, units: Sequence[str]) -> None:
         raise UsageError(
             f"trained parameters that are gathered together have several dtypes: {listed}",
             where,
-            "train one dtype in each unit, or give units that separate them: session.prepare(..., units=...)",
+            "train one dtype in each unit, or give units that separate them: "
+            "session.prepare(..., units=...)",
         )
 
 
@@ -93,9 +94,11 @@ def refuse_compiled(model: nn.Module, units: Sequence[str], where: str) -> None:
         name for name in compiled if not name or any(unit.startswith(f"{name}.") for unit in units)
     ]:
         raise UsageError(
-            f"{around[0] or 'the model'} is compiled as one graph, which may have other bits in whole replicas than in shards",
+            f"{around[0] or 'the model'} is compiled as one graph, "
+            "which may have other bits in whole replicas than in shards",
             where,
-            f"compile the units instead, before session.prepare: compile() of {join_names(list(units)) or 'its layers'}",
+            "compile the units instead, before session.prepare: "
+            f"compile() of {join_names(list(units)) or 'its layers'}",
         )
 
 
@@ -175,7 +178,8 @@ def refuse_state_dict(module: nn.Module, *_: Any) -> None:
     raise UsageError(
         "state_dict() of a sharded model would hold this worker's slices only",
         type(module).__name__,
-        "export the whole weights from a checkpoint: lockstep checkpoint export RUN; load weights before session.steps",
+        "export the whole weights from a checkpoint: lockstep checkpoint export RUN; "
+        "load weights before session.steps",
     )
 
 

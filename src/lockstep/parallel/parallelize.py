@@ -79,34 +79,27 @@ class LocalModel:
     module: nn.Module  # to call; its parameters belong to FSDP
     layout: Layout
     groups: ProcessGroups = field(default_factory=partial(ProcessGroups, Layout()))
-    local_params: dict[str, nn.Parameter] = field(
-        default_factory=dict
-    )  # on this worker's slice, for optimizer and checkpoint
-    slices: dict[str, TensorSlice] = field(
-        default_factory=dict
-    )  # name -> its slice of the whole tensor
+    # On this worker's slice, for optimizer and checkpoint.
+    local_params: dict[str, nn.Parameter] = field(default_factory=dict)
+    # name -> its slice of the whole tensor.
+    slices: dict[str, TensorSlice] = field(default_factory=dict)
     fsdp_units: list[FSDPModule] = field(default_factory=list)  # in forward order, the root last
-    tensor_slices: dict[str, TensorSlice] = field(
-        default_factory=dict
-    )  # name -> the slice left by the tensor axis, before sharding
+    # name -> the slice left by the tensor axis, before sharding.
+    tensor_slices: dict[str, TensorSlice] = field(default_factory=dict)
     stage: PipelineStage | None = None
-    partial_grads: tuple[
-        str, ...
-    ] = ()  # names of parameters whose gradient is the sum over the tensor axis
+    # Names of parameters whose gradient is the sum over the tensor axis.
+    partial_grads: tuple[str, ...] = ()
     plan: ParallelPlan | None = None
     plan_check: PlanCheck | None = None  # for the first step of a start
-    buffers: dict[str, Tensor] = field(
-        default_factory=dict
-    )  # that checkpoints hold, whole on each worker
-    averages: list[list[FSDPModule]] = field(
-        default_factory=list
-    )  # the units of each average of the model, its root last
+    # That checkpoints hold, whole on each worker.
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    # The units of each average of the model, its root last.
+    averages: list[list[FSDPModule]] = field(default_factory=list)
     # name -> whole parameter of a user's model, of any stage, alive where the user has kept it,
     # and its marks before the cut
     originals: dict[str, tuple[ReferenceType[nn.Parameter], Marks]] = field(default_factory=dict)
-    placeholders: dict[str, nn.Parameter] = field(
-        default_factory=dict
-    )  # empty, of other stages: optimizers list all parameters
+    # Empty, of other stages: optimizers list all parameters.
+    placeholders: dict[str, nn.Parameter] = field(default_factory=dict)
     updated_together: list[list[str]] = field(default_factory=list)  # parameters of each optimizer
     memory: list[SliceMemory] = field(default_factory=list)  # see `keep_memory`
     _known: set[int] = field(default_factory=set)  # ids of FSDP's parameters
@@ -132,7 +125,8 @@ class LocalModel:
             ],
             "parameters that are not those of the sharded model were used or changed:",
             "parameters from an optimizer, or from the model before it was sharded",
-            "take them from the model in each step; set requires_grad of its layers before the micro-batches, not in a pipeline",
+            "take them from the model in each step; "
+            "set requires_grad of its layers before the micro-batches, not in a pipeline",
         )
 
     def keep_memory(self, name: str, *tensors: Tensor) -> None:
@@ -150,7 +144,8 @@ class LocalModel:
             names = join_names(list(dict.fromkeys(moved)))
             raise UsageError(
                 f"parameters have left the memory that the shards gather: {names}",
-                "an assignment to .data, or of a new nn.Parameter: passes would not see the new values",
+                "an assignment to .data, or of a new nn.Parameter: "
+                "passes would not see the new values",
                 "change them in place: p.data.copy_(...), p.data.mul_(...)",
             )
 

@@ -122,7 +122,8 @@ class ChunkForward:
             raise UsageError(
                 "the inputs and targets are not those of the stage before",
                 where,
-                "let the data follow from the step and the micro-batch alone: no DataLoader consumed in the loop, no rank in a seed (docs/loop.md)",
+                "let the data follow from the step and the micro-batch alone: "
+                "no DataLoader consumed in the loop, no rank in a seed (docs/loop.md)",
             )
         if passes_generators:
             restore_generators(received.generators if received else generators, self.device)
@@ -203,7 +204,8 @@ class PipelineRunner:
             gradients = tuple(gradient for gradient in followed if gradient is not None)
             if len(gradients) < len(followed):
                 raise UsageError(
-                    "a stage computes no gradient for some of the tensors that it receives, and the stages before it need them",
+                    "a stage computes no gradient for some of the tensors that it receives, "
+                    "and the stages before it need them",
                     "the forward passes of a pipeline",
                     "return only tensors that later blocks use; detach() the others",
                 )
@@ -409,7 +411,8 @@ def evaluate_in_stages(local: LocalModel | None, inputs: Any, *, in_loop: bool) 
         raise UsageError(
             "the model was called with gradients, or in the micro-batch loop",
             f"layout {local.layout}",
-            "call session.forward_backward(x, y, loss_fn) for each micro-batch; evaluate with session.evaluate",
+            "call session.forward_backward(x, y, loss_fn) for each micro-batch; "
+            "evaluate with session.evaluate",
         )
     if not local.groups.formed:
         local.groups.form()

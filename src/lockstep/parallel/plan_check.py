@@ -31,8 +31,9 @@ from lockstep.tensor_slice import TensorSlice
 from lockstep.units import join_names
 
 HINT = (
-    'give a weight that packs three matrices ("colwise", 3); reshape with the size of a head, view(..., -1, head_dim), not their number; '
-    f'modules with whole weights between split layers are "{PARTIAL}"; rehearse=False skips this check'
+    'give a weight that packs three matrices ("colwise", 3); '
+    "reshape with the size of a head, view(..., -1, head_dim), not their number; modules "
+    f'with whole weights between split layers are "{PARTIAL}"; rehearse=False skips this check'
 )
 
 
@@ -127,7 +128,8 @@ class PlanCheck:
             name for name, key in self.key_of.items() if complete and key not in self.calls
         ]:
             raise UsageError(
-                f"{join_names(uncalled)} did not run in the first micro-batch, so their plan cannot be verified",
+                f"{join_names(uncalled)} did not run in the first micro-batch, "
+                "so their plan cannot be verified",
                 WHERE,
                 "call these modules, not their parts; rehearse=False skips this check",
             )
@@ -172,7 +174,8 @@ class PlanCheck:
                 own_outputs, own_inputs = call.run(split, own_weights)
             except (RuntimeError, ValueError, TypeError, IndexError) as error:
                 raise UsageError(
-                    f"{region} does not run with its layers split over {parts} tensor ranks: {error}",
+                    f"{region} does not run with its layers split "
+                    f"over {parts} tensor ranks: {error}",
                     WHERE,
                     HINT,
                 ) from error
@@ -232,9 +235,11 @@ def regions_of(model: nn.Module, plan: ParallelPlan) -> list[str]:
         while not (needed <= styles_within(region, plan) and has_forward(model, region)):
             if not region:
                 raise UsageError(
-                    f"{name} is {style.name}, and the model does not have both colwise and rowwise layers",
+                    f"{name} is {style.name}, "
+                    "and the model does not have both colwise and rowwise layers",
                     WHERE,
-                    "outputs of colwise layers are inputs of a rowwise layer; or name it colwise_gather_output",
+                    "outputs of colwise layers are inputs of a rowwise layer; "
+                    "or name it colwise_gather_output",
                 )
             region = region.rpartition(".")[0]
         regions[region] = None

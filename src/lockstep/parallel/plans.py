@@ -232,7 +232,8 @@ def styles_of(model: nn.Module, plan: TensorPlan) -> dict[str, LayerStyle]:
         raise UsageError(
             f"there is no plan of the layers of {type(model).__name__} that the tensor axis splits",
             WHERE,
-            'give tensor_plan={"layers.*.attention.query": "colwise", "layers.*.attention.out": "rowwise", ...}, or set tensor to 1',
+            'give tensor_plan={"layers.*.attention.query": '
+            '"colwise", "layers.*.attention.out": "rowwise", ...}, or set tensor to 1',
         )
     refuse(
         [
@@ -373,14 +374,12 @@ class PipelineStage:
     number: int
     stages: int
     chunks: tuple[Chunk, ...]
-    modules: tuple[
-        tuple[str, ...], ...
-    ]  # names of the modules of each chunk; empty: all belong to one chunk
+    # Names of the modules of each chunk; empty: all belong to one chunk.
+    modules: tuple[tuple[str, ...], ...]
     borrowed: tuple[str, ...] = ()  # copies of parameters of the first stage, which saves them
     lent: tuple[str, ...] = ()  # parameters of the first stage that the last stage has too
-    passes_generators: bool = (
-        False  # random draws continue where the former stage ended: the bits of one stage
-    )
+    # Random draws continue where the former stage ended: the bits of one stage.
+    passes_generators: bool = False
 
     def holds(self, chunk: int, name: str) -> bool:
         return not self.modules or any(

@@ -146,7 +146,8 @@ class Replica:
         shares = shares or equal_shares(layout.replicate, self.leaves)
         if len(leaves := leaves_of_rank(at.replica, shares)) < self.source.shards:
             raise UsageError(
-                f"{layout.data_parallel_size} shards of all replicas are running, a step has {self.leaves} micro-batches",
+                f"{layout.data_parallel_size} shards of all replicas are running, "
+                f"a step has {self.leaves} micro-batches",
                 "each shard needs at least one micro-batch",
                 f"start fewer replicas, or set micro_batches={layout.data_parallel_size}",
             )

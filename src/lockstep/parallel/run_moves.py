@@ -71,7 +71,8 @@ def measure_moves(
     bound = TOLERANCE if "reduce" in collective else 0.0
     if not float(difference) <= bound:
         raise LockstepError(
-            f"the {collective} differs from torch's by {float(difference):.3g} of the largest value",
+            f"the {collective} differs from torch's "
+            f"by {float(difference):.3g} of the largest value",
             f"{ranks} ranks, {length} values of fp32; at most {bound:g} is rounding",
             "report this",
         )

@@ -29,9 +29,8 @@ from lockstep.runtime.tensor_bytes import as_bytes
 from lockstep.runtime.torch_private import foreach_copy_
 from lockstep.units import join_names
 
-BufferKinds = Mapping[
-    str, Literal["local", "per_micro_batch"] | float
-]  # by pattern of names, as in fnmatch
+# By pattern of names, as in fnmatch.
+BufferKinds = Mapping[str, Literal["local", "per_micro_batch"] | float]
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 ROUNDINGS = 16  # of a pass and its difference, at most, in units of the last place
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
@@ -113,9 +112,8 @@ class RunningStatistics:
     ) -> None:
         """Collective. Receive the buffers after the micro-batches of other workers."""
         if self._rows is not None and group.size() > 1:
-            wait(
-                [dist.all_reduce(self._rows, group=group, async_op=True)]
-            )  # exact: one worker has each row
+            # Exact: one worker has each row.
+            wait([dist.all_reduce(self._rows, group=group, async_op=True)])
 
     def commit(self, trained: Sequence[int] | None = None) -> None:
         """Apply the changes of these micro-batches to the buffers; None: of all."""
@@ -172,9 +170,12 @@ class RunningStatistics:
                 if not follows_decay(before[name], after[name], again[name], decay)
             ],
             "these buffers change otherwise than declared:",
-            f"buffers={dict(self.kinds)}; micro-batch 0 was computed twice, from the value before it and from the one after it",
-            '"per_micro_batch" is for a value that each pass overwrites; a number d for an average b = d * b + c, 1.0 for a count '
-            "or a sum. A queue: collect its rows with session.per_micro_batch, and update it after the micro-batch loop",
+            f"buffers={dict(self.kinds)}; "
+            "micro-batch 0 was computed twice, from the value before it and from the one after it",
+            '"per_micro_batch" is for a value that each pass overwrites; '
+            "a number d for an average b = d * b + c, 1.0 for a count or a sum. "
+            "A queue: collect its rows with session.per_micro_batch, "
+            "and update it after the micro-batch loop",
         )
 
     def _buffers(self) -> list[Tensor]:
@@ -235,9 +236,8 @@ def replace_sync_batchnorm(model: nn.Module) -> None:
         if isinstance(module, nn.SyncBatchNorm)
     }
     for module in layers.values():
-        object.__setattr__(
-            module, "__class__", PlainBatchNorm
-        )  # keeps its parameters, hooks and names
+        # Keeps its parameters, hooks and names.
+        object.__setattr__(module, "__class__", PlainBatchNorm)
     if layers:
         log.warning(
             "SyncBatchNorm now normalizes each micro-batch by itself, like BatchNorm: %s",

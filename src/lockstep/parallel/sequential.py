@@ -30,9 +30,11 @@ def block_names(model: nn.Module) -> list[str]:
 
     if not is_flat(model):
         raise UsageError(
-            f"a pipeline splits an nn.Sequential without forward hooks, and the model is a {type(model).__name__}",
+            "a pipeline splits an nn.Sequential without forward hooks, "
+            f"and the model is a {type(model).__name__}",
             "session.prepare(model), layout.pipeline",
-            "give nn.Sequential(block, ...), where each block takes the output of the one before; or use layout.shard",
+            "give nn.Sequential(block, ...), "
+            "where each block takes the output of the one before; or use layout.shard",
         )
     flat = {name for name, module in modules if is_flat(module)}
     return [name for name, _ in modules if name not in flat and name.rpartition(".")[0] in flat]

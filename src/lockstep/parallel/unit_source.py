@@ -8,8 +8,8 @@ FSDP2's two collectives are replaced (fsdp_units.py):
                     rows of the gradients of all leaves of a pass and adds them in tree order. After
                     the last pass, workers with the same rows in other replicas finish the tree
 
-So a shard's gradient is the same sum, in the same order, for any number of replicas and shards. With
-`reduce_once_per_step` a shard keeps partial sums of whole gradients; the tree is the same.
+So a shard's gradient is the same sum, in the same order, for any number of replicas and shards.
+With `reduce_once_per_step` a shard keeps partial sums of whole gradients; the tree is the same.
 """
 
 from __future__ import annotations
@@ -248,9 +248,11 @@ class UnitSource(GradientSource):
         if unit in self._reduced_units:
             names = {id(module): name for name, module in self.local.module.named_modules()}
             raise UsageError(
-                f"{names[id(self.local.fsdp_units[unit])] or 'the model'} ran more than once in micro-batch {self.now.k}",
+                f"{names[id(self.local.fsdp_units[unit])] or 'the model'} ran more "
+                f"than once in micro-batch {self.now.k}",
                 f"layout {self.local.layout}",
-                "leave it out of the units that are gathered one by one: session.prepare(..., units=...), () for none",
+                "leave it out of the units that are gathered one by one: "
+                "session.prepare(..., units=...), () for none",
             )
         self._reduced_units.add(unit)
         if self.is_hashed:

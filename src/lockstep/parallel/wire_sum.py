@@ -136,7 +136,8 @@ class WireSum(FlatSum):
         flat = torch.cat([parts[i].reshape(-1) for i in self.order])
         if flat.dtype != torch.float32:
             raise UsageError(
-                f"parallel.wire={self.wire} encodes gradients of torch.float32, these are {flat.dtype}",
+                f"parallel.wire={self.wire} encodes gradients "
+                f"of torch.float32, these are {flat.dtype}",
                 "the dtype of the trained parameters",
                 "train float32 parameters, or set parallel.wire=fp32",
             )
