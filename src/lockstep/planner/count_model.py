@@ -65,7 +65,8 @@ def planned_cost(run: RunConfig) -> ModelCost:
         raise UsageError(
             "a plan covers the built-in models, with all parameters trained",
             "lora.rank, llama.backend",
-            "plan a function that makes the model, FILE.py:FUNCTION (docs/planning.md), or plan without them: an upper bound",
+            "plan a function that makes the model, "
+            "FILE.py:FUNCTION (docs/planning.md), or plan without them: an upper bound",
         )
     config = llama_config(run)
     if not run.llama.init_from:
@@ -387,7 +388,8 @@ def own_model_cost(spelled: str, run: RunConfig) -> ModelCost:
         raise UsageError(
             described(error),
             f"a forward pass of {spelled} on torch's fake tensors, {line_of(error, spelled)}",
-            "operations that depend on values of the inputs cannot be planned; run the function and its module alone to see other errors",
+            "operations that depend on values of the inputs cannot be planned; "
+            "run the function and its module alone to see other errors",
         ) from error
 
 

@@ -18,10 +18,8 @@ from lockstep.units import parse_bytes, parse_rate, parse_seconds
 
 EFFICIENCY = 0.4  # of a GPU's peak that training reaches: assumed; `--measure` replaces it
 CPU_FLOPS = {"fp32": 20e9, "bf16": 60e9}  # of one core: assumed
-SAME_HOST = {
-    "gpu": Link(20e-6, 100e9),
-    "cpu": Link(100e-6, 1e9),
-}  # assumed: NVLink; gloo over the loopback device
+# Assumed: NVLink; gloo over the loopback device.
+SAME_HOST = {"gpu": Link(20e-6, 100e9), "cpu": Link(100e-6, 1e9)}
 LATENCY_S = 100e-6  # between hosts, if none is given: assumed
 GPUS = (
     *("A100", "H100", "H200", "B200", "MI300X", "L40S", "L4"),
@@ -33,7 +31,8 @@ OTHER_HINT = (
     "of another GPU write its dense peak, too, as KIND-MEMORY@TFLOPS[,GB/s]: 2x8:H800-80GB@989,3350"
 )
 DEVICES = re.compile(
-    r"(\d{1,6})x(\d{1,6}):([A-Za-z][\w ]*?)(?:-(\d[\w.]*))?(?:@(\d{1,7}(?:\.\d{1,7})?)(?:,(\d{1,7}(?:\.\d{1,7})?))?)?"
+    r"(\d{1,6})x(\d{1,6}):([A-Za-z][\w ]*?)(?:-(\d[\w.]*))?"
+    r"(?:@(\d{1,7}(?:\.\d{1,7})?)(?:,(\d{1,7}(?:\.\d{1,7})?))?)?"
 )
 
 
@@ -131,7 +130,8 @@ def parse_cluster(devices: str, link: str, host_link: str, profile: Path | None)
         raise UsageError(
             f"{hosts} hosts, and the link between them is not known",
             "command line",
-            "give --link RATE, such as 100Gbit/s or 1Gbit/s,200us, or --profile FILE.json of lockstep bench comm",
+            "give --link RATE, such as 100Gbit/s or 1Gbit/s,200us, "
+            "or --profile FILE.json of lockstep bench comm",
         )
     same = links.get("same_host", SAME_HOST["cpu" if is_cpu else "gpu"])
     kind = "cpu" if is_cpu else kind

@@ -30,9 +30,8 @@ MAX_HOSTS, MAX_PER_HOST = 16, 4  # that are played; a larger cluster takes a lit
 DISK_S = 0.02
 LEAVE_S = 0.05
 FORM_S = 0.1
-RESTART_S = (
-    30.0  # until a replacement asks to join, or a lost run has loaded its checkpoint: assumed
-)
+# Until a replacement asks to join, or a lost run has loaded its checkpoint: assumed.
+RESTART_S = 30.0
 
 
 @dataclass(frozen=True)

@@ -17,18 +17,15 @@ from lockstep.planner.model_cost import CHECKPOINT_MODES, ModelCost, Unit
 from lockstep.planner.step_cost import outer_units, units_of_stage
 
 # Of a CPU process: fitted to the measured peaks in docs/planning.md.
-RUNTIME_BYTES = (
-    341_000_000  # Python, torch and its kernels: the peak of a model of 50,000 parameters
-)
+# Python, torch and its kernels: the peak of a model of 50,000 parameters.
+RUNTIME_BYTES = 341_000_000
 GROUP_BYTES = 1_600_000  # of each process group of gloo
 # The allocator returns nothing to the system, and leaves more holes where micro-batches have many
 # shapes.
 # (bytes for each byte of activations, more for the sums over the tensor axis), by `ragged`
 ALLOCATED = {False: (1.62, 1.45), True: (1.78, 2.25)}
-STORED_BYTES, STORED_SHARD_BYTES = (
-    2.4,
-    1.92,
-)  # for each byte of a partial sum that waits in the tree
+# For each byte of a partial sum that waits in the tree.
+STORED_BYTES, STORED_SHARD_BYTES = 2.4, 1.92
 # oneDNN keeps 1,024 compiled products, and bf16 ones are large: rows of pairs have hundreds of
 # shapes.
 KERNEL_BYTES = 900_000_000

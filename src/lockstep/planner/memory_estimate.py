@@ -34,8 +34,11 @@ from lockstep.units import format_bytes, format_count
 log = logging.getLogger("lockstep")
 
 WEIGHT_BYTES = 4  # of a gathered unit, per parameter
-GATHERED_UNITS = 6  # of the largest size: one computes, one is prefetched; gradients of three, and received rows of one
-HEADROOM_FACTOR = 3  # times the state: room for activations, and stacks and arenas of about 20 threads where address space is limited
+# Of the largest size: one computes, one is prefetched; gradients of three, received rows of one.
+GATHERED_UNITS = 6
+# Times the state: room for activations, and stacks and arenas of about 20 threads where address
+# space is limited.
+HEADROOM_FACTOR = 3
 MAX_WORKERS = 64  # of a replica that is proposed
 ADDRESS_SPACE, RESIDENT = 0, 1  # fields of /proc/self/statm
 CGROUP = Path("/sys/fs/cgroup/memory.max")
@@ -118,9 +121,12 @@ def refuse_too_large(size: StateSize, layout: Layout, device: torch.device) -> N
     limit, source = memory_limit(device)
     if need > limit:
         raise ConfigError(
-            f"a model of at least {format_count(size.parameters)} parameters takes {format_bytes(need)} per worker, without activations",
-            f"[model], llama.size, [memory] and [layout] of the run; the limit is {format_bytes(limit)}, from {source}",
-            f"choose a smaller model, or shard it over at least {math.ceil(size.training / limit)} workers: layout.shard",
+            f"a model of at least {format_count(size.parameters)} "
+            f"parameters takes {format_bytes(need)} per worker, without activations",
+            "[model], llama.size, [memory] and [layout] of the run; "
+            f"the limit is {format_bytes(limit)}, from {source}",
+            "choose a smaller model, "
+            f"or shard it over at least {math.ceil(size.training / limit)} workers: layout.shard",
         )
 
 
@@ -205,7 +211,9 @@ def explain_out_of_memory(
         if fit:
             hint = f"try {layout_flags(fit)}: {format_bytes(size.bytes(fit))} per worker"
         raise OutOfMemoryError(
-            f"out of memory: the state of {format_count(size.parameters)} parameters takes {format_bytes(need)} per worker with {layout}",
-            f"the limit is {format_bytes(limit)}, from {source}; {format_bytes(before)} were in use before the model was built{written}",
+            f"out of memory: the state of {format_count(size.parameters)} "
+            f"parameters takes {format_bytes(need)} per worker with {layout}",
+            f"the limit is {format_bytes(limit)}, from {source}; "
+            f"{format_bytes(before)} were in use before the model was built{written}",
             f"{hint}; smaller micro-batches (batch.tokens) take less for activations",
         ) from error

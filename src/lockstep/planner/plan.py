@@ -51,7 +51,10 @@ def make_plan(work: Workload) -> Plan:
             continue
         memory = memory_cost(model, run, layout, cluster.device_type)
         if memory.total > cluster.memory:
-            why = f"it takes {format_bytes(memory.total)} per device, which has {format_bytes(cluster.memory)}"
+            why = (
+                f"it takes {format_bytes(memory.total)} per device, "
+                f"which has {format_bytes(cluster.memory)}"
+            )
             refused.append((memory.total, layout, why))
             continue
         step = step_cost(work, layout)
@@ -63,7 +66,8 @@ def make_plan(work: Workload) -> Plan:
         raise UsageError(
             f"no layout of {cluster.devices} devices works; the nearest is {layout}: {why}",
             "--devices, [batch], [model]",
-            "memory.activation_checkpoint=full, fewer batch.tokens, more devices, or a smaller model",
+            "memory.activation_checkpoint=full, "
+            "fewer batch.tokens, more devices, or a smaller model",
         )
     return Plan(fitting, [(layout, why) for _, layout, why in refused])
 
@@ -81,8 +85,9 @@ def problem_with(run: RunConfig, layout: Layout, limits: LayoutLimits) -> str:
     """Return why the run does not work in the layout, or ""."""
     if why := next((what for what, _, _ in conflicts(with_layout(run, layout))), ""):
         return why
-    if 0 < run.diloco.learners < layout.replicate:
-        return f"{run.diloco.learners} learners keep {run.diloco.learners} of {layout.replicate} replicas busy"
+    learners = run.diloco.learners
+    if 0 < learners < layout.replicate:
+        return f"{learners} learners keep {learners} of {layout.replicate} replicas busy"
     chunks = run.layout.pipeline_chunks if layout.pipeline > 1 else 1
     return limits.problem_with(replace(layout, pipeline=layout.pipeline * chunks))
 
@@ -120,7 +125,10 @@ def advice(work: Workload, best: PlannedLayout) -> dict[str, tuple[object, str]]
         by_size = {size: seconds("bucket_bytes", size) for size in BUCKET_BYTES}
         size = min(by_size, key=lambda size: (round(by_size[size], 4), -size))
         largest = BUCKET_BYTES[-1]
-        reason = f"a step of {format_duration(by_size[size])}; {largest:,}: {format_duration(by_size[largest])}"
+        reason = (
+            f"a step of {format_duration(by_size[size])}; "
+            f"{largest:,}: {format_duration(by_size[largest])}"
+        )
         found["parallel.bucket_bytes"] = size, reason
     found["batch.micro_batches"] = micro_batches(run, layout, given)
     by_mode = {mode: best_with(work, mode) for mode in CHECKPOINT_MODES}
