@@ -243,9 +243,8 @@ class WeightsAndBiases:
 def last_offline_row(folder: Path, run_id: str) -> dict[str, Any] | None:
     """Return the last row in this run's local files; {} when there is none, None without files."""
     paths = folder.glob(f"wandb/*run-*-{run_id}*/run-{run_id}.wandb")
-    files = sorted(
-        paths, key=lambda path: path.parent.name.split("run-", 1)[1]
-    )  # the name starts with the time of the start
+    # The name starts with the time of the start.
+    files = sorted(paths, key=lambda path: path.parent.name.split("run-", 1)[1])
     protocol = import_optional("wandb.proto.wandb_internal_pb2", "track.wandb", "wandb")
     for path in reversed(files):
         for tail_bytes in (2**20, path.stat().st_size):
@@ -296,7 +295,8 @@ def wandb_records(path: Path, tail_bytes: int) -> Iterator[bytes]:
 
 
 SECRET = re.compile(
-    r"(?i)password|passwd|secret|credential|(api|access|private)_?key|(^|_)auth(orization)?$|(^|_)token$"
+    r"(?i)password|passwd|secret|credential|(api|access|private)_?key"
+    r"|(^|_)auth(orization)?$|(^|_)token$"
 )
 
 

@@ -152,9 +152,8 @@ def find_damage(path: Path, known: Iterable[FileState], saved_step: int) -> list
     """Return which steps of a file are missing or were changed, up to the newest checkpoint."""
     known = [state for state in known if state.step <= saved_step]
     checks, problems, offset, crc = StateChecks(known), list[str](), 0, 0
-    last = next(
-        (state.step for state in known if not state.bytes), 0
-    )  # an earlier part was moved aside
+    # An earlier part was moved aside.
+    last = next((state.step for state in known if not state.bytes), 0)
     for line in read_lines(path):
         offset, crc, step = offset + len(line), zlib.crc32(line, crc), step_of(line)
         if step is None:
@@ -180,7 +179,8 @@ def missing_steps_error(path: Path, problem: str, step: int) -> DataError:
     return DataError(
         f"the metrics do not reach step {step}, at which the run resumes: {problem}",
         str(path),
-        f"resume from an earlier checkpoint, or move {path.name} aside: the new file starts at step {step + 1}",
+        f"resume from an earlier checkpoint, or move {path.name} aside: "
+        f"the new file starts at step {step + 1}",
     )
 
 
@@ -324,8 +324,8 @@ class MetricsFile:
         if before is not None and str(before) != str(loss):
             self.earlier.clear()
             log.warning(
-                "step %d is repeated with loss %s, and had %s before this start: data, code or values differ, or "
-                "something that decides the loss is in no checkpoint",
+                "step %d is repeated with loss %s, and had %s before this start: data, "
+                "code or values differ, or something that decides the loss is in no checkpoint",
                 *(step, loss, before),
             )
 

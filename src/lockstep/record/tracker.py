@@ -217,7 +217,8 @@ class Tracker(AbstractContextManager["Tracker"]):
                 self._record(number, values)
         if written < step - 1:
             self._warn(
-                f"the previous leader did not write steps {written + 1} to {step - 1}; they are missing in {path}"
+                f"the previous leader did not write steps {written + 1} to {step - 1}; "
+                f"they are missing in {path}"
             )
             assert self.metrics is not None
             self.metrics.last_step = step - 1
@@ -249,13 +250,15 @@ class Tracker(AbstractContextManager["Tracker"]):
             for name in list(self.backends):
                 if size < self.cursors[name].evaluations_bytes:
                     self._warn(
-                        f"{self.evaluations} is shorter than what {name} was sent; sending it from the start"
+                        f"{self.evaluations} is shorter than what {name} was sent; "
+                        "sending it from the start"
                     )
                     self.cursors[name] = replace(self.cursors[name], evaluations_bytes=0)
                 self._send_evaluations(name)
         except OSError as error:
             self._warn(
-                f"{self.evaluations} cannot be read ({error.strerror}); training continues, retrying later"
+                f"{self.evaluations} cannot be read ({error.strerror}); "
+                "training continues, retrying later"
             )
 
     def sync(self) -> None:
@@ -265,9 +268,8 @@ class Tracker(AbstractContextManager["Tracker"]):
         if self.metrics is not None:
             self.metrics.sync()
             self._store_states(read_states(self.state))
-        for name in (
-            self.options.keys() - self.backends.keys() - {"wandb"}
-        ):  # its process cannot be restarted
+        # Its process cannot be restarted.
+        for name in self.options.keys() - self.backends.keys() - {"wandb"}:
             self._open(name)
         self.forward_evaluations()
         for name, backend in list(self.backends.items()):
@@ -308,7 +310,8 @@ class Tracker(AbstractContextManager["Tracker"]):
             raise
         except Exception as error:
             self._warn(
-                f"{name} cannot be opened ({error}); training continues, the next start sends what it lacks"
+                f"{name} cannot be opened ({error}); "
+                "training continues, the next start sends what it lacks"
             )
             return
         self.backends[name] = backend
@@ -357,7 +360,8 @@ class Tracker(AbstractContextManager["Tracker"]):
 
     def _drop(self, name: str, error: Exception) -> None:
         self._warn(
-            f"{name} failed ({type(error).__name__}: {error}); training continues, what it lacks is sent later"
+            f"{name} failed ({type(error).__name__}: {error}); "
+            "training continues, what it lacks is sent later"
         )
         backend = self.backends.pop(name)
         try:
