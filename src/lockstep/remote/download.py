@@ -152,8 +152,12 @@ def read_blob(bucket: RunBucket, name: str, size: int, earlier: Path, offset: in
             ) from None
         if is_blob(content, name, size):
             return content
-    what = f"blob {name} has changed: its sha256 differs, or its size, {len(content)} instead of {size} bytes"
-    raise DamagedFileError(what, str(bucket.address), RESTORE)
+    raise DamagedFileError(
+        f"blob {name} has changed: its sha256 differs, "
+        f"or its size, {len(content)} instead of {size} bytes",
+        str(bucket.address),
+        RESTORE,
+    )
 
 
 def is_blob(content: bytes, name: str, size: int) -> bool:
@@ -237,7 +241,10 @@ class FollowedCopy(Follower):
         end = (record or NO_GENERATION).end
         return {
             "run": str(self.bucket.address),
-            "source": f"snapshot {snapshot.number}, put by {snapshot.host} {format_duration(age_s)} ago{problem}",
+            "source": (
+                f"snapshot {snapshot.number}, "
+                f"put by {snapshot.host} {format_duration(age_s)} ago{problem}"
+            ),
             "silent": not snapshot.released and age_s > SILENT_BEATS * snapshot.beat_s,
             "ended": end and {"code": end.code, "text": end.text},
         }

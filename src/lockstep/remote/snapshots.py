@@ -38,9 +38,8 @@ NUMBER = re.compile(r"[0-9]{10}")
 BLOB_NAME = re.compile(r"[\w-]+/[\w-]+", re.ASCII)
 EXPIRY = "does a lifecycle rule of the bucket delete objects of the run? see docs/object-store.md"
 READ_TRIES = 3  # of a listing whose snapshots are deleted before they are read
-SILENT_BEATS = (
-    5  # an owner that puts no snapshot for as many beats has lost the run to the next start
-)
+# An owner that puts no snapshot for as many beats has lost the run to the next start.
+SILENT_BEATS = 5
 
 Blob = tuple[str, int]  # (OWNER/SHA256, bytes)
 Files = Mapping[str, tuple[Blob, ...]]  # path in the run folder -> its content, in order
@@ -190,11 +189,11 @@ def newest(bucket: RunBucket, *, warns: bool = False) -> Snapshot | None:
             if BLOBS not in bucket.names():
                 return None
             if not numbers(bucket):
-                hint = "restore the snapshots; to train from step 0, delete the blobs, too, or give another --out"
                 raise CheckpointError(
                     "the store has blobs of a run and no snapshot: they were deleted",
                     f"{bucket.address}/{FOLDER}",
-                    hint,
+                    "restore the snapshots; to train from step 0, "
+                    "delete the blobs, too, or give another --out",
                 )
             continue
         with suppress(FileNotFoundError):  # deleted since it was listed: there are newer ones
@@ -276,9 +275,12 @@ def wait_until_silent(bucket: RunBucket, snapshot: Snapshot) -> Snapshot:
         time.sleep(min(1.0, snapshot.beat_s / 4))
         latest = newest(bucket) or snapshot
         if latest.number > snapshot.number and not latest.released:
-            what = f"another training is already running in {bucket.address}: on {latest.host}, pid {latest.pid}"
-            hint = "wait for it, stop it there with SIGTERM, or choose another --out"
-            raise UsageError(what, f"it has just put snapshot {latest.number}", hint)
+            raise UsageError(
+                f"another training is already running in {bucket.address}: "
+                f"on {latest.host}, pid {latest.pid}",
+                f"it has just put snapshot {latest.number}",
+                "wait for it, stop it there with SIGTERM, or choose another --out",
+            )
         snapshot = latest
     return snapshot
 
@@ -344,8 +346,9 @@ class Ownership:
             ) from None
 
     def _refuse(self, winner: Snapshot) -> None:
-        what = f"another start has taken over the run in {self.bucket.address}: {winner.host}, pid {winner.pid}"
-        where = f"it put snapshot {winner.number}, while this host did not reach the store"
         raise FencedError(
-            what, where, "nothing of this host is in the store since then; the run continues there"
+            f"another start has taken over the run in {self.bucket.address}: "
+            f"{winner.host}, pid {winner.pid}",
+            f"it put snapshot {winner.number}, while this host did not reach the store",
+            "nothing of this host is in the store since then; the run continues there",
         )

@@ -167,11 +167,11 @@ class Mirror(StoreTask):
         last = max(committed_steps(self.checkpoints), default=0)
         published = steps_of(self.ownership.newest.files)
         if last > max(published, default=0):
-            what = f"the checkpoint of step {last} is damaged or unreadable on this host, so it is not in the store"
-            where = f"{self.checkpoints / folder_name(last)}; newest step in {self.bucket.address}: {max(published, default='none')}"
             raise CheckpointError(
-                what,
-                where,
+                f"the checkpoint of step {last} is damaged "
+                "or unreadable on this host, so it is not in the store",
+                f"{self.checkpoints / folder_name(last)}; "
+                f"newest step in {self.bucket.address}: {max(published, default='none')}",
                 "see the warnings above; the same command resumes from the checkpoint before it",
             )
 

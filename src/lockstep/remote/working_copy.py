@@ -76,11 +76,11 @@ def owned_copy(bucket: RunBucket, host: str) -> Iterator[tuple[Path, Ownership]]
     with locked_copy(bucket) as copy:
         refuse_unsafe_store(bucket)
         if is_of_several_hosts(bucket):
-            hint = "start it with lockstep launch --hosts, also on a single host, or give another --out"
             raise UsageError(
                 f"the run in {bucket.address} is one of several hosts",
                 f"its generation log, {MEMBERSHIP}/",
-                hint,
+                "start it with lockstep launch --hosts, "
+                "also on a single host, or give another --out",
             )
         owners = read_owners(copy)
         before = newest(bucket, warns=True)
@@ -167,8 +167,12 @@ def refuse_lost_store(bucket: RunBucket, copy: Path) -> None:
 def refuse_running_workers(bucket: RunBucket, copy: Path, host: str) -> None:
     """UsageError when workers of `lockstep launch` still train in a copy that must be set aside."""
     if copy.exists() and (workers := running_workers(state_folder(copy, host))):
-        what = f"{len(workers)} workers train in a copy of {bucket.address}, which another start has taken over"
-        raise UsageError(what, str(copy), f"stop them: lockstep launch --stop {copy}")
+        raise UsageError(
+            f"{len(workers)} workers train in a copy of {bucket.address}, "
+            "which another start has taken over",
+            str(copy),
+            f"stop them: lockstep launch --stop {copy}",
+        )
 
 
 def download_copy(bucket: RunBucket, snapshot: Snapshot, copy: Path) -> Snapshot:
@@ -296,9 +300,11 @@ def ended_copy(bucket: RunBucket, host: str) -> Iterator[tuple[Path, Ownership]]
     with joined_copy(bucket, host) as (copy, _):
         last, before = GenerationLog(copy / "generations").newest(), newest(bucket)
         if before is None or not (last and last.end):
-            hint = "wait for its end, or let it score by itself: evaluate.at_end, or launch --with-evaluator on each host"
             raise UsageError(
-                f"the run in {bucket.address} has not ended", "its newest generation", hint
+                f"the run in {bucket.address} has not ended",
+                "its newest generation",
+                "wait for its end, or let it score by itself: "
+                "evaluate.at_end, or launch --with-evaluator on each host",
             )
         before = wait_until_silent(bucket, before)
         refresh_copy(copy)
