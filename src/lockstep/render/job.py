@@ -28,20 +28,15 @@ IMAGE = re.compile(
 )
 # Tokens of Hugging Face, OpenAI, Weights & Biases, GitHub, GitLab, Slack, AWS and Google.
 TOKEN = re.compile(
-    r"\b(hf_|sk-|wandb_v1_|gh[opsu]_|github_pat_|glpat-|xox[abp]-|AKIA|AIza)[A-Za-z0-9_-]{12,}|\b[0-9a-f]{40}\b"
+    r"\b(hf_|sk-|wandb_v1_|gh[opsu]_|github_pat_|glpat-|xox[abp]-|AKIA|AIza)[A-Za-z0-9_-]{12,}"
+    r"|\b[0-9a-f]{40}\b"
 )
-NOT_TEXT = re.compile(
-    r"\d.*|y|n|yes|no|on|off|true|false|null"
-)  # words that YAML reads as numbers and truth values
-STORE_VARIABLES = (
-    "AWS_ENDPOINT_URL",
-    "AWS_REGION",
-    "AWS_ACCESS_KEY_ID",
-    "AWS_SECRET_ACCESS_KEY",
-)  # not set: AWS, and the machine's role
-LINE_BREAKS = re.compile(
-    "[\x7f-\x9f\u2028\u2029\ufeff]"
-)  # to YAML, or unprintable there; TOML permits them in a line
+# Words that YAML reads as numbers and truth values.
+NOT_TEXT = re.compile(r"\d.*|y|n|yes|no|on|off|true|false|null")
+# Not set: AWS, and the machine's role.
+STORE_VARIABLES = ("AWS_ENDPOINT_URL", "AWS_REGION", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
+# To YAML, or unprintable there; TOML permits them in a line.
+LINE_BREAKS = re.compile("[\x7f-\x9f\u2028\u2029\ufeff]")
 
 
 @dataclass(frozen=True)
@@ -135,11 +130,11 @@ def refuse_secrets(values: Mapping[str, Any], where: str) -> None:
         key for key, value in values.items() if public[key] != value or TOKEN.search(str(value))
     ]
     if secret:
-        hint = f"remove it there, and set LOCKSTEP_{secret[0].upper().replace('.', '_')} where the job runs, from a secret store"
+        variable = f"LOCKSTEP_{secret[0].upper().replace('.', '_')}"
         raise ConfigError(
             f"the value of {', '.join(secret)} looks like a secret; it is not shown or rendered",
             where,
-            hint,
+            f"remove it there, and set {variable} where the job runs, from a secret store",
         )
 
 
@@ -199,4 +194,7 @@ def title(target: str, job: Job) -> str:
     options += f" --workers {job.workers}" * (job.workers != (job.gpus or 2))
     options += f" --run {job.run}" * (job.run != f"runs/{Path(job.run_file).stem}")
     options += job.flags
-    return f"# {job.name}: {nodes} with {devices} each\n# lockstep render {target} {job.run_file} {options}"
+    return (
+        f"# {job.name}: {nodes} with {devices} each\n"
+        f"# lockstep render {target} {job.run_file} {options}"
+    )
