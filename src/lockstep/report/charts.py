@@ -24,7 +24,8 @@ ROW = 26  # height of a row of the timeline
 MAX_ROWS = 32
 MAX_MARKS = 200
 SECRET_TEXT = re.compile(
-    r"(?i)((?:password|passwd|secret|credentials?|(?:api|access|private)[_-]?key|(?<![a-z])token)[\"']?\s*[=:]\s*[\"']?)[^\s\"',;]+"
+    r"(?i)((?:password|passwd|secret|credentials?|(?:api|access|private)[_-]?key|(?<![a-z])token)"
+    r"[\"']?\s*[=:]\s*[\"']?)[^\s\"',;]+"
     r"|\b(?:hf_|sk-|ghp_|AKIA)[A-Za-z0-9_-]{12,}"
 )
 
@@ -131,11 +132,14 @@ def line_chart(
     label = text(" ".join(filter(None, described)))
     script = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     return (
-        f'<figure class="chart {css}"><figcaption><h3>{text(title)} <small>{unit}</small></h3><p>{text(note)}</p>'
+        f'<figure class="chart {css}"><figcaption>'
+        f"<h3>{text(title)} <small>{unit}</small></h3><p>{text(note)}</p>"
         f'<ul class="legend">{"".join(legend)}</ul></figcaption>'
-        f'<div class="plot" tabindex="0" role="group" aria-label="{text(title)}: arrow keys read values, plus and minus zoom">'
+        '<div class="plot" tabindex="0" role="group" '
+        f'aria-label="{text(title)}: arrow keys read values, plus and minus zoom">'
         f"{axis('y', low, high)}{axis('x', x0, x1)}{svg(HEIGHT, label, shapes)}"
-        f'<i class="cursor" hidden></i><output hidden></output></div><script type="application/json">{script}</script></figure>'
+        '<i class="cursor" hidden></i><output hidden></output></div>'
+        f'<script type="application/json">{script}</script></figure>'
     )
 
 
@@ -192,7 +196,8 @@ def share_bar(shares: Mapping[str, float], css: Mapping[str, str], label: str) -
     for name, share in shares.items():
         tip = f"<title>{text(name)} {share:.1f}%</title>"
         bands.append(
-            f'<rect class="{css[name]}" x="{10 * x:.1f}" width="{10 * share:.1f}" height="30">{tip}</rect>'
+            f'<rect class="{css[name]}" x="{10 * x:.1f}" width="{10 * share:.1f}" height="30">'
+            f"{tip}</rect>"
         )
         x += share
     label = f"{label}: {', '.join(f'{name} {share:.1f}%' for name, share in shares.items())}"
@@ -240,11 +245,15 @@ def timeline(
     note = f"{len(generations)} generations, {len(workers)} workers, {clock(span_s)}"
     if hidden := len(rows) - len(drawn):
         note += f"; {hidden} more hosts are not drawn"
+    names = "".join(f"<li>{text(row)}</li>" for row in drawn)
     return (
-        f'<figure class="timeline wide"><figcaption><h3>{text(title)}</h3><p>{note}</p></figcaption>'
-        f'<div class="rows"><ul aria-hidden="true">{"".join(f"<li>{text(row)}</li>" for row in drawn)}</ul>'
-        f'<div class="plot" style="height:{height}px">{axis("x", 0, span_s / size, units.get(size, " s"))}'
-        f"{svg(height, text(f'{title}: {note}'), shapes)}<output hidden></output></div></div></figure>"
+        '<figure class="timeline wide">'
+        f"<figcaption><h3>{text(title)}</h3><p>{note}</p></figcaption>"
+        f'<div class="rows"><ul aria-hidden="true">{names}</ul>'
+        f'<div class="plot" style="height:{height}px">'
+        f"{axis('x', 0, span_s / size, units.get(size, ' s'))}"
+        f"{svg(height, text(f'{title}: {note}'), shapes)}"
+        "<output hidden></output></div></div></figure>"
     )
 
 

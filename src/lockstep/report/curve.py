@@ -14,15 +14,10 @@ class Curve:
     def __init__(self) -> None:
         self.width = 1  # steps of a bin
         self.bins: dict[int, list[float]] = {}  # by step // width: sum, count, lowest, highest
-        self.last, self.lowest, self.highest = (
-            (0, math.nan),
-            (0, math.inf),
-            (0, -math.inf),
-        )  # (step, value)
-        self.not_finite: tuple[int, int] = (
-            0,
-            0,
-        )  # (first step, count) of NaN, infinities and what is beyond LARGEST
+        # (step, value)
+        self.last, self.lowest, self.highest = (0, math.nan), (0, math.inf), (0, -math.inf)
+        # (first step, count) of NaN, infinities and what is beyond LARGEST.
+        self.not_finite: tuple[int, int] = (0, 0)
 
     def add(self, step: int, value: float) -> None:
         self.last = (step, value)

@@ -106,7 +106,10 @@ def write_report(folders: Sequence[Path], out: Path) -> str:
     page = render(runs, " and ".join(names))
     write_atomic(out, page)
     steps = sum(run.data.steps.count for run in runs)
-    return f"{out}: {format_bytes(len(page.encode()))}, {steps:,} steps, in {format_duration(time.monotonic() - start_s)}"
+    return (
+        f"{out}: {format_bytes(len(page.encode()))}, "
+        f"{steps:,} steps, in {format_duration(time.monotonic() - start_s)}"
+    )
 
 
 def render(runs: Sequence[Run], title: str) -> str:
@@ -153,7 +156,10 @@ def problems(run: Run) -> Iterator[str]:
             yield f"{name}: {count:,} damaged lines were skipped"
     for name, curve in run.data.steps.curves.items():
         if curve.not_finite[1]:
-            yield f"{name} is not finite at {curve.not_finite[1]:,} steps, first at step {curve.not_finite[0]:,}"
+            yield (
+                f"{name} is not finite at {curve.not_finite[1]:,} steps, "
+                f"first at step {curve.not_finite[0]:,}"
+            )
     if not run.data.steps.count:
         yield "no step has been committed"
     missing = [f"metrics.jsonl: {problem}" for problem in run.data.missing()]

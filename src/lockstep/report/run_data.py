@@ -26,12 +26,8 @@ from lockstep.record.tracker import metrics_damage
 from lockstep.report.curve import Curve
 from lockstep.units import MAX_NAMES
 
-FILES = (
-    "metrics.jsonl",
-    "events.jsonl",
-    "run.json",
-    "generations",
-)  # one of them makes a folder a run
+# One of them makes a folder a run.
+FILES = ("metrics.jsonl", "events.jsonl", "run.json", "generations")
 KEPT = 1000
 MAX_CURVES, MAX_STEP = 60, 2**53
 NO_CURVE = re.compile(r"step|workers|generation|epoch|goodput|.*_so_far|.*_per_second_per_device")
@@ -293,9 +289,8 @@ def read_facts(folder: Path) -> Facts:
         except FileNotFoundError:
             return default
         except (LockstepError, OSError, ValueError, KeyError, TypeError, OverflowError) as error:
-            problems.append(
-                f"{name} cannot be read: {error.what if isinstance(error, LockstepError) else error}"
-            )
+            problem = error.what if isinstance(error, LockstepError) else error
+            problems.append(f"{name} cannot be read: {problem}")
             return default
 
     def end() -> str:
