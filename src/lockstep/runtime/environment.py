@@ -72,8 +72,8 @@ def read_rank_info(environ: Mapping[str, str]) -> tuple[RankInfo | None, str]:
 
 def describe(info: RankInfo) -> str:
     return (
-        f"rank {info.rank} of {info.size}, local rank {info.local_rank} of {info.local_size}, started by {info.launcher}; "
-        f"rendezvous at {info.master_addr}:{info.master_port}"
+        f"rank {info.rank} of {info.size}, local rank {info.local_rank} of {info.local_size}, "
+        f"started by {info.launcher}; rendezvous at {info.master_addr}:{info.master_port}"
     )
 
 
@@ -109,10 +109,12 @@ def choose_device(environ: Mapping[str, str], info: RankInfo | None, gpus: int) 
     if info and info.launcher == "srun" and gpus == 1 and local_rank:
         return "cuda:0", "srun gave each task one GPU"
     if local_rank >= gpus:
-        where = f"{info.launcher if info else 'one machine'}; CUDA_VISIBLE_DEVICES={environ.get('CUDA_VISIBLE_DEVICES', 'not set')}"
-        hint = f"start {gpus} workers on this machine, or set LOCKSTEP_DEVICE=cpu"
+        launcher = info.launcher if info else "one machine"
+        visible = environ.get("CUDA_VISIBLE_DEVICES", "not set")
         raise UsageError(
-            f"local rank {local_rank} has no GPU: this process sees {gpus}", where, hint
+            f"local rank {local_rank} has no GPU: this process sees {gpus}",
+            f"{launcher}; CUDA_VISIBLE_DEVICES={visible}",
+            f"start {gpus} workers on this machine, or set LOCKSTEP_DEVICE=cpu",
         )
     return f"cuda:{local_rank}", f"local rank {local_rank} of {gpus} GPUs"
 
@@ -172,8 +174,9 @@ def rank_from_torchrun(environ: Mapping[str, str]) -> RankInfo | None:
     warnings = []
     if given and environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
         warnings.append(
-            "torchrun restarts workers into the store of the previous attempt; World separates the attempts, but code that calls "
-            "init_process_group itself may hang after a restart: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun"
+            "torchrun restarts workers into the store of the previous attempt; "
+            "World separates the attempts, but code that calls init_process_group itself may hang "
+            "after a restart: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun"
         )
     return RankInfo(
         rank,
@@ -183,7 +186,8 @@ def rank_from_torchrun(environ: Mapping[str, str]) -> RankInfo | None:
         *read_master(environ, "MASTER_ADDR", "MASTER_PORT"),
         launcher,
         launcher_has_store=given,
-        attempt=f"{environ.get('TORCHELASTIC_RUN_ID', '')}-{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}",
+        attempt=f"{environ.get('TORCHELASTIC_RUN_ID', '')}-"
+        f"{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}",
         warnings=tuple(warnings),
     )
 
@@ -194,9 +198,11 @@ def rank_from_kubeflow(environ: Mapping[str, str]) -> RankInfo | None:
         return None
     require_all(environ, PET)
     if environ["PET_NPROC_PER_NODE"] != "1" or not environ["PET_NNODES"].isdecimal():
-        what = "these PET_ variables ask torchrun for several processes per machine or elastic machines"
         raise UsageError(
-            what, set_variables(environ, PET), "start with torchrun: torchrun -m lockstep train ..."
+            "these PET_ variables ask torchrun "
+            "for several processes per machine or elastic machines",
+            set_variables(environ, PET),
+            "start with torchrun: torchrun -m lockstep train ...",
         )
     rank, size = read_number(environ, "PET_NODE_RANK"), read_number(environ, "PET_NNODES")
     return RankInfo(
@@ -218,17 +224,14 @@ def rank_from_slurm(environ: Mapping[str, str]) -> RankInfo | None:
     step_size = environ.get("SLURM_STEP_NUM_TASKS", "1")
     if step_size == "1":
         if environ.get("SLURM_NTASKS", "1") != "1":
-            what = (
-                f"this is a single process, but the Slurm job has {environ['SLURM_NTASKS']} tasks"
-            )
-            hint = "start all tasks with srun: srun lockstep train ...; or request one task, which starts its own workers"
             raise UsageError(
-                what,
+                f"this is a single process, but the Slurm job has {environ['SLURM_NTASKS']} tasks",
                 set_variables(
                     environ,
                     ("SLURM_JOB_ID", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
                 ),
-                hint,
+                "start all tasks with srun: srun lockstep train ...; "
+                "or request one task, which starts its own workers",
             )
         return None
     names = (
@@ -311,9 +314,13 @@ def read_number(environ: Mapping[str, str], name: str) -> int:
 def require_all(environ: Mapping[str, str], names: tuple[str, ...]) -> None:
     missing = [name for name in names if not environ.get(name)]
     if missing:
-        what = f"incomplete launch environment: {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set"
-        hint = "start with torchrun, set the rest by hand (one worker per machine: LOCAL_RANK=0 LOCAL_WORLD_SIZE=1), or unset all"
-        raise UsageError(what, set_variables(environ, names), hint)
+        verb = "is" if len(missing) == 1 else "are"
+        raise UsageError(
+            f"incomplete launch environment: {', '.join(missing)} {verb} not set",
+            set_variables(environ, names),
+            "start with torchrun, set the rest "
+            "by hand (one worker per machine: LOCAL_RANK=0 LOCAL_WORLD_SIZE=1), or unset all",
+        )
 
 
 def require_consistent(info: RankInfo, environ: Mapping[str, str]) -> None:

@@ -28,10 +28,13 @@ CLEAN_EXIT_CODES = (0, 75, 130)  # done, saved and to be restarted, saved on SIG
 
 # Messages of torch 2.13 for a lost peer: gloo, TCPStore, NCCL. All observed except NCCL's.
 PEER_LOSS = re.compile(
-    r"Connection closed by peer|Connection reset by peer|Connection refused|Broken pipe|Read error|Write error|Read timeout"
-    r"|Timed out waiting \d+ms for (send|recv)|Application timeout caused pair closure|Socket closed|Failed to recv, got 0 bytes"
+    r"Connection closed by peer|Connection reset by peer|Connection refused|Broken pipe"
+    r"|Read error|Write error|Read timeout"
+    r"|Timed out waiting \d+ms for (send|recv)|Application timeout caused pair closure"
+    r"|Socket closed|Failed to recv, got 0 bytes"
     r"|wait timeout after \d+ms|client socket has timed out|timed out connecting"
-    r"|ncclRemoteError|remote process exited|NCCL communicator was aborted|Watchdog caught collective operation timeout"
+    r"|ncclRemoteError|remote process exited|NCCL communicator was aborted"
+    r"|Watchdog caught collective operation timeout"
 )
 # The text of the program is wrong. Other errors may pass: those of a disk, a download, a device.
 PROGRAM_ERRORS = (ImportError, SyntaxError, NameError, AttributeError, TypeError)
@@ -56,9 +59,8 @@ class ExitReport:
     finished: bool = False  # its function returned; exit code 0 without this flag is an early exit
     lost_peers: bool = False  # the exit is the consequence of another worker's
     step: int = -1  # number of committed steps; -1: unknown
-    drained: bool = (
-        False  # it left between two steps because its host is drained; the others continue
-    )
+    # It left between two steps because its host is drained; the others continue.
+    drained: bool = False
     joined: bool = True  # it has joined the workers of the run; False: it failed before
     program_error: bool = False  # it failed with one of PROGRAM_ERRORS
 
@@ -69,9 +71,8 @@ class WorkerExit:
 
     rank: int
     pid: int
-    code: (
-        int | None
-    )  # as in subprocess: -n when signal n killed it; None: unknown, it was not a child
+    # As in subprocess: -n when signal n killed it; None: unknown, it was not a child.
+    code: int | None
     at_s: float
     sent: tuple[int, ...] = ()  # signals that the agent sent to make it exit
     report: ExitReport | None = None
@@ -237,8 +238,13 @@ def describe_failure(first: WorkerExit, exits: Sequence[WorkerExit], asked: Sequ
             LockstepError(f"{first} was killed by {name} before it could save and stop", log)
         )
     hints: dict[int, str] = {
-        signal.SIGKILL: "not sent by lockstep: the kernel sends it when memory runs out (journalctl -k, or dmesg), or a user did",
-        signal.SIGBUS: "the kernel sends it when /dev/shm or the disk under a mapped file is full (df)",
+        signal.SIGKILL: (
+            "not sent by lockstep: the kernel sends it "
+            "when memory runs out (journalctl -k, or dmesg), or a user did"
+        ),
+        signal.SIGBUS: (
+            "the kernel sends it when /dev/shm or the disk under a mapped file is full (df)"
+        ),
         signal.SIGSEGV: "a crash in compiled code; PYTHONFAULTHANDLER=1 shows where",
     }
     return with_log_tail(
@@ -254,9 +260,13 @@ def signal_name(number: int) -> str:
 
 def describe_early_exit(first: WorkerExit) -> str:
     what = "exited early (code 0)" if first.kind == "exited early" else "finished"
-    hint = "all workers must take the same number of steps; a worker exits by returning from its function, not by sys.exit"
-    what += " while other workers were still training"
-    return with_log_tail(first, LockstepError(f"{first} {what}", log_paths([first]), hint))
+    error = LockstepError(
+        f"{first} {what} while other workers were still training",
+        log_paths([first]),
+        "all workers must take the same number of steps; "
+        "a worker exits by returning from its function, not by sys.exit",
+    )
+    return with_log_tail(first, error)
 
 
 def with_log_tail(exited: WorkerExit, error: LockstepError) -> str:
@@ -283,7 +293,8 @@ def text_of(exited: WorkerExit) -> str:
 
 def join_ranks(exits: Sequence[WorkerExit]) -> str:
     """Return "rank 1", or "ranks 0, 2 and 3"."""
-    return f"{exits[0].title}{'s'[: len(exits) - 1]} {join_words([str(rank) for rank in sorted(exited.rank for exited in exits)])}"
+    ranks = sorted(exited.rank for exited in exits)
+    return f"{exits[0].title}{'s'[: len(exits) - 1]} {join_words([str(rank) for rank in ranks])}"
 
 
 def log_paths(exits: Sequence[WorkerExit]) -> str:

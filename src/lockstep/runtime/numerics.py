@@ -116,7 +116,9 @@ def fingerprint(device: torch.device) -> dict[str, str]:
         "cpu": torch.backends.cpu.get_cpu_capability(),
         "threads": str(threads or "any"),
         "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else "none",
-        "deterministic": f"{torch.are_deterministic_algorithms_enabled()}{', warn_only' * warn_only}",
+        "deterministic": (
+            f"{torch.are_deterministic_algorithms_enabled()}{', warn_only' * warn_only}"
+        ),
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
         **kernel_settings(device),
         **probe_results(str(device), threads),
@@ -233,7 +235,10 @@ def make_deterministic(device: torch.device) -> str:
     the backward passes of fused attention then add in any order (attention_backward.cu).
     UsageError: CUDA was used before cuBLAS had its workspace."""
     if device.type != "cuda":
-        return f"{torch.get_num_threads()} thread(s) per worker: the number of threads changes bits, so it is part of the run"
+        return (
+            f"{torch.get_num_threads()} thread(s) per worker: "
+            "the number of threads changes bits, so it is part of the run"
+        )
     if CUBLAS_SETTING not in os.environ:
         raise UsageError(
             f"this process has used CUDA before lockstep was imported, without {CUBLAS_SETTING}: "
@@ -242,6 +247,7 @@ def make_deterministic(device: torch.device) -> str:
             f"import lockstep before the first tensor on a GPU, or set {CUBLAS_SETTING}=:4096:8",
         )
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # else each torch.empty is filled
+    # Else each torch.empty is filled.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.benchmark = False
     return f"deterministic CUDA kernels only ({CUBLAS_SETTING}={os.environ[CUBLAS_SETTING]})"

@@ -114,9 +114,9 @@ def refuse_other_collectives(names: Sequence[str]) -> None:
     raise CollectiveMismatchError(
         f"ranks are in different collectives: {'; '.join(listed)}",
         "each message of a gather carries the name of its collective",
-        "every worker must call Lockstep's functions in the same order: save and evaluate on all ranks, "
-        "not under `if rank == 0`, with the same version of Lockstep. If the loop does, report a bug of Lockstep, with "
-        "events.jsonl and logs/",
+        "every worker must call Lockstep's functions in the same order: save "
+        "and evaluate on all ranks, not under `if rank == 0`, with the same version of Lockstep. "
+        "If the loop does, report a bug of Lockstep, with events.jsonl and logs/",
     )
 
 
@@ -160,9 +160,8 @@ def init_default_group(
         backend, store=store, rank=rank, world_size=size, timeout=timeout, device_id=device_id
     )
     assert dist.group.WORLD is not None
-    dist.group.WORLD.bound_device_id = (
-        None  # else new_group splits this communicator, for which it needs all ranks
-    )
+    # Else new_group splits this communicator, for which it needs all ranks.
+    dist.group.WORLD.bound_device_id = None
     dist.all_reduce(torch.zeros(1))
 
 

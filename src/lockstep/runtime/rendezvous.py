@@ -14,7 +14,9 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # public at run time
+
+# Public at run time.
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from lockstep.errors import PeersLostError, UsageError
 from lockstep.runtime.environment import RankInfo
@@ -62,8 +64,12 @@ def rendezvous(
     except RuntimeError as error:
         if not is_peer_loss(error):
             raise
-        what = f"rank 0's store at {info.master_addr}:{info.master_port} failed during the rendezvous of {info.size} workers"
-        raise PeersLostError(what, source, "another worker failed first, see its log") from error
+        raise PeersLostError(
+            f"rank 0's store at {info.master_addr}:{info.master_port} "
+            f"failed during the rendezvous of {info.size} workers",
+            source,
+            "another worker failed first, see its log",
+        ) from error
     return store
 
 
@@ -104,9 +110,11 @@ def listen_on_master_port(info: RankInfo) -> int:
             if busy
             else f"cannot listen on port {info.master_port}: {error.strerror}"
         )
-        hint = f"give all machines another port; to see what holds it: ss -ltnp 'sport = :{info.master_port}'"
         raise UsageError(
-            what, f"MASTER_PORT, on {socket.gethostname()}, set by {info.launcher}", hint
+            what,
+            f"MASTER_PORT, on {socket.gethostname()}, set by {info.launcher}",
+            "give all machines another port; "
+            f"to see what holds it: ss -ltnp 'sport = :{info.master_port}'",
         ) from None
 
 
@@ -137,13 +145,14 @@ def wait_for_master(info: RankInfo, deadline_s: float, timeout_s: float) -> None
             return
         except OSError as error:
             if time.monotonic() + pause_s > deadline_s:
-                what = f"rank {info.rank} cannot reach rank 0 at {info.master_addr}:{info.master_port}: {error}"
-                hint = "is rank 0 running? does the name resolve here? does a firewall block the port? Try: nc -vz"
-                where = (
-                    f"tried for {timeout_s:g} s from {socket.gethostname()}; set by {info.launcher}"
-                )
                 raise PeersLostError(
-                    what, where, f"{hint} {info.master_addr} {info.master_port}"
+                    f"rank {info.rank} cannot reach rank 0 "
+                    f"at {info.master_addr}:{info.master_port}: {error}",
+                    f"tried for {timeout_s:g} s from {socket.gethostname()}; "
+                    f"set by {info.launcher}",
+                    "is rank 0 running? does the name resolve here? "
+                    "does a firewall block the port? "
+                    f"Try: nc -vz {info.master_addr} {info.master_port}",
                 ) from None
         time.sleep(pause_s)
         pause_s = min(1.0, 2 * pause_s)
@@ -160,8 +169,12 @@ def wait_for_all_ranks(
         what = f"different world sizes: {info.size} here, {size} on other workers"
         raise UsageError(what, where, "start all machines with the same number of workers")
     if store.add(f"rank {info.rank}", 1) > 1:
-        hint = "too many workers were started, two machines have the same number, or an earlier run still holds the port"
-        raise UsageError(f"another worker already has rank {info.rank}", where, hint)
+        raise UsageError(
+            f"another worker already has rank {info.rank}",
+            where,
+            "too many workers were started, "
+            "two machines have the same number, or an earlier run still holds the port",
+        )
     pause_s, arrived = 0.005, store.add("came", 1)
     while arrived < size:
         if time.monotonic() > deadline_s:
@@ -170,7 +183,8 @@ def wait_for_all_ranks(
                 f"{size - len(missing)} of {size} workers arrived within {timeout_s:g} s: "
                 f"missing rank {', '.join(missing[:20])}{' ...' if len(missing) > 20 else ''}",
                 source,
-                "start the missing workers, or set the world size to the number of workers; nothing was trained",
+                "start the missing workers, or set the world size to the number of workers; "
+                "nothing was trained",
             )
         time.sleep(pause_s)
         pause_s = min(0.2, 2 * pause_s)
@@ -187,7 +201,9 @@ def init_static_group(info: RankInfo, store: Store, device: torch.device, timeou
             dist.destroy_process_group()
         interface = os.environ.get("GLOO_SOCKET_IFNAME", "not set")
         raise PeersLostError(
-            f"rank {info.rank} could not connect to the other {info.size - 1} workers: {error_summary(error)}",
+            f"rank {info.rank} could not connect to the other {info.size - 1} workers: "
+            f"{error_summary(error)}",
             f"GLOO_SOCKET_IFNAME={interface} on {socket.gethostname()}",
-            "another worker may have failed, see its log; or set GLOO_SOCKET_IFNAME to the interface between the machines (ip -br addr)",
+            "another worker may have failed, see its log; "
+            "or set GLOO_SOCKET_IFNAME to the interface between the machines (ip -br addr)",
         ) from error

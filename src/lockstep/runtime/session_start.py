@@ -88,9 +88,8 @@ def ask_for_start(out: Path | None = None) -> None:
     """Ask for a start under an agent, in the folder `out`, and raise SystemExit. Return where the
     user has decided, and in other processes that the script starts: they are not workers of the
     run."""
-    path = os.environ.get(
-        ERROR_FILE, ""
-    )  # with the pid of this process, or of the worker that runs the script as its child
+    # With the pid of this process, or of the worker that runs the script as its child.
+    path = os.environ.get(ERROR_FILE, "")
     if path.endswith((f".session-{os.getpid()}", f".session-{os.getppid()}")):
         write_atomic(Path(path), json.dumps({FOLDER: str(out.absolute()) if out else ""}))
         raise SystemExit(UsageError.exit_code)

@@ -16,12 +16,8 @@ from types import FrameType
 from typing import Any, Self
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-STOP_EXIT_CODES = {
-    "": 0,
-    "SIGTERM": 75,
-    "SIGUSR1": 75,
-    "SIGINT": 130,
-}  # of a run that saved on this signal
+# Of a run that saved on this signal.
+STOP_EXIT_CODES = {"": 0, "SIGTERM": 75, "SIGUSR1": 75, "SIGINT": 130}
 EXIT_INTERRUPTED = 130
 
 

@@ -50,9 +50,8 @@ def shutdown_sockets(sockets: Iterable[tuple[int, str]]) -> None:
             if os.readlink(f"/proc/self/fd/{descriptor}") != name:
                 continue
             with socket.socket(fileno=os.dup(descriptor)) as pair:
-                if not pair.getsockopt(
-                    socket.SOL_SOCKET, socket.SO_ACCEPTCONN
-                ):  # shutting down gloo's listener would end the process
+                # Shutting down gloo's listener would end the process.
+                if not pair.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                     pair.shutdown(socket.SHUT_RDWR)
 
 
@@ -86,10 +85,11 @@ def choose_interface(environ: Mapping[str, str], info: RankInfo) -> tuple[str, s
     name = interfaces_by_address().get("127.0.0.1" if source.startswith("127.") else source, "")
     if not alone and (source.startswith("127.") or source == "::1"):
         raise UsageError(
-            f"{info.master_addr} is {source} on {socket.gethostname()}, where other machines cannot reach it",
+            f"{info.master_addr} is {source} on {socket.gethostname()}, "
+            "where other machines cannot reach it",
             f"MASTER_ADDR, set by {info.launcher}, for {info.size} workers on several machines",
-            "set MASTER_ADDR to an address in the network between them (Debian's /etc/hosts maps a machine's own name to 127.0.1.1), "
-            "or GLOO_SOCKET_IFNAME to the interface",
+            "set MASTER_ADDR to an address in the network between them (Debian's /etc/hosts "
+            "maps a machine's own name to 127.0.1.1), or GLOO_SOCKET_IFNAME to the interface",
         )
     return (
         name,

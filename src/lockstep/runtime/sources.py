@@ -178,9 +178,8 @@ def load_module(name: str) -> ModuleType:
     try:
         spec = importlib.util.find_spec(name)
     except ModuleNotFoundError as error:
-        if not name.startswith(
-            error.name or "?"
-        ):  # a parent package exists but fails to import something
+        # A parent package exists but fails to import something.
+        if not name.startswith(error.name or "?"):
             raise
         spec = None
     except ValueError:  # not a module name, such as "a..b"

@@ -42,9 +42,8 @@ Phase = Literal[
 PHASES: tuple[Phase, ...] = get_args(Phase)
 PHASE_NUMBERS = {phase: number for number, phase in enumerate(PHASES)}
 
-BODY = struct.Struct(
-    "=QiqqqBqqqqd"
-)  # number, pid, generation, first step, step, phase, collective, bytes, since, moved, median step
+# Number, pid, generation, first step, step, phase, collective, bytes, since, moved, median step.
+BODY = struct.Struct("=QiqqqBqqqqd")
 CHECK = struct.Struct("=I")
 RECORD_BYTES = BODY.size + CHECK.size
 
@@ -91,9 +90,8 @@ class StatusBoard:
             return
         temporary = path.with_name(f".{path.name}.{self.pid}")
         with open(temporary, "w+b") as file:
-            file.write(
-                bytes(2 * RECORD_BYTES)
-            )  # not truncate(): a store into a hole raises SIGBUS on a full disk
+            # Not truncate(): a store into a hole raises SIGBUS on a full disk.
+            file.write(bytes(2 * RECORD_BYTES))
             file.flush()
             self._memory = mmap.mmap(file.fileno(), 2 * RECORD_BYTES)
         self.enter("starting")

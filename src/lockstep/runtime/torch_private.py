@@ -16,13 +16,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import _register_process_group, _unregister_all_process_groups
 from torch._C._profiler import _ExperimentalConfig
-from torch._subclasses.fake_tensor import (
-    FakeTensorMode as FakeTensorMode,
-)  # shapes, and the kernels of a device, without data; no public form
+
+# Shapes, and the kernels of a device, without data; no public form.
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._python_dispatch import (
-    TorchDispatchMode as TorchDispatchMode,
-)  # sees all operations; no public form
+
+# Sees all operations; no public form.
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import tree_iter as tree_iter
 from torch.utils._pytree import tree_map as tree_map
 
@@ -193,7 +193,8 @@ def mesh_without_backend(device_type: str, rank: int, size: int, name: str) -> D
     mesh = DeviceMesh(
         device_type, list(range(size)), mesh_dim_names=("shard",), _init_backend=False, _rank=rank
     )
-    mesh._pg_registry[name] = dist.ProcessGroup(rank, size)  # type: ignore[call-arg]  # whose store is optional
+    # The store is optional.
+    mesh._pg_registry[name] = dist.ProcessGroup(rank, size)  # type: ignore[call-arg]
     mesh._dim_group_names = [cast(Any, name)]
     _register_process_group(cast(Any, name), mesh._pg_registry[name])  # which holds it weakly
     return mesh

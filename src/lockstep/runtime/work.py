@@ -21,7 +21,8 @@ from lockstep.errors import PeersLostError
 from lockstep.runtime.process_group import group_timeout
 
 POLL_S = 0.05
-GRACE_S = 0.2  # after the end of a generation: works that have not started fail by themselves within milliseconds
+# After the end of a generation: works that have not started fail by themselves within milliseconds.
+GRACE_S = 0.2
 
 
 def static_group() -> str:

@@ -45,16 +45,14 @@ class WorkerEnv:
     min_workers: int  # training waits until there are this many
     max_workers: int  # that train at once; further ones wait to join
     address: str  # of this host, on which its servers listen
-    after_generation: int = (
-        0  # newest generation before this start: ignore an earlier end of the run
-    )
+    # Newest generation before this start: ignore an earlier end of the run.
+    after_generation: int = 0
     agent_pid: int = 0  # this worker exits with this agent; 0: it outlives its agent
     drain: bool = False  # SIGUSR1 makes this host leave, and the others continue
     folder_id: str = ""  # identifies the run folder (elastic/run_folder.py); "": any folder
     known_generation: int = 0  # newest generation at the start: an older log is not this run's
-    flags: dict[str, str] = field(
-        default_factory=dict
-    )  # of a user's own loop: must be equal on all workers
+    # Of a user's own loop: must be equal on all workers.
+    flags: dict[str, str] = field(default_factory=dict)
 
     def environ(self) -> dict[str, str]:
         return {WORKER_ENV: json.dumps(asdict(self))}
@@ -141,9 +139,8 @@ class ProcessIdentity:
 
 def process_stat(pid: int) -> tuple[str, int]:
     """Return (state, start time in ticks after boot) of a process (proc(5)). FileNotFoundError."""
-    fields = (
-        Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    )  # the name before it may contain anything
+    # The name before it may contain anything.
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return fields[0], int(fields[19])
 
 
