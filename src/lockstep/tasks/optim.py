@@ -27,9 +27,8 @@ from lockstep.units import join_names
 log = logging.getLogger("lockstep")
 
 DEFAULT_MEMORY = MemoryOptions()
-NOT_OF_A_LAYER = re.compile(
-    r"embed|(^|\.)(output|lm_head|wte|wpe)\."
-)  # matrices that Muon leaves to AdamW (Jordan et al., 2024)
+# Matrices that Muon leaves to AdamW (Jordan et al., 2024).
+NOT_OF_A_LAYER = re.compile(r"embed|(^|\.)(output|lm_head|wte|wpe)\.")
 NamedParameters = Iterable[tuple[str, nn.Parameter]]
 
 
@@ -130,9 +129,8 @@ def refuse_unused_patterns(
         for text in values.groups
         if not any(fnmatchcase(name, parse_group(text)[0]) for name in names)
     ]
-    if unused and not (
-        isinstance(model, LocalModel) and model.stage
-    ):  # a stage has only some of the parameters
+    # A stage has only some of the parameters.
+    if unused and not (isinstance(model, LocalModel) and model.stage):
         raise UsageError(
             f"optim.groups matches no trained parameter: {', '.join(unused)}",
             "optim.groups",
@@ -184,7 +182,8 @@ def adamw(
         )
     if values.fused and not on_gpu:
         log.info(
-            "fused AdamW: faster with whole replicas; in shards each parameter is updated by its owner"
+            "fused AdamW: faster with whole replicas; "
+            "in shards each parameter is updated by its owner"
         )
     fused = values.fused or on_gpu
     return torch.optim.AdamW(groups, rate, betas, values.epsilon, fused=fused, foreach=False)
