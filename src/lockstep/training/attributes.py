@@ -218,8 +218,9 @@ class Attributes:
         if differing:
             first = {own.get(differing[0], "as constructed")[:SHOWN_CHARS] for own in marks}
             log.warning(
-                "attributes differ between the workers, and no checkpoint holds them: %s (%s: %s); if forward passes depend on them, "
-                "the workers train different models: change them after the micro-batch loop, on all workers alike",
+                "attributes differ between the workers, and no checkpoint holds them: %s (%s: "
+                "%s); if forward passes depend on them, the workers train different models: "
+                "change them after the micro-batch loop, on all workers alike",
                 join_names(differing),
                 differing[0],
                 ", ".join(sorted(first)),
@@ -256,7 +257,10 @@ def mark_of(value: Any, weights: Collection[int]) -> str | None:
         ):
             return None
         if tensors:
-            text += f" {[(str(t.dtype), *t.shape) for t in tensors.values()]} {digest_of(as_bytes(t) for t in tensors.values())}"
+            text += (
+                f" {[(str(t.dtype), *t.shape) for t in tensors.values()]} "
+                f"{digest_of(as_bytes(t) for t in tensors.values())}"
+            )
     except Exception:  # a value of any class: other byte orders, nested tensors, conjugate views
         return None
     return text if len(text) <= SHOWN_CHARS else hashlib.sha256(text.encode()).hexdigest()

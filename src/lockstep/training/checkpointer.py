@@ -114,9 +114,9 @@ class Checkpointer(TrainedState):
         """UsageError for checkpoints that hosts without a shared disk could not publish."""
         published = self.runtime.member.folder / "checkpoints"
         if self.store.folder.resolve() != published:
-            what = f"checkpoints in {self.store.folder} would stay on this host, and the hosts share no disk"
             raise UsageError(
-                what,
+                f"checkpoints in {self.store.folder} "
+                "would stay on this host, and the hosts share no disk",
                 "Checkpointer(folder, ...)",
                 f"give {published}, which is published to the store",
             )
@@ -211,8 +211,12 @@ class Checkpointer(TrainedState):
     def follow_eval_mode(self, names: list[str]) -> None:
         """Write the modules in eval mode to each checkpoint. Warn if the resumed one has others."""
         if (before := self.facts.pop("eval_mode", names)) != names:
-            what = "the checkpoint was trained with other modules in eval mode: %s then, %s now; let the mode follow from the step"
-            log.warning(what, join_names(before) or "none", join_names(names) or "none")
+            log.warning(
+                "the checkpoint was trained with other modules in eval mode: %s then, %s now; "
+                "let the mode follow from the step",
+                join_names(before) or "none",
+                join_names(names) or "none",
+            )
         self.run_facts["eval_mode"] = names
 
     def _join(self, fingerprints: Mapping[str, str]) -> int | None:
@@ -270,7 +274,7 @@ class Checkpointer(TrainedState):
 
         facts    JSON values for facts.json
         first    called in the background before anything is written
-        waits    for the previous save. False: skip this one after SAVE_TIMEOUT_S (in whole replicas)
+        waits    for the previous save. False: skip this one after SAVE_TIMEOUT_S (whole replicas)
         again    also if this worker counts the step as saved
         """
         self._refuse_reserved(facts or {})
@@ -309,7 +313,8 @@ class Checkpointer(TrainedState):
         )
         if self._skipped and not skipped_before:
             log.warning(
-                "the save of step %d is skipped: the previous one is still being written (logged once per delay)",
+                "the save of step %d is skipped: "
+                "the previous one is still being written (logged once per delay)",
                 step,
             )
         return not self._skipped

@@ -252,10 +252,12 @@ class ReplicaComparison:
         ]
         self._remove_records(again)
         raise UsageError(
-            f"the replicas differ again before step {step + 1}, after all of them had taken the same state: {join_names(names)}",
+            f"the replicas differ again before step {step + 1}, "
+            f"after all of them had taken the same state: {join_names(names)}",
             "the digest of each tensor on each worker",
-            "the update must be the same on every worker: no data, state or rank that differs, random numbers only from the global "
-            "generators of torch, NumPy or random, and as many on each worker. If one host alone differs, test its memory",
+            "the update must be the same on every worker: no data, state or rank that differs, "
+            "random numbers only from the global generators of torch, NumPy or random, "
+            "and as many on each worker. If one host alone differs, test its memory",
         )
 
     def refuse_uncommon(self, step: int, common: dict[str, str]) -> None:
@@ -263,9 +265,11 @@ class ReplicaComparison:
         digests = all_gather_json(self.runtime, common)
         names = [name for name in common if len({by_name.get(name) for by_name in digests}) > 1]
         raise UsageError(
-            f"the workers of a replica hold different state after step {step}, and nothing was saved: {join_names(names)}",
+            f"the workers of a replica hold different state after step {step}, "
+            f"and nothing was saved: {join_names(names)}",
             "session.state(name=object) and parameter groups, which are equal on all shards",
-            "change them alike on every worker: by no rank, no slice of a weight or gradient, and no number of micro-batches",
+            "change them alike on every worker: "
+            "by no rank, no slice of a weight or gradient, and no number of micro-batches",
         )
 
     def evict(

@@ -125,8 +125,8 @@ def refuse_other_lengths(results: Any, count: int, where: str) -> None:
         raise UsageError(
             f"the function returns {what} for a batch of {count} samples",
             where,
-            "return a tensor, an array or a list with one row for each sample, or a tuple or dict of "
-            "them; session.evaluate takes one number for a batch",
+            "return a tensor, an array or a list with one row for each sample, "
+            "or a tuple or dict of them; session.evaluate takes one number for a batch",
         )
 
 
@@ -227,6 +227,5 @@ def weighted_mean(rows: list[tuple[int, float]]) -> float:
     if all(map(math.isfinite, values)):
         with suppress(OverflowError):
             return math.fsum(values) / total
-    return float(
-        sum(weight * Fraction(value) for weight, value in rows) / total
-    )  # the mean lies between the values
+    # The mean lies between the values.
+    return float(sum(weight * Fraction(value) for weight, value in rows) / total)

@@ -225,7 +225,8 @@ class Loader:
             raise UsageError(
                 what,
                 where,
-                "give the sum and the number of tokens or samples it is over: session.backward(loss_sum, count=n)",
+                "give the sum and the number of tokens or samples it is over: "
+                "session.backward(loss_sum, count=n)",
             )
         return self._sizes.samples(
             Sizes.of(self._batch), self.order.batch_size // self.order.micro_batches
@@ -291,7 +292,8 @@ def number_of_samples(dataset: Any, where: str) -> int:
         raise UsageError(
             f"{type(dataset).__name__} has no length or no index",
             where,
-            "pass a data set with __len__ and __getitem__, such as lockstep.index_dataset(stream, folder), which writes a stream once: "
+            "pass a data set with __len__ and __getitem__, "
+            "such as lockstep.index_dataset(stream, folder), which writes a stream once: "
             "a step's samples are found by their number, after a failure and a resume too",
         )
     return len(dataset)
@@ -307,9 +309,8 @@ def release_sockets(worker_id: int) -> None:
     process dies."""
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor, _ in open_sockets():
-        os.dup2(
-            null, descriptor
-        )  # not closed: an object of the training process may still close this number
+        # Not closed: an object of the training process may still close this number.
+        os.dup2(null, descriptor)
 
 
 @dataclass(frozen=True)
@@ -352,10 +353,10 @@ class MeanSizes:
         samples = sizes.samples(rows)
         if sizes != self.first and samples == self.first.samples(rows) and not self.warned:
             self.warned = True
-            what = "micro-batches differ: %s, then %s. session.backward(loss) gives each the same weight: right for a mean over samples, "
             log.warning(
-                what
-                + "wrong for a mean over tokens, which needs session.backward(loss_sum, count=n)",
+                "micro-batches differ: %s, then %s. "
+                "session.backward(loss) gives each the same weight: right for a mean over samples, "
+                "wrong for a mean over tokens, which needs session.backward(loss_sum, count=n)",
                 self.first,
                 sizes,
             )

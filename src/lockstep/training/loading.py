@@ -246,7 +246,8 @@ class SharedTensors(Mapping[str, Tensor]):
 
     def items(self) -> ItemsView[str, Tensor]:
         """Collective. Yield every tensor with its value."""
-        return itertools.chain(self._small.items(), self._receive(self._streamed))  # type: ignore[return-value]
+        received = self._receive(self._streamed)
+        return itertools.chain(self._small.items(), received)  # type: ignore[return-value]
 
     def _receive(self, names: list[str]) -> Iterator[tuple[str, Tensor]]:
         """Collective. Yield the named tensors, a few of which are in flight at a time."""

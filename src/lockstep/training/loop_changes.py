@@ -89,15 +89,22 @@ class LoopChanges:
             if self._before.get(name) != now.get(name)
         ):
             raise UsageError(
-                f"{join_names(changed)} changed in the micro-batch loop of step {step}; no update was made",
-                "each worker runs as many micro-batches as the number of workers gives it, and the first step of a start one more",
-                "move optimizer.step(), scheduler.step(), the update of an average and other changes behind the micro-batch loop",
+                f"{join_names(changed)} changed in the micro-batch loop of step {step}; "
+                "no update was made",
+                "each worker runs as many micro-batches as the number of workers gives it, "
+                "and the first step of a start one more",
+                "move optimizer.step(), scheduler.step(), "
+                "the update of an average and other changes behind the micro-batch loop",
             )
         if counted := [
             name for name, value in attributes.items() if self._attributes.get(name, value) != value
         ]:
-            what = "%s changed in the micro-batch loop of step %d: if forward passes depend on it, bits depend on the number of workers"
-            log.warning(what, join_names(counted), step)
+            log.warning(
+                "%s changed in the micro-batch loop of step %d: "
+                "if forward passes depend on it, bits depend on the number of workers",
+                join_names(counted),
+                step,
+            )
         self.first_step = False
 
     def _values(self) -> dict[str, Any]:

@@ -70,7 +70,8 @@ def apply_owner_rule(
         return
     if isinstance(optimizer, optim.LBFGS):
         raise UsageError(
-            "LBFGS evaluates the loss several times per update and couples all parameters: not supported with shards",
+            "LBFGS evaluates the loss several times per update "
+            "and couples all parameters: not supported with shards",
             where,
             "use another optimizer, or replicas",
         )
@@ -87,7 +88,8 @@ def apply_owner_rule(
         raise UsageError(
             f"{type(optimizer).__name__} needs whole matrices, which layout.tensor splits",
             where,
-            "set layout.tensor to 1; an optimizer that updates each element by itself declares elementwise = True",
+            "set layout.tensor to 1; "
+            "an optimizer that updates each element by itself declares elementwise = True",
         )
     OwnerUpdate(optimizer, local, runtime)
 
@@ -274,7 +276,8 @@ class OwnerUpdate:
             if not self.runtime.is_peer_loss(error):
                 raise
             raise FencedError(
-                f"a worker was lost while the shards of a replica exchanged an update: {error_summary(error)}",
+                "a worker was lost while the shards of a replica exchanged an update: "
+                f"{error_summary(error)}",
                 f"rank {rank}",
                 "this worker restarts and receives the state of another replica",
             ) from error
@@ -303,7 +306,8 @@ def refuse_changed_numbers(
 ) -> None:
     if numbers_of_groups(optimizer) != before:
         raise UsageError(
-            f"{type(optimizer).__name__} changes the values of its parameter groups in step: it couples parameters with each other",
+            f"{type(optimizer).__name__} changes the values of its parameter groups in step: "
+            "it couples parameters with each other",
             f"layout {layout}",
             "use another optimizer, or whole replicas",
         )
@@ -329,7 +333,8 @@ def describe(
         shape = tuple(value.shape)
         if shape != rows[0].shape and shape in {part.local_shape for part in rows}:
             raise UsageError(
-                f"state of the shape {shape}, which is also that of a shard of the parameter {rows[0].shape}",
+                f"state of the shape {shape}, "
+                f"which is also that of a shard of the parameter {rows[0].shape}",
                 where,
                 "set another layout.shard",
             )

@@ -25,7 +25,8 @@ from lockstep.training.checkpointer import Checkpointer
 from lockstep.training.witness import FirstMicroBatch, WitnessFile, describe_difference
 
 BELONGS = (
-    "state that the loop changes belongs into the checkpoint: session.state(name=...), or buffers of the model; "
+    "state that the loop changes belongs into the checkpoint: "
+    "session.state(name=...), or buffers of the model; "
     "data and random numbers must follow from the step and the micro-batch alone (docs/loop.md)"
 )
 
@@ -102,8 +103,10 @@ class Rehearsal:
             if collectives_of(dist.group.WORLD) != before:
                 raise UsageError(
                     f"a collective of torch.distributed ran in the micro-batch loop of step {step}",
-                    "workers run different numbers of micro-batches, and gradients are being sent meanwhile",
-                    "remove it, or run it after the loop: gradients are summed, and the loss is averaged, over all workers already. "
+                    "workers run different numbers of micro-batches, "
+                    "and gradients are being sent meanwhile",
+                    "remove it, or run it after the loop: "
+                    "gradients are summed, and the loss is averaged, over all workers already. "
                     "A loss over the samples of all workers: examples/gallery/contrastive.py",
                 )
         return after
@@ -179,12 +182,19 @@ class Rehearsal:
             )
         if not what:
             return
-        unequal = f"the {what} of micro-batch {first} of step {step} is not the same on all workers: {listed}"
+        unequal = (
+            f"the {what} of micro-batch {first} "
+            f"of step {step} is not the same on all workers: {listed}"
+        )
         if self.runtime.first_generation:
             raise _nondeterministic(unequal)
         self._save(step)
-        joined = "a worker has joined, with everything that a checkpoint holds, and computed it like the others"
-        raise UsageError(unequal, joined, f"{BELONGS}; rehearse=False skips the comparison")
+        raise UsageError(
+            unequal,
+            "a worker has joined, with everything that a checkpoint holds, "
+            "and computed it like the others",
+            f"{BELONGS}; rehearse=False skips the comparison",
+        )
 
     def _compare_with_saved(
         self, step: int, saved: FirstMicroBatch, differences: Sequence[str]
@@ -194,25 +204,33 @@ class Rehearsal:
         assert self._rehearsed is not None
         if not (difference := describe_difference(saved, self._rehearsed)):
             return
-        what = f"step {step + 1} began otherwise when the checkpoint of step {step} was saved: {difference}"
+        what = (
+            f"step {step + 1} began otherwise "
+            f"when the checkpoint of step {step} was saved: {difference}"
+        )
         if differences:
             if self.runtime.shows_progress():
                 log.warning("%s (%s)", what, "; ".join(differences))
             return
         raise CheckpointError(
             f"{what}; something that decides the loss is not in the checkpoint",
-            "its first micro-batch was computed again with the state of the checkpoint; code and machine are the same: "
-            "data of equal length may have changed, or an attribute, a variable or a draw from before the loop",
-            f"{BELONGS}; to continue with other bits: rehearse=False, elastic.rehearse=false in a recipe",
+            "its first micro-batch was computed again with the state of the checkpoint; "
+            "code and machine are the same: data of equal length may have changed, "
+            "or an attribute, a variable or a draw from before the loop",
+            f"{BELONGS}; to continue with other bits: "
+            "rehearse=False, elastic.rehearse=false in a recipe",
         )
 
 
 def _nondeterministic(what: str) -> UsageError:
     return UsageError(
         what,
-        "the first step of a start runs micro-batch 0 twice on every worker, to compare loss and gradient",
-        "data and random numbers of a micro-batch must follow from its step and number alone: no DataLoader or iterator consumed in the "
-        "loop, no prefetched batch, no unseeded data set, no rank in a seed, only deterministic kernels (docs/loop.md); no variable or "
-        "attribute that the loop changes: update it after the loop, or keep one for each micro-batch with session.per_micro_batch; "
+        "the first step of a start runs micro-batch 0 twice "
+        "on every worker, to compare loss and gradient",
+        "data and random numbers of a micro-batch must follow from its step and number alone: "
+        "no DataLoader or iterator consumed in the loop, no prefetched batch, "
+        "no unseeded data set, no rank in a seed, only deterministic kernels (docs/loop.md); "
+        "no variable or attribute that the loop changes: "
+        "update it after the loop, or keep one for each micro-batch with session.per_micro_batch; "
         "Session(rehearse=False) skips the comparison, elastic.rehearse=false in a recipe",
     )

@@ -296,7 +296,8 @@ class ReplicaGroup:
         self._refuse_unfinished()
         if step == self.last_step:
             raise UsageError(
-                f"a second micro-batch loop in step {step}: it would drop the gradient of the first",
+                f"a second micro-batch loop in step {step}: "
+                "it would drop the gradient of the first",
                 "loader(step) or session.micro_batches(step), called twice",
                 "add the losses of each micro-batch in one loop",
             )
@@ -317,8 +318,10 @@ class ReplicaGroup:
         if self.in_step:
             raise UsageError(
                 f"the micro-batch loop of step {self.step} ended early",
-                "by break, by zip with something shorter, or by a second micro-batch loop inside it",
-                "take every micro-batch that loader(step) gives; the first step of a start gives one more (docs/loop.md)",
+                "by break, by zip with something shorter, "
+                "or by a second micro-batch loop inside it",
+                "take every micro-batch that loader(step) gives; "
+                "the first step of a start gives one more (docs/loop.md)",
             )
 
     def _stop(self, step: int) -> None:
@@ -472,7 +475,8 @@ def refuse_other_checkpointer(
         or not same
     ):
         raise UsageError(
-            f"the ReplicaGroup trains {model_name(module)}, the Checkpointer saves another {model_name(checkpointer.model)}",
+            f"the ReplicaGroup trains {model_name(module)}, "
+            f"the Checkpointer saves another {model_name(checkpointer.model)}",
             "Checkpointer(folder, runtime, model, ...) and ReplicaGroup(runtime, model, ...)",
             "give the same ElasticRuntime and module to both",
         )

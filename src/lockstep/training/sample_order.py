@@ -107,9 +107,12 @@ def make_order(
             "give batch_size, or tokens and lengths",
         )
     if not 1 <= batch_size <= samples or batch_size % micro_batches:
-        what = f"batch_size={batch_size} with micro_batches={micro_batches} and {samples} samples"
-        hint = f"batch_size counts the samples of a whole step: give a multiple of {micro_batches}, at most the size of the data set"
-        raise UsageError(what, "session.loader(...), Session(micro_batches=...)", hint)
+        raise UsageError(
+            f"batch_size={batch_size} with micro_batches={micro_batches} and {samples} samples",
+            "session.loader(...), Session(micro_batches=...)",
+            "batch_size counts the samples of a whole step: "
+            f"give a multiple of {micro_batches}, at most the size of the data set",
+        )
     fact = f"{samples} samples, batch_size {batch_size}"
     if isinstance(dataset, Mixture):
         stages = "; ".join(
@@ -155,9 +158,9 @@ def bucket_order(
         what = f"lengths of shape {array.shape} and type {array.dtype} for {samples} samples"
         raise UsageError(what, where, "give one integer for each sample of the data set")
     if outside := np.flatnonzero((array < 1) | (array > tokens)).tolist():
-        what = f"sample {outside[0]} has {array[outside[0]]} tokens, and {len(outside)} of {samples} samples are not within 1 and {tokens}"
         raise UsageError(
-            what,
+            f"sample {outside[0]} has {array[outside[0]]} tokens, "
+            f"and {len(outside)} of {samples} samples are not within 1 and {tokens}",
             where,
             "increase tokens, or shorten these samples or leave them out of the data set",
         )

@@ -135,9 +135,8 @@ class PerMicroBatch:
     def __init__(
         self, initial: Tensor, micro_batches: int, get_micro_batch: Callable[[], int | None]
     ) -> None:
-        self._rows = (
-            initial.detach().expand(micro_batches, *initial.shape).clone()
-        )  # (K, *initial.shape)
+        # (K, *initial.shape)
+        self._rows = initial.detach().expand(micro_batches, *initial.shape).clone()
         self._get_micro_batch = get_micro_batch
         self._assigned: dict[int, Tensor] = {}  # in this attempt, by micro-batch
 
@@ -159,9 +158,11 @@ class PerMicroBatch:
                 if isinstance(value, Tensor)
                 else type(value).__name__
             )
-            what = f"the value of micro-batch {micro_batch} is {got}, the initial one {self._rows.dtype} {tuple(self._rows.shape[1:])}"
             raise UsageError(
-                what, "session.per_micro_batch(initial), value = ...", "keep shape and dtype"
+                f"the value of micro-batch {micro_batch} is {got}, "
+                f"the initial one {self._rows.dtype} {tuple(self._rows.shape[1:])}",
+                "session.per_micro_batch(initial), value = ...",
+                "keep shape and dtype",
             )
         self._assigned[micro_batch] = value.detach().clone()
 

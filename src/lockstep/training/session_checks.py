@@ -145,14 +145,15 @@ def refuse_second_session(
         raise UsageError(
             "an agent runs one Session per start, and this is the second one",
             f"a second Session({str(out)!r}) in this process",
-            f"start the script once for each of them, lockstep run --out {out} FILE.py ..., or start it with torchrun",
+            "start the script once for each of them, "
+            f"lockstep run --out {out} FILE.py ..., or start it with torchrun",
         )
     if worker_env and is_elsewhere:
         raise UsageError(
             f"this Session's folder is {out}, the run's is {worker_env.folder}",
             "Session(out, ...), and the folder that lockstep was started with",
-            f"start it with --out {out}: lockstep run --out {out} FILE.py, or let the script take --out; "
-            "a folder with the time in its name is another one in each worker",
+            f"start it with --out {out}: lockstep run --out {out} FILE.py, or let the "
+            "script take --out; a folder with the time in its name is another one in each worker",
         )
 
 
@@ -177,24 +178,31 @@ def refuse_unprepared(model: Any, optimizers: Sequence[Any], init: object = None
         what = "session.prepare takes one module, then optimizers of torch"
         raise UsageError(what, f"session.prepare({names})", f"write {where}")
     if isinstance(model, DistributedDataParallel | nn.DataParallel):
-        what = f"the model is wrapped in {type(model).__name__}, which would sum its gradients a second time"
-        raise UsageError(what, "session.prepare(...)", f"pass the module itself: {where}")
+        raise UsageError(
+            f"the model is wrapped in {type(model).__name__}, "
+            "which would sum its gradients a second time",
+            "session.prepare(...)",
+            f"pass the module itself: {where}",
+        )
     for optimizer in optimizers:
         name = type(optimizer).__name__
         if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
             what = f"{name} has not called the constructor of torch.optim.Optimizer"
             raise UsageError(what, where, "call super().__init__(params, defaults) in its __init__")
         if needs_closure(optimizer):
-            what = f"{name}.step needs a closure that computes the loss again, and a step runs its micro-batches once"
-            raise UsageError(what, where, "use an optimizer whose step() needs no argument")
+            raise UsageError(
+                f"{name}.step needs a closure that computes the loss again, "
+                "and a step runs its micro-batches once",
+                where,
+                "use an optimizer whose step() needs no argument",
+            )
     refuse_misplaced_parameters(Trained(model, optimizers, {}))
 
 
 def needs_closure(optimizer: Optimizer) -> bool:
     """Return whether `optimizer.step()` without an argument is an error."""
-    signature = inspect.signature(
-        type(optimizer).step
-    )  # a scheduler wraps the method of the instance
+    # A scheduler wraps the method of the instance.
+    signature = inspect.signature(type(optimizer).step)
     _, *parameters = signature.parameters.values()
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return any(p.default is p.empty and p.kind not in variable for p in parameters)

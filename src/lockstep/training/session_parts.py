@@ -49,7 +49,7 @@ class RunValues(Protocol):
         """Return what trackers show."""
 
     def check(self, facts: Mapping[str, Any], step: int) -> None:
-        """Compare with the facts of the checkpoint of `step`, which was resumed. Error: another run."""
+        """Compare with the facts of the resumed checkpoint, of `step`. Error: another run."""
 
 
 @dataclass(frozen=True)
@@ -144,9 +144,12 @@ class Declared:
             )
         states = self.state.values()
         if any(all(carried is not value for value in states) for carried in self.carried):
-            hint = "saved = session.state(hidden=session.per_micro_batch(...)), then saved.hidden.value"
-            what = "session.state has not received a per_micro_batch"
-            raise UsageError(what, "session.steps(...)", hint)
+            raise UsageError(
+                "session.state has not received a per_micro_batch",
+                "session.steps(...)",
+                "saved = session.state(hidden=session.per_micro_batch(...)), "
+                "then saved.hidden.value",
+            )
         return self.model
 
     def watch_unsaved(self, runtime: ElasticRuntime) -> UnsavedVariables | None:

@@ -30,7 +30,10 @@ from lockstep.runtime.worker_env import WorkerEnv
 from lockstep.training.owner_update import apply_owner_rule
 
 # Errors of torch for a sharded parameter outside of the model's passes.
-OF_SLICES = "mixed torch.Tensor and DTensor|No backend type associated|FSDP does not support deepcopy|a sharding strategy registered"
+OF_SLICES = (
+    "mixed torch.Tensor and DTensor|No backend type associated"
+    "|FSDP does not support deepcopy|a sharding strategy registered"
+)
 
 if TYPE_CHECKING:
     from lockstep.training.initial_values import InitialValues
@@ -108,7 +111,8 @@ def shard_session(  # 9 parameters: what Session and Session.prepare were given
         splits = replace(splits, units=())
     if layout.tensor > 1 and layout.pipeline > 1 and not isinstance(model, HasPlan):
         raise UsageError(
-            f"tensor {layout.tensor} with pipeline {layout.pipeline} is not supported for own models",
+            f"tensor {layout.tensor} with pipeline {layout.pipeline} "
+            "is not supported for own models",
             "layout",
             "give one of them",
         )
@@ -129,9 +133,9 @@ def shard_session(  # 9 parameters: what Session and Session.prepare were given
     sends = runtime.first_generation and runtime.world.size > 1 and init is None
     is_scaled = any(isinstance(value, torch.amp.GradScaler) for value in state.values())
     if layout.pipeline > 1 and (averages or is_scaled or "buffers" in facts):
-        what = "averages of the model, GradScalers and declared buffers are not supported in a pipeline"
         raise UsageError(
-            what,
+            "averages of the model, GradScalers "
+            "and declared buffers are not supported in a pipeline",
             f"session.state(...) and Session(buffers=...), layout {layout}",
             "use layout.shard; bf16 instead of fp16",
         )
@@ -158,9 +162,8 @@ def shard_session(  # 9 parameters: what Session and Session.prepare were given
     tensors = [
         t for module in modules for t in (*module.parameters(), *module.buffers()) if not t.is_meta
     ]
-    if (
-        sends and runtime.world.device.type == "cpu" and not init_param
-    ):  # see Replica: equal weights are not sent
+    # See Replica: equal weights are not sent.
+    if sends and runtime.world.device.type == "cpu" and not init_param:
         sends = len(set(runtime.group.gather_json(runtime.world.size, sha256_of(tensors)))) > 1
     for tensor in tensors if sends else ():
         tensor.data.copy_(of_rank_0(tensor))
@@ -197,9 +200,9 @@ def refuse_shard_without_rows(optimizer: torch.optim.Optimizer, local: LocalMode
     wholes = [local.tensor_slices[name] for name in local.updated_together[-1]]
     if not any(whole.split_rows(shards - 1, shards).rows for whole in wholes):
         name = type(optimizer).__name__
-        what = f"the last of {shards} shards has no rows of the parameters of {name}, and a GradScaler needs some"
         raise UsageError(
-            what,
+            f"the last of {shards} shards "
+            f"has no rows of the parameters of {name}, and a GradScaler needs some",
             "session.state(scaler=...), in shards",
             "use fewer shards, or one optimizer for all parameters",
         )
@@ -240,8 +243,10 @@ def refuse_use_of_slices(error: BaseException | None) -> None:
     if isinstance(error, RuntimeError | AssertionError) and (
         found := re.search(OF_SLICES, str(error))
     ):
-        what = f"an operation needs whole weights or gradients, and this worker has slices of them ({found[0]})"
-        hint = "clip with session.clip_grad_norm_, compare outputs in session.evaluate, or train with whole replicas (docs/parallelism.md)"
-        raise UsageError(what, "the training loop, in shards", hint).with_traceback(
-            error.__traceback__
-        ) from None
+        raise UsageError(
+            "an operation needs whole weights or gradients, "
+            f"and this worker has slices of them ({found[0]})",
+            "the training loop, in shards",
+            "clip with session.clip_grad_norm_, compare outputs in session.evaluate, "
+            "or train with whole replicas (docs/parallelism.md)",
+        ).with_traceback(error.__traceback__) from None

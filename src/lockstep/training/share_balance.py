@@ -21,9 +21,8 @@ log = logging.getLogger("lockstep")
 NAME_EVERY_S = 300.0  # seconds between two events about one slow worker
 SLOW_FOR_S = 60.0  # until the screen names it
 WINDOW_STEPS = 5  # of the median; a worker that slows down is noticed after three steps
-REPLICAS_PER_DECISION = (
-    16  # more replicas decide less often: a decision takes about 0.2 ms for each
-)
+# More replicas decide less often: a decision takes about 0.2 ms for each.
+REPLICAS_PER_DECISION = 16
 
 
 class ShareBalance:
@@ -47,9 +46,8 @@ class ShareBalance:
         self._rule = ShareRule(unit)
         self._measured: deque[tuple[float, float]] = deque(maxlen=WINDOW_STEPS)
         self._generation, self._shares = -1, tuple[int, ...]()
-        self._slow: dict[
-            str, float
-        ] = {}  # when each slow worker became slow, by the monotonic clock
+        # When each slow worker became slow, by the monotonic clock.
+        self._slow: dict[str, float] = {}
         self._shown = set[str]()  # those of them that the screen has named
         self._recorded_s = dict[str, float]()  # when the last event about each was
 

@@ -248,7 +248,8 @@ class StepRunner:
             raise DivergedError(
                 f"loss {decision.loss} in step {step + 1}"
                 + (f", gradient not finite: {join_names(wrong)}" if wrong else ""),
-                "agreed by all replicas before the update, which was not made; the checkpoints before are whole",
+                "agreed by all replicas before the update, which was not made; "
+                "the checkpoints before are whole",
                 "lower the learning rate, lengthen its warm-up, or clip the gradients; "
                 "on_divergence='rollback' skips samples that alone are the cause; "
                 "with a GradScaler: on_nonfinite='ignore' and backward(loss, scaler=scaler)",

@@ -107,10 +107,17 @@ def warn_of_other_constants(
         ]
         if differing:
             listed = join_names(differing)
-            hint = "for another schedule set the rate in each step before optimizer.step(): group['lr'] = rate(step)"
+            hint = (
+                "for another schedule set the rate in each step before optimizer.step(): "
+                "group['lr'] = rate(step)"
+            )
             if overridden:
-                what = f"--override of {', '.join(overridden)} does not reach {name} in session.state: {listed}"
-                raise UsageError(what, "the checkpoint's values hold", hint)
+                raise UsageError(
+                    f"--override of {', '.join(overridden)} "
+                    f"does not reach {name} in session.state: {listed}",
+                    "the checkpoint's values hold",
+                    hint,
+                )
             log.warning("%s: %s; the checkpoint's values hold; %s", name, listed, hint)
     return constants
 
@@ -124,15 +131,19 @@ def refuse_unsaved(trained: Trained, *, is_stateful: bool) -> None:
     if unsaved := [name for name in trained.trained_names() if name not in known]:
         names = ", ".join(type(optimizer).__name__ for optimizer in trained.optimizers)
         raise UsageError(
-            f"{len(unsaved)} trained parameters are in no optimizer that session.prepare has received: {join_names(unsaved)}",
+            f"{len(unsaved)} trained parameters are in no optimizer "
+            f"that session.prepare has received: {join_names(unsaved)}",
             f"{model_name(trained.model)}, trained by {names or 'no optimizer'}",
-            "pass their optimizer: session.prepare(model, optimizer), or freeze them with requires_grad_(False)",
+            "pass their optimizer: session.prepare(model, optimizer), "
+            "or freeze them with requires_grad_(False)",
         )
     if is_stateful and (unregistered := unregistered_schedulers(trained.optimizers, trained.state)):
         scheduler, optimizer = unregistered[0], unregistered[0].optimizer
         raise UsageError(
-            f"{type(scheduler).__name__} sets the learning rate of {type(optimizer).__name__}, and session.state has not received it",
-            "after a resume, and in a worker that joins, the scheduler would start from the beginning",
+            f"{type(scheduler).__name__} sets the learning rate of {type(optimizer).__name__}, "
+            "and session.state has not received it",
+            "after a resume, and in a worker that joins, "
+            "the scheduler would start from the beginning",
             "name it: session.state(scheduler=scheduler)",
         )
 
@@ -147,11 +158,13 @@ def refuse_new_groups(trained: Trained, before: Sequence[Sequence[int]], step: i
     old = {number for group in before for number in group}
     now = [p for group in trained.param_groups() for p in group["params"]]
     new = [names.get(id(p), f"shape {tuple(p.shape)}") for p in now if id(p) not in old]
+    changes = join_names(new) or "some were removed or reordered"
     raise UsageError(
-        f"the parameter groups changed during the run, before step {step}: {join_names(new) or 'some were removed or reordered'}",
-        "a resumed run builds its optimizers without this change, and could not load the checkpoints",
-        "give all parameters to the optimizers before the loop, and let the step decide what is trained: "
-        "layer.requires_grad_(step >= 300), or group['lr'] = rate(step)",
+        f"the parameter groups changed during the run, before step {step}: {changes}",
+        "a resumed run builds its optimizers without this change, "
+        "and could not load the checkpoints",
+        "give all parameters to the optimizers before the loop, and let the step decide what "
+        "is trained: layer.requires_grad_(step >= 300), or group['lr'] = rate(step)",
     )
 
 
@@ -163,7 +176,8 @@ def warn_if_changed(before: Sequence[str] | None, trained: Trained) -> None:
     """
     if before is not None and (changed := sorted(set(trained.trained_names()) ^ set(before))):
         log.warning(
-            "the checkpoint was trained with other layers frozen: %s changed since; let requires_grad follow from the step, "
+            "the checkpoint was trained with other layers frozen: %s changed since; "
+            "let requires_grad follow from the step, "
             "layer.requires_grad_(step >= 300), so that it is the same after a resume",
             join_names(changed),
         )

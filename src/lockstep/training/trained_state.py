@@ -116,7 +116,8 @@ class TrainedState:
             raise DivergedError(
                 f"not finite after step {step}: {join_names(wrong)}",
                 f"{len(wrong)} tensors of the state to save; {show_steps(saved_steps)}",
-                "nothing was saved or deleted: resume from an earlier step with a lower learning rate, or clip the gradients",
+                "nothing was saved or deleted: "
+                "resume from an earlier step with a lower learning rate, or clip the gradients",
             )
 
     def begin_step(self, step: int) -> None:
@@ -155,16 +156,20 @@ class TrainedState:
             name for name in tensors if name.startswith("state.") and not name.endswith(JSON_SUFFIX)
         ]
         if unknown := [name for name in names if name not in local_model.slices]:
-            what = f"state with tensors is not supported in shards, except copies of the model: {join_names(unknown)}"
-            hint = "average the model with torch.optim.swa_utils.AveragedModel, or train with whole replicas"
-            raise UsageError(what, "session.state(...)", hint)
+            raise UsageError(
+                "state with tensors is not supported in shards, "
+                f"except copies of the model: {join_names(unknown)}",
+                "session.state(...)",
+                "average the model with torch.optim.swa_utils.AveragedModel, "
+                "or train with whole replicas",
+            )
         own = [
             name for name in tensors if name.startswith("optimizers.") and tensors[name].numel() > 1
         ]
         if own:
-            what = f"tensors that an optimizer keeps besides its state by parameter are not supported in shards: {join_names(own)}"
             raise UsageError(
-                what,
+                "tensors that an optimizer keeps besides its state "
+                f"by parameter are not supported in shards: {join_names(own)}",
                 f"layout {local_model.layout}",
                 "keep them in optimizer.state[parameter], or train with whole replicas",
             )
@@ -346,8 +351,9 @@ class ModelForm:
         if changed:
             self._warned = True
             log.warning(
-                "modules, hooks or functions of the model changed during the run: %s. A resume, and a worker that joins, build it "
-                "without the change: let it follow from the step, `model.gate = step >= 300`, read in forward()",
+                "modules, hooks or functions of the model changed during the run: %s. "
+                "A resume, and a worker that joins, build it without the change: "
+                "let it follow from the step, `model.gate = step >= 300`, read in forward()",
                 join_names([name or "the model" for name in changed]),
             )
 

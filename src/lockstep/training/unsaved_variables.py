@@ -186,11 +186,11 @@ class UnsavedVariables:
 def warn_of(found: Mapping[str, str]) -> None:
     if found:
         log.warning(
-            "the loop changes what no checkpoint holds: %s. After a resume, and in a worker that joins, "
-            "each starts from its value before the loop. Keep it in the checkpoint: saved = session.state(best=0.0), "
-            "then saved.best = ...; an object with state_dict and load_state_dict: session.state(name=object); "
-            "what each micro-batch changes: session.per_micro_batch(tensor); or let it follow from the step "
-            "(docs/loop.md)",
+            "the loop changes what no checkpoint holds: %s. After a resume, and in a worker "
+            "that joins, each starts from its value before the loop. Keep it in the checkpoint: "
+            "saved = session.state(best=0.0), then saved.best = ...; an object with state_dict "
+            "and load_state_dict: session.state(name=object); what each micro-batch changes: "
+            "session.per_micro_batch(tensor); or let it follow from the step (docs/loop.md)",
             ", ".join(grouped(found)),
         )
 

@@ -22,17 +22,20 @@ if TYPE_CHECKING:
 
 HASHED_STEPS = 10  # after a step that may have changed no weight
 LOST_UPDATE = (
-    "step %d changed no trained weight, and its gradient is lost: call optimizer.step() once after every "
-    "micro-batch loop. A step sums all micro-batches already; to accumulate more raise micro_batches"
+    "step %d changed no trained weight, and its gradient is lost: "
+    "call optimizer.step() once after every micro-batch loop. "
+    "A step sums all micro-batches already; to accumulate more raise micro_batches"
 )
 ZERO_RATES = (
-    "the learning rate of all parameter groups is 0 in steps %d and %d, which train nothing: has the schedule ended before "
-    "the run? A scheduler keeps its length (T_max, total_iters) from the checkpoint"
+    "the learning rate of all parameter groups is 0 in steps %d and %d, which train nothing: "
+    "has the schedule ended before the run? "
+    "A scheduler keeps its length (T_max, total_iters) from the checkpoint"
 )
 OWN_COLLECTIVE = (
-    "a collective of torch.distributed ran after the micro-batch loop of step %d: gradients and losses are those of all %d "
-    "workers already, and a sum over workers would multiply them. What the loop collects has one micro-batch more in the first "
-    "step of a start, and others after a failure: pass it on with session.per_micro_batch, or as an output of session.evaluate"
+    "a collective of torch.distributed ran after the micro-batch loop of step %d: gradients "
+    "and losses are those of all %d workers already, and a sum over workers would multiply them. "
+    "What the loop collects has one micro-batch more in the first step of a start, and others "
+    "after a failure: pass it on with session.per_micro_batch, or as an output of session.evaluate"
 )
 
 
@@ -79,9 +82,11 @@ class UpdateChecks:
         scaler = updating_scaler()
         if scaler is not None and scaler.is_enabled() and scaler is not self.scaler:
             raise UsageError(
-                "GradScaler.step updates with the gradient of a loss that was scaled before session.backward(loss), and recorded so",
+                "GradScaler.step updates with the gradient of a loss "
+                "that was scaled before session.backward(loss), and recorded so",
                 "backward(scaler.scale(loss)), then scaler.step(optimizer)",
-                "give the loss without its scale, and the scaler: session.backward(loss, scaler=scaler)",
+                "give the loss without its scale, and the scaler: "
+                "session.backward(loss, scaler=scaler)",
             )
 
 

@@ -1,5 +1,5 @@
-"""A user's loop that is running: the modules of its program, what their source tells, and the values
-that it reaches by name."""
+"""A user's loop that is running: the modules of its program, what their source tells, and the
+values that it reaches by name."""
 
 from __future__ import annotations
 
