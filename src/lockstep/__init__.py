@@ -74,9 +74,8 @@ _MODULES = {
     "index_dataset": "lockstep.data.indexed",
     "launch": "lockstep.cli.script",
 }
-__all__ = [
-    name for name in sorted([*_MODULES, *ERRORS_BY_NAME, "__version__"])
-]  # a comprehension: linters refuse a call here
+# A comprehension: linters refuse a call here.
+__all__ = [name for name in sorted([*_MODULES, *ERRORS_BY_NAME, "__version__"])]
 
 
 def __getattr__(name: str) -> Any:

@@ -43,12 +43,8 @@ def open_regular(path: str | Path, flags: int) -> int:
     try:
         descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, 0o644)
     except OSError as error:
-        if error.errno in (
-            errno.ENXIO,
-            errno.EISDIR,
-            errno.ENODEV,
-            errno.ELOOP,
-        ):  # open(2) itself refuses these kinds
+        # open(2) itself refuses these kinds.
+        if error.errno in (errno.ENXIO, errno.EISDIR, errno.ENODEV, errno.ELOOP):
             require_regular_file(os.lstat(path).st_mode, path)
         raise
     try:

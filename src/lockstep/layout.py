@@ -86,19 +86,24 @@ class LayoutLimits:
     """Upper bounds on a layout, from a model and a run."""
 
     micro_batches: int  # per step: each shard of each replica needs at least one
-    tensor: tuple[
-        int, ...
-    ] = ()  # to be divided by the tensor axis: heads, key-value heads, inner width; empty: not supported
+    # To be divided by the tensor axis: heads, key-value heads, inner width; empty: not supported.
+    tensor: tuple[int, ...] = ()
     stages: int = 0  # layers that can be split over stages; 0: not supported by the model
 
     def problem_with(self, layout: Layout) -> str:
         """Return why the layout does not work, or ""."""
         if layout.data_parallel_size > self.micro_batches:
-            return f"{layout.data_parallel_size} shards of all replicas share {self.micro_batches} micro-batches a step"
+            return (
+                f"{layout.data_parallel_size} shards "
+                f"of all replicas share {self.micro_batches} micro-batches a step"
+            )
         if layout.tensor > 1 and not self.tensor:
             return "this model does not support tensor parallelism"
-        if uneven := [size for size in self.tensor if size % layout.tensor]:
-            return f"tensor {layout.tensor} does not divide {', '.join(map(str, uneven))} (heads, key-value heads, inner width)"
+        if uneven := [str(size) for size in self.tensor if size % layout.tensor]:
+            return (
+                f"tensor {layout.tensor} does not divide {', '.join(uneven)} "
+                "(heads, key-value heads, inner width)"
+            )
         if layout.pipeline > 1 and not self.stages:
             return "this model does not support pipeline parallelism"
         if layout.pipeline > 1 and layout.pipeline > self.stages:

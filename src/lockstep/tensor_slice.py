@@ -15,9 +15,8 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any, TypeVar
 
-Array = TypeVar(
-    "Array", bound=Any
-)  # of numpy or torch; this module imports neither: commands that only read bytes do not need torch
+# Of numpy or torch; this module imports neither: commands that only read bytes do not need torch.
+Array = TypeVar("Array", bound=Any)
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,8 @@ def parse_quantity(text: object, units: dict[str, float], example: str) -> float
     number, unit = match.groups()
     if unit and unit.upper() not in units:
         raise ValueError(
-            f"{str(text)[:40]!r} has the unknown unit {unit[:20]!r}; use one of {', '.join(units)}, for example {example!r}"
+            f"{str(text)[:40]!r} has the unknown unit {unit[:20]!r}; "
+            f"use one of {', '.join(units)}, for example {example!r}"
         )
     return finite(float(number) * (units[unit.upper()] if unit else 1.0))
 
@@ -68,7 +69,8 @@ def parse_rate(text: object) -> float:
     """Return the bytes per second in "1 MB/s", "100 Mbit/s" or 1e6: from 1 B/s to 1,000 TB/s."""
     if re.search(r"b/s\s*$", str(text)):
         raise ValueError(
-            f"{str(text)[:40]!r} may mean bits or bytes: write bit/s or B/s, for example '100 Mbit/s'"
+            f"{str(text)[:40]!r} may mean bits or bytes: "
+            "write bit/s or B/s, for example '100 Mbit/s'"
         )
     rate = parse_quantity(text, RATES, "100 Mbit/s")
     if not 1 <= rate <= 1e15:
