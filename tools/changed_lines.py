@@ -1,6 +1,6 @@
-"""Count the lines that differ between the scripts of examples/compare, and print the tables of docs/compare.md.
+"""Count the lines that differ between the scripts of examples/compare, for docs/compare.md.
 
-    python tools/changed_lines.py
+    python tools/changed_lines.py    print the tables of the page
 
 Blank lines, comments and docstrings do not count.
 """

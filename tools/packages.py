@@ -3,7 +3,8 @@
     python tools/packages.py [SRC/lockstep]
 
 Prints one line per package, lowest layer first, with the packages it imports and the number of
-import statements. Exits with code 1 when an import points upward or a layer contains a cycle. Imports inside functions and under `TYPE_CHECKING` count too.
+import statements. Exits with code 1 when an import points upward or a layer contains a cycle.
+Imports inside functions and under `TYPE_CHECKING` count too.
 """
 
 from __future__ import annotations
@@ -123,7 +124,8 @@ def find_problems(trees: dict[str, ast.Module], imports: Imports) -> list[str]:
 def graph_lines(trees: dict[str, ast.Module], imports: Imports) -> list[str]:
     files = Counter(name.partition(".")[0] for name in trees)
     lines = [
-        f"{len(imports)} package arrows, {sum(map(len, imports.values()))} imports; lowest layer first"
+        f"{len(imports)} package arrows, "
+        f"{sum(map(len, imports.values()))} imports; lowest layer first"
     ]
     for level, layer in enumerate(LAYERS):
         for package in (package for package in layer if files[package]):

@@ -1,7 +1,8 @@
 """Draw the pictures of the Learn pages.
 
-    python tools/pictures.py                 the diagrams, which need no run
-    python tools/pictures.py NAME...         record: run the commands of overlap, rate-limiter or fine-tuning
+    python tools/pictures.py            the diagrams, which need no run
+    python tools/pictures.py NAME...    record: run the commands of overlap, rate-limiter or
+                                        fine-tuning
 
 A recorded picture shows what its commands did on this machine; they run in a temporary folder.
 """
@@ -24,12 +25,17 @@ from pathlib import Path
 
 TOP = Path(__file__).parents[1]
 FOLDER = TOP / "docs" / "pictures"
-STYLE = """text{font:13px system-ui,sans-serif;fill:#333}.small{font-size:11px}.m{text-anchor:middle}.e{text-anchor:end}
-.value{fill:#06c}.grad{fill:#c50}line,polyline{stroke:#888;fill:none;stroke-width:1.5}.curve2{stroke:#c50}.curve1{stroke:#06c}
-.axis{stroke:#bbb;stroke-width:1}.box{fill:#eef;stroke:#88a}.compute{fill:#9cf}.send{fill:#fb7}.update{fill:#9d9}.wait{fill:#dc8}.held{fill:#9cf;stroke:#88a}
+STYLE = """text{font:13px system-ui,sans-serif;fill:#333}.small{font-size:11px}\
+.m{text-anchor:middle}.e{text-anchor:end}
+.value{fill:#06c}.grad{fill:#c50}line,polyline{stroke:#888;fill:none;stroke-width:1.5}\
+.curve2{stroke:#c50}.curve1{stroke:#06c}
+.axis{stroke:#bbb;stroke-width:1}.box{fill:#eef;stroke:#88a}.compute{fill:#9cf}.send{fill:#fb7}\
+.update{fill:#9d9}.wait{fill:#dc8}.held{fill:#9cf;stroke:#88a}
 .empty{fill:none;stroke:#bbb}
-@media(prefers-color-scheme:dark){text{fill:#ddd}.value{fill:#6bf}.grad{fill:#fa5}.box{fill:#334;stroke:#668}.axis,.empty{stroke:#555}
-.curve1{stroke:#6bf}.curve2{stroke:#fa5}.compute,.held{fill:#258}.send{fill:#951}.update{fill:#363}.wait{fill:#752}}"""
+@media(prefers-color-scheme:dark){text{fill:#ddd}.value{fill:#6bf}.grad{fill:#fa5}\
+.box{fill:#334;stroke:#668}.axis,.empty{stroke:#555}
+.curve1{stroke:#6bf}.curve2{stroke:#fa5}.compute,.held{fill:#258}.send{fill:#951}\
+.update{fill:#363}.wait{fill:#752}}"""
 
 
 @dataclass
@@ -48,7 +54,8 @@ class Picture:
     ) -> None:
         title = f"<title>{escape(hint)}</title>" if hint else ""
         self.parts.append(
-            f'<rect x="{x:.1f}" y="{y:g}" width="{max(width, 0.5):.1f}" height="{height:g}" class="{kind}">{title}</rect>'
+            f'<rect x="{x:.1f}" y="{y:g}" '
+            f'width="{max(width, 0.5):.1f}" height="{height:g}" class="{kind}">{title}</rect>'
         )
 
     def line(self, x1: float, y1: float, x2: float, y2: float, kind: str = "") -> None:
@@ -60,7 +67,10 @@ class Picture:
         )
 
     def svg(self, title: str) -> str:
-        head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width} {self.height}" width="{self.width}">'
+        head = (
+            '<svg xmlns="http://www.w3.org/2000/svg" '
+            f'viewBox="0 0 {self.width} {self.height}" width="{self.width}">'
+        )
         return "\n".join(
             [
                 head,
@@ -184,12 +194,13 @@ def house_graph() -> str:
     """Draw the graph of house A with its values (above an edge) and gradients (below)."""
     picture = Picture(720, 250)
     nodes = {
-        "w1": (60, 56), "w2": (60, 130), "b": (190, 204), "x 6": (190, 56), "x 2": (190, 130), "+": (320, 130), "- 15": (440, 130),
-        "square": (560, 130), "loss": (670, 130),
+        "w1": (60, 56), "w2": (60, 130), "b": (190, 204), "x 6": (190, 56), "x 2": (190, 130),
+        "+": (320, 130), "- 15": (440, 130), "square": (560, 130), "loss": (670, 130),
     }  # fmt: skip
     edges = [  # from, to, value, gradient of the loss by this value
-        ("w1", "x 6", "0.773", "-115.836"), ("w2", "x 2", "0.321", "-38.612"), ("x 6", "+", "4.638", "-19.306"),
-        ("x 2", "+", "0.642", "-19.306"), ("b", "+", "0.067", "-19.306"), ("+", "- 15", "5.347", "-19.306"),
+        ("w1", "x 6", "0.773", "-115.836"), ("w2", "x 2", "0.321", "-38.612"),
+        ("x 6", "+", "4.638", "-19.306"), ("x 2", "+", "0.642", "-19.306"),
+        ("b", "+", "0.067", "-19.306"), ("+", "- 15", "5.347", "-19.306"),
         ("- 15", "square", "-9.653", "-19.306"), ("square", "loss", "93.18", "1"),
     ]  # fmt: skip
     picture.text(12, 20, "house A: (0.773 x 6 + 0.321 x 2 + 0.067 - 15) squared")
@@ -258,8 +269,13 @@ def layouts() -> str:
                 if part:
                     picture.box(x + part[0] * cell, y, part[1] * cell, 20, "held")
             picture.text(x + cell / 2, 176, str(worker), "small m")
-    note = "Each row is a layer, each column a worker. Filled: weights, gradients and optimizer state that the worker keeps."
-    picture.text(12, 200, note, "small")
+    picture.text(
+        12,
+        200,
+        "Each row is a layer, each column a worker. "
+        "Filled: weights, gradients and optimizer state that the worker keeps.",
+        "small",
+    )
     return picture.svg("Layouts of four workers")
 
 
@@ -284,12 +300,15 @@ def diloco() -> str:
                 [*apart, Span(3, 4, "send", "outer"), Span(7, 8, "send", "outer")],
             )
         )
-    note = "DiLoCo sends one difference of weights every H steps; plain training one gradient in every step."
+    note = (
+        "DiLoCo sends one difference of weights every H steps; "
+        "plain training one gradient in every step."
+    )
     return draw_lanes("six steps on two ranks, H = 3", lanes, [note])
 
 
 def compiled() -> str:
-    """Draw four operations of two steps: one kernel each, or one kernel for all after a compilation."""
+    """Draw four operations of two steps: one kernel each, or one for all after a compilation."""
     names = ("norm", "matmul", "add", "gelu")
     eager = [
         Span(1.6 * n + 7.2 * step, 1.6 * n + 1 + 7.2 * step, "compute", name)
@@ -300,7 +319,10 @@ def compiled() -> str:
         Span(0, 4.4, "wait", "compile"),
         *(Span(4.6 + 3 * step, 7.2 + 3 * step, "compute", "all four") for step in range(3)),
     ]
-    note = "Eager: each operation reads and writes memory, with Python in between. Compiled: once for all steps of this shape."
+    note = (
+        "Eager: each operation reads and writes memory, with Python in between. "
+        "Compiled: once for all steps of this shape."
+    )
     return draw_lanes(
         "a layer, eager and compiled (a sketch)", [("eager", eager), ("compiled", fused)], [note]
     )

@@ -1,9 +1,11 @@
-"""Find phrases that the writing rules of CONTRIBUTING.md rule out: vague actors, inverted clauses, stock phrases, British spelling.
+"""Find phrases that the writing rules of CONTRIBUTING.md rule out: vague actors, inverted clauses,
+stock phrases, British spelling.
 
     python tools/prose.py [-q] [FILE or FOLDER...]
 
-Reads docstrings, comments and message strings of src, tests, bench, examples and tools, every Markdown file, and the commit subjects
-after `FIRST_COMMIT`. Prints each hit (-q: the summary alone), then hits per 1,000 words. Exits with code 1 above the limits below.
+Reads docstrings, comments and message strings of src, tests, bench, examples and tools, every
+Markdown file, and the commit subjects after `FIRST_COMMIT`. Prints each hit (-q: the summary
+alone), then hits per 1,000 words. Exits with code 1 above the limits below.
 """
 
 from __future__ import annotations
@@ -27,32 +29,46 @@ WIDE_LIMIT = 0  # lines of Markdown prose over 100 columns
 
 PATTERNS = {
     "vague actor": r"\b(?:nobody|somebody|everybody|whoever|whomever|whom|whatever|whichever)\b",
-    "clause that begins with who": r"(?:^|[.:;,(] |\b(?:and|but|of|from|by|than|to|as) )who (?!(?:is|are|was|were)\b[^.;]*\?)[a-z]",
+    "clause that begins with who": r"(?:^|[.:;,(] |\b(?:and|but|of|from|by|than|to|as) )"
+    r"who (?!(?:is|are|was|were)\b[^.;]*\?)[a-z]",
     "those that": r"\b(?:those|the ones|all|others|ones) (?:that|who)\b|\bone who\b|\ball have\b",
     "go on": r"\b(?:go|goes|going|went|gone) on\b",
-    "anew": r"\banew\b|\b(?:begin at|begins|began|begun)\b|\bmade new\b|\b(?:is|are|be|was|were) (?:done|made) again\b|\bagain and again\b",
+    "anew": r"\banew\b|\b(?:begin at|begins|began|begun)\b|\bmade new\b"
+    r"|\b(?:is|are|be|was|were) (?:done|made) again\b|\bagain and again\b",
     "come to": r"\bc(?:ome|omes|ame|oming) to (?:be|its end|an end|the end)\b|\bhas come\b",
     "told": r"\btold\b",
-    "stand": r"\bstands\b|\bstand(?:ing)? (?:in|at|for|beside|by|on|there|once)\b|\bdo not stand\b|\b(?:written|writes?) down\b",
-    "own": r"\b(?:an?|the|each|one|in|on) (?:\w+ ){1,2}(?:of|by|for) (?:its|their|his|our) own\b|\ban? \w+ of (?:yours|ours)\b"
+    "stand": r"\bstands\b|\bstand(?:ing)? (?:in|at|for|beside|by|on|there|once)\b|\bdo not stand\b"
+    r"|\b(?:written|writes?) down\b",
+    "own": r"\b(?:an?|the|each|one|in|on) (?:\w+ ){1,2}(?:of|by|for) (?:its|their|his|our) own\b"
+    r"|\ban? \w+ of (?:yours|ours)\b"
     r"|\bof (?:its|his|her|their|our|one's) own\b",
-    "without": r"\bwithout (?:a word|a step forward|an end|a majority of)\b|\bof before\b|\bsaid before\b|\bput away\b",
+    "without": r"\bwithout (?:a word|a step forward|an end|a majority of)\b|\bof before\b"
+    r"|\bsaid before\b|\bput away\b",
     "left out": r"\bleft out(?! of)\b",
-    "break off": r"\bbr(?:oke|oken|eak|eaks|eaking) off\b|\bby halves\b|\bfor life\b|\blike mail\b|\bl(?:ie|ies|ay) (?:here|there|about)\b",
+    "break off": r"\bbr(?:oke|oken|eak|eaks|eaking) off\b|\bby halves\b|\bfor life\b|\blike mail\b"
+    r"|\bl(?:ie|ies|ay) (?:here|there|about)\b",
     "at work": r"\bat work\b|\bbrings? down\b|\bin its midst\b",
     "beside an option": r"(?:^|\s)-{2}[\w-]+ beside (?:-{2}|X)",
-    "inverted question": r"\bwhat (?:is|was) (?:done|to be done|lost|kept|said|given|held)\b|\bsince when\b|\bhow it is\b(?! \w+ed\b)",
-    "see to it": r"\b(?:see|sees) to it\b|\b(?:find|finds|found) out\b|\bhear(?:s|d)? of\b|\bhas ended\b|\b[Tt]hen those\b",
-    "says": r"\bsays\b|\bsay (?:which|so|what|who|how|why|where)\b|\bsaid\b|\bholds? the others up\b",
+    "inverted question": r"\bwhat (?:is|was) (?:done|to be done|lost|kept|said|given|held)\b"
+    r"|\bsince when\b|\bhow it is\b(?! \w+ed\b)",
+    "see to it": r"\b(?:see|sees) to it\b|\b(?:find|finds|found) out\b|\bhear(?:s|d)? of\b"
+    r"|\bhas ended\b|\b[Tt]hen those\b",
+    "says": r"\bsays\b|\bsay (?:which|so|what|who|how|why|where)\b|\bsaid\b"
+    r"|\bholds? the others up\b",
     "rest on": r"\brests? on\b|\bwhat travels\b|\b[Nn]othing moves\b|\bit begins with\b",
-    "idiom": r"\bas (?:it|they) (?:comes?|stands?)\b|\bnothing but\b|\bthere again\b|\bfor ever\b|\bhas(?: not)? got\b"
+    "idiom": r"\bas (?:it|they) (?:comes?|stands?)\b|\bnothing but\b|\bthere again\b|\bfor ever\b"
+    r"|\bhas(?: not)? got\b"
     r"|\blets? (?:it )?go of\b",
-    "presence": r"\b(?:is|are|was|were) (?:not )?there (?:yet|already|again)\b|\b(?:is|are) not there\b|\bwhat is due\b",
+    "presence": r"\b(?:is|are|was|were) (?:not )?there (?:yet|already|again)\b"
+    r"|\b(?:is|are) not there\b|\bwhat is due\b",
     "fragment: What ...": r"^(?:What|Who|Which) [^?:|]*\.$|^A function of (?:the|its)\b",
     "old term": r"\b(?:zygote|nursery|courier|parcel|arbiter|diary|keeper|handover)s?\b",
-    "gerund as a first word": r"^(?:Deciding|Waiting|Finding|Making|Telling|Saying|Going|Taking|Giving|Bringing|Noticing) ",
-    "British spelling": r"\b\w*(?:[a-z]{4}isation|(?:token|serial|initial|normal|material|optim|organ|recogn|synchron)is(?:e|es|ed|ing))\b"
-    r"|\b\w*(?:colour|behaviour|neighbour|favour|honour)\w*\b|\bcentre\b|\bcancelled\b|\blearnt\b|\bwhilst\b|\blicences?\b|\b(?:label|model|travel|signal)l(?:ed|ing)\b"
+    "gerund as a first word": r"^(?:Deciding|Waiting|Finding|Making|Telling"
+    r"|Saying|Going|Taking|Giving|Bringing|Noticing) ",
+    "British spelling": r"\b\w*(?:[a-z]{4}isation|(?:token|serial|initial|normal"
+    r"|material|optim|organ|recogn|synchron)is(?:e|es|ed|ing))\b"
+    r"|\b\w*(?:colour|behaviour|neighbour|favour|honour)\w*\b|\bcentre\b|\bcancelled\b|\blearnt\b"
+    r"|\bwhilst\b|\blicences?\b|\b(?:label|model|travel|signal)l(?:ed|ing)\b"
     r"|\b(?:analys(?:e|es|ed|ing)|artefacts?|per cent|grey)\b",
 }
 COMPILED = {
@@ -106,13 +122,15 @@ def main(arguments: list[str]) -> int:
         print("\n".join([*hits, *(f"{place}: over 100 columns" for place in wide)]))
     rate = 1000 * len(hits) / max(words, 1)
     print(
-        f"hits by pattern: {', '.join(f'{name} {count}' for name, count in by_pattern.most_common())}"
+        "hits by pattern: "
+        f"{', '.join(f'{name} {count}' for name, count in by_pattern.most_common())}"
     )
     print(
         f"hits by file: {', '.join(f'{name} {count}' for name, count in by_file.most_common(12))}"
     )
     print(
-        f"{len(hits)} hits in {words:,} words: {rate:.2f} per 1,000 (limit {LIMIT}); {len(wide)} wide lines (limit {WIDE_LIMIT})"
+        f"{len(hits)} hits in {words:,} words: {rate:.2f} per 1,000 (limit {LIMIT}); "
+        f"{len(wide)} wide lines (limit {WIDE_LIMIT})"
     )
     return 1 if rate > LIMIT or len(wide) > WIDE_LIMIT else 0
 
@@ -136,13 +154,15 @@ def tracked_files() -> list[Path]:
 
 
 def commit_subjects() -> list[str]:
-    """Return the subjects of the commits after `FIRST_COMMIT`; none where the history does not hold it (a shallow clone, an archive)."""
+    """Return the subjects of the commits after `FIRST_COMMIT`; none where the history lacks it (a
+    shallow clone, an archive)."""
     command = ["git", "-C", str(TOP), "log", "--no-merges", "--format=%s", f"{FIRST_COMMIT}..HEAD"]
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.splitlines()
 
 
 def texts(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield (line number, text) of each paragraph of prose in a Python or Markdown file, inline code replaced by X."""
+    """Yield (line number, text) of each paragraph of prose in a Python or Markdown file, with X for
+    inline code."""
     located = (
         python_texts(path.read_text()) if path.suffix == ".py" else markdown_texts(path.read_text())
     )

@@ -1,9 +1,11 @@
-"""Record docs/killed-worker.svg: a run on three workers, one of them killed, and the same run undisturbed on one worker.
+"""Record docs/killed-worker.svg: a run on three workers, one of them killed, and the same run
+undisturbed on one worker.
 
     .venv/bin/python tools/record_terminal.py [FILE.svg]
 
-Starts every command for real in a temporary folder that holds examples/own_loop.py, and draws what the commands print, each line with
-the seconds since the start. Nothing is edited except that the animation shortens pauses to `LONGEST_PAUSE_S`.
+Starts every command for real in a temporary folder that holds examples/own_loop.py, and draws what
+the commands print, each line with the seconds since the start. Nothing is edited except that the
+animation shortens pauses to `LONGEST_PAUSE_S`.
 """
 
 from __future__ import annotations
@@ -117,35 +119,44 @@ def pid_of_slot(run: Path, slot: int) -> int:
 
 
 def draw(lines: list[tuple[float, str, str]]) -> str:
-    """Return an SVG in which each line appears at its time; a viewer without animation shows all lines."""
+    """Return an SVG in which each line appears at its time; without animation all are shown."""
     rows: list[str] = []
     shown_s = previous_s = 0.0
     for second, kind, text in lines:
         shown_s += min(second - previous_s, LONGEST_PAUSE_S)
         previous_s = second
         for number, part in enumerate(textwrap.wrap(text, COLUMNS, break_on_hyphens=False) or [""]):
-            place = f'y="{MARGIN_PX + LINE_PX * (len(rows) + 1)}" style="animation-delay:{shown_s:.2f}s"'
+            place = (
+                f'y="{MARGIN_PX + LINE_PX * (len(rows) + 1)}" '
+                f'style="animation-delay:{shown_s:.2f}s"'
+            )
             clock = (
                 f'<text class="clock" x="{MARGIN_PX}" {place}>{second:.2f} s</text>'
                 if not number
                 else ""
             )
             rows.append(
-                f'{clock}<text class="{kind}" x="{MARGIN_PX + CLOCK_PX}" {place}>{escape(part)}</text>'
+                f'{clock}<text class="{kind}" '
+                f'x="{MARGIN_PX + CLOCK_PX}" {place}>{escape(part)}</text>'
             )
     width, height = (
         int(MARGIN_PX * 2 + CLOCK_PX + COLUMNS * FONT_PX * 0.602),
         MARGIN_PX * 2 + LINE_PX * len(rows),
     )
     style = (
-        f"text{{font:{FONT_PX}px 'DejaVu Sans Mono',ui-monospace,Menlo,Consolas,monospace;white-space:pre;animation:appear 1ms both}}"
-        "@keyframes appear{from{opacity:0}to{opacity:1}}@media(prefers-reduced-motion){text{animation:none}}"
-        ".clock{fill:#768390}.output{fill:#cdd9e5}.command{fill:#6cb6ff}.kill{fill:#ff938a;font-weight:bold}"
+        f"text{{font:{FONT_PX}px 'DejaVu Sans Mono',ui-monospace,Menlo,Consolas,monospace;"
+        "white-space:pre;animation:appear 1ms both}"
+        "@keyframes appear{from{opacity:0}to{opacity:1}}"
+        "@media(prefers-reduced-motion){text{animation:none}}"
+        ".clock{fill:#768390}.output{fill:#cdd9e5}.command{fill:#6cb6ff}"
+        ".kill{fill:#ff938a;font-weight:bold}"
     )
     return "\n".join(
         [
-            f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}">',
-            "<title>A run on three workers, one of them killed, ends with the digest of an undisturbed run on one worker</title>",
+            '<svg xmlns="http://www.w3.org/2000/svg" '
+            f'width="{width}" height="{height}" viewBox="0 0 {width} {height}">',
+            "<title>A run on three workers, "
+            "one of them killed, ends with the digest of an undisturbed run on one worker</title>",
             f'<style>{style}</style><rect width="100%" height="100%" rx="6" fill="#22272e"/>',
             *rows,
             "</svg>\n",

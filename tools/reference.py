@@ -3,8 +3,8 @@
     python tools/reference.py            write the pages
     python tools/reference.py --check    exit code 1 if a page differs from the code
 
-The commands are those of `cli/options.py`, the keys those of `config/schema.py`, the errors those of
-`errors.py`. `tests/unit/test_reference.py` fails when a page is stale.
+The commands are those of `cli/options.py`, the keys those of `config/schema.py`, the errors those
+of `errors.py`. `tests/unit/test_reference.py` fails when a page is stale.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ EXIT_CODES = {
     ),
     "4": (
         "diverged: a loss, a gradient or a weight is not finite; nothing of that step was saved",
-        "resume from an earlier step with another learning rate: `--resume STEP --override optim.learning_rate=RATE`",
+        "resume from an earlier step with another learning rate: "
+        "`--resume STEP --override optim.learning_rate=RATE`",
     ),
     "75": (
         "saved after SIGTERM or SIGUSR1, and to be started again (`EX_TEMPFAIL`)",
@@ -54,7 +55,8 @@ EXIT_CODES = {
         "`lockstep status RUN` and `lockstep doctor` name them",
     ),
     "77": (
-        "of a worker: it was evicted, or the run folder is unusable; of a run in an object store: another host has continued it",
+        "of a worker: it was evicted, or the run folder is unusable; "
+        "of a run in an object store: another host has continued it",
         "a worker: nothing, its agent restarts it; in a store: nothing, the run continues there",
     ),
     "128 + n": ("killed by signal n", ""),
@@ -63,14 +65,19 @@ EXIT_CODES = {
 }
 SECTIONS = {
     "": "The run",
-    "data": "Where the samples come from: [data for translation](../data.md), [Llama](../llama.md).",
+    "data": (
+        "Where the samples come from: [data for translation](../data.md), [Llama](../llama.md)."
+    ),
     "tokenizer": "The vocabulary, trained on the run's data unless `llama.init_from` has one.",
     "batch": "[Gradient accumulation](../accumulation.md), [data order](../data-order.md).",
     "model": "The translator.",
     "llama": "[Llama](../llama.md).",
     "lora": "[LoRA](../llama.md#lora).",
     "optim": "`--override` changes the schedule [at a resume](../guides/resume.md#change-a-value).",
-    "parallel": "How gradients are summed: [ordered sum](../ordered-sum.md), [slow links](../slow-links.md).",
+    "parallel": (
+        "How gradients are summed: [ordered sum](../ordered-sum.md), "
+        "[slow links](../slow-links.md)."
+    ),
     "layout": "Axes of the layout: [layouts](../parallelism.md).",
     "fsdp": "[One micro-batch of a shard](../layout-design.md#one-micro-batch-of-a-shard).",
     "elastic": "[When something fails](../guides/failures.md), [failover](../failover.md).",
@@ -165,16 +172,14 @@ def word_of(action: argparse.Action) -> str:
 def config_page() -> str:
     lines = [GENERATED.format("config/schema.py"), "# Configuration keys", ""]
     lines += [
-        "A value of a run comes from the first of: `--section.key VALUE`, `LOCKSTEP_SECTION_KEY`, the run"
+        "A value of a run comes from the first of: `--section.key VALUE`, `LOCKSTEP_SECTION_KEY`,",
+        "the run file (TOML, `[section]`), the run folder at a resume, the default.",
+        "`lockstep train --show` prints all of them with their origin. Sizes and times may have",
+        "units: `25 MB`, `30 s`.",
+        "",
+        "**bits**: the key decides the trained bits, and cannot change when the run resumes.",
+        "**host**: each host may have its own value.",
     ]
-    lines += [
-        "file (TOML, `[section]`), the run folder at a resume, the default. `lockstep train --show` prints"
-    ]
-    lines += ["all of them with their origin. Sizes and times may have units: `25 MB`, `30 s`.", ""]
-    lines += [
-        "**bits**: the key decides the trained bits, and cannot change when the run resumes. **host**: each"
-    ]
-    lines += ["host may have its own value."]
     for section, keys in groupby(config_fields().items(), lambda item: item[0].rpartition(".")[0]):
         title = SECTIONS[section]
         lines += ["", *([f"## {section}", "", title] if section else [f"## {title}"]), ""]
@@ -232,18 +237,18 @@ def limit(value: float) -> str:
 def exit_codes_page(errors: Mapping[str, Any] = ERRORS_BY_NAME) -> str:
     lines = [GENERATED.format("errors.py"), "# Exit codes", ""]
     lines += [
-        "The exit code of `lockstep` is that of the run: of the worker that failed first, on all hosts. A",
-        "worker that only lost its peers does not decide it.",
+        "The exit code of `lockstep` is that of the run: of the worker that failed first, on all",
+        "hosts. A worker that only lost its peers does not decide it.",
+        "",
     ]
-    lines += [""]
     lines += table(
         ["code", "meaning", "what to do"],
         ([code(number), *texts] for number, texts in EXIT_CODES.items()),
     )
     lines += [
         "",
-        "An error has three parts: what happened, with the values; where they came from; what to try. Each",
-        "class has one code, in every command:",
+        "An error has three parts: what happened, with the values; where they came from; what to",
+        "try. Each class has one code, in every command:",
         "",
     ]
     names = {cls: name for name, cls in errors.items()}
@@ -254,8 +259,8 @@ def exit_codes_page(errors: Mapping[str, Any] = ERRORS_BY_NAME) -> str:
     lines += table(["error", "is a", "code"], rows)
     lines += [
         "",
-        "torchrun turns every worker's code into 1. A scheduler should start the same command again after",
-        "75, 76 and a signal. After 2, 3 and 4 the same command fails again.",
+        "torchrun turns every worker's code into 1. A scheduler should start the same command",
+        "again after 75, 76 and a signal. After 2, 3 and 4 the same command fails again.",
     ]
     return "\n".join([*lines, ""])
 
