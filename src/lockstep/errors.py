@@ -37,7 +37,9 @@ class LockstepError(Exception):
 
     def __init__(self, what: str, where: str = "", hint: str = "") -> None:
         super().__init__(what, where, hint)
-        self.what, self.where, self.hint = what, where, hint
+        self.what = what
+        self.where = where
+        self.hint = hint
 
     def __str__(self) -> str:
         more = [
@@ -72,7 +74,9 @@ class DamagedFileError(DataError, OSError):
 
     def __init__(self, what: str, where: str = "", hint: str = "") -> None:
         super().__init__(what, where, hint)
-        self.errno, self.strerror, self.filename = errno.EINVAL, what, where or None
+        self.errno = errno.EINVAL
+        self.strerror = what
+        self.filename = where or None
 
 
 class CheckpointError(LockstepError):
@@ -88,7 +92,9 @@ class StoreError(CheckpointError, OSError):
 
     def __init__(self, what: str, where: str = "", hint: str = "") -> None:
         super().__init__(what, where, hint)
-        self.errno, self.strerror, self.filename = errno.EIO, what, where or None
+        self.errno = errno.EIO
+        self.strerror = what
+        self.filename = where or None
 
 
 class DivergedError(LockstepError):

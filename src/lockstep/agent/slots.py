@@ -228,7 +228,9 @@ class GenerationReader:
 
     def __init__(self, prior: PriorState, events: EventLog) -> None:
         self.log = GenerationLog(events.folder / "generations", since=prior.newest.number)
-        self.newest, self.base, self.events = prior.newest, prior.base_generation, events
+        self.newest = prior.newest
+        self.base = prior.base_generation
+        self.events = events
         self.known = self.last_handled(
             prior.newest.number, {process.pid for process in prior.running.values()}
         )

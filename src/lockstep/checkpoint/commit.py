@@ -171,7 +171,9 @@ class Attempt(AbstractContextManager["Attempt"]):
     """An attempt to write a checkpoint, in a hidden folder: afterwards committed or deleted."""
 
     def __init__(self, folder: Path, step: int, fail_point: FailPoint = no_fail_point) -> None:
-        self.folder, self.step, self.fail_point = folder, step, fail_point
+        self.folder = folder
+        self.step = step
+        self.fail_point = fail_point
         self.files: dict[str, FileRecord] = {}
         self.committed = False
         self.state = WRITING

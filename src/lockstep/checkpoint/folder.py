@@ -30,7 +30,9 @@ from pathlib import Path
 from lockstep.files import open_regular
 from lockstep.log import log
 
-WRITING, COMMITTED, REMOVING = "WRITING", "COMMITTED", "REMOVING"
+WRITING = "WRITING"
+COMMITTED = "COMMITTED"
+REMOVING = "REMOVING"
 STEP_FOLDER = re.compile(r"step-([0-9]{8,})")
 HIDDEN_FOLDER = re.compile(r"\.step-[0-9]{8,}\.[0-9a-f]{16}")
 OWN_FILE = re.compile(r"facts\.json|manifest\.json|tensors-[0-9]{5,}\.safetensors")

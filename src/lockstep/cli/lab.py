@@ -27,7 +27,9 @@ class Experiment:
     """A collective by one or more algorithms, on the network that the options describe."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        ranks, per_host, self.size = args.ranks, args.ranks_per_host, int(args.bytes)
+        ranks = args.ranks
+        per_host = args.ranks_per_host
+        self.size = int(args.bytes)
         inside = Link(args.host_latency or args.latency / 10, args.host_rate or 10 * args.rate)
         network = Network(Link(args.latency, args.rate), inside, per_host)
         names = [args.algorithm] if args.algorithm else algorithms_for(ranks, per_host)

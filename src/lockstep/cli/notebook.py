@@ -67,7 +67,9 @@ def define(
     if name in found:
         return
     found[name] = ""  # functions may call each other
-    module, own, source = getattr(value, "__module__", None), getattr(value, "__qualname__", ""), ""
+    module = getattr(value, "__module__", None)
+    own = getattr(value, "__qualname__", "")
+    source = ""
     if isinstance(value, ModuleType):
         source = f"import {value.__name__}" + (f" as {name}" if value.__name__ != name else "")
     elif module == "__main__" and own == name:

@@ -173,7 +173,9 @@ def with_precision(run: RunConfig, cluster: Cluster) -> RunConfig:
 
 
 def to_json(plan: Plan, work: Workload) -> dict[str, Any]:
-    model, run, cluster = work.model, work.run, work.cluster
+    model = work.model
+    run = work.run
+    cluster = work.cluster
 
     def entry(planned: PlannedLayout) -> dict[str, Any]:
         values = asdict(planned)

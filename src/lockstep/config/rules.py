@@ -219,7 +219,9 @@ def uneven(run: RunConfig, keys: Sequence[str], divisor: str, why: str = "") -> 
 
 def limits(run: RunConfig) -> Iterator[Conflict]:
     """Yield the values that are too large beside others."""
-    data, batch, max_seq_len = run.data, run.batch, run.llama.max_seq_len
+    data = run.data
+    batch = run.batch
+    max_seq_len = run.llama.max_seq_len
     if run.task == "translate" and data.max_tokens > batch.tokens:
         what = (
             f"one pair of data.max_tokens={data.max_tokens} "

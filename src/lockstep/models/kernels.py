@@ -147,13 +147,18 @@ class PackedAttention(torch.autograd.Function):
         with torch.autocast("cpu", enabled=False):
             own = heads_first(queries, dtype)
             other = own[1:] if others is None else heads_first(others, dtype)
-            query, key, value = own[0], other[0], other[1]  # (B * H, T or S, E)
+            # (B * H, T or S, E)
+            query = own[0]
+            key = other[0]
+            value = other[1]
             score = torch.bmm(query, key.transpose(1, 2)).unflatten(0, (rows, heads))
             torch.add(bias, score, alpha=size**-0.5, out=score)  # (B, H, T, S)
             weight = torch.softmax(score, dim=-1, out=score).flatten(0, 1)  # (B * H, T, S)
             attended = torch.bmm(weight, value)  # (B * H, T, E)
         ctx.save_for_backward(own, other, weight)
-        ctx.rows, ctx.dtype, ctx.is_self_attention = rows, queries.dtype, others is None
+        ctx.rows = rows
+        ctx.dtype = queries.dtype
+        ctx.is_self_attention = others is None
         return heads_last(attended[None], rows, queries.dtype).view(rows, length, -1)
 
     @staticmethod

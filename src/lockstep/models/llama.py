@@ -152,7 +152,9 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | DocumentEnd
         )
     from torch.nn.attention import varlen  # imports torch._dynamo, for a second
 
-    rows, length, ends = len(query), mask.length, mask.ends
+    rows = len(query)
+    length = mask.length
+    ends = mask.ends
     query, key, value = (
         heads.to(mask.dtype).transpose(1, 2).flatten(0, 1) for heads in (query, key, value)
     )  # (B * T, H or G, E)

@@ -62,7 +62,9 @@ from lockstep.models.transformers_model import ModelConfig, TransformersConfig, 
 from lockstep.parallel.deferred_init import materialize
 from lockstep.units import format_bytes, format_count
 
-MODEL, TOKENIZER, CHECKPOINTS = "model.json", "tokenizer", "checkpoints"
+MODEL = "model.json"
+TOKENIZER = "tokenizer"
+CHECKPOINTS = "checkpoints"
 
 
 def is_llama_run(folder: Path) -> bool:

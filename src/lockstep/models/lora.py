@@ -46,11 +46,9 @@ class LoRALinear(nn.Linear):
             dtype=inner.weight.dtype,
         )
         self.weight, self.bias = inner.weight, inner.bias
-        self.scale, self.dropout, self.number = (
-            lora.alpha / lora.rank,
-            lora.dropout,
-            number_of(path),
-        )
+        self.scale = lora.alpha / lora.rank
+        self.dropout = lora.dropout
+        self.number = number_of(path)
         self.mask_width, self.columns = inner.in_features, slice(None)
         self.lora_down = nn.Parameter(inner.weight.new_empty(lora.rank, inner.in_features))
         self.lora_up = nn.Parameter(inner.weight.new_empty(inner.out_features, lora.rank))

@@ -238,7 +238,9 @@ class Translator(StagedModel):
 
     def __init__(self, vocab_size: int, options: ModelOptions) -> None:
         super().__init__()
-        self.dim, self.n_heads, self.dropout = options.dim, options.n_heads, options.dropout
+        self.dim = options.dim
+        self.n_heads = options.n_heads
+        self.dropout = options.dropout
         self.embedding = nn.Embedding(vocab_size, options.dim)
         self.encoder = nn.ModuleList(EncoderLayer(options) for _ in range(options.encoder_layers))
         self.encoder_norm = nn.LayerNorm(options.dim)

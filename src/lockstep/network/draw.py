@@ -11,7 +11,11 @@ from lockstep.network.tree_exchange import WHOLE
 from lockstep.units import format_seconds
 
 MAX_RANKS = MAX_ROUNDS = 16  # that are drawn
-COLUMN, ROW, LEFT, TOP = 64, 56, 88, 56  # pixels
+# Pixels.
+COLUMN = 64
+ROW = 56
+LEFT = 88
+TOP = 56
 STYLE = """text{font:13px system-ui,sans-serif;fill:#333}line{stroke-width:1.5}.rank{stroke:#bbb}
 .copy,.copy path{stroke:#06c}.add,.add path{stroke:#c50}line.add{stroke-dasharray:6 3}\
 path{fill:none;stroke-width:1.2}

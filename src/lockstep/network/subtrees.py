@@ -67,7 +67,9 @@ def fit_shares(limits: Sequence[int], leaves: int) -> tuple[int, ...]:
 
     Every subtree beyond a rank's first costs a transfer, so large blocks are dealt out first.
     """
-    shares, rest, idle = [0] * len(limits), leaves, len(limits)
+    shares = [0] * len(limits)
+    rest = leaves
+    idle = len(limits)
     for block in powers_of_two_down_from(max(limits)):
         # Ranks without a leaf first: their first subtree costs no transfer. A leaf is left for
         # each.

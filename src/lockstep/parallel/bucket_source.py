@@ -104,7 +104,9 @@ class BucketSource(GradientSource):
     def agree(self) -> None:
         """Collective. Refuse other parameters, take the buckets of the first rank that knows the
         order of its gradients, and agree on how buckets are summed."""
-        buckets, group, wait = self.buckets, dist.group.WORLD, self.groups.waits.wait
+        buckets = self.buckets
+        group = dist.group.WORLD
+        wait = self.groups.waits.wait
         assert group is not None, "ElasticRuntime.join comes first"
         names = self.names
         known = buckets.known_order()
@@ -247,7 +249,9 @@ class BucketSource(GradientSource):
 
     def _all_reduce(self, bucket: Bucket) -> Tensor:
         """Collective. Sum a bucket, in place; return the slice that this rank has summed."""
-        plan, buffer, waits = self.plan, bucket.buffer, self.groups.waits
+        plan = self.plan
+        buffer = bucket.buffer
+        waits = self.groups.waits
         partials = self._partial_sums(bucket)
         is_exact = buffer.dtype in self._added_once
         if plan.group is not None and is_exact and is_one_addition(plan.shares):

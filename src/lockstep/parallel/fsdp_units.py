@@ -130,7 +130,9 @@ def fill_unused_gradients(local: LocalModel) -> None:
 
     With several units it could not: a shard would not gather the units that it leaves out.
     """
-    root, layout, units = local.fsdp_units[-1], local.layout, len(local.fsdp_units)
+    root = local.fsdp_units[-1]
+    layout = local.layout
+    units = len(local.fsdp_units)
     if units > 1 or layout.workers_per_replica > layout.shard:
         raise UsageError(
             'unused="zero" needs a model that the shards gather at once, '

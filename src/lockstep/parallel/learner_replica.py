@@ -144,7 +144,9 @@ class LearnerReplica(Replica):
 
         After the loop .grad is the sum over all of them, or this worker's rows of it.
         """
-        inner, count, device = self.inner, len(leaves), self.parameters[0].device
+        inner = self.inner
+        count = len(leaves)
+        device = self.parameters[0].device
         self.numbers = torch.zeros(count, 3, dtype=torch.float64, device=device)
         inner.source.reset()
         yield from inner.sum_leaves(step, (count,), list(range(count)), leaves.start)

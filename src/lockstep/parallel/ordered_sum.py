@@ -136,7 +136,9 @@ def tree_all_reduce(
     group     None: this rank has all leaves
     tag       see `start_exchange`
     """
-    rank, length, sums = group.rank() if group else 0, out.numel(), dict(partials)
+    rank = group.rank() if group else 0
+    length = out.numel()
+    sums = dict(partials)
     reduce, gather = rounds_of_rank(rank, shares)
     own = slice(0, length)
 

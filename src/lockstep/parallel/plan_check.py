@@ -79,7 +79,9 @@ class PlanCheck:
     """Made before a model is split; `watch` follows. Used in one step."""
 
     def __init__(self, model: nn.Module, plan: ParallelPlan, groups: ProcessGroups) -> None:
-        self.model, self.plan, self.groups = model, plan, groups
+        self.model = model
+        self.plan = plan
+        self.groups = groups
         self.key_of = {name: key_of(model, name, plan) for name in regions_of(model, plan)}
         self.whole = {
             key: without_values(model.get_submodule(name)) for name, key in self.key_of.items()

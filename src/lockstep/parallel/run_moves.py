@@ -58,7 +58,9 @@ def measure_moves(
     length = -(-size // (4 * ranks)) * ranks
     values = torch.randn(length, generator=torch.Generator().manual_seed(rank))
     own = slice(rank * length // ranks, (rank + 1) * length // ranks)
-    result, expected, waits = values.clone(), values.clone(), WorkWaiter()
+    result = values.clone()
+    expected = values.clone()
+    waits = WorkWaiter()
     seconds = timed(lambda: run_moves(schedule, result.copy_(values), group, waits), group)
     torch_seconds = timed(lambda: run_torch(collective, expected.copy_(values), own, group), group)
     of_root = slice(0, length if rank == 0 else 0)

@@ -269,7 +269,9 @@ class UnitSource(GradientSource):
 
     def _reduce(self, gradients: UnitGradients) -> None:
         """Collective. Add a pass to the unit's tree; after the last one write the sum to `out`."""
-        groups, now, sent = self.groups, gradients.now, gradients.sent
+        groups = self.groups
+        now = gradients.now
+        sent = gradients.sent
         if groups.failure is not None or not groups.formed:
             return
         groups.board.enter_collective(sent.nbytes)

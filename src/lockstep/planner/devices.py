@@ -97,7 +97,9 @@ def parse_cluster(devices: str, link: str, host_link: str, profile: Path | None)
         raise UsageError(
             f"{devices!r} names no devices", "--devices", f"{DEVICES_HINT}; {OTHER_HINT}"
         )
-    hosts, per_host, kind = int(match[1]), int(match[2]), match[3]
+    hosts = int(match[1])
+    per_host = int(match[2])
+    kind = match[3]
     if not (hosts and per_host and hosts * per_host <= MAX_DEVICES):
         raise UsageError(
             f"{hosts * per_host:,} devices", f"--devices {devices}", f"give 1 to {MAX_DEVICES:,}"

@@ -85,7 +85,9 @@ def played_outage(hosts: int, per_host: int, latency_s: float) -> float:
     play = Play(hosts, per_host, latency_s)
     play.run_until_formed(play.workers)
     play.run(play.now_s + 5)
-    lost, survivors, failed_s = play.workers[:per_host], play.workers[per_host:], play.now_s
+    lost = play.workers[:per_host]
+    survivors = play.workers[per_host:]
+    failed_s = play.now_s
     for worker in lost:
         worker.lose_power()
     return play.run_until_formed(survivors) - failed_s

@@ -41,7 +41,9 @@ class Plan:
 
 def make_plan(work: Workload) -> Plan:
     """Return the plan of a run over all devices of its cluster. UsageError: no layout fits."""
-    model, run, cluster = work.model, work.run, work.cluster
+    model = work.model
+    run = work.run
+    cluster = work.cluster
     limits = LayoutLimits(run.batch.micro_batches, model.heads, model.layers)
     fitting = list[PlannedLayout]()
     refused = list[tuple[float, Layout, str]]()
@@ -110,7 +112,9 @@ def describe(step: StepCost) -> str:
 
 def advice(work: Workload, best: PlannedLayout) -> dict[str, tuple[object, str]]:
     """Return {key: (value, the reason with its number)} for the best layout."""
-    run, layout, given = work.run, best.layout, best.step
+    run = work.run
+    layout = best.layout
+    given = best.step
 
     def seconds(key: str, value: object) -> float:
         return step_cost(work.with_values("parallel", **{key: value}), layout).seconds

@@ -317,7 +317,9 @@ class Stage:
 
     def play_pass(self, timeline: Timeline, sends: Sends) -> float:
         """Play a forward and a backward pass; return when the forward pass was done."""
-        parts, root, ahead = self.parts, self.root, self.run.fsdp.prefetch_units
+        parts = self.parts
+        root = self.root
+        ahead = self.run.fsdp.prefetch_units
         jobs = [timeline.now_s] * UNITS_IN_FLIGHT
 
         def through(indices: Sequence[int], *, gathers: bool, backward: bool) -> None:

@@ -29,7 +29,9 @@ from lockstep.object_store.bucket import RunBucket
 from lockstep.object_store.storage import MEMBERSHIP
 from lockstep.units import format_duration
 
-FOLDER, BLOBS, PROBES = "snapshots", "blobs", "probes"
+FOLDER = "snapshots"
+BLOBS = "blobs"
+PROBES = "probes"
 FORMAT = 1
 BEAT = "LOCKSTEP_STORE_BEAT_S"  # seconds between two snapshots of a run that trains
 DEFAULT_BEAT_S = 15.0

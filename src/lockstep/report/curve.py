@@ -15,7 +15,9 @@ class Curve:
         self.width = 1  # steps of a bin
         self.bins: dict[int, list[float]] = {}  # by step // width: sum, count, lowest, highest
         # (step, value)
-        self.last, self.lowest, self.highest = (0, math.nan), (0, math.inf), (0, -math.inf)
+        self.last = (0, math.nan)
+        self.lowest = (0, math.inf)
+        self.highest = (0, -math.inf)
         # (first step, count) of NaN, infinities and what is beyond LARGEST.
         self.not_finite: tuple[int, int] = (0, 0)
 
@@ -37,7 +39,9 @@ class Curve:
             self._double_width()
 
     def _double_width(self) -> None:
-        self.width, bins, self.bins = 2 * self.width, self.bins, {}
+        self.width *= 2
+        bins = self.bins
+        self.bins = {}
         for number, cell in bins.items():
             other = self.bins.setdefault(number // 2, cell)
             if other is not cell:

@@ -11,7 +11,10 @@ from typing import IO
 from lockstep.errors import UsageError
 from lockstep.files import open_regular
 
-PR_SET_PDEATHSIG, PR_SET_NAME, PR_SET_CHILD_SUBREAPER = 1, 15, 36  # <linux/prctl.h>
+# <linux/prctl.h>
+PR_SET_PDEATHSIG = 1
+PR_SET_NAME = 15
+PR_SET_CHILD_SUBREAPER = 36
 LIBC = ctypes.CDLL(None)  # loaded here: a forked child must not load libraries
 
 

@@ -39,7 +39,9 @@ class StoreConnection:
         """Return the keys of the next group in the store of this launch, which is connected
         once."""
         if self.info != info:
-            self.info, self.store, self.groups = info, None, 0
+            self.info = info
+            self.store = None
+            self.groups = 0
         self.store = self.store or connect(info, deadline_s, timeout_s)
         self.groups += 1
         return PrefixStore(f"lockstep-{info.attempt}-{self.groups}", self.store)

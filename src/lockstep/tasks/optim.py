@@ -330,7 +330,9 @@ def learning_rate(update: int, values: OptimOptions) -> float:
     wsd             the peak, then linear in the last `wsd_decay` of `decay_steps` (Hu et al., 2024)
     inverse_sqrt    peak * sqrt(warmup_steps / update) (Vaswani et al., 2017)
     """
-    peak, warmup, floor = values.learning_rate, values.warmup_steps, values.floor
+    peak = values.learning_rate
+    warmup = values.warmup_steps
+    floor = values.floor
     if update < warmup:
         return peak * update / warmup
     if values.schedule == "constant":

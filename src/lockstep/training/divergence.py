@@ -29,7 +29,9 @@ log = logging.getLogger("lockstep")
 
 # What is compared: trained weights and a slice of the rest at a vote; all weights at a member's
 # first vote; all state before a save.
-WEIGHTS, ALL_WEIGHTS, STATE = "weights", "weights and buffers", "weights or optimizer state"
+WEIGHTS = "weights"
+ALL_WEIGHTS = "weights and buffers"
+STATE = "weights or optimizer state"
 MAX_DIVERGENCES = 3  # in a row; then the loop itself is nondeterministic
 
 
@@ -137,7 +139,9 @@ class Divergence:
         if self.generation != runtime.world.generation:
             members = runtime.member_progress
             self.count = max((member.divergences for member in members), default=0)
-            self.generation, self.first_step, self.proven = runtime.world.generation, step, False
+            self.generation = runtime.world.generation
+            self.first_step = step
+            self.proven = False
             self.joined = bool(transfer_roles(members)[2]) if members else False
 
     def record_equal(self, step: int) -> None:

@@ -78,7 +78,9 @@ def draw_initial_values(
     # By whole size: the same order on all shards, which draw parameters of similar size at a time.
     names = sorted(slices, key=lambda name: (-math.prod(slices[name].shape), name))
     for start in range(0, len(names), len(ranks)):
-        received, works, sent = [], [], []
+        received = []
+        works = []
+        sent = []
         for owner, name in zip(ranks, names[start : start + len(ranks)], strict=False):
             parameter = model.local_params[name]
             if owner != rank:

@@ -114,7 +114,9 @@ class Rehearsal:
     def compare(self, step: int, first: int) -> None:
         """Collective in the attempt that rehearsed. UsageError, on all ranks, when micro-batch
         `first` was another one in the rehearsal."""
-        before, self._rehearsed, self._own = self._rehearsed, None, None
+        before = self._rehearsed
+        self._rehearsed = None
+        self._own = None
         if before is None and not self._follows_save(step):
             return
         own = self._result_of(first)

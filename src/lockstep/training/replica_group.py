@@ -409,7 +409,9 @@ class ReplicaGroup:
 
     def _record_generation(self, step: int, joined: list[int], seconds: float) -> None:
         """Tell the user and events.jsonl which workers continue, with which attempt at `step`."""
-        runtime, world, why = self.runtime, self.runtime.world, self.runtime.leave_reason
+        runtime = self.runtime
+        world = runtime.world
+        why = runtime.leave_reason
         if runtime.shows_progress():
             workers = f"{world.size} {'worker' if world.size == 1 else 'workers'}"
             duration = format_duration(seconds)

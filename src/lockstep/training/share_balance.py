@@ -42,7 +42,10 @@ class ShareBalance:
         *,
         enabled: bool,
     ) -> None:
-        self.runtime, self.replica, self.unit, self.enabled = runtime, replica, unit, enabled
+        self.runtime = runtime
+        self.replica = replica
+        self.unit = unit
+        self.enabled = enabled
         self._rule = ShareRule(unit)
         self._measured: deque[tuple[float, float]] = deque(maxlen=WINDOW_STEPS)
         self._generation, self._shares = -1, tuple[int, ...]()

@@ -165,7 +165,9 @@ def start_transfer(
     receivers: Sequence[int],
 ) -> list[Work | None]:
     """Start to send `state` from `sources` to `receivers`, into their `state`."""
-    rank, group, works = runtime.world.rank, runtime.group, list[Work | None]()
+    rank = runtime.world.rank
+    group = runtime.group
+    works = list[Work | None]()
     for i, spec in enumerate(specs):
         source = sources[i % len(sources)]
         if rank in receivers:

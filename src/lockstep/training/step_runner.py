@@ -156,7 +156,9 @@ class StepRunner:
 
     def passes(self, step: int) -> Iterator[int]:
         """Collective. Yield this worker's micro-batches, and exchange what the vote needs."""
-        replica, ballot, rehearsal = self.replica, self.ballot, self.rehearsal
+        replica = self.replica
+        ballot = self.ballot
+        rehearsal = self.rehearsal
         self.has_voted = False
         ballot.start(step)
         self.comparison.divergence.start_generation(self.runtime, step)
