@@ -155,13 +155,8 @@ def leaves(value: Any, path: str, tensors: Mapping[str, Tensor]) -> Iterator[tup
             )
         elif tag == "numpy":
             yield path, json.dumps(inner)
-        for key, item in (
-            inner
-            if tag in MAPPINGS
-            else [[tag, inner]]
-            if tag in ("tuple", "deque", "array")
-            else []
-        ):
+        nested = [[tag, inner]] if tag in ("tuple", "deque", "array") else []
+        for key, item in inner if tag in MAPPINGS else nested:
             yield from leaves(item, f"{path}.{key}", tensors)
     elif isinstance(value, list):
         for i, item in enumerate(value):

@@ -252,7 +252,9 @@ def parameter_of(name: str) -> str:
     """Return the parameter of a tensor in a state (checkpoint/state_dict.py), by name; for a
     tensor of a stateful object its own name."""
     kind, _, rest = name.partition(".")
-    return rest if kind == "model" else rest.rpartition(".")[0] if kind == "optim" else name
+    if kind == "model":
+        return rest
+    return rest.rpartition(".")[0] if kind == "optim" else name
 
 
 def is_text(name: str) -> bool:

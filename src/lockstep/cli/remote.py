@@ -253,7 +253,9 @@ def run_on_snapshots(
             )
         code = subprocess.run([sys.executable, "-m", "lockstep", *words], check=False).returncode
         print(*map(printable, problems), sep="\n", end="\n" * bool(problems))
-    return 3 if problems else code if code >= 0 else 128 - code
+    if problems:
+        return 3
+    return code if code >= 0 else 128 - code
 
 
 def wanted_files(

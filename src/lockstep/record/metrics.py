@@ -46,7 +46,8 @@ def to_json_value(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [to_json_value(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+        infinity = "Infinity" if value > 0 else "-Infinity"
+        return "NaN" if math.isnan(value) else infinity
     if value is None or isinstance(value, (str, bool, int, float)):
         return value
     return to_json_value(value.item()) if hasattr(value, "item") else str(value)
@@ -111,7 +112,9 @@ def state_after(path: Path, step: int, known: Iterable[FileState] = ()) -> FileS
             if current is None or (last is not None and current != last + 1):
                 problem = "is torn" if current is None else f"is step {current}, after step {last}"
                 raise missing_steps_error(path, f"line {number} {problem}", step)
-            offset, last, crc = offset + len(line), current, zlib.crc32(line, crc)
+            offset += len(line)
+            last = current
+            crc = zlib.crc32(line, crc)
             checks.pass_line(FileState(current, offset, crc))
     if last is not None and last < step:
         raise missing_steps_error(path, f"the last line is step {last}", step)
@@ -151,11 +154,16 @@ class StateChecks:
 def find_damage(path: Path, known: Iterable[FileState], saved_step: int) -> list[str]:
     """Return which steps of a file are missing or were changed, up to the newest checkpoint."""
     known = [state for state in known if state.step <= saved_step]
-    checks, problems, offset, crc = StateChecks(known), list[str](), 0, 0
+    checks = StateChecks(known)
+    problems = list[str]()
+    offset = 0
+    crc = 0
     # An earlier part was moved aside.
     last = next((state.step for state in known if not state.bytes), 0)
     for line in read_lines(path):
-        offset, crc, step = offset + len(line), zlib.crc32(line, crc), step_of(line)
+        offset += len(line)
+        crc = zlib.crc32(line, crc)
+        step = step_of(line)
         if step is None:
             continue
         if step > last + 1 and len(problems) < MAX_NAMES:
@@ -238,7 +246,9 @@ class LineFollower:
     """
 
     def __init__(self, path: Path, offset: int = 0, *, tail_bytes: int | None = None) -> None:
-        self.path, self.tail_bytes, self.offset = path, tail_bytes, offset
+        self.path = path
+        self.tail_bytes = tail_bytes
+        self.offset = offset
         self.bytes_read = 0
 
     def read(self) -> Iterator[bytes]:
