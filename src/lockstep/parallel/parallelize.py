@@ -262,16 +262,22 @@ def parallelize(
         model.to_empty(device=device)
         for name, buffer in model.named_buffers():
             buffer.copy_(init_param(name, buffer.shape))
-    init_fsdp(model)  # now, since it may move what the parameters below share
-    for name, parameter in model.named_parameters():
+    take_shards(local, init_param)
+    return local
+
+
+def take_shards(local: LocalModel, init_param: InitParam | None) -> None:
+    """Initialize FSDP, and fill `local_params`; `init_param` returns their initial values."""
+    init_fsdp(local.module)  # now, since it may move what the parameters below share
+    for name, parameter in local.module.named_parameters():
         shard = cast(Tensor, parameter).to_local().detach()  # type: ignore[attr-defined]
-        assert tuple(shard.shape) == slices[name].local_shape, (name, shard.shape, slices[name])
+        part = local.slices[name]
+        assert tuple(shard.shape) == part.local_shape, (name, shard.shape, part)
         if init_param:
             with torch.no_grad():
-                shard.copy_(slices[name].of(init_param(name, torch.Size(slices[name].shape))))
+                shard.copy_(part.of(init_param(name, torch.Size(part.shape))))
         local.local_params[name] = nn.Parameter(shard, requires_grad=parameter.requires_grad)
         local.keep_memory(name, parameter, local.local_params[name])
-    return local
 
 
 def shard_units(
