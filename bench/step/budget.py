@@ -160,7 +160,7 @@ def main() -> None:
             json.dumps(found)
         )
         return
-    for layers in (2, 14):
+    for layers in (3, 14):
         with tempfile.TemporaryDirectory() as folder:
             torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
             worker = ["--nproc-per-node", "2", "-m", "bench.step.budget", "--folder", folder]

@@ -14,6 +14,7 @@ from typing import Any
 
 from bench.step.contestants import WORKERS, run
 from bench.step.contests import ALLOCATOR, HERE
+from bench.step.rounds import OPPONENTS
 
 
 @dataclass(frozen=True)
@@ -33,54 +34,48 @@ CELLS = {
 }
 
 
-def run_cell(cell: Cell, folder: Path, seconds: float, limit_s: float) -> dict[str, Any]:
-    """Return the answer of rounds.py: the seconds of each contestant and round, and the traffic.
+def run_cell(cell: Cell, folder: Path, seconds: float, limit_s: float) -> list[dict[str, Any]]:
+    """Return the answer of rounds.py for each opponent: the seconds of each round, and the traffic.
 
-    A wide cell gets three times the seconds of a narrow one; `seconds` is the mean.
+    Each opponent has two processes of its own with the Session, so that the memory and the caches
+    of the others do not count. A wide cell gets three times the seconds of a narrow one; `seconds`
+    is the mean.
     """
-    place = folder / cell.name
+    share_s = seconds / len(OPPONENTS) * (1.5 if cell.width > 128 else 0.5)
+    return [run_pair(cell, opponent, folder, share_s, limit_s) for opponent in OPPONENTS]
+
+
+def run_pair(
+    cell: Cell, opponent: str, folder: Path, seconds: float, limit_s: float
+) -> dict[str, Any]:
+    place = folder / f"{cell.name}-{opponent}".replace(" ", "-")
     place.mkdir()
-    (place / "cell.json").write_text(
-        json.dumps(asdict(cell) | {"seconds": seconds * (1.5 if cell.width > 128 else 0.5)})
-    )
-    torchrun = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        str(WORKERS),
-    ]
-    run(
-        [*torchrun, str(HERE / "rounds.py"), str(place / "cell.json"), str(place)],
-        place,
-        ALLOCATOR,
-        limit_s,
-    )
+    values = asdict(cell) | {"opponent": opponent, "seconds": seconds}
+    (place / "cell.json").write_text(json.dumps(values))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    script = ["--nproc-per-node", str(WORKERS), str(HERE / "rounds.py")]
+    run([*torchrun, *script, str(place / "cell.json"), str(place)], place, ALLOCATOR, limit_s)
     answer: dict[str, Any] = json.loads((place / "rounds.json").read_text())
-    return {"cell": cell.name, "load": round(os.getloadavg()[0], 2), **answer}
+    load = round(os.getloadavg()[0], 2)
+    return {"cell": cell.name, "opponent": opponent, "load": load, **answer}
 
 
 def rows_of_cells(answers: list[dict[str, Any]]) -> Iterator[str]:
-    """Yield a Markdown table: the median of the ratios of each round, and their quartiles."""
-    yield "| cell | opponent | its step, s | lockstep / it | quartiles | rounds |"
-    yield "| --- | --- | ---: | ---: | --- | ---: |"
+    """Yield a Markdown table: the median of the ratios of each round, and their quartiles; the bytes
+    of a step over those of the formula."""
+    yield "| cell | opponent | its step, s | Session / it | quartiles | rounds | its bytes | ours |"
+    yield "| --- | --- | ---: | ---: | --- | ---: | ---: | ---: |"
     for answer in answers:
-        seconds: dict[str, list[float]] = answer["seconds"]
-        for name, its in seconds.items():
-            if name == "lockstep":
-                continue
-            ratios = [ours / theirs for ours, theirs in zip(seconds["lockstep"], its, strict=True)]
-            columns = f"{median(its):.3f} | {median(ratios):.3f} | {spread(ratios)} | {len(ratios)}"
-            yield f"| {answer['cell']} | {name} | {columns} |"
-    yield ""
-    names = list(answers[0]["bytes"])
-    yield f"| cell | bytes by formula | {' | '.join(names)} |"
-    yield f"| --- | ---: |{' ---: |' * len(names)}"
-    for answer in answers:
-        formula = answer["formula_bytes"]
-        shares = " | ".join(f"{answer['bytes'][name] / formula:.3f}" for name in names)
-        yield f"| {answer['cell']} | {formula:,.0f} | {shares} |"
+        opponent = answer["opponent"]
+        ours, its = answer["seconds"]["Session"], answer["seconds"][opponent]
+        ratios = [own / other for own, other in zip(ours, its, strict=True)]
+        bytes_over = [
+            answer["bytes"][name] / answer["formula_bytes"] for name in (opponent, "Session")
+        ]
+        yield (
+            f"| {answer['cell']} | {opponent} | {median(its):.3f} | {median(ratios):.3f} "
+            f"| {spread(ratios)} | {len(ratios)} | {bytes_over[0]:.3f} | {bytes_over[1]:.3f} |"
+        )
 
 
 def spread(values: list[float]) -> str:

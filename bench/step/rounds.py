@@ -1,12 +1,12 @@
-"""Train one step per contestant in turn, in the same two processes, and record the seconds of each.
+"""Train a step of a Session and of one opponent in turn, in the same two processes.
 
     torchrun --nproc-per-node 2 rounds.py CELL.json FOLDER
 
-CELL.json: width, precision, micro_batches (per process), seconds. A round is one step of every
-contestant, in an order that rotates, with a barrier before and after each step; a ratio is taken
-within a round. All contestants have the same model, values, micro-batches, clipping and fused AdamW;
-their last losses must agree within 2%. FOLDER/rounds.json: the seconds of each contestant and round, the losses, and the bytes that each
-process has sent in a step, by the kernel's count.
+CELL.json: opponent, width, precision, micro_batches (per process), seconds. A round is one step of
+both, in an order that alternates, with a barrier before and after each step; a ratio is taken within
+a round. Both have the same model, values, micro-batches, clipping and fused AdamW; their last losses
+must agree within 2%. FOLDER/rounds.json: the seconds of both in each round, the losses, and the bytes
+that each process has sent in a step, by the kernel's count.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -34,7 +35,7 @@ from lockstep.elastic.world import World
 from lockstep.models.translator import build_translator
 from lockstep.training.replica_group import ReplicaGroup
 
-CPU, VOCABULARY, ROWS, LENGTH, CLIP = torch.device("cpu"), 2000, 8, 16, 1.0
+CPU, VOCABULARY, ROWS, LENGTH, CLIP = torch.device("cpu"), 8000, 8, 16, 1.0
 BUCKET_BYTES = 25_000_000
 WARM_UP = 2  # rounds; DDP changes its buckets after the first step
 Step = Callable[[int], Tensor]  # trains a step; returns the loss of its last micro-batch
@@ -45,7 +46,7 @@ class Cell:
     """A model and its micro-batches, as every contestant of the cell trains them."""
 
     def __init__(
-        self, width: int, precision: str, micro_batches: int, seconds: float, layers: int = 2
+        self, width: int, precision: str, micro_batches: int, seconds: float, layers: int = 3
     ) -> None:
         self.each, self.seconds, self.bf16 = micro_batches, seconds, precision == "bf16"
         self.options = ModelOptions(
@@ -220,18 +221,19 @@ def in_session(cell: Cell, session: Session) -> Step:
     return lambda number: next(steps)
 
 
-def run(cell: Cell, session: Session) -> dict[str, object]:
-    """Return the seconds of each contestant and round, and the bytes that a step of each sends."""
-    makers: dict[str, Callable[[], Step]] = {
-        "bare DDP": lambda: bare_ddp(cell),
-        "FSDP2, one unit": lambda: bare_fsdp2(cell, per_layer=False),
-        "FSDP2, per layer": lambda: bare_fsdp2(cell, per_layer=True),
-        "Accelerate": lambda: with_accelerate(cell),
-        "Fabric": lambda: with_fabric(cell),
-        "Session": lambda: in_session(cell, session),
-        "lockstep": lambda: in_replica_group(cell),
-    }
-    steps = {name: make() for name, make in makers.items()}
+OPPONENTS: dict[str, Callable[[Cell], Step]] = {
+    "bare DDP": bare_ddp,
+    "FSDP2, one unit": partial(bare_fsdp2, per_layer=False),
+    "FSDP2, per layer": partial(bare_fsdp2, per_layer=True),
+    "Accelerate": with_accelerate,
+    "Fabric": with_fabric,
+    "ReplicaGroup": in_replica_group,
+}
+
+
+def run(cell: Cell, opponent: str, session: Session) -> dict[str, object]:
+    """Return the seconds of both in each round, and the bytes that a step of each sends."""
+    steps = {"Session": in_session(cell, session), opponent: OPPONENTS[opponent](cell)}
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     losses: dict[str, float] = {}
     sent: dict[str, list[int]] = {name: [] for name in steps}
@@ -280,9 +282,10 @@ def more_time(deadline: float) -> bool:
 
 def main(cell_file: str, folder: str) -> None:
     values = json.loads(Path(cell_file).read_text())
+    opponent = values.pop("opponent")
     leaves = values["micro_batches"] * int(os.environ["WORLD_SIZE"])
     with Session(Path(folder) / "session", micro_batches=leaves, save_every=0) as session:
-        found = run(Cell(**values), session)  # in the process group of the Session
+        found = run(Cell(**values), opponent, session)  # in the process group of the Session
         if session.world.leader:
             (Path(folder) / "rounds.json").write_text(json.dumps(found))
 

@@ -60,8 +60,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="lockstep-bench-") as folder:
         for name in args.names:
             if name in CELLS:
-                cells.append(run_cell(CELLS[name], Path(folder), args.seconds, LIMIT_S))
-                print("\n".join(rows_of_cells(cells[-1:])), flush=True)
+                pairs = run_cell(CELLS[name], Path(folder), args.seconds, LIMIT_S)
+                print("\n".join(rows_of_cells(pairs)), flush=True)
+                cells += pairs
         for race in asked:
             answers = run_race(race, Path(folder), raw, args.repetitions or race.repetitions)
             results += [judge(race, claim, answers) for claim in race.claims]

@@ -86,9 +86,10 @@ def test_rows_for_other_libraries_equal_the_corpus(pairs: EncodedPairs) -> None:
 def test_paired_rounds_give_the_median_of_the_ratios_of_each_round() -> None:
     seconds = {
         "bare DDP": [1.0, 2.0, 4.0, 1.0],
-        "lockstep": [1.5, 2.0, 8.0, 1.0],
+        "Session": [1.5, 2.0, 8.0, 1.0],
     }
-    sent = {"formula_bytes": 8.0, "bytes": {"bare DDP": 8.0, "lockstep": 12.0}}
-    rows = list(rows_of_cells([{"cell": "c", "seconds": seconds, **sent}]))
-    assert rows[2] == "| c | bare DDP | 1.500 | 1.250 | 1.000 to 1.875 | 4 |"
-    assert rows[-1] == "| c | 8 | 1.000 | 1.500 |" and len(CELLS) == 8
+    sent = {"formula_bytes": 8.0, "bytes": {"bare DDP": 8.0, "Session": 12.0}}
+    answer = {"cell": "c", "opponent": "bare DDP", "seconds": seconds, **sent}
+    row = list(rows_of_cells([answer]))[-1]
+    assert row == "| c | bare DDP | 1.500 | 1.250 | 1.000 to 1.875 | 4 | 1.000 | 1.500 |"
+    assert len(CELLS) == 8
