@@ -515,9 +515,7 @@ def unfreeze_and_freeze(runtime: ElasticRuntime, at: int) -> list[str]:
                 replicas.backward(replicas(torch.randn(3, 4)))
             optimizer.step()
             seen.append(digest(dict(model.named_parameters())))
-            assert replicas.replica.digest() == Replica.digest(replicas.replica) and len(
-                replicas.replica.parameters
-            ) == (4 if step != at else 6)
+            assert len(replicas.replica.parameters) == (4 if step != at else 6)
     return seen
 
 

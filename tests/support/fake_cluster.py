@@ -28,9 +28,9 @@ from lockstep.elastic.world import World
 from lockstep.errors import FencedError, PeersLostError
 from lockstep.layout import Layout
 from lockstep.network.subtrees import equal_shares, leaves_of_rank
-from lockstep.parallel.digest import digest_of
+from lockstep.parallel.digest import Digest, start_digest
 from lockstep.parallel.groups import ProcessGroups
-from lockstep.parallel.replica import PassResult
+from lockstep.parallel.replica import PassResult, StepResults
 from lockstep.runtime.process_group import reduce_rounds
 
 log = logging.getLogger("lockstep")
@@ -366,13 +366,13 @@ class FakeReplica:
     def losses(self) -> list[float]:
         return self._losses
 
-    def results(self, squared: None) -> tuple[list[float], bool]:
-        return self._losses, True
+    def results(self, squared: None, digest: Digest) -> StepResults:
+        return StepResults(self._losses, True, digest.read())
 
     def measured_s(self) -> None: ...
 
-    def digest(self) -> int:
-        return digest_of(self.parameters)
+    def digest(self) -> Digest:
+        return start_digest(self.parameters)
 
     def grad_norm_squared(self) -> None: ...
 

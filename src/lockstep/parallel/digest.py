@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from math import gcd
 from typing import Any
 
@@ -40,28 +41,62 @@ def total_of(sums: Sequence[Tensor]) -> int:
     return int(torch.stack(list(sums)).sum()) if sums else 0
 
 
-def digest_of(tensors: Iterable[Tensor]) -> int:
-    """Return a 64-bit digest of tensors in order: of each the sum of its words, or torch's hash.
+@dataclass(frozen=True)
+class Digest:
+    """A digest of which a device may still have a part: the sum of both, modulo 2**64."""
 
-    Hashes are computed on their device, and copied to the host together.
-    """
-    values: list[int] = []
-    hashes: dict[int, Tensor] = {}
-    for number, tensor in enumerate(tensors):
+    host: int
+    device: Tensor | None = None  # int64 ()
+
+    def __add__(self, other: Digest) -> Digest:
+        parts = [part for part in (self.device, other.device) if part is not None]
+        device = torch.stack([part.to(parts[0].device) for part in parts]).sum() if parts else None
+        return Digest(self.host + other.host, device)
+
+    def __mul__(self, factor: int) -> Digest:
+        device = None if self.device is None else self.device * as_int64(factor)
+        return Digest(self.host * factor, device)
+
+    def read(self) -> int:
+        """Return its 64 bits. It waits for the device."""
+        return (self.host + (0 if self.device is None else int(self.device))) % 2**64
+
+
+NOTHING = Digest(0)
+
+
+def digest_of(tensors: Iterable[Tensor]) -> int:
+    """Return a 64-bit digest of tensors in order: of each the sum of its words, or torch's hash."""
+    return start_digest(tensors).read()
+
+
+def start_digest(tensors: Iterable[Tensor]) -> Digest:
+    """Return `digest_of` these tensors, whose hashes stay on their device."""
+    words: list[int] = []
+    hashes: list[Tensor | None] = []
+    for tensor in tensors:
         # A flipped bit changes one word by a power of two, so it changes the sum modulo 2**64.
-        words = words_of(tensor)
-        values.append(0 if words is None else int(np.add.reduce(words, dtype=np.uint64)))
-        if words is None and tensor.numel():
-            # item() fails above 2**63.
-            hashes[number] = torch.hash_tensor(tensor.detach()).view(torch.int64)
-    if hashes:
-        # Some may be on the host.
-        device = max(hashes.values(), key=lambda value: value.is_cuda).device
-        together = torch.stack([value.to(device) for value in hashes.values()]).tolist()
-        for number, value in zip(hashes, together, strict=True):
-            values[number] = value
-    total = 0
-    for value in values:
-        # The factor makes the order of the tensors count.
-        total = (total * DIGEST_FACTOR + value) % 2**64
-    return total
+        own = words_of(tensor)
+        words.append(0 if own is None else int(np.add.reduce(own, dtype=np.uint64)))
+        is_hashed = own is None and tensor.numel()
+        hashes.append(torch.hash_tensor(tensor.detach()).view(torch.int64) if is_hashed else None)
+    host = int(in_order(torch.tensor(words, dtype=torch.uint64).view(torch.int64)))
+    found = [value for value in hashes if value is not None]
+    if not found:
+        return Digest(host)
+    first = max(found, key=lambda value: value.is_cuda)  # some may be on the host
+    none = torch.zeros_like(first)
+    on_device = [none if value is None else value.to(first.device) for value in hashes]
+    return Digest(host, in_order(torch.stack(on_device)))
+
+
+def in_order(values: Tensor) -> Tensor:
+    """Return a sum of int64 (n,) modulo 2**64 in which the order counts, on their device: each has
+    an odd factor, so a change of one changes the sum."""
+    factors = torch.arange(1, len(values) + 1, device=values.device) * as_int64(DIGEST_FACTOR)
+    return (values * (factors ^ factors >> 29 | 1)).sum()
+
+
+def as_int64(bits: int) -> int:
+    """Return 64 bits as a number of torch.int64."""
+    return (bits + 2**63) % 2**64 - 2**63

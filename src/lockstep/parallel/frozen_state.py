@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import UsageError
-from lockstep.parallel.digest import DIGEST_FACTOR, digest_of
+from lockstep.parallel.digest import DIGEST_FACTOR, Digest, start_digest
 from lockstep.runtime.tensor_bytes import as_bytes
 from lockstep.runtime.torch_private import (
     modules_of,
@@ -90,15 +90,13 @@ class FrozenState:
             )
         self.first_step = False
 
-    def digest(self, number: int | None = None) -> int:
-        """Return a 64-bit digest of slice `number` (modulo their count), or of all if None."""
-        tensors, total = self._tensors(), 0
+    def digest(self, number: int | None = None) -> Digest:
+        """Return a digest of slice `number` (modulo their count), or of all if None."""
+        tensors, total = self._tensors(), Digest(0)
         count = max(1, len(self.slices))
         for ranges in self.slices if number is None else self.slices[number % count :][:1]:
-            words = digest_of(
-                bytes_between(tensors[number], start, stop) for number, start, stop in ranges
-            )
-            total = (total * DIGEST_FACTOR + words) % 2**64
+            parts = [bytes_between(tensors[number], start, stop) for number, start, stop in ranges]
+            total = total * DIGEST_FACTOR + start_digest(parts)
         return total
 
     def mode_digest(self) -> int:

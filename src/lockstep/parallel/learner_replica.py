@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from lockstep.network.bucket_sizes import group_by_size
+from lockstep.parallel.digest import NOTHING, Digest
 from lockstep.parallel.gradient_source import GradientSource, PassPhase, StepPlan, SumOptions
 from lockstep.parallel.groups import ProcessGroups
 from lockstep.parallel.ordered_sum import FlatSum
 from lockstep.parallel.reducer import Reducer
-from lockstep.parallel.replica import Replica
+from lockstep.parallel.replica import Replica, StepResults
 from lockstep.parallel.wire_sum import row_lengths, sum_in_format
 
 
@@ -171,11 +172,10 @@ class LearnerReplica(Replica):
         device = self.parameters[0].device
         self._losses.append(torch.tensor(loss, dtype=torch.float64, device=device))
 
-    def results(self, squared: Tensor | None = None) -> tuple[list[float], bool]:
+    def results(self, squared: Tensor | None = None, digest: Digest = NOTHING) -> StepResults:
         """As of any replica; the first shard has the losses of its learners."""
-        losses, is_finite = super().results(squared)
-        is_first = self.groups.position.at.shard == 0
-        return losses if is_first else [], is_finite
+        results = super().results(squared, digest)
+        return results if self.groups.position.at.shard == 0 else results._replace(losses=[])
 
     def is_equal(self, steps: int) -> bool:
         """Collective in the replica. Return whether all shards have taken as many steps of a

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lockstep.data.order import splitmix64
 from lockstep.errors import PeersLostError, UsageError
 from lockstep.network.subtrees import equal_shares, leaves_of_rank
-from lockstep.parallel.digest import digest_of
+from lockstep.parallel.digest import NOTHING, Digest, start_digest
 from lockstep.parallel.gradient_source import GradientSource, Pass, PassPhase, StepPlan, plan_passes
 from lockstep.parallel.reducer import seconds_between, time_mark
 from lockstep.parallel.running_statistics import RunningStatistics
@@ -39,6 +39,19 @@ class PassResult(NamedTuple):
     loss: float | None = None
     is_finite: bool = True
     hash: int | None = None
+
+
+class StepResults(NamedTuple):
+    """What a worker knows of a step at its vote.
+
+    losses     of its micro-batches, [] where another worker has them
+    is_finite  its part of the gradient; False also if its sum overflows, or the norm is not finite
+    digest     of the weights
+    """
+
+    losses: list[float]
+    is_finite: bool
+    digest: int
 
 
 class Replica:
@@ -101,20 +114,28 @@ class Replica:
 
     def losses(self) -> list[float]:
         """Return the losses of this worker's micro-batches, [] where another worker has them."""
-        return self.results()[0]
+        return self.results().losses
 
-    def results(self, squared: Tensor | None = None) -> tuple[list[float], bool]:
-        """Return `losses()`, and whether this rank's part of the gradient is finite: False also if
-        its sum overflows, or `squared`, its norm, is not finite. One copy to the host."""
+    def results(self, squared: Tensor | None = None, digest: Digest = NOTHING) -> StepResults:
+        """Return the results of the newest step, in one copy to the host. squared: norm of the
+        gradient. digest: of the weights."""
         _, layout, at = self.groups.position
         is_elsewhere = at.tensor or at.stage < layout.pipeline - 1
         losses = [] if is_elsewhere else self._losses
         checked = [*self.source.slice_sums, *([] if squared is None else [squared])]
         device = self.parameters[0].device  # a loop may compute its loss elsewhere
         parts = [torch.stack(part).flatten() for part in (losses, checked) if part]
-        parts = [part.double().to(device) for part in parts]
-        values = torch.cat(parts).tolist() if parts else []
-        return values[: len(losses)], all(map(math.isfinite, values[len(losses) :]))
+        parts = [part.double().to(device).view(torch.int64) for part in parts]
+        own = [] if digest.device is None else [digest.device.reshape(1)]
+        if not parts and not own:
+            return StepResults([], True, digest.read())
+        together = torch.cat([*parts, *own]).cpu()
+        count = len(losses) + len(checked)
+        values = together[:count].view(torch.float64).tolist()
+        read = Digest(digest.host + sum(together[count:].tolist())).read()
+        return StepResults(
+            values[: len(losses)], all(map(math.isfinite, values[len(losses) :])), read
+        )
 
     def hash_gradient_of(self, leaf: int | None) -> None:
         """Set `hashed` in the next step, on the rank of this micro-batch; None: of none.
@@ -258,8 +279,8 @@ class Replica:
         worker has the whole gradient."""
         return self.source.norm_squared(is_scaled=self._is_scaled)
 
-    def digest(self) -> int:
-        return digest_of(self.parameters)
+    def digest(self) -> Digest:
+        return start_digest(self.parameters)
 
     def measured_s(self) -> tuple[float, float] | None:
         """Return the mean seconds of the replica's micro-batches, without waiting for other ranks,

@@ -16,7 +16,7 @@ from lockstep.elastic.consensus import find_divergent_ranks
 from lockstep.elastic.progress import transfer_roles
 from lockstep.elastic.runtime import ElasticRuntime, record_event
 from lockstep.errors import FencedError, UsageError
-from lockstep.parallel.digest import DIGEST_FACTOR, digest_of
+from lockstep.parallel.digest import DIGEST_FACTOR, Digest, digest_of
 from lockstep.parallel.frozen_state import FrozenState
 from lockstep.parallel.gradient_watch import hash_of
 from lockstep.parallel.parallelize import LocalModel
@@ -109,13 +109,17 @@ class ReplicaState:
 
     def digest(self, what: str, step: int = 0) -> int:
         """Return 64 bits over WEIGHTS (of `step`), ALL_WEIGHTS or STATE of this replica."""
+        return self.start_digest(what, step).read()
+
+    def start_digest(self, what: str, step: int = 0) -> Digest:
+        """Return `digest`, of which a device still has a part."""
         number = step // self.slice_steps if what == WEIGHTS else None
-        rest = self.frozen_state.digest(number)
-        weights = (self.replica.digest() + DIGEST_FACTOR * rest) % 2**64
+        weights = self.replica.digest() + self.frozen_state.digest(number) * DIGEST_FACTOR
         if what != STATE:
-            return weights ^ self.frozen_state.mode_digest()
+            return weights + Digest(self.frozen_state.mode_digest())
         # Without modes: between steps, one rank may evaluate.
-        return weights ^ (self.checkpointer.optimizer_digest() if self.checkpointer else 0)
+        optimizers = self.checkpointer.optimizer_digest() if self.checkpointer else 0
+        return weights + Digest(optimizers)
 
 
 @dataclass

@@ -16,6 +16,7 @@ from lockstep.elastic.progress import Progress
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import DivergedError, UsageError
 from lockstep.log import log
+from lockstep.parallel.digest import NOTHING, Digest
 from lockstep.parallel.replica import Replica
 from lockstep.runtime.signals import StopSignals
 from lockstep.training.checkpointer import Checkpointer
@@ -102,21 +103,21 @@ class Ballot:
         return own or self.runtime.membership.stop_signal or requested
 
     def vote(
-        self, replica: Replica, digest: int, squared: Tensor | None, measured_us: dict[str, int]
+        self, replica: Replica, digest: Digest, squared: Tensor | None, measured_us: dict[str, int]
     ) -> Vote:
         self.is_leaving = self.is_leaving or self._is_drained()
         counts = [count for count in self.counts if count is not None]
-        losses, is_finite = replica.results(squared)
+        results = replica.results(squared, digest)
         return Vote(
-            losses,
+            results.losses,
             count=sum(counts) if counts else None,
             samples=self._samples,
             stop_signal=self._stop_signal(),
             save_failed=bool(self.checkpointer and self.checkpointer.save_failed()),
             joiners_waiting=self.runtime.membership.joiner_count > 0,
             leaving=self.is_leaving,
-            digest=digest,
-            gradient_finite=is_finite,
+            digest=results.digest,
+            gradient_finite=results.is_finite,
             step=self.step,
             **measured_us,
         )
@@ -143,7 +144,7 @@ class StepRunner:
     rollback: SkippedMicroBatches | None
     carried: Sequence[Carried]
     divisor: int
-    digest: int = 0
+    digest: Digest = NOTHING
     squared: Tensor | None = None
     has_voted: bool = False
 
@@ -167,7 +168,7 @@ class StepRunner:
         if rehearsal and rehearsal.is_due:
             yield from rehearsal.run(step, first)
         ballot.start(step)
-        self.digest = 0
+        self.digest = NOTHING
         if rehearsal:
             replica.hash_gradient_of(first if rehearsal.hashes(step) else None)
         for carried in self.carried:
@@ -175,7 +176,7 @@ class StepRunner:
 
         def compute_digest() -> None:
             if self.comparison.is_due(step):
-                self.digest = self.state.digest(self.comparison.what_is_compared(), step)
+                self.digest = self.state.start_digest(self.comparison.what_is_compared(), step)
 
         for k in replica.micro_batches(step, compute_digest, self.balance.shares):
             self.state.follow_parameters()

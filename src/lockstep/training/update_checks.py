@@ -174,7 +174,7 @@ class StepWatch:
     def begin(self) -> None:
         """Note the weights before a step."""
         if not self._has_compared:
-            digest = self.replicas.replica.digest() if self._steps_to_hash else None
+            digest = self.replicas.replica.digest().read() if self._steps_to_hash else None
             self._before = highest_rate(self.optimizers), self._versions(), digest
 
     def end_micro_batches(self, step: int) -> None:
@@ -202,7 +202,7 @@ class StepWatch:
             self._steps_to_hash = HASHED_STEPS
             return
         self._has_compared = True
-        if digest == self.replicas.replica.digest():
+        if digest == self.replicas.replica.digest().read():
             self._warn(LOST_UPDATE, step)
 
     def _warn(self, text: str, *values: int) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.parallel.build_replica import build_replica
+from lockstep.parallel.digest import Digest
 from lockstep.parallel.replica import Replica
 
 READS = {Tensor.item, Tensor.tolist, Tensor.__bool__, Tensor.__float__, Tensor.cpu, Tensor.numpy}
@@ -27,7 +28,8 @@ class OnDevice(Tensor):
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         cls.reads += function in READS
-        return super().__torch_function__(function, types, args, kwargs or {})
+        result = super().__torch_function__(function, types, args, kwargs or {})
+        return result.as_subclass(Tensor) if function is Tensor.cpu else result
 
 
 @pytest.fixture(autouse=True)
@@ -50,12 +52,14 @@ def trained_replica(values: list[float]) -> Replica:
 def read_results(runtime: ElasticRuntime) -> None:
     with trained_replica([1.0, 2.0, 3.0]) as replica:
         weight = replica.parameters[0].item()
-        losses, is_finite = replica.results(torch.tensor(9.0).as_subclass(OnDevice))
-        assert losses == [pytest.approx(k * weight) for k in (1, 2, 3)] and is_finite
-        assert OnDevice.reads == 1
-        assert not replica.results(torch.tensor(float("inf")))[1]
+        squared = torch.tensor(9.0).as_subclass(OnDevice)
+        digest = Digest(2**63, torch.tensor(-(2**62) + 1).as_subclass(OnDevice))
+        results = replica.results(squared, digest)
+        assert results.losses == [pytest.approx(k * weight) for k in (1, 2, 3)]
+        assert results.is_finite and results.digest == 2**62 + 1 and OnDevice.reads == 1
+        assert not replica.results(torch.tensor(float("inf"))).is_finite
     with trained_replica([1.0, float("inf")]) as replica:
-        assert not replica.results()[1]
+        assert not replica.results().is_finite
 
 
 def read_elsewhere(runtime: ElasticRuntime) -> None:
