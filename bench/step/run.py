@@ -1,6 +1,6 @@
 """Race Lockstep's training step against other libraries on this machine, and print the result of each claim.
 
-python -m bench.step.run                       the paired rounds, under ten minutes on two cores (make bench)
+python -m bench.step.run                       the paired rounds, twelve minutes on two cores (make bench)
 python -m bench.step.run paired-512-bf16-4     one cell of them, or one race, by name
 python -m bench.step.run --full                all races, at the sizes of the claims
 python -m bench.step.run --full --keep NAME    keep bench/step/DATE-NAME/{command,machine,raw.jsonl,README.md}
