@@ -6,6 +6,9 @@
 A token is a name, number, string or operator of Python's own tokenizer; comments, docstrings,
 indents and line ends do not count. Packages may trade tokens; their sum must not rise. A change
 that raises a figure on purpose records it, and says why in its commit.
+
+A condition is the test of an `if`, a `while`, a conditional expression or a comprehension. It
+chooses a kind when its text matches the pattern of that kind, outside of the files about it.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import argparse
 import ast
 import io
 import json
+import re
 import subprocess
 import sys
 import tokenize
@@ -30,6 +34,16 @@ MAX_METHODS = 25
 MAX_LINES = 60
 MAX_PARAMETERS = 7
 MIN_TARGETS = 3  # of an assignment to a tuple
+KINDS = {  # -> the text of a condition, and the files that are about this kind
+    "static process group": (r"\.is_static|static_group|\bmembership\b(?!\.)", r"^$"),
+    "bucket behind a run folder": (
+        r"(parse|store)_address|is_stored|has_own_folder|is_shared_disk|STORE_FILE|RunBucket"
+        r"|(^|not )(\w+\.)?(address|stored)($| and| or)",
+        r"^(object_store|remote|runtime)/",
+    ),
+    "learners": (r"learner", r"learner|diloco|^(cli|config|recipes)/"),
+}
+MODELS = re.compile("bert|gpt|llama|qwen|translator", re.IGNORECASE)
 LAYOUT = {
     tokenize.COMMENT,
     tokenize.NL,
@@ -49,8 +63,9 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 @dataclass(frozen=True)
 class Source:
-    """One file of the code."""
+    """One file of the code. path: below the package lockstep"""
 
+    path: str
     package: str
     text: str
     tree: ast.Module
@@ -59,7 +74,8 @@ class Source:
     def read(cls, path: Path, top: Path) -> Source:
         parts = path.relative_to(top).parts
         text = path.read_text()
-        return cls(parts[0] if len(parts) > 1 else "(top)", text, ast.parse(text))
+        package = parts[0] if len(parts) > 1 else "(top)"
+        return cls("/".join(parts), package, text, ast.parse(text))
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -115,7 +131,30 @@ def figures_of(sources: list[Source]) -> dict[str, int]:
         ),
         f"assignments to tuples of {MIN_TARGETS} or more": sum(map(is_tuple_assignment, nodes)),
         "nested conditional expressions": sum(map(is_nested_conditional, nodes)),
+        "names of models in parallel": sum(
+            bool(MODELS.search(token.string))
+            for source in sources
+            if source.package == "parallel"
+            for token in code_tokens(source)
+        ),
+        **{f"conditions on a kind: {kind}": conditions_on(kind, sources) for kind in KINDS},
     }
+
+
+def conditions_on(kind: str, sources: list[Source]) -> int:
+    """Return how many conditions choose this kind."""
+    pattern, own_files = map(re.compile, KINDS[kind])
+    others = [source for source in sources if not own_files.search(source.path)]
+    texts = (ast.unparse(test) for source in others for test in tests_of(source.tree))
+    return sum(bool(pattern.search(text)) for text in texts)
+
+
+def tests_of(tree: ast.Module) -> Iterator[ast.expr]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If | ast.While | ast.IfExp):
+            yield node.test
+        elif isinstance(node, ast.comprehension):
+            yield from node.ifs
 
 
 def modules_of_session() -> int:

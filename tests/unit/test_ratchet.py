@@ -34,12 +34,27 @@ def figures_of(folder: Path, text: str) -> dict[str, int]:
         ("functions over 7 parameters", "def f(a, b, c, d, e, f, g, *, h): 0"),
         ("assignments to tuples of 3 or more", "a, b, c = 1, 2, 3"),
         ("nested conditional expressions", "a = 1 if b else 2 if c else 3"),
+        ("conditions on a kind: static process group", "a = b if runtime.is_static else c"),
+        ("conditions on a kind: bucket behind a run folder", "while not address and a: b"),
+        ("conditions on a kind: learners", "a = [b for b in c if self.learners]"),
     ],
 )
 def test_each_figure_counts_its_own_kind(tmp_path: Path, name: str, text: str) -> None:
     figures = figures_of(tmp_path, text)
     assert {key for key, value in figures.items() if value} == {"tokens", name}
     assert figures[name] == 1
+
+
+def test_names_of_models_and_kinds_count_outside_of_their_files(tmp_path: Path) -> None:
+    (tmp_path / "parallel").mkdir()
+    (tmp_path / "parallel/plans.py").write_text("def plan(model: LlamaModel): 'Of a Llama.'\n")
+    (tmp_path / "parallel/learners.py").write_text("if learner: llama\n")
+    figures = figures_of(tmp_path, "if membership.drains: llama\n")
+    assert {key for key, value in figures.items() if value} == {
+        "tokens",
+        "names of models in parallel",
+    }
+    assert figures["names of models in parallel"] == 2
 
 
 def test_tokens_leave_out_comments_and_docstrings(tmp_path: Path) -> None:
