@@ -41,17 +41,17 @@ from lockstep.parallel.plans import Patterns, TensorPlan
 from lockstep.record.progress import progress_interval_s
 from lockstep.record.tracker import Tracker
 from lockstep.runtime.numerics import make_deterministic
-from lockstep.runtime.signals import Stopped
 from lockstep.runtime.worker_env import read_worker_env
 from lockstep.training import function_values, model_options, session_checks, sharding
 from lockstep.training.checkpointer import Checkpointer
 from lockstep.training.evaluation import Samples, gather_over, in_eval_mode, mean_over
+from lockstep.training.leaves import Leaves
 from lockstep.training.loader import Collate, KeyedBatches, Loader
 from lockstep.training.model_options import Precision, PreparedModel
 from lockstep.training.replica_group import ReplicaGroup, ReplicaOptions
 from lockstep.training.sample_order import make_order
 from lockstep.training.saved_state import PerMicroBatch, SavedState
-from lockstep.training.session_parts import Declared, RunValues, SessionValues
+from lockstep.training.session_parts import Declared, RunValues
 from lockstep.training.started_run import StartedRun
 
 if TYPE_CHECKING:
@@ -125,14 +125,13 @@ class Session:
     ) -> None:
         session_checks.refuse_wrong_options(Session, micro_batches, on_save_error, options)
         self.out = local_folder(out)
-        self.values = SessionValues(
+        self._declared = Declared(
             out=self.out,
             micro_batches=micro_batches,
             save_every=save_every,
             keep=keep,
             seed=seed,
             resume=resume,
-            threads=threads,
             backends=session_checks.choose_backends(track),
             progress_s=progress_interval_s(progress),
             rollback=session_checks.rollback_of(on_divergence, micro_batches, options),
@@ -141,32 +140,32 @@ class Session:
             profiled=session_checks.profiled_steps(),
             options=options,
             run=values,
-            function=None if values else function_values.running(),
+            function=function_values.NO_VALUES if values else function_values.running(),
+            leaves=Leaves(micro_batches),
         )
+        self.threads = threads
         if runtime:
             self.runtime = runtime
         self.layout = Layout(1, shard, tensor, pipeline)  # of a replica
         self.step = 0
-        self._declared = Declared()
         self._run: StartedRun | None = None
         self._micro_batch: int | None = None  # that the loop is in
-        self._stopped: Stopped | None = None  # raised in the next micro-batch loop
         self._exit = ExitStack()
 
     def __enter__(self) -> Session:
         worker_env = read_worker_env(os.environ)
         # The values of a run file have taken the variables into account.
-        environ = {} if self.values.run else os.environ
+        environ = {} if self._declared.run else os.environ
         session_checks.refuse_ineffective_variables(environ)
         session_checks.refuse_second_session(self.out, self._open, bool(self._entered), worker_env)
         self.layout = sharding.choose_replica_layout(
-            self.layout, self.values.micro_batches, worker_env, environ
+            self.layout, self._declared.micro_batches, worker_env, environ
         )
         with ExitStack() as stack:
             if "runtime" not in vars(self):
                 limits = ElasticLimits(replica_size=self.layout.workers_per_replica)
                 self.runtime = stack.enter_context(
-                    ElasticRuntime.join(threads=self.values.threads, limits=limits)
+                    ElasticRuntime.join(threads=self.threads, limits=limits)
                 )
             if self.runtime.is_static:
                 sharding.refuse_incomplete_replicas(self.world.size, self.layout)
@@ -250,7 +249,7 @@ class Session:
             units,
             compile=compile,
             activation_checkpoint=activation_checkpoint,
-            counted=self.values.options.get("buffers") or {},
+            counted=self._declared.options.get("buffers") or {},
         )
         chosen = model_options.resolve_precision(precision, device)
         splits = SplitOptions(
@@ -294,7 +293,7 @@ class Session:
         """
         self._refuse_after_start("per_micro_batch")
         carried = PerMicroBatch(
-            initial.to(self.world.device), self.values.micro_batches, lambda: self._micro_batch
+            initial.to(self.world.device), self._declared.micro_batches, lambda: self._micro_batch
         )
         self._declared.carried.append(carried)
         return carried
@@ -323,19 +322,19 @@ class Session:
         A resumed run is refused when the number of samples or one of these sizes differs. Other
         content of the same length is not detected.
         """
-        values = self.values
+        declared = self._declared
         order, fact = make_order(
-            dataset, batch_size, tokens, lengths, values.micro_batches, values.seed
+            dataset, batch_size, tokens, lengths, declared.micro_batches, declared.seed
         )
         loader = Loader(
             KeyedBatches(dataset, order, collate_fn),
             self.runtime,
             self.micro_batches,
-            lambda: self._run_in_loop("loader(step)").own_leaves(),
+            lambda: self._run_in_loop("loader(step)").leaves.own_leaves,
             num_workers,
         )
         self._exit.callback(loader.close)
-        self._declared.loaders.append((loader, fact))
+        declared.loaders.append((loader, fact))
         return loader
 
     def learners(
@@ -361,11 +360,10 @@ class Session:
         from lockstep.training.learners import Learners
 
         self._refuse_after_start("learners")
-        declared, values = self._declared, self.values
-        learner_checks.refuse_wrong_learners(declared, values, self.layout, inner, count, steps)
-        self.values = replace(values, learners=count)
-        learners = Learners(inner, count, steps, values.micro_batches // count)
-        declared.add_learners(learners)
+        declared = self._declared
+        learner_checks.refuse_wrong_learners(declared, self.layout, inner, count, steps)
+        learners = Learners(inner, declared, count, steps)
+        self._declared = replace(declared, leaves=learners)
         return learners
 
     # The loop.
@@ -377,13 +375,10 @@ class Session:
         Saves when due and after the last step. After SIGTERM, SIGINT or SIGUSR1 the workers agree
         to stop, save, and raise Stopped: a SystemExit with code 75 or 130.
         """
-        if self._declared.learners:
-            self._declared.learners.refuse_total(total)
+        self._declared.leaves.refuse_total(total)
         if self._run is None:
-            self._run = StartedRun(
-                self.values, self._declared, self.runtime, self.layout, total, self._exit
-            )
-            self.step = self._run.first_step
+            self._run = StartedRun(self._declared, self.runtime, self.layout, total, self._exit)
+            self.step = self._run.checkpointer.saved_step
         run = self._run
         run.set_total(total)
         if why := run.why_no_step(self.step):
@@ -392,23 +387,20 @@ class Session:
         unsaved = self._declared.watch_unsaved(self.runtime)
         while self.step < run.total:
             run.begin_step(self.step)
-            self.values.seed_generators(self.step, BEFORE_STEP, self.world.device)
+            self._declared.seed_generators(self.step, BEFORE_STEP, self.world.device)
             yield self.step
             self.step += run.replicas.commit_steps
-            end = run.end_step(self.step)
+            is_last = run.end_step(self.step)
             if unsaved:
-                unsaved.look(saves=end.is_last or run.checkpointer.due(self.step))
-            run.save_if_due(self.step, is_last=end.is_last)
-            if end.why:
-                log.info("%s: step %d of %d is the last one", end.why, self.step, total)
-                run.set_total(self.step)
-            if end.stopped:
+                unsaved.look(saves=is_last or run.checkpointer.due(self.step))
+            run.save_if_due(self.step, is_last=is_last)
+            if run.stopped:
                 run.checkpointer.close()
-                self._stopped = end.stopped
                 if self.step < run.total and run.replicas.runner.rehearsal:
-                    self.values.seed_generators(self.step, BEFORE_STEP, self.world.device)
+                    run.leaves.begin(self.step)
+                    self._declared.seed_generators(self.step, BEFORE_STEP, self.world.device)
                     yield self.step  # its micro-batch 0 is what a resume is compared with
-                raise end.stopped
+                raise run.stopped
 
     def stop(self) -> None:
         """End `steps` with a save and without an error, on all workers, when one of them asks to.
@@ -423,16 +415,9 @@ class Session:
 
         One loop per step.
         """
-        learners = self._declared.learners
-        if not self._run or (not learners and step != self.step):
-            raise UsageError(
-                f"the micro-batches of step {step}",
-                f"the loop is at step {self.step}",
-                "for step in session.steps(...)",
-            )
+        leaves = self._run_in_loop("loader(step) or session.micro_batches(step)").leaves
         try:
-            numbers = self._run.micro_batches(step, self._stopped)
-            for micro_batch in learners.micro_batches_of(step) if learners else numbers:
+            for micro_batch in leaves.micro_batches_of(step):
                 self._micro_batch = micro_batch
                 yield micro_batch
         finally:
@@ -462,7 +447,7 @@ class Session:
                 f"session.backward, layout {self.layout}",
                 hint,
             )
-        run.backward(self.values.share(loss, count), count, scaler)
+        run.leaves.backward(run.leaves.share(loss, count), count, scaler)
 
     def forward_backward(
         self,
@@ -482,12 +467,12 @@ class Session:
                 result = run.forward(
                     inputs,
                     target,
-                    lambda output, target: self.values.share(loss_of(output, target), count),
+                    lambda output, target: run.leaves.share(loss_of(output, target), count),
                 )
         else:
-            result = self.values.share(loss(model(inputs), target), count)
+            result = run.leaves.share(loss(model(inputs), target), count)
         with torch.autocast(self.world.device.type, enabled=False):
-            run.backward(result, count)
+            run.leaves.backward(result, count)
 
     def _run_in_loop(self, call: str) -> StartedRun:
         """Return the started run. UsageError: the user has made this call before the loop."""
@@ -510,7 +495,7 @@ class Session:
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Scale the step's gradient, or that of a learner's step, to a norm of at most `max_norm`;
         return the norm before. Call it between the micro-batches and optimizer.step()."""
-        return self._run_in_loop("session.clip_grad_norm_(max_norm)").clip_grad_norm_(max_norm)
+        return self._run_in_loop("session.clip_grad_norm_(max_norm)").leaves.clip_(max_norm)
 
     def log(self, step: int, /, **values: Any) -> None:
         """Add numbers to this step's line in metrics.jsonl, which rank 0 writes.
@@ -518,8 +503,7 @@ class Session:
         The line is numbered by committed steps: step + 1. It has loss, seconds and workers anyway.
         The screen shows these numbers, too.
         """
-        if self._declared.learners:
-            self._declared.learners.refuse_inside("session.log")
+        self._declared.leaves.refuse_inside("session.log")
         if step != self.step:
             raise UsageError(
                 f"session.log of step {step}",
@@ -586,10 +570,9 @@ class Session:
     ) -> Iterator[Samples]:
         """Context manager around an evaluation: modules in eval mode. The loop continues as
         without it."""
-        if self._stopped:
-            raise self._stopped
-        if self._declared.learners:
-            self._declared.learners.refuse_inside(where)
+        if self._run and self._run.stopped:
+            raise self._run.stopped
+        self._declared.leaves.refuse_inside(where)
         replica_size = self.layout.workers_per_replica if self._run else 1
         with ExitStack() as stack:
             if self._run:
@@ -598,8 +581,8 @@ class Session:
                 self._run.watch.forget_collectives()
             declared = self._declared
             stack.enter_context(in_eval_mode(declared.model, *declared.state.values()))
-            yield Samples(dataset, where, batch_size, collate_fn, self.values.seed, replica_size)
-        self.values.seed_generators(self.step, AFTER_EVALUATION, self.world.device)
+            yield Samples(dataset, where, batch_size, collate_fn, self._declared.seed, replica_size)
+        self._declared.seed_generators(self.step, AFTER_EVALUATION, self.world.device)
 
     def _replicas_in_loop(self) -> Callable[..., Any] | None:
         if self._run is None:

@@ -1,8 +1,7 @@
-"""Build a replica: whole, in slices of several workers, or of DiLoCo's learners."""
+"""Build a replica: whole, or in slices of several workers."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -13,7 +12,6 @@ from lockstep.network.subtrees import equal_shares
 from lockstep.parallel.bucket_source import BucketSource
 from lockstep.parallel.gradient_source import GradientSource, SumOptions
 from lockstep.parallel.groups import Connection, ProcessGroups
-from lockstep.parallel.learner_replica import DifferenceSource, LearnerReplica
 from lockstep.parallel.parallelize import LocalModel
 from lockstep.parallel.pipeline import StageSource
 from lockstep.parallel.replica import Replica
@@ -29,20 +27,17 @@ def build_replica(
     micro_batches: int,
     seed: int = 0,
     statistics: RunningStatistics | None = None,
-    has_learners: bool = False,
     init_sync: bool = True,
     connection: Connection | None = None,
     **sums: Any,
 ) -> Replica:
     """Return a replica of one worker, or a worker's part of a replica that has a LocalModel.
 
-    has_learners  the leaves are DiLoCo's learners
-    init_sync     Collective: give all whole replicas rank 0's weights. False: they are equal, or
-                  received later
-    sums          see SumOptions
+    init_sync  Collective: give all whole replicas rank 0's weights. False: they are equal, or
+               received later
+    sums       see SumOptions
     """
     options = SumOptions(**sums)
-    inner = replace(options, wire="fp32") if has_learners else options
     local = model if isinstance(model, LocalModel) else None
     module = model.module if isinstance(model, LocalModel) else model
     in_thread = next(module.parameters()).device.type == "cpu"
@@ -50,20 +45,21 @@ def build_replica(
     groups.connect(connection or Connection())
     source: GradientSource
     if local:
-        source = StageSource(local, inner) if local.stage else UnitSource(local, inner)
+        source = StageSource(local, options) if local.stage else UnitSource(local, options)
     else:
-        # A learner needs no peer: it finishes its steps also when the generation ends.
-        inside = ProcessGroups(Layout(), in_thread) if has_learners else groups
-        source = BucketSource(module, inside, inner)
+        source = BucketSource(module, groups, options)
     replica = Replica(source, module, micro_batches=micro_batches, seed=seed, statistics=statistics)
-    if has_learners:
-        source = DifferenceSource(source, groups, options)
-        replica = LearnerReplica(replica, source)
     if init_sync and not local:
-        equal_shares(dist.get_world_size(), micro_batches)  # refuses too many ranks
-        source.agree()
-        take_weights_of_rank_0([*module.parameters(), *module.buffers()], groups)
+        start_equal(replica)
     return replica
+
+
+def start_equal(replica: Replica) -> None:
+    """Collective. Give a whole replica the weights of rank 0."""
+    module = replica.module
+    equal_shares(dist.get_world_size(), replica.leaves)  # refuses too many ranks
+    replica.source.agree()
+    take_weights_of_rank_0([*module.parameters(), *module.buffers()], replica.groups)
 
 
 def take_weights_of_rank_0(tensors: list[Tensor], groups: ProcessGroups) -> None:

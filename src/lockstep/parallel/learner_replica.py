@@ -9,17 +9,22 @@ whole replicas.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from lockstep.layout import Layout
 from lockstep.network.bucket_sizes import group_by_size
+from lockstep.network.wire_format import Wire
+from lockstep.parallel.build_replica import build_replica, start_equal
 from lockstep.parallel.digest import NOTHING, Digest
 from lockstep.parallel.gradient_source import GradientSource, PassPhase, StepPlan, SumOptions
-from lockstep.parallel.groups import ProcessGroups
+from lockstep.parallel.groups import Connection, ProcessGroups
 from lockstep.parallel.ordered_sum import FlatSum
+from lockstep.parallel.parallelize import LocalModel
 from lockstep.parallel.reducer import Reducer
 from lockstep.parallel.replica import Replica, StepResults
 from lockstep.parallel.wire_sum import row_lengths, sum_in_format
@@ -120,15 +125,16 @@ class LearnerReplica(Replica):
     squared  norm of the gradient of that step; None: this worker has all of it
     """
 
-    def __init__(self, inner: Replica, source: DifferenceSource) -> None:
+    source: DifferenceSource
+
+    def __init__(self, inner: Replica, groups: ProcessGroups, wire: Wire) -> None:
         super().__init__(
-            source,
+            DifferenceSource(inner.source, groups, replace(inner.source.options, wire=wire)),
             inner.module,
             micro_batches=inner.leaves,
             seed=inner.seed,
             statistics=inner.statistics,
         )
-        self.differences = source
         self.inner = inner
         self.numbers = torch.empty(0)
         self.squared: Tensor | None = None
@@ -168,7 +174,7 @@ class LearnerReplica(Replica):
 
     def add_learner(self, loss: float, differences: Sequence[Tensor]) -> None:
         """Take what the current learner has made of the weights, start minus end."""
-        self.differences.add(differences)
+        self.source.add(differences)
         device = self.parameters[0].device
         self._losses.append(torch.tensor(loss, dtype=torch.float64, device=device))
 
@@ -202,3 +208,24 @@ class LearnerReplica(Replica):
     def release_groups(self) -> None:
         super().release_groups()
         self._error = None
+
+
+def build_learner_replica(
+    model: nn.Module | LocalModel,
+    *,
+    connection: Connection,
+    init_sync: bool,
+    wire: Wire = "fp32",
+    **options: Any,
+) -> LearnerReplica:
+    """As build_replica, with learners in the place of micro-batches."""
+    is_whole = isinstance(model, nn.Module)
+    # A whole learner needs no peer: it finishes its steps also when the generation ends.
+    inside = None if is_whole else connection
+    inner = build_replica(model, connection=inside, init_sync=False, **options)
+    groups = ProcessGroups(Layout(), inner.groups.in_thread) if is_whole else inner.groups
+    groups.connect(connection)
+    replica = LearnerReplica(inner, groups, wire)
+    if init_sync and is_whole:
+        start_equal(replica)
+    return replica

@@ -53,7 +53,7 @@ class FunctionValues:
 
     def saved(self) -> dict[str, Any]:
         """Return what checkpoints hold. The values replace the flags, whose change is a warning."""
-        return {VALUES: self.texts(), "flags": {}}
+        return {VALUES: self.texts(), "flags": {}} if self.arguments else {}
 
     def overridden(
         self, out: Path, keep: int, facts: Mapping[str, Any], step: int
@@ -105,7 +105,8 @@ def text_of(value: object) -> str:
     return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
 
 
-_running: ContextVar[FunctionValues | None] = ContextVar("values of the function", default=None)
+NO_VALUES = FunctionValues({})
+_running = ContextVar("values of the function", default=NO_VALUES)
 
 
 def call_with(function: Callable[..., object], values: FunctionValues) -> None:
@@ -117,6 +118,6 @@ def call_with(function: Callable[..., object], values: FunctionValues) -> None:
         _running.reset(token)
 
 
-def running() -> FunctionValues | None:
-    """Return the values of the function that is running; None in a script."""
+def running() -> FunctionValues:
+    """Return the values of the function that is running; none in a script."""
     return _running.get()

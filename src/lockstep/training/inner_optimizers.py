@@ -17,6 +17,7 @@ from lockstep.parallel.grad_norm import row_norms
 from lockstep.training.attributes import OPTIMIZER_INTERNALS
 from lockstep.training.update_checks import refuse_closure
 
+INNER_OPTIMIZERS = "inner-optimizers"  # name of their state in checkpoints
 NO_BIAS_CORRECTION = 1e6  # steps of AdamW after which beta1**step and beta2**step are zero
 
 

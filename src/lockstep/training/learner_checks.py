@@ -10,13 +10,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lockstep.checkpoint.stateful import unregistered_schedulers
-from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import UsageError
 from lockstep.layout import Layout
 from lockstep.parallel.running_statistics import BATCH_NORMS
+from lockstep.training.inner_optimizers import INNER_OPTIMIZERS
 from lockstep.training.owner_update import couples_elements
+from lockstep.training.replica_group import ReplicaOptions
 from lockstep.training.session_checks import refuse_unprepared
-from lockstep.training.session_parts import Declared, SessionValues
+from lockstep.training.session_parts import Declared
 from lockstep.units import join_names
 
 if TYPE_CHECKING:
@@ -27,14 +28,13 @@ WHERE = "session.learners(...)"
 
 def refuse_wrong_learners(
     declared: Declared,
-    values: SessionValues,
     layout: Layout,
     inner: Sequence[Any],
     count: int,
     steps: int,
 ) -> None:
     """UsageError for arguments of session.learners that do not fit the Session."""
-    if declared.model is None or declared.learners:
+    if declared.model is None or INNER_OPTIMIZERS in declared.state:
         raise UsageError(
             "session.learners before session.prepare"
             if declared.model is None
@@ -53,21 +53,21 @@ def refuse_wrong_learners(
             "session.prepare(model, outer), session.learners(inner, ...)",
             "make two: the outer one, often SGD, goes to prepare",
         )
-    if values.micro_batches % count:
+    if declared.micro_batches % count:
         raise UsageError(
-            f"micro_batches={values.micro_batches} is not a multiple of {count} learners",
+            f"micro_batches={declared.micro_batches} is not a multiple of {count} learners",
             "Session(micro_batches=...), session.learners(count=...)",
-            f"give micro_batches={-(-values.micro_batches // count) * count}, or another count",
+            f"give micro_batches={-(-declared.micro_batches // count) * count}, or another count",
         )
-    if values.save_every % steps:
+    if declared.save_every % steps:
         raise UsageError(
-            f"save_every={values.save_every} is not a multiple of {steps} steps of a learner, and "
-            "a common state exists after outer steps only",
+            f"save_every={declared.save_every} is not a multiple of {steps} steps of a learner, "
+            "and a common state exists after outer steps only",
             "Session(save_every=...), session.learners(steps=...)",
-            f"give save_every={max(1, round(values.save_every / steps)) * steps}",
+            f"give save_every={max(1, round(declared.save_every / steps)) * steps}",
         )
-    _refuse_layout(layout, values.micro_batches // count, inner)
-    _refuse_options(values)
+    _refuse_layout(layout, declared.micro_batches // count, inner)
+    _refuse_options(declared.options)
 
 
 def _refuse_layout(layout: Layout, micro_batches: int, inner: Sequence[Optimizer]) -> None:
@@ -93,8 +93,7 @@ def _refuse_layout(layout: Layout, micro_batches: int, inner: Sequence[Optimizer
         )
 
 
-def _refuse_options(values: SessionValues) -> None:
-    options = values.options
+def _refuse_options(options: ReplicaOptions) -> None:
     wrong = {
         'on_nonfinite="ignore"': options.get("on_nonfinite") == "ignore",
         "buffers": bool(options.get("buffers")),
@@ -112,12 +111,12 @@ def _refuse_options(values: SessionValues) -> None:
 def refuse_incomplete(
     learners: Learners,
     declared: Declared,
-    model: nn.Module,
-    runtime: ElasticRuntime,
+    workers: int,
     layout: Layout,
 ) -> None:
     """UsageError for what the loop has declared, and learners cannot follow."""
-    inner = learners.inner.optimizers
+    inner = learners.optimizers
+    model = declared.refuse_incomplete().module
     if declared.carried:
         what, hint = "session.per_micro_batch is not supported with session.learners", "remove it"
         raise UsageError(what, "session.state(...)", hint)
@@ -143,9 +142,9 @@ def refuse_incomplete(
             "use GroupNorm or LayerNorm, or track_running_stats=False",
         )
     _refuse_parameters(inner, model)
-    if runtime.world.size > (most := learners.count * layout.workers_per_replica):
+    if workers > (most := learners.count * layout.workers_per_replica):
         raise UsageError(
-            f"{runtime.world.size} workers train {learners.count} learners ({layout})",
+            f"{workers} workers train {learners.count} learners ({layout})",
             "--workers; session.learners(count=...)",
             f"start at most {most} workers, or give more learners",
         )
@@ -166,14 +165,3 @@ def _refuse_parameters(inner: Sequence[Optimizer], model: nn.Module) -> None:
             "session.learners: a learner's small change would be rounded away",
             'keep the weights in float32, and prepare(..., precision="bf16")',
         )
-
-
-def replica_options(learners: Learners) -> dict[str, Any]:
-    """Return arguments of the ReplicaGroup whose leaves are the learners."""
-    return {
-        "micro_batches": learners.count,
-        "carried": [learners.attempt],
-        "commit_steps": learners.steps,
-        "divisor": learners.count,
-        "rehearse": False,
-    }

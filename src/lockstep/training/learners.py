@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
@@ -34,15 +34,18 @@ from lockstep.elastic.consensus import parse_count
 from lockstep.errors import DivergedError, UsageError
 from lockstep.parallel.digest import digest_of
 from lockstep.parallel.grad_norm import StepGradient, commit_gradient, sum_of_squares
-from lockstep.parallel.learner_replica import LearnerReplica
+from lockstep.parallel.learner_replica import LearnerReplica, build_learner_replica
 from lockstep.runtime.numerics import seed_generators
-from lockstep.training.inner_optimizers import InnerOptimizers
+from lockstep.training.inner_optimizers import INNER_OPTIMIZERS, InnerOptimizers
+from lockstep.training.learner_checks import refuse_incomplete
+from lockstep.training.leaves import Leaves
+from lockstep.training.loop_changes import LoopChanges
 from lockstep.training.rewound_state import RewoundState, Taken
 from lockstep.training.update_checks import updating_scaler
 from lockstep.units import join_names
 
 if TYPE_CHECKING:
-    from lockstep.training.started_run import StartedRun
+    from lockstep.training.session_parts import Declared
 
 BEFORE_PASSES, AFTER_PASSES = 1, 2  # separate the random numbers of these places
 
@@ -127,16 +130,6 @@ class Learner:
     samples: set[int] = field(default_factory=set)
     state: dict[str, Taken] = field(default_factory=dict)
 
-    def keep(
-        self,
-        weights: list[Tensor],
-        states: Sequence[dict[Any, Any]],
-        state: dict[str, Taken],
-    ) -> None:
-        self.weights = weights
-        self.states = states
-        self.state = state
-
     def take(self, step: InnerStep) -> None:
         """Add a step. UsageError when only some steps have counts."""
         if self.steps and (step.count is None) != (self.count is None):
@@ -155,15 +148,12 @@ class AttemptedLearners:
     """The learners that this worker has trained in an attempt at an outer step: what ReplicaGroup
     exchanges before its vote."""
 
-    def __init__(self, count: int, steps: int) -> None:
+    def __init__(self, count: int, steps: int, state: RewoundState) -> None:
         self.count = count
         self.steps = steps
-        self.state = RewoundState({})
+        self.state = state
         self.learners: list[Learner] = []
         self.diverged: dict[int, int] = {}  # by learner, the step whose loss is not finite
-
-    def follow(self, state: RewoundState) -> None:
-        self.state = state
 
     def start_attempt(self) -> None:
         self.learners = []
@@ -184,7 +174,14 @@ class AttemptedLearners:
         if group is not None and group.size() > 1:
             wait([dist.all_reduce(row, dist.ReduceOp.MAX, group=group, async_op=True)])
         found = row.tolist()
-        self._refuse_diverged(found[: self.count])
+        if diverged := [(m, step) for m, step in enumerate(found[: self.count]) if step]:
+            named = [f"learner {m} at step {step}" for m, step in diverged]
+            raise DivergedError(
+                f"loss not finite: {join_names(named)}",
+                "agreed by all workers before the outer step, which was not made",
+                "lower the learning rate of the inner optimizer, or clip the gradients; the "
+                "checkpoints before are whole",
+            )
         pairs = zip(names, found[self.count :], found[self.count + len(names) :], strict=False)
         if differing := [name for name, most, not_least in pairs if most != ~not_least]:
             raise UsageError(
@@ -194,22 +191,19 @@ class AttemptedLearners:
                 "scheduler does; change the rest after outer.step()",
             )
 
-    def _refuse_diverged(self, steps: Sequence[int]) -> None:
-        if any(steps):
-            found = [f"learner {m} at step {step}" for m, step in enumerate(steps) if step]
-            raise DivergedError(
-                f"loss not finite: {join_names(found)}",
-                "agreed by all workers before the outer step, which was not made",
-                "lower the learning rate of the inner optimizer, or clip the gradients; the "
-                "checkpoints before are whole",
-            )
-
     def commit(self) -> None:
         """Take the state after the learners' steps for the next outer step."""
         self.state.put(self.learners[0].state)
 
 
-class Learners:
+class LearnerChanges(LoopChanges):
+    """Learners change weights and state, and put both back."""
+
+    def _weights_and_state(self) -> dict[str, Any]:
+        return {}
+
+
+class Learners(Leaves):
     """What session.learners returns: `for inner_step in learners(step)`.
 
     Memory beside the model: the common weights, the inner optimizers' state and one gradient; and
@@ -220,45 +214,47 @@ class Learners:
     micro_batches  of a learner's step
     """
 
+    loop = "learners", "for inner_step in learners(step)"
+    build_replica = staticmethod(build_learner_replica)
+    watch_changes = LearnerChanges
+    refuse_incomplete = refuse_incomplete
+
     def __init__(
-        self, optimizers: Sequence[Optimizer], count: int, steps: int, micro_batches: int
+        self,
+        optimizers: Sequence[Optimizer],
+        declared: Declared,
+        count: int,
+        steps: int,
     ) -> None:
+        super().__init__(declared.micro_batches // count)
         self.count = count
+        self.divisor = count
         self.steps = steps
-        self.micro_batches = micro_batches
+        self.optimizers = optimizers
+        self.facts = {"learners": f"{count} of {steps} steps"}
         self.inner = InnerOptimizers(optimizers, steps, self)
-        self.outer_step = -1  # that the loop is in
         self.now: InnerStep | None = None
-        self._run: StartedRun | None = None
-        self.attempt = AttemptedLearners(count, steps)
+        self.attempt = AttemptedLearners(count, steps, RewoundState(declared.state))
+        self.options = {"micro_batches": count, "carried": [self.attempt], "rehearse": False}
         # Of the newest outer step: its number, the digest of its weights, and the learner's number.
         self._learners: dict[tuple[int, int, int], Learner] = {}
-
-    def start(self, run: StartedRun) -> None:
-        """Follow the loop from here on."""
-        self._run = run
-        self.attempt.follow(RewoundState(run.declared.state))
-        for optimizer in run.declared.optimizers:
+        declared.state[INNER_OPTIMIZERS] = self.inner
+        for optimizer in declared.optimizers:
             optimizer.register_step_pre_hook(self._before_outer_update)
-
-    def begin(self, step: int) -> None:
-        """Note the outer step that the loop is in."""
-        self.outer_step = step
 
     def __call__(self, step: int) -> Iterator[int]:
         """Collective. Yield the steps of this worker's learners, one learner after the other; the
         outer step is committed at the end. After a failure, its new share."""
-        if self._run is None or step != self.outer_step:
+        if step != self.step:
             raise UsageError(
                 f"the learners of step {step}",
                 "learners(step) outside of the body of that step",
                 "for step in session.steps(...): for inner_step in learners(step)",
             )
-        for m in self._run.micro_batches(step, None):
+        for m in super().micro_batches_of(step):
             yield from self._train(step, m)
 
     def refuse_total(self, total: int) -> None:
-        """UsageError for a number of steps that ends within an outer step."""
         if total % self.steps:
             near = max(1, round(total / self.steps)) * self.steps
             raise UsageError(
@@ -268,7 +264,6 @@ class Learners:
             )
 
     def refuse_inside(self, call: str) -> None:
-        """UsageError in the steps of a learner."""
         if self.now:
             raise UsageError(
                 f"{call} in {self.now}",
@@ -297,7 +292,8 @@ class Learners:
             taken = state.take()
             state.refuse_changed_tensors(common, taken, m)
             states = self.inner.take_states() if learner.steps < self.steps else ()
-            learner.keep(copy_of(parameters), states, taken)
+            learner = replace(learner, weights=copy_of(parameters), states=states, state=taken)
+            self._learners[key] = learner
             if self.now:  # a shard was lost within it
                 del self._learners[key]
         finally:
@@ -312,7 +308,7 @@ class Learners:
         self.attempt.learners.append(learner)
         change = [before - after for before, after in zip(start, learner.weights, strict=True)]
         means = self.count * self.steps if learner.count is None else 1
-        self._started().replicas.runner.ballot.add(learner.count, [*learner.samples])
+        self.run.replicas.runner.ballot.add(learner.count, [*learner.samples])
         self.replica.add_learner(learner.loss / means, change)
 
     def _find(self, key: tuple[int, int, int], start: list[Tensor]) -> Learner:
@@ -327,11 +323,10 @@ class Learners:
         return learner
 
     def _steps_of(self, learner: Learner, step: int, m: int) -> Iterator[int]:
-        run = self._started()
         while (
             learner.steps < self.steps
             and math.isfinite(learner.loss)
-            and not run.runtime.generation_error()
+            and not self.run.runtime.generation_error()
         ):
             self.now = now = InnerStep(m, step + learner.steps)
             for p in self.replica.parameters:
@@ -344,13 +339,9 @@ class Learners:
             learner.take(now)
             self.now = None
 
-    def _started(self) -> StartedRun:
-        assert self._run is not None
-        return self._run
-
     @property
     def replica(self) -> LearnerReplica:
-        replica = self._started().replicas.replica
+        replica = self.run.replicas.replica
         assert isinstance(replica, LearnerReplica)
         return replica
 
@@ -371,7 +362,7 @@ class Learners:
             )
         if missing := [
             type(optimizer).__name__
-            for optimizer in self.inner.optimizers
+            for optimizer in self.optimizers
             if optimizer not in now.updates
         ]:
             raise UsageError(
@@ -387,8 +378,8 @@ class Learners:
         first = self.now.learner * self.micro_batches if self.now else 0
         return range(first, first + self.micro_batches)
 
+    @property
     def own_leaves(self) -> list[int]:
-        """Return the micro-batches among them that this worker computes."""
         return [self.leaves().start + leaf for leaf in self.replica.inner.own_leaves]
 
     def micro_batches_of(self, step: int) -> Iterator[int]:
@@ -404,7 +395,7 @@ class Learners:
                 "for inner_step in learners(step): one loop over loader(inner_step)",
             )
         now.enter(LearnerPlace.BETWEEN)
-        board = self._started().runtime.board
+        board = self.run.runtime.board
         try:
             for k in self.replica.passes(step, self.leaves()):
                 board.enter("forward", step + 1)
@@ -432,10 +423,7 @@ class Learners:
         for p in self.replica.parameters:
             p.grad = None
 
-    def backward(
-        self, loss: Tensor, count: int | None, scaler: object, samples: int | None
-    ) -> None:
-        """Run the backward pass of a micro-batch."""
+    def backward(self, loss: Tensor, count: int | None, scaler: object = None) -> None:
         if scaler is not None:
             refuse_scaler("session.backward(loss, scaler=...)")
         now = self.now
@@ -445,13 +433,16 @@ class Learners:
                 "session.backward(loss)",
                 "call it in `for batch in loader(inner_step)`",
             )
-        known = 0 if count is None else parse_count(count) + 1
-        self.replica.add_pass(loss, known, 0 if samples is None else samples + 1)
+        if count is not None:
+            self.replica.add_pass(loss, parse_count(count) + 1, 0)
+            return
+        samples = self.run.declared.samples_of_mean()
+        self.replica.add_pass(loss, 0, 0 if samples is None else samples + 1)
 
     def clip_(self, max_norm: float) -> Tensor:
-        """Scale the gradient of the learner's step; return its norm before."""
         now = self.now
-        assert now is not None
+        if now is None:
+            return super().clip_(max_norm)
         if now.place is LearnerPlace.LOST:
             return torch.zeros(())
         if now.gradient is None and now.place is not LearnerPlace.MICRO_BATCH:
@@ -498,7 +489,7 @@ class Learners:
 
     def _elements(self) -> int:
         """Return the number of trained weights of the whole model."""
-        local = self._started().replicas.local_model
+        local = self.run.replicas.local_model
         if local is None:
             return sum(p.numel() for p in self.replica.parameters)
         trained = [name for name, p in local.local_params.items() if p.requires_grad]

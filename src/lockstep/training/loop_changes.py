@@ -30,21 +30,12 @@ class LoopChanges:
     In the first step of a start it compares the bytes of the weights, the state objects and the
     numbers that modules keep as attributes; in later steps torch's counters of in-place changes
     of the weights, the parameter groups, and the plain values of session.state.
-
-    has_learners  they change weights and state, and put both back (learners.py)
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        checkpointer: Checkpointer | None,
-        *,
-        has_learners: bool = False,
-    ) -> None:
+    def __init__(self, module: nn.Module, checkpointer: Checkpointer | None) -> None:
         self.module = module
         self.checkpointer = checkpointer
         self.first_step = True
-        self.has_learners = has_learners
         self._modes: list[bool] = []  # of the modules, as their names below were found
         self._evaluating: list[str] = []
         self._parameters: list[nn.Parameter] = []  # the same for the weights
@@ -55,8 +46,7 @@ class LoopChanges:
         modules = modules_of(self.module)
         if self.checkpointer:
             self.checkpointer.follow_eval_mode(self._find_evaluating(modules))
-        if not self.has_learners:
-            self._find_weights(modules)
+        self._find_weights(modules)
         self._before, self._attributes = self._values(), self._numbers()
 
     def _find_evaluating(self, modules: Sequence[nn.Module]) -> list[str]:
@@ -108,11 +98,8 @@ class LoopChanges:
         self.first_step = False
 
     def _values(self) -> dict[str, Any]:
-        mark = digest_of_one if self.first_step else version_of
-        values: dict[str, Any] = {name: mark(p) for name, p in self._weights.items()}
-        if not self.checkpointer:
-            return values
-        for optimizer in self.checkpointer.optimizers:
+        values = self._weights_and_state()
+        for optimizer in self.checkpointer.optimizers if self.checkpointer else ():
             for i, group in enumerate(optimizer.param_groups):
                 where = f"of parameter group {i} of {type(optimizer).__name__}"
                 values |= {
@@ -120,8 +107,13 @@ class LoopChanges:
                     for key, value in group.items()
                     if key != "params"
                 }
-        state = {} if self.has_learners else self.checkpointer.state or {}
-        for name, value in state.items():
+        return values
+
+    def _weights_and_state(self) -> dict[str, Any]:
+        mark = digest_of_one if self.first_step else version_of
+        values: dict[str, Any] = {name: mark(p) for name, p in self._weights.items()}
+        state = self.checkpointer.state if self.checkpointer else None
+        for name, value in (state or {}).items():
             if self.first_step:
                 packed = pack(f"state.{name}", value.state_dict())
                 values[f"session state {name!r}"] = digest_of(packed.values())

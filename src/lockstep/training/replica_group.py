@@ -33,7 +33,6 @@ from lockstep.errors import FencedError, PeersLostError, UsageError
 from lockstep.layout import Layout
 from lockstep.network.bucket_sizes import default_bucket_size
 from lockstep.network.wire_format import Wire, wire_conflict
-from lockstep.parallel.build_replica import build_replica
 from lockstep.parallel.grad_norm import commit_gradient
 from lockstep.parallel.gradient_watch import Unused
 from lockstep.parallel.groups import Connection
@@ -49,7 +48,7 @@ from lockstep.runtime.signals import HostDrained, Stopped, StopSignals
 from lockstep.runtime.work import static_group
 from lockstep.training.checkpointer import Checkpointer
 from lockstep.training.divergence import STATE, ReplicaComparison, ReplicaState
-from lockstep.training.loop_changes import LoopChanges
+from lockstep.training.leaves import Leaves
 from lockstep.training.rehearsal import Rehearsal
 from lockstep.training.share_balance import ShareBalance
 from lockstep.training.state_transfer import StateMismatchError, transfer_state
@@ -102,10 +101,8 @@ class ReplicaGroup:
                    gradient of zero there, and in a step that does not use it at all
     balance        "auto": fast replicas compute more micro-batches than slow ones (ShareBalance)
     rollback       micro-batches to skip, and the rule to find them; None: none
-    commit_steps   H: a leaf of the sum is a learner of H steps (learners.py); 0: it is a
-                   micro-batch
-    carried        what each micro-batch or learner passes on to the next step
-    divisor        of the summed gradient, instead of the step's count; 0: the count
+    leaves         of the sum, by default micro-batches
+    carried        what each leaf passes on to the next step
     """
 
     def __init__(  # many independent options, all by keyword and with defaults
@@ -128,9 +125,8 @@ class ReplicaGroup:
         unused: Unused = "raise",
         balance: Literal["auto", "off"] = "auto",
         rollback: SkippedMicroBatches | None = None,
-        commit_steps: int = 0,
+        leaves: Leaves | None = None,
         carried: Sequence[Carried] = (),
-        divisor: int = 0,
     ) -> None:
         if checkpointer:
             refuse_other_checkpointer(checkpointer, runtime, model)
@@ -139,17 +135,17 @@ class ReplicaGroup:
         self.checkpointer = checkpointer
         self.tracker = tracker
         self.on_nonfinite = on_nonfinite
-        self.commit_steps = commit_steps or 1
+        leaves = leaves or Leaves(micro_batches)
+        self.commit_steps = leaves.steps
         module, self.local_model = unwrap_local_model(model)
         layout = self.local_model.layout if self.local_model else Layout(1)
         if conflict := wire_conflict(wire, layout.tensor, layout.pipeline, reduce_once_per_step):
             raise UsageError(*conflict)
         replace_sync_batchnorm(module)
-        self.replica = build_replica(
+        self.replica = leaves.build_replica(
             self.local_model or module,
             bucket_bytes=bucket_bytes or default_bucket_size(runtime.world.device.type),
             reduce_once_per_step=reduce_once_per_step,
-            has_learners=commit_steps > 0,
             wire=wire,
             micro_batches=micro_batches,
             seed=seed,
@@ -164,10 +160,8 @@ class ReplicaGroup:
         )
         if rollback:
             rollback.refuse_unsupported(
-                {"a pipeline": layout.pipeline > 1, "DiLoCo learners": commit_steps > 0}
+                {"a pipeline": layout.pipeline > 1, "DiLoCo learners": leaves.divisor > 0}
             )
-        # A learner of DiLoCo has no gradient to record.
-        recorded = None if commit_steps else checkpointer
         slices = (layout.tensor, layout.pipeline)
         state = ReplicaState(
             self.replica, self.local_model, checkpointer, self.commit_steps * max(1, verify_every)
@@ -182,17 +176,13 @@ class ReplicaGroup:
             ReplicaComparison(runtime, checkpointer, state, verify_every),
             Ballot(runtime, checkpointer, signals),
             ShareBalance(runtime, self.replica, layout.shard, enabled=balance == "auto"),
-            LoopChanges(
-                nn.Module() if self.local_model else module,
-                checkpointer,
-                has_learners=commit_steps > 0,
-            ),
-            Rehearsal(runtime, self.replica, recorded, slices, self._save_before_exit)
+            leaves.watch_changes(nn.Module() if self.local_model else module, checkpointer),
+            Rehearsal(runtime, self.replica, checkpointer, slices, self._save_before_exit)
             if rehearse
             else None,
             rollback,
             carried,
-            divisor,
+            leaves.divisor,
         )
         self.updates = UpdateChecks(checkpointer.optimizers if checkpointer else ())
         self.decision = decision_before(

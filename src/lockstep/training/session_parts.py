@@ -18,6 +18,7 @@ from lockstep.parallel.parallelize import SplitOptions
 from lockstep.parallel.plans import StagedModel
 from lockstep.runtime.numerics import seed_generators
 from lockstep.training.function_values import FunctionValues
+from lockstep.training.leaves import Leaves
 from lockstep.training.loader import Loader
 from lockstep.training.model_options import PreparedModel
 from lockstep.training.replica_group import ReplicaOptions
@@ -25,13 +26,9 @@ from lockstep.training.saved_state import PerMicroBatch, SavedState
 
 if TYPE_CHECKING:
     from lockstep.training.initial_values import InitialValues
-    from lockstep.training.learners import Learners
     from lockstep.training.profiler import ProfiledSteps
     from lockstep.training.rollback import Rollback
     from lockstep.training.unsaved_variables import UnsavedVariables
-
-
-INNER_OPTIMIZERS = "inner-optimizers"  # name of their state in checkpoints
 
 
 class RunValues(Protocol):
@@ -52,13 +49,18 @@ class RunValues(Protocol):
         """Compare with the facts of the resumed checkpoint, of `step`. Error: another run."""
 
 
-@dataclass(frozen=True)
-class SessionValues:
-    """The arguments of a Session; `backends` are arguments of its Tracker.
+@dataclass
+class Declared:
+    """What a Session is given: its arguments, and what the loop declares before its first step.
 
+    backends  of the Tracker
     rollback  None: a divergence ends the run
-    function  the arguments of the user's function
-    learners  of session.learners, which share the micro-batches of a step; 1 without
+    function  the arguments of the user's function, or none
+    splits    further arguments of `prepare`
+    init      the initial values of a model on the meta device
+    bits      values of `prepare` that decide bits, as text
+    saved     what Session.state has returned
+    loaders   and what a resumed run must have in common with each
     """
 
     out: Path
@@ -67,7 +69,6 @@ class SessionValues:
     keep: int
     seed: int
     resume: str
-    threads: int
     backends: Sequence[str]
     progress_s: float
     on_save_error: Literal["continue", "stop"]
@@ -76,31 +77,8 @@ class SessionValues:
     profiled: ProfiledSteps | None
     options: ReplicaOptions
     run: RunValues | None
-    function: FunctionValues | None
-    learners: int = 1
-
-    def share(self, loss: torch.Tensor, count: int | None) -> torch.Tensor:
-        """Return what a micro-batch adds to the step's loss, or to that of its learner: of a sum
-        over `count` samples all of it."""
-        return loss / (self.micro_batches // self.learners) if count is None else loss
-
-    def seed_generators(self, step: int, place: int, device: torch.device) -> None:
-        """Seed the generators, equal on all workers, also on one that has resumed or joined."""
-        seed_generators(splitmix64(self.seed, step, self.micro_batches, place) >> 1, device)
-
-
-@dataclass
-class Declared:
-    """What the loop has declared: model, optimizers, state, loaders.
-
-    splits   further arguments of `prepare`
-    init     the initial values of a model on the meta device
-    bits     values of `prepare` that decide bits, as text
-    saved    what Session.state has returned
-    loaders  and what a resumed run must have in common with each
-    learners  of session.learners; None: each step is an update
-    """
-
+    function: FunctionValues
+    leaves: Leaves
     model: PreparedModel | None = None
     optimizers: Sequence[torch.optim.Optimizer] = ()
     splits: SplitOptions = SplitOptions()
@@ -110,7 +88,10 @@ class Declared:
     saved: SavedState = field(default_factory=SavedState)
     carried: list[PerMicroBatch] = field(default_factory=list)
     loaders: list[tuple[Loader, str]] = field(default_factory=list)
-    learners: Learners | None = None
+
+    def seed_generators(self, step: int, place: int, device: torch.device) -> None:
+        """Seed the generators, equal on all workers, also on one that has resumed or joined."""
+        seed_generators(splitmix64(self.seed, step, self.micro_batches, place) >> 1, device)
 
     @property
     def is_staged(self) -> bool:
@@ -121,10 +102,6 @@ class Declared:
         state = self.saved.add(objects)
         refuse_unsupported_state(state)
         self.state |= state
-
-    def add_learners(self, learners: Learners) -> None:
-        self.learners = learners
-        self.state[INNER_OPTIMIZERS] = learners.inner
 
     def refuse_second_model(self) -> None:
         if self.model is not None:
@@ -159,33 +136,35 @@ class Declared:
         # Only one worker reads the loop's source.
         from lockstep.training.unsaved_variables import UnsavedVariables
 
-        held = [self.model, *self.optimizers, *self.state.values()]
-        held += self.learners.inner.optimizers if self.learners else []
+        optimizers = [*self.optimizers, *self.leaves.optimizers]
+        held = [self.model, *optimizers, *self.state.values()]
         batches = [loader.batches for loader, _ in self.loaders]
         sources = [part for keyed in batches for part in (keyed.dataset, keyed.collate_fn)]
         return UnsavedVariables(held, sources)
 
-    def facts(self, values: SessionValues) -> dict[str, str]:
+    def facts(self) -> dict[str, str]:
         """Return what a resumed run must have in common with the run, as text."""
         facts = {
-            "micro_batches": str(values.micro_batches),
-            "seed": str(values.seed),
-            "wire": values.options.get("wire", "fp32"),
-            "skip": values.rollback.skip_fact() if values.rollback else "none",
+            "micro_batches": str(self.micro_batches),
+            "seed": str(self.seed),
+            "wire": self.options.get("wire", "fp32"),
+            "skip": self.rollback.skip_fact() if self.rollback else "none",
         }
-        if self.learners:
-            facts["learners"] = f"{self.learners.count} of {self.learners.steps} steps"
-        return facts | self.bits | {f"loader {i}": fact for i, (_, fact) in enumerate(self.loaders)}
+        facts |= {**self.leaves.facts, **self.bits}
+        return facts | {f"loader {i}": fact for i, (_, fact) in enumerate(self.loaders)}
 
-    def shown_options(self, values: SessionValues, layout: Layout, total: int) -> dict[str, str]:
+    def shown_options(self, layout: Layout, total: int) -> dict[str, str]:
         """Return the other arguments, whose change at a resume is a warning, as text."""
         axes = {f"--layout.{axis}": getattr(layout, axis) for axis in REPLICA_AXES}
-        shown = {"steps": total, "save_every": values.save_every, **axes}
-        shown["on_divergence"] = values.rollback or "stop"
-        shown |= values.function.shared() if values.function else {}
-        shown |= vars(self.splits) | {**values.options}
+        shown = {"steps": total, "save_every": self.save_every, **axes}
+        shown["on_divergence"] = self.rollback or "stop"
+        shown |= self.function.shared() | vars(self.splits) | {**self.options}
         del shown["verify"]  # follows from the option `rehearse`
         return {name: str(value) for name, value in shown.items()}
+
+    def shown(self, layout: Layout, total: int) -> dict[str, Any]:
+        """Return the values of the run for trackers."""
+        return self.run.shown() if self.run else self.facts() | self.shown_options(layout, total)
 
     def samples(self, step: int, k: int) -> list[int]:
         """Return the numbers of the samples that a loader has yielded as micro-batch `k` of the

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -10,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.errors import UsageError
-from lockstep.parallel.build_replica import build_replica
-from lockstep.parallel.learner_replica import LearnerReplica
+from lockstep.parallel.groups import Connection
+from lockstep.parallel.learner_replica import LearnerReplica, build_learner_replica
 
 
 class Sums(nn.Module):
@@ -35,15 +36,10 @@ def group_of_one() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def replica_of(model: Sums, **options: str) -> LearnerReplica:
-    replica = build_replica(
-        model,
-        micro_batches=2,
-        has_learners=True,
-        **options,  # type: ignore[arg-type]
+def replica_of(model: Sums, **options: Any) -> LearnerReplica:
+    return build_learner_replica(
+        model, micro_batches=2, connection=Connection(), init_sync=True, **options
     )
-    assert isinstance(replica, LearnerReplica)
-    return replica
 
 
 def test_gradients_that_share_memory_are_added_once(group_of_one: None) -> None:

@@ -10,7 +10,13 @@ import torch
 
 from lockstep.checkpoint.stateful import Trained
 from lockstep.errors import CheckpointError, UsageError
-from lockstep.training.function_values import FunctionValues, call_with, running, text_of
+from lockstep.training.function_values import (
+    NO_VALUES,
+    FunctionValues,
+    call_with,
+    running,
+    text_of,
+)
 from lockstep.training.trained_parameters import (
     apply_options,
     constructed_options,
@@ -87,7 +93,7 @@ def test_only_a_function_that_is_running_has_values() -> None:
     seen = []
     values = FunctionValues({"lr": 1.0})
     call_with(lambda lr: seen.append(running()), values)
-    assert seen == [values] and running() is None
+    assert seen == [values] and running() is NO_VALUES
     with pytest.raises(UsageError, match="no run to override"):
         FunctionValues({"lr": 1.0}, ["lr"]).refuse_new_run()
 

@@ -23,9 +23,10 @@ from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import CheckpointError, FencedError, SaveFailedError, UsageError
 from lockstep.record.events import read_events
 from lockstep.runtime.signals import HostDrained
-from lockstep.training import replica_group, state_transfer
+from lockstep.training import state_transfer
 from lockstep.training.checkpointer import Checkpointer
 from lockstep.training.evaluation import compute_in_shares
+from lockstep.training.leaves import Leaves
 from lockstep.training.replica_group import ReplicaGroup
 
 MICRO_BATCHES, STEPS = 6, 5
@@ -35,7 +36,7 @@ INPUTS = torch.rand(STEPS + 5, MICRO_BATCHES, 3, generator=torch.Generator().man
 @pytest.fixture(autouse=True, scope="module")
 def fake_replica() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(replica_group, "build_replica", FakeReplica)
+        patch.setattr(Leaves, "build_replica", FakeReplica)
         patch.setattr(membership, "folder_error", lambda env: "")
         yield
 
@@ -360,7 +361,7 @@ def test_stop_signal_of_one_rank_stops_all_after_the_same_step(
 def test_drained_host_leaves_and_the_others_continue(
     tmp_path: Path, expected: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replica_group, "LINGER_S", 0.0)
+    monkeypatch.setattr("lockstep.training.replica_group.LINGER_S", 0.0)
 
     def disturb(worker: Worker, step: int, k: int) -> None:
         if step == 1 and worker.slot == 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -15,6 +16,7 @@ from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import DivergedError, UsageError
 from lockstep.record.events import read_events
 from lockstep.training.checkpointer import Checkpointer
+from lockstep.training.learners import Learners
 from lockstep.training.replica_group import ReplicaGroup
 from lockstep.training.rollback import (
     MIN_STEPS,
@@ -277,6 +279,8 @@ def test_learners_of_diloco_are_refused(
     checkpointer = Checkpointer(tmp_path, runtime, model, optimizer)
     with checkpointer, pytest.raises(UsageError, match="not supported with DiLoCo learners"):
         rollback = SkippedMicroBatches(Rollback(skip=skip), K, checkpointer, Points())
+        declared: Any = SimpleNamespace(micro_batches=K, optimizers=[], state={})
+        leaves = Learners([optimizer], declared, count=K, steps=2)
         ReplicaGroup(
-            runtime, model, checkpointer, micro_batches=K, commit_steps=2, rollback=rollback
+            runtime, model, checkpointer, micro_batches=K, leaves=leaves, rollback=rollback
         )
