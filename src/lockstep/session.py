@@ -441,11 +441,10 @@ class Session:
         """
         run = self._run_in_loop("session.backward(loss)")
         if self.layout.pipeline > 1 and not self._declared.is_staged:
-            hint = "call session.forward_backward(x, y, loss_fn) for each micro-batch"
             raise UsageError(
                 "in a pipeline only the last stage has a loss",
                 f"session.backward, layout {self.layout}",
-                hint,
+                "call session.forward_backward(x, y, loss_fn) for each micro-batch",
             )
         run.leaves.backward(run.leaves.share(loss, count), count, scaler)
 
@@ -477,8 +476,11 @@ class Session:
     def _run_in_loop(self, call: str) -> StartedRun:
         """Return the started run. UsageError: the user has made this call before the loop."""
         if self._run is None:
-            what = f"{call.partition('(')[0]} outside of the loop"
-            raise UsageError(what, call, "call it in `for step in session.steps(...)`")
+            raise UsageError(
+                f"{call.partition('(')[0]} outside of the loop",
+                call,
+                "call it in `for step in session.steps(...)`",
+            )
         return self._run
 
     @property
@@ -588,9 +590,9 @@ class Session:
         if self._run is None:
             return None
         in_loop = self._micro_batch is not None
-        if self.layout.pipeline > 1 and self._declared.is_staged:
-            return self._run.replicas
         if self.layout.pipeline > 1:
+            if self._declared.is_staged:
+                return self._run.replicas
             return partial(evaluate_in_stages, self._run.replicas.local_model, in_loop=in_loop)
         return self._run.forward if in_loop and torch.is_grad_enabled() else None
 

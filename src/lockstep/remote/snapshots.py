@@ -91,8 +91,11 @@ def parse_snapshot(content: bytes) -> Snapshot:
         raise WrongValueError(str(error)) from None
     version = value.pop("format", None)
     if is_count(version) and version > FORMAT:
-        what = f"a snapshot has format {version}, this version reads format {FORMAT}"
-        raise CheckpointError(what, "the object store", "use a newer version of lockstep")
+        raise CheckpointError(
+            f"a snapshot has format {version}, this version reads format {FORMAT}",
+            "the object store",
+            "use a newer version of lockstep",
+        )
     if version != FORMAT or not is_count(version):
         raise WrongValueError(f"format is {shorten(version)}")
     for name in value:
@@ -232,9 +235,10 @@ def newest_of(bucket: RunBucket, listed: Sequence[int], *, warns: bool) -> Snaps
                 f"snapshot {number} is damaged: it holds snapshot {snapshot.number}", where, hint
             )
         return snapshot
-    where = f"{bucket.address}/{name_of(listed[-1])}"
     raise CheckpointError(
-        "every snapshot of the run is damaged", where, "restore an earlier version of these objects"
+        "every snapshot of the run is damaged",
+        f"{bucket.address}/{name_of(listed[-1])}",
+        "restore an earlier version of these objects",
     )
 
 
@@ -244,11 +248,10 @@ def refuse_unsafe_store(bucket: RunBucket) -> None:
     first, second = (bucket.create(name, content) for content in (b"first", b"second"))
     bucket.remove(name)
     if (first, second) != (b"first", b"first"):
-        hint = "use a store with conditional writes: AWS S3, MinIO, Ceph Squid, Cloudflare R2"
         raise StoreError(
             "the store ignores If-None-Match, so it cannot decide which cluster continues a run",
             str(bucket.address),
-            hint,
+            "use a store with conditional writes: AWS S3, MinIO, Ceph Squid, Cloudflare R2",
         )
 
 
@@ -342,9 +345,10 @@ class Ownership:
         try:
             parse_snapshot(content)
         except ValueError as error:
-            hint = "rename or move the file that it names, if it names one; else report this"
             raise StoreError(
-                f"no host could read the next snapshot: {error}", str(self.bucket.address), hint
+                f"no host could read the next snapshot: {error}",
+                str(self.bucket.address),
+                "rename or move the file that it names, if it names one; else report this",
             ) from None
 
     def _refuse(self, winner: Snapshot) -> None:

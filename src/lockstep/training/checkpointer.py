@@ -296,8 +296,11 @@ class Checkpointer(TrainedState):
 
     def _refuse_reserved(self, facts: Mapping[str, Any]) -> None:
         if reserved := sorted({*self.run_facts, "trained", "constants"} & facts.keys()):
-            what = f"facts of the names {', '.join(reserved)} are Lockstep's own"
-            raise UsageError(what, "Checkpointer.save(facts=...)", "use other names")
+            raise UsageError(
+                f"facts of the names {', '.join(reserved)} are Lockstep's own",
+                "Checkpointer.save(facts=...)",
+                "use other names",
+            )
 
     def _wait_for_previous(self, step: int, *, waits: bool) -> bool:
         """Return whether the previous save has ended. False: the one of `step` is skipped,

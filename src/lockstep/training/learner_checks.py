@@ -43,9 +43,11 @@ def refuse_wrong_learners(
             "call it once, after model, outer = session.prepare(model, outer)",
         )
     if not inner or count < 1 or steps < 1:
-        what = f"{len(inner)} optimizers, count={count}, steps={steps}"
-        hint = "learners = session.learners(inner, count=4, steps=50)"
-        raise UsageError(what, WHERE, hint)
+        raise UsageError(
+            f"{len(inner)} optimizers, count={count}, steps={steps}",
+            WHERE,
+            "learners = session.learners(inner, count=4, steps=50)",
+        )
     refuse_unprepared(declared.model, inner)
     if any(optimizer is outer for optimizer in inner for outer in declared.optimizers):
         raise UsageError(
@@ -73,9 +75,10 @@ def refuse_wrong_learners(
 def _refuse_layout(layout: Layout, micro_batches: int, inner: Sequence[Optimizer]) -> None:
     """micro_batches: of a learner's step."""
     if layout.tensor * layout.pipeline > 1:
-        hint = "train whole replicas, or shards"
         raise UsageError(
-            "session.learners is not supported with tensor or pipeline", str(layout), hint
+            "session.learners is not supported with tensor or pipeline",
+            str(layout),
+            "train whole replicas, or shards",
         )
     if layout.shard > micro_batches:
         raise UsageError(
@@ -128,9 +131,11 @@ def refuse_incomplete(
         )
     if schedulers := unregistered_schedulers(inner, declared.state):
         name = type(schedulers[0]).__name__
-        what = f"{name} sets the learning rate of an inner optimizer, and session.state has it not"
-        hint = "name it before the loop: session.state(scheduler=scheduler)"
-        raise UsageError(what, WHERE, hint)
+        raise UsageError(
+            f"{name} sets the learning rate of an inner optimizer, and session.state has it not",
+            WHERE,
+            "name it before the loop: session.state(scheduler=scheduler)",
+        )
     if names := [
         name
         for name, child in model.named_modules()

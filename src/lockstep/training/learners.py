@@ -466,8 +466,11 @@ class Learners(Leaves):
                 "call it after the micro-batches, in `for inner_step in learners(step)`",
             )
         if any(optimizer is updated for updated in now.updates):
-            hint = "call inner.step() once after the micro-batches of each step"
-            raise UsageError(f"a second update of {name} in {now}", f"{name}.step()", hint)
+            raise UsageError(
+                f"a second update of {name} in {now}",
+                f"{name}.step()",
+                "call inner.step() once after the micro-batches of each step",
+            )
         now.gradient.refuse_noise()
         now.updates.append(optimizer)
         return now.step

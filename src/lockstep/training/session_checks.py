@@ -47,24 +47,34 @@ def refuse_wrong_options(
     kinds = get_type_hints(ReplicaOptions)
     if unknown := sorted(options.keys() - kinds.keys()):
         names = [*inspect.signature(session).parameters, *kinds]
-        hint = f"did you mean {' or '.join(get_close_matches(unknown[0], names) or names)}?"
-        raise UsageError(f"Session takes no {unknown[0]}", "Session(out, ...)", hint)
+        raise UsageError(
+            f"Session takes no {unknown[0]}",
+            "Session(out, ...)",
+            f"did you mean {' or '.join(get_close_matches(unknown[0], names) or names)}?",
+        )
     kinds["on_save_error"] = Literal["continue", "stop"]
     for name, value in {**options, "on_save_error": on_save_error}.items():
         words = get_args(kinds[name])
         if get_origin(kinds[name]) is Literal and value not in words:
-            hint = f"give {' or '.join(map(repr, words))}; help(lockstep.Session) explains them"
-            raise UsageError(f"{name}={value!r}", f"Session({name}=...)", hint)
+            raise UsageError(
+                f"{name}={value!r}",
+                f"Session({name}=...)",
+                f"give {' or '.join(map(repr, words))}; help(lockstep.Session) explains them",
+            )
     if micro_batches < 1:
-        hint = "give at least one for each worker"
-        raise UsageError(f"micro_batches={micro_batches}", "Session(micro_batches=...)", hint)
+        raise UsageError(
+            f"micro_batches={micro_batches}",
+            "Session(micro_batches=...)",
+            "give at least one for each worker",
+        )
 
 
 def choose_backends(track: Sequence[str]) -> list[str]:
     """Return the backends of Session(track=...) and of the command line."""
     if isinstance(track, str):
-        hint = f"write track=[{track!r}]"
-        raise UsageError(f"track={track!r} is a text", "Session(track=...)", hint)
+        raise UsageError(
+            f"track={track!r} is a text", "Session(track=...)", f"write track=[{track!r}]"
+        )
     asked = [name for name in os.environ.get(TRACK, "").split(",") if name]
     where = f"Session(track=...), --track or {TRACK}"
     names = list(dict.fromkeys([*track, *asked]))
@@ -82,8 +92,9 @@ def refuse_ineffective_variables(environ: Mapping[str, str]) -> None:
         hint = f"unset it; a Session reads {' and '.join(near or axes)}, and its own arguments"
         if others[0].startswith(f"{TRACK}_"):
             hint = f"write Session(track=[...]), lockstep run --track NAME or {TRACK}=NAME"
-        what = f"{join_names(others)} would have no effect on a Session"
-        raise UsageError(what, "environment", hint)
+        raise UsageError(
+            f"{join_names(others)} would have no effect on a Session", "environment", hint
+        )
 
 
 def rollback_of(
@@ -113,17 +124,22 @@ def refuse_two_values(model: nn.Module | None) -> None:
     """UsageError for a model with `init` that has values: they would be replaced."""
     named = [*model.named_parameters(), *model.named_buffers()] if model else []
     if names := [name for name, tensor in named if not tensor.is_meta]:
-        what = f"`init` would replace the values of {join_names(names)}"
-        hint = 'build the model on the meta device: with torch.device("meta"); or leave out `init`'
-        raise UsageError(what, "session.prepare(model, init=...)", hint)
+        raise UsageError(
+            f"`init` would replace the values of {join_names(names)}",
+            "session.prepare(model, init=...)",
+            'build the model on the meta device: with torch.device("meta"); or leave out `init`',
+        )
 
 
 def parse_mfu(mfu: float | bool) -> float | bool:
     """Return Session(mfu=...). UsageError for what is no number of operations."""
     if isinstance(mfu, bool) or (isinstance(mfu, int | float) and 0 < mfu < float("inf")):
         return mfu
-    hint = "give True to count the operations, or their number for each sample or token"
-    raise UsageError(f"mfu={mfu!r}", "Session(mfu=...)", hint)
+    raise UsageError(
+        f"mfu={mfu!r}",
+        "Session(mfu=...)",
+        "give True to count the operations, or their number for each sample or token",
+    )
 
 
 def refuse_second_session(
@@ -132,10 +148,9 @@ def refuse_second_session(
     """UsageError when this process has a Session open, or has an agent and `entered` one before or
     is in another run folder. SystemExit where `lockstep run` then starts again (ask_for_start)."""
     if opened:
-        where = f"Session({str(out)!r}) inside Session({str(opened[0])!r})"
         raise UsageError(
             "a second Session is open in this process",
-            where,
+            f"Session({str(out)!r}) inside Session({str(opened[0])!r})",
             "close the first one, or start another process",
         )
     is_elsewhere = worker_env is not None and Path(worker_env.folder) != out.resolve()
@@ -175,8 +190,11 @@ def refuse_unprepared(model: Any, optimizers: Sequence[Any], init: object = None
     is_module = isinstance(model, nn.Module)
     if not is_module or not all(isinstance(optimizer, Optimizer) for optimizer in optimizers):
         names = ", ".join(type(argument).__name__ for argument in (model, *optimizers))
-        what = "session.prepare takes one module, then optimizers of torch"
-        raise UsageError(what, f"session.prepare({names})", f"write {where}")
+        raise UsageError(
+            "session.prepare takes one module, then optimizers of torch",
+            f"session.prepare({names})",
+            f"write {where}",
+        )
     if isinstance(model, DistributedDataParallel | nn.DataParallel):
         raise UsageError(
             f"the model is wrapped in {type(model).__name__}, "
@@ -187,8 +205,11 @@ def refuse_unprepared(model: Any, optimizers: Sequence[Any], init: object = None
     for optimizer in optimizers:
         name = type(optimizer).__name__
         if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
-            what = f"{name} has not called the constructor of torch.optim.Optimizer"
-            raise UsageError(what, where, "call super().__init__(params, defaults) in its __init__")
+            raise UsageError(
+                f"{name} has not called the constructor of torch.optim.Optimizer",
+                where,
+                "call super().__init__(params, defaults) in its __init__",
+            )
         if needs_closure(optimizer):
             raise UsageError(
                 f"{name}.step needs a closure that computes the loss again, "

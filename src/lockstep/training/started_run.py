@@ -242,9 +242,11 @@ class StartedRun:
         begun = step - self.replicas.commit_steps
         if self.replicas.last_step != begun:
             loops, form = self.leaves.loop
-            what = f"the body of step {begun} ran no {loops}"
-            hint = f"take all of them, `{form}`, in every step"
-            raise UsageError(what, "for step in session.steps(...)", hint)
+            raise UsageError(
+                f"the body of step {begun} ran no {loops}",
+                "for step in session.steps(...)",
+                f"take all of them, `{form}`, in every step",
+            )
         self.watch.end(begun, self.runtime.world.size)
         stop = self.replicas.decision.stop
         why = self.scores.end(step) or "session.stop()" * (stop == STOP_REQUEST)
