@@ -18,7 +18,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,10 +27,9 @@ from typing import Any
 from lockstep.agent.hosts import SENT_VARIABLES, combined_exit_code
 from lockstep.elastic.control import request_stop, stop_recipients
 from lockstep.elastic.generation_log import NO_GENERATION, Generation, GenerationLog
-from lockstep.elastic.run_folder import create_run_folder, read_folder_id
+from lockstep.elastic.run_folder import read_folder_id
 from lockstep.elastic.waiting_room import open_waiting_room
 from lockstep.errors import LockstepError, UsageError
-from lockstep.object_store.storage import store_address
 from lockstep.runtime.signals import StopSignals
 from lockstep.runtime.worker_env import SHARED_TERMINAL
 
@@ -158,14 +157,16 @@ def run_agents(
     words: Sequence[str],
     folder: Path,
     *,
-    evaluator: bool,
+    create: Callable[[], str],
+    evaluators: int,
     wait_s: float,
 ) -> int:
     """Run an agent on each of the reserved nodes; return the exit code of the run.
 
-    words      of `lockstep launch`
-    folder     run folder, or a copy with the generations of a run in a store
-    evaluator  on the first node; of a run in a store on every node
+    words       of `lockstep launch`
+    folder      run folder, or a copy with the generations of a run in a store
+    create      creates the run folder on this host and returns its id
+    evaluators  number of nodes, from the first one, with an evaluator
     UsageError before any agent starts.
     """
     from ray.util.placement_group import placement_group
@@ -174,11 +175,9 @@ def run_agents(
     group = placement_group([wanted.resources] * wanted.nodes, strategy="STRICT_SPREAD")
     if not group.wait(wait_s):
         raise no_room(cluster_resources(ray), wanted, wait_s)
-    folder, is_stored = folder.resolve(), store_address(folder) is not None
-    folder_id, before = (
-        "" if is_stored else create_run_folder(folder, socket.gethostname()),
-        newest_generation(folder).number,
-    )
+    folder = folder.resolve()
+    folder_id = create()
+    before = newest_generation(folder).number
     environ = {
         name: value for name, value in os.environ.items() if name.startswith(SENT_VARIABLES)
     } | {SHARED_TERMINAL: "1"}
@@ -189,7 +188,7 @@ def run_agents(
         task = ray.remote(run_agent_here).options(
             **resources, scheduling_strategy=strategy, max_retries=-1, name="lockstep"
         )
-        own = ["--with-evaluator", *words] if evaluator and (index == 0 or is_stored) else words
+        own = ["--with-evaluator", *words] if index < evaluators else words
         tasks[task.remote(own, os.getcwd(), environ, folder, folder_id)] = index
     return wait_for_agents(ray, group, tasks, folder, before)
 

@@ -36,10 +36,12 @@ def main(args: argparse.Namespace, rest: list[str]) -> int:
             "give 2 workers or more",
         )
     address = parse_address(args.out)
-    folder = str(address).removesuffix(".json") if address else str(args.out.with_suffix(""))
-    words = ["launch", FUNCTION, "--out", folder, "--min", str(workers)]
+    out = [str(args.out.with_suffix("")), "--file", str(args.out)]
+    if address:
+        out = [str(address).removesuffix(".json")]
+    words = ["launch", FUNCTION, "--min", str(workers)]
     words += option_words(args, "workers", "hosts", "host", "ssh")
-    words += [] if address else ["--file", str(args.out)]
+    words += ["--out", *out]
     return run_command([*words, "--sizes", ",".join(map(str, sizes))])
 
 

@@ -10,12 +10,11 @@ from lockstep.cli.start import is_script, refuse_layout, workers_per_replica
 from lockstep.config.resolve import parse_flags, resolve
 from lockstep.drill.compare import drill, self_check
 from lockstep.drill.run import FAULTS
-from lockstep.object_store.address import parse_address
+from lockstep.remote.working_copy import RunPlace
 
 
 def main(args: argparse.Namespace, rest: list[str]) -> int:
-    out = str(args.out or "runs/drill")
-    folder = str(parse_address(out) or out)
+    folder = str(RunPlace(args.out or "runs/drill"))
     flags = parse_flags(rest)
     # So that the runs of the drill exit, too.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))

@@ -4,7 +4,6 @@ Ray."""
 import argparse
 import socket
 from collections.abc import Sequence
-from contextlib import nullcontext
 from pathlib import Path
 
 from lockstep.agent import ray_nodes
@@ -19,7 +18,6 @@ from lockstep.cli.start import (
     max_workers,
     read_request,
     refuse_layout,
-    refuse_split_replicas,
     start_agent,
     workers_per_replica,
 )
@@ -27,10 +25,8 @@ from lockstep.config.schema import RunConfig
 from lockstep.elastic.control import stop_run
 from lockstep.errors import UsageError
 from lockstep.log import log, printable
-from lockstep.object_store.address import parse_address
-from lockstep.object_store.bucket import RunBucket
 from lockstep.object_store.storage import store_address
-from lockstep.remote.working_copy import driver_copy
+from lockstep.remote.working_copy import RunPlace
 from lockstep.runtime.processes import die_with_parent
 from lockstep.runtime.worker_env import WorkerEnv
 
@@ -53,21 +49,17 @@ def main(args: argparse.Namespace, rest: list[str]) -> int:
     refuse_conflicts(args)
     request = read_request(args, rest)
     run = request.validate()
-    address = parse_address(request.folder) or store_address(request.folder)
-    if address and request.restart == "all":
-        raise UsageError(
-            "a script without lockstep is not supported where hosts share no disk",
-            f"--out {address}",
-            "save with lockstep.Session, or give --out on a disk that all hosts share; "
-            "--restart one if it opens a Session",
-        )
+    place = RunPlace(store_address(request.folder) or request.folder)
+    if request.restart == "all":
+        place.refuse_plain_script()
     if args.ray:
-        return launch_by_ray(args, request, run)
+        return launch_by_ray(args, request, run, place)
     limits = option_words(args, "min", "max")  # as given: each host has the same defaults
     name, source = own_name(args)
     hosts = find_hosts(args, run, args.address or (name if args.nodes else LOOPBACK))
-    for host in hosts.host if address else ():
-        refuse_split_replicas(run, host.workers, f"host {host.name}; --out {address}")
+    for host in hosts.host:
+        where = f"host {host.name}; --out {place}"
+        place.refuse_split(workers_per_replica(run), host.workers, where)
     fewest, planned = (count * hosts.workers for count in args.nodes or (1, 1))
     if args.nodes and is_complete(request.folder, run):
         log.info(
@@ -78,7 +70,7 @@ def main(args: argparse.Namespace, rest: list[str]) -> int:
         args.min = fewest if args.nodes or request.restart == "all" else 1
     most = check_limits(args, run, planned)
     if (args.ssh or hosts.ssh) and not args.host:
-        return launch_by_ssh(args, request, hosts.host, limits)
+        return launch_by_ssh(args, request, place, hosts.host, limits)
     host = hosts.find(name, f"{source}; {args.hosts}")
     env = WorkerEnv(
         folder="",
@@ -114,8 +106,11 @@ def refuse_conflicts(args: argparse.Namespace) -> None:
         for name in others:
             if getattr(args, option) and (value := getattr(args, name)):
                 shown = "" if value is True else f" {value}"
-                what = f"--{option} cannot be combined with --{name}{shown}"
-                raise UsageError(what, "command line", "remove one of them")
+                raise UsageError(
+                    f"--{option} cannot be combined with --{name}{shown}",
+                    "command line",
+                    "remove one of them",
+                )
 
 
 def own_name(args: argparse.Namespace) -> tuple[str, str]:
@@ -161,14 +156,14 @@ def check_limits(args: argparse.Namespace, run: RunConfig | None, workers: int) 
     refuse_layout(run, min(workers, room), str(args.hosts or "--workers"))
     most: int = args.max if args.max is not None else room
     if not 1 <= args.min <= most <= room:
-        what = f"--min {args.min} and --max {most} are invalid: a step has work for {room} workers"
         raise UsageError(
-            what, "--min, --max; batch.micro_batches", f"give 1 <= --min <= --max <= {room}"
+            f"--min {args.min} and --max {most} are invalid: a step has work for {room} workers",
+            "--min, --max; batch.micro_batches",
+            f"give 1 <= --min <= --max <= {room}",
         )
     if args.min > workers:
-        what = f"--min {args.min} exceeds the number of workers, {workers}"
         raise UsageError(
-            what,
+            f"--min {args.min} exceeds the number of workers, {workers}",
             f"--min; {args.hosts or '--workers'}",
             f"give --min {workers} or less, or more workers",
         )
@@ -176,27 +171,28 @@ def check_limits(args: argparse.Namespace, run: RunConfig | None, workers: int) 
 
 
 def launch_by_ssh(
-    args: argparse.Namespace, request: RunRequest, hosts: Sequence[Host], limits: Sequence[str]
+    args: argparse.Namespace,
+    request: RunRequest,
+    place: RunPlace,
+    hosts: Sequence[Host],
+    limits: Sequence[str],
 ) -> int:
     """Start the agent of every host by ssh; return their combined exit code."""
-    # With a store only the host of rank 0 has new checkpoints.
-    scoring = hosts if parse_address(request.folder) else hosts[:1]
+    scoring = hosts[: place.evaluators(len(hosts)) * args.with_evaluator]
 
     def words_of(host: Host) -> Sequence[str]:
-        evaluator = ["--with-evaluator"] if args.with_evaluator and host in scoring else []
+        evaluator = ["--with-evaluator"] if host in scoring else []
         own = [*option_words(args, "hosts"), *limits, *evaluator, "--host", host.name]
         return "launch", *own, *request.launch_words()
 
     return start_by_ssh(hosts, words_of)
 
 
-def launch_by_ray(args: argparse.Namespace, request: RunRequest, run: RunConfig | None) -> int:
+def launch_by_ray(
+    args: argparse.Namespace, request: RunRequest, run: RunConfig | None, place: RunPlace
+) -> int:
     """Start an agent on each node of the Ray cluster; return the exit code of the run."""
-    address = parse_address(request.folder)
-    with (
-        ray_nodes.connected() as ray,
-        driver_copy(RunBucket(address)) if address else nullcontext(request.folder) as folder,
-    ):
+    with ray_nodes.connected() as ray, place.driver_folder() as folder:
         wanted = ray_nodes.choose_reservation(
             ray_nodes.cluster_resources(ray), args.nodes and args.nodes[1], args.workers
         )
@@ -204,10 +200,10 @@ def launch_by_ray(args: argparse.Namespace, request: RunRequest, run: RunConfig 
         if args.min is None:
             args.min = workers if request.restart == "all" else 1
         check_limits(args, run, workers)
-        if address:
-            refuse_split_replicas(run, wanted.workers, f"--workers; --out {address}")
+        place.refuse_split(workers_per_replica(run), wanted.workers, f"--workers; --out {place}")
         sizes = ["--nodes", str(wanted.nodes), "--workers", str(wanted.workers)]
         words = [*sizes, *option_words(args, "min", "max"), *request.launch_words(has_folder=True)]
+        evaluators = place.evaluators(wanted.nodes) * args.with_evaluator
         return ray_nodes.run_agents(
-            ray, wanted, words, folder, evaluator=args.with_evaluator, wait_s=args.wait
+            ray, wanted, words, folder, create=place.create, evaluators=evaluators, wait_s=args.wait
         )

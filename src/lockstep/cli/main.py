@@ -27,7 +27,7 @@ from lockstep.cli.options import (
 )
 from lockstep.cli.script import folder_of, read_sources, split_at_script
 from lockstep.errors import LockstepError, OutOfMemoryError, UsageError
-from lockstep.files import scheme_of
+from lockstep.object_store.address import Address, parse_address
 from lockstep.runtime.environment import RESERVED_VARIABLES
 from lockstep.runtime.exit_report import error_summary, is_out_of_memory
 from lockstep.runtime.session_start import StartAgainError
@@ -112,14 +112,15 @@ def run_command(given: list[str]) -> int:
         return int(start(args, [*rest, *arguments]))
 
 
-def find_addresses(args: argparse.Namespace, script: str, arguments: list[str]) -> list[Path]:
+def find_addresses(args: argparse.Namespace, script: str, arguments: list[str]) -> list[Address]:
     """Return the run folders that are addresses, s3://BUCKET/RUN; [] for folders of this host."""
     paths = [vars(args).get(name) for name in ("folder", "compare", "out", "stop")]
     if script and args.out is None:
         paths = [
             folder_of(Path(script), read_sources(Path(script), args.module or ""), None, arguments)
         ]
-    return [path for path in paths if isinstance(path, Path) and scheme_of(path)]
+    addresses = [parse_address(path) for path in paths if isinstance(path, Path)]
+    return [*filter(None, addresses)]
 
 
 def refuse_invalid_utf8(words: Sequence[str]) -> None:

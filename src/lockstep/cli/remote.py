@@ -38,6 +38,7 @@ from lockstep.units import format_bytes
 
 WRITE = ("train", "run", "launch", "evaluate")
 READ = ("checkpoint", "generate", "translate", "report", "plan")
+OPTIONS = ("action", "average", "host", "out", "parent", "show", "step")  # a command may lack them
 POLL_S = 0.5
 LOW_PRIORITY = 19  # the training goes first
 CHILD = (
@@ -47,12 +48,12 @@ CHILD = (
 
 
 def run_remote(
-    args: argparse.Namespace, words: Sequence[str], folders: Sequence[Path], rest: list[str]
+    args: argparse.Namespace, words: Sequence[str], addresses: Sequence[Address], rest: list[str]
 ) -> int:
-    """Run the command of `words`, whose run folders `folders` are addresses; return its exit code.
+    """Run the command of `words`, whose run folders are `addresses`; return its exit code.
     args, rest: as parsed from `words`"""
-    addresses = [address for folder in folders if (address := parse_address(folder))]
     address = addresses[0]
+    args = argparse.Namespace(**dict.fromkeys(OPTIONS) | vars(args))
     refuse_unsupported(args, address)
     if args.command == "status" or isinstance(args.command == "launch" and args.stop, Path):
         return run_beside_training(address, words)
@@ -62,17 +63,15 @@ def run_remote(
         and (args.ray or args.ssh or (args.hosts and read_hosts(args.hosts).ssh))
     ):
         return launch.main(args, rest)  # each host mirrors its own copy
-    if getattr(args, "show", False) or (
-        args.command in READ and getattr(args, "action", "") != "import"
-    ):
+    if args.show or (args.command in READ and args.action != "import"):
         return run_on_snapshots(args, addresses, words)
-    if parent := getattr(args, "parent", 0):
+    if parent := args.parent:
         die_with_parent(parent)
         words = [
             str(os.getpid()) if before == "--parent" else word
             for before, word in pairwise(["", *words])
         ]
-    bucket, host = RunBucket(address), getattr(args, "host", None) or socket.gethostname()
+    bucket, host = RunBucket(address), args.host or socket.gethostname()
     if args.command == "launch" and (args.hosts or args.nodes):
         with joined_copy(bucket, host) as (copy, files):
             # If this process is killed, the other hosts continue.
@@ -90,11 +89,12 @@ def run_remote(
 
 def refuse_unsupported(args: argparse.Namespace, address: Address) -> None:
     """UsageError for what an object store does not support."""
-    command, action = args.command, getattr(args, "action", "")
-    out = getattr(args, "out", None) or ""
+    command, action = args.command, args.action
+    out = args.out or ""
     is_agent = command == "launch" and bool(args.hosts or args.nodes)  # srun may start it
     is_started = command in WRITE and not is_agent and read_rank_info(os.environ)[0] is not None
-    writes_file = "checkpoint export" if action == "export" else command
+    writes_file = action == "export" or command == "report"
+    writer = "checkpoint export" if action == "export" else command
     refused = {
         f"lockstep {command}": (
             command not in (*WRITE, *READ, "status"),
@@ -104,12 +104,12 @@ def refuse_unsupported(args: argparse.Namespace, address: Address) -> None:
             action == "import" and parse_address(args.folder) is not None,
             "copy it to this host",
         ),
-        f"{writes_file} without --out": (
-            writes_file in ("checkpoint export", "report") and not out,
+        f"{writer} without --out": (
+            writes_file and not out,
             "name the file to write with --out FILE",
         ),
-        f"{writes_file} --out s3://": (
-            writes_file in ("checkpoint export", "report") and parse_address(out) is not None,
+        f"{writer} --out s3://": (
+            writes_file and parse_address(out) is not None,
             "write to this host, then copy it",
         ),
         "evaluate --follow": (
@@ -236,16 +236,15 @@ def run_on_snapshots(
             snapshot = newest(bucket) if args.command != "plan" or args.measure else None
             if snapshot is None and args.command != "plan":
                 raise no_run(address)
-            if snapshot and getattr(args, "action", "") == "list":
-                print(printable("\n".join(list_table(snapshot))))
+            if snapshot and args.action == "list":
+                print(printable(list_table(snapshot)))
                 return 0
             folder = stack.enter_context(temporary_copy(address))
             if snapshot:
                 wanted = wanted_files(args, snapshot, address)
                 problems += download(bucket, snapshot, folder, wanted).problems
             words = with_folder(words, address, folder)
-        verifies = getattr(args, "action", "") == "verify"
-        if problems and not verifies:
+        if problems and args.action != "verify":
             raise CheckpointError(
                 "the checkpoint is damaged",
                 "\n".join(problems),
@@ -264,17 +263,17 @@ def wanted_files(
     """Return a filter on the files that a command reads."""
     if args.command in ("report", "plan"):
         return lambda path: not path.endswith(".safetensors")
-    steps, step = steps_of(snapshot.files), getattr(args, "step", None)
-    reads_all = step == "best" or getattr(args, "average", 0)
-    if getattr(args, "show", False):
+    steps, step = steps_of(snapshot.files), args.step
+    reads_all = step == "best" or args.average
+    if args.show:
         steps = []
-    elif not reads_all and getattr(args, "action", "") != "verify":
+    elif not reads_all and args.action != "verify":
         steps = [choose_step(step, steps, str(address))]
     names = set(map(folder_name, steps))
     return lambda path: not path.startswith("checkpoints/") or path.split("/")[1] in names
 
 
-def list_table(snapshot: Snapshot) -> list[str]:
+def list_table(snapshot: Snapshot) -> str:
     """Return a table of the checkpoints in a snapshot."""
     head = (
         f"{'step':>12}  {'size':>10}  {'files':>5}  snapshot {snapshot.number}, "
@@ -286,16 +285,17 @@ def list_table(snapshot: Snapshot) -> list[str]:
         files = [blobs for path, blobs in snapshot.files.items() if path.startswith(folder)]
         size = sum(size for blobs in files for _, size in blobs)
         lines.append(f"{step:>12}  {format_bytes(size):>10}  {len(files):>5}")
-    return lines
+    return "\n".join(lines)
 
 
 def run_beside_training(address: Address, words: Sequence[str]) -> int:
     """Run a command that asks the workers, on the host that trains."""
     if not address.working_copy.is_dir():
         snapshot = newest(RunBucket(address))
-        hint = f"run it on {snapshot.host}, which trains" if snapshot else "start the run first"
         raise UsageError(
-            f"this host has no working copy of {address}", str(address.working_copy), hint
+            f"this host has no working copy of {address}",
+            str(address.working_copy),
+            f"run it on {snapshot.host}, which trains" if snapshot else "start the run first",
         )
     return subprocess.run(
         [sys.executable, "-m", "lockstep", *with_folder(words, address, address.working_copy)],

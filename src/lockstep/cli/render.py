@@ -4,20 +4,23 @@ import argparse
 from pathlib import Path
 
 from lockstep import __version__
-from lockstep.cli.start import is_script, max_workers, refuse_layout, refuse_split_replicas
+from lockstep.cli.start import is_script, max_workers, refuse_layout, workers_per_replica
 from lockstep.config.resolve import parse_flags
 from lockstep.config.schema import RunConfig
 from lockstep.errors import UsageError
 from lockstep.files import read_text, write_atomic
 from lockstep.log import log
-from lockstep.object_store.address import parse_address
+from lockstep.remote.working_copy import RunPlace
 from lockstep.render.job import make_job, render
 
 
 def main(args: argparse.Namespace, rest: list[str]) -> int:
     if is_script(args.run_file):
-        hint = "a scheduler starts a script with: lockstep launch FILE.py --nodes MIN:MAX --out RUN"
-        raise UsageError(f"{args.run_file} is a script, not a run file", "command line", hint)
+        raise UsageError(
+            f"{args.run_file} is a script, not a run file",
+            "command line",
+            "a scheduler starts a script with: lockstep launch FILE.py --nodes MIN:MAX --out RUN",
+        )
     if args.gpus and args.workers not in (None, args.gpus):
         raise UsageError(
             f"--workers {args.workers} with --gpus {args.gpus}",
@@ -27,19 +30,17 @@ def main(args: argparse.Namespace, rest: list[str]) -> int:
     file = Path(args.run_file)
     workers = args.workers or args.gpus or 2
     folder = args.run or f"runs/{file.stem}"
-    # A malformed address is not repeated.
-    stored, image = parse_address(folder) is not None, args.image or f"lockstep:{__version__}"
+    place = RunPlace(folder)  # a malformed address is not repeated
     job, run = make_job(
         file,
         args.nodes,
         gpus=args.gpus,
         workers=workers,
         run_folder=folder,
-        image=image,
+        image=args.image or f"lockstep:{__version__}",
         flags=parse_flags(rest),
     )
-    if stored:
-        refuse_split_replicas(run, workers, f"--workers or --gpus; --run {folder}")
+    place.refuse_split(workers_per_replica(run), workers, f"--workers or --gpus; --run {folder}")
     refuse_sizes(
         run, args.nodes, workers, f"--nodes {job.fewest}:{job.most}, {workers} workers per node"
     )

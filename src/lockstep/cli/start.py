@@ -197,26 +197,13 @@ def refuse_layout(run: RunConfig | None, workers: int, where: str) -> None:
             if run.diloco.learners
             else ("batch.micro_batches", "micro-batches")
         )
-        what = f"{workers} workers for a step of {run.leaves} {leaves}" + (
-            f", each on layout.shard={least} workers" if least > 1 else ""
-        )
         raise UsageError(
-            what, f"{where}; {key}", f"give {least} to {most} workers, or more {leaves}"
+            f"{workers} workers for a step of {run.leaves} {leaves}"
+            + (f", each on layout.shard={least} workers" if least > 1 else ""),
+            f"{where}; {key}",
+            f"give {least} to {most} workers, or more {leaves}",
         )
     choose_layout(layout, workers, layout_limits(run), f"{where}; [layout] of the run")
-
-
-def refuse_split_replicas(run: RunConfig | None, workers: int, where: str) -> None:
-    """UsageError if a host with `workers` would hold a part of a replica, where hosts share no
-    disk."""
-    size = workers_per_replica(run)
-    if workers % size:
-        raise UsageError(
-            f"{workers} workers per host for replicas of {size}, each of which must share a disk",
-            where,
-            f"give each host a multiple of {size} workers, "
-            "or a run folder on a disk that all hosts share",
-        )
 
 
 def refuse_other_worker_count(
@@ -224,9 +211,10 @@ def refuse_other_worker_count(
 ) -> None:
     """UsageError if an option differs from the number of workers that another launcher started."""
     if given not in (None, size):
-        what = f"{option} {given} does not match the launch environment: {description}"
         raise UsageError(
-            what, "command line and environment", f"remove {option}, or start {given} workers"
+            f"{option} {given} does not match the launch environment: {description}",
+            "command line and environment",
+            f"remove {option}, or start {given} workers",
         )
 
 
@@ -319,8 +307,11 @@ def read_request(args: argparse.Namespace, rest: list[str]) -> RunRequest:
     if script.endswith(".py"):
         return read_script_request(args, script, rest)
     if restart := vars(args).get("restart"):
-        what = f"--restart {restart} applies to a script only"
-        raise UsageError(what, "command line", "write lockstep launch FILE.py")
+        raise UsageError(
+            f"--restart {restart} applies to a script only",
+            "command line",
+            "write lockstep launch FILE.py",
+        )
     run_file = find_run_file(Path(args.target)) if args.target and not script else None
     folder = args.out or Path("runs") / (run_file.stem if run_file else "default")
     return RunRequest(

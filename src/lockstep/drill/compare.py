@@ -7,7 +7,6 @@ another number of workers.
 
 from __future__ import annotations
 
-import os
 import random
 import re
 import socket
@@ -18,13 +17,12 @@ from itertools import pairwise
 from typing import Literal
 
 from lockstep.checkpoint.folder import committed_steps
-from lockstep.drill.run import DrillRun, local_folder_of, plan_faults
+from lockstep.drill.run import DrillRun, plan_faults
 from lockstep.elastic.fault_injection import request_fault
 from lockstep.errors import UsageError
-from lockstep.object_store.address import parse_address
-from lockstep.object_store.bucket import RunBucket
 from lockstep.record.events import read_events
 from lockstep.record.metrics import last_step
+from lockstep.remote.working_copy import RunPlace
 from lockstep.runtime.signals import STOP_EXIT_CODES
 from lockstep.runtime.worker_env import state_folder
 from lockstep.units import format_duration
@@ -173,7 +171,7 @@ def train_once(
     kind, step = fault or ("", 0)
     expected = STOP_EXIT_CODES["SIGTERM"] if kind == "term" else 0
     if fault:
-        state = state_folder(local_folder_of(out), socket.gethostname())
+        state = state_folder(RunPlace(out).folder, socket.gethostname())
         request_fault(state, workers - 1, fault[0], at="forward", step=step)
     with DrillRun(words, out, workers, min_workers=workers) as run:
         code = run.agent.wait()
@@ -200,8 +198,7 @@ def unsaved_state(log: str) -> str:
 
 
 def require_empty(out: str) -> None:
-    address = parse_address(out)
-    if RunBucket(address).names() if address else os.path.isdir(out) and os.listdir(out):
+    if not RunPlace(out).is_empty():
         raise UsageError(
             f"{out} is not empty", "--out", "give a new folder: a drill starts at step 0"
         )

@@ -30,7 +30,7 @@ from lockstep.checkpoint.folder import committed_steps, folder_name
 from lockstep.elastic.fault_injection import DRILL_VARIABLE, request_fault
 from lockstep.elastic.generation_log import NO_GENERATION, Generation, GenerationLog, Member
 from lockstep.errors import LockstepError
-from lockstep.object_store.address import parse_address
+from lockstep.remote.working_copy import RunPlace
 from lockstep.runtime import status_board
 from lockstep.runtime.worker_env import ProcessIdentity, running_workers, state_folder
 from lockstep.units import format_duration
@@ -39,12 +39,6 @@ FAULTS = ("worker", "leader", "stop", "flip", "agent", "host", "checkpoint")
 POLL_S = 0.005
 PATIENCE_S = 120.0
 PATIENCE_STEPS = 20
-
-
-def local_folder_of(out: str) -> Path:
-    """Return the folder in which the workers of this host train."""
-    address = parse_address(out)
-    return address.working_copy if address else Path(out)
 
 
 def plan_faults(
@@ -83,12 +77,13 @@ class DrillRun(AbstractContextManager["DrillRun"]):
         counts = ["--workers", str(workers), "--min", str(min_workers)]
         self.command = [sys.executable, "-m", "lockstep", "launch", *words, "--out", out, *counts]
         self.out = out
-        self.folder = local_folder_of(out)
+        self.place = RunPlace(out)
+        self.folder = self.place.folder
         self.state = state_folder(self.folder, socket.gethostname())
         self.generations = GenerationLog(self.folder / "generations")
         self.metrics = self.folder / "metrics.jsonl"
         # A working copy is made by its run, so the log is beside it.
-        self.log = (self.folder.parent if parse_address(out) else self.folder) / "drill.log"
+        self.log = self.place.log_folder / "drill.log"
         self.stopped: list[Member] = []
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self.start_agent()
@@ -120,7 +115,7 @@ class DrillRun(AbstractContextManager["DrillRun"]):
         started = self.agent.pid
         with suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
             children = Path(f"/proc/{started}/task/{started}/children").read_text().split()
-            for pid in map(int, children) if parse_address(self.out) else [started]:
+            for pid in map(int, children) if self.place.address else [started]:
                 os.kill(pid, signal.SIGKILL)
 
     def digest(self) -> str:

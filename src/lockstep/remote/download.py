@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from lockstep.checkpoint.folder import COMMITTED
 from lockstep.data.manifest import locked
-from lockstep.elastic.generation_log import NO_GENERATION, GenerationLog
+from lockstep.elastic.generation_log import GenerationLog
 from lockstep.errors import CheckpointError, DamagedFileError, StoreError
 from lockstep.files import fsync_folder, open_regular, read_bytes, try_lock, write_atomic
 from lockstep.object_store.address import Address
@@ -238,7 +238,7 @@ class FollowedCopy(Follower):
         snapshot, age_s = self.snapshot, max(0.0, time.time() - self.put_s)
         generations = self.folder / "generations"
         record = GenerationLog(generations).newest() if generations.is_dir() else None
-        end = (record or NO_GENERATION).end
+        end = record and record.end
         return {
             "run": str(self.bucket.address),
             "source": (

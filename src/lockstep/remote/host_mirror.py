@@ -73,7 +73,7 @@ class HostMirror(StoreTask):
                 self.mirror.end()
 
     def read_generations(self) -> None:
-        last = (self.generations.newest(self.number) or NO_GENERATION).number
+        last = self.generations.newest_number(self.number)
         for number in range(self.number + 1, last + 1):
             generation = self.generations.read(number)
             self.number = number

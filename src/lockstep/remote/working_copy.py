@@ -15,10 +15,11 @@ import os
 import re
 import secrets
 import shutil
+import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from lockstep.checkpoint.fingerprints import RUN_ID
@@ -30,6 +31,7 @@ from lockstep.elastic.generation_log import (
     open_generation_log,
 )
 from lockstep.elastic.link import TOKEN_BYTES
+from lockstep.elastic.run_folder import create_run_folder
 from lockstep.errors import CheckpointError, DamagedFileError, FencedError, StoreError, UsageError
 from lockstep.files import (
     fsync_folder,
@@ -42,6 +44,7 @@ from lockstep.files import (
     write_json,
 )
 from lockstep.log import log
+from lockstep.object_store.address import parse_address
 from lockstep.object_store.bucket import RunBucket
 from lockstep.object_store.storage import MEMBERSHIP, STORE_FILE, store_address
 from lockstep.remote.download import RESTORE, Download, download, is_blob, temporary_copy
@@ -63,6 +66,62 @@ IDENTITY = f"{MEMBERSHIP}/identity"
 HEX = re.compile(r"[0-9a-f]{8,}")
 # Not followed: large, or written by each host.
 OWN = re.compile(r"(checkpoints|data|logs|generations)/")
+
+
+class RunPlace:
+    """Where a run is, given a folder on a disk or an address. UsageError: another scheme.
+
+    folder      in which the workers of this host train
+    log_folder  exists before the run
+    """
+
+    def __init__(self, run: object) -> None:
+        text = str(run)
+        self.address = parse_address(text)
+        self.folder = self.address.working_copy if self.address else Path(text)
+        self.log_folder = self.folder.parent if self.address else self.folder
+
+    def __str__(self) -> str:
+        return str(self.address or self.folder)
+
+    def is_empty(self) -> bool:
+        return not (RunBucket(self.address).names() if self.address else has_run(self.folder))
+
+    def create(self) -> str:
+        """Create what is missing for a start on several hosts; return the id of the folder that
+        all of them see, or ""."""
+        return "" if self.address else create_run_folder(self.folder, socket.gethostname())
+
+    def evaluators(self, hosts: int) -> int:
+        """Return how many hosts need an evaluator: that of rank 0 has the newest checkpoints, and
+        the others if they see its disk."""
+        return hosts if self.address else 1
+
+    def driver_folder(self) -> AbstractContextManager[Path]:
+        """Context manager with the generations of the run, for a process that is no agent."""
+        return driver_copy(RunBucket(self.address)) if self.address else nullcontext(self.folder)
+
+    def refuse_plain_script(self) -> None:
+        """UsageError where hosts share no disk."""
+        if self.address:
+            raise UsageError(
+                "a script without lockstep is not supported where hosts share no disk",
+                f"--out {self}",
+                "save with lockstep.Session, or give --out on a disk that all hosts share; "
+                "--restart one if it opens a Session",
+            )
+
+    def refuse_split(self, replica_size: int, workers: int, where: str) -> None:
+        """UsageError if a host with `workers` would hold a part of a replica, and hosts share no
+        disk."""
+        if self.address and workers % replica_size:
+            raise UsageError(
+                f"{workers} workers per host for replicas of {replica_size}, each of which must "
+                "share a disk",
+                where,
+                f"give each host a multiple of {replica_size} workers, or a run folder on a disk "
+                "that all hosts share",
+            )
 
 
 @contextmanager
@@ -118,9 +177,10 @@ def locked_copy(bucket: RunBucket) -> Iterator[Path]:
     copy.parent.mkdir(parents=True, exist_ok=True)
     lock = try_lock(copy.with_name(f"{copy.name}.lock"))
     if lock is None:
-        what = f"another training is already running in {bucket.address}, on this host"
         raise UsageError(
-            what, f"it holds {copy}.lock", "wait for it, stop it, or choose another --out"
+            f"another training is already running in {bucket.address}, on this host",
+            f"it holds {copy}.lock",
+            "wait for it, stop it, or choose another --out",
         )
     try:
         yield copy
@@ -158,9 +218,10 @@ def set_copy_aside(copy: Path, why: str) -> None:
 def refuse_lost_store(bucket: RunBucket, copy: Path) -> None:
     """UsageError when this host has a copy of a run that the store has no longer."""
     if has_run(copy):
-        what = f"{bucket.address} is empty, and this host has a copy of its run"
         raise UsageError(
-            what, str(copy), f"restore the objects; or move {copy} aside to train from step 0"
+            f"{bucket.address} is empty, and this host has a copy of its run",
+            str(copy),
+            f"restore the objects; or move {copy} aside to train from step 0",
         )
 
 
@@ -259,11 +320,10 @@ def driver_copy(bucket: RunBucket) -> Iterator[Path]:
 def refuse_single_host(bucket: RunBucket) -> None:
     """UsageError when the prefix holds a run of one host, or objects that are not of a run."""
     if newest(bucket):
-        hint = "start it without --hosts and --nodes on one host, or give another --out"
         raise UsageError(
             f"the run in {bucket.address} is one of a single host",
             f"its snapshots; there is no {MEMBERSHIP}/",
-            hint,
+            "start it without --hosts and --nodes on one host, or give another --out",
         )
     refuse_other_objects(bucket)
 
@@ -280,8 +340,9 @@ def identity_of(bucket: RunBucket) -> tuple[str, str]:
             raise ValueError("token or run_id is no text of hexadecimal digits")
         return token, run_id
     except (ValueError, LookupError, TypeError) as error:
-        what = f"the identity of the run is damaged: {error}"
-        raise DamagedFileError(what, f"{bucket.address}/{IDENTITY}", RESTORE) from None
+        raise DamagedFileError(
+            f"the identity of the run is damaged: {error}", f"{bucket.address}/{IDENTITY}", RESTORE
+        ) from None
 
 
 def write_identity(bucket: RunBucket, copy: Path, token: str, run_id: str) -> None:
