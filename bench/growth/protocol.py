@@ -20,7 +20,7 @@ from support.many_members import ManyMembers
 
 from bench.results import keep, machine
 from lockstep.elastic.link import Signer, encode_frame
-from lockstep.elastic.protocol.effects import Effect, Send
+from lockstep.elastic.protocol.state import Effect, Send
 
 SIZES = (64, 256, 1024, 4096)
 ONE_BY_ONE = 256  # with more members, a turn for each report is not measured

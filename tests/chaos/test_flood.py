@@ -19,7 +19,7 @@ from lockstep.elastic.connections import max_unauthenticated
 from lockstep.elastic.generation_log import Member
 from lockstep.elastic.link import read_token, send_control_message
 from lockstep.elastic.membership import Membership
-from lockstep.elastic.protocol.effects import AbortGroup, Connect
+from lockstep.elastic.protocol.state import AbortGroup, Connect
 
 __all__ = ["member"]
 LIMITED = Host(enter=("prlimit", "--nofile=192:192"))

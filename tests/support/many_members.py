@@ -7,7 +7,7 @@ from typing import Any
 
 from lockstep.elastic.generation_log import Generation, Member
 from lockstep.elastic.protocol.decisions import ElasticLimits, LeaveReport
-from lockstep.elastic.protocol.effects import Effect, Propose
+from lockstep.elastic.protocol.state import Effect, Propose
 from lockstep.elastic.protocol.transitions import Protocol
 
 WORKERS_PER_HOST = 8

@@ -20,7 +20,7 @@ from lockstep.elastic.generation_log import (
     Member,
     RunResult,
 )
-from lockstep.elastic.protocol.effects import Effect
+from lockstep.elastic.protocol.state import Effect
 from lockstep.elastic.protocol.transitions import Protocol
 from lockstep.elastic.waiting_room import open_waiting_room
 from lockstep.log import log

@@ -37,7 +37,7 @@ from lockstep.elastic.generation_log import (
 from lockstep.elastic.hang import Watchdog, read_status, stack_of
 from lockstep.elastic.link import PeerLink
 from lockstep.elastic.protocol.decisions import ElasticLimits, LeaveReport
-from lockstep.elastic.protocol.effects import (
+from lockstep.elastic.protocol.state import (
     AbortGroup,
     Connect,
     Effect,

@@ -10,7 +10,7 @@ from itertools import count, product
 
 from lockstep.elastic.generation_log import Generation, Member
 from lockstep.elastic.protocol.decisions import ElasticLimits, LeaveReport
-from lockstep.elastic.protocol.effects import (
+from lockstep.elastic.protocol.state import (
     AbortGroup,
     Connect,
     Effect,

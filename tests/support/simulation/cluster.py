@@ -26,7 +26,7 @@ from support.simulation.worker import FORM_S, Group, Worker
 
 from lockstep.elastic.generation_log import Generation
 from lockstep.elastic.protocol.decisions import ElasticLimits
-from lockstep.elastic.protocol.effects import ReadLog, Send
+from lockstep.elastic.protocol.state import ReadLog, Send
 from lockstep.elastic.protocol.transitions import Protocol
 
 LIMITS = ElasticLimits(

@@ -17,7 +17,7 @@ from support.simulation.environment import BREAK_S, Connection, Event, Host, Sta
 
 from lockstep.elastic.generation_log import Generation, Member
 from lockstep.elastic.protocol.decisions import LeaveReport
-from lockstep.elastic.protocol.effects import (
+from lockstep.elastic.protocol.state import (
     AbortGroup,
     Connect,
     Effect,

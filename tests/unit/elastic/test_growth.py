@@ -15,7 +15,7 @@ from support.many_members import ManyMembers, make_member
 from lockstep.elastic import waiting_room
 from lockstep.elastic.generation_log import Generation
 from lockstep.elastic.protocol.decisions import ElasticLimits
-from lockstep.elastic.protocol.effects import Effect, FormGroup, Propose, ReadLog, Send
+from lockstep.elastic.protocol.state import Effect, FormGroup, Propose, ReadLog, Send
 from lockstep.elastic.protocol.transitions import Protocol
 from lockstep.elastic.run_folder import create_run_folder
 from lockstep.object_store import storage

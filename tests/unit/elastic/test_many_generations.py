@@ -18,7 +18,7 @@ from lockstep.elastic import generation_log
 from lockstep.elastic.control import read_newest
 from lockstep.elastic.generation_log import Generation, GenerationLog, Member
 from lockstep.elastic.protocol.decisions import ElasticLimits, LeaveReport
-from lockstep.elastic.protocol.effects import Effect, Propose
+from lockstep.elastic.protocol.state import Effect, Propose
 from lockstep.elastic.protocol.transitions import Protocol
 from lockstep.elastic.run_folder import create_run_folder
 from lockstep.object_store import storage

@@ -26,7 +26,7 @@ from support.simulation.invariants import Violation
 from lockstep.elastic.generation_log import Generation, Member, Removed, RunResult
 from lockstep.elastic.protocol import decisions, state, transitions
 from lockstep.elastic.protocol.decisions import CoordinatorView, ElasticLimits, Joiner, LeaveReport
-from lockstep.elastic.protocol.effects import (
+from lockstep.elastic.protocol.state import (
     AbortGroup,
     Connect,
     Effect,

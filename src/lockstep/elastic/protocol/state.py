@@ -1,6 +1,7 @@
-"""The state of the membership protocol in one worker, and its derived values.
+"""The state of the membership protocol in one worker, its derived values, and its effects.
 
-Only transitions.py changes it.
+Only transitions.py changes the state. An effect is a request to the membership thread; its comment
+names the event that follows it.
 """
 
 import math
@@ -8,9 +9,8 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from lockstep.elastic.generation_log import NO_GENERATION, Generation, Member
+from lockstep.elastic.generation_log import NO_GENERATION, Generation, Member, RunResult
 from lockstep.elastic.protocol.decisions import ElasticLimits, Joiner, LeaveReport, select_joiners
-from lockstep.elastic.protocol.effects import Connect, Effect, LogMessage, Propose, Send
 
 T = TypeVar("T")
 
@@ -19,6 +19,63 @@ HEARTBEAT = {"kind": "heartbeat"}
 Message = dict[str, Any]
 # Ids of peers, the update for these, the update for the other members.
 Updates = tuple[frozenset[str], Message, Message]
+
+
+@dataclass(frozen=True)
+class Connect:  # open a link; then `on_link_up` or `on_connect_failed`
+    member: Member
+
+
+@dataclass(frozen=True)
+class Send:  # send a message to a linked peer
+    id: str
+    message: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class ReadLog:
+    """Read the log above `known`, and the waiting room; then `on_log_read` or `on_disk_error`."""
+
+    known: int
+
+
+@dataclass(frozen=True)
+class Propose:
+    """Propose a generation, with its store filled in; then `on_proposed` or `on_disk_error`."""
+
+    generation: Generation
+
+
+@dataclass(frozen=True)
+class AbortGroup:  # abort every collective of the process group
+    why: str
+
+
+@dataclass(frozen=True)
+class FormGroup:
+    """Let the main thread form the process group of `generation`, which has this worker."""
+
+    generation: Generation
+
+
+@dataclass(frozen=True)
+class GetReady:
+    """Build the model, then ask to join: the run has started without this worker."""
+
+
+@dataclass(frozen=True)
+class Exit:  # leave for good: removed from the run (`fenced`), refused, or the run ended
+    why: str
+    fenced: bool = False
+    end: RunResult | None = None
+
+
+@dataclass(frozen=True)
+class LogMessage:
+    text: str
+
+
+Effect = Connect | Send | ReadLog | Propose | AbortGroup | FormGroup | GetReady | Exit | LogMessage
 
 
 @dataclass

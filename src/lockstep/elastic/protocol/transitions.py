@@ -43,16 +43,16 @@ from typing import Any
 from lockstep.elastic.generation_log import Generation, Member, Removed, RunResult
 from lockstep.elastic.protocol import decisions
 from lockstep.elastic.protocol.decisions import Joiner, LeaveReport, member_names
-from lockstep.elastic.protocol.effects import (
+from lockstep.elastic.protocol.state import (
     AbortGroup,
     Effect,
     Exit,
     FormGroup,
     GetReady,
+    MembershipState,
     ReadLog,
     Send,
 )
-from lockstep.elastic.protocol.state import MembershipState
 from lockstep.runtime.signals import STOP_EXIT_CODES
 
 
