@@ -14,8 +14,8 @@ from support.ranks import run_ranks
 
 from lockstep.checkpoint.state_dict import digest
 from lockstep.elastic.consensus import find_divergent_ranks
-from lockstep.elastic.progress import Progress
 from lockstep.elastic.runtime import ElasticRuntime
+from lockstep.elastic.world import Progress
 from lockstep.errors import PeersLostError
 from lockstep.parallel.digest import digest_of
 from lockstep.training import state_transfer

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from lockstep.elastic.progress import transfer_roles
+from lockstep.elastic.world import transfer_roles
 from lockstep.training import replica_group
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))

@@ -155,8 +155,8 @@ def join_and_leave() -> int:
     import torch
     import torch.distributed as dist
 
+    from lockstep.elastic.rendezvous import LAUNCH_STORE
     from lockstep.elastic.runtime import ElasticRuntime
-    from lockstep.elastic.world import LAUNCH_STORE
 
     logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
     threads = len(os.listdir("/proc/self/task"))

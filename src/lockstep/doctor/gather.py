@@ -147,9 +147,9 @@ def form_group(rank: int, size: int, address: str, master: str, port: int) -> st
     import torch
     import torch.distributed as dist
 
+    from lockstep.elastic.rendezvous import init_static_group, rendezvous
     from lockstep.runtime.device import select_device
     from lockstep.runtime.environment import RankInfo
-    from lockstep.runtime.rendezvous import init_static_group, rendezvous
 
     name = "lockstep doctor"
     info = RankInfo(rank, size, 0, 1, master, port, name)

@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +181,8 @@ class Membership:
         )
         self.has_own_folder = not self.generation_log.folder.is_shared_disk
         self.turn = Turn()
+        # A replica on two hosts would save its parts to two disks.
+        limits = replace(limits, one_host=self.has_own_folder)
         self.thread = MembershipThread(env, limits, on_abort, self.generation_log, self.turn)
         self.protocol = self.thread.protocol
         self.me = self.protocol.me

@@ -8,6 +8,7 @@ from environment variables, and the group is static. A single process has a grou
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -17,20 +18,20 @@ from typing import Any, TypeVar
 
 import torch
 
+from lockstep.elastic.fault_injection import DRILL_VARIABLE, FaultInjectingBoard
 from lockstep.elastic.generation_group import GenerationGroup, UpdateExchanges
-from lockstep.elastic.generation_log import Generation, RunResult
+from lockstep.elastic.generation_log import Generation, RunResult, open_generation_log
 from lockstep.elastic.membership import (
     Membership,
     OthersStarted,
     RunEnded,
     StaticMembership,
 )
-from lockstep.elastic.progress import Progress, WorkerState
 from lockstep.elastic.protocol.decisions import FIXED, ElasticLimits, LeaveReport
-from lockstep.elastic.world import World, is_run_active, join_static_group, make_board
-from lockstep.errors import FencedError, PeersLostError
+from lockstep.elastic.rendezvous import join_static_group
+from lockstep.elastic.world import Progress, WorkerState, World
+from lockstep.errors import FencedError, PeersLostError, UsageError
 from lockstep.log import log
-from lockstep.object_store.storage import shared_folder
 from lockstep.runtime import numerics, sources
 from lockstep.runtime.device import select_device
 from lockstep.runtime.environment import RankInfo
@@ -40,7 +41,7 @@ from lockstep.runtime.session_start import ask_for_start
 from lockstep.runtime.signals import Stopped
 from lockstep.runtime.sockets import interface_with_address
 from lockstep.runtime.status_board import StatusBoard
-from lockstep.runtime.worker_env import WorkerEnv, read_worker_env
+from lockstep.runtime.worker_env import WorkerEnv, is_loopback_reachable, read_worker_env
 
 T = TypeVar("T")
 MAX_FAILED_GENERATIONS = 50  # in a row
@@ -104,27 +105,26 @@ class ElasticRuntime(WorkerState, AbstractContextManager["ElasticRuntime"]):
 
     @classmethod
     def join_under_agent(
-        cls, worker_env: WorkerEnv, timeout_s: float, limits: ElasticLimits
+        cls, env: WorkerEnv, timeout_s: float, limits: ElasticLimits
     ) -> ElasticRuntime:
         """Collective. Join under an agent. A joiner calls `join_running` once it has a model."""
-        env, is_fixed = worker_env, limits is FIXED
+        is_fixed = limits is FIXED
         os.environ["GLOO_SOCKET_IFNAME"] = interface_with_address(env.address)
         device, reason = select_device(
             RankInfo(env.slot, env.slots, env.slot, env.slots, "", 0, "lockstep")
         )
-        limits = replace(limits, expected_workers=env.expected_workers, max_workers=env.max_workers)
-        log_folder = shared_folder(Path(env.folder), "generations")
         limits = replace(
             limits,
+            expected_workers=env.expected_workers,
             min_workers=max(env.min_workers, limits.replica_size),
-            one_host=not log_folder.is_shared_disk,
+            max_workers=env.max_workers,
         )
-        board, group = make_board(env), GenerationGroup(device, timeout_s)
+        group = GenerationGroup(device, timeout_s)
         membership = Membership(env, limits, group.shutdown)
         runtime = cls(
             World(-1, 0, env.slot, env.slots, env.host, device),
             group,
-            board=board,
+            board=make_board(env),
             membership=membership,
             is_fixed=is_fixed,
         )
@@ -140,7 +140,7 @@ class ElasticRuntime(WorkerState, AbstractContextManager["ElasticRuntime"]):
                 reason,
             )
         try:
-            runtime.is_joining = is_run_active(Path(env.folder), env)
+            runtime.is_joining = is_run_active(env)
             if not runtime.is_joining:
                 runtime.join_first_generation()
         except BaseException:
@@ -342,3 +342,41 @@ class ElasticRuntime(WorkerState, AbstractContextManager["ElasticRuntime"]):
 def record_event(runtime: ElasticRuntime, event: str, **facts: Any) -> None:
     """Append an event of this generation to events.jsonl; none in a static process group."""
     runtime.membership.record_event(event, generation=runtime.world.generation, **facts)
+
+
+def make_board(env: WorkerEnv) -> StatusBoard:
+    """Return the status board of a worker; in a drill it carries out requested faults."""
+    path = Path(env.state) / f"{env.slot}.board"
+    inject = os.environ.get(DRILL_VARIABLE) == "1"
+    return FaultInjectingBoard(path, path.with_suffix(".fault")) if inject else StatusBoard(path)
+
+
+def is_run_active(env: WorkerEnv) -> bool:
+    """Return whether a generation is training. UsageError if another host trains this run of one
+    host."""
+    newest = open_generation_log(Path(env.folder), since=env.known_generation).newest()
+    if newest is None or newest.end:
+        return False
+    alive = [
+        member
+        for member in newest.members
+        if is_loopback_reachable(member.loopback) and is_listening(member.address)
+    ]
+    foreign = sorted({member.host for member in alive} - {env.host})
+    if env.agent_pid and foreign and env.slots == env.expected_workers:
+        raise UsageError(
+            f"another training is already running in {env.folder}",
+            f"generation {newest.number} on {', '.join(foreign)}",
+            "wait for it, stop it with lockstep launch --stop, or choose another --out",
+        )
+    return bool(alive)
+
+
+def is_listening(address: str) -> bool:
+    """Return whether a process listens at "ADDRESS:PORT"."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=1.0).close()
+        return True
+    except OSError:
+        return False

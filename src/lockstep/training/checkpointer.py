@@ -28,8 +28,8 @@ from lockstep.checkpoint.fingerprints import (
 )
 from lockstep.checkpoint.store import Checkpoint, CheckpointStore
 from lockstep.elastic.collectives import assert_equal_on_all_ranks, run_on_rank0
-from lockstep.elastic.progress import Progress, transfer_roles
 from lockstep.elastic.runtime import ElasticRuntime, record_event
+from lockstep.elastic.world import Progress, transfer_roles
 from lockstep.errors import CheckpointError, SaveFailedError, UsageError
 from lockstep.parallel.parallelize import LocalModel
 from lockstep.record.events import append_event

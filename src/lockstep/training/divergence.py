@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from lockstep.checkpoint.state_dict import get_state_dict
 from lockstep.elastic.collectives import all_gather_json
 from lockstep.elastic.consensus import find_divergent_ranks
-from lockstep.elastic.progress import transfer_roles
 from lockstep.elastic.runtime import ElasticRuntime, record_event
+from lockstep.elastic.world import transfer_roles
 from lockstep.errors import FencedError, UsageError
 from lockstep.parallel.digest import DIGEST_FACTOR, Digest, digest_of
 from lockstep.parallel.frozen_state import FrozenState

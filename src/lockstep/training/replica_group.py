@@ -27,8 +27,8 @@ from lockstep.data.order import splitmix64
 from lockstep.elastic.collectives import all_gather_json
 from lockstep.elastic.consensus import STOP_REQUEST, StepDecision, find_divergent_ranks
 from lockstep.elastic.fault_injection import FaultInjectingBoard, flip_bit
-from lockstep.elastic.progress import Progress, decision_before, transfer_roles
 from lockstep.elastic.runtime import ElasticRuntime, record_event
+from lockstep.elastic.world import Progress, decision_before, transfer_roles
 from lockstep.errors import FencedError, PeersLostError, UsageError
 from lockstep.layout import Layout
 from lockstep.network.bucket_sizes import default_bucket_size

@@ -28,8 +28,8 @@ from torch.distributed import Work
 from lockstep.checkpoint.safetensors_io import TensorSpec
 from lockstep.checkpoint.state_dict import digest, tensor_from_bytes
 from lockstep.elastic.consensus import find_divergent_ranks
-from lockstep.elastic.progress import transfer_roles
 from lockstep.elastic.runtime import ElasticRuntime
+from lockstep.elastic.world import transfer_roles
 from lockstep.errors import PeersLostError
 from lockstep.files import open_regular
 from lockstep.runtime.tensor_bytes import DTYPES, as_bytes

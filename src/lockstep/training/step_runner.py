@@ -12,8 +12,8 @@ from torch import Tensor
 from lockstep.checkpoint.state_dict import nonfinite_tensors
 from lockstep.elastic.collectives import refuse_aborted, vote_on_step
 from lockstep.elastic.consensus import STOP_REQUEST, StepDecision, Vote, parse_count
-from lockstep.elastic.progress import Progress
 from lockstep.elastic.runtime import ElasticRuntime
+from lockstep.elastic.world import Progress
 from lockstep.errors import DivergedError, UsageError
 from lockstep.log import log
 from lockstep.parallel.digest import NOTHING, Digest

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from lockstep.elastic.consensus import find_divergent_ranks
 from lockstep.elastic.generation_log import Generation, GenerationLog, Member
-from lockstep.elastic.progress import Progress, transfer_roles
 from lockstep.elastic.protocol.decisions import (
     CoordinatorView,
     ElasticLimits,
@@ -22,7 +21,7 @@ from lockstep.elastic.protocol.decisions import (
     next_generation,
     select_joiners,
 )
-from lockstep.elastic.world import World
+from lockstep.elastic.world import Progress, World, transfer_roles
 from lockstep.training.divergence import Divergence
 
 

@@ -14,9 +14,8 @@ from support.fake_cluster import FakeCluster, run_workers
 
 from lockstep.elastic import runtime as runtime_module
 from lockstep.elastic.consensus import StepDecision
-from lockstep.elastic.progress import Progress, transfer_roles
 from lockstep.elastic.runtime import ElasticRuntime
-from lockstep.elastic.world import World
+from lockstep.elastic.world import Progress, World, transfer_roles
 from lockstep.errors import FencedError, LockstepError, PeersLostError, UsageError
 from lockstep.record.goodput import Ledger
 from lockstep.runtime.signals import Stopped

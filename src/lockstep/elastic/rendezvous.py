@@ -1,7 +1,7 @@
 """The rendezvous of workers without an agent: a TCPStore on rank 0, then a process group.
 
-It waits for all ranks, or fails with the numbers of the missing ones: a run never starts smaller
-than requested.
+The launch variables fix rank and size. It waits for all ranks, or fails with the numbers of the
+missing ones: a run never starts smaller than requested.
 """
 
 import errno
@@ -18,10 +18,15 @@ import torch.distributed as dist
 # Public at run time.
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
+from lockstep.elastic.generation_group import GenerationGroup
+from lockstep.elastic.world import World
 from lockstep.errors import PeersLostError, UsageError
-from lockstep.runtime.environment import RankInfo
+from lockstep.log import log
+from lockstep.runtime.device import select_device
+from lockstep.runtime.environment import RankInfo, read_rank_info
 from lockstep.runtime.exit_report import error_summary, is_peer_loss
 from lockstep.runtime.process_group import init_default_group
+from lockstep.runtime.sockets import choose_interface, open_sockets
 
 
 @dataclass
@@ -45,6 +50,33 @@ class StoreConnection:
         self.store = self.store or connect(info, deadline_s, timeout_s)
         self.groups += 1
         return PrefixStore(f"lockstep-{info.attempt}-{self.groups}", self.store)
+
+
+# Of this process: its launcher gives it one address for all of its groups.
+LAUNCH_STORE = StoreConnection()
+
+
+def join_static_group(threads: int, timeout_s: float) -> tuple[World, GenerationGroup]:
+    """Collective. Form the process group that the launch variables describe; alone without them."""
+    info, source = read_rank_info(os.environ)
+    device, reason = select_device(info)
+    info = info or RankInfo(0, 1, 0, 1, "", 0, "no launcher")
+    store = rendezvous(info, timeout_s, source, LAUNCH_STORE)
+    if info.size > 1:
+        interface, route = choose_interface(os.environ, info)
+        if interface:
+            os.environ["GLOO_SOCKET_IFNAME"] = interface
+        reason = f"{reason}; gloo on {os.environ['GLOO_SOCKET_IFNAME']}: {route}"
+    if info.rank == 0:
+        log.info("%s; %s, %d thread%s: %s", source, device, threads, "s"[: threads - 1], reason)
+        for warning in info.warnings:
+            log.warning("%s", warning)
+    before = open_sockets()
+    init_static_group(info, store, device, timeout_s)
+    world = World(
+        info.rank, info.size, info.local_rank, info.local_size, socket.gethostname(), device
+    )
+    return world, GenerationGroup(device, timeout_s, open_sockets() - before)
 
 
 def rendezvous(

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
+from lockstep.elastic.rendezvous import StoreConnection, listen_on_master_port, rendezvous
 from lockstep.errors import UsageError
 from lockstep.runtime.environment import RankInfo
-from lockstep.runtime.rendezvous import StoreConnection, listen_on_master_port, rendezvous
 from lockstep.runtime.sockets import choose_interface, reserve_port
 
 
