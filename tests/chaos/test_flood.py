@@ -17,9 +17,10 @@ from test_wire import connect_to, member
 
 from lockstep.elastic.connections import max_unauthenticated
 from lockstep.elastic.generation_log import Member
-from lockstep.elastic.link import read_token, send_control_message
+from lockstep.elastic.link import send_control_message
 from lockstep.elastic.membership import Membership
 from lockstep.elastic.protocol.state import AbortGroup, Connect
+from lockstep.elastic.run_folder import read_token
 
 __all__ = ["member"]
 LIMITED = Host(enter=("prlimit", "--nofile=192:192"))

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.elastic import waiting_room as waiting
 from lockstep.elastic.generation_log import Generation, GenerationLog, Member, new_token
 from lockstep.elastic.link import (
     LENGTH_PREFIX,
@@ -22,13 +21,17 @@ from lockstep.elastic.link import (
     PeerLink,
     Signer,
     encode_frame,
-    make_token,
-    read_token,
     send_control_message,
 )
 from lockstep.elastic.membership import Membership
 from lockstep.elastic.protocol.decisions import ElasticLimits
-from lockstep.elastic.run_folder import create_run_folder, folder_error
+from lockstep.elastic.run_folder import (
+    create_run_folder,
+    folder_error,
+    make_token,
+    open_waiting_room,
+    read_token,
+)
 from lockstep.errors import UsageError
 from lockstep.runtime.worker_env import WorkerEnv
 
@@ -226,7 +229,7 @@ def test_foreign_folder_is_an_error_and_stays_unchanged(tmp_path: Path, state: s
 def waiting_or_log(run: Path, env: WorkerEnv) -> None:
     """Access the log and the waiting room as a starting worker does."""
     GenerationLog(run / "generations", since=env.known_generation).newest()
-    waiting.open_waiting_room(run).register(Member("here/0/a", "here", 0, 1, "127.0.0.1:1"))
+    open_waiting_room(run).register(Member("here/0/a", "here", 0, 1, "127.0.0.1:1"))
 
 
 @pytest.mark.parametrize("missing", ["the folder", "its records"])

@@ -23,10 +23,14 @@ from lockstep.checkpoint.folder import committed_steps
 from lockstep.checkpoint.shards import ShardWriter
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.elastic import control
-from lockstep.elastic import waiting_room as waiting
 from lockstep.elastic.generation_log import Generation, GenerationLog, Member
-from lockstep.elastic.link import make_token, read_token
-from lockstep.elastic.run_folder import create_run_folder, folder_error
+from lockstep.elastic.run_folder import (
+    create_run_folder,
+    folder_error,
+    make_token,
+    open_waiting_room,
+    read_token,
+)
 from lockstep.errors import CheckpointError, DamagedFileError, LockstepError, UsageError
 from lockstep.files import add_checksum, read_json, try_lock, verify_checksum
 from lockstep.models.load_translator import read_run
@@ -143,11 +147,11 @@ def test_unreadable_file_loses_only_its_own_content(run: Path) -> None:
     place("pipe", run / "evaluators" / "here.json")
     assert not events.append_event(run, "began")
     assert (
-        list(waiting.open_waiting_room(run).members()) == []
-        and waiting.open_waiting_room(run).read_liveness([ME]) == {}
+        list(open_waiting_room(run).members()) == []
+        and open_waiting_room(run).read_liveness([ME]) == {}
     )
     with pytest.raises(OSError, match="not a regular file"):
-        waiting.open_waiting_room(run).write_liveness(ME)
+        open_waiting_room(run).write_liveness(ME)
     assert control.running_evaluators(run) == []
 
 
@@ -379,10 +383,10 @@ def test_flipped_bit_of_a_divergence_record_is_detected(run: Path) -> None:
 def test_waiting_room_skips_entries_that_cannot_be_members(
     run: Path, changed: dict[str, object]
 ) -> None:
-    waiting.open_waiting_room(run).register(ME)
+    open_waiting_room(run).register(ME)
     (run / "waiting" / "here-1-b.json").write_text(json.dumps({**vars(ME), **changed}))
     (run / "waiting" / "here-2-c.json").write_text("[")
-    assert list(waiting.open_waiting_room(run).members()) == [ME]
+    assert list(open_waiting_room(run).members()) == [ME]
 
 
 @pytest.mark.parametrize("content", [b"", b"\n", b"0" * 63, b"0" * 65, b"\xff" * 64, b"G" * 64])

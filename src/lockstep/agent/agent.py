@@ -46,7 +46,7 @@ from lockstep.agent.slots import (
     write_log,
 )
 from lockstep.agent.worker_pool import RETRY_S, PendingWorker, WorkerPool
-from lockstep.elastic import waiting_room
+from lockstep.elastic import run_folder
 from lockstep.elastic.generation_log import Generation
 from lockstep.errors import LockstepError, UsageError
 from lockstep.log import log, printable
@@ -361,7 +361,7 @@ class Agent:
         rank 0 prints there is shown, too (leader_output.py)."""
         with suppress(OSError):
             exit_report_path(self.state.folder, slot.number).unlink(missing_ok=True)
-            waiting_room.remove_stale_files(self.folder, self.host, slot.number)
+            run_folder.remove_stale_files(self.folder, self.host, slot.number)
         worker_env = replace(
             self.worker_env, slot=slot.number, known_generation=self.generations.known
         )
@@ -426,7 +426,7 @@ class Agent:
         self.leader_output.on_exit(slot.number)
         last_exit = slot.last_exit = self.collect_exit(slot, worker)
         with suppress(OSError):
-            waiting_room.remove_stale_files(self.folder, self.host, worker.slot)
+            run_folder.remove_stale_files(self.folder, self.host, worker.slot)
         status, newest = self.state.last_status(worker), self.generations.newest
         # A crash counts at the worker's own step, a kill at the step of the run.
         step = newest.step if newest.number else -1

@@ -27,8 +27,7 @@ from typing import Any
 from lockstep.agent.hosts import SENT_VARIABLES, combined_exit_code
 from lockstep.elastic.control import request_stop, stop_recipients
 from lockstep.elastic.generation_log import NO_GENERATION, Generation, GenerationLog
-from lockstep.elastic.run_folder import read_folder_id
-from lockstep.elastic.waiting_room import open_waiting_room
+from lockstep.elastic.run_folder import open_waiting_room, read_folder_id
 from lockstep.errors import LockstepError, UsageError
 from lockstep.runtime.signals import StopSignals
 from lockstep.runtime.worker_env import SHARED_TERMINAL

@@ -28,7 +28,7 @@ from lockstep.elastic.generation_log import (
     RunResult,
     open_generation_log,
 )
-from lockstep.elastic.waiting_room import open_waiting_room
+from lockstep.elastic.run_folder import open_waiting_room
 from lockstep.errors import DamagedFileError
 from lockstep.files import open_regular, read_bytes
 from lockstep.log import log

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.elastic.generation_log import NO_GENERATION, Generation, GenerationLog, Member
-from lockstep.elastic.link import AuthenticationError, read_token, send_control_message
+from lockstep.elastic.link import AuthenticationError, send_control_message
 from lockstep.elastic.protocol.decisions import member_names
-from lockstep.elastic.waiting_room import open_waiting_room
+from lockstep.elastic.run_folder import open_waiting_room, read_token
 from lockstep.errors import DamagedFileError, PeersLostError, UsageError
 from lockstep.files import read_json
 from lockstep.network.shares import format_shares

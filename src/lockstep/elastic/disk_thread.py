@@ -22,7 +22,7 @@ from lockstep.elastic.generation_log import (
 )
 from lockstep.elastic.protocol.state import Effect
 from lockstep.elastic.protocol.transitions import Protocol
-from lockstep.elastic.waiting_room import open_waiting_room
+from lockstep.elastic.run_folder import open_waiting_room
 from lockstep.log import log
 from lockstep.record.recorder_lock import RECORDER_LOCK, is_recorded
 from lockstep.runtime.worker_env import is_loopback_reachable

@@ -4,7 +4,7 @@
     client -> server  {"kind": "i_am", "id": ID}    signed, like each further frame
     server -> client  {"kind": "i_am", "id": ID}
 
-The token is in the run folder, readable by its owner alone (mode 600), and never sent. Nothing
+The token (run_folder.py) is never sent. Nothing
 received is unpickled or evaluated. A frame is four bytes of length and that much JSON. A signed
 frame starts with a MAC over its number and text, under a key that both sides derive from the token,
 the two nonces and the direction. So the first one proves that its sender has the token, and an
@@ -15,7 +15,6 @@ import hashlib
 import hmac
 import json
 import os
-import re
 import secrets
 import select
 import socket
@@ -23,51 +22,18 @@ import struct
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from lockstep.elastic.generation_log import Member
-from lockstep.errors import DamagedFileError, UsageError
-from lockstep.files import open_regular, write_if_absent
 
 MAX_FRAME_BYTES = 1 << 20
 MAX_HANDSHAKE_BYTES = 1 << 16  # from an unauthenticated peer
 MAC_BYTES = 16
-TOKEN_BYTES = 32
-TOKEN = re.compile(rb"[0-9a-f]{%d}" % (2 * TOKEN_BYTES))
 LENGTH_PREFIX = struct.Struct("!I")
 
 
 class AuthenticationError(Exception):
     """The peer failed to authenticate or sent a malformed frame."""
-
-
-def make_token(run: Path) -> None:
-    """Create the run's token if it has none. OSError when it cannot be written."""
-    if not (run / "token").exists():
-        write_if_absent(run / "token", secrets.token_hex(TOKEN_BYTES), 0o600)
-
-
-def read_token(run: Path) -> bytes:
-    """Read the run's token. OSError: missing or damaged. UsageError: other users can read it."""
-    path = run / "token"
-    with open(path, "rb", opener=open_regular) as file:
-        if os.fstat(file.fileno()).st_mode & 0o077:
-            raise UsageError(
-                f"{path} can be read by other users",
-                "the run's token authenticates workers",
-                f"chmod 600 {path}",
-            )
-        token = file.read(MAX_FRAME_BYTES).strip()
-    if not TOKEN.fullmatch(token):
-        raise DamagedFileError(
-            f"the run's token is damaged: {len(token)} bytes, "
-            f"not {2 * TOKEN_BYTES} hexadecimal digits",
-            str(path),
-            "stop the workers of this run on all hosts, then remove the file: "
-            "the next start makes a new token",
-        )
-    return token
 
 
 @dataclass

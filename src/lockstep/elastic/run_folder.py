@@ -1,9 +1,16 @@
 """The run folder: its subfolders, created once when a run starts, and whether it is usable now.
 
-    RUN/token         secret token, which identifies the folder (link.py)
+    RUN/token         secret token, which identifies the folder and authenticates workers (link.py):
+                      readable by its owner alone (mode 600)
     RUN/generations   the log of generations (generation_log.py)
-    RUN/waiting       the waiting room (waiting_room.py)
+    RUN/waiting       the waiting room, where workers outside every generation publish their
+                      addresses:
+        HOST-SLOT-RANDOM.json  address of a waiting worker; removed when it joins, or by its agent
+        HOST-SLOT-RANDOM.sign  liveness file: changes while its worker is the coordinator
     RUN/logs          output of the workers
+
+A worker that cannot reach a member but sees its liveness file change knows that the member lives.
+If the hosts share no disk, the waiting room is in the store of the run (object_store/storage.py).
 
 A folder on a shared disk may be unavailable for a while: unmounted, read-only, empty, or replaced.
 While the run lives, a missing subfolder is never created again: there would be two logs once the
@@ -12,27 +19,34 @@ disk is back. A process that needs it waits.
 
 import errno
 import hashlib
+import json
 import os
+import re
 import secrets
 import shutil
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from lockstep.elastic import waiting_room as waiting
-from lockstep.elastic.generation_log import open_generation_log
-from lockstep.elastic.link import make_token, read_token
+from lockstep.elastic.generation_log import Member, open_generation_log
 from lockstep.errors import (
     CheckpointError,
     DamagedFileError,
     DataError,
     LockstepError,
     SaveFailedError,
+    UsageError,
 )
+from lockstep.files import open_regular, parse_json, write_if_absent
 from lockstep.log import log
+from lockstep.object_store.storage import Storage, shared_folder
 from lockstep.runtime.worker_env import WorkerEnv
 
-SUBFOLDERS = ("generations", waiting.FOLDER, "logs")
+WAITING = "waiting"
+SUBFOLDERS = ("generations", WAITING, "logs")
+TOKEN_BYTES = 32
+TOKEN = re.compile(rb"[0-9a-f]{%d}" % (2 * TOKEN_BYTES))
 POLL_S = 0.25
 
 
@@ -54,6 +68,34 @@ def remove_untrained_run(run: Path) -> None:
         for name in ("token", "events.jsonl"):
             (run / name).unlink(missing_ok=True)
         run.rmdir()
+
+
+def make_token(run: Path) -> None:
+    """Create the run's token if it has none. OSError when it cannot be written."""
+    if not (run / "token").exists():
+        write_if_absent(run / "token", secrets.token_hex(TOKEN_BYTES), 0o600)
+
+
+def read_token(run: Path) -> bytes:
+    """Read the run's token. OSError: missing or damaged. UsageError: other users can read it."""
+    path = run / "token"
+    with open(path, "rb", opener=open_regular) as file:
+        if os.fstat(file.fileno()).st_mode & 0o077:
+            raise UsageError(
+                f"{path} can be read by other users",
+                "the run's token authenticates workers",
+                f"chmod 600 {path}",
+            )
+        token = file.read(1 << 20).strip()
+    if not TOKEN.fullmatch(token):
+        raise DamagedFileError(
+            f"the run's token is damaged: {len(token)} bytes, "
+            f"not {2 * TOKEN_BYTES} hexadecimal digits",
+            str(path),
+            "stop the workers of this run on all hosts, then remove the file: "
+            "the next start makes a new token",
+        )
+    return token
 
 
 def folder_id(token: bytes) -> str:
@@ -94,7 +136,7 @@ def folder_error(env: WorkerEnv) -> str:
 
 def check_writable(run: Path, host: str, slot: int) -> None:
     """Create and remove a file, or raise OSError. `remove_stale_files` cleans up after a kill."""
-    path = run / waiting.FOLDER / f".{host}-{slot}-{secrets.token_hex(4)}.json"
+    path = run / WAITING / f".{host}-{slot}-{secrets.token_hex(4)}.json"
     os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
     with suppress(FileNotFoundError):
         path.unlink()
@@ -127,3 +169,75 @@ def may_be_folder_error(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
+
+
+# The waiting room.
+
+
+def name_of(member: Member, suffix: str = "json") -> str:
+    return f"{member.id.replace('/', '-')}.{suffix}"
+
+
+class WaitingRoom:
+    """The waiting room of a run, in a folder on its disk or in its store."""
+
+    def __init__(self, folder: Storage) -> None:
+        self.folder = folder
+
+    def register(self, me: Member) -> None:
+        """Publish this worker's address, in place of earlier ones of its slot. OSError when the
+        waiting room is missing."""
+        earlier = (name for name in self.folder.names() if is_of_slot(name, me.host, me.slot))
+        self.folder.remove(*earlier)
+        self.folder.write(name_of(me), json.dumps(vars(me)).encode())
+
+    def members(self, known: dict[str, Member] | None = None) -> list[Member]:
+        """Return the workers in the waiting room. Some may have exited; their ports refuse.
+        known: file name -> worker, from the last call: a file never changes, so it is read once."""
+        known = {} if known is None else known
+        names = [name for name in self._names() if name.endswith(".json")]
+        for name in known.keys() - set(names):
+            del known[name]
+        for name in set(names) - known.keys():
+            with suppress(OSError, ValueError, TypeError):
+                known[name] = Member.from_json(parse_json(self.folder.read(name).decode()))
+        return [known[name] for name in names if name in known]
+
+    def write_liveness(self, me: Member) -> None:
+        self.folder.write(name_of(me, "sign"), str(time.monotonic_ns()).encode())
+
+    def read_liveness(self, members: Sequence[Member]) -> dict[str, str]:
+        """Return id -> content of the liveness file, for the members that have one."""
+        contents = {}
+        present = set(self._names()) if members else set()
+        for member in members:
+            if (name := name_of(member, "sign")) in present:
+                with suppress(OSError, ValueError):
+                    contents[member.id] = self.folder.read(name).decode()
+        return contents
+
+    def _names(self) -> Sequence[str]:
+        """Return the names of the files; none in a copy of a run, which has no waiting room."""
+        try:
+            return self.folder.names()
+        except FileNotFoundError:
+            return []
+
+    def unregister(self, me: Member, *, with_liveness: bool = False) -> None:
+        self.folder.remove(name_of(me), *([name_of(me, "sign")] if with_liveness else []))
+
+
+def open_waiting_room(run: Path) -> WaitingRoom:
+    return WaitingRoom(shared_folder(run, WAITING))
+
+
+def remove_stale_files(run: Path, host: str, slot: int) -> None:
+    """Remove the files of earlier workers of an empty slot. In a store, its next worker does
+    that."""
+    for path in (run / WAITING).glob("*"):
+        if is_of_slot(path.name, host, slot):
+            path.unlink(missing_ok=True)
+
+
+def is_of_slot(name: str, host: str, slot: int) -> bool:
+    return bool(re.fullmatch(rf"\.?{re.escape(host)}-{slot}-[0-9a-f]+\.(json|sign).*", name))

@@ -30,8 +30,7 @@ from lockstep.elastic.generation_log import (
     name_of,
     open_generation_log,
 )
-from lockstep.elastic.link import TOKEN_BYTES
-from lockstep.elastic.run_folder import create_run_folder
+from lockstep.elastic.run_folder import TOKEN_BYTES, create_run_folder
 from lockstep.errors import CheckpointError, DamagedFileError, FencedError, StoreError, UsageError
 from lockstep.files import (
     fsync_folder,

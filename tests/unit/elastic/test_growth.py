@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from support.many_members import ManyMembers, make_member
 
-from lockstep.elastic import waiting_room
+from lockstep.elastic import run_folder
 from lockstep.elastic.generation_log import Generation
 from lockstep.elastic.protocol.decisions import ElasticLimits
 from lockstep.elastic.protocol.state import Effect, FormGroup, Propose, ReadLog, Send
@@ -130,7 +130,7 @@ def test_members_linked_to_the_coordinator_seldom_read_the_log(
 def test_waiting_worker_reads_each_file_of_the_waiting_room_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    room = waiting_room.open_waiting_room(tmp_path)
+    room = run_folder.open_waiting_room(tmp_path)
     create_run_folder(tmp_path, "here")
     members, opened = [make_member(index) for index in range(20)], []
     for member in members[:-1]:

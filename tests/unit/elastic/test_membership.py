@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 from support.membership_fakes import DISK_FULL, FakePeer, MemoryLog, serve_until
 
-from lockstep.elastic import waiting_room
+from lockstep.elastic import run_folder
 from lockstep.elastic.generation_log import Generation, Member, RunResult
-from lockstep.elastic.link import read_token, send_control_message
+from lockstep.elastic.link import send_control_message
 from lockstep.elastic.membership import Membership, RunEnded
 from lockstep.elastic.protocol.decisions import ElasticLimits, LeaveReport
-from lockstep.elastic.run_folder import create_run_folder
+from lockstep.elastic.run_folder import create_run_folder, read_token
 from lockstep.errors import FencedError, PeersLostError, UsageError
 from lockstep.object_store.storage import DiskStorage
 from lockstep.runtime.worker_env import WorkerEnv
@@ -106,7 +106,7 @@ def test_single_worker_forms_the_first_generation(cluster: Cluster) -> None:
 
 
 def test_waiting_worker_is_in_the_waiting_room_until_it_is_a_member(cluster: Cluster) -> None:
-    registered = cluster.membership.folder / "waiting" / waiting_room.name_of(cluster.me)
+    registered = cluster.membership.folder / "waiting" / run_folder.name_of(cluster.me)
     cluster.log.error = DISK_FULL
     cluster.membership.request_join({}, is_joining=False)
     cluster.until(registered.exists)
@@ -340,7 +340,7 @@ def test_changing_liveness_file_of_an_unreachable_member_refuses_a_second_traini
     cluster.write(1, other)
     cluster.membership.request_join({}, is_joining=False)
     stop = threading.Event()
-    room = waiting_room.WaitingRoom(DiskStorage(cluster.membership.folder / waiting_room.FOLDER))
+    room = run_folder.WaitingRoom(DiskStorage(cluster.membership.folder / run_folder.WAITING))
 
     def write_liveness() -> None:
         while not stop.wait(0.02):

@@ -22,8 +22,7 @@ from lockstep.elastic.generation_log import (
     RunResult,
     open_generation_log,
 )
-from lockstep.elastic.link import read_token
-from lockstep.elastic.run_folder import create_run_folder
+from lockstep.elastic.run_folder import create_run_folder, read_token
 from lockstep.errors import CheckpointError, DamagedFileError, StoreError, UsageError
 from lockstep.object_store.bucket import RunBucket
 from lockstep.remote import host_mirror, upload, working_copy

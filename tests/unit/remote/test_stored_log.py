@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from support.object_store import Proxy
 
-from lockstep.elastic import waiting_room
+from lockstep.elastic import run_folder
 from lockstep.elastic.generation_log import (
     Generation,
     GenerationLog,
@@ -165,7 +165,7 @@ def test_a_store_that_does_not_answer_is_an_unavailable_disk(
     for call in (
         log.newest,
         lambda: log.propose(generation(2)),
-        lambda: waiting_room.open_waiting_room(hosts[0]).register(member()),
+        lambda: run_folder.open_waiting_room(hosts[0]).register(member()),
     ):
         with pytest.raises(OSError, match="was not"):
             call()
@@ -184,28 +184,28 @@ def test_a_proposal_whose_reply_is_lost_wins(
 def test_hosts_meet_in_one_waiting_room(hosts: tuple[Path, Path]) -> None:
     first, second = hosts
     worker, other = member("a/0/1234"), member("b/1/5678")
-    waiting_room.open_waiting_room(first).register(worker)
-    waiting_room.open_waiting_room(second).register(other)
+    run_folder.open_waiting_room(first).register(worker)
+    run_folder.open_waiting_room(second).register(other)
     assert (
-        waiting_room.open_waiting_room(first).members()
-        == waiting_room.open_waiting_room(second).members()
+        run_folder.open_waiting_room(first).members()
+        == run_folder.open_waiting_room(second).members()
         == [worker, other]
     )
-    waiting_room.open_waiting_room(first).register(
+    run_folder.open_waiting_room(first).register(
         replaced := member("a/0/abcd")
     )  # its predecessor was killed
-    assert waiting_room.open_waiting_room(second).members() == [replaced, other]
-    waiting_room.open_waiting_room(first).write_liveness(replaced)
-    before = waiting_room.open_waiting_room(second).read_liveness([replaced, other])
-    waiting_room.open_waiting_room(first).write_liveness(replaced)
+    assert run_folder.open_waiting_room(second).members() == [replaced, other]
+    run_folder.open_waiting_room(first).write_liveness(replaced)
+    before = run_folder.open_waiting_room(second).read_liveness([replaced, other])
+    run_folder.open_waiting_room(first).write_liveness(replaced)
     assert (
         list(before) == ["a/0/abcd"]
-        and waiting_room.open_waiting_room(second).read_liveness([replaced, other]) != before
+        and run_folder.open_waiting_room(second).read_liveness([replaced, other]) != before
     )
-    waiting_room.open_waiting_room(first).unregister(replaced, with_liveness=True)
-    assert waiting_room.open_waiting_room(second).members() == [
+    run_folder.open_waiting_room(first).unregister(replaced, with_liveness=True)
+    assert run_folder.open_waiting_room(second).members() == [
         other
-    ] and not waiting_room.open_waiting_room(second).read_liveness([replaced])
+    ] and not run_folder.open_waiting_room(second).read_liveness([replaced])
     assert not list(first.glob("waiting/*"))
 
 
