@@ -36,7 +36,7 @@ from support.hosts import TINY
 
 from bench.results import TOP, keep, machine
 from bench.step.contestants import as_flags
-from lockstep.agent.worker_pool import MALLOC_SETTINGS
+from lockstep.agent.forkserver import MALLOC_SETTINGS
 from lockstep.config.resolve import resolve
 from lockstep.config.schema import ResolvedRun
 from lockstep.corpus.encoded_pairs import prepare

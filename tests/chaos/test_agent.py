@@ -22,9 +22,8 @@ import pytest
 from support.processes import SRC, SUPPORT, children, is_alive, processes_in, state_of
 from support.waiting import wait_until
 
-from lockstep.agent.forkserver import PRELOAD, WorkerProgram
+from lockstep.agent.forkserver import PRELOAD, WorkerPool, WorkerProgram
 from lockstep.agent.slots import AgentTimeouts, EventLog
-from lockstep.agent.worker_pool import WorkerPool
 from lockstep.elastic.generation_log import (
     Generation,
     GenerationLog,

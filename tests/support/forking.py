@@ -37,8 +37,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from lockstep.agent.forkserver import MAX_MESSAGE_BYTES, ONE_THREAD, double_fork
-from lockstep.agent.worker_pool import CUDA_SETTINGS, MALLOC_SETTINGS
+from lockstep.agent.forkserver import (
+    CUDA_SETTINGS,
+    MALLOC_SETTINGS,
+    MAX_MESSAGE_BYTES,
+    ONE_THREAD,
+    double_fork,
+)
 from lockstep.runtime.processes import LIBC, PR_SET_CHILD_SUBREAPER, PR_SET_NAME, prctl
 
 STARTERS = ("lockstep", "torch.distributed.run")  # modules that have a template too

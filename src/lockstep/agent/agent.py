@@ -27,7 +27,7 @@ from typing import Any
 
 from lockstep.agent import restart_policy
 from lockstep.agent.evaluator_process import EvaluatorProcess
-from lockstep.agent.forkserver import WorkerProgram
+from lockstep.agent.forkserver import RETRY_S, PendingWorker, WorkerPool, WorkerProgram
 from lockstep.agent.leader_output import LeaderOutput
 from lockstep.agent.lock import PriorState, agent_lock, kill_all
 from lockstep.agent.restart_policy import RestartDecisions, RestartPolicy
@@ -45,7 +45,6 @@ from lockstep.agent.slots import (
     signal_due,
     write_log,
 )
-from lockstep.agent.worker_pool import RETRY_S, PendingWorker, WorkerPool
 from lockstep.elastic import run_folder
 from lockstep.elastic.generation_log import Generation
 from lockstep.errors import LockstepError, UsageError
