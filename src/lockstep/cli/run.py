@@ -4,12 +4,12 @@ import argparse
 import os
 import sys
 
-from lockstep.cli.script import LAYOUT_OPTIONS, asks_for_help
+from lockstep.cli.script import asks_for_help
 from lockstep.cli.start import read_script_request, start_here
 from lockstep.errors import UsageError
 from lockstep.runtime.environment import read_rank_info
 from lockstep.runtime.processes import die_with_parent
-from lockstep.runtime.variables import PROFILE, TRACK, environment_variable
+from lockstep.runtime.variables import LAYOUT, PROFILE, TRACK
 from lockstep.runtime.worker_env import read_worker_env
 
 
@@ -25,7 +25,7 @@ def main(args: argparse.Namespace, rest: list[str]) -> int:
     if args.parent:
         die_with_parent(args.parent)
     request = read_script_request(args, args.file, rest)
-    for_sessions = {environment_variable(key[2:]): vars(args)[key[2:]] for key in LAYOUT_OPTIONS}
+    for_sessions = {variable: vars(args)[f"layout.{axis}"] for axis, variable in LAYOUT.items()}
     for_sessions |= {TRACK: ",".join(args.track), PROFILE: args.profile}
     os.environ.update({name: str(value) for name, value in for_sessions.items() if value})
     is_worker = read_worker_env(os.environ) or read_rank_info(os.environ)[0]

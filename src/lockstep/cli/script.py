@@ -29,7 +29,6 @@ from lockstep.runtime.worker_env import read_worker_env
 
 # Lockstep's options that may also follow FILE.py; the script's arguments start at the first other
 # word.
-LAYOUT_OPTIONS = tuple(f"--layout.{axis}" for axis in REPLICA_AXES)
 OPTIONS_AFTER_SCRIPT = (
     "--workers",
     "--min",
@@ -39,7 +38,7 @@ OPTIONS_AFTER_SCRIPT = (
     "--ssh",
     "--restart",
     "--track",
-    *LAYOUT_OPTIONS,
+    *(f"--layout.{axis}" for axis in REPLICA_AXES),
 )
 
 

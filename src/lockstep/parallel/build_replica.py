@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -59,18 +61,24 @@ def start_equal(replica: Replica) -> None:
     module = replica.module
     equal_shares(dist.get_world_size(), replica.leaves)  # refuses too many ranks
     replica.source.agree()
-    take_weights_of_rank_0([*module.parameters(), *module.buffers()], replica.groups)
+    tensors = [*module.parameters(), *module.buffers()]
+    take_weights_of_rank_0(tensors, tensors[0].device, replica.groups.waits.wait)
 
 
-def take_weights_of_rank_0(tensors: list[Tensor], groups: ProcessGroups) -> None:
+def take_weights_of_rank_0(
+    tensors: list[Tensor],
+    device: torch.device,
+    wait: Callable[[list[dist.Work | None]], None],
+) -> None:
     """Collective. Weights that are equal already, as from one seed, are not sent: a link may be
     slow. On a GPU they are, since its links are faster than a hash."""
     size = dist.get_world_size()
     if size == 1:
         return
-    if not tensors[0].is_cuda:
-        hashes = gather_json(size, sha256_of(tensors), groups.waits.wait)
-        if len(set(hashes)) == 1:
-            return
+    if device.type == "cpu" and len(set(gather_json(size, sha256_of(tensors), wait))) == 1:
+        return
     for tensor in tensors:
-        dist.broadcast(tensor.detach(), 0)
+        value = tensor.detach().to(device)
+        dist.broadcast(value, 0)
+        if value.device != tensor.device:
+            tensor.data.copy_(value)

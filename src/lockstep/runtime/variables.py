@@ -8,6 +8,12 @@ from pathlib import Path
 CACHE = "LOCKSTEP_CACHE"  # folder of what runs share: prepared data; off: none
 TRACK = "LOCKSTEP_TRACK"  # the metric backends of Sessions, separated by commas
 PROFILE = "LOCKSTEP_PROFILE"  # the steps that Sessions profile
+# By axis: its size in the layout of a Session, as lockstep run --layout.AXIS sets it.
+LAYOUT = {
+    "shard": "LOCKSTEP_LAYOUT_SHARD",
+    "tensor": "LOCKSTEP_LAYOUT_TENSOR",
+    "pipeline": "LOCKSTEP_LAYOUT_PIPELINE",
+}
 
 
 def user_cache() -> Path:

@@ -23,11 +23,10 @@ from torch.optim import Optimizer
 
 from lockstep.checkpoint.stateful import Trained
 from lockstep.errors import UsageError
-from lockstep.layout import REPLICA_AXES
 from lockstep.record.tracker import parse_backends
 from lockstep.runtime.environment import RESERVED_VARIABLES
 from lockstep.runtime.session_start import ask_for_start
-from lockstep.runtime.variables import PROFILE, TRACK, environment_variable, unknown_variables
+from lockstep.runtime.variables import LAYOUT, PROFILE, TRACK, unknown_variables
 from lockstep.runtime.worker_env import WorkerEnv
 from lockstep.training.replica_group import ReplicaOptions
 from lockstep.training.trained_parameters import refuse_misplaced_parameters
@@ -85,7 +84,7 @@ def choose_backends(track: Sequence[str]) -> list[str]:
 def refuse_ineffective_variables(environ: Mapping[str, str]) -> None:
     """UsageError for variables of Lockstep that a Session does not read: values of recipes, or
     typos."""
-    axes = [environment_variable(f"layout.{axis}") for axis in REPLICA_AXES]
+    axes = LAYOUT.values()
     known = [*RESERVED_VARIABLES, *axes]
     if others := unknown_variables(environ, known):
         near = get_close_matches(others[0], known, n=1)

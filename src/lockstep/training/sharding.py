@@ -17,15 +17,15 @@ from lockstep.checkpoint.state_dict import place_like_torch
 from lockstep.elastic.collectives import assert_equal_on_all_ranks
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import UsageError
-from lockstep.layout import REPLICA_AXES, Layout, choose_layout
+from lockstep.layout import Layout, choose_layout
 from lockstep.log import log
-from lockstep.parallel.deferred_init import recording_of
+from lockstep.parallel.build_replica import take_weights_of_rank_0
+from lockstep.parallel.deferred_init import Recording, recording_of
 from lockstep.parallel.gradient_watch import Unused
 from lockstep.parallel.own_model import find_copy, shard_average, shard_module
-from lockstep.parallel.parallelize import DEFAULT_SPLITS, LocalModel, SplitOptions
+from lockstep.parallel.parallelize import DEFAULT_SPLITS, InitParam, LocalModel, SplitOptions
 from lockstep.parallel.plans import HasPlan
-from lockstep.runtime.numerics import sha256_of
-from lockstep.runtime.variables import environment_variable
+from lockstep.runtime.variables import LAYOUT
 from lockstep.runtime.worker_env import WorkerEnv
 from lockstep.training.owner_update import apply_owner_rule
 
@@ -52,28 +52,23 @@ def choose_replica_layout(
     UsageError when the expected workers or micro-batches cannot be divided so.
     """
     layout = given
-    for axis in REPLICA_AXES:
-        variable = environment_variable(f"layout.{axis}")  # set by lockstep run --layout.AXIS
-        text = environ.get(variable, "")
-        where = f"--layout.{axis} or {variable}" if text else f"Session({axis}=...)"
-        if text and not (text.isdecimal() and int(text)):
+    for axis, variable in LAYOUT.items():
+        where = f"Session({axis}=...)"
+        if text := environ.get(variable, ""):  # set by lockstep run --layout.AXIS
+            if not (text.isdecimal() and int(text)):
+                what = f"{variable}={text!r} is not a number of workers"
+                raise UsageError(what, "environment", "give 1 or more")
+            where = f"--layout.{axis} or {variable}"
+            layout = replace(layout, **{axis: int(text)})
+        size = getattr(layout, axis)
+        if axis == "shard" and not 1 <= size <= micro_batches:
             raise UsageError(
-                f"{variable}={text!r} is not a number of workers", "environment", "give 1 or more"
-            )
-        layout = replace(layout, **{axis: int(text)}) if text else layout
-        if axis == "shard" and not 1 <= layout.shard <= micro_batches:
-            what = f"{layout.shard} shards share {micro_batches} micro-batches a step"
-            raise UsageError(
-                what,
+                f"{size} shards share {micro_batches} micro-batches a step",
                 f"{where}, Session(micro_batches=...)",
                 f"give 1 to {micro_batches} shards, or more micro-batches",
             )
-        if getattr(layout, axis) < 1:
-            raise UsageError(
-                f"{axis}={getattr(layout, axis)} is not a number of workers",
-                where,
-                "give 1 or more",
-            )
+        if size < 1:
+            raise UsageError(f"{axis}={size} is not a number of workers", where, "give 1 or more")
     if worker_env:
         refuse_incomplete_replicas(worker_env.expected_workers, layout)
     return layout
@@ -109,13 +104,6 @@ def shard_session(  # 9 parameters: what Session and Session.prepare were given
     """
     if unused == "zero" and splits.units is None:
         splits = replace(splits, units=())
-    if layout.tensor > 1 and layout.pipeline > 1 and not isinstance(model, HasPlan):
-        raise UsageError(
-            f"tensor {layout.tensor} with pipeline {layout.pipeline} "
-            "is not supported for own models",
-            "layout",
-            "give one of them",
-        )
     if runtime.is_joining:
         runtime.join_running(facts)  # without a rank a worker does not know its slices
     else:
@@ -129,69 +117,84 @@ def shard_session(  # 9 parameters: what Session and Session.prepare were given
         for name, value in state.items()
         if (copy := find_copy(value, model))
     }
-    recording = recording_of(model)
-    sends = runtime.first_generation and runtime.world.size > 1 and init is None
     is_scaled = any(isinstance(value, torch.amp.GradScaler) for value in state.values())
-    if layout.pipeline > 1 and (averages or is_scaled or "buffers" in facts):
+    has_more = bool(averages) or is_scaled or "buffers" in facts
+    recording = recording_of(model)
+    refuse_unsupported_splits(model, layout, has_more=has_more, is_deferred=recording is not None)
+    init_param = deferred_values(runtime, model, init, recording)
+    modules = [average for average, _ in averages.values()] + [model] * (init_param is None)
+    if runtime.first_generation and not init:
+        tensors = [t for module in modules for t in (*module.parameters(), *module.buffers())]
+        tensors = [tensor for tensor in tensors if not tensor.is_meta]
+        take_weights_of_rank_0(tensors, runtime.world.device, runtime.group.wait)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    position = layout.coordinates(runtime.world.rank)
+    if not runtime.first_generation:  # ranks that are training would not take part
+        splits = replace(splits, verify=False)
+    local = shard_module(
+        model, layout, position, runtime.world.device, init_param=init_param, splits=splits
+    )
+    for prefix, (average, copy) in averages.items():
+        shard_average(prefix, average, copy, local, position, init_param)
+    for optimizer in optimizers:
+        give_slices(optimizer, local, names)
+        if is_scaled:
+            refuse_shard_without_rows(optimizer, local)
+        apply_owner_rule(optimizer, local, runtime)
+    return local
+
+
+def refuse_unsupported_splits(
+    model: nn.Module, layout: Layout, *, has_more: bool, is_deferred: bool
+) -> None:
+    """UsageError where a model cannot be split so.
+
+    has_more     averages, a GradScaler or declared buffers
+    is_deferred  made by deferred_init
+    """
+    if layout.tensor > 1 and layout.pipeline > 1 and not isinstance(model, HasPlan):
+        raise UsageError(
+            f"tensor {layout.tensor} with pipeline {layout.pipeline} "
+            "is not supported for own models",
+            "layout",
+            "give one of them",
+        )
+    if layout.pipeline > 1 and has_more:
         raise UsageError(
             "averages of the model, GradScalers "
             "and declared buffers are not supported in a pipeline",
             f"session.state(...) and Session(buffers=...), layout {layout}",
             "use layout.shard; bf16 instead of fp16",
         )
-    if recording and layout.workers_per_replica > layout.shard:
-        what = "a model of deferred_init is not supported in a pipeline or with tensor"
+    if is_deferred and layout.workers_per_replica > layout.shard:
         raise UsageError(
-            what, f"layout {layout}", "construct the model itself, or give layout.shard only"
+            "a model of deferred_init is not supported in a pipeline or with tensor",
+            f"layout {layout}",
+            "construct the model itself, or give layout.shard only",
         )
 
-    def of_rank_0(value: Tensor) -> Tensor:
-        value = value.detach().to(runtime.world.device, copy=True)
-        if sends:
-            dist.broadcast(value, 0)
-        return value
 
-    init_param = None
+def deferred_values(
+    runtime: ElasticRuntime,
+    model: nn.Module,
+    init: InitialValues | None,
+    recording: Recording | None,
+) -> InitParam | None:
+    """Return what computes the initial values of the model; None: it has them."""
     if init:
         from lockstep.training.initial_values import until_drawn
 
-        init_param = until_drawn(init, model)
-    elif recording:
-        init_param = lambda name, _: of_rank_0(recording.value(name))  # noqa: E731
-    modules = (*(average for average, _ in averages.values()), *(() if init_param else (model,)))
-    tensors = [
-        t for module in modules for t in (*module.parameters(), *module.buffers()) if not t.is_meta
-    ]
-    # See Replica: equal weights are not sent.
-    if sends and runtime.world.device.type == "cpu" and not init_param:
-        sends = len(set(runtime.group.gather_json(runtime.world.size, sha256_of(tensors)))) > 1
-    for tensor in tensors if sends else ():
-        tensor.data.copy_(of_rank_0(tensor))
-    names, position = (
-        {id(parameter): name for name, parameter in model.named_parameters()},
-        layout.coordinates(runtime.world.rank),
-    )
-    if not runtime.first_generation:  # ranks that are training would not take part
-        splits = replace(splits, verify=False)
-    local = shard_module(
-        model,
-        layout,
-        position,
-        runtime.world.device,
-        init_param=init_param,
-        splits=splits,
-    )
-    for prefix, (average, copy) in averages.items():
-        shard_average(prefix, average, copy, local, position, init_param)
-    for optimizer in optimizers:
-        local.updated_together.append(
-            [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
-        )
-        if is_scaled:
-            refuse_shard_without_rows(optimizer, local)
-        give_slices(optimizer, local, names)
-        apply_owner_rule(optimizer, local, runtime)
-    return local
+        return until_drawn(init, model)
+    if recording is None:
+        return None
+
+    def value_of_rank_0(name: str, _: torch.Size) -> Tensor:
+        value: Tensor = recording.value(name).detach().to(runtime.world.device, copy=True)
+        if runtime.first_generation:
+            dist.broadcast(value, 0)
+        return value
+
+    return value_of_rank_0
 
 
 def refuse_shard_without_rows(optimizer: torch.optim.Optimizer, local: LocalModel) -> None:
@@ -213,9 +216,12 @@ def give_slices(
 ) -> None:
     """Replace whole parameters and their state by this worker's slices. names: by id of a
     parameter."""
+    together: list[str] = []
+    local.updated_together.append(together)
     for group in optimizer.param_groups:
         for i, parameter in enumerate(group["params"]):
             name = names[id(parameter)]
+            together.append(name)
             group["params"][i] = own = (local.local_params | local.placeholders)[name]
             state = optimizer.state.pop(parameter, {})
             if name in local.placeholders:
