@@ -35,7 +35,6 @@ class Rehearsal:
     """The rehearsals of a replica.
 
     checkpointer  whose run folder keeps the witnesses; None: nothing is compared after a resume
-    slices        sizes of the tensor and pipeline axes; gradients are compared where both are 1
     save          Collective: save the state of a step before an error ends the run
     """
 
@@ -44,13 +43,13 @@ class Rehearsal:
         runtime: ElasticRuntime,
         replica: Replica,
         checkpointer: Checkpointer | None,
-        slices: tuple[int, int],
         save: Callable[[int], None],
     ) -> None:
         self.runtime = runtime
         self.replica = replica
         self.checkpointer = checkpointer
-        self.slices = slices
+        layout = replica.groups.layout
+        self.slices = (layout.tensor, layout.pipeline)  # gradients are compared where both are 1
         self._save = save
         self._file = WitnessFile(checkpointer.store.folder.parent) if checkpointer else None
         self.is_due = True  # a member is new, and has not rehearsed with the others

@@ -162,7 +162,6 @@ class ReplicaGroup:
             rollback.refuse_unsupported(
                 {"a pipeline": layout.pipeline > 1, "DiLoCo learners": leaves.divisor > 0}
             )
-        slices = (layout.tensor, layout.pipeline)
         state = ReplicaState(
             self.replica, self.local_model, checkpointer, self.commit_steps * max(1, verify_every)
         )
@@ -177,7 +176,7 @@ class ReplicaGroup:
             Ballot(runtime, checkpointer, signals),
             ShareBalance(runtime, self.replica, layout.shard, enabled=balance == "auto"),
             leaves.watch_changes(nn.Module() if self.local_model else module, checkpointer),
-            Rehearsal(runtime, self.replica, checkpointer, slices, self._save_before_exit)
+            Rehearsal(runtime, self.replica, checkpointer, self._save_before_exit)
             if rehearse
             else None,
             rollback,
