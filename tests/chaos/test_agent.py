@@ -374,7 +374,7 @@ def test_three_own_errors_at_the_same_step_end_the_run_and_print_the_traceback_f
     assert "ValueError: the loss is a fish\n" in shown and "in a row to fail at step 7" in shown
     assert three_parts(shown, "LockstepError: slot 1 (pid ")
     record = GenerationLog(agent.run / "generations").newest()
-    assert record and record.end and record.end.code == 1 and record.end.text == shown.rstrip("\n")
+    assert record.end and record.end.code == 1 and record.end.text == shown.rstrip("\n")
     log = (agent.run / "logs/here-1.log").read_text()
     assert (log.count("Traceback"), log.count("the same error again")) == (1, 2)
 
@@ -402,7 +402,7 @@ def test_an_error_after_the_end_of_the_run_gives_the_exit_code(
     result = agent.wait()
     assert result[0] == code and message in result[2] and len(agent.events("worker started")) == 2
     record = GenerationLog(agent.run / "generations").newest()
-    assert record and record.end == RunResult(0)
+    assert record.end == RunResult(0)
 
 
 @pytest.mark.parametrize(
@@ -447,7 +447,7 @@ def test_errors_that_no_retry_can_fix_end_the_run_at_once(
     agent = start(worker, timeouts={"exit_s": 0.2})
     assert agent.wait() == (code, "", f"{error}: it does not fit\n  a.txt\n  fix it\n")
     record = GenerationLog(agent.run / "generations").newest()
-    assert record and record.end and record.end.code == code
+    assert record.end and record.end.code == code
 
 
 def test_an_early_exit_with_code_0_is_a_failure(start: Callable[..., AgentRun]) -> None:
@@ -489,9 +489,7 @@ def publish(
     """Write the next generation."""
     log = GenerationLog(agent.run / "generations")
     newest = log.newest()
-    record = Generation(
-        newest.number + 1 if newest else 1, new_token(), members, "", 3, "for the test", out, end
-    )
+    record = Generation(newest.number + 1, new_token(), members, "", 3, "for the test", out, end)
     assert log.propose(record) == record
 
 
@@ -573,7 +571,7 @@ def test_a_host_with_another_config_does_not_end_the_run_of_others(
     (agent.folder / "go").touch()
     assert agent.wait()[0] == 2
     newest = GenerationLog(agent.run / "generations").newest()
-    assert newest and newest.number == 1
+    assert newest.number == 1
 
 
 def test_a_result_before_this_start_is_ignored(start: Callable[..., AgentRun]) -> None:

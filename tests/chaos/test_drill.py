@@ -84,9 +84,7 @@ def test_a_drill_reports_the_same_bits(tmp_path: Path) -> None:
     )
     assert {"stop", "flip", "checkpoint"} < set(rows) and "is damaged" in log.read_text()
     newest = GenerationLog(tmp_path / "drill" / "disturbed" / "generations").newest()
-    assert (
-        newest is not None and newest.end is not None and newest.end.code == 0 and newest.number > 2
-    )
+    assert newest.end is not None and newest.end.code == 0 and newest.number > 2
 
 
 @pytest.mark.long

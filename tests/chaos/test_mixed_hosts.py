@@ -179,8 +179,7 @@ class SharedFolder:
 
     def newest(self) -> int:
         """Return the number of the newest generation."""
-        record = self.log.newest()
-        return record.number if record else 0
+        return self.log.newest().number
 
     def end(self) -> None:
         """Kill the processes that are left."""

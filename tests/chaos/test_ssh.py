@@ -182,7 +182,7 @@ def test_hosts_started_by_ssh_meet_in_a_store(
         worker = next(
             generation.members[1]
             for path in copies.glob("*/hosts/generations")
-            if (generation := GenerationLog(path).newest())
+            if (generation := GenerationLog(path).newest()).members
         )
         os.kill(worker.pid, signal.SIGKILL)
         assert launcher.wait(120) == 0, training.report()

@@ -309,7 +309,8 @@ class Training:
     @property
     def newest(self) -> Generation:
         """The newest generation; AssertionError if there is none."""
-        self.known = self.log.newest(self.known.number if self.known else 0) or self.known
+        newest = self.log.newest(self.known.number if self.known else 0)
+        self.known = newest if newest.number else self.known
         assert self.known, "no generation yet"
         return self.known
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from lockstep.elastic.generation_log import Generation, Member
+from lockstep.elastic.generation_log import NO_GENERATION, Generation, Member
 from lockstep.elastic.protocol.decisions import ElasticLimits, LeaveReport
 from lockstep.elastic.protocol.state import Effect, Propose
 from lockstep.elastic.protocol.transitions import Protocol
@@ -33,7 +33,7 @@ class ManyMembers:
         """All workers ask worker 0 to start; it proposes generation 1 and adopts it."""
         protocol, now_s = self.protocol, self.now_s
         protocol.request_join(now_s, {})
-        protocol.on_log_read(None, [], now_s)
+        protocol.on_log_read(NO_GENERATION, [], now_s)
         for member in self.members[1:]:
             protocol.on_link_up(member.id, now_s)
             request = {

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lockstep.elastic.generation_log import Generation, GenerationLog, Member
+from lockstep.elastic.generation_log import NO_GENERATION, Generation, GenerationLog, Member
 from lockstep.elastic.link import PeerLink
 
 HEARTBEAT_S = 0.05
@@ -34,10 +34,10 @@ class MemoryLog(GenerationLog):
         self.opened = threading.Event()
         self.opened.set()
 
-    def newest(self, known: int = 0) -> Generation | None:
+    def newest(self, known: int = 0) -> Generation:
         self._access()
         newest = max(self.records, default=0)
-        return self.records[newest] if newest > known else None
+        return self.records[newest] if newest > known else NO_GENERATION
 
     def read(self, number: int) -> Generation:
         return self.records[number]

@@ -101,7 +101,7 @@ class StoredTraining:
     def newest(self, host: Host) -> Generation:
         """Return the newest generation that a host knows."""
         paths = list((self.folder / host.name / "cache").glob("*/hosts/generations"))
-        return (GenerationLog(paths[0]).newest() if paths else None) or NO_GENERATION
+        return GenerationLog(paths[0]).newest() if paths else NO_GENERATION
 
     def leader_of(self, host: Host) -> str:
         """Return the host of rank 0 in the newest generation with members that a host knows."""

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.elastic.generation_log import NO_GENERATION, Generation, GenerationLog
+from lockstep.elastic.generation_log import Generation, GenerationLog
 from lockstep.elastic.run_folder import create_run_folder, read_folder_id
 from lockstep.errors import DamagedFileError, DataError, UsageError
 from lockstep.files import add_checksum, read_json, try_lock, verify_checksum, write_json
@@ -161,7 +161,7 @@ def newest_generation(folder: Path) -> Generation:
     """Return the newest generation. DamagedFileError or UsageError if it cannot be read."""
     generation_log = GenerationLog(folder / "generations")
     try:
-        return generation_log.newest() or NO_GENERATION
+        return generation_log.newest()
     except DamagedFileError:
         raise
     except OSError as error:

@@ -26,7 +26,7 @@ from typing import Any
 
 from lockstep.agent.hosts import SENT_VARIABLES, combined_exit_code
 from lockstep.elastic.control import request_stop, stop_recipients
-from lockstep.elastic.generation_log import NO_GENERATION, Generation, GenerationLog
+from lockstep.elastic.generation_log import Generation, GenerationLog
 from lockstep.elastic.run_folder import open_waiting_room, read_folder_id
 from lockstep.errors import LockstepError, UsageError
 from lockstep.runtime.signals import StopSignals
@@ -232,7 +232,7 @@ def on_living_nodes(ray: Any, group: Any, tasks: Mapping[Any, int]) -> list[int]
 
 
 def newest_generation(folder: Path) -> Generation:
-    return GenerationLog(folder / "generations").newest() or NO_GENERATION
+    return GenerationLog(folder / "generations").newest()
 
 
 # In a task, on a node.

@@ -238,8 +238,7 @@ class GenerationReader:
     def read_new(self) -> Iterator[tuple[Generation, Generation]]:
         """Yield (generation, the one before it) for each generation since the last call."""
         try:
-            newest = self.log.newest(self.known)
-            last = newest.number if newest else 0
+            last = self.log.newest(self.known).number
             for number in range(self.known + 1, last + 1):
                 before = self.newest if self.newest.number == number - 1 else self.read(number - 1)
                 try:

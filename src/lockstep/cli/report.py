@@ -60,6 +60,6 @@ def last_leader_host(folder: Path) -> str:
     """Return the host of rank 0 in the newest generation with members; "" without one."""
     generations = GenerationLog(folder / "generations")
     newest = generations.newest()
-    if newest and newest.end and newest.number > 1:
+    if newest.end and newest.number > 1:
         newest = generations.read(newest.number - 1)
-    return newest.members[0].host if newest and newest.members else ""
+    return newest.members[0].host if newest.members else ""

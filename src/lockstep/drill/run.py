@@ -137,7 +137,7 @@ class DrillRun(AbstractContextManager["DrillRun"]):
 
     def newest_generation(self) -> Generation:
         with suppress(OSError):
-            return self.generations.newest() or NO_GENERATION
+            return self.generations.newest()
         return NO_GENERATION
 
     def progress(self) -> tuple[list[object], float]:

@@ -29,7 +29,7 @@ REPLY_TIMEOUT_S = 3.0
 def read_newest(run: Path) -> tuple[Generation, list[Member]]:
     """Return the newest generation and the waiting workers. UsageError if there is neither."""
     try:
-        record = GenerationLog(run / "generations").newest() or NO_GENERATION
+        record = GenerationLog(run / "generations").newest()
         waiting_members = open_waiting_room(run).members()
     except FileNotFoundError:
         record, waiting_members = NO_GENERATION, []

@@ -173,10 +173,10 @@ class GenerationLog:
         self.folder = DiskStorage(folder) if isinstance(folder, Path) else folder
         self.seen = since
 
-    def newest(self, known: int = 0) -> Generation | None:
-        """Return the newest generation above `known`, or None, which costs two stat()."""
+    def newest(self, known: int = 0) -> Generation:
+        """Return the newest generation above `known`, or NO_GENERATION, which costs two stat()."""
         number = self.newest_number(known)
-        return self.read(number) if number > known else None
+        return self.read(number) if number > known else NO_GENERATION
 
     def newest_number(self, known: int = 0) -> int:
         """Return the number of the newest generation, `known` or above; 0: there is none."""
@@ -238,10 +238,10 @@ class GenerationLog:
         """Record the end of the run; return the record of its end, maybe another process's.
         after: newest generation before this start: an earlier end is not this one's."""
         newest = self.newest()
-        # Another process may propose, too.
-        while newest is None or not newest.end or newest.number <= after:
-            number, step = (newest.number + 1, newest.step) if newest else (1, 0)
-            newest = self.propose(Generation(number, new_token(), (), "", step, reason, end=end))
+        while not newest.end or newest.number <= after:  # another process may propose, too
+            number = newest.number + 1
+            last = Generation(number, new_token(), (), "", newest.step, reason, end=end)
+            newest = self.propose(last)
         return newest
 
     def _archive(self, number: int) -> None:

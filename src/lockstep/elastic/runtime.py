@@ -355,7 +355,7 @@ def is_run_active(env: WorkerEnv) -> bool:
     """Return whether a generation is training. UsageError if another host trains this run of one
     host."""
     newest = open_generation_log(Path(env.folder), since=env.known_generation).newest()
-    if newest is None or newest.end:
+    if newest.end:
         return False
     alive = [
         member

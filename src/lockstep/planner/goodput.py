@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import count, product
 
-from lockstep.elastic.generation_log import Generation, Member
+from lockstep.elastic.generation_log import NO_GENERATION, Generation, Member
 from lockstep.elastic.protocol.decisions import ElasticLimits, LeaveReport
 from lockstep.elastic.protocol.state import (
     AbortGroup,
@@ -189,7 +189,7 @@ class Play:
         return worker.protocol.on_group_left(LeaveReport(number, 10 + number, why=why), now_s)
 
     def read_log(self, worker: PlayedWorker, now_s: float) -> Effects:
-        newest = self.log[-1] if len(self.log) > worker.protocol.number else None
+        newest = self.log[-1] if len(self.log) > worker.protocol.number else NO_GENERATION
         members = self.log[-1].ranks if self.log else {}
         waiting = [
             other.protocol.me

@@ -237,8 +237,7 @@ class FollowedCopy(Follower):
             problem = f"; {getattr(error, 'what', error)}"
         snapshot, age_s = self.snapshot, max(0.0, time.time() - self.put_s)
         generations = self.folder / "generations"
-        record = GenerationLog(generations).newest() if generations.is_dir() else None
-        end = record and record.end
+        end = GenerationLog(generations).newest().end if generations.is_dir() else None
         return {
             "run": str(self.bucket.address),
             "source": (

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from lockstep.checkpoint.folder import folder_name, set_aside
-from lockstep.elastic.generation_log import NO_GENERATION, GenerationLog
+from lockstep.elastic.generation_log import GenerationLog
 from lockstep.errors import FencedError
 from lockstep.log import log
 from lockstep.object_store.bucket import RunBucket
@@ -38,7 +38,7 @@ class HostMirror(StoreTask):
         super().__init__(copy, bucket)
         self.host = host
         self.generations = GenerationLog(copy / "generations")
-        last = self.generations.newest() or NO_GENERATION
+        last = self.generations.newest()
         self.number = last.number
         self.ended = False
         self.leading = last  # the newest generation with members

@@ -25,6 +25,7 @@ from pathlib import Path
 from lockstep.checkpoint.fingerprints import RUN_ID
 from lockstep.checkpoint.folder import COMMITTED, committed_steps, folder_name, retire, set_aside
 from lockstep.elastic.generation_log import (
+    NO_GENERATION,
     GenerationLog,
     RunResult,
     name_of,
@@ -244,7 +245,8 @@ def download_copy(bucket: RunBucket, snapshot: Snapshot, copy: Path) -> Snapshot
     # Its members are on other hosts, and lost the run. Without an end, new workers would wait for
     # them.
     generations = GenerationLog(partial / "generations")
-    if (partial / "generations").is_dir() and (last := generations.newest()) and not last.end:
+    last = generations.newest() if (partial / "generations").is_dir() else NO_GENERATION
+    if last.number and not last.end:
         generations.record_end(RunResult(0, ""), f"continued from {bucket.address}", after=0)
     os.rename(partial, copy)
     fsync_folder(copy.parent)
@@ -358,8 +360,9 @@ def ended_copy(bucket: RunBucket, host: str) -> Iterator[tuple[Path, Ownership]]
     snapshots). A start of the run takes it over. UsageError: the run has not ended. Errors of
     `joined_copy`."""
     with joined_copy(bucket, host) as (copy, _):
-        last, before = GenerationLog(copy / "generations").newest(), newest(bucket)
-        if before is None or not (last and last.end):
+        end = GenerationLog(copy / "generations").newest().end
+        before = newest(bucket)
+        if before is None or not end:
             raise UsageError(
                 f"the run in {bucket.address} has not ended",
                 "its newest generation",

@@ -294,8 +294,8 @@ def read_facts(folder: Path) -> Facts:
             return default
 
     def end() -> str:
-        newest = GenerationLog(folder / "generations").newest()
-        return end_text(newest.end.code, newest.end.text) if newest and newest.end else ""
+        end = GenerationLog(folder / "generations").newest().end
+        return end_text(end.code, end.text) if end else ""
 
     def damage() -> list[str]:
         saved_step = max(committed_steps(folder / "checkpoints"), default=0)

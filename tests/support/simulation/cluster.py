@@ -200,7 +200,7 @@ class Cluster:
         if not host.on or host.active_faults["agent"]:
             return
         newest = self.folder.newest
-        for removed in newest.out if newest and not host.active_faults["bad disk"] else ():
+        for removed in newest.out if not host.active_faults["bad disk"] else ():
             if self.workers[removed.id].host is host:
                 self.workers[removed.id].end()
         for slot, worker in enumerate(host.workers_by_slot):

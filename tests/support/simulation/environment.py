@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from lockstep.elastic.generation_log import Generation, Member
+from lockstep.elastic.generation_log import NO_GENERATION, Generation, Member
 
 if TYPE_CHECKING:
     from support.simulation.worker import Worker
@@ -187,8 +187,8 @@ class Folder:
         self.liveness_writes: dict[str, int] = {}  # id -> writes of its liveness file
 
     @property
-    def newest(self) -> Generation | None:
-        return self.log[-1] if self.log else None
+    def newest(self) -> Generation:
+        return self.log[-1] if self.log else NO_GENERATION
 
     def propose(self, generation: Generation) -> Generation:
         """Return the generation of that number that won."""

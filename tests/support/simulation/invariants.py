@@ -268,7 +268,7 @@ class Invariants:
             < cluster.limits.min_workers
         ):
             return ""  # too few workers reach each other
-        if newest is None or not newest.members:
+        if not newest.members:
             return "no worker is in a generation"
         if behind := [worker.me.id for worker in living if worker.protocol.number != newest.number]:
             return f"{behind} do not know of generation {newest.number}"

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from support.simulation.environment import BREAK_S, Connection, Event, Host, State, Trouble
 
-from lockstep.elastic.generation_log import Generation, Member
+from lockstep.elastic.generation_log import NO_GENERATION, Generation, Member
 from lockstep.elastic.protocol.decisions import LeaveReport
 from lockstep.elastic.protocol.state import (
     AbortGroup,
@@ -153,7 +153,7 @@ class Worker:
                 case Exit():
                     self.after(self.clock.between(0, 1), self.end)
 
-    def read_log(self, known: int) -> tuple[Generation | None, list[Member], list[str]]:
+    def read_log(self, known: int) -> tuple[Generation, list[Member], list[str]]:
         """Return (newest generation, registered workers, ids with a changed liveness file)."""
         folder = self.cluster.folder
         if self.protocol.writes_liveness:
@@ -163,12 +163,12 @@ class Worker:
         ]
         self.seen = dict(folder.liveness_writes)
         return (
-            folder.newest if len(folder.log) > known else None,
+            folder.newest if len(folder.log) > known else NO_GENERATION,
             list(folder.waiting_members.values()),
             alive,
         )
 
-    def on_log_read(self, result: tuple[Generation | None, list[Member], list[str]]) -> None:
+    def on_log_read(self, result: tuple[Generation, list[Member], list[str]]) -> None:
         newest, waiting_members, alive = result
         self.carry_out(self.protocol.on_log_read(newest, waiting_members, self.now_s, alive))
 

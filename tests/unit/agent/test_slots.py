@@ -44,7 +44,6 @@ def log(tmp_path: Path) -> GenerationLog:
 def read_after_restart(log: GenerationLog, *pids: int) -> list[tuple[int, int]]:
     """Return (generation, the one before it) for each that the next agent of these workers reads."""
     newest = log.newest()
-    assert newest
     prior = PriorState(newest, 1, {slot: ProcessIdentity(pid, 0) for slot, pid in enumerate(pids)})
     reader = GenerationReader(prior, EventLog(Path(log.folder.where).parent, "here"))
     return [(record.number, before.number) for record, before in reader.read_new()]
@@ -70,7 +69,6 @@ def test_search_for_a_waiting_worker_ends(
 
 def test_generation_is_read_once(log: GenerationLog) -> None:
     newest = log.newest()
-    assert newest
     reader = GenerationReader(
         PriorState(newest, NEWEST, {}), EventLog(Path(log.folder.where).parent, "here")
     )

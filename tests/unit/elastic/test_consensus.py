@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.elastic.consensus import find_divergent_ranks
-from lockstep.elastic.generation_log import Generation, GenerationLog, Member
+from lockstep.elastic.generation_log import NO_GENERATION, Generation, GenerationLog, Member
 from lockstep.elastic.protocol.decisions import (
     CoordinatorView,
     ElasticLimits,
@@ -159,7 +159,7 @@ def test_generations_stay_untrusted_until_the_divergent_rank_is_found(tmp_path: 
         "replicas differ in 7",
         "replicas differ in 12",
     ]
-    assert log.newest() is None  # no generations
+    assert log.newest() == NO_GENERATION  # no generations
     name, record = log.divergence_records()[0]
     assert record["step"] == 7
     log.folder.remove(name)

@@ -23,7 +23,7 @@ from support.simulation.cluster import HOST_FAULTS, SETTLE_S, WORKER_FAULTS, Fau
 from support.simulation.environment import Folder, State
 from support.simulation.invariants import Violation
 
-from lockstep.elastic.generation_log import Generation, Member, Removed, RunResult
+from lockstep.elastic.generation_log import NO_GENERATION, Generation, Member, Removed, RunResult
 from lockstep.elastic.protocol import decisions, state, transitions
 from lockstep.elastic.protocol.decisions import CoordinatorView, ElasticLimits, Joiner, LeaveReport
 from lockstep.elastic.protocol.state import (
@@ -344,7 +344,7 @@ class Mistaken(Protocol):
 
     def on_log_read(
         self,
-        newest: Generation | None,
+        newest: Generation,
         room: Sequence[Member],
         now_s: float,
         alive: Iterable[str] = (),
@@ -609,7 +609,9 @@ def test_worker_on_standby_gets_ready_before_it_is_admitted() -> None:
         and other.on_message("a/0/x", sent.message, 1.1) == []
     )
     other.request_join(5.0, {"torch": "2.13"}, is_joining=True)
-    (joins,) = [effect for effect in other.on_log_read(None, [], 5.0) if isinstance(effect, Send)]
+    (joins,) = [
+        effect for effect in other.on_log_read(NO_GENERATION, [], 5.0) if isinstance(effect, Send)
+    ]
     worker.on_message("a/1/x", joins.message, 5.0)
     assert worker.joiner_count == 1
 
@@ -998,7 +1000,7 @@ def test_stop_request_of_a_worker_on_standby_reaches_the_members() -> None:
 def test_run_stopped_before_its_start_ends_without_members(stops: str, code: int) -> None:
     worker = protocol()
     worker.request_join(0.0, {})
-    worker.on_log_read(None, [], 0.1)
+    worker.on_log_read(NO_GENERATION, [], 0.1)
     (proposal,) = worker.request_stop(stops, 1.0)
     assert (
         isinstance(proposal, Propose)
@@ -1016,7 +1018,7 @@ def test_start_logs_what_it_waits_for_when_that_changes() -> None:
     worker = protocol()
     worker.limits = replace(worker.limits, expected_workers=3, min_workers=2)
     worker.request_join(0.0, {})
-    worker.on_log_read(None, [], 0.0)
+    worker.on_log_read(NO_GENERATION, [], 0.0)
     logged = [
         (tick, effect.text)
         for tick in range(100)

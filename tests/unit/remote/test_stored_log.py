@@ -12,6 +12,7 @@ from support.object_store import Proxy
 
 from lockstep.elastic import run_folder
 from lockstep.elastic.generation_log import (
+    NO_GENERATION,
     Generation,
     GenerationLog,
     Member,
@@ -51,7 +52,7 @@ def test_a_run_folder_without_an_address_has_its_log_on_the_disk(tmp_path: Path)
 
 def test_two_hosts_have_one_log(hosts: tuple[Path, Path]) -> None:
     first, second = map(open_generation_log, hosts)
-    assert not first.folder.is_shared_disk and first.newest() is None
+    assert not first.folder.is_shared_disk and first.newest() == NO_GENERATION
     assert (
         first.propose(generation(1, "first")).token
         == second.propose(generation(1, "second")).token
@@ -59,11 +60,11 @@ def test_two_hosts_have_one_log(hosts: tuple[Path, Path]) -> None:
     )
     assert (
         second.newest() == first.newest() == generation(1, "first")
-        and second.newest(known=1) is None
+        and second.newest(known=1) == NO_GENERATION
     )
     assert second.propose(generation(2)).number == 2
     newest = first.newest(known=1)
-    assert newest and newest.number == 2 and first.read(1).token == "first"
+    assert newest.number == 2 and first.read(1).token == "first"
     assert not list(hosts[0].glob("generations/*"))
 
 
@@ -111,9 +112,9 @@ def test_generations_from_a_million_on_are_in_order(hosts: tuple[Path, Path]) ->
             copy_generations(hosts[1])
             for known in (0, number - 1):
                 newest = open_generation_log(run).newest(known)
-                assert newest and newest.number == number
+                assert newest.number == number
     newest = GenerationLog(hosts[1] / "generations").newest()
-    assert newest and newest.number == 1_000_002
+    assert newest.number == 1_000_002
 
 
 def test_the_end_of_the_run_is_recorded_once(hosts: tuple[Path, Path]) -> None:

@@ -192,7 +192,7 @@ class Protocol(MembershipState):
 
     def on_log_read(
         self,
-        newest: Generation | None,
+        newest: Generation,
         waiting_members: Sequence[Member],
         now_s: float,
         alive: Iterable[str] = (),
@@ -206,7 +206,7 @@ class Protocol(MembershipState):
             self.peers.last_heard_s |= {
                 id: now_s for id in alive if self.generation.rank_of(id) is not None
             }
-        return self._adopt(newest, now_s) if newest else self._note_change()
+        return self._adopt(newest, now_s)
 
     def on_proposed(self, winner: Generation, now_s: float) -> list[Effect]:
         self.log.pending = 0
