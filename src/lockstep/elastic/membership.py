@@ -127,29 +127,18 @@ class StaticMembership:
     def __init__(self, rank: int) -> None:
         self.slot = rank
 
-    def set_fingerprint(self, fingerprint: Mapping[str, str]) -> None:
-        pass
+    def _ignore(self, *_: Any, **__: Any) -> None:
+        """Nothing is published, and no event is recorded."""
 
-    def stop_admitting(self) -> None:
-        pass
+    set_fingerprint = stop_admitting = record_event = mark_untrusted = close = _ignore
 
-    def generation_error(self, number: int) -> str:
+    def _no_error(self, number: int = 0) -> str:
         return ""
 
-    def folder_error(self) -> str:
-        return ""
-
-    def record_event(self, event: str, **facts: Any) -> None:
-        pass
-
-    def mark_untrusted(self, number: int, why: str, facts: dict[str, Any]) -> None:
-        pass
+    generation_error = folder_error = _no_error
 
     def divergence_records(self) -> list[tuple[str, dict[str, Any]]]:
         return []
-
-    def close(self) -> None:
-        pass
 
 
 class Membership:
@@ -504,19 +493,19 @@ class MembershipThread(threading.Thread):
         self.report(lambda now_s: [Send(id, message)])
 
     def _answer(self, message: dict[str, Any]) -> dict[str, Any]:
+        protocol = self.protocol
         if message["kind"] == "stop":
             name = str(message.get("signal"))
-            name = name if STOP_EXIT_CODES.get(name) else "SIGTERM"
-            self._tell(self.protocol.request_stop, name)
-            return {"kind": "stopping", "id": self.protocol.me.id}
-        protocol = self.protocol
-        known = {
-            "id": self.protocol.me.id,
+            self._tell(protocol.request_stop, name if STOP_EXIT_CODES.get(name) else "SIGTERM")
+            return {"kind": "stopping", "id": protocol.me.id}
+        return {
+            "kind": "status",
+            "id": protocol.me.id,
             "membership": protocol.phase,
             "number": protocol.number,
             "waiting": protocol.joiner_count,
+            "doing": read_status(self.board),
         }
-        return {"kind": "status", **known, "doing": read_status(self.board)}
 
     def _refuse_second(self, member: Member, now_s: float) -> list[Effect]:
         """Abort this start: another host trains in this folder."""

@@ -10,7 +10,7 @@ import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -59,14 +59,16 @@ class World:
 
     def in_generation(self, generation: Generation, id: str) -> World:
         """Return the world of member `id` in a generation."""
-        ids = tuple(member.id for member in generation.members)
-        rank, local = (
-            ids.index(id),
-            sorted(member.slot for member in generation.members if member.host == self.host),
-        )
-        local_rank = local.index(generation.members[rank].slot)
-        return World(
-            rank, len(ids), local_rank, len(local), self.host, self.device, generation.number, ids
+        slots = sorted(member.slot for member in generation.members if member.host == self.host)
+        rank = generation.ranks[id]
+        return replace(
+            self,
+            rank=rank,
+            size=len(generation.members),
+            local_rank=slots.index(generation.members[rank].slot),
+            local_size=len(slots),
+            generation=generation.number,
+            members=tuple(generation.ranks),
         )
 
 
