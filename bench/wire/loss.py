@@ -20,7 +20,7 @@ from typing import Any
 from support.ranks import run_ranks
 
 from bench.results import keep, machine
-from lockstep.config.open_run import open_run
+from lockstep.config.saved_run import open_run
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.network.wire_format import FORMATS
 from lockstep.parallel import wire_sum

@@ -13,7 +13,7 @@ from support.ranks import run_ranks
 
 from lockstep.checkpoint.commands import digest_line
 from lockstep.checkpoint.store import CheckpointStore
-from lockstep.config.open_run import open_run
+from lockstep.config.saved_run import open_run
 from lockstep.config.schema import ResolvedRun
 from lockstep.corpus.encoded_pairs import open_prepared
 from lockstep.corpus.loaders import PairLoader

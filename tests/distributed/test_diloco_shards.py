@@ -11,7 +11,7 @@ import pytest
 from support.ranks import run_ranks
 
 from lockstep.checkpoint.commands import digest_line
-from lockstep.config.open_run import open_run
+from lockstep.config.saved_run import open_run
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import DivergedError
 from lockstep.recipes.script import lock_run_folder, train

@@ -13,7 +13,7 @@ from support.ranks import run_ranks
 from torch import Tensor, nn
 
 from lockstep.checkpoint import commands
-from lockstep.config.open_run import open_run
+from lockstep.config.saved_run import open_run
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import DivergedError
 from lockstep.parallel.build_replica import build_replica

@@ -26,8 +26,8 @@ from lockstep.checkpoint.commands import digest_line
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.cli.main import main
 from lockstep.config import schema as config
-from lockstep.config.open_run import open_run
 from lockstep.config.resolve import resolve
+from lockstep.config.saved_run import open_run
 from lockstep.config.schema import LoraOptions, RunConfig
 from lockstep.corpus.chat_tokenizer import ChatTokenizer
 from lockstep.corpus.chats import Chat, chat_samples, drills, encode

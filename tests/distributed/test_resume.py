@@ -15,7 +15,7 @@ from support.ranks import run_ranks
 from torch import nn
 
 from lockstep.checkpoint.fingerprints import make_run_id
-from lockstep.config.open_run import open_run
+from lockstep.config.saved_run import open_run
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.elastic.world import World
 from lockstep.errors import CheckpointError, UsageError

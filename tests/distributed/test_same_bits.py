@@ -20,7 +20,7 @@ import pytest
 from support.ranks import run_ranks
 
 from lockstep.checkpoint.commands import digest_line
-from lockstep.config.open_run import open_run
+from lockstep.config.saved_run import open_run
 from lockstep.corpus.encoded_pairs import EncodedPairs
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.recipes.script import lock_run_folder, train

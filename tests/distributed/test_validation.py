@@ -14,8 +14,8 @@ from lockstep.checkpoint.commands import best_step, digest_line
 from lockstep.checkpoint.folder import committed_steps
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.cli.main import main
-from lockstep.config.open_run import open_run
 from lockstep.config.resolve import resolve
+from lockstep.config.saved_run import open_run
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.recipes.script import lock_run_folder, train

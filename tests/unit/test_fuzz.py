@@ -16,9 +16,8 @@ import pytest
 from support.fuzz import ODD_BYTES, ODD_TOML, ODD_WORDS, Tally, attempt
 
 from lockstep.agent.hosts import read_hosts
-from lockstep.config.open_run import open_run
 from lockstep.config.resolve import resolve
-from lockstep.config.saved_run import from_json, to_json
+from lockstep.config.saved_run import from_json, open_run, to_json
 from lockstep.config.schema import DataOptions, Field, StringList, config_fields, flatten
 from lockstep.corpus.chats import chats
 from lockstep.corpus.documents import documents

@@ -27,9 +27,9 @@ from lockstep.cli.script import (
     read_sources,
 )
 from lockstep.config import rules
-from lockstep.config.open_run import open_with_overrides, resume_step
 from lockstep.config.resolve import find_run_file, parse_flags
 from lockstep.config.rules import shared_values
+from lockstep.config.saved_run import open_with_overrides, resume_step
 from lockstep.config.schema import ResolvedRun, RunConfig
 from lockstep.elastic.protocol.decisions import FIXED
 from lockstep.elastic.run_folder import remove_untrained_run

@@ -10,9 +10,8 @@ from dataclasses import asdict, fields
 from importlib import import_module
 from pathlib import Path
 
-from lockstep.config.open_run import open_with_overrides
 from lockstep.config.resolve import find_run_file, parse_flags
-from lockstep.config.saved_run import from_json, read_run, to_json, write_run
+from lockstep.config.saved_run import from_json, open_with_overrides, read_run, to_json, write_run
 from lockstep.config.schema import ResolvedRun, RunConfig
 from lockstep.elastic.collectives import run_on_rank0
 from lockstep.elastic.protocol.decisions import ElasticLimits

@@ -17,10 +17,9 @@ from lockstep.checkpoint.fingerprints import (
 )
 from lockstep.checkpoint.store import CheckpointStore
 from lockstep.cli.main import main
-from lockstep.config.open_run import open_run
 from lockstep.config.resolve import resolve
 from lockstep.config.rules import bit_deciding_values
-from lockstep.config.saved_run import read_run, to_json, write_run
+from lockstep.config.saved_run import open_run, read_run, to_json, write_run
 from lockstep.errors import CheckpointError, ConfigError
 
 FACTS = {

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.config.open_run import open_run
 from lockstep.config.resolve import resolve
 from lockstep.config.rules import parse_overrides
-from lockstep.config.saved_run import format_run, from_json, to_json, write_run
+from lockstep.config.saved_run import format_run, from_json, open_run, to_json, write_run
 from lockstep.config.schema import ResolvedRun, ScheduleOverride
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.recipes.run import refuse_other_overrides
