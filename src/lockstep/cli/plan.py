@@ -126,7 +126,7 @@ def with_planned_layout(request: RunRequest, workers: int | None) -> RunRequest:
             "command line",
             "remove one of them",
         )
-    if read_rank_info(os.environ)[0] is not None:
+    if read_rank_info(os.environ) is not None:
         hint = "start lockstep train alone, or set layout.* to what lockstep plan prints"
         raise UsageError(
             "--layout auto needs lockstep to start the workers, and another launcher has",

@@ -92,7 +92,7 @@ def refuse_unsupported(args: argparse.Namespace, address: Address) -> None:
     command, action = args.command, args.action
     out = args.out or ""
     is_agent = command == "launch" and bool(args.hosts or args.nodes)  # srun may start it
-    is_started = command in WRITE and not is_agent and read_rank_info(os.environ)[0] is not None
+    is_started = command in WRITE and not is_agent and read_rank_info(os.environ) is not None
     writes_file = action == "export" or command == "report"
     writer = "checkpoint export" if action == "export" else command
     refused = {

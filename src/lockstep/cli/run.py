@@ -28,7 +28,7 @@ def main(args: argparse.Namespace, rest: list[str]) -> int:
     for_sessions = {variable: vars(args)[f"layout.{axis}"] for axis, variable in LAYOUT.items()}
     for_sessions |= {TRACK: ",".join(args.track), PROFILE: args.profile}
     os.environ.update({name: str(value) for name, value in for_sessions.items() if value})
-    is_worker = read_worker_env(os.environ) or read_rank_info(os.environ)[0]
+    is_worker = read_worker_env(os.environ) or read_rank_info(os.environ)
     if asks_for_help(rest) and not is_worker:
         os.execv(sys.executable, [sys.executable, *request.script_words, *rest])
     return start_here(request, args.workers)

@@ -58,7 +58,7 @@ def launch(main: Callable[..., object], *, workers: int | None = None) -> None:
     words = sys.argv[1:]
     if worker_env := read_worker_env(os.environ):
         return call(main, words, Path(worker_env.folder))
-    rank_info, _ = read_rank_info(os.environ)
+    rank_info = read_rank_info(os.environ)
     if rank_info is None:
         return call(main, words) if asks_for_help(words) else start_workers(main, workers)
     log.set_up_logging(rank=rank_info.rank)

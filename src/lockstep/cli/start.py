@@ -36,7 +36,12 @@ from lockstep.elastic.run_folder import remove_untrained_run
 from lockstep.errors import UsageError
 from lockstep.layout import choose_layout
 from lockstep.log import log, set_up_logging
-from lockstep.runtime.environment import check_worker_count, default_worker_count, read_rank_info
+from lockstep.runtime.environment import (
+    RankInfo,
+    check_worker_count,
+    default_worker_count,
+    read_rank_info,
+)
 from lockstep.runtime.exit_report import worker_main
 from lockstep.runtime.session_start import StartAgainError
 from lockstep.runtime.signals import STOP_EXIT_CODES, SignalInbox
@@ -55,10 +60,10 @@ def start_here(request: RunRequest, given: int | None) -> int:
         from lockstep.cli.worker import run_under_agent  # loads torch: for workers only
 
         return run_under_agent(request, worker_env)
-    rank_info, description = read_rank_info(os.environ)
+    rank_info = read_rank_info(os.environ)
     run = request.validate()
     if rank_info:
-        refuse_other_worker_count(given, rank_info.size, description)
+        refuse_other_worker_count(given, rank_info)
         from lockstep.cli.worker import run_worker  # loads torch: for workers only
 
         return worker_main(lambda: run_worker(request))
@@ -83,9 +88,9 @@ def run_in_group(
     option   that gives the number of workers
     """
     worker_env = read_worker_env(os.environ)
-    rank_info, description = read_rank_info(os.environ)
+    rank_info = read_rank_info(os.environ)
     if rank_info:
-        refuse_other_worker_count(workers, rank_info.size, description, option)
+        refuse_other_worker_count(workers, rank_info, option)
     elif not (worker_env and worker_env.is_child):
         program = WorkerProgram(tuple(words), preload=(*FIXED_PRELOAD, *modules))
         return run_fixed_group(program, workers or 1)
@@ -206,13 +211,11 @@ def refuse_layout(run: RunConfig | None, workers: int, where: str) -> None:
     choose_layout(layout, workers, layout_limits(run), f"{where}; [layout] of the run")
 
 
-def refuse_other_worker_count(
-    given: int | None, size: int, description: str, option: str = "--workers"
-) -> None:
+def refuse_other_worker_count(given: int | None, info: RankInfo, option: str = "--workers") -> None:
     """UsageError if an option differs from the number of workers that another launcher started."""
-    if given not in (None, size):
+    if given not in (None, info.size):
         raise UsageError(
-            f"{option} {given} does not match the launch environment: {description}",
+            f"{option} {given} does not match the launch environment: {info}",
             "command line and environment",
             f"remove {option}, or start {given} workers",
         )

@@ -113,7 +113,7 @@ def train_run(request: RunRequest) -> int:
     code = train_as_worker(
         folder, lambda: request.open(request.resume), resume=request.resume, script=None
     )
-    rank_info, _ = read_rank_info(os.environ)
+    rank_info = read_rank_info(os.environ)
     if read_worker_env(os.environ) is None and (rank_info is None or rank_info.rank == 0):
         write_at_end(folder)
     return code

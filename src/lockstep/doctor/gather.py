@@ -151,12 +151,11 @@ def form_group(rank: int, size: int, address: str, master: str, port: int) -> st
     from lockstep.runtime.device import select_device
     from lockstep.runtime.environment import RankInfo
 
-    name = "lockstep doctor"
-    info = RankInfo(rank, size, 0, 1, master, port, name)
+    info = RankInfo(rank, size, 0, 1, master, port, "lockstep doctor")
     start_s = time.perf_counter()
     os.environ["GLOO_SOCKET_IFNAME"] = interface_with_address(address)  # as lockstep launch does
     device, _ = select_device(None)
-    init_static_group(info, rendezvous(info, 30.0, name), device, 30.0)
+    init_static_group(info, rendezvous(info, 30.0), device, 30.0)
     dist.all_reduce(torch.ones(1, device=device))
     if device.type == "cuda":
         torch.cuda.synchronize()

@@ -23,7 +23,7 @@ from lockstep.elastic.world import World
 from lockstep.errors import PeersLostError, UsageError
 from lockstep.log import log
 from lockstep.runtime.device import select_device
-from lockstep.runtime.environment import RankInfo, read_rank_info
+from lockstep.runtime.environment import NO_LAUNCHER, RankInfo, read_rank_info
 from lockstep.runtime.exit_report import error_summary, is_peer_loss
 from lockstep.runtime.process_group import init_default_group
 from lockstep.runtime.sockets import choose_interface, open_sockets
@@ -58,16 +58,17 @@ LAUNCH_STORE = StoreConnection()
 
 def join_static_group(threads: int, timeout_s: float) -> tuple[World, GenerationGroup]:
     """Collective. Form the process group that the launch variables describe; alone without them."""
-    info, source = read_rank_info(os.environ)
-    device, reason = select_device(info)
-    info = info or RankInfo(0, 1, 0, 1, "", 0, "no launcher")
-    store = rendezvous(info, timeout_s, source, LAUNCH_STORE)
+    launched = read_rank_info(os.environ)
+    device, reason = select_device(launched)
+    info = launched or RankInfo(0, 1, 0, 1, "", 0, "no launcher")
+    store = rendezvous(info, timeout_s, LAUNCH_STORE)
     if info.size > 1:
         interface, route = choose_interface(os.environ, info)
         if interface:
             os.environ["GLOO_SOCKET_IFNAME"] = interface
         reason = f"{reason}; gloo on {os.environ['GLOO_SOCKET_IFNAME']}: {route}"
     if info.rank == 0:
+        source = launched or NO_LAUNCHER
         log.info("%s; %s, %d thread%s: %s", source, device, threads, "s"[: threads - 1], reason)
         for warning in info.warnings:
             log.warning("%s", warning)
@@ -80,12 +81,11 @@ def join_static_group(threads: int, timeout_s: float) -> tuple[World, Generation
 
 
 def rendezvous(
-    info: RankInfo, timeout_s: float, source: str, connection: StoreConnection | None = None
+    info: RankInfo, timeout_s: float, connection: StoreConnection | None = None
 ) -> Store:
     """Collective. Return a store that all workers share, after all of them have connected.
 
     timeout_s   for missing workers
-    source      where `info` comes from, for messages
     connection  of this process, if it may form several groups, one after the other
     """
     if info.size == 1:
@@ -94,14 +94,14 @@ def rendezvous(
     deadline_s = time.monotonic() + timeout_s
     try:
         store = connection.next_store(info, deadline_s, timeout_s)
-        wait_for_all_ranks(info, store, deadline_s, timeout_s, source)
+        wait_for_all_ranks(info, store, deadline_s, timeout_s)
     except RuntimeError as error:
         if not is_peer_loss(error):
             raise
         raise PeersLostError(
             f"rank 0's store at {info.master_addr}:{info.master_port} "
             f"failed during the rendezvous of {info.size} workers",
-            source,
+            str(info),
             "another worker failed first, see its log",
         ) from error
     return store
@@ -192,12 +192,10 @@ def wait_for_master(info: RankInfo, deadline_s: float, timeout_s: float) -> None
         pause_s = min(1.0, 2 * pause_s)
 
 
-def wait_for_all_ranks(
-    info: RankInfo, store: Store, deadline_s: float, timeout_s: float, source: str
-) -> None:
+def wait_for_all_ranks(info: RankInfo, store: Store, deadline_s: float, timeout_s: float) -> None:
     """Collective. Wait for all ranks. UsageError for wrong ones, PeersLostError for missing
     ones."""
-    where = f"{source}; on {socket.gethostname()}, pid {os.getpid()}"
+    where = f"{info}; on {socket.gethostname()}, pid {os.getpid()}"
     size = int(store.compare_set("size", "", str(info.size)))
     if size != info.size:
         what = f"different world sizes: {info.size} here, {size} on other workers"
@@ -216,7 +214,7 @@ def wait_for_all_ranks(
             raise PeersLostError(
                 f"{size - len(missing)} of {size} workers arrived within {timeout_s:g} s: "
                 f"missing rank {', '.join(missing[:20])}{' ...' if len(missing) > 20 else ''}",
-                source,
+                str(info),
                 "start the missing workers, or set the world size to the number of workers; "
                 "nothing was trained",
             )

@@ -59,22 +59,24 @@ class RankInfo:
     attempt: str = "0"  # prefix of the store keys: separates this start from earlier ones
     warnings: tuple[str, ...] = ()  # known problems of this launcher, one sentence each
 
+    def __str__(self) -> str:
+        return (
+            f"rank {self.rank} of {self.size}, local rank {self.local_rank} of {self.local_size}, "
+            f"started by {self.launcher}; rendezvous at {self.master_addr}:{self.master_port}"
+        )
 
-def read_rank_info(environ: Mapping[str, str]) -> tuple[RankInfo | None, str]:
-    """Return (rank info, its description); (None, ...) when no launcher started this process.
-    UsageError when the variables are incomplete, not numbers, or inconsistent."""
+
+NO_LAUNCHER = "one machine (no RANK, PET_NNODES or SLURM_PROCID in the environment)"
+
+
+def read_rank_info(environ: Mapping[str, str]) -> RankInfo | None:
+    """Return the rank of this process; None when no launcher started it. UsageError when the
+    variables are incomplete, not numbers, or inconsistent."""
     for read in (rank_from_torchrun, rank_from_kubeflow, rank_from_slurm):
         if info := read(environ):
             require_consistent(info, environ)
-            return info, describe(info)
-    return None, "one machine (no RANK, PET_NNODES or SLURM_PROCID in the environment)"
-
-
-def describe(info: RankInfo) -> str:
-    return (
-        f"rank {info.rank} of {info.size}, local rank {info.local_rank} of {info.local_size}, "
-        f"started by {info.launcher}; rendezvous at {info.master_addr}:{info.master_port}"
-    )
+            return info
+    return None
 
 
 def choose_device(environ: Mapping[str, str], info: RankInfo | None, gpus: int) -> tuple[str, str]:
@@ -333,7 +335,7 @@ def require_consistent(info: RankInfo, environ: Mapping[str, str]) -> None:
             for name in environ
             if name in TORCHRUN + PET or name.startswith(("SLURM_PROC", "SLURM_STEP", "MASTER_"))
         )
-        what = f"inconsistent launch environment: {describe(info)}"
+        what = f"inconsistent launch environment: {info}"
         raise UsageError(
             what,
             set_variables(environ, names),

@@ -21,7 +21,7 @@ from lockstep.cli.start import (
 from lockstep.config.resolve import resolve
 from lockstep.elastic.generation_log import Generation, GenerationLog, Member
 from lockstep.errors import ConfigError, UsageError
-from lockstep.runtime.environment import check_worker_count
+from lockstep.runtime.environment import RankInfo, check_worker_count
 from lockstep.runtime.variables import PROFILE
 from lockstep.runtime.worker_env import WORKER_ENV, WorkerEnv
 
@@ -103,12 +103,13 @@ def test_only_the_agent_of_rank_0_warns_that_nothing_was_profiled(
 
 
 def test_workers_must_match_the_launch_environment() -> None:
-    refuse_other_worker_count(None, 2, "rank 0 of 2")
-    refuse_other_worker_count(2, 2, "rank 0 of 2")
+    info = RankInfo(0, 2, 0, 2, "127.0.0.1", 29500, "torchrun")
+    refuse_other_worker_count(None, info)
+    refuse_other_worker_count(2, info)
     with pytest.raises(
         UsageError, match="--workers 3 does not match the launch environment: rank 0 of 2"
     ):
-        refuse_other_worker_count(3, 2, "rank 0 of 2")
+        refuse_other_worker_count(3, info)
 
 
 def test_one_machine_has_a_maximum_number_of_workers() -> None:

@@ -41,9 +41,7 @@ def rendezvous_in_threads(
     def join(index: int) -> None:
         try:
             connection = connections[index] if connections else None
-            stores[index] = rendezvous(
-                infos[index], timeout_s, f"worker {index} of the test", connection
-            )
+            stores[index] = rendezvous(infos[index], timeout_s, connection)
         except Exception as error:
             errors[index] = error
 
