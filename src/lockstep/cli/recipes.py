@@ -9,8 +9,7 @@ from lockstep.errors import UsageError
 # The scripts in lockstep/recipes, and the words of a run that needs no other files.
 SCRIPTS = {
     "translate": "",
-    "pretrain": " recipes/llama-pretrain.toml",
-    "finetune": " recipes/llama-sft.toml",
+    "language_model": " recipes/llama-pretrain.toml",
     "diloco": " --diloco.learners 4 --diloco.every 20",
 }
 

@@ -1,10 +1,10 @@
 """The scripts of `lockstep train`, each a training loop on a Session, and what they are made of.
 
-lockstep.recipes.translate, pretrain, finetune, diloco   the scripts: main(run)
+lockstep.recipes.translate, language_model, diloco   the scripts: main(run)
 
 RecipeRun            values, folder and workers of a run; opens its Session
 start                run a script by itself, with the values of the command line
-open_pairs, open_documents, open_chats, open_learners_data   data and model of a run: tasks/
+open_pairs, open_rows, open_learners_data        data and model of a run: tasks/
 make_optimizers      of the section [optim]; with set_learning_rate and learning_rate
 update_average, averaged_weights                 a moving average of the weights
 held_out_batches, mean_loss, loss_and_perplexity, validation_line   validation in the loop
@@ -17,10 +17,9 @@ from lockstep.recipes.parts import (
     loss_and_perplexity,
     make_optimizers,
     mean_loss,
-    open_chats,
-    open_documents,
     open_learners_data,
     open_pairs,
+    open_rows,
     validation_line,
 )
 from lockstep.recipes.run import RecipeRun
@@ -41,10 +40,9 @@ __all__ = [
     "loss_and_perplexity",
     "make_optimizers",
     "mean_loss",
-    "open_chats",
-    "open_documents",
     "open_learners_data",
     "open_pairs",
+    "open_rows",
     "set_learning_rate",
     "start",
     "update_average",

@@ -27,17 +27,12 @@ T = TypeVar("T")
 
 def open_pairs(run: RecipeRun) -> TranslationTask:
     """Collective. Return the sentence pairs of a run and its translator. DataError."""
-    return _open(run, "translate", TranslationTask)
+    return _open(run, TranslationTask, "translate")
 
 
-def open_documents(run: RecipeRun) -> LanguageModelTask:
-    """Collective. Return the documents of a run and its language model. DataError."""
-    return _open(run, "pretrain", LanguageModelTask)
-
-
-def open_chats(run: RecipeRun) -> LanguageModelTask:
-    """Collective. Return the chats of a run and its language model. DataError."""
-    return _open(run, "sft", LanguageModelTask)
+def open_rows(run: RecipeRun) -> LanguageModelTask:
+    """Collective. Return the documents or chats of a run, and its language model. DataError."""
+    return _open(run, LanguageModelTask, "pretrain", "sft")
 
 
 def open_learners_data(run: RecipeRun) -> Task:
@@ -48,10 +43,10 @@ def open_learners_data(run: RecipeRun) -> Task:
     return run.open_task()
 
 
-def _open(run: RecipeRun, task: str, kind: type[T]) -> T:
-    if run.config.task != task:
+def _open(run: RecipeRun, kind: type[T], *tasks: str) -> T:
+    if run.config.task not in tasks:
         hint = "give a run file of its task: recipes/llama-pretrain.toml, recipes/llama-sft.toml"
-        what = f"the run has task={run.config.task}, and this script is for {task}"
+        what = f"the run has task={run.config.task}, and this script is for {' or '.join(tasks)}"
         raise ConfigError(what, "task", hint)
     if run.config.diloco.learners:
         hint = "leave it out, or start the script of learners: lockstep recipes copy diloco FILE"

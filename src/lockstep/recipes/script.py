@@ -25,7 +25,8 @@ from lockstep.runtime.signals import STOP_EXIT_CODES, Stopped
 from lockstep.runtime.worker_env import read_worker_env
 
 Script = Callable[[RecipeRun], None]
-SCRIPTS = {"translate": "translate", "pretrain": "pretrain", "sft": "finetune"}  # by task
+LANGUAGE_MODEL = "language_model"
+SCRIPTS = {"translate": "translate", "pretrain": LANGUAGE_MODEL, "sft": LANGUAGE_MODEL}  # by task
 
 
 def script_of(config: RunConfig) -> Script:

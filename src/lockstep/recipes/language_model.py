@@ -1,7 +1,8 @@
-"""Train a language model to answer in chats, whole or by adapters: a script of `lockstep train`.
+"""Train a language model on text or on chats, whole or by adapters: a script of `lockstep train`.
 
-    lockstep train recipes/llama-sft.toml --workers 2
-    lockstep recipes copy finetune my.py          a copy of this file, to change
+    lockstep train recipes/llama-pretrain.toml --workers 2       task = "pretrain"
+    lockstep train recipes/llama-sft.toml --workers 2            task = "sft"
+    lockstep recipes copy language_model my.py                   a copy of this file, to change
 
 `run` has the values of the run file and of the flags: run.config.optim is its section [optim].
 """
@@ -16,18 +17,18 @@ from lockstep import recipes
 
 def main(run: recipes.RecipeRun) -> None:
     config = run.config
-    # Whole chats, packed into rows of batch.seq_len tokens. Only answers have a loss.
-    chats = recipes.open_chats(run)
-    held_out = recipes.held_out_batches(run, chats)
+    # Rows of batch.seq_len tokens: documents one after the other, or whole chats, packed.
+    rows = recipes.open_rows(run)
+    held_out = recipes.held_out_batches(run, rows)
 
     # A model on the meta device, without memory. `prepare` gives it to each worker, whole or in
     # slices, with its initial weights or those of llama.init_from.
-    model = chats.meta_model()
+    model = rows.meta_model()
     optimizers = recipes.make_optimizers(run, model)
 
     with run.session() as session:
         model, *optimizers = run.prepare(session, model, *optimizers)
-        loader = session.loader(chats.loader)
+        loader = session.loader(rows.loader)
         best = lockstep.Best()
         stopping = lockstep.EarlyStopping(config.evaluate.patience or math.inf)
         session.state(best=best, stopping=stopping)
@@ -35,7 +36,8 @@ def main(run: recipes.RecipeRun) -> None:
         for step in session.steps(config.steps):
             for batch in loader(step):
                 loss = model(batch.tokens, batch.labels, batch.documents)
-                session.backward(loss, count=batch.count)  # a sum over the tokens of answers
+                # A sum over the predicted tokens; of chats those of answers.
+                session.backward(loss, count=batch.count)
 
             norm = session.clip_grad_norm_(config.optim.clip_norm or math.inf)  # 0: never clipped
             rate = recipes.learning_rate(step + 1, run.optim_after(step))  # --override changes it
@@ -44,7 +46,7 @@ def main(run: recipes.RecipeRun) -> None:
                 optimizer.step()
             if config.optim.ema_decay:  # beside the moments; validated and exported
                 recipes.update_average(optimizers, config.optim.ema_decay, step + 1)
-            epoch = chats.loader.order.epoch(step + 1)
+            epoch = rows.loader.order.epoch(step + 1)
             session.log(step, norm=norm, learning_rate=rate, epoch=epoch)
 
             if held_out and (step + 1) % config.evaluate.every_steps == 0:
