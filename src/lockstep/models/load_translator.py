@@ -63,8 +63,8 @@ def read_run(folder: Path) -> RunConfig:
 
 def newest_steps(steps: Sequence[int], step: int, average: int) -> tuple[int, ...]:
     """Return `step` and the checkpoints before it, `average` in all (at least 1), ascending."""
-    before = [s for s in steps if s < step]
-    return *(before[len(before) - average + 1 :] if average > 1 and before else []), step
+    until = [*(other for other in steps if other < step), step]
+    return tuple(until[-max(1, average) :])
 
 
 def average_weights(
