@@ -256,32 +256,31 @@ READ_KEYS = {key for key, _ in SIZES.values()} | {
 # The fields of RopeScaling.
 SCALING_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 ONLY_PLAIN = "only the plain Llama is supported"
-FIXED_KEYS: dict[str, Any] = {  # keys that must have this value, or null
-    "quantization_config": None, "attention_bias": False, "mlp_bias": False, "hidden_act": "silu",
-    "attention_dropout": 0, "partial_rotary_factor": 1, "rope_interleaved": False,
-    "sliding_window": None, "use_sliding_window": False, "is_encoder_decoder": False,
-    "add_cross_attention": False, "cross_attention_hidden_size": None, "tie_encoder_decoder": False,
-    "pruned_heads": {}, "auto_map": {}, "activation": "swiglu", "is_llama_config": True,
-    "use_mrope": False, "embd_pdrop": 0, "resid_pdrop": 0,
-}  # fmt: skip
+FIXED_KEYS: dict[str, Any] = json.loads("""{
+    "quantization_config": null, "attention_bias": false, "mlp_bias": false, "hidden_act": "silu",
+    "attention_dropout": 0, "partial_rotary_factor": 1, "rope_interleaved": false,
+    "sliding_window": null, "use_sliding_window": false, "is_encoder_decoder": false,
+    "add_cross_attention": false, "cross_attention_hidden_size": null,
+    "tie_encoder_decoder": false, "pruned_heads": {}, "auto_map": {}, "activation": "swiglu",
+    "is_llama_config": true, "use_mrope": false, "embd_pdrop": 0, "resid_pdrop": 0
+}""")  # keys that must have this value, or null
 # Keys that change no logit: names, token ids, transformers' defaults for training and sampling.
-HARMLESS_KEYS = {
-    "_attn_implementation", "_attn_implementation_autoset", "_name_or_path", "attn_implementation",
-    "bad_words_ids", "begin_suppress_tokens", "bos_token_id", "chunk_size_feed_forward",
-    "decoder_start_token_id", "diversity_penalty", "do_sample", "dtype", "early_stopping",
-    "encoder_no_repeat_ngram_size", "eos_token_id", "exponential_decay_length_penalty",
-    "finetuning_task", "forced_bos_token_id", "forced_eos_token_id", "gradient_checkpointing",
-    "id2label", "initializer_range", "is_decoder", "label2id", "length_penalty", "max_length",
-    "max_sequence_length", "max_window_layers", "min_length", "model_max_length",
-    "neftune_noise_alpha", "no_repeat_ngram_size", "num_beam_groups", "num_beams",
-    "num_return_sequences", "output_attentions", "output_hidden_states", "output_scores",
-    "pad_token_id", "prefix", "pretraining_tp", "problem_type", "remove_invalid_values",
-    "repetition_penalty", "return_dict", "return_dict_in_generate", "sep_token_id",
-    "suppress_tokens", "task_specific_params", "temperature", "tf_legacy_loss", "tokenizer_class",
-    "top_k", "top_p", "torch_dtype", "torchscript", "transformers.js_config",
-    "transformers_version", "typical_p", "unk_token_id", "unsloth_fixed", "unsloth_version",
-    "use_bfloat16", "use_cache",
-}  # fmt: skip
+HARMLESS_NAMES = """
+    _attn_implementation _attn_implementation_autoset _name_or_path attn_implementation
+    bad_words_ids begin_suppress_tokens bos_token_id chunk_size_feed_forward
+    decoder_start_token_id diversity_penalty do_sample dtype early_stopping
+    encoder_no_repeat_ngram_size eos_token_id exponential_decay_length_penalty finetuning_task
+    forced_bos_token_id forced_eos_token_id gradient_checkpointing id2label initializer_range
+    is_decoder label2id length_penalty max_length max_sequence_length max_window_layers
+    min_length model_max_length neftune_noise_alpha no_repeat_ngram_size num_beam_groups
+    num_beams num_return_sequences output_attentions output_hidden_states output_scores
+    pad_token_id prefix pretraining_tp problem_type remove_invalid_values repetition_penalty
+    return_dict return_dict_in_generate sep_token_id suppress_tokens task_specific_params
+    temperature tf_legacy_loss tokenizer_class top_k top_p torch_dtype torchscript
+    transformers.js_config transformers_version typical_p unk_token_id unsloth_fixed
+    unsloth_version use_bfloat16 use_cache
+"""
+HARMLESS_KEYS = {*HARMLESS_NAMES.split()}
 
 
 @dataclass(frozen=True)
