@@ -81,16 +81,19 @@ class BeamSearch:
 
     def advance(self, log_p: Tensor) -> tuple[Tensor, Tensor]:
         """Return (tokens, parents) of the new beams, given the log-probabilities (B, K, V)."""
-        beams, words = log_p.shape[1:]
+        _, beams, words = log_p.shape
         # Of the best 2K candidates at most K end, one per beam, so K remain.
-        totals, flat = (self.totals[..., None] + log_p).flatten(1).topk(2 * beams, dim=1)  # (B, 2K)
-        parents, tokens = flat // words, flat % words
+        scored = self.totals[..., None] + log_p
+        totals, flat = scored.flatten(1).topk(2 * beams, dim=1)  # (B, 2K)
+        parents = flat // words
+        tokens = flat % words
         for row, candidate in (tokens[:, :beams] == END).nonzero().tolist():
             if not self.is_done(self.rows[row]):
                 self.finish(row, int(parents[row, candidate]), totals[row, candidate], 1)
         rank = torch.arange(2 * beams, device=flat.device) + 2 * beams * (tokens == END)
         order = rank.argsort(dim=1)[:, :beams]  # (B, K): the candidates that continue, best first
-        tokens, parents = tokens.gather(1, order), parents.gather(1, order)
+        tokens = tokens.gather(1, order)
+        parents = parents.gather(1, order)
         self.totals = totals.gather(1, order)
         source = parents[..., None].expand(-1, -1, self.written.shape[2])
         self.written = self.written.gather(1, source)
@@ -109,7 +112,8 @@ class BeamSearch:
 
     def keep_rows(self, remaining: Sequence[int], kept: Tensor) -> None:
         self.rows = [self.rows[i] for i in remaining]
-        self.written, self.totals = self.written[kept], self.totals[kept]
+        self.written = self.written[kept]
+        self.totals = self.totals[kept]
 
     def best(self) -> list[list[int]]:
         """Return the highest-scoring translation of each sentence; of equal ones the first."""

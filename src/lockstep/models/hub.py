@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -67,7 +67,8 @@ class LazyTensors(Mapping[str, Tensor]):
     time."""
 
     def __init__(self, names: Iterable[str], compute: Callable[[str], Tensor]) -> None:
-        self.names, self.compute = dict.fromkeys(names), compute
+        self.names = dict.fromkeys(names)
+        self.compute = compute
 
     def __getitem__(self, name: str) -> Tensor:
         return self.compute(name)
@@ -90,8 +91,8 @@ class TensorLocation(NamedTuple):
         """Map the tensor into memory until it is released; changing it does not change the file."""
         with safe_open(self.path, framework="pt") as file:
             if self.rows:
-                return cast(Tensor, file.get_slice(self.name)[self.rows])
-            return cast(Tensor, file.get_tensor(self.name))
+                return file.get_slice(self.name)[self.rows]
+            return file.get_tensor(self.name)
 
 
 def tensor_locations(path: Path) -> dict[str, TensorLocation]:
@@ -170,7 +171,7 @@ class LlamaWeights:
     tensors: Mapping[str, Tensor]
     companions: list[Path]
     dtype: str
-    release: Callable[[], None] = release_nothing
+    release: Callable[[], None]
 
     def sha256(self) -> str:
         return digest(self.tensors)
@@ -219,11 +220,13 @@ def open_hub(folder: Path, backend: str = "lockstep") -> LlamaWeights:
             located = unpack(located, config, packed)
             hf_config = new_config(config, hf_config)
     companions = [folder / name for name in COMPANION_FILES if (folder / name).is_file()]
+    release = release_nothing
     if isinstance(config, TransformersConfig) and is_converted(located, config):
         tensors, dtype, release = converted_tensors(located, config, folder)
-        return LlamaWeights(folder, config, hf_config, tensors, companions, dtype, release)
-    tensors = match_tensors(located, config, folder)
-    return LlamaWeights(folder, config, hf_config, tensors, companions, dtype_of(tensors))
+    else:
+        tensors = match_tensors(located, config, folder)
+        dtype = dtype_of(tensors)
+    return LlamaWeights(folder, config, hf_config, tensors, companions, dtype, release)
 
 
 def text_tensors(located: Mapping[str, TensorLocation]) -> dict[str, TensorLocation]:

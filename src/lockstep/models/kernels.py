@@ -56,10 +56,7 @@ def add_dropout(residual: Tensor, branch: Tensor, probability: float) -> Tensor:
     if probability == 0.0:
         return residual + branch
     if use_cpu_kernels(branch):
-        added: Tensor = AddDropout.apply(  # type: ignore[no-untyped-call]
-            residual, branch, probability
-        )
-        return added
+        return AddDropout.apply(residual, branch, probability)  # type: ignore[no-untyped-call]
     return residual + F.dropout(branch, probability)
 
 
@@ -98,8 +95,7 @@ def attend(
     if kernel == "sdpa":
         return F.scaled_dot_product_attention(query, key, value, attn_mask=bias.to(query.dtype))
     score = (query * query.shape[-1] ** -0.5) @ key.transpose(-2, -1) + bias  # (B, H, T, S)
-    attended: Tensor = score.softmax(dim=-1) @ value
-    return attended
+    return score.softmax(dim=-1) @ value
 
 
 def attend_packed(
@@ -111,10 +107,7 @@ def attend_packed(
     cross-attention  queries (B, T, 1, H, E) hold the query, others (B, S, 2, H, E) key and value
     """
     if kernel == "plain" and use_cpu_kernels(queries):
-        attended: Tensor = PackedAttention.apply(  # type: ignore[no-untyped-call]
-            queries, others, bias
-        )
-        return attended
+        return PackedAttention.apply(queries, others, bias)  # type: ignore[no-untyped-call]
     parts = [*queries.unbind(2), *(() if others is None else others.unbind(2))]
     query, key, value = (part.transpose(1, 2) for part in parts)  # (B, H, T or S, E)
     return attend(query, key, value, bias, kernel).transpose(1, 2).flatten(2)
@@ -164,8 +157,8 @@ class PackedAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
         own, other, weight = ctx.saved_tensors
-        heads, size = len(weight) // ctx.rows, own.shape[-1]
-        attended_grad = heads_first(grad.unflatten(2, (1, heads, size)), weight.dtype)[0]
+        size = own.shape[-1]
+        (attended_grad,) = heads_first(grad.unflatten(2, (1, -1, size)), weight.dtype)
         own_grad = torch.empty_like(own)
         other_grad = own_grad[1:] if ctx.is_self_attention else torch.empty_like(other)
         with torch.autocast("cpu", enabled=False):

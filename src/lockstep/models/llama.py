@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -45,7 +45,7 @@ def rope_frequencies(config: LlamaConfig, device: torch.device) -> Tensor:
     K  kinds of layers: `config.rope_kinds` has that of each
     """
     pair = torch.arange(0, config.head_dim, 2, device=device).float()  # (E/2,)
-    frequency: Tensor = 1.0 / config.rope_theta ** (pair / config.head_dim)
+    frequency = 1.0 / config.rope_theta ** (pair / config.head_dim)
     scaling = config.rope_scaling
     if scaling is not None:
         frequency = scaled_frequencies(frequency, scaling)
@@ -158,10 +158,10 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | DocumentEnd
     query, key, value = (
         heads.to(mask.dtype).transpose(1, 2).flatten(0, 1) for heads in (query, key, value)
     )  # (B * T, H or G, E)
-    attended = varlen.varlen_attn(
+    attended: Any = varlen.varlen_attn(
         query, key, value, ends, ends, length, length, window_size=(-1, 0), **GROUPED
     )
-    return cast(Tensor, cast(Tensor, attended).unflatten(0, (rows, length)).transpose(1, 2))
+    return attended.unflatten(0, (rows, length)).transpose(1, 2)
 
 
 # -- the model -------------------------------------------------------------------------------------
@@ -193,7 +193,7 @@ class LlamaAttention(nn.Module):
         query = rotary.rotate(self.query_norm(self.split_heads(self.query(states))))  # (B, H, T, E)
         key = rotary.rotate(self.key_norm(self.split_heads(self.key(states))))  # (B, G, T, E)
         value = self.split_heads(self.value(states))
-        return cast(Tensor, self.out(attend(query, key, value, mask).transpose(1, 2).flatten(2)))
+        return self.out(attend(query, key, value, mask).transpose(1, 2).flatten(2))
 
 
 class SwiGLU(nn.Module):
@@ -204,7 +204,7 @@ class SwiGLU(nn.Module):
         self.out = nn.Linear(ffn_dim, dim, bias=False)
 
     def forward(self, states: Tensor) -> Tensor:
-        return cast(Tensor, self.out(F.silu(self.gate(states)) * self.up(states)))
+        return self.out(F.silu(self.gate(states)) * self.up(states))
 
 
 class Layer(nn.Module):
@@ -219,7 +219,7 @@ class Layer(nn.Module):
         self, states: Tensor, rotary: RotaryEmbedding, mask: Tensor | DocumentEnds | None
     ) -> Tensor:
         states = states + self.attention(self.attention_norm(states), rotary, mask)
-        return cast(Tensor, states + self.feed_forward(self.feed_norm(states)))
+        return states + self.feed_forward(self.feed_norm(states))
 
 
 class Llama(StagedModel):

@@ -45,20 +45,20 @@ class LoRALinear(nn.Linear):
             device="meta",
             dtype=inner.weight.dtype,
         )
-        self.weight, self.bias = inner.weight, inner.bias
+        self.weight = inner.weight
+        self.bias = inner.bias
         self.scale = lora.alpha / lora.rank
         self.dropout = lora.dropout
         self.number = number_of(path)
-        self.mask_width, self.columns = inner.in_features, slice(None)
+        self.mask_width = inner.in_features
+        self.columns = slice(None)
         self.lora_down = nn.Parameter(inner.weight.new_empty(lora.rank, inner.in_features))
         self.lora_up = nn.Parameter(inner.weight.new_empty(inner.out_features, lora.rank))
 
     def forward(self, states: Tensor) -> Tensor:
         dropped = self.drop(states) if self.dropout and self.training else states
         narrow = F.linear(dropped, self.lora_down)  # (..., rank)
-        return F.linear(states, self.weight, self.bias) + self.scale * F.linear(
-            narrow, self.lora_up
-        )
+        return super().forward(states) + self.scale * F.linear(narrow, self.lora_up)
 
     def keep_columns(self, start: int, stop: int) -> None:
         """Take these columns of the masks: the layer holds these columns of the weight."""
@@ -71,13 +71,12 @@ class LoRALinear(nn.Linear):
         So masks do not depend on which other layers this worker has, and recomputation repeats
         them.
         """
-        generator = torch.Generator(states.device).manual_seed(
-            splitmix64(torch.initial_seed(), self.number) >> 1
-        )
-        mask = states.new_empty(*states.shape[:-1], self.mask_width).bernoulli_(
-            1 - self.dropout, generator=generator
-        )
-        return states * mask[..., self.columns].div(1 - self.dropout)
+        seed = splitmix64(torch.initial_seed(), self.number) >> 1
+        generator = torch.Generator(states.device).manual_seed(seed)
+        kept = 1 - self.dropout
+        mask = states.new_empty(*states.shape[:-1], self.mask_width)
+        mask.bernoulli_(kept, generator=generator)
+        return states * mask[..., self.columns].div(kept)
 
 
 def add_adapters(model: nn.Module, lora: LoraOptions) -> nn.Module:

@@ -33,10 +33,9 @@ def output_cross_entropy(
     kind = states.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else states.dtype
     with_grad = torch.is_grad_enabled() and (states.requires_grad or weight.requires_grad)
-    loss: Tensor = loss_of_states(
+    return loss_of_states(
         states.flatten(0, -2), weight, labels.flatten(), dtype, smoothing, ignore_index, with_grad
     )[0]
-    return loss
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -77,30 +76,26 @@ def loss_of_states(
     weight it is a multiple of the sum of the weight's rows, times the states one of their sum.
     """
     counted = counted_rows(labels, ignore_index)
-    chosen, used = labels[counted], states[counted]
+    chosen = labels[counted]
     real = (chosen != ignore_index)[:, None]  # (N, 1)
-    used = (used * real).to(dtype)
-    # (V, D), (D,)
-    narrow, row_sum = weight.to(dtype), weight.sum(dim=0, dtype=accumulation_dtype(dtype))
-    total = torch.zeros((), dtype=accumulation_dtype(dtype), device=states.device)
-    used_grad = torch.empty(
-        used.shape if with_grad else (0,), dtype=total.dtype, device=states.device
-    )
-    weight_grad = torch.zeros(
-        weight.shape if with_grad else (0,), dtype=total.dtype, device=states.device
-    )
-    # R: what fits a CPU's cache; enough to fill a GPU.
+    used = (states[counted] * real).to(dtype)
+    narrow = weight.to(dtype)  # (V, D)
+    row_sum = weight.sum(dim=0, dtype=accumulation_dtype(dtype))  # (D,)
+    total = row_sum.new_zeros(())
+    used_grad = row_sum.new_empty(used.shape if with_grad else 0)
+    weight_grad = row_sum.new_zeros(weight.shape if with_grad else 0)
+    # R: what fits a CPU's cache; enough to fill a GPU
     step = 256 if states.device.type == "cpu" else 8192
-    logits = torch.empty(min(step, len(used)), len(weight), dtype=dtype, device=states.device)
+    logits = used.new_empty(min(step, len(used)), len(weight))
     for first in range(0, len(used), step):
         rows = slice(first, first + step)
-        chunk, narrow_logits = used[rows], logits[: len(used) - first]
+        chunk = used[rows]
+        narrow_logits = logits[: len(used) - first]
         torch.mm(chunk, narrow.t(), out=narrow_logits)
         scores = narrow_logits.to(total.dtype)  # (R, V); the same memory unless dtype is narrow
         mean = (chunk.to(total.dtype) @ row_sum)[:, None] / len(weight)
-        total += (
-            row_losses(scores, chosen[rows, None], mean, smoothing, with_grad) * real[rows]
-        ).sum()
+        losses = row_losses(scores, chosen[rows, None], mean, smoothing, with_grad)
+        total += (losses * real[rows]).sum()
         if with_grad and dtype == total.dtype:
             torch.mm(scores, narrow, out=used_grad[rows])
             weight_grad.addmm_(scores.t(), chunk)
@@ -124,20 +119,12 @@ def counted_rows(labels: Tensor, ignore_index: int) -> Tensor | slice:
 
 @loss_of_states.register_fake
 def _(
-    states: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    dtype: torch.dtype,
-    smoothing: float,
-    ignore_index: int,
-    with_grad: bool,
+    states: Tensor, weight: Tensor, labels: Tensor, dtype: torch.dtype, *options: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     total = states.new_empty((), dtype=accumulation_dtype(dtype))
-    return (
-        total,
-        states.new_empty(states.shape if with_grad else (0,)),
-        weight.new_empty(weight.shape if with_grad else (0,)),
-    )
+    if options[-1]:  # with_grad
+        return total, states.new_empty(states.shape), weight.new_empty(weight.shape)
+    return total, states.new_empty(0), weight.new_empty(0)
 
 
 def save_grads(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -200,11 +200,11 @@ class TransformersConfig:
 ModelConfig = LlamaConfig | TransformersConfig
 
 
-def causal_models() -> Mapping[type, type]:
+def causal_models() -> Any:
     """Return the causal language models of `transformers` by the class of their configuration."""
     from transformers import AutoModelForCausalLM  # seconds to import
 
-    return cast(Mapping[type, type], AutoModelForCausalLM._model_mapping)
+    return AutoModelForCausalLM._model_mapping
 
 
 def decode_float(value: dict[str, Any]) -> Any:
@@ -274,9 +274,10 @@ class TransformersModel(nn.Module):
             )
         inputs = inputs_of(tokens, documents)
         if labels is None:
-            return cast(Tensor, self.inner(**inputs).logits)
-        # NaN before a state is loaded.
-        if self.chunked is None and next(self.parameters()).isfinite().all():
+            return self.inner(**inputs).logits
+        if (
+            self.chunked is None and next(self.parameters()).isfinite().all()
+        ):  # NaN before a state is loaded
             self.chunked = self.probe(tokens.device)
         if self.mixed and (self.packing or documents is not None):
             name = type(self.inner).__name__

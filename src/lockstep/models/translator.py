@@ -55,9 +55,7 @@ def sinusoidal_positions(length: int, like: Tensor) -> Tensor:
 
 def mask_bias(hidden: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the bias of attention scores: 0, or -inf where `hidden` is true."""
-    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill(
-        hidden, float("-inf")
-    )
+    return torch.zeros_like(hidden, dtype=dtype).masked_fill(hidden, float("-inf"))
 
 
 def source_bias(source: Tensor, dtype: torch.dtype) -> Tensor:
@@ -69,10 +67,8 @@ def source_bias(source: Tensor, dtype: torch.dtype) -> Tensor:
 def causal_bias(target: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the bias (1, 1, T, T) that hides later tokens of target (B, T)."""
     length = target.shape[1]
-    return mask_bias(
-        torch.ones(length, length, dtype=torch.bool, device=target.device).triu(1)[None, None],
-        dtype,
-    )
+    hidden = torch.ones(length, length, dtype=torch.bool, device=target.device).triu(1)
+    return mask_bias(hidden[None, None], dtype)
 
 
 # -- layers ----------------------------------------------------------------------------------------
@@ -81,7 +77,8 @@ def causal_bias(target: Tensor, dtype: torch.dtype) -> Tensor:
 class MultiHeadAttention(nn.Module):
     def __init__(self, options: ModelOptions) -> None:
         super().__init__()
-        self.n_heads, self.kernel = options.n_heads, cast(AttentionKernel, options.attention)
+        self.n_heads = options.n_heads
+        self.kernel = cast(AttentionKernel, options.attention)
         self.out = nn.Linear(options.dim, options.dim, bias=False)
 
     def split_heads(self, projected: Tensor) -> Tensor:
@@ -91,13 +88,13 @@ class MultiHeadAttention(nn.Module):
 
     def attend(self, queries: Tensor, others: Tensor | None, bias: Tensor) -> Tensor:
         """Return (B, T, D)."""
-        return cast(Tensor, self.out(attend_packed(queries, others, bias, self.kernel)))
+        return self.out(attend_packed(queries, others, bias, self.kernel))
 
     def attend_step(self, query: Tensor, keys_values: Tensor, bias: Tensor) -> Tensor:
         """query (B, H, K, E), keys_values (2, B, H, S, E) -> (B, K, D)."""
         keys, values = keys_values
         attended = attend(query, keys, values, bias, "plain")  # (B, H, K, E)
-        return cast(Tensor, self.out(attended.transpose(1, 2).flatten(2)))
+        return self.out(attended.transpose(1, 2).flatten(2))
 
 
 class SelfAttention(MultiHeadAttention):
@@ -127,7 +124,7 @@ class FeedForward(nn.Module):
         self.out = nn.Linear(options.ffn_dim, options.dim, bias=False)
 
     def forward(self, states: Tensor) -> Tensor:
-        return cast(Tensor, self.out(F.relu(self.up(states), inplace=True)))
+        return self.out(F.relu(self.up(states), inplace=True))
 
 
 class TransformerLayer(nn.Module):
@@ -170,7 +167,8 @@ class DecoderLayer(TransformerLayer):
 
     def step(self, states: Tensor, cache: BeamCache, layer: int, bias: Tensor) -> Tensor:
         """Advance K beams by one position: states (B, K, D), bias (B, 1, K, C * K) -> (B, K, D)."""
-        own, cross = self.self_attention, self.cross_attention
+        own = self.self_attention
+        cross = self.cross_attention
         packed = own.split_heads(own.query_key_value(self.self_norm(states)))  # (B, K, 3, H, E)
         packed = packed.permute(2, 0, 3, 1, 4)  # (3, B, H, K, E)
         written = cache.written[:, layer]  # (2, B, H, C, K, E)
@@ -179,7 +177,7 @@ class DecoderLayer(TransformerLayer):
         query = cross.split_heads(cross.query(self.cross_norm(states)))[:, :, 0].transpose(1, 2)
         memory = cache.memory[:, layer]
         states = states + cross.attend_step(query, memory, cache.memory_bias)
-        return cast(Tensor, states + self.feed_forward(self.feed_norm(states)))
+        return states + self.feed_forward(self.feed_norm(states))
 
 
 @dataclass(frozen=True)
@@ -205,11 +203,12 @@ class BeamCache:
 
     def bias(self, dtype: torch.dtype) -> Tensor:
         """Return (B, 1, K, C * K): hides other beams' tokens and positions not written yet."""
-        beams, capacity = self.ancestors.shape[1:]
+        _, beams, capacity = self.ancestors.shape
         beam = torch.arange(beams, device=self.ancestors.device)
         position = torch.arange(capacity, device=self.ancestors.device)
         other = self.ancestors[..., None] != beam  # (B, K, C, K)
-        return mask_bias((other | (position > self.position)[:, None]).flatten(2)[:, None], dtype)
+        hidden = other | (position > self.position)[:, None]
+        return mask_bias(hidden.flatten(2)[:, None], dtype)
 
     def reorder(self, parents: Tensor) -> None:
         self.ancestors = self.ancestors.gather(1, parents[..., None].expand(-1, -1, self.capacity))
@@ -244,7 +243,9 @@ class Translator(StagedModel):
         self.embedding = nn.Embedding(vocab_size, options.dim)
         self.encoder = nn.ModuleList(EncoderLayer(options) for _ in range(options.encoder_layers))
         self.encoder_norm = nn.LayerNorm(options.dim)
-        self.decoder = nn.ModuleList(DecoderLayer(options) for _ in range(options.decoder_layers))
+        self.decoder: Any = nn.ModuleList(
+            DecoderLayer(options) for _ in range(options.decoder_layers)
+        )
         self.decoder_norm = nn.LayerNorm(options.dim)
 
     def forward(
@@ -281,7 +282,7 @@ class Translator(StagedModel):
         states = self.embed(target)
         for layer in self.decoder:
             states = layer(states, causal, memory)
-        return cast(Tensor, self.decoder_norm(states))
+        return self.decoder_norm(states)
 
     def embed(self, ids: Tensor) -> Tensor:
         """(B, T) -> (B, T, D): scaled embeddings plus positions, with dropout."""
@@ -291,7 +292,7 @@ class Translator(StagedModel):
 
     def new_cache(self, memory: EncodedSource, *, beams: int, capacity: int) -> BeamCache:
         """Return an empty cache for `memory`, with the keys and values of the source computed."""
-        crosses = [cast(DecoderLayer, layer).cross_attention for layer in self.decoder]
+        crosses = [layer.cross_attention for layer in self.decoder]
         projected = [cross.split_heads(cross.key_value(memory.states)) for cross in crosses]
         packed = torch.stack([heads.permute(2, 0, 3, 1, 4) for heads in projected], dim=1)
         both, layers, rows, heads, _, size = packed.shape
@@ -312,7 +313,7 @@ class Translator(StagedModel):
         positions = cache.positions[cache.position]
         states = torch.add(positions, self.embedding(tokens), alpha=self.dim**0.5)  # (B, K, D)
         for i, layer in enumerate(self.decoder):
-            states = cast(DecoderLayer, layer).step(states, cache, i, bias)
+            states = layer.step(states, cache, i, bias)
         cache.position += 1
         return F.linear(self.decoder_norm(states), self.embedding.weight)
 
