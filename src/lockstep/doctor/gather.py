@@ -13,13 +13,13 @@ import subprocess
 import time
 from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from lockstep.agent.hosts import Host
 from lockstep.doctor.findings import HostFacts
 from lockstep.doctor.probes import write_probe
 from lockstep.errors import LockstepError
+from lockstep.runtime.memory import process_memory_limit
 from lockstep.runtime.sockets import interface_with_address
 
 PORTS, PORTS_PER_WORKER = 8, 4  # that are bound at once
@@ -111,34 +111,10 @@ def nvidia_smi() -> list[str]:
 
 
 def limits() -> dict[str, Any]:
-    own_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    memory = [(own_bytes, "this machine"), *cgroup_limits()]
-    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
-    memory += [(soft, "RLIMIT_AS (ulimit -v)")] if soft != resource.RLIM_INFINITY else []
+    size, source = process_memory_limit()
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    size, source = min(memory)
     open_files = files if files >= 0 else 1 << 20
     return {"memory_bytes": size, "memory_source": source, "open_files": open_files}
-
-
-def cgroup_limits(
-    own: Path = Path("/proc/self/cgroup"), top: Path = Path("/sys/fs/cgroup")
-) -> list[tuple[int, str]]:
-    """Return (bytes, file) of the memory limits of this process's control group and its parents."""
-    found = []
-    for line in own.read_text().splitlines() if own.exists() else []:
-        _, controllers, path = line.split(":", 2)
-        if controllers not in ("", "memory"):
-            continue
-        base = top / controllers
-        name = "memory.limit_in_bytes" if controllers else "memory.max"
-        group = base / path.lstrip("/")
-        for folder in (group, *group.parents):
-            file = folder / name
-            if folder.is_relative_to(base) and file.exists():
-                text = file.read_text().strip()
-                found += [(int(text), str(file))] if text.isdecimal() else []
-    return found
 
 
 def form_group(rank: int, size: int, address: str, master: str, port: int) -> str:

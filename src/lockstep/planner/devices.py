@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from dataclasses import dataclass
 from math import inf
@@ -14,6 +13,7 @@ from lockstep.errors import UsageError
 from lockstep.network.moves import Link
 from lockstep.record.step_timer import peak_flops
 from lockstep.runtime.environment import bf16_flag
+from lockstep.runtime.memory import machine_memory
 from lockstep.units import parse_bytes, parse_rate, parse_seconds
 
 EFFICIENCY = 0.4  # of a GPU's peak that training reaches: assumed; `--measure` replaces it
@@ -21,10 +21,8 @@ CPU_FLOPS = {"fp32": 20e9, "bf16": 60e9}  # of one core: assumed
 # Assumed: NVLink; gloo over the loopback device.
 SAME_HOST = {"gpu": Link(20e-6, 100e9), "cpu": Link(100e-6, 1e9)}
 LATENCY_S = 100e-6  # between hosts, if none is given: assumed
-GPUS = (
-    *("A100", "H100", "H200", "B200", "MI300X", "L40S", "L4"),
-    *("A10", "V100", "T4", "P4000", "RTX 4090", "RTX 3090"),
-)
+GPU_NAMES = "A100, H100, H200, B200, MI300X, L40S, L4, A10, V100, T4, P4000, RTX 4090, RTX 3090"
+GPUS = GPU_NAMES.split(", ")
 MAX_DEVICES = 1 << 14
 DEVICES_HINT = "write HOSTSxDEVICES:KIND-MEMORY, such as 4x8:H100-80GB or 2x1:cpu-4GiB"
 OTHER_HINT = (
@@ -119,9 +117,9 @@ def parse_cluster(devices: str, link: str, host_link: str, profile: Path | None)
         raise UsageError(
             f"the device {kind!r} is not known",
             f"--devices {devices}",
-            f"{OTHER_HINT}; known GPUs: {', '.join(GPUS)}",
+            f"{OTHER_HINT}; known GPUs: {GPU_NAMES}",
         )
-    own = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // per_host
+    own = machine_memory() // per_host
     memory = parsed(parse_bytes, match[4], f"--devices {devices}") if match[4] else own
     links = read_profile(profile) if profile else {}
     if link:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -27,6 +26,7 @@ from lockstep.layout import Layout, LayoutLimits, layout_flags
 from lockstep.parallel.plans import plan_of
 from lockstep.record.step_timer import peak_resident_bytes
 from lockstep.runtime.exit_report import error_summary, is_out_of_memory
+from lockstep.runtime.memory import process_memory_limit
 from lockstep.runtime.torch_private import dump_memory_snapshot
 from lockstep.tasks.optim import make_optimizers, state_bytes
 from lockstep.units import format_bytes, format_count
@@ -41,7 +41,6 @@ GATHERED_UNITS = 6
 HEADROOM_FACTOR = 3
 MAX_WORKERS = 64  # of a replica that is proposed
 ADDRESS_SPACE, RESIDENT = 0, 1  # fields of /proc/self/statm
-CGROUP = Path("/sys/fs/cgroup/memory.max")
 
 
 @dataclass(frozen=True)
@@ -103,16 +102,9 @@ class StateSize:
 def memory_limit(device: torch.device) -> tuple[int, str]:
     """Return (bytes, source) of the memory limit of this process."""
     if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory, torch.cuda.get_device_name(
-            device
-        )
-    limits = [(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "this machine")]
-    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if soft != resource.RLIM_INFINITY:
-        limits.append((soft, "RLIMIT_AS (ulimit -v)"))
-    if CGROUP.exists() and (text := CGROUP.read_text().strip()).isdecimal():
-        limits.append((int(text), "its control group (memory.max)"))
-    return min(limits)
+        properties = torch.cuda.get_device_properties(device)
+        return properties.total_memory, properties.name
+    return process_memory_limit()
 
 
 def refuse_too_large(size: StateSize, layout: Layout, device: torch.device) -> None:

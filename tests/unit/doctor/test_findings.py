@@ -10,7 +10,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from lockstep.doctor.findings import Finding, HostFacts, PeerFacts, allows, findings, report
-from lockstep.doctor.gather import cgroup_limits
+from lockstep.runtime.memory import cgroup_limits
 
 FAST = 1e9
 
