@@ -33,6 +33,7 @@ Split = Literal["train", "validation", "test"]
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 PIECE_BYTES = 1 << 20
 ENDS_BYTES = 1 << 16
+HashFiles = Callable[[list[Path]], dict[Path, str]]
 
 
 @dataclass(frozen=True)
@@ -136,9 +137,7 @@ def read(data: config.DataOptions, split: Split, named: str) -> Iterator[Documen
         yield from texts_of(reader.records(data, named, [data.column]), data.column)
 
 
-def source_of(
-    data: config.DataOptions, hashes: Callable[[list[Path]], dict[Path, str]] | None = None
-) -> dict[str, Any]:
+def source_of(data: config.DataOptions, hashes: HashFiles | None = None) -> dict[str, Any]:
     """Return a description of the source, to be compared when a prepared run resumes. Of files:
     names without folders, sizes and hashes. DataError: missing.
 
@@ -170,9 +169,7 @@ def source_of(
     return source | listed
 
 
-def content_of(
-    data: config.DataOptions, hashes: Callable[[list[Path]], dict[Path, str]]
-) -> dict[str, Any] | None:
+def content_of(data: config.DataOptions, hashes: HashFiles) -> dict[str, Any] | None:
     """Return JSON values that differ whenever anything differs that the source gives; None: that
     is unknown. They read all of it. DataError: missing.
 

@@ -27,7 +27,15 @@ import tokenizers
 from lockstep.config.schema import DataOptions, RunConfig, TokenizerOptions
 from lockstep.corpus import cache
 from lockstep.corpus.chat_tokenizer import ChatTokenizer
-from lockstep.corpus.documents import SPLITS, Document, Split, content_of, in_groups, source_of
+from lockstep.corpus.documents import (
+    SPLITS,
+    Document,
+    HashFiles,
+    Split,
+    content_of,
+    in_groups,
+    source_of,
+)
 from lockstep.corpus.token_stream import SHARD_TOKENS, TokenStream, TokenStreamWriter
 from lockstep.corpus.tokenizer import Tokenizer
 from lockstep.data.manifest import (
@@ -37,10 +45,9 @@ from lockstep.data.manifest import (
     open_manifest,
     read_manifest,
     verify_files,
-    write_manifest,
 )
 from lockstep.errors import DataError
-from lockstep.files import open_unpublished, publish, remove_unpublished, sha256_file
+from lockstep.files import open_unpublished, publish, remove_unpublished
 from lockstep.log import announcing, log
 from lockstep.runtime.sources import fingerprint
 from lockstep.units import format_bytes, format_count
@@ -181,7 +188,7 @@ def prepare_once(
     digests: FileDigests,
     *,
     model: Any = None,
-    hashes: Callable[[list[Path]], dict[Path, str]] | None = None,
+    hashes: HashFiles | None = None,
 ) -> dict[str, Any] | None:
     """For rank 0: prepare data in `folders`, or take what another run has prepared from the same
     content. If data is there, only compare the settings. DataError.
@@ -226,34 +233,6 @@ def settings_of(run: RunConfig) -> dict[str, Any]:
     if run.task == "sft":
         keys += ["batch.seq_len", "data.truncation"]
     return {key: attrgetter(key)(run) for key in keys}
-
-
-def write_streams(
-    run: RunConfig,
-    folder: Path,
-    settings: dict[str, Any],
-    tokenizer: ChatTokenizer,
-    samples: Iterable[Sample],
-    dropped: Counter[str],
-    digests: FileDigests,
-) -> list[Path]:
-    """For rank 0: write the streams under `folder`, and the manifest last. Return the files, and
-    those of the tokenizer.
-
-    dropped  samples dropped until then, by reason
-    DataError: the source cannot be read, or a split is empty.
-    """
-    size = tokenizer.inner.get_vocab_size(with_added_tokens=True)
-    with announcing(f"encoding the {'chats' if run.task == 'sft' else 'documents'}"):
-        files, report = write_samples(folder, samples, size, has_loss_mask=run.task == "sft")
-    refuse_empty_split(run, report, dropped)
-    report["left_out"] = dropped
-    log_report(report)
-    sha256 = sha256_file(tokenizer.folder / "tokenizer.json")
-    manifest = write_manifest(
-        folder, files, digests, tokenizer=sha256, asked=settings, report=report
-    )
-    return [*sorted(tokenizer.folder.iterdir()), *files, manifest]
 
 
 def log_report(report: dict[str, Any]) -> None:

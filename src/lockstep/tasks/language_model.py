@@ -42,7 +42,13 @@ from lockstep.corpus.loaders import (
 from lockstep.corpus.prepared import PreparedText
 from lockstep.corpus.token_stream import TokenStream
 from lockstep.corpus.tokenizer import CHAT_SPECIALS, CHAT_TEMPLATE
-from lockstep.data.manifest import MANIFEST, NOT_SHARED, FileDigests, verify_files
+from lockstep.data.manifest import (
+    MANIFEST,
+    NOT_SHARED,
+    FileDigests,
+    verify_files,
+    write_manifest,
+)
 from lockstep.data.order import UniformOrder
 from lockstep.elastic.collectives import assert_equal_on_all_ranks, run_in_run_folder
 from lockstep.elastic.runtime import ElasticRuntime
@@ -55,7 +61,7 @@ from lockstep.generation.sampling import (
     sample_tokens,
     stream_continuations,
 )
-from lockstep.log import log
+from lockstep.log import announcing, log
 from lockstep.models.hub import LlamaWeights, copy_files
 from lockstep.models.llama import Llama
 from lockstep.models.llama_config import LLAMA_CONFIGS, LlamaConfig
@@ -235,15 +241,23 @@ def prepare(
             data.train_tokenizer(run.tokenizer, texts(), folder / TOKENIZER)
         tokenizer = tokenizer_of(folder, start)
         dropped: Counter[str] = Counter()
-        return data.write_streams(
-            run,
-            folders["data"],
-            settings,
-            tokenizer,
-            samples(tokenizer, dropped),
-            dropped,
-            digests,
-        )
+        with announcing(f"encoding the {'chats' if run.task == 'sft' else 'documents'}"):
+            files, report = data.write_samples(
+                folders["data"],
+                samples(tokenizer, dropped),
+                tokenizer.inner.get_vocab_size(with_added_tokens=True),
+                has_loss_mask=run.task == "sft",
+            )
+        data.refuse_empty_split(run, report, dropped)
+        report["left_out"] = dropped
+        data.log_report(report)
+        facts = {
+            "tokenizer": sha256_file(tokenizer.folder / "tokenizer.json"),
+            "asked": settings,
+            "report": report,
+        }
+        manifest = write_manifest(folders["data"], files, digests, **facts)
+        return [*sorted(tokenizer.folder.iterdir()), *files, manifest]
 
     report = data.prepare_once(folders, run.data, settings, write, digests, model=model)
     if report:
