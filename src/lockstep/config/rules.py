@@ -89,6 +89,11 @@ task=sft -> data.kind!=chat|drills
 task=pretrain|sft -> tokenizer.kind tokenizer.lowercase
     remove these values: the tokenizer is byte-level BPE
     a Llama's tokenizer keeps every byte of a text
+data.kind=cldr -> data.train data.validation data.test data.dataset data.subset
+    set data.kind to files or huggingface
+    the pairs are generated
+data.kind=files -> data.dataset data.subset
+    set data.kind to huggingface
 evaluate.every_steps -> task=translate layout.pipeline
     remove it; lockstep launch --with-evaluator scores each checkpoint
 optim.kind -> optim.fused memory.optimizer_state memory.weights memory.offload

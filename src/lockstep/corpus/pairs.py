@@ -24,17 +24,10 @@ from lockstep.config import schema as config
 from lockstep.corpus import cldr
 from lockstep.corpus.documents import SPLITS
 from lockstep.corpus.files import read_lines, records_of
-from lockstep.errors import ConfigError, DataError
+from lockstep.errors import DataError
 from lockstep.units import shorten
 
 Pairs = list[tuple[str, str]]
-
-# The data options with paths or names that each kind reads. Other ones are refused.
-FIELDS = {
-    "cldr": (),
-    "files": ("train", "validation", "test"),
-    "huggingface": ("train", "validation", "test", "dataset", "subset"),
-}
 
 
 @dataclass(frozen=True)
@@ -46,7 +39,6 @@ class Corpus:
 
 
 def read_corpus(data: config.DataOptions) -> Corpus:
-    refuse_unused_options(data)
     splits, left_out = read_splits(data)
     dropped = Counter(left_out)
     read = sum(map(len, splits.values())) + dropped.total()
@@ -215,20 +207,8 @@ def hold_out(pairs: Pairs, size: int, *, parts: int, where: str) -> list[Pairs]:
     return splits
 
 
-def refuse_unused_options(data: config.DataOptions) -> None:
-    for name in FIELDS["huggingface"]:
-        if name in FIELDS[data.kind] or not getattr(data, name):
-            continue
-        kinds = [kind for kind, fields in FIELDS.items() if name in fields]
-        raise ConfigError(
-            f"data.kind={data.kind} does not read data.{name}",
-            describe_source(data),
-            f"set data.kind to {' or '.join(kinds)}",
-        )
-
-
 def describe_source(data: config.DataOptions) -> str:
-    names = ("kind", "source", "target", *FIELDS[data.kind])
+    names = ("kind", "source", "target", *SPLITS, "dataset", "subset")
     values = {name: getattr(data, name) for name in names}
     return " ".join(
         f"data.{name}={value if isinstance(value, str) else ','.join(value)}"

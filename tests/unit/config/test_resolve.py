@@ -64,6 +64,11 @@ def test_a_flag_beats_the_environment_beats_the_file_beats_the_default(tmp_path:
         ({"model.n_heads": "5"}, ["model.dim=128", "model.n_heads=5", "try model.n_heads=4"]),
         ({"optim.schedule": "square"}, ["optim.schedule = 'square'", "'linear'"]),
         ({"data.kind": "files"}, ["data.train, which is empty", 'try data.train=["train.en.gz"']),
+        ({"data.train": "a,b"}, ["data.kind=cldr", "not support data.train", "data.kind to files"]),
+        (
+            {"data.kind": "files", "data.train": "a,b", "data.dataset": "x"},
+            ["data.kind=files does not support data.dataset=x", "huggingface"],
+        ),
         (
             {"optim.lr": "1", "model.dropout": "x"},
             ["2 invalid values", "unknown key 'optim.lr'", "model.dropout = 'x'"],

@@ -78,11 +78,12 @@ def test_compilation_without_a_compiler_is_refused(monkeypatch: pytest.MonkeyPat
 
 
 def test_all_values_are_shared_except_logging_and_timeouts() -> None:
-    shared = shared_values(resolve(None, {"steps": "80", "data.train": "a,b"}).run)
+    flags = {"steps": "80", "data.kind": "files", "data.train": "a,b"}
+    shared = shared_values(resolve(None, flags).run)
     assert (shared["steps"], shared["data.train"], shared["data.kind"]) == (
         "80",
         '["a", "b"]',
-        "cldr",
+        "files",
     )
     each_host = {key for key in config_fields() if key not in shared}
     assert {key.partition(".")[0] for key in each_host} == {

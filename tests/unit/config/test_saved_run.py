@@ -30,7 +30,7 @@ def test_a_run_folder_of_another_format_is_refused(tmp_path: Path, number: int |
 
 def test_a_saved_run_is_read_back_and_a_damaged_one_refused(tmp_path: Path) -> None:
     assert read_run(tmp_path) is None
-    resolved = resolve(None, {"seed": "3", "data.train": "a,b"})
+    resolved = resolve(None, {"seed": "3", "data.kind": "files", "data.train": "a,b"})
     write_run(tmp_path, resolved)
     assert read_run(tmp_path) == resolved
     path = tmp_path / "run.json"

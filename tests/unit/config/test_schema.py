@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lockstep.config.resolve import resolve
-from lockstep.config.schema import RunConfig, config_fields
+from lockstep.config.schema import RunConfig, config_fields, parse_value
 from lockstep.errors import ConfigError
 
 
@@ -29,7 +29,7 @@ def test_a_list_is_parsed_with_commas_and_as_an_array() -> None:
         ("[ab]*.txt", ("[ab]*.txt",)),
         ("", ()),
     ):
-        assert resolve(None, {"data.train": text}).run.data.train == read
+        assert parse_value("data.train", text, "a test") == read
     for text in ("a,,b", '["a"'):
         with pytest.raises(ConfigError, match=r"data\.train"):
-            resolve(None, {"data.train": text})
+            parse_value("data.train", text, "a test")

@@ -206,19 +206,6 @@ def test_bad_tsv_is_refused_with_its_line(tmp_path: Path) -> None:
     )
 
 
-def test_a_field_that_the_kind_does_not_use_is_refused(tmp_path: Path) -> None:
-    refused(
-        DataOptions(train=two_files(tmp_path)),
-        "data.kind=cldr",
-        "data.train",
-        "files",
-        kind=ConfigError,
-    )
-    refused(
-        files(*two_files(tmp_path), dataset="x"), "data.dataset", "huggingface", kind=ConfigError
-    )
-
-
 # Held-out pairs.
 
 
