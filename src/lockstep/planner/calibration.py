@@ -24,16 +24,15 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]  # public 
 from lockstep.config.schema import RunConfig
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import UsageError
-from lockstep.layout import Coordinates, Layout
+from lockstep.layout import Layout
 from lockstep.parallel.build_replica import build_replica
 from lockstep.parallel.deferred_init import materialize
 from lockstep.parallel.digest import digest_of
 from lockstep.parallel.grad_norm import commit_gradient
 from lockstep.parallel.groups import ProcessGroups
 from lockstep.parallel.ordered_sum import start_exchange
-from lockstep.parallel.parallelize import parallelize
+from lockstep.parallel.parallelize import LocalModel, parallelize
 from lockstep.parallel.plans import StagedModel, find_units, plan_of
-from lockstep.parallel.replica import Replica
 from lockstep.parallel.tensor_parallel import apply_tensor_parallel
 from lockstep.planner.count_model import kind_of, make_module, run_cost, shorten, total
 from lockstep.planner.model_cost import ModelCost
@@ -42,7 +41,7 @@ from lockstep.runtime.device import select_device
 from lockstep.runtime.process_group import group_timeout, init_default_group
 from lockstep.runtime.sockets import interface_with_address, reserve_port
 from lockstep.runtime.work import wait_for
-from lockstep.tasks.open import Task, open_task
+from lockstep.tasks.open import open_task
 from lockstep.tasks.optim import make_optimizers
 
 PROCESSES = get_context("forkserver")  # forked from one that has imported this module
@@ -52,6 +51,62 @@ STEPS = 4  # whose micro-batches are timed
 MESSAGES, MESSAGE_BYTES = 33, 4_000_000
 REPEATS = 4  # of each; the first is not counted, of the others the median
 MEASURED_PARAMETERS = 1_000_000_000  # a larger model is timed with two layers of each kind
+
+
+class Workbench:
+    """What is timed: the model of a run, and the micro-batches of its first steps."""
+
+    def __init__(self, run: RunConfig, folder: Path, runtime: ElasticRuntime) -> None:
+        self.run = run
+        self.device = runtime.world.device
+        self.task = open_task(run, folder, runtime)
+        numbers = product(range(STEPS), range(run.batch.micro_batches))
+        self.batches = [self.task.loader.micro_batch(step, k) for step, k in numbers]
+
+    def cost(self) -> ModelCost:
+        """Return the cost over the largest of the micro-batches."""
+        names = ["source", "target"] if self.run.task == "translate" else ["tokens"]
+        inputs = [[getattr(batch, name) for name in names] for batch in self.batches]
+        largest = max(inputs, key=lambda tensors: tensors[-1].numel())
+        build = cast(Callable[[], StagedModel], self.task.meta_model)
+        return run_cost(self.run, build, [tensor.shape for tensor in largest])
+
+    def rank_model(self, tensor: int = 1) -> nn.Module:
+        """Return what one rank of `tensor` computes, with random weights, without activation
+        checkpointing."""
+        model = self.task.meta_model()
+        if sum(p.numel() for p in model.parameters()) > MEASURED_PARAMETERS:
+            shorten(model)
+        plan = plan_of(model)
+        if tensor > 1:
+            groups = ProcessGroups(Layout(tensor=tensor))
+            apply_tensor_parallel(model, plan.within(model), groups, 0, tensor)
+        return materialize(model, self.device, lambda _, shape: torch.randn(shape) * 0.02).train()
+
+    def sharded_model(self, layout: Layout, rank: int) -> LocalModel:
+        place = layout.coordinates(rank)
+        return parallelize(self.rank_model(), layout, place, None, self.device)
+
+    def time_beside_passes(self, local: nn.Module | LocalModel, model: nn.Module) -> float:
+        """Return the seconds that a worker with `local` takes for a micro-batch beside the passes
+        of `model`. Collective."""
+        size = self.run.batch.micro_batches
+        own = list[int]()  # micro-batches of this worker
+        with build_replica(local, micro_batches=size, init_sync=False) as replica:
+
+            def once(step: int, batches: Sequence[Any], whole: bool) -> float:
+                start_s = time.perf_counter()
+                for k in replica.micro_batches(step) if whole else own:
+                    loss = self.task.loss(replica if whole else model, batches[k])
+                    (replica.backward if whole else Tensor.backward)(loss)
+                own[:] = replica.own_leaves
+                return time.perf_counter() - start_s
+
+            differences = []
+            for number in range(2 * STEPS):
+                of_step = self.batches[number % STEPS * size :][:size]
+                differences.append(once(number, of_step, True) - once(number, of_step, False))
+        return max(0.0, median(differences[2:]) / len(own))
 
 
 def calibrate(
@@ -72,28 +127,21 @@ def calibrate(
                 "--devices, --measure",
                 f"remove --measure, or run it on a machine with {kind}",
             )
-        task = open_task(run, folder, runtime)
-        batches = micro_batches(task, run)
+        bench = Workbench(run, folder, runtime)
+        precision = run.compute.precision
         passes: dict[tuple[str, int], tuple[float, float]] = {}
         for tensor in sorted({1, *tensor_sizes}, reverse=True):
-            model = rank_model(task, tensor, device)
+            model = bench.rank_model(tensor)
             stopwatch = PassStopwatch(model, plan_of(model).within(model).units)
-            measured = stopwatch.time(partial(task.loss, model), run.compute.precision, batches)
+            measured = stopwatch.time(partial(bench.task.loss, model), precision, bench.batches)
             passes |= {(kind, tensor): seconds for kind, seconds in measured.items()}
         parameters = sum(p.numel() for p in model.parameters())
-        with build_replica(
-            model, micro_batches=run.batch.micro_batches, init_sync=False
-        ) as replica:
-            accumulate_s = time_beside_passes(replica, model, task, run, batches)
+        accumulate_s = bench.time_beside_passes(model, model)
         timing = ASSUMED[device.type]
         if device.type == "cpu":
-            local = parallelize(
-                rank_model(task, 1, device), Layout(), Coordinates(0, 0, 0, 0), None, device
-            )
-            with build_replica(local, micro_batches=run.batch.micro_batches) as sharded:
-                copy_s = time_beside_passes(sharded, model, task, run, batches) / parameters
-            timing = replace(timing, copy_s=copy_s)
-        return cost_of(task, run, batches), replace(
+            copied_s = bench.time_beside_passes(bench.sharded_model(Layout(), 0), model)
+            timing = replace(timing, copy_s=copied_s / parameters)
+        return bench.cost(), replace(
             timing,
             passes=passes,
             update_s=time_update(model, run) / parameters,
@@ -121,12 +169,6 @@ def own_timing(spelled: str, run: RunConfig) -> Timing:
     return timing if device.type == "cuda" else replace(timing, message_s=time_messages())
 
 
-def micro_batches(task: Task, run: RunConfig) -> list[Any]:
-    """Return those of the first steps."""
-    numbers = product(range(STEPS), range(run.batch.micro_batches))
-    return [task.loader.micro_batch(step, k) for step, k in numbers]
-
-
 def calibrate_together(
     run: RunConfig, folder: Path, kind: str, tensor_sizes: Sequence[int], processes: int
 ) -> tuple[ModelCost, Timing]:
@@ -144,30 +186,6 @@ def calibrate_together(
     if run.batch.micro_batches > 1:
         timing = replace(timing, exchange_s=time_exchanges(run, folder, timing))
     return model, timing
-
-
-def cost_of(task: Task, run: RunConfig, batches: Sequence[Any]) -> ModelCost:
-    """Return the cost over the largest of the micro-batches."""
-    names = ["source", "target"] if run.task == "translate" else ["tokens"]
-    inputs = [[getattr(batch, name) for name in names] for batch in batches]
-    largest = max(inputs, key=lambda tensors: tensors[-1].numel())
-    return run_cost(
-        run, cast(Callable[[], StagedModel], task.meta_model), [tensor.shape for tensor in largest]
-    )
-
-
-def rank_model(task: Task, tensor: int, device: torch.device) -> nn.Module:
-    """Return what one rank of `tensor` computes, with random weights, without activation
-    checkpointing."""
-    model = task.meta_model()
-    if sum(p.numel() for p in model.parameters()) > MEASURED_PARAMETERS:
-        shorten(model)
-    plan = plan_of(model)
-    if tensor > 1:
-        apply_tensor_parallel(
-            model, plan.within(model), ProcessGroups(Layout(tensor=tensor)), 0, tensor
-        )
-    return materialize(model, device, lambda _, shape: torch.randn(shape) * 0.02).train()
 
 
 class PassStopwatch:
@@ -246,33 +264,6 @@ class PassStopwatch:
             first.register_hook(partial(self._stamp, name, event))
 
 
-def time_beside_passes(
-    replica: Replica,
-    model: nn.Module,
-    task: Task,
-    run: RunConfig,
-    batches: Sequence[Any],
-) -> float:
-    """Return the seconds that a worker of `replica` takes for a micro-batch beside the passes of
-    `model`. Collective."""
-    own = list[int]()  # micro-batches of this worker
-
-    def once(step: int, batches: Sequence[Any], whole: bool) -> float:
-        start_s = time.perf_counter()
-        for k in replica.micro_batches(step) if whole else own:
-            loss = task.loss(replica if whole else model, batches[k])
-            (replica.backward if whole else Tensor.backward)(loss)
-        own[:] = replica.own_leaves
-        return time.perf_counter() - start_s
-
-    steps, size = len(batches) // run.batch.micro_batches, run.batch.micro_batches
-    differences = []
-    for number in range(2 * steps):
-        of_step = batches[number % steps * size :][:size]
-        differences.append(once(number, of_step, True) - once(number, of_step, False))
-    return max(0.0, median(differences[2:]) / len(own))
-
-
 def time_messages() -> float:
     """Return the seconds of a core that a worker takes to send a byte to another process of this
     machine and to receive one."""
@@ -316,19 +307,13 @@ def time_shards(run: RunConfig, folder: Path, timing: Timing, rank: int, port: i
         | {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
     )
     with ElasticRuntime.join(threads=run.compute.num_threads) as runtime:
-        device, layout = runtime.world.device, Layout(shard=2)
-        task = open_task(run, folder, runtime)
-        batches = micro_batches(task, run)
-        model = rank_model(task, 1, device)
-        parameters = sum(p.numel() for p in model.parameters())
-        local = parallelize(
-            rank_model(task, 1, device), layout, layout.coordinates(rank), None, device
-        )
-        with build_replica(local, micro_batches=run.batch.micro_batches) as replica:
-            beside_s = (
-                time_beside_passes(replica, model, task, run, batches) - timing.copy_s * parameters
-            )
+        bench = Workbench(run, folder, runtime)
+        model = bench.rank_model()
+        local = bench.sharded_model(Layout(shard=2), rank)
+        beside_s = bench.time_beside_passes(local, model)
+    parameters = sum(p.numel() for p in model.parameters())
     exchanges = 3 * len(local.fsdp_units) - 1  # the root is gathered once in a pass
+    beside_s -= timing.copy_s * parameters
     return max(0.0, beside_s - timing.message_s * 3 * 4 * parameters / 2) / exchanges
 
 

@@ -31,7 +31,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from lockstep.config.schema import RunConfig
 from lockstep.errors import LockstepError, UsageError
 from lockstep.layout import Layout
-from lockstep.models.translator import translator_on_meta
 from lockstep.parallel.activation_checkpoint import SAVED_OPS
 from lockstep.parallel.groups import ProcessGroups
 from lockstep.parallel.plans import HasPlan, ParallelPlan, StagedModel, find_units, plan_of
@@ -40,7 +39,7 @@ from lockstep.planner.model_cost import CHECKPOINT_MODES, Amount, Mode, ModelCos
 from lockstep.runtime.exit_report import error_summary
 from lockstep.runtime.sources import load_function
 from lockstep.runtime.torch_private import FakeTensorMode, tree_iter
-from lockstep.tasks.layout_limits import llama_config
+from lockstep.tasks.layout_limits import built_in_model
 from lockstep.tasks.optim import make_optimizers, state_bytes
 from lockstep.training.model_flops import OperationCounter
 
@@ -55,11 +54,10 @@ MakeModel = Callable[[], tuple[nn.Module, tuple[Any, ...]]]
 def planned_cost(run: RunConfig) -> ModelCost:
     """Return the cost of the run's model, with rows of an assumed length for sentence pairs.
     UsageError for a model that the planner does not know."""
-    vocabulary = run.tokenizer.vocab_size
+    build = partial(built_in_model, run, run.tokenizer.vocab_size)
     if run.task == "translate":
         length = min(PAIR_TOKENS, run.data.max_tokens)
         shape = (max(1, run.batch.tokens // length), length)
-        build = partial(translator_on_meta, run.model, vocabulary, "cpu", length)
         return run_cost(run, build, [shape, shape])
     if run.lora.rank or run.llama.backend == "transformers":
         raise UsageError(
@@ -68,12 +66,8 @@ def planned_cost(run: RunConfig) -> ModelCost:
             "plan a function that makes the model, "
             "FILE.py:FUNCTION (docs/planning.md), or plan without them: an upper bound",
         )
-    config = llama_config(run)
-    if not run.llama.init_from:
-        config = replace(config, vocab_size=vocabulary)
-    return run_cost(
-        run, config.meta_model, [(run.batch.tokens // run.batch.seq_len, run.batch.seq_len)]
-    )
+    rows = run.batch.tokens // run.batch.seq_len
+    return run_cost(run, build, [(rows, run.batch.seq_len)])
 
 
 def run_cost(

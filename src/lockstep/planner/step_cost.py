@@ -76,13 +76,16 @@ def timing_from_flops(model: ModelCost, flops: float, device_type: str, source: 
 
 def mean_timing(timings: Sequence[Timing]) -> Timing:
     """Return the mean of timings of the same parts."""
-    passes = {
-        key: (fmean(t.passes[key][0] for t in timings), fmean(t.passes[key][1] for t in timings))
-        for key in timings[0].passes
+    passes = {}
+    first = timings[0]
+    means: dict[str, Any] = {
+        name: fmean(getattr(timing, name) for timing in timings)
+        for name in vars(first).keys() - {"passes", "source"}
     }
-    names = ("update_s", "copy_s", "message_s", "exchange_s", "accumulate_s")
-    means = {name: fmean(getattr(t, name) for t in timings) for name in names}
-    return Timing(passes, source=timings[0].source, **means)
+    for key in first.passes:
+        forward_s, backward_s = zip(*(timing.passes[key] for timing in timings), strict=True)
+        passes[key] = fmean(forward_s), fmean(backward_s)
+    return replace(first, passes=passes, **means)
 
 
 @dataclass(frozen=True)
@@ -133,8 +136,10 @@ class Timeline:
 
     def send(self, seconds: float) -> float:
         """Queue a transfer; return when it is done."""
-        self.port_s = max(self.port_s, self.now_s) + seconds if seconds else self.port_s
-        return max(self.port_s, self.now_s) if seconds else self.now_s
+        if not seconds:
+            return self.now_s
+        self.port_s = max(self.port_s, self.now_s) + seconds
+        return self.port_s
 
 
 @dataclass(frozen=True)
@@ -168,9 +173,13 @@ def step_cost(work: Workload, layout: Layout) -> StepCost:
         total_s, idle_s = pipeline_seconds(work, stages, passes)
         bubble_s = idle_s - compute_s
         exposed_s = max(0.0, total_s - compute_s - bubble_s)
-    sent = max(stage.sent_bytes(passes) for stage in stages)
-    update_s = max(stage.update_s for stage in stages)
-    return StepCost(compute_s, exposed_s, bubble_s, update_s, sent)
+    return StepCost(
+        compute_s,
+        exposed_s,
+        bubble_s,
+        update_s=max(stage.update_s for stage in stages),
+        sent_bytes=max(stage.sent_bytes(passes) for stage in stages),
+    )
 
 
 def pipeline_seconds(work: Workload, stages: Sequence[Stage], passes: int) -> tuple[float, float]:

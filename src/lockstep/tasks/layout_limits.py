@@ -11,7 +11,7 @@ from lockstep.layout import LayoutLimits
 from lockstep.models.llama_config import LLAMA_CONFIGS, LlamaConfig
 
 if TYPE_CHECKING:
-    from torch import nn
+    from lockstep.parallel.plans import StagedModel
 
 
 def layout_limits(run: RunConfig) -> LayoutLimits:
@@ -55,14 +55,21 @@ def llama_config(run: RunConfig) -> LlamaConfig:
     return cast("LlamaConfig", config)
 
 
-def smallest_model(run: RunConfig) -> nn.Module | None:
-    """Return the run's model on the meta device with a vocabulary of one word, which is as large as
-    the prepared data otherwise; None: its size is known when its folder is read."""
+def built_in_model(run: RunConfig, vocab_size: int) -> StagedModel:
+    """Return the run's model on the meta device, a new one with this vocabulary."""
     from lockstep.models.translator import translator_on_meta  # loads torch
 
     if run.task == "translate":
-        return translator_on_meta(run.model, 1, "cpu", 1)
+        return translator_on_meta(run.model, vocab_size, "cpu", 1)
+    config = llama_config(run)
+    if not run.llama.init_from:
+        config = replace(config, vocab_size=vocab_size)
+    return config.meta_model()
+
+
+def smallest_model(run: RunConfig) -> StagedModel | None:
+    """Return the run's model on the meta device, a new one with a vocabulary of one word, which is
+    as large as the prepared data otherwise; None: its size is known when its folder is read."""
     if run.llama.backend == "transformers":
         return None
-    model = replace(llama_config(run), vocab_size=1).meta_model()
-    return model.requires_grad_(not run.lora.rank)
+    return built_in_model(run, 1).requires_grad_(not run.lora.rank)
