@@ -7,20 +7,17 @@ start                run a script by itself, with the values of the command line
 open_pairs, open_rows, open_learners_data        data and model of a run: tasks/
 make_optimizers      of the section [optim]; with set_learning_rate and learning_rate
 update_average, averaged_weights                 a moving average of the weights
-held_out_batches, mean_loss, loss_and_perplexity, validation_line   validation in the loop
+Validation           the validation loss in the loop, its best step, early stopping
 evaluate_at_end      scores on held-out data, and samples
 """
 
 from lockstep.recipes.parts import (
+    Validation,
     evaluate_at_end,
-    held_out_batches,
-    loss_and_perplexity,
     make_optimizers,
-    mean_loss,
     open_learners_data,
     open_pairs,
     open_rows,
-    validation_line,
 )
 from lockstep.recipes.run import RecipeRun
 from lockstep.recipes.script import start
@@ -33,18 +30,15 @@ from lockstep.tasks.optim import (
 
 __all__ = [
     "RecipeRun",
+    "Validation",
     "averaged_weights",
     "evaluate_at_end",
-    "held_out_batches",
     "learning_rate",
-    "loss_and_perplexity",
     "make_optimizers",
-    "mean_loss",
     "open_learners_data",
     "open_pairs",
     "open_rows",
     "set_learning_rate",
     "start",
     "update_average",
-    "validation_line",
 ]

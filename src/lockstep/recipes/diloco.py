@@ -13,7 +13,6 @@ import math
 
 import torch
 
-import lockstep
 from lockstep import recipes
 
 
@@ -22,7 +21,7 @@ def main(run: recipes.RecipeRun) -> None:
     diloco = config.diloco
     # Sentence pairs, documents or chats, and their model without memory.
     data = recipes.open_learners_data(run)
-    held_out = recipes.held_out_batches(run, data)
+    validation = recipes.Validation(run, data)
     model = data.meta_model()
     inner = recipes.make_optimizers(run, model)
     outer = torch.optim.SGD(
@@ -37,9 +36,7 @@ def main(run: recipes.RecipeRun) -> None:
         model, outer = run.prepare(session, model, outer)
         learners = session.learners(*inner, count=diloco.learners, steps=diloco.every)
         loader = session.loader(data.loader)
-        best = lockstep.Best()
-        stopping = lockstep.EarlyStopping(config.evaluate.patience or math.inf)
-        session.state(best=best, stopping=stopping)
+        session.state(best=validation.best, stopping=validation.stopping)
 
         for step in session.steps(config.steps):  # 0, 50, 100, ...
             for inner_step in learners(step):
@@ -59,13 +56,9 @@ def main(run: recipes.RecipeRun) -> None:
             epoch = data.loader.order.epoch(steps)
             session.log(step, norm=norm, learning_rate=rate, epoch=epoch)
 
-            if held_out and steps % config.evaluate.every_steps == 0:
+            if validation.is_due(steps):
                 with recipes.averaged_weights([outer]):
-                    loss = recipes.mean_loss(session, model, held_out)
-                best.update(step, loss)
-                stopping.update(loss)
-                session.log(step, **recipes.loss_and_perplexity(loss))
-                session.print(recipes.validation_line(steps, loss, best, stopping))
+                    validation.score(session, model, step, steps)
 
     recipes.evaluate_at_end(run)
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 
-import lockstep
 from lockstep import recipes
 
 
@@ -19,7 +18,7 @@ def main(run: recipes.RecipeRun) -> None:
     config = run.config
     # Rows of batch.seq_len tokens: documents one after the other, or whole chats, packed.
     rows = recipes.open_rows(run)
-    held_out = recipes.held_out_batches(run, rows)
+    validation = recipes.Validation(run, rows)
 
     # A model on the meta device, without memory. `prepare` gives it to each worker, whole or in
     # slices, with its initial weights or those of llama.init_from.
@@ -29,9 +28,7 @@ def main(run: recipes.RecipeRun) -> None:
     with run.session() as session:
         model, *optimizers = run.prepare(session, model, *optimizers)
         loader = session.loader(rows.loader)
-        best = lockstep.Best()
-        stopping = lockstep.EarlyStopping(config.evaluate.patience or math.inf)
-        session.state(best=best, stopping=stopping)
+        session.state(best=validation.best, stopping=validation.stopping)
 
         for step in session.steps(config.steps):
             for batch in loader(step):
@@ -49,13 +46,9 @@ def main(run: recipes.RecipeRun) -> None:
             epoch = rows.loader.order.epoch(step + 1)
             session.log(step, norm=norm, learning_rate=rate, epoch=epoch)
 
-            if held_out and (step + 1) % config.evaluate.every_steps == 0:
+            if validation.is_due(step + 1):
                 with recipes.averaged_weights(optimizers):  # if there are averages
-                    loss = recipes.mean_loss(session, model, held_out)
-                best.update(step, loss)
-                stopping.update(loss)
-                session.log(step, **recipes.loss_and_perplexity(loss))
-                session.print(recipes.validation_line(step + 1, loss, best, stopping))
+                    validation.score(session, model, step, step + 1)
 
     # The last checkpoint: scores and samples, and the command that uses it.
     recipes.evaluate_at_end(run)

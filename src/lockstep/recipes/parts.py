@@ -63,52 +63,55 @@ def make_optimizers(run: RecipeRun, model: nn.Module) -> list[torch.optim.Optimi
     return optim.make_optimizers(model, run.config.optim, run.config.memory, on_gpu=on_gpu)
 
 
-def held_out_batches(run: RecipeRun, task: Task) -> HeldOutBatches | None:
-    """Return the validation split in batches; None if the run does not validate.
+class Validation:
+    """The validation split of a run, scored every evaluate.every_steps steps.
 
+    best, stopping  for session.state: the best step, and the early stop of evaluate.patience
     UsageError: it has no validation split.
     """
-    config = run.config
-    if not config.evaluate.every_steps:
-        return None
-    assert isinstance(task, LanguageModelTask)  # evaluate.every_steps is refused otherwise
-    rows = max(1, config.batch.tokens // task.length)
-    batches = HeldOutBatches(held_out_rows(config, task.validation), rows)
-    if not len(batches):
-        hint = (
-            "give data.validation, or a data.held_out_share above 0; or remove evaluate.every_steps"
-        )
-        what = "the run has no validation split to evaluate"
-        raise UsageError(what, "evaluate.every_steps", hint)
-    return batches
 
+    def __init__(self, run: RecipeRun, task: Task) -> None:
+        config = run.config
+        self.every = config.evaluate.every_steps
+        self.best = lockstep.Best()
+        self.stopping = lockstep.EarlyStopping(config.evaluate.patience or math.inf)
+        if not self.every:
+            return
+        assert isinstance(task, LanguageModelTask)  # evaluate.every_steps is refused otherwise
+        rows = max(1, config.batch.tokens // task.length)
+        self.batches = HeldOutBatches(held_out_rows(config, task.validation), rows)
+        if not len(self.batches):
+            hint = "give data.validation, or a data.held_out_share above 0; "
+            hint += "or remove evaluate.every_steps"
+            what = "the run has no validation split to evaluate"
+            raise UsageError(what, "evaluate.every_steps", hint)
 
-def mean_loss(
-    session: lockstep.Session, model: Callable[..., torch.Tensor], batches: HeldOutBatches
-) -> float:
-    """Collective. Return the mean loss over the predicted tokens of the batches, in nats."""
+    def is_due(self, steps: int) -> bool:
+        """Return whether the run validates after so many steps."""
+        return self.every > 0 and steps % self.every == 0
 
-    def score(several: list[TextBatch]) -> list[tuple[float, int]]:
-        return [loss_of(model, batch) for batch in several]
+    def score(
+        self, session: lockstep.Session, model: Callable[..., torch.Tensor], step: int, steps: int
+    ) -> None:
+        """Collective. Log and print the mean loss over the predicted tokens, in nats.
 
-    sums = session.gather(score, batches, batch_size=1, collate_fn=list)
-    tokens: int = sum(tokens for _, tokens in sums)
-    return math.fsum(nats for nats, _ in sums) / max(1, tokens)
+        step, steps  the newest step, as the loop has it, and how many steps are done
+        """
 
+        def score(several: list[TextBatch]) -> list[tuple[float, int]]:
+            return [loss_of(model, batch) for batch in several]
 
-def loss_and_perplexity(loss: float) -> dict[str, float]:
-    """Return the metrics of a validation."""
-    return {"validation_loss": loss, "validation_perplexity": perplexity(loss)}
-
-
-def validation_line(
-    step: int, loss: float, best: lockstep.Best, stopping: lockstep.EarlyStopping
-) -> str:
-    """Return the line on the screen after `step` steps."""
-    line = f"step {step:,}  validation loss {loss:.4f}  perplexity {perplexity(loss):.2f}"
-    if best.step is not None:
-        line += f"  (lowest: {best.score:.4f} at step {best.step:,})"
-    return line + f"; stopping: not lower in {stopping.worse} evaluations" * stopping.stops
+        sums = session.gather(score, self.batches, batch_size=1, collate_fn=list)
+        tokens: int = sum(tokens for _, tokens in sums)
+        loss = math.fsum(nats for nats, _ in sums) / max(1, tokens)
+        self.best.update(step, loss)
+        self.stopping.update(loss)
+        session.log(step, validation_loss=loss, validation_perplexity=perplexity(loss))
+        line = f"step {steps:,}  validation loss {loss:.4f}  perplexity {perplexity(loss):.2f}"
+        if self.best.step is not None:
+            line += f"  (lowest: {self.best.score:.4f} at step {self.best.step:,})"
+        stop = f"; stopping: not lower in {self.stopping.worse} evaluations"
+        session.print(line + stop * self.stopping.stops)
 
 
 def evaluate_at_end(run: RecipeRun) -> None:

@@ -6,7 +6,6 @@ import argparse
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, fields
 from importlib import import_module
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import UsageError
 from lockstep.files import try_lock
 from lockstep.log import log, set_up_logging
-from lockstep.recipes.run import RecipeRun, resolve_precision
+from lockstep.recipes.run import RecipeRun, named_values, resolve_precision
 from lockstep.record import events
 from lockstep.runtime.signals import STOP_EXIT_CODES, Stopped
 from lockstep.runtime.worker_env import read_worker_env
@@ -67,10 +66,7 @@ def train_as_worker(
     open_values  returns the values of the run in `folder`
     """
     config = open_values().run
-    waits = asdict(config.elastic)
-    limits = {
-        field.name: waits[field.name] for field in fields(ElasticLimits) if field.name in waits
-    }
+    limits = named_values(config, ["elastic"], ElasticLimits.__annotations__)
     with (
         ElasticRuntime.join(
             threads=config.compute.num_threads,
