@@ -35,10 +35,8 @@ AS_STEPS = "as steps"  # origin of optim.decay_steps when it follows `steps`
 def recipes() -> dict[str, Path]:
     """Return the installed run files by name; in a checkout they are beside src/."""
     package = Path(__file__).parents[1]
-    paths = [
-        *sorted((package / "recipes").glob("*.toml")),
-        *sorted((package.parents[1] / "recipes").glob("*.toml")),
-    ]
+    folders = package / "recipes", package.parents[1] / "recipes"
+    paths = [path for folder in folders for path in sorted(folder.glob("*.toml"))]
     return {path.stem: path for path in reversed(paths)}
 
 

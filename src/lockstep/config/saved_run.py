@@ -27,16 +27,14 @@ FORMAT = 2
 
 
 def to_json(resolved: ResolvedRun) -> dict[str, Any]:
-    overrides = (
-        {"overrides": [asdict(override) for override in resolved.overrides]}
-        if resolved.overrides
-        else {}
-    )
-    return {
+    saved: dict[str, Any] = {
         "format": FORMAT,
         "values": json.loads(json.dumps(asdict(resolved.run))),
         "origin": resolved.origin,
-    } | overrides
+    }
+    if resolved.overrides:
+        saved["overrides"] = list(map(asdict, resolved.overrides))
+    return saved
 
 
 def from_json(saved: Mapping[str, Any], source: str = RUN_FILE) -> ResolvedRun:

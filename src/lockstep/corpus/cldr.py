@@ -50,14 +50,15 @@ FORMS_OF_A_VALUE = 3  # per training value: more values teach more than more for
 
 MAX_MISSES = 1000
 
-DAY_STYLES = (
+DAY_STYLES = (  # alone, with a time
     ("full", "short"),
     ("long", "full"),
     ("medium", "long"),
     ("short", "medium"),
     ("yMMMEd", "full"),
-)  # alone, with a time
-FIRST_DAY, DAYS = dt.date(1950, 1, 1), 36_525  # 100 years, so that a two-digit year is unambiguous
+)
+FIRST_DAY = dt.date(1950, 1, 1)
+DAYS = 36_525  # 100 years, so that a two-digit year is unambiguous
 
 # Units of exact durations in seconds. A month is longer than all their combinations, so that
 # no duration has both.
@@ -71,21 +72,21 @@ SIZES = {
     "month": MONTH,
     "year": 12 * MONTH,
 }
-UNIT_COMBINATIONS: dict[tuple[str, ...], int] = {  # units -> maximum count of the first one
-    ("second",): 999,
-    ("minute",): 999,
-    ("hour",): 499,
-    ("day",): 999,
-    ("week",): 199,
-    ("month",): 199,
-    ("year",): 499,
-    ("minute", "second"): 59,
-    ("hour", "minute"): 48,
-    ("hour", "minute", "second"): 23,
-    ("day", "hour"): 60,
-    ("day", "hour", "minute"): 30,
-    ("week", "day"): 51,
-    ("year", "month"): 99,
+UNIT_COMBINATIONS = {  # units, largest first -> maximum count of the first one
+    "second": 999,
+    "minute": 999,
+    "hour": 499,
+    "day": 999,
+    "week": 199,
+    "month": 199,
+    "year": 499,
+    "minute second": 59,
+    "hour minute": 48,
+    "hour minute second": 23,
+    "day hour": 60,
+    "day hour minute": 30,
+    "week day": 51,
+    "year month": 99,
 }
 
 T = TypeVar("T")
@@ -172,7 +173,7 @@ def split_duration(duration: int, units: Sequence[str], limit: int) -> Parts | N
 
 def durations(rng: Random, shared: SharedCodes) -> Values:
     """Durations in all combinations of units: 90 minutes equals 1 hour and 30 minutes."""
-    combinations = list(UNIT_COMBINATIONS.items())
+    combinations = [(units.split(), limit) for units, limit in UNIT_COMBINATIONS.items()]
 
     def duration() -> int:
         units, limit = combinations[below(rng, len(combinations))]
@@ -347,20 +348,19 @@ def generate_sentences(
     """Return training, validation and test pairs of one family. The first values go to validation
     (each in one form), the next to test, the others to training, so the held-out pairs do not
     depend on the number of training pairs."""
-    train: list[Pair] = []
-    validation: list[Pair] = []
-    test: list[Pair] = []
-    for split, count, max_forms in (
-        (validation, held_out, 1),
-        (test, held_out, 1),
-        (train, train_count, FORMS_OF_A_VALUE),
-    ):
+
+    def generate(count: int, max_forms: int) -> list[Pair]:
+        split: list[Pair] = []
         while len(split) < count and (forms := next(values, None)) is not None:
             first = below(rng, len(forms))
             rotated = forms[first:] + forms[:first]
             pairs = map(collector.add_value, rotated[: min(max_forms, count - len(split))])
             split += filter(None, pairs)
-    return train, validation, test
+        return split
+
+    validation = generate(held_out, 1)
+    test = generate(held_out, 1)
+    return generate(train_count, FORMS_OF_A_VALUE), validation, test
 
 
 def generate_pairs(

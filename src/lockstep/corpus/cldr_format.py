@@ -35,16 +35,14 @@ class LocaleFormatter:
         self.locale = locale
         self.data: Any = plain(locale._data)
         # The same numbers and times occur in many values.
-        self.format_number, self.format_time = cache(self._format_number), cache(self._format_time)
+        self.format_number = cache(self._format_number)
+        self.format_time = cache(self._format_time)
         self.plural_form = cache(locale.plural_form)
         # In CLDR, a pattern that is missing in "long" equals the one in "short".
-        self.unit_patterns = {
-            unit: {
-                "short": of.get("short", {}),
-                "long": {**of.get("short", {}), **of.get("long", {})},
-            }
-            for unit, of in self.data["unit_patterns"].items()
-        }
+        self.unit_patterns = {}
+        for unit, of in self.data["unit_patterns"].items():
+            short = of.get("short", {})
+            self.unit_patterns[unit] = {"short": short, "long": short | of.get("long", {})}
 
     def _format_number(self, value: int | Decimal) -> str:
         return str(

@@ -18,8 +18,8 @@ class Curve:
         self.last = (0, math.nan)
         self.lowest = (0, math.inf)
         self.highest = (0, -math.inf)
-        # (first step, count) of NaN, infinities and what is beyond LARGEST.
-        self.not_finite: tuple[int, int] = (0, 0)
+        # (first step, count) of NaN, infinities and what is beyond LARGEST
+        self.not_finite = (0, 0)
 
     def add(self, step: int, value: float) -> None:
         self.last = (step, value)
@@ -32,25 +32,25 @@ class Curve:
         cell[0] += value
         cell[1] += 1
         if value < cell[2]:
-            cell[2], self.lowest = value, min(self.lowest, (step, value), key=itemgetter(1))
+            cell[2] = value
+            self.lowest = min(self.lowest, self.last, key=itemgetter(1))
         if value > cell[3]:
-            cell[3], self.highest = value, max(self.highest, (step, value), key=itemgetter(1))
+            cell[3] = value
+            self.highest = max(self.highest, self.last, key=itemgetter(1))
         if len(self.bins) > BINS:
             self._double_width()
 
     def _double_width(self) -> None:
-        self.width *= 2
         bins = self.bins
+        self.width *= 2
         self.bins = {}
         for number, cell in bins.items():
             other = self.bins.setdefault(number // 2, cell)
             if other is not cell:
-                other[:] = [
-                    other[0] + cell[0],
-                    other[1] + cell[1],
-                    min(other[2], cell[2]),
-                    max(other[3], cell[3]),
-                ]
+                other[0] += cell[0]
+                other[1] += cell[1]
+                other[2] = min(other[2], cell[2])
+                other[3] = max(other[3], cell[3])
 
     @property
     def total(self) -> float:

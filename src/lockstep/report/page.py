@@ -168,34 +168,29 @@ def problems(run: Run) -> Iterator[str]:
 
 def summary(run: Run) -> dict[str, str]:
     """Return the figures at the top of the page, by name."""
-    data, total = run.data, run.values.get("steps")
-    sums = {name: curve.total for name, curve in data.steps.curves.items()}
+    steps = run.data.steps
+    history = run.data.history
+    total = run.values.get("steps")
+    sums = {name: curve.total for name, curve in steps.curves.items()}
     seconds = sums.get("seconds", 0.0)
-    return {
-        "step": f"{data.steps.newest:,} of {total:,}"
-        if isinstance(total, int)
-        else f"{data.steps.newest:,}",
-        "loss": number(data.steps.curves["loss"].last[1]) if "loss" in data.steps.curves else "–",
-        "goodput": f"{percents(run.ledger).get('training', 0.0):.1f}%" if run.ledger else "–",
-        **{
-            f"{unit}/s": format_count(round(sums[unit] / seconds, 1))
-            for unit in UNITS
-            if seconds and unit in sums
-        },
-        **(
-            {"exposed communication": f"{sums['communication_seconds'] / seconds:.1%}"}
-            if seconds and "communication_seconds" in sums
-            else {}
-        ),
-        **(
-            {"best": f"{number(data.history.best[1])} (step {data.history.best[0]:,})"}
-            if data.history.best
-            else {}
-        ),
-        "failures": f"{data.history.failures:,}",
-        "generations": f"{data.history.formed:,}",
-        "time": clock(math.fsum(run.ledger.values()) or seconds),
-    }
+    figures = {"step": f"{steps.newest:,}", "loss": "–", "goodput": "–"}
+    if isinstance(total, int):
+        figures["step"] += f" of {total:,}"
+    if "loss" in sums:
+        figures["loss"] = number(steps.curves["loss"].last[1])
+    if run.ledger:
+        figures["goodput"] = f"{percents(run.ledger).get('training', 0.0):.1f}%"
+    for unit in UNITS:
+        if seconds and unit in sums:
+            figures[f"{unit}/s"] = format_count(round(sums[unit] / seconds, 1))
+    if seconds and "communication_seconds" in sums:
+        figures["exposed communication"] = f"{sums['communication_seconds'] / seconds:.1%}"
+    if history.best:
+        step, score = history.best
+        figures["best"] = f"{number(score)} (step {step:,})"
+    figures["failures"] = f"{history.failures:,}"
+    figures["generations"] = f"{history.formed:,}"
+    return figures | {"time": clock(math.fsum(run.ledger.values()) or seconds)}
 
 
 def step_charts(runs: Sequence[Run], steps: tuple[float, float]) -> Iterator[str]:
@@ -246,9 +241,8 @@ def step_range(runs: Sequence[Run]) -> tuple[float, float]:
         for curve in run.data.steps.curves.values()
         for point in curve.points()
     ] or [0.0]
-    return (
-        (min(points), max(points)) if min(points) < max(points) else (points[0] - 1, points[0] + 1)
-    )
+    low, high = min(points), max(points)
+    return (low, high) if low < high else (low - 1, low + 1)
 
 
 def curves(run: Run, chart: Chart) -> Iterator[Line]:

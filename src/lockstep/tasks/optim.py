@@ -114,9 +114,7 @@ def bytes_of(state: Mapping[str, Any]) -> int:
 
 
 def trained_parameters(model: nn.Module | LocalModel) -> list[tuple[str, nn.Parameter]]:
-    named = (
-        model.local_params.items() if isinstance(model, LocalModel) else model.named_parameters()
-    )
+    named = model.named_parameters() if isinstance(model, nn.Module) else model.local_params.items()
     return [(name, p) for name, p in named if p.requires_grad]
 
 
@@ -189,40 +187,42 @@ def adamw(
     return torch.optim.AdamW(groups, rate, betas, values.epsilon, fused=fused, foreach=False)
 
 
-class Lion(torch.optim.Optimizer):
-    """Algorithm 2 of Chen et al., 2023: the sign of a mean of gradients. State per parameter:
-    exp_avg."""
+class ElementwiseOptimizer(torch.optim.Optimizer):
+    """An optimizer that updates one parameter after another, each element by itself."""
 
     elementwise = True
 
-    def __init__(
-        self,
-        params: Any,
-        *,
-        lr: float,
-        betas: tuple[float, float] = (0.9, 0.99),
-        weight_decay: float = 0.0,
-    ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
-
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """Update all parameters. A closure is not called."""
+        """Update all parameters. A closure is not called: the loss is evaluated once."""
         for group in self.param_groups:
-            beta1, beta2 = group["betas"]
             for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                state = self.state[parameter]
-                if "exp_avg" not in state:
-                    state["exp_avg"] = torch.zeros_like(parameter)
-                mean = state["exp_avg"]
-                parameter.mul_(1 - group["lr"] * group["weight_decay"])
-                parameter.add_(mean.lerp(parameter.grad, 1 - beta1).sign_(), alpha=-group["lr"])
-                mean.lerp_(parameter.grad, 1 - beta2)
+                if parameter.grad is not None:
+                    self.update(parameter, parameter.grad, group)
+
+    def update(self, parameter: nn.Parameter, grad: Tensor, group: dict[str, Any]) -> None:
+        raise NotImplementedError
 
 
-class LeanAdamW(torch.optim.Optimizer):
+class Lion(ElementwiseOptimizer):
+    """Algorithm 2 of Chen et al., 2023: the sign of a mean of gradients. State per parameter:
+    exp_avg."""
+
+    def __init__(self, params: Any, *, lr: float, betas: tuple[float, float]) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": 0.0})
+
+    def update(self, parameter: nn.Parameter, grad: Tensor, group: dict[str, Any]) -> None:
+        beta1, beta2 = group["betas"]
+        state = self.state[parameter]
+        if "exp_avg" not in state:
+            state["exp_avg"] = torch.zeros_like(parameter)
+        mean = state["exp_avg"]
+        parameter.mul_(1 - group["lr"] * group["weight_decay"])
+        parameter.add_(mean.lerp(grad, 1 - beta1).sign_(), alpha=-group["lr"])
+        mean.lerp_(grad, 1 - beta2)
+
+
+class LeanAdamW(ElementwiseOptimizer):
     """AdamW with less memory: parameters are updated one after another, widened to float32 for the
     update only.
 
@@ -235,7 +235,6 @@ class LeanAdamW(torch.optim.Optimizer):
     everywhere the bits are those of torch.optim.AdamW.
     """
 
-    elementwise = True
     adam_moments = True  # its state is that of AdamW
 
     def __init__(
@@ -249,18 +248,11 @@ class LeanAdamW(torch.optim.Optimizer):
         state_dtype: torch.dtype = torch.float32,
         offload: bool = False,
     ) -> None:
-        self.state_dtype, self.offload = state_dtype, offload
+        self.state_dtype = state_dtype
+        self.offload = offload
         super().__init__(
             params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         )
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """Update all parameters. A closure is not called: AdamW evaluates the loss once."""
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self.update(parameter, parameter.grad, group)
 
     def update(self, parameter: nn.Parameter, grad: Tensor, group: dict[str, Any]) -> None:
         """Apply algorithm 2 of Loshchilov and Hutter, 2019, as torch.optim.AdamW orders it."""
