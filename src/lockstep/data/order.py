@@ -119,9 +119,8 @@ def choose_bucket_lengths(histogram: npt.NDArray[np.int64], shapes: int) -> list
     best = np.where(np.arange(len(count)) == 0, 0.0, np.inf)
     cuts: list[npt.NDArray[np.int64]] = []
     for _ in range(min(shapes, len(present))):
-        cells = best[:-1, None] + (count[None, 1:] - count[:-1, None]) * present[None, :].astype(
-            np.float64
-        )
+        between = count[None, 1:] - count[:-1, None]
+        cells = best[:-1, None] + between * present[None, :].astype(np.float64)
         cells[np.tril_indices(len(present), -1)] = np.inf
         cuts.append(np.argmin(cells, axis=0))
         best = np.concatenate([[0.0], np.min(cells, axis=0)])
@@ -170,9 +169,8 @@ class BucketOrder:
         self.micro_batches = micro_batches
         self.seed = seed
         self.shapes = shapes
-        bucket = np.searchsorted([s.length for s in shapes], lengths).astype(
-            np.min_scalar_type(len(shapes))
-        )
+        bucket = np.searchsorted([s.length for s in shapes], lengths)
+        bucket = bucket.astype(np.min_scalar_type(len(shapes)))
         self._members = np.argsort(bucket, kind="stable")
         self._sizes = [int(n) for n in np.bincount(bucket, minlength=len(shapes))]
         self._first_member = np.concatenate([[0], np.cumsum(self._sizes)])
@@ -190,11 +188,9 @@ class BucketOrder:
     def locate(self, step: int, k: int) -> tuple[int, int, int]:
         """Return (epoch, bucket, number within the bucket) of micro-batch `k` of step `step`."""
         epoch, position = divmod(step * self.micro_batches + k, self.micro_batches_per_epoch)
-        number = int(
-            permute(
-                np.array([position]), self.micro_batches_per_epoch, splitmix64(self.seed, epoch, 0)
-            )[0]
-        )
+        key = splitmix64(self.seed, epoch, 0)
+        (permuted,) = permute(np.array([position]), self.micro_batches_per_epoch, key)
+        number = int(permuted)
         bucket = int(np.searchsorted(self._first_batch, number, side="right")) - 1
         return epoch, bucket, number - int(self._first_batch[bucket])
 
@@ -204,11 +200,11 @@ class BucketOrder:
     def ids(self, step: int, k: int) -> Ids:
         """Return the sample ids of micro-batch `k`: at most `shape(step, k).rows` of them."""
         epoch, bucket, number = self.locate(step, k)
-        rows, size = self.shapes[bucket].rows, self._sizes[bucket]
+        rows = self.shapes[bucket].rows
+        size = self._sizes[bucket]
         positions = number * rows + np.arange(rows)
-        within = permute(
-            positions[positions < size], size, splitmix64(self.seed, epoch, 1 + bucket)
-        )
+        key = splitmix64(self.seed, epoch, 1 + bucket)
+        within = permute(positions[positions < size], size, key)
         return self._members[int(self._first_member[bucket]) + within]
 
 
@@ -239,9 +235,8 @@ class MixtureOrder:
         numbers += self._taken[stage][sources]
         for source, size in enumerate(self.sizes):
             own = sources == source
-            numbers[own] = sum(self.sizes[:source]) + shuffle_epochs(
-                numbers[own], size, self.seed, 1 + source
-            )
+            shuffled = shuffle_epochs(numbers[own], size, self.seed, 1 + source)
+            numbers[own] = sum(self.sizes[:source]) + shuffled
         return numbers
 
     def _deal(self, stage: int, first: int, count: int) -> tuple[Ids, Ids]:
@@ -250,9 +245,8 @@ class MixtureOrder:
         window = int(weights.sum())
         windows = np.arange(first // window, (first + count - 1) // window + 1)
         # Different numbers have different hashes, so sorting hashes is a permutation without ties.
-        hashes = (windows[:, None] * window + np.arange(window)).astype(np.uint64) + np.uint64(
-            splitmix64(self.seed, 0, stage)
-        )
+        hashes = (windows[:, None] * window + np.arange(window)).astype(np.uint64)
+        hashes += np.uint64(splitmix64(self.seed, 0, stage))
         for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
             hashes = (hashes ^ (hashes >> np.uint64(shift))) * np.uint64(factor)
         sources = np.searchsorted(weights.cumsum(), np.argsort(hashes, axis=1), side="right")
@@ -271,9 +265,6 @@ class MixtureOrder:
         for stage, ((start, weights), (end, _)) in enumerate(pairwise(self.stages)):
             windows, rest = divmod((end - start) * self.batch_size, sum(weights))
             sources, _ = self._deal(stage, windows * sum(weights), rest)
-            taken.append(
-                taken[-1]
-                + windows * np.array(weights)
-                + np.bincount(sources, minlength=len(self.sizes))
-            )
+            rest_taken = np.bincount(sources, minlength=len(self.sizes))
+            taken.append(taken[-1] + windows * np.array(weights) + rest_taken)
         return taken

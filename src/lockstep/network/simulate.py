@@ -59,18 +59,20 @@ class Simulation:
             if not before_s:
                 return
             growths = [now - before for now, before in zip(self._times_s, before_s, strict=True)]
-            low, high = min(filter(None, growths), default=0.0), max(growths)
+            low = min(filter(None, growths), default=0.0)
+            high = max(growths)
             if high - low <= STEADY * high:
-                more, end_s = phase.times - k - 1, self.round_ends_s[-1]
+                more = phase.times - k - 1
+                end_s = self.round_ends_s[-1]
                 self.round_ends_s += [end_s + (i + 1) * high for i in range(more)]
-                self._times_s = [
-                    now + more * growth for now, growth in zip(self._times_s, growths, strict=True)
-                ]
+                for number, growth in enumerate(growths):
+                    self._times_s[number] += more * growth
                 return
 
     def _play_round(self, moves: list[Move]) -> None:
         """Start each message, in order, as soon as the ports at both ends are free."""
-        times_s, per_host = self._times_s, self.network.ranks_per_host
+        times_s = self._times_s
+        per_host = self.network.ranks_per_host
         ranks = len(self.messages)
         hosts = ranks // per_host
         sent_s: dict[int, float] = {}

@@ -146,9 +146,8 @@ def tree_all_reduce(
         return slice(start * length // WHOLE, stop * length // WHOLE)
 
     def transfer(turn: Round, tensor_of: Callable[[Message], Tensor]) -> None:
-        sends, receives = (
-            [(message.peer, tensor_of(message)) for message in messages] for messages in turn[:2]
-        )
+        sends = [(message.peer, tensor_of(message)) for message in turn[0]]
+        receives = [(message.peer, tensor_of(message)) for message in turn[1]]
         if group is not None:
             waits.wait(start_exchange(sends, receives, group, tag), group)
 
@@ -156,9 +155,8 @@ def tree_all_reduce(
         assert turn.merge is not None
         left, right, total = turn.merge
         own = next(between(part.start, part.stop) for part in total.slices if part.rank == rank)
-        missing = out.new_empty(
-            0 if left.node in sums and right.node in sums else own.stop - own.start
-        )
+        has_both = left.node in sums and right.node in sums
+        missing = out.new_empty(0 if has_both else own.stop - own.start)
 
         def part_of_sum(message: Message, own: slice = own, missing: Tensor = missing) -> Tensor:
             part = between(message.start, message.stop)
@@ -223,8 +221,6 @@ def start_exchange(
     A gloo receive takes only a message with its tag. If a rank skips a unit by mistake, the others
     wait until it reports the error; without tags they would receive the next unit instead.
     """
-    sends, receives = (
-        [(peer, tensor) for peer, tensor in transfers if tensor.numel()]
-        for transfers in (sends, receives)
-    )
+    sends = [(peer, tensor) for peer, tensor in sends if tensor.numel()]
+    receives = [(peer, tensor) for peer, tensor in receives if tensor.numel()]
     return start_p2p(sends, receives, group, tag)
