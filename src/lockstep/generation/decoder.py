@@ -180,7 +180,8 @@ class Decoder(nn.Module):
             self.blocks.append(Block(layer, self.layout, group))
             if release:
                 layers[number] = nn.Identity()
-        self.n_kv_heads: int = self.blocks[0].n_kv_heads
+        first: Any = self.blocks[0]
+        self.n_kv_heads: int = first.n_kv_heads
         self.norm = Norm(model.norm)
         self.output = Matrix(model.output_weight, self.layout)
         if release:

@@ -42,7 +42,7 @@ class PassResult(NamedTuple):
 
 
 class StepResults(NamedTuple):
-    """What a worker knows of a step at its vote.
+    """The results of a step on one worker, for its vote.
 
     losses     of its micro-batches, [] where another worker has them
     is_finite  its part of the gradient; False also if its sum overflows, or the norm is not finite
