@@ -39,7 +39,7 @@ KINDS = {  # -> the text of a condition, and the files that are about this kind
     "bucket behind a run folder": (
         r"(parse|store)_address|is_stored|has_own_folder|is_shared_disk|STORE_FILE|RunBucket"
         r"|(^|not )(\w+\.)?(address|stored)($| and| or)",
-        r"^(object_store|remote|runtime)/",
+        r"^(object_store|remote)/",
     ),
     "learners": (r"learner", r"learner|diloco|^(cli|config|recipes)/"),
 }
