@@ -9,7 +9,7 @@ import random
 import re
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -157,140 +157,96 @@ class Branches(nn.Module):
         return self.head(x).square().mean()
 
 
-Habit = Callable[[ReplicaGroup, torch.optim.Optimizer, Branches, int, torch.Tensor], None]
+class MicroBatch(NamedTuple):
+    """The objects of a loop in one micro-batch."""
+
+    replicas: ReplicaGroup
+    optimizer: torch.optim.Optimizer
+    model: Branches
+    x: torch.Tensor
+
+    def backward(self) -> None:
+        self.replicas.backward(self.replicas(self.x))
+
+    def plain_backward(self) -> None:
+        self.replicas(self.x).backward()
 
 
-def clears_before(
-    replicas: ReplicaGroup,
-    optimizer: torch.optim.Optimizer,
-    model: Branches,
-    k: int,
-    x: torch.Tensor,
-) -> None:
-    optimizer.zero_grad()
-    replicas.backward(replicas(x))
+def clears_before(batch: MicroBatch) -> None:
+    batch.optimizer.zero_grad()
+    batch.backward()
 
 
-def zeroes_before(
-    replicas: ReplicaGroup,
-    optimizer: torch.optim.Optimizer,
-    model: Branches,
-    k: int,
-    x: torch.Tensor,
-) -> None:
-    optimizer.zero_grad(set_to_none=False)
-    replicas.backward(replicas(x))
+def zeroes_before(batch: MicroBatch) -> None:
+    batch.optimizer.zero_grad(set_to_none=False)
+    batch.backward()
 
 
-def clears_after(
-    replicas: ReplicaGroup,
-    optimizer: torch.optim.Optimizer,
-    model: Branches,
-    k: int,
-    x: torch.Tensor,
-) -> None:
-    replicas.backward(replicas(x))
-    optimizer.zero_grad()
+def clears_after(batch: MicroBatch) -> None:
+    batch.backward()
+    batch.optimizer.zero_grad()
 
 
-def zeroes_after(
-    replicas: ReplicaGroup,
-    optimizer: torch.optim.Optimizer,
-    model: Branches,
-    k: int,
-    x: torch.Tensor,
-) -> None:
-    replicas.backward(replicas(x))
-    optimizer.zero_grad(set_to_none=False)
+def zeroes_after(batch: MicroBatch) -> None:
+    batch.backward()
+    batch.optimizer.zero_grad(set_to_none=False)
 
 
-def clips(
-    replicas: ReplicaGroup,
-    optimizer: torch.optim.Optimizer,
-    model: Branches,
-    k: int,
-    x: torch.Tensor,
-) -> None:
-    replicas.backward(replicas(x))
-    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+def clips(batch: MicroBatch) -> None:
+    batch.backward()
+    nn.utils.clip_grad_norm_(batch.model.parameters(), 1e-3)
 
 
-def two_backwards(
-    replicas: ReplicaGroup,
-    optimizer: torch.optim.Optimizer,
-    model: Branches,
-    k: int,
-    x: torch.Tensor,
-) -> None:
-    replicas.backward(replicas(x))
-    replicas.backward(replicas(x))
+def two_backwards(batch: MicroBatch) -> None:
+    batch.backward()
+    batch.backward()
 
 
-def no_backward(
-    replicas: ReplicaGroup,
-    optimizer: torch.optim.Optimizer,
-    model: Branches,
-    k: int,
-    x: torch.Tensor,
-) -> None:
-    replicas(x)
+def no_backward(batch: MicroBatch) -> None:
+    batch.replicas(batch.x)
 
 
-def plain_backward(
-    replicas: ReplicaGroup,
-    optimizer: torch.optim.Optimizer,
-    model: Branches,
-    k: int,
-    x: torch.Tensor,
-) -> None:
-    replicas(x).backward()
+def both_backwards(batch: MicroBatch) -> None:
+    batch.plain_backward()
+    batch.backward()
 
 
-def both_backwards(
-    replicas: ReplicaGroup,
-    optimizer: torch.optim.Optimizer,
-    model: Branches,
-    k: int,
-    x: torch.Tensor,
-) -> None:
-    replicas(x).backward()
-    replicas.backward(replicas(x))
-
-
-def plain_after(
-    replicas: ReplicaGroup,
-    optimizer: torch.optim.Optimizer,
-    model: Branches,
-    k: int,
-    x: torch.Tensor,
-) -> None:
-    replicas.backward(replicas(x))
-    model(x).backward()
+def plain_after(batch: MicroBatch) -> None:
+    batch.backward()
+    batch.model(batch.x).backward()
 
 
 CHANGED = "the gradients of 6 of 6 parameters were changed in micro-batch {k} of step 0"
-HABITS: dict[Habit, str] = {
-    clears_before: CHANGED + ", before backward(): late.weight",
-    zeroes_before: CHANGED + ", before backward(): late.weight",
-    clears_after: CHANGED + ", after backward(): late.weight",
-    zeroes_after: CHANGED + ", after backward(): late.weight",
-    clips: CHANGED + ", after backward(): late.weight",
+BEFORE = CHANGED + ", before backward(): late.weight"
+AFTER = CHANGED + ", after backward(): late.weight"
+NO_GRADIENT = (
+    "no gradient arrived for the 6 parameters in micro-batch {k} of step 0:"
+    " backward() was not called"
+)
+HABITS: dict[Callable[[MicroBatch], None], str] = {
+    clears_before: BEFORE,
+    zeroes_before: BEFORE,
+    clears_after: AFTER,
+    zeroes_after: AFTER,
+    clips: AFTER,
     two_backwards: "backward() was called twice in micro-batch {k} of step 0",
-    no_backward: "no gradient arrived for the 6 parameters in micro-batch {k} of step 0: backward() was not called",
-    plain_backward: "no gradient arrived for the 6 parameters in micro-batch {k} of step 0: backward() was not called",
-    both_backwards: CHANGED + ", before backward(): late.weight",
-    plain_after: CHANGED + ", after backward(): late.weight",
+    no_backward: NO_GRADIENT,
+    MicroBatch.plain_backward: NO_GRADIENT,
+    both_backwards: BEFORE,
+    plain_after: AFTER,
 }
 
 
-def error_of_habit(runtime: ElasticRuntime, habit: Habit, leaves: int) -> str:
+def error_of_habit(
+    runtime: ElasticRuntime, habit: Callable[[MicroBatch], None], leaves: int
+) -> str:
     """Return the error of the first step of a loop with the habit; one bucket per layer."""
     model = Branches()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     try:
         with ReplicaGroup(runtime, model, micro_batches=leaves, bucket_bytes=20) as replicas:
-            for k in replicas.micro_batches(0):
-                habit(replicas, optimizer, model, k, torch.randn(3, 4))
+            for _ in replicas.micro_batches(0):
+                habit(MicroBatch(replicas, optimizer, model, torch.randn(3, 4)))
     except UsageError as error:
         return str(error)
     return "accepted"

@@ -33,6 +33,7 @@ import lockstep
 
 INPUTS = torch.rand(48, 4, generator=torch.Generator().manual_seed(1))
 TARGETS = INPUTS.sum(1)
+Batches = Iterator[tuple[Tensor, Tensor]]
 
 
 class Loop:
@@ -49,6 +50,10 @@ class Loop:
         self.dataset: Any = TensorDataset(INPUTS, TARGETS)
         self.options: dict[str, Any] = {"micro_batches": 6, "save_every": 2}
         self.loader_options: dict[str, Any] = {"batch_size": 12}
+        self.configure()
+
+    def configure(self) -> None:
+        """Change the options, the data set or the number of steps."""
 
     def make_model(self) -> nn.Module:
         torch.manual_seed(0)
@@ -76,7 +81,9 @@ class Loop:
                 self.step = step
                 self.before()
                 for x, y in self.batches():
+                    self.before_micro_batch()
                     self.micro_batch(x, y)
+                    self.after_micro_batch()
                 self.update()
 
     def wrap(self, model: nn.Module) -> nn.Module:
@@ -85,11 +92,17 @@ class Loop:
     def before(self) -> None:
         """Run before the micro-batches of a step."""
 
-    def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def batches(self) -> Batches:
         return self.loader(self.step)
 
     def micro_batch(self, x: Tensor, y: Tensor) -> None:
         self.session.backward(self.loss(x, y))
+
+    def before_micro_batch(self) -> None:
+        """Run before the forward pass."""
+
+    def after_micro_batch(self) -> None:
+        """Run after the backward pass."""
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         return mse_loss(self.model(x + 0.01 * torch.randn_like(x)), y)
@@ -155,10 +168,8 @@ class UnusedParameter(Loop):
 
 @use("a parameter used in odd steps only")
 class SometimesUnused(UnusedParameter):
-    refused, committed = (
-        r"no gradient arrived for 1 of 5 parameters in micro-batch \d of step 2: unused",
-        2,
-    )
+    refused = r"no gradient arrived for 1 of 5 parameters in micro-batch \d of step 2: unused"
+    committed = 2
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         return super().loss(x, y) + (self.plain.unused.square().sum() if self.step < 2 else 0.0)
@@ -174,10 +185,10 @@ class NewMemory(Loop):
 
 @use("new values through .data after the micro-batch loop, in shards")
 class NewMemoryInShards(NewMemory):
-    refused, committed = (
-        r"(?s)have left the memory that the shards gather: 0\.weight.*in place: p\.data\.copy_",
-        1,
+    refused = (
+        r"(?s)have left the memory that the shards gather: 0\.weight.*in place: p\.data\.copy_"
     )
+    committed = 1
     workers = shard = 2
 
 
@@ -224,10 +235,10 @@ class Skipping(nn.Module):
 
 @use("a block in shards that some micro-batches leave out")
 class SkippedBlock(Loop):
-    refused, committed = (
-        r"(?s)blocks\.1 did not run before blocks\.2 in micro-batch \d of step 2.*unused=\"zero\"",
-        2,
+    refused = (
+        r"(?s)blocks\.1 did not run before blocks\.2 in micro-batch \d of step 2.*unused=\"zero\""
     )
+    committed = 2
     workers = shard = 2
 
     def make_model(self) -> nn.Module:
@@ -242,8 +253,7 @@ class SkippedBlock(Loop):
 class SkippedBlockWithZeros(SkippedBlock):
     refused = ""
 
-    def __init__(self, out: Path, steps: int) -> None:
-        super().__init__(out, steps)
+    def configure(self) -> None:
         self.options["unused"] = "zero"
 
 
@@ -273,7 +283,9 @@ class EvalMode(Loop):
 
 @use("eval mode left on by rank 0")
 class EvalOnRankZero(Loop):
-    refused, workers, committed = r"the weights of rank 0.* differ before step 3", 2, 2
+    refused = r"the weights of rank 0.* differ before step 3"
+    workers = 2
+    committed = 2
 
     def before(self) -> None:
         if self.step == 2 and self.rank == 0:
@@ -311,7 +323,8 @@ class OtherWeights(Loop):
 
 @use("another architecture on each rank")
 class OtherArchitecture(Loop):
-    refused, workers = r"not all workers train the same parameters: 5\.bias, 5\.weight", 2
+    refused = r"not all workers train the same parameters: 5\.bias, 5\.weight"
+    workers = 2
 
     def make_model(self) -> nn.Module:
         return nn.Sequential(
@@ -324,7 +337,8 @@ class OtherArchitecture(Loop):
 
 @use("other frozen layers on each rank")
 class OtherFrozen(Loop):
-    refused, workers = r"not all workers train the same parameters: 0\.bias", 2
+    refused = r"not all workers train the same parameters: 0\.bias"
+    workers = 2
 
     def make_model(self) -> nn.Module:
         model = super().make_model()
@@ -388,7 +402,8 @@ class VectorLoss(Loop):
 
 @use("a loss that is not finite")
 class NotFinite(Loop):
-    refused, committed = r"DivergedError: loss nan in step 3", 2
+    refused = r"DivergedError: loss nan in step 3"
+    committed = 2
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         return super().loss(x, y) * (float("nan") if self.step == 2 else 1.0)
@@ -398,28 +413,25 @@ class NotFinite(Loop):
 class ZeroGrad(Loop):
     refused = r"by optimizer\.zero_grad\(\)"
 
-    def micro_batch(self, x: Tensor, y: Tensor) -> None:
+    def before_micro_batch(self) -> None:
         self.optimizer.zero_grad()
-        super().micro_batch(x, y)
 
 
 @use("zero_grad through .data before the forward pass")
 class ZeroGradByData(Loop):
     refused = r"gradients of 4 of 4 parameters were changed in micro-batch 0"
 
-    def micro_batch(self, x: Tensor, y: Tensor) -> None:
+    def before_micro_batch(self) -> None:
         for p in self.plain.parameters():
             if p.grad is not None:
                 p.grad.data.zero_()
-        super().micro_batch(x, y)
 
 
 @use("clipping in the micro-batch loop")
 class ClipInside(Loop):
     refused = r"gradients of 4 of 4 parameters were changed"
 
-    def micro_batch(self, x: Tensor, y: Tensor) -> None:
-        super().micro_batch(x, y)
+    def after_micro_batch(self) -> None:
         nn.utils.clip_grad_norm_(self.plain.parameters(), 0.1)
 
 
@@ -427,8 +439,7 @@ class ClipInside(Loop):
 class ReduceInside(Loop):
     refused = r"a collective of torch\.distributed ran in the micro-batch loop of step 0"
 
-    def micro_batch(self, x: Tensor, y: Tensor) -> None:
-        super().micro_batch(x, y)
+    def after_micro_batch(self) -> None:
         for p in self.plain.parameters():
             dist.all_reduce(p.grad)
 
@@ -450,7 +461,7 @@ class ReduceLoss(ReduceInside):
         dist.all_reduce(loss.detach().clone())
         return loss
 
-    micro_batch = Loop.micro_batch
+    after_micro_batch = Loop.after_micro_batch
 
 
 @use("a gradient hook")
@@ -496,20 +507,16 @@ class GradientPenalty(Loop):
 class StepInside(Loop):
     refused = r"0\.weight, 3\.bias, 3\.weight changed in the micro-batch loop of step 0"
 
-    def micro_batch(self, x: Tensor, y: Tensor) -> None:
-        super().micro_batch(x, y)
+    def after_micro_batch(self) -> None:
         self.optimizer.step()
 
 
 @use("a change of a parameter in the micro-batch loop")
 class DecayInside(Loop):
-    refused, committed = (
-        r"0\.weight changed in the micro-batch loop of step 2; no update was made",
-        2,
-    )
+    refused = r"0\.weight changed in the micro-batch loop of step 2; no update was made"
+    committed = 2
 
-    def micro_batch(self, x: Tensor, y: Tensor) -> None:
-        super().micro_batch(x, y)
+    def after_micro_batch(self) -> None:
         if self.step == 2:
             with torch.no_grad():
                 self.plain[0].weight.mul_(0.99)
@@ -519,12 +526,10 @@ class DecayInside(Loop):
 class DecayByData(Loop):
     refused = r"0\.weight changed in the micro-batch loop of step 0; no update was made"
 
-    def __init__(self, out: Path, steps: int) -> None:
-        super().__init__(out, steps)
+    def configure(self) -> None:
         self.options["rehearse"] = False
 
-    def micro_batch(self, x: Tensor, y: Tensor) -> None:
-        super().micro_batch(x, y)
+    def after_micro_batch(self) -> None:
         self.plain[0].weight.data.mul_(0.99)
 
 
@@ -532,14 +537,14 @@ class DecayByData(Loop):
 class ReplaceInside(Loop):
     refused = r"no gradient arrived for 1 of 4 parameters|0\.weight"
 
-    def micro_batch(self, x: Tensor, y: Tensor) -> None:
+    def before_micro_batch(self) -> None:
         self.plain[0].weight = nn.Parameter(self.plain[0].weight.detach().clone())
-        super().micro_batch(x, y)
 
 
 @use("a parameter replaced between two steps")
 class ReplaceBetween(Loop):
-    refused, committed = r"1 of the optimizer's parameters are not in the model: shape \(8, 4\)", 2
+    refused = r"1 of the optimizer's parameters are not in the model: shape \(8, 4\)"
+    committed = 2
 
     def before(self) -> None:
         if self.step == 2:
@@ -550,8 +555,7 @@ class ReplaceBetween(Loop):
 class ScheduleInside(Loop):
     refused = r"scheduler.* changed in the micro-batch loop of step 0|lr.* changed in the micro-batch loop of step 0"
 
-    def micro_batch(self, x: Tensor, y: Tensor) -> None:
-        super().micro_batch(x, y)
+    def after_micro_batch(self) -> None:
         self.scheduler.step()
 
 
@@ -559,27 +563,24 @@ class ScheduleInside(Loop):
 class AverageInside(Loop):
     refused = r"ema.* changed in the micro-batch loop of step 0"
 
-    def micro_batch(self, x: Tensor, y: Tensor) -> None:
-        super().micro_batch(x, y)
+    def after_micro_batch(self) -> None:
         self.ema.update_parameters(self.plain)
 
 
 @use("a learning rate set by the micro-batch")
 class RateInside(Loop):
-    refused, committed = (
-        r"lr of parameter group 0 of SGD changed in the micro-batch loop of step 2",
-        2,
-    )
+    refused = r"lr of parameter group 0 of SGD changed in the micro-batch loop of step 2"
+    committed = 2
 
-    def micro_batch(self, x: Tensor, y: Tensor) -> None:
-        super().micro_batch(x, y)
+    def after_micro_batch(self) -> None:
         if self.step == 2:
             self.optimizer.param_groups[0]["lr"] *= 0.9
 
 
 @use("a param_group added in the loop")
 class AddedGroup(Loop):
-    refused, committed = r"1 of the optimizer's parameters are not in the model: shape \(1,\)", 4
+    refused = r"1 of the optimizer's parameters are not in the model: shape \(1,\)"
+    committed = 4
 
     def before(self) -> None:
         if self.step == 4:
@@ -743,7 +744,9 @@ class EndedSchedule(Loop):
 
 @use("optimizer.step on rank 0 only")
 class StepOnRankZero(Loop):
-    refused, workers, committed = r"differ before step", 2, 1
+    refused = r"differ before step"
+    workers = 2
+    committed = 1
 
     def update(self) -> None:
         if self.rank == 0:
@@ -752,7 +755,9 @@ class StepOnRankZero(Loop):
 
 @use("another learning rate on each rank")
 class OtherRate(Loop):
-    refused, workers, committed = r"differ before step", 2, 1
+    refused = r"differ before step"
+    workers = 2
+    committed = 1
 
     def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.SGD(model.parameters(), lr=0.05 + self.rank)
@@ -760,7 +765,9 @@ class OtherRate(Loop):
 
 @use("scheduler.step on rank 0 only")
 class ScheduleOnRankZero(Loop):
-    refused, workers, committed = r"differ before step", 2, 2
+    refused = r"differ before step"
+    workers = 2
+    committed = 2
 
     def update(self) -> None:
         self.optimizer.step()
@@ -770,7 +777,9 @@ class ScheduleOnRankZero(Loop):
 
 @use("an average updated on rank 0 only")
 class AverageOnRankZero(Loop):
-    refused, workers, committed = r"differ before step", 2, 2
+    refused = r"differ before step"
+    workers = 2
+    committed = 2
 
     def update(self) -> None:
         self.optimizer.step()
@@ -832,10 +841,8 @@ class DrawnByPython(DrawnFactor):
 
 @use("inputs that differ between ranks by a millionth")
 class SlightlyOtherInputs(Loop):
-    refused, workers = (
-        r"the (loss|gradient) of micro-batch 0 of step 0 is not the same on all workers",
-        2,
-    )
+    refused = r"the (loss|gradient) of micro-batch 0 of step 0 is not the same on all workers"
+    workers = 2
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         return super().loss(x + 1e-6 * self.rank, y)
@@ -857,19 +864,16 @@ class CarriedValue(Loop):
 
 @use("a count in session.state that micro-batches of later steps change")
 class CountInside(Loop):
-    refused, committed = (
-        r"session state 'seen' changed in the micro-batch loop of step 2; no update was made",
-        2,
-    )
+    refused = r"session state 'seen' changed in the micro-batch loop of step 2; no update was made"
+    committed = 2
 
     def wrap(self, model: nn.Module) -> nn.Module:
         self.saved = self.session.state(seen=[])
         return model
 
-    def micro_batch(self, x: Tensor, y: Tensor) -> None:
-        super().micro_batch(x, y)
+    def after_micro_batch(self) -> None:
         if self.step == 2:
-            self.saved.seen.append(len(x))
+            self.saved.seen.append(self.step)
 
 
 @use("a layer that is exchanged during the run")
@@ -901,10 +905,8 @@ class ExchangedFunction(Loop):
 
 @use("parameters that get other names during the run")
 class OtherNames(Loop):
-    refused, committed = (
-        r"parameters and buffers changed during the run: new: 0\.weight_mask, 0\.weight_orig; gone: 0\.weight",
-        4,
-    )
+    refused = r"parameters and buffers changed during the run: new: 0\.weight_mask, 0\.weight_orig; gone: 0\.weight"
+    committed = 4
 
     def before(self) -> None:
         if self.step == 3:
@@ -930,55 +932,55 @@ class BestLoss(Loop):
 
 @use("another number of micro-batches on each rank")
 class OtherCount(Loop):
-    refused, workers = r"micro_batches", 2
+    refused = r"micro_batches"
+    workers = 2
 
-    def __init__(self, out: Path, steps: int) -> None:
-        super().__init__(out, steps)
+    def configure(self) -> None:
         self.options["micro_batches"] = 4 if self.rank == 1 else 6
 
 
 @use("another seed on each rank")
 class OtherSeed(Loop):
-    refused, workers = r"seed|is not the same on all workers", 2
+    refused = r"seed|is not the same on all workers"
+    workers = 2
 
-    def __init__(self, out: Path, steps: int) -> None:
-        super().__init__(out, steps)
+    def configure(self) -> None:
         self.options["seed"] = self.rank
 
 
 @use("another interval of checkpoints on each rank")
 class OtherInterval(Loop):
-    refused, workers = r"save_every", 2
+    refused = r"save_every"
+    workers = 2
 
-    def __init__(self, out: Path, steps: int) -> None:
-        super().__init__(out, steps)
+    def configure(self) -> None:
         self.options["save_every"] = 2 + self.rank
 
 
 @use("no rehearsal on rank 1")
 class OtherRehearsal(Loop):
-    refused, workers = r"rehearse", 2
+    refused = r"rehearse"
+    workers = 2
 
-    def __init__(self, out: Path, steps: int) -> None:
-        super().__init__(out, steps)
+    def configure(self) -> None:
         self.options["rehearse"] = self.rank != 1
 
 
 @use("another comparison interval on each rank")
 class OtherVerify(Loop):
-    refused, workers = r"verify_every", 2
+    refused = r"verify_every"
+    workers = 2
 
-    def __init__(self, out: Path, steps: int) -> None:
-        super().__init__(out, steps)
+    def configure(self) -> None:
         self.options["verify_every"] = 1 + self.rank
 
 
 @use("another number of steps on each rank")
 class OtherTotal(Loop):
-    refused, workers = r"steps is '6' on rank 0 .* and '7' on rank 1", 2
+    refused = r"steps is '6' on rank 0 .* and '7' on rank 1"
+    workers = 2
 
-    def __init__(self, out: Path, steps: int) -> None:
-        super().__init__(out, steps)
+    def configure(self) -> None:
         self.total += self.rank
 
 
@@ -987,28 +989,28 @@ class OtherTotal(Loop):
 
 @use("a data set of another length on each rank")
 class OtherLength(Loop):
-    refused, workers = r"is not the same on all workers|samples", 2
+    refused = r"is not the same on all workers|samples"
+    workers = 2
 
-    def __init__(self, out: Path, steps: int) -> None:
-        super().__init__(out, steps)
+    def configure(self) -> None:
         self.dataset = TensorDataset(INPUTS[: 48 - 8 * self.rank], TARGETS[: 48 - 8 * self.rank])
 
 
 @use("another batch size on each rank")
 class OtherBatch(Loop):
-    refused, workers = r"is not the same on all workers|batch_size", 2
+    refused = r"is not the same on all workers|batch_size"
+    workers = 2
 
-    def __init__(self, out: Path, steps: int) -> None:
-        super().__init__(out, steps)
+    def configure(self) -> None:
         self.loader_options["batch_size"] = 24 if self.rank == 1 else 12
 
 
 @use("the share of the rank as the data set")
 class ShareOfRank(Loop):
-    refused, workers = r"is not the same on all workers", 2
+    refused = r"is not the same on all workers"
+    workers = 2
 
-    def __init__(self, out: Path, steps: int) -> None:
-        super().__init__(out, steps)
+    def configure(self) -> None:
         rows = slice(self.rank, None, int(os.environ["WORLD_SIZE"]))
         self.dataset = TensorDataset(INPUTS[rows].repeat(6, 1)[:48], TARGETS[rows].repeat(6)[:48])
 
@@ -1017,7 +1019,7 @@ class ShareOfRank(Loop):
 class ConsumedLoader(Loop):
     refused = r"the loss of micro-batch 0 of step 0 is .* the first time and"
 
-    def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def batches(self) -> Batches:
         if not hasattr(self, "stream"):
             self.stream = iter(
                 DataLoader(TensorDataset(INPUTS, TARGETS), batch_size=2, shuffle=True)
@@ -1043,8 +1045,7 @@ class Drawing(Dataset[tuple[Tensor, Tensor]]):
 class OwnGenerator(Loop):
     refused = r"the loss of micro-batch 0 of step 0 is .* the first time and"
 
-    def __init__(self, out: Path, steps: int) -> None:
-        super().__init__(out, steps)
+    def configure(self) -> None:
         self.dataset = Drawing()
 
 
@@ -1057,7 +1058,8 @@ class ManualSeed(Loop):
 
 @use("a manual seed by rank in the micro-batch loop")
 class SeedByRank(Loop):
-    refused, workers = r"is not the same on all workers", 2
+    refused = r"is not the same on all workers"
+    workers = 2
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         torch.manual_seed(self.rank)
@@ -1082,7 +1084,7 @@ class BatchInPlace(Loop):
 class DataInPlace(Loop):
     refused = r"the loss of micro-batch 0 of step 0 is .* the first time and"
 
-    def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def batches(self) -> Batches:
         for k in self.session.micro_batches(self.step):
             yield INPUTS[2 * k : 2 * k + 2].mul_(1.1), TARGETS[2 * k : 2 * k + 2]
 
@@ -1091,9 +1093,7 @@ class DataInPlace(Loop):
 class Iterable(Loop):
     refused = r"has no length or no index"
 
-    def __init__(self, out: Path, steps: int) -> None:
-        super().__init__(out, steps)
-
+    def configure(self) -> None:
         class Stream(IterableDataset[Tensor]):
             def __iter__(self) -> Iterator[Tensor]:
                 return iter(INPUTS)
@@ -1105,23 +1105,20 @@ class Iterable(Loop):
 class RaggedMean(Loop):
     refused = r"the micro-batches of a step have 1 to 6 samples, and their losses are means"
 
-    def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def batches(self) -> Batches:
         for k in self.session.micro_batches(self.step):
             yield INPUTS[: k + 1], TARGETS[: k + 1]
 
 
 @use("a mean over one micro-batch of another size on each rank")
 class RaggedRanks(Loop):
-    refused, workers = (
-        r"the micro-batches of a step have 3 to 4 samples, and their losses are means",
-        2,
-    )
+    refused = r"the micro-batches of a step have 3 to 4 samples, and their losses are means"
+    workers = 2
 
-    def __init__(self, out: Path, steps: int) -> None:
-        super().__init__(out, steps)
+    def configure(self) -> None:
         self.options["micro_batches"] = 2
 
-    def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def batches(self) -> Batches:
         for k in self.session.micro_batches(self.step):
             yield INPUTS[: 3 + k], TARGETS[: 3 + k]
 
@@ -1130,7 +1127,7 @@ class RaggedRanks(Loop):
 class RaggedRows(Loop):
     warned = r"micro-batches differ: 2 x 1 x 4, then 2 x 2 x 4\. session\.backward\(loss\) gives each the same weight"
 
-    def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def batches(self) -> Batches:
         for k in self.session.micro_batches(self.step):
             yield INPUTS[: 2 * (k + 1)].view(2, k + 1, 4), TARGETS[: 2 * (k + 1)]
 
@@ -1147,7 +1144,7 @@ class RaggedCountOfOne(RaggedMean):
 class SomeCounts(Loop):
     refused = r"some micro-batches of a step have a count and others have none"
 
-    def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def batches(self) -> Batches:
         for k in self.session.micro_batches(self.step):
             self.k = k
             yield INPUTS[:2], TARGETS[:2]
@@ -1160,7 +1157,7 @@ class SomeCounts(Loop):
 class Break(Loop):
     refused = r"the body of step 0 ran no micro-batches"
 
-    def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def batches(self) -> Batches:
         for batch in self.loader(self.step):
             yield batch
             break

@@ -7,6 +7,7 @@ import logging
 import math
 from collections import namedtuple
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -53,24 +54,35 @@ def leave_out_nonfinite(model: nn.Module, loss: Tensor, count: int) -> tuple[Ten
 def test_a_loop_leaves_out_micro_batches_that_are_not_finite(tmp_path: Path) -> None:
     gradients = []
     for poison in (True, False):
-        torch.manual_seed(0)
-        model = nn.Linear(4, 1)
         inputs = INPUTS[:8].clone()
         inputs[3, 2] = torch.nan if poison else 1.0
-        with Session(tmp_path / str(poison), micro_batches=4) as session:
-            prepared, optimizer = session.prepare(
-                model, torch.optim.SGD(model.parameters(), lr=0.1)
-            )
+        with linear_session(tmp_path / str(poison), 4) as (session, prepared, optimizer):
             for step in session.steps(1):
                 for k in session.micro_batches(step):
                     rows = inputs[2 * k : 2 * k + 2]
                     loss = prepared(rows).square().sum() * (1 if poison or k != 1 else torch.nan)
                     loss, count = leave_out_nonfinite(prepared, loss, len(rows))
                     session.backward(loss, count=count)
-                gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+                gradients.append([p.grad.clone() for p in prepared.parameters()])
                 assert session.replicas.decision.count == 6
                 optimizer.step()
     assert all(map(torch.equal, *gradients)) and all(bool(g.isfinite().all()) for g in gradients[0])
+
+
+def sgd(model: nn.Module, lr: float = 0.1) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=lr)
+
+
+@contextmanager
+def linear_session(
+    folder: Path, micro_batches: int = 2, lr: float = 0.1, **options: Any
+) -> Iterator[tuple[Session, Any, torch.optim.Optimizer]]:
+    """Open a session; yield it with a prepared linear model and its optimizer."""
+    model = nn.Linear(4, 1)
+    nn.init.constant_(model.weight, 0.5)
+    nn.init.zeros_(model.bias)
+    with Session(folder, micro_batches=micro_batches, **options) as session:
+        yield session, *session.prepare(model, sgd(model, lr))
 
 
 def small_model() -> nn.Module:
@@ -149,7 +161,7 @@ def test_average_of_weights_without_values_is_refused(tmp_path: Path) -> None:
     model = lockstep.deferred_init(small_model)
     with Session(tmp_path, micro_batches=2) as session:
         session.state(ema=torch.optim.swa_utils.AveragedModel(model))
-        session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        session.prepare(model, sgd(model))
         with refused(r"state\.ema\.module\.0\.weight is on the meta device, without values"):
             next(session.steps(1))
 
@@ -205,12 +217,8 @@ def test_loader_processes_follow_a_change_of_the_data_set(
     digests = set()
     for num_workers in (0, 2):
         dataset = Augmented()
-        with Session(tmp_path / str(num_workers), micro_batches=4) as session:
-            model = nn.Linear(4, 1, bias=False)
-            nn.init.ones_(model.weight)
-            prepared, optimizer = session.prepare(
-                model, torch.optim.SGD(model.parameters(), lr=0.01)
-            )
+        with linear_session(tmp_path / str(num_workers), 4, lr=0.01) as opened:
+            session, prepared, optimizer = opened
             loader = session.loader(dataset, batch_size=8, num_workers=num_workers)
             for step in session.steps(5):
                 if step == 3:
@@ -226,10 +234,9 @@ def test_loader_processes_follow_a_change_of_the_data_set(
 
 
 def test_the_gradient_is_the_mean_over_the_samples_of_the_step(tmp_path: Path) -> None:
-    model = nn.Linear(4, 1)
-    expected = torch.autograd.grad(model(INPUTS[:40]).square().mean(), [*model.parameters()])
-    with Session(tmp_path, micro_batches=5) as session:
-        prepared, _ = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with linear_session(tmp_path, 5) as (session, prepared, _):
+        model = prepared.module
+        expected = torch.autograd.grad(model(INPUTS[:40]).square().mean(), [*model.parameters()])
         loader = session.loader(TensorDataset(INPUTS[:40]), batch_size=40)
         for step in session.steps(1):
             for (rows,) in loader(step):
@@ -242,7 +249,7 @@ def test_the_gradient_is_the_mean_over_the_samples_of_the_step(tmp_path: Path) -
 def test_state_is_saved_and_restored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for steps in (2, 5):
         model = nn.Linear(4, 1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        optimizer = sgd(model, 1.0)
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
         with Session(tmp_path, micro_batches=2) as session:
             prepared, _ = session.prepare(model, optimizer)
@@ -263,7 +270,7 @@ def test_an_evaluation_is_the_mean_over_the_samples_and_leaves_no_trace(tmp_path
     model = nn.Sequential(nn.Linear(4, 1), nn.Dropout(0.5))
     rows = INPUTS.sum(1)
     with Session(tmp_path / "one", micro_batches=2) as session:
-        prepared, _ = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        prepared, _ = session.prepare(model, sgd(model))
         session.step = 3
         draws = []
         for batch_size in (7, 50):
@@ -287,7 +294,7 @@ def test_an_evaluation_is_the_mean_over_the_samples_and_leaves_no_trace(tmp_path
 def test_an_evaluation_of_extreme_values_or_of_nothing(tmp_path: Path) -> None:
     huge = TensorDataset(torch.full((6, 1), 1.5e308, dtype=torch.float64))
     with Session(tmp_path, micro_batches=1) as session:
-        session.prepare(model := nn.Linear(1, 1), torch.optim.SGD(model.parameters(), lr=0.1))
+        session.prepare(model := nn.Linear(1, 1), sgd(model))
         for batch_size in (1, 4):
             assert (
                 session.evaluate(lambda batch: batch[0][0], huge, batch_size=batch_size) == 1.5e308
@@ -304,7 +311,7 @@ def test_finite_losses_whose_sum_overflows_end_the_run_in_words(tmp_path: Path) 
         pytest.raises(DivergedError, match="loss inf in step 1"),
         Session(tmp_path, micro_batches=2) as session,
     ):
-        prepared, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        prepared, optimizer = session.prepare(model, sgd(model))
         loader = session.loader(TensorDataset(torch.ones(8, 1, dtype=torch.float64)), batch_size=2)
         for step in session.steps(1):
             for (rows,) in loader(step):
@@ -316,7 +323,7 @@ def test_an_evaluation_puts_an_ema_in_the_state_into_eval_mode(tmp_path: Path) -
     model = nn.Sequential(nn.Linear(4, 1), nn.Dropout(0.5))
     ema = copy.deepcopy(model)
     with Session(tmp_path, micro_batches=1) as session:
-        session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        session.prepare(model, sgd(model))
         session.state(ema=ema)
         mean = session.evaluate(lambda batch: ema(batch[0]).mean(), TensorDataset(INPUTS))
         assert mean == pytest.approx(ema[0](INPUTS).mean().item(), rel=1e-5) and ema.training
@@ -341,7 +348,7 @@ def test_a_prepared_model_is_called_like_its_module_and_copied_without_the_sessi
 ) -> None:
     with Session(tmp_path, micro_batches=1) as session:
         module = nn.Linear(4, 1)
-        prepared, optimizer = session.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
+        prepared, optimizer = session.prepare(module, sgd(module))
         assert (
             prepared.module is module
             and prepared.in_features == 4
@@ -357,9 +364,8 @@ def refused(message: str) -> Any:
 
 
 def test_unequal_micro_batches_are_weighted_by_their_counts(tmp_path: Path) -> None:
-    model = nn.Linear(4, 1)
-    with Session(tmp_path, micro_batches=4) as session:
-        prepared, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with linear_session(tmp_path, 4) as (session, prepared, optimizer):
+        model = prepared.module
         for step in session.steps(2):
             mean = model(INPUTS[:10]).square().mean()
             expected = torch.autograd.grad(mean, [*model.parameters()])
@@ -373,14 +379,12 @@ def test_unequal_micro_batches_are_weighted_by_their_counts(tmp_path: Path) -> N
 
 
 def test_count_may_be_a_tensor_or_zero_for_one_micro_batch(tmp_path: Path) -> None:
-    model = nn.Linear(4, 1)
-    with Session(tmp_path, micro_batches=2) as session:
-        prepared, _ = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with linear_session(tmp_path) as (session, prepared, _):
         for step in session.steps(1):
             for k in session.micro_batches(step):
                 rows = INPUTS[: 3 * k]
                 session.backward(prepared(rows).square().sum(), count=torch.tensor(len(rows)))
-            assert session.loss == pytest.approx(model(INPUTS[:3]).square().mean().item())
+            assert session.loss == pytest.approx(prepared.module(INPUTS[:3]).square().mean().item())
 
 
 @pytest.mark.parametrize(
@@ -394,9 +398,7 @@ def test_count_may_be_a_tensor_or_zero_for_one_micro_batch(tmp_path: Path) -> No
     ],
 )
 def test_wrong_counts_are_refused(tmp_path: Path, counts: tuple[Any, Any], message: str) -> None:
-    model = nn.Linear(4, 1)
-    with refused(message), Session(tmp_path, micro_batches=2, rehearse=False) as session:
-        prepared, _ = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with refused(message), linear_session(tmp_path, rehearse=False) as (session, prepared, _):
         for step in session.steps(1):
             for k in session.micro_batches(step):
                 session.backward(prepared(INPUTS).square().sum(), count=counts[k])
@@ -411,7 +413,7 @@ def test_wrong_uses_are_refused(tmp_path: Path) -> None:
         _ = Session(tmp_path, micro_batches=2).world
     with Session(tmp_path, micro_batches=4) as session:
         model = nn.Linear(4, 1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = sgd(model)
         with refused("batch_size=6 with micro_batches=4 and 50 samples"):
             session.loader(Noisy(), batch_size=6)
         with refused("Endless has no length or no index"):
@@ -441,7 +443,7 @@ def test_wrong_uses_are_refused(tmp_path: Path) -> None:
 
 def test_wrong_arguments_are_refused_at_once(tmp_path: Path) -> None:
     model, other = nn.Linear(4, 1), nn.Linear(4, 1)
-    optimizer, second = (torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2))
+    optimizer, second = (sgd(model) for _ in range(2))
     with refused("Session takes no verify_evry\n.*\n.*did you mean verify_every"):
         Session(tmp_path, micro_batches=2, verify_evry=2)  # type: ignore[call-arg]
     with refused("balance='uneven'\n.*\n.*'auto' or 'off'"):
@@ -488,9 +490,7 @@ def test_prepare_without_optimizers_returns_the_model_and_steps_asks_for_them(
 
 
 def test_only_numbers_with_free_names_are_logged(tmp_path: Path) -> None:
-    model = nn.Linear(4, 1)
-    with Session(tmp_path, micro_batches=2) as session:
-        prepared, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with linear_session(tmp_path) as (session, prepared, optimizer):
         for step in session.steps(1):
             for k in session.micro_batches(step):
                 session.backward(prepared(INPUTS[k : k + 1]).square().mean())
@@ -513,14 +513,12 @@ def test_only_numbers_with_free_names_are_logged(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("loop", ["same loader", "two loaders", "zip"])
 def test_second_micro_batch_loop_in_a_step_is_refused(tmp_path: Path, loop: str) -> None:
-    model = nn.Linear(4, 1)
     message = (
         "ended early\n.*a second micro-batch loop"
         if loop == "zip"
         else r"a second micro-batch loop in step 0: .*\n  loader\(step\) or"
     )
-    with refused(message), Session(tmp_path, micro_batches=2) as session:
-        prepared, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with refused(message), linear_session(tmp_path) as (session, prepared, optimizer):
         first = session.loader(Noisy(), batch_size=4)
         second = first if loop == "same loader" else session.loader(Noisy(), batch_size=4)
         for step in session.steps(1):
@@ -538,22 +536,16 @@ def test_second_micro_batch_loop_in_a_step_is_refused(tmp_path: Path, loop: str)
 def test_a_scaler_scales_the_gradient_but_not_the_recorded_loss(tmp_path: Path) -> None:
     digests = set()
     for scale in (None, 2.0**10):
-        out, model = tmp_path / str(scale), nn.Linear(4, 1)
-        with torch.no_grad():
-            model.weight.fill_(0.5), model.bias.fill_(0.0)
+        out = tmp_path / str(scale)
         scaler = torch.amp.GradScaler("cpu", init_scale=scale) if scale else None
-        with Session(out, micro_batches=2, on_nonfinite="ignore") as session:
-            prepared, optimizer = session.prepare(
-                model, torch.optim.SGD(model.parameters(), lr=0.125)
-            )
+        with linear_session(out, lr=0.125, on_nonfinite="ignore") as opened:
+            session, prepared, optimizer = opened
             for step in session.steps(2):
                 for k in session.micro_batches(step):
                     session.backward(prepared(INPUTS[k : k + 3]).square().mean(), scaler=scaler)
-                gradient = model.bias.grad
-                assert gradient is not None
                 if scaler:
                     scaler.step(optimizer)
-                    assert session.loss < 10 < float(gradient) * float(scaler.get_scale())
+                    assert session.loss < 10 < float(prepared.bias.grad) * float(scaler.get_scale())
                     scaler.update()
                 else:
                     optimizer.step()
@@ -565,10 +557,9 @@ def test_a_scaler_scales_the_gradient_but_not_the_recorded_loss(tmp_path: Path) 
 def test_a_scaler_that_backward_has_not_received_is_refused_before_the_update(
     tmp_path: Path,
 ) -> None:
-    model, scaler = nn.Linear(4, 1), torch.amp.GradScaler("cpu", init_scale=4.0)
-    before = model.weight.detach().clone()
-    with Session(tmp_path, micro_batches=2, on_nonfinite="ignore") as session:
-        prepared, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    with linear_session(tmp_path, on_nonfinite="ignore") as (session, prepared, optimizer):
+        before = prepared.weight.detach().clone()
         session.state(scaler=scaler)
         with refused(
             r"a loss that was scaled before session.backward(?s:.*)backward\(loss, scaler=scaler\)"
@@ -577,20 +568,14 @@ def test_a_scaler_that_backward_has_not_received_is_refused_before_the_update(
                 for k in session.micro_batches(step):
                     session.backward(scaler.scale(prepared(INPUTS[k : k + 3]).square().mean()))
                 scaler.step(optimizer)
-    assert torch.equal(before, model.weight)
+    assert torch.equal(before, prepared.weight)
     torch.amp.GradScaler("cpu", enabled=False).step(optimizer)
 
 
 @pytest.mark.parametrize("shape", [(1,), (1, 1)])
 def test_a_loss_may_have_one_element_in_any_shape(tmp_path: Path, shape: tuple[int, ...]) -> None:
     for name, of_shape in (("scalar", ()), ("shaped", shape)):
-        model = nn.Linear(4, 1)
-        with torch.no_grad():
-            model.weight.fill_(0.5), model.bias.fill_(0.0)
-        with Session(tmp_path / name, micro_batches=2) as session:
-            prepared, optimizer = session.prepare(
-                model, torch.optim.SGD(model.parameters(), lr=0.1)
-            )
+        with linear_session(tmp_path / name) as (session, prepared, optimizer):
             for step in session.steps(2):
                 for k in session.micro_batches(step):
                     session.backward(prepared(INPUTS[k : k + 3]).square().mean().view(of_shape))
@@ -602,12 +587,8 @@ def test_a_changed_learning_rate_is_a_warning_at_a_resume(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     for steps, rate in ((1, 0.1), (2, 0.1), (3, 0.001)):
-        model = nn.Linear(4, 1)
         caplog.clear()
-        with Session(tmp_path, micro_batches=2) as session:
-            prepared, optimizer = session.prepare(
-                model, torch.optim.SGD(model.parameters(), lr=rate)
-            )
+        with linear_session(tmp_path, lr=rate) as (session, prepared, optimizer):
             for step in session.steps(steps):
                 for k in session.micro_batches(step):
                     session.backward(prepared(INPUTS[k : k + 1]).square().mean())
@@ -630,9 +611,7 @@ def test_a_finished_run_has_the_loss_of_its_last_step(
 def test_a_forgotten_update_is_a_warning_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = nn.Linear(4, 1)
-    with Session(tmp_path, micro_batches=2) as session:
-        prepared, _ = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with linear_session(tmp_path) as (session, prepared, _):
         for step in session.steps(3):
             for k in session.micro_batches(step):
                 session.backward(prepared(INPUTS[k : k + 1]).square().mean())
@@ -646,9 +625,7 @@ def test_a_forgotten_update_is_a_warning_once(
 def test_stop_ends_the_loop_with_a_save(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, inside: bool, last: int
 ) -> None:
-    model = nn.Linear(4, 1)
-    with Session(tmp_path, micro_batches=2) as session:
-        prepared, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with linear_session(tmp_path) as (session, prepared, optimizer):
         for step in session.steps(9):
             for k in session.micro_batches(step):
                 session.backward(prepared(INPUTS[k : k + 1]).square().mean())
@@ -664,9 +641,8 @@ def test_stop_ends_the_loop_with_a_save(
 def test_leaving_the_loop_early_is_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.WARNING), Session(tmp_path, micro_batches=4) as session:
-        model = nn.Linear(4, 1)
-        prepared, optimizer = session.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with caplog.at_level(logging.WARNING), linear_session(tmp_path, 4) as opened:
+        session, prepared, optimizer = opened
         loader = session.loader(Noisy(), batch_size=4)
         for step in session.steps(9):
             for rows in loader(step):
