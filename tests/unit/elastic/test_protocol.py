@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 from hypothesis import HealthCheck, given, seed, settings
@@ -39,6 +39,8 @@ from lockstep.elastic.protocol.state import (
 )
 from lockstep.elastic.protocol.transitions import Protocol
 
+T = TypeVar("T")
+Message = dict[str, Any]
 HISTORIES = int(os.environ.get("LOCKSTEP_HISTORIES", "500"))
 SEED = int(os.environ.get("LOCKSTEP_SEED", "0"))
 THEMES = {
@@ -209,9 +211,10 @@ class Unfenced(Folder):
         return self.checkpoint == state
 
 
-def hasty(
-    view: CoordinatorView, limits: ElasticLimits, token: str
-) -> tuple[Generation | None, str]:
+Decision = tuple[Generation | None, str]
+
+
+def hasty(view: CoordinatorView, limits: ElasticLimits, token: str) -> Decision:
     """The coordinator does not wait for reports."""
     step = max((report.step for report in view.reports.values()), default=0)
     guessed = {
@@ -220,9 +223,7 @@ def hasty(
     return NEXT_GENERATION(replace(view, reports=guessed | dict(view.reports)), limits, token)
 
 
-def backward(
-    view: CoordinatorView, limits: ElasticLimits, token: str
-) -> tuple[Generation | None, str]:
+def backward(view: CoordinatorView, limits: ElasticLimits, token: str) -> Decision:
     """The smallest step counts, not the largest."""
     generation, reason = NEXT_GENERATION(view, limits, token)
     steps = (
@@ -233,16 +234,12 @@ def backward(
     return (replace(generation, step=min(steps)) if generation else None), reason
 
 
-def too_few(
-    view: CoordinatorView, limits: ElasticLimits, token: str
-) -> tuple[Generation | None, str]:
+def too_few(view: CoordinatorView, limits: ElasticLimits, token: str) -> Decision:
     """`min_workers` does not count."""
     return NEXT_GENERATION(view, replace(limits, min_workers=1), token)
 
 
-def all_friends(
-    view: CoordinatorView, limits: ElasticLimits, token: str
-) -> tuple[Generation | None, str]:
+def all_friends(view: CoordinatorView, limits: ElasticLimits, token: str) -> Decision:
     """Members that do not reach each other stay together."""
     return NEXT_GENERATION(
         replace(
@@ -541,20 +538,44 @@ def started(*slots: int, **more: Any) -> Protocol:
     return worker
 
 
+def follower(*slots: int, **fingerprint: str) -> Protocol:
+    """Worker a/1, which has read generation 1 and is linked with a/0."""
+    worker = protocol(1)
+    worker.request_join(0.0, fingerprint)
+    worker.on_log_read(generation(1, *slots), [], 0.0)
+    worker.on_link_up("a/0/x", 0.0)
+    return worker
+
+
+def join(number: int = 1, reaches: Sequence[str] = ("a/0/x",), **fingerprint: str) -> Message:
+    """The message with which a/1 asks to join."""
+    me = vars(member(1))
+    facts = {"fingerprint": fingerprint, "reaches": reaches}
+    return {"kind": "join", "number": number, "member": me, **facts}
+
+
+def ended(why: str = "lost", suspected: bool = False, dead: Sequence[int] = ()) -> Message:
+    """The message of a member that has left generation 1."""
+    lost = {member(slot).id: "exited" for slot in dead}
+    facts = {"why": why, "dead": lost, "partition_suspected": suspected}
+    return {"kind": "ended", "number": 1, **facts}
+
+
+def of(kind: type[T], effects: Iterable[Effect]) -> list[T]:
+    return [effect for effect in effects if isinstance(effect, kind)]
+
+
+def proposed(effects: list[Effect]) -> Generation:
+    (proposal,) = of(Propose, effects)
+    return proposal.generation
+
+
 def test_joiner_with_another_fingerprint_is_refused() -> None:
     worker = started(0)
-    join = {
-        "kind": "join",
-        "number": 1,
-        "member": vars(member(1)),
-        "fingerprint": {"torch": "2.11"},
-        "reaches": ["a/0/x"],
-    }
     worker.on_link_up("a/1/x", 1.0)
-    (refusal,) = worker.on_message("a/1/x", join, 1.0)
+    (refusal,) = worker.on_message("a/1/x", join(torch="2.11"), 1.0)
     assert (
-        isinstance(refusal, Send)
-        and refusal.message["kind"] == "refused"
+        refusal.message["kind"] == "refused"
         and "'2.11' there and '2.13' here" in refusal.message["why"]
     )
     other = protocol(1)
@@ -566,25 +587,15 @@ def test_joiner_of_a_different_run_is_refused_with_the_differences() -> None:
     worker = started(0)
     worker.set_fingerprint({"torch": "2.13", "run steps": "80"}, 0.5)
     worker.on_link_up("a/1/x", 1.0)
-    join = {
-        "kind": "join",
-        "number": 1,
-        "member": vars(member(1)),
-        "fingerprint": {"torch": "2.13", "run steps": "40"},
-        "reaches": ["a/0/x"],
-    }
-    (refusal,) = worker.on_message("a/1/x", join, 1.0)
-    assert isinstance(refusal, Send)
+    asked = join(torch="2.13", **{"run steps": "40"})
+    (refusal,) = worker.on_message("a/1/x", asked, 1.0)
     assert (
         refusal.message["why"]
         == "it was started for a different run: run steps is '40' there and '80' here (there: a/1, here: a/0)"
     )
-    (unset,) = worker.on_message(
-        "a/1/x", {**join, "fingerprint": {"torch": "2.13", "run steps": "80", "--rows": "5"}}, 1.0
-    )
-    assert (
-        isinstance(unset, Send) and "--rows is '5' there and not set here" in unset.message["why"]
-    )
+    asked = join(torch="2.13", **{"run steps": "80", "--rows": "5"})
+    (unset,) = worker.on_message("a/1/x", asked, 1.0)
+    assert "--rows is '5' there and not set here" in unset.message["why"]
 
 
 def test_worker_on_standby_gets_ready_before_it_is_admitted() -> None:
@@ -594,24 +605,18 @@ def test_worker_on_standby_gets_ready_before_it_is_admitted() -> None:
     other.request_join(0.0, {})
     other.on_log_read(generation(1, 0), [member(0)], 0.0)
     worker.on_link_up("a/1/x", 0.0)
-    asks = [effect for effect in other.on_link_up("a/0/x", 0.0) if isinstance(effect, Send)]
+    asks = of(Send, other.on_link_up("a/0/x", 0.0))
     assert worker.on_message("a/1/x", asks[0].message, 0.5) == [] and worker.joiners, (
         "before training starts it may still start with them"
     )
     (sent,) = worker.set_fingerprint({"torch": "2.13"}, 1.0)
-    assert (
-        isinstance(sent, Send)
-        and sent.message == {"kind": "get_ready"}
-        and worker.joiner_count == 0
-    )
+    assert sent.message == {"kind": "get_ready"} and worker.joiner_count == 0
     assert (
         other.on_message("a/0/x", sent.message, 1.0) == [GetReady()]
         and other.on_message("a/0/x", sent.message, 1.1) == []
     )
     other.request_join(5.0, {"torch": "2.13"}, is_joining=True)
-    (joins,) = [
-        effect for effect in other.on_log_read(NO_GENERATION, [], 5.0) if isinstance(effect, Send)
-    ]
+    (joins,) = of(Send, other.on_log_read(NO_GENERATION, [], 5.0))
     worker.on_message("a/1/x", joins.message, 5.0)
     assert worker.joiner_count == 1
 
@@ -619,17 +624,7 @@ def test_worker_on_standby_gets_ready_before_it_is_admitted() -> None:
 def test_no_joiner_is_admitted_after_stop_admitting() -> None:
     worker = started(0)
     worker.on_link_up("a/1/x", 1.0)
-    worker.on_message(
-        "a/1/x",
-        {
-            "kind": "join",
-            "number": 1,
-            "member": vars(member(1)),
-            "fingerprint": {"torch": "2.13"},
-            "reaches": ["a/0/x"],
-        },
-        1.0,
-    )
+    worker.on_message("a/1/x", join(torch="2.13"), 1.0)
     assert worker.joiner_count == 1
     worker.stop_admitting(0.0)
     assert worker.joiner_count == 0
@@ -652,72 +647,32 @@ def test_stopped_process_does_not_count_its_own_pause_as_silence() -> None:
     worker = started(0, 1, 2)
     for tick in range(1, 10):
         worker.tick(tick * 0.2)
-    assert not any(isinstance(effect, AbortGroup) for effect in worker.tick(100.0))
+    assert not of(AbortGroup, worker.tick(100.0))
     assert worker.coordinator() == member(0) and not worker.generation_error
+
+
+def cut(*lost: str) -> Message:
+    return left(1) | {"why": "cut", "lost": list(lost), "partition_suspected": True}
 
 
 def test_regroup_keeps_all_members() -> None:
     worker = started(0, 1)
     abort, sent = worker.regroup("no progress", 1.0)
-    assert (
-        abort == AbortGroup("no progress")
-        and isinstance(sent, Send)
-        and sent.message["kind"] == "ended"
-    )
-    left = {
-        "kind": "left",
-        "number": 1,
-        "step": 7,
-        "leaving": False,
-        "why": "cut",
-        "lost": [],
-        "dead": {},
-        "partition_suspected": True,
-    }
-    worker.on_message("a/1/x", left, 1.0)
-    (proposal,) = worker.on_group_left(LeaveReport(1, 7, why="cut"), 1.0)
-    assert (
-        isinstance(proposal, Propose)
-        and proposal.generation.members == (member(0), member(1))
-        and proposal.generation.step == 7
-    )
+    assert abort == AbortGroup("no progress") and sent.message["kind"] == "ended"
+    worker.on_message("a/1/x", cut(), 1.0)
+    successor = proposed(worker.on_group_left(LeaveReport(1, 7, why="cut"), 1.0))
+    assert successor.members == (member(0), member(1)) and successor.step == 7
 
 
 def test_regroup_keeps_members_that_reach_each_other() -> None:
     worker = started(0, 1, 2)
     worker.regroup("no progress", 1.0)
-    report = {
-        "kind": "left",
-        "number": 1,
-        "step": 7,
-        "leaving": False,
-        "why": "cut",
-        "dead": {},
-        "partition_suspected": True,
-    }
-    worker.on_message("a/1/x", {**report, "lost": ["a/2/x"]}, 1.0)
-    worker.on_message("a/2/x", {**report, "lost": ["a/1/x"]}, 1.0)
-    (proposal,) = worker.on_group_left(LeaveReport(1, 7, why="cut"), 1.0)
-    assert (
-        isinstance(proposal, Propose)
-        and proposal.generation.members == (member(0), member(1))
-        and proposal.generation.step == 7
-    )
-    other = protocol(1)
-    other.request_join(0.0, {})
-    other.on_log_read(generation(1, 0, 1, 2), [], 0.0)
-    other.on_link_up("a/0/x", 0.0)
-    other.on_message(
-        "a/0/x",
-        {
-            "kind": "ended",
-            "number": 1,
-            "why": "no progress",
-            "dead": {},
-            "partition_suspected": True,
-        },
-        1.0,
-    )
+    worker.on_message("a/1/x", cut("a/2/x"), 1.0)
+    worker.on_message("a/2/x", cut("a/1/x"), 1.0)
+    successor = proposed(worker.on_group_left(LeaveReport(1, 7, why="cut"), 1.0))
+    assert successor.members == (member(0), member(1)) and successor.step == 7
+    other = follower(0, 1, 2)
+    other.on_message("a/0/x", ended("no progress", suspected=True), 1.0)
     assert Connect(member(2)) in other.on_group_left(LeaveReport(1, 7, why="cut"), 1.0), (
         "it probes the others before it reports"
     )
@@ -757,11 +712,8 @@ def test_joiner_links_to_joiners_of_other_hosts_that_may_share_its_replica() -> 
     effects = joiner.on_log_read(generation(1, 0), [elsewhere, member(3)], 0.0)
     assert effects == [Connect(member(0)), Connect(elsewhere)]
     joiner.on_link_up("a/0/x", 0.1)
-    requests = [
-        effect.message
-        for effect in joiner.on_link_up("a/2/x", 0.2)
-        if isinstance(effect, Send) and effect.id == "a/0/x"
-    ]
+    sent = of(Send, joiner.on_link_up("a/2/x", 0.2))
+    requests = [effect.message for effect in sent if effect.id == "a/0/x"]
     assert requests[0]["reaches"] == ["a/2/x"] and requests[0]["misses"] == [], (
         "it reaches all members"
     )
@@ -833,13 +785,10 @@ def test_stop_request_lowers_min_workers(before: bool) -> None:
     if not before:
         assert effects == [LogMessage("too few workers: 1 available, at least 2 required")]
         effects = worker.request_stop("SIGTERM", 2.0)
-    (proposal,) = effects
-    assert (
-        isinstance(proposal, Propose)
-        and proposal.generation.members == (member(0),)
-        and proposal.generation.step == 7
-    )
-    assert proposal.generation.end is None and worker.stop_signal == "SIGTERM"
+    assert len(effects) == 1
+    successor = proposed(effects)
+    assert successor.members == (member(0),) and successor.step == 7
+    assert successor.end is None and worker.stop_signal == "SIGTERM"
 
 
 @pytest.mark.parametrize("stops", ["", "SIGINT"])
@@ -869,7 +818,7 @@ def in_two_replicas(slot: int) -> Protocol:
     return worker
 
 
-def left(worker: int, *dead: int) -> dict[str, Any]:
+def left(worker: int, *dead: int) -> Message:
     """The message of worker a/WORKER after leaving generation 1 at step 7."""
     facts = {"step": 7, "leaving": False, "why": "lost", "lost": [], "partition_suspected": False}
     return {
@@ -885,9 +834,7 @@ def test_partner_of_a_lost_worker_is_released_while_too_few_workers_are_left() -
     coordinator.on_message("a/1/x", left(1, 3), 1.0)
     effects = coordinator.on_message("a/2/x", left(2, 3), 1.0)
     assert LogMessage("too few workers: 2 available, at least 4 required") in effects
-    (update,) = [
-        effect.message for effect in effects if isinstance(effect, Send) and effect.id == "a/2/x"
-    ]
+    (update,) = [effect.message for effect in of(Send, effects) if effect.id == "a/2/x"]
     assert update["dead"] == {"a/2/x": "its replica is incomplete", "a/3/x": "exited"}
     released = Exit("this worker was removed from the run: its replica is incomplete", fenced=True)
     assert in_two_replicas(2).on_message("a/0/x", update, 2.0) == [released]
@@ -901,91 +848,46 @@ def test_coordinator_of_an_incomplete_replica_releases_itself() -> None:
         Exit("this worker was removed from the run: its replica is incomplete", fenced=True)
         in effects
     )
-    assert coordinator.phase == "gone" and not any(
-        isinstance(effect, Propose) for effect in effects
-    )
+    assert coordinator.phase == "gone" and not of(Propose, effects)
 
 
 def test_stop_request_of_a_member_that_has_left_reaches_the_coordinator() -> None:
-    other = protocol(1)
-    other.request_join(0.0, {})
-    other.on_log_read(generation(1, 0, 1, 2), [], 0.0)
-    other.on_link_up("a/0/x", 0.0)
-    other.on_message(
-        "a/0/x",
-        {
-            "kind": "ended",
-            "number": 1,
-            "why": "lost",
-            "dead": {"a/2/x": "exited"},
-            "partition_suspected": False,
-        },
-        1.0,
-    )
+    other = follower(0, 1, 2)
+    other.on_message("a/0/x", ended(dead=[2]), 1.0)
     other.on_group_left(LeaveReport(1, 7, why="lost"), 1.0)
     (sent,) = other.request_stop("SIGTERM", 2.0)
     assert (
-        isinstance(sent, Send)
-        and sent.id == "a/0/x"
-        and sent.message["kind"] == "left"
-        and sent.message["stops"] == "SIGTERM"
+        sent.id == "a/0/x" and sent.message["kind"] == "left" and sent.message["stops"] == "SIGTERM"
     )
     coordinator = started(0, 1, 2)
     coordinator.limits = replace(coordinator.limits, min_workers=3)
     coordinator.peers.dead["a/2/x"] = "exited"
     coordinator.on_group_left(LeaveReport(1, 7, why="lost"), 1.0)
-    (proposal,) = [
-        effect
-        for effect in coordinator.on_message("a/1/x", sent.message, 2.0)
-        if isinstance(effect, Propose)
-    ]
-    assert proposal.generation.members == (member(0), member(1)) and proposal.generation.step == 7
+    successor = proposed(coordinator.on_message("a/1/x", sent.message, 2.0))
+    assert successor.members == (member(0), member(1)) and successor.step == 7
 
 
 @pytest.mark.parametrize("ends", [True, False])
 def test_no_joiner_is_admitted_once_a_member_has_ended_its_loop(ends: bool) -> None:
     """It sends no state: it waits in the end of the run for the members that missed the last vote."""
-    other, coordinator = protocol(1), started(0, 1, 2)
-    other.request_join(0.0, {})
-    other.on_log_read(generation(1, 0, 1, 2), [], 0.0)
-    other.on_link_up("a/0/x", 0.0)
+    other, coordinator = follower(0, 1, 2), started(0, 1, 2)
     if ends:
         other.stop_admitting(0.0)
-    other.on_message(
-        "a/0/x",
-        {
-            "kind": "ended",
-            "number": 1,
-            "why": "lost",
-            "dead": {"a/2/x": "exited"},
-            "partition_suspected": False,
-        },
-        1.0,
-    )
+    other.on_message("a/0/x", ended(dead=[2]), 1.0)
     (sent,) = other.on_group_left(LeaveReport(1, 7, why="lost"), 1.0)
-    assert isinstance(sent, Send) and sent.message["kind"] == "left"
+    assert sent.message["kind"] == "left"
     coordinator.limits = replace(coordinator.limits, min_workers=3)
     coordinator.peers.dead["a/2/x"] = "exited"
     coordinator.joiners["a/3/x"] = Joiner(member(3), {}, frozenset({"a/0/x", "a/1/x"}))
     coordinator.peers.last_heard_s["a/3/x"] = 1.0
     coordinator.on_group_left(LeaveReport(1, 6, why="lost"), 1.0)
-    (proposal,) = [
-        effect
-        for effect in coordinator.on_message("a/1/x", sent.message, 1.0)
-        if isinstance(effect, Propose)
-    ]
-    assert proposal.generation.members == (
-        (member(0), member(1)) if ends else (member(0), member(1), member(3))
-    )
+    successor = proposed(coordinator.on_message("a/1/x", sent.message, 1.0))
+    assert successor.members == tuple(map(member, (0, 1) if ends else (0, 1, 3)))
 
 
 def test_stop_request_of_a_worker_on_standby_reaches_the_members() -> None:
-    other = protocol(1)
-    other.request_join(0.0, {})
-    other.on_log_read(generation(1, 0), [], 0.0)
-    other.on_link_up("a/0/x", 0.0)
-    (sent,) = other.request_stop("SIGTERM", 1.0)
-    assert isinstance(sent, Send) and sent.message["kind"] == "join"
+    (sent,) = follower(0).request_stop("SIGTERM", 1.0)
+    assert sent.message["kind"] == "join"
     coordinator = started(0)
     coordinator.on_link_up("a/1/x", 1.0)
     coordinator.on_message("a/1/x", sent.message, 1.0)
@@ -1001,17 +903,11 @@ def test_run_stopped_before_its_start_ends_without_members(stops: str, code: int
     worker = protocol()
     worker.request_join(0.0, {})
     worker.on_log_read(NO_GENERATION, [], 0.1)
-    (proposal,) = worker.request_stop(stops, 1.0)
-    assert (
-        isinstance(proposal, Propose)
-        and proposal.generation.members == ()
-        and proposal.generation.number == 1
-    )
-    assert proposal.generation.end and proposal.generation.end.code == code
+    first = proposed(worker.request_stop(stops, 1.0))
+    assert first.members == () and first.number == 1
+    assert first.end and first.end.code == code
     assert worker.request_stop(stops, 1.1) == [], "it is on its way"
-    assert worker.on_proposed(proposal.generation, 1.2)[-1] == Exit(
-        "the run ended", end=proposal.generation.end
-    )
+    assert worker.on_proposed(first, 1.2)[-1] == Exit("the run ended", end=first.end)
 
 
 def test_start_logs_what_it_waits_for_when_that_changes() -> None:
@@ -1022,25 +918,13 @@ def test_start_logs_what_it_waits_for_when_that_changes() -> None:
     logged = [
         (tick, effect.text)
         for tick in range(100)
-        for effect in worker.tick(tick * 0.2)
-        if isinstance(effect, LogMessage)
+        for effect in of(LogMessage, worker.tick(tick * 0.2))
     ]
     assert [text for _, text in logged] == [
         "too few workers: 1 available (a/0), at least 2 required"
     ] and logged[0][0] >= 12
     worker.on_link_up("a/1/x", 20.0)
-    join = {
-        "kind": "join",
-        "number": 0,
-        "member": vars(member(1)),
-        "fingerprint": {},
-        "reaches": [],
-    }
-    (effect,) = [
-        effect
-        for effect in worker.on_message("a/1/x", join, 20.0)
-        if isinstance(effect, LogMessage)
-    ]
+    (effect,) = of(LogMessage, worker.on_message("a/1/x", join(0, reaches=[]), 20.0))
     assert (
         effect.text
         == "waiting for workers: 2 of 3 available (a/0, a/1); training starts without the others after 30 s"
