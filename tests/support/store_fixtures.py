@@ -12,6 +12,7 @@ from support.object_store import Proxy, environment, make_bucket, s3_server
 
 from lockstep.object_store.address import parse_address
 from lockstep.object_store.bucket import RunBucket
+from lockstep.remote.snapshots import Snapshot, newest, steps_of
 
 
 @pytest.fixture(scope="session")
@@ -37,3 +38,15 @@ def bucket(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> RunBucket:
     address = parse_address("s3://runs/team/first")
     assert address
     return RunBucket(address)
+
+
+def stored(bucket: RunBucket) -> Snapshot:
+    """Return the newest snapshot."""
+    snapshot = newest(bucket)
+    assert snapshot
+    return snapshot
+
+
+def stored_steps(bucket: RunBucket) -> list[int]:
+    """Return the steps of the checkpoints in the newest snapshot."""
+    return steps_of(stored(bucket).files)

@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 from support import checkpoints
 from support.object_store import Proxy
+from support.store_fixtures import stored, stored_steps
 
 from lockstep.checkpoint.commands import verify
 from lockstep.checkpoint.folder import committed_steps, folder_name, retire, set_aside
@@ -27,7 +28,7 @@ from lockstep.errors import CheckpointError, DamagedFileError, StoreError, Usage
 from lockstep.object_store.bucket import RunBucket
 from lockstep.remote import host_mirror, upload, working_copy
 from lockstep.remote.host_mirror import HostMirror
-from lockstep.remote.snapshots import Snapshot, newest, steps_of
+from lockstep.remote.snapshots import newest
 from lockstep.remote.upload import Mirror
 from lockstep.remote.working_copy import (
     IDENTITY,
@@ -69,18 +70,19 @@ def form(host: HostMirror, number: int, *names: str) -> None:
     )
 
 
+def start_pair(start: Start) -> tuple[HostMirror, HostMirror]:
+    """Start two hosts, which form generation 1."""
+    a, b = start("a"), start("b")
+    form(a, 1, "a", "b")
+    return a, b
+
+
 def poll(*hosts: HostMirror) -> None:
     for host in hosts:
         copy_generations(host.folder)
         host.follower.next_s = 0.0
         host.poll()
         assert not host.problem
-
-
-def stored(bucket: RunBucket) -> Snapshot:
-    snapshot = newest(bucket)
-    assert snapshot
-    return snapshot
 
 
 def train(host: HostMirror, *steps: int) -> None:
@@ -111,30 +113,25 @@ def test_the_host_of_rank_0_publishes_and_the_others_follow(
     (a.folder / "data").mkdir()
     (a.folder / "data/text.bin").write_text("large")
     poll(a, b)
-    assert steps_of(stored(bucket).files) == [10] and stored(bucket).generation == 1
+    assert stored_steps(bucket) == [10] and stored(bucket).generation == 1
     assert (b.folder / "metrics.jsonl").read_bytes() == (a.folder / "metrics.jsonl").read_bytes()
     assert not committed_steps(b.folder / "checkpoints") and not (b.folder / "data").exists()
     assert {"token", "store.json"} & stored(bucket).files.keys() == set()
 
 
 def test_a_new_host_of_rank_0_publishes_all_checkpoints(start: Start, bucket: RunBucket) -> None:
-    a, b = start("a"), start("b")
-    form(a, 1, "a", "b")
+    a, b = start_pair(start)
     train(a, 10, 20)
     poll(a, b)
     form(b, 2, "b")
     train(b, 30)
     poll(b)
-    assert steps_of(stored(bucket).files) == [10, 20, 30] and stored(bucket).generation == 2
+    assert stored_steps(bucket) == [10, 20, 30] and stored(bucket).generation == 2
     assert verify(b.folder) == (True, [f"step {step} is whole" for step in (10, 20, 30)])
     train(a, 40)  # a was cut off, and does not know generation 2
     a.poll()
     a.poll()
-    assert (
-        steps_of(stored(bucket).files) == [10, 20, 30]
-        and stored(bucket).generation == 2
-        and not a.problem
-    )
+    assert stored_steps(bucket) == [10, 20, 30] and stored(bucket).generation == 2 and not a.problem
     poll(a)
     assert (
         a.mirror is None
@@ -148,8 +145,7 @@ def test_a_new_host_of_rank_0_publishes_all_checkpoints(start: Start, bucket: Ru
 def test_a_host_that_was_killed_while_it_took_over_starts_from_all_checkpoints(
     start: Start, bucket: RunBucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    a, b = start("a"), start("b")
-    form(a, 1, "a", "b")
+    a, b = start_pair(start)
     train(a, 10)
     poll(a, b)
     form(b, 2, "b")
@@ -160,8 +156,7 @@ def test_a_host_that_was_killed_while_it_took_over_starts_from_all_checkpoints(
 
 
 def test_rank_0_that_writes_metrics_is_not_disturbed(start: Start, bucket: RunBucket) -> None:
-    a, b = start("a"), start("b")
-    form(a, 1, "a", "b")
+    a, b = start_pair(start)
     train(a, 10)
     poll(a)
     with open(b.folder / "tracker.lock", "w") as file:
@@ -214,8 +209,7 @@ def test_a_start_reads_the_newest_snapshot_unless_it_has_put_it(
 def test_a_start_deletes_checkpoints_that_the_run_no_longer_keeps(
     start: Start, bucket: RunBucket
 ) -> None:
-    a, b = start("a"), start("b")
-    form(a, 1, "a", "b")
+    a, b = start_pair(start)
     train(a, 10)
     poll(a, b)
     form(b, 2, "b")
@@ -237,8 +231,7 @@ def test_a_checkpoint_of_rank_0_reaches_a_host_that_scores_it(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    a, b = start("a"), start("b")
-    form(a, 1, "a", "b")
+    a, b = start_pair(start)
     train(a, 10, 20)
     monkeypatch.setattr(working_copy, "FINAL_BEATS", 1)
     wait_until_published(a.folder, 20)
@@ -276,8 +269,7 @@ def test_a_damaged_checkpoint_is_no_start(
 def test_a_run_that_returned_to_an_earlier_step_keeps_no_later_checkpoint(
     start: Start, bucket: RunBucket
 ) -> None:
-    a, b = start("a"), start("b")
-    form(a, 1, "a", "b")
+    a, b = start_pair(start)
     train(a, 10, 20, 30)
     poll(a, b)
     b = start("b")
@@ -287,14 +279,14 @@ def test_a_run_that_returned_to_an_earlier_step_keeps_no_later_checkpoint(
     checkpoints.save(b.folder / "checkpoints", 20, value=99)  # saved before b publishes
     form(b, 2, "b")
     poll(b)
-    assert steps_of(stored(bucket).files) == [10, 20], "30 is not downloaded again"
+    assert stored_steps(bucket) == [10, 20], "30 is not downloaded again"
     published = stored(bucket).files
     set_aside(
         late.folder / "checkpoints" / folder_name(30), "abandoned"
     )  # as a worker does that joins at step 25
     form(b, 3, "a", "b")
     poll(late)
-    assert steps_of(stored(bucket).files) == [10, 20] and stored(bucket).generation == 3
+    assert stored_steps(bucket) == [10, 20] and stored(bucket).generation == 3
     tensors = "checkpoints/step-00000020/tensors-00000.safetensors"
     assert stored(bucket).files[tensors] == published[tensors], (
         "the step of the run that was left is replaced"
@@ -303,15 +295,14 @@ def test_a_run_that_returned_to_an_earlier_step_keeps_no_later_checkpoint(
 
 
 def test_the_end_is_released_by_the_host_of_rank_0(start: Start, bucket: RunBucket) -> None:
-    a, b = start("a"), start("b")
-    form(a, 1, "a", "b")
+    a, b = start_pair(start)
     poll(a, b)
     train(a, 10)
     open_generation_log(b.folder).record_end(RunResult(0), "done", after=0)
     b.finish()
     assert not stored(bucket).released
     a.finish()
-    assert stored(bucket).released and steps_of(stored(bucket).files) == [10]
+    assert stored(bucket).released and stored_steps(bucket) == [10]
     later = start("a")
     later.finish()  # an end before its start
     assert later.mirror is None
@@ -332,8 +323,7 @@ def test_an_outage_of_the_store_is_a_warning(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    a, b = start("a"), start("b")
-    form(a, 1, "a", "b")
+    a, b = start_pair(start)
     poll(a, b)
     proxy.fault = lambda method, path: "cut"
     b.follower.next_s = 0.0
@@ -346,7 +336,7 @@ def test_an_outage_of_the_store_is_a_warning(
     proxy.fault = lambda method, path: ""
     train(a, 10)
     poll(a, b)
-    assert steps_of(stored(bucket).files) == [10] and (b.folder / "metrics.jsonl").exists()
+    assert stored_steps(bucket) == [10] and (b.folder / "metrics.jsonl").exists()
 
 
 def test_a_run_of_one_host_and_a_run_of_several_are_not_mixed(

@@ -14,13 +14,14 @@ from pathlib import Path
 import pytest
 from support import checkpoints
 from support.object_store import Proxy
+from support.store_fixtures import stored, stored_steps
 
 from lockstep.checkpoint.folder import committed_steps, retire, set_aside
 from lockstep.cli import remote
 from lockstep.errors import CheckpointError, FencedError, StoreError
 from lockstep.object_store.bucket import RunBucket
 from lockstep.remote import upload
-from lockstep.remote.snapshots import BLOBS, Ownership, Snapshot, newest, steps_of
+from lockstep.remote.snapshots import BLOBS, Ownership, Snapshot, steps_of
 from lockstep.remote.upload import Mirror
 
 Host = Callable[[str], Mirror]
@@ -30,17 +31,18 @@ def content(bucket: RunBucket, snapshot: Snapshot, path: str) -> bytes:
     return b"".join(bucket.read(f"{BLOBS}/{name}") for name, _ in snapshot.files[path])
 
 
-def stored(bucket: RunBucket) -> Snapshot:
-    snapshot = newest(bucket)
-    assert snapshot
-    return snapshot
+def save(mirror: Mirror, *steps: int) -> Path:
+    """Save checkpoints; return the folder of the last one."""
+    for step in steps:
+        path = checkpoints.save(mirror.folder / "checkpoints", step)
+    return path
 
 
 def test_a_snapshot_has_the_run_without_what_belongs_to_this_host(
     host: Host, bucket: RunBucket
 ) -> None:
     mirror = host("a")
-    checkpoints.save(mirror.folder / "checkpoints", 10)
+    save(mirror, 10)
     for name in (
         "run.json",
         "token",
@@ -98,7 +100,7 @@ def test_a_run_through_faults_is_in_the_store_whole(
 
     proxy.fault = every_third
     for step in (10, 20, 30):
-        checkpoints.save(mirror.folder / "checkpoints", step)
+        save(mirror, step)
         mirror.poll()
     mirror.finish()
     proxy.fault = lambda method, path: ""
@@ -115,12 +117,12 @@ def test_an_outage_loses_nothing(
     mirror = host("a")
     proxy.fault = lambda method, path: "503"
     for step in (10, 20):
-        checkpoints.save(mirror.folder / "checkpoints", step)
+        save(mirror, step)
         mirror.poll()
     proxy.fault = lambda method, path: ""
-    assert steps_of(stored(bucket).files) == []
+    assert stored_steps(bucket) == []
     mirror.poll()
-    assert steps_of(stored(bucket).files) == [10, 20]
+    assert stored_steps(bucket) == [10, 20]
     assert [record.levelname for record in caplog.records].count("WARNING") == 2  # out, and back
 
 
@@ -128,21 +130,20 @@ def test_a_checkpoint_is_not_listed_before_all_its_blobs_are_stored(
     proxy: Proxy, host: Host, bucket: RunBucket
 ) -> None:
     mirror = host("a")
-    checkpoints.save(mirror.folder / "checkpoints", 10)
+    save(mirror, 10)
     proxy.fault = lambda method, path: "torn" if method == "PUT" and f"/{BLOBS}/" in path else ""
     mirror.poll()
-    assert steps_of(stored(bucket).files) == []
+    assert stored_steps(bucket) == []
     proxy.fault = lambda method, path: ""
     mirror.poll()
-    assert steps_of(stored(bucket).files) == [10]
+    assert stored_steps(bucket) == [10]
 
 
 def test_a_checkpoint_that_is_damaged_after_it_was_verified_is_not_uploaded(
     host: Host, bucket: RunBucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mirror = host("a")
-    for step in (10, 20):
-        path = checkpoints.save(mirror.folder / "checkpoints", step)
+    path = save(mirror, 10, 20)
     verify, damaged = upload.verify_listed_files, list[int]()
 
     def verify_and_damage(folder: Path, step: int) -> object:
@@ -155,14 +156,14 @@ def test_a_checkpoint_that_is_damaged_after_it_was_verified_is_not_uploaded(
     for _ in range(2):
         mirror.list_s = 0.0
         mirror.poll()
-    assert damaged and steps_of(stored(bucket).files) == [10]
+    assert damaged and stored_steps(bucket) == [10]
 
 
 def test_a_checkpoint_whose_disk_times_out_is_tried_again(
     host: Host, bucket: RunBucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mirror = host("a")
-    checkpoints.save(mirror.folder / "checkpoints", 10)
+    save(mirror, 10)
 
     def time_out(path: Path, step: int) -> object:
         raise TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
@@ -170,9 +171,9 @@ def test_a_checkpoint_whose_disk_times_out_is_tried_again(
     with monkeypatch.context() as patch:
         patch.setattr(upload, "verify_listed_files", time_out)
         mirror.poll()
-    assert steps_of(stored(bucket).files) == []
+    assert stored_steps(bucket) == []
     mirror.poll()
-    assert steps_of(stored(bucket).files) == [10]
+    assert stored_steps(bucket) == [10]
 
 
 def test_a_fenced_owner_ends_its_upload(
@@ -199,16 +200,15 @@ def test_a_fenced_owner_ends_its_upload(
 
 def test_a_damaged_checkpoint_of_this_host_is_not_uploaded(host: Host, bucket: RunBucket) -> None:
     mirror = host("a")
-    for step in (10, 20):
-        path = checkpoints.save(mirror.folder / "checkpoints", step)
+    path = save(mirror, 10, 20)
     tensors = path / "tensors-00000.safetensors"
     tensors.write_bytes(tensors.read_bytes()[:-1] + b"\xff")
     mirror.poll()
-    assert steps_of(stored(bucket).files) == [10]
+    assert stored_steps(bucket) == [10]
     set_aside(path, "damaged")
-    checkpoints.save(mirror.folder / "checkpoints", 20)
+    save(mirror, 20)
     mirror.poll()
-    assert steps_of(stored(bucket).files) == [10, 20]
+    assert stored_steps(bucket) == [10, 20]
 
 
 def add_file(name: bytes) -> Callable[[Path], object]:
@@ -239,7 +239,7 @@ def test_a_stray_file_is_omitted_with_one_warning(
 ) -> None:
     add, warning = STRAYS[stray]
     mirror = host("a")
-    checkpoints.save(mirror.folder / "checkpoints", 10)
+    save(mirror, 10)
     add(mirror.folder)
     mirror.poll()
     mirror.finish()
@@ -255,7 +255,7 @@ def test_a_stray_file_that_always_changes_blocks_no_checkpoint(
     host: Host, bucket: RunBucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mirror, numbers = host("a"), itertools.count()
-    checkpoints.save(mirror.folder / "checkpoints", 10)
+    save(mirror, 10)
     (mirror.folder / "data").mkdir()
     (mirror.folder / "data/prepared.json").write_text('{"files": {"train.bin": ""}}')
     (mirror.folder / "data/train.bin").write_bytes(b"rows")
@@ -267,7 +267,7 @@ def test_a_stray_file_that_always_changes_blocks_no_checkpoint(
         return read(path)
 
     monkeypatch.setattr(mirror, "_upload", upload_and_change)
-    assert mirror.publish() and steps_of(stored(bucket).files) == [10]
+    assert mirror.publish() and stored_steps(bucket) == [10]
 
 
 def test_a_run_whose_prepared_data_is_gone_is_not_uploaded(
@@ -275,7 +275,7 @@ def test_a_run_whose_prepared_data_is_gone_is_not_uploaded(
 ) -> None:
     monkeypatch.setattr(upload, "FINAL_BEATS", 0)
     mirror = host("a")
-    checkpoints.save(mirror.folder / "checkpoints", 10)
+    save(mirror, 10)
     (mirror.folder / "data").mkdir()
     (mirror.folder / "data/prepared.json").write_text('{"files": {"train.bin": ""}}')
     with pytest.raises(
@@ -289,7 +289,7 @@ def test_blobs_that_the_store_has_lost_are_uploaded_again(
     loss: str, host: Host, bucket: RunBucket, caplog: pytest.LogCaptureFixture
 ) -> None:
     mirror = host("a")
-    checkpoints.save(mirror.folder / "checkpoints", 10)
+    save(mirror, 10)
     (mirror.folder / "run.json").write_text("{}")
     mirror.poll()
     for name in bucket.list(BLOBS):
@@ -312,28 +312,27 @@ def test_the_end_finds_blobs_that_were_never_stored(
 ) -> None:
     monkeypatch.setattr(upload, "FINAL_BEATS", 1)
     mirror = host("a")
-    checkpoints.save(mirror.folder / "checkpoints", 10)
+    save(mirror, 10)
     proxy.fault = lambda method, path: (
         "swallowed" if method == "PUT" and f"/{BLOBS}/" in path else ""
     )
     with pytest.raises(StoreError, match="blobs are missing right after their upload"):
         mirror.finish()
-    assert steps_of(stored(bucket).files) == []
+    assert stored_steps(bucket) == []
 
 
 def test_the_end_of_a_run_whose_last_checkpoint_is_damaged_here_is_an_error(
     host: Host, bucket: RunBucket
 ) -> None:
     mirror = host("a")
-    for step in (10, 20):
-        path = checkpoints.save(mirror.folder / "checkpoints", step)
+    path = save(mirror, 10, 20)
     (path / "tensors-00000.safetensors").write_bytes(b"other")
     with pytest.raises(
         CheckpointError,
         match="step 20 is damaged or unreadable on this host, so it is not in the store",
     ):
         mirror.finish()
-    assert steps_of(stored(bucket).files) == [10] and stored(bucket).released
+    assert stored_steps(bucket) == [10] and stored(bucket).released
 
 
 @pytest.mark.parametrize(
@@ -356,7 +355,7 @@ def test_a_failed_mirror_is_the_exit_code(
         raise failure
 
     monkeypatch.setattr(mirror, "publish", fail)
-    checkpoints.save(mirror.folder / "checkpoints", 10)
+    save(mirror, 10)
     for code in (0, 75, 4):
         monkeypatch.setattr(remote, "CHILD", f"import sys, time; time.sleep(0.3); sys.exit({code})")
         assert remote.run_mirrored(mirror, [], signal.SIGTERM) == (4 if code == 4 else 3)
@@ -368,8 +367,7 @@ def test_no_snapshot_mixes_two_moments(
 ) -> None:
     """A run goes back to step 10 while its files are read: step 20 is set aside, then the metrics are truncated."""
     mirror = host("a")
-    for step in (10, 20):
-        checkpoints.save(mirror.folder / "checkpoints", step)
+    save(mirror, 10, 20)
     metrics = mirror.folder / "metrics.jsonl"
     metrics.write_text("20 lines")
     read, went_back = mirror._upload, []
@@ -382,7 +380,7 @@ def test_no_snapshot_mixes_two_moments(
 
     monkeypatch.setattr(mirror, "_upload", upload_and_go_back)
     assert not mirror.publish() and stored(bucket).files == {}
-    assert mirror.publish() and steps_of(stored(bucket).files) == [10]
+    assert mirror.publish() and stored_steps(bucket) == [10]
     assert content(bucket, stored(bucket), "metrics.jsonl") == b"10 lines"
 
 
@@ -400,9 +398,9 @@ def test_a_checkpoint_is_not_deleted_while_it_is_uploaded(
 
     proxy.fault = retire_now
     mirror.poll()
-    assert deleted and not any(deleted) and steps_of(stored(bucket).files) == [10]
+    assert deleted and not any(deleted) and stored_steps(bucket) == [10]
     proxy.fault = lambda method, path: ""
-    assert retire(folder, 10) and mirror.publish() and steps_of(stored(bucket).files) == []
+    assert retire(folder, 10) and mirror.publish() and stored_steps(bucket) == []
 
 
 def test_retention_deletes_what_no_kept_snapshot_lists(
@@ -418,7 +416,7 @@ def test_retention_deletes_what_no_kept_snapshot_lists(
     checkpoints.save(folder, 20)
     retire(folder, 10)
     mirror.poll()
-    assert steps_of(stored(bucket).files) == [20]
+    assert stored_steps(bucket) == [20]
     assert all(content(bucket, before, path) for path in before.files)  # a reader may still use it
     monkeypatch.setattr(upload, "RETENTION_S", 0.0)
     mirror.retain()
@@ -465,10 +463,8 @@ def test_the_steps_of_a_folder_are_those_in_its_snapshot(
 ) -> None:
     mirror = host("a")
     for step in (7, 123_456_789):
-        checkpoints.save(mirror.folder / "checkpoints", step)
+        save(mirror, step)
     mirror.publish()
     assert (
-        steps_of(stored(bucket).files)
-        == committed_steps(mirror.folder / "checkpoints")
-        == [7, 123_456_789]
+        stored_steps(bucket) == committed_steps(mirror.folder / "checkpoints") == [7, 123_456_789]
     )
