@@ -10,14 +10,15 @@ from tempfile import TemporaryDirectory
 
 import pytest
 from hypothesis import settings
-from support import forking
+from support import forking, launching
 
 os.environ |= {
     "HF_HUB_OFFLINE": "1",
     "HF_DATASETS_OFFLINE": "1",
     "HF_EVALUATE_OFFLINE": "1",
 }  # else lm-eval retries for half a minute
-os.environ["LOCKSTEP_CACHE"] = "off"  # commands that tests start share one: support/launching.py
+assert launching.CACHE in os.environ  # of the commands that tests start; the tests have none
+os.environ["LOCKSTEP_CACHE"] = "off"
 forking.fork_commands()
 # Else each process that a test starts compiles the sources that it imports.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

@@ -14,7 +14,12 @@ from support.forking import ForkedPopen
 
 ROOT = Path(__file__).parents[2]
 OWN_LOOP = f"{ROOT / 'examples' / 'own_loop.py'}:train"
-CACHE = TemporaryDirectory(prefix="lockstep-cache-", ignore_cleanup_errors=True)  # of all commands
+# The prepared data of all commands. conftest.py imports this file before pytest-xdist starts its
+# processes, which share the folder: each would prepare the same data again.
+CACHE = "CACHE_OF_TESTS"
+if CACHE not in os.environ:
+    cache = TemporaryDirectory(prefix="lockstep-cache-", ignore_cleanup_errors=True)
+    os.environ[CACHE] = cache.name
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
@@ -32,7 +37,7 @@ def lockstep_command(*words: object) -> list[str]:
 def one_thread(**more: str) -> dict[str, str]:
     """Return this process's environment with one compute thread, unbuffered output, and prepared
     data that all tests share."""
-    shared = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "LOCKSTEP_CACHE": CACHE.name}
+    shared = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "LOCKSTEP_CACHE": os.environ[CACHE]}
     return {**os.environ, **shared, **more}
 
 
