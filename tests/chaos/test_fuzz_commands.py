@@ -17,65 +17,32 @@ from support.fuzz import ODD_BYTES, Commands, Tally
 from support.launching import lockstep_command, run_command
 
 LONG = os.environ.get("LOCKSTEP_CHAOS") == "1"
-SMALL = [
-    "--model.dim",
-    "8",
-    "--model.n_heads",
-    "1",
-    "--model.ffn_dim",
-    "8",
-    "--model.encoder_layers",
-    "1",
-    "--model.decoder_layers",
-    "1",
-]
-SMALL += [
-    "--tokenizer.vocab_size",
-    "300",
-    "--batch.tokens",
-    "128",
-    "--batch.micro_batches",
-    "1",
-    "--steps",
-    "1",
-    "--evaluate.at_end",
-    "1",
-]
-PAIRS = [*SMALL, "--data.kind", "files", "--data.held_out", "2"]
-LLAMA = [
-    "--steps",
-    "1",
-    "--llama.size",
-    "1M",
-    "--tokenizer.vocab_size",
-    "400",
-    "--batch.seq_len",
-    "32",
-    "--batch.tokens",
-    "32",
-]
-LLAMA += ["--batch.micro_batches", "1", "--evaluate.at_end", "1", "--data.held_out_share", "0.2"]
-TEXT, CHAT = (
-    ["--task", "pretrain", "--data.kind", "text", *LLAMA],
-    ["--task", "sft", "--data.kind", "chat", *LLAMA],
+SMALL = (
+    "--model.dim 8 --model.n_heads 1 --model.ffn_dim 8 --model.encoder_layers 1"
+    " --model.decoder_layers 1 --tokenizer.vocab_size 300 --batch.tokens 128"
+    " --batch.micro_batches 1 --steps 1 --evaluate.at_end 1"
 )
+PAIRS = f"train {SMALL} --data.kind files --data.held_out 2 --data.train"
+LLAMA = (
+    "--steps 1 --llama.size 1M --tokenizer.vocab_size 400 --batch.seq_len 32 --batch.tokens 32"
+    " --batch.micro_batches 1 --evaluate.at_end 1 --data.held_out_share 0.2"
+)
+TEXT = f"--task pretrain --data.kind text {LLAMA}"
+CHAT = f"--task sft --data.kind chat {LLAMA}"
 
 
 @pytest.fixture(scope="module")
 def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commands]:
     folder = tmp_path_factory.mktemp("fuzz")
     with Commands(folder) as running:
-        trained = [
-            running.run(
-                ["train", "--out", "pairs", *SMALL, "--data.pairs", "300", "--data.held_out", "10"]
-            )
-        ]
+        pairs = f"train --out pairs {SMALL} --data.pairs 300 --data.held_out 10"
+        text = f"train --out llama {TEXT} --data.train text.jsonl"
         (folder / "text.jsonl").write_bytes(
             b"".join(
                 b'{"text": "line %d of a text, which is long enough"}\n' % n for n in range(60)
             )
         )
-        trained += [running.run(["train", "--out", "llama", *TEXT, "--data.train", "text.jsonl"])]
+        trained = [running.run(words.split()) for words in (pairs, text)]
         assert [outcome.code for outcome in trained] == [0, 0], trained
         yield running
 
@@ -94,17 +61,17 @@ def good(name: str) -> bytes:
 
 
 FILES = {
-    "pairs.txt": ["train", *PAIRS, "--data.train", "pairs.txt,pairs.txt"],
-    "pairs.txt.gz": ["train", *PAIRS, "--data.train", "pairs.txt.gz,pairs.txt.gz"],
-    "pairs.tsv": ["train", *PAIRS, "--data.train", "pairs.tsv"],
-    "pairs.jsonl": ["train", *PAIRS, "--data.train", "pairs.jsonl"],
-    "text.txt": ["train", *TEXT, "--data.train", "text.txt,more.txt"],
-    "text.jsonl": ["train", *TEXT, "--data.train", "text.jsonl"],
-    "chats.jsonl": ["train", *CHAT, "--data.train", "chats.jsonl"],
-    "lines.txt": ["generate", "llama", "--tokens", "2", "--file", "lines.txt"],
-    "stdin.txt": ["translate", "pairs"],
-    "run.toml": ["train", "run.toml", "--show"],
-    "hosts.toml": ["launch", "--hosts", "hosts.toml", "--host", "absent"],
+    "pairs.txt": f"{PAIRS} pairs.txt,pairs.txt",
+    "pairs.txt.gz": f"{PAIRS} pairs.txt.gz,pairs.txt.gz",
+    "pairs.tsv": f"{PAIRS} pairs.tsv",
+    "pairs.jsonl": f"{PAIRS} pairs.jsonl",
+    "text.txt": f"train {TEXT} --data.train text.txt,more.txt",
+    "text.jsonl": f"train {TEXT} --data.train text.jsonl",
+    "chats.jsonl": f"train {CHAT} --data.train chats.jsonl",
+    "lines.txt": "generate llama --tokens 2 --file lines.txt",
+    "stdin.txt": "translate pairs",
+    "run.toml": "train run.toml --show",
+    "hosts.toml": "launch --hosts hosts.toml --host absent",
 }
 
 
@@ -113,7 +80,8 @@ def test_training_on_unusual_bytes_works_or_is_refused(commands: Commands) -> No
     """Unusual bytes alone and after valid lines. The short version takes another sample for each file."""
     tally, folder = Tally(), commands.folder
     (folder / "more.txt").write_bytes(b"".join(b"line %d\n" % n * 200 for n in range(30)))
-    for index, (name, argv) in enumerate(FILES.items()):
+    for index, (name, command) in enumerate(FILES.items()):
+        argv = command.split()
         chosen = range(len(ODD_BYTES)) if LONG else range(3 * index % 13, len(ODD_BYTES), 13)
         for number in chosen:
             prefixes = [b""] + ([good(name)] if argv[0] == "train" and "--show" not in argv else [])
@@ -133,106 +101,72 @@ def test_training_on_unusual_bytes_works_or_is_refused(commands: Commands) -> No
     tally.check()
 
 
-RUN = ["train", "--out", "new", *SMALL]
+RUN = f"train --out new {SMALL}"
 WORDS = (
-    *(
-        ["train", "--out", "/dev/null"],
-        ["train", "--out", "/dev/null/run"],
-        ["train", "--out", "\udcff"],
-        ["train", "."],
-    ),
-    *(
-        ["train", "nothing.toml"],
-        ["train", "nothing.py:train"],
-        ["train", "--out"],
-        ["train", "--resume", "9" * 5000],
-    ),
-    *(
-        ["train", "--profile", "steps=9..1"],
-        ["train", "--steps", "1", "--steps"],
-        ["launch", "--host", "a" * 300],
-        ["launch", "--ssh"],
-    ),
-    *(
-        ["launch", "--workers", "5000"],
-        ["launch", "--min", "9" * 30],
-        ["launch", "--hosts", "/dev/null"],
-        ["launch", "--stop", "/dev/null"],
-    ),
-    *(
-        ["status", "/dev/null"],
-        ["status", "nothing"],
-        ["drill", "--faults", "1000000000000"],
-        ["drill", "--workers", "5000"],
-    ),
-    *(
-        ["evaluate", "pairs", "--beams", "0"],
-        ["evaluate", "pairs", "--average", "-5"],
-        ["evaluate", "pairs", "--workers", "5000"],
-    ),
-    *(
-        ["evaluate", "nothing"],
-        ["evaluate", "/dev/null"],
-        ["translate", "pairs", "\udcff"],
-        ["translate", "pairs", "--beams", "0"],
-    ),
-    *(
-        ["translate", "pairs", "--step", "-1"],
-        ["generate", "llama", "--file", "nothing"],
-        ["generate", "llama", "--file", "."],
-    ),
-    *(
-        ["generate", "llama", "x", "--seed", "9" * 30],
-        ["generate", "llama", "x", "--tokens", "1" + "0" * 15],
-    ),
-    *(
-        ["generate", "llama", "x", "--tensor", "5000"],
-        ["generate", "/dev/null", "x"],
-        ["generate", "llama", "x", "--temperature", "nan"],
-    ),
-    *(["report", "pairs", "--out", "special"], ["report", "pairs", "--out", "/dev/full"]),
-    *(
-        ["checkpoint", "export", "pairs", "--out", "special"],
-        ["checkpoint", "export", "pairs", "--out", "/dev/null/x"],
-    ),
-    *(
-        ["checkpoint", "export", "llama", "--out", "exported", "--shard-bytes", "inf"],
-        ["checkpoint", "digest", "pairs", "-1"],
-    ),
-    *(
-        ["checkpoint", "verify", "/dev/null"],
-        ["checkpoint", "import", "/dev/null", "--out", "imported"],
-    ),
-    *(
-        ["checkpoint", "digest", "pairs", "7"],
-        ["translate", "pairs", "a", "--step", "7"],
-        ["train", "--out", "taken", *SMALL],
-    ),
-    *(
-        [*RUN, "--model.dim", "1048576"],
-        [*RUN, "--model.encoder_layers", "1024", "--model.dim", "65536"],
-    ),
-    *(
-        [*TEXT, "--llama.size", "7M"],
-        [*TEXT, "--llama.size", "405B"],
-        [*TEXT, "--llama.init_from", "/dev/null"],
-        [*TEXT, "--data.train", "**/*"],
-    ),
-    *(
-        [*RUN, "--data.source", "../../etc"],
-        [*RUN, "--data.train", "/proc/self/mem"],
-        [*RUN, "--data.kind", "files", "--data.train", ","],
-    ),
+    "train --out /dev/null",
+    "train --out /dev/null/run",
+    "train --out \udcff",
+    "train .",
+    "train nothing.toml",
+    "train nothing.py:train",
+    "train --out",
+    f"train --resume {'9' * 5000}",
+    "train --profile steps=9..1",
+    "train --steps 1 --steps",
+    f"launch --host {'a' * 300}",
+    "launch --ssh",
+    "launch --workers 5000",
+    f"launch --min {'9' * 30}",
+    "launch --hosts /dev/null",
+    "launch --stop /dev/null",
+    "status /dev/null",
+    "status nothing",
+    "drill --faults 1000000000000",
+    "drill --workers 5000",
+    "evaluate pairs --beams 0",
+    "evaluate pairs --average -5",
+    "evaluate pairs --workers 5000",
+    "evaluate nothing",
+    "evaluate /dev/null",
+    "translate pairs \udcff",
+    "translate pairs --beams 0",
+    "translate pairs --step -1",
+    "generate llama --file nothing",
+    "generate llama --file .",
+    f"generate llama x --seed {'9' * 30}",
+    f"generate llama x --tokens {'1' + '0' * 15}",
+    "generate llama x --tensor 5000",
+    "generate /dev/null x",
+    "generate llama x --temperature nan",
+    "report pairs --out special",
+    "report pairs --out /dev/full",
+    "checkpoint export pairs --out special",
+    "checkpoint export pairs --out /dev/null/x",
+    "checkpoint export llama --out exported --shard-bytes inf",
+    "checkpoint digest pairs -1",
+    "checkpoint verify /dev/null",
+    "checkpoint import /dev/null --out imported",
+    "checkpoint digest pairs 7",
+    "translate pairs a --step 7",
+    f"train --out taken {SMALL}",
+    f"{RUN} --model.dim 1048576",
+    f"{RUN} --model.encoder_layers 1024 --model.dim 65536",
+    f"{TEXT} --llama.size 7M",
+    f"{TEXT} --llama.size 405B",
+    f"{TEXT} --llama.init_from /dev/null",
+    f"{TEXT} --data.train **/*",
+    f"{RUN} --data.source ../../etc",
+    f"{RUN} --data.train /proc/self/mem",
+    f"{RUN} --data.kind files --data.train ,",
 )
 VARIABLES = (
-    *(
-        {"LOCKSTEP_OPTIM_LR": "1"},
-        {"LOCKSTEP_DEVICE": "tpu"},
-        {"LOCKSTEP_WORKER_ENV": "[[["},
-        {"RANK": "x"},
-        {"MASTER_PORT": "9" * 5000},
-    ),
-    *({"RANK": "9" * 30}, {"LOCKSTEP_STEPS": "\udcff"}),
+    {"LOCKSTEP_OPTIM_LR": "1"},
+    {"LOCKSTEP_DEVICE": "tpu"},
+    {"LOCKSTEP_WORKER_ENV": "[[["},
+    {"RANK": "x"},
+    {"MASTER_PORT": "9" * 5000},
+    {"RANK": "9" * 30},
+    {"LOCKSTEP_STEPS": "\udcff"},
 )
 
 
@@ -242,16 +176,13 @@ def test_unusual_words_and_variables_are_refused(commands: Commands) -> None:
     (commands.folder / "taken/data").touch()
     os.mkfifo(special)  # a rename would replace it, as it would /dev/null
     for number, words in enumerate(WORDS):
-        argv = (
-            words
-            if words[0] != "--task"
-            else ["train", "--out", f"words-{number}", "--data.train", "text.jsonl", *words]
-        )
-        outcome = commands.run(argv)
-        tally.judge(" ".join(argv)[-100:], outcome)
-        assert outcome.code, f"{argv} works"
+        if words.startswith("--task"):
+            words = f"train --out words-{number} --data.train text.jsonl {words}"
+        outcome = commands.run(words.split())
+        tally.judge(words[-100:], outcome)
+        assert outcome.code, f"{words} works"
     for environ in VARIABLES:
-        outcome = commands.run(RUN, environ=environ)
+        outcome = commands.run(RUN.split(), environ=environ)
         tally.judge(str(environ)[:60], outcome)
         assert outcome.code, f"{environ} works"
     assert special.is_fifo()
