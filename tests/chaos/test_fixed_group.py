@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.launching import TORCHRUN, lockstep_command, run_command
+from support.launching import TORCHRUN, lockstep_command, one_thread, run_command
 from support.processes import SRC, SUPPORT, is_alive, processes_in, state_of
 from support.waiting import wait_until
 
@@ -274,12 +274,8 @@ def test_a_worker_killed_in_an_all_reduce_is_the_first_failure_and_the_other_los
 
 
 def test_under_torchrun_a_worker_reads_its_rank_from_the_environment(tmp_path: Path) -> None:
-    (tmp_path / "tmp").mkdir()
-    done = run_command(
-        [*TORCHRUN, str(SUPPORT / "fixed_workers.py"), "join_and_leave"],
-        cwd=tmp_path,
-        env=environment(tmp_path),
-    )
+    command = [*TORCHRUN, SUPPORT / "fixed_workers.py", "join_and_leave"]
+    done = run_command(command, cwd=tmp_path, env=one_thread(LOCKSTEP_DEVICE="cpu"))
     assert done.returncode == 0, done.stderr
     assert "rank 0 of 2, local rank 0 of 2, started by torchrun" in done.stdout
     for rank in range(2):

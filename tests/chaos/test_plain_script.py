@@ -61,11 +61,7 @@ def test_a_script_gets_the_environment_and_the_result_that_torchrun_gives_it() -
     )
     for name in ("saved.pt", "report"):
         Path(name).unlink()
-    torchrun = [
-        *TORCHRUN,
-        str(SCRIPT),
-    ]
-    subprocess.run(torchrun, capture_output=True, timeout=120, check=True)
+    run_command([*TORCHRUN, SCRIPT], check=True)
     assert report() == ours
 
 
