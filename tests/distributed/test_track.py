@@ -28,11 +28,15 @@ from lockstep.record.metrics import append_json, read_metrics
 from lockstep.record.tracker import BackgroundTracker, Tracker
 
 SCRIPT = Path(__file__).parents[1] / "support" / "track_actions.py"
-Actions = list[list[Any]]
+
+
+def tracker_of(folder: Path, *backends: str, from_step: int | None = 0) -> Tracker:
+    """Open the tracker of the leader."""
+    return Tracker(folder, leader=True, from_step=from_step, track=list(backends))
 
 
 def play(
-    folder: Path, actions: Actions, env: Mapping[str, str] | None = None, **options: Any
+    folder: Path, actions: str, env: Mapping[str, str] | None = None, **options: Any
 ) -> tuple[int, str]:
     """Return exit code and output of a process that performs `actions` on a Tracker."""
     with start_playing(folder, actions, env, **options) as process:
@@ -41,7 +45,7 @@ def play(
 
 
 def start_playing(
-    folder: Path, actions: Actions, env: Mapping[str, str] | None = None, **options: Any
+    folder: Path, actions: str, env: Mapping[str, str] | None = None, **options: Any
 ) -> subprocess.Popen[str]:
     pipe = subprocess.PIPE
     command = [sys.executable, str(SCRIPT), str(folder)]
@@ -134,18 +138,18 @@ def test_run_has_one_tracker_and_a_kill_releases_the_lock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lockstep.record.tracker.LOCK_TIMEOUT_S", 0.0)
-    with start_playing(tmp_path, [["steps", 1, 9], ["wait"]], from_step=0) as process:
+    with start_playing(tmp_path, "steps 1 9, wait", from_step=0) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         with pytest.raises(UsageError, match="another process is recording this run") as caught:
-            Tracker(tmp_path, leader=True, from_step=3)
+            tracker_of(tmp_path, from_step=3)
         assert str(tmp_path) in caught.value.where and caught.value.hint
         assert len(read_metrics(tmp_path / "metrics.jsonl")) == 9, (
             "the second tracker changed nothing"
         )
         process.kill()
         process.wait()
-    with Tracker(tmp_path, leader=True, from_step=3) as tracker:
+    with tracker_of(tmp_path, from_step=3) as tracker:
         steps(tracker, 4, 5)
     assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4, 5]
 
@@ -153,10 +157,10 @@ def test_run_has_one_tracker_and_a_kill_releases_the_lock(
 def test_damaged_tracker_json_is_an_error_with_a_hint(tmp_path: Path) -> None:
     (tmp_path / "tracker.json").write_text("{")
     with pytest.raises(DataError, match="is damaged") as caught:
-        Tracker(tmp_path, leader=True, from_step=0)
+        tracker_of(tmp_path)
     assert "move it aside" in caught.value.hint
     (tmp_path / "tracker.json").unlink()
-    Tracker(tmp_path, leader=True, from_step=0).close()
+    tracker_of(tmp_path).close()
 
 
 @pytest.mark.parametrize("backend", ["tensorboard", "wandb:offline"])
@@ -167,25 +171,17 @@ def test_missing_package_is_an_error_with_the_package_to_install(
     for module in ("wandb", "wandb.proto.wandb_internal_pb2", "torch.utils.tensorboard"):
         monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ConfigError, match=f"{name} is not installed") as caught:
-        Tracker(tmp_path, leader=True, from_step=0, track=[backend])
+        tracker_of(tmp_path, backend)
     assert (
         f"track.{name}" in caught.value.where
         and caught.value.hint == 'pip install "lockstep-train[track]"'
     )
-    Tracker(tmp_path, leader=True, from_step=0).close()
+    tracker_of(tmp_path).close()
 
 
 def test_tensorboard_has_each_step_once_after_a_kill(tmp_path: Path) -> None:
     # Flushed up to 3, killed at 10, resumed at 6: 4 to 6 may be lost, 7 to 10 are repeated.
-    actions: Actions = [
-        ["steps", 1, 3],
-        ["evaluate", 3],
-        ["sync"],
-        ["steps", 4, 6],
-        ["evaluate", 6],
-        ["steps", 7, 10],
-        ["kill"],
-    ]
+    actions = "steps 1 3, evaluate 3, sync, steps 4 6, evaluate 6, steps 7 10, kill"
     code, _ = play(tmp_path, actions, from_step=0, track=["tensorboard"])
     assert code == -signal.SIGKILL
     (events,) = (tmp_path / "tensorboard").iterdir()
@@ -193,7 +189,7 @@ def test_tensorboard_has_each_step_once_after_a_kill(tmp_path: Path) -> None:
         file.write(
             b"\x40\x00\x00\x00\x00\x00\x00\x00torn"
         )  # a record of 64 bytes, torn at its fourth
-    with Tracker(tmp_path, leader=True, from_step=6, track=["tensorboard"]) as tracker:
+    with tracker_of(tmp_path, "tensorboard", from_step=6) as tracker:
         steps(tracker, 7, 12)
     assert tensorboard(tmp_path, "train/loss") == losses(1, 12)
     assert tensorboard(tmp_path, "train/tokens")[-1] == (12, 120)
@@ -232,21 +228,13 @@ def test_a_backend_of_the_user_has_each_step_once_after_an_error_and_a_kill(
     (tmp_path / "own_backend.py").write_text(OWN_BACKEND)
     monkeypatch.chdir(tmp_path)
     options = {"from_step": 0, "track": ["own_backend:Lines"], "run": {"data": {"api_key": "k"}}}
-    actions: Actions = [
-        ["steps", 1, 3],
-        ["evaluate", 3],
-        ["sync"],
-        ["steps", 4, 9],
-        ["sync"],
-        ["steps", 10, 12],
-        ["kill"],
-    ]
+    actions = "steps 1 3, evaluate 3, sync, steps 4 9, sync, steps 10 12, kill"
     code, output = play(tmp_path / "run", actions, **options)
     assert (
         code == -signal.SIGKILL
         and output.count("own_backend:Lines failed (ConnectionError: the server is down)") == 1
     ), output
-    code, output = play(tmp_path / "run", [["steps", 13, 14]], **options | {"from_step": 12})
+    code, output = play(tmp_path / "run", "steps 13 14", **options | {"from_step": 12})
     assert code == 0, output
     written = [
         json.loads(line) for line in (tmp_path / "run" / "own.jsonl").read_text().splitlines()
@@ -278,7 +266,7 @@ def test_a_backend_that_cannot_be_loaded_is_refused(
     monkeypatch.chdir(tmp_path)
     monkeypatch.delitem(sys.modules, "own_backend", raising=False)
     with pytest.raises(ConfigError, match=problem) as caught:
-        Tracker(tmp_path / "run", leader=True, from_step=0, track=[name])
+        tracker_of(tmp_path / "run", name)
     assert caught.value.where == "track.backend" and caught.value.hint
 
 
@@ -291,12 +279,12 @@ def test_training_refuses_such_a_backend_before_it_prepares_data(tmp_path: Path)
 
 
 def test_tensorboard_rewinds_with_the_run(tmp_path: Path) -> None:
-    with Tracker(tmp_path, leader=True, from_step=0, track=["tensorboard"]) as tracker:
+    with tracker_of(tmp_path, "tensorboard") as tracker:
         steps(tracker, 1, 10)
         for step in (2, 8):
             evaluate(tracker, step, {"bleu": float(step)})
     for from_step in (5, 5, 7):
-        with Tracker(tmp_path, leader=True, from_step=from_step, track=["tensorboard"]) as tracker:
+        with tracker_of(tmp_path, "tensorboard", from_step=from_step) as tracker:
             steps(tracker, from_step + 1, 9)
             assert tensorboard_after_flush(tracker) == losses(1, 9)
     assert tensorboard(tmp_path, "validation/bleu") == [(2, 2.0), (8, 8.0)]
@@ -309,7 +297,7 @@ def tensorboard_after_flush(tracker: Tracker) -> list[tuple[int, float]]:
 
 def test_tensorboard_reads_starts_in_order_despite_wrong_clocks(tmp_path: Path) -> None:
     for first in range(1, 12, 2):
-        with Tracker(tmp_path, leader=True, from_step=first - 1, track=["tensorboard"]) as tracker:
+        with tracker_of(tmp_path, "tensorboard", from_step=first - 1) as tracker:
             steps(tracker, first, first + 3)
         newest = max((tmp_path / "tensorboard").iterdir(), key=lambda path: path.stat().st_mtime_ns)
         ahead = newest.name.split(".")
@@ -319,27 +307,20 @@ def test_tensorboard_reads_starts_in_order_despite_wrong_clocks(tmp_path: Path) 
 
 
 def test_backend_enabled_later_gets_the_whole_history(tmp_path: Path) -> None:
-    with Tracker(tmp_path, leader=True, from_step=0) as tracker:
+    with tracker_of(tmp_path) as tracker:
         steps(tracker, 1, 10)
         evaluate(tracker, 5, {"bleu": 20.5})
-    with Tracker(tmp_path, leader=True, from_step=8, track=["tensorboard"]) as tracker:
+    with tracker_of(tmp_path, "tensorboard", from_step=8) as tracker:
         steps(tracker, 9, 11)
     assert tensorboard(tmp_path, "train/loss") == losses(1, 11)
     assert tensorboard(tmp_path, "validation/bleu") == [(5, 20.5)]
 
 
 def test_full_disk_loses_no_point_and_no_step(tmp_path: Path) -> None:
-    actions: Actions = [
-        ["steps", 1, 50],
-        ["sync"],
-        ["limit", 12_000],
-        ["steps", 51, 400],
-        ["sync"],
-        ["steps", 401, 402],
-    ]
+    actions = "steps 1 50, sync, limit 12000, steps 51 400, sync, steps 401 402"
     code, output = play(
         tmp_path,
-        [*actions, ["limit"], ["sync"], ["steps", 403, 404]],
+        f"{actions}, limit, sync, steps 403 404",
         from_step=0,
         track=["tensorboard"],
     )
@@ -353,7 +334,7 @@ def test_full_disk_loses_no_point_and_no_step(tmp_path: Path) -> None:
 
 def test_evaluations_of_another_process_are_sent_once_at_their_step(tmp_path: Path) -> None:
     evaluations = tmp_path / "evaluations.jsonl"
-    with Tracker(tmp_path, leader=True, from_step=0, track=["tensorboard"]) as tracker:
+    with tracker_of(tmp_path, "tensorboard") as tracker:
         steps(tracker, 1, 20)
         evaluations.write_bytes(
             b'{"step": 10, "bleu": 1.5, "signature": "x", "best": true}\n{"step": 15, "bl'
@@ -364,7 +345,7 @@ def test_evaluations_of_another_process_are_sent_once_at_their_step(tmp_path: Pa
             file.write(b'eu": 2.5}\nno json\n{"step": 20, "bleu": 3.5}\n')
         tracker.forward_evaluations()
     for _ in range(2):
-        with Tracker(tmp_path, leader=True, from_step=20, track=["tensorboard"]) as tracker:
+        with tracker_of(tmp_path, "tensorboard", from_step=20) as tracker:
             tracker.forward_evaluations()
     assert tensorboard(tmp_path, "validation/bleu") == [(10, 1.5), (15, 2.5), (20, 3.5)]
     with pytest.raises(KeyError):
@@ -372,11 +353,11 @@ def test_evaluations_of_another_process_are_sent_once_at_their_step(tmp_path: Pa
 
 
 def test_evaluator_forwards_its_lines_after_the_training(tmp_path: Path) -> None:
-    with Tracker(tmp_path, leader=True, from_step=0, track=["tensorboard"]) as tracker:
+    with tracker_of(tmp_path, "tensorboard") as tracker:
         steps(tracker, 1, 5)
     before = (tmp_path / "metrics.jsonl").read_bytes()
     (tmp_path / "evaluations.jsonl").write_bytes(b'{"step": 5, "bleu": 9.5}\n')
-    with Tracker(tmp_path, leader=True, from_step=None, track=["tensorboard"]) as tracker:
+    with tracker_of(tmp_path, "tensorboard", from_step=None) as tracker:
         tracker.forward_evaluations()
     assert tensorboard(tmp_path, "validation/bleu") == [(5, 9.5)]
     assert tensorboard(tmp_path, "train/loss") == losses(1, 5)
@@ -384,14 +365,14 @@ def test_evaluator_forwards_its_lines_after_the_training(tmp_path: Path) -> None
 
 
 def test_training_waits_for_an_evaluator_that_forwards_its_lines(tmp_path: Path) -> None:
-    evaluator = Tracker(tmp_path, leader=True, from_step=None)
+    evaluator = tracker_of(tmp_path, from_step=None)
     end = threading.Timer(0.3, evaluator.close)
     end.start()
-    with Tracker(tmp_path, leader=True, from_step=0) as tracker:
+    with tracker_of(tmp_path) as tracker:
         assert evaluator.lock is None, "it released the lock"
         steps(tracker, 1, 1)
         with pytest.raises(UsageError, match="another process is recording this run"):
-            Tracker(tmp_path, leader=True, from_step=None)
+            tracker_of(tmp_path, from_step=None)
     end.join()
 
 
@@ -418,9 +399,9 @@ def test_wandb_has_one_run_with_each_step_once_and_a_validation_axis(tmp_path: P
     }
     options: dict[str, Any] = {"track": ["wandb:offline:p"], "run": run}
     env = {"WANDB_API_KEY": "s3cr3t-" + "3" * 33}
-    first: Actions = [["steps", 1, 10], ["evaluate", 5], ["steps", 11, 12]]
+    first = "steps 1 10, evaluate 5, steps 11 12"
     assert play(tmp_path, first, env, from_step=0, **options) == (0, "closed\n")
-    assert play(tmp_path, [["steps", 9, 14], ["evaluate", 10]], env, from_step=8, **options) == (
+    assert play(tmp_path, "steps 9 14, evaluate 10", env, from_step=8, **options) == (
         0,
         "closed\n",
     )
@@ -456,12 +437,10 @@ def test_wandb_has_one_run_with_each_step_once_and_a_validation_axis(tmp_path: P
 
 def test_wandb_gets_the_rows_that_a_kill_lost(tmp_path: Path) -> None:
     # wandb's process buffers rows for seconds: after this kill its file has no row.
-    actions: Actions = [["steps", 1, 10], ["evaluate", 5], ["sync"], ["kill"]]
+    actions = "steps 1 10, evaluate 5, sync, kill"
     code, _ = play(tmp_path, actions, from_step=0, track=["wandb:offline"])
     assert code == -signal.SIGKILL
-    assert play(
-        tmp_path, [["steps", 9, 14], ["evaluate", 10]], from_step=8, track=["wandb:offline"]
-    ) == (
+    assert play(tmp_path, "steps 9 14, evaluate 10", from_step=8, track=["wandb:offline"]) == (
         0,
         "closed\n",
     )
@@ -470,17 +449,11 @@ def test_wandb_gets_the_rows_that_a_kill_lost(tmp_path: Path) -> None:
 
 
 def test_killed_wandb_does_not_stop_the_run_and_catches_up_later(tmp_path: Path) -> None:
-    actions: Actions = [
-        ["steps", 1, 5],
-        ["kill wandb"],
-        ["steps", 6, 10],
-        ["sync"],
-        ["steps", 11, 12],
-    ]
+    actions = "steps 1 5, kill-wandb, steps 6 10, sync, steps 11 12"
     code, output = play(tmp_path, actions, from_step=0, track=["wandb:offline"])
     assert code == 0 and output.count("wandb failed") == 1, output
     assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == list(range(1, 13))
-    assert play(tmp_path, [["steps", 11, 14]], from_step=10, track=["wandb:offline"]) == (
+    assert play(tmp_path, "steps 11 14", from_step=10, track=["wandb:offline"]) == (
         0,
         "closed\n",
     )
@@ -514,7 +487,7 @@ def test_online_cursor_comes_from_the_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines = ['{"step": 2, "bleu": 1.0}\n', '{"step": 4, "bleu": 2.0}\n']
-    with Tracker(tmp_path, leader=True, from_step=0) as tracker:
+    with tracker_of(tmp_path) as tracker:
         steps(tracker, 1, 6)
     (tmp_path / "evaluations.jsonl").write_text("".join(lines))
     # Killed while online: the server has four of the six sent steps and one evaluation.
@@ -522,7 +495,7 @@ def test_online_cursor_comes_from_the_server(
     write_json(tmp_path / "tracker.json", add_checksum({"wandb_id": "abc", "wandb": cursor}))
     server = Server({"lockstep/step": 4, "lockstep/evaluations": len(lines[0])}, step=5)
     monkeypatch.setitem(sys.modules, "wandb", server)
-    with Tracker(tmp_path, leader=True, from_step=5, track=["wandb"]) as tracker:
+    with tracker_of(tmp_path, "wandb", from_step=5) as tracker:
         steps(tracker, 6, 7)
     assert server.init_options["id"] == "abc" and server.init_options["resume"] == "allow"
     assert [row.get("train/step", row.get("validation/step")) for _, row in server.rows] == [
@@ -547,7 +520,7 @@ def test_wandb_server_that_is_down_does_not_stop_the_run(
     tmp_path: Path, closed_server: str
 ) -> None:
     env = {"WANDB_BASE_URL": closed_server, "WANDB_API_KEY": "k" * 40, "WANDB_INIT_TIMEOUT": "1"}
-    code, output = play(tmp_path, [["steps", 1, 3]], env, from_step=0, track=["wandb"])
+    code, output = play(tmp_path, "steps 1 3", env, from_step=0, track=["wandb"])
     assert code == 0 and output.count("wandb cannot be opened") == 1 and "k" * 40 not in output, (
         output
     )
@@ -563,7 +536,7 @@ def test_wandb_without_a_login_is_an_error_before_the_first_step(
         "HOME": str(tmp_path),
         "NETRC": str(tmp_path / "none"),
     }
-    code, output = play(tmp_path / "run", [["steps", 1, 3]], env, from_step=0, track=["wandb"])
+    code, output = play(tmp_path / "run", "steps 1 3", env, from_step=0, track=["wandb"])
     assert (
         code == 1
         and "ConfigError: Weights & Biases cannot be used" in output
@@ -602,7 +575,7 @@ class Broken:
 def test_training_continues_when_a_backend_raises(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with Tracker(tmp_path, leader=True, from_step=0, track=["tensorboard"]) as tracker:
+    with tracker_of(tmp_path, "tensorboard") as tracker:
         for first in (1, 3, 5):
             tracker.backends["tensorboard"].writer = Broken()  # type: ignore[attr-defined]
             steps(tracker, first, first)
@@ -618,7 +591,7 @@ def test_training_continues_when_a_backend_raises(
 
 def test_background_tracker_records_the_same_without_blocking(tmp_path: Path) -> None:
     with (
-        Tracker(tmp_path, leader=True, from_step=0, track=["tensorboard"]) as tracker,
+        tracker_of(tmp_path, "tensorboard") as tracker,
         BackgroundTracker(tracker) as record,
     ):
         gate, values = threading.Event(), {"loss": 0.0}
@@ -642,13 +615,13 @@ def test_background_tracker_records_the_same_without_blocking(tmp_path: Path) ->
 def test_background_errors_are_raised_by_the_next_call_and_at_the_end(tmp_path: Path) -> None:
     with pytest.raises(LockstepError, match="step 3 was logged after step 1"):
         with (
-            Tracker(tmp_path, leader=True, from_step=0) as tracker,
+            tracker_of(tmp_path) as tracker,
             BackgroundTracker(tracker) as record,
         ):
             record.step(1, {"loss": 1.0})
             record.step(3, {"loss": 1.0})
     with (
-        Tracker(tmp_path, leader=True, from_step=1) as tracker,
+        tracker_of(tmp_path, from_step=1) as tracker,
         pytest.raises(LockstepError, match="step 3 was logged after step 1"),
     ):
         with BackgroundTracker(tracker) as record:

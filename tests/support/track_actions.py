@@ -1,6 +1,6 @@
 """Perform actions on a Tracker in a process that a test can kill: `track_actions.py FOLDER`.
 
-Standard input has one line of JSON: [options of the Tracker, [[action, argument, ...], ...]].
+Standard input has one line of JSON: [options of the Tracker, "ACTION NUMBER ..., ACTION, ..."].
 """
 
 from __future__ import annotations
@@ -12,14 +12,13 @@ import resource
 import signal
 import sys
 from pathlib import Path
-from typing import Any
 
 import psutil
 
 from lockstep.record.tracker import Tracker
 
 
-def perform(tracker: Tracker, action: str, arguments: list[Any]) -> None:
+def perform(tracker: Tracker, action: str, *arguments: int) -> None:
     if action == "steps":
         for step in range(arguments[0], arguments[1] + 1):
             tracker.step(step, {"loss": 1 / step, "tokens": 10 * step, "seconds": 0.5})
@@ -34,7 +33,7 @@ def perform(tracker: Tracker, action: str, arguments: list[Any]) -> None:
         tracker.sync()
     elif action == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
-    elif action == "kill wandb":
+    elif action == "kill-wandb":
         for child in psutil.Process().children():
             child.kill()
             child.wait()
@@ -51,7 +50,8 @@ if __name__ == "__main__":
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     options, actions = json.loads(sys.stdin.readline())
     tracker = Tracker(Path(sys.argv[1]), leader=True, **options)
-    for action, *arguments in actions:
-        perform(tracker, action, arguments)
+    for words in actions.split(", "):
+        action, *numbers = words.split()
+        perform(tracker, action, *map(int, numbers))
     tracker.close()
     print("closed")
