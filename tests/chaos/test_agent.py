@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import ANY
@@ -101,6 +101,10 @@ class AgentRun:
         self.process.send_signal(number)
         return self.wait()
 
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
     def events(self, name: str) -> list[dict[str, Any]]:
         """Return the events of this name."""
         path = self.run / "events.jsonl"
@@ -117,8 +121,11 @@ class AgentRun:
         return pid
 
 
+Start = Callable[..., AgentRun]
+
+
 @pytest.fixture
-def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., AgentRun]]:
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     """Start agents. At the end of the test, kill and report the processes left in its folder."""
     monkeypatch.setenv("LOCKSTEP_TMP", str(tmp_path / "tmp"))
     monkeypatch.setattr("tempfile.tempdir", None)
@@ -136,10 +143,20 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
         else processes_in(tmp_path)
     )
     for pid in processes_in(tmp_path):
-        os.kill(pid, signal.SIGKILL)
+        kill(pid)
     for agent in started:
         agent.process.communicate()
     assert not left, "processes are left"
+
+
+def kill(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+
+
+def members_of(pids: list[int]) -> list[Member]:
+    return [
+        Member(f"here/{slot}/a", "here", slot, pid, "127.0.0.1:1") for slot, pid in enumerate(pids)
+    ]
 
 
 def three_parts(text: str, first_words: str) -> bool:
@@ -158,11 +175,11 @@ def three_parts(text: str, first_words: str) -> bool:
 
 @pytest.mark.parametrize("lives_on", [False, True])
 def test_a_killed_worker_is_restarted_at_once_and_others_keep_running(
-    start: Callable[..., AgentRun], lives_on: bool
+    start: Start, lives_on: bool
 ) -> None:
     agent = start(lives_on=lives_on)
     first, second = agent.ready()
-    os.kill(second, signal.SIGKILL)
+    kill(second)
     third = agent.restarted(1, second)
     assert is_alive(first) and is_alive(third) and not is_alive(second)
     assert agent.stop()[0] == 75
@@ -177,28 +194,25 @@ def test_a_killed_worker_is_restarted_at_once_and_others_keep_running(
     ]
 
 
-def test_a_restarted_worker_gets_its_own_arguments(start: Callable[..., AgentRun]) -> None:
+def test_a_restarted_worker_gets_its_own_arguments(start: Start) -> None:
     agent = start("print_words", slots=1)
     (first,) = agent.ready(1)
-    os.kill(first, signal.SIGKILL)
+    kill(first)
     agent.restarted(0, first)
     assert agent.stop()[1] == "first\nrestarted\n"
 
 
-def test_workers_of_launch_survive_their_agent_and_the_next_one_adopts_them(
-    start: Callable[..., AgentRun],
-) -> None:
+def test_workers_of_launch_survive_their_agent_and_the_next_one_adopts_them(start: Start) -> None:
     agent = start(lives_on=True)
     pids = agent.ready()
     forkserver = agent.forkserver()
-    agent.process.kill()
-    agent.process.wait()
+    agent.kill()
     wait_until(lambda: not is_alive(forkserver))
     time.sleep(0.3)
     assert all(map(is_alive, pids))
     next_agent = start(lives_on=True)
     wait_until(lambda: len(next_agent.events("worker taken over")) == 2)
-    os.kill(pids[1], signal.SIGKILL)
+    kill(pids[1])
     new = next_agent.restarted(1, pids[1])
     assert next_agent.ready() == [pids[0], new] and len(next_agent.events("worker started")) == 3
     assert next_agent.stop()[0] == 75  # from the report of a worker that is not a child
@@ -208,21 +222,19 @@ def test_workers_of_launch_survive_their_agent_and_the_next_one_adopts_them(
     )
 
 
-def test_a_result_recorded_while_no_agent_ran_ends_the_run(start: Callable[..., AgentRun]) -> None:
+def test_a_result_recorded_while_no_agent_ran_ends_the_run(start: Start) -> None:
     agent = start(lives_on=True)
     agent.ready()
-    agent.process.kill()
-    agent.process.wait()
+    agent.kill()
     publish(agent, end=RunResult(4, "the loss is a fish"))
     code, _, err = start(lives_on=True, timeouts={"exit_s": 0.2}).wait()
     assert (code, err.splitlines()[-1]) == (4, "the loss is a fish")
 
 
-def test_workers_of_train_exit_with_their_agent(start: Callable[..., AgentRun]) -> None:
+def test_workers_of_train_exit_with_their_agent(start: Start) -> None:
     agent = start("deaf", slots=3)
     pids = agent.ready(3)
-    agent.process.kill()
-    agent.process.wait()
+    agent.kill()
     wait_until(lambda: not any(map(is_alive, pids)), timeout_s=2)
     assert start().ready()  # and the same command resumes
 
@@ -230,12 +242,11 @@ def test_workers_of_train_exit_with_their_agent(start: Callable[..., AgentRun]) 
 @pytest.mark.parametrize("turn", range(4))
 @pytest.mark.parametrize("lives_on", [False, True])
 def test_an_agent_killed_while_starting_leaves_no_unrecorded_worker(
-    start: Callable[..., AgentRun], turn: int, lives_on: bool
+    start: Start, turn: int, lives_on: bool
 ) -> None:
     agent = start("deaf", slots=4, lives_on=lives_on)
     wait_until(lambda: len(processes_in(agent.folder)) > 1 + turn)
-    agent.process.kill()
-    agent.process.wait()
+    agent.kill()
     time.sleep(0.1)
     wait_until(lambda: set(processes_in(agent.folder)) <= recorded(agent), timeout_s=5)
     assert lives_on or not processes_in(agent.folder)
@@ -251,13 +262,13 @@ def recorded(agent: AgentRun) -> set[int]:
 
 @pytest.mark.parametrize("lives_on", [False, True])
 def test_a_killed_forkserver_is_replaced_and_its_workers_survive(
-    start: Callable[..., AgentRun], lives_on: bool
+    start: Start, lives_on: bool
 ) -> None:
     agent = start(lives_on=lives_on)
     pids = agent.ready()
     forkserver = agent.forkserver()
-    os.kill(forkserver, signal.SIGKILL)
-    os.kill(pids[0], signal.SIGKILL)
+    kill(forkserver)
+    kill(pids[0])
     new = agent.restarted(0, pids[0])
     assert is_alive(pids[1]) and agent.forkserver() != forkserver
     assert [event["why"] for event in agent.events("worker started") if event["pid"] == new] == [
@@ -293,12 +304,12 @@ def test_a_request_to_a_dead_forkserver_waits_for_its_replacement(tmp_path: Path
         pool.close()
 
 
-def test_a_hanging_forkserver_is_replaced(start: Callable[..., AgentRun]) -> None:
+def test_a_hanging_forkserver_is_replaced(start: Start) -> None:
     agent = start(timeouts={"fork_s": 0.2})
     pids = agent.ready()
     forkserver = agent.forkserver()
     os.kill(forkserver, signal.SIGSTOP)
-    os.kill(pids[0], signal.SIGKILL)
+    kill(pids[0])
     agent.restarted(0, pids[0])
     assert agent.events("forkserver ended")[-1]["why"] == "it did not fork within 0.2 s"
     assert not is_alive(forkserver)
@@ -320,12 +331,12 @@ def test_a_hanging_forkserver_is_replaced(start: Callable[..., AgentRun]) -> Non
     ],
 )
 def test_workers_are_spawned_if_no_forkserver_can_run(
-    start: Callable[..., AgentRun], tmp_path: Path, script: str, message: str
+    start: Start, tmp_path: Path, script: str, message: str
 ) -> None:
     (tmp_path / "mine.py").write_text(f"{script}\ndef train(): pass")
     agent = start(script="mine.py:train", lives_on=True)
     pids = agent.ready()
-    os.kill(pids[0], signal.SIGKILL)
+    kill(pids[0])
     agent.restarted(0, pids[0])
     assert {event["why"] for event in agent.events("worker started")} == {"spawned"}
     code, _, err = agent.stop()
@@ -333,7 +344,7 @@ def test_workers_are_spawned_if_no_forkserver_can_run(
 
 
 def test_a_module_that_asks_for_gpus_at_import_does_not_initialize_cuda(
-    start: Callable[..., AgentRun], tmp_path: Path
+    start: Start, tmp_path: Path
 ) -> None:
     asks = "assert torch.cuda._nvml_based_avail(), 'torch.cuda.is_available() would initialize CUDA'; torch.cuda.is_available()"
     (tmp_path / "mine.py").write_text(f"import torch; {asks}\ndef train(): pass")
@@ -346,12 +357,12 @@ def test_a_module_that_asks_for_gpus_at_import_does_not_initialize_cuda(
 
 
 def test_the_real_forkserver_has_one_thread_and_preloads_all_that_a_worker_needs(
-    start: Callable[..., AgentRun],
+    start: Start,
 ) -> None:
     agent = start("train_one_step", preload=[*PRELOAD, "agent_workers"])
     pids = agent.ready()
     assert len(list(Path(f"/proc/{agent.forkserver()}/task").iterdir())) == 1
-    os.kill(pids[1], signal.SIGKILL)
+    kill(pids[1])
     assert (
         wait_until(lambda: (agent.folder / "ready-1").read_text() != str(pids[1])) < 1.0
     )  # 28 ms on a quiet machine
@@ -365,7 +376,7 @@ def test_the_real_forkserver_has_one_thread_and_preloads_all_that_a_worker_needs
 
 
 def test_three_own_errors_at_the_same_step_end_the_run_and_print_the_traceback_first(
-    start: Callable[..., AgentRun],
+    start: Start,
 ) -> None:
     agent = start("slot_1_raises", timeouts={"exit_s": 0.2}, policy={"initial_delay_s": 0.05})
     code, _, err = agent.wait()
@@ -379,9 +390,7 @@ def test_three_own_errors_at_the_same_step_end_the_run_and_print_the_traceback_f
     assert (log.count("Traceback"), log.count("the same error again")) == (1, 2)
 
 
-def test_one_error_of_all_workers_at_the_start_ends_the_run_after_one_attempt(
-    start: Callable[..., AgentRun],
-) -> None:
+def test_one_error_of_all_workers_at_the_start_ends_the_run_after_one_attempt(start: Start) -> None:
     agent = start("fail_at_the_start")
     code, _, err = agent.wait()
     assert code == 1 and len(agent.events("worker started")) == 2
@@ -396,7 +405,7 @@ def test_one_error_of_all_workers_at_the_start_ends_the_run_after_one_attempt(
     [("raise_after_the_end", 1, "ValueError: too late"), ("exit_3_after_the_end", 3, "code 3")],
 )
 def test_an_error_after_the_end_of_the_run_gives_the_exit_code(
-    start: Callable[..., AgentRun], worker: str, code: int, message: str
+    start: Start, worker: str, code: int, message: str
 ) -> None:
     agent = start(worker)
     result = agent.wait()
@@ -414,7 +423,7 @@ def test_an_error_after_the_end_of_the_run_gives_the_exit_code(
     ],
 )
 def test_repeated_crashes_or_kills_at_the_same_step_end_the_run(
-    start: Callable[..., AgentRun], worker: str, name: str, count: int, where: str
+    start: Start, worker: str, name: str, count: int, where: str
 ) -> None:
     agent = start(worker, policy={"initial_delay_s": 0.01})
     code, _, err = agent.wait()
@@ -423,13 +432,13 @@ def test_repeated_crashes_or_kills_at_the_same_step_end_the_run(
     assert "  | about to go\n" in err[first:last] and three_parts(err, where)
 
 
-def test_kills_before_the_first_step_never_end_the_run(start: Callable[..., AgentRun]) -> None:
+def test_kills_before_the_first_step_never_end_the_run(start: Start) -> None:
     agent = start("killed_while_joining", policy={"initial_delay_s": 0.01, "max_delay_s": 0.02})
     wait_until(lambda: len(agent.events("worker ended")) >= 20)
     assert agent.stop()[0] == 75
 
 
-def test_errors_with_progress_in_between_do_not_end_the_run(start: Callable[..., AgentRun]) -> None:
+def test_errors_with_progress_in_between_do_not_end_the_run(start: Start) -> None:
     assert start("fail_with_progress", slots=1).wait()[0] == 0
 
 
@@ -442,7 +451,7 @@ def test_errors_with_progress_in_between_do_not_end_the_run(start: Callable[...,
     ],
 )
 def test_errors_that_no_retry_can_fix_end_the_run_at_once(
-    start: Callable[..., AgentRun], worker: str, error: str, code: int
+    start: Start, worker: str, error: str, code: int
 ) -> None:
     agent = start(worker, timeouts={"exit_s": 0.2})
     assert agent.wait() == (code, "", f"{error}: it does not fit\n  a.txt\n  fix it\n")
@@ -450,15 +459,13 @@ def test_errors_that_no_retry_can_fix_end_the_run_at_once(
     assert record.end and record.end.code == code
 
 
-def test_an_early_exit_with_code_0_is_a_failure(start: Callable[..., AgentRun]) -> None:
+def test_an_early_exit_with_code_0_is_a_failure(start: Start) -> None:
     agent = start("exit_early", slots=1, policy={"initial_delay_s": 0.01})
     code, _, err = agent.wait()
     assert code == 1 and "exited early (code 0)" in err and len(agent.events("worker started")) == 3
 
 
-def test_a_worker_that_lost_its_peers_is_restarted_with_growing_delays(
-    start: Callable[..., AgentRun],
-) -> None:
+def test_a_worker_that_lost_its_peers_is_restarted_with_growing_delays(start: Start) -> None:
     agent = start("lose_peers_four_times", slots=1, policy={"initial_delay_s": 0.02})
     assert agent.wait()[0] == 0
     delays = [event["why"].partition("; ")[2] for event in agent.events("worker ended")][:-1]
@@ -467,11 +474,11 @@ def test_a_worker_that_lost_its_peers_is_restarted_with_growing_delays(
     ]
 
 
-def test_a_worker_that_failed_and_does_not_exit_is_killed(start: Callable[..., AgentRun]) -> None:
+def test_a_worker_that_failed_and_does_not_exit_is_killed(start: Start) -> None:
     assert start("fail_and_hang_once", slots=1, timeouts={"failed_exit_s": 0.2}).wait()[0] == 0
 
 
-def test_a_drained_worker_is_not_restarted(start: Callable[..., AgentRun]) -> None:
+def test_a_drained_worker_is_not_restarted(start: Start) -> None:
     agent = start("drained")
     assert agent.wait()[0] == 0 and len(agent.events("worker started")) == 2
     assert agent.events("worker ended")[0]["why"] == "exited with code 0: its host is drained"
@@ -482,25 +489,23 @@ def test_a_drained_worker_is_not_restarted(start: Callable[..., AgentRun]) -> No
 
 def publish(
     agent: AgentRun,
-    members: tuple[Member, ...] = (),
+    members: Sequence[Member] = (),
     out: tuple[Removed, ...] = (),
     end: RunResult | None = None,
 ) -> None:
     """Write the next generation."""
     log = GenerationLog(agent.run / "generations")
     newest = log.newest()
-    record = Generation(newest.number + 1, new_token(), members, "", 3, "for the test", out, end)
+    record = Generation(
+        newest.number + 1, new_token(), tuple(members), "", 3, "for the test", out, end
+    )
     assert log.propose(record) == record
 
 
-def test_a_stopped_worker_left_out_of_a_generation_is_killed_and_restarted(
-    start: Callable[..., AgentRun],
-) -> None:
+def test_a_stopped_worker_left_out_of_a_generation_is_killed_and_restarted(start: Start) -> None:
     agent = start()
     pids = agent.ready()
-    members = tuple(
-        Member(f"here/{slot}/a", "here", slot, pid, "127.0.0.1:1") for slot, pid in enumerate(pids)
-    )
+    members = members_of(pids)
     other = Member("there/0/a", "there", 0, pids[0], "127.0.0.1:1")
     publish(agent, (*members, other))
     os.kill(pids[1], signal.SIGSTOP)
@@ -516,14 +521,10 @@ def test_a_stopped_worker_left_out_of_a_generation_is_killed_and_restarted(
     assert agent.events("SIGKILL sent")[0]["why"] == "removed from generation 2: silent for 3 s"
 
 
-def test_a_removed_worker_that_exits_has_time_for_its_exit_report(
-    start: Callable[..., AgentRun],
-) -> None:
+def test_a_removed_worker_that_exits_has_time_for_its_exit_report(start: Start) -> None:
     agent = start("slot_1_raises_when_told")
     pids = agent.ready()
-    members = tuple(
-        Member(f"here/{slot}/a", "here", slot, pid, "127.0.0.1:1") for slot, pid in enumerate(pids)
-    )
+    members = members_of(pids)
     publish(agent, members)
     publish(agent, members[:1], (Removed("here/1/a", "exited"),))
     time.sleep(0.5)
@@ -535,9 +536,7 @@ def test_a_removed_worker_that_exits_has_time_for_its_exit_report(
     ] == "ValueError: bad luck; restarting now" and not agent.events("SIGKILL sent")
 
 
-def test_a_generation_with_a_result_ends_all_workers_within_five_seconds(
-    start: Callable[..., AgentRun],
-) -> None:
+def test_a_generation_with_a_result_ends_all_workers_within_five_seconds(start: Start) -> None:
     agent = start("deaf")
     pids = agent.ready()
     os.kill(pids[1], signal.SIGSTOP)
@@ -550,9 +549,7 @@ def test_a_generation_with_a_result_ends_all_workers_within_five_seconds(
 @pytest.mark.parametrize(
     ("code", "hint"), [(75, "\n  the same command resumes from the newest checkpoint"), (0, "")]
 )
-def test_a_host_that_never_trained_says_why_it_exits(
-    start: Callable[..., AgentRun], code: int, hint: str
-) -> None:
+def test_a_host_that_never_trained_says_why_it_exits(start: Start, code: int, hint: str) -> None:
     agent = start(timeouts={"exit_s": 0.1, "grace_s": 0.1})
     agent.ready()
     publish(agent, (Member("there/0/a", "there", 0, os.getpid(), "127.0.0.1:1"),))
@@ -562,9 +559,7 @@ def test_a_host_that_never_trained_says_why_it_exits(
     assert agent.wait() == (code, "", f"{what}\n  {where}{hint}\n")
 
 
-def test_a_host_with_another_config_does_not_end_the_run_of_others(
-    start: Callable[..., AgentRun],
-) -> None:
+def test_a_host_with_another_config_does_not_end_the_run_of_others(start: Start) -> None:
     agent = start("refuse_its_config", slots=1)
     agent.ready(1)
     publish(agent, (Member("there/0/a", "there", 0, os.getpid(), "127.0.0.1:1"),))
@@ -574,7 +569,7 @@ def test_a_host_with_another_config_does_not_end_the_run_of_others(
     assert newest.number == 1
 
 
-def test_a_result_before_this_start_is_ignored(start: Callable[..., AgentRun]) -> None:
+def test_a_result_before_this_start_is_ignored(start: Start) -> None:
     agent = start(timeouts={"exit_s": 0.2})
     agent.ready()
     publish(agent, end=RunResult(75))
@@ -586,16 +581,10 @@ def test_a_result_before_this_start_is_ignored(start: Callable[..., AgentRun]) -
     assert next_agent.stop()[0] == 75
 
 
-def test_an_agent_that_was_suspended_catches_up(start: Callable[..., AgentRun]) -> None:
+def test_an_agent_that_was_suspended_catches_up(start: Start) -> None:
     agent = start(lives_on=True)
     pids = agent.ready()
-    publish(
-        agent,
-        tuple(
-            Member(f"here/{slot}/a", "here", slot, pid, "127.0.0.1:1")
-            for slot, pid in enumerate(pids)
-        ),
-    )
+    publish(agent, members_of(pids))
     agent.process.send_signal(signal.SIGSTOP)
     wait_until(lambda: state_of(agent.process.pid) == "T")
     publish(agent, out=(Removed("here/1/a", "silent"),))
@@ -613,29 +602,23 @@ def test_an_agent_that_was_suspended_catches_up(start: Callable[..., AgentRun]) 
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)]
 )
-def test_a_signal_is_forwarded(
-    start: Callable[..., AgentRun], lives_on: bool, number: int, code: int
-) -> None:
+def test_a_signal_is_forwarded(start: Start, lives_on: bool, number: int, code: int) -> None:
     agent = start(lives_on=lives_on)
     agent.ready()
     assert agent.stop(number) == (code, "", "")
     assert (agent.folder / "saved-0").exists() and (agent.folder / "saved-1").exists()
 
 
-def test_a_worker_killed_while_the_run_stops_is_not_restarted(
-    start: Callable[..., AgentRun],
-) -> None:
+def test_a_worker_killed_while_the_run_stops_is_not_restarted(start: Start) -> None:
     agent = start("slot_0_polite")
     pids = agent.ready()
     agent.process.send_signal(signal.SIGTERM)
     wait_until((agent.folder / "saved-0").exists)
-    os.kill(pids[1], signal.SIGKILL)
+    kill(pids[1])
     assert agent.wait() == (75, "", "")
 
 
-def test_a_second_sigint_kills_all_workers_and_exits_with_130(
-    start: Callable[..., AgentRun],
-) -> None:
+def test_a_second_sigint_kills_all_workers_and_exits_with_130(start: Start) -> None:
     agent = start("deaf", lives_on=True)
     pids = agent.ready()
     agent.process.send_signal(signal.SIGINT)
@@ -646,9 +629,7 @@ def test_a_second_sigint_kills_all_workers_and_exits_with_130(
     assert time.monotonic() - start_s < 10 and not any(map(is_alive, pids))
 
 
-def test_workers_that_do_not_stop_in_time_are_killed_and_named(
-    start: Callable[..., AgentRun],
-) -> None:
+def test_workers_that_do_not_stop_in_time_are_killed_and_named(start: Start) -> None:
     agent = start("deaf", timeouts={"grace_s": 0.3})
     agent.ready()
     code, _, err = agent.stop()
@@ -656,9 +637,7 @@ def test_workers_that_do_not_stop_in_time_are_killed_and_named(
     assert "slots 0 and 1 did not stop within 0.3 s of SIGTERM" in err
 
 
-def test_a_signal_before_a_worker_has_started(
-    start: Callable[..., AgentRun], tmp_path: Path
-) -> None:
+def test_a_signal_before_a_worker_has_started(start: Start, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("import time\nopen('importing', 'w').close()\ntime.sleep(60)")
     agent = start(script="mine.py:train")
     wait_until((tmp_path / "importing").exists)
@@ -666,9 +645,7 @@ def test_a_signal_before_a_worker_has_started(
     assert code == 128 + signal.SIGTERM and "received SIGTERM before any worker had started" in err
 
 
-def test_workers_without_state_exit_when_their_host_is_drained(
-    start: Callable[..., AgentRun],
-) -> None:
+def test_workers_without_state_exit_when_their_host_is_drained(start: Start) -> None:
     agent = start("without_handlers", lives_on=True)
     agent.ready()
     assert agent.stop(signal.SIGUSR1) == (0, "", "")
@@ -681,7 +658,7 @@ def test_workers_without_state_exit_when_their_host_is_drained(
 # One agent per host, and leftovers.
 
 
-def test_a_second_agent_is_refused_and_names_the_first(start: Callable[..., AgentRun]) -> None:
+def test_a_second_agent_is_refused_and_names_the_first(start: Start) -> None:
     agent = start()
     agent.ready()
     code, _, err = start().wait()
@@ -692,13 +669,10 @@ def test_a_second_agent_is_refused_and_names_the_first(start: Callable[..., Agen
     assert agent.stop()[0] == 75
 
 
-def test_running_workers_of_launch_are_only_adopted_by_the_same_command(
-    start: Callable[..., AgentRun],
-) -> None:
+def test_running_workers_of_launch_are_only_adopted_by_the_same_command(start: Start) -> None:
     agent = start(lives_on=True, command={"--steps": "80"})
     pids = agent.ready()
-    agent.process.kill()
-    agent.process.wait()
+    agent.kill()
     code, _, err = start().wait()
     assert code == 2 and three_parts(err, "workers of `lockstep launch` are training in run")
     code, _, err = start(lives_on=True, slots=1).wait()
@@ -722,12 +696,11 @@ def test_running_workers_of_launch_are_only_adopted_by_the_same_command(
 
 @pytest.mark.parametrize("content", ["", '{"pid": 1, "lives_'])
 def test_workers_keep_training_when_the_record_of_their_agent_is_damaged(
-    start: Callable[..., AgentRun], content: str
+    start: Start, content: str
 ) -> None:
     agent = start(lives_on=True)
     pids = agent.ready()
-    agent.process.kill()
-    agent.process.wait()
+    agent.kill()
     for path in state_folder(agent.run, "here").glob("agent.*"):
         path.write_text(content)
     next_agent = start(lives_on=True)
@@ -738,13 +711,11 @@ def test_workers_keep_training_when_the_record_of_their_agent_is_damaged(
         err, f"workers are training in run (pid {pids[0]}, {pids[1]}), and it is unknown"
     )
     for pid in pids:
-        os.kill(pid, signal.SIGKILL)
+        kill(pid)
     wait_until(lambda: not any(map(is_alive, pids)))
 
 
-def test_stale_files_in_the_state_folder_are_ignored(
-    start: Callable[..., AgentRun], tmp_path: Path
-) -> None:
+def test_stale_files_in_the_state_folder_are_ignored(start: Start, tmp_path: Path) -> None:
     (tmp_path / "tmp").mkdir()
     state = state_folder(tmp_path / "run", "here")
     (state / "0.json").write_text(
@@ -755,19 +726,17 @@ def test_stale_files_in_the_state_folder_are_ignored(
     (state / "agent.lock").write_text("torn {")
     agent = start("slot_1_without_handlers")
     pids = agent.ready()
-    os.kill(pids[1], signal.SIGKILL)
+    kill(pids[1])
     assert agent.restarted(1, pids[1]), "the old report was ignored"
     agent.stop()
 
 
-def test_restarts_leak_no_zombies_descriptors_or_child_processes(
-    start: Callable[..., AgentRun],
-) -> None:
+def test_restarts_leak_no_zombies_descriptors_or_child_processes(start: Start) -> None:
     agent = start("leave_child_processes")
     pids = agent.ready()
     descriptors = len(os.listdir(f"/proc/{agent.process.pid}/fd"))
     for _ in range(4):
-        os.kill(pids[1], signal.SIGKILL)
+        kill(pids[1])
         pids[1] = agent.restarted(1, pids[1])
     wait_until(
         lambda: len(children(agent.process.pid)) == 3, timeout_s=5
@@ -778,38 +747,32 @@ def test_restarts_leak_no_zombies_descriptors_or_child_processes(
     wait_until(lambda: not processes_in(agent.folder), timeout_s=5)
 
 
-def test_a_worker_starts_while_its_log_cannot_be_written(start: Callable[..., AgentRun]) -> None:
+def test_a_worker_starts_while_its_log_cannot_be_written(start: Start) -> None:
     agent = start("print_slot_and_wait")
     pids = agent.ready()
     for name in ("logs", "events.jsonl"):
         (agent.run / name).rename(agent.run / f"{name}.away")
     (agent.run / "logs").touch()
     (agent.run / "events.jsonl").mkdir()
-    os.kill(pids[1], signal.SIGKILL)
+    kill(pids[1])
     agent.restarted(1, pids[1])
     code, _, err = agent.stop()
     assert code == 75 and "slot 1 writes to the terminal" in err and "words of 1" in err
     assert err.count("/events.jsonl: its lines are lost") == 1
 
 
-def test_slot_0_writes_to_the_terminal_and_others_to_their_logs(
-    start: Callable[..., AgentRun],
-) -> None:
+def test_slot_0_writes_to_the_terminal_and_others_to_their_logs(start: Start) -> None:
     agent = start("print_slot")
     assert agent.wait() == (0, "out 0\n", "err 0\n")
     assert (agent.run / "logs/here-1.log").read_text() == "out 1\nerr 1\n"
 
 
-def test_the_terminal_shows_what_rank_0_prints_in_another_slot(
-    start: Callable[..., AgentRun],
-) -> None:
+def test_the_terminal_shows_what_rank_0_prints_in_another_slot(start: Start) -> None:
     agent = start("slot_1_prints_when_told")
     pids = agent.ready()
-    members = [
-        Member(f"here/{slot}/a", "here", slot, pid, "127.0.0.1:1") for slot, pid in enumerate(pids)
-    ]
-    publish(agent, tuple(members))
-    os.kill(pids[0], signal.SIGKILL)
+    members = members_of(pids)
+    publish(agent, members)
+    kill(pids[0])
     replacement = Member("here/0/b", "here", 0, agent.restarted(0, pids[0]), "127.0.0.1:1")
     publish(agent, (members[1], replacement), (Removed("here/0/a", "exited"),))
     (agent.folder / "go").touch()
@@ -819,7 +782,7 @@ def test_the_terminal_shows_what_rank_0_prints_in_another_slot(
 
 @pytest.mark.parametrize("name", ["run", "run/logs"])
 def test_an_unusable_folder_is_refused_before_anything_starts(
-    start: Callable[..., AgentRun], tmp_path: Path, name: str
+    start: Start, tmp_path: Path, name: str
 ) -> None:
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).touch()
@@ -828,9 +791,7 @@ def test_an_unusable_folder_is_refused_before_anything_starts(
     assert code == 2 and three_parts(err, "UsageError: ") and not agent.events("worker started")
 
 
-def test_the_token_is_created_once_and_only_its_owner_can_read_it(
-    start: Callable[..., AgentRun],
-) -> None:
+def test_the_token_is_created_once_and_only_its_owner_can_read_it(start: Start) -> None:
     tokens = set()
     for _ in range(2):
         agent = start("finish")
@@ -840,15 +801,13 @@ def test_the_token_is_created_once_and_only_its_owner_can_read_it(
     assert len(tokens) == 1 and len(tokens.pop()) >= 32
 
 
-def test_a_worker_gets_its_environment_and_no_descriptors_of_its_agent(
-    start: Callable[..., AgentRun],
-) -> None:
+def test_a_worker_gets_its_environment_and_no_descriptors_of_its_agent(start: Start) -> None:
     code, out, err = start("print_environment", slots=1).wait()
     assert (code, err) == (0, "")
     assert json.loads(out) == [0, 1, 1, "here", 0, True, False, ["/dev/null"]]
 
 
-def test_the_machines_own_name_is_not_used(start: Callable[..., AgentRun]) -> None:
+def test_the_machines_own_name_is_not_used(start: Start) -> None:
     agent = start("finish")
     agent.wait()
     assert not list((agent.run / "logs").glob(f"{socket.gethostname()}-*"))

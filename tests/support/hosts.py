@@ -23,7 +23,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from support.forking import ForkedPopen
@@ -135,12 +134,7 @@ class Network:
             self.stack = stack.pop_all()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stack.close()
 
     def _port(self, host: Host) -> str:
@@ -183,12 +177,7 @@ class namespace:
             raise PermissionError("cannot create a network namespace here")
         return self.holder.pid
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.holder.communicate()
 
 

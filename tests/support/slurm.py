@@ -17,7 +17,6 @@ import subprocess
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from types import TracebackType
 
 from support.hosts import Host, Network, why_no_hosts
 from support.waiting import wait_until
@@ -97,12 +96,7 @@ class SlurmCluster:
             self.stack = stack.pop_all()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stack.close()
 
     def _write_files(self) -> None:
