@@ -58,19 +58,18 @@ def test_shards_heal_and_resume_with_the_digest_of_one_worker(tmp_path: Path) ->
     )
 
 
+EVALUATE_FIRST = {"habit": "evaluate first"}
 ENDS = re.compile(
     "exited with code 0|killed by SIGKILL|its replica is incomplete"
 )  # of workers that did not fail
 
 
 @pytest.mark.parametrize(
-    ("words", "workers", "shards", "orders"),
+    ("flags", "workers", "shards", "orders"),
     [
-        (["--habit=evaluate first"], 4, 2, {"disturb": {"kill": 12}}),
-        pytest.param(
-            ["--habit=evaluate first"], 2, 1, {"disturb": {"kill": 12}}, marks=pytest.mark.long
-        ),
-        ([], 4, 2, {"disturb_evaluation": {"kill": 19}}),
+        (EVALUATE_FIRST, 4, 2, {"disturb": {"kill": 12}}),
+        pytest.param(EVALUATE_FIRST, 2, 1, {"disturb": {"kill": 12}}, marks=pytest.mark.long),
+        ({}, 4, 2, {"disturb_evaluation": {"kill": 19}}),
     ],
     ids=[
         "a shard joins before an evaluation",
@@ -79,17 +78,17 @@ ENDS = re.compile(
     ],
 )
 def test_evaluations_of_joiners_and_around_a_loss_keep_the_digest(
-    words: list[str], workers: int, shards: int, orders: dict[str, Any], tmp_path: Path
+    flags: dict[str, str], workers: int, shards: int, orders: dict[str, Any], tmp_path: Path
 ) -> None:
     alone, healed = tmp_path / "alone", tmp_path / "healed"
     healed.mkdir()
     for name, order in orders.items():
         (healed / name).write_text(json.dumps(order))
-    for folder, size, parts in ((alone, 1, 1), (healed, workers, shards)):
-        result = run_lockstep(
-            "run", "--out", folder, "--workers", size, "--layout.shard", parts, SCRIPT, *words
-        )
-        assert result.returncode == 0, result.stderr
+    assert run_loop(SCRIPT, alone, 1, **flags) == LoopResult(0, "")
+    layout = ("--workers", workers, "--layout.shard", shards)
+    words = [f"--{name}={value}" for name, value in flags.items()]
+    result = run_lockstep("run", "--out", healed, *layout, SCRIPT, *words)
+    assert result.returncode == 0, result.stderr
     recorded = events.read_events(healed)
     joined = any(event.get("joined") for event in recorded if event["event"] == "regrouped")
     assert (healed / "killed").exists() and (joined or "disturb" not in orders)

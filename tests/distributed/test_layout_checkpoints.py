@@ -72,16 +72,22 @@ def losses_of_all_ranks(own: list[float]) -> list[float]:
     return sorted(loss for losses in by_rank for loss in losses)
 
 
-@pytest.mark.parametrize("first_layout", FROM, ids=str)
-def test_run_resumes_in_another_layout(first_layout: Layout, tmp_path: Path) -> None:
-    uninterrupted = run_ranks(
-        train_to, 1, Layout(), str(tmp_path / "uninterrupted" / "checkpoints"), LAST
-    )[0]
-    right = commands.digest_line(tmp_path / "uninterrupted")
-    all_losses = np.array(uninterrupted)
-    assert all_losses.shape == (LAST, 4) and np.diff(np.sort(all_losses.ravel())).min() > 1e-4, (
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, str]:
+    """The losses and the digest of one worker."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    losses = np.array(run_ranks(train_to, 1, Layout(), str(folder / "checkpoints"), LAST)[0])
+    assert losses.shape == (LAST, 4) and np.diff(np.sort(losses.ravel())).min() > 1e-4, (
         "no two micro-batches have the same loss"
     )
+    return losses, commands.digest_line(folder)
+
+
+@pytest.mark.parametrize("first_layout", FROM, ids=str)
+def test_run_resumes_in_another_layout(
+    first_layout: Layout, uninterrupted: tuple[Any, str], tmp_path: Path
+) -> None:
+    all_losses, right = uninterrupted
     checkpoints = tmp_path / "first_layout" / "checkpoints"
     first = run_ranks(train_to, first_layout.workers, first_layout, str(checkpoints), FIRST)[0]
     assert np.array(first) == pytest.approx(all_losses[:FIRST], rel=1e-5)
