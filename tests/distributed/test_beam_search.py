@@ -23,7 +23,6 @@ VOCABULARY = 60
 @pytest.fixture(scope="module")
 def model() -> Translator:
     """A model trained to reverse its input, with END: its translations have many lengths."""
-    torch.set_num_threads(1)
     torch.manual_seed(3)
     net = Translator(VOCABULARY, ModelOptions(32, 4, 1, 2, 64, dropout=0.0, attention="plain"))
     materialize(net, torch.device("cpu"), lambda name, shape: init_param(name, shape, 5))

@@ -103,7 +103,6 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def folder(original: Path, tmp_path: Path) -> Path:
     """A copy of the run folder for one test."""
-    torch.set_num_threads(1)
     (tmp_path / "data").symlink_to(original / "data")
     (tmp_path / "run.json").write_text((original / "run.json").read_text())
     return tmp_path

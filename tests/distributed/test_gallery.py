@@ -158,10 +158,7 @@ def refuse_difference_to_the_plain_loop(script: str, folder: Path, micro_batches
     if tolerance is None or torch.cuda.is_available():  # the plain loops train on the CPU
         return
     module = module_of(script)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     plain = module.plain(STEPS, batches_of(module, script, micro_batches)).state_dict()
-    torch.set_num_threads(threads)
     weights = weights_of(folder)
     assert weights.keys() == plain.keys()
     differences = {

@@ -68,8 +68,7 @@ TEMPLATE = (  # with the tag that some templates have around the tokens to train
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
+def seed() -> None:
     torch.manual_seed(0)
 
 

@@ -105,11 +105,6 @@ def losses(folder: Path) -> list[tuple[float, float]]:
     return [(line["loss"], line["norm"]) for line in read_metrics(folder / "metrics.jsonl")]
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """150 documents of generated sentences, 10 to 60 words each."""

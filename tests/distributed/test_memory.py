@@ -37,8 +37,7 @@ MODES: list[Mode] = ["none", "selective", "full"]
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
+def seed() -> None:
     torch.manual_seed(0)
     torch._dynamo.reset()
 

@@ -36,11 +36,6 @@ LAYOUTS = [(2, {}), (2, {"layout.shard": "2"}), (4, {"layout.shard": "2"})]
 TOKENS = torch.arange(60).view(2, 30) * 7 % 330
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_corpus(tmp_path_factory.mktemp("corpus"))

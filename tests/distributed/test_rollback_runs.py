@@ -117,11 +117,6 @@ def as_list(rows: list[dict[str, Any]]) -> str:
     return ",".join(f"{row['step']}:{row['k']}" for row in rows)
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.fixture(scope="module")
 def case(tmp_path_factory: pytest.TempPathFactory) -> Poisoned:
     return plant(tmp_path_factory.mktemp("poisoned"))

@@ -78,11 +78,6 @@ ORACLES = [  # kind, backend, task, more of its config
 LAYOUTS = [(2, 1), (2, 2), (4, 2)]  # workers, shards of a replica
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def hub_folder(kind: str, folder: Path, run: Path, **more: Any) -> Path:
     """A random model of `kind` with the tokenizer of `run`."""
     random_model(kind, {**FAMILIES.get(kind, {}), "vocab_size": 330, **more}, folder)

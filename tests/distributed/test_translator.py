@@ -22,8 +22,7 @@ V = 50
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
+def seed() -> None:
     torch.manual_seed(0)
 
 

@@ -106,11 +106,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def random_model(kind: str, more: dict[str, Any], folder: Path) -> Any:
     """Save a model whose every parameter is random, biases and norms too; return it."""
     transformers = pytest.importorskip("transformers")

@@ -41,7 +41,6 @@ LLAMA_3 = {
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small model with its tokenizer."""
-    torch.set_num_threads(1)
     path = tmp_path_factory.mktemp("hub") / "small"
     weights = dict(build_llama(CONFIG, device=CPU, seed=1).named_parameters())
     hub.write_hub(path, llama_config.config_to_hf(CONFIG), weights)

@@ -29,7 +29,6 @@ PACKED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_pro
 @pytest.fixture(scope="module", params=[None, "20 KB"], ids=["one file", "shards"])
 def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder that `checkpoint export` has written."""
-    torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("production")
     config = LlamaConfig(420, 32, 2, 4, 2, 8, 48, max_seq_len=128)
     weights = dict(build_llama(config, device=CPU, seed=1).named_parameters())
