@@ -208,8 +208,15 @@ class Lion(ElementwiseOptimizer):
     """Algorithm 2 of Chen et al., 2023: the sign of a mean of gradients. State per parameter:
     exp_avg."""
 
-    def __init__(self, params: Any, *, lr: float, betas: tuple[float, float]) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": 0.0})
+    def __init__(
+        self,
+        params: Any,
+        *,
+        lr: float,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
     def update(self, parameter: nn.Parameter, grad: Tensor, group: dict[str, Any]) -> None:
         beta1, beta2 = group["betas"]
