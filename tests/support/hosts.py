@@ -509,10 +509,10 @@ class Training:
             agent.wait()
 
 
-def read_steps(run: Path) -> list[tuple[int, float, float]]:
-    """Return (step, loss, norm) of each line of the metrics."""
+def read_steps(run: Path) -> list[tuple[int, float, float | None]]:
+    """Return (step, loss, norm) of each line of the metrics. None: an inner step of DiLoCo."""
     lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    return [(line["step"], line["loss"], line["norm"]) for line in lines]
+    return [(line["step"], line["loss"], line.get("norm")) for line in lines]
 
 
 def living(folder: Path) -> list[int]:
