@@ -20,11 +20,11 @@ class End(Enum):
     """Where values arrive."""
 
     EFFECT = auto()
-    RESULT = auto()  # of the function that has the loop
+    RESULT = auto()  # of the function
     PRINT = auto()
 
 
-@dataclass
+@dataclass(frozen=True)
 class Change:
     """Where statements change a variable.
 
@@ -35,35 +35,28 @@ class Change:
     label: str
     file: str
     line: int
-    kinds: set[str] = field(default_factory=set)
-    values: set[Keys] = field(default_factory=set)
-
-    def add(self, other: Change) -> None:
-        if other.file == self.file:
-            self.line = min(self.line, other.line)
-        self.kinds |= other.kinds
-        self.values |= other.values
+    kinds: set[str]
+    values: set[Keys]
 
 
 @dataclass
 class Flow:
-    """What statements do: the values of variables after them, of a function its result, and what
-    reaches an end, all as keys of the variables before them."""
+    """What statements do: the values of variables after them, and what reaches an end, all as keys
+    of the variables before them."""
 
     after: Values = field(default_factory=dict)
-    result: Keys = NOTHING
     ends: dict[End, Keys] = field(default_factory=dict)
     changes: dict[str, Change] = field(default_factory=dict)
     extremes: set[str] = field(default_factory=set)  # keys: `best = max(best, score)`
-
-    def return_keys(self, keys: Keys) -> None:
-        self.result |= keys
 
     def reach(self, end: End, keys: Keys) -> None:
         self.ends[end] = self.ends.get(end, NOTHING) | keys
 
     def change(self, key: str, change: Change) -> None:
-        self.changes.setdefault(key, Change(change.label, change.file, change.line)).add(change)
+        first = self.changes.get(key, change)
+        line = min(first.line, change.line) if change.file == first.file else first.line
+        kinds, values = first.kinds | change.kinds, first.values | change.values
+        self.changes[key] = Change(first.label, first.file, line, kinds, values)
 
     def take_changes(self, other: Flow, known: Values, own: str) -> None:
         """Add the changes of a function that is called, as `replaced`."""
@@ -91,9 +84,11 @@ def is_clock(key: str, changes: Mapping[str, Change], seen: Keys = NOTHING) -> b
     """Return whether all values of a variable come from a clock."""
     if key not in changes or key in seen:
         return False
-    others = (values & changes.keys() - {key} for values in changes[key].values)
-    return all(CLOCK in values for values in changes[key].values) and all(
-        is_clock(other, changes, seen | {key}) for keys in others for other in keys
+    seen |= {key}
+    return all(
+        CLOCK in values
+        and all(is_clock(other, changes, seen) for other in values & changes.keys() - {key})
+        for values in changes[key].values
     )
 
 

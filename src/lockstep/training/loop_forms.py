@@ -79,54 +79,57 @@ def _behind(nodes: Iterable[ast.AST], line: int) -> Iterator[ast.stmt]:
             yield from _behind(ast.iter_child_nodes(node), line)
 
 
-def assignments(
-    target: ast.expr, value: ast.expr | None
-) -> Iterator[tuple[ast.expr, ast.expr | None]]:
+def assignments(target: ast.expr, value: ast.expr) -> Iterator[tuple[ast.expr, ast.expr]]:
     """Yield (target, value) of each variable that an assignment sets. Where a value is unpacked
     that is no tuple itself, all have the whole of it."""
-    if isinstance(target, ast.Starred):
-        target = target.value
-    if not isinstance(target, ast.Tuple | ast.List):
-        yield target, value
-        return
-    values: list[ast.expr | None] = [value] * len(target.elts)
-    if isinstance(value, ast.Tuple | ast.List) and len(value.elts) == len(target.elts):
-        values = [*value.elts]
-    for element, part in zip(target.elts, values, strict=True):
-        yield from assignments(element, part)
+    match target, value:
+        case ast.Starred(inner), _:
+            yield from assignments(inner, value)
+        case ((ast.Tuple(targets) | ast.List(targets)), _):
+            values = getattr(value, "elts", ())
+            if len(values) != len(targets):
+                values = [value] * len(targets)
+            for element, part in zip(targets, values, strict=True):
+                yield from assignments(element, part)
+        case _:
+            yield target, value
 
 
 def filled_first(statement: ast.If) -> set[int]:
     """Return the ids of the targets of `if table is None: table = ...`."""
     match statement:
-        case ast.If(ast.Compare(left=checked, ops=[ast.Is()]), body, orelse=[]):
-            targets = [
-                target for node in body if isinstance(node, ast.Assign) for target in node.targets
-            ]
-            return {id(target) for target in targets if is_same(target, checked)}
+        case ast.If(ast.Compare(left=checked, ops=[ast.Is()]), orelse=[]):
+            return {id(target) for target, _ in _set_in(statement) if is_same(target, checked)}
     return set()
 
 
-def extremes(statement: ast.If) -> Iterator[ast.expr]:
-    """Yield the targets of `if score > best: best = score`."""
+def extremes(statement: ast.If) -> list[ast.expr]:
+    """Return the targets of `if score > best: best = score`."""
     compared = [
         ast.unparse(side)
         for node in ast.walk(statement.test)
         if isinstance(node, ast.Compare)
         for side in (node.left, *node.comparators)
     ]
-    for node in statement.body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.value) in compared:
-            yield from (target for target in node.targets if ast.unparse(target) in compared)
+    pairs = _set_in(statement)
+    return [
+        target for target, value in pairs if {*map(ast.unparse, (target, value))} <= {*compared}
+    ]
 
 
-def is_extreme(target: ast.expr, value: ast.expr | None) -> bool:
+def _set_in(statement: ast.If) -> list[tuple[ast.expr, ast.expr]]:
+    """Return (target, value) of the assignments that run if the test is true."""
+    assigned = [node for node in statement.body if isinstance(node, ast.Assign)]
+    return [(target, node.value) for node in assigned for target in node.targets]
+
+
+def is_extreme(target: ast.expr, value: ast.expr) -> bool:
     """Return whether this is `best = max(best, score)`."""
-    calls = [node for node in ast.walk(value) if isinstance(node, ast.Call)] if value else []
     return any(
-        last_name(call.func) in ("max", "min")
+        isinstance(call, ast.Call)
+        and last_name(call.func) in ("max", "min")
         and any(is_same(argument, target) for argument in call.args)
-        for call in calls
+        for call in ast.walk(value)
     )
 
 

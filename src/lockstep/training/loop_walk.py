@@ -18,6 +18,7 @@ import builtins
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import zip_longest
 from types import MappingProxyType
 
 from lockstep.training import loop_forms
@@ -50,7 +51,7 @@ LITERAL = "literal"  # the source of numbers and texts, except the usual first v
 FIRST_VALUES = (0, 1, None)
 NUMBERS_OF_SESSION = {"loss", "step", "world"}
 SESSION_METHODS = {"prepare", "state", "steps", "loader", "micro_batches"}
-Place = tuple[bool, bool, int, str]  # only read, outside of the loop's file, line, file
+Place = tuple[bool, bool, str, int]  # only read, outside of the loop's file, file, line
 
 
 @dataclass(frozen=True)
@@ -74,18 +75,18 @@ def loop_variables(
     fixed: Iterable[str],
 ) -> LoopVariables:
     """Return the variables of a loop over session.steps in `function`; Program has the others."""
-    program = Program(functions, function, aliases, {*fixed, *session_variables(functions)})
+    all_fixed = {*fixed, *session_variables(functions)}
     known = -1
-    while known < len(program.fixed):
-        known = len(program.fixed)
-        program.restart()
+    while known < len(all_fixed):
+        known = len(all_fixed)
+        program = Program(functions, function, aliases, all_fixed)
         walk = Walk(program, function)
         step = walk.whole_loop(path)
     live = live_at_head(walk.flow, step, *End)
     used = live_at_head(walk.flow, step, End.EFFECT, End.RESULT)
     in_loop = live_at_head(walk.flow, step, End.EFFECT)
     changes = dict(sorted(walk.flow.changes.items(), key=lambda item: item[1].line))
-    moving = changes.keys() | program.fixed | program.targets
+    moving = changes.keys() | all_fixed | program.targets
     kept = {
         key
         for key, change in changes.items()
@@ -99,7 +100,7 @@ def loop_variables(
         used,
         {key: change for key, change in changes.items() if key in kept},
         set(changes),
-        {key: (file, line) for key, (_, _, line, file) in program.places.items()},
+        {key: place[2:] for key, place in program.places.items()},
         [*program.flows],
         {key.rpartition(":")[2] for key in program.targets},
     )
@@ -109,7 +110,8 @@ class Program:
     """The functions of a user's program around a loop, each of which is walked once.
 
     aliases  {key of a variable: name of the function that is its value}
-    fixed    keys of variables whose use is an effect by itself, such as the optimizer. It grows
+    fixed    keys of variables whose use is an effect by itself, such as the optimizer. It grows:
+             then another Program starts with all of them
     """
 
     def __init__(
@@ -129,17 +131,12 @@ class Program:
         self._expressions = 0
         self._nested = 0
 
-    def restart(self) -> None:
-        """Forget what functions do: more is fixed."""
-        self.flows = {}
-        self._expressions = 0
-
     def count_expression(self) -> None:
         self._expressions += 1
 
     def note(self, key: str, node: ast.expr, file: str, *, changes: bool = False) -> None:
         """Note where a variable is used or changed."""
-        place = not changes, file != self.loop.file, node.lineno, file
+        place = not changes, file != self.loop.file, file, node.lineno
         self.places[key] = min(place, self.places.get(key, place))
 
     def flow_of(self, function: UserFunction) -> Flow:
@@ -149,7 +146,7 @@ class Program:
         if self._nested >= MAX_CALLS or self._expressions > MAX_EXPRESSIONS:
             return Flow()
         self.flows[function] = Flow()
-        self.places[f"called:{function.name}"] = (False, False, function.line, function.file)
+        self.places[f"called:{function.name}"] = (False, False, function.file, function.line)
         self._nested += 1
         walk = Walk(self, function)
         with suppress(RecursionError):  # of deep expressions: then nothing is known of it
@@ -204,10 +201,6 @@ class Scope:
 
     def _store(self, target: ast.expr, value: Keys, kind: str) -> None:
         """Assign to a target. kind: "assign", "augment"; "": no change of the user's"""
-        if isinstance(target, ast.Tuple | ast.List):
-            for element in target.elts:
-                self._store(element, value, kind)
-            return
         if isinstance(target, ast.Subscript):
             value |= self._read(target.slice)
         is_whole = kind != "augment" and loop_forms.is_whole(target)
@@ -302,51 +295,47 @@ class Scope:
     # Calls.
 
     def _call(self, node: ast.Call, *, is_bare: bool = False) -> Keys:
-        name, receiver = last_name(node.func), loop_forms.receiver_of(node)
+        name, arguments = last_name(node.func), loop_forms.arguments_of(node)
         if is_bare and loop_forms.prints(node.func):
-            self._reach(End.PRINT, self._read_all(loop_forms.arguments_of(node)))
+            self._reach(End.PRINT, self._read_all(arguments))
             return NOTHING
+        receiver = loop_forms.receiver_of(node)
+        # Whose method it is; None of a function, also of one in a module.
+        owner = None if receiver and self.function.is_foreign_module(receiver) else receiver
+        kind = loop_forms.change_by(name)
         followed = self.program.called(node.func, self.function)
         value = self._follow(node, followed) if followed else NOTHING
-        kind = loop_forms.change_by(name)
         if name == "next" and not receiver and node.args:
             called = self.program.called_by_python(["__next__"])
-            return value | self._mutate(node.args[0], node, "mutate") | self._run(called)
-        if receiver and kind and not self.function.is_foreign_module(receiver):
-            return value | self._mutate(receiver, node, kind)
+            return value | self._mutate(node.args[0], arguments, "mutate") | self._run(called)
+        if owner and kind:
+            return value | self._mutate(owner, arguments, kind)
         if followed:
             return value
+        value = given = self._read_all(arguments)
         if name in loop_forms.CLOCKS:
-            return self._read_all(loop_forms.arguments_of(node)) | {CLOCK}
-        return self._call_unknown(node, is_bare)
-
-    def _mutate(self, target: ast.expr, call: ast.Call, kind: str) -> Keys:
-        """`target.append(argument)`: the arguments reach what the target reaches."""
-        arguments = self._read_all(loop_forms.arguments_of(call))
-        before = self._read(target)
-        if not self.function.key_of(target) or self._is_fixed(target):
-            self._reach(End.EFFECT, arguments)
-        else:
-            self._change(target, arguments - {CLOCK}, kind, is_whole=kind == "assign")
-        return arguments if kind == "assign" else arguments | before
-
-    def _call_unknown(self, node: ast.Call, is_bare: bool) -> Keys:
-        name, receiver = last_name(node.func), loop_forms.receiver_of(node)
-        arguments = loop_forms.arguments_of(node)
-        given = self._read_all(arguments)
-        is_builtin = receiver is None and hasattr(builtins, name)
-        value = given if is_builtin else given | self._read(node.func)
-        if not is_builtin and (receiver is None or last_name(receiver) == "self"):
-            # A module, or another callable object.
-            value |= self._run(self.program.called_by_python(["forward", "__call__"]))
-        changes_nothing = receiver is None or self.function.is_foreign_module(receiver)
-        is_effect = is_bare and (changes_nothing or name in loop_forms.EFFECTS)
-        is_effect |= self._is_fixed(node.func) or any(map(self._is_view, arguments))
-        if is_effect:
+            return given | {CLOCK}
+        if receiver or not hasattr(builtins, name):
+            value |= self._read(node.func)
+            if receiver is None or last_name(receiver) == "self":
+                # A module, or another callable object.
+                value |= self._run(self.program.called_by_python(["forward", "__call__"]))
+        is_effect = is_bare and (owner is None or name in loop_forms.EFFECTS)
+        if is_effect or self._is_fixed(node.func) or any(map(self._is_view, arguments)):
             self._reach(End.EFFECT, value)
-        if receiver is not None and not changes_nothing and (key := self.function.key_of(receiver)):
+        if owner and (key := self.function.key_of(owner)):
             self.values[key] = self._value(key) | given | self.control
         return value
+
+    def _mutate(self, target: ast.expr, arguments: Sequence[ast.expr], kind: str) -> Keys:
+        """`target.append(argument)`: the arguments reach what the target reaches."""
+        given = self._read_all(arguments)
+        before = self._read(target)
+        if not self.function.key_of(target) or self._is_fixed(target):
+            self._reach(End.EFFECT, given)
+        else:
+            self._change(target, given - {CLOCK}, kind, is_whole=kind == "assign")
+        return given if kind == "assign" else given | before
 
     def _follow(self, node: ast.Call, functions: Sequence[UserFunction]) -> Keys:
         """Call functions of the user's, one of which runs."""
@@ -395,9 +384,12 @@ class Scope:
                 if not key.startswith(own):
                     after[key] = replaced(keys, known, own) | self.control
             ends.append(after)
-            result |= replaced(flow.result, known, own)
             for end, keys in flow.ends.items():
-                reached = replaced(keys, known, own) | effective
+                reached = replaced(keys, known, own)
+                if end is End.RESULT:
+                    result |= reached
+                    continue
+                reached |= effective
                 self.flow.reach(end, reached | self.control if is_call else reached)
             if self._records and function.name != "__init__":
                 self.flow.take_changes(flow, known, own)
@@ -427,7 +419,7 @@ class Scope:
         for target in targets:
             for node in ast.walk(target):
                 if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
-                    self.program.fixed.update({self.function.key_of(node)} - {""})
+                    self.program.fixed.add(self.function.key_of(node))
 
 
 class Walk(Scope):
@@ -451,10 +443,9 @@ class Walk(Scope):
     def whole_loop(self, path: LoopPath) -> Values:
         """Walk a loop and the statements behind it. Return the values after its body."""
         loop = path.loop
+        control = self._start_turn(loop)
         if isinstance(loop, ast.While):
-            self._reach(End.EFFECT, self._read(loop.test))
-        else:
-            self._set_targets(loop, self._iterated(loop.iter))
+            self._reach(End.EFFECT, control)
         self.block(loop.body)
         step = self.values = merged([*self._turns, *self._alive()])
         self._records = False
@@ -496,8 +487,7 @@ class Walk(Scope):
             case ast.AugAssign(target, _, value):
                 self._assign([target], value, "augment")
             case ast.Delete(targets):
-                for deleted in targets:
-                    self._store(deleted, NOTHING, "assign")
+                self._assign(targets, ast.Constant(None), "assign")
             case ast.If(test):
                 self._lazy |= loop_forms.filled_first(node)
                 if self._records:
@@ -509,9 +499,10 @@ class Walk(Scope):
                 self._branches(control, [], *(case.body for case in cases))
             case ast.With() | ast.AsyncWith():
                 for item in node.items:
-                    opened = self._read(item.context_expr)
                     if item.optional_vars:
-                        self._store(item.optional_vars, opened, "")
+                        self._assign([item.optional_vars], item.context_expr, "")
+                    else:
+                        self._read(item.context_expr)
                 self.block(node.body)
             case ast.Try() | ast.TryStar():
                 handlers = [handler.body for handler in node.handlers]
@@ -530,11 +521,9 @@ class Walk(Scope):
         is_loop = self.function is self.program.loop
         match node:
             case ast.Return(value):
-                result = self._read(value)
+                self._reach(End.RESULT, self._read(value))
                 if is_loop:
-                    self._reach(End.RESULT, result)
                     self._reach(End.EFFECT, NOTHING)
-                self.flow.return_keys(result | self.control)
                 self._leave(self._results)
             case ast.Raise(error):
                 self._read(error)
@@ -569,12 +558,7 @@ class Walk(Scope):
             self.values = dict(head)
             self._turns = []
             self._is_dead = False
-            if isinstance(loop, ast.While):
-                self._control = control | self._read(loop.test) - {CLOCK}
-            else:
-                iterated = self._iterated(loop.iter)
-                self._control = control | iterated - {CLOCK}
-                self._set_targets(loop, iterated)
+            self._control = control | self._start_turn(loop) - {CLOCK}
             self.block(loop.body)
             after = merged([*self._turns, *self._alive()] or [self.values])
             complete = merged([head, after])
@@ -587,16 +571,16 @@ class Walk(Scope):
         self.values = head if isinstance(loop, ast.While) else after
         self.block(loop.orelse)
 
-    def _iterated(self, node: ast.expr) -> Keys:
-        value = self._read(node)
-        if loop_forms.is_range(node):
-            return value
-        collates = [name for name in self.program.functions.by_name if "collate" in name]
-        called = self.program.called_by_python([*loop_forms.ITERATION, *collates])
-        return value | self._run(called)
-
-    def _set_targets(self, loop: ast.For | ast.AsyncFor, value: Keys) -> None:
-        """Assign what a loop gives: its turn is part of the values."""
+    def _start_turn(self, loop: Loop) -> Keys:
+        """Return what decides whether a loop has a turn. Assign what a `for` loop gives: the turn
+        is part of the values."""
+        if isinstance(loop, ast.While):
+            return self._read(loop.test)
+        value = self._read(loop.iter)
+        if not loop_forms.is_range(loop.iter):
+            collates = [name for name in self.program.functions.by_name if "collate" in name]
+            called = self.program.called_by_python([*loop_forms.ITERATION, *collates])
+            value |= self._run(called)
         if self._is_view(loop.iter):
             self._fix([loop.target])
         for node in ast.walk(loop.target):
@@ -605,25 +589,20 @@ class Walk(Scope):
                 turn = f"for {key}"
                 self.program.targets.add(turn)
                 self.values[key] = value | {turn}
+        return value
 
 
 def parameters_of(function: UserFunction, call: ast.Call) -> list[tuple[str, ast.expr]]:
     """Return (key of the parameter, argument) of a call; "" for a key that is not known."""
-    names = [*function.parameters]
     arguments = [*call.args]
-    receiver = loop_forms.receiver_of(call)
-    if function.is_method and receiver:
-        arguments.insert(0, receiver)
-    elif function.is_method:
-        names = names[1:]
-    keys = [f"{function.key}:{name}" for name in names] + [""] * len(arguments)
-    pairs = [
-        ("" if isinstance(argument, ast.Starred) else key, argument)
-        for key, argument in zip(keys, arguments, strict=False)
-    ]
-    for keyword in call.keywords:
-        key = f"{function.key}:{keyword.arg}" if keyword.arg in function.locals else ""
-        pairs.append((key, keyword.value))
+    if function.is_method:
+        arguments.insert(0, loop_forms.receiver_of(call) or ast.Constant(None))
+    named = [*zip_longest(function.parameters[: len(arguments)], arguments)]
+    named += [(keyword.arg, keyword.value) for keyword in call.keywords]
+    pairs = []
+    for name, argument in named:
+        is_known = name in function.locals and not isinstance(argument, ast.Starred)
+        pairs.append((f"{function.key}:{name}" if is_known else "", argument))
     return pairs
 
 

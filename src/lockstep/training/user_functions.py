@@ -11,7 +11,6 @@ import ast
 import types
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from functools import cached_property
 from pathlib import PurePath
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -20,8 +19,9 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 class UserFunction:
     """One function of the sources; the module itself is one, too, without a parent.
 
-    owner    the class that it is a method of
-    modules  names under which the file imports modules: {name: it is one of the user's}
+    owner      the class that it is a method of
+    modules    names under which the file imports modules: {name: it is one of the user's}
+    is_method  its first parameter is the object that it is called on
     """
 
     def __init__(
@@ -43,6 +43,9 @@ class UserFunction:
         self.owner = owner
         self.parameters = code.co_varnames[: code.co_argcount]
         self.locals = {*code.co_varnames, *code.co_cellvars} if parent else set()
+        decorators = [*map(ast.unparse, getattr(node, "decorator_list", ()))]
+        self.is_property = any("property" in decorator for decorator in decorators)
+        self.is_method = owner is not None and "staticmethod" not in decorators
 
     def variable(self, name: str) -> str:
         """Return the key of the variable that `name` is in this function."""
@@ -75,19 +78,6 @@ class UserFunction:
         return variable.startswith("global:") or (
             self.parent is not None and variable == f"{self.parent.key}:{self.name}"
         )
-
-    @cached_property
-    def decorators(self) -> list[str]:
-        return [ast.unparse(decorator) for decorator in getattr(self.node, "decorator_list", [])]
-
-    @property
-    def is_property(self) -> bool:
-        return any("property" in decorator for decorator in self.decorators)
-
-    @property
-    def is_method(self) -> bool:
-        """Whether its first parameter is the object that it is called on."""
-        return self.owner is not None and "staticmethod" not in self.decorators
 
 
 class UserFunctions:
