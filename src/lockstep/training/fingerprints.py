@@ -12,7 +12,6 @@ import functools
 import io
 import itertools
 import random
-import struct
 import sys
 import time
 import types
@@ -51,8 +50,7 @@ OPAQUE_MODULES = (
 )
 CONTAINERS: tuple[Any, ...] = (dict, list, tuple, collections.deque, set, frozenset)
 FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
-SIMPLE = (bool, int, complex, str, bytes, type(None))
-PLAIN = (*SIMPLE, float)
+PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 
 class Unfinished(Exception):
@@ -76,7 +74,7 @@ class Look:
         self._kept: list[Any] = []  # copies, so that their ids stay theirs during one fingerprint
 
     def attributes(self, path: str, value: Any) -> Iterator[tuple[str, str, str, Any]]:
-        """Yield (path, attribute, class of its object, value) of each attribute of an object of a
+        """Yield (path, ".NAME", class of its object, value) of each attribute of an object of a
         user's class, and of such objects in it."""
         pending = [(path, value)]
         while pending:
@@ -88,7 +86,7 @@ class Look:
                 if self.is_object(item):
                     pending.append((f"{where}.{name}", item))
                 elif id(item) not in self.skipped:
-                    yield f"{where}.{name}", name, kind_of(owner), item
+                    yield f"{where}.{name}", f".{name}", kind_of(owner), item
 
     def is_object(self, value: Any) -> bool:
         """Return whether the attributes of this value are compared one by one."""
@@ -103,10 +101,8 @@ class Look:
 
     def _hash(self, value: Any, depth: int) -> int:
         kind = type(value)
-        if kind in SIMPLE:
-            return hash((kind.__name__, value))
-        if kind is float:
-            return hash(struct.pack("d", value))
+        if kind in PLAIN:
+            return hash(plain_mark(value))
         self.objects += 1
         is_late = self.objects % 64 == 0 and time.thread_time() > self.deadline
         if self.objects > MAX_OBJECTS or depth > MAX_DEPTH or is_late:
@@ -149,8 +145,8 @@ class Marks:
         while pending and len(self._marks) < MAX_MARKS:
             part = pending.pop()
             kind = type(part)
-            if kind in PLAIN:  # as text NaN is equal to itself
-                self._marks.append((kind, repr(part) if kind is float else part))
+            if kind in PLAIN:
+                self._marks.append(plain_mark(part))
                 continue
             self._marks.append((content_mark(part), id(part)))
             self._parts.append(part)
@@ -162,6 +158,11 @@ class Marks:
 
     def equal(self, other: Marks) -> bool:
         return self._marks == other._marks
+
+
+def plain_mark(value: Any) -> tuple[type, Any]:
+    kind = type(value)
+    return kind, repr(value) if kind is float else value  # as text NaN is equal to itself
 
 
 def content_mark(value: Any) -> Any:
@@ -276,8 +277,8 @@ def closure_of(function: types.FunctionType) -> list[tuple[str, Any]]:
 
 
 def internal_state(value: Any) -> Any:
-    """Return the position of a generator, iterator, file or random generator; None for another
-    value."""
+    """Return the position of what exists to be consumed: a generator, an iterator, a file, random
+    numbers; None for another value."""
     if isinstance(value, types.GeneratorType):
         frame = value.gi_frame
         return "finished" if frame is None else (frame.f_lasti, locals_of(frame))
@@ -293,11 +294,12 @@ def internal_state(value: Any) -> Any:
         return value.get_state()
     if isinstance(value, io.IOBase):
         return file_position(value)
-    if is_iterator(type(value)):
+    kind = type(value)
+    if kind.__module__ in ("builtins", "itertools") and hasattr(kind, "__next__"):
         with warnings.catch_warnings(), suppress(TypeError, AttributeError):
             warnings.simplefilter("ignore")  # itertools: no copies from Python 3.14 on
             return value.__reduce__()
-        return repr(value) if type(value) is itertools.count else None
+        return repr(value) if kind is itertools.count else "unknown"
     return None
 
 
@@ -318,19 +320,6 @@ def file_position(file: io.IOBase) -> int | None:
         if file.readable() and not file.writable():
             return file.buffer.tell() if isinstance(file, io.TextIOWrapper) else file.tell()
     return None
-
-
-def has_position(value: Any) -> bool:
-    """Return whether a value exists to be consumed: a generator, an iterator, a file, random
-    numbers."""
-    kinds = random.Random, np.random.Generator, np.random.RandomState, torch.Generator
-    is_open = isinstance(value, io.IOBase) and file_position(value) is not None
-    return isinstance(value, kinds) or is_iterator(type(value)) or is_open
-
-
-def is_iterator(kind: type) -> bool:
-    """Return whether this is a class of Python's own iterators, or of generators."""
-    return kind.__module__ in ("builtins", "itertools") and hasattr(kind, "__next__")
 
 
 def is_plain_object(value: Any, modules: set[str]) -> bool:

@@ -28,7 +28,7 @@ from lockstep.training.fingerprints import (
     Look,
     Unfinished,
     attributes,
-    has_position,
+    internal_state,
     is_opaque,
     kind_of,
     locals_of,
@@ -122,8 +122,7 @@ class UnsavedVariables:
                 self.found[path] = loop.describe(path, value.kind, value.variable)
         self.values = now
         if self.looks >= LOOKS_AT_FIRST or saves:
-            for path, text in self._from_source(loop, names):
-                self.found[path] = text
+            self._read_source(loop, names)
             warn_of({path: text for path, text in self.found.items() if path not in self.named})
             self.named |= set(self.found)
             self.found = {}
@@ -139,21 +138,22 @@ class UnsavedVariables:
             log.debug("not all variables of the loop were compared: %d objects", look.objects)
         return values
 
-    def _from_source(self, loop: UserLoop, names: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-        """Yield (path, text) of what the source alone tells, and of positions in data."""
-        yield from self._changes(loop, names)
+    def _read_source(self, loop: UserLoop, names: Mapping[str, Any]) -> None:
+        """Add to `found` what the source alone tells, and positions in data."""
+        self.found.update(self._changes(loop, names))
         for name, value in names.items():
             key = loop.function.variable(name)
-            if key in loop.source.live and has_position(value) and not self._is_known(value):
-                yield name, self.found.get(name) or loop.describe(name, kind_of(value), key)
+            is_live = key in loop.source.live and not self._is_known(value)
+            if is_live and internal_state(value) is not None:
+                self.found.setdefault(name, loop.describe(name, kind_of(value), key))
         for path, line in updating_calls(loop.path.loop).items():
             value = value_at(path, names)
             if has_state_dict(value) and not self._is_known(value):
                 text = loop.text(path, kind_of(value), loop.function.file, line)
-                yield path, self.found.get(path, text)
+                self.found.setdefault(path, text)
         reached = [function.node for function in loop.source.reached]
         for line in files_read_and_written([loop.path.loop, *reached]):
-            yield f"file {line}", f"a file that the loop writes and reads (line {line})"
+            self.found[f"file {line}"] = f"a file that the loop writes and reads (line {line})"
 
     def _changes(self, loop: UserLoop, names: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         """Yield (path, text) of the variables that statements of the source change."""
@@ -204,16 +204,15 @@ def compared_values(
         tensors = [*value.parameters(), *value.buffers()] if isinstance(value, nn.Module) else value
         mark = look.fingerprint(tensors)
         yield path, ComparedValue(root, root, kind_of(value), mark, False, True)
+    found: Iterable[tuple[str, str, str, Any]] = ()  # path, variable, kind, value
     if look.is_object(value):
-        for inner_path, name, kind, item in look.attributes(path, value):
-            always = isinstance(item, TRAINED)
-            mark = look.fingerprint(item)
-            yield inner_path, ComparedValue(f".{name}", root, kind, mark, is_empty(item), always)
+        found = look.attributes(path, value)
     elif not isinstance(value, TRAINED):
         is_builtin = type(value) in (*PLAIN, list, dict, set, tuple)
-        kind = "" if is_builtin else kind_of(value)
-        mark = look.fingerprint(value)
-        yield path, ComparedValue(root, root, kind, mark, is_empty(value), False)
+        found = [(path, root, "" if is_builtin else kind_of(value), value)]
+    for inner_path, variable, kind, item in found:
+        mark, always = look.fingerprint(item), isinstance(item, TRAINED)
+        yield inner_path, ComparedValue(variable, root, kind, mark, is_empty(item), always)
 
 
 def updating_calls(loop: ast.AST) -> dict[str, int]:

@@ -62,7 +62,7 @@ class UserLoop:
         self.modules = modules
         self.module_names = {module.__name__ for module in modules} | {"__main__"}
         self.others = others
-        file = os.path.abspath(self.code.co_filename)
+        file = file_of_frame(frame)
         self.functions = UserFunctions(sources_of(modules, file))
         line = 0 if self.code.co_name == "<module>" else self.code.co_firstlineno
         self.function = self.functions.by_line[file, line]
@@ -70,23 +70,17 @@ class UserLoop:
         if path is None:
             raise LookupError(f"no loop in line {frame.f_lineno} of {file}")
         self.path = path
-        names = locals_of(frame)
-        aliases, fixed = self._names_of_values(names, is_held)
+        aliases, fixed = self._names_of_values(frame, is_held)
         self.source = loop_variables(self.functions, self.function, path, aliases, fixed)
 
     def _names_of_values(
-        self, names: Mapping[str, Any], is_held: Callable[[Any], bool]
+        self, frame: types.FrameType, is_held: Callable[[Any], bool]
     ) -> tuple[dict[str, str], set[str]]:
         """Return the functions that variables hold, and the variables that hold what checkpoints
         have."""
         aliases, fixed = dict[str, str](), set[str]()
-        own = (vars(module) for module in self.modules if file_of(module) == self.function.file)
-        known = {
-            f"global:{name}": value
-            for name, value in next(own, {}).items()
-            if not name.startswith("__")
-        }
-        known |= {self.function.variable(name): value for name, value in names.items()}
+        known = {f"global:{name}": value for name, value in list(frame.f_globals.items())}
+        known |= {self.function.variable(name): v for name, v in locals_of(frame).items()}
         for key, value in known.items():
             target = value.__func__ if isinstance(value, types.MethodType) else value
             if isinstance(target, types.FunctionType):
@@ -187,13 +181,21 @@ def roots_of_class(path: str, kind: type) -> Iterator[Root]:
 
 def user_frame(code: types.CodeType | None = None) -> types.FrameType | None:
     """Return the innermost frame of the user's program that called this, or that runs `code`."""
-    frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None:
-        is_user = is_user_file(os.path.abspath(frame.f_code.co_filename))
-        if frame.f_code is code or (code is None and is_user):
+    for frame in callers(sys._getframe(1)):
+        if frame.f_code is code or (code is None and is_user_file(file_of_frame(frame))):
             return frame
-        frame = frame.f_back
     return None
+
+
+def callers(frame: types.FrameType | None) -> Iterator[types.FrameType]:
+    """Yield the frame, and those that called it."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def file_of_frame(frame: types.FrameType) -> str:
+    return os.path.abspath(frame.f_code.co_filename)
 
 
 def sources_of(modules: Sequence[types.ModuleType], first: str) -> dict[str, str]:
@@ -221,7 +223,7 @@ def user_modules(frame: types.FrameType, others: Iterable[Any] = ()) -> list[typ
     for path in loaded:
         by_stem[stem_of(path)].append(path)
     values = [*frame.f_globals.values(), *locals_of(frame).values(), *others]
-    pending = [*files_of_callers(frame), *filter(None, map(file_of_value, values))]
+    pending = [*map(file_of_frame, callers(frame)), *map(file_of_value, values)]
     found: dict[str, types.ModuleType] = {}
     for path in pending:  # grows
         if path in loaded and path not in found:
@@ -262,12 +264,6 @@ def file_of_value(value: Any) -> str:
     owner = value if isinstance(value, type | types.FunctionType) else type(value)
     module = sys.modules.get(owner.__module__) if isinstance(owner.__module__, str) else None
     return file_of(module) if module else ""
-
-
-def files_of_callers(frame: types.FrameType | None) -> Iterator[str]:
-    while frame is not None:
-        yield os.path.abspath(frame.f_code.co_filename)
-        frame = frame.f_back
 
 
 def stem_of(path: str) -> str:
