@@ -26,6 +26,7 @@ from lockstep.checkpoint.optimizer_state import overrides
 from lockstep.parallel.digest import digest_of
 from lockstep.runtime.tensor_bytes import as_bytes
 from lockstep.runtime.torch_private import OPTIMIZER_FLAGS, non_persistent_buffers, own_buffers
+from lockstep.training.saved_state import is_alike
 from lockstep.units import join_names
 
 log = logging.getLogger("lockstep")
@@ -67,7 +68,7 @@ class Attributes:
         self.initial = {name: now.mark for name, now in self._snapshots().items()}
         self._before_loop: dict[str, AttributeValue] = {}
         self._watched: dict[str, Place] | None = None  # in later loops than the first
-        self._objects: list[Any] = []  # that these places had before the loop
+        self._objects: dict[str, Any] = {}  # that these places had before the loop
         self._announced: set[str] = set()
 
     def _modules(self) -> Iterator[tuple[str, nn.Module]]:
@@ -119,13 +120,13 @@ class Attributes:
         objects they are."""
         if self._watched is None:
             self._before_loop = self._snapshots()
-        self._objects = [holder.get(key) for holder, key in (self._watched or {}).values()]
+        watched = self._watched or {}
+        self._objects = {name: holder.get(key) for name, (holder, key) in watched.items()}
 
     def end_loop(self, followed: Collection[str] = ()) -> None:
         """Exclude what the micro-batch loop has changed, except buffers that follow the
         micro-batches on all workers alike."""
-        watched = self._watched
-        if watched is None:
+        if self._watched is None:
             self._exclude(changes(self._before_loop, self._snapshots()), followed)
             self._before_loop = {}
             self._watched = {
@@ -134,11 +135,11 @@ class Attributes:
                 if self.initial.get(name) and name not in self.excluded
             }
             return
-        pairs = zip(watched.items(), self._objects, strict=True)
+        places = self._watched.items()
         replaced = {
-            name for (name, (holder, key)), before in pairs if holder.get(key) is not before
+            name for name, (holder, key) in places if holder.get(key) is not self._objects[name]
         }
-        self._objects = []
+        self._objects = {}
         self._exclude(replaced, followed)
 
     def _exclude(self, names: set[str], followed: Collection[str] = ()) -> None:
@@ -185,13 +186,12 @@ class Attributes:
                 continue
             holder, _ = places.get(name, (holders[path], key))
             current = holder.get(key)
-            if isinstance(value, Tensor) and isinstance(current, Tensor):
-                if (value.shape, value.dtype) == (current.shape, current.dtype):
+            if isinstance(value, Tensor):
+                is_tensor = isinstance(current, Tensor)
+                if is_tensor and is_alike(current, value):
                     current.copy_(value)
                     continue
-                value = value.to(current.device)
-            elif isinstance(value, Tensor):
-                value = value.to(device)
+                value = value.to(current.device if is_tensor else device)
             holder[key] = value
 
     def announce(self) -> None:
@@ -237,12 +237,13 @@ def changes(before: Mapping[str, AttributeValue], after: Mapping[str, AttributeV
     """Return the attributes that have another value, or are another tensor: weight_norm replaces
     the weight in each forward pass, in the first one by an equal tensor."""
 
-    def is_same(old: AttributeValue | None, new: AttributeValue) -> bool:
-        if old is None or old.mark != new.mark:
-            return False
-        return old.value is new.value or not isinstance(new.value, Tensor)
-
-    return {name for name, now in after.items() if not is_same(before.get(name), now)}
+    return {
+        name
+        for name, now in after.items()
+        if (old := before.get(name)) is None
+        or old.mark != now.mark
+        or (isinstance(now.value, Tensor) and now.value is not old.value)
+    }
 
 
 def mark_of(value: Any, weights: Collection[int]) -> str | None:

@@ -109,17 +109,15 @@ class PlainValue:
             current.extend(value)
         elif isinstance(current, Tensor) and is_alike(current, value):
             current.detach().copy_(value)
-        elif isinstance(current, np.ndarray) and (current.shape, current.dtype) == (
-            value.shape,
-            value.dtype,
-        ):
+        elif isinstance(current, np.ndarray) and is_alike(current, value):
             current[...] = value
         else:
             self.values[self.name] = value
 
 
-def is_alike(tensor: Tensor, other: Tensor) -> bool:
-    return tensor.shape == other.shape and tensor.dtype == other.dtype
+def is_alike(tensor: Any, other: Any) -> bool:
+    """Return whether two tensors, or arrays, have the same shape and dtype."""
+    return bool(tensor.shape == other.shape and tensor.dtype == other.dtype)
 
 
 class PerMicroBatch:
@@ -153,11 +151,9 @@ class PerMicroBatch:
     def value(self, value: Tensor) -> None:
         micro_batch = self._micro_batch()
         if not isinstance(value, Tensor) or not is_alike(value, self._rows[0]):
-            got = (
-                f"{value.dtype} {tuple(value.shape)}"
-                if isinstance(value, Tensor)
-                else type(value).__name__
-            )
+            got = type(value).__name__
+            if isinstance(value, Tensor):
+                got = f"{value.dtype} {tuple(value.shape)}"
             raise UsageError(
                 f"the value of micro-batch {micro_batch} is {got}, "
                 f"the initial one {self._rows.dtype} {tuple(self._rows.shape[1:])}",
