@@ -28,6 +28,7 @@ LAYERS = (
     ("checkpoint",),
     ("remote",),
     ("parallel",),
+    ("unsaved",),
     ("training",),
     ("session",),
     # Up to here the core, all that a user's loop loads. Recipes and tools stand on it.

@@ -14,6 +14,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +26,6 @@ from lockstep.errors import UsageError
 from lockstep.runtime.numerics import seed_generators
 from lockstep.runtime.sockets import open_sockets
 from lockstep.runtime.tensor_bytes import tensors_of
-from lockstep.training.fingerprints import Marks
 
 log = logging.getLogger("lockstep")
 
@@ -80,7 +80,11 @@ class Prefetch:
         self._next: Key = (-1, -1)
         self._last: Key = (-1, -1)
         self._members: tuple[int, ...] = ()  # generation and micro-batches of the stream
-        self._marks = Marks(None)  # of the data set that the processes of the stream have
+        # Few loaders have processes, and a Session loads this module with the first one.
+        from lockstep.unsaved.values import Marks
+
+        self._take_marks = partial(Marks, batches.dataset)
+        self._marks = self._take_marks()  # of the data set that the processes of the stream have
         self._has_warned = False
 
     def close(self) -> None:
@@ -94,7 +98,7 @@ class Prefetch:
         )
         if repeated and key != self._next:
             batch = self.batches[key]  # the rehearsal of the first step asks out of turn
-            self._marks = Marks(self.batches.dataset)  # a data set may count or keep its samples
+            self._marks = self._take_marks()  # a data set may count or keep its samples
             return batch
         if self._stream is None or members != self._members or key != self._next:
             self._members, self._keys = members, keys_from(*key, own)
@@ -105,7 +109,7 @@ class Prefetch:
 
     def follow_data(self, step: int) -> None:
         """Stop processes that hold the data set as it was before a change by the loop."""
-        marks = Marks(self.batches.dataset)
+        marks = self._take_marks()
         if self._stream is not None and not marks.equal(self._marks):
             self._stream = None
             if not self._has_warned:

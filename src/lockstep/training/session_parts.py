@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from lockstep.training.initial_values import InitialValues
     from lockstep.training.profiler import ProfiledSteps
     from lockstep.training.rollback import Rollback
-    from lockstep.training.unsaved_variables import UnsavedVariables
+    from lockstep.unsaved.watch import UnsavedVariables
 
 
 class RunValues(Protocol):
@@ -134,7 +134,7 @@ class Declared:
         if not runtime.is_leader():
             return None
         # Only one worker reads the loop's source.
-        from lockstep.training.unsaved_variables import UnsavedVariables
+        from lockstep.unsaved.watch import UnsavedVariables
 
         optimizers = [*self.optimizers, *self.leaves.optimizers]
         held = [self.model, *optimizers, *self.state.values()]

@@ -8,8 +8,8 @@ import ast
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from lockstep.training.user_functions import last_name, own_nodes, root_name
 from lockstep.units import words
+from lockstep.unsaved.user_functions import last_name, own_nodes, root_name
 
 PRINTS = words("""
     print pprint display info debug warning warn error critical exception log log_metrics
@@ -80,8 +80,8 @@ def _behind(nodes: Iterable[ast.AST], line: int) -> Iterator[ast.stmt]:
 
 
 def assignments(target: ast.expr, value: ast.expr) -> Iterator[tuple[ast.expr, ast.expr]]:
-    """Yield (target, value) of each variable that an assignment sets. Where a value is unpacked
-    that is no tuple itself, all have the whole of it."""
+    """Yield (target, value) of each variable that an assignment sets. If a value is unpacked and
+    is no tuple itself, each target has the whole of it."""
     match target, value:
         case ast.Starred(inner), _:
             yield from assignments(inner, value)

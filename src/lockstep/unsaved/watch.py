@@ -2,7 +2,7 @@
 checkpoint.
 
 Two views complement each other. The source of the loop (loop_walk.py) tells which variables
-later steps use, even if they change every hundred steps only. The values (fingerprints.py) tell
+later steps use, even if they change every hundred steps only. The values (values.py) tell
 what changes inside objects: an environment, a generator, a cache. A value that changes and is used
 is named, in one warning, before the first checkpoint.
 """
@@ -22,7 +22,10 @@ import torch
 from torch import nn
 
 from lockstep.log import log
-from lockstep.training.fingerprints import (
+from lockstep.units import join_names
+from lockstep.unsaved.loop_forms import files_read_and_written
+from lockstep.unsaved.user_loop import TRAINED, UserLoop, user_frame, user_modules
+from lockstep.unsaved.values import (
     FUNCTIONS,
     PLAIN,
     Look,
@@ -34,9 +37,6 @@ from lockstep.training.fingerprints import (
     locals_of,
     parts_of,
 )
-from lockstep.training.loop_forms import files_read_and_written
-from lockstep.training.user_loop import TRAINED, UserLoop, user_frame, user_modules
-from lockstep.units import join_names
 
 LOOKS_AT_FIRST = 3  # before the first step, and at the end of the first two
 SECONDS_OF_A_LOOK = 0.05
@@ -202,7 +202,7 @@ def compared_values(
     class."""
     if isinstance(value, TRAINED) and id(value) not in look.skipped:
         tensors = [*value.parameters(), *value.buffers()] if isinstance(value, nn.Module) else value
-        mark = look.fingerprint(tensors)
+        mark = look.hash_of(tensors)
         yield path, ComparedValue(root, root, kind_of(value), mark, False, True)
     found: Iterable[tuple[str, str, str, Any]] = ()  # path, variable, kind, value
     if look.is_object(value):
@@ -211,7 +211,7 @@ def compared_values(
         is_builtin = type(value) in (*PLAIN, list, dict, set, tuple)
         found = [(path, root, "" if is_builtin else kind_of(value), value)]
     for inner_path, variable, kind, item in found:
-        mark, always = look.fingerprint(item), isinstance(item, TRAINED)
+        mark, always = look.hash_of(item), isinstance(item, TRAINED)
         yield inner_path, ComparedValue(variable, root, kind, mark, is_empty(item), always)
 
 

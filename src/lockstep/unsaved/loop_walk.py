@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from types import MappingProxyType
 
-from lockstep.training import loop_forms
-from lockstep.training.loop_flow import (
+from lockstep.unsaved import loop_forms
+from lockstep.unsaved.loop_flow import (
     CLOCK,
     NOTHING,
     Change,
@@ -35,8 +35,8 @@ from lockstep.training.loop_flow import (
     merged,
     replaced,
 )
-from lockstep.training.loop_forms import Loop, LoopPath
-from lockstep.training.user_functions import (
+from lockstep.unsaved.loop_forms import Loop, LoopPath
+from lockstep.unsaved.user_functions import (
     UserFunction,
     UserFunctions,
     last_name,

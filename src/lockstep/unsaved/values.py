@@ -71,7 +71,7 @@ class Look:
         self.objects = 0
         self._owners: set[int] = set()  # ids of the objects whose attributes are listed already
         self._visited: dict[int, int] = {}
-        self._kept: list[Any] = []  # copies, so that their ids stay theirs during one fingerprint
+        self._kept: list[Any] = []  # copies, so that their ids stay theirs during one hash
 
     def attributes(self, path: str, value: Any) -> Iterator[tuple[str, str, str, Any]]:
         """Yield (path, ".NAME", class of its object, value) of each attribute of an object of a
@@ -92,7 +92,7 @@ class Look:
         """Return whether the attributes of this value are compared one by one."""
         return id(value) not in self.skipped and is_plain_object(value, self.modules)
 
-    def fingerprint(self, value: Any) -> int:
+    def hash_of(self, value: Any) -> int:
         """Return a hash of the value's contents. Raises Unfinished at the limit."""
         self._visited, self._kept = {}, []
         found = self._hash(value, 0)

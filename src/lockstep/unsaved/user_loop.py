@@ -16,7 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.training.fingerprints import (
+from lockstep.unsaved.loop_forms import find_loop
+from lockstep.unsaved.loop_walk import loop_variables
+from lockstep.unsaved.user_functions import UserFunctions, imports_of
+from lockstep.unsaved.values import (
     PLAIN,
     attributes,
     closure_of,
@@ -24,9 +27,6 @@ from lockstep.training.fingerprints import (
     kind_of,
     locals_of,
 )
-from lockstep.training.loop_forms import find_loop
-from lockstep.training.loop_walk import loop_variables
-from lockstep.training.user_functions import UserFunctions, imports_of
 
 PACKAGE = f"{os.path.dirname(os.path.dirname(os.path.abspath(__file__)))}{os.sep}"
 LIBRARY = f"{os.path.dirname(os.__file__)}{os.sep}"
@@ -188,7 +188,7 @@ def user_frame(code: types.CodeType | None = None) -> types.FrameType | None:
 
 
 def callers(frame: types.FrameType | None) -> Iterator[types.FrameType]:
-    """Yield the frame, and those that called it."""
+    """Yield the frame and its callers."""
     while frame is not None:
         yield frame
         frame = frame.f_back

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.training.user_loop import user_modules
+from lockstep.unsaved.user_loop import user_modules
 
 FILES = {
     "loop_main.py": """

@@ -20,10 +20,10 @@ from support.loops_with_state import CARRIED, ORDINARY, Case
 from torch import nn
 
 from lockstep.session import Session
-from lockstep.training import unsaved_variables
-from lockstep.training.fingerprints import Look
-from lockstep.training.unsaved_variables import UnsavedVariables
-from lockstep.training.user_loop import user_modules
+from lockstep.unsaved import watch
+from lockstep.unsaved.user_loop import user_modules
+from lockstep.unsaved.values import Look
+from lockstep.unsaved.watch import UnsavedVariables
 
 TESTS = Path(__file__).parents[2]
 WARNING = "the loop changes what no checkpoint holds: "
@@ -38,7 +38,7 @@ def without_tests(monkeypatch: pytest.MonkeyPatch) -> None:
         modules = user_modules(frame, others)
         return [module for module in modules if not str(module.__file__).startswith(str(TESTS))]
 
-    monkeypatch.setattr(unsaved_variables, "user_modules", without)
+    monkeypatch.setattr(watch, "user_modules", without)
 
 
 @pytest.fixture
@@ -244,12 +244,12 @@ def test_a_look_calls_no_code_of_the_user_and_keeps_no_object() -> None:
         "array": np.ones(8),
     }
     look = Look(set(), {__name__}, 1.0)
-    marks = [look.fingerprint(value) for value in values.values()]
+    marks = [look.hash_of(value) for value in values.values()]
     list(look.attributes("object", values["object"]))
     assert Hostile.calls == 0
     tensor = weakref.ref(values["tensor"])
     values["list"][0].number = 1
-    assert look.fingerprint(values["list"]) != marks[1]
+    assert look.hash_of(values["list"]) != marks[1]
     del values["tensor"]
     assert tensor() is None
 
@@ -275,7 +275,7 @@ def test_looks_keep_no_variable_of_the_loop_alive(tmp_path: Path) -> None:
 def test_a_failed_look_is_no_error_of_the_loop(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lockstep.training.unsaved_variables.user_frame", lambda: 1 / 0)
+    monkeypatch.setattr("lockstep.unsaved.watch.user_frame", lambda: 1 / 0)
     with caplog.at_level(logging.DEBUG, "lockstep"):
         UnsavedVariables(()).look(saves=True)
     assert "the variables of the loop were not compared: ZeroDivisionError" in caplog.text
@@ -286,5 +286,5 @@ def test_looks_at_many_objects_end_in_time() -> None:
     many: list[Any] = [[[i, {"a": [i]}] for i in range(1000)] for _ in range(100)]
     started = time.thread_time()
     with pytest.raises(Exception, match="limit"):
-        look.fingerprint(many)
+        look.hash_of(many)
     assert time.thread_time() - started < 0.5
