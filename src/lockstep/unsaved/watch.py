@@ -257,8 +257,7 @@ def held_ids(held: Iterable[Any]) -> set[int]:
         if not isinstance(value, tuple):  # equal constant tuples are one object
             ids.add(id(value))
         if isinstance(value, nn.Module):
-            tensors = [*value.parameters(recurse=False), *value.buffers(recurse=False)]
-            pending += [*value.children(), *tensors]
+            pending += [*value.children(), *value.parameters(), *value.buffers()]
         elif not isinstance(value, torch.Tensor):
             pending += parts_of(value, sys.maxsize)
     return ids
