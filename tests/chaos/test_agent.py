@@ -22,7 +22,14 @@ import pytest
 from support.processes import SRC, SUPPORT, children, is_alive, processes_in, state_of
 from support.waiting import wait_until
 
-from lockstep.agent.forkserver import PRELOAD, WorkerPool, WorkerProgram
+from lockstep.agent.forkserver import (
+    PRELOAD,
+    WorkerPool,
+    WorkerProgram,
+    _early,
+    start_early,
+    start_forkserver,
+)
 from lockstep.agent.slots import AgentTimeouts, EventLog
 from lockstep.elastic.generation_log import (
     Generation,
@@ -277,11 +284,30 @@ def test_a_killed_forkserver_is_replaced_and_its_workers_survive(
     assert agent.stop()[0] == 75
 
 
-def test_a_request_to_a_dead_forkserver_waits_for_its_replacement(tmp_path: Path) -> None:
-    environ = {**os.environ, "PYTHONPATH": str(SRC)}
+@pytest.mark.parametrize("change", ["", "LOCKSTEP_TRACK"])
+def test_an_early_forkserver_serves_if_its_environment_is_the_same(
+    change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = WorkerProgram((), preload=())
+    start_early(program)
+    (early,) = _early
+    if change:
+        monkeypatch.setenv(change, "tensorboard")
+    used = start_forkserver(program, imports=True)
+    try:
+        assert (used is early) == (not change)
+        assert early.process.poll() == (-signal.SIGKILL if change else None)
+        assert not _early
+    finally:
+        used.kill()
+
+
+def test_a_request_to_a_dead_forkserver_waits_for_its_replacement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(SRC))
     pool = WorkerPool(
         WorkerProgram((), entry="agent_workers:main", preload=()),
-        environ,
         EventLog(tmp_path, "here"),
         AgentTimeouts(import_s=60.0, fork_s=5.0),
     )

@@ -163,7 +163,7 @@ class Agent:
         self.folder = Path(worker_env.folder)
         self.state = HostState(Path(worker_env.state))
         self.events = EventLog(self.folder, worker_env.host)
-        self.pool = WorkerPool(program, os.environ, self.events, self.timeouts)
+        self.pool = WorkerPool(program, self.events, self.timeouts)
         self.evaluator = EvaluatorProcess(os.environ, self.events, enabled=config.evaluator)
         self.stops = StopRequests(self.events, self.timeouts, drains=worker_env.drain)
         self.generations = GenerationReader(prior, self.events)

@@ -1,6 +1,7 @@
 """Start the workers of an agent: a process imports torch once and forks them within milliseconds.
 
-Importing torch takes two seconds, a fork five milliseconds. The forkserver does not touch a GPU and
+Importing torch takes two seconds, a fork five milliseconds. So `train` and `run` start a forkserver
+before they read the run, and the agent takes it over. The forkserver does not touch a GPU and
 starts no thread: a fork would copy the locks of other threads but not the threads.
 
 A worker is forked twice. The intermediate process exits at once, and the kernel makes the agent, a
@@ -17,6 +18,8 @@ exited or hangs is replaced.
                             gate
     forkserver -> agent     {"pid": 4711} or {"error": REASON}, for each request
 """
+
+from __future__ import annotations
 
 import gc
 import importlib
@@ -43,12 +46,13 @@ MAX_MESSAGE_BYTES = (1 << 17) - 1  # the kernel's limit for one argument of exec
 # Constructing the first optimizer imports torch._dynamo.
 PRELOAD = ("torch", "torch._dynamo", "lockstep.cli.main", "lockstep.cli.worker")
 FIXED_PRELOAD = ("torch", "lockstep.cli.main", "lockstep.elastic.runtime")  # of a fixed group
-# numpy's OpenBLAS starts a thread for each core when it is loaded. The user's own setting wins.
+# Variables of the forkserver and its workers; the user's own settings win.
+# numpy's OpenBLAS starts a thread for each core when it is loaded.
 ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
 RETRY_S = 1.0  # after a worker could not be started at all
 MAX_FAILURES = 2  # forkservers in a row that exited before they were ready, or hung
 # glibc returns large blocks to the kernel at every free, and each step allocates the same ones
-# again: keeping them saves page faults (mallopt(3)). Settings of the user take precedence.
+# again: keeping them saves page faults (mallopt(3)).
 MALLOC_SETTINGS = {"MALLOC_MMAP_THRESHOLD_": "2000000000", "MALLOC_TRIM_THRESHOLD_": "4000000000"}
 # torch.cuda.is_available() in a module that the forkserver imports must not initialize CUDA: no
 # fork could use it.
@@ -102,23 +106,10 @@ class PendingWorker:
 class WorkerPool:
     """The workers that one agent is starting, and its forkserver."""
 
-    def __init__(
-        self,
-        program: WorkerProgram,
-        environ: Mapping[str, str],
-        events: EventLog,
-        timeouts: AgentTimeouts,
-    ) -> None:
+    def __init__(self, program: WorkerProgram, events: EventLog, timeouts: AgentTimeouts) -> None:
         self.program = program
         self.events = events
         self.timeouts = timeouts
-        self.environ = {
-            **MALLOC_SETTINGS,
-            **CUDA_SETTINGS,
-            **ONE_THREAD,
-            **environ,
-            "PYTHONUNBUFFERED": "1",
-        }
         self.pending: dict[int, PendingWorker] = {}
         self.forkserver: Forkserver | None = None
         self.imports = True  # in the forkserver
@@ -199,7 +190,7 @@ class WorkerPool:
 
     def start_forkserver(self) -> None:
         try:
-            self.forkserver = Forkserver(self.program, self.environ, imports=self.imports)
+            self.forkserver = start_forkserver(self.program, imports=self.imports)
         except OSError as error:
             self.forkserver = None
             self.retry_later("cannot start the forkserver", error)
@@ -254,10 +245,10 @@ class Forkserver:
     imports: it imports the modules of `program`; else each worker does
     ready: it can start workers."""
 
-    def __init__(
-        self, program: WorkerProgram, environ: Mapping[str, str], *, imports: bool
-    ) -> None:
+    def __init__(self, program: WorkerProgram, *, imports: bool) -> None:
         self.ready, self.started_s = False, now_s()
+        self.given = (program.preload, program.script, imports, dict(os.environ))
+        settings = {**MALLOC_SETTINGS, **CUDA_SETTINGS, **ONE_THREAD}
         self.socket, child_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         modules = json.dumps([program.preload, program.script] if imports else None)
         with child_socket:
@@ -272,7 +263,7 @@ class Forkserver:
                         modules,
                         str(os.getpid()),
                     ],
-                    env=dict(environ),
+                    env={**settings, **os.environ, "PYTHONUNBUFFERED": "1"},
                     stdin=subprocess.DEVNULL,
                     pass_fds=[child_socket.fileno()],
                     start_new_session=True,
@@ -307,6 +298,26 @@ class Forkserver:
         self.socket.close()
         self.process.kill()
         self.process.wait()
+
+
+_early: list[Forkserver] = []  # at most one
+
+
+def start_early(program: WorkerProgram = WorkerProgram(())) -> None:
+    """Start a forkserver that imports torch while the command reads its run. `start_forkserver`
+    returns it; else it exits with this process."""
+    with suppress(OSError):
+        _early.append(Forkserver(program, imports=True))
+
+
+def start_forkserver(program: WorkerProgram, *, imports: bool) -> Forkserver:
+    """Return the early forkserver if its modules and environment are these, else a new one."""
+    while _early:
+        early = _early.pop()
+        if early.given == (program.preload, program.script, imports, dict(os.environ)):
+            return early
+        early.kill()
+    return Forkserver(program, imports=imports)
 
 
 # In the forkserver.

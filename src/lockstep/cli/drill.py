@@ -6,7 +6,8 @@ import signal
 import sys
 from pathlib import Path
 
-from lockstep.cli.start import is_script, refuse_layout, workers_per_replica
+from lockstep.cli.script import is_script
+from lockstep.cli.start import refuse_layout, workers_per_replica
 from lockstep.config.resolve import parse_flags, resolve
 from lockstep.drill.compare import drill, self_check
 from lockstep.drill.run import FAULTS

@@ -25,13 +25,14 @@ from lockstep.cli.options import (
     build_parser,
     refuse_unknown,
 )
-from lockstep.cli.script import folder_of, read_sources, split_at_script
+from lockstep.cli.script import folder_of, is_script, read_sources, split_at_script
 from lockstep.errors import LockstepError, OutOfMemoryError, UsageError
 from lockstep.object_store.address import Address, parse_address
-from lockstep.runtime.environment import RESERVED_VARIABLES
+from lockstep.runtime.environment import RESERVED_VARIABLES, read_rank_info
 from lockstep.runtime.exit_report import error_summary, is_out_of_memory
 from lockstep.runtime.session_start import StartAgainError
 from lockstep.runtime.variables import takes_no_value
+from lockstep.runtime.worker_env import read_worker_env
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for number in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, exit_at_once)
     try:
-        return run_command(words)
+        return run_command(words, is_process=argv is None)
     except LockstepError as error:
         failure = error
     except BrokenPipeError:
@@ -70,7 +71,8 @@ def exit_at_once(number: int, frame: FrameType | None) -> None:
     os._exit(128 + number)
 
 
-def run_command(given: list[str]) -> int:
+def run_command(given: list[str], *, is_process: bool = False) -> int:
+    """Run the command. is_process: nothing else runs in this process"""
     refuse_invalid_utf8(given)
     parser = build_parser()
     words, script, arguments = split_script(parser, given)
@@ -95,6 +97,10 @@ def run_command(given: list[str]) -> int:
         from lockstep.cli.remote import run_remote
 
         return run_remote(args, given, addresses, [*rest, *arguments])
+    if is_process and becomes_agent(args):
+        from lockstep.agent.forkserver import start_early
+
+        start_early()
     if getattr(args, "step", None) == "best":
         from lockstep.checkpoint.commands import best_step  # loads numpy
 
@@ -110,6 +116,14 @@ def run_command(given: list[str]) -> int:
         log.log.info("%s; starting again: lockstep %s %s", again.what, args.command, again.options)
         args.restart, args.out = "one", args.out or (Path(again.out) if again.out else None)
         return int(start(args, [*rest, *arguments]))
+
+
+def becomes_agent(args: argparse.Namespace) -> bool:
+    """Return whether this process will most likely start workers of the usual program."""
+    starts = args.command == "run"
+    if args.command == "train":
+        starts = not (args.show or args.layout or is_script(args.target))
+    return starts and not read_worker_env(os.environ) and not read_rank_info(os.environ)
 
 
 def find_addresses(args: argparse.Namespace, script: str, arguments: list[str]) -> list[Address]:

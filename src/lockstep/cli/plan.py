@@ -16,7 +16,8 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from lockstep.cli.start import RunRequest, is_script
+from lockstep.cli.script import is_script
+from lockstep.cli.start import RunRequest
 from lockstep.config.resolve import parse_flags, resolve
 from lockstep.config.schema import RunConfig
 from lockstep.errors import UsageError

@@ -4,7 +4,8 @@ import argparse
 from pathlib import Path
 
 from lockstep import __version__
-from lockstep.cli.start import is_script, max_workers, refuse_layout, workers_per_replica
+from lockstep.cli.script import is_script
+from lockstep.cli.start import max_workers, refuse_layout, workers_per_replica
 from lockstep.config.resolve import parse_flags
 from lockstep.config.schema import RunConfig
 from lockstep.errors import UsageError

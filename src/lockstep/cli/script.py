@@ -249,6 +249,11 @@ def run_file(file: Path, arguments: list[str], module: str = "") -> int:
 # The command line.
 
 
+def is_script(target: str | None) -> bool:
+    """Whether `target` names FILE.py or FILE.py:FUNCTION."""
+    return bool(target) and (":" in str(target) or str(target).endswith(".py"))
+
+
 def split_at_script(
     words: list[str], values: Mapping[str, int]
 ) -> tuple[list[str], str, list[str]]:

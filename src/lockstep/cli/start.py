@@ -22,6 +22,7 @@ from lockstep.cli.report import last_leader_host, write_at_end
 from lockstep.cli.script import (
     folder_of,
     imports_lockstep,
+    is_script,
     opens_session,
     read_script,
     read_sources,
@@ -355,11 +356,6 @@ def read_script_request(args: argparse.Namespace, name: str, arguments: list[str
         is_folder_given=args.out is not None,
         follows_session=may_change or getattr(args, "follow_session", False),
     )
-
-
-def is_script(target: str | None) -> bool:
-    """Whether `target` names FILE.py or FILE.py:FUNCTION."""
-    return bool(target) and (":" in str(target) or str(target).endswith(".py"))
 
 
 def refuse_run_options(args: argparse.Namespace, script: str) -> None:

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from lockstep.cli import options
-from lockstep.cli.main import main, split_script, split_values
+from lockstep.cli.main import becomes_agent, main, split_script, split_values
 from lockstep.errors import UsageError
 
 COMMANDS = (
@@ -36,6 +36,14 @@ COMMANDS = (
     "watch",
     "report",
 )
+TORCHRUN = {
+    "RANK": "0",
+    "WORLD_SIZE": "1",
+    "LOCAL_RANK": "0",
+    "LOCAL_WORLD_SIZE": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+}
 PROGRAM = Path(__file__).parents[2] / "support" / "command_without_torch.py"
 
 
@@ -219,3 +227,25 @@ def test_a_run_that_never_started_has_nothing_to_export(
     error = capsys.readouterr().err
     assert what in error and "wait for" in error and len(error.splitlines()) == 3
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "environ", "starts"),
+    [
+        (["train"], {}, True),
+        (["train", "run.toml"], {}, True),
+        (["run", "loop.py"], {}, True),
+        (["train", "--show"], {}, False),
+        (["train", "--layout", "auto"], {}, False),  # which times this machine first
+        (["train", "loop.py:main"], {}, False),
+        (["train"], TORCHRUN, False),
+        (["evaluate", "runs/default"], {}, False),
+    ],
+)
+def test_only_a_process_that_starts_workers_imports_torch_early(
+    words: list[str], environ: dict[str, str], starts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    args, _ = options.build_parser().parse_known_args(words)
+    assert becomes_agent(args) == starts
