@@ -19,7 +19,7 @@ from support.launching import run_command
 from support.waiting import wait_until
 from torch import nn
 
-from lockstep.checkpoint.async_save import AsyncSaver, IdleRun
+from lockstep.checkpoint.async_save import NICE, AsyncSaver, IdleRun
 from lockstep.checkpoint.commit import PIECE_BYTES, write_file
 from lockstep.checkpoint.state_dict import digest, get_state_dict
 from lockstep.checkpoint.store import CheckpointStore
@@ -134,13 +134,18 @@ def test_hashing_and_writing_have_idle_priority_and_no_other_thread_has(tmp_path
 def test_idle_priority_ends_when_the_save_is(
     tmp_path: Path, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A thread may not raise its priority again: another thread writes the rest of the file."""
+    """A thread may not raise its priority again: other threads write the rest of the file. Too
+    late, they write at low priority."""
     places: list[str] = []
+    nice: list[int] = []
     reached, proceed = threading.Event(), threading.Event()
 
     def chunks() -> Iterator[bytes]:
         for number in range(3):
             places.append(own_policy())
+            nice.append(
+                os.getpriority(os.PRIO_PROCESS, 0) - os.getpriority(os.PRIO_PROCESS, os.getpid())
+            )
             if number == 0:
                 reached.set()
                 assert proceed.wait(30)
@@ -159,6 +164,7 @@ def test_idle_priority_ends_when_the_save_is(
     proceed.set()
     thread.join()
     assert places == ["idle", "other", "other"]
+    assert nice[1:] == ([NICE] * 2 if reason == "too late" else [0, 0])
     assert (tmp_path / "file").stat().st_size == 3 * PIECE_BYTES
 
 

@@ -5,7 +5,8 @@ while they write: an idle saver has no thread that a fork could break, and the i
 them before it exits.
 
 Hashing and writing release the interpreter lock and run at idle priority: they use a core only
-while no other thread does, until the caller waits for the save or IDLE_S has passed.
+while no other thread does. After IDLE_S they take a tenth of a busy core, and a whole one when the
+caller waits for the save.
 """
 
 import json
@@ -28,6 +29,7 @@ from lockstep.units import format_duration
 
 MAX_COPY_THREADS = 4
 IDLE_S = 30.0  # a checkpoint is not delayed longer on a machine without an idle core
+NICE = 10  # about a tenth of the share of a thread of priority 0
 
 
 def do_nothing() -> None: ...
@@ -65,9 +67,10 @@ def copy_to_host(
 
 
 class IdleRun:
-    """Exhausts iterators in a thread of idle priority, until `hurry` or the deadline.
-    Only a privileged thread may raise its priority again. So each iterator has a new thread, and
-    the caller takes over what that thread leaves."""
+    """Exhausts iterators in a thread of idle priority until the deadline, then in one of low
+    priority until `hurry`.
+    Only a privileged thread may raise its priority again. So each priority has a new thread, and
+    the caller takes over what these leave."""
 
     def __init__(self) -> None:
         self._hurried, self._deadline_s = threading.Event(), time.monotonic() + IDLE_S
@@ -78,23 +81,29 @@ class IdleRun:
     def __call__(self, pieces: Iterator[None]) -> None:
         errors: list[BaseException] = []
 
-        def run() -> None:
+        def run(*, is_idle: bool) -> None:
             try:
                 with suppress(OSError):  # the container forbids it: normal priority
-                    # 0: this thread alone.
-                    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+                    if is_idle:  # 0: this thread alone
+                        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+                    else:
+                        os.setpriority(os.PRIO_PROCESS, 0, NICE)
                 for _ in pieces:
-                    if self._hurried.is_set() or time.monotonic() > self._deadline_s:
+                    is_late = is_idle and time.monotonic() > self._deadline_s
+                    if is_late or self._hurried.is_set():
                         return
             except BaseException as error:
                 errors.append(error)
 
-        thread = threading.Thread(target=run, name="idle writer")
-        with suppress(RuntimeError):  # no memory for a thread, or the interpreter exits
-            thread.start()
-            thread.join()
-        if errors:
-            raise errors[0]
+        for is_idle in (True, False):
+            if self._hurried.is_set():
+                break
+            thread = threading.Thread(target=run, kwargs={"is_idle": is_idle}, name="idle writer")
+            with suppress(RuntimeError):  # no memory for a thread, or the interpreter exits
+                thread.start()
+                thread.join()
+            if errors:
+                raise errors[0]
         exhaust(pieces)
 
 
