@@ -1,21 +1,22 @@
 """What a save costs the training steps around it: a Llama on two workers of one thread each.
 
-    python -m bench.save.run                             100 M parameters (a state of 1.2 GB), 8 saves, about five minutes on two cores
+    python -m bench.save.run                             100 M parameters (a state of 1.2 GB), 4 saves: about two minutes on two cores
     python -m bench.save.run --shape 25M --saves 3
+    python -m bench.save.run --against ../old --rounds 3     another checkout's code in turn with this one
     python -m bench.save.run --keep NAME                 keep bench/save/DATE-NAME/
 
-A real ReplicaGroup and Checkpointer. Every 8th step is saved. A step counts as quiet when no checkpoint was being written from its
-start to its end, and as a step during the write when one was being written from its start to its end (or at its start, when the write
-ends within one step). All figures are of rank 0, which writes. Each is divided by the median of the quiet steps after the same save;
-the median over the saves counts. The first save is reported separately. Steps during which other programs had more than --foreign of
-the processor time of the machine are ignored, and so are saves without a quiet step and a step during the write.
+A real ReplicaGroup and Checkpointer. Every 5th step is saved. A step counts as quiet when no checkpoint was being written from its
+start to its end. All figures are of rank 0, which writes. Each is divided by the median of the quiet steps after the same save, and
+printed before the next save; the median over the saves counts. The first save is reported separately. Steps during which other
+programs had more than --foreign of the processor time of the machine are ignored, and so are saves without a quiet step.
 
 save       the call of Checkpointer.save: compare the replicas, check that the state is finite, copy it
 compare    the part of it in the comparison, with the wait for the other worker
 copy       the part of it in AsyncSaver.save
-during     the steps during the write
+next       the step after the save
+all steps  what all steps from the save until it is written take longer
+processor  seconds of processor time that the write takes
 memcpy     a bare copy of the state between buffers that exist, in the same process beside the same steps: a bound for `copy`
-processor  seconds of processor time that the write takes, over a quiet step
 """
 
 from __future__ import annotations
@@ -38,7 +39,11 @@ import torch
 
 from bench.results import TOP, keep, machine
 
-WORKERS, ROWS, LENGTH, CYCLE = 2, 4, 256, 8
+WORKERS = 2
+ROWS = 2  # of LENGTH tokens in a micro-batch, of which a worker has one: a step of 4 to 5 seconds
+LENGTH = 256
+CYCLE = 5  # steps per save
+NAMES = ("save", "compare", "copy", "next", "all steps", "processor", "memcpy", "foreign")
 Row = dict[str, Any]
 
 
@@ -102,6 +107,8 @@ def train(shape: str, saves: int, out: Path) -> None:
                 if step > CYCLE and (step + 2) % CYCLE == 0 and runtime.world.leader:
                     row["memcpy_s"] = bare_copy_s(checkpointer.state_dict())
                 rows.append(row)
+                if "memcpy_s" in row:
+                    print(json.dumps(ratios(rows[-CYCLE:], 1.0)), flush=True)
     if runtime.world.rank == 0:
         (out / "rows.json").write_text(json.dumps(rows))
 
@@ -141,8 +148,8 @@ def bare_copy_s(tensors: dict[str, torch.Tensor]) -> float:
     return seconds
 
 
-def run(shape: str, saves: int) -> list[Row]:
-    """Start the workers; return the rows of rank 0."""
+def run(shape: str, saves: int, checkout: Path) -> list[Row]:
+    """Start the workers with the code of `checkout`; return the rows of rank 0."""
     with tempfile.TemporaryDirectory(dir=TOP) as folder, socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -160,6 +167,7 @@ def run(shape: str, saves: int) -> list[Row]:
         ]
         common = {
             **os.environ,
+            "PYTHONPATH": str(checkout / "src"),
             "WORLD_SIZE": str(WORKERS),
             "LOCAL_WORLD_SIZE": str(WORKERS),
             "MASTER_ADDR": "127.0.0.1",
@@ -181,37 +189,51 @@ def run(shape: str, saves: int) -> list[Row]:
         return list(json.loads((Path(folder) / "rows.json").read_text()))
 
 
-def ratios(rows: list[Row], foreign: float) -> list[Row]:
-    """Return the ratios of each save."""
-    found = []
-    for start in range(CYCLE - 1, len(rows), CYCLE):
-        saved, *after = rows[start : start + CYCLE]
-        after = [row for row in after if row["foreign"] <= foreign]
-        quiet = [row for row in after if not row["writing"]]
-        if not quiet or (found and len(quiet) == len(after)):
-            print(
-                f"the save of step {saved['step']} is ignored: {len(quiet)} quiet steps of {len(after)}",
-                file=sys.stderr,
-            )
-            continue
-        quiet_s = median(row["step_s"] for row in quiet)
-        quiet_cpu_s = median(row["cpu_s"] for row in quiet)
-        during = [row for row in after if row["writing"]]
-        whole = [row for row in during if not row["written"]] or during[:1]
-        line: Row = {"step": saved["step"], "quiet_s": quiet_s}
-        line |= {
-            name: saved[f"{name}_s"] / quiet_s
-            for name in ("save", "compare", "copy")
-            if f"{name}_s" in saved
-        }
-        line["during"] = median(row["step_s"] for row in whole) / quiet_s if whole else 1.0
-        line["all steps"] = sum(row["step_s"] - quiet_s for row in during) / quiet_s
-        line["steps written in"] = len(during)
-        line["processor"] = sum(row["cpu_s"] - quiet_cpu_s for row in during) / quiet_s
-        line["memcpy"] = rows[start + CYCLE - 1]["memcpy_s"] / quiet_s
-        line["foreign"] = median(row["foreign"] for row in after)
-        found.append(line)
-    return found
+def ratios(cycle: list[Row], foreign: float) -> Row:
+    """Return the ratios of a save; nothing if other programs disturbed it. cycle: its steps."""
+    saved, *after = cycle
+    after = [row for row in after if row["foreign"] <= foreign]
+    quiet = [row for row in after if not row["writing"]]
+    if not quiet or after[0] is not cycle[1]:
+        return {}
+    quiet_s = median(row["step_s"] for row in quiet)
+    quiet_cpu_s = median(row["cpu_s"] for row in quiet)
+    during = [row for row in after if row["writing"]]
+    seconds = {
+        "save": saved["save_s"],
+        "compare": saved["compare_s"],
+        "copy": saved["copy_s"],
+        "next": after[0]["step_s"],
+        "all steps": sum(row["step_s"] - quiet_s for row in during),
+        "processor": sum(row["cpu_s"] - quiet_cpu_s for row in during),
+        "memcpy": cycle[-1]["memcpy_s"],
+    }
+    line = {name: round(value / quiet_s, 4) for name, value in seconds.items()}
+    line["foreign"] = round(median(row["foreign"] for row in after), 4)
+    return {"step": saved["step"], "quiet_s": round(quiet_s, 3), **line}
+
+
+def table_row(name: str, lines: list[Row]) -> str:
+    columns = [sorted(line[column] for line in lines) for column in NAMES]
+    cells = [f"{median(c):.3f} ({c[0]:.3f} to {c[-1]:.3f})" for c in columns]
+    quiet_s = median(line["quiet_s"] for line in lines)
+    return f"| {name} | {quiet_s:.2f} s | {len(lines)} | {' | '.join(cells)} |"
+
+
+def table(rows: list[Row], foreign: float) -> str:
+    lines = [
+        f"| code | quiet step | saves | {' | '.join(NAMES)} |",
+        f"| --- |{' ---: |' * (len(NAMES) + 2)}",
+    ]
+    for code in dict.fromkeys(row["code"] for row in rows):
+        of_code = [row for row in rows if row["code"] == code]
+        starts = [index for index, row in enumerate(of_code) if "save_s" in row]
+        saves = [ratios(of_code[start : start + CYCLE], foreign) for start in starts]
+        first = [line for line in saves if line and line["step"] < CYCLE]
+        later = [line for line in saves if line and line["step"] > CYCLE]
+        lines += [table_row(f"{code}, first save", first)] if first else []
+        lines += [table_row(f"{code}, later saves", later)] if later else []
+    return "\n".join(lines)
 
 
 def main() -> int:
@@ -219,7 +241,9 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shape", default="100M")
-    parser.add_argument("--saves", type=int, default=8)
+    parser.add_argument("--saves", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--against", type=Path, help="a checkout of other code")
     parser.add_argument(
         "--foreign",
         type=float,
@@ -232,28 +256,16 @@ def main() -> int:
     if args.worker:
         train(args.shape, args.saves, args.worker)
         return 0
-    load = os.getloadavg()
-    rows = run(args.shape, args.saves)
-    first, *later = ratios(rows, args.foreign) or [{}]
-    if not later:
-        raise SystemExit("no save counts: the machine is busy with other programs; see --foreign")
-    names = [name for name in first if name not in ("step", "quiet_s")]
-    lines = [
-        f"| quiet step {median(line['quiet_s'] for line in later):.2f} s | {' | '.join(names)} |"
-    ]
-    lines += [
-        f"| --- |{' ---: |' * len(names)}",
-        f"| first save | {' | '.join(f'{first[name]:.3f}' for name in names)} |",
-    ]
-    cells = [sorted(line[name] for line in later) for name in names]
-    lines.append(
-        f"| {len(later)} later saves | "
-        + " | ".join(f"{median(c):.3f} ({c[0]:.3f} to {c[-1]:.3f})" for c in cells)
-        + " |"
-    )
-    print("\n".join(lines))
+    load, rows = os.getloadavg(), list[Row]()
+    checkouts = {"before": args.against, "after": TOP} if args.against else {"this": TOP}
+    for _ in range(args.rounds):
+        for code, checkout in checkouts.items():
+            print(code, flush=True)
+            rows += [{"code": code, **row} for row in run(args.shape, args.saves, checkout)]
+    shown = table(rows, args.foreign)
+    print(shown)
     if args.keep:
-        keep(args.keep, rows, "\n".join(lines), machine("bf16 products, one thread a worker", load))
+        keep(args.keep, rows, shown, machine("bf16 products, one thread a worker", load))
     return 0
 
 
