@@ -38,7 +38,7 @@ KINDS = {  # -> the text of a condition, and the files that are about this kind
     "static process group": (r"\.is_static|static_group|\bmembership\b(?!\.)", r"^$"),
     "bucket behind a run folder": (
         r"(parse|store)_address|is_stored|has_own_folder|is_shared_disk|STORE_FILE|RunBucket"
-        r"|(^|not )(\w+\.)?(address|stored)($| and| or)",
+        r"|^(not )?(\w+\.)?(address|stored)($| and| or)",
         r"^(object_store|remote)/",
     ),
     "learners": (r"learner", r"learner|diloco|^(cli|config|recipes)/"),
