@@ -82,11 +82,10 @@ def run_until_end(program: WorkerProgram, folder: Path, config: AgentConfig) -> 
     """Run this host's workers until the run ends; return (exit code, text for stderr or "").
     Call it from the main thread. Errors: UsageError, before anything was started."""
     if sys.platform != "linux":
-        hint = "start the workers with torchrun -m lockstep COMMAND"
         raise UsageError(
             f"the agent does not support {sys.platform}",
             "it needs pidfd_open(2) and prctl(2)",
-            hint,
+            "start the workers with torchrun -m lockstep COMMAND",
         )
     env = config.env
     state = state_folder(folder, env.host, temporary=not config.policy.restart)

@@ -60,9 +60,8 @@ class Host:
         try:
             ip = str(socket.getaddrinfo(self.reached_at, None, type=socket.SOCK_STREAM)[0][4][0])
         except OSError as error:
-            what = f"cannot resolve {self.reached_at} on {socket.gethostname()}: {error.strerror}"
             raise ConfigError(
-                what,
+                f"cannot resolve {self.reached_at} on {socket.gethostname()}: {error.strerror}",
                 f"address of the host {self.name}",
                 "write its IP address (ip -br addr shows it)",
             ) from None

@@ -86,9 +86,8 @@ def hold_lock(state: Path, folder: Path, host: str) -> Iterator[None]:
     descriptor = try_lock(path)
     if descriptor is None:
         holder = read_record(state).get("pid", "unknown")
-        what = f"another training is already running in {folder}: the agent of {host}, pid {holder}"
         raise UsageError(
-            what,
+            f"another training is already running in {folder}: the agent of {host}, pid {holder}",
             f"it holds {path}",
             f"wait for it, stop it (kill {holder}), or choose another --out",
         )
@@ -114,9 +113,11 @@ def write_record(state: Path, value: Mapping[str, Any]) -> None:
     try:
         write_json(state / RECORD, add_checksum(value))
     except OSError as error:
-        where = "state folder of agents and workers, in LOCKSTEP_TMP or /tmp"
-        hint = "free space there, or set LOCKSTEP_TMP to a folder on another local disk"
-        raise UsageError(f"cannot write {state / RECORD}: {error.strerror}", where, hint) from None
+        raise UsageError(
+            f"cannot write {state / RECORD}: {error.strerror}",
+            "state folder of agents and workers, in LOCKSTEP_TMP or /tmp",
+            "free space there, or set LOCKSTEP_TMP to a folder on another local disk",
+        ) from None
 
 
 def pids_of(running: Mapping[int, ProcessIdentity]) -> str:
@@ -151,9 +152,10 @@ def prepare_folder(folder: Path, slots: int, host: str, expected_id: str = "") -
             open_worker_log(folder, slot, host).close()
         return folder_id
     except OSError as error:
-        hint = "choose a folder that this user can write, on a disk with free space"
         raise UsageError(
-            f"cannot write {folder}: {error.strerror}", "given with --out", hint
+            f"cannot write {folder}: {error.strerror}",
+            "given with --out",
+            "choose a folder that this user can write, on a disk with free space",
         ) from None
 
 
@@ -165,9 +167,10 @@ def newest_generation(folder: Path) -> Generation:
     except DamagedFileError:
         raise
     except OSError as error:
-        hint = "repair it, or choose another --out"
         raise UsageError(
-            f"cannot read the generation log: {error}", generation_log.folder.where, hint
+            f"cannot read the generation log: {error}",
+            generation_log.folder.where,
+            "repair it, or choose another --out",
         ) from None
 
 
@@ -209,8 +212,11 @@ def check_adoptable(
         fix = "give the same command, which adopts them;"
     else:
         return
-    where = f"pid {pids_of(running)}; their agent was killed, and they kept training"
-    raise UsageError(what, where, f"{fix} or stop them first: lockstep launch --stop {folder}")
+    raise UsageError(
+        what,
+        f"pid {pids_of(running)}; their agent was killed, and they kept training",
+        f"{fix} or stop them first: lockstep launch --stop {folder}",
+    )
 
 
 def kill_all(processes: Iterable[ProcessIdentity]) -> None:

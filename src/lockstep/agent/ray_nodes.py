@@ -70,25 +70,21 @@ def connected() -> Iterator[Any]:
             ).close()
         ray.init(address=address, logging_level="WARNING")
     except (OSError, OverflowError, RuntimeError, ValueError) as error:
-        where = (
-            f"RAY_ADDRESS={address}"
-            if address != "auto"
-            else "this machine is no node of a cluster, and RAY_ADDRESS is not set"
-        )
         raise UsageError(
             f"no Ray cluster answers: {str(error).splitlines()[0]}",
-            where,
+            f"RAY_ADDRESS={address}"
+            if address != "auto"
+            else "this machine is no node of a cluster, and RAY_ADDRESS is not set",
             "start a node here (ray start --address=HEAD:6379), "
             "or set RAY_ADDRESS; ray status shows a cluster",
         ) from None
     try:
         yield ray
     except ray.exceptions.RayError as error:
-        hint = "every node needs the same Python with lockstep and ray"
         raise LockstepError(
             f"a Ray task failed: {str(error).strip().splitlines()[-1]}",
             "a node of the cluster",
-            hint,
+            "every node needs the same Python with lockstep and ray",
         ) from error
     finally:
         time.sleep(DELAY_S)

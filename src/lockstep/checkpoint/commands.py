@@ -72,11 +72,12 @@ def best_step(folder: Path) -> int:
     try:
         return validated if validated >= 0 else int(read_json(folder / "best.json")["step"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        hint = (
+        raise CheckpointError(
+            f"no best checkpoint is known: {error}",
+            str(folder),
             "give the step; a loop names its best one with lockstep.Best, a recipe with "
-            f"evaluate.every_steps or lockstep evaluate {folder}"
-        )
-        raise CheckpointError(f"no best checkpoint is known: {error}", str(folder), hint) from error
+            f"evaluate.every_steps or lockstep evaluate {folder}",
+        ) from error
 
 
 def digest_line(folder: Path, step: int | None = None) -> str:
@@ -121,10 +122,9 @@ def open_verified(folder: Path, step: int | None) -> Iterator[tuple[int, StoredT
                 "try again",
             )
         if problems := commit.find_damage(path, step):
-            where = "\n".join([str(path), *problems])
             raise CheckpointError(
                 f"the checkpoint of step {step} is damaged",
-                where,
+                "\n".join([str(path), *problems]),
                 f"try another: {show_steps(steps)}",
             )
         yield step, open_tensors(path, step)

@@ -402,8 +402,11 @@ def explain_write_errors(what: str, folder: Path, needed_bytes: int) -> Iterator
                 where += ", but no room for another file name (inodes)"
         if error.filename and Path(error.filename) != folder:
             where += f"\n{error.filename}"
-        hint = HINTS.get(error.errno or 0, "try again, or choose another folder with --out")
-        raise CheckpointError(f"{what}: {error.strerror or error}", where, hint) from error
+        raise CheckpointError(
+            f"{what}: {error.strerror or error}",
+            where,
+            HINTS.get(error.errno or 0, "try again, or choose another folder with --out"),
+        ) from error
 
 
 @contextmanager
@@ -412,8 +415,8 @@ def explain_read_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        where = str(error.filename or path)
-        hint = "no file was changed; check permissions, mounts and limits"
         raise CheckpointError(
-            f"a checkpoint cannot be read: {error.strerror or error}", where, hint
+            f"a checkpoint cannot be read: {error.strerror or error}",
+            str(error.filename or path),
+            "no file was changed; check permissions, mounts and limits",
         ) from error

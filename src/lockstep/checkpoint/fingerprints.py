@@ -81,11 +81,10 @@ def read_run_id(run: Path) -> str:
     except FileNotFoundError:
         return ""
     except (OSError, ValueError, LookupError, TypeError) as error:
-        hint = "remove it: the next start takes the id from the newest checkpoint"
         raise CheckpointError(
             f"{path} is damaged: {error}",
             "it distinguishes this run's checkpoints from others",
-            hint,
+            "remove it: the next start takes the id from the newest checkpoint",
         ) from None
     return run_id
 

@@ -58,9 +58,10 @@ def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
         return value
     if isinstance(value, Tensor):
         if value.is_meta:
-            hint = "make it when the model has its weights, after session.prepare"
             raise UsageError(
-                f"{path} is on the meta device, without values", "session.state(name=object)", hint
+                f"{path} is on the meta device, without values",
+                "session.state(name=object)",
+                "make it when the model has its weights, after session.prepare",
             )
         name = path
         while name in tensors or name.endswith(JSON_SUFFIX):

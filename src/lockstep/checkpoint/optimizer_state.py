@@ -55,8 +55,10 @@ def own_state(optimizer: Optimizer, known: Collection[int]) -> dict[str, dict[An
         if id(key) in known or value is None or (isinstance(value, Mapping) and not value):
             continue
         if isinstance(key, Tensor):
-            what = f"{kind} keeps state that belongs to no parameter"
-            raise unsupported_state(what, f"key {str(key)[:40]!r} of its state")
+            raise unsupported_state(
+                f"{kind} keeps state that belongs to no parameter",
+                f"key {str(key)[:40]!r} of its state",
+            )
         found.setdefault("state", {})[key] = value
     if overrides(optimizer, "state_dict"):
         returned = optimizer.state_dict()
@@ -71,8 +73,9 @@ def own_state(optimizer: Optimizer, known: Collection[int]) -> dict[str, dict[An
             try:
                 encode({key: value}, f"{kind}.{source}", {})
             except (UsageError, CheckpointError) as error:
-                what = f"{kind} keeps {key!r} as a {type(value).__name__}"
-                raise unsupported_state(what, f"{where}; {error.what}") from None
+                raise unsupported_state(
+                    f"{kind} keeps {key!r} as a {type(value).__name__}", f"{where}; {error.what}"
+                ) from None
     return found
 
 

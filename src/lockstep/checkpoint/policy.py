@@ -24,8 +24,11 @@ def choose_resume_step(resume: str, steps: Collection[int]) -> tuple[int | None,
             "there is no checkpoint to resume from", "--resume required", "try --resume auto"
         )
     if not resume.isdecimal() or len(resume) > 18:
-        what = f"--resume {resume[:40]!r} is neither a step nor auto, never or required"
-        raise UsageError(what, available, "omit --resume to resume from the newest checkpoint")
+        raise UsageError(
+            f"--resume {resume[:40]!r} is neither a step nor auto, never or required",
+            available,
+            "omit --resume to resume from the newest checkpoint",
+        )
     if int(resume) not in steps:
         raise missing_checkpoint(int(resume), steps, f"--resume {resume}")
     return int(resume), f"resumes from step {int(resume)}, as --resume asks"

@@ -97,8 +97,11 @@ class ShardWriter:
             while not (path / SHARD_LIST).exists():
                 if (why := self.generation_error()) or time.monotonic() > deadline:
                     why = why or f"not written within {SHARD_TIMEOUT_S:g} s"
-                    what = f"the checkpoint of step {step} lacks the part of writer {writer}"
-                    raise CheckpointError(what, f"{path}: {why}", "the save is retried")
+                    raise CheckpointError(
+                        f"the checkpoint of step {step} lacks the part of writer {writer}",
+                        f"{path}: {why}",
+                        "the save is retried",
+                    )
                 time.sleep(POLL_S)
             for name, record in read_shard_list(path, writer, step).items():
                 os.rename(path / name, attempt.path / name)
@@ -129,9 +132,10 @@ def read_shard_list(path: Path, writer: int, step: int) -> dict[str, FileRecord]
         if "error" not in listed:
             return commit.parse_file_records(listed["files"])
     except (DamagedFileError, ValueError, KeyError, TypeError, AttributeError) as error:
-        what = f"the part of writer {writer} of step {step} is damaged: {error}"
         raise CheckpointError(
-            what, str(path / SHARD_LIST), "the next save is a new attempt"
+            f"the part of writer {writer} of step {step} is damaged: {error}",
+            str(path / SHARD_LIST),
+            "the next save is a new attempt",
         ) from error
     raise CheckpointError(
         f"writer {writer} could not write its part of step {step}: {listed['error']}", str(path), ""

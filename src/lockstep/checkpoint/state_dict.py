@@ -128,8 +128,11 @@ def optimizer_parameters(model: Model, optimizers: Optimizers) -> OptimizedParam
     if len(parameters) < len(triples):
         counts = Counter(names[id(p)] for p, _, _ in triples)
         repeated = [name for name, count in counts.items() if count > 1]
-        what = f"several optimizers hold the same parameters: {join_names(repeated)}"
-        raise CheckpointError(what, where, "give each parameter to one optimizer")
+        raise CheckpointError(
+            f"several optimizers hold the same parameters: {join_names(repeated)}",
+            where,
+            "give each parameter to one optimizer",
+        )
     return parameters
 
 
@@ -153,8 +156,10 @@ def get_state_dict(
             try:
                 tensors |= pack_entry(f"optim.{name}", key, value, parameter)
             except (UsageError, CheckpointError) as error:
-                what = f"{type(optimizer).__name__} keeps {key!r} as a {type(value).__name__}"
-                raise unsupported_state(what, f"state of {name}; {key}{error.what}") from None
+                raise unsupported_state(
+                    f"{type(optimizer).__name__} keeps {key!r} as a {type(value).__name__}",
+                    f"state of {name}; {key}{error.what}",
+                ) from None
     known = {id(parameter) for parameter, _, _ in parameters.values()}
     own = [own_state(optimizer, known) for optimizer in as_tuple(optimizers)]
     return tensors | pack(OWN_STATE, own) if any(own) else tensors
@@ -239,8 +244,11 @@ def set_state_dict(
         target = " and ".join(
             [model_name(model), *(type(optimizer).__name__ for optimizer in as_tuple(optimizers))]
         )
-        hint = "build model and optimizer as in the run that saved it"
-        raise CheckpointError(f"the checkpoint does not fit {target}", "\n".join(problems), hint)
+        raise CheckpointError(
+            f"the checkpoint does not fit {target}",
+            "\n".join(problems),
+            "build model and optimizer as in the run that saved it",
+        )
     for name, (parameter, _, optimizer) in parameters.items():
         # No earlier entry may stay: the optimizer would continue from it.
         optimizer.state.pop(parameter, None)

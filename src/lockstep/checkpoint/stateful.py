@@ -48,11 +48,10 @@ def refuse_unsupported_state(state: Mapping[str, Any]) -> None:
                 "use letters, digits, _ and -",
             )
         if isinstance(value, torch.optim.Optimizer):
-            hint = "pass all optimizers: session.prepare(model, first, second)"
             raise UsageError(
                 f"state {name!r} is an optimizer ({type(value).__name__})",
                 "session.state(name=object)",
-                hint,
+                "pass all optimizers: session.prepare(model, first, second)",
             )
         if not (
             callable(getattr(value, "state_dict", None))

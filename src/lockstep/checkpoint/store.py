@@ -76,9 +76,10 @@ class CheckpointStore:
         fail_point: FailPoint = no_fail_point,
     ) -> None:
         if scheme := scheme_of(folder):
-            what = f"checkpoints are not written to {scheme}:// directly"
             raise UsageError(
-                what, str(folder), "give a folder; lockstep run --out s3://BUCKET/RUN mirrors it"
+                f"checkpoints are not written to {scheme}:// directly",
+                str(folder),
+                "give a folder; lockstep run --out s3://BUCKET/RUN mirrors it",
             )
         self.folder = folder
         self.keep = keep
@@ -263,8 +264,11 @@ class CheckpointStore:
         """Return the checkpoint of `step`, or the newest whole one. CheckpointError: none."""
         checkpoint = self.load_newest() if step is None else self.load(step)
         if checkpoint is None:
-            hint = "train on: checkpoint.every_steps is the interval of checkpoints"
-            raise CheckpointError("there is no checkpoint yet", str(self.folder), hint)
+            raise CheckpointError(
+                "there is no checkpoint yet",
+                str(self.folder),
+                "train on: checkpoint.every_steps is the interval of checkpoints",
+            )
         return checkpoint
 
     def set_damaged_aside(self, damaged: Mapping[int, list[str]], whole: int | None) -> None:

@@ -31,9 +31,10 @@ def score_with_lm_eval(args: argparse.Namespace) -> int:
     }
     others |= {"--workers": (args.workers or 1) > 1, "no --lm-eval": not args.lm_eval}
     if wrong := [option for option, given in others.items() if given]:
-        what = f"--lm-eval, --include-path and --chat cannot be combined with {wrong[0]}"
         raise UsageError(
-            what, "command line", "score with lm-eval alone: lockstep evaluate RUN --lm-eval TASKS"
+            f"--lm-eval, --include-path and --chat cannot be combined with {wrong[0]}",
+            "command line",
+            "score with lm-eval alone: lockstep evaluate RUN --lm-eval TASKS",
         )
     from lockstep.tasks.evaluate import evaluate_with_lm_eval  # loads torch
 

@@ -73,12 +73,14 @@ def refuse_options(args: argparse.Namespace) -> None:
             "give the algorithm to draw: --algorithm tree",
         )
     if args.ranks_per_host == 1 and (args.host_rate or args.host_latency):
-        what = "--host-rate and --host-latency describe a host of several ranks; here each has one"
-        raise UsageError(what, "command line", "give --ranks-per-host 2 or more")
-    if args.run and args.ranks > MAX_RUN_RANKS:
-        what = f"--run with {args.ranks:,} ranks: each is a process of this machine"
         raise UsageError(
-            what,
+            "--host-rate and --host-latency describe a host of several ranks; here each has one",
+            "command line",
+            "give --ranks-per-host 2 or more",
+        )
+    if args.run and args.ranks > MAX_RUN_RANKS:
+        raise UsageError(
+            f"--run with {args.ranks:,} ranks: each is a process of this machine",
             "command line",
             f"give at most {MAX_RUN_RANKS} ranks, or simulate them without --run",
         )

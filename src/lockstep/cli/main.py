@@ -141,9 +141,8 @@ def refuse_invalid_utf8(words: Sequence[str]) -> None:
     """UsageError for words that JSON, a tokenizer and other hosts cannot represent."""
     for word in words:
         if any("\ud800" <= letter <= "\udfff" for letter in word):
-            what = f"{word!r} is not valid UTF-8"
             raise UsageError(
-                what,
+                f"{word!r} is not valid UTF-8",
                 "command line",
                 "rename the file, or convert the text: iconv -f latin1 -t utf-8",
             )

@@ -45,8 +45,11 @@ def script_of(main: Callable[..., object]) -> str:
     """Return a script that defines and launches `main`. UsageError for what no script can
     recreate."""
     if not isinstance(main, FunctionType) or main.__name__ == "<lambda>":
-        what = f"lockstep.launch takes a function that a cell defines with def, not {main!r}"
-        raise UsageError(what, "a notebook", "write def main(...): in a cell")
+        raise UsageError(
+            f"lockstep.launch takes a function that a cell defines with def, not {main!r}",
+            "a notebook",
+            "write def main(...): in a cell",
+        )
     found: dict[str, str] = {}
     define(main.__name__, main, "lockstep.launch", main.__globals__, found)
     future = (
@@ -87,17 +90,13 @@ def define(
             source = f"{name} = {value!r}" if ast.literal_eval(repr(value)) == value else ""
     if not source:
         kind = "a lambda" if "<lambda>" in own else f"of type {type(value).__name__}"
-        what = f"{user} uses the global {name}, {kind}, which a fresh process cannot recreate"
         own_function = isinstance(value, FunctionType)
-        hint = (
+        raise UsageError(
+            f"{user} uses the global {name}, {kind}, which a fresh process cannot recreate",
+            "a notebook: workers run the sources, the imports and the literals that main uses",
             f"write def {name}(...): at the top of a cell"
             if own_function
-            else f"create it in {user}, or in a function that it calls"
-        )
-        raise UsageError(
-            what,
-            "a notebook: workers run the sources, the imports and the literals that main uses",
-            hint,
+            else f"create it in {user}, or in a function that it calls",
         )
     found[name] = found.pop(name) or source
 

@@ -119,8 +119,11 @@ def with_planned_layout(request: RunRequest, workers: int | None) -> RunRequest:
     """
     run = request.validate()
     if run is None:
-        hint = "a script chooses its own: Session(shard=..., tensor=..., pipeline=...)"
-        raise UsageError("--layout auto is for a run file", "command line", hint)
+        raise UsageError(
+            "--layout auto is for a run file",
+            "command line",
+            "a script chooses its own: Session(shard=..., tensor=..., pipeline=...)",
+        )
     if given := [key for key in request.flags if key.startswith("layout.")]:
         raise UsageError(
             f"--layout auto cannot be combined with --{given[0]}",
@@ -128,11 +131,10 @@ def with_planned_layout(request: RunRequest, workers: int | None) -> RunRequest:
             "remove one of them",
         )
     if read_rank_info(os.environ) is not None:
-        hint = "start lockstep train alone, or set layout.* to what lockstep plan prints"
         raise UsageError(
             "--layout auto needs lockstep to start the workers, and another launcher has",
             "environment",
-            hint,
+            "start lockstep train alone, or set layout.* to what lockstep plan prints",
         )
     count = workers or default_worker_count()[0]
     kind, memory = this_device()

@@ -18,8 +18,11 @@ def main(args: argparse.Namespace, rest: list[str]) -> int:
     if args.name[:1] == ["copy"]:
         copy_script(args.name[1:])
     elif len(args.name) > 1:
-        what = f"{len(args.name)} names: {' '.join(args.name)}"
-        raise UsageError(what, "command line", "give one name, or copy SCRIPT FILE")
+        raise UsageError(
+            f"{len(args.name)} names: {' '.join(args.name)}",
+            "command line",
+            "give one name, or copy SCRIPT FILE",
+        )
     elif args.name:
         print(text_of(args.name[0]), end="")
     else:
@@ -30,22 +33,33 @@ def main(args: argparse.Namespace, rest: list[str]) -> int:
 def copy_script(words: list[str]) -> None:
     """Write a script to a new file."""
     if len(words) != 2:
-        hint = "write lockstep recipes copy translate my.py"
-        raise UsageError(f"copy takes a script and a file, not {words}", "command line", hint)
+        raise UsageError(
+            f"copy takes a script and a file, not {words}",
+            "command line",
+            "write lockstep recipes copy translate my.py",
+        )
     name, file = words[0], Path(words[1])
     if name not in SCRIPTS:
-        hint = f"available: {', '.join(SCRIPTS)}"
-        raise UsageError(f"there is no script {name!r}", "lockstep recipes copy", hint)
+        raise UsageError(
+            f"there is no script {name!r}",
+            "lockstep recipes copy",
+            f"available: {', '.join(SCRIPTS)}",
+        )
     if file.suffix != ".py":
-        hint = "give the name of a new Python file, such as my.py"
-        raise UsageError(f"{file} does not end in .py", "lockstep recipes copy", hint)
+        raise UsageError(
+            f"{file} does not end in .py",
+            "lockstep recipes copy",
+            "give the name of a new Python file, such as my.py",
+        )
     try:
         with file.open("x", encoding="utf-8") as copy:
             copy.write(script_path(name).read_text(encoding="utf-8"))
     except OSError as error:
-        what = f"{file} was not written: {error.strerror}"
-        hint = "give a new file in a folder that exists"
-        raise UsageError(what, "lockstep recipes copy", hint) from None
+        raise UsageError(
+            f"{file} was not written: {error.strerror}",
+            "lockstep recipes copy",
+            "give a new file in a folder that exists",
+        ) from None
     print(f"{file}: lockstep run --workers 2 {file}{SCRIPTS[name]} --steps 40")
 
 
@@ -59,8 +73,9 @@ def text_of(spelled: str) -> str:
     files = available()
     name = spelled.removeprefix("recipes/").removesuffix(".toml")
     if name not in files:
-        hint = f"available: {', '.join(files)}"
-        raise UsageError(f"there is no recipe {spelled!r}", "command line", hint)
+        raise UsageError(
+            f"there is no recipe {spelled!r}", "command line", f"available: {', '.join(files)}"
+        )
     return files[name].read_text(encoding="utf-8")
 
 

@@ -25,11 +25,10 @@ def main(args: argparse.Namespace, rest: list[str]) -> int:
     try:
         print(write_report(folders, out))
     except OSError as error:
-        hint = "give --out FILE.html, in a folder that exists and that this user can write"
         raise UsageError(
             f"{out} cannot be written: {error.strerror or error}",
             "--out" if args.out else "the run folder",
-            hint,
+            "give --out FILE.html, in a folder that exists and that this user can write",
         ) from error
     return 0
 

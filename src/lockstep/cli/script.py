@@ -75,8 +75,11 @@ def start_workers(main: Callable[..., object], workers: int | None) -> None:
     file, module = getattr(script, "__file__", None), module_of(script)
     is_stdlib = module.partition(".")[0] in sys.stdlib_module_names
     if file and module and (is_stdlib or not is_user_code(script)):
-        what = "lockstep.launch in a program that is not a script file"
-        raise UsageError(what, str(file), "write the loop to FILE.py and start python FILE.py")
+        raise UsageError(
+            "lockstep.launch in a program that is not a script file",
+            str(file),
+            "write the loop to FILE.py and start python FILE.py",
+        )
     out = given_out(sys.argv[1:]) if file else ""
     default = getattr(parameters_of(main).get("out"), "default", None)
     if not out and isinstance(default, str | os.PathLike):
@@ -196,9 +199,8 @@ def arguments_of(
                 listed, config={"arbitrary_types_allowed": True}
             ).validate_python([text])[0]
         except ValidationError as error:
-            what = f"--{name} {text!r}: {error.errors()[0]['msg']}"
             raise UsageError(
-                what,
+                f"--{name} {text!r}: {error.errors()[0]['msg']}",
                 "command line",
                 f"see {spelled}: the type is the annotation, else that of the default",
             ) from None
@@ -217,8 +219,11 @@ def types_of(function: Callable[..., object], spelled: str) -> dict[str, Any]:
     try:
         return {"out": Path} | types | get_type_hints(function, include_extras=True)
     except NameError as error:
-        what = f"an annotation of {spelled} cannot be read: {error}"
-        raise UsageError(what, "command line", "import it outside of TYPE_CHECKING") from None
+        raise UsageError(
+            f"an annotation of {spelled} cannot be read: {error}",
+            "command line",
+            "import it outside of TYPE_CHECKING",
+        ) from None
 
 
 def module_of(script: ModuleType) -> str:

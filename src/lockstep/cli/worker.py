@@ -72,9 +72,10 @@ def run_worker(request: RunRequest) -> int:
         NotADirectoryError,
         IsADirectoryError,
     ) as error:  # a restart cannot fix it
-        hint = "move the existing file aside, or give another folder with --out"
         raise UsageError(
-            f"{error.filename}: {error.strerror}", f"the run folder {request.folder}", hint
+            f"{error.filename}: {error.strerror}",
+            f"the run folder {request.folder}",
+            "move the existing file aside, or give another folder with --out",
         ) from error
 
 

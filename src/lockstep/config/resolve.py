@@ -64,18 +64,18 @@ def read_toml(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         present = [str(other) for other in sorted(path.parent.glob("*.toml")) if is_run_file(other)]
         present = present or [f"recipes/{name}.toml" for name in sorted(recipes())]
-        hint = (
+        raise ConfigError(
+            f"there is no run file {path}",
+            "given on the command line",
             f"available: {', '.join(present)}"
             if present
-            else "give the path of a TOML file, or none for the default values"
-        )
-        raise ConfigError(
-            f"there is no run file {path}", "given on the command line", hint
+            else "give the path of a TOML file, or none for the default values",
         ) from None
     except (ValueError, RecursionError) as error:
-        what = f"{path} is not TOML: {error}"
         raise ConfigError(
-            what, "the run file", "fix this line; tables are [section], strings are in quotes"
+            f"{path} is not TOML: {error}",
+            "the run file",
+            "fix this line; tables are [section], strings are in quotes",
         ) from None
     except OSError as error:
         raise ConfigError(
@@ -176,9 +176,11 @@ def resolve(
                 problems.append(error)
     if problems:
         many = f"{len(problems)} invalid values: " if len(problems) > 1 else ""
-        what = many + "; ".join(error.what for error in problems)
-        where = "\n".join(dict.fromkeys(error.where for error in problems))
-        raise ConfigError(what, where, "\n".join(dict.fromkeys(error.hint for error in problems)))
+        raise ConfigError(
+            many + "; ".join(error.what for error in problems),
+            "\n".join(dict.fromkeys(error.where for error in problems)),
+            "\n".join(dict.fromkeys(error.hint for error in problems)),
+        )
     if decay_follows_steps and DECAY_STEPS not in set_by:
         values[DECAY_STEPS] = max(1, values["steps"])
         origin[DECAY_STEPS] = AS_STEPS
@@ -191,8 +193,11 @@ def resolve(
 def read_adapter(folder: str, source: str) -> dict[str, Mapping[str, Any]]:
     """Return the values that a folder of PEFT defines, by their source. ConfigError."""
     if not os.path.isfile(os.path.join(folder, ADAPTER_CONFIG)):
-        what = f"{ADAPTER} = {shorten(folder)}: there is no {ADAPTER_CONFIG}"
-        raise ConfigError(what, source, "give a folder with adapters of PEFT")
+        raise ConfigError(
+            f"{ADAPTER} = {shorten(folder)}: there is no {ADAPTER_CONFIG}",
+            source,
+            "give a folder with adapters of PEFT",
+        )
     return {f"{ADAPTER_CONFIG} in {folder}": read_adapter_config(Path(folder))}
 
 

@@ -285,11 +285,10 @@ def refuse_missing_packages(resolved: ResolvedRun, *, prepared: bool) -> None:
     }
     for key, (package, extra, needed) in needs.items():
         if needed and find_spec(package) is None:
-            hint = f'pip install "lockstep-train[{extra}]"'
             raise ConfigError(
                 f"the package {package} is not installed",
                 f"{key} from {resolved.origin[key]}",
-                hint,
+                f'pip install "lockstep-train[{extra}]"',
             )
     # Those of Inductor and Triton.
     compilers = [os.environ.get("CXX"), os.environ.get("CC"), "g++", "gcc", "clang"]
@@ -341,8 +340,11 @@ def basenames(paths: str | Sequence[str]) -> list[str]:
 def parse_schedule(raw: Mapping[str, Any], source: str) -> dict[str, Any]:
     """Return values of SCHEDULE, converted. ConfigError for other keys and invalid values."""
     if others := [key for key in raw if key not in SCHEDULE]:
-        hint = f"only the schedule can: {', '.join(SCHEDULE)}"
-        raise ConfigError(f"{others[0]} cannot be overridden", source, hint)
+        raise ConfigError(
+            f"{others[0]} cannot be overridden",
+            source,
+            f"only the schedule can: {', '.join(SCHEDULE)}",
+        )
     return {key: parse_value(key, item, source) for key, item in raw.items()}
 
 

@@ -69,9 +69,10 @@ def read_run(folder: Path) -> ResolvedRun | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        what = f"{path} cannot be read: {error.strerror}"
         raise ConfigError(
-            what, "the run's values", "give a folder that this user can read and write"
+            f"{path} cannot be read: {error.strerror}",
+            "the run's values",
+            "give a folder that this user can read and write",
         ) from None
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise CheckpointError(

@@ -599,13 +599,15 @@ def parse_value(key: str, raw: Any, source: str) -> Any:
     known = config_fields()
     if key not in known:
         near = " or ".join(nearest_keys(key, list(known)))
-        hint = f"perhaps {near}" if near else "see lockstep train --help"
-        raise ConfigError(f"unknown key {key!r}", source, hint)
+        raise ConfigError(
+            f"unknown key {key!r}",
+            source,
+            f"perhaps {near}" if near else "see lockstep train --help",
+        )
     try:
         return known[key].parse(raw)
     except ValueError as error:
-        what = f"{key} = {shorten(raw)}: {error}"
-        raise ConfigError(what, source, known[key].doc) from None
+        raise ConfigError(f"{key} = {shorten(raw)}: {error}", source, known[key].doc) from None
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

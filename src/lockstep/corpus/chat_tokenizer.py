@@ -104,9 +104,10 @@ class ChatTokenizer:
         try:
             return renderer.render(self.template, values, now or datetime.now(), marked=marked)
         except TemplateError as error:
-            hint = "check which roles and order of messages it accepts"
             raise DataError(
-                f"the chat cannot be rendered: {error}", f"the chat template in {self.folder}", hint
+                f"the chat cannot be rendered: {error}",
+                f"the chat template in {self.folder}",
+                "check which roles and order of messages it accepts",
             ) from error
 
     def decode(self, ids: Iterable[int]) -> str:

@@ -267,12 +267,13 @@ def refuse_unrendered(tokenizer: ChatTokenizer, chat: Chat) -> None:
     eos_tokens = filter(None, map(tokenizer.inner.id_to_token, sorted(tokenizer.eos_ids)))
     for number, token in product(chat.answers, eos_tokens):
         if token in text_of(chat.messages[number]):
-            what = (
+            raise problem(
+                tokenizer,
+                chat,
                 f"answer {number + 1} contains {token!r}, the token that ends a turn: "
-                "the text after it would not be trained"
+                "the text after it would not be trained",
+                "remove it from the text; the template adds it",
             )
-            hint = "remove it from the text; the template adds it"
-            raise problem(tokenizer, chat, what, hint)
     unrendered = unrendered_parts(tokenizer, chat)
     if unrendered and not GENERATION.search(tokenizer.template):
         for number in chat.answers:  # trained as generated, in a part of the chat
@@ -282,9 +283,12 @@ def refuse_unrendered(tokenizer: ChatTokenizer, chat: Chat) -> None:
                 name: of for name, of in unrendered.items() if of > number or name in missing
             }
     for name in unrendered:
-        what = f"the chat template does not render {name}"
-        hint = "remove it from the chat, or use a model whose template renders it"
-        raise problem(tokenizer, chat, what, hint)
+        raise problem(
+            tokenizer,
+            chat,
+            f"the chat template does not render {name}",
+            "remove it from the chat, or use a model whose template renders it",
+        )
 
 
 def encode(tokenizer: ChatTokenizer, chat: Chat) -> tuple[list[int], list[bool]]:
@@ -322,19 +326,23 @@ def encode(tokenizer: ChatTokenizer, chat: Chat) -> tuple[list[int], list[bool]]
         prompt_ids = inner.encode(prompt, add_special_tokens=False).ids
         if ids[: len(prompt_ids)] != prompt_ids:
             context = whole[max(0, len(prompt) - 10) : len(prompt) + 10]
-            hint = (
+            raise SplitTokenError(
+                f"answer {number + 1} starts inside a token: {context!r}",
+                f"{chat.where}; {tokenizer.folder}",
                 "start the answer with other characters, or use a template that ends its prompt "
-                "with a special token or a line break"
+                "with a special token or a line break",
             )
-            what = f"answer {number + 1} starts inside a token: {context!r}"
-            raise SplitTokenError(what, f"{chat.where}; {tokenizer.folder}", hint)
         answer = (i for i in range(len(prompt_ids), len(ids)) if starts[i] < len(turn))
         end = next((i for i in answer if ids[i] in tokenizer.eos_ids), None)
         if end is None or (spans is not None and number == last and not loss_mask[end]):
             what = "the chat template does not end an answer with an eos token"
             what += " inside its generation tags" * (end is not None)
-            hint = "set eos_token_id in the generation_config.json beside the tokenizer"
-            raise problem(tokenizer, chat, what, hint)
+            raise problem(
+                tokenizer,
+                chat,
+                what,
+                "set eos_token_id in the generation_config.json beside the tokenizer",
+            )
         if spans is None:
             loss_mask[len(prompt_ids) : end + 1] = [True] * (end + 1 - len(prompt_ids))
     return ids, loss_mask
@@ -353,9 +361,12 @@ def refuse_cut_answer(
         found = rendered.find(word.group(), position)
         if found < 0:
             part = text[: word.end()].split()[-1] + text[word.end() :]
-            what = f"the chat template drops a part of answer {number + 1}: {part[:60]!r}"
-            hint = "remove it from the chat, or use a template that writes it"
-            raise problem(tokenizer, chat, what, hint)
+            raise problem(
+                tokenizer,
+                chat,
+                f"the chat template drops a part of answer {number + 1}: {part[:60]!r}",
+                "remove it from the chat, or use a template that writes it",
+            )
         position = found + len(word.group())
 
 
@@ -377,8 +388,9 @@ def tagged_spans(tokenizer: ChatTokenizer, chat: Chat, whole: str) -> list[tuple
             "of which some have the weight 0"
         )
     if what:
-        hint = "remove the tags, or put one pair of them around each answer"
-        raise problem(tokenizer, chat, what, hint)
+        raise problem(
+            tokenizer, chat, what, "remove the tags, or put one pair of them around each answer"
+        )
     if len(spans) != len(answers):
         return spans
     return [span for span, number in zip(spans, answers, strict=True) if number in chat.answers]

@@ -404,9 +404,11 @@ def generate_pairs(
     held_out_counts = [len(splits[name]) for name in ("validation", "test")]
     if len(train) < min(limit, 1000) or (held_out and not all(held_out_counts)):
         counts = f"{len(train)} training and {held_out_counts[0]} held-out pairs"
-        what = f"CLDR has too little data for {source!r} and {target!r}: {counts}"
-        hint = "use languages that CLDR covers well, or increase data.pairs"
-        raise DataError(what, f"babel {babel.__version__}, data.source, data.target", hint)
+        raise DataError(
+            f"CLDR has too little data for {source!r} and {target!r}: {counts}",
+            f"babel {babel.__version__}, data.source, data.target",
+            "use languages that CLDR covers well, or increase data.pairs",
+        )
     mixed = {
         name: shuffled(Random(name), split)
         for name, split in splits.items()

@@ -160,18 +160,17 @@ def locale(code: str) -> Locale:
         }
         near = difflib.get_close_matches(code.lower(), [*identifiers, *english], n=4, cutoff=0.6)
         codes = list(dict.fromkeys(identifiers.get(word) or english[word] for word in near))
-        what = f"CLDR has no language {code!r}"
-        hint = (
+        raise DataError(
+            f"CLDR has no language {code!r}",
+            f"babel {babel.__version__}, data.source, data.target",
             f"did you mean {', '.join(codes)}?"
             if codes
-            else "languages are codes such as en, it, de, pt_BR, zh_Hant"
+            else "languages are codes such as en, it, de, pt_BR, zh_Hant",
         )
-        raise DataError(what, f"babel {babel.__version__}, data.source, data.target", hint)
     parsed = Locale.parse(name)
     if parsed.months["format"]["wide"][1] == "M01":  # CLDR's fallback for a language without data
-        what = f"CLDR has no month names in {code!r}, so no sentences can be generated"
         raise DataError(
-            what,
+            f"CLDR has no month names in {code!r}, so no sentences can be generated",
             f"babel {babel.__version__}, data.source, data.target",
             "use a language that CLDR covers well",
         )

@@ -75,9 +75,8 @@ def splits_of(data: config.DataOptions) -> dict[Split, str]:
     for split, paths in files.items():
         for path in paths:
             if owner.setdefault(path.resolve(), split) != split:
-                what = f"{path} is both in data.{owner[path.resolve()]} and in data.{split}"
                 raise DataError(
-                    what,
+                    f"{path} is both in data.{owner[path.resolve()]} and in data.{split}",
                     f"data.kind={data.kind}",
                     "remove one of them; without files for validation, documents are held out",
                 )

@@ -169,8 +169,11 @@ def count_long_pairs(report: dict[str, Any], too_long: Counter[str], max_tokens:
             report["left_out"][reason] = count
         log.info("%s: %d pairs %s", split, count, reason)
     if not report["kept"]["train"]:
-        what = f"no training pair has at most {max_tokens} tokens"
-        raise DataError(what, "data.max_tokens", "increase it, or split the text into sentences")
+        raise DataError(
+            f"no training pair has at most {max_tokens} tokens",
+            "data.max_tokens",
+            "increase it, or split the text into sentences",
+        )
 
 
 def open_prepared(folder: Path, digests: FileDigests = NOT_SHARED) -> PreparedPairs:

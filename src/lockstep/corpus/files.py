@@ -36,9 +36,10 @@ def lines_of(path: Path) -> Iterator[bytes]:
         with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
             yield from file
     except (OSError, EOFError, ValueError, zlib.error) as error:
-        hint = "check the path; if it is correct, copy or compress the file again"
         raise DataError(
-            f"{path} cannot be read: {error}", "data.train, data.validation, data.test", hint
+            f"{path} cannot be read: {error}",
+            "data.train, data.validation, data.test",
+            "check the path; if it is correct, copy or compress the file again",
         ) from None
 
 
@@ -68,10 +69,10 @@ def decode_text(content: bytes, name: str) -> str:
         return content.decode().removeprefix(BYTE_ORDER_MARK)
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
-        what = f"{name} is not UTF-8: byte 0x{content[error.start]:02x} at offset {error.start:,}"
-        hint = "convert it first, for example: iconv -f latin1 -t utf-8"
         raise DataError(
-            what, f"line {line:,}: {content[max(0, error.start - 20) : error.start + 20]!r}", hint
+            f"{name} is not UTF-8: byte 0x{content[error.start]:02x} at offset {error.start:,}",
+            f"line {line:,}: {content[max(0, error.start - 20) : error.start + 20]!r}",
+            "convert it first, for example: iconv -f latin1 -t utf-8",
         ) from None
 
 
@@ -107,9 +108,10 @@ def array_items(path: Path) -> Iterator[Record]:
     try:
         items = parse_json(b"".join(lines_of(path)).decode().removeprefix(BYTE_ORDER_MARK))
     except ValueError as error:
-        what = f"the file starts as a JSON array, and is not one: {error}"
         raise DataError(
-            what, str(path), "write one array of records, or one record per line"
+            f"the file starts as a JSON array, and is not one: {error}",
+            str(path),
+            "write one array of records, or one record per line",
         ) from None
     for number, item in enumerate(items, start=1):
         yield f"{path}, record {number:,}", item
@@ -182,8 +184,9 @@ def dataset_files(folder: Path, key: str) -> list[Path]:
             key,
             f"name one of them: {key}={folder / splits[0]}",
         )
-    hint = (
+    raise DataError(
+        f"{folder} is a folder, and no dataset",
+        key,
         f"name files in it: {key}={folder}/*.jsonl, .json or .parquet; a folder that save_to_disk "
-        "has written is read, too"
+        "has written is read, too",
     )
-    raise DataError(f"{folder} is a folder, and no dataset", key, hint)

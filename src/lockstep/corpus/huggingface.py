@@ -103,12 +103,12 @@ def load(name: str, subset: str) -> datasets.DatasetDict:
         else:
             dataset = datasets.load_dataset(name, subset or None)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        what = f"the dataset cannot be loaded: {' '.join(str(error).split())[:300]}"
-        hint = (
+        raise DataError(
+            f"the dataset cannot be loaded: {' '.join(str(error).split())[:300]}",
+            f"data.dataset={name} data.subset={subset}",
             "check the name and the network; a folder of `save_to_disk`, or one with parquet "
-            "files, needs no network"
-        )
-        raise DataError(what, f"data.dataset={name} data.subset={subset}", hint) from error
+            "files, needs no network",
+        ) from error
     if isinstance(dataset, datasets.Dataset):
         return datasets.DatasetDict({"train": dataset})
     return dataset

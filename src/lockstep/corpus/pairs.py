@@ -103,9 +103,8 @@ def read_pairs(paths: Sequence[str], source: str, target: str, split: str) -> Pa
         records = records_of(Path(paths[0]))
         return [sides_of(record, source, target, where) for where, record in records]
     files = "file" if len(paths) == 1 else "files"
-    what = f"data.{split} has {len(paths)} {files}: {', '.join(paths) or 'none'}"
     raise DataError(
-        what,
+        f"data.{split} has {len(paths)} {files}: {', '.join(paths) or 'none'}",
         "data.kind=files",
         "give two text files (source, then target), one .tsv, or one .jsonl; each may end in .gz",
     )
@@ -132,16 +131,18 @@ def pairs_of_tsv(path: Path, source: str, target: str) -> Pairs:
         left, right = 0, 1
         first = 0
     if rows and not first and len(names) != 2:
-        what = f"{path} has {len(names)} columns and no header with {source!r} and {target!r}"
         raise DataError(
-            what,
+            f"{path} has {len(names)} columns and no header with {source!r} and {target!r}",
             f"line 1: {shorten(names)}",
             "write two columns, or a first line with column names",
         )
     for number, row in enumerate(rows, start=1):
         if len(row) != len(names):
-            what = f"{path} has {len(row)} columns in line {number:,}, {len(names)} in line 1"
-            raise DataError(what, shorten(row), "look for a missing or extra tab")
+            raise DataError(
+                f"{path} has {len(row)} columns in line {number:,}, {len(names)} in line 1",
+                shorten(row),
+                "look for a missing or extra tab",
+            )
     return [(row[left], row[right]) for row in rows[first:]]
 
 

@@ -160,8 +160,9 @@ def read_tokenizer(path: Path, hint: str) -> tokenizers.Tokenizer:
     except FileNotFoundError:
         raise DataError(f"there is no {path.name}", str(path.parent), hint) from None
     except Exception as error:  # the library raises plain Exception for any error
-        what = f"the tokenizer cannot be read: {error}"
-        raise DataError(what, str(path), "copy the file again") from error
+        raise DataError(
+            f"the tokenizer cannot be read: {error}", str(path), "copy the file again"
+        ) from error
 
 
 def byte_level_bpe(words: str) -> tokenizers.Tokenizer:

@@ -111,9 +111,10 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     try:
         return verify_checksum(read_json(folder / MANIFEST))
     except FileNotFoundError:
-        what = f"no data was prepared in {folder}"
         raise DataError(
-            what, f"{MANIFEST} is missing", "start the training run once: it prepares the data"
+            f"no data was prepared in {folder}",
+            f"{MANIFEST} is missing",
+            "start the training run once: it prepares the data",
         ) from None
     except ValueError as error:
         raise DataError(
@@ -168,9 +169,8 @@ def verify_files(expected: Mapping[Path, str], folder: Path, digests: FileDigest
     actual = digests.of(path for path in expected if path.exists())
     for path, digest in expected.items():
         if (found := actual.get(path, "missing")) != digest:
-            what = f"{path} is {'missing' if found == 'missing' else 'damaged'}"
             raise DataError(
-                what,
+                f"{path} is {'missing' if found == 'missing' else 'damaged'}",
                 f"sha256 {found}\nwas    {digest}",
                 f"remove {folder} to prepare the data again",
             )

@@ -128,8 +128,11 @@ def self_check(words: Sequence[str], folder: str, workers: int) -> int:
     """Train a user's loop on 1 and on `workers` workers, through a kill and a resume, and compare.
     words: FILE.py:FUNCTION and the options of the function."""
     if workers < 2:
-        hint = "give 2 or more: they are compared with one"
-        raise UsageError(f"--workers {workers} is too few for a self-check", "command line", hint)
+        raise UsageError(
+            f"--workers {workers} is too few for a self-check",
+            "command line",
+            "give 2 or more: they are compared with one",
+        )
     require_empty(folder)
     print(f"{words[0]}, in {folder}\n", flush=True)
     alone, digest = train_once(words, f"{folder}/one", "1 worker", 1)
@@ -144,8 +147,11 @@ def self_check(words: Sequence[str], folder: str, workers: int) -> int:
             "save after the last step to compare all of them"
         )
     if max(saved, last) < 2:
-        hint = "train two steps or more: a worker is killed between them"
-        raise UsageError("the run has one step", words[0], hint)
+        raise UsageError(
+            "the run has one step",
+            words[0],
+            "train two steps or more: a worker is killed between them",
+        )
     middle = max(saved, last) // 2
     several = f"{workers} workers"
     killed = f"{several}, one killed in step {middle} and replaced"

@@ -166,12 +166,11 @@ class DrillRun(AbstractContextManager["DrillRun"]):
                 before, progress_s = now, time.monotonic()
             patience_s = max(self.patience_s, PATIENCE_STEPS * step_s)
             if time.monotonic() - progress_s > patience_s:
-                what = (
-                    f"timed out waiting for {what}: "
-                    f"the run has made no progress for {format_duration(patience_s)}"
-                )
                 raise LockstepError(
-                    what, str(self.log), "lockstep status shows what the workers are doing"
+                    f"timed out waiting for {what}: "
+                    f"the run has made no progress for {format_duration(patience_s)}",
+                    str(self.log),
+                    "lockstep status shows what the workers are doing",
                 )
             time.sleep(POLL_S)
 

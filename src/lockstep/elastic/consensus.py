@@ -213,9 +213,10 @@ def parse_count(count: Any) -> int:
     except TypeError:
         number = -1
     if number < 0:
-        what = f"the count of a micro-batch is {count!r}, not an integer of at least 0"
         raise UsageError(
-            what, "session.backward(loss, count=...)", "give the number of samples or tokens"
+            f"the count of a micro-batch is {count!r}, not an integer of at least 0",
+            "session.backward(loss, count=...)",
+            "give the number of samples or tokens",
         )
     return number
 

@@ -139,13 +139,10 @@ def listen_on_master_port(info: RankInfo) -> int:
         raise AssertionError("any_address comes last")
     except OSError as error:
         busy = error.errno == errno.EADDRINUSE
-        what = (
+        raise UsageError(
             f"port {info.master_port} is busy"
             if busy
-            else f"cannot listen on port {info.master_port}: {error.strerror}"
-        )
-        raise UsageError(
-            what,
+            else f"cannot listen on port {info.master_port}: {error.strerror}",
             f"MASTER_PORT, on {socket.gethostname()}, set by {info.launcher}",
             "give all machines another port; "
             f"to see what holds it: ss -ltnp 'sport = :{info.master_port}'",
@@ -198,8 +195,11 @@ def wait_for_all_ranks(info: RankInfo, store: Store, deadline_s: float, timeout_
     where = f"{info}; on {socket.gethostname()}, pid {os.getpid()}"
     size = int(store.compare_set("size", "", str(info.size)))
     if size != info.size:
-        what = f"different world sizes: {info.size} here, {size} on other workers"
-        raise UsageError(what, where, "start all machines with the same number of workers")
+        raise UsageError(
+            f"different world sizes: {info.size} here, {size} on other workers",
+            where,
+            "start all machines with the same number of workers",
+        )
     if store.add(f"rank {info.rank}", 1) > 1:
         raise UsageError(
             f"another worker already has rank {info.rank}",

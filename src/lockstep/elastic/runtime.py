@@ -259,8 +259,10 @@ class ElasticRuntime(WorkerState, AbstractContextManager["ElasticRuntime"]):
             else:
                 return self.take_progress()
             self.leave_group(why)
-        what = f"{MAX_FAILED_GENERATIONS} generations in a row failed to form: {why}"
-        raise PeersLostError(what, f"{self.world.host}, {member.me.address}")
+        raise PeersLostError(
+            f"{MAX_FAILED_GENERATIONS} generations in a row failed to form: {why}",
+            f"{self.world.host}, {member.me.address}",
+        )
 
     def _form(self, record: Generation) -> None:
         """Collective. Form the process group and exchange progress. RuntimeError if that fails."""

@@ -250,9 +250,11 @@ def encode_prompts(
         if not ids:
             raise UsageError("a prompt has no token to continue", where, "give a text")
         if max(ids) >= vocab_size:
-            what = f"the prompt has token {max(ids)}, the model only {vocab_size:,} tokens"
-            hint = "use the tokenizer that the model was trained with"
-            raise UsageError(what, str(tokenizer.folder), hint)
+            raise UsageError(
+                f"the prompt has token {max(ids)}, the model only {vocab_size:,} tokens",
+                str(tokenizer.folder),
+                "use the tokenizer that the model was trained with",
+            )
         prompts.append(ids)
     return prompts
 

@@ -110,33 +110,46 @@ def tensor_locations(path: Path) -> dict[str, TensorLocation]:
     except FileNotFoundError:
         raise CheckpointError(f"{path.name} is missing", str(path.parent), COPY_FOLDER) from None
     except SafetensorError as error:
-        what = f"{path.name} is truncated or has no valid safetensors header: {error}"
-        raise CheckpointError(what, f"{path}, {path.stat().st_size} bytes", COPY_FILE) from None
+        raise CheckpointError(
+            f"{path.name} is truncated or has no valid safetensors header: {error}",
+            f"{path}, {path.stat().st_size} bytes",
+            COPY_FILE,
+        ) from None
     except OSError as error:
-        what = f"{path.name} cannot be read: {error}"
-        raise CheckpointError(what, str(path), "check permissions and mounts") from error
+        raise CheckpointError(
+            f"{path.name} cannot be read: {error}", str(path), "check permissions and mounts"
+        ) from error
 
 
 def locations_in_folder(folder: Path) -> dict[str, TensorLocation]:
     index = folder / INDEX_FILE
     if not index.exists():
         if not (folder / WEIGHTS_FILE).exists() and sorted(folder.glob("*.bin")):
-            what = f"there is no {WEIGHTS_FILE}, only pickled weights, which can run arbitrary code"
-            hint = "load it with transformers and save it again: save_pretrained writes safetensors"
-            raise CheckpointError(what, str(folder), hint)
+            raise CheckpointError(
+                f"there is no {WEIGHTS_FILE}, only pickled weights, which can run arbitrary code",
+                str(folder),
+                "load it with transformers and save it again: save_pretrained writes safetensors",
+            )
         return tensor_locations(folder / WEIGHTS_FILE)
     try:
         files = {str(name): str(file) for name, file in read_json(index)["weight_map"].items()}
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        what = f"{INDEX_FILE} cannot be read: {error}"
-        raise CheckpointError(what, str(index), COPY_FILE) from None
+        raise CheckpointError(
+            f"{INDEX_FILE} cannot be read: {error}", str(index), COPY_FILE
+        ) from None
     shards = sorted(set(files.values()))
     if outside := [file for file in shards if Path(file).name != file or file == ".."]:
-        what = f"{INDEX_FILE} names files outside the folder: {join_names(outside)}"
-        raise CheckpointError(what, str(index), "do not use this folder")
+        raise CheckpointError(
+            f"{INDEX_FILE} names files outside the folder: {join_names(outside)}",
+            str(index),
+            "do not use this folder",
+        )
     if missing := [file for file in shards if not (folder / file).exists()]:
-        what = f"{len(missing)} of {len(shards)} shards are missing: {join_names(missing)}"
-        raise CheckpointError(what, f"{index} names them", "copy the missing files into the folder")
+        raise CheckpointError(
+            f"{len(missing)} of {len(shards)} shards are missing: {join_names(missing)}",
+            f"{index} names them",
+            "copy the missing files into the folder",
+        )
     located = {file: tensor_locations(folder / file) for file in shards}
     if lost := [f"{name} in {file}" for name, file in files.items() if name not in located[file]]:
         raise CheckpointError(
@@ -193,12 +206,17 @@ def open_hub(folder: Path, backend: str = "lockstep") -> LlamaWeights:
     UsageError: there is no such folder. CheckpointError: it is damaged or not a supported Llama.
     """
     if scheme := scheme_of(folder):
-        what = f"a model is read from a folder, not from {scheme}://"
-        hint = "download it: lockstep checkpoint export ADDRESS --out FOLDER"
-        raise UsageError(what, "command line; llama.init_from", hint)
+        raise UsageError(
+            f"a model is read from a folder, not from {scheme}://",
+            "command line; llama.init_from",
+            "download it: lockstep checkpoint export ADDRESS --out FOLDER",
+        )
     if not is_hub(folder):
-        hint = "give the folder of a complete Hugging Face model"
-        raise UsageError(f"there is no {CONFIG_FILE} in {folder}", "command line", hint)
+        raise UsageError(
+            f"there is no {CONFIG_FILE} in {folder}",
+            "command line",
+            "give the folder of a complete Hugging Face model",
+        )
     where = str(folder / CONFIG_FILE)
     try:
         hf_config = read_json(folder / CONFIG_FILE)
@@ -267,8 +285,11 @@ def one_dtype(locations: Iterable[TensorLocation], folder: Path) -> torch.dtype:
     names = sorted({location.dtype for location in locations})
     dtype = TORCH_DTYPES.get(names[0])
     if len(names) > 1 or dtype is None or not dtype.is_floating_point:
-        what = f"dtypes {', '.join(names)}, expected one floating-point dtype"
-        raise CheckpointError(what, str(folder), "convert the tensors to one dtype")
+        raise CheckpointError(
+            f"dtypes {', '.join(names)}, expected one floating-point dtype",
+            str(folder),
+            "convert the tensors to one dtype",
+        )
     return dtype
 
 
@@ -355,9 +376,11 @@ def match_shapes(
     if others:
         problems.append(f"unexpected: {join_names(others)}")
     if problems:
-        what = f"the tensors are not those of {config_file.name}"
-        hint = f"{COPY_FOLDER}, or correct its {config_file.name}"
-        raise CheckpointError(what, "\n".join([str(config_file.parent), *problems]), hint)
+        raise CheckpointError(
+            f"the tensors are not those of {config_file.name}",
+            "\n".join([str(config_file.parent), *problems]),
+            f"{COPY_FOLDER}, or correct its {config_file.name}",
+        )
     one_dtype(used.values(), config_file.parent)
     return LazyTensors(names, lambda name: located[names[name]].map())
 
@@ -436,8 +459,11 @@ def write_tensors(path: Path, specs: Sequence[TensorSpec], tensors: Mapping[str,
 
 def refuse_existing(folder: Path) -> None:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        what = f"{folder} already exists and is not empty"
-        raise UsageError(what, "--out", "name a new folder, or an empty one")
+        raise UsageError(
+            f"{folder} already exists and is not empty",
+            "--out",
+            "name a new folder, or an empty one",
+        )
 
 
 @contextmanager

@@ -336,8 +336,10 @@ def config_from_hf(hf_config: Mapping[str, Any], where: str) -> LlamaConfig:
     n_heads = given.whole_number(*SIZES["n_heads"])
     dim = given.whole_number(*SIZES["dim"])
     if given.get("head_dim") is None and dim % n_heads:
-        what = f"hidden_size {dim} is not a multiple of num_attention_heads {n_heads}"
-        raise given.error(what, "correct one, or set head_dim")
+        raise given.error(
+            f"hidden_size {dim} is not a multiple of num_attention_heads {n_heads}",
+            "correct one, or set head_dim",
+        )
     tied = given.get("tie_word_embeddings", family.tied)
     if not isinstance(tied, bool):
         raise given.wrong("tie_word_embeddings", "write true or false")
@@ -388,8 +390,9 @@ def family_of(given: JsonObject) -> str:
         )
     families = {kinds[name] for name in named} or {kind or "llama"}
     if len(families) > 1 or kind not in (None, *families):
-        what = f"model_type is {as_json(kind)} under the architecture {', '.join(named)}"
-        raise given.error(what)
+        raise given.error(
+            f"model_type is {as_json(kind)} under the architecture {', '.join(named)}"
+        )
     return str(families.pop())
 
 
@@ -405,8 +408,10 @@ def refuse_other_values(given: JsonObject, family: Family) -> None:
         "layer_types": ["full_attention"] * len(layers) if isinstance(layers, list) else None
     }
     if missing := [key for key in family.required if key not in given.values]:
-        what = f"{missing[0]} is missing, which does not mean null in a {family.architecture}"
-        raise given.error(what, "only null is supported")
+        raise given.error(
+            f"{missing[0]} is missing, which does not mean null in a {family.architecture}",
+            "only null is supported",
+        )
     harmless = READ_KEYS | HARMLESS_KEYS | {*family.ignored, *family.flags.values()}
     for key, value in given.values.items():
         if key in harmless or value is None or (key in plain and value == plain[key]):
@@ -415,8 +420,9 @@ def refuse_other_values(given: JsonObject, family: Family) -> None:
             raise given.wrong(key, "use the model as it was before quantization")
         if key in plain:
             raise given.wrong(key, ONLY_PLAIN)
-        hint = "this key is unknown; remove it if it does not change what the model computes"
-        raise given.wrong(key, hint)
+        raise given.wrong(
+            key, "this key is unknown; remove it if it does not change what the model computes"
+        )
 
 
 def rope_of(given: JsonObject, family: Family) -> tuple[float, RopeScaling | None]:
@@ -426,13 +432,16 @@ def rope_of(given: JsonObject, family: Family) -> tuple[float, RopeScaling | Non
     rope = scaling if scaling.values else parameters
     theta = rope.positive("rope_theta", given.positive("rope_theta", family.theta))
     if (other := parameters.values.get("rope_theta", theta)) != theta:
-        what = f"rope_parameters has rope_theta {as_json(other)}, and rope_scaling has {theta:g}"
-        raise given.error(what, "keep one of them")
+        raise given.error(
+            f"rope_parameters has rope_theta {as_json(other)}, and rope_scaling has {theta:g}",
+            "keep one of them",
+        )
     kind = rope.values.get("rope_type", rope.values.get("type", "default"))
     if kind not in family.ropes:
-        what = f"rotary positions are scaled by rope_type {as_json(kind)}"
-        hint = f"supported in a {family.architecture}: {', '.join(family.ropes)}"
-        raise given.error(what, hint)
+        raise given.error(
+            f"rotary positions are scaled by rope_type {as_json(kind)}",
+            f"supported in a {family.architecture}: {', '.join(family.ropes)}",
+        )
     if rope.values.get("partial_rotary_factor", 1) != 1:
         raise rope.wrong("partial_rotary_factor", ONLY_PLAIN)
     known = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}

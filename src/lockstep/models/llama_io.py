@@ -110,8 +110,9 @@ def read_model(folder: Path) -> RunModel:
             "export also writes the weights of other models",
         ) from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, CheckpointError) as error:
-        what = f"{MODEL} cannot be read: {error}"
-        raise DataError(what, where, "import the model again") from error
+        raise DataError(
+            f"{MODEL} cannot be read: {error}", where, "import the model again"
+        ) from error
 
 
 def backend_of(config: ModelConfig) -> str:
@@ -124,9 +125,11 @@ def backend_of(config: ModelConfig) -> str:
 def refuse_other_backend(config: ModelConfig, backend: str, folder: str) -> None:
     """UsageError: the run in `folder` has another backend than the one that starts from it."""
     if backend_of(config) != backend:
-        what = f"llama.backend is {backend}, but the run in {folder} has another"
-        hint = "set the llama.backend of that run, or export it and start from the export"
-        raise UsageError(what, "llama.backend", hint)
+        raise UsageError(
+            f"llama.backend is {backend}, but the run in {folder} has another",
+            "llama.backend",
+            "set the llama.backend of that run, or export it and start from the export",
+        )
 
 
 def import_hub(source: Path, folder: Path) -> str:
@@ -216,8 +219,11 @@ def peft_config_of(folder: Path, run: RunModel) -> dict[str, Any]:
     """Return the adapter_config.json of a run. UsageError: its adapters do not fit a model of
     PEFT."""
     if run.lora is None:
-        what = f"the run in {folder} trains no adapters"
-        raise UsageError(what, "--adapter", "leave --adapter out to export its weights")
+        raise UsageError(
+            f"the run in {folder} trains no adapters",
+            "--adapter",
+            "leave --adapter out to export its weights",
+        )
     base = Path(run.start)
     is_native = isinstance(run.config, LlamaConfig) and is_hub(base)
     if is_native and packed_matrices(read_json(base / CONFIG_FILE), str(base)):
@@ -228,9 +234,11 @@ def peft_config_of(folder: Path, run: RunModel) -> dict[str, Any]:
             "leave --adapter out to export the merged weights",
         )
     if is_hub(base) and read_json(base / CONFIG_FILE).get("text_config"):
-        what = f"{base} is multimodal, and the adapters of the run have the names of its text model"
-        hint = "leave --adapter out to export the merged text model"
-        raise UsageError(what, "--adapter", hint)
+        raise UsageError(
+            f"{base} is multimodal, and the adapters of the run have the names of its text model",
+            "--adapter",
+            "leave --adapter out to export the merged text model",
+        )
     return adapter_config(run.lora, run.start)
 
 
@@ -240,8 +248,7 @@ def cast_tensors(tensors: Mapping[str, Tensor], dtype_name: str) -> Mapping[str,
         return tensors
     dtype = getattr(torch, dtype_name, None)
     if not isinstance(dtype, torch.dtype):
-        what = f"{MODEL} names the dtype {dtype_name!r}"
-        raise DataError(what, MODEL, "give one with --dtype")
+        raise DataError(f"{MODEL} names the dtype {dtype_name!r}", MODEL, "give one with --dtype")
     return LazyTensors(tensors, lambda name: cast_tensor(name, tensors[name], dtype))
 
 
@@ -338,8 +345,11 @@ def load_llama(
     else:
         refuse_no_model(folder)
         if step is not None:
-            what = f"step {step} of {folder}, which has no steps"
-            raise UsageError(what, "--step", "leave --step out for a Hugging Face folder")
+            raise UsageError(
+                f"step {step} of {folder}, which has no steps",
+                "--step",
+                "leave --step out for a Hugging Face folder",
+            )
         weights = open_hub(folder, backend)
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = model_from_tensors(weights.config, weights.tensors, device)
@@ -348,13 +358,17 @@ def load_llama(
 
 def refuse_no_model(folder: Path) -> None:
     if (folder / "run.json").is_file():
-        what = f"the run in {folder} trains a translator"
-        hint = f"try lockstep translate {folder}"
-        raise UsageError(what, str(folder / "run.json"), hint)
+        raise UsageError(
+            f"the run in {folder} trains a translator",
+            str(folder / "run.json"),
+            f"try lockstep translate {folder}",
+        )
     if not is_hub(folder):
-        where = f"neither {MODEL} nor config.json is there"
-        hint = "give a folder that lockstep checkpoint import wrote, or one of a Hugging Face model"
-        raise UsageError(f"there is no model in {folder}", where, hint)
+        raise UsageError(
+            f"there is no model in {folder}",
+            f"neither {MODEL} nor config.json is there",
+            "give a folder that lockstep checkpoint import wrote, or one of a Hugging Face model",
+        )
 
 
 def model_from_tensors(
@@ -366,8 +380,9 @@ def model_from_tensors(
     if parameters.keys() != tensors.keys() or any(
         tensors[name].shape != parameter.shape for name, parameter in parameters.items()
     ):
-        what = "the checkpoint is not of the model in model.json"
-        raise CheckpointError(what, MODEL, "import the model again")
+        raise CheckpointError(
+            "the checkpoint is not of the model in model.json", MODEL, "import the model again"
+        )
     if isinstance(model, Llama):
         model.load_state_dict({name: tensors[name].to(device) for name in tensors}, assign=True)
         return model.requires_grad_(False).eval()

@@ -56,8 +56,11 @@ def load_translator(
 def read_run(folder: Path) -> RunConfig:
     saved = saved_run.read_run(folder)
     if saved is None:
-        hint = "give the folder that lockstep train --out wrote"
-        raise UsageError(f"there is no run in {folder}", f"{folder / 'run.json'} is missing", hint)
+        raise UsageError(
+            f"there is no run in {folder}",
+            f"{folder / 'run.json'} is missing",
+            "give the folder that lockstep train --out wrote",
+        )
     return saved.run
 
 

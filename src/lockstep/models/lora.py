@@ -154,9 +154,11 @@ def open_adapter(folder: Path, model: nn.Module, lora: LoraOptions) -> LazyTenso
     }
     for key, value in expected.items():
         if saved[key] != value:
-            what = f"{key} is {value}, and the adapters in {folder} have {saved[key]}"
-            hint = f"remove {key}, or set it to that of the folder"
-            raise CheckpointError(what, f"lora.init_from; {folder / ADAPTER_CONFIG}", hint)
+            raise CheckpointError(
+                f"{key} is {value}, and the adapters in {folder} have {saved[key]}",
+                f"lora.init_from; {folder / ADAPTER_CONFIG}",
+                f"remove {key}, or set it to that of the folder",
+            )
     adapters = {name: tensor for name, tensor in model.named_parameters() if is_adapter(name)}
     located = tensor_locations(folder / ADAPTER_FILE)
     return match_shapes(located, adapters, {}, folder / ADAPTER_CONFIG)

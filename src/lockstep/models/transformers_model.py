@@ -66,15 +66,21 @@ class TransformersConfig:
         supported."""
         parsed = self._read()
         if type(parsed) not in causal_models():
-            what = f"model_type {parsed.model_type} is not a causal language model of transformers"
-            raise CheckpointError(what, "config.json", "choose another model")
+            raise CheckpointError(
+                f"model_type {parsed.model_type} is not a causal language model of transformers",
+                "config.json",
+                "choose another model",
+            )
         return parsed
 
     def _read(self) -> Any:
         kind = self.hf_config.get("model_type")
         if self.hf_config.get("quantization_config"):
-            hint = "use the model as it was before quantization"
-            raise CheckpointError("quantization_config is set", "config.json", hint)
+            raise CheckpointError(
+                "quantization_config is set",
+                "config.json",
+                "use the model as it was before quantization",
+            )
         from transformers import AutoConfig  # seconds to import
 
         try:
@@ -82,8 +88,11 @@ class TransformersConfig:
             decoded = json.loads(json.dumps(self.hf_config), object_hook=decode_float)
             return type(AutoConfig.for_model(str(kind))).from_dict(decoded)
         except Exception as error:  # strict dataclasses raise others than ValueError
-            what = f"transformers cannot read the config of model_type {kind}: {error}"
-            raise CheckpointError(what, "config.json", "copy the file again") from error
+            raise CheckpointError(
+                f"transformers cannot read the config of model_type {kind}: {error}",
+                "config.json",
+                "copy the file again",
+            ) from error
 
     @property
     def vocab_size(self) -> int:
@@ -133,9 +142,10 @@ class TransformersConfig:
             f"{kind}: {join_names([*map(str, names)])}" for kind, names in report.items() if names
         ]
         if problems:
-            what = "the tensors are not those of config.json"
             raise CheckpointError(
-                what, "\n".join([str(folder), *problems]), "copy the whole folder again"
+                "the tensors are not those of config.json",
+                "\n".join([str(folder), *problems]),
+                "copy the whole folder again",
             )
         return {INNER + name: parameter.detach() for name, parameter in model.named_parameters()}
 
@@ -175,8 +185,11 @@ class TransformersConfig:
         buffers = dict(model.named_buffers())
         for name, buffer in buffers.items():
             if name in saved or not buffer.is_floating_point():
-                what = f"the model has buffers that are not supported: {name}"
-                raise CheckpointError(what, "config.json", "choose another model")
+                raise CheckpointError(
+                    f"the model has buffers that are not supported: {name}",
+                    "config.json",
+                    "choose another model",
+                )
         with self._refuse_failures():
             recording.finish(buffers)
             return {name: recording.value(name) for name in buffers}
@@ -281,9 +294,11 @@ class TransformersModel(nn.Module):
             self.chunked = self.probe(tokens.device)
         if self.mixed and (self.packing or documents is not None):
             name = type(self.inner).__name__
-            what = f"{name} mixes the documents of a row: logits differ by {self.mixed:g}"
-            hint = "train one document per row: data.packing=false; or choose another model"
-            raise UsageError(what, BACKEND, hint)
+            raise UsageError(
+                f"{name} mixes the documents of a row: logits differ by {self.mixed:g}",
+                BACKEND,
+                "train one document per row: data.packing=false; or choose another model",
+            )
         if self.chunked:
             weight = self.inner.get_output_embeddings().weight
             states = self.inner.base_model(**inputs).last_hidden_state
@@ -339,8 +354,11 @@ class TransformersModel(nn.Module):
             TypeError,
             ValueError,
         ) as error:
-            what = f"{name} does not run with token ids and position ids: {error}"
-            raise UsageError(what, BACKEND, CHOOSE_ANOTHER) from error
+            raise UsageError(
+                f"{name} does not run with token ids and position ids: {error}",
+                BACKEND,
+                CHOOSE_ANOTHER,
+            ) from error
         finally:
             self.train(was_training)
         difference = (packed[:, PROBE_TOKENS:] - alone).abs().max()

@@ -57,10 +57,9 @@ def algorithms_for(ranks: int, ranks_per_host: int) -> list[str]:
 
 def refuse_hosts(ranks: int, ranks_per_host: int) -> None:
     if ranks % ranks_per_host:
-        what = f"{ranks} ranks do not fill hosts of {ranks_per_host}"
         divisors = [str(count) for count in range(1, ranks + 1) if ranks % count == 0]
         raise UsageError(
-            what,
+            f"{ranks} ranks do not fill hosts of {ranks_per_host}",
             "--ranks, --ranks-per-host",
             f"give one of {', '.join(divisors[:12])} ranks per host",
         )

@@ -57,9 +57,10 @@ class RunBucket:
             from obstore.exceptions import AlreadyExistsError, BaseError
             from obstore.store import S3Store
         except ModuleNotFoundError as error:
-            hint = 'pip install "lockstep-train[store]"'
             raise UsageError(
-                f"the package obstore is not installed ({error})", f"--out {address}", hint
+                f"the package obstore is not installed ({error})",
+                f"--out {address}",
+                'pip install "lockstep-train[store]"',
             ) from None
         self.address = address
         self.where = "/".join(filter(None, [str(address), folder]))
@@ -163,14 +164,13 @@ class RunBucket:
                 raise
             replied = evidence(str(error))
             place = without_secrets(endpoint()) or "AWS"
-            where = (
-                f"{self.where} at {place}, AWS_REGION {os.environ.get('AWS_REGION') or 'not set'}"
-            )
             known = f"{reason} {replied.get('status', '')}"
-            hint = next(hint for words, hint in HINTS.items() if re.search(words, known))
             shown = ", ".join(f"{name} {value}" for name, value in replied.items())
-            what = f"{what}: {reason}" + f" ({shown})" * bool(shown)
-            raise StoreError(what, where, hint) from None
+            raise StoreError(
+                f"{what}: {reason}" + f" ({shown})" * bool(shown),
+                f"{self.where} at {place}, AWS_REGION {os.environ.get('AWS_REGION') or 'not set'}",
+                next(hint for words, hint in HINTS.items() if re.search(words, known)),
+            ) from None
 
 
 def summarize(text: str) -> str:

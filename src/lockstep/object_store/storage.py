@@ -88,9 +88,10 @@ def store_address(run: Path) -> Address | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (ValueError, LookupError, TypeError, UsageError) as error:
-        hint = "start this host again with the same command, which writes the file"
         raise DamagedFileError(
-            f"{STORE_FILE} is damaged: {error}", str(run / STORE_FILE), hint
+            f"{STORE_FILE} is damaged: {error}",
+            str(run / STORE_FILE),
+            "start this host again with the same command, which writes the file",
         ) from None
 
 

@@ -184,8 +184,11 @@ class PlanCheck:
             both = zip(outputs, own_outputs, strict=False)
             pairs = [(a, b) for a, b in both if a.shape == b.shape]
             if not pairs:
-                what = f"{region} returns no tensor of the whole shape when its layers are split"
-                raise UsageError(what, WHERE, HINT)
+                raise UsageError(
+                    f"{region} returns no tensor of the whole shape when its layers are split",
+                    WHERE,
+                    HINT,
+                )
             wholes, owns = [a for a, _ in pairs], [b for _, b in pairs]
             gradients = gradients_of(wholes, [*inputs, *weights.values()])
             own_gradients = gradients_of(owns, [*own_inputs, *own_weights.values()])

@@ -105,9 +105,8 @@ def parse_cluster(devices: str, link: str, host_link: str, profile: Path | None)
     is_cpu = kind.lower() == "cpu"
     peak, memory_rate = 1e12 * float(match[5] or 0), 1e9 * float(match[6] or 0)
     if (match[5] and not peak) or (match[6] and not memory_rate) or (is_cpu and match[5]):
-        what = "the speed of a CPU is given" if is_cpu else "a speed is zero"
         raise UsageError(
-            what,
+            "the speed of a CPU is given" if is_cpu else "a speed is zero",
             f"--devices {devices}",
             "time the model on this CPU: --measure" if is_cpu else OTHER_HINT,
         )

@@ -45,12 +45,17 @@ def open_learners_data(run: RecipeRun) -> Task:
 
 def _open(run: RecipeRun, kind: type[T], *tasks: str) -> T:
     if run.config.task not in tasks:
-        hint = "give a run file of its task: recipes/llama-pretrain.toml, recipes/llama-sft.toml"
-        what = f"the run has task={run.config.task}, and this script is for {' or '.join(tasks)}"
-        raise ConfigError(what, "task", hint)
+        raise ConfigError(
+            f"the run has task={run.config.task}, and this script is for {' or '.join(tasks)}",
+            "task",
+            "give a run file of its task: recipes/llama-pretrain.toml, recipes/llama-sft.toml",
+        )
     if run.config.diloco.learners:
-        hint = "leave it out, or start the script of learners: lockstep recipes copy diloco FILE"
-        raise ConfigError("this script trains no learners", "diloco.learners", hint)
+        raise ConfigError(
+            "this script trains no learners",
+            "diloco.learners",
+            "leave it out, or start the script of learners: lockstep recipes copy diloco FILE",
+        )
     opened = run.open_task()
     assert isinstance(opened, kind)
     return opened
@@ -83,8 +88,9 @@ class Validation:
         if not len(self.batches):
             hint = "give data.validation, or a data.held_out_share above 0; "
             hint += "or remove evaluate.every_steps"
-            what = "the run has no validation split to evaluate"
-            raise UsageError(what, "evaluate.every_steps", hint)
+            raise UsageError(
+                "the run has no validation split to evaluate", "evaluate.every_steps", hint
+            )
 
     def is_due(self, steps: int) -> bool:
         """Return whether the run validates after so many steps."""

@@ -122,11 +122,17 @@ def refuse_options_of_commands(flags: Mapping[str, str], name: str) -> None:
     """UsageError for options of `lockstep run` or `lockstep train` among the values of a script."""
     where = f"lockstep run {name}"
     if given := [option for option in ("workers", "track", "profile") if option in flags]:
-        hint = f"write it before the script: lockstep run --{given[0]} {flags[given[0]]} {name}"
-        raise UsageError(f"--{given[0]} is no value of the run", where, hint)
+        raise UsageError(
+            f"--{given[0]} is no value of the run",
+            where,
+            f"write it before the script: lockstep run --{given[0]} {flags[given[0]]} {name}",
+        )
     if "resume" in flags:
-        hint = "leave it out: the newest checkpoint is resumed; move newer ones away to go back"
-        raise UsageError("--resume is an option of lockstep train", where, hint)
+        raise UsageError(
+            "--resume is an option of lockstep train",
+            where,
+            "leave it out: the newest checkpoint is resumed; move newer ones away to go back",
+        )
 
 
 @contextmanager
@@ -140,16 +146,20 @@ def lock_run_folder(folder: Path, resolved: ResolvedRun, *, alone: bool = True) 
         folder.mkdir(parents=True, exist_ok=True)
         lock = try_lock(folder / "run.lock") if alone else None
         if alone and lock is None:
-            what = f"another training is already running in {folder}"
-            hint = "wait for it, stop it, or give another --out"
-            raise UsageError(what, f"it holds {folder}/run.lock", hint)
+            raise UsageError(
+                f"another training is already running in {folder}",
+                f"it holds {folder}/run.lock",
+                "wait for it, stop it, or give another --out",
+            )
         earlier_run = read_run(folder) if resolved.overrides else None
         known_overrides = earlier_run.overrides if earlier_run else ()
         write_run(folder, resolved)
     except OSError as error:
-        what = f"{folder} cannot be written: {error.strerror}"
-        hint = "give a folder that this user can write, on a disk with space"
-        raise UsageError(what, "given with --out", hint) from None
+        raise UsageError(
+            f"{folder} cannot be written: {error.strerror}",
+            "given with --out",
+            "give a folder that this user can write, on a disk with space",
+        ) from None
     for override in resolved.overrides:
         if override not in known_overrides:
             events.append_event(folder, "override", step=override.step, values=override.values)

@@ -73,9 +73,10 @@ def load_backend(name: str) -> Callable[..., Backend]:
             raise AttributeError(f"no method {', '.join(missing)}")
         return backend
     except (ImportError, AttributeError, ValueError) as error:
-        hint = "write MODULE:CLASS of an importable module; docs/loop.md lists the four methods"
         raise ConfigError(
-            f"the metric backend {name!r} cannot be loaded: {error}", "track.backend", hint
+            f"the metric backend {name!r} cannot be loaded: {error}",
+            "track.backend",
+            "write MODULE:CLASS of an importable module; docs/loop.md lists the four methods",
         ) from error
     finally:
         sys.path.remove(os.getcwd())
@@ -86,9 +87,10 @@ def import_optional(name: str, asked_by: str, package: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        hint = 'pip install "lockstep-train[track]"'
         raise ConfigError(
-            f"{package} is not installed ({error})", f"enabled by {asked_by}", hint
+            f"{package} is not installed ({error})",
+            f"enabled by {asked_by}",
+            'pip install "lockstep-train[track]"',
         ) from error
 
 
@@ -199,9 +201,10 @@ class WeightsAndBiases:
                 **start, dir=str(folder), config=without_secrets(run), settings=settings
             )
         except wandb.errors.UsageError as error:
-            hint = 'run "wandb login" on this machine, or set track.wandb="offline"'
             raise ConfigError(
-                f"Weights & Biases cannot be used: {error}", f'track.wandb="{mode}"', hint
+                f"Weights & Biases cannot be used: {error}",
+                f'track.wandb="{mode}"',
+                'run "wandb login" on this machine, or set track.wandb="offline"',
             ) from error
         if mode == "online":
             last = {

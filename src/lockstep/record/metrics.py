@@ -119,9 +119,8 @@ def state_after(path: Path, step: int, known: Iterable[FileState] = ()) -> FileS
     if last is not None and last < step:
         raise missing_steps_error(path, f"the last line is step {last}", step)
     if problem := checks.problem():
-        what = f"the metrics up to step {step}, at which the run resumes, were changed: {problem}"
         raise DataError(
-            what,
+            f"the metrics up to step {step}, at which the run resumes, were changed: {problem}",
             str(path),
             f"restore the file, or move {path.name} aside: the new file starts at step {step + 1}",
         )

@@ -154,6 +154,9 @@ def progress_interval_s(progress: float | bool) -> float:
     if isinstance(progress, bool):
         return 10.0 if progress else math.inf
     if not progress >= 0:
-        hint = "give the seconds between two lines, or False for none"
-        raise UsageError(f"progress={progress!r}", "Session(progress=...)", hint)
+        raise UsageError(
+            f"progress={progress!r}",
+            "Session(progress=...)",
+            "give the seconds between two lines, or False for none",
+        )
     return progress

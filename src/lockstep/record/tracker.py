@@ -115,8 +115,11 @@ def parse_backends(names: Sequence[str], where: str) -> dict[str, BackendOptions
             backends[name] = BackendOptions()
         else:
             what = "a second class" if is_class(name) else "no metric backend"
-            hint = "give tensorboard, wandb, wandb:offline, or MODULE:CLASS"
-            raise UsageError(f"{name!r} is {what}", where, hint)
+            raise UsageError(
+                f"{name!r} is {what}",
+                where,
+                "give tensorboard, wandb, wandb:offline, or MODULE:CLASS",
+            )
     return backends
 
 
@@ -390,8 +393,11 @@ class Tracker(AbstractContextManager["Tracker"]):
             read_states(state)
             return state
         except (ValueError, TypeError, AttributeError) as error:
-            hint = "move it aside; the backends are then filled from the start"
-            raise DataError(f"{path.name} is damaged: {error}", str(path), hint) from error
+            raise DataError(
+                f"{path.name} is damaged: {error}",
+                str(path),
+                "move it aside; the backends are then filled from the start",
+            ) from error
 
     def _store(self, name: str, value: Any) -> None:
         if self.state.get(name) == value:

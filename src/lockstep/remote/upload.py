@@ -113,9 +113,11 @@ class StoreTask:
                     what, where = str(error), str(self.bucket.address)
                     if isinstance(error, StoreError):
                         what, where = error.what, error.where
-                    hint = f"the run is in {self.folder}, and the same command uploads it"
-                    what = f"the end of the run was not uploaded: {what}"
-                    raise StoreError(what, where, hint) from None
+                    raise StoreError(
+                        f"the end of the run was not uploaded: {what}",
+                        where,
+                        f"the run is in {self.folder}, and the same command uploads it",
+                    ) from None
                 self._note(error, f"tried again for up to {format_duration(left_s)}")
             time.sleep(POLL_S)
 

@@ -87,17 +87,17 @@ def make_job(
     checks = {"RUN.toml": (str(file), PATH), "--run": (run_folder, PATH), "--image": (image, IMAGE)}
     for option, (text, pattern) in checks.items():
         if not pattern.fullmatch(text):
-            hint = (
+            raise UsageError(
+                f"{text[:200]!r} cannot be written into a job file",
+                option,
                 "use letters, digits and . _ - / only"
                 if pattern is PATH
-                else "write [HOST[:PORT]/]NAME[:TAG][@sha256:DIGEST]"
+                else "write [HOST[:PORT]/]NAME[:TAG][@sha256:DIGEST]",
             )
-            raise UsageError(f"{text[:200]!r} cannot be written into a job file", option, hint)
     for key, text in flags.items():
         if not VALUE.fullmatch(text):
-            what = f"{text[:200]!r} cannot be written into the command of a job file"
             raise UsageError(
-                what,
+                f"{text[:200]!r} cannot be written into the command of a job file",
                 f"--{key}",
                 f"set it in the run file {file}, or use letters, digits and . _ - / : , = only",
             )

@@ -248,9 +248,10 @@ def rank_from_slurm(environ: Mapping[str, str]) -> RankInfo | None:
     node = read_number(environ, "SLURM_NODEID")
     counts = tasks_per_node(environ["SLURM_STEP_TASKS_PER_NODE"])
     if node >= len(counts):
-        what = f"SLURM_NODEID={node}, but the Slurm step has {len(counts)} nodes"
         raise UsageError(
-            what, set_variables(environ, names), "start the tasks with srun in a fresh shell"
+            f"SLURM_NODEID={node}, but the Slurm step has {len(counts)} nodes",
+            set_variables(environ, names),
+            "start the tasks with srun in a fresh shell",
         )
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or ""
     master_addr = environ.get("MASTER_ADDR") or first_host(nodes)
@@ -335,9 +336,8 @@ def require_consistent(info: RankInfo, environ: Mapping[str, str]) -> None:
             for name in environ
             if name in TORCHRUN + PET or name.startswith(("SLURM_PROC", "SLURM_STEP", "MASTER_"))
         )
-        what = f"inconsistent launch environment: {info}"
         raise UsageError(
-            what,
+            f"inconsistent launch environment: {info}",
             set_variables(environ, names),
             "ranks count from 0 to size - 1; start with one launcher, in a fresh shell",
         )

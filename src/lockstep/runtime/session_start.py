@@ -75,13 +75,14 @@ class SessionStart:
         if FOLDER not in content:
             return
         out = str(content[FOLDER])
-        what = (
+        words = ["--restart", "one", *(["--out", out] if out else [])]
+        raise StartAgainError(
             f"the script opens a Session in {out}"
             if out
-            else "the script joins the workers with ElasticRuntime"
+            else "the script joins the workers with ElasticRuntime",
+            self.started,
+            OPTIONS + shlex.join(words),
         )
-        words = ["--restart", "one", *(["--out", out] if out else [])]
-        raise StartAgainError(what, self.started, OPTIONS + shlex.join(words))
 
 
 def ask_for_start(out: Path | None = None) -> None:

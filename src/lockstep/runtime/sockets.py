@@ -61,9 +61,10 @@ def interface_with_address(address: str) -> str:
     if address.startswith("127.") and address not in interface_of:
         return interface_of["127.0.0.1"]
     if address not in interface_of:
-        hint = f"it has {', '.join(sorted(interface_of))}"
         raise UsageError(
-            f"{address} is not an address of {socket.gethostname()}", "hosts file", hint
+            f"{address} is not an address of {socket.gethostname()}",
+            "hosts file",
+            f"it has {', '.join(sorted(interface_of))}",
         )
     return interface_of[address]
 

@@ -126,12 +126,13 @@ def load_function(spelled: str) -> Callable[..., Any]:
             for key, value in vars(module).items()
             if inspect.isfunction(value) and value.__module__ == module.__name__
         ]
-        what = (
+        raise UsageError(
             f"{where} has no function {name!r}"
             if function is None
-            else f"{name!r} in {where} is not a Python function"
+            else f"{name!r} in {where} is not a Python function",
+            f"command line: {spelled}",
+            nearest(name, functions, "it has"),
         )
-        raise UsageError(what, f"command line: {spelled}", nearest(name, functions, "it has"))
     if not user_code:
         record_user_code(module)
     loaded: Callable[..., Any] = function
@@ -150,9 +151,8 @@ def load_file(path: Path) -> ModuleType:
     name, file = path.stem, path.resolve()
     known = sys.modules.get(name)
     if known is not None and Path(getattr(known, "__file__", None) or "").resolve() != file:
-        what = f"{path} has the name of the module {name!r}, which is already loaded"
         raise UsageError(
-            what,
+            f"{path} has the name of the module {name!r}, which is already loaded",
             f"loaded from {getattr(known, '__file__', None) or 'Python itself'}",
             "give the file another name",
         )

@@ -90,16 +90,16 @@ def state_folder(run: Path, host: str, *, temporary: bool = False) -> Path:
         try:
             folder.mkdir(mode=0o700, exist_ok=True)
         except OSError as error:
-            where = "state folder of agents and workers, in LOCKSTEP_TMP or /tmp"
             raise UsageError(
                 f"cannot create {folder}: {error.strerror}",
-                where,
+                "state folder of agents and workers, in LOCKSTEP_TMP or /tmp",
                 "set LOCKSTEP_TMP to a folder on a local disk",
             ) from None
         if folder.stat().st_uid != os.getuid():
-            where = "state folder of agents and workers"
             raise UsageError(
-                f"{folder} belongs to another user", where, "remove it, as its owner or as root"
+                f"{folder} belongs to another user",
+                "state folder of agents and workers",
+                "remove it, as its owner or as root",
             )
     return parent / f"{name}-{host}"
 

@@ -94,8 +94,11 @@ def evaluate(
         if not evaluator.held_out(split):
             what = f"the run has no {split} split: it trains on all of its data"
             if not follow:
-                where = f"data.held_out, data.held_out_share in {folder / 'run.json'}"
-                raise UsageError(what, where, "train with a validation set to score it")
+                raise UsageError(
+                    what,
+                    f"data.held_out, data.held_out_share in {folder / 'run.json'}",
+                    "train with a validation set to score it",
+                )
             log.info(what)
             return ""
         job = EvaluationJob(folder, evaluator, runtime, spec, signals)
@@ -211,8 +214,9 @@ def load(evaluator: Evaluator, step: int, spec: EvalSpec, runtime: ElasticRuntim
     except LockstepError as error:
         problem = error.what
     if problem:
-        where = f"step {step} of {evaluator.folder}"
-        raise CheckpointError(problem, where, "see lockstep checkpoint verify")
+        raise CheckpointError(
+            problem, f"step {step} of {evaluator.folder}", "see lockstep checkpoint verify"
+        )
     return models[0]
 
 

@@ -157,10 +157,16 @@ def refuse_no_rows(rows: CutRows | PackedRows | DocumentRows, folder: Path) -> N
     if len(rows):
         return
     if isinstance(rows, CutRows):
-        what = f"the training text has fewer than {rows.length} tokens, one row"
-        raise DataError(what, f"{folder / 'data'}; batch.seq_len", "lower it")
-    what = "no training document or chat has two tokens: one to read and one to predict"
-    raise DataError(what, f"{folder / 'data'}; data.train", "give longer documents")
+        raise DataError(
+            f"the training text has fewer than {rows.length} tokens, one row",
+            f"{folder / 'data'}; batch.seq_len",
+            "lower it",
+        )
+    raise DataError(
+        "no training document or chat has two tokens: one to read and one to predict",
+        f"{folder / 'data'}; data.train",
+        "give longer documents",
+    )
 
 
 def prepare_documents(run: RunConfig, folder: Path, digests: FileDigests = NOT_SHARED) -> None:
@@ -292,12 +298,13 @@ def refuse_long_rows(run: RunConfig, config: ModelConfig) -> None:
     elif config.following_ropes:
         what = f"batch.seq_len={length:,}: {limit_of_ropes(config.following_ropes, limit)}"
         hint += ', or a rope_type that scales all rows alike, such as "yarn" or "linear"'
-    where = (
+    raise ConfigError(
+        what,
         f"llama.init_from={run.llama.init_from}"
         if run.llama.init_from
-        else f"llama.size={run.llama.size}"
+        else f"llama.size={run.llama.size}",
+        hint,
     )
-    raise ConfigError(what, where, hint)
 
 
 def with_template(tokenizer: ChatTokenizer, folder: Path) -> ChatTokenizer:

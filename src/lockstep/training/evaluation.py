@@ -53,8 +53,11 @@ class Samples:
         batch, in order: computed by one worker each, without gradients, and sent to all as JSON."""
         count, device = number_of_samples(self.dataset, self.where), runtime.world.device
         if not count:
-            hint = "give it samples, or leave the call out where there are none"
-            raise UsageError("there is no sample to evaluate", self.where, hint)
+            raise UsageError(
+                "there is no sample to evaluate",
+                self.where,
+                "give it samples, or leave the call out where there are none",
+            )
         batches = [
             range(first, min(first + self.batch_size, count))
             for first in range(0, count, self.batch_size)
@@ -93,9 +96,10 @@ def gather_over(runtime: ElasticRuntime, samples: Samples, function: Callable[[A
         try:
             tensors = json_tree.pack(PACKED, map_tensors(results, on_cpu))
         except UsageError as error:
-            hint = "return tensors, arrays of numbers, or lists of numbers and texts"
             raise UsageError(
-                f"results cannot be sent: {error.args[0]}", samples.where, hint
+                f"results cannot be sent: {error.args[0]}",
+                samples.where,
+                "return tensors, arrays of numbers, or lists of numbers and texts",
             ) from error
         return {name: tensor_to_json(tensor) for name, tensor in tensors.items()}
 
@@ -107,9 +111,11 @@ def gather_over(runtime: ElasticRuntime, samples: Samples, function: Callable[[A
     try:
         return concatenate(parts)
     except (RuntimeError, ValueError, TypeError, KeyError) as error:
-        what = f"the results of the batches have other shapes or structures: {error}"
-        hint = "return the same for each batch, with rows of one shape; or lists"
-        raise UsageError(what, samples.where, hint) from error
+        raise UsageError(
+            f"the results of the batches have other shapes or structures: {error}",
+            samples.where,
+            "return the same for each batch, with rows of one shape; or lists",
+        ) from error
 
 
 def refuse_other_lengths(results: Any, count: int, where: str) -> None:

@@ -158,9 +158,11 @@ class ModelFlops:
         if not self.peak:
             return {}
         if unit == "steps" and not self.per_step:
-            what = "the number of samples of a step is not known"
-            hint = "take a session.loader, or give count to session.backward"
-            raise UsageError(what, f"Session(mfu={self.per_token:g})", hint)
+            raise UsageError(
+                "the number of samples of a step is not known",
+                f"Session(mfu={self.per_token:g})",
+                "take a session.loader, or give count to session.backward",
+            )
         each = self.per_step / values[unit] if self.per_step else self.per_token
         return {"mfu": values[f"{unit}_per_second"] * each / (self.peak * devices)}
 
@@ -197,8 +199,9 @@ def refuse_counting(mfu: float | bool, layout: Layout, module: nn.Module) -> Non
     if mfu is not True:
         return
     if layout.tensor * layout.pipeline > 1:
-        what = f"the operations of a part of a layer or model are not counted: {layout}"
-        raise UsageError(what, WHERE, HINT)
+        raise UsageError(
+            f"the operations of a part of a layer or model are not counted: {layout}", WHERE, HINT
+        )
     modules = module.named_modules()
     compiled = {
         f"compiled {name or 'model'}"

@@ -33,8 +33,11 @@ SHAPES_PER_BLOCK = 512  # that torch.compile specializes for
 def resolve_precision(precision: Precision | None, device: torch.device) -> str | None:
     """Return "fp32" or "bf16"; None where the loop decides. UsageError for other words."""
     if precision not in (None, "fp32", "bf16", "auto"):
-        hint = 'give "fp32", "bf16" or "auto"; for fp16 use torch.autocast and a GradScaler'
-        raise UsageError(f"precision={precision!r}", "session.prepare(precision=...)", hint)
+        raise UsageError(
+            f"precision={precision!r}",
+            "session.prepare(precision=...)",
+            'give "fp32", "bf16" or "auto"; for fp16 use torch.autocast and a GradScaler',
+        )
     if precision != "auto":
         return precision
     chosen, reason = choose_precision(device)
@@ -146,12 +149,18 @@ def prepare_blocks(
         return
     where = "session.prepare(compile=..., activation_checkpoint=...)"
     if activation_checkpoint not in ("none", "selective", "full"):
-        what = f"activation_checkpoint={activation_checkpoint!r}"
-        raise UsageError(what, where, 'give "none", "selective" or "full"')
+        raise UsageError(
+            f"activation_checkpoint={activation_checkpoint!r}",
+            where,
+            'give "none", "selective" or "full"',
+        )
     names = find_units(model, units)
     if not names:
-        what = f"{type(model).__name__} has no repeated blocks"
-        raise UsageError(what, where, 'name them: session.prepare(units="layers.*")')
+        raise UsageError(
+            f"{type(model).__name__} has no repeated blocks",
+            where,
+            'name them: session.prepare(units="layers.*")',
+        )
     blocks = [model.get_submodule(name) for name in names]
     if activation_checkpoint != "none":
         refuse_changing_blocks(dict(zip(names, blocks, strict=True)), counted, where)
@@ -179,8 +188,14 @@ def refuse_changing_blocks(
         )
     ]
     if changing:
-        what = f"blocks with running statistics would update them twice: {join_names(changing)}"
-        raise UsageError(what, where, hint)
+        raise UsageError(
+            f"blocks with running statistics would update them twice: {join_names(changing)}",
+            where,
+            hint,
+        )
     if patched := [name for name, block in blocks.items() if "forward" in vars(block)]:
-        what = f"blocks whose forward() was replaced cannot be checkpointed: {join_names(patched)}"
-        raise UsageError(what, where, hint)
+        raise UsageError(
+            f"blocks whose forward() was replaced cannot be checkpointed: {join_names(patched)}",
+            where,
+            hint,
+        )

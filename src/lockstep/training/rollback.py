@@ -62,14 +62,17 @@ class Rollback:
         if not is_right:
             raise UsageError("a value is not a number of at least 0", where, "give one")
         if isinstance(self.skip, str):
-            where = f"Rollback(skip={self.skip!r})"
-            raise UsageError("skip is a text", where, f"write skip=[{self.skip!r}]")
+            raise UsageError(
+                "skip is a text", f"Rollback(skip={self.skip!r})", f"write skip=[{self.skip!r}]"
+            )
         try:
             parse_skip(self.skip)
         except (ValueError, AttributeError, TypeError):
-            hint = 'write skip=["120:3"], with the step of metrics.jsonl and K from 0'
-            where = f"Rollback(skip={self.skip!r})"
-            raise UsageError("skip has another form than STEP:K", where, hint) from None
+            raise UsageError(
+                "skip has another form than STEP:K",
+                f"Rollback(skip={self.skip!r})",
+                'write skip=["120:3"], with the step of metrics.jsonl and K from 0',
+            ) from None
 
     def skip_fact(self) -> str:
         """Return the micro-batches that a resumed run must skip from the start, too."""
@@ -86,14 +89,17 @@ def choose_rollback(
     where = f"Session(on_divergence={on_divergence!r})"
     options = Rollback() if on_divergence == "rollback" else on_divergence
     if not isinstance(options, Rollback):
-        hint = 'give "stop", "rollback" or lockstep.Rollback(max_skipped=100, spike=10.0, skip=[])'
-        raise UsageError(f"on_divergence={on_divergence!r}", where, hint)
-    if on_nonfinite == "ignore":
-        what = "on_divergence is not supported with on_nonfinite='ignore'"
-        hint = (
-            "a GradScaler skips a whole step instead: remove one of them; bf16 needs no GradScaler"
+        raise UsageError(
+            f"on_divergence={on_divergence!r}",
+            where,
+            'give "stop", "rollback" or lockstep.Rollback(max_skipped=100, spike=10.0, skip=[])',
         )
-        raise UsageError(what, where, hint)
+    if on_nonfinite == "ignore":
+        raise UsageError(
+            "on_divergence is not supported with on_nonfinite='ignore'",
+            where,
+            "a GradScaler skips a whole step instead: remove one of them; bf16 needs no GradScaler",
+        )
     for what, hint in skip_conflicts("skip", options.skip, micro_batches):
         raise UsageError(what, where, hint)
     return options
@@ -202,17 +208,21 @@ class SkippedMicroBatches:
         there."""
         used = [name for name, is_used in parts.items() if is_used]
         if used:
-            what = f"on_divergence='rollback' is not supported with {join_names(used)}"
-            where = "no micro-batch is computed alone there"
-            raise UsageError(what, where, "remove on_divergence, or train without it")
+            raise UsageError(
+                f"on_divergence='rollback' is not supported with {join_names(used)}",
+                "no micro-batch is computed alone there",
+                "remove on_divergence, or train without it",
+            )
 
     def refuse_scaler(self, scaler: GradScaler | None) -> None:
         """UsageError for a GradScaler that is enabled: a scale that is too high would make every
         micro-batch guilty."""
         if scaler and scaler.is_enabled():
-            what = "on_divergence='rollback' is not supported with a GradScaler"
-            where = "session.backward(loss, scaler=scaler)"
-            raise UsageError(what, where, "remove one of them; bf16 needs no GradScaler")
+            raise UsageError(
+                "on_divergence='rollback' is not supported with a GradScaler",
+                "session.backward(loss, scaler=scaler)",
+                "remove one of them; bf16 needs no GradScaler",
+            )
 
     def start(self, step: int) -> list[int]:
         """Start an attempt at `step`; return the micro-batches that it skips."""
@@ -297,10 +307,12 @@ class SkippedMicroBatches:
 
         def fail(what: str, hint: str) -> NoReturn:
             self._append_event("diverged", step)
-            where = (
-                "measured one by one, agreed by all processes before the update, which was not made"
+            raise DivergedError(
+                what,
+                "measured one by one, agreed by all processes before the update, "
+                "which was not made",
+                hint,
             )
-            raise DivergedError(what, where, hint)
 
         if len(self._guilty) == len(self._measured):
             fail(

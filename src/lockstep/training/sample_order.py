@@ -49,10 +49,9 @@ class Mixture(ConcatDataset[Any]):
         super().__init__(datasets)
         stages = sorted(weights.items()) if isinstance(weights, Mapping) else [(0, weights)]
         if not stages or stages[0][0] != 0 or any(step != int(step) for step, _ in stages):
-            where = f"Mixture(datasets, weights={weights})"
             raise UsageError(
                 "the stages do not start with step 0",
-                where,
+                f"Mixture(datasets, weights={weights})",
                 "give {0: weights, STEP: weights of the stage from STEP on}",
             )
         self.stages = tuple(
@@ -77,9 +76,10 @@ def whole_weights(weights: Sequence[float], datasets: int) -> tuple[int, ...]:
     integers = [int(weight * scale) for weight in exact]
     integers = [weight // math.gcd(*integers) for weight in integers]
     if sum(integers) > LONGEST_WINDOW:
-        what = f"these proportions are exact only over windows of {sum(integers):,} samples"
         raise UsageError(
-            what, where, f"round the weights to integers whose sum is at most {LONGEST_WINDOW:,}"
+            f"these proportions are exact only over windows of {sum(integers):,} samples",
+            where,
+            f"round the weights to integers whose sum is at most {LONGEST_WINDOW:,}",
         )
     return tuple(integers)
 
@@ -100,10 +100,9 @@ def make_order(
     if batch_size is None:
         return bucket_order(dataset, samples, tokens, lengths, micro_batches, seed)
     if tokens is not None or lengths is not None:
-        where = f"session.loader(batch_size={batch_size}, tokens={tokens}, lengths=...)"
         raise UsageError(
             "batch_size cannot be combined with tokens and lengths",
-            where,
+            f"session.loader(batch_size={batch_size}, tokens={tokens}, lengths=...)",
             "give batch_size, or tokens and lengths",
         )
     if not 1 <= batch_size <= samples or batch_size % micro_batches:
@@ -130,12 +129,17 @@ def order_of_micro_batches(
     order = dataset.order
     where = f"session.loader({type(dataset).__name__}), which has micro_batch(step, k)"
     if any(size is not None for size in sizes):
-        hint = "leave out batch_size, tokens and lengths: its `order` has them"
-        raise UsageError("the micro-batches of this data set have their sizes", where, hint)
+        raise UsageError(
+            "the micro-batches of this data set have their sizes",
+            where,
+            "leave out batch_size, tokens and lengths: its `order` has them",
+        )
     if (order.micro_batches, order.seed) != (micro_batches, seed):
-        what = f"its order has micro_batches={order.micro_batches}, seed={order.seed}"
-        hint = f"make it with micro_batches={micro_batches}, seed={seed}, as the Session has"
-        raise UsageError(what, where, hint)
+        raise UsageError(
+            f"its order has micro_batches={order.micro_batches}, seed={order.seed}",
+            where,
+            f"make it with micro_batches={micro_batches}, seed={seed}, as the Session has",
+        )
     return order, type(dataset).__name__
 
 
@@ -145,9 +149,10 @@ def bucket_order(
     """Return an order whose micro-batches have samples of similar length within `tokens`."""
     where = f"session.loader(dataset, tokens={tokens}, lengths=...)"
     if tokens is None or lengths is None:
-        hint = "give batch_size=N, or tokens=N and lengths=[tokens of each sample]"
         raise UsageError(
-            "a loader needs batch_size, or tokens and lengths", "session.loader(dataset, ...)", hint
+            "a loader needs batch_size, or tokens and lengths",
+            "session.loader(dataset, ...)",
+            "give batch_size=N, or tokens=N and lengths=[tokens of each sample]",
         )
     if isinstance(dataset, Mixture):
         raise UsageError(
@@ -155,8 +160,11 @@ def bucket_order(
         )
     array: npt.NDArray[Any] = np.asarray(lengths)
     if array.shape != (samples,) or array.dtype.kind not in "iu":
-        what = f"lengths of shape {array.shape} and type {array.dtype} for {samples} samples"
-        raise UsageError(what, where, "give one integer for each sample of the data set")
+        raise UsageError(
+            f"lengths of shape {array.shape} and type {array.dtype} for {samples} samples",
+            where,
+            "give one integer for each sample of the data set",
+        )
     if outside := np.flatnonzero((array < 1) | (array > tokens)).tolist():
         raise UsageError(
             f"sample {outside[0]} has {array[outside[0]]} tokens, "

@@ -52,13 +52,17 @@ class SavedState:
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in self._values:
-            hint = f"declare it before the loop: saved = session.state({name}=...)"
-            raise UsageError(f"session.state has received no {name!r}", f"saved.{name} = ...", hint)
+            raise UsageError(
+                f"session.state has received no {name!r}",
+                f"saved.{name} = ...",
+                f"declare it before the loop: saved = session.state({name}=...)",
+            )
         if not isinstance(self._values[name], PLAIN):
             kind = type(self._values[name]).__name__
-            hint = "change the object itself, which checkpoints hold"
             raise UsageError(
-                f"{name!r} is a {kind}, not a plain value", f"saved.{name} = ...", hint
+                f"{name!r} is a {kind}, not a plain value",
+                f"saved.{name} = ...",
+                "change the object itself, which checkpoints hold",
             )
         self._values[name] = value
 
@@ -164,10 +168,9 @@ class PerMicroBatch:
 
     def _micro_batch(self) -> int:
         if (micro_batch := self._get_micro_batch()) is None:
-            where = "session.per_micro_batch(...).value"
             raise UsageError(
                 "there is a value only in the micro-batch loop",
-                where,
+                "session.per_micro_batch(...).value",
                 "use it in `for batch in loader(step)`",
             )
         return micro_batch

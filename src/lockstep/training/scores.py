@@ -71,17 +71,24 @@ class Score:
         name = type(self).__name__
         where = f"lockstep.{name}.update(...)"
         if self._loop is None:
-            hint = f"before the loop: session.state(name={name.lower()})"
-            raise UsageError(f"this {name} is not in session.state", where, hint)
+            raise UsageError(
+                f"this {name} is not in session.state",
+                where,
+                f"before the loop: session.state(name={name.lower()})",
+            )
         trained = self._loop.trained_step()
         if trained is None:
-            what = f"a score for {name} before the micro-batches of the step"
-            hint = "give it after optimizer.step(): a worker that joins repeats what is before them"
-            raise UsageError(what, where, hint)
+            raise UsageError(
+                f"a score for {name} before the micro-batches of the step",
+                where,
+                "give it after optimizer.step(): a worker that joins repeats what is before them",
+            )
         if step not in (None, trained):
-            what = f"a score of step {step}, and the loop is at step {trained}"
-            hint = f"{name.lower()}.update(step, score), after optimizer.step()"
-            raise UsageError(what, where, hint)
+            raise UsageError(
+                f"a score of step {step}, and the loop is at step {trained}",
+                where,
+                f"{name.lower()}.update(step, score), after optimizer.step()",
+            )
         self.given_after = self._loop.updates
         return trained + self._loop.commit_steps
 
@@ -136,8 +143,11 @@ class EarlyStopping(Score):
     def __init__(self, patience: float, mode: Mode = "min", min_delta: float = 0.0) -> None:
         where = "lockstep.EarlyStopping(...)"
         if patience < 1 or not min_delta >= 0:
-            what = f"patience={patience}, min_delta={min_delta}"
-            raise UsageError(what, where, "give a patience of at least 1, and a difference")
+            raise UsageError(
+                f"patience={patience}, min_delta={min_delta}",
+                where,
+                "give a patience of at least 1, and a difference",
+            )
         super().__init__(mode, where)
         self.patience = patience
         self.min_delta = min_delta

@@ -56,8 +56,11 @@ def choose_replica_layout(
         where = f"Session({axis}=...)"
         if text := environ.get(variable, ""):  # set by lockstep run --layout.AXIS
             if not (text.isdecimal() and int(text)):
-                what = f"{variable}={text!r} is not a number of workers"
-                raise UsageError(what, "environment", "give 1 or more")
+                raise UsageError(
+                    f"{variable}={text!r} is not a number of workers",
+                    "environment",
+                    "give 1 or more",
+                )
             where = f"--layout.{axis} or {variable}"
             layout = replace(layout, **{axis: int(text)})
         size = getattr(layout, axis)
@@ -76,9 +79,8 @@ def choose_replica_layout(
 
 def refuse_incomplete_replicas(workers: int, layout: Layout) -> None:
     if workers % (size := layout.workers_per_replica):
-        what = f"{workers} workers cannot form replicas of {size} workers ({layout})"
         raise UsageError(
-            what,
+            f"{workers} workers cannot form replicas of {size} workers ({layout})",
             "--workers; --layout or Session(...)",
             f"give a multiple: --workers {-(-workers // size) * size}",
         )

@@ -184,9 +184,11 @@ def numbers_to_log(values: Mapping[str, Any], get_loss: Callable[[], float]) -> 
     for name, number in numbers.items():
         is_other_loss = name == "loss" and str(number) != str(get_loss())
         if name in RECORDED or is_other_loss:
-            what = f"{name} is recorded already, with another value"
-            where = f"session.log({name}={values[name]!r})"
-            raise UsageError(what, where, "give it another name")
+            raise UsageError(
+                f"{name} is recorded already, with another value",
+                f"session.log({name}={values[name]!r})",
+                "give it another name",
+            )
     return numbers
 
 

@@ -140,16 +140,16 @@ def refuse_uneven_skips(
 ) -> None:
     """UsageError where some shards might skip an update that is not finite, and others not."""
     if scaler is None and on_nonfinite == "ignore":
-        hint = "pass the GradScaler: session.backward(loss, scaler=scaler)"
         raise UsageError(
             "a gradient that is not finite would be ignored by some shards only",
             "Session(on_nonfinite='ignore')",
-            hint,
+            "pass the GradScaler: session.backward(loss, scaler=scaler)",
         )
     if scaler is not None and not any(scaler is value for value in state.values()):
-        where = "session.backward(loss, scaler=...), in shards"
         raise UsageError(
-            "the GradScaler is not in session.state", where, "add it: session.state(scaler=scaler)"
+            "the GradScaler is not in session.state",
+            "session.backward(loss, scaler=...), in shards",
+            "add it: session.state(scaler=scaler)",
         )
 
 
