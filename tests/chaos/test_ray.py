@@ -211,7 +211,7 @@ def test_nodes_meet_in_a_store_and_one_is_killed(
             cluster, out=RUN, **settings, XDG_CACHE_HOME=str(training.folder)
         )
 
-        def steps_of(host: Host) -> list[tuple[int, float, float]]:
+        def steps_of(host: Host) -> list[tuple[int, float, float | None]]:
             return next(
                 (
                     read_steps(path.parent)

@@ -211,7 +211,7 @@ class Truth:
 
     run: Path
     digest: str
-    steps: list[tuple[int, float, float]]
+    steps: list[tuple[int, float, float | None]]
 
 
 @dataclass

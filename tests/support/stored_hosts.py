@@ -142,7 +142,7 @@ class StoredTraining:
             for name, agent in self.agents.items()
         }
 
-    def steps_of(self, host: Host) -> list[tuple[int, float, float]]:
+    def steps_of(self, host: Host) -> list[tuple[int, float, float | None]]:
         return read_steps(self.copy(host))
 
     def report(self) -> str:
