@@ -16,7 +16,7 @@ from lockstep.checkpoint import commands
 from lockstep.config.saved_run import open_run
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import DivergedError
-from lockstep.parallel.build_replica import build_replica
+from lockstep.parallel.build_replica import build_replica, take_weights_of_rank_0
 from lockstep.recipes.script import lock_run_folder, train
 from lockstep.tasks import translation
 from lockstep.tasks.open import open_task
@@ -160,3 +160,18 @@ def test_weights_are_sent_only_where_they_differ(seeds: tuple[int, int], tensors
     assert first == second and first[0] == tensors
     torch.manual_seed(1)
     assert first[1] == nn.Linear(3, 2).weight.flatten().tolist()
+
+
+def take_strided(runtime: ElasticRuntime) -> list[Any]:
+    """Take tensors that are parts of others; return these."""
+    rank = dist.get_rank()
+    rows, columns = torch.full((3, 4), float(rank)), torch.arange(6.0).view(2, 3) + 10 * rank
+    take_weights_of_rank_0([rows[:, :2], columns.T], runtime.world.device, runtime.group.wait)
+    return [rows.tolist(), columns.tolist()]
+
+
+def test_weights_that_are_parts_of_tensors_are_taken_whole() -> None:
+    """gloo sends and overwrites adjacent elements, whatever the strides."""
+    for rank, (rows, columns) in enumerate(run_ranks(take_strided, 2)):
+        assert rows == [[0.0, 0.0, rank, rank]] * 3
+        assert columns == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]

@@ -78,7 +78,7 @@ def take_weights_of_rank_0(
     if device.type == "cpu" and len(set(gather_json(size, sha256_of(tensors), wait))) == 1:
         return
     for tensor in tensors:
-        value = tensor.detach().to(device)
+        value = tensor.detach().to(device).contiguous()  # gloo ignores strides
         dist.broadcast(value, 0)
-        if value.device != tensor.device:
+        if value.data_ptr() != tensor.data_ptr():
             tensor.data.copy_(value)
