@@ -21,6 +21,7 @@ exited or hangs is replaced.
 
 from __future__ import annotations
 
+import atexit
 import gc
 import importlib
 import io
@@ -33,13 +34,15 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lockstep.agent.slots import AgentTimeouts, EventLog
 from lockstep.log import ANNOUNCE_S, log
 from lockstep.runtime.processes import PR_SET_NAME, die_with_parent, now_s, prctl
 from lockstep.runtime.sources import load_function
-from lockstep.runtime.worker_env import WorkerEnv
+
+if TYPE_CHECKING:  # the forkserver and its workers do without
+    from lockstep.agent.slots import AgentTimeouts, EventLog
+    from lockstep.runtime.worker_env import WorkerEnv
 
 MODULE = "lockstep.agent.forkserver"
 MAX_MESSAGE_BYTES = (1 << 17) - 1  # the kernel's limit for one argument of execve(2)
@@ -305,9 +308,15 @@ _early: list[Forkserver] = []  # at most one
 
 def start_early(program: WorkerProgram = WorkerProgram(())) -> None:
     """Start a forkserver that imports torch while the command reads its run. `start_forkserver`
-    returns it; else it exits with this process."""
+    returns it; else it ends with this process."""
     with suppress(OSError):
         _early.append(Forkserver(program, imports=True))
+        atexit.register(stop_early)
+
+
+def stop_early() -> None:
+    while _early:
+        _early.pop().kill()
 
 
 def start_forkserver(program: WorkerProgram, *, imports: bool) -> Forkserver:

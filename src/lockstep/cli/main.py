@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
 from itertools import islice
 from pathlib import Path
@@ -25,13 +26,13 @@ from lockstep.cli.options import (
     build_parser,
     refuse_unknown,
 )
-from lockstep.cli.script import folder_of, is_script, read_sources, split_at_script
+from lockstep.cli.script import asks_for_help, folder_of, is_script, read_sources, split_at_script
 from lockstep.errors import LockstepError, OutOfMemoryError, UsageError
 from lockstep.object_store.address import Address, parse_address
 from lockstep.runtime.environment import RESERVED_VARIABLES, read_rank_info
 from lockstep.runtime.exit_report import error_summary, is_out_of_memory
 from lockstep.runtime.session_start import StartAgainError
-from lockstep.runtime.variables import takes_no_value
+from lockstep.runtime.variables import LAYOUT, takes_no_value
 from lockstep.runtime.worker_env import read_worker_env
 
 
@@ -97,7 +98,7 @@ def run_command(given: list[str], *, is_process: bool = False) -> int:
         from lockstep.cli.remote import run_remote
 
         return run_remote(args, given, addresses, [*rest, *arguments])
-    if is_process and becomes_agent(args):
+    if is_process and becomes_agent(args, [*rest, *arguments]):
         from lockstep.agent.forkserver import start_early
 
         start_early()
@@ -118,12 +119,21 @@ def run_command(given: list[str], *, is_process: bool = False) -> int:
         return int(start(args, [*rest, *arguments]))
 
 
-def becomes_agent(args: argparse.Namespace) -> bool:
-    """Return whether this process will most likely start workers of the usual program."""
-    starts = args.command == "run"
-    if args.command == "train":
-        starts = not (args.show or args.layout or is_script(args.target))
-    return starts and not read_worker_env(os.environ) and not read_rank_info(os.environ)
+def becomes_agent(args: argparse.Namespace, rest: Sequence[str]) -> bool:
+    """Return whether this process will most likely start workers of the usual program, in its
+    present environment."""
+    if args.command == "run":
+        # These become variables for the Sessions of the workers.
+        changes = [args.track, args.profile, *(vars(args)[f"layout.{axis}"] for axis in LAYOUT)]
+        changes.append(asks_for_help(rest))
+    elif args.command == "train":
+        changes = [args.show, args.layout, args.profile, is_script(args.target)]
+    else:
+        return False
+    with suppress(UsageError):  # of variables, which the start refuses
+        is_alone = not read_worker_env(os.environ) and not read_rank_info(os.environ)
+        return is_alone and not any(changes)
+    return False
 
 
 def find_addresses(args: argparse.Namespace, script: str, arguments: list[str]) -> list[Address]:

@@ -238,6 +238,12 @@ def test_a_run_that_never_started_has_nothing_to_export(
         (["train", "--show"], {}, False),
         (["train", "--layout", "auto"], {}, False),  # which times this machine first
         (["train", "loop.py:main"], {}, False),
+        # Values that become variables of the workers, and what replaces this process.
+        (["run", "loop.py", "--track", "tensorboard"], {}, False),
+        (["run", "loop.py", "--layout.shard", "2"], {}, False),
+        (["train", "--profile", "1:2"], {}, False),
+        (["run", "loop.py", "--help"], {}, False),
+        (["train"], {"RANK": "0"}, False),  # the start names what is missing
         (["train"], TORCHRUN, False),
         (["evaluate", "runs/default"], {}, False),
     ],
@@ -247,5 +253,6 @@ def test_only_a_process_that_starts_workers_imports_torch_early(
 ) -> None:
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
-    args, _ = options.build_parser().parse_known_args(words)
-    assert becomes_agent(args) == starts
+    ours, rest = (words[:-1], words[-1:]) if words[-1] == "--help" else (words, [])
+    args, _ = options.build_parser().parse_known_args(ours)
+    assert becomes_agent(args, rest) == starts
