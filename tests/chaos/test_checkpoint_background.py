@@ -164,7 +164,8 @@ def test_idle_priority_ends_when_the_save_is(
     proceed.set()
     thread.join()
     assert places == ["idle", "other", "other"]
-    assert nice[1:] == ([NICE] * 2 if reason == "too late" else [0, 0])
+    lower = min(NICE, 19 - os.getpriority(os.PRIO_PROCESS, os.getpid()))
+    assert nice[1:] == ([lower] * 2 if reason == "too late" else [0, 0])
     assert (tmp_path / "file").stat().st_size == 3 * PIECE_BYTES
 
 

@@ -29,7 +29,7 @@ from lockstep.units import format_duration
 
 MAX_COPY_THREADS = 4
 IDLE_S = 30.0  # a checkpoint is not delayed longer on a machine without an idle core
-NICE = 10  # about a tenth of the share of a thread of priority 0
+NICE = 10  # above that of the process: about a tenth of the share of its other threads
 
 
 def do_nothing() -> None: ...
@@ -80,6 +80,7 @@ class IdleRun:
 
     def __call__(self, pieces: Iterator[None]) -> None:
         errors: list[BaseException] = []
+        is_done = threading.Event()
 
         def run(*, is_idle: bool) -> None:
             try:
@@ -87,16 +88,17 @@ class IdleRun:
                     if is_idle:  # 0: this thread alone
                         os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
                     else:
-                        os.setpriority(os.PRIO_PROCESS, 0, NICE)
+                        os.nice(NICE)  # of this thread, on Linux
                 for _ in pieces:
                     is_late = is_idle and time.monotonic() > self._deadline_s
                     if is_late or self._hurried.is_set():
                         return
+                is_done.set()
             except BaseException as error:
                 errors.append(error)
 
         for is_idle in (True, False):
-            if self._hurried.is_set():
+            if is_done.is_set() or self._hurried.is_set():
                 break
             thread = threading.Thread(target=run, kwargs={"is_idle": is_idle}, name="idle writer")
             with suppress(RuntimeError):  # no memory for a thread, or the interpreter exits
