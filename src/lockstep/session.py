@@ -415,7 +415,7 @@ class Session:
 
         One loop per step.
         """
-        leaves = self._run_in_loop("loader(step) or session.micro_batches(step)").leaves
+        leaves = self._run_in_loop("session.micro_batches(step), loader(step)").leaves
         try:
             for micro_batch in leaves.micro_batches_of(step):
                 self._micro_batch = micro_batch

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(autouse=True)
 def one_thread() -> None:
     """Compute as the workers of a run do: bits depend on the number of threads."""
     torch.set_num_threads(1)

@@ -36,7 +36,7 @@ def lockstep_command(*words: object) -> list[str]:
 
 def one_thread(**more: str) -> dict[str, str]:
     """Return this process's environment with one compute thread, unbuffered output, and prepared
-    data that all tests share."""
+    data that all tests share: a run links it, so nothing in RUN/data is changed in place."""
     shared = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "LOCKSTEP_CACHE": os.environ[CACHE]}
     return {**os.environ, **shared, **more}
 

@@ -92,7 +92,7 @@ task=pretrain|sft -> tokenizer.kind tokenizer.lowercase
 data.kind=cldr -> data.train data.validation data.test data.dataset data.subset
     set data.kind to files or huggingface
     the pairs are generated
-data.kind=files -> data.dataset data.subset
+data.kind=files|text|chat|stdlib|drills -> data.dataset data.subset
     set data.kind to huggingface
 evaluate.every_steps -> task=translate layout.pipeline
     remove it; lockstep launch --with-evaluator scores each checkpoint

@@ -174,7 +174,8 @@ class GenerationLog:
         self.seen = since
 
     def newest(self, known: int = 0) -> Generation:
-        """Return the newest generation above `known`, or NO_GENERATION, which costs two stat()."""
+        """Return the newest generation above `known`. NO_GENERATION: there is none, which costs
+        two stat()."""
         number = self.newest_number(known)
         return self.read(number) if number > known else NO_GENERATION
 

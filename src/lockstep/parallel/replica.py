@@ -126,7 +126,7 @@ class Replica:
         device = self.parameters[0].device  # a loop may compute its loss elsewhere
         parts = [torch.stack(part).flatten() for part in (losses, checked) if part]
         parts = [part.double().to(device).view(torch.int64) for part in parts]
-        own = [] if digest.device is None else [digest.device.reshape(1)]
+        own = [] if digest.device is None else [digest.device.reshape(1).to(device)]
         if not parts and not own:
             return StepResults([], True, digest.read())
         together = torch.cat([*parts, *own]).cpu()

@@ -43,7 +43,7 @@ class Leaves:
 
     def __init__(self, micro_batches: int) -> None:
         self.micro_batches = micro_batches
-        self.step = -1  # that the loop is in
+        self.step: int | None = None  # that the loop is in; None: before its first one
 
     def refuse_total(self, total: int) -> None:
         """UsageError for a number of steps that does not end with a commit."""

@@ -128,7 +128,7 @@ class StepRunner:
     """The parts of an attempt. A step is attempted until its decision is committed.
 
     divisor  of the summed gradient, instead of the step's count; 0: the count
-    digest   of the weights that the step is computed with; 0: not compared
+    digest   of the weights that the step is computed with; NOTHING: not compared
     squared  norm of the step's gradient over the workers of a replica; None: it is whole here
     has_voted  for a complete gradient, which the others may commit without this worker
     """
