@@ -155,15 +155,13 @@ def reference(folder: Path, values: dict[str, str]) -> dict[str, torch.Tensor]:
                     int(loader.pairs.lengths[loader.order.ids(s, k), 1].sum())
                     for k in range(m * k_each, (m + 1) * k_each)
                 )
-                norm = (sum_of_squares([p.grad for p in parameters]).sqrt() / tokens).float()
                 for p in parameters:
                     p.grad /= tokens
                 if optim.clip_norm:
                     torch.nn.utils.clip_grad_norm_(parameters, optim.clip_norm)
                 if s == step > 0:
-                    least = norm.clamp(max=optim.clip_norm or torch.inf).square() / sum(
-                        p.numel() for p in parameters
-                    )
+                    norm = sum_of_squares([p.grad for p in parameters]).sqrt().float()
+                    least = norm.square() / sum(p.numel() for p in parameters)
                     for p in parameters:
                         rows = p.grad.reshape(len(p), -1)
                         squares = torch.linalg.vector_norm(rows, dim=1).square() * (

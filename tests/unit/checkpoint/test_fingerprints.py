@@ -65,7 +65,7 @@ def test_other_machine_and_code_are_reported_and_not_refused() -> None:
 
 def test_values_that_decide_bits_are_fingerprints_and_data_paths_are_not() -> None:
     first, second = (
-        resolve(None, {"optim.learning_rate": rate, "data.dataset": place})
+        resolve(None, {"optim.learning_rate": rate, "data.kind": "files", "data.train": place})
         for rate, place in ((0.1, "a"), (0.2, "b"))
     )
     assert set(bit_deciding_values(first.run).items()) ^ set(

@@ -51,7 +51,7 @@ def test_the_values_of_a_run_file_survive_and_its_comments_do_not(tmp_path: Path
         'data.source = "https://ada:hunter2@example.org/x"',
         'track.project = "hf_abcdefghijklmnopqrstuvwx"',
         'track.project = "0123456789abcdef0123456789abcdef01234567"',
-        'data.train = ["x.en", "sk-abcdefghijklmnop1234"]',
+        'data.train = ["x.en", "sk-abcdefghijklmnop1234"]\ndata.kind = "files"',
     ],
 )
 def test_a_value_that_looks_like_a_secret_is_refused_and_not_shown(
