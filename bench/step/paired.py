@@ -37,9 +37,9 @@ CELLS = {
 def run_cell(cell: Cell, folder: Path, seconds: float, limit_s: float) -> list[dict[str, Any]]:
     """Return the answer of rounds.py for each opponent: the seconds of each round, and the traffic.
 
-    Each opponent has two processes of its own with the Session, so that the memory and the caches
-    of the others do not count. A wide cell gets three times the seconds of a narrow one; `seconds`
-    is the mean.
+    One opponent and the Session share two processes, so the memory and the caches of the other
+    opponents do not count. A wide cell gets three times the seconds of a narrow one; `seconds` is
+    the mean.
     """
     share_s = seconds / len(OPPONENTS) * (1.5 if cell.width > 128 else 0.5)
     return [run_pair(cell, opponent, folder, share_s, limit_s) for opponent in OPPONENTS]
