@@ -46,7 +46,7 @@ def vote_in_ring(vote: Vote, size: int) -> tuple[float, int]:
             vote.leaving,
             *digest,
             vote.count,
-            *vote.losses,
+            *(loss for loss in vote.losses if loss is not None),
         ],
         dtype=torch.float64,
     )
@@ -70,7 +70,7 @@ def vote_in_ring(vote: Vote, size: int) -> tuple[float, int]:
         vote.save_failed or vote.joiners_waiting or vote.leaving or vote.stop_signal
         for vote in votes
     )
-    return math.fsum(loss for vote in votes for loss in vote.losses), sum(
+    return math.fsum(loss for vote in votes for loss in vote.losses if loss is not None), sum(
         vote.count or 0 for vote in votes
     )
 
@@ -87,7 +87,9 @@ def measure(rank: int, size: int, folder: str, repetitions: int) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     runtime = ElasticRuntime(World(rank, size, rank, size, "", torch.device("cpu")))
     runtime.group._waits = WorkWaiter(lambda: "")
-    vote = Vote([1.0 + rank] * LOSSES, 100, digest=2**63 + 7)
+    losses: list[float | None] = [None] * (LOSSES * size)
+    losses[LOSSES * rank : LOSSES * (rank + 1)] = [1.0 + rank] * LOSSES
+    vote = Vote(losses, 100, digest=2**63 + 7)
     subjects = {
         "ring": partial(vote_in_ring, vote, size),
         "rounds": partial(vote_in_rounds, runtime, vote),

@@ -66,9 +66,9 @@ def train_to(
     return losses
 
 
-def losses_of_all_ranks(own: list[float]) -> list[float]:
+def losses_of_all_ranks(own: dict[int, float]) -> list[float]:
     by_rank: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(by_rank, own)
+    dist.all_gather_object(by_rank, [*own.values()])
     return sorted(loss for losses in by_rank for loss in losses)
 
 

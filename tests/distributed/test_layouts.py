@@ -202,7 +202,7 @@ def one_step(
     *,
     narrow: bool = False,
     shares: tuple[int, ...] = (),
-) -> list[float]:
+) -> dict[int, float]:
     for k in replica.micro_batches(step, shares=shares):
         inputs, named = model.inputs(step, k)
         with torch.autocast("cpu", torch.bfloat16, enabled=narrow):
@@ -211,9 +211,9 @@ def one_step(
     return replica.losses()
 
 
-def all_losses(own: list[float]) -> float:
+def all_losses(own: dict[int, float]) -> float:
     per_rank: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(per_rank, own)
+    dist.all_gather_object(per_rank, [*own.values()])
     return float(sum(map(sum, per_rank)))
 
 

@@ -10,7 +10,7 @@ import json
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import starmap
 from pathlib import Path
@@ -346,12 +346,13 @@ class FakeReplica:
         self.own_leaves = leaves_of_rank(
             world.rank, shares or equal_shares(world.size, self.leaves)
         )
-        self._losses: list[float] = []
+        self._losses: dict[int, float] = {}
         gradients = []
         for k in self.own_leaves:
             if why := self.generation_error():
                 raise PeersLostError(why)
             self.module.zero_grad()
+            self._leaf = k
             yield k
             gradients.append([p.grad.clone() for p in self.parameters if p.grad is not None])
         meanwhile()
@@ -361,13 +362,13 @@ class FakeReplica:
 
     def backward(self, loss: Tensor, scaler: None = None) -> None:
         loss.backward()
-        self._losses.append(float(loss.detach()))
+        self._losses[self._leaf] = float(loss.detach())
 
-    def losses(self) -> list[float]:
+    def losses(self) -> dict[int, float]:
         return self._losses
 
-    def results(self, squared: None, digest: Digest) -> StepResults:
-        return StepResults(self._losses, True, digest.read())
+    def results(self, squared: None, digests: Sequence[Digest]) -> StepResults:
+        return StepResults(self._losses, True, [digest.read() for digest in digests])
 
     def measured_s(self) -> None: ...
 

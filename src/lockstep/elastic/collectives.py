@@ -34,7 +34,10 @@ def vote_on_step(runtime: ElasticRuntime, vote: Vote, *, replica_size: int = 1) 
     row = torch.tensor(vote_to_row(vote, rank, replica_size, size // replica_size))
     runtime.group.all_reduce(row, rank, size, combine_rows)
     decision = row_to_decision(
-        row.tolist(), replica_size, lambda: all_gather_json(runtime, vote.digest)
+        row.tolist(),
+        replica_size,
+        size // replica_size,
+        lambda: all_gather_json(runtime, vote.digest),
     )
     runtime.hold_abort(UPDATE_HOLD_S)
     return decision

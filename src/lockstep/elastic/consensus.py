@@ -7,7 +7,7 @@ import math
 import operator
 import struct
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,16 +16,17 @@ from lockstep.errors import CollectiveMismatchError, UsageError
 STOP_REQUEST = "stop"  # the loop itself asks to stop
 # By precedence: if ranks received several, the last one listed here wins.
 SIGNALS = ("", STOP_REQUEST, "SIGTERM", "SIGUSR1", "SIGINT")
-LIMBS = 67  # of 32 bits: floats have 2,098, and the rest is for carries of up to 2**31 votes
-SUMS = 1 + LIMBS
+SUMS = 2  # values of a row that are added: the count, and the digest of the trained weights
 UNKNOWN = -(2**63)  # less than every fact that a vote can give
+INTEGER, FLOAT = struct.Struct("<q"), struct.Struct("<d")
 
 
 @dataclass(frozen=True)
 class Vote:
     """The contribution of one process to the decision on a step."""
 
-    losses: Sequence[float]  # of its micro-batches, in order
+    # By micro-batch of the step; None: another worker has it, or the step skips it.
+    losses: Sequence[float | None]
     # Samples or tokens that the losses sum over; None: the loss needs no division.
     count: int | None = None
     # Of its micro-batches, where known and each loss is the mean over them.
@@ -35,6 +36,7 @@ class Vote:
     joiners_waiting: bool = False
     leaving: bool = False  # this process leaves, and the others continue
     digest: int = 0  # 64 bits over the weights that it computed with; 0: not computed
+    trained: int = 0  # 64 bits over its trained weights; slices are added up
     gradient_finite: bool = True  # no sum over its part of the gradient is infinite or NaN
     # Microseconds that it computes a micro-batch for; None: unknown.
     micro_batch_us: int | None = None
@@ -47,6 +49,8 @@ class StepDecision:
     """The result of a vote, equal on all ranks. With divergent ranks it must not be committed."""
 
     loss: float  # sum over the micro-batches
+    losses: tuple[float | None, ...] = ()  # of each; None: skipped
+    trained: int = 0  # digest of the trained weights that the step was computed with; 0: none
     count: int = 0  # sum of the votes' counts; 0: they have none
     trained_share: float = 1.0  # of the micro-batches, where each loss is a share of their mean
     finite: bool = True  # the loss
@@ -78,7 +82,6 @@ class RowFacts(NamedTuple):
     save_failed: int
     regroup: int
     some_stay: int
-    not_finite: int  # a loss
     gradient_not_finite: int
     some_with_count: int  # of the votes that have losses
     some_without_count: int
@@ -95,24 +98,19 @@ FACTS_END = SUMS + len(RowFacts._fields)
 def vote_to_row(vote: Vote, rank: int, replica_size: int, replicas: int = 1) -> list[int]:
     """Return a vote as integers of 64 bits, whose combination over all votes gives the decision.
 
-    The first SUMS are added: the count, and the loss in units of 2**-1074, of which every float is
-    a multiple, in limbs of 32 bits. So the sum is exact in any order. Of the others, each is the
-    maximum over all votes: RowFacts, then digests as d and ~d, at the vote's position in its
-    replica, then the negative time of a micro-batch by replica.
+    The first SUMS are added: the count, and the digest of the trained weights by the first replica.
+    Of the others, each is the maximum over all votes: RowFacts, then digests as d and ~d, at the
+    vote's position in its replica, then the negative time of a micro-batch by replica, then the
+    bits of the losses, each of which one vote gives.
     """
     replica, position = divmod(rank, replica_size)
     has_count = vote.count is not None
-    has_losses = bool(vote.losses)
-    finite = all(map(math.isfinite, vote.losses))
-    ratios = [loss.as_integer_ratio() for loss in vote.losses if finite]
-    loss = sum(numerator * (2**1074 // denominator) for numerator, denominator in ratios)
-    limbs = struct.unpack(f"<{LIMBS - 1}Ii", loss.to_bytes(4 * LIMBS, "little", signed=True))
+    has_losses = any(loss is not None for loss in vote.losses)
     facts = RowFacts(
         stop=SIGNALS.index(vote.stop_signal),
         save_failed=vote.save_failed,
         regroup=vote.joiners_waiting or vote.leaving,
         some_stay=not vote.leaving,
-        not_finite=not finite,
         gradient_not_finite=not vote.gradient_finite,
         some_with_count=has_losses and has_count,
         some_without_count=has_losses and not has_count,
@@ -122,27 +120,47 @@ def vote_to_row(vote: Vote, rank: int, replica_size: int, replicas: int = 1) -> 
         inverse_least_samples=~min(vote.samples) if vote.samples else UNKNOWN,
         negative_exchange_us=-vote.exchange_us,
     )
-    digest = vote.digest - (vote.digest >> 63 << 64)  # as int64
+    digest = as_int64(vote.digest)
     digests = [UNKNOWN] * 2 * replica_size
     digests[2 * position : 2 * position + 2] = digest, ~digest
     times = [UNKNOWN] * replicas
     if vote.micro_batch_us is not None:
         times[replica] = -vote.micro_batch_us
-    return [(vote.count or 0) * has_losses, *limbs, *facts, *digests, *times]
+    count = (vote.count or 0) * has_losses
+    trained = as_int64(vote.trained) * (replica == 0)
+    return [count, trained, *facts, *digests, *times, *map(loss_to_bits, vote.losses)]
 
 
-def sum_of_limbs(limbs: Sequence[int]) -> float:
-    """Return the sum of the losses, rounded once; an infinity if finite losses add up to more than
-    a float holds."""
-    total = sum(limb << 32 * i for i, limb in enumerate(limbs))
+def as_int64(bits: int) -> int:
+    return bits - (bits >> 63 << 64)
+
+
+def loss_to_bits(loss: float | None) -> int:
+    """Return a float as an integer of 64 bits. -0.0 becomes 0.0, since its bits are UNKNOWN."""
+    return UNKNOWN if loss is None else int(INTEGER.unpack(FLOAT.pack(loss + 0.0))[0])
+
+
+def bits_to_loss(bits: int) -> float | None:
+    return None if bits == UNKNOWN else float(FLOAT.unpack(INTEGER.pack(bits))[0])
+
+
+def sum_of_losses(losses: Iterable[float | None]) -> float:
+    """Return their sum, rounded once: the same in any order. NaN if one of them is not finite; an
+    infinity if finite losses add up to more than a float holds."""
+    known = [loss for loss in losses if loss is not None]
+    if not all(map(math.isfinite, known)):
+        return math.nan
     try:
-        return total / 2**1074
+        return math.fsum(known)
     except OverflowError:
-        return math.inf if total > 0 else -math.inf
+        return math.copysign(math.inf, sum(loss / len(known) for loss in known))
 
 
 def row_to_decision(
-    row: Sequence[int], replica_size: int, gather_digests: Callable[[], Sequence[int]]
+    row: Sequence[int],
+    replica_size: int,
+    replicas: int,
+    gather_digests: Callable[[], Sequence[int]],
 ) -> StepDecision:
     """Return the decision from the combined rows of all votes.
 
@@ -151,18 +169,22 @@ def row_to_decision(
     UsageError, on all ranks, if only some votes with losses have a count, if counts add up to 0, or
     if losses are means over different numbers of samples.
     """
-    count, limbs = row[0], row[1:SUMS]
+    count = row[0]
     facts = RowFacts._make(row[SUMS:FACTS_END])
     times_start = FACTS_END + 2 * replica_size
-    digests, times = row[FACTS_END:times_start], row[times_start:]
+    digests = row[FACTS_END:times_start]
+    times = row[times_start : times_start + replicas]
+    losses = tuple(map(bits_to_loss, row[times_start + replicas :]))
     refuse_unequal_votes(facts, count)
     differ = any(
         highest != ~inverse for highest, inverse in zip(digests[::2], digests[1::2], strict=True)
     )
     by_rank = tuple(gather_digests()) if differ else ()
-    loss = math.nan if facts.not_finite else sum_of_limbs(limbs)
+    loss = sum_of_losses(losses)
     return StepDecision(
         loss=loss,
+        losses=losses,
+        trained=row[1] % 2**64,
         count=count,
         finite=math.isfinite(loss),
         gradient_finite=not facts.gradient_not_finite,

@@ -95,7 +95,8 @@ class Progress:
             return cls(**values)
         _refuse_other_fields(StepDecision, decision)
         tuples = {
-            name: tuple(decision[name]) for name in ("divergent_ranks", "digests", "micro_batch_us")
+            name: tuple(decision[name])
+            for name in ("losses", "divergent_ranks", "digests", "micro_batch_us")
         }
         return cls(**{**values, "decision": StepDecision(**{**decision, **tuples})})
 
@@ -266,7 +267,7 @@ def decision_before(members: Sequence[Progress], facts: Mapping[str, Any]) -> St
     checkpoint."""
     if decisions := [member.decision for member in members if member.decision and member.step >= 0]:
         newest = decisions[0]
-        return StepDecision(newest.loss, newest.count, newest.trained_share)
+        return StepDecision(newest.loss, count=newest.count, trained_share=newest.trained_share)
     return StepDecision(float(facts.get("loss", 0.0)))
 
 

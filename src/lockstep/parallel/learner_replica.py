@@ -20,7 +20,7 @@ from lockstep.layout import Layout
 from lockstep.network.bucket_sizes import group_by_size
 from lockstep.network.wire_format import Wire
 from lockstep.parallel.build_replica import build_replica, start_equal
-from lockstep.parallel.digest import NOTHING, Digest
+from lockstep.parallel.digest import Digest
 from lockstep.parallel.gradient_source import GradientSource, PassPhase, StepPlan, SumOptions
 from lockstep.parallel.groups import Connection, ProcessGroups
 from lockstep.parallel.ordered_sum import FlatSum
@@ -176,12 +176,12 @@ class LearnerReplica(Replica):
         """Take what the current learner has made of the weights, start minus end."""
         self.source.add(differences)
         device = self.parameters[0].device
-        self._losses.append(torch.tensor(loss, dtype=torch.float64, device=device))
+        self._losses[self.source.now.k] = torch.tensor(loss, dtype=torch.float64, device=device)
 
-    def results(self, squared: Tensor | None = None, digest: Digest = NOTHING) -> StepResults:
+    def results(self, squared: Tensor | None = None, digests: Sequence[Digest] = ()) -> StepResults:
         """As of any replica; the first shard has the losses of its learners."""
-        results = super().results(squared, digest)
-        return results if self.groups.position.at.shard == 0 else results._replace(losses=[])
+        results = super().results(squared, digests)
+        return results if self.groups.position.at.shard == 0 else results._replace(losses={})
 
     def is_equal(self, steps: int) -> bool:
         """Collective in the replica. Return whether all shards have taken as many steps of a

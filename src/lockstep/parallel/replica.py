@@ -8,7 +8,7 @@ statistics and failures of each; its source (gradient_source.py) adds up the gra
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lockstep.data.order import splitmix64
 from lockstep.errors import PeersLostError, UsageError
 from lockstep.network.subtrees import equal_shares, leaves_of_rank
-from lockstep.parallel.digest import NOTHING, Digest, start_digest
+from lockstep.parallel.digest import Digest, start_digest
 from lockstep.parallel.gradient_source import GradientSource, Pass, PassPhase, StepPlan, plan_passes
 from lockstep.parallel.reducer import seconds_between, time_mark
 from lockstep.parallel.running_statistics import RunningStatistics
@@ -44,14 +44,14 @@ class PassResult(NamedTuple):
 class StepResults(NamedTuple):
     """The results of a step on one worker, for its vote.
 
-    losses     of its micro-batches, [] where another worker has them
+    losses     by micro-batch; {} where another worker has them
     is_finite  its part of the gradient; False also if its sum overflows, or the norm is not finite
-    digest     of the weights
+    digests    that were asked for
     """
 
-    losses: list[float]
+    losses: dict[int, float]
     is_finite: bool
-    digest: int
+    digests: list[int]
 
 
 class Replica:
@@ -81,7 +81,7 @@ class Replica:
         self.own_leaves: list[int] = []  # micro-batches of this worker in the newest step
         self.hashed = PassResult()  # of the newest pass that was rehearsed, or hashed in its step
         self._hash_leaf: int | None = None  # the micro-batch whose gradient is hashed
-        self._losses: list[Tensor] = []
+        self._losses: dict[int, Tensor] = {}  # by micro-batch
         self._is_scaled = False  # the gradient of the step, by a GradScaler
         self._computed: tuple[Any, Any] | None = None  # marks around the passes of the step
         self._is_agreed = False  # the ranks of this generation train the same parameters
@@ -110,31 +110,31 @@ class Replica:
         self._is_scaled = scaler is not None
         self.source.backward(scaler.scale(loss) if scaler else loss)
         if self.counts:
-            self._losses.append(loss.detach())
+            self._losses[self.source.now.k] = loss.detach()
 
-    def losses(self) -> list[float]:
-        """Return the losses of this worker's micro-batches, [] where another worker has them."""
+    def losses(self) -> dict[int, float]:
+        """Return the losses by micro-batch, {} where another worker has them."""
         return self.results().losses
 
-    def results(self, squared: Tensor | None = None, digest: Digest = NOTHING) -> StepResults:
+    def results(self, squared: Tensor | None = None, digests: Sequence[Digest] = ()) -> StepResults:
         """Return the results of the newest step, in one copy to the host. squared: norm of the
-        gradient. digest: of the weights."""
+        gradient."""
         _, layout, at = self.groups.position
         is_elsewhere = at.tensor or at.stage < layout.pipeline - 1
-        losses = [] if is_elsewhere else self._losses
+        losses = {} if is_elsewhere else self._losses
         checked = [*self.source.slice_sums, *([] if squared is None else [squared])]
         device = self.parameters[0].device  # a loop may compute its loss elsewhere
-        parts = [torch.stack(part).flatten() for part in (losses, checked) if part]
+        parts = [torch.stack(part).flatten() for part in ([*losses.values()], checked) if part]
         parts = [part.double().to(device).view(torch.int64) for part in parts]
-        own = [] if digest.device is None else [digest.device.reshape(1).to(device)]
-        if not parts and not own:
-            return StepResults([], True, digest.read())
-        together = torch.cat([*parts, *own]).cpu()
+        on_device = [d.device.reshape(1).to(device) for d in digests if d.device is not None]
+        together = torch.cat([*parts, *on_device]).cpu() if parts or on_device else torch.tensor([])
         count = len(losses) + len(checked)
         values = together[:count].view(torch.float64).tolist()
-        read = Digest(digest.host + sum(together[count:].tolist())).read()
+        read = iter(together[count:].tolist())
         return StepResults(
-            values[: len(losses)], all(map(math.isfinite, values[len(losses) :])), read
+            dict(zip(losses, values, strict=False)),
+            all(map(math.isfinite, values[len(losses) :])),
+            [Digest(d.host + (0 if d.device is None else next(read))).read() for d in digests],
         )
 
     def hash_gradient_of(self, leaf: int | None) -> None:
@@ -206,7 +206,7 @@ class Replica:
         source = self.source
         passes = self._plan(leaves)
         group = self.groups.replica_group if len(shares) > 1 else None
-        self._losses = []
+        self._losses = {}
         self.groups.waited_s = 0.0
         self.statistics.start_step()
         source.start_step(StepPlan((self.seed, step), shares, leaves, passes, group))
@@ -224,7 +224,8 @@ class Replica:
                 self.hashed = PassResult(hash=source.pass_hash())
             self.statistics.end_micro_batch(now.k, counts=takes_buffers and now.counts)
         losses = source.run_passes(self.statistics)
-        self._losses = self._losses if losses is None else losses
+        if losses is not None:
+            self._losses = dict(zip(self.own_leaves, losses, strict=False))
         if source.measures_passes:
             self._computed = start, time_mark(self.parameters[0].device)
         meanwhile()
@@ -257,7 +258,7 @@ class Replica:
         gradients."""
         self._prepare()
         self._plan(self._deal()[1])
-        self._losses = []
+        self._losses = {}
         with restored_buffers(self.module):
             now = Pass(k, True, (), False)
             self.source.start_step(StepPlan((self.seed, step), passes=[now]))
@@ -265,7 +266,7 @@ class Replica:
             yield k
             self._end_pass()
             losses = self.source.run_passes(self.statistics)
-        losses = self._losses if losses is None else losses
+        losses = [*self._losses.values()] if losses is None else losses
         self._raise_failure()
         self.hashed = PassResult(
             float(losses[0]) if losses else None,

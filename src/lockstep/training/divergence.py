@@ -16,7 +16,7 @@ from lockstep.elastic.consensus import find_divergent_ranks
 from lockstep.elastic.runtime import ElasticRuntime, record_event
 from lockstep.elastic.world import transfer_roles
 from lockstep.errors import FencedError, UsageError
-from lockstep.parallel.digest import DIGEST_FACTOR, Digest, digest_of
+from lockstep.parallel.digest import DIGEST_FACTOR, NOTHING, Digest, digest_of
 from lockstep.parallel.frozen_state import FrozenState
 from lockstep.parallel.gradient_watch import hash_of
 from lockstep.parallel.parallelize import LocalModel
@@ -109,17 +109,19 @@ class ReplicaState:
 
     def digest(self, what: str, step: int = 0) -> int:
         """Return 64 bits over WEIGHTS (of `step`), ALL_WEIGHTS or STATE of this replica."""
-        return self.start_digest(what, step).read()
+        return self.start_digests(what, step)[1].read()
 
-    def start_digest(self, what: str, step: int = 0) -> Digest:
-        """Return `digest`, of which a device still has a part."""
+    def start_digests(self, what: str, step: int = 0) -> tuple[Digest, Digest]:
+        """Return the digest of the trained weights, and `digest`. A device still has a part of
+        them."""
         number = step // self.slice_steps if what == WEIGHTS else None
-        weights = self.replica.digest() + self.frozen_state.digest(number) * DIGEST_FACTOR
+        trained = self.replica.digest()
+        weights = trained + self.frozen_state.digest(number) * DIGEST_FACTOR
         if what != STATE:
-            return weights + Digest(self.frozen_state.mode_digest())
+            return trained, weights + Digest(self.frozen_state.mode_digest())
         # Without modes: between steps, one rank may evaluate.
         optimizers = self.checkpointer.optimizer_digest() if self.checkpointer else 0
-        return weights + Digest(optimizers)
+        return trained, weights + Digest(optimizers)
 
 
 @dataclass
@@ -192,6 +194,15 @@ class ReplicaComparison:
             and step % self.verify_every == 0
             and self.runtime.world.size > self.replica_size
         )
+
+    def start_digests(self, step: int) -> tuple[Digest, Digest]:
+        """Return the digest of the trained weights for the record of `step`, and of what the vote
+        on it compares. NOTHING where `verify_every` leaves the step out."""
+        if not self.verify_every or step % self.verify_every:
+            return NOTHING, NOTHING
+        if not self.is_due(step):  # no other replica
+            return self.state.replica.digest(), NOTHING
+        return self.state.start_digests(self.what_is_compared(), step)
 
     def what_is_compared(self) -> str:
         """Return what the next vote compares."""

@@ -160,11 +160,11 @@ class Rehearsal:
 
     def _result_of(self, first: int) -> FirstMicroBatch | None:
         """Return micro-batch `first` of this attempt, on the rank that reports its loss."""
-        losses = self.replica.losses() if first in self.replica.own_leaves else []
-        if not losses:
+        loss = self.replica.losses().get(first)
+        if loss is None:
             return None
         gradient = self.replica.hashed.hash if self._has_whole_gradients else None
-        return FirstMicroBatch(first, str(losses[0]), gradient, self.slices)
+        return FirstMicroBatch(first, str(loss), gradient, self.slices)
 
     def _refuse_unequal(self, step: int, first: int, rows: Sequence[dict[str, Any]]) -> None:
         """UsageError when ranks got other losses, or other gradients of the same slices.

@@ -7,12 +7,14 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from ctypes import c_float
 from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep.elastic.collectives import run_on_rank0
+from lockstep.elastic.consensus import StepDecision
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import UsageError
 from lockstep.record import events
@@ -25,7 +27,13 @@ from lockstep.runtime.device import measure_memory
 from lockstep.training.loader import Loader
 from lockstep.training.replica_group import ReplicaGroup
 
-RECORDED = ("step", "seconds", "workers")  # names in metrics.jsonl that session.log cannot set
+RECORDED = (
+    "step",
+    "seconds",
+    "workers",
+    "losses",
+    "digest",
+)  # names in metrics.jsonl that session.log cannot set
 
 if TYPE_CHECKING:
     from lockstep.training.model_flops import ModelFlops
@@ -93,7 +101,8 @@ class StepRecord:
         line = {"loss": loss, **share_of(measured, steps), **account}
         for number in range(step - steps + 1, step):
             self.tracker.step(number, line)
-        self.tracker.step(step, line | self.logged)
+        bits = record_of(self.replicas.decision, self.replicas.replica.workers_per_replica)
+        self.tracker.step(step, line | bits | self.logged)
         shown = {
             "loss": loss,
             **measured,
@@ -114,6 +123,26 @@ class StepRecord:
         trained = self.replicas.runner.trained(step)
         samples = (loader.samples_in_step(step, trained) for loader in self.loaders)
         return next(((number * steps, "samples") for number in samples if number), (steps, "steps"))
+
+
+def record_of(decision: StepDecision, slices: int) -> dict[str, Any]:
+    """Return what `lockstep replay` compares of a step.
+
+    losses  of each micro-batch, as the loop gave it: the loss of the step is their sum, divided by
+            the count if there is one. None: skipped
+    digest  of the trained weights that the step was computed with; of a replica in slices their
+            sum, and the number of slices
+    """
+    record: dict[str, Any] = {"losses": list(map(shorten, decision.losses))}
+    if decision.trained:
+        record["digest"] = f"{decision.trained:016x}" + f"/{slices}" * (slices > 1)
+    return record
+
+
+def shorten(loss: float | None) -> float | None:
+    """Return a loss with nine digits if they restore its bits as a float32."""
+    is_single = loss is not None and c_float(loss).value == loss
+    return float(f"{loss:.9g}") if is_single else loss
 
 
 def share_of(values: dict[str, Any], steps: int) -> dict[str, Any]:

@@ -43,6 +43,19 @@ class Carried(Protocol):
     def commit(self) -> None: ...
 
 
+class StepObserver(Protocol):
+    """Looks at the attempts of a replayed run (history/observer.py)."""
+
+    def passes(self, step: int) -> Iterator[int]:
+        """Yield micro-batches that have no effect on the step."""
+
+    def enter(self, step: int, k: int) -> None:
+        """Called before the loop gets micro-batch `k`."""
+
+    def end_step(self, step: int) -> None:
+        """Called after the step of this number is recorded, before a save."""
+
+
 class Ballot:
     """The counts of a step, and what asks for the end of the run.
 
@@ -103,20 +116,28 @@ class Ballot:
         return own or self.runtime.membership.stop_signal or requested
 
     def vote(
-        self, replica: Replica, digest: Digest, squared: Tensor | None, measured_us: dict[str, int]
+        self,
+        replica: Replica,
+        digests: Sequence[Digest],
+        squared: Tensor | None,
+        measured_us: dict[str, int],
     ) -> Vote:
+        """Return the vote of this worker. digests: of its trained weights, and of what the vote
+        compares"""
         self.is_leaving = self.is_leaving or self._is_drained()
         counts = [count for count in self.counts if count is not None]
-        results = replica.results(squared, digest)
+        results = replica.results(squared, digests)
+        trained, digest = results.digests
         return Vote(
-            results.losses,
+            [results.losses.get(k) for k in range(replica.leaves)],
             count=sum(counts) if counts else None,
             samples=self._samples,
             stop_signal=self._stop_signal(),
             save_failed=bool(self.checkpointer and self.checkpointer.save_failed()),
             joiners_waiting=self.runtime.membership.joiner_count > 0,
             leaving=self.is_leaving,
-            digest=results.digest,
+            digest=digest,
+            trained=trained,
             gradient_finite=results.is_finite,
             step=self.step,
             **measured_us,
@@ -128,7 +149,7 @@ class StepRunner:
     """The parts of an attempt. A step is attempted until its decision is committed.
 
     divisor  of the summed gradient, instead of the step's count; 0: the count
-    digest   of the weights that the step is computed with; NOTHING: not compared
+    digests  of the trained weights that the step is computed with, and of what is compared
     squared  norm of the step's gradient over the workers of a replica; None: it is whole here
     has_voted  for a complete gradient, which the others may commit without this worker
     """
@@ -144,7 +165,8 @@ class StepRunner:
     rollback: SkippedMicroBatches | None
     carried: Sequence[Carried]
     divisor: int
-    digest: Digest = NOTHING
+    observer: StepObserver | None = None
+    digests: Sequence[Digest] = (NOTHING, NOTHING)
     squared: Tensor | None = None
     has_voted: bool = False
 
@@ -167,22 +189,25 @@ class StepRunner:
         first = self.first_trained(skipped)
         if rehearsal and rehearsal.is_due:
             yield from rehearsal.run(step, first)
+        if self.observer:
+            yield from self.observer.passes(step)
         ballot.start(step)
-        self.digest = NOTHING
+        self.digests = (NOTHING, NOTHING)
         if rehearsal:
             replica.hash_gradient_of(first if rehearsal.hashes(step) else None)
         for carried in self.carried:
             carried.start_attempt()
 
-        def compute_digest() -> None:
-            if self.comparison.is_due(step):
-                self.digest = self.state.start_digest(self.comparison.what_is_compared(), step)
+        def compute_digests() -> None:
+            self.digests = self.comparison.start_digests(step)
 
-        for k in replica.micro_batches(step, compute_digest, self.balance.shares):
+        for k in replica.micro_batches(step, compute_digests, self.balance.shares):
             self.state.follow_parameters()
             if not ballot.counts:
                 self.loop_changes.start(self.state.frozen_state)
             self.runtime.board.enter("forward", step + 1)
+            if self.observer:
+                self.observer.enter(step, k)
             if k not in skipped:
                 yield k
             elif not replica.source.skip():
@@ -199,7 +224,7 @@ class StepRunner:
         evicted."""
         comparison = self.comparison
         measured_us = self.balance.measured_us()
-        vote = self.ballot.vote(self.replica, self.digest, self.squared, measured_us)
+        vote = self.ballot.vote(self.replica, self.digests, self.squared, measured_us)
         self.runtime.board.enter("voting")
         self.runtime.board.enter_collective()
         size = self.replica.workers_per_replica

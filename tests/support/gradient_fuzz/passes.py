@@ -248,7 +248,7 @@ def run_case(runtime: ElasticRuntime, case: Case, plant: str, outcome: Outcome) 
         for name, p in trained.items():
             assert (p.grad.shape, p.grad.dtype, p.grad.device) == (p.shape, p.dtype, p.device), name
         outcome.steps.append({name: as_array(p.grad) for name, p in trained.items() if p.numel()})
-        outcome.losses.append((replicas.replica if case.group else replicas).losses())
+        outcome.losses.append([*(replicas.replica if case.group else replicas).losses().values()])
         outcome.group_losses += [replicas.loss] if case.group else []
         shrink_weights(case, model.parameters())
         use_gradients(case, model)
@@ -291,7 +291,7 @@ def run_sharded(runtime: ElasticRuntime, case: Case, plant: str, outcome: Outcom
             ):
                 replica.backward(loss_of(case, replica, step, other))
         outcome.steps.append(assemble(local))
-        outcome.losses.append(replica.losses())
+        outcome.losses.append([*replica.losses().values()])
         shrink_weights(case, local.local_params.values())
     replica.__exit__(None)
 

@@ -95,14 +95,15 @@ def test_facts_that_differ_are_named_with_their_ranks(tmp_path: Path) -> None:
 
 def test_vote_has_the_same_decision_on_all_ranks(tmp_path: Path) -> None:
     votes = [
-        Vote([1.0, 2.0], 3, digest=2**63 + 5),
-        Vote([4.0], 4, stop_signal="SIGTERM", joiners_waiting=True, digest=2**63 + 5),
+        Vote([1.0, 2.0, None], 3, digest=2**63 + 5),
+        Vote([None, None, 4.0], 4, stop_signal="SIGTERM", joiners_waiting=True, digest=2**63 + 5),
     ]
 
     def vote(runtime: ElasticRuntime) -> StepDecision:
         return vote_on_step(runtime, votes[runtime.world.rank])
 
-    assert on_ranks(tmp_path, 2, vote) == [StepDecision(7.0, 7, stop="SIGTERM", regroup=True)] * 2
+    expected = StepDecision(7.0, (1.0, 2.0, 4.0), count=7, stop="SIGTERM", regroup=True)
+    assert on_ranks(tmp_path, 2, vote) == [expected] * 2
 
 
 def test_digests_are_gathered_only_when_some_differ(tmp_path: Path) -> None:

@@ -318,7 +318,7 @@ def test_progress_survives_json() -> None:
         Progress(
             "step",
             7,
-            StepDecision(1.5, 4, divergent_ranks=(1,), digests=(2, 3)),
+            StepDecision(1.5, (1.5, None), count=4, divergent_ranks=(1,), digests=(2, 3)),
             2,
             True,
             True,

@@ -45,7 +45,7 @@ def trained_replica(values: list[float]) -> Replica:
         replica.backward(replica(torch.tensor([[values[k]]])).sum())
     source = replica.source
     source.slice_sums = [tensor.as_subclass(OnDevice) for tensor in source.slice_sums]
-    replica._losses = [tensor.as_subclass(OnDevice) for tensor in replica._losses]
+    replica._losses = {k: loss.as_subclass(OnDevice) for k, loss in replica._losses.items()}
     return replica
 
 
@@ -54,9 +54,9 @@ def read_results(runtime: ElasticRuntime) -> None:
         weight = replica.parameters[0].item()
         squared = torch.tensor(9.0).as_subclass(OnDevice)
         digest = Digest(2**63, torch.tensor(-(2**62) + 1).as_subclass(OnDevice))
-        results = replica.results(squared, digest)
-        assert results.losses == [pytest.approx(k * weight) for k in (1, 2, 3)]
-        assert results.is_finite and results.digest == 2**62 + 1 and OnDevice.reads == 1
+        results = replica.results(squared, [Digest(3), digest])
+        assert results.losses == {k: pytest.approx((k + 1) * weight) for k in range(3)}
+        assert results.is_finite and results.digests == [3, 2**62 + 1] and OnDevice.reads == 1
         assert not replica.results(torch.tensor(float("inf"))).is_finite
     with trained_replica([1.0, float("inf")]) as replica:
         assert not replica.results().is_finite
