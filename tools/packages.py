@@ -30,6 +30,7 @@ LAYERS = (
     ("parallel",),
     ("unsaved",),
     ("training",),
+    ("history",),
     ("session",),
     # Up to here the core, all that a user's loop loads. Recipes and tools stand on it.
     ("config", "report"),

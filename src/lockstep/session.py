@@ -41,6 +41,7 @@ from lockstep.parallel.plans import Patterns, TensorPlan
 from lockstep.record.progress import progress_interval_s
 from lockstep.record.tracker import Tracker
 from lockstep.runtime.numerics import make_deterministic
+from lockstep.runtime.variables import REPLAY
 from lockstep.runtime.worker_env import read_worker_env
 from lockstep.training import function_values, model_options, session_checks, sharding
 from lockstep.training.checkpointer import Checkpointer
@@ -124,7 +125,12 @@ class Session:
         **options: Unpack[ReplicaOptions],
     ) -> None:
         session_checks.refuse_wrong_options(Session, micro_batches, on_save_error, options)
-        self.out = local_folder(out)
+        self._replay = None
+        if REPLAY in os.environ:
+            from lockstep.history.request import read_replay
+
+            self._replay = read_replay(os.environ[REPLAY])
+        self.out = Path(self._replay.folder) if self._replay else local_folder(out)
         self._declared = Declared(
             out=self.out,
             micro_batches=micro_batches,
@@ -143,6 +149,8 @@ class Session:
             function=function_values.NO_VALUES if values else function_values.running(),
             leaves=Leaves(micro_batches),
         )
+        if self._replay:
+            self._declared = replace(self._declared, save_every=0, resume="auto", backends=())
         self.threads = threads
         if runtime:
             self.runtime = runtime
@@ -379,6 +387,10 @@ class Session:
         if self._run is None:
             self._run = StartedRun(self._declared, self.runtime, self.layout, total, self._exit)
             self.step = self._run.checkpointer.saved_step
+            if self._replay:
+                from lockstep.history.observer import Observer  # only replays need it
+
+                self._run.replicas.runner.observer = Observer(self._replay, self._run)
         run = self._run
         run.set_total(total)
         if why := run.why_no_step(self.step):
@@ -391,6 +403,8 @@ class Session:
             yield self.step
             self.step += run.replicas.commit_steps
             is_last = run.end_step(self.step)
+            if observer := run.replicas.runner.observer:
+                observer.end_step(self.step)
             if unsaved:
                 unsaved.look(saves=is_last or run.checkpointer.due(self.step))
             run.save_if_due(self.step, is_last=is_last)

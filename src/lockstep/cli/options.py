@@ -107,9 +107,10 @@ FILES = ("FILE", "FILE.json", "FILE.html", "FILE.svg")
 TYPES: dict[str, Callable[[str], Any]] = {
     **dict.fromkeys((*PATHS, *FILES), Path),
     **dict.fromkeys(("N", "T", "FAULTS"), COUNT),
-    **dict.fromkeys(("MIN", "MAX", "GPUS", "COUNT"), integer(0, 1 << 16)),
+    **dict.fromkeys(("MIN", "MAX", "GPUS", "COUNT", "K"), integer(0, 1 << 16)),
     **dict.fromkeys(("P", "TOP_P", "TEMPERATURE"), float),
     "MIN:MAX": node_range,
+    "STEP": integer(1, 10**9),
     "STEP|best": step_or_best,
     "RANKS": integer(2, 1 << 16),
     "R": integer(1, 128),
@@ -315,6 +316,37 @@ run RUN|HOST:RUN  run folder, s3://BUCKET/RUN, or a folder on a host that ssh re
 --compare RUN2  draw this run in the same charts
 --out FILE.html  file to write (default: RUN/report.html; with --compare RUN/compare.html)
 """,
+    ),
+    "replay": Command(
+        "compute a step of a run once more, and compare it with the record",
+        f"""
+{RUN}
+--step STEP  the step, by its number in metrics.jsonl
+--micro-batch K  look into this micro-batch; with --debug or --dump (default: 0)
+--debug  stop in pdb inside the loop, when it gets the micro-batch
+--dump FOLDER  write inputs, outputs and gradients of every module in the micro-batch to this folder
+--from-start  compute all steps where no checkpoint before the step is left
+""",
+        required=("--step",),
+    ),
+    "diff": Command(
+        "find the step, the module and the tensor at which two runs part",
+        f"""
+{RUN}
+other RUN2  run to compare it with
+--python-a FILE  interpreter that replays RUN, with the code that it ran (default: this one)
+--python-b FILE  interpreter that replays RUN2
+--from-start  compute all steps where no checkpoint before the step is left
+""",
+    ),
+    "why": Command(
+        "name the micro-batch and the samples that have made the loss of a step",
+        f"""
+{RUN}
+--step STEP  the step, by its number in metrics.jsonl
+--from-start  compute all steps where no checkpoint before the step is left
+""",
+        required=("--step",),
     ),
     "drill": Command(
         "train with faults or other numbers of workers, and compare the hashes",

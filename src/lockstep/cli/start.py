@@ -131,7 +131,8 @@ def start_agent(request: RunRequest, run: RunConfig | None, config: AgentConfig)
         if request.restart == "all"
         else config.policy
     )
-    env = replace(env, flags=request.flags if request.script else {})
+    flags = request.flags if request.script else {}
+    env = replace(env, flags=flags, words=request.command_words("auto"))
     config = replace(config, env=env, command=command, policy=policy)
     is_new = not request.folder.exists()
     code, text = run_until_end(program, request.folder, config)

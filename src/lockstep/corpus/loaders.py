@@ -76,6 +76,9 @@ class PairLoader:
         """Return the numbers of the training pairs of micro-batch `k`."""
         return sorted(self.order.ids(step, k).tolist())
 
+    def samples_in_row(self, step: int, k: int, row: int) -> list[int]:
+        return [int(self.order.ids(step, k)[row])]
+
     def micro_batch(self, step: int, k: int) -> PairBatch:
         shape = self.order.shape(step, k)
         ids = self.order.ids(step, k)
@@ -315,6 +318,9 @@ class RowLoader:
         """Return the numbers of the training documents in the rows of micro-batch `k`."""
         rows = self.order.ids(step, k).tolist()
         return sorted({number for i in rows for number in self.rows.members(i)})
+
+    def samples_in_row(self, step: int, k: int, row: int) -> list[int]:
+        return self.rows.members(int(self.order.ids(step, k)[row]))
 
     def micro_batch(self, step: int, k: int) -> TextBatch:
         rows = self.order.ids(step, k).tolist()

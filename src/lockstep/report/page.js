@@ -1,5 +1,5 @@
 "use strict";
-// Hover and zoom. All charts over steps share one range. Without this script every chart is drawn in full.
+// Hover, click and zoom. All charts over steps share one range. Without this script every chart is drawn in full.
 const format = v => Math.abs(v) >= 1000 ? Math.round(v).toLocaleString("en-US") : String(+v.toPrecision(4));
 const within = (v, [low, high]) => v >= low && v <= high;
 const charts = [...document.querySelectorAll(".chart")].map(figure => {
@@ -69,8 +69,15 @@ function point(chart, x) {
   const marks = data.marks.filter(mark => Math.abs(mark[0] - x) < reach).map(mark => "✕ " + mark[1]);
   charts.forEach(other => { other.output.hidden = other !== chart; other.cursor.hidden = false; other.cursor.style.left = `${100 * share}%`; });
   chart.at = x;
+  chart.step = Math.round(at);
   output.textContent = [`step ${Math.round(at).toLocaleString("en-US")}`, ...rows, ...marks].join("\n");
   Object.assign(output.style, share < .5 ? {left: `${100 * share + 1}%`, right: "auto"} : {right: `${101 - 100 * share}%`, left: "auto"});
+}
+
+// A click shows the command that tells why the step has this loss.
+function ask({output, step}) {
+  const run = document.body.dataset.run;
+  if (run && !output.textContent.includes("lockstep why")) output.textContent += `\nlockstep why ${run} --step ${step}`;
 }
 
 const leave = () => charts.forEach(({output, cursor}) => { output.hidden = cursor.hidden = true; });
@@ -94,6 +101,7 @@ for (const chart of charts) {
     from = null;
     picked.remove();
     if (place(high) - place(low) > 2) zoom(low, high);
+    else ask(chart);
   });
   plot.addEventListener("pointerleave", leave);
   plot.addEventListener("blur", leave);

@@ -19,7 +19,7 @@ from itertools import takewhile
 from pathlib import Path
 
 from lockstep.errors import UsageError
-from lockstep.runtime.variables import CACHE, PROFILE, TRACK
+from lockstep.runtime.variables import CACHE, PROFILE, REPLAY, TRACK
 from lockstep.runtime.worker_env import SHARED_TERMINAL, WORKER_ENV
 
 BF16_FLAGS = ("amx_bf16", "avx512_bf16", "bf16")  # x86 AMX tiles, x86 AVX-512, Arm
@@ -40,6 +40,7 @@ RESERVED_VARIABLES = (
     "LOCKSTEP_STORE_BEAT_S",
     TRACK,
     PROFILE,
+    REPLAY,
 )
 PET = ("PET_NODE_RANK", "PET_NNODES", "PET_NPROC_PER_NODE", "PET_MASTER_ADDR", "PET_MASTER_PORT")
 

@@ -52,7 +52,7 @@ class StartAgainError(UsageError):
 
 @dataclass(frozen=True)
 class SessionStart:
-    """What a worker of a script expects; a Session may ask for another start."""
+    """How a worker of a script was started; a Session may ask for another start."""
 
     started: str  # with which options, for the message
     path: Path  # file that the Session writes

@@ -8,6 +8,7 @@ from pathlib import Path
 CACHE = "LOCKSTEP_CACHE"  # folder of what runs share: prepared data; off: none
 TRACK = "LOCKSTEP_TRACK"  # the metric backends of Sessions, separated by commas
 PROFILE = "LOCKSTEP_PROFILE"  # the steps that Sessions profile
+REPLAY = "LOCKSTEP_REPLAY"  # what a process of `lockstep replay` does (history/request.py)
 # By axis: its size in the layout of a Session, as lockstep run --layout.AXIS sets it.
 LAYOUT = {
     "shard": "LOCKSTEP_LAYOUT_SHARD",

@@ -19,7 +19,8 @@ import functools
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -53,6 +54,7 @@ class WorkerEnv:
     known_generation: int = 0  # newest generation at the start: an older log is not this run's
     # Of a user's own loop: must be equal on all workers.
     flags: dict[str, str] = field(default_factory=dict)
+    words: Sequence[str] = ()  # of `lockstep`, which start this worker
 
     def environ(self) -> dict[str, str]:
         return {WORKER_ENV: json.dumps(asdict(self))}
@@ -114,6 +116,18 @@ def loopback_network() -> str:
 def is_loopback_reachable(loopback: str) -> bool:
     """Whether a loopback address is reachable. If not, a refused connection proves nothing."""
     return loopback in ("", loopback_network())
+
+
+def start_words() -> list[str]:
+    """Return the words of `lockstep` that start this process as a worker once more."""
+    if worker_env := read_worker_env(os.environ):
+        return list(worker_env.words)
+    main = sys.modules["__main__"]
+    spec = getattr(main, "__spec__", None)
+    if Path(sys.argv[0]).name == "lockstep" or (spec and spec.name == "lockstep.__main__"):
+        return sys.argv[1:]
+    target = ["-m", spec.name] if spec else [str(getattr(main, "__file__", ""))]
+    return ["run", *target, "--", *sys.argv[1:]]
 
 
 # Processes by slot.

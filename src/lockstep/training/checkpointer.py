@@ -7,6 +7,7 @@ Replicas are bitwise equal, so only the first one writes: rank 0, or each of its
 from __future__ import annotations
 
 import logging
+import os
 import shlex
 import sys
 from collections.abc import Callable, Collection, Mapping
@@ -31,9 +32,11 @@ from lockstep.elastic.collectives import assert_equal_on_all_ranks, run_on_rank0
 from lockstep.elastic.runtime import ElasticRuntime, record_event
 from lockstep.elastic.world import Progress, transfer_roles
 from lockstep.errors import CheckpointError, SaveFailedError, UsageError
+from lockstep.layout import REPLICA_AXES, Layout
 from lockstep.parallel.parallelize import LocalModel
 from lockstep.record.events import append_event
 from lockstep.runtime import numerics, sources
+from lockstep.runtime.worker_env import start_words
 from lockstep.training import trained_parameters
 from lockstep.training.loading import load_checkpoint
 from lockstep.training.state_transfer import transfer_state
@@ -183,8 +186,22 @@ class Checkpointer(TrainedState):
         world = runtime.world
         if world.leader:
             WitnessFile(run_folder).drop_after(self.saved_step)
-            record_event(runtime, "began", step=self.saved_step, workers=list(world.members))
+            self._record_start()
         return self.saved_step
+
+    def _record_start(self) -> None:
+        """Write down the command of this start: `lockstep replay` repeats it."""
+        runtime = self.runtime
+        layout = self.local_model.layout if self.local_model else Layout(1)
+        record_event(
+            runtime,
+            "began",
+            step=self.saved_step,
+            workers=list(runtime.world.members),
+            words=start_words(),
+            folder=os.getcwd(),
+            layout={axis: getattr(layout, axis) for axis in REPLICA_AXES},
+        )
 
     def _refuse_other_run(self, checkpoint: Checkpoint) -> None:
         """Refuse a checkpoint of another run; log differences that are tolerated."""

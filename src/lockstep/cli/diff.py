@@ -1,0 +1,35 @@
+"""`lockstep diff`: where two runs part."""
+
+import argparse
+import sys
+
+from lockstep.errors import LockstepError
+from lockstep.history.diff import Side, differing_values, distance, first_difference, locate
+from lockstep.report.run_data import require_run
+
+
+def main(args: argparse.Namespace, rest: list[str]) -> int:
+    folders = (args.folder, args.other)
+    for folder in folders:
+        require_run(folder)
+    for name, (ours, theirs) in differing_values(*folders).items():
+        print(f"{name}: {ours} | {theirs}")
+    last, step, what = first_difference(*folders)
+    if not step:
+        print(f"equal up to step {last}, the last one that both have recorded")
+        return 0
+    print(f"equal up to step {last}" if last else "they differ from the first common step on")
+    print(f"step {step}: {what}")
+    pythons = (args.python_a or sys.executable, args.python_b or sys.executable)
+    a, b = (
+        Side(folder, python, args.from_start)
+        for folder, python in zip(folders, pythons, strict=True)
+    )
+    try:
+        place = locate(a, b, step)
+        print(f"they part in {place}")
+        if place.tensor:
+            print(f"  {distance(a, b, place)}")
+    except LockstepError as error:
+        print(f"the tensor is not known\n  {error}")
+    return 1

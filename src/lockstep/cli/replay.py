@@ -1,0 +1,41 @@
+"""`lockstep replay`: compute a step of a run once more, and compare it with the record."""
+
+import argparse
+import sys
+
+from lockstep.errors import UsageError
+from lockstep.history.replay import replay
+from lockstep.history.request import Replay
+from lockstep.report.run_data import require_run
+
+
+def main(args: argparse.Namespace, rest: list[str]) -> int:
+    require_run(args.folder)
+    number = args.micro_batch
+    looks = args.debug or args.dump is not None
+    if number is not None and not looks:
+        raise UsageError(
+            f"--micro-batch {number} alone does nothing",
+            "command line",
+            "add --debug or --dump DIR",
+        )
+    number = number or 0
+    if args.dump:
+        args.dump.mkdir(parents=True, exist_ok=True)
+    request = Replay(
+        folder="",
+        step=args.step,
+        observes=args.dump is not None,
+        dumped=number if args.dump else None,
+        dump=str(args.dump.resolve()) if args.dump else "",
+        stops_at=number if args.debug else None,
+    )
+    done = replay(args.folder, request, sys.executable, from_start=args.from_start)
+    first = done.first + 1
+    steps = f"step {args.step}" if first == args.step else f"steps {first} to {args.step}"
+    since = f"the checkpoint of step {done.first}" if done.first else "the start of the run"
+    if difference := done.difference():
+        print(f"{steps}, from {since}: not as recorded\n  {difference}")
+        return 1
+    print(f"{steps}, from {since}: {done.compared()} equal the record")
+    return 0

@@ -1,0 +1,34 @@
+"""`lockstep why`: which micro-batch and which samples have made the loss of a step."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from lockstep.history.replay import recorded_steps, replay
+from lockstep.history.request import Replay
+from lockstep.history.why import Decode, explain
+from lockstep.report.run_data import require_run
+
+
+def main(args: argparse.Namespace, rest: list[str]) -> int:
+    require_run(args.folder)
+    before = recorded_steps(args.folder, args.step)[:-1]
+    request = Replay(folder="", step=args.step, observes=True)
+    done = replay(args.folder, request, sys.executable, from_start=args.from_start)
+    if difference := done.difference():
+        print(f"the replay differs from the record, and may tell something else: {difference}")
+    for line in explain(done, before, decoder_of(args.folder)):
+        print(line)
+    return 0
+
+
+def decoder_of(folder: Path) -> Decode:
+    """Return what makes text of the token ids of a run; without a tokenizer they stay numbers."""
+    paths = (folder / "tokenizer" / "tokenizer.json", folder / "data" / "tokenizer.json")
+    path = next((path for path in paths if path.exists()), None)
+    if path is None:
+        return lambda tokens: ", ".join(map(str, tokens))
+    from tokenizers import Tokenizer  # only for runs that have one
+
+    tokenizer = Tokenizer.from_file(str(path))
+    return lambda tokens: repr(tokenizer.decode([token for token in tokens if token >= 0]))

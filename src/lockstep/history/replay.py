@@ -1,0 +1,279 @@
+"""Replay a step: resume in a copy of the run folder, compute up to the step, compare with the
+record.
+
+The record is metrics.jsonl: of each step the losses of its micro-batches, and the digest of the
+weights that it began with. The processes of a replay are one replica on this machine, and never
+write to the run folder.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import socket
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from lockstep.checkpoint.folder import committed_steps, folder_name
+from lockstep.errors import DataError, LockstepError, UsageError
+from lockstep.history.request import Replay
+from lockstep.log import log
+from lockstep.record.events import iter_events
+from lockstep.record.metrics import iter_steps
+from lockstep.runtime.variables import LAYOUT
+
+# In a run folder, what a replay writes itself, or what belongs to the processes of the run.
+OWN_FILES = ("checkpoints", "metrics.jsonl", "events.jsonl", "witness.json", "report.html")
+OF_PROCESSES = ("token", "generations", "waiting", "logs", "state", "tracker.json", "tracker.lock")
+TRACKED = ("tensorboard", "wandb", "profile")
+TAIL_LINES = 12  # of the output of a process that failed
+Line = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Start:
+    """How a run was started, as the event "began" tells.
+
+    words   of `lockstep`, which start a worker
+    folder  the working directory
+    layout  sizes of the axes of a replica, by name
+    """
+
+    words: tuple[str, ...]
+    folder: str
+    layout: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """What a replay gave.
+
+    first       the step whose checkpoint it resumed from; 0: the start of the run
+    recorded, computed  lines of metrics.jsonl after it, up to the replayed step
+    observed    lines of observed.jsonl
+    """
+
+    first: int
+    recorded: list[Line]
+    computed: list[Line]
+    observed: list[Line]
+
+    def difference(self) -> str:
+        """Return where the replay first differs from the record; "" for equal lines."""
+        for before, now in zip(self.recorded, self.computed, strict=True):
+            if what := difference_of(before, now):
+                return f"step {before['step']}: {what}"
+        return ""
+
+    def compared(self) -> str:
+        """Return what was compared, in words."""
+        pairs = zip(self.recorded, self.computed, strict=True)
+        if any(are_comparable(before, now) for before, now in pairs):
+            return "losses and digests"
+        is_sliced = any("digest" in line for line in self.recorded)
+        return "losses (digests are of other slices)" if is_sliced else "losses"
+
+
+def are_comparable(before: Line, now: Line) -> bool:
+    """Return whether both have a digest, of as many slices."""
+    return both(before, now, "digest") and slices_of(before) == slices_of(now)
+
+
+def difference_of(before: Line, now: Line) -> str:
+    """Return what differs between the records of a step; "" if nothing does. Digests of other
+    slices cannot be compared."""
+    if are_comparable(before, now) and before["digest"] != now["digest"]:
+        return f"it begins with other weights: digest {before['digest']}, now {now['digest']}"
+    if not both(before, now, "losses"):
+        same = str(before["loss"]) == str(now["loss"])
+        return "" if same else f"loss {before['loss']}, now {now['loss']}"
+    for k, (loss, again) in enumerate(zip(before["losses"], now["losses"], strict=False)):
+        if loss != again:
+            return f"loss of micro-batch {k} {loss}, now {again}"
+    counts = len(before["losses"]), len(now["losses"])
+    return "" if counts[0] == counts[1] else f"{counts[0]} micro-batches, now {counts[1]}"
+
+
+def both(one: Line, other: Line, name: str) -> bool:
+    return name in one and name in other
+
+
+def slices_of(line: Line) -> str:
+    return str(line["digest"]).partition("/")[2]
+
+
+def replay(folder: Path, request: Replay, python: str, *, from_start: bool = False) -> Replayed:
+    """Compute up to `request.step` in a copy of the run in `folder`. request.folder: ignored.
+
+    python      interpreter of the processes
+    from_start  compute all steps where no checkpoint before the step is left
+    UsageError for a step that cannot be replayed; LockstepError when a process fails.
+    """
+    lines = recorded_steps(folder, request.step)
+    first = choose_first(folder, request.step, from_start=from_start)
+    start = read_start(folder, request.step)
+    with copy_of_run(folder, first) as copy:
+        run_processes(start, replace(request, folder=str(copy)), python)
+        computed = list(iter_steps(copy / "metrics.jsonl", after=first))
+        observed = list(iter_observed(copy))
+    recorded = [line for line in lines if line["step"] > first]
+    if [line["step"] for line in computed] != [line["step"] for line in recorded]:
+        raise DataError(
+            f"the replay computed {len(computed)} steps after step {first}, not {len(recorded)}",
+            f"the record of {folder}",
+            "replay a step at which the loop commits: with learners the last one of an outer step",
+        )
+    return Replayed(first, recorded, computed, observed)
+
+
+def recorded_steps(folder: Path, step: int) -> list[Line]:
+    """Return the record up to `step`. UsageError: the run has no such step."""
+    lines = [line for line in iter_steps(folder / "metrics.jsonl") if line["step"] <= step]
+    if not lines or lines[-1]["step"] != step:
+        last = max((line["step"] for line in iter_steps(folder / "metrics.jsonl")), default=0)
+        raise UsageError(
+            f"the run has no step {step}",
+            f"{folder / 'metrics.jsonl'} ends with step {last}",
+            f"give --step 1 to {last}" if last else "give the folder of a run that has trained",
+        )
+    return lines
+
+
+def choose_first(folder: Path, step: int, *, from_start: bool) -> int:
+    """Return the step of the newest checkpoint before `step`; 0: replay from the start. UsageError:
+    retention has deleted the checkpoints before it."""
+    kept = committed_steps(folder / "checkpoints")
+    before = [saved for saved in kept if saved < step]
+    if before:
+        return before[-1]
+    saved = [event["step"] for event in iter_events(folder) if event["event"] == "saved"]
+    if from_start or not any(number < step for number in saved):
+        return 0
+    raise UsageError(
+        f"no checkpoint before step {step} is left",
+        f"{folder / 'checkpoints'} has those of steps {', '.join(map(str, kept)) or 'none'}",
+        f"--from-start computes all {step} steps; keep=0 (checkpoint.keep=0 in a recipe) keeps "
+        "all checkpoints of a run",
+    )
+
+
+def read_start(folder: Path, step: int) -> Start:
+    """Return the newest start that came to `step`. UsageError: it cannot be repeated here."""
+    began = [
+        event for event in iter_events(folder) if event["event"] == "began" and event["step"] < step
+    ]
+    if not began or "words" not in began[-1]:
+        raise UsageError(
+            "the run does not say how it was started",
+            f'{folder / "events.jsonl"}, event "began"',
+            "replay a run that a Session of this version has trained",
+        )
+    event = began[-1]
+    start = Start(tuple(event["words"]), event["folder"], event["layout"])
+    if not Path(start.folder).is_dir():  # the run folder comes from another machine
+        start = replace(start, folder=os.getcwd())
+    script = script_of(start.words)
+    if script and not (Path(start.folder) / script).is_file():
+        raise UsageError(
+            f"the script {script} is missing",
+            f"the run was started in {event['folder']}: lockstep {shlex.join(start.words)}",
+            "put it back, or run this command in a folder that has it",
+        )
+    return start
+
+
+def script_of(words: Sequence[str]) -> str:
+    """Return the script that the words name; "" for a recipe or a module."""
+    own = words[: words.index("--")] if "--" in words else words
+    if "-m" in own:
+        return ""
+    names = (word.partition(":")[0] for word in own)
+    return next((name for name in names if name.endswith(".py")), "")
+
+
+@contextmanager
+def copy_of_run(folder: Path, first: int) -> Iterator[Path]:
+    """Context manager with a folder that has what a start needs of the run. Files are hard links
+    where possible: what a process deletes or replaces there stays in the run folder."""
+    with tempfile.TemporaryDirectory(prefix="lockstep-replay-") as name:
+        copy = Path(name)
+        others = shutil.ignore_patterns(*OWN_FILES, *OF_PROCESSES, *TRACKED)
+        shutil.copytree(folder, copy, ignore=others, copy_function=link_or_copy, dirs_exist_ok=True)
+        if first:
+            saved = Path("checkpoints", folder_name(first))
+            shutil.copytree(folder / saved, copy / saved, copy_function=link_or_copy)
+        yield copy
+
+
+def link_or_copy(source: str | Path, target: str | Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # another disk
+        shutil.copy2(source, target)
+
+
+def replay_words(start: Start, copy: Path) -> list[str]:
+    """Return the words of `lockstep` that start a worker in the copy."""
+    if start.words[:1] == ("train",) and not script_of(start.words):
+        axes = [f"--layout.{axis}={start.layout[axis]}" for axis in ("tensor", "pipeline")]
+        own = ["--out", str(copy), "--resume", "auto", "--layout.shard=1"]
+        return ["train", *own, "--layout.replicate=1", *axes]
+    words = list(start.words)
+    for option, value in (("--out", str(copy)), ("--resume", "auto")):
+        if option in words:
+            words[words.index(option) + 1] = value
+    return words
+
+
+def run_processes(start: Start, request: Replay, python: str) -> None:
+    """Run the workers of one replica. LockstepError: one of them failed."""
+    copy = Path(request.folder)
+    count = start.layout["tensor"] * start.layout["pipeline"]
+    command = [python, "-m", "lockstep", *replay_words(start, copy)]
+    log.debug("in %s: %s", start.folder, shlex.join(command))
+    common = {name: text for name, text in os.environ.items() if not name.startswith("LOCKSTEP_")}
+    common |= request.environ()
+    common |= {LAYOUT[axis]: str(start.layout[axis]) for axis in ("tensor", "pipeline")}
+    common |= {LAYOUT["shard"]: "1", "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
+    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    is_shown = request.stops_at is not None
+    with open(copy / "output.log", "w+b") as output:
+        where: dict[str, Any] = {} if is_shown else {"stdout": output, "stderr": output}
+        processes = [
+            subprocess.Popen(
+                command,
+                cwd=start.folder,
+                env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                **where,
+            )
+            for rank in range(count)
+        ]
+        codes = [process.wait() for process in processes]
+        if any(codes):
+            output.seek(0)
+            tail = output.read().decode(errors="replace").splitlines()[-TAIL_LINES:]
+            raise LockstepError(
+                f"the replay failed with exit code {next(filter(None, codes))}",
+                f"in {start.folder}: {shlex.join(command)}",
+                "\n".join(tail),
+            )
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def iter_observed(copy: Path) -> Iterator[Line]:
+    from lockstep.record.metrics import decode_line, read_lines
+
+    for raw in read_lines(copy / "observed.jsonl"):
+        if line := decode_line(raw):
+            yield line
