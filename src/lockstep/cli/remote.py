@@ -37,7 +37,8 @@ from lockstep.runtime.signals import EXIT_INTERRUPTED, STOP_EXIT_CODES, STOP_SIG
 from lockstep.units import format_bytes
 
 WRITE = ("train", "run", "launch", "evaluate")
-READ = ("checkpoint", "generate", "translate", "report", "plan")
+HISTORY = ("replay", "diff", "why")
+READ = ("checkpoint", "generate", "translate", "report", "plan", *HISTORY)
 OPTIONS = ("action", "average", "host", "out", "parent", "show", "step")  # a command may lack them
 POLL_S = 0.5
 LOW_PRIORITY = 19  # the training goes first
@@ -261,6 +262,8 @@ def wanted_files(
     args: argparse.Namespace, snapshot: Snapshot, address: Address
 ) -> Callable[[str], bool]:
     """Return a filter on the files that a command reads."""
+    if args.command in HISTORY:
+        return lambda path: True
     if args.command in ("report", "plan"):
         return lambda path: not path.endswith(".safetensors")
     steps, step = steps_of(snapshot.files), args.step

@@ -21,10 +21,10 @@ from lockstep.checkpoint.fingerprints import newest_facts
 from lockstep.errors import LockstepError
 from lockstep.history.replay import Line, Replayed, difference_of, replay
 from lockstep.history.request import Replay
+from lockstep.parallel.digest import INTEGERS
 from lockstep.record.metrics import iter_steps
 
 FACTS = ("fingerprints", "numerics", "code", "flags", "run")
-INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 MISSING = "nothing"
 
 
@@ -39,9 +39,7 @@ class Side:
     def look(self, step: int, dump: Path | None = None, dumped: int = 0) -> Replayed:
         """Replay `step` and record its tensors. LockstepError when the replay differs from the
         record: then it tells nothing about the run."""
-        request = Replay("", step, observes=True)
-        if dump:
-            request = Replay("", step, observes=True, dumped=dumped, dump=str(dump))
+        request = Replay("", step, observes=True, dumped=dumped, dump=str(dump or ""))
         done = replay(self.folder, request, self.python, from_start=self.from_start)
         if difference := done.difference():
             raise LockstepError(

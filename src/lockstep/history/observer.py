@@ -25,14 +25,13 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lockstep.errors import UsageError
-from lockstep.history.request import Replay
+from lockstep.history.request import OBSERVED, Replay
 from lockstep.history.sample_losses import SampleLosses
 from lockstep.record.metrics import append_json
 from lockstep.runtime.tensor_bytes import bytes_of, tensors_of
 from lockstep.training.loader import Loader, makes_micro_batches
 from lockstep.training.started_run import StartedRun
 
-OBSERVED = "observed.jsonl"  # in the copy of the run folder
 WORST = 3  # samples of a micro-batch that are written down
 PACKAGE = f"{Path(__file__).resolve().parents[1]}{os.sep}"
 
@@ -128,7 +127,8 @@ class Observer:
         batch = loader.batch(step, k) if loader else []
         losses = SampleLosses(rows_of(loader, batch, step, k))
         norm_squared = 0.0
-        with Recorder(self.replica.module, keeps=k == self.replay.dumped) as recorder, losses:
+        keeps = bool(self.replay.dump) and k == self.replay.dumped
+        with Recorder(self.replica.module, keeps=keeps) as recorder, losses:
             recorder.take("batch", tensors_in(batch))
             for again in self.replica.rehearsal(step, k):
                 yield again

@@ -11,9 +11,9 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
-import socket
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -22,16 +22,20 @@ from typing import Any
 
 from lockstep.checkpoint.folder import committed_steps, folder_name
 from lockstep.errors import DataError, LockstepError, UsageError
-from lockstep.history.request import Replay
+from lockstep.history.request import OBSERVED, Replay
 from lockstep.log import log
 from lockstep.record.events import iter_events
-from lockstep.record.metrics import iter_steps
+from lockstep.record.metrics import decode_line, iter_steps, read_lines
+from lockstep.runtime.sockets import reserve_port
 from lockstep.runtime.variables import LAYOUT
 
 # In a run folder, what a replay writes itself, or what belongs to the processes of the run.
-OWN_FILES = ("checkpoints", "metrics.jsonl", "events.jsonl", "witness.json", "report.html")
-OF_PROCESSES = ("token", "generations", "waiting", "logs", "state", "tracker.json", "tracker.lock")
-TRACKED = ("tensorboard", "wandb", "profile")
+NOT_COPIED = (
+    *("checkpoints", "metrics.jsonl", "events.jsonl", "witness.json", "report.html"),
+    *("token", "generations", "waiting", "logs", "state", "tracker.json", "tracker.lock"),
+    *("tensorboard", "wandb", "profile"),
+)
+POLL_S = 0.05
 TAIL_LINES = 12  # of the output of a process that failed
 Line = dict[str, Any]
 
@@ -72,17 +76,14 @@ class Replayed:
         return ""
 
     def compared(self) -> str:
-        """Return what was compared, in words."""
-        pairs = zip(self.recorded, self.computed, strict=True)
-        if any(are_comparable(before, now) for before, now in pairs):
-            return "losses and digests"
-        is_sliced = any("digest" in line for line in self.recorded)
-        return "losses (digests are of other slices)" if is_sliced else "losses"
+        """Return what was compared, in words. Digests of other slices were not."""
+        digests = sum(map(are_comparable, self.recorded, self.computed))
+        return f"all losses and {digests} digests"
 
 
 def are_comparable(before: Line, now: Line) -> bool:
     """Return whether both have a digest, of as many slices."""
-    return both(before, now, "digest") and slices_of(before) == slices_of(now)
+    return "digest" in before and "digest" in now and slices_of(before) == slices_of(now)
 
 
 def difference_of(before: Line, now: Line) -> str:
@@ -90,7 +91,7 @@ def difference_of(before: Line, now: Line) -> str:
     slices cannot be compared."""
     if are_comparable(before, now) and before["digest"] != now["digest"]:
         return f"it begins with other weights: digest {before['digest']}, now {now['digest']}"
-    if not both(before, now, "losses"):
+    if "losses" not in before or "losses" not in now:
         same = str(before["loss"]) == str(now["loss"])
         return "" if same else f"loss {before['loss']}, now {now['loss']}"
     for k, (loss, again) in enumerate(zip(before["losses"], now["losses"], strict=False)):
@@ -98,10 +99,6 @@ def difference_of(before: Line, now: Line) -> str:
             return f"loss of micro-batch {k} {loss}, now {again}"
     counts = len(before["losses"]), len(now["losses"])
     return "" if counts[0] == counts[1] else f"{counts[0]} micro-batches, now {counts[1]}"
-
-
-def both(one: Line, other: Line, name: str) -> bool:
-    return name in one and name in other
 
 
 def slices_of(line: Line) -> str:
@@ -121,7 +118,7 @@ def replay(folder: Path, request: Replay, python: str, *, from_start: bool = Fal
     with copy_of_run(folder, first) as copy:
         run_processes(start, replace(request, folder=str(copy)), python)
         computed = list(iter_steps(copy / "metrics.jsonl", after=first))
-        observed = list(iter_observed(copy))
+        observed = [line for raw in read_lines(copy / OBSERVED) if (line := decode_line(raw))]
     recorded = [line for line in lines if line["step"] > first]
     if [line["step"] for line in computed] != [line["step"] for line in recorded]:
         raise DataError(
@@ -134,9 +131,10 @@ def replay(folder: Path, request: Replay, python: str, *, from_start: bool = Fal
 
 def recorded_steps(folder: Path, step: int) -> list[Line]:
     """Return the record up to `step`. UsageError: the run has no such step."""
-    lines = [line for line in iter_steps(folder / "metrics.jsonl") if line["step"] <= step]
+    every = list(iter_steps(folder / "metrics.jsonl"))
+    lines = [line for line in every if line["step"] <= step]
     if not lines or lines[-1]["step"] != step:
-        last = max((line["step"] for line in iter_steps(folder / "metrics.jsonl")), default=0)
+        last = every[-1]["step"] if every else 0
         raise UsageError(
             f"the run has no step {step}",
             f"{folder / 'metrics.jsonl'} ends with step {last}",
@@ -152,8 +150,8 @@ def choose_first(folder: Path, step: int, *, from_start: bool) -> int:
     before = [saved for saved in kept if saved < step]
     if before:
         return before[-1]
-    saved = [event["step"] for event in iter_events(folder) if event["event"] == "saved"]
-    if from_start or not any(number < step for number in saved):
+    events = [event for event in iter_events(folder) if event["event"] in ("saved", "began")]
+    if from_start or not any(0 < event["step"] < step for event in events):
         return 0
     raise UsageError(
         f"no checkpoint before step {step} is left",
@@ -190,11 +188,16 @@ def read_start(folder: Path, step: int) -> Start:
 
 def script_of(words: Sequence[str]) -> str:
     """Return the script that the words name; "" for a recipe or a module."""
-    own = words[: words.index("--")] if "--" in words else words
+    own = own_words(words)
     if "-m" in own:
         return ""
     names = (word.partition(":")[0] for word in own)
     return next((name for name in names if name.endswith(".py")), "")
+
+
+def own_words(words: Sequence[str]) -> Sequence[str]:
+    """Return the words before the arguments of a script."""
+    return words[: words.index("--")] if "--" in words else words
 
 
 @contextmanager
@@ -203,7 +206,7 @@ def copy_of_run(folder: Path, first: int) -> Iterator[Path]:
     where possible: what a process deletes or replaces there stays in the run folder."""
     with tempfile.TemporaryDirectory(prefix="lockstep-replay-") as name:
         copy = Path(name)
-        others = shutil.ignore_patterns(*OWN_FILES, *OF_PROCESSES, *TRACKED)
+        others = shutil.ignore_patterns(*NOT_COPIED)
         shutil.copytree(folder, copy, ignore=others, copy_function=link_or_copy, dirs_exist_ok=True)
         if first:
             saved = Path("checkpoints", folder_name(first))
@@ -224,11 +227,11 @@ def replay_words(start: Start, copy: Path) -> list[str]:
         axes = [f"--layout.{axis}={start.layout[axis]}" for axis in ("tensor", "pipeline")]
         own = ["--out", str(copy), "--resume", "auto", "--layout.shard=1"]
         return ["train", *own, "--layout.replicate=1", *axes]
-    words = list(start.words)
+    own = list(own_words(start.words))
     for option, value in (("--out", str(copy)), ("--resume", "auto")):
-        if option in words:
-            words[words.index(option) + 1] = value
-    return words
+        if option in own:
+            own[own.index(option) + 1] = value
+    return [*own, *start.words[len(own) :]]
 
 
 def run_processes(start: Start, request: Replay, python: str) -> None:
@@ -241,7 +244,9 @@ def run_processes(start: Start, request: Replay, python: str) -> None:
     common |= request.environ()
     common |= {LAYOUT[axis]: str(start.layout[axis]) for axis in ("tensor", "pipeline")}
     common |= {LAYOUT["shard"]: "1", "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
-    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    with reserve_port("127.0.0.1") as reserved:
+        port = reserved.getsockname()[1]
+    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     is_shown = request.stops_at is not None
     with open(copy / "output.log", "w+b") as output:
         where: dict[str, Any] = {} if is_shown else {"stdout": output, "stderr": output}
@@ -254,7 +259,13 @@ def run_processes(start: Start, request: Replay, python: str) -> None:
             )
             for rank in range(count)
         ]
-        codes = [process.wait() for process in processes]
+        try:
+            while None in (codes := [process.poll() for process in processes]) and not any(codes):
+                time.sleep(POLL_S)
+        finally:
+            for process in processes:  # those that wait for one which has failed
+                process.terminate()
+                process.wait()
         if any(codes):
             output.seek(0)
             tail = output.read().decode(errors="replace").splitlines()[-TAIL_LINES:]
@@ -263,17 +274,3 @@ def run_processes(start: Start, request: Replay, python: str) -> None:
                 f"in {start.folder}: {shlex.join(command)}",
                 "\n".join(tail),
             )
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
-
-
-def iter_observed(copy: Path) -> Iterator[Line]:
-    from lockstep.record.metrics import decode_line, read_lines
-
-    for raw in read_lines(copy / "observed.jsonl"):
-        if line := decode_line(raw):
-            yield line

@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass
 
 from lockstep.runtime.variables import REPLAY
 
+OBSERVED = "observed.jsonl"  # in the copy of the run folder
+
 
 @dataclass(frozen=True)
 class Replay:

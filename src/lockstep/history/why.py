@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -15,63 +14,33 @@ MAX_TEXT = 300
 Decode = Callable[[list[int]], str]
 
 
-@dataclass(frozen=True)
-class Suspect:
-    """A row of the step, with its loss.
-
-    samples  that are in it, as text: "documents 3, 4"
-    content  of each of its parts a text, token ids, or type and shape
-    """
-
-    micro_batch: int
-    samples: str
-    loss: float
-    content: Sequence[Any]
-
-
-def suspects(observed: Sequence[Line]) -> list[Suspect]:
-    """Return the rows by falling loss: of each micro-batch those with the highest."""
-    found = [
-        Suspect(
-            line["micro_batch"],
-            f"{line['kind']} {', '.join(map(str, worst['samples']))}",
-            worst["loss"],
-            worst["content"],
-        )
-        for line in micro_batches(observed)
-        for worst in line["worst"]
-    ]
-    return sorted(found, key=lambda suspect: -suspect.loss)
-
-
-def micro_batches(observed: Sequence[Line]) -> list[Line]:
-    return [line for line in observed if line["micro_batch"] is not None]
-
-
 def explain(done: Replayed, before: Sequence[Line], decode: Decode) -> Iterator[str]:
     """Yield the lines that tell why the step has its loss. before: the steps before it"""
     line = done.recorded[-1]
     losses = [float(step["loss"]) for step in before[-NEIGHBORS:]]
     usual = f", the {len(losses)} steps before {spread(losses)}" if losses else ""
     yield f"step {line['step']}: loss {float(line['loss']):.6g}{usual}"
-    seen = micro_batches(done.observed)
+    seen = [one for one in done.observed if one["micro_batch"] is not None]
     largest = max(seen, key=lambda one: float(one["norm"]))
     others = [float(one["norm"]) for one in seen if one is not largest]
     more = f", the others {spread(others)}" if others else ""
     number = largest["micro_batch"]
     yield f"largest gradient: micro-batch {number}, norm {float(largest['norm']):.4g}{more}"
     for one in seen:
-        yield f"  micro-batch {one['micro_batch']}: loss {one['loss']}, norm {one['norm']:.4g}"
-    listed = suspects(seen)[:SHOWN]
-    if not listed:
+        loss = "elsewhere" if one["loss"] is None else f"{one['loss']:.6g}"
+        yield f"  micro-batch {one['micro_batch']}: loss {loss}, norm {one['norm']:.4g}"
+    rows = [(row, one) for one in seen for row in one["worst"]]
+    if not rows:
         numbers = ", ".join(map(str, largest["samples"])) or "unknown, without a loader"
         yield f"its loss function gives none by sample; {largest['kind']} of it: {numbers}"
         return
     middle = median(one["median"] for one in seen if one["median"] is not None)
     yield f"highest losses, where the median of the step is {middle:.4g}:"
-    for suspect in listed:
-        yield f"  {suspect.samples}, in micro-batch {suspect.micro_batch}: {suspect.loss:.4g}"
-        for part in suspect.content:
+    for row, one in sorted(rows, key=lambda pair: -float(pair[0]["loss"]))[:SHOWN]:
+        numbers = ", ".join(map(str, row["samples"]))
+        where = f"in micro-batch {one['micro_batch']}"
+        yield f"  {one['kind']} {numbers}, {where}: {row['loss']:.4g}"
+        for part in row["content"]:
             yield f"    {as_text(part, decode)}"
 
 
