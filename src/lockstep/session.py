@@ -390,7 +390,7 @@ class Session:
             if self._replay:
                 from lockstep.history.observer import Observer  # only replays need it
 
-                self._run.replicas.runner.observer = Observer(self._replay, self._run)
+                self._run.replicas.runner.observe(Observer(self._replay, self._run))
         run = self._run
         run.set_total(total)
         if why := run.why_no_step(self.step):

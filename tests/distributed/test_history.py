@@ -114,7 +114,7 @@ def test_a_changed_loop_is_named_with_its_first_step(gpt: Path, tmp_path: Path) 
     source = script.read_text()
     try:
         script.write_text(source.replace("clip_grad_norm_(1.0)", "clip_grad_norm_(0.1)"))
-        assert "step 6: it begins with other weights" in differs("replay", gpt, "--step", 6)
+        assert "step 6: other weights before it" in differs("replay", gpt, "--step", 6)
         script.unlink()
         missing = refused("replay", gpt, "--step", 6)
         assert "the script gpt.py is missing" in missing and "put it back" in missing

@@ -17,6 +17,7 @@ ALLOWED_NAMES = {
     "out_features": "torch's linear layers with fewer rows or columns",
     "__traceback__": "a kept exception must not reference the process group",
     "epilog": "argparse",
+    "f_trace": "the debugger of a replay",
     "formatter_class": "argparse",
     "propagate": "logging",
 }

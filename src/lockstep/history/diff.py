@@ -53,7 +53,7 @@ class Side:
 
 
 @dataclass(frozen=True)
-class Place:
+class Parting:
     """Where the runs part in a step.
 
     tensor       as the replay names it: "layers.0 output"
@@ -103,7 +103,7 @@ def first_difference(a: Path, b: Path) -> tuple[int, int, str]:
     return last, 0, ""
 
 
-def locate(a: Side, b: Side, step: int) -> Place:
+def locate(a: Side, b: Side, step: int) -> Parting:
     """Replay both runs to `step`; return where they part."""
     ours, theirs = a.look(step).observed, b.look(step).observed
     place = compare_lines(step, ours, theirs)
@@ -112,7 +112,7 @@ def locate(a: Side, b: Side, step: int) -> Place:
     return place
 
 
-def compare_lines(step: int, ours: list[Line], theirs: list[Line]) -> Place:
+def compare_lines(step: int, ours: list[Line], theirs: list[Line]) -> Parting:
     """Return the first difference between what two replays have seen of a step."""
     nothing: Line = {}
     for line, other in zip_longest(ours, theirs, fillvalue=nothing):
@@ -123,13 +123,13 @@ def compare_lines(step: int, ours: list[Line], theirs: list[Line]) -> Place:
         )
         is_backward = pair is None or any(item and item[0].endswith(" gradient") for item in pair)
         if line.get("loss") != other.get("loss") and is_backward:
-            return Place(step, f"the loss, {line.get('loss')} and {other.get('loss')}", "", 0, k)
+            return Parting(step, f"the loss, {line.get('loss')} and {other.get('loss')}", "", 0, k)
         if pair:
             names = [item[0] if item else MISSING for item in pair]
             if names[0] != names[1]:
-                return Place(step, f"{names[0]} in one, {names[1]} in the other", "", 0, k)
-            return Place(step, describe(names[0]), names[0], number, k)
-    return Place(step, "nothing that a replay sees")
+                return Parting(step, f"{names[0]} in one, {names[1]} in the other", "", 0, k)
+            return Parting(step, describe(names[0]), names[0], number, k)
+    return Parting(step, "nothing that a replay sees")
 
 
 def describe(tensor: str) -> str:
@@ -148,7 +148,7 @@ def describe(tensor: str) -> str:
     return words.get(kind, tensor)
 
 
-def distance(a: Side, b: Side, place: Place) -> str:
+def distance(a: Side, b: Side, place: Parting) -> str:
     """Replay both runs once more; return how far the tensors are apart, in words."""
     with tempfile.TemporaryDirectory(prefix="lockstep-diff-") as name:
         tensors = []

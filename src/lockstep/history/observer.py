@@ -32,7 +32,7 @@ from lockstep.runtime.tensor_bytes import bytes_of, tensors_of
 from lockstep.training.loader import Loader, makes_micro_batches
 from lockstep.training.started_run import StartedRun
 
-WORST = 3  # samples of a micro-batch that are written down
+WORST = 3  # recorded samples of a micro-batch
 PACKAGE = f"{Path(__file__).resolve().parents[1]}{os.sep}"
 
 
@@ -122,7 +122,7 @@ class Observer:
             yield from self._pass(step, k)
 
     def _pass(self, step: int, k: int) -> Iterator[int]:
-        """Yield micro-batch `k` alone, and write down what its passes compute."""
+        """Yield micro-batch `k` alone, and record its passes."""
         loader = self._loader(step)
         batch = loader.batch(step, k) if loader else []
         losses = SampleLosses(rows_of(loader, batch, step, k))

@@ -2,7 +2,7 @@
 record.
 
 The record is metrics.jsonl: of each step the losses of its micro-batches, and the digest of the
-weights that it began with. The processes of a replay are one replica on this machine, and never
+weights before it. The processes of a replay are one replica on this machine, and never
 write to the run folder.
 """
 
@@ -56,7 +56,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Replayed:
-    """What a replay gave.
+    """The result of a replay.
 
     first       the step whose checkpoint it resumed from; 0: the start of the run
     recorded, computed  lines of metrics.jsonl after it, up to the replayed step
@@ -90,7 +90,7 @@ def difference_of(before: Line, now: Line) -> str:
     """Return what differs between the records of a step; "" if nothing does. Digests of other
     slices cannot be compared."""
     if are_comparable(before, now) and before["digest"] != now["digest"]:
-        return f"it begins with other weights: digest {before['digest']}, now {now['digest']}"
+        return f"other weights before it: digest {before['digest']}, now {now['digest']}"
     if "losses" not in before or "losses" not in now:
         same = str(before["loss"]) == str(now["loss"])
         return "" if same else f"loss {before['loss']}, now {now['loss']}"
@@ -168,7 +168,7 @@ def read_start(folder: Path, step: int) -> Start:
     ]
     if not began or "words" not in began[-1]:
         raise UsageError(
-            "the run does not say how it was started",
+            "the start of the run is not recorded",
             f'{folder / "events.jsonl"}, event "began"',
             "replay a run that a Session of this version has trained",
         )
@@ -263,7 +263,7 @@ def run_processes(start: Start, request: Replay, python: str) -> None:
             while None in (codes := [process.poll() for process in processes]) and not any(codes):
                 time.sleep(POLL_S)
         finally:
-            for process in processes:  # those that wait for one which has failed
+            for process in processes:  # they may wait for the one that has failed
                 process.terminate()
                 process.wait()
         if any(codes):

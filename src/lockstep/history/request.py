@@ -1,4 +1,4 @@
-"""What a process of a replay is asked to do, in its environment."""
+"""The request to a process of a replay, in its environment."""
 
 from __future__ import annotations
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from lockstep.runtime.torch_private import TorchDispatchMode
 
 NO_REDUCTION = 0
 FUSED = "lockstep::loss_of_states"  # models/loss.py

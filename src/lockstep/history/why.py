@@ -1,4 +1,4 @@
-"""Which micro-batch and which samples have made the loss of a step."""
+"""Name the micro-batch and the samples behind the loss of a step."""
 
 from __future__ import annotations
 

@@ -170,6 +170,10 @@ class StepRunner:
     squared: Tensor | None = None
     has_voted: bool = False
 
+    def observe(self, observer: StepObserver) -> None:
+        """Let it look at the attempts from now on."""
+        self.observer = observer
+
     def first_trained(self, skipped: Sequence[int]) -> int:
         return next(k for k in range(self.replica.leaves) if k not in skipped)
 

@@ -292,7 +292,7 @@ def test_4096_ranks_gather_in_12_rounds() -> None:
 
 
 def vote_and_gather(runtime: ElasticRuntime, case: int) -> list[Any]:
-    """Return the decision or error, the bytes of its messages, those that are rows of votes, and the
+    """Return the decision or error, the bytes of its messages and of its rows, and the number of
     messages of a gathering."""
     world, sent = runtime.world, []
     isend = dist.isend

@@ -23,7 +23,7 @@ LINE: dict[str, Any] = {"step": 3, "loss": 3.0, "losses": [1.0, 2.0], "digest": 
     ("change", "what"),
     [
         ({}, ""),
-        ({"digest": "1f"}, "it begins with other weights: digest 0f, now 1f"),
+        ({"digest": "1f"}, "other weights before it: digest 0f, now 1f"),
         ({"digest": "1f/2"}, ""),  # of slices
         ({"losses": [1.0, 2.5]}, "loss of micro-batch 1 2.0, now 2.5"),
         ({"losses": [None, 2.0]}, "loss of micro-batch 0 1.0, now None"),
