@@ -100,6 +100,13 @@ def test_each_step_of_a_killed_stopped_and_resumed_run_can_be_replayed(disturbed
     assert files_of(disturbed) == before, "the run folder is left as it was"
 
 
+def test_a_disturbed_run_is_compared_and_asked(disturbed: Path, tmp_path: Path) -> None:
+    quiet = tmp_path / "quiet"
+    passed("train", f"{DISTURBED}:train", "--out", quiet, "--workers", "1", "--steps=36")
+    assert "equal up to step 36" in passed("diff", disturbed, quiet)
+    assert "highest losses" in passed("why", disturbed, "--step", 33)
+
+
 def test_the_record_has_losses_of_all_micro_batches_and_a_digest_in_200_bytes(
     disturbed: Path,
 ) -> None:
@@ -142,6 +149,14 @@ def test_pdb_stops_in_the_body_of_the_step(gpt: Path) -> None:
     )
     assert "session.backward(model(ids, targets))" in result.stdout
     assert "(4, torch.Size([4, 11]))" in result.stdout and EQUAL in result.stdout
+
+
+def test_pdb_stops_in_the_loop_of_a_recipe(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    passed("train", "--out", run, "--workers", "1", "--steps", 2, "--evaluate.at_end", 0)
+    result = run_lockstep("replay", run, "--step", 2, "--debug", input="p step, batch.count\nc\n")
+    assert "> " in result.stdout and "recipes/translate.py" in result.stdout
+    assert "(1, " in result.stdout and EQUAL in result.stdout
 
 
 def test_a_step_out_of_reach_is_refused(gpt: Path, tmp_path: Path) -> None:
@@ -190,8 +205,11 @@ def test_a_run_that_rolled_back_skips_the_same_micro_batch_again(tmp_path: Path)
     lines = list(iter_steps(run / "metrics.jsonl"))
     skipped = [line["step"] for line in lines if None in line["losses"]]
     assert skipped and all(line["losses"].count(None) < 2 for line in lines)
-    last = skipped[-1]
-    assert EQUAL in passed("replay", run, "--step", min(6, last + 1), "--from-start")
+    after = min(6, skipped[-1] + 1)
+    assert EQUAL in passed("replay", run, "--step", after, "--from-start")
+    alone = example_run(tmp_path / "alone", changes, name="diffusion.py", steps=6)
+    assert "equal up to step 6" in passed("diff", run, alone)
+    assert "norm nan" in passed("why", run, "--step", skipped[-1], "--from-start")
 
 
 BAD_SAMPLE = """

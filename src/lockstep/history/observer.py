@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
 import pdb
 import sys
 from collections import Counter
@@ -33,7 +32,8 @@ from lockstep.training.loader import Loader, makes_micro_batches
 from lockstep.training.started_run import StartedRun
 
 WORST = 3  # recorded samples of a micro-batch
-PACKAGE = f"{Path(__file__).resolve().parents[1]}{os.sep}"
+# Of the frames between the loop and the observer.
+CORE = tuple(str(Path(__file__).parents[1] / name) for name in ("history", "training", "session"))
 
 
 class Recorder(AbstractContextManager["Recorder"]):
@@ -241,9 +241,8 @@ def stop_in(frame: FrameType) -> None:
 
 
 def frame_of_loop() -> FrameType:
-    """Return the frame of the user's loop, below the generators that it iterates over."""
+    """Return the frame of the loop of a user or a recipe, below the generators that it takes."""
     frame: FrameType | None = sys._getframe()
-    while frame and frame.f_code.co_filename.startswith(PACKAGE):
+    while frame and frame.f_code.co_filename.startswith(CORE):
         frame = frame.f_back
-    assert frame is not None
-    return frame
+    return frame or sys._getframe()
