@@ -182,11 +182,10 @@ class Observer:
 
     def end_step(self, step: int) -> None:
         """End the process after the replayed step."""
-        if step < self.replay.step:
-            return
-        if self.replay.observes:
-            self._write_weights("updated")
-        raise SystemExit(0)
+        if step >= self.replay.step:
+            if self.replay.observes:
+                self._write_weights("updated")
+            raise SystemExit
 
 
 def tensors_in(batch: Any) -> list[Tensor]:
@@ -203,7 +202,7 @@ def rows_of(loader: Loader | None, batch: Any, step: int, k: int) -> int:
 
 def highest(losses: Sequence[float]) -> list[int]:
     """Return the numbers of the rows with the highest losses."""
-    return sorted(range(len(losses)), key=lambda row: -losses[row])[:WORST]
+    return sorted(range(len(losses)), key=losses.__getitem__)[-WORST:]
 
 
 def sample_of(loader: Loader, batch: Any, step: int, k: int, row: int) -> dict[str, Any]:
