@@ -49,6 +49,13 @@ def charts_of(page: str) -> dict[str, dict[str, Any]]:
     return found
 
 
+def test_the_page_of_one_run_knows_the_folder_that_a_click_names(tmp_path: Path) -> None:
+    runs = [write_run_folder(tmp_path / 'a "b"'), write_run_folder(tmp_path / "c")]
+    folder = re.search('<body data-run="([^"]*)">', page_of(runs[0]))[1]
+    assert html.unescape(folder) == str(runs[0])
+    assert "data-run" not in page_of(*runs)
+
+
 def test_charts_have_all_steps_the_spike_and_the_failure(tmp_path: Path) -> None:
     page = page_of(write_run_folder(tmp_path / "run"))
     charts = charts_of(page)
