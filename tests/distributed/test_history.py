@@ -121,7 +121,8 @@ def test_a_changed_loop_is_named_with_its_first_step(gpt: Path, tmp_path: Path) 
     source = script.read_text()
     try:
         script.write_text(source.replace("clip_grad_norm_(1.0)", "clip_grad_norm_(0.1)"))
-        assert "step 6: other weights before it" in differs("replay", gpt, "--step", 6)
+        shown = differs("replay", gpt, "--step", 6)
+        assert "step 6: other weights before it" in shown and "own loop was gpt.py" in shown
         script.unlink()
         missing = refused("replay", gpt, "--step", 6)
         assert "the script gpt.py is missing" in missing and "put it back" in missing
@@ -182,7 +183,7 @@ def test_the_place_where_two_runs_part_is_named(change: str, gpt: Path, tmp_path
     other = example_run(tmp_path / change, {text: changed})
     shown = differs("diff", gpt, other)
     assert f"they part in {place}" in shown and "elements differ" in shown
-    assert "code.own loop: gpt.py" in shown
+    assert "own loop was gpt.py" in shown
 
 
 def test_equal_runs_are_equal(gpt: Path, tmp_path: Path) -> None:
@@ -209,7 +210,8 @@ def test_a_run_that_rolled_back_skips_the_same_micro_batch_again(tmp_path: Path)
     assert EQUAL in passed("replay", run, "--step", after, "--from-start")
     alone = example_run(tmp_path / "alone", changes, name="diffusion.py", steps=6)
     assert "equal up to step 6" in passed("diff", run, alone)
-    assert "norm nan" in passed("why", run, "--step", skipped[-1], "--from-start")
+    shown = passed("why", run, "--step", skipped[-1], "--from-start")
+    assert "norm nan" in shown and re.search("highest.*\n  samples 7, .*: nan", shown), shown
 
 
 BAD_SAMPLE = """

@@ -12,8 +12,8 @@ def main(args: argparse.Namespace, rest: list[str]) -> int:
     folders = (args.folder, args.other)
     for folder in folders:
         require_run(folder)
-    for name, (ours, theirs) in differing_values(*folders).items():
-        print(f"{name}: {ours} | {theirs}")
+    for sentence in differing_values(*folders):
+        print(sentence)
     last, step, what = first_difference(*folders)
     if not step:
         print(f"equal up to step {last}, the last one that both have recorded")

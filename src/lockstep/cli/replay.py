@@ -36,6 +36,9 @@ def main(args: argparse.Namespace, rest: list[str]) -> int:
     since = f"the checkpoint of step {done.first}" if done.first else "the start of the run"
     if difference := done.difference():
         print(f"{steps}, from {since}: not as recorded\n  {difference}")
+        for line in done.output.splitlines():
+            if "other bits" in line:  # a resume names what has changed in code and machine
+                print(f"  {line}")
         return 1
     print(f"{steps}, from {since}: {done.compared()} equal the record")
     return 0

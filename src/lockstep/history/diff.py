@@ -7,24 +7,21 @@ compared in the order in which it is computed.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from lockstep.checkpoint.fingerprints import newest_facts
+from lockstep.checkpoint.fingerprints import changes, newest_facts, tolerated_changes
 from lockstep.errors import LockstepError
 from lockstep.history.replay import Line, Replayed, difference_of, replay
 from lockstep.history.request import Replay
 from lockstep.parallel.digest import INTEGERS
 from lockstep.record.metrics import iter_steps
 
-FACTS = ("fingerprints", "numerics", "code", "flags", "run")
 MISSING = "nothing"
 
 
@@ -72,22 +69,12 @@ class Parting:
         return f"step {self.step}{where}: {self.what}"
 
 
-def differing_values(a: Path, b: Path) -> dict[str, tuple[Any, Any]]:
-    """Return the values and facts about code and machine that differ, from the newest
-    checkpoints."""
-    facts = [(newest_facts(folder / "checkpoints") or (0, {}))[1] for folder in (a, b)]
-    flat = [dict(flatten({name: fact.get(name) for name in FACTS})) for fact in facts]
-    names = dict.fromkeys([*flat[0], *flat[1]])
-    pairs = {name: (flat[0].get(name, MISSING), flat[1].get(name, MISSING)) for name in names}
-    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
-
-
-def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from flatten(value, f"{prefix}{name}.")
-        elif value is not None:
-            yield prefix + name, value
+def differing_values(a: Path, b: Path) -> list[str]:
+    """Return the values that decide bits, and facts about code and machine, that differ between the
+    newest checkpoints."""
+    ours, theirs = ((newest_facts(run / "checkpoints") or (0, {}))[1] for run in (a, b))
+    values = changes(ours.get("fingerprints", {}), theirs.get("fingerprints", {}))
+    return [*values, *tolerated_changes(ours, theirs)]
 
 
 def first_difference(a: Path, b: Path) -> tuple[int, int, str]:

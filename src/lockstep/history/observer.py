@@ -26,6 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from lockstep.errors import UsageError
 from lockstep.history.request import OBSERVED, Replay
 from lockstep.history.sample_losses import SampleLosses
+from lockstep.history.why import rank
 from lockstep.record.metrics import append_json
 from lockstep.runtime.tensor_bytes import bytes_of, tensors_of
 from lockstep.training.loader import Loader, makes_micro_batches
@@ -143,7 +144,7 @@ class Observer:
             "norm": math.sqrt(norm_squared),
             "kind": self.run.declared.sample_kind,
             "samples": self.run.declared.samples(step, k),
-            "median": median(by_row) if by_row else None,
+            "median": median(map(rank, by_row)) if by_row else None,
             "worst": [
                 {"loss": by_row[row], **sample_of(loader, batch, step, k, row)}
                 for row in highest(by_row)
@@ -202,7 +203,7 @@ def rows_of(loader: Loader | None, batch: Any, step: int, k: int) -> int:
 
 def highest(losses: Sequence[float]) -> list[int]:
     """Return the numbers of the rows with the highest losses."""
-    return sorted(range(len(losses)), key=losses.__getitem__)[-WORST:]
+    return sorted(range(len(losses)), key=lambda row: rank(losses[row]))[-WORST:]
 
 
 def sample_of(loader: Loader, batch: Any, step: int, k: int, row: int) -> dict[str, Any]:

@@ -61,12 +61,14 @@ class Replayed:
     first       the step whose checkpoint it resumed from; 0: the start of the run
     recorded, computed  lines of metrics.jsonl after it, up to the replayed step
     observed    lines of observed.jsonl
+    output      of the processes
     """
 
     first: int
     recorded: list[Line]
     computed: list[Line]
     observed: list[Line]
+    output: str
 
     def difference(self) -> str:
         """Return where the replay first differs from the record; "" for equal lines."""
@@ -116,7 +118,7 @@ def replay(folder: Path, request: Replay, python: str, *, from_start: bool = Fal
     first = choose_first(folder, request.step, from_start=from_start)
     start = read_start(folder, request.step)
     with copy_of_run(folder, first) as copy:
-        run_processes(start, replace(request, folder=str(copy)), python)
+        output = run_processes(start, replace(request, folder=str(copy)), python)
         computed = list(iter_steps(copy / "metrics.jsonl", after=first))
         observed = [line for raw in read_lines(copy / OBSERVED) if (line := decode_line(raw))]
     recorded = [line for line in lines if line["step"] > first]
@@ -126,7 +128,7 @@ def replay(folder: Path, request: Replay, python: str, *, from_start: bool = Fal
             f"the record of {folder}",
             "replay a step at which the loop commits: with learners the last one of an outer step",
         )
-    return Replayed(first, recorded, computed, observed)
+    return Replayed(first, recorded, computed, observed, output)
 
 
 def recorded_steps(folder: Path, step: int) -> list[Line]:
@@ -234,8 +236,8 @@ def replay_words(start: Start, copy: Path) -> list[str]:
     return [*own, *start.words[len(own) :]]
 
 
-def run_processes(start: Start, request: Replay, python: str) -> None:
-    """Run the workers of one replica. LockstepError: one of them failed."""
+def run_processes(start: Start, request: Replay, python: str) -> str:
+    """Run the workers of one replica; return their output. LockstepError: one of them failed."""
     copy = Path(request.folder)
     count = start.layout["tensor"] * start.layout["pipeline"]
     command = [python, "-m", "lockstep", *replay_words(start, copy)]
@@ -266,11 +268,12 @@ def run_processes(start: Start, request: Replay, python: str) -> None:
             for process in processes:  # they may wait for the one that has failed
                 process.terminate()
                 process.wait()
+        output.seek(0)
+        text = output.read().decode(errors="replace")
         if any(codes):
-            output.seek(0)
-            tail = output.read().decode(errors="replace").splitlines()[-TAIL_LINES:]
             raise LockstepError(
                 f"the replay failed with exit code {next(filter(None, codes))}",
                 f"in {start.folder}: {shlex.join(command)}",
-                "\n".join(tail),
+                "\n".join(text.splitlines()[-TAIL_LINES:]),
             )
+    return text

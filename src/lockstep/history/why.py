@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from statistics import median
 from typing import Any
@@ -21,7 +22,7 @@ def explain(done: Replayed, before: Sequence[Line], decode: Decode) -> Iterator[
     usual = f", the {len(losses)} steps before {spread(losses)}" if losses else ""
     yield f"step {line['step']}: loss {float(line['loss']):.6g}{usual}"
     seen = [one for one in done.observed if one["micro_batch"] is not None]
-    largest = max(seen, key=lambda one: float(one["norm"]))
+    largest = max(seen, key=lambda one: rank(one["norm"]))
     others = [float(one["norm"]) for one in seen if one is not largest]
     more = f", the others {spread(others)}" if others else ""
     number = largest["micro_batch"]
@@ -34,14 +35,19 @@ def explain(done: Replayed, before: Sequence[Line], decode: Decode) -> Iterator[
         numbers = ", ".join(map(str, largest["samples"])) or "unknown, without a loader"
         yield f"its loss function gives none by sample; {largest['kind']} of it: {numbers}"
         return
-    middle = median(one["median"] for one in seen if one["median"] is not None)
+    middle = median(float(one["median"]) for one in seen if one["median"] is not None)
     yield f"highest losses, where the median of the step is {middle:.4g}:"
-    for row, one in sorted(rows, key=lambda pair: -float(pair[0]["loss"]))[:SHOWN]:
+    for row, one in sorted(rows, key=lambda pair: -rank(pair[0]["loss"]))[:SHOWN]:
         numbers = ", ".join(map(str, row["samples"]))
         where = f"in micro-batch {one['micro_batch']}"
-        yield f"  {one['kind']} {numbers}, {where}: {row['loss']:.4g}"
+        yield f"  {one['kind']} {numbers}, {where}: {float(row['loss']):.4g}"
         for part in row["content"]:
             yield f"    {as_text(part, decode)}"
+
+
+def rank(loss: float | str) -> float:
+    """Return a loss or a norm to sort by: one that is no number is above all others."""
+    return math.inf if math.isnan(float(loss)) else float(loss)
 
 
 def spread(values: Sequence[float]) -> str:
