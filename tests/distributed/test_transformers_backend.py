@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from distributed.test_llama_training import CHATS, TEXT, evaluated, losses, trained
+from packaging.version import Version
 from support.launching import lockstep_command, run_command
 from support.plain_fine_tuning import plain_losses, write_corpus
 from support.ranks import run_ranks
@@ -28,6 +29,8 @@ from lockstep.parallel.plans import plan_of
 from lockstep.record.metrics import read_metrics
 from lockstep.tasks.language_model import draw_greedily, refuse_long_rows
 
+transformers = pytest.importorskip("transformers")
+FALCON_MIXES = Version(transformers.__version__) < Version("5.24")
 BACKEND = {
     **TEXT,
     "llama.backend": "transformers",
@@ -100,7 +103,6 @@ def start(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def losses_of_transformers(hub: Path, run: Path, flags: dict[str, str]) -> list[float]:
-    transformers = pytest.importorskip("transformers")
     model = transformers.AutoModelForCausalLM.from_pretrained(
         hub, dtype=torch.float32, attn_implementation="eager"
     ).train()
@@ -277,7 +279,6 @@ def test_a_run_without_updates_exports_the_folder_that_it_started_from(
     kind: str, backend: str, more: dict[str, Any], corpus: Path, start: Path, tmp_path: Path
 ) -> None:
     """Also for `transformers`: tokenizer, chat template and generation config."""
-    transformers = pytest.importorskip("transformers")
     hub, export = hub_folder(kind, tmp_path / "hub", start, **more), tmp_path / "export"
     settings = {"do_sample": True, "temperature": 0.7, "eos_token_id": [1, 3]}
     (hub / "generation_config.json").write_text(json.dumps(settings))
@@ -323,7 +324,6 @@ def test_a_run_without_updates_exports_the_folder_that_it_started_from(
 def test_a_run_of_chats_is_scored_and_exported(
     start: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    transformers = pytest.importorskip("transformers")
     hub, run = hub_folder("gemma3_text", tmp_path / "hub", start), tmp_path / "run"
     run_ranks(
         trained, 2, str(run), {**SFT, "data.held_out_share": "0.1", "llama.init_from": str(hub)}, 2
@@ -375,6 +375,7 @@ MORE = {
             )
         ),
         ("llama4_text", {}),
+        *[("falcon", {})] * (not FALCON_MIXES),
         ("phi3", LONG),
         ("llama", DYNAMIC),
     ],
@@ -432,7 +433,7 @@ GRANITE_4 = {
         ("granitemoehybrid", GRANITE_4),
         ("xglm", {"d_model": 32, "num_layers": 2, "attention_heads": 4, "ffn_dim": 48}),
         ("bloom", {}),
-        ("falcon", {}),
+        *[("falcon", {})] * FALCON_MIXES,
         ("opt", {"ffn_dim": 48, "word_embed_proj_dim": 32}),
     ],
 )
@@ -450,7 +451,7 @@ def test_models_that_mix_the_documents_of_a_row_are_refused(
     ("kind", "task", "more"),
     [
         ("bloom", "sft", {}),
-        pytest.param("falcon", "pretrain", {}, marks=pytest.mark.long),
+        *[pytest.param("falcon", "pretrain", {}, marks=pytest.mark.long)] * FALCON_MIXES,
         pytest.param("mamba", "pretrain", {"state_size": 4}, marks=pytest.mark.long),
     ],
 )
