@@ -1,7 +1,7 @@
 """Every layout trains the same model: loss and gradient of one process, the same bits if promised.
 
 Cases: {translator, Llama} x layouts x {plain, compiled, recomputed} x {1, 4 micro-batches per
-worker}, in float64 against one plain process; then twenty steps in float32. torch.compile runs with
+worker}, in float64 against one plain process; then ten steps in float32. torch.compile runs with
 aot_eager, without the C++ compiler.
 """
 
@@ -323,10 +323,10 @@ def test_sharded_models_refuse_what_would_change_the_sum() -> None:
             assert words in text
 
 
-def losses_of_twenty_steps(
+def losses_of_ten_steps(
     runtime: ElasticRuntime, names: list[str], layout: Layout
 ) -> list[list[float]]:
-    """Train twenty steps in float32; return the losses of each model."""
+    """Train ten steps in float32; return the losses of each model."""
     losses_by_model = []
     for name in names:
         model = model_named(name)
@@ -334,7 +334,7 @@ def losses_of_twenty_steps(
         optimizer = make_optimizers(local, OptimOptions(learning_rate=3e-3))[0]
         losses = []
         with replica_of(local, 4) as replica:
-            for step in range(20):
+            for step in range(10):
                 losses.append(all_losses(one_step(local, replica, model, step % 2)) / 72)
                 commit_gradient(list(local.parameters()), replica.grad_norm_squared(), 72).clip_(
                     1.0
@@ -344,14 +344,14 @@ def losses_of_twenty_steps(
     return losses_by_model
 
 
-def test_losses_of_twenty_steps_equal_those_of_one_process() -> None:
+def test_losses_of_ten_steps_equal_those_of_one_process() -> None:
     names = ["llama", "translator"]
-    truth = run_ranks(losses_of_twenty_steps, 1, names, Layout())[0]
+    truth = run_ranks(losses_of_ten_steps, 1, names, Layout())[0]
     assert all(losses[-1] < losses[0] - 0.5 for losses in truth), "the loss falls"
     # The other layouts have the bits of one process or of one of these, as the digests below show.
     for layout in (Layout(1, 2, 2), Layout(1, 2, 1, 2), Layout(1, 1, 2, 2)):
         for losses, expected in zip(
-            run_ranks(losses_of_twenty_steps, layout.workers, names, layout)[0], truth, strict=True
+            run_ranks(losses_of_ten_steps, layout.workers, names, layout)[0], truth, strict=True
         ):
             assert losses == pytest.approx(expected, rel=2e-5), layout
 
@@ -362,7 +362,7 @@ def test_losses_of_twenty_steps_equal_those_of_one_process() -> None:
 def digest_after(
     runtime: ElasticRuntime, name: str, layout: Layout, options: dict[str, Any]
 ) -> str:
-    """Train three steps with dropout, bf16 products and clipping; return the digest of the weights."""
+    """Train two steps with dropout, bf16 products and clipping; return the digest of the weights."""
     model, shares, reduce_once_per_step, wire, memory = (
         model_named(name, dropout=0.1),
         options.pop("shares", ()),
@@ -379,7 +379,7 @@ def digest_after(
     )
     optimizer = make_optimizers(local, OptimOptions(learning_rate=1e-2), memory)[0]
     with replica_of(local, 8, reduce_once_per_step, wire) as replica:
-        for step in range(3):
+        for step in range(2):
             one_step(local, replica, model, step, narrow=True, shares=shares)
             commit_gradient(list(local.parameters()), replica.grad_norm_squared(), 144).clip_(0.5)
             optimizer.step()
