@@ -26,7 +26,7 @@ from lockstep.training.evaluation import Samples, mean_over
 from lockstep.training.replica_group import ReplicaGroup
 from lockstep.training.sharding import shard_session
 
-STEPS, MICRO_BATCHES, WORDS = 4, 5, 23
+STEPS, MICRO_BATCHES, WORDS = 3, 5, 23
 
 
 class Block(nn.Module):
@@ -281,7 +281,7 @@ def train_kind(
                         value.step()
                 for module in (model, *averages):
                     module.eval()
-                dataset = [batch(model, 9, 1 if is_gpt else k) for k in range(5)]
+                dataset = [batch(model, 9, 1 if is_gpt else k) for k in range(3)]
                 scores = [
                     evaluate(module, dataset, runtime, shards) for module in (model, *averages)
                 ]
@@ -331,7 +331,7 @@ def test_one_worker_clips_averages_and_skips(whole: tuple[Path, dict[str, list[A
     )
     assert all(score != average for _, _, score, average in whole[1]["gpt"][1:])
     assert whole[1]["scaler row"][0][-1] == 2.0**60, "the update of both parameters was skipped"
-    assert [scale for *_, scale in whole[1]["scaler"]] == [2.0**60, 2.0**60, 2.0**61, 2.0**61], (
+    assert [scale for *_, scale in whole[1]["scaler"]] == [2.0**60, 2.0**60, 2.0**61], (
         "one update was skipped"
     )
 
