@@ -136,7 +136,6 @@ KINDS = [
     "deferred",
     "skipping",
 ]
-LAYOUTS = [(1, 1), (2, 1), (2, 2), (3, 3), (4, 2)]
 
 
 def make(kind: str, shards: int = 1) -> Parts:
