@@ -21,7 +21,7 @@ from lockstep.training.owner_update import apply_owner_rule
 from lockstep.training.replica_group import ReplicaGroup
 from lockstep.training.sharding import shard_session
 
-STEPS, MICRO_BATCHES, WORDS, DIM = 4, 5, 17, 6
+STEPS, MICRO_BATCHES, WORDS, DIM = 3, 5, 17, 6
 ONE_WORKER = Layout(1)
 
 
