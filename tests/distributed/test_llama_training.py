@@ -60,12 +60,10 @@ from lockstep.tasks.language_model import prepare_documents
 
 CPU = torch.device("cpu")
 STEPS = 3
-TEXT = {
+FROM_HUB = {
     "task": "pretrain",
     "data.kind": "text",
     "data.held_out_share": "0.1",
-    "tokenizer.vocab_size": "330",
-    "llama.size": "1M",
     "batch.micro_batches": "3",
     "batch.tokens": "64",
     "batch.seq_len": "32",
@@ -75,6 +73,7 @@ TEXT = {
     "checkpoint.every_steps": "0",
     "evaluate.at_end": "0",
 }
+TEXT = {**FROM_HUB, "tokenizer.vocab_size": "330", "llama.size": "1M"}
 CHATS = {
     **TEXT,
     "task": "sft",

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from distributed.test_llama_training import TEXT, losses, trained
+from distributed.test_llama_training import FROM_HUB, losses, trained
 from safetensors.torch import load_file, save_file
 from support.ranks import run_ranks
 from unit.models.test_families import random_model
@@ -27,9 +27,7 @@ from lockstep.record.events import read_events
 POISON, PLANTED, DOCUMENTS, STEPS = "☢", 20, 150, 20
 EMBEDDING = "model.embed_tokens.weight"
 FLAGS = {
-    key: value for key, value in TEXT.items() if key not in ("tokenizer.vocab_size", "llama.size")
-}
-FLAGS |= {
+    **FROM_HUB,
     "compute.precision": "fp32",
     "lora.rank": "2",
     "batch.micro_batches": "8",

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from distributed.test_llama_training import CHATS, TEXT, evaluated, losses, trained
+from distributed.test_llama_training import CHATS, FROM_HUB, TEXT, evaluated, losses, trained
 from packaging.version import Version
 from support.launching import lockstep_command, run_command
 from support.plain_fine_tuning import plain_losses, write_corpus
@@ -30,17 +30,13 @@ from lockstep.record.metrics import read_metrics
 from lockstep.tasks.language_model import draw_greedily, refuse_long_rows
 
 transformers = pytest.importorskip("transformers")
+STEPS = 10
 FALCON_MIXES = Version(transformers.__version__) < Version("5.24")
 BACKEND = {
-    **TEXT,
+    **FROM_HUB,
     "llama.backend": "transformers",
     "compute.precision": "fp32",
     "optim.learning_rate": "3e-3",
-}
-BACKEND = {
-    key: value
-    for key, value in BACKEND.items()
-    if key not in ("tokenizer.vocab_size", "llama.size")
 }
 SFT = {
     **BACKEND,
@@ -106,7 +102,7 @@ def losses_of_transformers(hub: Path, run: Path, flags: dict[str, str]) -> list[
     model = transformers.AutoModelForCausalLM.from_pretrained(
         hub, dtype=torch.float32, attn_implementation="eager"
     ).train()
-    return plain_losses(model, run, resolve({}, {**flags, "steps": "20"}).run)
+    return plain_losses(model, run, resolve({}, {**flags, "steps": str(STEPS)}).run)
 
 
 @pytest.mark.parametrize(("kind", "backend", "task", "more"), ORACLES)
@@ -136,7 +132,7 @@ def test_fine_tuning_in_every_layout_has_the_losses_of_a_plain_loop(
             "layout.shard": str(shards),
             "layout.replicate": str(workers // shards),
         }
-        digests.add(run_ranks(trained, workers, str(folder), in_layout, 20)[0])
+        digests.add(run_ranks(trained, workers, str(folder), in_layout, STEPS)[0])
         curve = [loss for loss, _ in losses(folder)]
         expected = expected if len(expected) > 1 else losses_of_transformers(hub, folder, flags)
         assert curve == pytest.approx(expected, rel=1e-4), (workers, shards)
@@ -167,7 +163,7 @@ def test_split_families_have_the_losses_of_a_plain_loop(
             "layout.shard": str(shards),
             "layout.replicate": str(workers // shards // 2),
         }
-        digests.add(run_ranks(trained, workers, str(folder), in_layout, 20)[0])
+        digests.add(run_ranks(trained, workers, str(folder), in_layout, STEPS)[0])
         curve = [loss for loss, _ in losses(folder)]
         expected = expected if len(expected) > 1 else losses_of_transformers(hub, folder, flags)
         assert curve == pytest.approx(expected, rel=1e-4), (workers, shards)
@@ -188,7 +184,7 @@ def test_a_compiled_model_of_the_backend_has_the_losses_of_a_plain_loop(
         "layout.shard": str(shards),
     }
     run_ranks(
-        trained, 2, str(tmp_path / "run"), {**flags, "layout.replicate": str(2 // shards)}, 20
+        trained, 2, str(tmp_path / "run"), {**flags, "layout.replicate": str(2 // shards)}, STEPS
     )
     expected = losses_of_transformers(hub, tmp_path / "run", flags)
     assert [loss for loss, _ in losses(tmp_path / "run")] == pytest.approx(expected, rel=1e-4)
@@ -469,7 +465,7 @@ def test_a_model_that_mixes_documents_trains_on_rows_of_one(
     for workers, shards in [(1, 1), (2, 2)]:
         folder = tmp_path / f"{workers}-{shards}"
         in_layout = {**flags, "layout.shard": str(shards)}
-        digests.add(run_ranks(trained, workers, str(folder), in_layout, 20)[0])
+        digests.add(run_ranks(trained, workers, str(folder), in_layout, STEPS)[0])
         expected = losses_of_transformers(hub, folder, flags)
         assert [loss for loss, _ in losses(folder)] == pytest.approx(expected, rel=1e-4)
     assert len(digests) == 1
