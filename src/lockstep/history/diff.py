@@ -16,7 +16,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from lockstep.checkpoint.fingerprints import changes, newest_facts, tolerated_changes
-from lockstep.errors import LockstepError
+from lockstep.errors import LockstepError, UsageError
 from lockstep.history.replay import Line, Replayed, difference_of, replay
 from lockstep.history.request import Replay
 from lockstep.parallel.digest import INTEGERS
@@ -82,6 +82,10 @@ def first_difference(a: Path, b: Path) -> tuple[int, int, str]:
     in it; (last common step, 0, "") for equal records."""
     lines = [{line["step"]: line for line in iter_steps(run / "metrics.jsonl")} for run in (a, b)]
     common = sorted(lines[0].keys() & lines[1].keys())
+    if not common:
+        raise UsageError(
+            "no step is in both records", f"metrics.jsonl of {a} and {b}", "compare other runs"
+        )
     last = 0
     for step in common:
         if what := difference_of(lines[0][step], lines[1][step]):

@@ -29,7 +29,7 @@ from lockstep.checkpoint.fingerprints import (
 )
 from lockstep.checkpoint.store import Checkpoint, CheckpointStore
 from lockstep.elastic.collectives import assert_equal_on_all_ranks, run_on_rank0
-from lockstep.elastic.runtime import ElasticRuntime, record_event
+from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.elastic.world import Progress, transfer_roles
 from lockstep.errors import CheckpointError, SaveFailedError, UsageError
 from lockstep.layout import REPLICA_AXES, Layout
@@ -186,18 +186,20 @@ class Checkpointer(TrainedState):
         world = runtime.world
         if world.leader:
             WitnessFile(run_folder).drop_after(self.saved_step)
-            self._record_start()
+            self._record_start(run_folder)
         return self.saved_step
 
-    def _record_start(self) -> None:
-        """Write down the command of this start: `lockstep replay` repeats it."""
-        runtime = self.runtime
+    def _record_start(self, run_folder: Path) -> None:
+        """Write down the command of this start, also of torchrun's: `lockstep replay` repeats
+        it."""
+        world = self.runtime.world
         layout = self.local_model.layout if self.local_model else Layout(1)
-        record_event(
-            runtime,
+        append_event(
+            run_folder,
             "began",
+            generation=world.generation,
             step=self.saved_step,
-            workers=list(runtime.world.members),
+            workers=list(world.members),
             words=start_words(),
             folder=os.getcwd(),
             layout={axis: getattr(layout, axis) for axis in REPLICA_AXES},

@@ -55,6 +55,10 @@ def test_the_first_differing_step_of_two_runs_is_found(tmp_path: Path) -> None:
             append_json(tmp_path / name / "metrics.jsonl", {"step": step, "loss": loss})
     assert first_difference(tmp_path / "a", tmp_path / "b") == (2, 3, "loss 3, now 5")
     assert first_difference(tmp_path / "a", tmp_path / "a") == (4, 0, "")
+    (tmp_path / "c").mkdir()
+    append_json(tmp_path / "c" / "metrics.jsonl", {"step": 5, "loss": 1})
+    with pytest.raises(UsageError, match="no step is in both records"):
+        first_difference(tmp_path / "a", tmp_path / "c")
 
 
 def observed(*tensors: str, loss: float = 1.0, k: int | None = 0) -> dict[str, Any]:
