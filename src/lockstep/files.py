@@ -12,12 +12,14 @@ import secrets
 import stat
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from lockstep.errors import DamagedFileError
 
 CHECKSUM = "sha256"
+COPY_BYTES = 1 << 20
 MAX_DIGITS = 308  # of the largest float
 SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # one half of a character above U+FFFF in JSON
 # By the first letter of the mode in `ls -l`.
@@ -203,6 +205,16 @@ def verify_checksum(value: Any) -> dict[str, Any]:
 
 def checksum_of(value: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def link_or_copy(source: Path, target: Path) -> None:
+    """Make `target` a link to the bytes of `source`; a copy where links do not work."""
+    target.unlink(missing_ok=True)
+    try:
+        os.link(source, target)
+    except OSError:  # another disk, a file system without links, or a file of another user
+        with open(source, "rb") as file:
+            write_atomic(target, iter(partial(file.read, COPY_BYTES), b""))
 
 
 def try_lock(path: Path) -> int | None:

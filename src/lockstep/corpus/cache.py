@@ -16,7 +16,6 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +25,10 @@ from lockstep.files import (
     add_checksum,
     checksum_of,
     fsync_folder,
+    link_or_copy,
     read_json,
     temporary_name,
     verify_checksum,
-    write_atomic,
     write_json,
 )
 from lockstep.log import log
@@ -39,7 +38,6 @@ ENTRY = "entry.json"
 # Of entries, complete or not. Other folders there belong to the user.
 OWN_NAME = re.compile(r"[0-9a-f]{32}|\.[0-9a-f]{32}\..+")
 UNUSED_S = 30 * 24 * 3600.0
-COPY_BYTES = 1 << 20
 
 
 def entry_of(facts: Callable[[], Any]) -> Path | None:
@@ -127,13 +125,3 @@ def remove_unused(cache: Path) -> None:
             is_entry = OWN_NAME.fullmatch(entry.name) is not None
             if is_entry and time.time() - entry.stat().st_mtime > UNUSED_S:
                 shutil.rmtree(entry)
-
-
-def link_or_copy(source: Path, target: Path) -> None:
-    """Make `target` a link to the bytes of `source`; a copy where links do not work."""
-    target.unlink(missing_ok=True)
-    try:
-        os.link(source, target)
-    except OSError:  # another disk, a file system without links, or a file of another user
-        with open(source, "rb") as file:
-            write_atomic(target, iter(partial(file.read, COPY_BYTES), b""))

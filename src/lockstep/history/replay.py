@@ -21,7 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.checkpoint.folder import committed_steps, folder_name
+from lockstep.data.manifest import MANIFEST
 from lockstep.errors import DataError, LockstepError, UsageError
+from lockstep.files import link_or_copy
 from lockstep.history.request import OBSERVED, Replay
 from lockstep.log import log
 from lockstep.record.events import iter_events
@@ -31,9 +33,8 @@ from lockstep.runtime.variables import LAYOUT
 
 # In a run folder, what a replay writes itself, or what belongs to the processes of the run.
 NOT_COPIED = (
-    *("checkpoints", "metrics.jsonl", "events.jsonl", "witness.json", "report.html"),
-    *("token", "generations", "waiting", "logs", "state", "tracker.json", "tracker.lock"),
-    *("tensorboard", "wandb", "profile"),
+    *("checkpoints", "metrics.jsonl", "events.jsonl", "witness.json", "tracker.json", "token"),
+    *("generations", "waiting", "logs", "state", "tensorboard", "wandb", "profile"),
 )
 POLL_S = 0.05
 TAIL_LINES = 12  # of the output of a process that failed
@@ -204,23 +205,29 @@ def own_words(words: Sequence[str]) -> Sequence[str]:
 
 @contextmanager
 def copy_of_run(folder: Path, first: int) -> Iterator[Path]:
-    """Context manager with a folder that has what a start needs of the run. Files are hard links
-    where possible: what a process deletes or replaces there stays in the run folder."""
+    """Context manager with a folder that has what a start needs of the run.
+
+    The checkpoint and prepared data, which no process changes, are hard links where possible. All
+    other files are copied: a script may append to them, or write them again.
+    """
+    linked = ["data"] if (folder / "data" / MANIFEST).is_file() else []
+    left_out = [*NOT_COPIED, *linked]
+    linked += [f"checkpoints/{folder_name(first)}"] if first else []
     with tempfile.TemporaryDirectory(prefix="lockstep-replay-") as name:
         copy = Path(name)
-        others = shutil.ignore_patterns(*NOT_COPIED)
-        shutil.copytree(folder, copy, ignore=others, copy_function=link_or_copy, dirs_exist_ok=True)
-        if first:
-            saved = Path("checkpoints", folder_name(first))
-            shutil.copytree(folder / saved, copy / saved, copy_function=link_or_copy)
+        shutil.copytree(
+            folder,
+            copy,
+            ignore=lambda where, _: left_out if Path(where) == folder else [],
+            dirs_exist_ok=True,
+        )
+        for path in linked:
+            shutil.copytree(folder / path, copy / path, copy_function=link)
         yield copy
 
 
-def link_or_copy(source: str | Path, target: str | Path) -> None:
-    try:
-        os.link(source, target)
-    except OSError:  # another disk
-        shutil.copy2(source, target)
+def link(source: str, target: str) -> None:
+    link_or_copy(Path(source).resolve(), Path(target))
 
 
 def replay_words(start: Start, copy: Path) -> list[str]:
@@ -249,15 +256,15 @@ def run_processes(start: Start, request: Replay, python: str) -> str:
     with reserve_port("127.0.0.1") as reserved:
         port = reserved.getsockname()[1]
     common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    is_shown = request.stops_at is not None
     with open(copy / "output.log", "w+b") as output:
-        where: dict[str, Any] = {} if is_shown else {"stdout": output, "stderr": output}
+        where = output if request.stops_at is None else None
         processes = [
             subprocess.Popen(
                 command,
                 cwd=start.folder,
                 env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                **where,
+                stdout=where,
+                stderr=where,
             )
             for rank in range(count)
         ]

@@ -11,7 +11,7 @@ import torch
 
 from lockstep.errors import UsageError
 from lockstep.history.diff import compare_lines, describe, describe_distance, first_difference
-from lockstep.history.replay import choose_first, difference_of, script_of
+from lockstep.history.replay import choose_first, copy_of_run, difference_of, script_of
 from lockstep.record.events import append_event
 from lockstep.record.metrics import append_json
 from lockstep.training.step_record import shorten
@@ -126,6 +126,22 @@ def test_the_newest_checkpoint_before_a_step_is_taken(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no checkpoint before step 15 is left"):
         choose_first(tmp_path, 15, from_start=False)
     assert choose_first(tmp_path, 15, from_start=True) == 0
+
+
+def test_what_a_script_writes_in_the_copy_leaves_the_run_as_it_was(tmp_path: Path) -> None:
+    kept = ("data/prepared.json", "checkpoints/step-00000002/COMMITTED")
+    written = ("log.csv", "latest.pt", "own/data/state", "own/metrics.jsonl")
+    for name in (*kept, *written, "metrics.jsonl", "checkpoints/step-00000004/COMMITTED"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("of the run")
+    with copy_of_run(tmp_path, 2) as copy:
+        files = {str(path.relative_to(copy)) for path in copy.rglob("*") if path.is_file()}
+        assert files == {*kept, *written}
+        assert all((copy / name).samefile(tmp_path / name) for name in kept)
+        for name in written:
+            (copy / name).write_text("replayed")  # in place: not by a rename
+    assert all((tmp_path / name).read_text() == "of the run" for name in (*kept, *written))
+    assert not copy.exists()
 
 
 def test_the_script_is_found_in_the_words_of_a_start() -> None:
