@@ -12,7 +12,7 @@ import pdb
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from copy import deepcopy
 from dataclasses import is_dataclass
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,7 @@ from lockstep.history.sample_losses import SampleLosses
 from lockstep.history.why import rank
 from lockstep.record.metrics import append_json
 from lockstep.runtime.tensor_bytes import bytes_of, tensors_of
-from lockstep.training.loader import Loader, makes_micro_batches
+from lockstep.training.loader import KeyedBatches, Loader, get_samples, makes_micro_batches
 from lockstep.training.started_run import StartedRun
 
 WORST = 3  # recorded samples of a micro-batch
@@ -37,7 +37,7 @@ WORST = 3  # recorded samples of a micro-batch
 CORE = tuple(str(Path(__file__).parents[1] / name) for name in ("history", "training", "session"))
 
 
-class Recorder(AbstractContextManager["Recorder"]):
+class Recorder:
     """The tensors of a forward and a backward pass, in the order in which they are computed.
 
     seen  name and hash of each: "layers.0 output"; of the second call of a module "layers.0#2"
@@ -198,7 +198,21 @@ def rows_of(loader: Loader | None, batch: Any, step: int, k: int) -> int:
     rows = next((len(tensor) for tensor in tensors_in(batch) if tensor.dim()), 0)
     if loader is None or makes_micro_batches(loader.batches.dataset):
         return rows
-    return rows if rows == len(loader.order.ids(step, k)) else 0  # nodes of graphs are none
+    ids = loader.order.ids(step, k).tolist()  # nodes of graphs are no samples
+    return rows if rows == len(ids) and keeps_order(loader.batches, ids) else 0
+
+
+def keeps_order(batches: KeyedBatches, ids: Sequence[int]) -> bool:
+    """Return whether row i of a micro-batch is sample i. A collate function may sort the samples:
+    then it does not turn the rows around with them."""
+    samples = get_samples(batches.dataset, ids)
+    rows = tensors_in(batches.collate_fn(deepcopy(samples)))
+    turned = tensors_in(batches.collate_fn(samples[::-1]))
+    return all(
+        hash_tensor(own.flip(0)) == hash_tensor(other)
+        for own, other in zip(rows, turned, strict=True)
+        if own.dim() and len(own) == len(ids)
+    )
 
 
 def highest(losses: Sequence[float]) -> list[int]:

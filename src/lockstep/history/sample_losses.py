@@ -15,6 +15,7 @@ from lockstep.runtime.torch_private import TorchDispatchMode
 
 NO_REDUCTION = 0
 FUSED = "lockstep::loss_of_states"  # models/loss.py
+SELECTIONS = ("aten::masked_select", "aten::nonzero")
 
 
 class SampleLosses(TorchDispatchMode):
@@ -24,6 +25,7 @@ class SampleLosses(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]  # of torch
         self.rows = rows
         self._losses: list[Tensor] = []
+        self._selects = False  # elements by a mask: those of the loss may be of any row
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -40,6 +42,10 @@ class SampleLosses(TorchDispatchMode):
             sums = [func(own, weight, words, *options[:-1], False)[0] for own, words in parts]
             counts = (labels.view(self.rows, -1) != options[2]).sum(1).clamp(min=1)
             self._losses.append(torch.stack(sums).double() / counts)
+        masks = args[1] if func._schema.name == "aten::index" else []
+        self._selects |= func._schema.name in SELECTIONS or any(
+            mask is not None and mask.dtype in (torch.bool, torch.uint8) for mask in masks
+        )
         return func(*args, **kwargs)
 
     def _take(self, each: Tensor) -> None:
@@ -50,5 +56,6 @@ class SampleLosses(TorchDispatchMode):
 
     def by_row(self) -> list[float]:
         """Return the losses of the rows, added up over the loss functions; [] if unknown."""
-        losses: list[float] = torch.stack(self._losses).sum(0).tolist() if self._losses else []
+        known = [] if self._selects else self._losses
+        losses: list[float] = torch.stack(known).sum(0).tolist() if known else []
         return losses

@@ -28,14 +28,13 @@ def explain(done: Replayed, before: Sequence[Line], decode: Decode) -> Iterator[
     number = largest["micro_batch"]
     yield f"largest gradient: micro-batch {number}, norm {float(largest['norm']):.4g}{more}"
     for one in seen:
-        loss = "elsewhere" if one["loss"] is None else f"{one['loss']:.6g}"
-        yield f"  micro-batch {one['micro_batch']}: loss {loss}, norm {one['norm']:.4g}"
+        yield f"  micro-batch {one['micro_batch']}: loss {one['loss']:.6g}, norm {one['norm']:.4g}"
     rows = [(row, one) for one in seen for row in one["worst"]]
-    if not rows:
+    if not all(one["worst"] for one in seen):
         numbers = ", ".join(map(str, largest["samples"])) or "unknown, without a loader"
-        yield f"its loss function gives none by sample; {largest['kind']} of it: {numbers}"
+        yield f"the losses of its {largest['kind']} are not known: {numbers}"
         return
-    middle = median(float(one["median"]) for one in seen if one["median"] is not None)
+    middle = median(float(one["median"]) for one in seen)
     yield f"highest losses, where the median of the step is {middle:.4g}:"
     for row, one in sorted(rows, key=lambda pair: -rank(pair[0]["loss"]))[:SHOWN]:
         numbers = ", ".join(map(str, row["samples"]))
