@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file
-from support.launching import run_lockstep
+from support.launching import run_command, run_lockstep
 
 from lockstep.data.order import UniformOrder
 from lockstep.record.metrics import iter_steps
@@ -162,6 +163,8 @@ def test_pdb_stops_in_the_loop_of_a_recipe(tmp_path: Path) -> None:
 
 def test_a_step_out_of_reach_is_refused(gpt: Path, tmp_path: Path) -> None:
     assert "the run has no step 7" in refused("replay", gpt, "--step", 7)
+    number = refused("replay", gpt, "--step", 5, "--micro-batch", 6, "--dump", tmp_path / "dump")
+    assert "step 5 has no micro-batch 6" in number and not (tmp_path / "dump").exists()
     copy = tmp_path / "copy"
     shutil.copytree(gpt, copy)
     shutil.rmtree(copy / "checkpoints" / "step-00000002")
@@ -225,6 +228,14 @@ Sorting = Bad
 
 
 def make_optimizer"""
+
+
+def test_a_run_of_a_script_that_is_called_by_itself_is_replayed(tmp_path: Path) -> None:
+    script = tmp_path / "muon.py"
+    source = (GALLERY / "muon.py").read_text()
+    script.write_text(source.replace("lockstep.launch(train, workers=2)", "train('run', 4, 6, 2)"))
+    run_command([sys.executable, script], cwd=tmp_path, check=True)
+    assert EQUAL in passed("replay", tmp_path / "run", "--step", 3)
 
 
 def test_a_bad_sample_is_named(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import argparse
 import sys
 
 from lockstep.errors import UsageError
-from lockstep.history.replay import replay
+from lockstep.history.replay import recorded_steps, replay
 from lockstep.history.request import Replay
 from lockstep.report.run_data import require_run
 
@@ -20,6 +20,13 @@ def main(args: argparse.Namespace, rest: list[str]) -> int:
             "add --debug or --dump DIR",
         )
     number = number or 0
+    line = recorded_steps(args.folder, args.step)[-1]
+    if number >= (count := len(line.get("losses", [0]))):
+        raise UsageError(
+            f"step {args.step} has no micro-batch {number}",
+            f"--micro-batch; its record has {count} losses",
+            f"give --micro-batch 0 to {count - 1}",
+        )
     if args.dump:
         args.dump.mkdir(parents=True, exist_ok=True)
     request = Replay(
