@@ -126,7 +126,11 @@ def start_words() -> list[str]:
     spec = getattr(main, "__spec__", None)
     if Path(sys.argv[0]).name == "lockstep" or (spec and spec.name == "lockstep.__main__"):
         return sys.argv[1:]
-    target = ["-m", spec.name] if spec else [str(getattr(main, "__file__", ""))]
+    file = str(getattr(main, "__file__", ""))
+    if not spec and not file:  # an interpreter, or a notebook
+        return []
+    # Not the whole path: the run may be replayed on another machine.
+    target = ["-m", spec.name] if spec else [os.path.relpath(file)]
     return ["run", *target, "--", *sys.argv[1:]]
 
 
