@@ -15,7 +15,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -169,11 +169,11 @@ def read_start(folder: Path, step: int) -> Start:
     began = [
         event for event in iter_events(folder) if event["event"] == "began" and event["step"] < step
     ]
-    if not began or "words" not in began[-1]:
+    if not began or not began[-1].get("words"):
         raise UsageError(
             "the start of the run is not recorded",
             f'{folder / "events.jsonl"}, event "began"',
-            "replay a run that a Session of this version has trained",
+            "replay a run of this version that a script, a module or a recipe has trained",
         )
     event = began[-1]
     start = Start(tuple(event["words"]), event["folder"], event["layout"])
@@ -219,11 +219,18 @@ def copy_of_run(folder: Path, first: int) -> Iterator[Path]:
             folder,
             copy,
             ignore=lambda where, _: left_out if Path(where) == folder else [],
+            copy_function=copy_existing,
             dirs_exist_ok=True,
         )
         for path in linked:
             shutil.copytree(folder / path, copy / path, copy_function=link)
         yield copy
+
+
+def copy_existing(source: str, target: str) -> None:
+    """Copy a file, unless a run that trains has deleted it, or it links to nothing."""
+    with suppress(FileNotFoundError):
+        shutil.copy2(source, target)
 
 
 def link(source: str, target: str) -> None:
@@ -255,7 +262,11 @@ def run_processes(start: Start, request: Replay, python: str) -> str:
     common |= {LAYOUT["shard"]: "1", "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
     with reserve_port("127.0.0.1") as reserved:
         port = reserved.getsockname()[1]
-    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    common |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WANDB_MODE": "disabled",  # for calls of the script itself
+    }
     with open(copy / "output.log", "w+b") as output:
         where = output if request.stops_at is None else None
         processes = [

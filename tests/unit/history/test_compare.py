@@ -134,6 +134,7 @@ def test_what_a_script_writes_in_the_copy_leaves_the_run_as_it_was(tmp_path: Pat
     for name in (*kept, *written, "metrics.jsonl", "checkpoints/step-00000004/COMMITTED"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("of the run")
+    (tmp_path / "latest").symlink_to("deleted")
     with copy_of_run(tmp_path, 2) as copy:
         files = {str(path.relative_to(copy)) for path in copy.rglob("*") if path.is_file()}
         assert files == {*kept, *written}
