@@ -2,9 +2,11 @@
 
 import argparse
 import sys
+from pathlib import Path
 
+from lockstep.checkpoint.fingerprints import changes, newest_facts, tolerated_changes
 from lockstep.errors import LockstepError
-from lockstep.history.diff import Side, differing_values, distance, first_difference, locate
+from lockstep.history.diff import Side, distance, first_difference, locate
 from lockstep.report.run_data import require_run
 
 
@@ -33,3 +35,11 @@ def main(args: argparse.Namespace, rest: list[str]) -> int:
     except LockstepError as error:
         print(f"the tensor is not known\n  {error}")
     return 1
+
+
+def differing_values(a: Path, b: Path) -> list[str]:
+    """Return the values that decide bits, and facts about code and machine, that differ between the
+    newest checkpoints."""
+    ours, theirs = ((newest_facts(run / "checkpoints") or (0, {}))[1] for run in (a, b))
+    values = changes(ours.get("fingerprints", {}), theirs.get("fingerprints", {}))
+    return [*values, *tolerated_changes(ours, theirs)]

@@ -20,8 +20,8 @@ def main(args: argparse.Namespace, rest: list[str]) -> int:
             "add --debug or --dump DIR",
         )
     number = number or 0
-    line = recorded_steps(args.folder, args.step)[-1]
-    if number >= (count := len(line.get("losses", [0]))):
+    recorded = recorded_steps(args.folder, args.step)[-1]
+    if number >= (count := len(recorded.get("losses", [0]))):
         raise UsageError(
             f"step {args.step} has no micro-batch {number}",
             f"--micro-batch; its record has {count} losses",

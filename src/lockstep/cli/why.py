@@ -2,12 +2,18 @@
 
 import argparse
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from lockstep.history.replay import recorded_steps, replay
 from lockstep.history.request import Replay
-from lockstep.history.why import Decode, explain
+from lockstep.history.why import explain
 from lockstep.report.run_data import require_run
+
+MAX_TEXT = 300
+Decode = Callable[[list[int]], str]
 
 
 def main(args: argparse.Namespace, rest: list[str]) -> int:
@@ -17,7 +23,7 @@ def main(args: argparse.Namespace, rest: list[str]) -> int:
     done = replay(args.folder, request, sys.executable, from_start=args.from_start)
     if difference := done.difference():
         print(f"the replay differs from the record, and may tell something else: {difference}")
-    for line in explain(done, before, decoder_of(args.folder)):
+    for line in explain(done, before, partial(as_text, decode=decoder_of(args.folder))):
         print(line)
     return 0
 
@@ -32,3 +38,8 @@ def decoder_of(folder: Path) -> Decode:
 
     tokenizer = Tokenizer.from_file(str(path))
     return lambda tokens: repr(tokenizer.decode([token for token in tokens if token >= 0]))
+
+
+def as_text(part: Any, decode: Decode) -> str:
+    text = decode(part) if isinstance(part, list) else str(part)
+    return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]} ..."

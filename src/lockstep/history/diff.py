@@ -1,4 +1,4 @@
-"""Where two runs part: the values that differ, the first step, and in it the first tensor.
+"""Where two runs part: the first step, and in it the first tensor.
 
 The records give the step. Both runs are then replayed to it, and each tensor of a micro-batch is
 compared in the order in which it is computed.
@@ -15,7 +15,6 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from lockstep.checkpoint.fingerprints import changes, newest_facts, tolerated_changes
 from lockstep.errors import LockstepError, UsageError
 from lockstep.history.replay import Line, Replayed, difference_of, replay
 from lockstep.history.request import Replay
@@ -67,14 +66,6 @@ class Parting:
     def __str__(self) -> str:
         where = "" if self.micro_batch is None else f", micro-batch {self.micro_batch}"
         return f"step {self.step}{where}: {self.what}"
-
-
-def differing_values(a: Path, b: Path) -> list[str]:
-    """Return the values that decide bits, and facts about code and machine, that differ between the
-    newest checkpoints."""
-    ours, theirs = ((newest_facts(run / "checkpoints") or (0, {}))[1] for run in (a, b))
-    values = changes(ours.get("fingerprints", {}), theirs.get("fingerprints", {}))
-    return [*values, *tolerated_changes(ours, theirs)]
 
 
 def first_difference(a: Path, b: Path) -> tuple[int, int, str]:

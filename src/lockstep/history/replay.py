@@ -212,7 +212,8 @@ def copy_of_run(folder: Path, first: int) -> Iterator[Path]:
     """
     linked = ["data"] if (folder / "data" / MANIFEST).is_file() else []
     left_out = [*NOT_COPIED, *linked]
-    linked += [f"checkpoints/{folder_name(first)}"] if first else []
+    if first:
+        linked.append(f"checkpoints/{folder_name(first)}")
     with tempfile.TemporaryDirectory(prefix="lockstep-replay-") as name:
         copy = Path(name)
         shutil.copytree(
@@ -257,17 +258,20 @@ def run_processes(start: Start, request: Replay, python: str) -> str:
     command = [python, "-m", "lockstep", *replay_words(start, copy)]
     log.debug("in %s: %s", start.folder, shlex.join(command))
     common = {name: text for name, text in os.environ.items() if not name.startswith("LOCKSTEP_")}
-    common |= request.environ()
-    common |= {LAYOUT[axis]: str(start.layout[axis]) for axis in ("tensor", "pipeline")}
-    common |= {LAYOUT["shard"]: "1", "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
+    common |= request.environ() | {
+        LAYOUT[axis]: str(start.layout[axis]) for axis in ("tensor", "pipeline")
+    }
     with reserve_port("127.0.0.1") as reserved:
         port = reserved.getsockname()[1]
     common |= {
+        LAYOUT["shard"]: "1",
+        "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "WANDB_MODE": "disabled",  # for calls of the script itself
     }
-    with open(copy / "output.log", "w+b") as output:
+    with open(copy / "output.log", "wb") as output:
         where = output if request.stops_at is None else None
         processes = [
             subprocess.Popen(
@@ -286,8 +290,7 @@ def run_processes(start: Start, request: Replay, python: str) -> str:
             for process in processes:  # they may wait for the one that has failed
                 process.terminate()
                 process.wait()
-        output.seek(0)
-        text = output.read().decode(errors="replace")
+        text = (copy / "output.log").read_text(errors="replace")
         if any(codes):
             raise LockstepError(
                 f"the replay failed with exit code {next(filter(None, codes))}",

@@ -11,12 +11,14 @@ from lockstep.history.replay import Line, Replayed
 
 NEIGHBORS = 64  # steps before, with which the loss is compared
 SHOWN = 3  # samples
-MAX_TEXT = 300
-Decode = Callable[[list[int]], str]
 
 
-def explain(done: Replayed, before: Sequence[Line], decode: Decode) -> Iterator[str]:
-    """Yield the lines that tell why the step has its loss. before: the steps before it"""
+def explain(done: Replayed, before: Sequence[Line], shown: Callable[[Any], str]) -> Iterator[str]:
+    """Yield the lines that tell why the step has its loss.
+
+    before  the steps before it
+    shown   returns a part of a sample as text
+    """
     line = done.recorded[-1]
     losses = [float(step["loss"]) for step in before[-NEIGHBORS:]]
     usual = f", the {len(losses)} steps before {spread(losses)}" if losses else ""
@@ -41,7 +43,7 @@ def explain(done: Replayed, before: Sequence[Line], decode: Decode) -> Iterator[
         where = f"in micro-batch {one['micro_batch']}"
         yield f"  {one['kind']} {numbers}, {where}: {float(row['loss']):.4g}"
         for part in row["content"]:
-            yield f"    {as_text(part, decode)}"
+            yield f"    {shown(part)}"
 
 
 def rank(loss: float | str) -> float:
@@ -51,8 +53,3 @@ def rank(loss: float | str) -> float:
 
 def spread(values: Sequence[float]) -> str:
     return f"{min(values):.4g} to {max(values):.4g}, median {median(values):.4g}"
-
-
-def as_text(part: Any, decode: Decode) -> str:
-    text = decode(part) if isinstance(part, list) else str(part)
-    return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]} ..."
