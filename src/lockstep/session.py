@@ -14,6 +14,7 @@ without it (docs/loop.md).
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -127,9 +128,9 @@ class Session:
         session_checks.refuse_wrong_options(Session, micro_batches, on_save_error, options)
         self._replay = None
         if REPLAY in os.environ:
-            from lockstep.history.request import read_replay
+            from lockstep.history.request import Replay
 
-            self._replay = read_replay(os.environ[REPLAY])
+            self._replay = Replay(**json.loads(os.environ[REPLAY]))
         self.out = Path(self._replay.folder) if self._replay else local_folder(out)
         self._declared = Declared(
             out=self.out,

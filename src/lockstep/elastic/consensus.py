@@ -132,7 +132,8 @@ def vote_to_row(vote: Vote, rank: int, replica_size: int, replicas: int = 1) -> 
 
 
 def as_int64(bits: int) -> int:
-    return bits - (bits >> 63 << 64)
+    """Return 64 bits as a signed number, as torch.int64 has them."""
+    return (bits + 2**63) % 2**64 - 2**63
 
 
 def loss_to_bits(loss: float | None) -> int:
@@ -145,8 +146,8 @@ def bits_to_loss(bits: int) -> float | None:
 
 
 def sum_of_losses(losses: Iterable[float | None]) -> float:
-    """Return their sum, rounded once: the same in any order. NaN if one of them is not finite; an
-    infinity if finite losses add up to more than a float holds."""
+    """Return their sum, rounded once. NaN if one of them is not finite; an infinity if a partial
+    sum is more than a float holds."""
     known = [loss for loss in losses if loss is not None]
     if not all(map(math.isfinite, known)):
         return math.nan

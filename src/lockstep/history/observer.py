@@ -178,7 +178,8 @@ class Observer:
 
     def enter(self, step: int, k: int) -> None:
         """Start pdb in the loop that is about to get micro-batch `k`."""
-        if k == self.replay.stops_at and self._is_observed(step):
+        is_there = k == self.replay.stops_at and self._is_observed(step)
+        if is_there and self.run.runtime.world.leader:
             stop_in(frame_of_loop())
 
     def end_step(self, step: int) -> None:
@@ -259,4 +260,5 @@ def frame_of_loop() -> FrameType:
     frame: FrameType | None = sys._getframe()
     while frame and frame.f_code.co_filename.startswith(CORE):
         frame = frame.f_back
-    return frame or sys._getframe()
+    assert frame
+    return frame

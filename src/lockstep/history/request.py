@@ -30,8 +30,3 @@ class Replay:
 
     def environ(self) -> dict[str, str]:
         return {REPLAY: json.dumps(asdict(self))}
-
-
-def read_replay(text: str) -> Replay:
-    """Return the request in the variable REPLAY."""
-    return Replay(**json.loads(text))

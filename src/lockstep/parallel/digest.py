@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lockstep.elastic.consensus import as_int64
+
 DIGEST_FACTOR = 0x9E3779B97F4A7C15  # odd, so that multiplication modulo 2**64 is invertible
 WORDS = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
@@ -95,8 +97,3 @@ def in_order(values: Tensor) -> Tensor:
     an odd factor, so a change of one changes the sum."""
     factors = torch.arange(1, len(values) + 1, device=values.device) * as_int64(DIGEST_FACTOR)
     return (values * (factors ^ factors >> 29 | 1)).sum()
-
-
-def as_int64(bits: int) -> int:
-    """Return 64 bits as a number of torch.int64."""
-    return (bits + 2**63) % 2**64 - 2**63
