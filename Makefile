@@ -6,8 +6,8 @@ VENV ?= .venv
 TORCH ?= $(shell grep '^torch==' constraints.txt)
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt
-# Three workers on two cores: chaos tests wait for time limits. In the order of the folders, so that the long files come first.
-PYTEST := $(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder
+# Four workers on two cores: chaos tests wait for time limits. In the order of the folders, so that the long files come first.
+PYTEST := $(BIN)/python -m pytest -q -n 4 --dist loadfile --no-loadscope-reorder
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: setup train test-fast test test-chaos check gpu-check bench docs wheel
