@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from support.launching import run_command, run_lockstep
 
 from lockstep.data.order import UniformOrder
-from lockstep.record.metrics import iter_steps
+from lockstep.record.metrics import append_json, iter_steps
 
 DISTURBED = Path(__file__).parents[1] / "support" / "loops" / "session.py"
 GALLERY = Path(__file__).parents[2] / "examples" / "gallery"
@@ -88,7 +88,7 @@ def example_run(
 
 @pytest.fixture(scope="module")
 def gpt(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return example_run(tmp_path_factory.mktemp("gpt") / "base")
+    return example_run(tmp_path_factory.mktemp("gpt") / "base", {}, "--workers", "2")
 
 
 def test_each_step_of_a_killed_stopped_and_resumed_run_can_be_replayed(disturbed: Path) -> None:
@@ -112,6 +112,7 @@ def test_the_record_has_losses_of_all_micro_batches_and_a_digest_in_200_bytes(
     disturbed: Path,
 ) -> None:
     for line in iter_steps(disturbed / "metrics.jsonl"):
+        assert len(line["digest"]) == 16
         assert len(line["losses"]) == 6 and abs(sum(line["losses"]) - line["loss"]) < 1e-6
         record = {name: line[name] for name in ("losses", "digest")}
         assert len(json.dumps(record)) + 2 * 20 <= 200  # with two more losses
@@ -176,7 +177,7 @@ def test_a_step_out_of_reach_is_refused(gpt: Path, tmp_path: Path) -> None:
 CHANGES = {
     "model": ("nn.GELU()", "nn.GELU('tanh')", "step 1, micro-batch 0: blocks.0.mlp.1 output"),
     "optimizer": ("lr=3e-3", "lr=3.001e-3", "step 1: the update of tokens.weight"),
-    "data": ("i, 1:].clone()", "i, 1:].clone() % 5", "step 1, micro-batch 0: the data (batch 1)"),
+    "data": ("i, 1:].clone()", "i, 1:].clone() % 5", "step 1, micro-batch 0: the data: (batch) 1"),
 }
 
 
@@ -217,6 +218,25 @@ def test_a_run_that_rolled_back_skips_the_same_micro_batch_again(tmp_path: Path)
     assert "norm nan" in shown and re.search("highest.*\n  samples 7, .*: nan", shown), shown
 
 
+def test_the_step_that_has_ended_a_run_is_asked(tmp_path: Path) -> None:
+    bad = "spiral = make_spiral()\n        spiral.tensors[0][7] = torch.nan\n"
+    folder = tmp_path / "bad"
+    folder.mkdir()
+    text = (GALLERY / "diffusion.py").read_text()
+    loader = "loader = session.loader(make_spiral(),"
+    assert loader in text
+    script = folder / "diffusion.py"
+    script.write_text(text.replace(loader, f"{bad}        loader = session.loader(spiral,"))
+    run = folder / "run"
+    ended = run_lockstep("run", "--workers", "2", "--out", run, script, "--", "--steps=9")
+    assert ended.returncode == 4, ended.stderr
+    last = max((line["step"] for line in iter_steps(run / "metrics.jsonl")), default=0)
+    shown = passed("why", run, "--step", last + 1)
+    assert f"step {last + 1}: not committed" in shown
+    assert re.search("highest.*\n  samples 7, .*: nan", shown), shown
+    assert f"the run has no step {last + 1}" in refused("replay", run, "--step", last + 1)
+
+
 BAD_SAMPLE = """
 class Bad(Sorting):
     def __init__(self) -> None:
@@ -255,3 +275,7 @@ def test_the_commands_refuse_what_is_no_run(tmp_path: Path) -> None:
     for words in (("replay", tmp_path, "--step", 1), ("why", tmp_path, "--step", 1)):
         assert "is not a run" in refused(*words)
     assert "is not a run" in refused("diff", tmp_path, tmp_path)
+    for name, step in (("a", 1), ("b", 2)):
+        (tmp_path / name).mkdir()
+        append_json(tmp_path / name / "metrics.jsonl", {"step": step, "loss": 1.0})
+    assert "no step is in both records" in refused("diff", tmp_path / "a", tmp_path / "b")

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from lockstep.checkpoint.fingerprints import changes, newest_facts, tolerated_changes
-from lockstep.errors import LockstepError
+from lockstep.errors import LockstepError, UsageError
 from lockstep.history.diff import Side, distance, first_difference, locate
 from lockstep.report.run_data import require_run
 
@@ -17,6 +17,9 @@ def main(args: argparse.Namespace, rest: list[str]) -> int:
     for sentence in differing_values(*folders):
         print(sentence)
     last, step, what = first_difference(*folders)
+    if not last and not step:
+        names = f"metrics.jsonl of {args.folder} and {args.other}"
+        raise UsageError("no step is in both records", names, "compare other runs")
     if not step:
         print(f"equal up to step {last}, the last one that both have recorded")
         return 0

@@ -18,12 +18,13 @@ Decode = Callable[[list[int]], str]
 
 def main(args: argparse.Namespace, rest: list[str]) -> int:
     require_run(args.folder)
-    before = recorded_steps(args.folder, args.step)[:-1]
+    lines = recorded_steps(args.folder, args.step, or_next=True)
     request = Replay(folder="", step=args.step, observes=True)
     done = replay(args.folder, request, sys.executable, from_start=args.from_start)
     if difference := done.difference():
         print(f"the replay differs from the record, and may tell something else: {difference}")
-    for line in explain(done, before, partial(as_text, decode=decoder_of(args.folder))):
+    shown = partial(as_text, decode=decoder_of(args.folder))
+    for line in explain(args.step, done, lines, shown):
         print(line)
     return 0
 

@@ -15,7 +15,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from lockstep.errors import LockstepError, UsageError
+from lockstep.errors import LockstepError
 from lockstep.history.replay import Line, Replayed, difference_of, replay
 from lockstep.history.request import Replay
 from lockstep.parallel.digest import INTEGERS
@@ -70,13 +70,9 @@ class Parting:
 
 def first_difference(a: Path, b: Path) -> tuple[int, int, str]:
     """Return the last step that both have recorded before they part, that step, and what differs
-    in it; (last common step, 0, "") for equal records."""
+    in it; (last common step, 0, "") for equal records, which may have none in common: 0."""
     lines = [{line["step"]: line for line in iter_steps(run / "metrics.jsonl")} for run in (a, b)]
     common = sorted(lines[0].keys() & lines[1].keys())
-    if not common:
-        raise UsageError(
-            "no step is in both records", f"metrics.jsonl of {a} and {b}", "compare other runs"
-        )
     last = 0
     for step in common:
         if what := difference_of(lines[0][step], lines[1][step]):
@@ -119,8 +115,8 @@ def describe(tensor: str) -> str:
     name, _, kind = tensor.rpartition(" ")
     if kind.isdecimal():  # one of several
         name, _, kind = name.rpartition(" ")
-    if name.startswith("batch") or tensor.startswith(("batch", "the model input")):
-        return f"the data ({tensor})"
+    if tensor.startswith(("(batch)", "the model input")):
+        return f"the data: {tensor}"
     parent = name.rpartition(".")[0] or "the model"
     words = {
         "before": f"the weights before it: {name}",

@@ -130,7 +130,7 @@ class Observer:
         norm_squared = 0.0
         keeps = bool(self.replay.dump) and k == self.replay.dumped
         with Recorder(self.replica.module, keeps=keeps) as recorder, losses:
-            recorder.take("batch", tensors_in(batch))
+            recorder.take("(batch)", tensors_in(batch))
             for again in self.replica.rehearsal(step, k):
                 yield again
                 for name, p in self._parameters():

@@ -25,7 +25,6 @@ from lockstep.data.manifest import MANIFEST
 from lockstep.errors import DataError, LockstepError, UsageError
 from lockstep.files import link_or_copy
 from lockstep.history.request import OBSERVED, Replay
-from lockstep.log import log
 from lockstep.record.events import iter_events
 from lockstep.record.metrics import decode_line, iter_steps, read_lines
 from lockstep.runtime.sockets import reserve_port
@@ -78,11 +77,6 @@ class Replayed:
                 return f"step {before['step']}: {what}"
         return ""
 
-    def compared(self) -> str:
-        """Return what was compared, in words. Digests of other slices were not."""
-        digests = sum(map(are_comparable, self.recorded, self.computed))
-        return f"all losses and {digests} digests"
-
 
 def are_comparable(before: Line, now: Line) -> bool:
     """Return whether both have a digest, of as many slices."""
@@ -113,13 +107,20 @@ def replay(folder: Path, request: Replay, python: str, *, from_start: bool = Fal
 
     python      interpreter of the processes
     from_start  compute all steps where no checkpoint before the step is left
-    UsageError for a step that cannot be replayed; LockstepError when a process fails.
+    UsageError for a step that cannot be replayed; LockstepError when a process fails, except in the
+    step at which the run stopped, if it is looked into.
     """
-    lines = recorded_steps(folder, request.step)
+    lines = recorded_steps(folder, request.step, or_next=request.observes)
     first = choose_first(folder, request.step, from_start=from_start)
     start = read_start(folder, request.step)
     with copy_of_run(folder, first) as copy:
-        output = run_processes(start, replace(request, folder=str(copy)), python)
+        try:
+            output = run_processes(start, replace(request, folder=str(copy)), python)
+        except LockstepError as error:
+            stopped = request.step not in [line["step"] for line in lines]
+            if not (stopped and (copy / OBSERVED).exists()):
+                raise
+            output = str(error)  # as the run stopped
         computed = list(iter_steps(copy / "metrics.jsonl", after=first))
         observed = [line for raw in read_lines(copy / OBSERVED) if (line := decode_line(raw))]
     recorded = [line for line in lines if line["step"] > first]
@@ -132,18 +133,19 @@ def replay(folder: Path, request: Replay, python: str, *, from_start: bool = Fal
     return Replayed(first, recorded, computed, observed, output)
 
 
-def recorded_steps(folder: Path, step: int) -> list[Line]:
-    """Return the record up to `step`. UsageError: the run has no such step."""
-    every = list(iter_steps(folder / "metrics.jsonl"))
-    lines = [line for line in every if line["step"] <= step]
-    if not lines or lines[-1]["step"] != step:
-        last = every[-1]["step"] if every else 0
+def recorded_steps(folder: Path, step: int, *, or_next: bool = False) -> list[Line]:
+    """Return the record up to `step`. UsageError: the run has no such step. or_next: it may be the
+    one after the last, at which the run stopped"""
+    lines = list(iter_steps(folder / "metrics.jsonl"))
+    steps = [line["step"] for line in lines]
+    last = max(steps, default=0)
+    if step not in steps and not (or_next and step == last + 1):
         raise UsageError(
             f"the run has no step {step}",
             f"{folder / 'metrics.jsonl'} ends with step {last}",
             f"give --step 1 to {last}" if last else "give the folder of a run that has trained",
         )
-    return lines
+    return [line for line in lines if line["step"] <= step]
 
 
 def choose_first(folder: Path, step: int, *, from_start: bool) -> int:
@@ -191,10 +193,7 @@ def read_start(folder: Path, step: int) -> Start:
 
 def script_of(words: Sequence[str]) -> str:
     """Return the script that the words name; "" for a recipe or a module."""
-    own = own_words(words)
-    if "-m" in own:
-        return ""
-    names = (word.partition(":")[0] for word in own)
+    names = (word.partition(":")[0] for word in own_words(words))
     return next((name for name in names if name.endswith(".py")), "")
 
 
@@ -256,7 +255,6 @@ def run_processes(start: Start, request: Replay, python: str) -> str:
     copy = Path(request.folder)
     count = start.layout["tensor"] * start.layout["pipeline"]
     command = [python, "-m", "lockstep", *replay_words(start, copy)]
-    log.debug("in %s: %s", start.folder, shlex.join(command))
     common = {name: text for name, text in os.environ.items() if not name.startswith("LOCKSTEP_")}
     common |= request.environ() | {
         LAYOUT[axis]: str(start.layout[axis]) for axis in ("tensor", "pipeline")

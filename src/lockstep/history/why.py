@@ -13,16 +13,18 @@ NEIGHBORS = 64  # steps before, with which the loss is compared
 SHOWN = 3  # samples
 
 
-def explain(done: Replayed, before: Sequence[Line], shown: Callable[[Any], str]) -> Iterator[str]:
+def explain(
+    step: int, done: Replayed, lines: Sequence[Line], shown: Callable[[Any], str]
+) -> Iterator[str]:
     """Yield the lines that tell why the step has its loss.
 
-    before  the steps before it
-    shown   returns a part of a sample as text
+    lines  the record, up to this step, or to the one before if the run stopped there
+    shown  returns a part of a sample as text
     """
-    line = done.recorded[-1]
-    losses = [float(step["loss"]) for step in before[-NEIGHBORS:]]
-    usual = f", the {len(losses)} steps before {spread(losses)}" if losses else ""
-    yield f"step {line['step']}: loss {float(line['loss']):.6g}{usual}"
+    losses = {line["step"]: float(line["loss"]) for line in lines[-NEIGHBORS - 1 :]}
+    loss = losses.pop(step, None)
+    usual = f", the {len(losses)} steps before {spread([*losses.values()])}" if losses else ""
+    yield f"step {step}: " + (f"loss {loss:.6g}" if loss is not None else "not committed") + usual
     seen = [one for one in done.observed if one["micro_batch"] is not None]
     largest = max(seen, key=lambda one: rank(one["norm"]))
     others = [float(one["norm"]) for one in seen if one is not largest]

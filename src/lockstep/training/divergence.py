@@ -32,6 +32,7 @@ log = logging.getLogger("lockstep")
 WEIGHTS = "weights"
 ALL_WEIGHTS = "weights and buffers"
 STATE = "weights or optimizer state"
+RECORD_EVERY = 10  # steps between two digests in the record of one replica, which compares none
 MAX_DIVERGENCES = 3  # in a row; then the loop itself is nondeterministic
 
 
@@ -183,6 +184,7 @@ class ReplicaComparison:
         self.replica_size = state.replica.workers_per_replica
         self.verify_every = verify_every
         self.compare_all = True
+        self.record_every = RECORD_EVERY
         self.identical_at = -1
         self.divergence = Divergence()
         self._unexplained = runtime.membership.divergence_records()
@@ -201,8 +203,13 @@ class ReplicaComparison:
         if not self.verify_every or step % self.verify_every:
             return NOTHING, NOTHING
         if not self.is_due(step):  # no other replica
-            return self.state.replica.digest(), NOTHING
+            is_recorded = step // self.state.slice_steps % self.record_every == 0
+            return self.state.replica.digest() if is_recorded else NOTHING, NOTHING
         return self.state.start_digests(self.what_is_compared(), step)
+
+    def record_all(self) -> None:
+        """Start a digest in every step, with one replica too: a replay compares them."""
+        self.record_every = 1
 
     def what_is_compared(self) -> str:
         """Return what the next vote compares."""

@@ -173,6 +173,7 @@ class StepRunner:
     def observe(self, observer: StepObserver) -> None:
         """Let it look at the attempts from now on."""
         self.observer = observer
+        self.comparison.record_all()
 
     def first_trained(self, skipped: Sequence[int]) -> int:
         return next(k for k in range(self.replica.leaves) if k not in skipped)

@@ -80,7 +80,7 @@ def seen(k: int, norm: float, *losses: Any) -> dict[str, Any]:
 def test_a_loss_and_a_norm_that_are_no_numbers_are_the_highest(bad: int) -> None:
     lines = [seen(k, math.nan, 2.0, "NaN") if k == bad else seen(k, 3.0, 9.0, 8.0) for k in (0, 1)]
     line = {"step": 1, "loss": math.nan, "losses": []}
-    text = list(explain(Replayed(0, [line], [line], lines, ""), [], str))
+    text = list(explain(1, Replayed(0, [line], [line], lines, ""), [line], str))
     assert text[1].startswith(f"largest gradient: micro-batch {bad}, norm nan")
     assert text[5] == f"  samples {10 * bad + 1}, in micro-batch {bad}: nan"
 
@@ -88,5 +88,5 @@ def test_a_loss_and_a_norm_that_are_no_numbers_are_the_highest(bad: int) -> None
 def test_samples_are_ranked_only_if_each_micro_batch_has_losses_by_sample() -> None:
     line = {"step": 1, "loss": 1.0, "losses": []}
     lines = [seen(0, 1.0, 9.0), seen(1, 2.0)]
-    text = list(explain(Replayed(0, [line], [line], lines, ""), [], str))
+    text = list(explain(1, Replayed(0, [line], [line], lines, ""), [line], str))
     assert text[-1] == "the losses of its samples are not known: 1"
