@@ -237,6 +237,14 @@ def test_the_step_that_has_ended_a_run_is_asked(tmp_path: Path) -> None:
     assert f"the run has no step {last + 1}" in refused("replay", run, "--step", last + 1)
 
 
+def test_runs_that_differ_in_buffers_alone_are_not_equal(tmp_path: Path) -> None:
+    name = "image_classifier.py"
+    change = {"nn.BatchNorm2d(8)": "nn.BatchNorm2d(8, momentum=0.2)"}
+    runs = [example_run(tmp_path / "a", name=name), example_run(tmp_path / "b", change, name=name)]
+    shown = differs("diff", *runs)
+    assert "equal up to step 6" in shown and "the checkpoints differ: step 6 sha256" in shown
+
+
 BAD_SAMPLE = """
 class Bad(Sorting):
     def __init__(self) -> None:

@@ -4,7 +4,9 @@ import argparse
 import sys
 from pathlib import Path
 
+from lockstep.checkpoint.commands import digest_line
 from lockstep.checkpoint.fingerprints import changes, newest_facts, tolerated_changes
+from lockstep.checkpoint.folder import committed_steps
 from lockstep.errors import LockstepError, UsageError
 from lockstep.history.diff import Side, distance, first_difference, locate
 from lockstep.report.run_data import require_run
@@ -22,7 +24,7 @@ def main(args: argparse.Namespace, rest: list[str]) -> int:
         raise UsageError("no step is in both records", names, "compare other runs")
     if not step:
         print(f"equal up to step {last}, the last one that both have recorded")
-        return 0
+        return compare_checkpoints(*folders)
     print(f"equal up to step {last}" if last else "they differ from the first common step on")
     print(f"step {step}: {what}")
     pythons = (args.python_a or sys.executable, args.python_b or sys.executable)
@@ -37,6 +39,20 @@ def main(args: argparse.Namespace, rest: list[str]) -> int:
             print(f"  {distance(a, b, place)}")
     except LockstepError as error:
         print(f"the tensor is not known\n  {error}")
+    return 1
+
+
+def compare_checkpoints(a: Path, b: Path) -> int:
+    """Compare the newest checkpoint that both runs have: it holds buffers and the state of the
+    optimizers, which no record has. Return 1 if they differ."""
+    common = set(committed_steps(a / "checkpoints")) & set(committed_steps(b / "checkpoints"))
+    if not common:
+        return 0
+    ours, theirs = (digest_line(run, max(common)) for run in (a, b))
+    if ours == theirs:
+        return 0
+    print(f"the checkpoints differ: {ours} in {a}, {theirs} in {b}")
+    print("  losses and trained weights are equal: buffers or the state of the optimizer are not")
     return 1
 
 
