@@ -132,6 +132,18 @@ def test_a_changed_loop_is_named_with_its_first_step(gpt: Path, tmp_path: Path) 
         script.write_text(source)
 
 
+def test_changed_data_is_told_from_changed_code(tmp_path: Path) -> None:
+    modulus = tmp_path / "modulus"
+    modulus.write_text("4")
+    read = f"i, 1:].clone() % int(open({str(modulus)!r}).read())"
+    run = example_run(tmp_path / "run", {"i, 1:].clone()": read})
+    assert "all losses" in passed("replay", run, "--step", 5)
+    modulus.write_text("3")
+    shown = differs("replay", run, "--step", 5)
+    assert "step 5: loss of micro-batch 0" in shown
+    assert "so a file that the loop reads has changed" in shown and "other bits" not in shown
+
+
 def test_a_micro_batch_is_dumped(gpt: Path, tmp_path: Path) -> None:
     words = ("--step", 5, "--micro-batch", 2, "--dump", tmp_path / "dump")
     assert EQUAL in passed("replay", gpt, *words)

@@ -8,6 +8,11 @@ from lockstep.history.replay import are_comparable, recorded_steps, replay
 from lockstep.history.request import Replay
 from lockstep.report.run_data import require_run
 
+UNNAMED = (
+    "code, arguments, versions and processor are those of that checkpoint, so a file that the loop "
+    "reads has changed, or the loop draws numbers that no checkpoint holds"
+)
+
 
 def main(args: argparse.Namespace, rest: list[str]) -> int:
     require_run(args.folder)
@@ -43,9 +48,10 @@ def main(args: argparse.Namespace, rest: list[str]) -> int:
     since = f"the checkpoint of step {done.first}" if done.first else "the start of the run"
     if difference := done.difference():
         print(f"{steps}, from {since}: not as recorded\n  {difference}")
-        for line in done.output.splitlines():
-            if "other bits" in line:  # a resume names what has changed in code and machine
-                print(f"  {line}")
+        # A resume names what has changed in code and machine.
+        named = [line for line in done.output.splitlines() if "other bits" in line]
+        for line in named or [UNNAMED] * bool(done.first):
+            print(f"  {line}")
         return 1
     digests = sum(map(are_comparable, done.recorded, done.computed))  # others are of other slices
     print(f"{steps}, from {since}: all losses and {digests} digests equal the record")
