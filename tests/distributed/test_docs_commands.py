@@ -15,7 +15,7 @@ QUICK = {
 WITH_HOSTS = {"guides/several-hosts.md"}  # tests/chaos/test_ssh.py
 PAGES = [
     pytest.param(page, marks=[] if page in QUICK else pytest.mark.long)
-    for page in pages()
+    for page in ["../README.md", *pages()]
     if page not in WITH_HOSTS and commands_of(page)
 ]
 

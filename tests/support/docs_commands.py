@@ -14,8 +14,10 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from itertools import takewhile
 from pathlib import Path
@@ -90,20 +92,20 @@ def make_folder(folder: Path) -> None:
 
 def run_page(page: str, folder: Path, enter: Sequence[str] = ()) -> None:
     """Run the commands of a page in `folder`; `enter` is the prefix of commands that run on a host.
-    Fabric is of the extra `bench`: without it, its command is skipped."""
+    Fabric is of the extra `bench`: without it, its command is skipped, as are those that install."""
     commands = [
         command
         for command in commands_of(page)
-        if "with_fabric" not in command.text or find_spec("lightning_fabric")
+        if ("with_fabric" not in command.text or find_spec("lightning_fabric"))
+        and not command.text.startswith(("pip ", "git "))
     ]
     while commands:
         command = commands.pop(0)
+        trains = partial(has_steps, folder, time.time())
         process = start(command, folder, enter)
         try:
             for other in takewhile(lambda following: following.is_beside, list(commands)):
-                wait_until(
-                    lambda: has_steps(folder), f"a step of {command.text}", 100, process=process
-                )
+                wait_until(trains, f"a step of {command.text}", 100, process=process)
                 finish(other, start(other, folder, enter))
                 commands.remove(other)
             finish(command, process)
@@ -128,10 +130,11 @@ def start(command: Command, folder: Path, enter: Sequence[str]) -> subprocess.Po
     )
 
 
-def has_steps(folder: Path) -> bool:
-    """Whether the newest run in `folder` has committed a step since its last generation."""
+def has_steps(folder: Path, since: float) -> bool:
+    """Whether a run in `folder` has committed steps after the time `since`, in seconds."""
     files = [*folder.glob("runs/*/metrics.jsonl"), *folder.glob("shared/runs/*/metrics.jsonl")]
-    return any(file.read_text().count("\n") >= 3 for file in files)
+    newer = [file for file in files if file.stat().st_mtime > since]
+    return any(file.read_text().count("\n") >= 3 for file in newer)
 
 
 def finish(command: Command, process: subprocess.Popen[str]) -> None:

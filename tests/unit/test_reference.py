@@ -39,12 +39,9 @@ def test_every_key_that_a_page_names_exists() -> None:
         assert not unknown, f"{page}: {unknown}"
 
 
-def test_the_landing_page_has_the_script_of_the_readme() -> None:
-    scripts = [
-        re.findall(r"^```diff\n(.*?)^```", (ROOT / name).read_text(), re.M | re.S)
-        for name in ("README.md", "docs/index.md")
-    ]
-    assert scripts[0] == scripts[1] and len(scripts[0]) == 1
+def test_the_readme_has_a_script_of_the_examples() -> None:
+    (script,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
+    assert (ROOT / "examples" / "sine.py").read_text().endswith(f'"""\n\n{script}')
 
 
 def test_every_key_has_a_sentence_and_a_section() -> None:
