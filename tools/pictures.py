@@ -1,4 +1,4 @@
-"""Draw the pictures of the Learn pages.
+"""Draw the pictures of the Learn pages and of docs/architecture.md.
 
     python tools/pictures.py            the diagrams, which need no run
     python tools/pictures.py NAME...    record: run the commands of overlap, rate-limiter or
@@ -18,6 +18,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from html import escape
@@ -328,6 +329,80 @@ def compiled() -> str:
     )
 
 
+BASE = "errors, units, files, log, layout, tensor_slice"
+PACKAGES = {  # -> column in pixels, row from the top, packages that it imports from
+    "cli": (250, 0, "recipes agent remote"), "recipes": (560, 1, "session planner"),
+    "planner": (340, 2, "tasks"), "tasks": (340, 3, "generation config corpus"),
+    "generation": (510, 4, "models"), "config": (290, 5, "session"), "corpus": (400, 5, "session"),
+    "models": (510, 5, "session"), "session": (640, 6, "history"), "history": (640, 7, "training"),
+    "training": (640, 8, "parallel data unsaved"), "agent": (70, 9, "elastic"),
+    "remote": (190, 9, "checkpoint elastic"), "parallel": (400, 9, "checkpoint elastic"),
+    "unsaved": (540, 9, "runtime"), "elastic": (190, 10, "object_store record"),
+    "checkpoint": (340, 10, "runtime"), "object_store": (230, 11, "runtime"),
+    "record": (70, 12, ""), "runtime": (430, 12, ""), "data": (660, 12, ""),
+}  # fmt: skip
+
+
+def packages() -> str:
+    """Draw the packages, each above its imports, without the arrows that follow from others."""
+    picture = Picture(720, 620)
+    width, height, row = 96, 26, 44
+
+    def top(level: int) -> int:
+        return 10 + row * level
+
+    for x, level, imported in PACKAGES.values():
+        for name in imported.split():
+            x2, below, _ = PACKAGES[name]
+            picture.line(x, top(level) + height, x2, top(below))
+        if not imported:
+            picture.line(x, top(level) + height, min(max(x, 220), 520), top(13))
+    for name, (x, level, _) in PACKAGES.items():
+        picture.box(x - width / 2, top(level), width, height, "box")
+        picture.text(x, top(level) + 17, name, "m")
+    picture.box(200, top(13), 340, height, "box")
+    picture.text(370, top(13) + 17, BASE, "m")
+    return picture.svg("Packages, each above its imports")
+
+
+ACTORS = {"data order": 65, "each replica": 225, "other replicas": 525, "vote": 655}
+MESSAGES = (  # sender, receiver, text; without a receiver: work of the sender
+    ("data order", "each replica", "micro-batches of this rank"),
+    ("each replica", "", "each micro-batch: seed generators with (seed, step, k), forward, "
+     "backward"),
+    ("each replica", "other replicas", "bucket by bucket, during the last backward pass: "
+     "halving, addition in tree order, doubling"),
+    ("each replica", "", "meanwhile: digest of the weights; is the own slice of the "
+     "gradient finite?"),
+    ("each replica", "vote", "loss, finite or not, digest of weights, signals, joiners"),
+    ("vote", "each replica", "the same verdict on every rank"),
+    ("each replica", "", "divide by the tokens of the step, clip, optimizer.step(): commit"),
+    ("each replica", "", "metrics line, then checkpoint if due"),
+)  # fmt: skip
+
+
+def step() -> str:
+    """Draw the messages of a step, from top to bottom."""
+    picture = Picture(720, 380)
+    y = 46
+    for sender, receiver, message in MESSAGES:
+        x, x2 = ACTORS[sender], ACTORS[receiver or sender]
+        for part in textwrap.wrap(message, 48):
+            y += 15
+            picture.text(min(x, x2) + 10, y, part, "small")
+        if receiver:
+            y += 8
+            head = x2 - 6 if x2 > x else x2 + 6
+            picture.line(x, y, x2, y)
+            picture.curve([(head, y - 4), (x2, y), (head, y + 4)], "")
+        y += 13
+    for name, x in ACTORS.items():
+        picture.box(x - 62, 10, 124, 26, "box")
+        picture.text(x, 27, name, "m")
+        picture.line(x, 36, x, y, "axis")
+    return picture.svg("Messages of a step")
+
+
 DIAGRAMS = {
     "house-graph": house_graph,
     "data-parallel": data_parallel,
@@ -335,6 +410,8 @@ DIAGRAMS = {
     "layouts": layouts,
     "compile": compiled,
     "diloco": diloco,
+    "packages": packages,
+    "step": step,
 }
 
 # Recorded pictures.
