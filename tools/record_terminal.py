@@ -119,7 +119,7 @@ def pid_of_slot(run: Path, slot: int) -> int:
 
 
 def draw(lines: list[tuple[float, str, str]]) -> str:
-    """Return an SVG in which each line appears at its time; without animation all are shown."""
+    """Return an SVG in which each line appears at its time; FILE.svg#end shows the last frame."""
     rows: list[str] = []
     shown_s = previous_s = 0.0
     for second, kind, text in lines:
@@ -148,12 +148,13 @@ def draw(lines: list[tuple[float, str, str]]) -> str:
         "white-space:pre;animation:appear 1ms both}"
         "@keyframes appear{from{opacity:0}to{opacity:1}}"
         "@media(prefers-reduced-motion){text{animation:none}}"
-        ".clock{fill:#768390}.output{fill:#cdd9e5}.command{fill:#6cb6ff}"
+        "svg:target text{animation:none}"
+        ".clock{fill:#909dab}.output{fill:#cdd9e5}.command{fill:#6cb6ff}"
         ".kill{fill:#ff938a;font-weight:bold}"
     )
     return "\n".join(
         [
-            '<svg xmlns="http://www.w3.org/2000/svg" '
+            '<svg xmlns="http://www.w3.org/2000/svg" id="end" '
             f'width="{width}" height="{height}" viewBox="0 0 {width} {height}">',
             "<title>A run on three workers, "
             "one of them killed, ends with the digest of an undisturbed run on one worker</title>",
