@@ -53,9 +53,10 @@ bench: setup
 	$(PIP) -e ".[bench]"
 	$(BIN)/python -m bench.step.run
 
+# The site, in site/. On the path: ruff, which breaks the lines of signatures.
 docs: setup
-	$(PIP) -e ".[docs]"
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	PATH="$(BIN):$$PATH" $(BIN)/zensical build --clean --strict
+	$(BIN)/python tools/check_site.py
 
 # Needs neither torch nor the tools.
 wheel:

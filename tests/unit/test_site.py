@@ -1,0 +1,75 @@
+"""The check of the built site, and docstrings on the page of the API."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import jinja2
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "tools"))
+
+import check_site  # noqa: E402
+import site_pictures  # noqa: E402
+
+
+@pytest.mark.parametrize(
+    ("html", "fault"),
+    [
+        ('<a href="../b/">', ""),
+        ('<a href="../b/#here">', ""),
+        ('<a href="/b/#here">', ""),
+        ('<a href="https://other.example/">', ""),
+        ('<a href="../c/">', "no such file"),
+        ('<img src="../c.png">', "no such file"),
+        ('<a href="../b/#there">', "no such heading"),
+        ('<a href="#there">', "no such heading"),
+        ('<img src="https://other.example/c.png">', "loads from another host"),
+        ('<script src="//other.example/c.js">', "loads from another host"),
+        ('<link rel="stylesheet" href="https://other.example/c.css">', "loads from another host"),
+        ('<link rel="canonical" href="https://other.example/a/">', ""),
+        ('<pre class="mermaid">', "loads from another host"),
+    ],
+)
+def test_a_fault_of_a_page_is_found(html: str, fault: str, tmp_path: Path) -> None:
+    for name, text in {"a": html, "b": '<h2 id="here">'}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "index.html").write_text(text)
+    found = list(check_site.problems(tmp_path))
+    assert len(found) == bool(fault)
+    assert all(f"a/index.html: {fault}: " in problem for problem in found)
+
+
+def test_a_style_that_loads_from_another_host_is_found(tmp_path: Path) -> None:
+    (tmp_path / "a.css").write_text('@import "https://a.example/b.css"; p {background: url(b.png)}')
+    assert list(check_site.problems(tmp_path)) == [
+        "a.css: loads from another host: https://a.example/b.css"
+    ]
+
+
+def test_a_page_outside_of_the_menu_is_found(tmp_path: Path) -> None:
+    (tmp_path / "a.md").touch()
+    (tmp_path / "b.md").touch()
+    assert check_site.missing_pages("nav:\n  - A: a.md\n", tmp_path) == ["b.md"]
+
+
+def test_the_pictures_of_the_site_are_those_of_the_command() -> None:
+    files = list(site_pictures.FOLDER.glob("*.png"))
+    assert {path.stem for path in files} == site_pictures.PICTURES.keys()
+    assert sum(path.stat().st_size for path in files) < 600_000
+
+
+def test_docstrings_are_plain_text_with_code() -> None:
+    loader = jinja2.FileSystemLoader(ROOT / "tools/site_templates/python/material")
+    template = jinja2.Environment(loader=loader, autoescape=True).get_template(
+        "docstring.html.jinja"
+    )
+    text = 'Sum of *all* `a < b`.\n\nunits  names, "layers.*"; or *none*'
+    lines = template.render(docstring_sections=[SimpleNamespace(value=text)]).split("\n")
+    assert [line.strip() for line in lines if line.strip()] == [
+        "<p>Sum of *all* <code>a &lt; b</code>.</p>",
+        '<div class="columns">units  names, &#34;layers.*&#34;; or *none*</div>',
+    ]
