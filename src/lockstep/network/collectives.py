@@ -4,6 +4,7 @@ Rank 0 is the root. Range r of N equal ones is that of rank r: what it has befor
 after a reduce-scatter.
 
 naive         rank 0 sends to each rank in turn, or receives from each
+direct        the same in one round: rank 0 sends to all ranks at once
 tree          binomial tree: log2(N) rounds of ever more pairs
 ring          each rank sends to the next one: N - 1 rounds of 1/N of the buffer; from or to the
               root, the buffer passes through all ranks in CHUNKS pieces
@@ -21,7 +22,7 @@ from lockstep.network.moves import Move, Phase, Range, Schedule, reverse, round_
 from lockstep.network.tree_exchange import WHOLE, Step, exchange_steps, transfers
 
 COLLECTIVES = ("broadcast", "reduce", "all-reduce", "all-gather", "reduce-scatter")
-ALGORITHMS = ("naive", "tree", "ring", "halving", "hierarchical")
+ALGORITHMS = ("naive", "direct", "tree", "ring", "halving", "hierarchical")
 CHUNKS = 32  # of a buffer that passes through a chain of ranks
 Ranks = Sequence[int]
 Spread = Callable[[Ranks, Sequence[Range]], Schedule]
@@ -33,8 +34,8 @@ def schedule_of(collective: str, algorithm: str, ranks: int, ranks_per_host: int
     everyone, parts = range(ranks), cut(ranks)
     if algorithm == "hierarchical":
         return hierarchical(collective, ranks, ranks_per_host)
-    if algorithm in ("naive", "tree"):
-        return rooted(collective, star if algorithm == "naive" else tree, everyone)
+    if algorithm in SPREADS:
+        return rooted(collective, SPREADS[algorithm], everyone)
     if algorithm == "ring":
         if collective in ("broadcast", "reduce"):
             return chain(ranks) if collective == "broadcast" else reverse(chain(ranks), adds=True)
@@ -88,10 +89,17 @@ def rooted(collective: str, spread: Spread, ranks: Ranks) -> Schedule:
 
 def star(ranks: Ranks, parts: Sequence[Range]) -> Schedule:
     """Send to each rank its part, from the first rank."""
-    return [
-        round_of([Move(ranks[0], rank, *part, False)])
-        for rank, part in list(zip(ranks, parts, strict=True))[1:]
-    ]
+    return [round_of([move]) for move in sends_of_first(ranks, parts)]
+
+
+def fan_out(ranks: Ranks, parts: Sequence[Range]) -> Schedule:
+    """Send to each rank its part, from the first rank, to all at once."""
+    return [round_of(sends_of_first(ranks, parts))]
+
+
+def sends_of_first(ranks: Ranks, parts: Sequence[Range]) -> list[Move]:
+    pairs = zip(ranks, parts, strict=True)
+    return [Move(ranks[0], rank, *part, False) for rank, part in list(pairs)[1:]]
 
 
 def tree(ranks: Ranks, parts: Sequence[Range]) -> Schedule:
@@ -112,6 +120,9 @@ def tree(ranks: Ranks, parts: Sequence[Range]) -> Schedule:
             )
         )
     return schedule
+
+
+SPREADS: dict[str, Spread] = {"naive": star, "direct": fan_out, "tree": tree}
 
 
 def chain(size: int) -> Schedule:

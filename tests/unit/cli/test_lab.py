@@ -17,6 +17,7 @@ PAGES = (DOCS / "collectives.md").read_text() + (DOCS / "ordered-sum.md").read_t
 BLOCKS = re.findall(r"```console\n\$ lockstep ([^\n]*)\n(.*?)```", PAGES, re.DOTALL)
 PICTURES = {
     "broadcast-tree": 'broadcast --ranks 8 --bytes "5 MB" --rate "1 MB/s" --algorithm tree',
+    "reduce-tree": 'reduce --ranks 8 --bytes "5 MB" --rate "1 MB/s" --algorithm tree',
     "all-reduce-ring": 'all-reduce --ranks 4 --bytes "5 MB" --rate "1 MB/s" --algorithm ring',
     "all-reduce-halving": 'all-reduce --ranks 8 --bytes "25 MB" --rate "1 Gbit/s" --latency "50 us" --algorithm halving',
 }
@@ -46,12 +47,15 @@ def test_the_pictures_of_the_page_are_drawn_by_the_command(name: str, tmp_path: 
     lines = ET.parse(path).getroot().iter("{http://www.w3.org/2000/svg}line")
     arrows = [line for line in lines if line.get("marker-end")]
     assert (
-        len(arrows) == {"broadcast-tree": 7, "all-reduce-ring": 24, "all-reduce-halving": 48}[name]
+        len(arrows)
+        == {"broadcast-tree": 7, "reduce-tree": 7, "all-reduce-ring": 24, "all-reduce-halving": 48}[
+            name
+        ]
     )
     assert f"pictures/{name}.svg" in PAGES
 
 
-@pytest.mark.parametrize(("algorithm", "seconds"), [("naive", 35), ("tree", 15)])
+@pytest.mark.parametrize(("algorithm", "seconds"), [("naive", 35), ("direct", 35), ("tree", 15)])
 def test_last_line_is_the_total_time(
     algorithm: str, seconds: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -87,7 +91,7 @@ def test_fastest_algorithm_changes_at_the_printed_size(capsys: pytest.CaptureFix
         (["--algorithm", "fast"], ["invalid choice: 'fast'", "'halving'"]),
         (
             ["--algorithm", "hierarchical"],
-            ["no hierarchical broadcast", "naive, tree, ring, halving"],
+            ["no hierarchical broadcast", "naive, direct, tree, ring, halving"],
         ),
         (["--ranks-per-host", "3"], ["8 ranks do not fill hosts of 3", "give one of 1, 2, 4, 8"]),
         (["--host-rate", "1 GB/s"], ["--host-rate", "give --ranks-per-host 2 or more"]),

@@ -100,7 +100,7 @@ def test_hosts_that_do_not_fit_are_refused() -> None:
     for per_host in (1, 8):
         with pytest.raises(
             UsageError,
-            match=r"no hierarchical broadcast of 8 ranks(.|\n)*naive, tree, ring, halving",
+            match=r"no hierarchical broadcast of 8 ranks(.|\n)*naive, direct, tree, ring, halving",
         ):
             schedule_of("broadcast", "hierarchical", 8, per_host)
     assert algorithms_for(8, 4) == [*ALGORITHMS]

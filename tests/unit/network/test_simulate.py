@@ -23,6 +23,7 @@ def seconds(collective: str, algorithm: str, ranks: int, size: float, network: N
 
 def test_five_megabytes_to_seven_friends() -> None:
     assert seconds("broadcast", "naive", 8, 5e6, flat()) == pytest.approx(35)
+    assert seconds("broadcast", "direct", 8, 5e6, flat()) == pytest.approx(35)
     assert seconds("broadcast", "tree", 8, 5e6, flat()) == pytest.approx(15)
     reduce = Simulation(schedule_of("reduce", "tree", 8), 8, 5e6, flat())
     assert len(reduce.round_ends_s) == 3
