@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import os
 import re
 import shlex
@@ -22,7 +23,10 @@ import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from html import escape
+from itertools import groupby
 from pathlib import Path
+
+import torch
 
 TOP = Path(__file__).parents[1]
 FOLDER = TOP / "docs" / "pictures"
@@ -220,6 +224,77 @@ def house_graph() -> str:
     return picture.svg("The computational graph of house A")
 
 
+def accumulation_path() -> str:
+    """Draw the weights of a run with two weights and two samples, without and with accumulation.
+
+    The price of a sample is x1 w1 + x2 w2. The loss of a step is a sum of squared errors.
+    """
+    inputs = torch.tensor([[2.0, 0.5], [0.5, 2.0]], dtype=torch.float64)
+    prices = torch.tensor([5.0, 5.0], dtype=torch.float64)  # both are right at w1 = w2 = 2
+
+    def train(accumulate: bool) -> list[tuple[float, float]]:
+        weights = torch.tensor([0.2, 1.9], dtype=torch.float64, requires_grad=True)
+        optimizer = torch.optim.SGD([weights], lr=0.07)
+        path = [(weights[0].item(), weights[1].item())]
+        for number in range(8):
+            sample = number % 2
+            ((inputs[sample] @ weights - prices[sample]) ** 2).backward()
+            if accumulate and sample == 0:
+                continue
+            optimizer.step()
+            optimizer.zero_grad()
+            path.append((weights[0].item(), weights[1].item()))
+        return path
+
+    picture = Picture(560, 400)
+
+    def at(w1: float, w2: float) -> tuple[float, float]:
+        return 12 + w1 * 200, 340 - (w2 - 1.2) * 220
+
+    picture.text(12, 20, "four passes over two samples, learning rate 0.07")
+    slow, fast = math.sqrt(2.25), math.sqrt(6.25)  # of the loss along (1, -1) and (1, 1)
+    for level in (0.08, 0.4, 1.2, 2.6, 4.6, 7.2):
+        radius = math.sqrt(level)
+        turns = [2 * math.pi * k / 120 for k in range(121)]
+        along = [(radius * math.cos(turn) / slow, radius * math.sin(turn) / fast) for turn in turns]
+        contour = [at(2 + (a + b) / math.sqrt(2), 2 + (b - a) / math.sqrt(2)) for a, b in along]
+        for is_inside, points in groupby(contour, lambda point: 34 < point[1] < 350):
+            if is_inside:
+                picture.curve(points, "axis")
+    picture.text(*at(0.03, 1.94), "start", "small")
+    picture.text(*at(2.0, 1.99), "lowest loss", "small m")
+    for number, (name, accumulate) in enumerate((("without", False), ("with", True)), 1):
+        path = [at(*weights) for weights in train(accumulate)]
+        picture.curve(path, f"curve{number}")
+        for x, y in path:
+            picture.line(x, y - 3, x, y + 3, f"curve{number}")
+        x = 40 + 250 * (number - 1)
+        picture.line(x, 372, x + 20, 372, f"curve{number}")
+        steps = f"{name} accumulation: {len(path) - 1} steps"
+        picture.text(x + 26, 376, steps, "small")
+    return picture.svg("The weights on the loss surface")
+
+
+def ranks() -> str:
+    """Draw two servers of two devices, each with the process that torchrun starts for it."""
+    picture = Picture(560, 232)
+    picture.text(12, 20, "two servers with two devices each: WORLD_SIZE 4, LOCAL_WORLD_SIZE 2")
+    for server in range(2):
+        left = 12 + 282 * server
+        picture.box(left, 34, 254, 150, "empty")
+        picture.text(left + 12, 54, f"server {server}")
+        for local in range(2):
+            x = left + 12 + 120 * local
+            picture.box(x, 66, 110, 104, "box")
+            picture.text(x + 55, 86, f"device {local}", "small m")
+            picture.text(x + 55, 116, f"RANK {2 * server + local}", "value m")
+            picture.text(x + 55, 138, f"LOCAL_RANK {local}", "grad m")
+    picture.line(266, 120, 294, 120)
+    picture.text(12, 206, "MASTER_ADDR: the address of server 0, on every server", "small")
+    picture.text(12, 224, "MASTER_PORT: a free port of server 0, where the processes meet", "small")
+    return picture.svg("The ranks of two servers with two devices each")
+
+
 def data_parallel() -> str:
     step = [
         Span(0, 1, "send", "broadcast"),
@@ -405,6 +480,8 @@ def step() -> str:
 
 DIAGRAMS = {
     "house-graph": house_graph,
+    "accumulation-path": accumulation_path,
+    "ranks": ranks,
     "data-parallel": data_parallel,
     "no-sync": no_sync,
     "layouts": layouts,

@@ -11,6 +11,8 @@ from support.launching import run_lockstep
 QUICK = {
     "collectives.md",
     "learn/data-parallel.md",
+    "learn/ranks.md",
+    "learn/script.md",
 }  # accumulation.md: test_house_price.py runs its command
 WITH_HOSTS = {"guides/several-hosts.md"}  # tests/chaos/test_ssh.py
 PAGES = [

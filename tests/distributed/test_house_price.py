@@ -111,6 +111,20 @@ def test_example_prints_the_numbers_of_the_docs() -> None:
     assert differences and all(float(text) < 1e-12 for text in differences)
 
 
+@pytest.mark.parametrize(("number", "paper"), [(0, WITHOUT), (1, SUMMED)])
+def test_the_loops_of_the_docs_train_the_weights_of_its_tables(
+    number: int, paper: list[Step]
+) -> None:
+    docs = (ROOT / "docs/accumulation.md").read_text()
+    loop = re.findall(r"^```python\n(.*?)^```", docs, re.MULTILINE | re.DOTALL)[number]
+    weights = torch.tensor(START, dtype=torch.float64, requires_grad=True)
+    inputs = torch.tensor([[house.x1, house.x2, 1.0] for house in HOUSES], dtype=torch.float64)
+    houses = list(zip(inputs, [house.price for house in HOUSES], strict=True))
+    optimizer = torch.optim.SGD([weights], lr=LEARNING_RATE)
+    exec(loop, {"houses": houses, "weights": weights, "optimizer": optimizer})
+    assert weights.tolist() == pytest.approx(list(paper[-1].weights))
+
+
 def two_processes(rank: int, port: int, out: Path) -> None:
     """Train on both houses as micro-batches, in the order of the rank; record .grad after each."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
