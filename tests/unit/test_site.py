@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -60,6 +61,14 @@ def test_the_pictures_of_the_site_are_those_of_the_command() -> None:
     files = list(site_pictures.FOLDER.glob("*.png"))
     assert {path.stem for path in files} == site_pictures.PICTURES.keys()
     assert sum(path.stat().st_size for path in files) < 600_000
+
+
+def test_the_first_screen_has_commands_of_the_readme() -> None:
+    page, readme = ((ROOT / name).read_text() for name in ("docs/index.md", "README.md"))
+    (block,) = re.findall(r"^```bash\n(.*?)^```", page, re.M | re.S)
+    assert [
+        line for line in block.splitlines() if line.partition("  #")[0].strip() not in readme
+    ] == []
 
 
 def test_docstrings_are_plain_text_with_code() -> None:
