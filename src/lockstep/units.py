@@ -116,6 +116,11 @@ def format_count(count: float) -> str:
     return f"{count:.0f}" if float(count).is_integer() else f"{count:.1f}"
 
 
+def counted(count: int, noun: str) -> str:
+    """Return "1 worker", "2 workers"."""
+    return f"{count:,} {noun}{'s' * (count != 1)}"
+
+
 def shorten(value: object) -> str:
     """Return the repr of a value, cut to a length that fits a message."""
     try:

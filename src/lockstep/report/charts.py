@@ -12,12 +12,14 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from statistics import median
 from typing import Any, NamedTuple
 
 from lockstep.log import printable
 from lockstep.report.run_data import Stretch
-from lockstep.units import format_count, format_duration
+from lockstep.units import counted, format_count, format_duration
 
+CUT = 4  # times the median: the slowest steps, such as the first one, would hide all others
 WIDTH = 1000  # of a plot
 HEIGHT = 300
 ROW = 26  # height of a row of the timeline
@@ -31,8 +33,8 @@ SECRET_TEXT = re.compile(
 
 
 class Chart(NamedTuple):
-    """names: of its curves, by key; css: "zero" includes 0 on the vertical axis, "wide" fills the
-    page"""
+    """names: of its curves, by key; css: "zero" includes 0 on the vertical axis, "cut" ends it at
+    CUT times the median of the highest line, "wide" fills the page"""
 
     title: str
     names: Mapping[str, str]
@@ -71,20 +73,43 @@ def number(value: float) -> str:
     return format_count(value).replace(".0", "") if abs(value) >= 9999.5 else f"{value:,.4g}"
 
 
-def ticks(low: float, high: float) -> list[float]:
-    """Return two to six round numbers from `low` to `high`."""
-    power = 10.0 ** math.floor(math.log10((high - low) / 5))
-    size = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= (high - low) / 5)
+def ticks(low: float, high: float, least: float = 0) -> list[float]:
+    """Return two to six round numbers from `low` to `high`, at least `least` apart."""
+    gap = max((high - low) / 5, least)
+    power = 10.0 ** math.floor(math.log10(gap))
+    size = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= gap)
     return [round(i * size, 12) for i in range(math.ceil(low / size), math.floor(high / size) + 1)]
 
 
-def axis(name: str, low: float, high: float, unit: str = "") -> str:
+def tick_labels(values: Sequence[float]) -> list[str]:
+    """Return the short form of each value, or all digits where short forms would be equal."""
+    labels = [number(value) for value in values]
+    return labels if len({*labels}) == len(labels) else [f"{value:,.12g}" for value in values]
+
+
+def axis(name: str, low: float, high: float, unit: str = "", least: float = 0) -> str:
     side = {"x": "left", "y": "bottom"}[name]
+    values = ticks(low, high, least)
     items = [
-        f'<li style="{side}:{100 * (v - low) / (high - low):.2f}%" data-v="{number(v)}{unit}"></li>'
-        for v in ticks(low, high)
+        f'<li style="{side}:{100 * (v - low) / (high - low):.2f}%" data-v="{label}{unit}"></li>'
+        for v, label in zip(values, tick_labels(values), strict=True)
     ]
     return f'<ol class="{name}" aria-hidden="true">{"".join(items)}</ol>'
+
+
+def vertical_range(lines: Sequence[Line], css: str) -> tuple[float, float]:
+    """Return the ends of the vertical axis. css: see `Chart`"""
+    low = min(point[2] for line in lines for point in line.points)
+    high = max(point[3] for line in lines for point in line.points)
+    if "cut" in css:
+        medians = [median(point[1] for point in line.points) for line in lines]
+        high = min(high, CUT * max(medians))
+    if lines[0].kind == "band":
+        return 0.0, high
+    if "zero" in css and low >= 0:
+        return 0.0, high * 1.05 or 1.0
+    pad = (high - low) * 0.05 or abs(high) * 0.1 or 1.0
+    return low - pad, high + pad
 
 
 def line_chart(
@@ -99,17 +124,16 @@ def line_chart(
     lines = [line for line in lines if line.points]
     if not lines:
         return ""
-    title, _, unit, _, css = chart
-    is_banded = lines[0].kind == "band"
-    low = min(point[2] for line in lines for point in line.points)
-    high = max(point[3] for line in lines for point in line.points)
-    pad = 0.0 if is_banded else (high - low) * 0.05 or abs(high) * 0.1 or 1.0
-    low, high = 0.0 if "zero" in css and low >= 0 else low - pad, high + pad
+    title, names, unit, _, css = chart
+    is_named = len(lines) > 1 or len(names) > 1
+    low, high = vertical_range(lines, css)
     x0, x1 = steps
 
     def place(x: float, y: float) -> str:
         return f"{WIDTH * (x - x0) / (x1 - x0):.4g},{HEIGHT * (high - y) / (high - low):.4g}"
 
+    if high < max(point[3] for line in lines for point in line.points):
+        note += f"; cut at {number(high)}"
     marks = marks[-MAX_MARKS:]
     shapes = [shape for line in lines for shape in shapes_of(line, place)]
     shapes += [
@@ -120,15 +144,18 @@ def line_chart(
         "x": steps,
         "y": (low, high),
         "unit": unit,
-        "fixed": is_banded,
+        "fixed": lines[0].kind == "band",
+        "most": high if "cut" in css else None,
         "marks": [(mark.x, hide_secrets(mark.text)) for mark in marks],
         "lines": [line_data(line) for line in lines],
     }
-    legend = [f'<li class="{line.css}">{text(line.name)}</li>' for line in lines if len(lines) > 1]
-    described = [f"{title}: {unit}".strip(": "), note]
+    legend = [f'<li class="{line.css}">{text(line.name)}</li>' for line in lines if is_named]
+    described = [f"{title}, {unit}".strip(", "), f"over steps {x0:,.0f} to {x1:,.0f};", note]
     if marks:
-        legend.append(f'<li class="mark">failures: {len(marks)}</li>')
-        described.append(f"{len(marks)} failures are marked")
+        failures = counted(len(marks), "failure")
+        if "wide" in css:
+            legend.append(f'<li class="mark">{failures}</li>')
+        described.append(f"marks: {failures}")
     label = text(" ".join(filter(None, described)))
     script = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     return (
@@ -137,7 +164,7 @@ def line_chart(
         f'<ul class="legend">{"".join(legend)}</ul></figcaption>'
         '<div class="plot" tabindex="0" role="group" '
         f'aria-label="{text(title)}: arrow keys read values, plus and minus zoom">'
-        f"{axis('y', low, high)}{axis('x', x0, x1)}{svg(HEIGHT, label, shapes)}"
+        f"{axis('y', low, high)}{axis('x', x0, x1, least=1)}{svg(HEIGHT, label, shapes)}"
         '<i class="cursor" hidden></i><output hidden></output></div>'
         f'<script type="application/json">{script}</script></figure>'
     )
@@ -152,7 +179,7 @@ def shapes_of(line: Line, place: Callable[[float, float], str]) -> Iterator[str]
         area = "band" if kind == "band" else "area"
         yield f'<path class="{area} {css}" d="M{" ".join(outline)}Z"/>'
     places = [place(x, y) for x, y, _, _ in points]
-    if kind == "line":
+    if kind != "band" and len(points) > 1:
         yield f'<path class="line {css}" d="M{" ".join(places)}"/>'
     if kind == "dots" or len(points) == 1:
         dots = "".join(f"M{at}h0" for at in places)
@@ -242,9 +269,10 @@ def timeline(
     units = {3600: " h", 60: " min"}
     size = next((size for size in units if span_s > 3 * size), 1)
     generations = {stretch.generation for stretch in stretches}
-    note = f"{len(generations)} generations, {len(workers)} workers, {clock(span_s)}"
+    counts_text = counted(len(generations), "generation"), counted(len(workers), "worker")
+    note = ", ".join([*counts_text, clock(span_s)])
     if hidden := len(rows) - len(drawn):
-        note += f"; {hidden} more hosts are not drawn"
+        note += f"; not drawn: {counted(hidden, 'more host')}"
     names = "".join(f"<li>{text(row)}</li>" for row in drawn)
     return (
         '<figure class="timeline wide">'

@@ -57,9 +57,10 @@ class Curve:
         return math.fsum(cell[0] for cell in self.bins.values())
 
     def points(self) -> list[tuple[float, float, float, float]]:
-        """Return (step, mean, lowest, highest) of each bin; the step is the middle of the bin."""
+        """Return (step, mean, lowest, highest) of each bin; the step is the middle of the bin, or
+        the last one if that is before."""
         half = (self.width - 1) / 2
         return [
-            (number * self.width + half, cell[0] / cell[1], cell[2], cell[3])
+            (min(number * self.width + half, self.last[0]), cell[0] / cell[1], cell[2], cell[3])
             for number, cell in sorted(self.bins.items())
         ]

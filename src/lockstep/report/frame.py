@@ -16,7 +16,7 @@ from lockstep.log import printable
 from lockstep.record.step_timer import format_step_line
 from lockstep.report.curve import Curve
 from lockstep.report.run_data import FAILURES, VALIDATION, RunData, end_text
-from lockstep.units import format_duration
+from lockstep.units import counted, format_duration
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 CURVES = {
@@ -103,7 +103,8 @@ def state_line(data: RunData, status: dict[str, Any]) -> Text:
         state, style = "no worker answers", "red"
     else:
         hosts = len({member["host"] for member in members})
-        state, style = f"{len(members)} workers on {hosts} host{'s' * (hosts != 1)}", "green"
+        state = f"{counted(len(members), 'worker')} on {counted(hosts, 'host')}"
+        style = "green"
     return Text.assemble(
         (printable(status.get("run") or str(data.folder)), "bold"), "  ", (printable(state), style)
     )

@@ -1,26 +1,35 @@
 "use strict";
 // Hover, click and zoom. All charts over steps share one range. Without this script every chart is drawn in full.
-const format = v => Math.abs(v) >= 1000 ? Math.round(v).toLocaleString("en-US") : String(+v.toPrecision(4));
+const digits = (v, n) => v.toLocaleString("en-US", {maximumSignificantDigits: n});
+const format = v => Math.abs(v) >= 1000 ? Math.round(v).toLocaleString("en-US") : digits(v, 4);
 const within = (v, [low, high]) => v >= low && v <= high;
 const charts = [...document.querySelectorAll(".chart")].map(figure => {
   const part = name => figure.querySelector(name), data = JSON.parse(part("script").textContent);
   return {figure, data, plot: part(".plot"), svg: part("svg"), xs: part(".x"), ys: part(".y"), cursor: part(".cursor"), output: part("output")};
 });
 const full = charts.length ? charts[0].data.x : [0, 1];
+const shown = document.createElement("span");  // the range, while it is not the full one
 let range = full;
 
-function ticks([low, high]) {
-  const raw = (high - low) / 5, power = 10 ** Math.floor(Math.log10(raw));
-  const size = [1, 2, 5, 10].find(factor => factor * power >= raw) * power, list = [];
+// The short form of a tick, as charts.py has it.
+function short(v) {
+  const [size, prefix] = [[1e9, " G"], [1e6, " M"], [1e3, " k"]].find(([size]) => Math.abs(v) >= Math.max(size, 9999.5)) ?? [];
+  return size ? +(v / size).toFixed(1) + prefix : digits(v, 4);
+}
+
+function ticks([low, high], least) {
+  const gap = Math.max((high - low) / 5, least), power = 10 ** Math.floor(Math.log10(gap));
+  const size = [1, 2, 5, 10].find(factor => factor * power >= gap) * power, list = [];
   for (let i = Math.ceil(low / size); i * size <= high; i++) list.push(+(i * size).toPrecision(12));
   return list;
 }
 
-function label(list, [low, high], side) {
-  list.replaceChildren(...ticks([low, high]).map(value => {
+function label(list, [low, high], side, least = 0) {
+  const values = ticks([low, high], least), labels = values.map(short), isClear = new Set(labels).size === labels.length;
+  list.replaceChildren(...values.map((value, i) => {
     const item = document.createElement("li");
     item.style[side] = `${100 * (value - low) / (high - low)}%`;
-    item.dataset.v = format(value);
+    item.dataset.v = isClear ? labels[i] : digits(value, 12);
     return item;
   }));
 }
@@ -30,13 +39,14 @@ function draw({data, svg, xs, ys}) {
   if (!data.fixed && range !== full) {
     const seen = data.lines.flatMap(line => line.x.flatMap((x, i) => within(x, range) ? [(line.low || line.y)[i], (line.high || line.y)[i]] : []));
     if (seen.length) {
-      const least = Math.min(...seen), most = Math.max(...seen), pad = (most - least) * .05 || Math.abs(most) * .1 || 1;
+      const least = Math.min(...seen), cut = data.most !== null && least < data.most ? data.most : Infinity;
+      const most = Math.min(cut, Math.max(...seen)), pad = (most - least) * .05 || Math.abs(most) * .1 || 1;
       [low, high] = [least - pad, most + pad];
     }
   }
   const px = x => 1000 * (x - data.x[0]) / (data.x[1] - data.x[0]), py = y => 300 * (data.y[1] - y) / (data.y[1] - data.y[0]);
   svg.setAttribute("viewBox", `${px(range[0])} ${py(high)} ${px(range[1]) - px(range[0])} ${py(low) - py(high)}`);
-  label(xs, range, "left");
+  label(xs, range, "left", 1);
   label(ys, [low, high], "bottom");
 }
 
@@ -47,6 +57,7 @@ function zoom(low, high) {
   if (range[0] <= full[0] && range[1] >= full[1]) range = full;
   charts.forEach(draw);
   document.documentElement.dataset.range = range.map(Math.round).join(" ");
+  shown.textContent = range === full ? "" : `steps ${range.map(v => digits(Math.round(v), 12)).join(" to ")}`;
 }
 
 const scale = factor => { const middle = (range[0] + range[1]) / 2, half = (range[1] - range[0]) * factor / 2; zoom(middle - half, middle + half); };
@@ -75,9 +86,9 @@ function point(chart, x) {
 }
 
 // A click shows the command that tells why the step has this loss.
-function ask({output, step}) {
+function ask({asked, step}) {
   const run = document.body.dataset.run;
-  if (run && !output.textContent.includes("lockstep why")) output.textContent += `\nlockstep why ${run} --step ${step}`;
+  if (run && step !== undefined) asked.textContent = `lockstep why ${run} --step ${step}`;
 }
 
 const leave = () => charts.forEach(({output, cursor}) => { output.hidden = cursor.hidden = true; });
@@ -85,6 +96,8 @@ const leave = () => charts.forEach(({output, cursor}) => { output.hidden = curso
 for (const chart of charts) {
   const {plot, figure} = chart, picked = document.createElement("i");
   let from = null;
+  figure.append(chart.asked = document.createElement("code"));
+  if (document.body.dataset.run) plot.ariaLabel += ", Enter shows the command that tells why a step has its loss";
   const x = event => { const box = plot.getBoundingClientRect(); return range[0] + Math.min(1, Math.max(0, (event.clientX - box.left) / box.width)) * (range[1] - range[0]); };
   const place = value => 100 * (value - range[0]) / (range[1] - range[0]);
   picked.className = "pick";
@@ -101,28 +114,28 @@ for (const chart of charts) {
     from = null;
     picked.remove();
     if (place(high) - place(low) > 2) zoom(low, high);
-    else ask(chart);
+    else { point(chart, x(event)); ask(chart); }
   });
-  plot.addEventListener("pointerleave", leave);
+  plot.addEventListener("pointerleave", event => event.pointerType === "mouse" && leave());  // a finger leaves at once
   plot.addEventListener("blur", leave);
   plot.addEventListener("dblclick", () => zoom(...full));
   plot.addEventListener("keydown", event => {
     const move = {ArrowLeft: -1, ArrowRight: 1}[event.key], size = {"+": .5, "-": 2}[event.key];
     if (move) point(chart, Math.min(range[1], Math.max(range[0], (chart.at ?? range[0]) + move * (range[1] - range[0]) / 50)));
     else if (size) scale(size);
+    else if (event.key === "Enter") ask(chart);
     else if (event.key === "Escape") zoom(...full);
     else return;
     event.preventDefault();
   });
-  const tools = document.createElement("span");
+}
+
+if (charts.length) {
+  const tools = document.createElement("div"), acts = [["+", "zoom in", () => scale(.5)], ["−", "zoom out", () => scale(2)], ["↺", "show all steps", () => zoom(...full)]];
   tools.className = "zoom";
-  for (const [sign, name, act] of [["+", "zoom in", () => scale(.5)], ["−", "zoom out", () => scale(2)], ["↺", "show all steps", () => zoom(...full)]]) {
-    const button = document.createElement("button");
-    Object.assign(button, {type: "button", textContent: sign, title: name, onclick: act});
-    button.setAttribute("aria-label", name);
-    tools.append(button);
-  }
-  figure.querySelector("figcaption").prepend(tools);
+  shown.ariaLive = "polite";
+  tools.append(shown, ...acts.map(([textContent, title, onclick]) => Object.assign(document.createElement("button"), {type: "button", textContent, title, ariaLabel: title, onclick})));
+  charts[0].figure.closest("section").querySelector("h2").after(tools);
 }
 
 for (const box of document.querySelectorAll(".timeline .plot, .bar")) {

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import shlex
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from statistics import median
+from typing import Any, NamedTuple, TypeAlias
 
 from markupsafe import Markup
 
@@ -28,15 +30,26 @@ from lockstep.report.charts import (
     share_bar,
     timeline,
 )
-from lockstep.report.run_data import VALIDATION, Facts, RunData, mapping, read_facts
-from lockstep.units import format_bytes, format_count, format_duration
+from lockstep.report.curve import Curve
+from lockstep.report.run_data import (
+    NORMAL_EXIT,
+    VALIDATION,
+    Facts,
+    Note,
+    RunData,
+    mapping,
+    read_facts,
+)
+from lockstep.units import counted, format_bytes, format_count, format_duration, format_seconds
 
 UNITS = ("tokens", "samples", "steps")  # that a run counts, one of them
 LEARNING_RATE = {"learning_rate": "learning rate", "lr": "learning rate"}
 LOSSES = {"loss": "training", "validation_loss": "validation", "val_loss": "validation"}
 WAITED = {"exposed_communication": "exposed communication", "data_wait": "data"}
+STEP_TIME = "Step time"
 CHARTS = (
     Chart("Loss", LOSSES, css="wide"),
+    Chart(STEP_TIME, {"seconds": "all categories"}, "s", css="zero cut half"),
     Chart("Gradient norm", {"norm": "norm"}, css="zero"),
     *(
         Chart("Throughput", {f"{unit}_per_second": "all devices"}, f"{unit}/s", css="zero")
@@ -51,7 +64,6 @@ UNDRAWN = (
     "workers",
     "generation",
     "epoch",
-    "seconds",
     "goodput",
     *UNITS,
 )
@@ -68,6 +80,9 @@ EVALUATION_SETTINGS = (
 )
 BAND_NAMES: dict[str, str] = {name: NAMES.get(name, name) for name in CATEGORIES}
 BAND_CSS = {name: f"c{i}" for i, name in enumerate([*CATEGORIES, "overhead"])}
+
+
+EventTable: TypeAlias = tuple[str, Sequence[str], Sequence[Sequence[object]]]  # caption, head, rows
 
 
 class Run(NamedTuple):
@@ -126,18 +141,19 @@ def render(runs: Sequence[Run], title: str) -> str:
     )
     measures = [summary(run) for run in runs]
     names = dict.fromkeys(name for measure in measures for name in measure)
-    functions = (date_of, problems, goodput, run_timeline, events_table, evaluations, origins)
+    functions = (headline, problems, goodput, run_timeline, events, evaluations, origins)
     page = environment.get_template("page.html").render(
         {function.__name__: function for function in functions},
         runs=runs,
         title=title,
         source=lambda name: (here / name).read_text(),
         cards={name: [measure.get(name, "–") for measure in measures] for name in names},
-        charts=[*step_charts(runs, steps), *(step_bands(run, steps) for run in runs)],
+        asked=shlex.quote(str(runs[0].data.folder)),
+        charts=step_charts(runs, steps),
         differing=differences(runs),
         environment=environment_of,
         version=lockstep.__version__,
-        now_s=time.time(),
+        date=date_of(time.time()),
     )
     return page.lstrip()
 
@@ -147,19 +163,30 @@ def date_of(time_s: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(time_s)) if time_s else ""
 
 
+def headline(run: Run) -> str:
+    """Return the task, the start, and the end of a run that did not fail."""
+    end = "" if has_failed(run) else run.facts.end
+    words = (run.values.get("task"), date_of(run.data.history.first_s), end)
+    return " · ".join(filter(None, words))
+
+
+def has_failed(run: Run) -> bool:
+    return bool(run.facts.end) and not NORMAL_EXIT.match(run.facts.end)
+
+
 def problems(run: Run) -> Iterator[str]:
+    if has_failed(run):
+        yield run.facts.end
     for name, count in (
         ("metrics.jsonl", run.data.steps.damaged),
         ("events.jsonl", run.data.history.damaged),
     ):
         if count:
-            yield f"{name}: {count:,} damaged lines were skipped"
+            yield f"{name}: skipped {counted(count, 'damaged line')}"
     for name, curve in run.data.steps.curves.items():
-        if curve.not_finite[1]:
-            yield (
-                f"{name} is not finite at {curve.not_finite[1]:,} steps, "
-                f"first at step {curve.not_finite[0]:,}"
-            )
+        first, count = curve.not_finite
+        if count:
+            yield f"{name} is not finite at {counted(count, 'step')}, first at step {first:,}"
     if not run.data.steps.count:
         yield "no step has been committed"
     missing = [f"metrics.jsonl: {problem}" for problem in run.data.missing()]
@@ -167,23 +194,27 @@ def problems(run: Run) -> Iterator[str]:
 
 
 def summary(run: Run) -> dict[str, str]:
-    """Return the figures at the top of the page, by name."""
+    """Return the figures at the top of the page, by name, as far as they were measured."""
     steps = run.data.steps
     history = run.data.history
     total = run.values.get("steps")
     sums = {name: curve.total for name, curve in steps.curves.items()}
     seconds = sums.get("seconds", 0.0)
-    figures = {"step": f"{steps.newest:,}", "loss": "–", "goodput": "–"}
-    if isinstance(total, int):
-        figures["step"] += f" of {total:,}"
+    figures = {}
     if "loss" in sums:
         figures["loss"] = number(steps.curves["loss"].last[1])
+    if seconds:
+        times = [point[1] for point in steps.curves["seconds"].points()]
+        figures["median step time"] = format_seconds(median(times))
+    figures["step"] = f"{steps.newest:,}"
+    if isinstance(total, int):
+        figures["step"] += f" of {total:,}"
     if run.ledger:
         figures["goodput"] = f"{percents(run.ledger).get('training', 0.0):.1f}%"
     for unit in UNITS:
         if seconds and unit in sums:
             figures[f"{unit}/s"] = format_count(round(sums[unit] / seconds, 1))
-    if seconds and "communication_seconds" in sums:
+    if seconds and sums.get("communication_seconds"):
         figures["exposed communication"] = f"{sums['communication_seconds'] / seconds:.1%}"
     if history.best:
         step, score = history.best
@@ -194,8 +225,8 @@ def summary(run: Run) -> dict[str, str]:
 
 
 def step_charts(runs: Sequence[Run], steps: tuple[float, float]) -> Iterator[str]:
-    """Yield the charts over steps: those of every run, then the values that only the user's loop
-    logs, each beside its validation."""
+    """Yield the charts over steps: those of every run, the shares of a step beside its time; then
+    the values that only the user's loop logs, each beside its validation."""
     own = own_charts(key for run in runs for key in run.data.steps.curves)
     marks = [
         Mark(
@@ -209,10 +240,14 @@ def step_charts(runs: Sequence[Run], steps: tuple[float, float]) -> Iterator[str
     ]
     for chart in [*CHARTS, *own]:
         lines = [line for run in runs for line in curves(run, chart)]
-        if chart.names is LOSSES:
-            lines += [line for run in runs for line in scores(run, steps)]
-        notes = filter(None, (extremes(run, chart) for run in runs))
-        yield line_chart(chart, lines, steps, marks, "; ".join(notes))
+        notes = [extremes(run, chart) for run in runs]
+        for run in runs if chart.names is LOSSES else ():
+            evaluated = [*scores(run, steps)]
+            lines += evaluated
+            notes += [smoothing_note(run)] * bool(evaluated)
+        yield line_chart(chart, lines, steps, marks, "; ".join(filter(None, notes)))
+        if chart.title == STEP_TIME:
+            yield from (step_bands(run, steps) for run in runs)
 
 
 def own_charts(keys: Iterable[str]) -> list[Chart]:
@@ -245,12 +280,18 @@ def step_range(runs: Sequence[Run]) -> tuple[float, float]:
     return (low, high) if low < high else (low - 1, low + 1)
 
 
+def measured(run: Run, chart: Chart) -> dict[str, Curve]:
+    """Return the curves of the chart by key. A wait that is always 0 was not measured."""
+    curves = {key: run.data.steps.curves.get(key) for key in chart.names}
+    is_wait = chart.names is WAITED
+    return {key: curve for key, curve in curves.items() if curve and (curve.total or not is_wait)}
+
+
 def curves(run: Run, chart: Chart) -> Iterator[Line]:
-    for i, (key, name) in enumerate(chart.names.items()):
-        if curve := run.data.steps.curves.get(key):
-            points = [(x, *(y / chart.size for y in ys)) for x, *ys in curve.points()]
-            kind = "dots" if VALIDATION.fullmatch(key) else "line"
-            yield Line(run.prefix + name, run.css + "2" * (i > 0), points, kind)
+    for i, (key, curve) in enumerate(measured(run, chart).items()):
+        points = [(x, *(y / chart.size for y in ys)) for x, *ys in curve.points()]
+        kind = "dots" if VALIDATION.fullmatch(key) else "line"
+        yield Line(run.prefix + chart.names[key], run.css + "2" * (i > 0), points, kind)
 
 
 def scores(run: Run, steps: tuple[float, float]) -> Iterator[Line]:
@@ -261,22 +302,30 @@ def scores(run: Run, steps: tuple[float, float]) -> Iterator[Line]:
         if type(loss) is float and math.isfinite(loss) and steps[0] <= step <= steps[1]:
             points = losses.setdefault(str(line.get("split", "validation")), [])
             points.append((step, loss, loss, loss))
-    for split, points in losses.items():
-        yield Line(f"{run.prefix}evaluated: {split}", run.css + "2", points, "dots")
+    for i, (split, points) in enumerate(losses.items(), 3):
+        yield Line(f"{run.prefix}evaluated: {split}", f"{run.css}{i}", points, "dots")
+
+
+def smoothing_note(run: Run) -> str:
+    """Return why evaluated losses of a translator are not comparable with those of training."""
+    smoothing = run.values.get("optim.label_smoothing")
+    if run.values.get("task") != "translate" or not smoothing:
+        return ""
+    return f"{run.prefix}not comparable: training smooths labels ({smoothing}), evaluation does not"
 
 
 def extremes(run: Run, chart: Chart) -> str:
-    curve = run.data.steps.curves.get(next(iter(chart.names)))
+    curve = next(iter(measured(run, chart).values()), None)
     if not curve or not curve.bins:
         return ""
     (_, last), *extreme = curve.last, curve.lowest, curve.highest
     low, high = (f"{number(value / chart.size)} (step {step:,})" for step, value in extreme)
     note = f"{run.prefix}last {number(last / chart.size)}"
-    return note if run.prefix else f"{note}, lowest {low}, highest {high}"
+    return note if run.prefix or low == high else f"{note}, from {low} to {high}"
 
 
 def step_bands(run: Run, steps: tuple[float, float]) -> str:
-    """Return a chart of the shares of a step: training and each kind of waiting."""
+    """Return a chart of the shares of a step: training and each kind of waiting there was."""
     drawn = [
         run.data.steps.curves.get(key) for key in ("seconds", *(f"{w}_seconds" for w in WAITS))
     ]
@@ -295,8 +344,9 @@ def step_bands(run: Run, steps: tuple[float, float]) -> str:
     lines = [
         Line(BAND_NAMES.get(name, name), BAND_CSS[name], points, "band")
         for name, points in bands.items()
+        if any(low < high for *_, low, high in points)
     ]
-    chart = Chart(f"{run.prefix}Time of a step", BAND_NAMES, "%", css="zero")
+    chart = Chart(f"{run.prefix}Shares of a step", BAND_NAMES, "%", css="zero")
     return line_chart(chart, lines, steps, (), "the bands sum to 100%")
 
 
@@ -325,22 +375,26 @@ def run_timeline(run: Run) -> str:
     return timeline(run.data.all_stretches(), marks, run.data.history.first_s, title)
 
 
-def events_table(run: Run) -> tuple[str, Sequence[str], Sequence[Sequence[object]]]:
-    """Return the caption, the head and the rows of a table."""
+def events(run: Run) -> tuple[EventTable, EventTable]:
+    """Return the tables of the events and of the reports of slow workers."""
     history = run.data.history
-    events = [(item.time_s, item.step, item.event, item.text) for item in history.notes]
+    notes = [*history.notes]
     for item in history.generations:
-        reason = f"{len(item.workers)} workers: {item.why}"
-        events.append((item.time_s, item.step, f"generation {item.number}", reason))
-    events.sort(key=lambda event: event[0])
+        reason = f"{counted(len(item.workers), 'worker')}: {item.why}"
+        notes.append(Note(item.time_s, item.step, f"generation {item.number}", reason))
+    notes.sort(key=lambda note: note.time_s)
+    return event_table(run, "event", notes), event_table(run, "slow-worker report", history.slow)
+
+
+def event_table(run: Run, noun: str, notes: Collection[Note]) -> EventTable:
     rows = [
-        (clock(time_s - history.first_s), "" if step is None else step, *rest)
-        for time_s, step, *rest in events[-MAX_EVENTS:]
+        (clock(time_s - run.data.history.first_s), "" if step is None else step, *words)
+        for time_s, step, *words in [*notes][-MAX_EVENTS:]
     ]
-    caption = f"{run.prefix}events"
-    if len(rows) < len(events):
-        caption = f"{run.prefix}the last {len(rows)} of {len(events):,} events"
-    return caption, ("after", "step", "event", "reason"), rows
+    caption = counted(len(notes), noun)
+    if len(rows) < len(notes):
+        caption = f"the last {len(rows)} of {caption}"
+    return run.prefix + caption, ("after", "step", "event", "reason"), rows
 
 
 def evaluations(run: Run) -> tuple[list[str], list[list[object]]]:
@@ -364,8 +418,10 @@ def differences(runs: Sequence[Run]) -> list[tuple[str, ...]]:
 
 
 def origins(run: Run) -> list[tuple[object, ...]]:
-    """Return the rows of a table: each value of the run, and where it comes from."""
+    """Return the rows of a table: each value of the run, and its origin if that is known."""
     origin = mapping(run.facts.run.get("origin"))
+    if not origin:
+        return [*run.values.items()]
     return [(key, value, origin.get(key, "")) for key, value in run.values.items()]
 
 

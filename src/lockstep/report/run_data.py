@@ -24,7 +24,7 @@ from lockstep.record.metrics import LineFollower, decode_line, iter_steps, missi
 from lockstep.record.progress import PRINTED
 from lockstep.record.tracker import metrics_damage
 from lockstep.report.curve import Curve
-from lockstep.units import MAX_NAMES
+from lockstep.units import MAX_NAMES, format_seconds
 
 # One of them makes a folder a run.
 FILES = ("metrics.jsonl", "events.jsonl", "run.json", "generations")
@@ -32,16 +32,19 @@ KEPT = 1000
 MAX_CURVES, MAX_STEP = 60, 2**53
 NO_CURVE = re.compile(r"step|workers|generation|epoch|goodput|.*_so_far|.*_per_second_per_device")
 VALIDATION = re.compile(r"(?:validation|val)_(.+)")  # a score, and its name
-NORMAL_EXIT = re.compile(r"exited with code (0|75)\b")
+NORMAL_EXIT = re.compile(r"(exited|ended) with (exit )?code (0|75)\b")
 FAILURES = ("worker ended", "hang", "culprit found", "run ended", "SIGTERM sent", "SIGKILL sent")
-NOTED = (
-    *FAILURES,
-    "slow",
-    "override",
-    "resumed with differences",
-    "stopped early",
-    "worker taken over",
-)
+# The other events of the table, by their names there.
+NOTED = {
+    "diverged": "diverged",
+    "override": "values changed",
+    "resumed with differences": "resumed with differences",
+    "rolled back": "step rolled back",
+    "slow": "slow worker",
+    "spike": "loss spike",
+    "stopped early": "stopped early",
+    "worker taken over": "worker taken over",
+} | {event: event for event in FAILURES}
 
 
 class Formed(NamedTuple):
@@ -137,6 +140,7 @@ class History:
         self.generations: deque[Formed] = deque(maxlen=KEPT)
         self.stretches: deque[Stretch] = deque(maxlen=2 * KEPT)
         self.notes: deque[Note] = deque(maxlen=KEPT)
+        self.slow: deque[Note] = deque(maxlen=KEPT)  # apart: they may be more than all others
         self.members: dict[str, float] = {}  # worker of the newest generation -> its start
         self.shares: dict[int, list[int]] = {}  # newest ones, by the generation that they are of
         self.seconds: dict[str, float] = {}  # ledger of the last end of the run, by category
@@ -176,7 +180,8 @@ class History:
         elif kind == "worker ended":
             self._end_stretch(f"{event['host']}/{event['slot']}", now_s)
         if kind in NOTED and not NORMAL_EXIT.match(str(event.get("why"))):
-            self.notes.append(Note(now_s, event.get("step"), kind, note_of(event)))
+            notes = self.slow if kind == "slow" else self.notes
+            notes.append(Note(now_s, event.get("step"), NOTED[kind], note_of(event)))
 
     def _add_generation(self, now_s: float, event: dict[str, Any]) -> None:
         ids = [str(id) for id in event["workers"]]
@@ -214,14 +219,21 @@ class History:
 
 
 def note_of(event: dict[str, Any]) -> str:
-    """Return an event as text: its worker, and its reason or its values."""
-    unnamed = ("time", "event", "why", "generation", "step", "pid")
-    facts = {key: value for key, value in event.items() if key not in unnamed}
-    worker = ""
-    if {"host", "slot"} <= facts.keys():
-        worker = f"{facts.pop('host')}/{facts.pop('slot')}: "
-    values = ", ".join(f"{key} {value}" for key, value in facts.items())
-    return f"{worker}{event.get('why') or values}"
+    """Return an event in words: its worker, and its reason or its values."""
+    if event["event"] == "slow":
+        seconds = format_seconds(float(event["seconds"]))
+        median = format_seconds(float(event["median"]))
+        return f"{event['worker']}: {seconds} for a micro-batch, the median is {median}"
+    workers = [*event.get("wrong", ())]
+    if "slot" in event:
+        workers.append(f"{event['host']}/{event['slot']}")
+    values = [f"{key} = {value}" for key, value in event.get("values", {}).items()]
+    skipped = [
+        f"without micro-batch {row['k']}, loss {row['loss']}"
+        for row in event.get("micro_batches", ())
+    ]
+    text = event.get("why") or "; ".join([*event.get("differences", ()), *values, *skipped])
+    return ": ".join(filter(None, [", ".join(workers), str(text)]))
 
 
 class RunData:

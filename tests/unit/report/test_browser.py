@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,10 +24,23 @@ LEAST_CONTRAST = """(() => {
   const ground = element => { const color = getComputedStyle(element).backgroundColor;
     return color.endsWith(', 0)') ? ground(element.parentElement) : color; };
   const contrast = element => {
-    const [low, high] = [getComputedStyle(element).color, ground(element)].map(bright).sort((a, b) => a - b);
+    const [low, high] = [getComputedStyle(element)['PROPERTY'], ground(element)].map(bright).sort((a, b) => a - b);
     return [(high + 0.05) / (low + 0.05), element.outerHTML.slice(0, 80)]; };
-  const texts = [...document.querySelectorAll('h1, h2, h3, p, dt, dd, th, td, li, summary, small, footer, button')];
-  return texts.filter(element => element.offsetHeight).map(contrast).sort((a, b) => a[0] - b[0])[0];
+  const shown = [...document.querySelectorAll('PARTS')].filter(part => part.getBoundingClientRect().height);
+  return shown.map(contrast).sort((a, b) => a[0] - b[0])[0];
+})()"""
+
+PARTS = [  # selector, property, least contrast
+    ("h1, h2, h3, p, dt, dd, th, td, li, summary, small, footer, button", "color", 4.5),
+    (".line, .dots, .mark", "stroke", 3),
+    (".band, rect", "fill", 3),
+]
+OVERLAPS = """(() => {
+  const parts = [...document.querySelectorAll('h2, h3, figcaption p, .legend li, button, dt, dd, .plot')];
+  const boxes = parts.map(part => [part, part.getBoundingClientRect()]);
+  const meets = (a, b) => a.left < b.right && b.left < a.right && a.top < b.bottom && b.top < a.bottom;
+  return boxes.flatMap(([one, a], i) => boxes.slice(i + 1)
+    .filter(([other, b]) => meets(a, b)).map(([other]) => one.outerHTML.slice(0, 60) + other.outerHTML.slice(0, 60)));
 })()"""
 
 
@@ -47,7 +61,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "report.html"
 
 
-@pytest.mark.parametrize(("width", "dark"), [(1200, False), (1200, True), (375, False)])
+@pytest.mark.parametrize(("width", "dark"), [(1440, False), (1440, True), (375, False)])
 def test_every_chart_is_visible_and_nothing_overflows(
     browser: Browser, page: Path, width: int, dark: bool
 ) -> None:
@@ -55,7 +69,7 @@ def test_every_chart_is_visible_and_nothing_overflows(
     assert browser.evaluate(
         "[...document.querySelectorAll('.chart, .timeline, .bar')].every(f => f.getBoundingClientRect().height > 20)"
     )
-    assert browser.evaluate("document.querySelectorAll('.chart').length") == 8
+    assert browser.evaluate("document.querySelectorAll('.chart').length") == 9
     assert browser.evaluate("document.documentElement.scrollWidth") == width, (
         "the page scrolls sideways"
     )
@@ -106,6 +120,15 @@ def test_the_mouse_reads_values_and_zooms_all_charts(browser: Browser, page: Pat
     assert browser.problems == []
 
 
+def test_the_axis_of_step_times_is_cut_also_when_zoomed(browser: Browser, page: Path) -> None:
+    browser.open(page)
+    top = "(charts[1].data.most = MOST, zoom(100, 200), +charts[1].ys.lastChild.dataset.v)"
+    assert browser.evaluate(top.replace("MOST", "0.3")) == 0.55, "all are above"
+    browser.evaluate("charts[1].data.lines[0].y[150] = 9")
+    assert browser.evaluate(top.replace("MOST", "1")) == 1
+    assert browser.evaluate(top.replace("MOST", "null")) == 8
+
+
 def test_keys_read_values_and_zoom(browser: Browser, page: Path) -> None:
     browser.open(page)
     browser.evaluate(f"{PLOT}.focus()")
@@ -117,9 +140,63 @@ def test_keys_read_values_and_zoom(browser: Browser, page: Path) -> None:
     )
     browser.key("+", text="+")
     assert browser.evaluate("document.documentElement.dataset.range") == "101 300"
+    assert browser.evaluate("document.querySelector('.zoom').textContent") == "steps 101 to 300+−↺"
     browser.key("Escape")
     assert browser.evaluate("document.documentElement.dataset.range") == "1 400"
     assert browser.problems == []
+
+
+@pytest.mark.parametrize("width", [375, 500, 768, 1440])
+def test_no_text_or_button_overlaps_another(browser: Browser, page: Path, width: int) -> None:
+    browser.open(page, width=width)
+    assert browser.evaluate(OVERLAPS) == []
+
+
+def test_a_click_shows_the_command_that_explains_the_step(browser: Browser, tmp_path: Path) -> None:
+    run = write_run_folder(tmp_path / "a 'run'", 400)
+    write_report([run], tmp_path / "report.html")
+    browser.open(tmp_path / "report.html")
+    command = f"{PLOT}.parentElement.querySelector('code').textContent"
+    assert browser.evaluate(command) == ""
+    x, y, width, height = browser.evaluate(
+        f"(({{x, y, width, height}}) => [x, y, width, height])({PLOT}.getBoundingClientRect())"
+    )
+    middle = x + width * 199 / 399, y + height / 2
+    for kind in ("mouseMoved", "mousePressed", "mouseReleased"):
+        browser.mouse(kind, *middle)
+    words = ["lockstep", "why", str(run), "--step", "200"]
+    assert shlex.split(browser.evaluate(command)) == words
+    browser.mouse("mouseMoved", x, y - 200)
+    assert shlex.split(browser.evaluate(command)) == words, "it stays when the pointer leaves"
+    assert (
+        browser.evaluate("getComputedStyle(document.querySelector('.chart code')).userSelect")
+        == "all"
+    )
+    browser.evaluate(f"{PLOT}.focus()")
+    browser.key("ArrowRight")
+    browser.key("Enter")
+    assert shlex.split(browser.evaluate(command))[-1] == "208"
+    assert browser.problems == []
+
+
+def test_a_page_of_two_runs_has_no_command(browser: Browser, page: Path) -> None:
+    browser.open(page)
+    browser.evaluate(f"{PLOT}.focus()")
+    browser.key("ArrowRight")
+    browser.key("Enter")
+    assert browser.evaluate("[...document.querySelectorAll('code')].every(c => !c.textContent)")
+    assert browser.problems == []
+
+
+def test_charts_have_names_and_nothing_moves(browser: Browser, page: Path) -> None:
+    browser.open(page)
+    assert browser.evaluate(
+        "[...document.querySelectorAll('svg, .plot[tabindex], button')].every(e => e.getAttribute('aria-label'))"
+    )
+    assert browser.evaluate(
+        "[...document.querySelectorAll('*')].map(e => getComputedStyle(e))"
+        ".every(s => s.transitionDuration === '0s' && s.animationName === 'none')"
+    ), "prefers-reduced-motion would have to stop it"
 
 
 def test_the_timeline_names_workers_and_generations(browser: Browser, page: Path) -> None:
@@ -131,8 +208,10 @@ def test_the_timeline_names_workers_and_generations(browser: Browser, page: Path
     assert tip.startswith("a/0: generation 1, 0.00 s to 10 s") and browser.problems == []
 
 
-def test_text_has_enough_contrast(browser: Browser, page: Path) -> None:
+def test_texts_and_shapes_have_enough_contrast(browser: Browser, page: Path) -> None:
     for dark in (False, True):
         browser.open(page, dark=dark)
-        contrast, element = browser.evaluate(LEAST_CONTRAST)
-        assert contrast >= 4.5, f"{element}: {contrast:.2f}"
+        for selector, name, least in PARTS:
+            script = LEAST_CONTRAST.replace("PARTS", selector).replace("PROPERTY", name)
+            contrast, element = browser.evaluate(script)
+            assert contrast >= least, f"{element}: {contrast:.2f}"

@@ -23,6 +23,7 @@ def test_a_curve_has_a_bounded_size_and_keeps_spikes_and_sums(steps: int) -> Non
     assert math.isclose(
         curve.total, sum(1e6 if step == spike else step % 7 for step in range(1, steps + 1))
     )
+    assert points[-1][0] <= steps, "a click would ask for a step that the run does not have"
     assert [point[0] for point in points] == sorted(point[0] for point in points) and abs(
         points[-1][0] - steps
     ) <= curve.width

@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import json
 import re
+import shlex
 import time
 import xml.etree.ElementTree as ET
 from pathlib import Path
@@ -20,10 +21,22 @@ from support.written_run import (
     write_run_folder,
 )
 
+from lockstep.elastic.generation_log import Generation, GenerationLog, RunResult
 from lockstep.files import add_checksum
 from lockstep.record.events import append_event
-from lockstep.report.charts import hide_secrets, number, percents, ticks
-from lockstep.report.page import write_report
+from lockstep.report.charts import (
+    CUT,
+    Chart,
+    Line,
+    hide_secrets,
+    line_chart,
+    number,
+    percents,
+    tick_labels,
+    ticks,
+    vertical_range,
+)
+from lockstep.report.page import MAX_EVENTS, write_report
 from lockstep.report.run_data import KEPT
 
 CHART = re.compile(r'<figure class="chart.*?</figure>', re.DOTALL)
@@ -52,7 +65,7 @@ def charts_of(page: str) -> dict[str, dict[str, Any]]:
 def test_the_page_of_one_run_knows_the_folder_that_a_click_names(tmp_path: Path) -> None:
     runs = [write_run_folder(tmp_path / 'a "b"'), write_run_folder(tmp_path / "c")]
     folder = re.search('<body data-run="([^"]*)">', page_of(runs[0]))[1]
-    assert html.unescape(folder) == str(runs[0])
+    assert shlex.split(html.unescape(folder)) == [str(runs[0])]
     assert "data-run" not in page_of(*runs)
 
 
@@ -65,14 +78,16 @@ def test_charts_have_all_steps_the_spike_and_the_failure(tmp_path: Path) -> None
         "Throughput",
         "Memory",
         "Link and data waits",
-        "Time of a step",
+        "Step time",
+        "Shares of a step",
     } <= charts.keys()
     assert charts["Loss"]["x"] == [1.0, 60.0] and charts["Loss"]["marks"] == [
         [30, "generation 2 from step 30: a/0: exited"]
     ]
     norm = charts["Gradient norm"]["lines"][0]
     assert norm["y"][norm["x"].index(SPIKE_STEP)] == 900.0
-    bands = charts["Time of a step"]["lines"]
+    bands = charts["Shares of a step"]["lines"]
+    assert [band["name"] for band in bands] == ["training", "data wait", "exposed communication"]
     assert (
         all(abs(sum(band["y"][i] for band in bands) - 100) < 0.01 for i in range(60))
         and bands[0]["y"][0] == 70.0
@@ -109,11 +124,51 @@ def test_scores_of_a_validation_are_drawn_beside_what_they_validate(tmp_path: Pa
 def test_exposed_communication_that_was_not_measured_is_not_shown(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0, "seconds": 0.5}\n')
     page = page_of(tmp_path)
-    assert "exposed communication" not in page and "tokens/s" not in page
+    assert "exposed communication" not in page and "tokens/s" not in page and "–" not in page
+    waits = {"communication_seconds": 0.0, "exposed_communication": 0.0, "data_wait": 0.1}
+    line = {"step": 1, "loss": 2.0, "seconds": 0.5, "data_seconds": 0.05, **waits}
+    line |= {"saving_seconds": 0.0, "overhead_seconds": 0.0}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    page = page_of(tmp_path)
+    assert "exposed communication" not in page and "data wait" in page
+    assert '<li class="a">data</li>' in page, "the chart has a line for one wait of two"
     write_run_folder(tmp_path / "measured")
     assert '<dt>exposed communication</dt><dd class="a">20.0%</dd>' in page_of(
         tmp_path / "measured"
     )
+
+
+def test_losses_that_are_not_comparable_have_a_note(tmp_path: Path) -> None:
+    run = write_run_folder(tmp_path / "run", **{"optim.label_smoothing": "0.2"})
+    note = "not comparable: training smooths labels (0.2), evaluation does not"
+    assert note in page_of(run)
+    assert note not in page_of(write_run_folder(tmp_path / "b", **{"optim.label_smoothing": "0"}))
+    (run / "evaluations.jsonl").unlink()
+    assert note not in page_of(run), "there is one loss"
+    other = write_run_folder(tmp_path / "c")
+    assert f"; c: {note.replace('0.2', '0.1')}</p>" in page_of(run, other)
+
+
+def test_reports_of_slow_workers_are_folded_and_hide_no_other_event(tmp_path: Path) -> None:
+    run = write_run_folder(tmp_path)
+    for _ in range(MAX_EVENTS + 1):
+        append_event(run, "slow", worker="worker 1 on host b", seconds=0.004, median=0.002)
+    page = page_of(run)
+    folded = re.search(
+        "<details[^>]*><summary>the last 100 of 101 slow-worker reports.*?</details>",
+        page,
+        re.DOTALL,
+    )
+    assert folded[0].count("worker 1 on host b: 4 ms for a micro-batch, the median is 2 ms") == 100
+    assert page.count("worker 1 on host b") == 100 and "<caption>4 events</caption>" in page
+
+
+def test_a_failed_run_has_its_end_among_the_problems(tmp_path: Path) -> None:
+    run = write_run_folder(tmp_path)
+    (run / "generations").mkdir()
+    end = RunResult(4, "the loss is NaN")
+    GenerationLog(run / "generations").propose(Generation(1, "t", (), "", 60, "ended", end=end))
+    assert '<p class="problem">ended with exit code 4: the loss is NaN</p>' in page_of(run)
 
 
 def test_the_best_score_and_what_the_loop_printed_are_shown(tmp_path: Path) -> None:
@@ -210,7 +265,7 @@ def test_what_is_not_finite_is_named(tmp_path: Path) -> None:
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('{"step": 61, "loss": "NaN", "norm": "Infinity"}\n')
     page = page_of(tmp_path)
-    assert "loss is not finite at 1 steps, first at step 61" in page and "NaN" not in json.dumps(
+    assert "loss is not finite at 1 step, first at step 61" in page and "NaN" not in json.dumps(
         charts_of(page)["Loss"]
     )
 
@@ -230,6 +285,26 @@ def test_two_long_runs_with_many_workers_and_failures_have_a_small_report(tmp_pa
     norm = charts_of(page)["Gradient norm"]["lines"][0]
     assert 300 < len(norm["x"]) <= 600 and max(norm["high"]) == 900.0, "the spike is lost"
     assert page.count("<rect") <= 2 * (2 * KEPT + 24) and "the last 100 of 150 events" in page
+
+
+def test_slow_steps_leave_the_chart_of_step_times() -> None:
+    points = [(step, y, y, y) for step, y in enumerate((90.0, 1.0, 2.0, 3.0), 1)]
+    lines = [Line("", "a", points)]
+    assert vertical_range(lines, "zero cut") == (0.0, 2.5 * CUT * 1.05)
+    slower = Line("", "b", [(1, 20.0, 20.0, 20.0)])
+    assert vertical_range([*lines, slower], "zero cut") == (0.0, 20.0 * CUT * 1.05)
+    assert vertical_range(lines, "zero") == (0.0, 90.0 * 1.05)
+    assert vertical_range(lines, "") == (1.0 - 89 * 0.05, 90.0 + 89 * 0.05)
+    assert vertical_range([Line("", "a", [(1, 0.0, 0.0, 0.0)])], "zero") == (0.0, 1.0)
+    chart = Chart("Step time", {}, "s", css="zero cut")
+    assert "; cut at 10.5" in line_chart(chart, lines, (1, 4), note="last 3")
+
+
+def test_ticks_of_steps_are_whole_and_labels_differ() -> None:
+    assert ticks(0, 2, least=1) == [0, 1, 2] and ticks(1, 400, least=1) == [100, 200, 300, 400]
+    assert tick_labels([0, 20_000]) == ["0", "20 k"]
+    assert tick_labels([12_010, 12_020]) == ["12,010", "12,020"]
+    assert tick_labels([8.56612, 8.56614]) == ["8.56612", "8.56614"]
 
 
 def test_ticks_are_round_and_inside() -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.written_run import append_note, metrics_of, write_run_folder
 
 from lockstep.errors import UsageError
 from lockstep.record.metrics import MetricsFile
-from lockstep.report.run_data import RunData, read_facts, require_run
+from lockstep.report.run_data import RunData, note_of, read_facts, require_run
 
 
 def test_generations_failures_and_members(tmp_path: Path) -> None:
@@ -37,6 +38,24 @@ def test_generations_failures_and_members(tmp_path: Path) -> None:
         and data.steps.newest == 60
         and data.steps.last["loss"] == metrics_of(60)["loss"]
     )
+
+
+EVENTS: dict[str, tuple[dict[str, Any], str]] = {
+    "override": ({"values": {"optim.floor": 0.1, "x": 2}}, "optim.floor = 0.1; x = 2"),
+    "resumed with differences": ({"differences": ["torch 2 for 1", "cpu"]}, "torch 2 for 1; cpu"),
+    "culprit found": ({"wrong": ["a/0", "b/1"], "why": "repeated"}, "a/0, b/1: repeated"),
+    "worker ended": ({"host": "a", "slot": 1, "why": "killed"}, "a/1: killed"),
+    "rolled back": (
+        {"micro_batches": [{"k": 2, "loss": "NaN"}]},
+        "without micro-batch 2, loss NaN",
+    ),
+    "spike": ({"micro_batches": []}, ""),
+}
+
+
+@pytest.mark.parametrize(("event", "facts", "words"), [(k, *v) for k, v in EVENTS.items()])
+def test_events_are_in_words(event: str, facts: dict[str, Any], words: str) -> None:
+    assert note_of({"event": event, "step": 3, "generation": 1, "pid": 7, **facts}) == words
 
 
 def test_an_update_reads_only_new_bytes(tmp_path: Path) -> None:
