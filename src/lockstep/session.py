@@ -594,7 +594,7 @@ class Session:
         with ExitStack() as stack:
             if self._run:
                 stack.enter_context(self._run.checkpointer.attributes.unsaved_changes())
-                stack.enter_context(self._run.record.timer.timing("overhead"))
+                stack.enter_context(self._run.record.evaluating())
                 self._run.watch.forget_collectives()
             declared = self._declared
             stack.enter_context(in_eval_mode(declared.model, *declared.state.values()))

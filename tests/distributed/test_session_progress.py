@@ -15,14 +15,19 @@ from lockstep.record.progress import ProgressDisplay
 LOOP = """
 import time, torch, lockstep
 
-def train(out: str, steps: int = 4, progress: float = 0.0, tokens: bool = False):
+def train(out: str, steps: int = 4, progress: float = 0.0, tokens: bool = False, shard: int = 1):
     model = torch.nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     data = torch.utils.data.TensorDataset(torch.ones(40, 3), torch.zeros(40, 1))
-    with lockstep.Session(out, micro_batches=4, progress=progress) as session:
+    with lockstep.Session(out, micro_batches=4, progress=progress, shard=shard) as session:
         model, optimizer = session.prepare(model, optimizer)
         session.print("before", session.world.size)
         loader = session.loader(data, batch_size=8)
+
+        def score(batch):
+            time.sleep(0.2 * session.world.rank)  # rank 0 waits when the model is in shards
+            return model(batch[0]).mean()
+
         for step in session.steps(steps):
             for x, y in loader(step):
                 loss = torch.nn.functional.mse_loss(model(x), y, reduction="sum")
@@ -33,14 +38,15 @@ def train(out: str, steps: int = 4, progress: float = 0.0, tokens: bool = False)
                 time.sleep(0.01)
             optimizer.step()
             session.log(step, accuracy=0.5, lr=0.1)
-            session.evaluate(lambda batch: 1.0, data)
+            session.evaluate(score, data)
             session.print("in step", step)
 """
 
 
-def run(folder: Path, *flags: object) -> str:
+def run(folder: Path, *flags: object, workers: int = 2) -> str:
     (folder / "loop.py").write_text(LOOP)
-    words = ["launch", "--workers", "2", "--out", folder / "run", f"{folder / 'loop.py'}:train"]
+    words = ["launch", "--workers", workers, "--out", folder / "run"]
+    words.append(f"{folder / 'loop.py'}:train")
     done = run_lockstep(*words, *flags, env=one_thread())
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -59,6 +65,20 @@ def test_the_screen_has_loss_rate_rest_and_what_the_loop_logs_and_prints_once(
     for number, line in enumerate(steps, 1):
         shape = rf"step {number}  loss [\d.]+  accuracy 0.5  lr 0.1  samples/s [\d.]+( k)?  eta .+  exposed comm \d+%.*  mem .+"
         assert re.fullmatch(shape, line), line
+
+
+def test_waits_of_an_evaluation_are_no_communication_of_the_step(tmp_path: Path) -> None:
+    run(tmp_path, "--shard", 2)
+    for line in iter_steps(tmp_path / "run" / "metrics.jsonl"):
+        assert line["overhead_seconds"] > 0.2
+        assert line["communication_seconds"] + line["overhead_seconds"] < line["seconds"], line
+
+
+def test_one_worker_has_no_communication(tmp_path: Path) -> None:
+    screen = run(tmp_path, workers=1)
+    for line in iter_steps(tmp_path / "run" / "metrics.jsonl"):
+        assert line["communication_seconds"] == 0 and line["data_seconds"] > 0
+    assert "exposed comm" not in screen
 
 
 def test_metrics_have_the_rate_and_the_waits_of_each_step(tmp_path: Path) -> None:

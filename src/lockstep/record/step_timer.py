@@ -156,7 +156,7 @@ def format_step_line(
     step: int, values: Mapping[str, Any], logged: Mapping[str, float] | None = None
 ) -> str:
     """Return "step 1,200  loss 2.314  norm 0.81  tok/s 41.2 k  mfu 38%  mem 61.0 GiB  shares 6+2".
-    Missing values are omitted, data wait below 1%, and equal shares, which are ().
+    Missing values are omitted, data wait below 1%, no communication, and equal shares: ().
 
     logged  further numbers of the step, behind the loss: {"accuracy": 0.91}
     """
@@ -167,7 +167,7 @@ def format_step_line(
         "samples_per_second": lambda value: f"samples/s {format_rate(value)}",
         "eta_s": lambda value: f"eta {format_duration(value)}",
         "mfu": lambda value: f"mfu {value:.0%}",
-        "exposed_communication": lambda value: f"exposed comm {value:.0%}",
+        "exposed_communication": lambda value: f"exposed comm {value:.0%}" if value else "",
         "data_wait": lambda value: f"data wait {value:.0%}" if value >= 0.01 else "",
         "memory_bytes": lambda value: f"mem {format_bytes(value)}",
         "allocator_retries": lambda value: f"alloc retries {value:,}",

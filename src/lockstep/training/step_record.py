@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from ctypes import c_float
 from datetime import datetime
 from functools import partial
@@ -81,12 +81,22 @@ class StepRecord:
         """Context manager around a backward pass. count: of the micro-batch."""
         return self.flops.backward(count) if self.flops else nullcontext()
 
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Context manager around an evaluation, whose waits are no communication of the step."""
+        groups = self.replicas.replica.groups
+        waited_s = groups.waited_s
+        with self.timer.timing("overhead"):
+            yield
+        groups.waited_s = waited_s
+
     def end(self, step: int, *, is_last: bool) -> None:
         """Record the steps that were committed together, up to `step`, with equal shares of time
         and samples. is_last: of this start."""
         loss, world = self.replicas.loss, self.runtime.world
         steps = self.replicas.commit_steps
-        self.timer.add("communication", self.replicas.replica.exposed_s())
+        if world.size > 1:  # else the sum waits for no other worker
+            self.timer.add("communication", self.replicas.replica.exposed_s())
         self.timer.add("data", sum(loader.take_waited_s() for loader in self.loaders))
         count, unit = self._count(step - 1)
         if self.flops:

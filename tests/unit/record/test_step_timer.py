@@ -181,5 +181,6 @@ def test_format_step_line() -> None:
         == "step 7  loss nan  data wait 20%"
     )
     assert format_step_line(7, {}) == "step 7"
+    assert format_step_line(7, {"exposed_communication": 0.0}) == "step 7"
     assert format_step_line(7, {"loss": 1.0, "shares": (6, 2)}) == "step 7  loss 1.000  shares 6+2"
     assert format_step_line(7, {"loss": 1.0, "shares": ()}) == "step 7  loss 1.000"
