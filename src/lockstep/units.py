@@ -13,6 +13,7 @@ from collections.abc import Sequence
 BYTES = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 BYTES |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 SECONDS = {"US": 1e-6, "MS": 1e-3, "S": 1.0, "MIN": 60.0, "H": 3600.0, "D": 86400.0}
+COUNTS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 RATES = {f"{unit}/S": float(size) for unit, size in BYTES.items()}
 RATES |= {
     "BIT/S": 1 / 8,
@@ -63,6 +64,11 @@ def parse_bytes(text: object) -> int:
 
 def parse_seconds(text: object) -> float:
     return parse_quantity(text, SECONDS, "90 s")
+
+
+def parse_count(text: object) -> float:
+    """Return the number in "20B", "300 M" or 2e10."""
+    return parse_quantity(text, COUNTS, "20B")
 
 
 def parse_rate(text: object) -> float:

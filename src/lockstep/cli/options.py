@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from lockstep.errors import UsageError
 from lockstep.network.collectives import ALGORITHMS, COLLECTIVES
-from lockstep.units import parse_bytes, parse_rate, parse_seconds
+from lockstep.units import parse_bytes, parse_count, parse_rate, parse_seconds
 
 EXIT_CODES = """\
 exit codes: 0 success; 1 training failed; 2 usage or configuration; 3 damaged data or checkpoint; \
@@ -121,6 +121,7 @@ TYPES: dict[str, Callable[[str], Any]] = {
     "PID": integer(1, 1 << 22),
     "SECONDS": integer(1, 86_400),
     "TIME": quantity(parse_seconds),
+    "TOTAL": quantity(parse_count),
     "LATENCY": quantity(parse_seconds, or_zero=True),
     "RATE": quantity(parse_rate),
     "SIZE": quantity(parse_bytes),
@@ -202,6 +203,8 @@ COMMANDS = {
 --out RUN  --measure: run folder whose data is used, prepared if missing (default: as for train)
 --mtbf TIME  mean time between failures of a host in the run, such as 4h: adds the goodput
 --price P  dollars per device and hour: adds the price of a million tokens
+--tokens TOTAL  tokens to train on, such as 20e9 or 20B: adds device hours, wall time, and with
+    --price dollars
 --json  print JSON
 """,
         required=("--devices",),

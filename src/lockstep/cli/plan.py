@@ -81,8 +81,8 @@ def count_cost(run: RunConfig, function: str = "") -> ModelCost:
 def goodput_of(
     args: argparse.Namespace, best: PlannedLayout, work: Workload
 ) -> dict[str, Any] | None:
-    """Return what --mtbf and --price ask for, of the best layout. UsageError."""
-    if not args.mtbf and args.price is None:
+    """Return what --mtbf, --price and --tokens ask for, of the best layout. UsageError."""
+    if not (args.mtbf or args.tokens) and args.price is None:
         return None
     mtbf_s = args.mtbf or math.inf
     if args.price is not None and not 0 <= args.price < math.inf:
@@ -94,7 +94,8 @@ def goodput_of(
     run = work.run
     failures = Failures(mtbf_s, args.price, run.checkpoint.every_steps or run.steps)
     tokens = work.model.tokens * run.batch.micro_batches
-    return asdict(expected_goodput(best, work.cluster, tokens, failures))
+    expected = asdict(expected_goodput(best, work.cluster, tokens, failures))
+    return expected | ({"total_tokens": args.tokens} if args.tokens else {})
 
 
 def assumed_timing(model: ModelCost, cluster: Cluster, run: RunConfig) -> Timing:
@@ -245,4 +246,10 @@ def as_text(answer: dict[str, Any]) -> str:
         )
         dollars = goodput["dollars_per_million_tokens"]
         lines += [] if dollars is None else [f"{dollars:.4g} dollars per million tokens"]
+        if total := goodput.get("total_tokens"):
+            hours = goodput["device_hours_per_million_tokens"] * total / 1e6
+            wall = format_duration(3600 * hours / Layout(**layouts[0]["layout"]).workers)
+            price = "" if dollars is None else f", {dollars * total / 1e6:,.2f} dollars"
+            lines.append(f"{total:,.0f} tokens: {hours:,.1f} device hours in {wall}{price}")
+            lines.append(f"    (first line of the table, with its goodput; {answer['timing']})")
     return "\n".join(lines)

@@ -41,6 +41,7 @@ class Goodput:
     share: float
     outage_s: float
     lost_s: float  # per failure, with repeated work and missing capacity
+    device_hours_per_million_tokens: float
     dollars_per_million_tokens: float | None
 
 
@@ -73,10 +74,9 @@ def expected_goodput(
         transfer_s = cluster.other_host.seconds(state_bytes * cluster.per_host)
         lost_s = outage_s + step_s / 2 + missing * RESTART_S + FORM_S + transfer_s
     share = 1 / (1 + lost_s / failures.mtbf_s)
-    dollars = None
-    if failures.price is not None:
-        dollars = failures.price * layout.workers / 3600 * step_s / tokens / share * 1e6
-    return Goodput(share, outage_s, lost_s, dollars)
+    hours = layout.workers / 3600 * step_s / tokens / share * 1e6
+    dollars = None if failures.price is None else failures.price * hours
+    return Goodput(share, outage_s, lost_s, hours, dollars)
 
 
 @lru_cache(maxsize=16)

@@ -105,6 +105,10 @@ def test_a_file_that_is_no_profile_is_refused(tmp_path: Path, text: str) -> None
         (["--mtbf", "4parsecs"], "unknown unit 'parsecs'"),
         (["--price", "-1"], "UsageError: a price of -1 dollars per device and hour\n  --price\n"),
         (["--price", "nan"], "a price of nan dollars"),
+        (["--tokens", "0"], "argument --tokens: '0' is not above zero\n"),
+        (["--tokens", "-5"], "'-5' is not a quantity such as '20B'"),
+        (["--tokens", "20X"], "'20X' has the unknown unit 'X'; use one of K, M, B, T"),
+        (["--tokens", "1e999"], "argument --tokens: must be a finite number"),
         (["--profile", "absent.json"], "absent.json: No such file"),
     ],
 )
@@ -147,6 +151,25 @@ def test_every_layout_is_ranked_or_refused_with_a_reason(
     assert (
         0.9 < answer["goodput"]["share"] < 1 and answer["goodput"]["dollars_per_million_tokens"] > 0
     )
+
+
+def test_tokens_cost_device_hours_and_dollars(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--devices", "2x1:cpu", "--link", "1Gbit/s", "--compute.precision", "fp32"]
+    words += ["--tokens", "20B", "--mtbf", "1h"]
+    answer = plan(capsys, *words)
+    rate = answer["tokens"] / answer["layouts"][0]["seconds"]
+    hours = 20e9 / rate * 2 / 3600 / answer["goodput"]["share"]
+    assert answer["goodput"]["total_tokens"] == 20e9
+    assert answer["goodput"]["device_hours_per_million_tokens"] * 20e3 == pytest.approx(hours)
+    assert main(["plan", *words, "--price", "0.05"]) == 0
+    cost, rate_source = capsys.readouterr().out.splitlines()[-2:]
+    assert cost == (
+        f"20,000,000,000 tokens: {hours:,.1f} device hours in {hours / 2:.1f} h, "
+        f"{hours * 0.05:,.2f} dollars"
+    )
+    assert "20 GFLOP/s per worker, assumed" in rate_source
+    assert main(["plan", *words]) == 0
+    assert "dollars" not in capsys.readouterr().out, "no price, no dollars"
 
 
 def test_a_slow_link_asks_for_fewer_bytes(capsys: pytest.CaptureFixture[str]) -> None:
