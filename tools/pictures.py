@@ -102,6 +102,11 @@ LEGEND = (
     ("update", "update"),
     ("wait", "compiler"),
 )
+QUEUE_LEGEND = (
+    ("update", "CPU launches a kernel"),
+    ("wait", "CPU waits for a value"),
+    ("compute", "GPU computes"),
+)
 
 
 def draw_lanes(
@@ -109,6 +114,7 @@ def draw_lanes(
     lanes: Sequence[tuple[str, Sequence[Span]]],
     notes: Sequence[str] = (),
     unit: str = "",
+    legend: Sequence[tuple[str, str]] = LEGEND,
 ) -> str:
     """Return a time line: one lane for each name, time from left to right; with `unit`, an axis."""
     left, width, row = 130, 720, 34
@@ -141,10 +147,11 @@ def draw_lanes(
             picture.text(x, bottom + 14, f"{tick * step:g} {unit}", "small m")
         bottom += 18
     for number, (kind, name) in enumerate(
-        entry for entry in LEGEND if any(span.kind == entry[0] for span in spans)
+        entry for entry in legend if any(span.kind == entry[0] for span in spans)
     ):
-        picture.box(left + 140 * number, bottom + 6, 14, 12, kind)
-        picture.text(left + 140 * number + 20, bottom + 16, name, "small")
+        x = left + (140 if legend is LEGEND else 190) * number
+        picture.box(x, bottom + 6, 14, 12, kind)
+        picture.text(x + 20, bottom + 16, name, "small")
     for number, note in enumerate(notes):
         picture.text(12, bottom + 38 + 18 * number, note, "small")
     return picture.svg(title)
@@ -478,7 +485,39 @@ def step() -> str:
     return picture.svg("Messages of a step")
 
 
+def launch_queue() -> str:
+    """Draw when the CPU launches kernels and when the GPU computes them, for four models."""
+
+    def launches(count: int, start: float = 0.0) -> list[Span]:
+        return [Span(start + 0.5 * n, start + 0.5 * n + 0.42, "update") for n in range(count)]
+
+    def kernels(count: int, start: float, every: float, length: float) -> list[Span]:
+        return [
+            Span(start + every * n, start + every * n + length, "compute") for n in range(count)
+        ]
+
+    lanes = [
+        ("large: CPU", launches(6)),
+        ("GPU", kernels(6, 0.5, 1.58, 1.5)),
+        ("small: CPU", launches(19)),
+        ("GPU", kernels(19, 0.5, 0.5, 0.16)),
+        ("a value: CPU", [*launches(3), Span(1.5, 5.3, "wait", "norm > 8?"), *launches(3, 5.4)]),
+        ("GPU", [*kernels(3, 0.5, 1.58, 1.5), *kernels(3, 5.9, 1.58, 1.5)]),
+        ("compiled: CPU", launches(3)),
+        ("GPU", kernels(3, 0.5, 0.66, 0.62)),
+    ]
+    notes = [
+        "Large kernels: the CPU is ahead, and the GPU never waits. "
+        "Small ones: the GPU is done before the next launch.",
+        "A value that Python reads empties the queue. "
+        "Compiled: the 19 small kernels have become 3.",
+    ]
+    title = "what the CPU launches, and the GPU computes (a sketch)"
+    return draw_lanes(title, lanes, notes, legend=QUEUE_LEGEND)
+
+
 DIAGRAMS = {
+    "launch-queue": launch_queue,
     "house-graph": house_graph,
     "accumulation-path": accumulation_path,
     "ranks": ranks,

@@ -246,10 +246,23 @@ def on_compile(start: Callable[[object], None], end: Callable[[object], None]) -
 
 
 def compile_counters() -> Mapping[str, Mapping[str, int]]:
-    """Return torch.compile's counters: ["stats"]["unique_graphs"], ["graph_break"][reason]."""
+    """Return torch.compile's counters: ["stats"]["unique_graphs"]."""
     import torch._dynamo.utils
 
     return torch._dynamo.utils.counters
+
+
+def graph_breaks() -> list[tuple[str, str]]:
+    """Return (FILE:LINE and its code, reason) of each graph break. Its counter has no branches."""
+    import torch._dynamo.utils
+
+    breaks = []
+    for found in torch._dynamo.utils.graph_break_reasons:
+        stack = found.user_stack
+        own = [frame for frame in stack if not frame.filename.startswith(torch.__path__[0])]
+        frame = (own or stack)[-1]
+        breaks.append((f"{frame.filename}:{frame.lineno}: {frame.line}", found.reason))
+    return breaks
 
 
 def set_recompile_limit(limit: int) -> None:

@@ -19,6 +19,7 @@ import logging
 import math
 import re
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,12 +32,13 @@ from torch.profiler import ProfilerActivity, profile
 from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.errors import UsageError
 from lockstep.runtime.device import measure_memory
-from lockstep.runtime.torch_private import compile_counters, profile_all_threads
+from lockstep.runtime.torch_private import compile_counters, graph_breaks, profile_all_threads
 from lockstep.units import format_bytes
 
 log = logging.getLogger("lockstep")
 
 Interval = tuple[float, float]  # start and end, s
+CPU_COMPUTE = ("aten::", "lockstep::", "## Call CompiledFxGraph")  # the last: of torch.compile
 COMMUNICATION = re.compile(r"^(gloo:|nccl:|c10d::|ncclDevKernel|ncclKernel)")
 
 
@@ -104,7 +106,7 @@ def shares(
 def shares_of(events: Iterable[FunctionEvent], device_type: str) -> TimeShares:
     """Return the shares of the recorded events, from the first to the last."""
     event_device = DeviceType.CUDA if device_type == "cuda" else DeviceType.CPU
-    computing = ("",) if device_type == "cuda" else ("aten::", "lockstep::")
+    computing = ("",) if device_type == "cuda" else CPU_COMPUTE
     timed = [
         (event.name, (event.time_range.start * 1e-6, event.time_range.end * 1e-6))
         for event in events
@@ -123,14 +125,15 @@ def shares_of(events: Iterable[FunctionEvent], device_type: str) -> TimeShares:
 
 
 def compile_summary() -> str:
-    """Describe what torch.compile did: graphs, graph breaks and reasons; "" for nothing."""
-    counters = compile_counters()
-    graphs = counters["stats"]["unique_graphs"]
-    reasons = counters["graph_break"]
-    listed = "; ".join(f"{count} x {reason}" for reason, count in reasons.items())
-    why = f": {listed}" if listed else ""
-    breaks = sum(reasons.values())
-    return f"torch.compile: {graphs} graphs, {breaks} graph breaks{why}" if graphs else ""
+    """Describe what torch.compile did: graphs, graph breaks, each with its line of the model and
+    its reason; "" for nothing."""
+    graphs = compile_counters()["stats"]["unique_graphs"]
+    breaks = graph_breaks()
+    lines = [f"torch.compile: {graphs} graphs, {len(breaks)} graph breaks"]
+    for (line, reason), count in Counter(breaks).items():
+        why = "branch on a tensor" if reason.startswith("generic_jump") else reason.splitlines()[0]
+        lines.append(f"  {count} x {line}  ({why})")
+    return "\n".join(lines) if graphs or breaks else ""
 
 
 class Profiler:

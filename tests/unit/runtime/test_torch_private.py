@@ -300,9 +300,26 @@ def test_compilation_is_counted_and_reported() -> None:
         torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
         assert phases == ["start", "end"]
         assert private.compile_counters()["stats"]["unique_graphs"] == 1
-        assert sum(private.compile_counters()["graph_break"].values()) == 0
+        assert private.graph_breaks() == []
     finally:
         torch._dynamo.callback.callback_handler.clear()
+
+
+def test_a_graph_break_has_the_line_of_the_model() -> None:
+    import torch._dynamo
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        y = torch.nn.functional.relu(x)
+        if y.sum() > 0:
+            y = y * 2
+        return y
+
+    torch._dynamo.reset()
+    torch.compile(forward, backend="eager")(torch.ones(2))
+    [(line, reason)] = private.graph_breaks()
+    number = forward.__code__.co_firstlineno + 2
+    assert line == f"{__file__}:{number}: if y.sum() > 0:" and reason
+    torch._dynamo.reset()
 
 
 def test_the_recompile_limit_bounds_the_graphs_of_a_function() -> None:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
+from torch.autograd import DeviceType  # type: ignore[attr-defined]  # public at run time
 
 from lockstep.errors import UsageError
 from lockstep.training.profiler import (
     ProfiledSteps,
     TimeShares,
     shares,
+    shares_of,
     total_length,
 )
 
@@ -37,3 +42,18 @@ def test_exposed_communication_excludes_compute_and_shares_add_up_to_the_window(
         == "compute 6.000 s (60%), exposed communication 2.500 s (25%), idle 1.500 s (15%)"
     )
     assert shares((0, 2), [], []) == TimeShares(0, 0, 2)
+
+
+def event(name: str, start_us: float, end_us: float) -> Any:
+    span = SimpleNamespace(start=start_us, end=end_us)
+    return SimpleNamespace(name=name, device_type=DeviceType.CPU, time_range=span)
+
+
+def test_compiled_kernels_count_as_compute_on_a_cpu() -> None:
+    events = [
+        event("## Call CompiledFxGraph fvn7pf6", 0, 3e6),
+        event("aten::mm", 1e6, 2e6),
+        event("gloo:all_reduce", 2e6, 5e6),
+        event("Optimizer.step#AdamW.step", 5e6, 6e6),
+    ]
+    assert shares_of(events, "cpu") == TimeShares(compute_s=3, exposed_s=2, idle_s=1)
