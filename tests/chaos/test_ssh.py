@@ -20,8 +20,8 @@ import psutil
 import pytest
 from support.docs_commands import make_folder, run_page
 from support.fault_matrix import Reference
-from support.hosts import Network, Training, flags, living, read_steps, why_no_hosts
-from support.launching import run_command
+from support.hosts import SUBNET, Network, Training, flags, living, read_steps, why_no_hosts
+from support.launching import ROOT, run_command
 from support.object_store import environment, s3_server
 from support.stored_hosts import RUN
 from support.waiting import wait_until
@@ -232,3 +232,16 @@ def test_the_commands_of_the_guide_run_on_two_hosts(training: Training) -> None:
         "a",
         "b",
     }
+
+
+@pytest.mark.long
+def test_the_commands_of_two_machines_run_from_keys_to_the_first_step(training: Training) -> None:
+    page = (ROOT / "docs" / "guides" / "two-machines.md").read_text()
+    [hosts] = re.findall(r"^```toml\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    make_folder(training.folder)
+    (training.folder / "hosts.toml").write_text(hosts.replace("10.0.0.", SUBNET))
+    run_page("guides/two-machines.md", training.folder, training.hosts[0].enter)
+    run = training.folder / "shared" / "runs" / "first"
+    started = [entry for entry in read_events(run) if entry["event"] == "worker started"]
+    assert sorted(entry["host"] for entry in started) == ["ada", "ada", "grace", "grace"]
+    assert len(read_steps(run)) == 100

@@ -15,7 +15,7 @@ QUICK = {
     "learn/script.md",
 }  # accumulation.md: test_house_price.py runs its command
 OF_OTHER_SECTIONS = ["planning.md"]
-WITH_HOSTS = {"guides/several-hosts.md"}  # tests/chaos/test_ssh.py
+WITH_HOSTS = {"guides/several-hosts.md", "guides/two-machines.md"}  # tests/chaos/test_ssh.py
 PAGES = [
     pytest.param(page, marks=[] if page in QUICK else pytest.mark.long)
     for page in ["../README.md", *pages(), *OF_OTHER_SECTIONS]

@@ -22,6 +22,7 @@ from importlib.util import find_spec
 from itertools import takewhile
 from pathlib import Path
 
+from support.hosts import SUBNET
 from support.launching import ROOT, one_thread
 from support.waiting import wait_until
 
@@ -115,7 +116,7 @@ def run_page(page: str, folder: Path, enter: Sequence[str] = ()) -> None:
 
 
 def start(command: Command, folder: Path, enter: Sequence[str]) -> subprocess.Popen[str]:
-    words = command.text.replace("/shared/", f"{folder}/shared/")
+    words = command.text.replace("/shared/", f"{folder}/shared/").replace("10.0.0.", SUBNET)
     environ = one_thread(
         PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}", LOCKSTEP_TMP=str(folder)
     )

@@ -37,7 +37,8 @@ from lockstep.runtime.status_board import Status
 from lockstep.runtime.worker_env import ProcessIdentity, process_stat, running_workers, state_folder
 
 NOWHERE = "02:00:00:00:00:01"  # a hardware address that no interface has
-SWITCH = "10.77.0.254"
+SUBNET = "10.77.0."
+SWITCH = f"{SUBNET}254"
 LISTEN_STATE = "0A"  # in /proc/net/tcp
 LINE_BYTES = 4096  # more than two lines of metrics
 # Eight micro-batches of a tiny model: a step of three workers takes 70 ms on two cores.
@@ -123,7 +124,7 @@ class Network:
             )
             self.hosts = []
             for number, pid in enumerate(pids, 1):
-                address = f"10.77.0.{number}"
+                address = f"{SUBNET}{number}"
                 ip(
                     self.switch,
                     f"link add to{number} type veth peer name eth0 netns {pid}",
