@@ -58,7 +58,7 @@ class Attributes:
         optimizers: Sequence[torch.optim.Optimizer],
         state: Mapping[str, object] | None = None,
     ) -> None:
-        averages = (state or {}).items() if module else ()
+        averages = () if module is None else (state or {}).items()
         self.module = module
         self.averages = {name: value for name, value in averages if isinstance(value, nn.Module)}
         self.optimizers = {
@@ -72,7 +72,7 @@ class Attributes:
         self._announced: set[str] = set()
 
     def _modules(self) -> Iterator[tuple[str, nn.Module]]:
-        for path, module in self.module.named_modules() if self.module else ():
+        for path, module in () if self.module is None else self.module.named_modules():
             yield ".".join(part for part in path.split(".") if part != "_orig_mod"), module
         for name, average in self.averages.items():
             yield from average.named_modules(prefix=f"session state {name}")

@@ -146,3 +146,10 @@ def test_what_differs_between_workers_is_named_and_not_saved(
         and "no checkpoint holds them: norm.momentum (norm.momentum: 0.25, 0.5, as constructed)"
         in messages.pop()
     )
+
+
+def test_a_model_that_is_compiled_as_a_whole_needs_no_length() -> None:
+    compiled: Any = torch.compile(Model())
+    attributes = Attributes(compiled, [])
+    compiled.tau = 7.0
+    assert any("tau" in name for name in attributes.changed())
