@@ -177,7 +177,7 @@ def warn_if_changed(before: Sequence[str] | None, trained: Trained) -> None:
     if before is not None and (changed := sorted(set(trained.trained_names()) ^ set(before))):
         log.warning(
             "the checkpoint was trained with other layers frozen: %s changed since; "
-            "let requires_grad follow from the step, "
-            "layer.requires_grad_(step >= 300), so that it is the same after a resume",
+            "right if the loop freezes or unfreezes them in this step, else let requires_grad "
+            "follow from the step: layer.requires_grad_(step >= 300)",
             join_names(changed),
         )
