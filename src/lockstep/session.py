@@ -384,9 +384,10 @@ class Session:
         Saves when due and after the last step. After SIGTERM, SIGINT or SIGUSR1 the workers agree
         to stop, save, and raise Stopped: a SystemExit with code 75 or 130.
         """
-        self._declared.leaves.refuse_total(total)
+        declared = self._declared
+        declared.leaves.refuse_total(total)
         if self._run is None:
-            self._run = StartedRun(self._declared, self.runtime, self.layout, total, self._exit)
+            self._run = StartedRun(declared, self.runtime, self.layout, total, self._exit)
             self.step = self._run.checkpointer.saved_step
             if self._replay:
                 from lockstep.history.observer import Observer  # only replays need it
@@ -397,10 +398,10 @@ class Session:
         if why := run.why_no_step(self.step):
             log.info(why)
             run.set_total(self.step)
-        unsaved = self._declared.watch_unsaved(self.runtime)
+        unsaved = declared.watch_unsaved(self.runtime)
         while self.step < run.total:
             run.begin_step(self.step)
-            self._declared.seed_generators(self.step, BEFORE_STEP, self.world.device)
+            declared.seed_generators(self.step, BEFORE_STEP, self.world.device)
             yield self.step
             self.step += run.replicas.commit_steps
             is_last = run.end_step(self.step)
@@ -413,7 +414,7 @@ class Session:
                 run.checkpointer.close()
                 if self.step < run.total and run.replicas.runner.rehearsal:
                     run.leaves.begin(self.step)
-                    self._declared.seed_generators(self.step, BEFORE_STEP, self.world.device)
+                    declared.seed_generators(self.step, BEFORE_STEP, self.world.device)
                     yield self.step  # its micro-batch 0 is what a resume is compared with
                 raise run.stopped
 
@@ -521,11 +522,12 @@ class Session:
         The screen shows these numbers, too.
         """
         self._declared.leaves.refuse_inside("session.log")
-        if step != self.step:
+        if step != self.step or self._micro_batch is not None:
             raise UsageError(
                 f"session.log of step {step}",
                 f"the loop is at step {self.step}",
-                "call it in the body of that step",
+                "call it in the body of that step, after the micro-batch loop: inside, it would "
+                "record one micro-batch of rank 0",
             )
         run = self._run_in_loop("session.log(step, ...)")
         run.record.log(values, lambda: self.loss)
@@ -556,8 +558,9 @@ class Session:
         Each worker computes its share, without gradients, with the model and the modules in
         `session.state` (an EMA) in eval mode. The same bits come out on any number of workers.
         """
-        where = "session.evaluate(function, dataset)"
-        with self._evaluating(where, dataset, batch_size, collate_fn) as samples:
+        with self._evaluating(
+            "session.evaluate(function, dataset)", dataset, batch_size, collate_fn
+        ) as samples:
             return mean_over(self.runtime, samples, function)
 
     def gather(
@@ -577,8 +580,9 @@ class Session:
         function returns a tensor, an array or a list with one row for each sample, or a tuple or
         dict of them. Tensors come back on the CPU. Shared and evaluated as by `evaluate`.
         """
-        where = "session.gather(function, dataset)"
-        with self._evaluating(where, dataset, batch_size, collate_fn) as samples:
+        with self._evaluating(
+            "session.gather(function, dataset)", dataset, batch_size, collate_fn
+        ) as samples:
             return gather_over(self.runtime, samples, function)
 
     @contextmanager
@@ -591,15 +595,15 @@ class Session:
             raise self._run.stopped
         self._declared.leaves.refuse_inside(where)
         replica_size = self.layout.workers_per_replica if self._run else 1
+        declared = self._declared
         with ExitStack() as stack:
             if self._run:
                 stack.enter_context(self._run.checkpointer.attributes.unsaved_changes())
                 stack.enter_context(self._run.record.evaluating())
                 self._run.watch.forget_collectives()
-            declared = self._declared
             stack.enter_context(in_eval_mode(declared.model, *declared.state.values()))
-            yield Samples(dataset, where, batch_size, collate_fn, self._declared.seed, replica_size)
-        self._declared.seed_generators(self.step, AFTER_EVALUATION, self.world.device)
+            yield Samples(dataset, where, batch_size, collate_fn, declared.seed, replica_size)
+        declared.seed_generators(self.step, AFTER_EVALUATION, self.world.device)
 
     def _replicas_in_loop(self) -> Callable[..., Any] | None:
         if self._run is None:

@@ -441,6 +441,13 @@ def test_wrong_uses_are_refused(tmp_path: Path) -> None:
                 pass
 
 
+def test_a_log_of_one_micro_batch_is_refused(tmp_path: Path) -> None:
+    with refused("after the micro-batch loop: inside"), linear_session(tmp_path) as (session, *_):
+        for step in session.steps(1):
+            for _ in session.micro_batches(step):
+                session.log(step, loss=0.0)
+
+
 def test_wrong_arguments_are_refused_at_once(tmp_path: Path) -> None:
     model, other = nn.Linear(4, 1), nn.Linear(4, 1)
     optimizer, second = (sgd(model) for _ in range(2))
