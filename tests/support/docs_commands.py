@@ -27,6 +27,7 @@ from support.launching import ROOT, one_thread
 from support.waiting import wait_until
 
 SECTIONS = ("Learn", "Use")
+OPTIONAL = {"with_fabric": "lightning_fabric", "sft.py": "trl"}  # packages of a command's script
 
 
 @dataclass(frozen=True)
@@ -93,12 +94,13 @@ def make_folder(folder: Path) -> None:
 
 def run_page(page: str, folder: Path, enter: Sequence[str] = ()) -> None:
     """Run the commands of a page in `folder`; `enter` is the prefix of commands that run on a host.
-    Fabric is of the extra `bench`: without it, its command is skipped, as are those that install."""
+    Commands that install are skipped, and those whose package is not installed."""
+    missing = [name for name, package in OPTIONAL.items() if not find_spec(package)]
     commands = [
         command
         for command in commands_of(page)
-        if ("with_fabric" not in command.text or find_spec("lightning_fabric"))
-        and not command.text.startswith(("pip ", "git "))
+        if not command.text.startswith(("pip ", "git "))
+        and not any(name in command.text for name in missing)
     ]
     while commands:
         command = commands.pop(0)
@@ -132,10 +134,12 @@ def start(command: Command, folder: Path, enter: Sequence[str]) -> subprocess.Po
 
 
 def has_steps(folder: Path, since: float) -> bool:
-    """Whether a run in `folder` has committed steps after the time `since`, in seconds."""
+    """Whether a run in `folder` has committed steps after the time `since`, in seconds, or a
+    Trainer has saved one."""
     files = [*folder.glob("runs/*/metrics.jsonl"), *folder.glob("shared/runs/*/metrics.jsonl")]
     newer = [file for file in files if file.stat().st_mtime > since]
-    return any(file.read_text().count("\n") >= 3 for file in newer)
+    saved = any(folder.glob("runs/*/checkpoint-*/COMPLETE"))
+    return saved or any(file.read_text().count("\n") >= 3 for file in newer)
 
 
 def finish(command: Command, process: subprocess.Popen[str]) -> None:

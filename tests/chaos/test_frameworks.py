@@ -1,0 +1,117 @@
+"""transformers' Trainer and TRL's SFTTrainer under `lockstep run`: examples/frameworks."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from support.launching import ROOT, run_lockstep, start_lockstep
+from support.processes import children
+from support.waiting import wait_until
+
+from lockstep.runtime.worker_env import running_workers, state_folder
+
+EXAMPLES = ROOT / "examples" / "frameworks"
+RESULT = ("model.safetensors", "checkpoint-30/optimizer.pt")
+SHORT = ("--steps", 30, "--save-steps", 10)
+
+pytestmark = pytest.mark.timeout(900)
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCKSTEP_TMP", str(tmp_path))
+
+
+@pytest.fixture(params=["trainer", pytest.param("sft", marks=pytest.mark.long)])
+def script(request: pytest.FixtureRequest) -> str:
+    if request.param == "sft" and not find_spec("trl"):
+        pytest.skip("trl is not installed")
+    return str(request.param)
+
+
+def words(script: str, out: Path, workers: int = 2) -> tuple[object, ...]:
+    return ("run", EXAMPLES / f"{script}.py", "--workers", workers, "--out", out)
+
+
+def train(script: str, out: Path, workers: int = 2, **options: object) -> list[str]:
+    """Train undisturbed; return the hashes of the result."""
+    more = [word for name, value in options.items() for word in (f"--{name}", value)]
+    result = run_lockstep(*words(script, out, workers), *SHORT, *more, timeout=400.0)
+    assert result.returncode == 0, result.stderr
+    return hashes(out)
+
+
+def hashes(out: Path) -> list[str]:
+    return [hashlib.sha256((out / name).read_bytes()).hexdigest() for name in RESULT]
+
+
+def wait_for_checkpoint(out: Path, step: int, process: subprocess.Popen[str]) -> None:
+    marker = out / f"checkpoint-{step}" / "COMPLETE"
+    wait_until(marker.exists, f"checkpoint {step}", 400.0, process=process)
+
+
+def script_process(out: Path, slot: int) -> int:
+    """Return the pid of the script that the worker of a slot runs."""
+    worker = running_workers(state_folder(out, socket.gethostname()))[slot]
+    [pid] = children(worker.pid)
+    return pid
+
+
+def test_a_killed_run_has_the_bits_of_an_undisturbed_one(script: str, tmp_path: Path) -> None:
+    undisturbed = train(script, tmp_path / "undisturbed")
+    out = tmp_path / "killed"
+    process = start_lockstep(*words(script, out), *SHORT)
+    wait_for_checkpoint(out, 10, process)
+    os.kill(script_process(out, slot=1), signal.SIGKILL)
+    output, _ = process.communicate(timeout=400)
+    assert process.returncode == 0, output
+    assert "killed by SIGKILL; restarting now" in output
+    assert hashes(out) == undisturbed
+
+
+@pytest.mark.long
+def test_one_worker_has_other_bits_than_two_also_without_random_numbers(tmp_path: Path) -> None:
+    one = train("trainer", tmp_path / "1", workers=1, dropout=0.0)
+    assert one != train("trainer", tmp_path / "2", workers=2, dropout=0.0)
+
+
+@pytest.mark.long
+def test_all_processes_save_the_same_step_after_sigterm(tmp_path: Path) -> None:
+    process = start_lockstep(*words("trainer", tmp_path), "--steps", 1_000_000, "--save-steps", 10)
+    wait_for_checkpoint(tmp_path, 10, process)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=200)
+    assert process.returncode == 75, output
+    newest = max(tmp_path.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
+    names = {path.name for path in newest.iterdir()}
+    assert {"COMPLETE", "rng_state_0.pth", "rng_state_1.pth", "trainer_state.json"} <= names
+    step = int(newest.name.split("-")[1])
+    result = run_lockstep(*words("trainer", tmp_path), "--steps", step + 1, timeout=400.0)
+    assert result.returncode == 0, result.stderr
+    assert (tmp_path / "model.safetensors").exists()
+
+
+def test_a_checkpoint_without_the_marker_is_not_resumed_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    pytest.importorskip("transformers")
+    from whole_checkpoints import newest
+
+    assert newest(str(tmp_path)) is None
+    for step in (9, 10, 20):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        (tmp_path / f"checkpoint-{step}" / "trainer_state.json").touch()
+    assert newest(str(tmp_path)) is None
+    for step in (9, 10):
+        (tmp_path / f"checkpoint-{step}" / "COMPLETE").touch()
+    assert newest(str(tmp_path)) == str(tmp_path / "checkpoint-10")
+    sys.modules.pop("whole_checkpoints")
