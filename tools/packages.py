@@ -39,7 +39,7 @@ LAYERS = (
     ("generation",),
     ("tasks",),
     ("planner",),
-    ("recipes", "doctor", "drill"),
+    ("recipes", "doctor", "drill", "frameworks"),
     ("cli", "__main__"),
 )
 LEVEL = {package: level for level, layer in enumerate(LAYERS) for package in layer}

@@ -2,7 +2,7 @@
 
     lockstep run examples/frameworks/sft.py --workers 2 --data chats.jsonl
 
-Without --data it makes chats. The small Llama with random weights stands for from_pretrained.
+Without --data it makes chats. In place of from_pretrained it has a small Llama with random weights.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from datasets import Dataset, load_dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
-from trl import SFTConfig, SFTTrainer  # type: ignore[import-not-found, import-untyped, unused-ignore]
+from trl import SFTConfig, SFTTrainer  # type: ignore[attr-defined, import-not-found, unused-ignore]
 from whole_checkpoints import WholeCheckpoints, newest
 
 BATCH, ROWS = 16, 4  # chats of a step over all workers, and of one forward pass
@@ -29,7 +29,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.BPE(vocab=ids, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call, unused-ignore]
         tokenizer_object=tokenizer,
         pad_token="<pad>",
         eos_token="</s>",

@@ -2,7 +2,8 @@
 
     lockstep run examples/frameworks/trainer.py --workers 2
 
-The text stands for your data set, and the small Llama with random weights for from_pretrained.
+In place of your data set it has a short text, in place of from_pretrained a small Llama with random
+weights.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""transformers' Trainer and TRL's SFTTrainer under `lockstep run`: examples/frameworks."""
+"""transformers' Trainer and TRL's SFTTrainer under `lockstep run`, as they are and on a Session:
+examples/frameworks."""
 
 from __future__ import annotations
 
@@ -12,10 +13,13 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from support.launching import ROOT, run_lockstep, start_lockstep
+from support.launching import ROOT, one_thread, run_lockstep, start_lockstep
 from support.processes import children
 from support.waiting import wait_until
 
+from lockstep.checkpoint.commands import digest_line
+from lockstep.elastic.fault_injection import DRILL_VARIABLE, request_fault
+from lockstep.record.events import read_events
 from lockstep.runtime.worker_env import running_workers, state_folder
 
 EXAMPLES = ROOT / "examples" / "frameworks"
@@ -115,3 +119,33 @@ def test_a_checkpoint_without_the_marker_is_not_resumed_from(
         (tmp_path / f"checkpoint-{step}" / "COMPLETE").touch()
     assert newest(str(tmp_path)) == str(tmp_path / "checkpoint-10")
     sys.modules.pop("whole_checkpoints")
+
+
+def test_a_trainer_on_a_session_has_the_bits_of_one_worker_when_another_is_killed(
+    tmp_path: Path,
+) -> None:
+    script, short = EXAMPLES / "exact.py", ("--steps", 12, "--save_steps", 4)
+    one, healed = tmp_path / "one", tmp_path / "healed"
+    run_lockstep("run", script, "--workers", 1, "--out", one, *short, timeout=400.0, check=True)
+    request_fault(state_folder(healed, socket.gethostname()), 1, "kill", at="forward", step=6)
+    result = run_lockstep(
+        *("launch", "--workers", 2, "--min", 2, "--out", healed, script, *short),
+        timeout=400.0,
+        env=one_thread(**{DRILL_VARIABLE: "1"}),
+    )
+    assert result.returncode == 0, result.stderr
+    assert any(event["event"] == "regrouped" and event["joined"] for event in read_events(healed))
+    assert digest_line(healed) == digest_line(one)
+    weights = [(folder / "model.safetensors").read_bytes() for folder in (one, healed)]
+    assert weights[0] == weights[1]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("script", ["exact", "exact_sft"])
+def test_a_drill_of_a_framework_on_a_session(script: str, tmp_path: Path) -> None:
+    if script == "exact_sft" and not find_spec("trl"):
+        pytest.skip("trl is not installed")
+    words = ("drill", f"{EXAMPLES / script}.py:main", "--steps", 30, "--out", tmp_path / "drill")
+    result = run_lockstep(*words, timeout=800.0)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stdout.endswith("the same bits\n")
