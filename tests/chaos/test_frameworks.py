@@ -141,7 +141,7 @@ def test_a_trainer_on_a_session_has_the_bits_of_one_worker_when_another_is_kille
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("script", ["exact", "exact_sft"])
+@pytest.mark.parametrize("script", ["exact", "exact_accelerate", "exact_sft"])
 def test_a_drill_of_a_framework_on_a_session(script: str, tmp_path: Path) -> None:
     if script == "exact_sft" and not find_spec("trl"):
         pytest.skip("trl is not installed")
