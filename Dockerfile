@@ -3,7 +3,8 @@
 #   docker build -t lockstep .                                                                    torch's default build: CUDA
 #   docker build -t lockstep --build-arg TORCH="torch==2.13.0 --index-url URL-OF-YOUR-WHEELS" .   another build: CPU
 #
-#   --build-arg EXTRAS="[store,hub]"    optional packages of pyproject.toml: object store, Hugging Face data; [ray] for a Ray cluster
+#   --build-arg EXTRAS="[text,store,hub]"  optional packages of pyproject.toml: recipes (the default), object store, Hugging Face data;
+#                                       ray for a Ray cluster; "" for scripts with a Session
 #   --build-arg APT=g++                 Debian packages: torch.compile needs a compiler
 #
 # CUDA needs no other base: torch's wheels contain its libraries, and the container runtime brings the driver.
@@ -19,7 +20,7 @@ WORKDIR /src
 COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY recipes recipes
 COPY src src
-ARG EXTRAS=
+ARG EXTRAS="[text]"
 RUN grep -v '^torch==' constraints.txt > /tmp/constraints.txt && pip install --no-cache-dir -c /tmp/constraints.txt ".${EXTRAS}"
 
 # The result has neither the sources nor the tools of the build.

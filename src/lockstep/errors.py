@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Iterable
+from importlib.util import find_spec
 
 from lockstep.log import printable
 from lockstep.units import join_names
@@ -63,6 +64,24 @@ def refuse(names: Iterable[str], what: str, where: str, hint: str) -> None:
 
 class ConfigError(UsageError):
     pass
+
+
+def missing_package(
+    name: str, extra: str, needed_by: str, problem: str = "is not installed"
+) -> ConfigError:
+    """Return the error about an optional package, which this extra of pyproject.toml installs."""
+    hint = f"pip install 'lockstep-train[{extra}]', in a checkout: pip install '.[{extra}]'"
+    return ConfigError(f"the package {name} {problem}", needed_by, hint)
+
+
+TEXT_PACKAGES = ("babel", "rapidfuzz", "sacrebleu", "tokenizers")
+
+
+def require_text_packages(needed_by: str) -> None:
+    """ConfigError if a package is missing that the recipes need, for data and scores of text."""
+    for name in TEXT_PACKAGES:
+        if find_spec(name) is None:
+            raise missing_package(name, "text", needed_by)
 
 
 class DataError(LockstepError):

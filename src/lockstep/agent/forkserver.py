@@ -47,7 +47,8 @@ if TYPE_CHECKING:  # the forkserver and its workers do without
 MODULE = "lockstep.agent.forkserver"
 MAX_MESSAGE_BYTES = (1 << 17) - 1  # the kernel's limit for one argument of execve(2)
 # Constructing the first optimizer imports torch._dynamo.
-PRELOAD = ("torch", "torch._dynamo", "lockstep.cli.main", "lockstep.cli.worker")
+PRELOAD = ("torch", "torch._dynamo", "lockstep.cli.main", "lockstep.cli.worker", "lockstep.session")
+RECIPE_PRELOAD = (*PRELOAD, "lockstep.recipes")  # of the recipes; scripts need no text packages
 FIXED_PRELOAD = ("torch", "lockstep.cli.main", "lockstep.elastic.runtime")  # of a fixed group
 # Variables of the forkserver and its workers; the user's own settings win.
 # numpy's OpenBLAS starts a thread for each core when it is loaded.
@@ -306,7 +307,7 @@ class Forkserver:
 _early: list[Forkserver] = []  # at most one
 
 
-def start_early(program: WorkerProgram = WorkerProgram(())) -> None:
+def start_early(program: WorkerProgram) -> None:
     """Start a forkserver that imports torch while the command reads its run. `start_forkserver`
     returns it; else it ends with this process."""
     with suppress(OSError):

@@ -28,7 +28,7 @@ from lockstep.agent.hosts import SENT_VARIABLES, combined_exit_code
 from lockstep.elastic.control import request_stop, stop_recipients
 from lockstep.elastic.generation_log import Generation, GenerationLog
 from lockstep.elastic.run_folder import open_waiting_room, read_folder_id
-from lockstep.errors import LockstepError, UsageError
+from lockstep.errors import LockstepError, UsageError, missing_package
 from lockstep.runtime.signals import StopSignals
 from lockstep.runtime.worker_env import SHARED_TERMINAL
 
@@ -58,9 +58,7 @@ def connected() -> Iterator[Any]:
     try:
         import ray
     except ImportError as error:
-        raise UsageError(
-            f"ray cannot be imported: {error}", "--ray", 'pip install "lockstep-train[ray]"'
-        ) from None
+        raise missing_package("ray", "ray", "--ray", f"cannot be imported: {error}") from None
     address = os.environ.get("RAY_ADDRESS") or "auto"
     host, _, port = address.rpartition("/")[2].rpartition(":")
     try:

@@ -27,7 +27,7 @@ from lockstep.cli.options import (
     refuse_unknown,
 )
 from lockstep.cli.script import asks_for_help, folder_of, is_script, read_sources, split_at_script
-from lockstep.errors import LockstepError, OutOfMemoryError, UsageError
+from lockstep.errors import LockstepError, OutOfMemoryError, UsageError, require_text_packages
 from lockstep.object_store.address import Address, parse_address
 from lockstep.runtime.environment import RESERVED_VARIABLES, read_rank_info
 from lockstep.runtime.exit_report import error_summary, is_out_of_memory
@@ -93,15 +93,18 @@ def run_command(given: list[str], *, is_process: bool = False) -> int:
     command = COMMANDS[args.command]
     if not command.rest:
         refuse_unknown(rest, args.command)
+    if command.needs_text and not (is_script(vars(args).get("target")) or only_answers(args)):
+        require_text_packages(f"lockstep {args.command}, for the texts of a recipe")
     log.set_up_logging()
     if not command.takes_address and (addresses := find_addresses(args, script, arguments)):
         from lockstep.cli.remote import run_remote
 
         return run_remote(args, given, addresses, [*rest, *arguments])
     if is_process and becomes_agent(args, [*rest, *arguments]):
-        from lockstep.agent.forkserver import start_early
+        from lockstep.agent.forkserver import PRELOAD, RECIPE_PRELOAD, WorkerProgram, start_early
 
-        start_early()
+        preload = PRELOAD if args.command == "run" else RECIPE_PRELOAD
+        start_early(WorkerProgram((), preload=preload))
     if getattr(args, "step", None) == "best":
         from lockstep.checkpoint.commands import best_step  # loads numpy
 
@@ -117,6 +120,11 @@ def run_command(given: list[str], *, is_process: bool = False) -> int:
         log.log.info("%s; starting again: lockstep %s %s", again.what, args.command, again.options)
         args.restart, args.out = "one", args.out or (Path(again.out) if again.out else None)
         return int(start(args, [*rest, *arguments]))
+
+
+def only_answers(args: argparse.Namespace) -> bool:
+    """Whether the command only shows values, or stops a run: --show, --stop RUN."""
+    return bool(vars(args).get("show")) or isinstance(vars(args).get("stop"), Path)
 
 
 def becomes_agent(args: argparse.Namespace, rest: Sequence[str]) -> bool:

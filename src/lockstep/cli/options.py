@@ -135,6 +135,7 @@ class Command:
     required       names of the options that must be given
     rest           further words: "keys" of a run as --section.key VALUE, or the "words" of a script
     takes_address  its run folder may be an address in a store, which the command handles by itself
+    needs_text     the packages of the extra [text], unless its target is a script
     """
 
     help: str
@@ -142,6 +143,7 @@ class Command:
     required: tuple[str, ...] = ()
     rest: Literal["", "keys", "words"] = ""
     takes_address: bool = False
+    needs_text: bool = False
 
 
 # Files in render/templates.
@@ -189,6 +191,7 @@ COMMANDS = {
 --layout {{auto}}  auto: choose layout.* by lockstep plan for the devices of this machine
 """,
         rest="keys",
+        needs_text=True,
     ),
     "plan": Command(
         "rank the layouts of a run on given devices by memory and time",
@@ -209,6 +212,7 @@ COMMANDS = {
 """,
         required=("--devices",),
         rest="keys",
+        needs_text=True,
     ),
     "run": Command(
         "run a script on all devices of this machine; its arguments follow FILE.py",
@@ -255,6 +259,7 @@ file FILE.py  script that every worker runs as python FILE.py ARGUMENTS
 --stop RUN  ask the run in this folder to save and stop, from any host, and exit
 """,
         rest="keys",
+        needs_text=True,
     ),
     "render": Command(
         "write the file that starts a run file on a cluster, on a range of nodes",
@@ -364,6 +369,7 @@ other RUN2  run to compare it with
 """,
         rest="keys",
         takes_address=True,
+        needs_text=True,
     ),
     "evaluate": Command(
         "score the checkpoints of a run on its held-out data",
@@ -380,6 +386,7 @@ other RUN2  run to compare it with
 --include-path FOLDER  lm-eval: folder with further tasks, as YAML files
 --chat  lm-eval: apply the model's chat template
 """,
+        needs_text=True,
     ),
     "translate": Command(
         "translate a text, or lines from standard input",
@@ -390,6 +397,7 @@ other RUN2  run to compare it with
 {BEAMS}
 --average COUNT = 0  use the mean of the newest COUNT checkpoints' weights; 0: one
 """,
+        needs_text=True,
     ),
     "generate": Command(
         "continue a text, or lines from standard input, with a Llama",
@@ -409,6 +417,7 @@ folder RUN|HF-FOLDER  folder of a run or of a Hugging Face model
 --file FILE  read lines from this file instead of standard input
 """,
         rest="words",
+        needs_text=True,
     ),
     "checkpoint": Command(
         "list, verify, digest, import or export the checkpoints of a run",

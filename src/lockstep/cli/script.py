@@ -379,6 +379,10 @@ def imports_lockstep(script: ast.Module) -> bool:
     return any(name.partition(".")[0] == "lockstep" for _, name in imports_of(script))
 
 
+def imports_recipes(module: ast.Module) -> bool:
+    return any(name.startswith("lockstep.recipes") for _, name in imports_of(module))
+
+
 def opens_session(module: ast.Module) -> bool:
     """Return whether an imported module imports lockstep and names what joins the workers."""
     names = map(name_of, ast.walk(module))

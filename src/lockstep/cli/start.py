@@ -16,12 +16,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.agent.agent import AgentConfig, run_fixed_group, run_until_end
-from lockstep.agent.forkserver import FIXED_PRELOAD, WorkerProgram
+from lockstep.agent.forkserver import FIXED_PRELOAD, PRELOAD, RECIPE_PRELOAD, WorkerProgram
 from lockstep.agent.restart_policy import PLAIN_SCRIPT_POLICY
 from lockstep.cli.report import last_leader_host, write_at_end
 from lockstep.cli.script import (
     folder_of,
     imports_lockstep,
+    imports_recipes,
     is_script,
     opens_session,
     read_script,
@@ -34,7 +35,7 @@ from lockstep.config.saved_run import open_with_overrides, resume_step
 from lockstep.config.schema import ResolvedRun, RunConfig
 from lockstep.elastic.protocol.decisions import FIXED
 from lockstep.elastic.run_folder import remove_untrained_run
-from lockstep.errors import UsageError
+from lockstep.errors import UsageError, require_text_packages
 from lockstep.layout import choose_layout
 from lockstep.log import log, set_up_logging
 from lockstep.runtime.environment import (
@@ -124,7 +125,10 @@ def start_agent(request: RunRequest, run: RunConfig | None, config: AgentConfig)
     script = "" if request.is_whole_script else request.script
     # A restarted worker resumes from the newest checkpoint, regardless of --resume.
     program = WorkerProgram(
-        request.command_words(request.resume), request.command_words("auto"), script=script
+        request.command_words(request.resume),
+        request.command_words("auto"),
+        preload=PRELOAD if request.script else RECIPE_PRELOAD,
+        script=script,
     )
     policy = (
         replace(PLAIN_SCRIPT_POLICY, script=Path(request.script).name)
@@ -341,6 +345,8 @@ def read_script_request(args: argparse.Namespace, name: str, arguments: list[str
     file, module = Path(name), args.module or ""
     is_decided = args.restart and args.out  # as for workers
     script, *imported = [read_script(file)] if is_decided else read_sources(file, module)
+    if any(map(imports_recipes, [script, *imported])):
+        require_text_packages(f"{name} imports lockstep.recipes")
     folder = folder_of(file, [script, *imported], args.out, arguments)
     restart = args.restart or (
         "one" if imports_lockstep(script) or any(map(opens_session, imported)) else "all"

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from lockstep.errors import require_text_packages
 from lockstep.history.replay import recorded_steps, replay
 from lockstep.history.request import Replay
 from lockstep.history.why import explain
@@ -35,6 +36,7 @@ def decoder_of(folder: Path) -> Decode:
     path = next((path for path in paths if path.exists()), None)
     if path is None:
         return lambda tokens: ", ".join(map(str, tokens))
+    require_text_packages(str(path))
     from tokenizers import Tokenizer  # only for runs that have one
 
     tokenizer = Tokenizer.from_file(str(path))

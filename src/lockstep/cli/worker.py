@@ -11,7 +11,6 @@ from lockstep.cli.start import RunRequest
 from lockstep.elastic.membership import RunEnded
 from lockstep.elastic.run_folder import folder_error, may_be_folder_error, wait_until_usable
 from lockstep.errors import RunFolderUnavailableError, UsageError
-from lockstep.recipes.script import train_as_worker
 from lockstep.runtime.environment import read_rank_info
 from lockstep.runtime.exit_report import worker_main
 from lockstep.runtime.numerics import seed_unseeded_generators
@@ -110,6 +109,8 @@ def run_function(
 
 def train_run(request: RunRequest) -> int:
     """Collective. Train by the script of the run's task; return the exit code."""
+    from lockstep.recipes.script import train_as_worker  # needs the packages for text
+
     folder = request.folder
     code = train_as_worker(
         folder, lambda: request.open(request.resume), resume=request.resume, script=None

@@ -23,7 +23,7 @@ from lockstep.config.schema import (
     flatten,
     parse_value,
 )
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, missing_package
 from lockstep.network.wire_format import wire_conflict
 from lockstep.training.skip import skip_conflicts
 
@@ -285,11 +285,7 @@ def refuse_missing_packages(resolved: ResolvedRun, *, prepared: bool) -> None:
     }
     for key, (package, extra, needed) in needs.items():
         if needed and find_spec(package) is None:
-            raise ConfigError(
-                f"the package {package} is not installed",
-                f"{key} from {resolved.origin[key]}",
-                f'pip install "lockstep-train[{extra}]"',
-            )
+            raise missing_package(package, extra, f"{key} from {resolved.origin[key]}")
     # Those of Inductor and Triton.
     compilers = [os.environ.get("CXX"), os.environ.get("CC"), "g++", "gcc", "clang"]
     if run.compute.compile and not any(map(which, filter(None, compilers))):

@@ -1,0 +1,3 @@
+from lockstep.errors import require_text_packages
+
+require_text_packages("lockstep.corpus")

@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import ConfigError, DataError, UsageError
+from lockstep.errors import DataError, UsageError, missing_package
 from lockstep.files import parse_json, read_json
 from lockstep.units import join_names, shorten
 
@@ -123,9 +123,7 @@ def table_rows(path: Path) -> Iterator[Record]:
     A table gives each row the keys of all rows, so null keys count as absent.
     """
     if find_spec("pyarrow") is None:
-        raise ConfigError(
-            f"{path.name} needs the package pyarrow", str(path), 'pip install "lockstep-train[hub]"'
-        )
+        raise missing_package("pyarrow", "hub", str(path))
     import pyarrow.ipc  # optional
     import pyarrow.parquet
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from lockstep.errors import StoreError, UsageError
+from lockstep.errors import StoreError, missing_package
 from lockstep.object_store.address import Address, endpoint
 
 CLIENT = {"connect_timeout": "5s", "timeout": "60s"}  # of a request: a blob of 8 MiB at 140 kB/s
@@ -57,11 +57,8 @@ class RunBucket:
             from obstore.exceptions import AlreadyExistsError, BaseError
             from obstore.store import S3Store
         except ModuleNotFoundError as error:
-            raise UsageError(
-                f"the package obstore is not installed ({error})",
-                f"--out {address}",
-                'pip install "lockstep-train[store]"',
-            ) from None
+            problem = f"is not installed ({error})"
+            raise missing_package("obstore", "store", f"--out {address}", problem) from None
         self.address = address
         self.where = "/".join(filter(None, [str(address), folder]))
         self._errors = BaseError

@@ -41,7 +41,6 @@ from lockstep.runtime.device import select_device
 from lockstep.runtime.process_group import group_timeout, init_default_group
 from lockstep.runtime.sockets import interface_with_address, reserve_port
 from lockstep.runtime.work import wait_for
-from lockstep.tasks.open import open_task
 from lockstep.tasks.optim import make_optimizers
 
 PROCESSES = get_context("forkserver")  # forked from one that has imported this module
@@ -57,6 +56,8 @@ class Workbench:
     """What is timed: the model of a run, and the micro-batches of its first steps."""
 
     def __init__(self, run: RunConfig, folder: Path, runtime: ElasticRuntime) -> None:
+        from lockstep.tasks.open import open_task  # needs the packages for text
+
         self.run = run
         self.device = runtime.world.device
         self.task = open_task(run, folder, runtime)
@@ -178,6 +179,7 @@ def calibrate_together(
     if kind != "cpu":
         return model, timing
     if processes > 1:
+        PROCESSES.set_forkserver_preload([__name__, "lockstep.tasks.open"])
         with PROCESSES.Pool(processes) as pool:
             found = pool.starmap(calibrate, [(run, folder, kind, tensor_sizes)] * processes)
         timing = mean_timing([timing for _, timing in found])

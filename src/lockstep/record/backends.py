@@ -26,7 +26,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, Protocol
 
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, missing_package
 from lockstep.files import open_regular
 from lockstep.log import log
 
@@ -87,11 +87,8 @@ def import_optional(name: str, asked_by: str, package: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"{package} is not installed ({error})",
-            f"enabled by {asked_by}",
-            'pip install "lockstep-train[track]"',
-        ) from error
+        problem = f"is not installed ({error})"
+        raise missing_package(package, "track", f"enabled by {asked_by}", problem) from error
 
 
 class TensorBoard:

@@ -35,7 +35,13 @@ from lockstep.elastic.collectives import (
     run_on_rank0,
 )
 from lockstep.elastic.runtime import ElasticRuntime
-from lockstep.errors import CheckpointError, DamagedFileError, LockstepError, UsageError
+from lockstep.errors import (
+    CheckpointError,
+    DamagedFileError,
+    LockstepError,
+    UsageError,
+    missing_package,
+)
 from lockstep.files import read_json, write_json
 from lockstep.log import log, printable
 from lockstep.models.llama_io import CHECKPOINTS, export_run, is_llama_run, refuse_no_model
@@ -350,11 +356,8 @@ def evaluate_with_lm_eval(
         from lm_eval.tasks import TaskManager
         from lm_eval.utils import make_table
     except ImportError as error:
-        raise UsageError(
-            f"lm-eval cannot be imported: {error}",
-            "--lm-eval",
-            'pip install "lockstep-train[eval]"',
-        ) from error
+        problem = f"cannot be imported: {error}"
+        raise missing_package("lm-eval", "eval", "--lm-eval", problem) from error
     step = choose_step(step, committed_steps(folder / CHECKPOINTS), folder)
     manager = TaskManager(include_path=include_path and str(include_path))
     options = {

@@ -49,7 +49,7 @@ def test_a_missing_ray_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) 
     with (
         pytest.raises(
             UsageError,
-            match=r"ray cannot be imported.*\n  --ray\n  pip install \"lockstep-train\[ray\]\"",
+            match=r"ray cannot be imported.*\n  --ray\n  pip install 'lockstep-train\[ray\]'",
         ),
         connected(),
     ):

@@ -59,7 +59,7 @@ def test_a_missing_package_is_refused_with_its_extra(monkeypatch: pytest.MonkeyP
             refuse_missing_packages(resolve(None, flags), prepared=False)
         assert (
             "command line" in caught.value.where
-            and f'"lockstep-train[{extra}]"' in caught.value.hint
+            and f"'lockstep-train[{extra}]'" in caught.value.hint
         )
 
 
