@@ -26,7 +26,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import *  # noqa: F403
-from lockstep.errors import ERRORS_BY_NAME
+from lockstep.errors import ERRORS_BY_NAME, LockstepError
 
 if TYPE_CHECKING:
     from lockstep.cli.script import launch as launch
@@ -53,7 +53,24 @@ def _set_cublas_workspace() -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
+def _print_error(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    """sys.excepthook: print the parts of a Lockstep error and exit with its code; print the user's
+    frames of another error. python -X dev prints all frames of any."""
+    if not sys.flags.dev_mode:
+        if isinstance(error, LockstepError):
+            print(error, file=sys.__stderr__)  # torch captures sys.stderr around this function
+            sys.exit(error.exit_code)
+        import_module("lockstep.runtime.exit_report").keep_user_frames(error)
+    sys.__excepthook__(kind, error, error.__traceback__)
+
+
+def _set_excepthook() -> None:
+    if sys.excepthook is sys.__excepthook__:  # else the program has its own
+        sys.excepthook = _print_error
+
+
 _set_cublas_workspace()
+_set_excepthook()
 __version__ = "0.1.0"  # pyproject.toml reads it from here
 
 _MODULES = {

@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Literal
 
 from lockstep.errors import LockstepError, PeersLostError
@@ -24,6 +25,7 @@ from lockstep.runtime.signals import EXIT_INTERRUPTED
 from lockstep.runtime.worker_env import exit_report_path, read_worker_env
 from lockstep.units import join_words
 
+PACKAGE_FOLDER = f"{Path(__file__).parents[1]}{os.sep}"
 CLEAN_EXIT_CODES = (0, 75, 130)  # done, saved and to be restarted, saved on SIGINT
 
 # Messages of torch 2.13 for a lost peer: gloo, TCPStore, NCCL. All observed except NCCL's.
@@ -140,12 +142,31 @@ def run_and_report(function: Callable[[], int | None]) -> ExitReport:
         )
     except BaseException as error:
         trace = traceback.format_exc()
+        keep_user_frames(error)
+        text = "".join(traceback.format_exception(error))
         lost = is_peer_loss(error)
         code, in_program = (
             PeersLostError.exit_code if lost else 1,
             isinstance(error, PROGRAM_ERRORS),
         )
-        return ExitReport(code, now_s(), trace, trace, lost_peers=lost, program_error=in_program)
+        return ExitReport(code, now_s(), text, trace, lost_peers=lost, program_error=in_program)
+
+
+def keep_user_frames(error: BaseException) -> None:
+    """Drop the frames of Lockstep from a traceback, except behind the last frame of the user."""
+    steps = []
+    step = error.__traceback__
+    while step:
+        steps.append(step)
+        step = step.tb_next
+    has_user = False
+    for last in reversed(steps):
+        file = last.tb_frame.f_code.co_filename
+        is_ours = file.startswith((PACKAGE_FOLDER, "<frozen"))
+        if not (is_ours and has_user):
+            step = TracebackType(step, last.tb_frame, last.tb_lasti, last.tb_lineno)
+        has_user = has_user or not (is_ours or "/lib/python" in file)
+    error.__traceback__ = step
 
 
 def send_exit_report(report: ExitReport) -> bool:

@@ -156,9 +156,12 @@ def init_default_group(
     reset_group_count()
     device_id = device if "nccl" in backend else None
     timeout = timedelta(seconds=timeout_s)
+    excepthook = sys.excepthook
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=size, timeout=timeout, device_id=device_id
     )
+    if size == 1:
+        sys.excepthook = excepthook  # torch's writes [rank0] before each line of a traceback
     assert dist.group.WORLD is not None
     # Else new_group splits this communicator, for which it needs all ranks.
     dist.group.WORLD.bound_device_id = None

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import signal
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -11,6 +15,7 @@ from lockstep.runtime.exit_report import (
     WorkerExit,
     error_summary,
     is_peer_loss,
+    keep_user_frames,
     summarize_exits,
 )
 
@@ -185,3 +190,39 @@ def test_other_errors_are_not_peer_loss() -> None:
 def test_error_summary_drops_source_file_and_advice() -> None:
     assert error_summary(RuntimeError(GONE[0])) == "Connection closed by peer [127.0.0.1]:29091"
     assert error_summary(RuntimeError()) == "RuntimeError"
+
+
+def function_in(file: str, body: str, **names: Any) -> Callable[[], None]:
+    """Return a function whose code is in this file."""
+    exec(compile(f"def call(): {body}", file, "exec"), names)
+    call: Callable[[], None] = names["call"]
+    return call
+
+
+@pytest.mark.parametrize(
+    ("files", "kept"),
+    [
+        (["lockstep", "<frozen runpy>", "loop.py"], ["loop.py"]),
+        (["loop.py", "lockstep", "loop.py"], ["loop.py", "loop.py"]),
+        (["loop.py", "lockstep", "torch"], ["loop.py", "lockstep", "torch"]),
+        (["lockstep", "torch"], ["lockstep", "torch"]),
+    ],
+)
+def test_frames_of_lockstep_that_lead_to_the_user_are_dropped(
+    files: list[str], kept: list[str]
+) -> None:
+    places = {
+        "lockstep": str(sys.modules[keep_user_frames.__module__].__file__),
+        "torch": "/usr/lib/python3/dist-packages/torch/nn.py",
+        "loop.py": "/home/user/loop.py",
+    }
+    call = function_in(places.get(files[-1], files[-1]), "1 / 0")
+    for file in files[-2::-1]:
+        call = function_in(places.get(file, file), "inner()", inner=call)
+    try:
+        call()
+    except ZeroDivisionError as error:
+        error.__traceback__ = error.__traceback__.tb_next  # of this test
+        keep_user_frames(error)
+        shown = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    assert shown == [places.get(file, file) for file in kept]
