@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Iterable
+from difflib import get_close_matches
 from importlib.util import find_spec
 
 from lockstep.log import printable
@@ -60,6 +61,12 @@ def refuse(names: Iterable[str], what: str, where: str, hint: str) -> None:
     """UsageError if there are any names. They follow `what` in the message."""
     if listed := list(names):
         raise UsageError(f"{what} {join_names(listed)}", where, hint)
+
+
+def perhaps(word: str, known: Iterable[str]) -> str:
+    """Return "perhaps A or B", the names most like `word`; "" if none is."""
+    near = get_close_matches(word, list(known), n=2, cutoff=0.8)
+    return f"perhaps {' or '.join(near)}" if near else ""
 
 
 class ConfigError(UsageError):

@@ -9,7 +9,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from lockstep.cli.options import refuse_unknown
 from lockstep.cli.start import run_in_group
 from lockstep.corpus.files import read_input_lines
 from lockstep.errors import UsageError
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
 
 
 def main(args: argparse.Namespace, rest: list[str]) -> int:
-    refuse_unknown([word for word in rest if word.startswith("-")], "generate")
     args.text += rest  # argparse leaves texts behind an option over
     if args.tensor == 1:
         return print_continuations(args, None)

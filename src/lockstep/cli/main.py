@@ -24,10 +24,21 @@ from lockstep.cli.options import (
     RUN_COMMANDS,
     Parser,
     build_parser,
-    refuse_unknown,
 )
-from lockstep.cli.script import asks_for_help, folder_of, is_script, read_sources, split_at_script
-from lockstep.errors import LockstepError, OutOfMemoryError, UsageError, require_text_packages
+from lockstep.cli.script import (
+    asks_for_help,
+    folder_of,
+    is_script,
+    names_option,
+    read_sources,
+    split_at_script,
+)
+from lockstep.errors import (
+    LockstepError,
+    OutOfMemoryError,
+    UsageError,
+    require_text_packages,
+)
 from lockstep.object_store.address import Address, parse_address
 from lockstep.runtime.environment import RESERVED_VARIABLES, read_rank_info
 from lockstep.runtime.exit_report import error_summary, is_out_of_memory
@@ -68,6 +79,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     return failure.exit_code
 
 
+def refuse_mistyped(command: Parser, words: Sequence[str], target: str, module: str) -> None:
+    """UsageError for a word that resembles an option of the command and that its target does not
+    know: a run file by its keys, a script or a function by its source."""
+    for name in (word.partition("=")[0] for word in words if word.startswith("--")):
+        error = command.unknown(name)
+        if not error.hint.startswith("perhaps"):
+            continue
+        if not is_script(target):
+            from lockstep.config.schema import config_fields  # loads pydantic
+
+            is_known = name[2:] in config_fields()
+        else:
+            file = Path(target.partition(":")[0])
+            is_known = file.suffix != ".py" or names_option(read_sources(file, module), name)
+            error.hint += f"; behind -- it is passed to {target}"
+        if not is_known:
+            raise error
+
+
 def exit_at_once(number: int, frame: FrameType | None) -> None:
     os._exit(128 + number)
 
@@ -76,13 +106,20 @@ def run_command(given: list[str], *, is_process: bool = False) -> int:
     """Run the command. is_process: nothing else runs in this process"""
     refuse_invalid_utf8(given)
     parser = build_parser()
+    name = given[0] if given else ""
+    subparser = parser.commands.get(name, parser)
     words, script, arguments = split_script(parser, given)
-    if words[:1] and words[0] in RUN_COMMANDS and not script:
-        subparser = parser.commands[words[0]]
+    if name in RUN_COMMANDS and not script:
         if {"--help", "-h"} & set(words):
             print_run_help(subparser)
             return 0
         words, arguments = split_values(subparser, words)
+    if name in COMMANDS:
+        subparser.refuse_unknown(words[1:])
+        if arguments and "--" not in given:
+            targets = (word for word in words[1:] if is_script(word) and not word[0].isdecimal())
+            module = words[words.index("-m") + 1] if "-m" in words else ""
+            refuse_mistyped(subparser, arguments, script or next(targets, ""), module)
     args, rest = parser.parse_known_args([*words, script] if script else words)
     if args.version:
         print(lockstep.__version__)
@@ -91,8 +128,8 @@ def run_command(given: list[str], *, is_process: bool = False) -> int:
         parser.print_help()
         return 2
     command = COMMANDS[args.command]
-    if not command.rest:
-        refuse_unknown(rest, args.command)
+    if rest and not command.rest:
+        raise subparser.unknown(rest[0])
     if command.needs_text and not (is_script(vars(args).get("target")) or only_answers(args)):
         require_text_packages(f"lockstep {args.command}, for the texts of a recipe")
     log.set_up_logging()

@@ -13,15 +13,23 @@ folder RUN              an argument; [folder RUN] may be missing, [text TEXT...]
 """
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal
 
-from lockstep.errors import UsageError
+from lockstep.errors import UsageError, perhaps
 from lockstep.network.collectives import ALGORITHMS, COLLECTIVES
 from lockstep.units import parse_bytes, parse_count, parse_rate, parse_seconds
 
+INTRODUCTION = """\
+Train PyTorch models on many machines, with identical bits through failures.
+
+  lockstep run train.py --workers 4              your script
+  lockstep launch train.py --hosts hosts.toml    your script, on several hosts
+  lockstep train recipes/translate.toml          a recipe; lockstep recipes lists them"""
 EXIT_CODES = """\
 exit codes: 0 success; 1 training failed; 2 usage or configuration; 3 damaged data or checkpoint; \
 4 diverged;
@@ -35,16 +43,24 @@ class Parser(argparse.ArgumentParser):
     commands: Mapping[str, "Parser"]
 
     def error(self, message: str) -> None:  # type: ignore[override]
-        raise UsageError(
-            " ".join(message.split()).replace(" :", ":"), "command line", f"see {self.prog} --help"
-        )
+        choice = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message)
+        near = perhaps(choice[1], re.findall(r"[\w-]+", choice[2])) if choice else ""
+        if choice and choice[1].endswith(".py"):
+            near = f"lockstep run {choice[1]}"
+        what = " ".join(message.split()).replace(" :", ":")
+        raise UsageError(what, "command line", near or f"see {self.prog} --help")
 
+    def refuse_unknown(self, words: Iterable[str]) -> None:
+        """UsageError for an option that the command does not have."""
+        for word in takewhile(lambda word: word != "--", words):
+            name = word.partition("=")[0]
+            if re.fullmatch("--?[a-zA-Z][^ ]*", name) and name not in self._option_string_actions:
+                raise self.unknown(name)
 
-def refuse_unknown(rest: list[str], command: str) -> None:
-    if rest:
-        raise UsageError(
-            f"unknown option {rest[0]!r}", "command line", f"see lockstep {command} --help"
-        )
+    def unknown(self, word: str) -> UsageError:
+        near = perhaps(word, self._option_string_actions)
+        hint = near or f"see {self.prog} --help"
+        return UsageError(f"unknown option {word!r}", "command line", hint)
 
 
 def integer(minimum: int, maximum: int) -> Callable[[str], int]:
@@ -135,6 +151,7 @@ class Command:
     required       names of the options that must be given
     rest           further words: "keys" of a run as --section.key VALUE, or the "words" of a script
     takes_address  its run folder may be an address in a store, which the command handles by itself
+    usage          line of its help; "": argparse writes it
     needs_text     the packages of the extra [text], unless its target is a script
     """
 
@@ -143,6 +160,7 @@ class Command:
     required: tuple[str, ...] = ()
     rest: Literal["", "keys", "words"] = ""
     takes_address: bool = False
+    usage: str = ""
     needs_text: bool = False
 
 
@@ -179,45 +197,11 @@ STEP = "--step STEP|best  checkpoint to use (default: the newest)"
 BEAMS = "--beams BEAMS = 1  width of the beam search; 1: greedy"
 
 COMMANDS = {
-    "train": Command(
-        "train a run file or a function on all devices of this machine",
-        f"""
-{TARGET}
---out OUT  run folder, or s3://BUCKET/RUN (default: runs/NAME of the run file, or runs/default)
-{LOCAL_WORKERS}
-{RESUME}
-{PROFILE}
---show  print every value with its origin, and exit
---layout {{auto}}  auto: choose layout.* by lockstep plan for the devices of this machine
-""",
-        rest="keys",
-        needs_text=True,
-    ),
-    "plan": Command(
-        "rank the layouts of a run on given devices by memory and time",
-        f"""
-{TARGET}
---devices HxD:KIND-MEMORY  hosts x devices of each, as 4x8:H100-80GB or 2x1:cpu-4GiB; another GPU:
-    -MEMORY@TFLOPS[,GB/s]
---link RATE[,LATENCY] =  of a host, shared by its workers, such as 100Gbit/s or 1Gbit/s,200us
---host-link RATE[,LATENCY] =  between two devices of a host (default: an assumption)
---profile FILE.json  links as lockstep bench comm measured them, instead of --link
---measure  time the blocks of the model on this machine, instead of assuming FLOP/s
---out RUN  --measure: run folder whose data is used, prepared if missing (default: as for train)
---mtbf TIME  mean time between failures of a host in the run, such as 4h: adds the goodput
---price P  dollars per device and hour: adds the price of a million tokens
---tokens TOTAL  tokens to train on, such as 20e9 or 20B: adds device hours, wall time, and with
-    --price dollars
---json  print JSON
-""",
-        required=("--devices",),
-        rest="keys",
-        needs_text=True,
-    ),
     "run": Command(
-        "run a script on all devices of this machine; its arguments follow FILE.py",
+        "run your script on all devices of this machine, and replace lost workers",
         f"""
-file FILE.py  script that every worker runs as python FILE.py ARGUMENTS
+file FILE.py  script that every worker runs as python FILE.py ARGUMENTS; in lockstep run train.py
+    --workers 4 --lr 0.1 the script gets --lr 0.1
 --out OUT  run folder (default: --out of the script's arguments, the folder of its Session, or
     runs/FILE)
 {LOCAL_WORKERS}
@@ -233,9 +217,10 @@ file FILE.py  script that every worker runs as python FILE.py ARGUMENTS
 --follow-session  set by the agent: a Session may ask for another start, in its folder
 """,
         rest="words",
+        usage="lockstep run FILE.py [OPTIONS] [ARGUMENTS OF THE SCRIPT]",
     ),
     "launch": Command(
-        "train on one or more hosts, and recover from lost workers and hosts",
+        "run your script or a recipe on one or more hosts, and replace lost workers and hosts",
         f"""
 {TARGET}
 --out OUT  run folder, on a disk that all hosts share, or s3://BUCKET/RUN (default: as for train)
@@ -261,45 +246,6 @@ file FILE.py  script that every worker runs as python FILE.py ARGUMENTS
         rest="keys",
         needs_text=True,
     ),
-    "render": Command(
-        "write the file that starts a run file on a cluster, on a range of nodes",
-        f"""
-target {one_of(TARGETS)}
-run_file RUN.toml  run file or recipe
---nodes MIN:MAX  the run trains with MIN nodes or more; up to MAX
---gpus GPUS = 0  GPUs of each node, with a worker for each; 0: CPUs
---workers N  workers of each node (default: one per GPU, two on CPUs)
---run FOLDER|s3://BUCKET/RUN  run folder on the shared disk, or in a store (default: runs/NAME of
-    the run file)
---image IMAGE  container image with Lockstep (default: lockstep:VERSION)
---out FILE  file to write (default: print it)
-""",
-        required=("--nodes",),
-        rest="keys",
-    ),
-    "bench": Command(
-        "measure the network between the hosts of a run: lockstep bench comm",
-        f"""
-[what {{comm}}]  comm: time, bandwidth and latency of collectives and messages, slow links
---out FILE.json = runs/comm.json  file for the results, on a disk that all hosts share, or
-    s3://BUCKET/RUN; the run folder is FILE
---sizes SIZES = {COMM_SIZES}  bytes of the buffers, separated by commas
-{HOST_WORKERS}
-{HOSTS}
-""",
-        takes_address=True,
-    ),
-    "doctor": Command(
-        "examine the hosts before a run: versions, network, run folder, limits; exit code 0: a "
-        "run can start",
-        f"""
---out RUN = runs/default  run folder or s3://BUCKET/RUN to examine
---wait SECONDS = 60  how long to wait for other hosts
-{HOST_WORKERS}
-{HOSTS}
-""",
-        takes_address=True,
-    ),
     "status": Command(
         "list the members of a run: hosts, process ids, roles and steps",
         f"""
@@ -323,6 +269,19 @@ run RUN|HOST:RUN  run folder, s3://BUCKET/RUN, or a folder on a host that ssh re
 {RUN}
 --compare RUN2  draw this run in the same charts
 --out FILE.html  file to write (default: RUN/report.html; with --compare RUN/compare.html)
+""",
+    ),
+    "checkpoint": Command(
+        "list, verify, digest, import or export the checkpoints of a run",
+        """
+action {list,verify,digest,import,export}
+folder RUN  run folder; import: a Hugging Face folder
+[step STEP|best]  checkpoint to use (default: the newest)
+--out OUT  export: .safetensors file (of a Llama: folder) to write; import: run folder to write
+--shard-bytes SIZE = 5 GB  export of a Llama: maximum size of a file
+--dtype {float32,bfloat16,float16}  export of a Llama: data type (default: as in the initial
+    model)
+--adapter  export of a Llama with LoRA: the adapters alone, for PEFT (default: merged weights)
 """,
     ),
     "replay": Command(
@@ -370,6 +329,37 @@ other RUN2  run to compare it with
         rest="keys",
         takes_address=True,
         needs_text=True,
+    ),
+    "doctor": Command(
+        "examine the hosts before a run: versions, network, run folder, limits; exit code 0: a "
+        "run can start",
+        f"""
+--out RUN = runs/default  run folder or s3://BUCKET/RUN to examine
+--wait SECONDS = 60  how long to wait for other hosts
+{HOST_WORKERS}
+{HOSTS}
+""",
+        takes_address=True,
+    ),
+    "train": Command(
+        "train a recipe, a run file or a function on all devices of this machine",
+        f"""
+{TARGET}
+--out OUT  run folder, or s3://BUCKET/RUN (default: runs/NAME of the run file, or runs/default)
+{LOCAL_WORKERS}
+{RESUME}
+{PROFILE}
+--show  print every value with its origin, and exit
+--layout {{auto}}  auto: choose layout.* by lockstep plan for the devices of this machine
+""",
+        rest="keys",
+        needs_text=True,
+    ),
+    "recipes": Command(
+        "list the run files and scripts that come with Lockstep, print one, or copy a script",
+        """
+[name NAME...]  recipe to print (default: list all); copy SCRIPT FILE: your own copy of a script
+""",
     ),
     "evaluate": Command(
         "score the checkpoints of a run on its held-out data",
@@ -419,18 +409,54 @@ folder RUN|HF-FOLDER  folder of a run or of a Hugging Face model
         rest="words",
         needs_text=True,
     ),
-    "checkpoint": Command(
-        "list, verify, digest, import or export the checkpoints of a run",
-        """
-action {list,verify,digest,import,export}
-folder RUN  run folder; import: a Hugging Face folder
-[step STEP|best]  checkpoint to use (default: the newest)
---out OUT  export: .safetensors file (of a Llama: folder) to write; import: run folder to write
---shard-bytes SIZE = 5 GB  export of a Llama: maximum size of a file
---dtype {float32,bfloat16,float16}  export of a Llama: data type (default: as in the initial
-    model)
---adapter  export of a Llama with LoRA: the adapters alone, for PEFT (default: merged weights)
+    "plan": Command(
+        "rank the layouts of a run on given devices by memory and time",
+        f"""
+{TARGET}
+--devices HxD:KIND-MEMORY  hosts x devices of each, as 4x8:H100-80GB or 2x1:cpu-4GiB; another GPU:
+    -MEMORY@TFLOPS[,GB/s]
+--link RATE[,LATENCY] =  of a host, shared by its workers, such as 100Gbit/s or 1Gbit/s,200us
+--host-link RATE[,LATENCY] =  between two devices of a host (default: an assumption)
+--profile FILE.json  links as lockstep bench comm measured them, instead of --link
+--measure  time the blocks of the model on this machine, instead of assuming FLOP/s
+--out RUN  --measure: run folder whose data is used, prepared if missing (default: as for train)
+--mtbf TIME  mean time between failures of a host in the run, such as 4h: adds the goodput
+--price P  dollars per device and hour: adds the price of a million tokens
+--tokens TOTAL  tokens to train on, such as 20e9 or 20B: adds device hours, wall time, and with
+    --price dollars
+--json  print JSON
 """,
+        required=("--devices",),
+        rest="keys",
+        needs_text=True,
+    ),
+    "render": Command(
+        "write the file that starts a run file on a cluster, on a range of nodes",
+        f"""
+target {one_of(TARGETS)}
+run_file RUN.toml  run file or recipe
+--nodes MIN:MAX  the run trains with MIN nodes or more; up to MAX
+--gpus GPUS = 0  GPUs of each node, with a worker for each; 0: CPUs
+--workers N  workers of each node (default: one per GPU, two on CPUs)
+--run FOLDER|s3://BUCKET/RUN  run folder on the shared disk, or in a store (default: runs/NAME of
+    the run file)
+--image IMAGE  container image with Lockstep (default: lockstep:VERSION)
+--out FILE  file to write (default: print it)
+""",
+        required=("--nodes",),
+        rest="keys",
+    ),
+    "bench": Command(
+        "measure the network between the hosts of a run: lockstep bench comm",
+        f"""
+[what {{comm}}]  comm: time, bandwidth and latency of collectives and messages, slow links
+--out FILE.json = runs/comm.json  file for the results, on a disk that all hosts share, or
+    s3://BUCKET/RUN; the run folder is FILE
+--sizes SIZES = {COMM_SIZES}  bytes of the buffers, separated by commas
+{HOST_WORKERS}
+{HOSTS}
+""",
+        takes_address=True,
     ),
     "lab": Command(
         "simulate a collective on a network that you describe, draw it, or run its messages",
@@ -450,12 +476,6 @@ collective {one_of(COLLECTIVES)}
 """,
         required=("--ranks", "--bytes", "--rate"),
     ),
-    "recipes": Command(
-        "list the run files and scripts that come with Lockstep, print one, or copy a script",
-        """
-[name NAME...]  recipe to print (default: list all); copy SCRIPT FILE: your own copy of a script
-""",
-    ),
     "completion": Command(
         "print a script that completes the words of lockstep in a shell",
         """
@@ -470,8 +490,9 @@ def build_parser() -> Parser:
     parser = Parser(
         prog="lockstep",
         usage="lockstep [-h] [--version] COMMAND ...",
-        description="Train PyTorch models on many machines, with identical bits through failures.",
+        description=INTRODUCTION,
         epilog=EXIT_CODES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="store_true", help="print the version and exit")
@@ -485,6 +506,7 @@ def build_parser() -> Parser:
         added = parsers.add_parser(
             command_name,
             help=command.help,
+            usage=command.usage or None,
             description=command.help,
             allow_abbrev=False,
             epilog=EXIT_CODES,

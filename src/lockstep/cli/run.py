@@ -19,8 +19,6 @@ def main(args: argparse.Namespace, rest: list[str]) -> int:
         hint = "give FILE.py; a run file: lockstep train RUN.toml"
         if colon:
             hint = f"give {file}; lockstep train takes FILE.py:FUNCTION"
-        elif rest and rest[-1].endswith(".py"):
-            hint = f"unknown option {rest[0]}; see lockstep run --help"
         raise UsageError(f"{args.file!r} is no script", "command line", hint)
     if args.parent:
         die_with_parent(args.parent)

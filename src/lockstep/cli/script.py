@@ -10,6 +10,7 @@ import argparse
 import ast
 import inspect
 import os
+import re
 import runpy
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -21,7 +22,7 @@ from types import GenericAlias, ModuleType
 from typing import Any, get_args, get_type_hints
 
 from lockstep import log
-from lockstep.errors import UsageError
+from lockstep.errors import UsageError, perhaps
 from lockstep.layout import REPLICA_AXES
 from lockstep.runtime.environment import read_rank_info
 from lockstep.runtime.exit_report import worker_main
@@ -183,6 +184,8 @@ def arguments_of(
     hint = f"it takes {', '.join('--' + name for name in parameters) or 'nothing'}"
     texts = ({"out": str(folder)} if folder and "out" in parameters else {}) | dict(flags)
     if unknown := [name for name in flags if name not in parameters]:
+        near = perhaps(f"--{unknown[0]}", [f"--{name}" for name in parameters])
+        hint = f"{near}; {hint}" if near else hint
         raise UsageError(f"{spelled} takes no --{unknown[0]}", "command line", hint)
     if missing := [
         name
@@ -381,6 +384,17 @@ def imports_lockstep(script: ast.Module) -> bool:
 
 def imports_recipes(module: ast.Module) -> bool:
     return any(name.startswith("lockstep.recipes") for _, name in imports_of(module))
+
+
+def names_option(sources: Iterable[ast.Module], option: str) -> bool:
+    """Return whether a script may take --NAME: it has a variable, a parameter or a text of this
+    name, or it takes the keys of a recipe."""
+    name = re.compile(rf"(^|--){re.escape(option[2:])}\b".replace(r"\-", "[-_]"))
+    return any(
+        imports_recipes(source)
+        or any(name.search(name_of(node) or text_of(node)) for node in ast.walk(source))
+        for source in sources
+    )
 
 
 def opens_session(module: ast.Module) -> bool:

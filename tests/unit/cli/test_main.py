@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import os
 import signal
 import subprocess
@@ -13,7 +14,14 @@ import psutil
 import pytest
 
 from lockstep.cli import options
-from lockstep.cli.main import becomes_agent, main, split_script, split_values
+from lockstep.cli.main import (
+    becomes_agent,
+    main,
+    refuse_mistyped,
+    split_script,
+    split_values,
+)
+from lockstep.cli.script import names_option
 from lockstep.errors import UsageError
 
 COMMANDS = (
@@ -256,3 +264,74 @@ def test_only_a_process_that_starts_workers_imports_torch_early(
     ours, rest = (words[:-1], words[-1:]) if words[-1] == "--help" else (words, [])
     args, _ = options.build_parser().parse_known_args(ours)
     assert becomes_agent(args, rest) == starts
+
+
+LOOP = (
+    "import argparse\n\nparser = argparse.ArgumentParser()\nparser.add_argument('--num-workers')\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("words", "what", "hint"),
+    [
+        ("replay runs/x --stepp 3", "unknown option '--stepp'", "perhaps --step"),
+        ("status runs/x --jsn", "unknown option '--jsn'", "perhaps --json"),
+        ("status runs/x --zzz", "unknown option '--zzz'", "see lockstep status --help"),
+        ("status runs/x more", "unknown option 'more'", "see lockstep status --help"),
+        ("train --worker 2", "unknown option '--worker'", "perhaps --workers"),
+        ("plan --device 4x8:H100", "unknown option '--device'", "perhaps --devices"),
+        ("render slurm a.toml --node 1:2", "unknown option '--node'", "perhaps --nodes"),
+        ("run --worker 2 loop.py", "unknown option '--worker'", "perhaps --workers"),
+        ("run loop.py --worker 2", "unknown option '--worker'", "perhaps --workers"),
+        ("run loop.py --lr 1 --worker=2", "unknown option '--worker'", "passed to loop.py"),
+        ("run loop.py --lr 1 --profile steps=1..2", "unknown option '--profile'", "perhaps"),
+        ("launch --worker 2 loop.py", "unknown option '--worker'", "perhaps --workers"),
+        ("train loop.py:main --worker 2", "unknown option '--worker'", "perhaps --workers"),
+        ("trian", "invalid choice: 'trian'", "perhaps train"),
+        ("loop.py", "invalid choice: 'loop.py'", "lockstep run loop.py"),
+        ("checkpoint verfy runs/x", "invalid choice: 'verfy'", "perhaps verify"),
+        ("run absent.py --worker 2", "there is no file absent.py", "give the path"),
+    ],
+)
+def test_a_mistyped_word_names_the_nearest_one(
+    words: str, what: str, hint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("loop.py").write_text(LOOP)
+    assert main(words.split()) == 2
+    first, *_, last = capsys.readouterr().err.splitlines()
+    assert what in first and hint in last
+
+
+@pytest.mark.parametrize(
+    ("source", "option", "named"),
+    [
+        (LOOP, "--num-workers", True),
+        ("def main(num_workers=1): ...", "--num-workers", True),
+        ("class Options:\n    num_workers: int", "--num-workers", True),
+        ('"""Usage: loop.py [--num-workers N]"""', "--num-workers", True),
+        ('"""Trains with --workers 2."""', "--worker", False),
+        ("def main(workers): ...", "--worker", False),
+        ("from lockstep import recipes", "--layout.shard", True),
+    ],
+)
+def test_a_script_names_its_own_options(source: str, option: str, named: bool) -> None:
+    assert names_option([ast.parse(source)], option) == named
+
+
+def test_words_behind_two_dashes_are_not_compared() -> None:
+    Path("loop.py").write_text(LOOP)
+    for words in ("--num-workers 2", "--lr 0.1", "-- --worker 2", "-- --workers 2"):
+        given = ["run", "loop.py", *words.split()]
+        parser = options.build_parser()
+        ours, script, arguments = split_script(parser, given)
+        assert ours == ["run"] and script == "loop.py" and arguments
+        if "--" not in given:
+            refuse_mistyped(parser.commands["run"], arguments, script, "")
+
+
+def test_the_help_shows_a_script_first(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    shown = capsys.readouterr().out
+    assert shown.index("lockstep run train.py") < shown.index("recipes/translate.toml")
+    assert shown.index("\n    run ") < shown.index("\n    train ")
