@@ -8,6 +8,7 @@ A thread writes the log file, so a run disk that does not answer for minutes blo
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import re
 import sys
@@ -18,7 +19,7 @@ from logging.handlers import QueueHandler
 from pathlib import Path
 
 FLUSH_TIMEOUT_S = 1.0
-ANNOUNCE_S = 2.0
+ANNOUNCE_S = 1.0
 # C0 and C1 except tab and newline, overrides of the direction of text, and lone surrogates.
 UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 log = logging.getLogger("lockstep")
@@ -30,9 +31,16 @@ def printable(text: str) -> str:
     return UNPRINTABLE.sub("\ufffd", text.replace("\r\n", "\n"))
 
 
+def erase_line(*, is_terminal: bool) -> str:
+    """Return what erases the line of a terminal: a process may have drawn a bar in it."""
+    return "\r\x1b[K" if is_terminal and os.environ.get("TERM") != "dumb" else ""
+
+
 class PrintableFormatter(logging.Formatter):
+    before = ""  # each record
+
     def format(self, record: logging.LogRecord) -> str:
-        return printable(super().format(record))
+        return self.before + printable(super().format(record))
 
 
 def set_up_logging(*, rank: int = 0, file: Path | None = None) -> None:
@@ -45,7 +53,9 @@ def set_up_logging(*, rank: int = 0, file: Path | None = None) -> None:
     if rank == 0:
         terminal = logging.StreamHandler(sys.stderr)
         terminal.setLevel(logging.INFO)
-        terminal.setFormatter(PrintableFormatter("%(message)s"))
+        formatter = PrintableFormatter("%(message)s")
+        formatter.before = erase_line(is_terminal=sys.stderr.isatty())
+        terminal.setFormatter(formatter)
         log.addHandler(terminal)
     if file is not None:
         lines = logging.FileHandler(file, encoding="utf-8")

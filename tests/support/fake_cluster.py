@@ -57,7 +57,7 @@ class FakeCluster:
         self.log = GenerationLog(folder / "generations")
         self.turn = threading.Condition()
         self.gone: dict[str, str] = {}  # id -> why it is not a member any longer
-        self.left: set[str] = set()  # members that left the newest generation
+        self.left: dict[str, str] = {}  # members that left the newest generation, and why
         self.joiners: list[str] = []
         self.messages: dict[Any, Any] = {}
         self.reduced: Counter[tuple[int, int]] = (
@@ -120,9 +120,9 @@ class FakeCluster:
             tuple(self.member(id) for id in [*remaining, *joiners]),
             "",
             0,
-            "",
+            next(iter(self.left.values()), "start"),
         )
-        self.left, self.joiners = set(), [id for id in waiting if id not in joiners]
+        self.left, self.joiners = {}, [id for id in waiting if id not in joiners]
         self.turn.notify_all()
 
 
@@ -174,7 +174,7 @@ class FakeMembership(Membership):
 
     def report_left(self, report: LeaveReport) -> None:
         with self.cluster.turn:
-            self.cluster.left.add(self.me.id)
+            self.cluster.left[self.me.id] = report.why
             if report.leaving:
                 self.cluster.gone[self.me.id] = report.why
             self.cluster.turn.notify_all()

@@ -14,7 +14,14 @@ from support.waiting import wait_until
 
 from lockstep import log as log_module
 from lockstep.errors import DataError
-from lockstep.log import FLUSH_TIMEOUT_S, announcing, flush_log, printable, set_up_logging
+from lockstep.log import (
+    FLUSH_TIMEOUT_S,
+    announcing,
+    erase_line,
+    flush_log,
+    printable,
+    set_up_logging,
+)
 
 log = logging.getLogger("lockstep")
 COUNT, LINE = 2000, 100  # far more than a pipe holds
@@ -119,3 +126,18 @@ def test_a_phase_is_announced_once_while_it_lasts_and_only_if_it_takes_long(
         with announcing("a short phase"):
             pass
     assert [record.message for record in caplog.records] == ["packing 100%"]
+
+
+def test_only_a_terminal_is_told_to_erase_the_bar_in_the_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    assert erase_line(is_terminal=True) == "\r\x1b[K" and not erase_line(is_terminal=False)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    set_up_logging()
+    log.info("saved \x1b[2J")
+    assert capsys.readouterr().err == "\r\x1b[Ksaved \ufffd[2J\n"
+    monkeypatch.setenv("TERM", "dumb")
+    assert not erase_line(is_terminal=True)
+    monkeypatch.undo()
+    set_up_logging()

@@ -207,6 +207,8 @@ class Agent:
             # Before the log is read: if they recorded the end of the run, it is known below.
             ready, _, _ = select.select(self.pidfds(), [], [], 0)
             exited_workers = [worker for worker in self.workers if worker.pidfd in ready]
+            for worker in exited_workers:
+                self.leader_output.on_exit(worker.slot)
             for record, before in self.generations.read_new():
                 self.apply_generation(record, before)
                 self.leader_output.follow(record)
@@ -421,7 +423,6 @@ class Agent:
         run."""
         slot = self.slots[worker.slot]
         slot.worker = None
-        self.leader_output.on_exit(slot.number)
         last_exit = slot.last_exit = self.collect_exit(slot, worker)
         with suppress(OSError):
             run_folder.remove_stale_files(self.folder, self.host, worker.slot)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from lockstep.elastic.generation_log import Generation
 from lockstep.files import open_regular
+from lockstep.log import erase_line
 
 # log.py; slot 0 logs these lines, too.
 LOGGED = re.compile(rb"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} [A-Z] rank \d+: ")
@@ -31,6 +32,7 @@ class LeaderOutput:
         self._sizes: dict[Path, int] = {}
         self._is_logged = False  # the last line is of a logged message
         self._unwritten = b""
+        self._erase = erase_line(is_terminal=os.isatty(TERMINAL)).encode()
 
     def follow(self, newest: Generation) -> None:
         """Copy from the log of rank 0 of a new generation."""
@@ -53,8 +55,8 @@ class LeaderOutput:
     def copy(self) -> None:
         """Write new lines to the terminal, as far as that does not block."""
         try:
-            if self.path and not self._unwritten:
-                self._unwritten = self._new_lines(self.path)
+            if self.path and not self._unwritten and (lines := self._new_lines(self.path)):
+                self._unwritten = self._erase + lines
             while self._unwritten and select.select([], [TERMINAL], [], 0)[1]:
                 written = os.write(TERMINAL, self._unwritten[: select.PIPE_BUF])
                 self._unwritten = self._unwritten[written:]

@@ -89,7 +89,8 @@ def query_member(
     try:
         return send_control_message(member.address, read_token(run), message, timeout_s)
     except (OSError, EOFError, ValueError, AuthenticationError) as error:
-        return {"unreachable": str(error) or type(error).__name__}
+        reason = getattr(error, "strerror", "") or str(error) or type(error).__name__
+        return {"unreachable": reason}
 
 
 def stop_run(run: Path) -> str:

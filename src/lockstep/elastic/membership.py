@@ -10,7 +10,6 @@ The main thread calls, in this order:
 """
 
 import ipaddress
-import logging
 import os
 import queue
 import secrets
@@ -450,13 +449,7 @@ class MembershipThread(threading.Thread):
         end = self.protocol.generation.end
         if end and end.code in AGREED_CODES:
             return  # the run is complete, but some ranks may still be in the last collective
-        is_ending = self.protocol.is_ending  # members leave when they are done
-        log.log(
-            logging.DEBUG if is_ending else logging.INFO,
-            "generation %d ended: %s",
-            self.protocol.number,
-            why,
-        )
+        log.debug("generation %d ended: %s", self.protocol.number, why)
         self.aborter.abort()
 
     def _connect(self, member: Member) -> None:

@@ -7,6 +7,7 @@ from environment variables, and the group is static. A single process has a grou
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import time
@@ -266,10 +267,13 @@ class ElasticRuntime(WorkerState, AbstractContextManager["ElasticRuntime"]):
 
     def _form(self, record: Generation) -> None:
         """Collective. Form the process group and exchange progress. RuntimeError if that fails."""
+        # Later a survivor logs one line, and so does a joiner.
+        level = logging.DEBUG if self.world.generation or self.is_joining else logging.INFO
         self.world = self.world.in_generation(record, self.member.me.id)
         self.board.enter("joining", generation=record.number)
         self.group.form(record, self.world.rank, self.generation_error)
-        log.info(
+        log.log(
+            level,
             "generation %d: rank %d of %d (%s)",
             record.number,
             self.world.rank,
@@ -292,7 +296,6 @@ class ElasticRuntime(WorkerState, AbstractContextManager["ElasticRuntime"]):
 
     def leave_group(self, why: str, *, leaving: bool = False) -> None:
         """Leave this generation's process group, intact or broken, and report the progress."""
-        self.leave_reason = why
         log.debug("leaving generation %d: %s", self.world.generation, why)
         self.member.start_leaving()
         self.group.abort(intact=not self.generation_error())

@@ -36,6 +36,7 @@ class World:
     device                  where this worker computes
     generation              number of the membership list; 0 for a static process group
     members                 worker ids, by rank; () for a static process group
+    reason                  why the generation was formed: "a/1: exited"
     """
 
     rank: int
@@ -46,6 +47,7 @@ class World:
     device: torch.device
     generation: int = 0
     members: tuple[str, ...] = ()
+    reason: str = ""
 
     @property
     def leader(self) -> bool:
@@ -69,6 +71,7 @@ class World:
             local_size=len(slots),
             generation=generation.number,
             members=tuple(generation.ranks),
+            reason=generation.reason,
         )
 
 
@@ -121,7 +124,6 @@ class WorkerState:
     first_generation  all workers started together, so all take part in preparing the run
     progress          of this worker, sent to all members when a generation forms
     member_progress   of each rank, received at that time
-    leave_reason      why this worker left its last generation
     exit_code         of the run, if this worker leaves without an error
     loop_state        JSON values of the training loop, which a joiner receives
     board, ledger     this worker's current activity; how the run's time was spent
@@ -136,7 +138,6 @@ class WorkerState:
         self.loop_state: Mapping[str, Any] = {}
         self.is_joining = False
         self.first_generation = True
-        self.leave_reason = ""
         self.exit_code = 0
         self._owners: dict[str, weakref.ref[object]] = {}
 
@@ -145,13 +146,15 @@ class WorkerState:
         return self.world.leader
 
     def shows_progress(self) -> bool:
-        """Return whether this is the first worker of its host, or of the shared terminal."""
-        if os.environ.get(SHARED_TERMINAL) != "1" or not self.world.members:
-            return self.world.local_leader
-        first_of_hosts = [
-            rank for rank, id in enumerate(self.world.members) if id.split("/")[1] == "0"
-        ]
-        return first_of_hosts[:1] == [self.world.rank]
+        """Return whether this is the first worker of its host, or of the shared terminal: the one
+        in slot 0, which has the terminal, else the one with the lowest rank."""
+        world = self.world
+        if not world.members:
+            return world.local_leader
+        is_shared = os.environ.get(SHARED_TERMINAL) == "1"
+        ids = [id for id in world.members if is_shared or id.startswith(f"{world.host}/")]
+        first = next((id for id in ids if id.split("/")[1] == "0"), ids[0])
+        return world.members[world.rank] == first
 
     def register(self, owner: object) -> None:
         """Register a ReplicaGroup or Checkpointer. UsageError if another one is open."""

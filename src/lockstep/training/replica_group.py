@@ -400,16 +400,15 @@ class ReplicaGroup:
         """Tell the user and events.jsonl which workers continue, with which attempt at `step`."""
         runtime = self.runtime
         world = runtime.world
-        why = runtime.leave_reason
         if runtime.shows_progress():
             workers = f"{world.size} {'worker' if world.size == 1 else 'workers'}"
             duration = format_duration(seconds)
-            log.warning("%s; continuing with %s after %s", why, workers, duration)
+            log.warning("%s; continuing with %s after %s", world.reason, workers, duration)
         if world.leader:
             record_event(
                 runtime,
                 "regrouped",
-                why=why,
+                why=world.reason,
                 workers=list(world.members),
                 joined=joined,
                 step=step,

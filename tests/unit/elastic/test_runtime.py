@@ -19,6 +19,7 @@ from lockstep.elastic.world import Progress, World, transfer_roles
 from lockstep.errors import FencedError, LockstepError, PeersLostError, UsageError
 from lockstep.record.goodput import Ledger
 from lockstep.runtime.signals import Stopped
+from lockstep.runtime.worker_env import SHARED_TERMINAL
 
 LOST = RuntimeError("Connection closed by peer")
 
@@ -60,7 +61,8 @@ def test_world_is_a_value_that_each_generation_replaces(runtime: ElasticRuntime)
         before.rank = 1  # type: ignore[misc]
     runtime.leave_group("members change")
     runtime.form_next()
-    assert runtime.world == dataclasses.replace(before, generation=2) and before.generation == 1
+    assert runtime.world == dataclasses.replace(before, generation=2, reason="members change")
+    assert before.generation == 1
 
 
 def test_local_rank_counts_the_workers_of_one_host(tmp_path: Path) -> None:
@@ -77,6 +79,28 @@ def test_local_rank_counts_the_workers_of_one_host(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("members", "shared", "shows"),
+    [
+        (("h/0/x", "h/1/y", "g/0/z"), "", (True, False, True)),
+        (("h/2/x", "h/0/y", "g/0/z"), "", (False, True, True)),  # slot 0 has the terminal
+        (("h/2/x", "h/1/y", "g/1/z"), "", (True, False, True)),  # the agent copies from rank 0
+        (("h/1/x", "h/2/y", "g/0/z"), "1", (False, False, True)),
+        (("h/0/x", "h/1/y", "g/0/z"), "1", (True, False, False)),
+    ],
+)
+def test_one_worker_of_a_terminal_shows_the_progress(
+    monkeypatch: pytest.MonkeyPatch, members: tuple[str, ...], shared: str, shows: tuple[bool, ...]
+) -> None:
+    monkeypatch.setenv(SHARED_TERMINAL, shared)
+    device = torch.device("cpu")
+    worlds = [
+        World(rank, 3, 0, 1, id.split("/")[0], device, 1, members)
+        for rank, id in enumerate(members)
+    ]
+    assert tuple(ElasticRuntime(world).shows_progress() for world in worlds) == shows
+
+
 # Retries.
 
 
@@ -87,12 +111,12 @@ def test_lost_peer_leads_to_the_next_generation_until_the_function_returns(
         LOST, PeersLostError("a worker is gone"), RuntimeError("wait timeout after 10ms")
     )
     assert runtime.retry_across_generations(function) == "done"
-    assert runtime.world.generation == 4 and runtime.leave_reason == "wait timeout after 10ms"
+    assert runtime.world.generation == 4 and runtime.world.reason == "wait timeout after 10ms"
 
 
 def test_retry_first_leaves_a_generation_that_is_over(runtime: ElasticRuntime) -> None:
     assert runtime.retry_across_generations(failing(), "members change") == "done"
-    assert runtime.world.generation == 2 and runtime.leave_reason == "members change"
+    assert runtime.world.generation == 2 and runtime.world.reason == "members change"
 
 
 @pytest.mark.parametrize(
