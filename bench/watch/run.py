@@ -92,7 +92,7 @@ def time_refreshes(folder: Path, count: int) -> Iterator[dict[str, Any]]:
                     data.steps.follower.bytes_read,
                     data.steps.newest,
                 )
-                console.print(frame(data, refresh(data)))
+                console.print(frame(data, refresh(data), console, console.height))
                 cost = {
                     "cpu_s": time.process_time() - cpu_s,
                     "bytes": data.steps.follower.bytes_read - read,

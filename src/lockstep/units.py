@@ -95,10 +95,10 @@ def format_bytes(count: float) -> str:
     return f"{count:.1f} TiB"
 
 
-def format_duration(seconds: float) -> str:
-    """Return `seconds` in a readable unit: 0.02 s, 90 s, 12 min, 3.5 h."""
+def format_duration(seconds: float, decimals: int = 2) -> str:
+    """Return `seconds` in a readable unit: 0.02 s, 90 s, 12 min, 3.5 h. decimals: below 10 s"""
     if seconds < 10:
-        return f"{seconds:.2f} s"
+        return f"{seconds:.{decimals}f} s"
     if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

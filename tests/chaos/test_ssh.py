@@ -120,7 +120,7 @@ def test_a_run_started_by_ssh_stops_resumes_recovers_and_has_the_same_bits(
     training.wait_until_whole(before)
     training.assert_same_bits(reference(STEPS))
     shown = re.findall(
-        r"^step (\d+)  loss", (training.folder / "ssh.out").read_text(), re.MULTILINE
+        r"^step +(\d+)/\d+  loss", (training.folder / "ssh.out").read_text(), re.MULTILINE
     )
     assert len(shown) == len(set(shown)) > STEPS // 10, "the shared terminal shows each step once"
     assert len(training.events("evaluator started")) == 1, training.events("evaluator started")

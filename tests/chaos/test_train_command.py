@@ -75,7 +75,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     saves = "--steps 30 --checkpoint.every_steps 10 --track.every_s 0"
     result = run(f"train --out {folder} --workers 1 {saves} {TINY}")
     assert result.returncode == 0, result.stderr
-    assert "step 30  loss" in result.stdout and "next: lockstep translate" in result.stdout
+    assert "step 30/30  loss" in result.stdout and "next: lockstep translate" in result.stdout
     assert steps_in(folder) == list(range(1, 31))
     assert run(f"checkpoint verify {folder}").returncode == 0
     assert run(f"checkpoint digest {folder}").stdout == f"{digest(folder)}\n"
@@ -127,7 +127,7 @@ def test_after_a_kill_of_rank_0_its_successor_prints_the_results(
     output = process.communicate(timeout=120)[0]
     assert process.returncode == 0, output
     assert (
-        "joined at step" in output and "\nstep 30  loss" in output
+        "joined at step" in output and "\nstep 30/30  loss" in output
     )  # the other worker is rank 0 now
     assert "(test, 20 pairs, greedy)" in output and f"next: lockstep translate {tmp_path}" in output
     assert digest(tmp_path) == digest(undisturbed)
@@ -311,7 +311,7 @@ def test_an_override_is_recorded_and_a_resume_before_it_gives_the_same_bits(
     result = run(f"train --out {folder} --workers 2 --resume 20 {override}")
     assert result.returncode == 0, result.stderr
     rates = {
-        line["step"]: line["learning_rate"]
+        line["step"]: line["lr"]
         for line in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     }
     assert rates[20] == 4e-3 * 20 / 60 and rates[21] == 8e-3 * 21 / 60

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
+import pty
 import re
+import signal
+import struct
+import subprocess
+import termios
 from pathlib import Path
 
 import pytest
-from support.launching import one_thread, run_lockstep
+from support.launching import lockstep_command, one_thread, run_lockstep
 
+from lockstep.elastic.control import run_status
 from lockstep.record.events import read_events
 from lockstep.record.metrics import iter_steps
 from lockstep.record.progress import ProgressDisplay
@@ -63,7 +71,7 @@ def test_the_screen_has_loss_rate_rest_and_what_the_loop_logs_and_prints_once(
     steps = [line for line in lines if line.startswith("step ")]
     assert len(steps) == 4
     for number, line in enumerate(steps, 1):
-        shape = rf"step {number}  loss [\d.]+  accuracy 0.5  lr 0.1  samples/s [\d.]+( k)?  eta .+  exposed comm \d+%.*  mem .+"
+        shape = rf"step {number}/4  loss [\d.]+  accuracy 0.5  lr 0.1  samples/s +[\d.]+( k)?  eta .+  exposed comm +\d+%  mem .+"
         assert re.fullmatch(shape, line), line
 
 
@@ -79,6 +87,52 @@ def test_one_worker_has_no_communication(tmp_path: Path) -> None:
     for line in iter_steps(tmp_path / "run" / "metrics.jsonl"):
         assert line["communication_seconds"] == 0 and line["data_seconds"] > 0
     assert "exposed comm" not in screen
+
+
+def test_a_terminal_shows_whole_lines_above_a_bar_while_a_worker_is_replaced(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "loop.py").write_text(LOOP)
+    target, out = f"{tmp_path / 'loop.py'}:train", tmp_path / "run"
+    words = ["launch", "--workers", "2", "--out", out, target, "--steps", "40"]
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 70, 0, 0))
+    env = one_thread(TERM="xterm", COLUMNS="70")
+    process = subprocess.Popen(
+        lockstep_command(*words), stdin=slave, stdout=slave, stderr=slave, env=env
+    )
+    os.close(slave)
+    shown, killed = b"", 0
+    while True:
+        try:
+            part = os.read(master, 1 << 16)
+        except OSError:  # EIO: closed by all processes
+            break
+        shown += part
+        if not killed and re.search(rb"step +3/40", shown):
+            killed = run_status(out)["members"][1]["pid"]
+            os.kill(killed, signal.SIGKILL)
+        if not part:
+            break
+    os.close(master)
+    assert process.wait() == 0, shown
+    text = re.sub(r"\x1b\[[0-9;?]*[ml]|\x1b\[\?25h", "", shown.decode())
+    # What a line of the screen has in the end: after it was erased or overwritten.
+    lines = [re.split(r"\x1b\[2?K|\r", line.rstrip())[-1] for line in text.split("\n")]
+    steps = [line for line in lines if re.match(r"step +\d+/40  loss", line)]
+    assert len(steps) == 40 and len({line.index("loss") for line in steps}) == 1, shown
+    assert max(map(len, steps)) <= 70
+    assert all(re.search(r" (\d[\d.e-]*|[\d.]+( k)?|\d+ s|\d+%)$", line) for line in steps), steps
+    told = [f"slot 1 (pid {killed}): killed by SIGKILL; restarting now"]
+    for line in lines:
+        if "continuing with" in line:
+            told.append(re.sub(r"^\S+/1|after .*", "", line))
+    assert told[0] in lines
+    assert told[1:] == [
+        ": exited; continuing with 1 worker ",
+        " joined; continuing with 2 workers ",
+    ]
+    assert shown.rfind(b"\x1b[?25h") > shown.rfind(b"\x1b[?25l"), "the cursor stays hidden"
 
 
 def test_metrics_have_the_rate_and_the_waits_of_each_step(tmp_path: Path) -> None:

@@ -291,7 +291,7 @@ class Training:
                 0,
                 *(
                     int(step.replace(",", ""))
-                    for step in re.findall(r"^step ([\d,]+)  loss", text, re.MULTILINE)
+                    for step in re.findall(r"^step +([\d,]+)/[\d,]+  loss", text, re.MULTILINE)
                 ),
             ]
         )

@@ -25,7 +25,7 @@ def metrics_of(step: int) -> dict[str, Any]:
             "norm": 900.0 if step == SPIKE_STEP else 1 + 0.1 * (step % 5),
         },
         **{
-            "learning_rate": 1e-3,
+            "lr": 1e-3,
             "workers": 3,
             "tokens": 4096,
             "seconds": 0.5,
@@ -47,7 +47,7 @@ def write_events(run: Path, steps: int) -> None:
     ids = ["a/0/x1", "a/1/x2", "b/0/x3"]
     half, lost = steps // 2, ids[1:]
     events: list[tuple[float, str, dict[str, Any]]] = [
-        (0.0, "began", {"generation": 1, "step": 0, "workers": ids}),
+        (0.0, "began", {"generation": 1, "step": 0, "steps": steps, "workers": ids}),
         (
             10.0,
             "worker ended",

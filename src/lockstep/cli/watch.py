@@ -62,9 +62,9 @@ def watch(folder: Path, every_s: float, read_status: ReadStatus | None = None) -
             Live(console=console, screen=True, auto_refresh=False) as live,
         ):
             while not (status := refresh(data, read_status)).get("ended"):
-                live.update(frame(data, status, rows=max(4, console.height - 28)), refresh=True)
+                live.update(frame(data, status, console, console.height), refresh=True)
                 time.sleep(every_s)
-    console.print(frame(data, status or refresh(data, read_status)))
+    console.print(frame(data, status or refresh(data, read_status), console))
 
 
 def watch_by_ssh(host: str, words: Sequence[str]) -> int:

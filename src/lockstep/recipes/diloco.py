@@ -54,7 +54,7 @@ def main(run: recipes.RecipeRun) -> None:
             if config.optim.ema_decay:  # of `every` steps at once
                 recipes.update_average([outer], config.optim.ema_decay**diloco.every, steps)
             epoch = data.loader.order.epoch(steps)
-            session.log(step, norm=norm, learning_rate=rate, epoch=epoch)
+            session.log(step, norm=norm, lr=rate, epoch=epoch)
 
             if validation.is_due(steps):
                 with recipes.averaged_weights([outer]):

@@ -44,7 +44,7 @@ def main(run: recipes.RecipeRun) -> None:
             if config.optim.ema_decay:  # beside the moments; validated and exported
                 recipes.update_average(optimizers, config.optim.ema_decay, step + 1)
             epoch = rows.loader.order.epoch(step + 1)
-            session.log(step, norm=norm, learning_rate=rate, epoch=epoch)
+            session.log(step, norm=norm, lr=rate, epoch=epoch)
 
             if validation.is_due(step + 1):
                 with recipes.averaged_weights(optimizers):  # if there are averages

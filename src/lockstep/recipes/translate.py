@@ -49,7 +49,7 @@ def main(run: recipes.RecipeRun) -> None:
             if config.optim.ema_decay:  # beside the moments; evaluated and exported
                 recipes.update_average(optimizers, config.optim.ema_decay, step + 1)
             epoch = pairs.loader.order.epoch(step + 1)
-            session.log(step, norm=norm, learning_rate=rate, epoch=epoch)
+            session.log(step, norm=norm, lr=rate, epoch=epoch)
 
     # The last checkpoint: BLEU, chrF and samples of held-out pairs, and how to translate with it.
     recipes.evaluate_at_end(run)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from lockstep.errors import UsageError
 from lockstep.files import write_atomic
 from lockstep.log import log
-from lockstep.record.step_timer import format_step_line
+from lockstep.record.step_timer import format_fields, step_fields
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
@@ -49,6 +49,7 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
         self.start = start
         self.every_s = every_s
         self.last_line_s = -math.inf
+        self.widths: dict[str, int] = {}  # of the columns
         self.stream = stream or sys.stdout
         self.shows, self.closed = shows, False
         self.bar: Bar | None = None
@@ -56,6 +57,8 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
         if shows() and self.stream.isatty() and every_s != math.inf:
             self.bar, self.task = make_bar(self.stream, total, start)
             self.bar.start()
+            # A killed process would leave it hidden.
+            self.bar.console.show_cursor(True)
 
     def step(
         self,
@@ -67,14 +70,16 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
         is_last: bool = False,
     ) -> None:
         """Update the bar; print a line if one is due in these newest `steps`, or for the last one
-        of this start. values, logged: see `format_step_line`."""
+        of this start. values, logged: see `step_fields`."""
         if self.closed or not self.shows():
             return
         if self.bar is not None:
             self.bar.update(self.task, completed=step)
         if self._is_due(step, step - steps, is_last):
             self.last_line_s = time.monotonic()
-            self.print_line(format_step_line(step, values, logged))
+            fields = step_fields(step, values, logged or {}, self.total)
+            columns = self.bar.console.width if self.bar else math.inf
+            self.print_line(format_fields(fields, self.widths, columns))
 
     def _is_due(self, step: int, before: int, is_last: bool) -> bool:
         if self.every_s == math.inf:
@@ -145,7 +150,15 @@ def make_bar(stream: TextIO, total: int, start: int) -> tuple[Bar, Any]:
 
     console = Console(file=stream, force_terminal=True, highlight=False)
     columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), Remaining())
-    bar = Progress(*columns, console=console, refresh_per_second=2, transient=True)
+    # Output to a file stays out of the terminal.
+    to_terminal = sys.stderr.isatty()
+    bar = Progress(
+        *columns,
+        console=console,
+        refresh_per_second=2,
+        transient=True,
+        redirect_stderr=to_terminal,
+    )
     return bar, bar.add_task("step", total=total, completed=start)
 
 

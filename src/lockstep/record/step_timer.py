@@ -5,12 +5,14 @@ newest steps. No function synchronizes a device, so on a GPU single steps are on
 waits of the loop; the averages are exact. No torch: the caller passes clock and memory functions.
 """
 
+import math
 import re
 import resource
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from lockstep.network.shares import format_shares
@@ -152,28 +154,53 @@ def format_rate(rate: float) -> str:
     return format_count(round(rate, 1) if rate < 1000 else rate)
 
 
-def format_step_line(
-    step: int, values: Mapping[str, Any], logged: Mapping[str, float] | None = None
-) -> str:
-    """Return "step 1,200  loss 2.314  norm 0.81  tok/s 41.2 k  mfu 38%  mem 61.0 GiB  shares 6+2".
-    Missing values are omitted, data wait below 1%, no communication, and equal shares: ().
+# Of the line about a step: key of its metrics, name, and text ("": omitted).
+FIELDS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
+    ("tokens_per_second", "tok/s", format_rate),
+    ("samples_per_second", "samples/s", format_rate),
+    ("eta_s", "eta", partial(format_duration, decimals=0)),
+    ("mfu", "mfu", "{:.0%}".format),
+    ("exposed_communication", "exposed comm", lambda share: f"{share:.0%}" if share else ""),
+    ("memory_bytes", "mem", format_bytes),
+    ("data_wait", "data wait", lambda share: f"{share:.0%}" if share >= 0.01 else ""),
+    ("allocator_retries", "alloc retries", "{:,}".format),
+    ("shares", "shares", format_shares),
+)
 
-    logged  further numbers of the step, behind the loss: {"accuracy": 0.91}
+
+def step_fields(
+    step: int, values: Mapping[str, Any], logged: Mapping[str, float], total: int
+) -> list[tuple[str, str]]:
+    """Return (name, text) of what the line about a step shows; missing values are omitted.
+
+    logged  numbers of the user's loop, behind the loss: {"accuracy": 0.91}
     """
-    formats: dict[str, Callable[[Any], str]] = {
-        "loss": lambda value: f"loss {value:.3f}",
-        "norm": lambda value: f"norm {value:.2f}",
-        "tokens_per_second": lambda value: f"tok/s {format_rate(value)}",
-        "samples_per_second": lambda value: f"samples/s {format_rate(value)}",
-        "eta_s": lambda value: f"eta {format_duration(value)}",
-        "mfu": lambda value: f"mfu {value:.0%}",
-        "exposed_communication": lambda value: f"exposed comm {value:.0%}" if value else "",
-        "data_wait": lambda value: f"data wait {value:.0%}" if value >= 0.01 else "",
-        "memory_bytes": lambda value: f"mem {format_bytes(value)}",
-        "allocator_retries": lambda value: f"alloc retries {value:,}",
-        "shares": lambda value: f"shares {format_shares(value)}" if value else "",
-    }
-    shown = {key: text(values[key]) for key, text in formats.items() if key in values}
-    further = [f"{name} {value:.4g}" for name, value in (logged or {}).items()]
-    fields = [f"step {step:,}", shown.pop("loss", ""), *further, *shown.values()]
-    return "  ".join(field for field in fields if field)
+    count = f"{total:,}"
+    fields = [("step", f"{step:,}".rjust(len(count)) + f"/{count}")]
+    if "loss" in values:
+        fields.append(("loss", f"{values['loss']:#.4g}"))
+    fields += [(name, f"{value:.4g}") for name, value in logged.items()]
+    return fields + measured_fields(values)
+
+
+def measured_fields(values: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return (name, text) of the rate, the waits and the memory of a step."""
+    fields = [(name, text(values[key])) for key, name, text in FIELDS if key in values]
+    return [field for field in fields if field[1]]
+
+
+def format_fields(
+    fields: Sequence[tuple[str, str]], widths: dict[str, int], columns: float = math.inf
+) -> str:
+    """Return "step  7/60  loss 2.314  tok/s 41.2 k": the fields that fit in `columns`.
+
+    widths  of the longest text so far by name, which align the columns of further lines
+    """
+    line = ""
+    for name, text in fields:
+        widths[name] = max(widths.get(name, 0), len(text))
+        longer = f"{line}  {name} {text.rjust(widths[name])}".removeprefix("  ")
+        if len(longer) > columns:
+            break
+        line = longer
+    return line

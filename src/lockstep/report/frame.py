@@ -1,62 +1,78 @@
 """A run as `lockstep watch` draws it in the terminal."""
 
+import math
+import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from statistics import fmean
 from typing import Any
 
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from lockstep.checkpoint.folder import COMMITTED, committed_steps, folder_name
 from lockstep.elastic.control import generation_line, worker_rows
 from lockstep.log import printable
-from lockstep.record.step_timer import format_step_line
+from lockstep.record.step_timer import FIELDS, format_fields, measured_fields
 from lockstep.report.curve import Curve
-from lockstep.report.run_data import FAILURES, VALIDATION, RunData, end_text
+from lockstep.report.run_data import FAILURES, MEASURED, RunData, end_text
 from lockstep.units import counted, format_duration
 
 BLOCKS = "▁▂▃▄▅▆▇█"
-CURVES = {
-    "loss": "loss",
-    "norm": "norm",
-    "tok/s": "tokens_per_second",
-    "samples/s": "samples_per_second",
-    "exposed comm": "exposed_communication",
-}
-SHOWN = 5  # newest generations and failures
+NAMES = {key: name for key, name, _ in FIELDS}
+MEASURED_CURVES = ("tokens_per_second", "samples_per_second", "exposed_communication")
+EVENTS = 10  # newest ones
+ALL_ROWS = sys.maxsize
+WIDE = 10.0  # highest over lowest value of a curve from which on it is drawn as logarithms
 
 
-def frame(data: RunData, status: dict[str, Any], rows: int = 1 << 16) -> RenderableType:
-    """Return the display. rows: how many workers fit."""
+def frame(
+    data: RunData, status: dict[str, Any], console: Console, rows: int = ALL_ROWS
+) -> RenderableType:
+    """Return the display. rows: of the screen, which the tables share; long texts are cut then"""
     now_s = time.time()
-    formed = [
-        (str(g.number), ago(now_s - g.time_s), f"{g.step:,}", str(len(g.workers)), g.why)
-        for g in data.history.generations
-    ]
-    failures = [
-        (ago(now_s - note.time_s), note.event, note.text)
-        for note in data.history.notes
-        if note.event in FAILURES
-    ]
-    in_all = f"{len(failures)} in all" if len(failures) > SHOWN else ""
-    return Group(
+    head = Group(
         state_line(data, status),
-        progress_line(data),
-        *step_lines(data, status),
-        curves_table(data),
-        *members(status, rows),
-        *newest_rows(("generation", "formed", "step", "workers", "reason"), formed),
-        *newest_rows(("failed", in_all, ""), failures, "red"),
-        Text(),
+        progress_line(data, has_ended=bool(status.get("ended"))),
         checkpoint_line(data, 0.0 if "source" in status else now_s),
+        *step_lines(data, status, console.width),
     )
+    is_running = "members" in status and not status["ended"]
+    titles, *workers = worker_rows(status) if is_running else [()]
+    tables = [curve_rows(data, console.width), workers, newest_events(data, now_s)]
+    used = len(console.render_lines(head)) + 3 * is_running + 2 * bool(tables[2])
+    shares = share_rows(rows - used, list(map(len, tables)))
+    shown = [table[:share] for table, share in zip(tables, shares, strict=True)]
+    cut = partial(plain, is_cut=rows < ALL_ROWS)
+    parts: list[RenderableType] = [head, table([], shown[0], cut)]
+    if is_running:
+        more = len(workers) - shares[1]
+        parts += [
+            Text(f"{more} more workers" * bool(more), "dim"),
+            cut(generation_line(status)),
+            table(titles, shown[1], cut),
+        ]
+    if shares[2]:
+        styles = ["red" if event in FAILURES else "" for _, event, _ in shown[2]]
+        failures = Text(f"\nfailures: {data.history.failures}", "dim")
+        parts += [failures, table([], shown[2], cut, styles)]
+    return Group(*parts)
 
 
-def step_lines(data: RunData, status: dict[str, Any]) -> Iterator[Text]:
-    """Yield what is missing, the best score, an early stop, and the values of the last step."""
+def share_rows(rows: int, wanted: Sequence[int]) -> list[int]:
+    """Deal `rows` to tables in turn, to each as many as it wants at most."""
+    shares = [0] * len(wanted)
+    for _ in range(min(rows, sum(wanted))):
+        open_tables = [i for i, share in enumerate(shares) if share < wanted[i]]
+        shares[min(open_tables, key=shares.__getitem__)] += 1
+    return shares
+
+
+def step_lines(data: RunData, status: dict[str, Any], columns: int) -> Iterator[Text]:
+    """Yield what is missing, the best score, an early stop, and what was measured last."""
     for problem in data.missing():
         yield Text(f"metrics.jsonl: {problem}", "yellow")
     if data.history.best:
@@ -67,26 +83,22 @@ def step_lines(data: RunData, status: dict[str, Any]) -> Iterator[Text]:
         yield plain(f"stopped early, {stops[-1].text}")
     values = {key: value for key, value in data.steps.last.items() if type(value) in (int, float)}
     if values:
-        shares = {"shares": status.get("shares", ())}
-        yield plain(format_step_line(data.steps.newest, values | shares))
+        values["shares"] = status.get("shares", ())
+        yield Text(format_fields(measured_fields(values), {}, columns))
 
 
-def curves_table(data: RunData) -> Table:
+def curve_rows(data: RunData, columns: int) -> list[tuple[str, ...]]:
+    """Return (name, blocks, newest value) of the loss, of what the loop logs, and of what is
+    measured."""
     curves = data.steps.curves
-    validations = {key: key for key in curves if VALIDATION.fullmatch(key)}
-    shown = {name: curves[key] for name, key in (CURVES | validations).items() if key in curves}
-    rows = [(name, sparkline(curve), f"{curve.last[1]:.4g}") for name, curve in shown.items()]
-    return table([], rows)
-
-
-def members(status: dict[str, Any], rows: int) -> Iterator[RenderableType]:
-    if "members" not in status or status["ended"]:
-        return
-    head, *workers = worker_rows(status)
-    yield plain(f"\n{generation_line(status)}")
-    yield table(head, workers[:rows])
-    if len(workers) > rows:
-        yield Text(f"and {len(workers) - rows} more workers")
+    own = [key for key in curves if not MEASURED.fullmatch(key)]
+    keys = [key for key in ("loss", *own, *MEASURED_CURVES) if key in curves]
+    texts = [(NAMES.get(key, key), f"{curves[key].last[1]:.4g}") for key in keys]
+    free = columns - max((len(name + value) for name, value in texts), default=0) - 6
+    return [
+        (name, sparkline(curves[key], max(1, free)), value)
+        for key, (name, value) in zip(keys, texts, strict=True)
+    ]
 
 
 def state_line(data: RunData, status: dict[str, Any]) -> Text:
@@ -110,18 +122,18 @@ def state_line(data: RunData, status: dict[str, Any]) -> Text:
     )
 
 
-def progress_line(data: RunData) -> Text:
-    step, total = data.steps.newest, data.total_steps
-    if not total:
+def progress_line(data: RunData, *, has_ended: bool) -> Text:
+    step, total = data.steps.newest, data.history.total_steps
+    if total < max(1, step):
         return Text(f"step {step:,}")
     done = min(1.0, step / total)
     bar = "━" * round(40 * done)
     left = ""
-    if 0 < done < 1 and (curve := data.steps.curves.get("seconds")):
-        recent = [point[1] for point in curve.points()[-20:]]
+    if 0 < done < 1 and not has_ended and (curve := data.steps.curves.get("seconds")):
+        recent = [point[1] for point in curve.points()[1:][-20:]]  # without the warm-up
         if recent:
             left_s = (total - step) * fmean(recent)
-            left = f", about {format_duration(left_s)} left"
+            left = f", about {format_duration(left_s, 0)} left"
     return Text.assemble(
         f"step {step:,} of {total:,} ",
         (bar, "green"),
@@ -130,10 +142,13 @@ def progress_line(data: RunData) -> Text:
     )
 
 
-def sparkline(curve: Curve) -> str:
+def sparkline(curve: Curve, bins: int) -> str:
     """Return the newest bins of a curve as blocks, from their lowest to their highest mean."""
-    values = [point[1] for point in curve.points()[-40:]]
+    values = [point[1] for point in curve.points()[-bins:]]
     low, high = min(values, default=0.0), max(values, default=0.0)
+    if 0 < WIDE * low < high:
+        values = list(map(math.log, values))
+        low, high = math.log(low), math.log(high)
     return "".join(
         BLOCKS[int((len(BLOCKS) - 1) * (value - low) / ((high - low) or 1.0))] for value in values
     )
@@ -150,28 +165,47 @@ def checkpoint_line(data: RunData, now_s: float) -> Text:
     return Text("checkpoint: none", style="yellow")
 
 
-def newest_rows(
-    head: Sequence[str], rows: Sequence[Sequence[str]], style: str = ""
-) -> list[RenderableType]:
-    """Return an empty line and a table of the newest rows; [] without rows."""
-    return [Text(), table(head, rows[-SHOWN:], style)] if rows else []
+def newest_events(data: RunData, now_s: float) -> list[tuple[str, ...]]:
+    """Return the rows of the newest generations and failures, the newest one first."""
+    history = data.history
+    events = [(note.time_s, note.event, note.text) for note in history.notes]
+    events = [event for event in events if event[1] in FAILURES]
+    for formed in history.generations:
+        workers = counted(len(formed.workers), "worker")
+        text = f"{workers} from step {formed.step:,} on: {formed.why}"
+        events.append((formed.time_s, f"generation {formed.number}", text))
+    newest = sorted(events, reverse=True)[:EVENTS]
+    return [(ago(now_s - time_s), *event) for time_s, *event in newest]
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]], style: str = "") -> Table:
+def table(
+    head: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    cell: Callable[[str], Text],
+    styles: Sequence[str] = (),
+) -> Table:
+    """Return a table in which only the last column is cut or wrapped. styles: of the rows"""
     grid = Table(
-        box=None, show_header=bool(head), header_style="dim", pad_edge=False, padding=(0, 2, 0, 0)
+        box=None,
+        show_header=bool(head),
+        header_style="dim",
+        pad_edge=False,
+        padding=(0, 2, 0, 0),
+        row_styles=styles,
     )
-    for name in head or [*rows, ()][0]:
-        grid.add_column(name, overflow="fold")
+    *names, last = head or [*rows, ("",)][0]
+    for name in names:
+        grid.add_column(name, no_wrap=True)
+    grid.add_column(last, overflow="fold")
     for row in rows:
-        grid.add_row(*map(plain, row), style=style)
+        grid.add_row(*map(cell, row))
     return grid
 
 
-def plain(text: str) -> Text:
+def plain(text: str, *, is_cut: bool = False) -> Text:
     """Return text of a file for the terminal: the console would pass escape sequences on."""
-    return Text(printable(text))
+    return Text(printable(text), no_wrap=is_cut, overflow="ellipsis" if is_cut else None)
 
 
 def ago(seconds: float) -> str:
-    return f"{format_duration(max(0.0, seconds))} ago"
+    return f"{format_duration(max(0.0, seconds), 0)} ago"

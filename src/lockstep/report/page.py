@@ -32,6 +32,7 @@ from lockstep.report.charts import (
 )
 from lockstep.report.curve import Curve
 from lockstep.report.run_data import (
+    MEASURED,
     NORMAL_EXIT,
     VALIDATION,
     Facts,
@@ -43,7 +44,6 @@ from lockstep.report.run_data import (
 from lockstep.units import counted, format_bytes, format_count, format_duration, format_seconds
 
 UNITS = ("tokens", "samples", "steps")  # that a run counts, one of them
-LEARNING_RATE = {"learning_rate": "learning rate", "lr": "learning rate"}
 LOSSES = {"loss": "training", "validation_loss": "validation", "val_loss": "validation"}
 WAITED = {"exposed_communication": "exposed communication", "data_wait": "data"}
 STEP_TIME = "Step time"
@@ -58,14 +58,7 @@ CHARTS = (
     Chart("Model FLOPs utilization", {"mfu": "all devices"}, "%", 0.01, "zero"),
     Chart("Link and data waits", WAITED, "% of a step", 0.01, "zero"),
     Chart("Memory", {"memory_bytes": "peak of rank 0"}, "GiB", 2**30, "zero"),
-    Chart("Learning rate", LEARNING_RATE, css="zero"),
-)
-UNDRAWN = (
-    "workers",
-    "generation",
-    "epoch",
-    "goodput",
-    *UNITS,
+    Chart("Learning rate", {"lr": "learning rate"}, css="zero"),
 )
 MAX_OWN = 8  # charts
 MAX_EVENTS = 100
@@ -197,7 +190,6 @@ def summary(run: Run) -> dict[str, str]:
     """Return the figures at the top of the page, by name, as far as they were measured."""
     steps = run.data.steps
     history = run.data.history
-    total = run.values.get("steps")
     sums = {name: curve.total for name, curve in steps.curves.items()}
     seconds = sums.get("seconds", 0.0)
     figures = {}
@@ -207,8 +199,8 @@ def summary(run: Run) -> dict[str, str]:
         times = [point[1] for point in steps.curves["seconds"].points()]
         figures["median step time"] = format_seconds(median(times))
     figures["step"] = f"{steps.newest:,}"
-    if isinstance(total, int):
-        figures["step"] += f" of {total:,}"
+    if history.total_steps:
+        figures["step"] += f" of {history.total_steps:,}"
     if run.ledger:
         figures["goodput"] = f"{percents(run.ledger).get('training', 0.0):.1f}%"
     for unit in UNITS:
@@ -253,9 +245,8 @@ def step_charts(runs: Sequence[Run], steps: tuple[float, float]) -> Iterator[str
 def own_charts(keys: Iterable[str]) -> list[Chart]:
     """Return the charts of what only the user's loop logs. All that have a validation are among
     them."""
-    known = {*UNDRAWN, *(key for chart in CHARTS for key in chart.names)}
-    own = [key for key in dict.fromkeys(keys) if key not in known]
-    own = [key for key in own if not key.endswith(("_seconds", "_so_far"))]
+    known = {key for chart in CHARTS for key in chart.names}
+    own = [key for key in dict.fromkeys(keys) if key not in known and not MEASURED.fullmatch(key)]
     charts = {key: {key: key} for key in own if not VALIDATION.fullmatch(key)}
     validated: dict[str, dict[str, str]] = {}
     for key in own:

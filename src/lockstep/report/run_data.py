@@ -32,6 +32,11 @@ KEPT = 1000
 MAX_CURVES, MAX_STEP = 60, 2**53
 NO_CURVE = re.compile(r"step|workers|generation|epoch|goodput|.*_so_far|.*_per_second_per_device")
 VALIDATION = re.compile(r"(?:validation|val)_(.+)")  # a score, and its name
+# What a Session measures itself, of the names of curves.
+MEASURED = re.compile(
+    r"loss|seconds|mfu|data_wait|exposed_communication|memory_bytes|.*_seconds"
+    r"|(tokens|samples|steps)(_per_second)?"
+)
 NORMAL_EXIT = re.compile(r"(exited|ended) with (exit )?code (0|75)\b")
 FAILURES = ("worker ended", "hang", "culprit found", "run ended", "SIGTERM sent", "SIGKILL sent")
 # The other events of the table, by their names there.
@@ -57,6 +62,7 @@ class Formed(NamedTuple):
     ids: set[str]  # of the workers
     why: str
     failed: bool  # whether it lacks a worker of the generation before it, or restarts the run
+    total_steps: int  # of the whole run; 0: unknown
 
 
 class Stretch(NamedTuple):
@@ -84,7 +90,7 @@ def require_run(folder: Path) -> None:
         raise UsageError(
             f"{folder} is not a run: {reason}",
             "command line",
-            "give the folder set with --out, such as runs/default",
+            "give the folder set with --out, such as runs/default; a start creates it in seconds",
         )
 
 
@@ -152,6 +158,10 @@ class History:
         self.damaged = 0
         self.ended = False
 
+    @property
+    def total_steps(self) -> int:
+        return self.generations[-1].total_steps if self.generations else 0
+
     def update(self) -> None:
         """Read what is new."""
         for line in self.follower.read():
@@ -199,7 +209,8 @@ class History:
         why = str(event.get("why") or why)
         for worker in list(self.members):
             self._end_stretch(worker, now_s)
-        self.generations.append(Formed(number, now_s, step, workers, set(ids), why, failed))
+        total = min(int(event.get("steps", self.total_steps)), MAX_STEP)
+        self.generations.append(Formed(number, now_s, step, workers, set(ids), why, failed, total))
         self.members = dict.fromkeys(workers, now_s)
         self.ended = False
         self.formed += 1
@@ -246,13 +257,6 @@ class RunData:
         self.history = History(folder / "events.jsonl")
         self.steps = Steps(folder / "metrics.jsonl", tail_bytes)
         self.saved_step = 0
-
-    @property
-    def total_steps(self) -> int:
-        """Steps of the whole run; 0: unknown."""
-        with suppress(OSError, ValueError, KeyError, TypeError, OverflowError):
-            return int(read_json(self.folder / "run.json")["values"]["steps"])
-        return 0
 
     def missing(self) -> list[str]:
         """Return which steps have no line, as far as the lines were read."""

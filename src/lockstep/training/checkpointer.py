@@ -186,12 +186,12 @@ class Checkpointer(TrainedState):
         world = runtime.world
         if world.leader:
             WitnessFile(run_folder).drop_after(self.saved_step)
-            self._record_start(run_folder)
+            self._record_start(run_folder, int(equal.get("steps", 0)))
         return self.saved_step
 
-    def _record_start(self, run_folder: Path) -> None:
+    def _record_start(self, run_folder: Path, steps: int) -> None:
         """Write down the command of this start, also of torchrun's: `lockstep replay` repeats
-        it."""
+        it. steps: of the whole run; 0: unknown"""
         world = self.runtime.world
         layout = self.local_model.layout if self.local_model else Layout(1)
         append_event(
@@ -199,6 +199,7 @@ class Checkpointer(TrainedState):
             "began",
             generation=world.generation,
             step=self.saved_step,
+            steps=steps,
             workers=list(world.members),
             words=start_words(),
             folder=os.getcwd(),

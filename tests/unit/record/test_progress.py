@@ -25,19 +25,19 @@ def run(*words: object) -> subprocess.Popen[str]:
 
 def test_pipe_gets_lines_at_the_interval_and_for_the_first_and_last_step() -> None:
     out, err = run(50, 3, 1000, 1).communicate()
-    assert out == "".join(f"step {step}  loss 1.500\n" for step in (4, 50))
+    assert out == "".join(f"step {step}/50  loss 1.500\n" for step in (" 4", "50"))
     assert err == "ended\n"
 
 
 def test_lines_are_flushed() -> None:
     with run(50, 0, 1000, 1, "wait") as process:
         assert process.stdout is not None and process.stdin is not None
-        assert process.stdout.readline() == "step 1  loss 1.500\n", (
+        assert process.stdout.readline() == "step  1/50  loss 1.500\n", (
             "flushed: the run waits for input after step 20"
         )
         process.stdin.write("\n")
         process.stdin.flush()
-        assert process.stdout.readline() == "step 50  loss 1.500\n"
+        assert process.stdout.readline() == "step 50/50  loss 1.500\n"
 
 
 def test_other_processes_of_a_host_show_nothing() -> None:
@@ -81,7 +81,7 @@ def test_terminal_gets_lines_above_a_bar() -> None:
     text = output.decode()
     assert "\x1b[" in text and "/50" in text, "a bar was drawn"
     for step in range(1, 51):
-        assert f"step {step}  loss 1.500" in text
+        assert f"step {step:>2}/50  loss 1.500" in text
 
 
 def test_no_control_characters_without_a_bar() -> None:
@@ -91,7 +91,7 @@ def test_no_control_characters_without_a_bar() -> None:
             progress.step(step, {"loss": 2.0})
         progress.print_line("saved [step 10]")
     assert stream.getvalue().splitlines() == [
-        *(f"step {step}  loss 2.000" for step in (1, 10)),
+        *(f"step {step:>2}/10  loss 2.000" for step in (1, 10)),
         "saved [step 10]",
     ]
     assert "\x1b" not in stream.getvalue()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import psutil
 import pytest
@@ -10,9 +11,10 @@ import pytest
 from lockstep.record.step_timer import (
     StepTimer,
     flops_per_token,
-    format_step_line,
+    format_fields,
     peak_flops,
     peak_resident_bytes,
+    step_fields,
 )
 
 
@@ -160,27 +162,49 @@ def test_peak_resident_bytes() -> None:
     assert 0.9 * resident_bytes < peak_resident_bytes() < psutil.virtual_memory().total
 
 
-def test_format_step_line() -> None:
-    values = {
-        "loss": 2.3141,
-        "norm": 0.8123,
-        "tokens_per_second": 41_234.0,
-        "mfu": 0.379,
-        "exposed_communication": 0.031,
-        "data_wait": 0.001,
-        "memory_bytes": 61 * 2**30,
-        "seconds": 0.1,
-    }
-    assert "alloc retries 3" in format_step_line(1200, values | {"allocator_retries": 3})
+VALUES = {
+    "loss": 2.3141,
+    "tokens_per_second": 41_234.0,
+    "eta_s": 7.6,
+    "mfu": 0.379,
+    "exposed_communication": 0.031,
+    "data_wait": 0.001,
+    "memory_bytes": 61 * 2**30,
+    "seconds": 0.1,
+}
+
+
+def line_of(step: int, total: int, columns: float = math.inf, **values: Any) -> str:
+    return format_fields(step_fields(step, values, {}, total), {}, columns)
+
+
+def test_a_line_has_what_a_step_has() -> None:
     assert (
-        format_step_line(1200, values)
-        == "step 1,200  loss 2.314  norm 0.81  tok/s 41.2 k  mfu 38%  exposed comm 3%  mem 61.0 GiB"
+        line_of(1200, 3000, **VALUES)
+        == "step 1,200/3,000  loss 2.314  tok/s 41.2 k  eta 8 s  mfu 38%  exposed comm 3%  mem 61.0 GiB"
     )
-    assert (
-        format_step_line(7, {"loss": math.nan, "data_wait": 0.2})
-        == "step 7  loss nan  data wait 20%"
-    )
-    assert format_step_line(7, {}) == "step 7"
-    assert format_step_line(7, {"exposed_communication": 0.0}) == "step 7"
-    assert format_step_line(7, {"loss": 1.0, "shares": (6, 2)}) == "step 7  loss 1.000  shares 6+2"
-    assert format_step_line(7, {"loss": 1.0, "shares": ()}) == "step 7  loss 1.000"
+    assert "alloc retries 3" in line_of(1200, 3000, **VALUES, allocator_retries=3)
+    assert line_of(7, 10, loss=math.nan, data_wait=0.2) == "step  7/10  loss nan  data wait 20%"
+    assert line_of(7, 7) == line_of(7, 7, exposed_communication=0.0) == "step 7/7"
+    assert line_of(7, 7, loss=1.0, shares=(6, 2)) == "step 7/7  loss 1.000  shares 6+2"
+    assert line_of(7, 7, loss=1e-5, shares=()) == "step 7/7  loss 1.000e-05"
+
+
+def test_columns_of_lines_are_aligned() -> None:
+    widths: dict[str, int] = {}
+    lines = [
+        format_fields(step_fields(step, VALUES | {"loss": loss}, {"lr": lr}, 200), widths)
+        for step, loss, lr in ((1, 28.999, 1e-05), (14, 0.084, 0.01), (200, 8.1, 0))
+    ]
+    assert [line.partition("  tok/s")[0] for line in lines] == [
+        "step   1/200  loss 29.00  lr 1e-05",
+        "step  14/200  loss 0.08400  lr  0.01",
+        "step 200/200  loss   8.100  lr     0",
+    ]
+
+
+@pytest.mark.parametrize("columns", range(1, 110))
+def test_a_line_ends_with_the_last_whole_field_that_fits(columns: int) -> None:
+    line, whole = line_of(1200, 3000, columns, **VALUES), line_of(1200, 3000, **VALUES)
+    assert len(line) <= columns and whole.startswith(line)
+    assert whole[len(line) :][:2] in ("  ", "st", "")
