@@ -37,7 +37,7 @@ MEASURED = re.compile(
     r"loss|seconds|mfu|data_wait|exposed_communication|memory_bytes|.*_seconds"
     r"|(tokens|samples|steps)(_per_second)?"
 )
-NORMAL_EXIT = re.compile(r"(exited|ended) with (exit )?code (0|75)\b")
+NORMAL_EXIT = re.compile(r"(exited|ended|stopped) with (exit )?code (0|75|130)\b")
 FAILURES = ("worker ended", "hang", "culprit found", "run ended", "SIGTERM sent", "SIGKILL sent")
 # The other events of the table, by their names there.
 NOTED = {
@@ -338,7 +338,8 @@ def read_facts(folder: Path) -> Facts:
 
 
 def end_text(code: int, text: str) -> str:
-    return f"ended with exit code {code}: {text}".removesuffix(": ")
+    verb = "stopped" if code in (75, 130) else "ended"
+    return f"{verb} with exit code {code}: {text}".removesuffix(": ")
 
 
 def mapping(value: Any) -> Mapping[str, Any]:

@@ -258,6 +258,7 @@ class StartedRun:
             log.info("%s: step %d of %d is the last one", why, step, self.total)
             self.set_total(step)
         elif stop:
+            log.info("%s: stopping after step %d of %d", stop, step, self.total)
             self.stopped = Stopped(stop)
         return is_last
 

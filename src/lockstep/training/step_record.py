@@ -113,11 +113,9 @@ class StepRecord:
             self.tracker.step(number, line)
         bits = record_of(self.replicas.decision, self.replicas.replica.workers_per_replica)
         self.tracker.step(step, line | bits | self.logged)
-        shown = {
-            "loss": loss,
-            **measured,
-            "eta_s": (self.display.total - step) * self.timer.mean_step_s / steps,
-        }
+        shown = {"loss": loss, **measured}
+        if self.timer.warm:
+            shown["eta_s"] = (self.display.total - step) * self.timer.mean_step_s / steps
         further = {name: value for name, value in self.logged.items() if name != "loss"}
         self.display.step(step, shown, steps=steps, logged=further, is_last=is_last)
         self.logged = {}

@@ -286,6 +286,16 @@ def test_a_finished_run_is_shown_once(tmp_path: Path) -> None:
     assert done.returncode == 0 and "ended with exit code 4: the loss is NaN" in done.stdout
 
 
+def test_a_stopped_run_has_no_failures(tmp_path: Path) -> None:
+    run = write_run_folder(tmp_path)
+    for code in (0, 75, 130):
+        append_note(run, f"exited with code {code}")
+    ended = {"ended": {"code": 130, "text": ""}, "members": []}
+    text = text_of(RunData(run).update(), ended)
+    assert text.startswith(str(run)) and "stopped with exit code 130\n" in text
+    assert "exited with code" not in text and "left" not in text
+
+
 def test_words_for_another_host() -> None:
     words = ssh_words("ada", "/runs/my run", 2.0, terminal=True)
     assert (
