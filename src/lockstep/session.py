@@ -384,6 +384,7 @@ class Session:
         Saves when due and after the last step. After SIGTERM, SIGINT or SIGUSR1 the workers agree
         to stop, save, and raise Stopped: a SystemExit with code 75 or 130.
         """
+        session_checks.refuse_ended("runtime" in vars(self), is_open=self.out in self._open)
         declared = self._declared
         declared.leaves.refuse_total(total)
         if self._run is None:

@@ -76,7 +76,11 @@ def train(runtime: ElasticRuntime, folder: str, flipped: str) -> tuple[int, str]
         ("", 12, ""),
         ("frozen", FLIP_AT + 5, "the weights of rank 1 differ"),
         ("buffer", FLIP_AT + 5, "the weights of rank 1 differ"),
-        ("ema", 12, "the weights or optimizer state of rank 1 differ before step 13"),
+        (
+            "ema",
+            12,
+            "the weights, optimizer state or values of session.state of rank 1 differ before step 13",
+        ),
     ],
 )
 def test_flipped_bit_outside_the_trained_weights_is_detected(

@@ -439,6 +439,8 @@ def test_wrong_uses_are_refused(tmp_path: Path) -> None:
         with refused("the body of step 0 ran no micro-batches"):
             for _ in session.steps(2):
                 pass
+    with refused("after the Session ended\n.*\n.*indent the loop"):
+        next(session.steps(3))
 
 
 def test_a_log_of_one_micro_batch_is_refused(tmp_path: Path) -> None:

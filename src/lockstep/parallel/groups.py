@@ -9,8 +9,8 @@ model is wrapped by FSDP only once: FSDP's mesh only defines the ranks.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
@@ -130,6 +130,13 @@ class ProcessGroups:
             except Exception as error:
                 self.record_failure(error)
         self.waited_s += time.perf_counter() - start_s
+
+    @contextmanager
+    def not_counting(self) -> Iterator[None]:
+        """Context manager whose waits are not those of a step."""
+        waited_s = self.waited_s
+        yield
+        self.waited_s = waited_s
 
     def record_failure(self, error: Exception) -> None:
         """Keep the first error for the end of the pass."""

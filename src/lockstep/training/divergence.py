@@ -31,7 +31,7 @@ log = logging.getLogger("lockstep")
 # first vote; all state before a save.
 WEIGHTS = "weights"
 ALL_WEIGHTS = "weights and buffers"
-STATE = "weights or optimizer state"
+STATE = "weights, optimizer state or values of session.state"
 RECORD_EVERY = 10  # steps between two digests in the record of one replica, which compares none
 MAX_DIVERGENCES = 3  # in a row; then the loop itself is nondeterministic
 
@@ -332,8 +332,9 @@ class ReplicaComparison:
                 )
             raise FencedError(
                 message,
-                "a bit has flipped in one of them, or their updates differ",
-                "the same command resumes the run",
+                "a bit has flipped in one of them, or the loop gives each worker other values",
+                "the same command resumes the run; if this repeats, compute what session.state and "
+                "the update hold from session.loss or gathered values, not from one worker's own",
             )
         log.error("%s from those of the others: a bit has flipped there", message)
         if world.rank in divergent:

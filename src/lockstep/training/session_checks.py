@@ -228,6 +228,16 @@ def needs_closure(optimizer: Optimizer) -> bool:
     return any(p.default is p.empty and p.kind not in variable for p in parameters)
 
 
+def refuse_ended(was_entered: bool, *, is_open: bool) -> None:
+    """UsageError: the loop is outside of the with block of its Session."""
+    if was_entered and not is_open:
+        raise UsageError(
+            "session.steps was called after the Session ended",
+            "the loop is below `with lockstep.Session(...) as session`",
+            "indent the loop, so that it is inside",
+        )
+
+
 def refuse_early_use(name: str) -> None:
     """UsageError: the attribute exists only later."""
     names, when = f"session.{name} does", "after session.steps(...) has started"

@@ -84,11 +84,8 @@ class StepRecord:
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """Context manager around an evaluation, whose waits are no communication of the step."""
-        groups = self.replicas.replica.groups
-        waited_s = groups.waited_s
-        with self.timer.timing("overhead"):
+        with self.timer.timing("overhead"), self.replicas.replica.groups.not_counting():
             yield
-        groups.waited_s = waited_s
 
     def end(self, step: int, *, is_last: bool) -> None:
         """Record the steps that were committed together, up to `step`, with equal shares of time

@@ -27,7 +27,7 @@ def test_bit_flipped_on_the_leader_before_it_saves_is_in_no_checkpoint(
     training.inject_fault(training.leader.slot, "flip", at="saving", step=step)
     training.assert_same_bits(reference(30))
     assert training.wrote(
-        rf"the weights or optimizer state of rank 0 .* differ before step {step + 1}"
+        rf"the weights, optimizer state or values of session.state of rank 0 .* differ before step {step + 1}"
     )
     assert digest_line(training.run, 20) == digest_line(reference(30).run, 20)
 
@@ -92,7 +92,9 @@ def test_bit_flipped_by_a_source_of_a_state_transfer_is_found(
     training.inject_fault(0, "kill", at="forward", step=55)
     assert training.end() == {"here": 0}, training.report()
     if workers == 4:
-        assert training.wrote("here/2: its weights or optimizer state differ before step [5-9]")
+        assert training.wrote(
+            "here/2: its weights, optimizer state or values of session.state differ before step [5-9]"
+        )
         assert not training.wrote("resumes from step 50")
     else:
         assert training.wrote("none is in the majority") and training.wrote(
