@@ -21,7 +21,7 @@ LOADED = {"stylesheet", "icon", "preload", "preconnect", "dns-prefetch", "module
 
 
 class Page(HTMLParser):
-    """What a file of HTML or SVG loads, links to, and can be linked to by."""
+    """The links of a file of HTML or SVG, what it loads, and the ids that others can link to."""
 
     def __init__(self, text: str) -> None:
         super().__init__()

@@ -93,7 +93,8 @@ def refuse_mistyped(command: Parser, words: Sequence[str], target: str, module: 
         else:
             file = Path(target.partition(":")[0])
             is_known = file.suffix != ".py" or names_option(read_sources(file, module), name)
-            error.hint += f"; behind -- it is passed to {target}"
+            hint = f"{error.hint}; behind -- it is passed to {target}"
+            error = UsageError(error.what, error.where, hint)
         if not is_known:
             raise error
 

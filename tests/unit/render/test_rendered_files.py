@@ -207,7 +207,7 @@ def test_keys_of_the_run_are_in_the_command_of_every_file(
         (["--track.project", "a b"], "cannot be written"),
         (["--track.project", "hf_abcdefghijklmnopqrstuvwx"], "looks like a secret"),
         (["--batch.micro_batch", "32"], "unknown key 'batch.micro_batch'"),
-        (["--nodse", "2"], "unknown key 'nodse'"),
+        (["--nodse", "2"], "unknown option '--nodse'\n  command line\n  perhaps --nodes"),
     ],
 )
 def test_a_key_that_cannot_be_rendered_is_refused(
