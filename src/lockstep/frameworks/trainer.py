@@ -12,13 +12,15 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import fields
+from fractions import Fraction
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
-from transformers.trainer_utils import TrainOutput
+from transformers.trainer_utils import SchedulerType, TrainOutput
 
 from lockstep import Session, UsageError
 
@@ -32,10 +34,20 @@ HONORED = """
     logging_steps logging_strategy lr_scheduler_kwargs lr_scheduler_type max_grad_norm max_steps
     metric_for_best_model num_train_epochs optim optim_args output_dir per_device_eval_batch_size
     per_device_train_batch_size remove_unused_columns report_to run_name save_steps save_strategy
-    save_total_limit seed torch_compile use_cpu warmup_ratio warmup_steps weight_decay
+    save_total_limit seed torch_compile torch_compile_backend use_cpu warmup_ratio warmup_steps
+    weight_decay
 """
 # Methods that the loop does not call.
-REPLACED = ("get_train_dataloader", "get_batch_samples", "training_step", "_prepare_inputs")
+REPLACED = """
+    get_train_dataloader get_eval_dataloader _get_train_sampler _get_eval_sampler
+    get_batch_samples training_step _prepare_inputs prediction_step evaluation_loop
+"""
+# Their modules, whose versions of these methods do no more than the loop does.
+FRAMEWORK_MODULES = (
+    "transformers.trainer",
+    "transformers.trainer_seq2seq",
+    "trl.trainer.sft_trainer",
+)
 
 
 class SessionLoop(Trainer):
@@ -62,10 +74,10 @@ class SessionLoop(Trainer):
         micro_batches = args.gradient_accumulation_steps
         rows = micro_batches * args.per_device_train_batch_size
         dataset, collate = self._rows_of(self.train_dataset)
-        self.per_epoch = len(dataset) / rows
+        self.per_epoch = Fraction(len(dataset), rows)  # floats would miss the end of some epochs
         total = args.max_steps
         if total <= 0:
-            total = math.ceil(args.num_train_epochs * self.per_epoch)
+            total = math.ceil(Fraction(str(args.num_train_epochs)) * self.per_epoch)
         args._n_gpu = 1  # else it multiplies the loss by the GPUs of the host
         self.current_gradient_accumulation_steps = 1  # the Session divides
         self.create_optimizer_and_scheduler(total)
@@ -76,7 +88,7 @@ class SessionLoop(Trainer):
         self.session = Session(
             str(args.output_dir),
             micro_batches=micro_batches,
-            save_every=int(args.save_steps) if args.save_strategy == "steps" else 0,
+            save_every=self.state.save_steps if args.save_strategy == "steps" else 0,
             keep=args.save_total_limit or 0,
             seed=args.seed,
         )
@@ -111,7 +123,14 @@ class SessionLoop(Trainer):
         """Return the mean loss over `eval_dataset`; while `train` runs, computed in shares."""
         if self.session is None:
             return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
-        dataset, collate = self._rows_of(eval_dataset or self.eval_dataset)
+        if eval_dataset is None:
+            eval_dataset = self.eval_dataset
+        if isinstance(eval_dataset, dict):
+            metrics: dict[str, float] = {}
+            for name, rows in eval_dataset.items():
+                metrics |= self.evaluate(rows, ignore_keys, f"{metric_key_prefix}_{name}")
+            return metrics
+        dataset, collate = self._rows_of(eval_dataset)
         loss = self.session.evaluate(
             lambda inputs: self._loss(self.model, inputs),
             dataset,
@@ -188,7 +207,7 @@ class SessionLoop(Trainer):
     def _set_step(self, step: int) -> None:
         vars(self.state).update(
             global_step=step,
-            epoch=step / self.per_epoch,
+            epoch=float(step / self.per_epoch),
             is_world_process_zero=self.is_world_process_zero(),
             is_local_process_zero=self.is_world_process_zero(),
         )
@@ -217,9 +236,9 @@ class SessionLoop(Trainer):
             is_given = (value or None) != (field.default or None)
             if is_given and field.name not in HONORED.split():
                 refused.append(f"{field.name}={value!r}")
-        for name in REPLACED:
+        for name in REPLACED.split():
             method = getattr(type(self), name)
-            if method.__module__ not in ("transformers.trainer", "trl.trainer.sft_trainer"):
+            if method.__module__ not in FRAMEWORK_MODULES:
                 refused.append(f"{type(self).__name__}.{name}")
         refused += [
             name
@@ -230,6 +249,11 @@ class SessionLoop(Trainer):
             refused.append(f"save_strategy={args.save_strategy}")
         if args.report_to:
             refused.append(f"report_to={args.report_to}")
+        if args.torch_compile_backend not in (None, "inductor"):  # set by torch_compile=True
+            refused.append(f"torch_compile_backend={args.torch_compile_backend}")
+        is_by_metric = args.lr_scheduler_type == SchedulerType.REDUCE_ON_PLATEAU
+        if is_by_metric or isinstance(self.lr_scheduler, ReduceLROnPlateau):
+            refused.append("ReduceLROnPlateau")
         if isinstance(self.train_dataset, IterableDataset):
             refused.append("an IterableDataset")
         if self.accelerator.num_processes > 1:
