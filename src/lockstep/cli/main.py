@@ -93,8 +93,12 @@ def refuse_mistyped(command: Parser, words: Sequence[str], target: str, module: 
         else:
             file = Path(target.partition(":")[0])
             is_known = file.suffix != ".py" or names_option(read_sources(file, module), name)
-            hint = f"{error.hint}; behind -- it is passed to {target}"
-            error = UsageError(error.what, error.where, hint)
+            what, hint = error.what, error.hint
+            if name in command._option_string_actions:
+                what = f"{name} follows {target}, which does not name it"
+                hint = f"give it before {target}"
+            hint += f"; behind -- it is passed to {target}"
+            error = UsageError(what, error.where, hint)
         if not is_known:
             raise error
 
