@@ -178,7 +178,7 @@ def step_fields(
     count = f"{total:,}"
     fields = [("step", f"{step:,}".rjust(len(count)) + f"/{count}")]
     if "loss" in values:
-        fields.append(("loss", f"{values['loss']:#.4g}"))
+        fields.append(("loss", f"{values['loss']:#.4g}".rstrip(".")))
     fields += [(name, f"{value:.4g}") for name, value in logged.items()]
     return fields + measured_fields(values)
 

@@ -239,11 +239,12 @@ def note_of(event: dict[str, Any]) -> str:
     if "slot" in event:
         workers.append(f"{event['host']}/{event['slot']}")
     values = [f"{key} = {value}" for key, value in event.get("values", {}).items()]
-    skipped = [
-        f"without micro-batch {row['k']}, loss {row['loss']}"
+    without = "" if event["event"] == "diverged" else "without "  # it ends before its update
+    batches = [
+        f"{without}micro-batch {row['k']}, loss {row['loss']}"
         for row in event.get("micro_batches", ())
     ]
-    text = event.get("why") or "; ".join([*event.get("differences", ()), *values, *skipped])
+    text = event.get("why") or "; ".join([*event.get("differences", ()), *values, *batches])
     return ": ".join(filter(None, [", ".join(workers), str(text)]))
 
 

@@ -187,6 +187,7 @@ def test_a_line_has_what_a_step_has() -> None:
     assert line_of(7, 10, loss=math.nan, data_wait=0.2) == "step  7/10  loss nan  data wait 20%"
     assert line_of(7, 7) == line_of(7, 7, exposed_communication=0.0) == "step 7/7"
     assert line_of(7, 7, loss=1.0, shares=(6, 2)) == "step 7/7  loss 1.000  shares 6+2"
+    assert line_of(7, 7, loss=1000.5) == "step 7/7  loss 1000"
     assert line_of(7, 7, loss=1e-5, shares=()) == "step 7/7  loss 1.000e-05"
 
 

@@ -49,6 +49,7 @@ EVENTS: dict[str, tuple[dict[str, Any], str]] = {
         {"micro_batches": [{"k": 2, "loss": "NaN"}]},
         "without micro-batch 2, loss NaN",
     ),
+    "diverged": ({"micro_batches": [{"k": 2, "loss": "NaN"}]}, "micro-batch 2, loss NaN"),
     "spike": ({"micro_batches": []}, ""),
 }
 
