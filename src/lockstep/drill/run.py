@@ -75,7 +75,8 @@ class DrillRun(AbstractContextManager["DrillRun"]):
         self, words: Sequence[str], out: str, workers: int, *, min_workers: int = 1
     ) -> None:
         counts = ["--workers", str(workers), "--min", str(min_workers)]
-        self.command = [sys.executable, "-m", "lockstep", "launch", *words, "--out", out, *counts]
+        launch = [sys.executable, "-m", "lockstep", "launch", "--out", out, *counts]
+        self.command = [*launch, *words]
         self.out = out
         self.place = RunPlace(out)
         self.folder = self.place.folder
