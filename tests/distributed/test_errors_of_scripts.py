@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.launching import one_thread, run_command
+from support.launching import one_thread, run_command, run_lockstep
 
 SCRIPT = """
 import torch, lockstep
@@ -85,3 +85,11 @@ def test_an_error_of_the_user_has_the_frames_of_the_user() -> None:
     assert launched.returncode == 1 and files_in(launched.stderr) == ["script.py"] * 3
     log = next(path for path in Path("run/logs").iterdir() if "TypeError" in path.read_text())
     assert "loader.py" in files_in(log.read_text())
+
+
+def test_a_script_that_trains_nothing_is_named() -> None:
+    done = run_lockstep("run", "--workers", "2", write("pass"))
+    assert done.returncode == 0
+    assert done.stderr.count("script.py ended without opening a Session") == 1
+    trained = run_lockstep("run", "--workers", "2", write(ALONE, samples=7))
+    assert "without opening a Session" not in trained.stderr

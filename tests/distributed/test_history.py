@@ -200,6 +200,7 @@ def test_the_place_where_two_runs_part_is_named(change: str, gpt: Path, tmp_path
     shown = differs("diff", gpt, other)
     assert f"they part in {place}" in shown and "elements differ" in shown
     assert "own loop was gpt.py" in shown
+    assert ("optimizer: lr was 0.003, is 0.003001" in shown) == (change == "optimizer")
 
 
 def test_equal_runs_are_equal(gpt: Path, tmp_path: Path) -> None:

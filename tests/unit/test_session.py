@@ -357,6 +357,15 @@ def test_a_prepared_model_is_called_like_its_module_and_copied_without_the_sessi
         assert prepared(INPUTS).equal(module(INPUTS)), "outside the loop it is the plain module"
         assert type(copy.deepcopy(prepared)) is nn.Linear
         assert not hasattr(prepared, "absent")
+        with pytest.raises(TypeError, match="'Linear' object is not subscriptable"):
+            _ = prepared[0]
+
+
+def test_the_parts_of_a_prepared_sequence_are_those_of_its_module(tmp_path: Path) -> None:
+    with Session(tmp_path, micro_batches=1) as session:
+        module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+        prepared, _ = session.prepare(module, sgd(module))
+        assert prepared[-1] is module[1] and [*prepared] == [*module]
 
 
 def refused(message: str) -> Any:

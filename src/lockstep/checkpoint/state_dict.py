@@ -247,7 +247,8 @@ def set_state_dict(
         raise CheckpointError(
             f"the checkpoint does not fit {target}",
             "\n".join(problems),
-            "build model and optimizer as in the run that saved it",
+            "build model and optimizer as in the run that saved it, or start a new run in another "
+            "folder",
         )
     for name, (parameter, _, optimizer) in parameters.items():
         # No earlier entry may stay: the optimizer would continue from it.

@@ -26,7 +26,7 @@ def main(args: argparse.Namespace, rest: list[str]) -> int:
         print(f"equal up to step {last}, the last one that both have recorded")
         return compare_checkpoints(*folders)
     print(f"equal up to step {last}" if last else "they differ from the first common step on")
-    print(f"step {step}: {what}")
+    print(f"step {step}: {what}\nreplaying both runs up to it", flush=True)
     pythons = (args.python_a or sys.executable, args.python_b or sys.executable)
     a, b = (
         Side(folder, python, args.from_start)
@@ -61,4 +61,6 @@ def differing_values(a: Path, b: Path) -> list[str]:
     newest checkpoints."""
     ours, theirs = ((newest_facts(run / "checkpoints") or (0, {}))[1] for run in (a, b))
     values = changes(ours.get("fingerprints", {}), theirs.get("fingerprints", {}))
-    return [*values, *tolerated_changes(ours, theirs)]
+    groups = zip(ours.get("constructed", []), theirs.get("constructed", []), strict=False)
+    options = [f"optimizer: {change}" for pair in groups for change in changes(*pair)]
+    return [*values, *dict.fromkeys(options), *tolerated_changes(ours, theirs)]

@@ -185,7 +185,8 @@ def arguments_of(
     texts = ({"out": str(folder)} if folder and "out" in parameters else {}) | dict(flags)
     if unknown := [name for name in flags if name not in parameters]:
         near = perhaps(f"--{unknown[0]}", [f"--{name}" for name in parameters])
-        hint = f"{near}; {hint}" if near else hint
+        more = near or "options of lockstep go before those of the script"
+        hint = f"{more}; {hint}"
         raise UsageError(f"{spelled} takes no --{unknown[0]}", "command line", hint)
     if missing := [
         name

@@ -11,13 +11,14 @@ from lockstep.cli.start import RunRequest
 from lockstep.elastic.membership import RunEnded
 from lockstep.elastic.run_folder import folder_error, may_be_folder_error, wait_until_usable
 from lockstep.errors import RunFolderUnavailableError, UsageError
+from lockstep.log import log
 from lockstep.runtime.environment import read_rank_info
 from lockstep.runtime.exit_report import worker_main
 from lockstep.runtime.numerics import seed_unseeded_generators
 from lockstep.runtime.session_start import SessionStart
 from lockstep.runtime.signals import HostDrained, Stopped
 from lockstep.runtime.sources import load_function
-from lockstep.runtime.status_board import read_status
+from lockstep.runtime.status_board import Status, read_status
 from lockstep.runtime.worker_env import WorkerEnv, read_worker_env
 
 
@@ -28,7 +29,10 @@ def run_under_agent(request: RunRequest, worker_env: WorkerEnv) -> int:
     def run() -> int:
         wait_until_usable(worker_env)
         try:
-            return run_worker(request)
+            code = run_worker(request)
+            if request.is_whole_script and request.restart == "one" and worker_env.slot == 0:
+                warn_if_untrained(request.script, worker_env)
+            return code
         except HostDrained:
             drained["drained"] = True
             return 0
@@ -48,14 +52,31 @@ def run_under_agent(request: RunRequest, worker_env: WorkerEnv) -> int:
             raise
 
     def report_fields() -> dict[str, int | bool]:
-        try:
-            status = read_status(Path(worker_env.state) / f"{worker_env.slot}.board")
-            joined = status.pid == os.getpid()  # else it is the board of the slot's previous worker
-        except OSError:
-            joined = False
-        return {"step": max(-1, status.step - 1) if joined else -1, "joined": joined, **drained}
+        status = own_status(worker_env)
+        step = max(-1, status.step - 1) if status else -1
+        return {"step": step, "joined": status is not None, **drained}
 
     return worker_main(run, report_fields)
+
+
+def own_status(worker_env: WorkerEnv) -> Status | None:
+    """Return the status of this worker; None: it has not joined, and the board is missing or that
+    of the slot's previous worker."""
+    try:
+        status = read_status(Path(worker_env.state) / f"{worker_env.slot}.board")
+    except OSError:
+        return None
+    return status if status.pid == os.getpid() else None
+
+
+def warn_if_untrained(script: str, worker_env: WorkerEnv) -> None:
+    if own_status(worker_env) is None:
+        log.warning(
+            "%s ended without opening a Session: nothing was trained. Call its function at the "
+            "end of the file, or start it with lockstep train %s:FUNCTION",
+            script,
+            script,
+        )
 
 
 def run_worker(request: RunRequest) -> int:

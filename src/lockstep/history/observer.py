@@ -237,8 +237,9 @@ def sample_of(loader: Loader, batch: Any, step: int, k: int, row: int) -> dict[s
 
 
 def describe(part: Any) -> Any:
-    """Return a text as it is, token ids as a list, of another tensor or array type and shape."""
-    if isinstance(part, Tensor) and not part.is_floating_point() and part.dim() == 1:
+    """Return a text or a number as it is, token ids as a list, of another tensor or array type and
+    shape."""
+    if isinstance(part, Tensor) and not part.is_floating_point() and part.dim() < 2:
         return part.tolist()
     if hasattr(part, "shape"):
         return f"{part.dtype} {tuple(part.shape)}"

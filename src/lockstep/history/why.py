@@ -32,7 +32,7 @@ def explain(
     number = largest["micro_batch"]
     yield f"largest gradient: micro-batch {number}, norm {float(largest['norm']):.4g}{more}"
     for one in seen:
-        yield f"  micro-batch {one['micro_batch']}: loss {one['loss']:.6g}, norm {one['norm']:.4g}"
+        yield f"  micro-batch {one['micro_batch']}: adds {one['loss']:.6g}, norm {one['norm']:.4g}"
     rows = [(row, one) for one in seen for row in one["worst"]]
     if not all(one["worst"] for one in seen):
         numbers = ", ".join(map(str, largest["samples"])) or "unknown, without a loader"

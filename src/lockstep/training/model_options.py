@@ -126,6 +126,11 @@ class PreparedModel(nn.Module):
         except AttributeError:
             return getattr(super().__getattr__("module"), name)
 
+    def __getitem__(self, index: Any) -> Any:
+        """Return a part of an nn.Sequential or nn.ModuleList, as the plain model does."""
+        model: Any = self.module
+        return model[index]
+
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         """Copy the plain model, for an EMA."""
         return deepcopy(self.module, memo)
