@@ -538,7 +538,7 @@ def test_wandb_without_a_login_is_an_error_before_the_first_step(
     }
     code, output = play(tmp_path / "run", "steps 1 3", env, from_step=0, track=["wandb"])
     assert (
-        code == 1
+        code == 2
         and "ConfigError: Weights & Biases cannot be used" in output
         and "wandb login" in output
     ), output

@@ -89,7 +89,8 @@ def refuse_mistyped(command: Parser, words: Sequence[str], target: str, module: 
         if not is_script(target):
             from lockstep.config.schema import config_fields  # loads pydantic
 
-            is_known = name[2:] in config_fields()
+            # An option of the command stands where a key lacks its value, which is told later.
+            is_known = name in command._option_string_actions or name[2:] in config_fields()
         else:
             file = Path(target.partition(":")[0])
             is_known = file.suffix != ".py" or names_option(read_sources(file, module), name)
