@@ -1,4 +1,4 @@
-"""Hide the packages of the extra [text] from this process, and from those that it starts."""
+"""Hide the packages of the extra [text] from this process and its children."""
 
 from __future__ import annotations
 
