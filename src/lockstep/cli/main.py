@@ -9,7 +9,7 @@ import argparse
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from contextlib import suppress
 from importlib import import_module
 from itertools import islice
@@ -37,6 +37,7 @@ from lockstep.errors import (
     LockstepError,
     OutOfMemoryError,
     UsageError,
+    perhaps,
     require_text_packages,
 )
 from lockstep.object_store.address import Address, parse_address
@@ -81,27 +82,30 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def refuse_mistyped(command: Parser, words: Sequence[str], target: str, module: str) -> None:
     """UsageError for a word that resembles an option of the command and that its target does not
-    know: a run file by its keys, a script or a function by its source."""
+    know."""
+    options = command._option_string_actions
     for name in (word.partition("=")[0] for word in words if word.startswith("--")):
-        error = command.unknown(name)
-        if not error.hint.startswith("perhaps"):
+        near = perhaps(name, options)
+        if not near or knows(target, module, name, options):
             continue
         if not is_script(target):
-            from lockstep.config.schema import config_fields  # loads pydantic
+            raise command.unknown(name)
+        what, hint = f"unknown option {name!r}", near
+        if name in options:
+            what = f"{name} follows {target}, which does not name it"
+            hint = f"give it before {target}"
+        raise UsageError(what, "command line", f"{hint}; behind -- it is passed to {target}")
 
-            # An option of the command stands where a key lacks its value, which is told later.
-            is_known = name in command._option_string_actions or name[2:] in config_fields()
-        else:
-            file = Path(target.partition(":")[0])
-            is_known = file.suffix != ".py" or names_option(read_sources(file, module), name)
-            what, hint = error.what, error.hint
-            if name in command._option_string_actions:
-                what = f"{name} follows {target}, which does not name it"
-                hint = f"give it before {target}"
-            hint += f"; behind -- it is passed to {target}"
-            error = UsageError(what, error.where, hint)
-        if not is_known:
-            raise error
+
+def knows(target: str, module: str, name: str, options: Container[str]) -> bool:
+    """Return whether a run file has this key, or the source of a script or function names it."""
+    if is_script(target):
+        file = Path(target.partition(":")[0])
+        return file.suffix != ".py" or names_option(read_sources(file, module), name)
+    from lockstep.config.schema import config_fields  # loads pydantic
+
+    # An option here means that the key before it has no value: parse_flags refuses that.
+    return name in options or name[2:] in config_fields()
 
 
 def exit_at_once(number: int, frame: FrameType | None) -> None:
