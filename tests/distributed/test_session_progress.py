@@ -77,8 +77,9 @@ def test_the_screen_has_loss_rate_rest_and_what_the_loop_logs_and_prints_once(
 
 def test_waits_of_an_evaluation_are_no_communication_of_the_step(tmp_path: Path) -> None:
     run(tmp_path, "--shard", 2)
-    for line in iter_steps(tmp_path / "run" / "metrics.jsonl"):
-        assert line["overhead_seconds"] > 0.2
+    lines = list(iter_steps(tmp_path / "run" / "metrics.jsonl"))
+    assert max(line["overhead_seconds"] for line in lines) > 0.1  # of the 0.2 s that rank 0 waits
+    for line in lines:
         assert line["communication_seconds"] + line["overhead_seconds"] < line["seconds"], line
 
 
