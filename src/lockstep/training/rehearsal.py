@@ -22,6 +22,7 @@ from lockstep.log import log
 from lockstep.parallel.replica import Replica
 from lockstep.runtime.torch_private import collectives_of
 from lockstep.training.checkpointer import Checkpointer
+from lockstep.training.divergence import ReplicaComparison
 from lockstep.training.witness import FirstMicroBatch, WitnessFile, describe_difference
 
 BELONGS = (
@@ -34,6 +35,7 @@ BELONGS = (
 class Rehearsal:
     """The rehearsals of a replica.
 
+    comparison    of the replicas, whose vote finds flipped bits
     checkpointer  whose run folder keeps the witnesses; None: nothing is compared after a resume
     save          Collective: save the state of a step before an error ends the run
     """
@@ -42,11 +44,13 @@ class Rehearsal:
         self,
         runtime: ElasticRuntime,
         replica: Replica,
+        comparison: ReplicaComparison,
         checkpointer: Checkpointer | None,
         save: Callable[[int], None],
     ) -> None:
         self.runtime = runtime
         self.replica = replica
+        self.comparison = comparison
         self.checkpointer = checkpointer
         layout = replica.groups.layout
         self.slices = (layout.tensor, layout.pipeline)  # gradients are compared where both are 1
@@ -60,6 +64,7 @@ class Rehearsal:
         """Collective. Yield micro-batch `first`. Errors, on all ranks, when its loss or gradient
         differs between ranks (UsageError), or from the run that saved this state
         (CheckpointError)."""
+        self._rehearsed = None
         statistics = self.replica.statistics
         before = statistics.declared_values()
         if before and self.slices[1] == 1:  # in a pipeline forward passes follow the loop
@@ -72,11 +77,14 @@ class Rehearsal:
         rehearsed = self.replica.hashed.loss  # None: a stage without the loss
         row: dict[str, Any] = {"loss": None if rehearsed is None else str(rehearsed)}
         row["gradient"] = self.replica.hashed.hash
+        row["weights"] = self._digest(step)
         if self.runtime.world.leader and self._file and self._follows_save(step):
             record = self._file.read().get(step)
             row["saved"] = asdict(record) if record else None
             row["differences"] = self.checkpointer.differences if self.checkpointer else []
         rows = all_gather_json(self.runtime, row)
+        if self._is_flipped(rows):
+            return
         loss = next(row["loss"] for row in rows if row["loss"] is not None)
         gradient = rows[0]["gradient"] if self._has_whole_gradients else None
         self._rehearsed = FirstMicroBatch(first, loss, gradient, self.slices)
@@ -122,8 +130,12 @@ class Rehearsal:
         if before is None:
             self._own = own
             return
-        for values in all_gather_json(self.runtime, asdict(own) if own else None):
-            again = FirstMicroBatch.from_json(values) if values else before
+        row = {"own": asdict(own) if own else None, "weights": self._digest(step)}
+        rows = all_gather_json(self.runtime, row)
+        if self._is_flipped(rows):
+            return
+        for values in [row["own"] for row in rows if row["own"]]:
+            again = FirstMicroBatch.from_json(values)
             if again.loss != before.loss:
                 what = f"is {before.loss} the first time and {again.loss} the second time"
                 raise _nondeterministic(f"the loss of micro-batch {first} of step {step} {what}")
@@ -166,16 +178,27 @@ class Rehearsal:
         gradient = self.replica.hashed.hash if self._has_whole_gradients else None
         return FirstMicroBatch(first, str(loss), gradient, self.slices)
 
+    def _digest(self, step: int) -> int:
+        """Return the digest of the trained weights; 0: the vote on `step` does not compare them."""
+        return self.replica.digest().read() if self.comparison.is_due(step) else 0
+
+    def _is_flipped(self, rows: Sequence[dict[str, Any]]) -> bool:
+        """Return whether weights differ that were equal when a joiner had received them: the vote
+        evicts the worker with the flipped bit, and the loop is not at fault."""
+        return not self.runtime.first_generation and self._differs("weights", rows)
+
+    def _differs(self, key: str, rows: Sequence[dict[str, Any]]) -> bool:
+        """Return whether workers with the same slices have other values."""
+        size = self.replica.workers_per_replica
+        return any(len({row[key] for row in rows[slot::size]}) > 1 for slot in range(size))
+
     def _refuse_unequal(self, step: int, first: int, rows: Sequence[dict[str, Any]]) -> None:
         """UsageError when ranks got other losses, or other gradients of the same slices.
         Collective when a joiner did: what the others hold is saved."""
         losses = {rank: row["loss"] for rank, row in enumerate(rows) if row["loss"] is not None}
         what = "loss" if len(set(losses.values())) > 1 else ""
         listed = ", ".join(f"{loss} on rank {rank}" for rank, loss in losses.items())
-        size = self.replica.workers_per_replica
-        if not what and any(
-            len({row["gradient"] for row in rows[position::size]}) > 1 for position in range(size)
-        ):
+        if not what and self._differs("gradient", rows):
             what = "gradient"
             listed = ", ".join(
                 f"hash {row['gradient'] % 2**64:016x} on rank {rank}"

@@ -165,6 +165,7 @@ class ReplicaGroup:
         state = ReplicaState(
             self.replica, self.local_model, checkpointer, self.commit_steps * max(1, verify_every)
         )
+        comparison = ReplicaComparison(runtime, checkpointer, state, verify_every)
         self.stops = signals is None and not runtime.is_static
         # Those of this group until the process exits.
         signals = StopSignals().__enter__() if self.stops else signals
@@ -172,11 +173,11 @@ class ReplicaGroup:
             runtime,
             self.replica,
             state,
-            ReplicaComparison(runtime, checkpointer, state, verify_every),
+            comparison,
             Ballot(runtime, checkpointer, signals),
             ShareBalance(runtime, self.replica, layout.shard, enabled=balance == "auto"),
             leaves.watch_changes(nn.Module() if self.local_model else module, checkpointer),
-            Rehearsal(runtime, self.replica, checkpointer, self._save_before_exit)
+            Rehearsal(runtime, self.replica, comparison, checkpointer, self._save_before_exit)
             if rehearse
             else None,
             rollback,

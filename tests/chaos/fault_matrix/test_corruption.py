@@ -48,6 +48,19 @@ def test_row_37_with_verify_every_10_all_restart_from_a_verified_checkpoint(
     assert training.wrote("differ before step 3[5-9]")
 
 
+@pytest.mark.parametrize("slot", [1, pytest.param(2, marks=long)])
+def test_row_37_bit_flipped_while_a_joiner_rehearses_is_no_fault_of_the_loop(
+    start_training: StartTraining, reference: Reference, slot: int
+) -> None:
+    """Of a member, or of the joiner itself in slot 2."""
+    training = start_training(steps=20, words=("--min", "3"))
+    training.inject_fault(2, "kill", at="forward", step=8)
+    training.wait_until_joining(1)
+    training.inject_fault(slot, "flip", at="forward")
+    training.assert_same_bits(reference(20))
+    assert training.wrote("a bit has flipped there")
+
+
 def assert_equal_to_one_worker(tmp_path: Path, script: str) -> None:
     """Assert that checkpoint 100 equals that of an undisturbed run on one worker."""
     run_lockstep(
