@@ -34,7 +34,7 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCKSTEP_TMP", str(tmp_path))
 
 
-@pytest.fixture(params=["trainer", pytest.param("sft", marks=pytest.mark.long)])
+@pytest.fixture(params=["trainer", "sft"])
 def script(request: pytest.FixtureRequest) -> str:
     if request.param == "sft" and not find_spec("trl"):
         pytest.skip("trl is not installed")
@@ -69,6 +69,7 @@ def script_process(out: Path, slot: int) -> int:
     return pid
 
 
+@pytest.mark.long
 def test_a_killed_run_has_the_bits_of_an_undisturbed_one(script: str, tmp_path: Path) -> None:
     undisturbed = train(script, tmp_path / "undisturbed")
     out = tmp_path / "killed"

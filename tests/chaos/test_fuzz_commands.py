@@ -82,7 +82,7 @@ def test_training_on_unusual_bytes_works_or_is_refused(commands: Commands) -> No
     (folder / "more.txt").write_bytes(b"".join(b"line %d\n" % n * 200 for n in range(30)))
     for index, (name, command) in enumerate(FILES.items()):
         argv = command.split()
-        chosen = range(len(ODD_BYTES)) if LONG else range(3 * index % 13, len(ODD_BYTES), 13)
+        chosen = range(len(ODD_BYTES)) if LONG else range(3 * index % 20, len(ODD_BYTES), 20)
         for number in chosen:
             prefixes = [b""] + ([good(name)] if argv[0] == "train" and "--show" not in argv else [])
             for content in [prefix + ODD_BYTES[number] for prefix in prefixes][

@@ -12,7 +12,7 @@ import pytest
 from support.gradient_fuzz.comparison import Result, check
 from support.gradient_fuzz.fuzz_cases import Case, draw
 
-CASES = int(os.environ.get("LOCKSTEP_CASES", "60"))
+CASES = int(os.environ.get("LOCKSTEP_CASES", "30"))
 SEED = int(os.environ.get("LOCKSTEP_SEED", "0"))
 AT_ONCE = 100
 

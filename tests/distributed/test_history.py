@@ -168,7 +168,9 @@ def test_pdb_stops_in_the_body_of_the_step(gpt: Path) -> None:
 
 def test_pdb_stops_in_the_loop_of_a_recipe(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    passed("train", "--out", run, "--workers", "1", "--steps", 2, "--evaluate.at_end", 0)
+    small = ("--data.pairs", 500, "--data.held_out", 50, "--tokenizer.vocab_size", 300)
+    words = ("--workers", 1, "--steps", 2, "--evaluate.at_end", 0, "--model.dim", 32)
+    passed("train", "--out", run, *small, *words)
     result = run_lockstep("replay", run, "--step", 2, "--debug", input="p step, batch.count\nc\n")
     assert "> " in result.stdout and "recipes/translate.py" in result.stdout
     assert "(1, " in result.stdout and EQUAL in result.stdout

@@ -323,10 +323,10 @@ def test_sharded_models_refuse_what_would_change_the_sum() -> None:
             assert words in text
 
 
-def losses_of_ten_steps(
+def losses_of_five_steps(
     runtime: ElasticRuntime, names: list[str], layout: Layout
 ) -> list[list[float]]:
-    """Train ten steps in float32; return the losses of each model."""
+    """Train five steps in float32; return the losses of each model."""
     losses_by_model = []
     for name in names:
         model = model_named(name)
@@ -334,7 +334,7 @@ def losses_of_ten_steps(
         optimizer = make_optimizers(local, OptimOptions(learning_rate=3e-3))[0]
         losses = []
         with replica_of(local, 4) as replica:
-            for step in range(10):
+            for step in range(5):
                 losses.append(all_losses(one_step(local, replica, model, step % 2)) / 72)
                 commit_gradient(list(local.parameters()), replica.grad_norm_squared(), 72).clip_(
                     1.0
@@ -344,14 +344,14 @@ def losses_of_ten_steps(
     return losses_by_model
 
 
-def test_losses_of_ten_steps_equal_those_of_one_process() -> None:
+def test_losses_of_five_steps_equal_those_of_one_process() -> None:
     names = ["llama", "translator"]
-    truth = run_ranks(losses_of_ten_steps, 1, names, Layout())[0]
-    assert all(losses[-1] < losses[0] - 0.5 for losses in truth), "the loss falls"
+    truth = run_ranks(losses_of_five_steps, 1, names, Layout())[0]
+    assert all(losses[-1] < losses[0] - 0.2 for losses in truth), "the loss falls"
     # The other layouts have the bits of one process or of one of these, as the digests below show.
     for layout in (Layout(1, 2, 2), Layout(1, 2, 1, 2), Layout(1, 1, 2, 2)):
         for losses, expected in zip(
-            run_ranks(losses_of_ten_steps, layout.workers, names, layout)[0], truth, strict=True
+            run_ranks(losses_of_five_steps, layout.workers, names, layout)[0], truth, strict=True
         ):
             assert losses == pytest.approx(expected, rel=2e-5), layout
 
