@@ -418,8 +418,8 @@ def test_wrong_uses_are_refused(tmp_path: Path) -> None:
         def __iter__(self) -> Iterator[int]:
             return iter(range(9))
 
-    with refused(r"session\.world and session\.runtime do not exist yet"):
-        _ = Session(tmp_path, micro_batches=2).world
+    with refused("this Session is not open: session.world and"):
+        Session(tmp_path, micro_batches=2).prepare(nn.Linear(4, 1))
     with Session(tmp_path, micro_batches=4) as session:
         model = nn.Linear(4, 1)
         optimizer = sgd(model)

@@ -240,9 +240,15 @@ def refuse_ended(was_entered: bool, *, is_open: bool) -> None:
 
 def refuse_early_use(name: str) -> None:
     """UsageError: the attribute exists only later."""
-    names, when = f"session.{name} does", "after session.steps(...) has started"
     if name == "runtime":
-        names = "session.world and session.runtime do"
-        when = "inside `with Session(...) as session`"
-    if name in ("runtime", "replicas", "checkpointer", "tracker"):
-        raise UsageError(f"{names} not exist yet", f"set {when}", "move the line there")
+        raise UsageError(
+            "this Session is not open: session.world and session.runtime do not exist yet",
+            "the `with` statement of a Session opens it, and joins the workers",
+            "write `with lockstep.Session(...) as session:`, and indent the lines that use it",
+        )
+    if name in ("replicas", "checkpointer", "tracker"):
+        raise UsageError(
+            f"session.{name} does not exist yet",
+            "session.steps(...) creates it at its first step",
+            "move the line into the loop",
+        )
