@@ -135,8 +135,10 @@ class ProcessGroups:
     def not_counting(self) -> Iterator[None]:
         """Context manager whose waits are not those of a step."""
         waited_s = self.waited_s
-        yield
-        self.waited_s = waited_s
+        try:
+            yield
+        finally:
+            self.waited_s = waited_s
 
     def record_failure(self, error: Exception) -> None:
         """Keep the first error for the end of the pass."""

@@ -52,6 +52,13 @@ def test_first_error_is_kept_and_nothing_starts_after_it(groups: ProcessGroups) 
     groups.raise_failure()
 
 
+def test_waits_of_an_evaluation_are_not_those_of_the_step(groups: ProcessGroups) -> None:
+    with pytest.raises(ValueError, match="of the user"), groups.not_counting():
+        groups.waited_s += 1.0
+        raise ValueError("of the user")
+    assert groups.waited_s == 0
+
+
 def test_collectives_along_an_axis_of_size_1_change_nothing(groups: ProcessGroups) -> None:
     tensor = torch.arange(3.0)
     assert groups.all_reduce(tensor, None) is tensor
