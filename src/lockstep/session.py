@@ -525,8 +525,8 @@ class Session:
         self._declared.leaves.refuse_inside("session.log")
         if step != self.step or self._micro_batch is not None:
             raise UsageError(
-                f"session.log of step {step}",
-                f"the loop is at step {self.step}",
+                f"session.log of step={step}",
+                f"the loop has step={self.step}",
                 "call it in the body of that step, after the micro-batch loop: inside, it would "
                 "record one micro-batch of rank 0",
             )

@@ -408,7 +408,7 @@ def test_three_own_errors_at_the_same_step_end_the_run_and_print_the_traceback_f
     code, _, err = agent.wait()
     assert code == 1 and len(agent.events("worker started")) == 4
     shown = err[err.index("Traceback") :]
-    assert "ValueError: the loss is a fish\n" in shown and "in a row to fail at step 7" in shown
+    assert "ValueError: the loss is a fish\n" in shown and "in a row to fail in step 8" in shown
     assert three_parts(shown, "LockstepError: slot 1 (pid ")
     record = GenerationLog(agent.run / "generations").newest()
     assert record.end and record.end.code == 1 and record.end.text == shown.rstrip("\n")
@@ -443,7 +443,7 @@ def test_an_error_after_the_end_of_the_run_gives_the_exit_code(
 @pytest.mark.parametrize(
     ("worker", "name", "count", "where"),
     [
-        ("crash_in_step_12", "SIGSEGV", 3, "to fail at step 11 by SIGSEGV"),
+        ("crash_in_step_12", "SIGSEGV", 3, "to fail in step 12 by SIGSEGV"),
         ("abort_before_the_first_step", "SIGABRT", 3, "to fail before its first step by SIGABRT"),
         ("killed_in_step_12", "SIGKILL", 6, "killed by SIGKILL in the backward phase of step 12"),
     ],

@@ -92,7 +92,7 @@ def test_a_joiner_that_differs_ends_the_run_of_a_member_that_missed_the_decision
     training = start_with_joiners(start_training, 3, "train_with_state")
     step = set_actions(training, (["miss"], [], ["die"]))
     assert 2 in training.end().values(), training.report()
-    assert training.wrote(f"of micro-batch 0 of step {step + 1} is not the same on all workers")
+    assert training.wrote(f"of micro-batch 0 of step {step + 2} is not the same on all workers")
     assert not training.wrote("CollectiveMismatchError"), training.report()
     assert_same_order(training)
     training.assert_nothing_left()

@@ -44,7 +44,7 @@ def test_error_of_one_worker_is_reported_and_gives_the_exit_code(tmp_path: Path)
     assert ended.returncode == 2, ended.stderr
     last = ended.stderr[ended.stderr.index("UsageError") :]
     assert last.startswith(
-        "UsageError: no gradient arrived for the 4 parameters in micro-batch 2 of step 2: backward() was not called"
+        "UsageError: no gradient arrived for the 4 parameters in micro-batch 2 of step 3: backward() was not called"
     )
     assert "lost" not in last and "Traceback" not in ended.stderr
 

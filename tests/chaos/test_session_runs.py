@@ -253,7 +253,7 @@ def test_folder_with_the_rank_is_refused_under_torchrun(tmp_path: Path) -> None:
 def test_wrong_loop_that_one_worker_notices_ends_the_run_on_all(tmp_path: Path) -> None:
     loop = (f"{SCRIPT.with_name('habits.py')}:train", "--habit", "dataloader")
     result = lockstep("train", "--out", tmp_path / "run", "--workers", "2", *loop)
-    assert result.returncode == 2 and "the loss of micro-batch 0 of step 0 is" in result.stderr, (
+    assert result.returncode == 2 and "the loss of micro-batch 0 of step 1 is" in result.stderr, (
         result.stderr
     )
     assert not list((tmp_path / "run" / "checkpoints").iterdir())

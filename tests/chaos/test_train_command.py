@@ -127,7 +127,7 @@ def test_after_a_kill_of_rank_0_its_successor_prints_the_results(
     output = process.communicate(timeout=120)[0]
     assert process.returncode == 0, output
     assert (
-        "joined at step" in output and "\nstep 30/30  loss" in output
+        "joined after step" in output and "\nstep 30/30  loss" in output
     )  # the other worker is rank 0 now
     assert "(test, 20 pairs, greedy)" in output and f"next: lockstep translate {tmp_path}" in output
     assert digest(tmp_path) == digest(undisturbed)

@@ -216,11 +216,11 @@ def plain_after(batch: MicroBatch) -> None:
     batch.model(batch.x).backward()
 
 
-CHANGED = "the gradients of 6 of 6 parameters were changed in micro-batch {k} of step 0"
+CHANGED = "the gradients of 6 of 6 parameters were changed in micro-batch {k} of step 1"
 BEFORE = CHANGED + ", before backward(): late.weight"
 AFTER = CHANGED + ", after backward(): late.weight"
 NO_GRADIENT = (
-    "no gradient arrived for the 6 parameters in micro-batch {k} of step 0:"
+    "no gradient arrived for the 6 parameters in micro-batch {k} of step 1:"
     " backward() was not called"
 )
 HABITS: dict[Callable[[MicroBatch], None], str] = {
@@ -229,7 +229,7 @@ HABITS: dict[Callable[[MicroBatch], None], str] = {
     clears_after: AFTER,
     zeroes_after: AFTER,
     clips: AFTER,
-    two_backwards: "backward() was called twice in micro-batch {k} of step 0",
+    two_backwards: "backward() was called twice in micro-batch {k} of step 1",
     no_backward: NO_GRADIENT,
     MicroBatch.plain_backward: NO_GRADIENT,
     both_backwards: BEFORE,
@@ -284,7 +284,7 @@ def skip_a_parameter(runtime: ElasticRuntime, at: int) -> str:
 def test_parameter_without_a_gradient_is_refused_by_name(at: int) -> None:
     text = run_ranks(skip_a_parameter, 1, at)[0]
     assert (
-        f"no gradient arrived for 2 of 6 parameters in micro-batch {at} of step 2: side.weight, side.bias"
+        f"no gradient arrived for 2 of 6 parameters in micro-batch {at} of step 3: side.weight, side.bias"
         in text
     )
 
@@ -327,7 +327,7 @@ class Checkpointed(Branches):
 
 def test_gradient_that_arrives_twice_in_one_backward_pass_is_refused() -> None:
     expected = (
-        "arrived twice in one backward pass, in micro-batch 0 of step 0: side.bias, side.weight"
+        "arrived twice in one backward pass, in micro-batch 0 of step 1: side.bias, side.weight"
     )
     with pytest.raises(AssertionError, match=expected):
         run_ranks(train_checkpointed, 1)
@@ -449,7 +449,7 @@ def leave_early(runtime: ElasticRuntime, how: str) -> tuple[bool, str]:
 @pytest.mark.parametrize("how", ["break", "the next step"])
 def test_loop_that_ends_early_changes_no_weights_and_is_refused(how: str) -> None:
     untouched, text = run_ranks(leave_early, 1, how)[0]
-    assert untouched and "the micro-batch loop of step 0 ended early" in text
+    assert untouched and "the micro-batch loop of step 1 ended early" in text
 
 
 # Layers frozen and unfrozen between steps.
@@ -595,7 +595,7 @@ def errors_of_unkeyed_data(runtime: ElasticRuntime, habits: list[str]) -> list[s
 def test_data_that_does_not_follow_from_the_micro_batch_is_refused() -> None:
     for habit in ("a DataLoader", "a prefetched batch"):
         assert (
-            "the loss of micro-batch 0 of step 0 is 0."
+            "the loss of micro-batch 0 of step 1 is 0."
             in run_ranks(error_of_unkeyed_data, 1, habit)[0]
         )
     for texts in run_ranks(

@@ -172,7 +172,7 @@ def test_a_recipe_whose_data_do_not_follow_from_the_step_is_refused(
 ) -> None:
     flags = {**TEXT, "data.train": str(corpus), "layout.shard": str(shards)}
     with pytest.raises(
-        AssertionError, match=r"the loss of micro-batch 0 of step 0 is [\d.]+ the first time and"
+        AssertionError, match=r"the loss of micro-batch 0 of step 1 is [\d.]+ the first time and"
     ):
         run_ranks(trained_on_a_stream, shards, str(tmp_path), flags)
 

@@ -229,7 +229,7 @@ def test_loader_processes_follow_a_change_of_the_data_set(
         digests.add(digest_line(tmp_path / str(num_workers)))
     assert len(digests) == 1
     assert (
-        "the data set has changed at step 3: the processes that load it start again" in caplog.text
+        "the data set has changed at step 4: the processes that load it start again" in caplog.text
     )
 
 
@@ -440,12 +440,12 @@ def test_wrong_uses_are_refused(tmp_path: Path) -> None:
             session.state(**{"b.c": optimizer})
         loader = session.loader(Noisy(), batch_size=4)
         for step in session.steps(2):
-            with refused("the micro-batches of step 1"):
+            with refused("the micro-batches of step=1"):
                 next(loader(step + 1))
-            with refused(r"session\.log of step 1"):
+            with refused(r"session\.log of step=1"):
                 session.log(step + 1, loss=0.0)
             break
-        with refused("the body of step 0 ran no micro-batches"):
+        with refused("the body of step 1 ran no micro-batches"):
             for _ in session.steps(2):
                 pass
     with refused("after the Session ended\n.*\n.*indent the loop"):
@@ -534,7 +534,7 @@ def test_second_micro_batch_loop_in_a_step_is_refused(tmp_path: Path, loop: str)
     message = (
         "ended early\n.*a second micro-batch loop"
         if loop == "zip"
-        else r"a second micro-batch loop in step 0: .*\n  loader\(step\) or"
+        else r"a second micro-batch loop in step 1: .*\n  loader\(step\) or"
     )
     with refused(message), linear_session(tmp_path) as (session, prepared, optimizer):
         first = session.loader(Noisy(), batch_size=4)

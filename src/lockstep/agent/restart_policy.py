@@ -149,7 +149,7 @@ def end_repeated_failures(
                 f"in a row ({worker_exit.title} {worker_exit.rank}, {end})",
                 "fix the error above; the same command starts the script again",
             )
-        where = f"at step {step}" if step >= 0 else "before its first step"
+        where = f"in step {step + 1}" if step >= 0 else "before its first step"
         cause = f"by {by_signal}" if is_crash(worker_exit) else "with an error"
         what = f"{worker_exit} is worker number {now.crashes} in a row to fail {where} {cause}"
         return end_the_run(worker_exit, what, f"fix the error above; {RESUME_HINT}")

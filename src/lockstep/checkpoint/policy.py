@@ -7,19 +7,19 @@ from lockstep.errors import CheckpointError, UsageError
 
 
 def choose_resume_step(resume: str, steps: Collection[int]) -> tuple[int | None, str]:
-    """Return (the step to resume from, or None to start at step 0; the reason).
+    """Return (the step to resume from, or None to start at step 1; the reason).
 
     resume  "auto": the newest of `steps`, if any; "required": the newest; "never": none; or a step
     CheckpointError when the requested checkpoint is missing; UsageError for another `resume`.
     """
     available = show_steps(steps)
     if resume == "never":
-        return None, f"starts at step 0, as --resume never asks ({available})"
+        return None, f"starts at step 1, as --resume never asks ({available})"
     if resume in ("auto", "required"):
         if steps:
             return max(steps), f"resumes from step {max(steps)}, the newest checkpoint"
         if resume == "auto":
-            return None, "starts at step 0: there is no checkpoint yet"
+            return None, "starts at step 1: there is no checkpoint yet"
         raise CheckpointError(
             "there is no checkpoint to resume from", "--resume required", "try --resume auto"
         )

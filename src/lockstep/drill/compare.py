@@ -206,7 +206,7 @@ def unsaved_state(log: str) -> str:
 def require_empty(out: str) -> None:
     if not RunPlace(out).is_empty():
         raise UsageError(
-            f"{out} is not empty", "--out", "give a new folder: a drill starts at step 0"
+            f"{out} is not empty", "--out", "give a new folder: a drill starts at step 1"
         )
 
 

@@ -204,7 +204,7 @@ def refuse_unequal_votes(facts: RowFacts, count: int) -> None:
     first_step = ~facts.inverse_first_step
     if facts.last_step != first_step:
         raise CollectiveMismatchError(
-            f"ranks vote on different steps: {first_step} to {facts.last_step}",
+            f"ranks vote on different steps: {first_step + 1} to {facts.last_step + 1}",
             "each vote carries its step",
             "this is a bug of Lockstep: report it with events.jsonl and logs/",
         )

@@ -208,7 +208,7 @@ def format_status(status: dict[str, Any]) -> str:
 
 def generation_line(status: dict[str, Any]) -> str:
     title = (
-        f"generation {status['generation']}, from step {status['began_at_step']} on"
+        f"generation {status['generation']}, after step {status['began_at_step']}"
         if status["generation"]
         else status["run"]
     )

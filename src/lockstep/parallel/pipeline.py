@@ -385,7 +385,7 @@ class StageSource(UnitSource):
                 p.grad = None if name in names else p.grad
             if outputs:
                 torch.autograd.backward(outputs, gradients)
-            where = f"micro-batch {self.now.k} of step {self.plan.key[1]}"
+            where = f"micro-batch {self.now.k} of step {self.plan.key[1] + 1}"
             self.refuse_missing(self._missing(names), where)
 
         own = {now.k for now in passes if now.counts}

@@ -241,7 +241,9 @@ class Replica:
         self, step: int, k: int, now: Pass, phase: PassPhase, *, is_hashed: bool
     ) -> None:
         seed_generators(splitmix64(self.seed, step, k) >> 1, self.parameters[0].device)
-        self.source.start_pass(now, phase, f"micro-batch {k} of step {step}", is_hashed=is_hashed)
+        self.source.start_pass(
+            now, phase, f"micro-batch {k} of step {step + 1}", is_hashed=is_hashed
+        )
 
     def _end_pass(self) -> None:
         if reason := self.groups.waits.generation_error():

@@ -211,7 +211,7 @@ class UnitSource(GradientSource):
     def finish_step(self) -> None:
         local = self.local
         self._sums = ()
-        self.refuse_missing(self._missing(self.names), f"step {self.plan.key[1]}")
+        self.refuse_missing(self._missing(self.names), f"step {self.plan.key[1] + 1}")
         local.refuse_changes(self.names)
         for p, sharded in zip(self.parameters, self._sharded, strict=True):
             p.grad = sharded.grad.to_local()

@@ -197,7 +197,7 @@ def newest(bucket: RunBucket, *, warns: bool = False) -> Snapshot | None:
                 raise CheckpointError(
                     "the store has blobs of a run and no snapshot: they were deleted",
                     f"{bucket.address}/{FOLDER}",
-                    "restore the snapshots; to train from step 0, "
+                    "restore the snapshots; to train from step 1, "
                     "delete the blobs, too, or give another --out",
                 )
             continue

@@ -221,7 +221,7 @@ def refuse_lost_store(bucket: RunBucket, copy: Path) -> None:
         raise UsageError(
             f"{bucket.address} is empty, and this host has a copy of its run",
             str(copy),
-            f"restore the objects; or move {copy} aside to train from step 0",
+            f"restore the objects; or move {copy} aside to train from step 1",
         )
 
 

@@ -172,7 +172,7 @@ def newest_events(data: RunData, now_s: float) -> list[tuple[str, ...]]:
     events = [event for event in events if event[1] in FAILURES]
     for formed in history.generations:
         workers = counted(len(formed.workers), "worker")
-        text = f"{workers} from step {formed.step:,} on: {formed.why}"
+        text = f"{workers} after step {formed.step:,}: {formed.why}"
         events.append((formed.time_s, f"generation {formed.number}", text))
     newest = sorted(events, reverse=True)[:EVENTS]
     return [(ago(now_s - time_s), *event) for time_s, *event in newest]

@@ -223,7 +223,7 @@ def step_charts(runs: Sequence[Run], steps: tuple[float, float]) -> Iterator[str
     marks = [
         Mark(
             formed.step,
-            f"{run.prefix}generation {formed.number} from step {formed.step:,}: {formed.why}",
+            f"{run.prefix}generation {formed.number} after step {formed.step:,}: {formed.why}",
             run.css,
         )
         for run in runs
@@ -358,7 +358,7 @@ def goodput(run: Run) -> tuple[str, list[tuple[str, ...]]]:
 
 def run_timeline(run: Run) -> str:
     marks = [
-        Mark(formed.time_s, f"generation {formed.number}, step {formed.step:,}: {formed.why}")
+        Mark(formed.time_s, f"generation {formed.number} after step {formed.step:,}: {formed.why}")
         for formed in run.data.history.generations
         if formed.failed
     ]

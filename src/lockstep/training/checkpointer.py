@@ -263,7 +263,7 @@ class Checkpointer(TrainedState):
             # Checkpoints that this run, resumed from an earlier one, has not made.
             self.store.set_aside_after(self.saved_step)
         log.info(
-            "joined at step %d as rank %d of %d",
+            "joined after step %d as rank %d of %d",
             self.saved_step,
             runtime.world.rank,
             runtime.world.size,

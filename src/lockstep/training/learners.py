@@ -83,7 +83,7 @@ class InnerStep:
     samples: set[int] = field(default_factory=set)
 
     def __str__(self) -> str:
-        return f"step {self.step} of learner {self.learner}"
+        return f"step {self.step + 1} of learner {self.learner}"
 
     def enter(self, place: LearnerPlace) -> None:
         self.place = place
@@ -247,7 +247,7 @@ class Learners(Leaves):
         outer step is committed at the end. After a failure, its new share."""
         if step != self.step:
             raise UsageError(
-                f"the learners of step {step}",
+                f"the learners of step={step}",
                 "learners(step) outside of the body of that step",
                 "for step in session.steps(...): for inner_step in learners(step)",
             )
@@ -388,7 +388,7 @@ class Learners(Leaves):
         if now is None or step != now.step or now.place is not LearnerPlace.BEFORE:
             at = f"the loop is in {now}" if now else "the loop is in no step of a learner"
             raise UsageError(
-                f"the micro-batches of step {step}"
+                f"the micro-batches of step={step}"
                 if now is None or step != now.step
                 else f"a second micro-batch loop in {now}",
                 at,

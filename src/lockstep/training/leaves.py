@@ -65,8 +65,8 @@ class Leaves:
         one that a resume compares, and then raise."""
         if step != self.step:
             raise UsageError(
-                f"the micro-batches of step {step}",
-                f"the loop is at step {self.step}",
+                f"the micro-batches of step={step}",
+                f"the loop has step={self.step}",
                 "for step in session.steps(...)",
             )
         replicas = self.run.replicas

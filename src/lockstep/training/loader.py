@@ -117,7 +117,7 @@ class Prefetch:
                 log.warning(
                     "the data set has changed at step %d: the processes that load it start again, "
                     "with its new values, and so after every change (shown once)",
-                    step,
+                    step + 1,
                 )
         self._marks = marks
 

@@ -79,7 +79,7 @@ class LoopChanges:
             if self._before.get(name) != now.get(name)
         ):
             raise UsageError(
-                f"{join_names(changed)} changed in the micro-batch loop of step {step}; "
+                f"{join_names(changed)} changed in the micro-batch loop of step {step + 1}; "
                 "no update was made",
                 "each worker runs as many micro-batches as the number of workers gives it, "
                 "and the first step of a start one more",
@@ -93,7 +93,7 @@ class LoopChanges:
                 "%s changed in the micro-batch loop of step %d: "
                 "if forward passes depend on it, bits depend on the number of workers",
                 join_names(counted),
-                step,
+                step + 1,
             )
         self.first_step = False
 

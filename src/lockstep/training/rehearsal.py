@@ -109,7 +109,8 @@ class Rehearsal:
             after = self.replica.statistics.declared_values()
             if collectives_of(dist.group.WORLD) != before:
                 raise UsageError(
-                    f"a collective of torch.distributed ran in the micro-batch loop of step {step}",
+                    "a collective of torch.distributed ran in the micro-batch loop of "
+                    f"step {step + 1}",
                     "workers run different numbers of micro-batches, "
                     "and gradients are being sent meanwhile",
                     "remove it, or run it after the loop: "
@@ -138,10 +139,12 @@ class Rehearsal:
             again = FirstMicroBatch.from_json(values)
             if again.loss != before.loss:
                 what = f"is {before.loss} the first time and {again.loss} the second time"
-                raise _nondeterministic(f"the loss of micro-batch {first} of step {step} {what}")
+                raise _nondeterministic(
+                    f"the loss of micro-batch {first} of step {step + 1} {what}"
+                )
             if again != before:
                 what = "has another gradient the second time, with the same loss"
-                raise _nondeterministic(f"micro-batch {first} of step {step} {what}")
+                raise _nondeterministic(f"micro-batch {first} of step {step + 1} {what}")
 
     def follow(self, *, is_due: bool) -> None:
         """Take from the members of a new generation whether one is new."""
@@ -208,7 +211,7 @@ class Rehearsal:
             return
         unequal = (
             f"the {what} of micro-batch {first} "
-            f"of step {step} is not the same on all workers: {listed}"
+            f"of step {step + 1} is not the same on all workers: {listed}"
         )
         if self.runtime.first_generation:
             raise _nondeterministic(unequal)

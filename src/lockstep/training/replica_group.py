@@ -286,7 +286,7 @@ class ReplicaGroup:
         self._refuse_unfinished()
         if step == self.last_step:
             raise UsageError(
-                f"a second micro-batch loop in step {step}: "
+                f"a second micro-batch loop in step {step + 1}: "
                 "it would drop the gradient of the first",
                 "loader(step) or session.micro_batches(step), called twice",
                 "add the losses of each micro-batch in one loop",
@@ -307,7 +307,7 @@ class ReplicaGroup:
     def _refuse_unfinished(self) -> None:
         if self.in_step:
             raise UsageError(
-                f"the micro-batch loop of step {self.step} ended early",
+                f"the micro-batch loop of step {self.step + 1} ended early",
                 "by break, by zip with something shorter, "
                 "or by a second micro-batch loop inside it",
                 "take every micro-batch that loader(step) gives; "
@@ -386,7 +386,7 @@ class ReplicaGroup:
             # voted.
             if newest != step + self.commit_steps or not has_voted or decision is None:
                 raise PeersLostError(
-                    f"this worker is at step {step}, the others at {newest}",
+                    f"this worker is in step {step + 1}, the others in {newest + 1}",
                     world.members[world.rank],
                 )
             self._commit(step, replace(decision, regroup=False))

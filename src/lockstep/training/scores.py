@@ -85,7 +85,7 @@ class Score:
             )
         if step not in (None, trained):
             raise UsageError(
-                f"a score of step {step}, and the loop is at step {trained}",
+                f"a score of step={step}, and the loop has step={trained}",
                 where,
                 f"{name.lower()}.update(step, score), after optimizer.step()",
             )
@@ -239,7 +239,7 @@ class ScoredRun:
         now = self.loop.updates
         if any(best.given_after not in (None, now) for best in self.bests):
             raise UsageError(
-                f"the weights of step {step - 1} were scored before they were updated",
+                f"the weights of step {step} were scored before they were updated",
                 "lockstep.Best.update(step, score): the checkpoint of the step has others",
                 "score them after optimizer.step()",
             )

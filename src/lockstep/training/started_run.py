@@ -243,7 +243,7 @@ class StartedRun:
         if self.replicas.last_step != begun:
             loops, form = self.leaves.loop
             raise UsageError(
-                f"the body of step {begun} ran no {loops}",
+                f"the body of step {begun + 1} ran no {loops}",
                 "for step in session.steps(...)",
                 f"take all of them, `{form}`, in every step",
             )

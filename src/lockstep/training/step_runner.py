@@ -91,7 +91,7 @@ class Ballot:
         if self.counts and (count is None) != (self.counts[0] is None):
             raise UsageError(
                 "some micro-batches of a step have a count and others have none",
-                f"session.backward(loss, count=...), step {self.step}",
+                f"session.backward(loss, count=...), step {self.step + 1}",
                 "give a count to all of them, or to none",
             )
         if counts:

@@ -160,7 +160,7 @@ def refuse_new_groups(trained: Trained, before: Sequence[Sequence[int]], step: i
     new = [names.get(id(p), f"shape {tuple(p.shape)}") for p in now if id(p) not in old]
     changes = join_names(new) or "some were removed or reordered"
     raise UsageError(
-        f"the parameter groups changed during the run, before step {step}: {changes}",
+        f"the parameter groups changed during the run, before step {step + 1}: {changes}",
         "a resumed run builds its optimizers without this change, "
         "and could not load the checkpoints",
         "give all parameters to the optimizers before the loop, and let the step decide what "

@@ -182,7 +182,7 @@ class StepWatch:
         if ZERO_RATES in self._warned or highest_rate(self.optimizers):
             return
         if self._step_without_rate == step - 1:
-            self._warn(ZERO_RATES, step - 1, step)
+            self._warn(ZERO_RATES, step, step + 1)
         self._step_without_rate = step
 
     def forget_collectives(self) -> None:
@@ -191,7 +191,7 @@ class StepWatch:
 
     def end(self, step: int, workers: int) -> None:
         if workers > 1 and self._collectives not in (None, collectives_of(dist.group.WORLD)):
-            self._warn(OWN_COLLECTIVE, step, workers)
+            self._warn(OWN_COLLECTIVE, step + 1, workers)
         if self._has_compared or self._before is None:
             return
         rate, versions, digest = self._before
@@ -203,7 +203,7 @@ class StepWatch:
             return
         self._has_compared = True
         if digest == self.replicas.replica.digest().read():
-            self._warn(LOST_UPDATE, step)
+            self._warn(LOST_UPDATE, step + 1)
 
     def _warn(self, text: str, *values: int) -> None:
         if text not in self._warned:

@@ -232,7 +232,7 @@ def test_row_22_an_error_at_every_attempt_ends_the_run_with_its_traceback(
         training.withdraw_fault(slot)
     assert set(training.end().values()) == {1} and training.step <= 12
     assert training.wrote("ValueError: injected error") and training.wrote(
-        "in a row to fail at step 1[12]"
+        "in a row to fail in step 1[23]"
     )
     training.assert_nothing_left()
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 @use("optimizer.step in the micro-batch loop")
 class StepInside(Loop):
-    refused = r"0\.weight, 3\.bias, 3\.weight changed in the micro-batch loop of step 0"
+    refused = r"0\.weight, 3\.bias, 3\.weight changed in the micro-batch loop of step 1"
 
     def after_micro_batch(self) -> None:
         self.optimizer.step()
@@ -17,7 +17,7 @@ class StepInside(Loop):
 
 @use("a change of a parameter in the micro-batch loop")
 class DecayInside(Loop):
-    refused = r"0\.weight changed in the micro-batch loop of step 2; no update was made"
+    refused = r"0\.weight changed in the micro-batch loop of step 3; no update was made"
     committed = 2
 
     def after_micro_batch(self) -> None:
@@ -28,7 +28,7 @@ class DecayInside(Loop):
 
 @use("a change of a parameter through .data in the micro-batch loop")
 class DecayByData(Loop):
-    refused = r"0\.weight changed in the micro-batch loop of step 0; no update was made"
+    refused = r"0\.weight changed in the micro-batch loop of step 1; no update was made"
 
     def configure(self) -> None:
         self.options["rehearse"] = False
@@ -57,7 +57,7 @@ class ReplaceBetween(Loop):
 
 @use("scheduler.step in the micro-batch loop")
 class ScheduleInside(Loop):
-    refused = r"scheduler.* changed in the micro-batch loop of step 0|lr.* changed in the micro-batch loop of step 0"
+    refused = r"scheduler.* changed in the micro-batch loop of step 1|lr.* changed in the micro-batch loop of step 1"
 
     def after_micro_batch(self) -> None:
         self.scheduler.step()
@@ -65,7 +65,7 @@ class ScheduleInside(Loop):
 
 @use("an update of the average in the micro-batch loop")
 class AverageInside(Loop):
-    refused = r"ema.* changed in the micro-batch loop of step 0"
+    refused = r"ema.* changed in the micro-batch loop of step 1"
 
     def after_micro_batch(self) -> None:
         self.ema.update_parameters(self.plain)
@@ -73,7 +73,7 @@ class AverageInside(Loop):
 
 @use("a learning rate set by the micro-batch")
 class RateInside(Loop):
-    refused = r"lr of parameter group 0 of SGD changed in the micro-batch loop of step 2"
+    refused = r"lr of parameter group 0 of SGD changed in the micro-batch loop of step 3"
     committed = 2
 
     def after_micro_batch(self) -> None:

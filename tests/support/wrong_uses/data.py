@@ -42,7 +42,7 @@ class ShareOfRank(Loop):
 
 @use("a DataLoader that the loop consumes")
 class ConsumedLoader(Loop):
-    refused = r"the loss of micro-batch 0 of step 0 is .* the first time and"
+    refused = r"the loss of micro-batch 0 of step 1 is .* the first time and"
 
     def batches(self) -> Batches:
         if not hasattr(self, "stream"):
@@ -68,7 +68,7 @@ class Drawing(Dataset[tuple[Tensor, Tensor]]):
 
 @use("a generator of the data set")
 class OwnGenerator(Loop):
-    refused = r"the loss of micro-batch 0 of step 0 is .* the first time and"
+    refused = r"the loss of micro-batch 0 of step 1 is .* the first time and"
 
     def configure(self) -> None:
         self.dataset = Drawing()
@@ -93,7 +93,7 @@ class SeedByRank(Loop):
 
 @use("data that depend on the time")
 class ByTime(Loop):
-    refused = r"the loss of micro-batch 0 of step 0 is .* the first time and|is not the same on all workers"
+    refused = r"the loss of micro-batch 0 of step 1 is .* the first time and|is not the same on all workers"
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         return super().loss(x + time.monotonic() % 1, y)
@@ -107,7 +107,7 @@ class BatchInPlace(Loop):
 
 @use("rows of the data set changed in place")
 class DataInPlace(Loop):
-    refused = r"the loss of micro-batch 0 of step 0 is .* the first time and"
+    refused = r"the loss of micro-batch 0 of step 1 is .* the first time and"
 
     def batches(self) -> Batches:
         for k in self.session.micro_batches(self.step):
@@ -180,7 +180,7 @@ class SomeCounts(Loop):
 
 @use("break in the micro-batch loop")
 class Break(Loop):
-    refused = r"the body of step 0 ran no micro-batches"
+    refused = r"the body of step 1 ran no micro-batches"
 
     def batches(self) -> Batches:
         for batch in self.loader(self.step):
@@ -190,7 +190,7 @@ class Break(Loop):
 
 @use("a second micro-batch loop in a step")
 class SecondLoop(Loop):
-    refused = r"a second micro-batch loop in step 0"
+    refused = r"a second micro-batch loop in step 1"
 
     def update(self) -> None:
         for x, y in self.batches():

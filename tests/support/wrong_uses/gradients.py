@@ -11,7 +11,7 @@ from torch.nn.functional import mse_loss
 
 @use("two backward calls in a micro-batch")
 class TwoBackwards(Loop):
-    refused = r"backward\(\) was called twice in micro-batch 0 of step 0"
+    refused = r"backward\(\) was called twice in micro-batch 0 of step 1"
 
     def micro_batch(self, x: Tensor, y: Tensor) -> None:
         super().micro_batch(x, y)
@@ -28,7 +28,7 @@ class NoBackward(Loop):
 
 @use("loss.backward beside session.backward, with retain_graph")
 class RetainGraph(Loop):
-    refused = r"gradients of 4 of 4 parameters were changed in micro-batch 0 of step 0"
+    refused = r"gradients of 4 of 4 parameters were changed in micro-batch 0 of step 1"
 
     def micro_batch(self, x: Tensor, y: Tensor) -> None:
         loss = self.loss(x, y)
@@ -97,7 +97,7 @@ class ClipInside(Loop):
 
 @use("all_reduce of the gradients in the micro-batch loop")
 class ReduceInside(Loop):
-    refused = r"a collective of torch\.distributed ran in the micro-batch loop of step 0"
+    refused = r"a collective of torch\.distributed ran in the micro-batch loop of step 1"
 
     def after_micro_batch(self) -> None:
         for p in self.plain.parameters():
@@ -106,7 +106,7 @@ class ReduceInside(Loop):
 
 @use("all_reduce of the gradients after the loop")
 class ReduceAfter(Loop):
-    warned = r"a collective of torch\.distributed ran after the micro-batch loop of step 0"
+    warned = r"a collective of torch\.distributed ran after the micro-batch loop of step 1"
 
     def update(self) -> None:
         for p in self.plain.parameters():
@@ -136,7 +136,7 @@ class GradientHook(Loop):
 
 @use("an update in a gradient hook")
 class UpdateInHook(Loop):
-    refused = "a hook has removed gradients in micro-batch 0 of step 0: 0.weight, 0.bias"
+    refused = "a hook has removed gradients in micro-batch 0 of step 1: 0.weight, 0.bias"
 
     def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         optimizer = super().make_optimizer(model)

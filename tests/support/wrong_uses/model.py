@@ -22,7 +22,7 @@ class ChangingBuffer(Loop):
 
 @use("a number in a module that counts forward passes")
 class CountingAttribute(Loop):
-    warned = r"calls changed in the micro-batch loop of step 0: if forward passes depend on it"
+    warned = r"calls changed in the micro-batch loop of step 1: if forward passes depend on it"
 
     def make_model(self) -> nn.Module:
         class Counting(nn.Sequential):
@@ -37,7 +37,7 @@ class CountingAttribute(Loop):
 
 @use("an unused parameter")
 class UnusedParameter(Loop):
-    refused = r"(?s)no gradient arrived for 1 of 5 parameters in micro-batch 0 of step 0: unused\n.*Session\(\.\.\., unused=\"zero\"\)"
+    refused = r"(?s)no gradient arrived for 1 of 5 parameters in micro-batch 0 of step 1: unused\n.*Session\(\.\.\., unused=\"zero\"\)"
 
     def make_model(self) -> nn.Module:
         model = super().make_model()
@@ -47,7 +47,7 @@ class UnusedParameter(Loop):
 
 @use("a parameter used in odd steps only")
 class SometimesUnused(UnusedParameter):
-    refused = r"no gradient arrived for 1 of 5 parameters in micro-batch \d of step 2: unused"
+    refused = r"no gradient arrived for 1 of 5 parameters in micro-batch \d of step 3: unused"
     committed = 2
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
@@ -115,7 +115,7 @@ class Skipping(nn.Module):
 @use("a block in shards that some micro-batches leave out")
 class SkippedBlock(Loop):
     refused = (
-        r"(?s)blocks\.1 did not run before blocks\.2 in micro-batch \d of step 2.*unused=\"zero\""
+        r"(?s)blocks\.1 did not run before blocks\.2 in micro-batch \d of step 3.*unused=\"zero\""
     )
     committed = 2
     workers = shard = 2

@@ -59,7 +59,7 @@ class AverageOnRankZero(Loop):
 
 @use("an update in every second step")
 class UpdateEverySecondStep(Loop):
-    warned = r"step 3 changed no trained weight, and its gradient is lost"
+    warned = r"step 4 changed no trained weight, and its gradient is lost"
 
     def update(self) -> None:
         if self.step % 2 == 0:
@@ -111,7 +111,7 @@ class DrawnByPython(DrawnFactor):
 
 @use("inputs that differ between ranks by a millionth")
 class SlightlyOtherInputs(Loop):
-    refused = r"the (loss|gradient) of micro-batch 0 of step 0 is not the same on all workers"
+    refused = r"the (loss|gradient) of micro-batch 0 of step 1 is not the same on all workers"
     workers = 2
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
@@ -134,7 +134,7 @@ class CarriedValue(Loop):
 
 @use("a count in session.state that micro-batches of later steps change")
 class CountInside(Loop):
-    refused = r"session state 'seen' changed in the micro-batch loop of step 2; no update was made"
+    refused = r"session state 'seen' changed in the micro-batch loop of step 3; no update was made"
     committed = 2
 
     def wrap(self, model: nn.Module) -> nn.Module:

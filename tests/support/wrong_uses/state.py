@@ -99,7 +99,7 @@ class ObjectInState(Loop):
 
 @use("a parameter group added in step 2")
 class LateGroup(Loop):
-    refused = r"the parameter groups changed during the run, before step 2: 3\.weight, 3\.bias"
+    refused = r"the parameter groups changed during the run, before step 3: 3\.weight, 3\.bias"
     committed = 2
 
     def make_model(self) -> nn.Module:
@@ -126,7 +126,7 @@ class ExtendedSchedule(Loop):
 
 @use("a schedule that ends before the run")
 class EndedSchedule(Loop):
-    warned = r"the learning rate of all parameter groups is 0 in steps 3 and 4, which train nothing"
+    warned = r"the learning rate of all parameter groups is 0 in steps 4 and 5, which train nothing"
 
     def make_scheduler(self) -> Any:
         return torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: float(0 < step < 3))

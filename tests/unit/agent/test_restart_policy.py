@@ -160,7 +160,7 @@ def test_three_crashes_at_the_same_step_end_the_run_and_print_the_log_tail_first
         decision, history = decide(worker_exit, history, step=step)
         assert decision.action == "restart"
     decision, history = decide(worker_exit, history, step=step)
-    where = "at step 11" if step > 0 else "before its first step"
+    where = "in step 12" if step > 0 else "before its first step"
     assert (decision.action, decision.code) == ("end", 128 + number)
     first, last = (
         decision.text.index("| heap corruption"),

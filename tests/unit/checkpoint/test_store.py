@@ -46,7 +46,7 @@ def test_resume_chooses_a_step_with_a_reason(
 ) -> None:
     step, reason = choose_resume_step(resume, steps)
     assert step == expected
-    assert (str(expected) if expected is not None else "step 0") in reason
+    assert (str(expected) if expected is not None else "step 1") in reason
 
 
 def test_errors_list_the_available_checkpoints() -> None:

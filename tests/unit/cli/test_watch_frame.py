@@ -76,11 +76,9 @@ def test_a_frame_has_workers_speed_generations_failures_and_progress(tmp_path: P
     ):
         assert words in text, text
     lines = [" ".join(line.split()) for line in text.splitlines()]
-    assert "generation 3, from step 38 on: members change; shares 5+3" in lines
+    assert "generation 3, after step 38: members change; shares 5+3" in lines
     assert "0 a 1 12 leader 61 backward" in lines and "1 b 1 12 leader 61 timed out" in lines
-    assert any(
-        line.endswith("generation 2 2 workers from step 30 on: a/0: exited") for line in lines
-    )
+    assert any(line.endswith("generation 2 2 workers after step 30: a/0: exited") for line in lines)
     assert any("worker ended a/0: killed by SIGKILL" in line for line in lines)
 
 

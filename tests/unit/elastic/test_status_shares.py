@@ -27,6 +27,6 @@ def test_status_shows_the_newest_shares_of_its_generation(tmp_path: Path) -> Non
         for shares in ([6, 2], [4, 4], [])
     ]
     assert first_line == [
-        "generation 1, from step 4 on: start; shares 6+2",
-        *["generation 1, from step 4 on: start"] * 2,
+        "generation 1, after step 4: start; shares 6+2",
+        *["generation 1, after step 4: start"] * 2,
     ]

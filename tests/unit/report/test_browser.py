@@ -92,7 +92,7 @@ def test_the_mouse_reads_values_and_zooms_all_charts(browser: Browser, page: Pat
     assert (
         tip.startswith("step 20")
         and "first: training" in tip
-        and "generation 2 from step 200: a/0: exited" in tip
+        and "generation 2 after step 200: a/0: exited" in tip
     )
     before = browser.evaluate(
         "[...document.querySelectorAll('.chart svg')].map(s => s.getAttribute('viewBox'))"

@@ -82,7 +82,7 @@ def test_charts_have_all_steps_the_spike_and_the_failure(tmp_path: Path) -> None
         "Shares of a step",
     } <= charts.keys()
     assert charts["Loss"]["x"] == [1.0, 60.0] and charts["Loss"]["marks"] == [
-        [30, "generation 2 from step 30: a/0: exited"]
+        [30, "generation 2 after step 30: a/0: exited"]
     ]
     norm = charts["Gradient norm"]["lines"][0]
     assert norm["y"][norm["x"].index(SPIKE_STEP)] == 900.0

@@ -117,7 +117,7 @@ def test_scores_that_would_have_no_effect_are_refused() -> None:
             give()
     best = Best()
     best.follow(Loop(4))
-    with pytest.raises(UsageError, match="a score of step 3, and the loop is at step 4"):
+    with pytest.raises(UsageError, match="a score of step=3, and the loop has step=4"):
         best.update(3, 0.5)
     assert best.step is None
 
@@ -163,5 +163,5 @@ def test_weights_that_are_updated_after_their_score_are_refused(tmp_path: Path) 
     assert run.end(5) == "", "a score that names no checkpoint may be one of the weights before"
     best.update(4, 0.5)
     loop.updates = 6
-    with pytest.raises(UsageError, match="weights of step 4 were scored before they were updated"):
+    with pytest.raises(UsageError, match="weights of step 5 were scored before they were updated"):
         run.end(5)

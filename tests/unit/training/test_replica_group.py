@@ -41,7 +41,7 @@ def test_second_loop_of_a_step_is_refused(runtime: ElasticRuntime) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with ReplicaGroup(runtime, model, micro_batches=1) as replicas:
         one_step(replicas, 0, optimizer)
-        with pytest.raises(UsageError, match="a second micro-batch loop in step 0"):
+        with pytest.raises(UsageError, match="a second micro-batch loop in step 1"):
             one_step(replicas, 0, optimizer)
         one_step(replicas, 1, optimizer)
 
