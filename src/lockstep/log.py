@@ -1,7 +1,7 @@
 """Configure the logger `lockstep`: rank 0 logs to stderr, every rank to a separate file.
 
-Only the command and the workers call `set_up_logging`. Text of files passes `printable` before a
-terminal, a log or a report shows it.
+The command, its workers, and a Session without them set it up. Text of files passes `printable`
+before a terminal, a log or a report shows it.
 A thread writes the log file, so a run disk that does not answer for minutes blocks no log call.
 """
 
@@ -63,6 +63,22 @@ def set_up_logging(*, rank: int = 0, file: Path | None = None) -> None:
             PrintableFormatter(f"%(asctime)s %(levelname).1s rank {rank}: %(message)s")
         )
         log.addHandler(BackgroundHandler(lines))
+
+
+@contextmanager
+def logging_to_terminal(rank: int) -> Iterator[None]:
+    """Context manager that logs as a worker of the command does, unless the program has set up
+    logging."""
+    if log.hasHandlers():
+        yield
+        return
+    set_up_logging(rank=rank)
+    try:
+        yield
+    finally:
+        log.handlers.clear()
+        log.setLevel(logging.NOTSET)
+        log.propagate = True
 
 
 @contextmanager

@@ -15,6 +15,7 @@ without it (docs/loop.md).
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -33,7 +34,7 @@ from lockstep.elastic.runtime import ElasticRuntime
 from lockstep.elastic.world import World
 from lockstep.errors import UsageError
 from lockstep.layout import Layout
-from lockstep.log import log
+from lockstep.log import log, logging_to_terminal
 from lockstep.object_store.address import local_folder
 from lockstep.parallel.activation_checkpoint import Mode
 from lockstep.parallel.parallelize import SplitOptions
@@ -41,6 +42,7 @@ from lockstep.parallel.pipeline import evaluate_in_stages
 from lockstep.parallel.plans import Patterns, TensorPlan
 from lockstep.record.progress import progress_interval_s
 from lockstep.record.tracker import Tracker
+from lockstep.runtime.environment import read_rank_info
 from lockstep.runtime.numerics import make_deterministic
 from lockstep.runtime.variables import REPLAY
 from lockstep.runtime.worker_env import read_worker_env
@@ -171,6 +173,9 @@ class Session:
             self.layout, self._declared.micro_batches, worker_env, environ
         )
         with ExitStack() as stack:
+            if self._declared.progress_s != math.inf:
+                rank_info = read_rank_info(os.environ)
+                stack.enter_context(logging_to_terminal(rank_info.rank if rank_info else 0))
             if "runtime" not in vars(self):
                 limits = ElasticLimits(replica_size=self.layout.workers_per_replica)
                 self.runtime = stack.enter_context(

@@ -617,13 +617,22 @@ def test_a_changed_learning_rate_is_a_warning_at_a_resume(
         assert warned == (rate == 0.001), caplog.text
 
 
-def test_a_finished_run_has_the_loss_of_its_last_step(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_a_program_without_logging_sees_when_it_resumes_saves_and_has_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(logging.root, "handlers", [])
     trained = train(tmp_path, 3)
-    with caplog.at_level(logging.INFO):
-        finished = train(tmp_path, 3)
-    assert finished.loss == trained.loss and "the run is finished: step 3 of 3" in caplog.text
+    shown = capsys.readouterr().err
+    assert "starts at step 1: there is no checkpoint yet\n" in shown
+    assert f"\nsaved {tmp_path}/checkpoints/step-00000003: " in shown
+    assert train(tmp_path, 3, progress=False).loss == trained.loss
+    assert not capsys.readouterr().err
+    train(tmp_path, 3)
+    shown = capsys.readouterr().err
+    assert "\nresumes from step 3, the newest checkpoint\n" in shown
+    assert f"\nthe run is finished: step 3 of 3 in {tmp_path}; more steps continue it" in shown
+    logger = logging.getLogger("lockstep")
+    assert not logger.handlers and logger.propagate and not logger.level
 
 
 def test_a_forgotten_update_is_a_warning_once(

@@ -277,7 +277,10 @@ class StartedRun:
     def why_no_step(self, step: int) -> str:
         """Return why the run trains no step after `step`; "" if it does."""
         if step >= self.total:
-            return f"the run is finished: step {step} of {self.total}"
+            return (
+                f"the run is finished: step {step} of {self.total} in {self.declared.out}; "
+                "more steps continue it, another folder starts a new run"
+            )
         if step and (why := self.scores.why()):
             return f"the run has stopped early, {why}; a higher patience continues it"
         return ""
