@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import subprocess
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
 from itertools import chain
@@ -29,12 +30,13 @@ from lockstep.planner.model_cost import ModelCost
 from lockstep.planner.plan import Plan, PlannedLayout, advice, make_plan
 from lockstep.planner.step_cost import Timing, Workload, timing_from_flops
 from lockstep.runtime.environment import default_worker_count, read_rank_info
-from lockstep.units import format_bytes, format_count, format_duration
+from lockstep.units import counted, format_bytes, format_count, format_duration
 
 # Of memory per parameter: an update reads a gradient, and reads and writes a weight (and the state
 # of the optimizer); a micro-batch of a replica of several workers copies weights and gradients, and
 # adds gradients.
 UPDATE_BYTES, COPY_BYTES = 12, 28
+SHOWN_REASONS = 3  # of layouts that do not work
 
 
 def main(args: argparse.Namespace, rest: list[str]) -> int:
@@ -199,7 +201,7 @@ def to_json(plan: Plan, work: Workload) -> dict[str, Any]:
         "tokens": model.tokens * run.batch.micro_batches,  # of a step; rows of an own model
         "precision": run.compute.precision,
         "devices": (
-            f"{cluster.hosts} hosts x {cluster.per_host} {cluster.kind}, "
+            f"{counted(cluster.hosts, 'host')} x {cluster.per_host} {cluster.kind}, "
             f"{format_bytes(cluster.memory)} each"
         ),
         "timing": work.timing.source,
@@ -217,6 +219,7 @@ def as_text(answer: dict[str, Any]) -> str:
         f"{answer['model']}: {format_count(answer['parameters'])} parameters; "
         f"{format_count(tokens)} tokens a step, {answer['precision']}",
         f"{answer['devices']}; {answer['timing']}",
+        *cost_lines(answer),
         f"{'layout':45} {'step':>8} {'compute':>8} "
         f"{'exposed':>8} {'bubble':>8} {'tok/s':>8} {'memory':>10} {'sent':>10}  mostly",
     ]
@@ -230,26 +233,35 @@ def as_text(answer: dict[str, Any]) -> str:
             f"{format_bytes(entry['bytes']):>10} {format_bytes(entry['sent_bytes']):>10}"
         )
         lines.append(f"{Layout(**entry['layout'])!s:45} {seconds} {sizes}  {entry['reason']}")
-    lines += [
-        f"not possible: {Layout(**entry['layout'])}: {entry['why']}" for entry in answer["refused"]
-    ]
+    if refused := answer["refused"]:
+        reasons = dict.fromkeys(entry["why"] for entry in refused)
+        listed = "; ".join([*reasons][:SHOWN_REASONS])
+        lines.append(f"not possible: {counted(len(refused), 'layout')} (--json): {listed}")
     lines += ["", f"use {layout_flags(Layout(**layouts[0]['layout']))}"]
     for key, found in answer["advice"].items():
         spelled = (
             f"--{key} {found['value']}" if "." in key else f"Session({key}={found['value']!r})"
         )
         lines.append(f"    {spelled}  ({found['reason']})")
-    if goodput := answer["goodput"]:
-        lines.append(
+    return "\n".join(lines)
+
+
+def cost_lines(answer: dict[str, Any]) -> Iterator[str]:
+    """Yield what --tokens, --price and --mtbf ask for, of the first layout of the table."""
+    goodput = answer["goodput"]
+    if not goodput:
+        return
+    best = Layout(**answer["layouts"][0]["layout"])
+    dollars = goodput["dollars_per_million_tokens"]
+    if total := goodput.get("total_tokens"):
+        hours = goodput["device_hours_per_million_tokens"] * total / 1e6
+        wall = format_duration(3600 * hours / best.workers)
+        price = "" if dollars is None else f", {dollars * total / 1e6:,.2f} dollars"
+        yield f"{total:,.0f} tokens with {best}: {hours:,.1f} device hours in {wall}{price}"
+    if dollars is not None:
+        yield f"{dollars:.4g} dollars per million tokens with {best}"
+    if goodput["share"] < 1:  # failures are given
+        yield (
             f"goodput {goodput['share']:.2%}: {goodput['lost_s']:.1f} s lost per failure, "
             f"survivors wait {goodput['outage_s']:.1f} s"
         )
-        dollars = goodput["dollars_per_million_tokens"]
-        lines += [] if dollars is None else [f"{dollars:.4g} dollars per million tokens"]
-        if total := goodput.get("total_tokens"):
-            hours = goodput["device_hours_per_million_tokens"] * total / 1e6
-            wall = format_duration(3600 * hours / Layout(**layouts[0]["layout"]).workers)
-            price = "" if dollars is None else f", {dollars * total / 1e6:,.2f} dollars"
-            lines.append(f"{total:,.0f} tokens: {hours:,.1f} device hours in {wall}{price}")
-            lines.append(f"    (first line of the table, with its goodput; {answer['timing']})")
-    return "\n".join(lines)

@@ -162,14 +162,17 @@ def test_tokens_cost_device_hours_and_dollars(capsys: pytest.CaptureFixture[str]
     assert answer["goodput"]["total_tokens"] == 20e9
     assert answer["goodput"]["device_hours_per_million_tokens"] * 20e3 == pytest.approx(hours)
     assert main(["plan", *words, "--price", "0.05"]) == 0
-    cost, rate_source = capsys.readouterr().out.splitlines()[-2:]
+    _, rate_source, cost, _, goodput, *_ = capsys.readouterr().out.splitlines()
     assert cost == (
-        f"20,000,000,000 tokens: {hours:,.1f} device hours in {hours / 2:.1f} h, "
+        f"20,000,000,000 tokens with replicate 2: {hours:,.1f} device hours in {hours / 2:.1f} h, "
         f"{hours * 0.05:,.2f} dollars"
     )
     assert "20 GFLOP/s per worker, assumed" in rate_source
-    assert main(["plan", *words]) == 0
-    assert "dollars" not in capsys.readouterr().out, "no price, no dollars"
+    assert goodput.startswith("goodput 9")
+    assert main(["plan", *words[:-2]]) == 0
+    shown = capsys.readouterr().out
+    assert "goodput" not in shown, "no failures, no goodput"
+    assert "dollars" not in shown, "no price, no dollars"
 
 
 def test_a_slow_link_asks_for_fewer_bytes(capsys: pytest.CaptureFixture[str]) -> None:
