@@ -5,6 +5,7 @@ output has one frame. HOST:RUN runs the command on that host by OpenSSH.
 """
 
 import argparse
+import re
 import shlex
 import shutil
 import signal
@@ -20,11 +21,11 @@ from rich.console import Console
 from rich.live import Live
 
 from lockstep.elastic.control import run_status
-from lockstep.errors import UsageError
+from lockstep.errors import UsageError, perhaps
 from lockstep.object_store.address import parse_address
 from lockstep.remote.download import ReadStatus, followed_copy
 from lockstep.report.frame import frame
-from lockstep.report.run_data import RunData, require_run
+from lockstep.report.run_data import RunData, is_run, require_run
 
 TAIL_BYTES = 1 << 18  # of metrics.jsonl, that are read at the start
 PIPED_WIDTH = 140  # columns
@@ -45,9 +46,24 @@ def main(args: argparse.Namespace, rest: list[str]) -> int:
         with followed_copy(address) as (folder, read_status):
             watch(folder, args.every, read_status)
         return 0
-    require_run(Path(args.run))
-    watch(Path(args.run), args.every)
+    folder = Path(args.run)
+    if sys.stdout.isatty() and may_start(folder):
+        print(f"{folder} does not exist yet: waiting for its run to start (Ctrl-C ends)")
+        with suppress(KeyboardInterrupt):
+            while not is_run(folder):
+                time.sleep(args.every)
+    require_run(folder)
+    watch(folder, args.every)
     return 0
+
+
+def may_start(folder: Path) -> bool:
+    """Return whether a run may start in a folder that does not exist: no other one there has a
+    similar name, unless it differs in digits only."""
+    name = re.sub(r"\d", "", folder.name)
+    others = {re.sub(r"\d", "", other.name) for other in folder.parent.glob("*")}
+    is_new = not folder.exists() and folder.parent.is_dir()
+    return is_new and not perhaps(name, others - {name})
 
 
 def watch(folder: Path, every_s: float, read_status: ReadStatus | None = None) -> None:

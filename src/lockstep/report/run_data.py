@@ -81,9 +81,14 @@ class Note(NamedTuple):
     text: str
 
 
+def is_run(folder: Path) -> bool:
+    """Return whether `folder` has one of the files of a run."""
+    return any((folder / name).exists() for name in FILES)
+
+
 def require_run(folder: Path) -> None:
-    """UsageError unless `folder` has one of the files of a run."""
-    if not any((folder / name).exists() for name in FILES):
+    """UsageError unless `folder` is a run."""
+    if not is_run(folder):
         reason = (
             f"it has none of {', '.join(FILES)}" if folder.is_dir() else "there is no such folder"
         )

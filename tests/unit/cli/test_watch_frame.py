@@ -19,7 +19,8 @@ from support.checkpoints import save
 from support.launching import lockstep_command, run_lockstep
 from support.written_run import append_note, write_long_metrics, write_run_folder
 
-from lockstep.cli.watch import TAIL_BYTES, refresh, ssh_words
+from lockstep.cli.main import main
+from lockstep.cli.watch import TAIL_BYTES, may_start, refresh, ssh_words
 from lockstep.elastic.generation_log import Generation, GenerationLog, RunResult
 from lockstep.record.events import append_event
 from lockstep.report.curve import Curve
@@ -301,3 +302,24 @@ def test_words_for_another_host() -> None:
         and "exec lockstep watch '/runs/my run' --every 2;" in words[4]
     )
     assert "-t" not in ssh_words("ada", "/runs/a", 2.0, terminal=False)
+
+
+def test_a_run_that_starts_later_is_awaited_unless_its_name_is_mistyped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "default1").mkdir()
+    expected = {
+        "default2": True,
+        "other": True,
+        "defualt1": False,
+        "default1": False,
+        "absent/other": False,
+    }
+    assert {name: may_start(tmp_path / name) for name in expected} == expected
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setattr("lockstep.cli.watch.watch", lambda folder, every_s: None)
+    monkeypatch.setattr(
+        "time.sleep", lambda every_s: (tmp_path / "default2/generations").mkdir(parents=True)
+    )
+    assert main(["watch", str(tmp_path / "default2")]) == 0
+    assert f"{tmp_path}/default2 does not exist yet: waiting" in capsys.readouterr().out
