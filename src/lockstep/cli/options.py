@@ -58,9 +58,11 @@ class Parser(argparse.ArgumentParser):
                 raise self.unknown(name)
 
     def unknown(self, word: str) -> UsageError:
-        near = perhaps(word, self._option_string_actions)
-        hint = near or f"see {self.prog} --help"
-        return UsageError(f"unknown option {word!r}", "command line", hint)
+        what, known = "unknown option", [*self._option_string_actions]
+        if not word.startswith("-"):
+            what, known = "unexpected word", [*known, *COMMANDS]
+        hint = perhaps(word, known) or f"see {self.prog} --help"
+        return UsageError(f"{what} {word!r}", "command line", hint)
 
 
 def integer(minimum: int, maximum: int) -> Callable[[str], int]:

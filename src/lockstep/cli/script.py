@@ -387,6 +387,24 @@ def imports_recipes(module: ast.Module) -> bool:
     return any(name.startswith("lockstep.recipes") for _, name in imports_of(module))
 
 
+# Words in the names of what parses options, or defines them.
+PARSERS = re.compile(
+    r"[Aa]rg(s\b|ument|pars)|(\b|_)parse|Parse|flags|\b(absl|cli|click|fire|hydra|typer|tyro)\b"
+)
+
+
+def imports_parser(module: ast.Module, folder: Path) -> bool:
+    """Return whether a script, whose modules are in `folder`, imports from an installed package
+    what may define its options, by its name."""
+    for level, name in imports_of(module):
+        top = name.partition(".")[0]
+        is_own = level or any(folder.glob(f"{top}.py")) or (folder / top).is_dir()
+        is_known = is_own or top == "lockstep" or top in sys.stdlib_module_names
+        if not is_known and PARSERS.search(name):
+            return True
+    return False
+
+
 def names_option(sources: Iterable[ast.Module], option: str) -> bool:
     """Return whether a script may take --NAME: it has a variable, a parameter or a text of this
     name, or it takes the keys of a recipe."""

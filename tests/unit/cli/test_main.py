@@ -21,7 +21,7 @@ from lockstep.cli.main import (
     split_script,
     split_values,
 )
-from lockstep.cli.script import names_option
+from lockstep.cli.script import imports_parser, names_option
 from lockstep.errors import UsageError
 
 COMMANDS = (
@@ -277,7 +277,8 @@ LOOP = (
         ("replay runs/x --stepp 3", "unknown option '--stepp'", "perhaps --step"),
         ("status runs/x --jsn", "unknown option '--jsn'", "perhaps --json"),
         ("status runs/x --zzz", "unknown option '--zzz'", "see lockstep status --help"),
-        ("status runs/x more", "unknown option 'more'", "see lockstep status --help"),
+        ("status runs/x more", "unexpected word 'more'", "see lockstep status --help"),
+        ("status runs/x json", "unexpected word 'json'", "perhaps --json"),
         ("train --worker 2", "unknown option '--worker'", "perhaps --workers"),
         ("plan --device 4x8:H100", "unknown option '--device'", "perhaps --devices"),
         ("render slurm a.toml --node 1:2", "unknown option '--node'", "perhaps --nodes"),
@@ -317,6 +318,26 @@ def test_a_mistyped_word_names_the_nearest_one(
 )
 def test_a_script_names_its_own_options(source: str, option: str, named: bool) -> None:
     assert names_option([ast.parse(source)], option) == named
+
+
+@pytest.mark.parametrize(
+    ("source", "may_define"),
+    [
+        ("from vendor.arguments import make", True),
+        ("from transformers import HfArgumentParser", True),
+        ("import fire", True),
+        ("from argparse import ArgumentParser", False),
+        ("from lockstep.units import parse_bytes", False),
+        ("from torch.sparse import mm", False),
+        ("from own import parse", False),
+        ("from . import args", False),
+    ],
+)
+def test_an_installed_package_may_define_the_options_of_a_script(
+    source: str, may_define: bool
+) -> None:
+    Path("own.py").touch()
+    assert imports_parser(ast.parse(source), Path()) == may_define
 
 
 def test_words_behind_two_dashes_are_not_compared() -> None:
