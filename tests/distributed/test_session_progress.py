@@ -123,7 +123,9 @@ def test_a_terminal_shows_whole_lines_above_a_bar_while_a_worker_is_replaced(
     steps = [line for line in lines if re.match(r"step +\d+/40  loss", line)]
     assert len(steps) == 40 and len({line.index("loss") for line in steps}) == 1, shown
     assert max(map(len, steps)) <= 70
-    assert all(re.search(r" (\d[\d.e-]*|[\d.]+( k)?|\d+ s|\d+%)$", line) for line in steps), steps
+    assert all(
+        re.search(r" (\d[\d.e-]*|[\d.]+( k)?|\d+ s|\d+%|\+\d more)$", line) for line in steps
+    ), steps
     told = [f"slot 1 (pid {killed}): killed by SIGKILL; restarting now"]
     for line in lines:
         if "continuing with" in line:

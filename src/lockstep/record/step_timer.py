@@ -192,15 +192,17 @@ def measured_fields(values: Mapping[str, Any]) -> list[tuple[str, str]]:
 def format_fields(
     fields: Sequence[tuple[str, str]], widths: dict[str, int], columns: float = math.inf
 ) -> str:
-    """Return "step  7/60  loss 2.314  tok/s 41.2 k": the fields that fit in `columns`.
+    """Return "step  7/60  loss 2.314  tok/s 41.2 k  +2 more": the first fields that fit in
+    `columns`, and how many others there are.
 
     widths  of the longest text so far by name, which align the columns of further lines
     """
-    line = ""
+    shown: list[str] = []
     for name, text in fields:
         widths[name] = max(widths.get(name, 0), len(text))
-        longer = f"{line}  {name} {text.rjust(widths[name])}".removeprefix("  ")
-        if len(longer) > columns:
-            break
-        line = longer
-    return line
+        shown.append(f"{name} {text.rjust(widths[name])}")
+    line = "  ".join(shown)
+    while len(line) > columns and shown:
+        shown.pop()
+        line = "  ".join([*shown, f"+{len(fields) - len(shown)} more"])
+    return line if len(line) <= columns else ""
