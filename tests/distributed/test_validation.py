@@ -119,7 +119,7 @@ def test_a_run_stops_early_and_keeps_its_best_checkpoint(
     )
     [event] = [event for event in read_events(folder) if event["event"] == "stopped early"]
     assert event["step"] == last
-    assert event["why"] == f"no score better than {losses[best]} in 3"
+    assert event["why"] == f"no validation loss better than {losses[best]} in 3"
     run_ranks(scored, 1, str(folder), best)
     [record] = read_metrics(folder / "evaluations.jsonl")
     assert (

@@ -79,7 +79,9 @@ class Validation:
         config = run.config
         self.every = config.evaluate.every_steps
         self.best = lockstep.Best()
-        self.stopping = lockstep.EarlyStopping(config.evaluate.patience or math.inf)
+        self.stopping = lockstep.EarlyStopping(
+            config.evaluate.patience or math.inf, name="validation loss"
+        )
         if not self.every:
             return
         assert isinstance(task, LanguageModelTask)  # evaluate.every_steps is refused otherwise

@@ -137,10 +137,13 @@ class EarlyStopping(Score):
 
     mode       "min": a lower score is better
     min_delta  by how much it must be better than the best one
+    name       of the score, in the message that ends the loop: "validation accuracy"
     A run that has stopped trains no step when it is started again, unless `patience` is higher.
     """
 
-    def __init__(self, patience: float, mode: Mode = "min", min_delta: float = 0.0) -> None:
+    def __init__(
+        self, patience: float, mode: Mode = "min", min_delta: float = 0.0, name: str = "score"
+    ) -> None:
         where = "lockstep.EarlyStopping(...)"
         if patience < 1 or not min_delta >= 0:
             raise UsageError(
@@ -151,6 +154,7 @@ class EarlyStopping(Score):
         super().__init__(mode, where)
         self.patience = patience
         self.min_delta = min_delta
+        self.name = name
         self.best: float | None = None
         self.worse = 0  # scores since the best one
 
@@ -220,7 +224,7 @@ class ScoredRun:
     def why(self) -> str:
         """Return why the run has stopped; "" if it continues."""
         return "; ".join(
-            f"no score better than {stopping.best} in {stopping.worse}"
+            f"no {stopping.name} better than {stopping.best} in {stopping.worse}"
             for stopping in self.stoppings
             if stopping.stops
         )
