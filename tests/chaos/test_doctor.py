@@ -171,6 +171,11 @@ FAULTS = {
         {("FAIL", "folder", "b")},
         "Permission denied",
     ),
+    "locks of one host": (
+        {"b": Plan(before="mount -t overlay -o lowerdir=empty,upperdir=run,workdir=work none run")},
+        {("warn", "folder", "a")},
+        "2 hosts hold the same file lock by flock(2), not one",
+    ),
     "not started": (
         {"b": Plan(is_started=False)},
         {("FAIL", "ports", "b")},
@@ -209,7 +214,8 @@ def test_a_planted_fault_is_named(hosts: Hosts, fault: str) -> None:
     plans, wanted, words = FAULTS[fault]
     if needed := MISSING.get(fault):
         pytest.skip(needed)
-    (hosts.folder / "run" / "doctor").mkdir(parents=True)
+    for name in ("run/doctor", "empty", "work"):
+        (hosts.folder / name).mkdir(parents=True)
     codes, reports = hosts.examine(plans, "--wait", "6")
     if fault == "control group":
         os.rmdir(GROUP)

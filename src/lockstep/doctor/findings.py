@@ -50,6 +50,7 @@ class HostFacts:
     folder: str = ""
     file: str = ""  # that this host has written to the run folder
     is_claimed: bool = True  # this host has created the name that only one host can create
+    is_locked: bool = True  # this host has got the lock that only one host can hold
     free_bytes: int = UNLIMITED
     write_s: float = 0.0  # of 1 MiB
     memory_bytes: int = 1 << 60
@@ -248,11 +249,17 @@ def of_folder(hosts: Sequence[HostFacts]) -> Iterator[Verdict]:
     all_see_all = all(
         not peer.error and peer.sees_file for host in hosts for peer in host.peers.values()
     )
-    if hosts and usable == [*hosts] and all_see_all and created != 1:
-        place = place_of(hosts[0])
+    if not hosts or usable != [*hosts] or not all_see_all:
+        return
+    place = place_of(hosts[0])
+    where = f"{place.name} {hosts[0].folder}"
+    if created != 1:
         what = f"{created} hosts have created the same file name{place.by}, not one"
-        where = f"{place.name} {hosts[0].folder}"
         yield hosts[0].host, FAIL, what, where, place.atomic_hint
+    locked = sum(host.is_locked for host in hosts)
+    if place is DISK and locked != 1:
+        what = f"{locked} hosts hold the same file lock by flock(2), not one"
+        yield hosts[0].host, WARN if locked else FAIL, what, where, LOCK_HINT
 
 
 class Place(NamedTuple):
@@ -278,6 +285,11 @@ DISK = Place(
     "writing 1 MiB and fsync",
     " by link(2)",
     "use a file system with atomic hard links: a local disk, NFS, Lustre, GPFS",
+)
+LOCK_HINT = (
+    "mount the folder on all hosts, also on its server, and with shared locks: NFS without nolock "
+    "and local_lock, CIFS without nobrl, Lustre with flock; "
+    "else retention may delete a checkpoint that another host reads"
 )
 STORE = Place(
     "object store",

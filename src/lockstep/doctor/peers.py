@@ -7,6 +7,7 @@ any host of the network while it runs; its stage and facts are no secret.
 from __future__ import annotations
 
 import json
+import os
 import socket
 import threading
 import time
@@ -21,7 +22,7 @@ from pydantic import TypeAdapter
 from lockstep.agent.hosts import Host
 from lockstep.doctor.findings import SHARED_ADDRESS, HostFacts, PeerFacts
 from lockstep.doctor.gather import form_group, gather, with_error
-from lockstep.doctor.probes import claim_name, probes_of, remove_probes
+from lockstep.doctor.probes import claim_name, lock_name, probes_of, remove_probes
 from lockstep.errors import LockstepError, UsageError
 from lockstep.object_store.storage import Storage
 from lockstep.runtime.exit_report import error_summary
@@ -180,16 +181,22 @@ def examine(me: Host, hosts: Sequence[Host], run: str, wait_s: float) -> list[Ho
         }
         unseen: set[str] = set()
         is_claimed = False
-        claim = f"claim-{min([facts.file, *files.values()])}"
+        lock = None
+        first = min([facts.file, *files.values()])
+        claim, locked = f"claim-{first}", f"lock-{first}"
         if facts.file:
             probes = probes_of(run)
             unseen = set(files.values()) - wait_for_files(probes, set(files.values()))
             is_claimed = claim_name(probes, claim, facts.file)
+            lock = lock_name(probes, locked)
         peers = {}
         for peer in meeting.peers:
             measured = meeting.measure(peer, rate=peer is after)
             peers[peer.name] = replace(measured, sees_file=files.get(peer.name) not in unseen)
-        meeting.enter_stage(MEASURED, replace(facts, peers=peers, is_claimed=is_claimed))
+        claims = {"is_claimed": is_claimed, "is_locked": lock is not None}
+        meeting.enter_stage(MEASURED, replace(facts, peers=peers, **claims))
+        if lock is not None:
+            os.close(lock)  # all hosts have tried it
         meeting.enter_stage(GROUPED, try_group(meeting, hosts, hosts.index(me)))
         lost = {
             name: replace(peer, error=peer.error or meeting.errors.get(name, ""))
@@ -197,7 +204,7 @@ def examine(me: Host, hosts: Sequence[Host], run: str, wait_s: float) -> list[Ho
         }
         meeting.enter_stage(READ, replace(meeting.facts, peers=lost), CONNECT_S)
         if facts.file:
-            remove_probes(probes, [claim, facts.file])
+            remove_probes(probes, [claim, locked, facts.file])
     known = {**meeting.known, me.name: meeting.facts}
     return [known[host.name] for host in hosts if host.name in known]
 

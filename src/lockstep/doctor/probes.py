@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import StoreError
-from lockstep.files import write_atomic
+from lockstep.files import try_lock, write_atomic
 from lockstep.object_store.address import parse_address
 from lockstep.object_store.bucket import RunBucket
 from lockstep.object_store.storage import DiskStorage, Storage
@@ -62,6 +62,14 @@ def claim_name(probes: Storage, name: str, own: str) -> bool:
         raise
     except OSError:  # a disk without hard links
         return False
+
+
+def lock_name(probes: Storage, name: str) -> int | None:
+    """Return a descriptor with the lock on `name`; None when another host holds it, or where there
+    are no locks, as in a store."""
+    with suppress(OSError):
+        return try_lock(Path(probes.where) / name)
+    return None
 
 
 def remove_probes(probes: Storage, names: Sequence[str]) -> None:

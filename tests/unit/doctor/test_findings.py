@@ -33,7 +33,9 @@ def hosts_of(*names: str) -> dict[str, HostFacts]:
             address=f"10.0.0.{index}",
             interface="eth0",
         )
-        hosts[name] = replace(facts, peers=peers, is_claimed=index == 0, gpus=["H100"] * 8)
+        is_first = index == 0
+        claims = {"is_claimed": is_first, "is_locked": is_first}
+        hosts[name] = replace(facts, peers=peers, gpus=["H100"] * 8, **claims)
     return hosts
 
 
@@ -129,6 +131,8 @@ CASES = {
         ("folder", "a", "FAIL"),
         "2 hosts have created",
     ),
+    "two locks": (change(ABC, "b", is_locked=True), ("folder", "a", "warn"), "2 hosts hold"),
+    "no locks": (change(ABC, "a", is_locked=False), ("folder", "a", "FAIL"), "0 hosts hold"),
     "little memory": (
         change(ABC, "b", memory_bytes=2 << 30, memory_source="cgroup"),
         ("memory", "b", "FAIL"),
