@@ -199,8 +199,8 @@ class Attempt(AbstractContextManager["Attempt"]):
         self.files[name] = write_file(self.path / name, chunks, self.fail_point, run)
         self.fail_point(f"after {name}")
 
-    def commit(self) -> bool:
-        """Make it the checkpoint of its step; False, without changes, when there is one."""
+    def seal(self) -> None:
+        """Write the manifest, and its hash into the marker."""
         files = {name: vars(self.files[name]) for name in sorted(self.files)}
         manifest = (
             json.dumps({"format": FORMAT, "step": self.step, "files": files}, indent=1).encode()
@@ -213,6 +213,10 @@ class Attempt(AbstractContextManager["Attempt"]):
             os.fsync(marker.fileno())
         fsync_folder(self.path)
         self.fail_point("sealed")
+
+    def commit(self) -> bool:
+        """Make it the checkpoint of its step; False, without changes, when there is one."""
+        self.seal()
         target = self.folder / folder_name(self.step)
         while True:
             try:
@@ -255,6 +259,17 @@ class Attempt(AbstractContextManager["Attempt"]):
                 self.path,
                 problem.strerror,
             )
+
+
+def try_disk(folder: Path) -> None:
+    """Try every disk operation of a save on a small scale, and leave nothing. OSError. CIFS refuses
+    to write a locked marker and to rename the folder of an open one."""
+    with Attempt(folder, 0) as attempt:
+        attempt.put(FACTS, [b"{}"])
+        attempt.seal()
+        hidden = folder / hidden_name(0)
+        os.rename(attempt.path, hidden)
+        attempt.path = hidden
 
 
 def write_file(
@@ -367,7 +382,8 @@ HINTS = {
         "choose another folder with --out, or mount it for writing"
     ),
     errno.EACCES: (
-        "this user may not write there: choose another folder with --out, or change its permissions"
+        "this user may not write there: choose another folder with --out, or change its "
+        "permissions; on CIFS no checkpoint can be saved: use NFS or a store"
     ),
     errno.EMFILE: "too many open files: raise the limit (ulimit -n)",
     errno.ENOENT: "the folder is missing and is not created again: mount its disk",

@@ -102,12 +102,11 @@ class CheckpointStore:
         self.shard_writer = shard_writer
 
     def preflight(self) -> None:
-        """Try every disk operation of a save on a small scale, to report problems before training.
+        """Report problems of the disk before training.
         CheckpointError: read-only, not permitted, no locks, no space."""
         with commit.explain_write_errors("checkpoints cannot be saved here", self.folder, 0):
             self._create_folder()
-            with commit.Attempt(self.folder, 0) as attempt:
-                attempt.put(FACTS, [b"{}"])
+            commit.try_disk(self.folder)
 
     def save(
         self,

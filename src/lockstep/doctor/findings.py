@@ -257,9 +257,9 @@ def of_folder(hosts: Sequence[HostFacts]) -> Iterator[Verdict]:
         what = f"{created} hosts have created the same file name{place.by}, not one"
         yield hosts[0].host, FAIL, what, where, place.atomic_hint
     locked = sum(host.is_locked for host in hosts)
-    if place is DISK and locked != 1:
+    if locked > 1:
         what = f"{locked} hosts hold the same file lock by flock(2), not one"
-        yield hosts[0].host, WARN if locked else FAIL, what, where, LOCK_HINT
+        yield hosts[0].host, WARN, what, where, LOCK_HINT
 
 
 class Place(NamedTuple):
@@ -278,7 +278,7 @@ class Place(NamedTuple):
 DISK = Place(
     "run folder",
     "disk",
-    "use a folder with write permission, on a disk with free space, that is shared: --out",
+    "use a folder with write permission, on a disk with free space, that is shared, no CIFS: --out",
     "the folder is not shared",
     "mount the same disk on all hosts, or give its path: --out; "
     "hosts without one can meet in a store: --out s3://BUCKET/RUN",
@@ -287,9 +287,8 @@ DISK = Place(
     "use a file system with atomic hard links: a local disk, NFS, Lustre, GPFS",
 )
 LOCK_HINT = (
-    "mount the folder on all hosts, also on its server, and with shared locks: NFS without nolock "
-    "and local_lock, CIFS without nobrl, Lustre with flock; "
-    "else retention may delete a checkpoint that another host reads"
+    "mount the folder on all hosts, also on its server; NFS without nolock and local_lock, Lustre "
+    "with flock; else retention may delete a checkpoint that another host reads"
 )
 STORE = Place(
     "object store",

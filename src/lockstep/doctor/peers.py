@@ -182,13 +182,12 @@ def examine(me: Host, hosts: Sequence[Host], run: str, wait_s: float) -> list[Ho
         unseen: set[str] = set()
         is_claimed = False
         lock = None
-        first = min([facts.file, *files.values()])
-        claim, locked = f"claim-{first}", f"lock-{first}"
+        claim = f"claim-{min([facts.file, *files.values()])}"
         if facts.file:
             probes = probes_of(run)
             unseen = set(files.values()) - wait_for_files(probes, set(files.values()))
             is_claimed = claim_name(probes, claim, facts.file)
-            lock = lock_name(probes, locked)
+            lock = lock_name(probes, claim)
         peers = {}
         for peer in meeting.peers:
             measured = meeting.measure(peer, rate=peer is after)
@@ -204,7 +203,7 @@ def examine(me: Host, hosts: Sequence[Host], run: str, wait_s: float) -> list[Ho
         }
         meeting.enter_stage(READ, replace(meeting.facts, peers=lost), CONNECT_S)
         if facts.file:
-            remove_probes(probes, [claim, locked, facts.file])
+            remove_probes(probes, [claim, facts.file])
     known = {**meeting.known, me.name: meeting.facts}
     return [known[host.name] for host in hosts if host.name in known]
 

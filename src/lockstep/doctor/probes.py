@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from lockstep.checkpoint.commit import try_disk
 from lockstep.errors import StoreError
 from lockstep.files import try_lock, write_atomic
 from lockstep.object_store.address import parse_address
@@ -33,8 +34,8 @@ def probes_of(run: str) -> Storage:
 
 
 def write_probe(run: str, name: str) -> dict[str, Any]:
-    """Write 1 MiB as `name`; return facts: seconds, and bytes that are left on a disk. OSError: the
-    place cannot be used. On a disk without hard links it can: `claim_name` finds them missing."""
+    """Write 1 MiB as `name`; return facts: seconds, and bytes that are left on a disk. OSError: no
+    checkpoint can be saved there. On a disk without hard links it can: `claim_name` tries them."""
     probes = probes_of(run)
     content = bytes(PROBE_BYTES)
     write: Callable[[], object]
@@ -44,6 +45,7 @@ def write_probe(run: str, name: str) -> dict[str, Any]:
     else:
         folder = Path(probes.where)
         folder.mkdir(parents=True, exist_ok=True)
+        try_disk(folder)
         write = partial(write_atomic, folder / name, content)
     start_s = time.perf_counter()
     write()

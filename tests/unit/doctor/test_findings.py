@@ -132,7 +132,6 @@ CASES = {
         "2 hosts have created",
     ),
     "two locks": (change(ABC, "b", is_locked=True), ("folder", "a", "warn"), "2 hosts hold"),
-    "no locks": (change(ABC, "a", is_locked=False), ("folder", "a", "FAIL"), "0 hosts hold"),
     "little memory": (
         change(ABC, "b", memory_bytes=2 << 30, memory_source="cgroup"),
         ("memory", "b", "FAIL"),
