@@ -168,11 +168,10 @@ def checkpoint_line(data: RunData, now_s: float) -> Text:
 def newest_events(data: RunData, now_s: float) -> list[tuple[str, ...]]:
     """Return the rows of the newest generations and failures, the newest one first."""
     history = data.history
-    events = [(note.time_s, note.event, note.text) for note in history.notes]
-    events = [event for event in events if event[1] in FAILURES]
+    events = [(note.time_s, *note[2:]) for note in history.notes if note.event in FAILURES]
     for formed in history.generations:
         workers = counted(len(formed.workers), "worker")
-        text = f"{workers} after step {formed.step:,}: {formed.why}"
+        text = f"{workers} after step {formed.step:,}: {formed.why}".removeprefix("0 workers ")
         events.append((formed.time_s, f"generation {formed.number}", text))
     newest = sorted(events, reverse=True)[:EVENTS]
     return [(ago(now_s - time_s), *event) for time_s, *event in newest]

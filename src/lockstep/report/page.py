@@ -371,7 +371,7 @@ def events(run: Run) -> tuple[EventTable, EventTable]:
     history = run.data.history
     notes = [*history.notes]
     for item in history.generations:
-        reason = f"{counted(len(item.workers), 'worker')}: {item.why}"
+        reason = f"{counted(len(item.workers), 'worker')}: {item.why}".removeprefix("0 workers: ")
         notes.append(Note(item.time_s, item.step, f"generation {item.number}", reason))
     notes.sort(key=lambda note: note.time_s)
     return event_table(run, "event", notes), event_table(run, "slow-worker report", history.slow)

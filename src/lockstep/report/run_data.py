@@ -58,7 +58,7 @@ class Formed(NamedTuple):
     number: int
     time_s: float  # since 1970, by the clock of its leader
     step: int  # committed steps
-    workers: Sequence[str]  # "HOST/SLOT", in rank order
+    workers: Sequence[str]  # "HOST/SLOT", in rank order; none are recorded without an agent
     ids: set[str]  # of the workers
     why: str
     failed: bool  # whether it lacks a worker of the generation before it, or restarts the run

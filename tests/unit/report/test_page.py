@@ -180,9 +180,10 @@ def test_the_best_score_and_what_the_loop_printed_are_shown(tmp_path: Path) -> N
     assert '<dt>best</dt><dd class="a">0.75 (step 40)</dd>' in page
     assert "stopped early" in page and "no score better than 0.75 in 3" in page
     assert "step 60  Guten Tag &lt;b&gt;" in page
-    began = {"generation": 4, "step": 30, "workers": ["a/0/x5"]}
-    append_event(run, "began", **began)
-    assert "<dt>best</dt>" not in page_of(run), "these steps are trained again"
+    append_event(run, "began", generation=4, step=30, workers=[])  # as without an agent
+    page = page_of(run)
+    assert "<td>restarted from step 30</td>" in page
+    assert "<dt>best</dt>" not in page, "these steps are trained again"
 
 
 def test_two_runs_share_their_charts(tmp_path: Path) -> None:
