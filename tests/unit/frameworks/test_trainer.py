@@ -16,7 +16,7 @@ import lockstep
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from lockstep.frameworks.trainer import SessionLoop  # noqa: E402
+from lockstep.frameworks.trainer import SessionLoop, refuse_other_device  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers
 
@@ -41,9 +41,40 @@ class OwnLoader(SessionLoop):
         return []
 
 
-class OwnEvaluation(SessionLoop):
-    def prediction_step(self, *_: Any, **__: Any) -> Any:
-        return None, None, None
+class Evaluating(transformers.Trainer):  # type: ignore[name-defined]
+    def evaluate(self, *words: Any, **named: Any) -> Any:
+        return super().evaluate(*words, **named)
+
+
+class OwnEvaluation(SessionLoop, Evaluating):
+    pass
+
+
+class DoubledLoss(transformers.Trainer):  # type: ignore[name-defined]
+    def _loss(self, loss: Any) -> Any:  # the loop has no method of this name
+        return 2 * loss
+
+    def compute_loss(self, *words: Any, **named: Any) -> Any:
+        return self._loss(super().compute_loss(*words, **named))
+
+
+class OwnEpochs(list[Any]):
+    def set_epoch(self, epoch: int) -> None:
+        pass
+
+
+class Saved(transformers.TrainerCallback):  # type: ignore[name-defined]
+    def on_save(self, *_: Any, **__: Any) -> None:
+        pass
+
+
+class Control(transformers.TrainerCallback):  # type: ignore[name-defined]
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
+        setattr(control, self.name, True)
+        return control
 
 
 EVENTS = ("on_epoch_begin", "on_step_begin", "on_pre_optimizer_step", "on_optimizer_step")
@@ -68,11 +99,13 @@ EVALUATED: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 1, "eval_da
 
 
 def make(folder: Path, kind: type = SessionLoop, dataset: Any = None, **values: Any) -> SessionLoop:
-    names = values.keys() & {"compute_metrics", "eval_dataset"}
+    names = values.keys() & {"callbacks", "compute_loss_func", "compute_metrics", "eval_dataset"}
     trainer_values = {name: values.pop(name) for name in names}
+    model = values.pop("model", None) or Net()
+    make_args = values.pop("make_args", transformers.TrainingArguments)
     values = {"max_steps": 2, "use_cpu": True, "disable_tqdm": True} | values
-    args = transformers.TrainingArguments(str(folder), **values)
-    trainer: SessionLoop = kind(Net(), args, train_dataset=dataset or rows(), **trainer_values)
+    args = make_args(str(folder), **values)
+    trainer: SessionLoop = kind(model, args, train_dataset=dataset or rows(), **trainer_values)
     return trainer
 
 
@@ -83,10 +116,21 @@ def make(folder: Path, kind: type = SessionLoop, dataset: Any = None, **values: 
         ({"auto_find_batch_size": True}, "auto_find_batch_size=True"),
         ({"train_sampling_strategy": "sequential"}, "train_sampling_strategy="),
         ({"save_strategy": "epoch"}, "save_strategy=SaveStrategy.EPOCH"),
-        ({"lr_scheduler_type": "reduce_lr_on_plateau"} | EVALUATED, "ReduceLROnPlateau"),
+        ({"lr_scheduler_type": "reduce_lr_on_plateau"} | EVALUATED, "REDUCE_ON_PLATEAU"),
         ({"torch_compile_backend": "eager"}, "torch_compile_backend=eager"),
         ({"kind": OwnLoader}, "OwnLoader.get_train_dataloader"),
-        ({"kind": OwnEvaluation}, "OwnEvaluation.prediction_step"),
+        ({"kind": OwnEvaluation}, "OwnEvaluation.evaluate"),
+        ({"callbacks": [Saved()]}, "Saved.on_save"),
+        ({"lr_scheduler_type": "greedy"} | EVALUATED, "lr_scheduler_type="),
+        ({"optim": "schedule_free_adamw"}, "optim="),
+        ({"dataset": OwnEpochs(rows())}, "a data set with set_epoch"),
+        (
+            {
+                "make_args": transformers.Seq2SeqTrainingArguments,
+                "predict_with_generate": True,
+            },
+            "predict_with_generate=True",
+        ),
         ({"compute_metrics": lambda _: {}}, "compute_metrics"),
         ({"dataset": Rows()}, "an IterableDataset"),
     ],
@@ -102,6 +146,20 @@ def test_what_the_loop_would_leave_out_is_refused(
 def test_a_checkpoint_of_the_trainer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(lockstep.UsageError, match="resume_from_checkpoint='checkpoint-2'"):
         make(tmp_path).train("checkpoint-2")
+
+
+@pytest.mark.parametrize("name", ["should_save", "should_epoch_stop"])
+def test_a_wish_of_a_callback_that_the_loop_cannot_fulfil_is_refused(
+    tmp_path: Path, name: str
+) -> None:
+    with pytest.raises(lockstep.UsageError, match=f"control.{name} has no effect"):
+        make(tmp_path, callbacks=[Control(name)], save_steps=2).train()
+
+
+def test_use_cpu_is_refused_where_the_session_has_a_gpu() -> None:
+    args = transformers.TrainingArguments("unused", use_cpu=True)
+    with pytest.raises(lockstep.UsageError, match="use_cpu=True, and this worker trains on cuda:0"):
+        refuse_other_device(args, torch.device("cuda", 0))
 
 
 def test_torch_compile_reaches_the_session(tmp_path: Path) -> None:
@@ -154,16 +212,60 @@ def test_epochs_end_where_their_last_row_is(
     assert [step for name, step, _ in events.seen if name == "on_epoch_end"] == ends
 
 
-def test_one_worker_trains_as_a_plain_trainer_does(tmp_path: Path) -> None:
+def language_model() -> Any:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "vocab_size": 16}
+    layers = {"num_hidden_layers": 1, "num_attention_heads": 1}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **layers))
+
+
+def token_rows() -> list[dict[str, torch.Tensor]]:
+    """Rows with different numbers of labels."""
+    tokens = torch.arange(1, 129).view(16, 8) * 7 % 16
+    labels = [row.masked_fill(torch.arange(8) < n % 5, -100) for n, row in enumerate(tokens)]
+    return [{"input_ids": x, "labels": y} for x, y in zip(tokens, labels, strict=True)]
+
+
+def sum_of_losses(outputs: Any, labels: Any, num_items_in_batch: Any) -> Any:
+    if labels is None:  # a mean, which a Trainer adds over the micro-batches of a step
+        return outputs.logits.square().mean()
+    logits = outputs.logits[:, :-1].transpose(1, 2)
+    losses = nn.functional.cross_entropy(logits, labels[:, 1:], reduction="sum")
+    return losses / num_items_in_batch
+
+
+LANGUAGE = {"model": language_model, "dataset": token_rows()}
+UNLABELED = [{"input_ids": row["input_ids"]} for row in token_rows()]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"max_grad_norm": -1.0},  # not clipped
+        {"base": DoubledLoss},
+        LANGUAGE | {"label_smoothing_factor": 0.1},  # of the next token
+        LANGUAGE | {"compute_loss_func": sum_of_losses, "eval_dataset": token_rows()[:5]},
+        LANGUAGE | {"compute_loss_func": sum_of_losses, "dataset": UNLABELED},
+    ],
+)
+def test_one_worker_trains_as_a_plain_trainer_does(tmp_path: Path, values: dict[str, Any]) -> None:
     """One step over the whole data set, whose gradient does not depend on the order."""
-    values = {"per_device_train_batch_size": 16, "max_steps": 1, "save_strategy": "no"}
-    plain = make(tmp_path / "plain", transformers.Trainer, **values)
-    plain.train()
-    ours = make(tmp_path / "ours", **values)
-    assert ours.train().global_step == 1
-    for name, tensor in plain.model.state_dict().items():
-        torch.testing.assert_close(ours.model.state_dict()[name], tensor)
-    assert not torch.equal(ours.model.net.weight, Net().net.weight)
+    values = values | {"logging_steps": 1, "save_strategy": "no", "max_steps": 1, "optim": "sgd"}
+    values |= {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4}
+    values["eval_strategy"] = "steps" if "eval_dataset" in values else "no"
+    base = values.pop("base", transformers.Trainer)
+    make_model = values.pop("model", Net)
+    trained = []
+    for kind in (base, type("Ours", (SessionLoop, base), {})):
+        trainer = make(tmp_path / kind.__name__, kind, model=make_model(), **values)
+        trainer.train()
+        logged = {name: x for line in trainer.state.log_history for name, x in line.items()}
+        weights = trainer.model.state_dict()
+        trained.append((weights, {name: logged.get(name) for name in ("loss", "eval_loss")}))
+    torch.testing.assert_close(*trained)
+    initial = make_model().state_dict()
+    assert any(not torch.equal(initial[name], tensor) for name, tensor in weights.items())
 
 
 def test_callbacks_are_called_as_by_a_plain_trainer(tmp_path: Path) -> None:
