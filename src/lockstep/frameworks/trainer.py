@@ -8,7 +8,6 @@ logs and the callbacks are the Trainer's, or those of TRL's SFTTrainer (docs/fra
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
 from fractions import Fraction
@@ -22,10 +21,10 @@ from transformers import (
     TrainerState,
     TrainingArguments,
 )
-from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import TrainOutput, align_special_tokens
 
 from lockstep import Session, UsageError
+from lockstep.frameworks.saved_trainer import SavedTrainer
 from lockstep.frameworks.supported import refuse_unsupported
 
 
@@ -42,6 +41,7 @@ class SessionLoop(Trainer):
     model: Any
     optimizer: Any
     lr_scheduler: Any
+    __saved: SavedTrainer
     session: Session | None = None  # while `train` runs
     is_leader = True  # after it
     logged_step = 0
@@ -155,13 +155,19 @@ class SessionLoop(Trainer):
                 self.model if model is self.model_wrapped else model, *words, **named
             )
         )
-        session.state(scheduler=self.lr_scheduler, trainer=SavedTrainer(self))
-
-    def __steps(self, session: Session, total: int) -> Iterator[int]:
-        """Yield the numbers of the steps; notify the callbacks of the beginning and the end."""
         scheduler = self.lr_scheduler
         vars(self.callback_handler).update(optimizer=self.optimizer, lr_scheduler=scheduler)
-        self.__notify("on_train_begin")
+        self.__notify("on_train_begin")  # callbacks may make here what the checkpoints hold
+        self.__saved = SavedTrainer(self)
+        session.state(
+            scheduler=scheduler,
+            trainer=self.__saved,
+            stopping=self.__saved.stopping,
+            **self.__saved.stateful_parts(),
+        )
+
+    def __steps(self, session: Session, total: int) -> Iterator[int]:
+        """Yield the numbers of the steps; notify the callbacks of their beginnings and the end."""
         is_first = True
         for step in session.steps(total):
             self.__set_step(step)
@@ -223,6 +229,7 @@ class SessionLoop(Trainer):
             self.__log(metrics)
         if self.control.should_evaluate:
             self._determine_best_metric(self.evaluate(), None)
+            self.__saved.update_stopping()
         assert self.session
         step, control = self.state.global_step, self.control
         is_saved = step == self.state.max_steps or self.session.checkpointer.due(step)
@@ -245,6 +252,8 @@ class SessionLoop(Trainer):
     def __log(self, metrics: dict[str, float]) -> None:
         assert self.session
         self.session.log(self.session.step, **metrics)
+        state = self.state
+        self.__saved.logged.append(metrics | {"epoch": state.epoch, "step": state.global_step})
         self.log(dict(metrics))  # a subclass adds those of this worker
 
     def __notify(self, event: str, *words: Any) -> None:
@@ -256,29 +265,6 @@ class SessionLoop(Trainer):
         if hasattr(dataset, "column_names"):
             return self._remove_unused_columns(dataset), self.data_collator
         return dataset, self._get_collator_with_removed_columns(self.data_collator)
-
-
-class SavedTrainer:
-    """The state of a Trainer beside its model and optimizer, for session.state."""
-
-    def __init__(self, trainer: Trainer) -> None:
-        self.trainer = trainer
-
-    def state_dict(self) -> dict[str, str]:
-        state = self.trainer.state
-        best = {"best_metric": state.best_metric, "best_global_step": state.best_global_step}
-        callbacks = [callback.state() for callback in self._callbacks()]
-        return {"state": json.dumps([best, callbacks])}
-
-    def load_state_dict(self, saved: dict[str, str]) -> None:
-        best, callbacks = json.loads(saved["state"])
-        vars(self.trainer.state).update(best)
-        for callback, state in zip(self._callbacks(), callbacks, strict=True):
-            vars(callback).update(state["attributes"])
-
-    def _callbacks(self) -> list[ExportableState]:
-        callbacks = self.trainer.callback_handler.callbacks
-        return [callback for callback in callbacks if isinstance(callback, ExportableState)]
 
 
 def checkpoints_activations(args: TrainingArguments) -> bool:

@@ -47,7 +47,7 @@ class AttributeValue(NamedTuple):
 
 class Attributes:
     """The attributes of `module`, of optimizers whose state_dict is torch's, and of modules in
-    `state`.
+    `state`. An object in `state` may name further objects: `attribute_holders()` returns them.
 
     excluded  names that are not part of the state
     """
@@ -63,6 +63,11 @@ class Attributes:
         self.averages = {name: value for name, value in averages if isinstance(value, nn.Module)}
         self.optimizers = {
             f"optimizer {i}": o for i, o in enumerate(optimizers) if not overrides(o, "state_dict")
+        }
+        self.holders = {
+            f"session state {name} {key}": holder
+            for name, value in averages
+            for key, holder in getattr(value, "attribute_holders", dict)().items()
         }
         self.excluded: set[str] = set()
         self.initial = {name: now.mark for name, now in self._snapshots().items()}
@@ -85,6 +90,8 @@ class Attributes:
             yield path, vars(module), vars(module).keys() - MODULE_INTERNALS
         for path, optimizer in self.optimizers.items():
             yield path, vars(optimizer), vars(optimizer).keys() - OPTIMIZER_INTERNALS
+        for path, holder in self.holders.items():
+            yield path, vars(holder), vars(holder).keys()
 
     def _places(self) -> dict[str, Place]:
         return {
@@ -170,14 +177,14 @@ class Attributes:
     @torch.no_grad()
     def load_state_dict(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
         """Set the saved attributes, tensors in place if they have the saved shape and dtype. Warn
-        of those of modules that the model lacks."""
+        of those of objects that do not exist."""
         saved = unpack(ATTRIBUTES, tensors) if f"{ATTRIBUTES}{JSON_SUFFIX}" in tensors else {}
         holders = {path: holder for path, holder, _ in self._holders()}
         places = self._places()
         unknown = [name for name in saved if name.rpartition(".")[0] not in holders]
         if unknown:
             log.warning(
-                "the checkpoint has attributes of modules that the model lacks: %s",
+                "the checkpoint has attributes of objects that this run lacks: %s",
                 join_names(unknown),
             )
         for name, value in saved.items():

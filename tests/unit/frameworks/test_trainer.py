@@ -9,12 +9,16 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import IterableDataset
 
 import lockstep
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
+
+from transformers import EarlyStoppingCallback  # noqa: E402
+from transformers.trainer_callback import ExportableState  # noqa: E402
 
 from lockstep.frameworks.trainer import SessionLoop, refuse_other_device  # noqa: E402
 
@@ -266,6 +270,61 @@ def test_one_worker_trains_as_a_plain_trainer_does(tmp_path: Path, values: dict[
     torch.testing.assert_close(*trained)
     initial = make_model().state_dict()
     assert any(not torch.equal(initial[name], tensor) for name, tensor in weights.items())
+
+
+class Counting(transformers.TrainerCallback):  # type: ignore[name-defined]
+    """Plain values, a set, an average of the model, and the model itself."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[int, float]] = []
+        self.epochs: set[float] = set()
+
+    def on_train_begin(self, *_: Any, model: Any, **__: Any) -> None:
+        self.model = model
+        self.ema = AveragedModel(model)
+
+    def on_step_end(self, args: Any, state: Any, *_: Any, **__: Any) -> None:
+        self.steps.append((state.global_step, state.epoch))
+        self.epochs.add(state.epoch)
+        self.ema.update_parameters(self.model)
+
+
+class Exported(Counting, ExportableState):
+    def state(self) -> dict[str, Any]:
+        return {"args": {}, "attributes": {"steps": self.steps}}
+
+
+def test_what_callbacks_count_is_resumed_by_the_names_of_their_classes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("WARNING", "lockstep")
+    make(tmp_path, callbacks=[Exported(), Counting()]).train()
+    assert "callbacks change what no checkpoint holds: Counting.epochs" in caplog.text
+    resumed = make(tmp_path, max_steps=3, callbacks=[Counting()])
+    resumed.train()
+    assert "the state of callbacks that this run lacks: Exported" in caplog.text
+    [counting] = [c for c in resumed.callback_handler.callbacks if isinstance(c, Counting)]
+    assert [step for step, _ in counting.steps] == [1, 2, 3]
+    assert counting.ema.n_averaged == 3
+
+
+def test_early_stopping_ends_with_the_step_of_a_plain_trainer_and_is_not_resumed(
+    tmp_path: Path,
+) -> None:
+    values = EVALUATED | {"max_steps": 9, "optim": "sgd", "learning_rate": 1.0}
+    values |= {"metric_for_best_model": "loss", "max_grad_norm": 0.0, "logging_steps": 1}
+    values |= {"per_device_train_batch_size": 16}
+    ended = []
+    for folder, kind in (
+        ("plain", transformers.Trainer),
+        ("ours", SessionLoop),
+        ("ours", SessionLoop),
+    ):
+        trainer = make(tmp_path / folder, kind, callbacks=[EarlyStoppingCallback(2)], **values)
+        ended.append(trainer.train().global_step)
+        scores = [line["eval_loss"] for line in trainer.state.log_history if "eval_loss" in line]
+        assert len(scores) == ended[-1]
+    assert ended == [3, 3, 3]
 
 
 def test_callbacks_are_called_as_by_a_plain_trainer(tmp_path: Path) -> None:

@@ -102,7 +102,7 @@ def test_attributes_of_missing_modules_are_named(caplog: pytest.LogCaptureFixtur
     model, optimizer, attributes = make()
     change(model, optimizer)
     Attributes(nn.Linear(2, 2), []).load_state_dict(attributes.state_dict(), CPU)
-    assert "attributes of modules that the model lacks: norm.momentum, optimizer 0.k" in caplog.text
+    assert "attributes of objects that this run lacks: norm.momentum, optimizer 0.k" in caplog.text
 
 
 def test_attributes_that_cannot_be_compared_are_no_state() -> None:
