@@ -3,6 +3,7 @@
 $ lockstep ...                            the lines below it are its output; "..." is any text
 lockstep ...    # exit code 75            by default 0
 lockstep ...    # in another terminal     while the command above it runs
+lockstep ...    # on a cluster            not here; "on this machine" is here
 """
 
 from __future__ import annotations
@@ -26,7 +27,6 @@ from support.hosts import SUBNET
 from support.launching import ROOT, one_thread
 from support.waiting import wait_until
 
-SECTIONS = ("Learn", "Use")
 OPTIONAL = {"with_fabric": "lightning_fabric", "sft.py": "trl"}  # packages of a command's script
 
 
@@ -35,28 +35,35 @@ class Command:
     text: str
     code: int
     is_beside: bool  # runs in another terminal
+    is_elsewhere: bool  # needs other machines
     output: tuple[str, ...] | None  # as on the page; None: not shown
+
+    @property
+    def runs_here(self) -> bool:
+        """Whether the test runs it. Commands that install are not run, and other tests."""
+        installs = self.text.startswith(("pip ", "git "))
+        return not (self.is_elsewhere or installs or "pytest " in self.text)
 
 
 def pages() -> list[str]:
-    """Return the pages of the sections, as mkdocs.yml lists them."""
+    """Return the pages of all sections, as mkdocs.yml lists them."""
     nav = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
-    sections = re.findall(r"^  - ([^\n:]+):[^\n]*\n((?:      .*\n)*)", nav, re.MULTILINE)
-    return [
-        page
-        for title, body in sections
-        if title in SECTIONS
-        for page in re.findall(r"^      - .*: (\S+\.md)$", body, re.MULTILINE)
-    ]
+    return re.findall(r"^      - .*: (\S+\.md)$", nav, re.MULTILINE)
+
+
+def text_of(page: str) -> str:
+    return (ROOT / "docs" / page).read_text()
 
 
 def commands_of(page: str) -> list[Command]:
-    text = (ROOT / "docs" / page).read_text().replace("\\\n", " ")
+    text = text_of(page).replace("\\\n", " ")
     commands: list[Command] = []
     for block in re.findall(r"^```console\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
         shows_output = block.startswith("$ ")
         for part in (
-            re.split(r"^\$ ", block, flags=re.MULTILINE)[1:] if shows_output else block.splitlines()
+            re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]
+            if shows_output
+            else filter(None, block.splitlines())
         ):
             line, *output = part.splitlines()
             words, _, comment = line.partition("  # ")
@@ -66,6 +73,7 @@ def commands_of(page: str) -> list[Command]:
                     words.strip(),
                     int(code[1]) if code else 0,
                     "in another terminal" in comment,
+                    comment.startswith("on ") and "on this machine" not in comment,
                     tuple(output) if output else None,
                 )
             )
@@ -73,17 +81,24 @@ def commands_of(page: str) -> list[Command]:
 
 
 def make_folder(folder: Path) -> None:
-    """Put what the pages name into `folder`: the examples, the recipes, a script, a list of one host, chats."""
+    """Put what the pages name into `folder`: the examples, the recipes, a script, a run file, a list
+    of one host, chats."""
     for name in ("examples", "recipes"):
         shutil.copytree(
             ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "runs")
         )
     script = (ROOT / "examples" / "own_loop.py").read_text()
+    plan = ', tensor_plan={"0": "colwise", "3": "rowwise"})'
+    script = script.replace(
+        "steps: int = 200) -> None:\n    dataset", "steps: int = 1500) -> None:\n    dataset"
+    )
     (folder / "train.py").write_text(
         script.replace(
-            'out: str = "runs/own", steps: int = 200', 'out: str = "runs/own", steps: int = 1500'
+            "(model, optimizer)\n        loader", f"(model, optimizer{plan}\n        loader"
         )
     )
+    recipe = (ROOT / "recipes" / "llama-pretrain.toml").read_text()
+    (folder / "run.toml").write_text(recipe.replace("steps = 3800", "steps = 20"))
     if not (folder / "hosts.toml").exists():
         (folder / "hosts.toml").write_text(
             f'[[host]]\nname = "{socket.gethostname()}"\naddress = "127.0.0.1"\nworkers = 2\n'
@@ -94,13 +109,18 @@ def make_folder(folder: Path) -> None:
 
 def run_page(page: str, folder: Path, enter: Sequence[str] = ()) -> None:
     """Run the commands of a page in `folder`; `enter` is the prefix of commands that run on a host.
-    Commands that install are skipped, and those whose package is not installed."""
+    Commands whose package is not installed are skipped. A block of Python that begins with the
+    comment `# NAME.py` becomes this file."""
+    files = re.findall(
+        r"^```python\n# (\S+\.py)\n(.*?)^```", text_of(page), re.MULTILINE | re.DOTALL
+    )
+    for name, script in files:
+        (folder / name).write_text(script)
     missing = [name for name, package in OPTIONAL.items() if not find_spec(package)]
     commands = [
         command
         for command in commands_of(page)
-        if not command.text.startswith(("pip ", "git "))
-        and not any(name in command.text for name in missing)
+        if command.runs_here and not any(name in command.text for name in missing)
     ]
     while commands:
         command = commands.pop(0)
@@ -127,6 +147,7 @@ def start(command: Command, folder: Path, enter: Sequence[str]) -> subprocess.Po
         cwd=folder,
         env=environ,
         text=True,
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         start_new_session=True,
@@ -143,7 +164,8 @@ def has_steps(folder: Path, since: float) -> bool:
 
 
 def finish(command: Command, process: subprocess.Popen[str]) -> None:
-    output, _ = process.communicate(timeout=400)
+    answer = "continue\n" if "--debug" in command.text else ""  # to pdb
+    output, _ = process.communicate(answer, timeout=400)
     assert process.returncode == command.code, (
         f"{command.text}: exit code {process.returncode}, not {command.code}\n{output}"
     )
