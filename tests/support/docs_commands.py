@@ -98,7 +98,12 @@ def make_folder(folder: Path) -> None:
         )
     )
     recipe = (ROOT / "recipes" / "llama-pretrain.toml").read_text()
-    (folder / "run.toml").write_text(recipe.replace("steps = 3800", "steps = 20"))
+    for given, small in (
+        ("steps = 3800", "steps = 20"),
+        ("micro_batches = 2", "micro_batches = 4"),
+    ):
+        recipe = recipe.replace(given, small)
+    (folder / "run.toml").write_text(recipe)
     if not (folder / "hosts.toml").exists():
         (folder / "hosts.toml").write_text(
             f'[[host]]\nname = "{socket.gethostname()}"\naddress = "127.0.0.1"\nworkers = 2\n'
@@ -165,7 +170,7 @@ def has_steps(folder: Path, since: float) -> bool:
 
 def finish(command: Command, process: subprocess.Popen[str]) -> None:
     answer = "continue\n" if "--debug" in command.text else ""  # to pdb
-    output, _ = process.communicate(answer, timeout=400)
+    output, _ = process.communicate(answer, timeout=900)
     assert process.returncode == command.code, (
         f"{command.text}: exit code {process.returncode}, not {command.code}\n{output}"
     )
