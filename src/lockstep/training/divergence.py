@@ -169,6 +169,7 @@ class ReplicaComparison:
     verify_every   steps between two comparisons; 0: never
     identical_at   the last step after which all replicas were found equal
     compare_all    at the next vote all weights: a member is new
+    logged         [step, number] of session.log by name, since the last comparison of the state
     """
 
     def __init__(
@@ -186,6 +187,8 @@ class ReplicaComparison:
         self.compare_all = True
         self.record_every = RECORD_EVERY
         self.identical_at = -1
+        self.logged: dict[str, list[float]] = {}
+        self._warned = False  # that it differs
         self.divergence = Divergence()
         self._unexplained = runtime.membership.divergence_records()
 
@@ -243,7 +246,11 @@ class ReplicaComparison:
             common = digests_of(self.state.common()) if self.replica_size > 1 else {}
             own = {"digest": self.state.digest(STATE, step), "common": hash_of(common)}
             own["attributes"] = attributes.describe() if attributes else None
+            own["logged"] = self.logged
             answers = all_gather_json(self.runtime, own)
+            self.logged = {}
+            if not self._warned:
+                self._warned = warn_of_logged([answer["logged"] for answer in answers])
             digests = [answer["digest"] for answer in answers]
             if attributes:
                 attributes.agree([answer["attributes"] for answer in answers])
@@ -380,6 +387,28 @@ class ReplicaComparison:
     def _remove_records(self, names: list[str]) -> None:
         if names:
             self.runtime.member.remove_divergence_records(names)
+
+
+def warn_of_logged(answers: Sequence[Mapping[str, list[float]]]) -> bool:
+    """Warn of a number of session.log that differs between the workers; return whether one does.
+
+    answers  of all ranks: ReplicaComparison.logged
+    """
+    for name, (step, number) in answers[0].items():
+        logged = [answer[name] for answer in answers if name in answer]
+        others = {str(other) for at, other in logged if at == step} - {str(number)}
+        if others:
+            log.warning(
+                "session.log recorded %s %.6g for step %d, and other workers have %s: it is rank "
+                "0's own. For a number of all workers take session.gather, "
+                "session.per_micro_batch(tensor).rows or session.loss (docs/questions.md)",
+                name,
+                number,
+                step,
+                join_names(sorted(others)),
+            )
+            return True
+    return False
 
 
 def digests_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:

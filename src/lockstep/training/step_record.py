@@ -115,6 +115,8 @@ class StepRecord:
             shown["eta_s"] = (self.display.total - step) * self.timer.mean_step_s / steps
         further = {name: value for name, value in self.logged.items() if name != "loss"}
         self.display.step(step, shown, steps=steps, logged=further, is_last=is_last)
+        compared = self.replicas.runner.comparison.logged
+        compared.update({name: [step, number] for name, number in self.logged.items()})
         self.logged = {}
         if self.profiler:
             self.profiler.step(step)

@@ -252,3 +252,16 @@ class OtherTotal(Loop):
 
     def configure(self) -> None:
         self.total += self.rank
+
+
+@use("a number of the last micro-batch that is logged")
+class LogOfOneMicroBatch(Loop):
+    warned = r"session\.log recorded last .* for step \d, and other workers have "
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        self.last = super().loss(x, y)
+        return self.last
+
+    def update(self) -> None:
+        super().update()
+        self.session.log(self.step, last=self.last.item(), mean=self.session.loss)
