@@ -159,6 +159,7 @@ class Session:
             self.runtime = runtime
         self.layout = Layout(1, shard, tensor, pipeline)  # of a replica
         self.step = 0
+        self._total: int | None = None  # of the newest call of `steps`
         self._run: StartedRun | None = None
         self._micro_batch: int | None = None  # that the loop is in
         self._exit = ExitStack()
@@ -386,12 +387,15 @@ class Session:
         """Collective. Yield the step numbers from the resumed one to `total` - 1; with learners
         those of the outer steps.
 
+        `total` counts those of the whole run: an epoch loop takes steps((epoch + 1) * per_epoch).
         Saves when due and after the last step. After SIGTERM, SIGINT or SIGUSR1 the workers agree
         to stop, save, and raise Stopped: a SystemExit with code 75 or 130.
         """
         session_checks.refuse_ended("runtime" in vars(self), is_open=self.out in self._open)
         declared = self._declared
         declared.leaves.refuse_total(total)
+        session_checks.refuse_finished(self._total, total, self.step)
+        self._total = total
         if self._run is None:
             self._run = StartedRun(declared, self.runtime, self.layout, total, self._exit)
             self.step = self._run.checkpointer.saved_step
@@ -468,6 +472,8 @@ class Session:
                 f"session.backward, layout {self.layout}",
                 "call session.forward_backward(x, y, loss_fn) for each micro-batch",
             )
+        model: Any = self._declared.model
+        model.warn_if_bypassed()
         run.leaves.backward(run.leaves.share(loss, count), count, scaler)
 
     def forward_backward(

@@ -635,6 +635,34 @@ def test_a_program_without_logging_sees_when_it_resumes_saves_and_has_finished(
     assert not logger.handlers and logger.propagate and not logger.level
 
 
+def test_a_precision_that_the_loop_bypasses_is_a_warning_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.Linear(4, 1)
+    with Session(tmp_path, micro_batches=2) as session:
+        prepared, optimizer = session.prepare(model, sgd(model), precision="bf16")
+        for step in session.steps(2):
+            for k in session.micro_batches(step):
+                session.backward(prepared.module(INPUTS[k : k + 1]).mean())
+            optimizer.step()
+    assert caplog.text.count('precision="bf16" has no effect') == 1
+
+
+def test_a_loop_over_epochs_counts_the_steps_of_the_run(tmp_path: Path) -> None:
+    with linear_session(tmp_path) as (session, prepared, optimizer):
+
+        def epoch(total: int) -> int:
+            for step in session.steps(total):
+                for k in session.micro_batches(step):
+                    session.backward(prepared(INPUTS[k : k + 1]).square().mean())
+                optimizer.step()
+            return session.step
+
+        assert [epoch(2), epoch(4)] == [2, 4]
+        with refused(r"session\.steps\(4\) again trains nothing"):
+            epoch(4)
+
+
 def test_a_forgotten_update_is_a_warning_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

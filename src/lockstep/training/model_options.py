@@ -104,16 +104,27 @@ class PreparedModel(nn.Module):
         self.module, self._replicas_in_loop = module, replicas_in_loop
         self._device = device
         self.precision = precision
+        self._bypassed = precision == "bf16"  # until the loop calls this model
         self._sizes, self._inputs = MeanSizes(), Sizes((), 0)
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         if replicas := self._replicas_in_loop():
+            self._bypassed = False
             self._inputs = Sizes(
                 tuple(tuple(tensor.shape) for tensor in tensors_of((inputs, named))), 0
             )
         with autocast(self._device, self.precision):
             output = (replicas or self.module)(*inputs, **named)
         return in_float32(output) if self.precision == "bf16" else output
+
+    def warn_if_bypassed(self) -> None:
+        """Warn, once, that the loop has a loss without a call of this model."""
+        if self._bypassed:
+            self._bypassed = False
+            log.warning(
+                'precision="bf16" has no effect: the loop calls model.module or a part of the '
+                "model; call the model that session.prepare returns"
+            )
 
     def samples_of_mean(self) -> int | None:
         """Return the number of samples in the newest inputs, if all tensors have as many rows."""

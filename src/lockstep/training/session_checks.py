@@ -238,6 +238,16 @@ def refuse_ended(was_entered: bool, *, is_open: bool) -> None:
         )
 
 
+def refuse_finished(before: int | None, total: int, step: int) -> None:
+    """UsageError for session.steps once more with a total that the run has reached by then."""
+    if before is not None and total <= min(before, step):
+        raise UsageError(
+            f"session.steps({total}) again trains nothing: it counts the steps of the whole run",
+            f"the loop before, session.steps({before}), ended at step {step}",
+            "in a loop over epochs: session.steps((epoch + 1) * steps_of_an_epoch)",
+        )
+
+
 def refuse_early_use(name: str) -> None:
     """UsageError: the attribute exists only later."""
     if name == "runtime":
