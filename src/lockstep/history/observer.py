@@ -226,8 +226,11 @@ def sample_of(loader: Loader, batch: Any, step: int, k: int, row: int) -> dict[s
     makes its micro-batches, the row itself."""
     dataset = loader.batches.dataset
     if makes_micro_batches(dataset):
-        named = getattr(dataset, "samples_in_row", None)
-        numbers = named(step, k, row) if named else [row]
+        numbers: list[Any] = [f"of row {row}"]
+        if hasattr(dataset, "samples_in_row"):
+            numbers = dataset.samples_in_row(step, k, row)
+        elif hasattr(dataset, "samples"):
+            numbers = dataset.samples(step, k)[row : row + 1]
         rows = [tensor[row] for tensor in tensors_in(batch) if tensor.dim() and len(tensor) > row]
         return {"samples": numbers, "content": list(map(describe, rows))}
     number = int(loader.order.ids(step, k)[row])
