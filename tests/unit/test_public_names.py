@@ -92,6 +92,7 @@ def test_there_is_one_version() -> None:
             "loop.py",
             "--out b",
         ),
+        ("loop.py --nodes 2:4 --out b", "--nodes 2:4", "loop.py", "--out b"),
         ("loop.py -- --workers 4", "", "loop.py", "--workers 4"),
         ("loop.py --lr 1 --workers 4", "", "loop.py", "--lr 1 --workers 4"),
         ("loop.py --help", "", "loop.py", "--help"),
@@ -103,7 +104,8 @@ def test_there_is_one_version() -> None:
 def test_arguments_after_the_script_belong_to_it(
     words: str, ours: str, script: str, arguments: str
 ) -> None:
-    parts = split_at_script(words.split(), {"--out": 1, "--workers": 1, "--ssh": 0, "--help": 0})
+    values = {"--out": 1, "--workers": 1, "--nodes": 1, "--ssh": 0, "--help": 0}
+    parts = split_at_script(words.split(), values)
     assert parts == (ours.split(), script, arguments.split())
 
 

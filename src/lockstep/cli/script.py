@@ -35,6 +35,7 @@ OPTIONS_AFTER_SCRIPT = (
     "--min",
     "--max",
     "--hosts",
+    "--nodes",
     "--host",
     "--ssh",
     "--restart",
