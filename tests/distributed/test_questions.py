@@ -18,6 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -308,10 +309,36 @@ def balanced() -> nn.Module:
     return plain(batches=batches)
 
 
+def of_two_epochs() -> nn.Module:
+    return plain(batches=batches_of(order=UniformOrder(240, 60, MICRO_BATCHES)))
+
+
+def weighted() -> nn.Module:
+    points = Q.make_points(240, seed=1)
+    weights = np.arange(1.0, 241.0)
+    batches = {}
+    for step in range(STEPS):
+        for k in range(MICRO_BATCHES):
+            draws = np.random.default_rng((step, k))
+            batches[step, k] = points[draws.choice(240, 8, p=weights / weights.sum())]
+    return plain(batches=batches)
+
+
+class WithPartner(torch.utils.data.TensorDataset):
+    def __getitem__(self, i: int) -> Any:
+        x, y = super().__getitem__(i)
+        other, _ = super().__getitem__(int(torch.randint(len(self), ())))
+        return 0.9 * x + 0.1 * other, y
+
+
 class Jittered(torch.utils.data.TensorDataset):
     def __getitem__(self, i: int) -> Any:
         x, y = super().__getitem__(i)
         return x + 0.1 * torch.randn(4), y
+
+
+def mixed() -> nn.Module:
+    return plain(batches=batches_of(WithPartner(*Q.make_points(240, seed=1).tensors)))
 
 
 def augmented() -> nn.Module:
@@ -320,6 +347,7 @@ def augmented() -> nn.Module:
 
 # By words of the question and number of the block: what plain PyTorch trains. Else `plain`.
 PLAIN: dict[tuple[str, int], Callable[[], nn.Module]] = {
+    ("epochs", 0): of_two_epochs,
     ("accumulate", 0): whole_batches,
     ("bf16 or fp16", 0): partial(in_half_precision, torch.bfloat16),
     ("bf16 or fp16", 1): partial(in_half_precision, torch.float16),
@@ -335,6 +363,8 @@ PLAIN: dict[tuple[str, int], Callable[[], nn.Module]] = {
     ("hidden state", 0): recurrent,
     ("reinforcement", 0): reinforced,
     ("balance", 0): balanced,
+    ("balance", 1): weighted,
+    ("two data sets", 0): mixed,
     ("augment", 0): augmented,
 }
 TRAINED = {name_of(*question): train for question, train in PLAIN.items()}
@@ -371,6 +401,11 @@ def test_the_average_is_that_of_a_plain_loop(runs: Path) -> None:
 def test_the_parts_of_a_loss_are_means_over_all_workers(runs: Path) -> None:
     for line in lines_of(runs, name_of("several losses")):
         assert line["cross_entropy"] + line["penalty"] == pytest.approx(line["loss"], rel=1e-6)
+
+
+def test_the_accuracy_is_that_of_all_micro_batches(runs: Path) -> None:
+    lines = lines_of(runs, name_of("accuracy of training"))
+    assert all(0 < 32 * line["accuracy"] == round(32 * line["accuracy"]) for line in lines)
 
 
 def scores(weights: dict[str, Tensor]) -> tuple[float, float]:
