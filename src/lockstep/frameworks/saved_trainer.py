@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from contextlib import suppress
 from typing import Any
 
 from torch import nn
@@ -14,12 +13,8 @@ from transformers.trainer_callback import ExportableState
 from lockstep import EarlyStopping
 from lockstep.frameworks.supported import module_of
 from lockstep.log import log
-from lockstep.training.attributes import mark_of
 from lockstep.units import join_names
-from lockstep.unsaved.values import Look, Unfinished
-from lockstep.unsaved.watch import compared_values, has_state_dict, held_ids
-
-SECONDS_OF_A_LOOK = 0.05
+from lockstep.unsaved.watch import has_state_dict
 
 
 class SavedTrainer:
@@ -27,11 +22,10 @@ class SavedTrainer:
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
+        self.state = trainer.state
         self.callbacks = callbacks_by_name(trainer.callback_handler.callbacks)
         self.initial = self._exported()
         self.removed: dict[str, str] = {}  # callbacks that a checkpoint has and this run lacks
-        self.marks: dict[str, int] = {}  # of what no checkpoint holds
-        self.warned: set[str] = set()
         self.logged: list[dict[str, float | None]] = []  # equal on all workers
         self.early = [c for c in self.callbacks.values() if isinstance(c, EarlyStoppingCallback)]
         patience = min((c.early_stopping_patience for c in self.early), default=math.inf)
@@ -42,7 +36,7 @@ class SavedTrainer:
         worse = 0
         if self.early and self.trainer.control.should_training_stop:
             worse = max(vars(c)["early_stopping_patience_counter"] for c in self.early)
-        self.stopping.load_state_dict({"best": self.trainer.state.best_metric, "worse": worse})
+        self.stopping.load_state_dict({"best": self.state.best_metric, "worse": worse})
 
     def stateful_parts(self) -> dict[str, Any]:
         """Return what callbacks hold that has a state_dict, such as an EMA, without what the
@@ -69,8 +63,7 @@ class SavedTrainer:
         }
 
     def state_dict(self) -> dict[str, str]:
-        state = self.trainer.state
-        self._warn_of_unsaved()
+        state = self.state
         best = {"best_metric": state.best_metric, "best_global_step": state.best_global_step}
         exported = self._exported().items()
         changed = {name: text for name, text in exported if text != self.initial[name]}
@@ -78,7 +71,7 @@ class SavedTrainer:
 
     def load_state_dict(self, saved: dict[str, str]) -> None:
         best, exported, self.logged = json.loads(saved["state"])
-        vars(self.trainer.state).update(best, log_history=[*self.logged])
+        vars(self.state).update(best, log_history=[*self.logged])
         for name in exported.keys() & self.callbacks.keys():
             vars(self.callbacks[name]).update(json.loads(exported[name]))
         self.removed = {name: exported[name] for name in exported.keys() - self.callbacks.keys()}
@@ -86,31 +79,6 @@ class SavedTrainer:
             log.warning(
                 "the checkpoint has the state of callbacks that this run lacks: %s",
                 join_names(sorted(self.removed)),
-            )
-
-    def _warn_of_unsaved(self) -> None:
-        """Warn of what changes in callbacks and is no plain value and no object with a state."""
-        trainer, holders = self.trainer, self.attribute_holders()
-        parts = self.stateful_parts().values()
-        held = held_ids([trainer.model, trainer.optimizer, trainer.lr_scheduler, *parts])
-        held |= {*map(id, (trainer, trainer.args, trainer.state, trainer.control))}
-        look = Look(held, {module_of(callback) for callback in holders.values()}, SECONDS_OF_A_LOOK)
-        marks: dict[str, int] = {}
-        with suppress(Unfinished):
-            for name, callback in holders.items():
-                for key, part in vars(callback).items():
-                    if id(part) not in held and mark_of(part, ()) is None:
-                        values = compared_values(look, f"{name}.{key}", "", part)
-                        marks |= {path: value.mark for path, value in values}
-        changed = [path for path, mark in marks.items() if self.marks.get(path, mark) != mark]
-        self.marks = marks
-        if changed := [path for path in changed if path not in self.warned]:
-            self.warned |= {*changed}
-            log.warning(
-                "callbacks change what no checkpoint holds: %s. After a resume, and in a worker "
-                "that joins, each starts from its value before training. Keep plain values, or "
-                "an object with state_dict and load_state_dict, in an attribute",
-                join_names(changed),
             )
 
     def _exported(self) -> dict[str, str]:

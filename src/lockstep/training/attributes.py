@@ -6,7 +6,7 @@ What differs from its value as constructed is in the checkpoints and is sent to 
 
 Not part of the state: what forward passes change (a cache, the last attention), seen in the first
 micro-batch loop of a start; what differs between workers, with a warning; other objects than
-numbers, strings, tensors, and containers of them.
+numbers, strings, tensors, and containers of them, with a warning when the loop changes them.
 """
 
 from __future__ import annotations
@@ -70,6 +70,10 @@ class Attributes:
             for key, holder in getattr(value, "attribute_holders", dict)().items()
         }
         self.excluded: set[str] = set()
+        # Few loops keep such values: their classes are imported with the first Session.
+        from lockstep.unsaved.other_attributes import OtherAttributes
+
+        self._others = OtherAttributes([module, *optimizers], (state or {}).values())
         self.initial = {name: now.mark for name, now in self._snapshots().items()}
         self._before_loop: dict[str, AttributeValue] = {}
         self._watched: dict[str, Place] | None = None  # in later loops than the first
@@ -127,6 +131,7 @@ class Attributes:
         objects they are."""
         if self._watched is None:
             self._before_loop = self._snapshots()
+            self._changed_others()
         watched = self._watched or {}
         self._objects = {name: holder.get(key) for name, (holder, key) in watched.items()}
 
@@ -134,7 +139,8 @@ class Attributes:
         """Exclude what the micro-batch loop has changed, except buffers that follow the
         micro-batches on all workers alike."""
         if self._watched is None:
-            self._exclude(changes(self._before_loop, self._snapshots()), followed)
+            changed = changes(self._before_loop, self._snapshots()) | self._changed_others()
+            self._exclude(changed, followed)
             self._before_loop = {}
             self._watched = {
                 name: place
@@ -149,6 +155,15 @@ class Attributes:
         self._objects = {}
         self._exclude(replaced, followed)
 
+    def _changed_others(self) -> set[str]:
+        """Return the attributes that no checkpoint can hold and that have changed since the newest
+        call."""
+        places = self._places().items()
+        values = {name: holder[key] for name, (holder, key) in places if name not in self.excluded}
+        return self._others.look(
+            {name: value for name, value in values.items() if not is_encodable(value)}
+        )
+
     def _exclude(self, names: set[str], followed: Collection[str] = ()) -> None:
         self.excluded |= names - set(followed)
 
@@ -156,8 +171,9 @@ class Attributes:
     def unsaved_changes(self) -> Iterator[None]:
         """Context manager: exclude what is changed inside, such as the scores of an evaluation."""
         before = self._snapshots()
+        self._changed_others()
         yield
-        self._exclude(changes(before, self._snapshots()))
+        self._exclude(changes(before, self._snapshots()) | self._changed_others())
 
     # -- the state ---------------------------------------------------------------------------------
 
@@ -202,10 +218,11 @@ class Attributes:
             holder[key] = value
 
     def announce(self) -> None:
-        """Log once of each attribute that checkpoints hold it."""
+        """Log once of each attribute that changes whether checkpoints hold it."""
         if new := sorted(self.changed().keys() - self._announced):
             self._announced |= set(new)
             log.info("checkpoints hold attributes that change between steps: %s", join_names(new))
+        self._others.warn_of(self._changed_others())
 
     # -- the same on all workers -------------------------------------------------------------------
 
@@ -251,6 +268,14 @@ def changes(before: Mapping[str, AttributeValue], after: Mapping[str, AttributeV
         or old.mark != now.mark
         or (isinstance(now.value, Tensor) and now.value is not old.value)
     }
+
+
+def is_encodable(value: Any) -> bool:
+    try:
+        encode(value, "", {})
+    except Exception:  # a value of any class
+        return False
+    return True
 
 
 def mark_of(value: Any, weights: Collection[int]) -> str | None:

@@ -153,3 +153,22 @@ def test_a_model_that_is_compiled_as_a_whole_needs_no_length() -> None:
     attributes = Attributes(compiled, [])
     compiled.tau = 7.0
     assert any("tau" in name for name in attributes.changed())
+
+
+def test_an_object_that_the_loop_changes_is_named_and_one_of_the_forward_pass_is_not(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model: Any = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.rng, model.seen, model.cache = np.random.default_rng(0), set[int](), {0}
+    model.register_forward_hook(lambda *_: model.cache.add(len(model.cache)))
+    attributes = Attributes(model, [optimizer], {})
+    train(model, optimizer, attributes)
+    attributes.announce()
+    assert not caplog.text
+    model.seen.add(1)
+    model.rng.random()
+    attributes.announce()
+    attributes.announce()
+    [warning] = [record.message for record in caplog.records]
+    assert "attributes change that no checkpoint can hold: rng, seen. After" in warning
