@@ -26,7 +26,7 @@ class SavedTrainer:
         self.callbacks = callbacks_by_name(trainer.callback_handler.callbacks)
         self.initial = self._exported()
         self.removed: dict[str, str] = {}  # callbacks that a checkpoint has and this run lacks
-        self.logged: list[dict[str, float | None]] = []  # equal on all workers
+        self.logged: list[dict[str, Any]] = []  # equal on all workers
         self.early = [c for c in self.callbacks.values() if isinstance(c, EarlyStoppingCallback)]
         patience = min((c.early_stopping_patience for c in self.early), default=math.inf)
         self.stopping = EarlyStopping(patience)
@@ -41,7 +41,7 @@ class SavedTrainer:
     def stateful_parts(self) -> dict[str, Any]:
         """Return what callbacks hold that has a state_dict, such as an EMA, without what the
         Session holds."""
-        trainer = self.trainer
+        trainer: Any = self.trainer
         trained = {id(parameter) for parameter in trainer.model.parameters()}
         held = (trainer.model, trainer.model_wrapped, trainer.optimizer, trainer.lr_scheduler)
         return {

@@ -111,7 +111,8 @@ class SessionLoop(Trainer):
         if eval_dataset is None:
             eval_dataset = self.eval_dataset
         if isinstance(eval_dataset, str):
-            eval_dataset = self.eval_dataset[eval_dataset]
+            data_sets: Any = self.eval_dataset
+            eval_dataset = data_sets[eval_dataset]
         if isinstance(eval_dataset, dict):
             metrics: dict[str, float] = {}
             for name, rows in eval_dataset.items():
@@ -197,11 +198,12 @@ class SessionLoop(Trainer):
     ) -> tuple[torch.Tensor, Any]:
         """Return the loss, and the number of labels; None where it is no mean over labels."""
         count = self._get_num_items_in_batch([inputs], session.world.device)
-        named = {}
+        named: dict[str, Any] = {}
         if count is not None:
             named["num_items_in_batch"] = torch.as_tensor(count).clamp(min=1)
         with self.compute_loss_context_manager():
-            return self.compute_loss(model, inputs, **named), count
+            loss: Any = self.compute_loss(model, inputs, **named)
+        return loss, count
 
     def __update(self, session: Session, step: int) -> None:
         """Update the weights, and report them."""
