@@ -192,8 +192,8 @@ def examine(me: Host, hosts: Sequence[Host], run: str, wait_s: float) -> list[Ho
         for peer in meeting.peers:
             measured = meeting.measure(peer, rate=peer is after)
             peers[peer.name] = replace(measured, sees_file=files.get(peer.name) not in unseen)
-        claims = {"is_claimed": is_claimed, "is_locked": lock is not None}
-        meeting.enter_stage(MEASURED, replace(facts, peers=peers, **claims))
+        facts = replace(facts, peers=peers, is_claimed=is_claimed, is_locked=lock is not None)
+        meeting.enter_stage(MEASURED, facts)
         if lock is not None:
             os.close(lock)  # all hosts have tried it
         meeting.enter_stage(GROUPED, try_group(meeting, hosts, hosts.index(me)))

@@ -34,8 +34,8 @@ def hosts_of(*names: str) -> dict[str, HostFacts]:
             interface="eth0",
         )
         is_first = index == 0
-        claims = {"is_claimed": is_first, "is_locked": is_first}
-        hosts[name] = replace(facts, peers=peers, gpus=["H100"] * 8, **claims)
+        facts = replace(facts, is_claimed=is_first, is_locked=is_first)
+        hosts[name] = replace(facts, peers=peers, gpus=["H100"] * 8)
     return hosts
 
 
