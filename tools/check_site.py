@@ -28,7 +28,7 @@ MARKDOWN = re.compile(r"\*\*[^*\s][^*]*\*\*|\]\(|```|^\s*\|.*\|")
 class Page(HTMLParser):
     """The links of a file of HTML or SVG, what it loads, and the ids that others can link to.
 
-    `faults` are those that a reader of the page sees.
+    `faults` has what a reader of the page sees.
     """
 
     def __init__(self, text: str) -> None:
