@@ -205,4 +205,4 @@ def format_fields(
     while len(line) > columns and shown:
         shown.pop()
         line = "  ".join([*shown, f"+{len(fields) - len(shown)} more"])
-    return line if len(line) <= columns else ""
+    return line
