@@ -28,7 +28,6 @@ from lockstep.cli.options import (
 from lockstep.cli.script import (
     asks_for_help,
     folder_of,
-    imports_parser,
     is_script,
     names_option,
     read_sources,
@@ -100,16 +99,11 @@ def refuse_mistyped(command: Parser, words: Sequence[str], target: str, module: 
 
 
 def knows(target: str, module: str, name: str, options: Container[str]) -> bool:
-    """Return whether a run file has this key, or the source of a script or function names it, or
-    imports a parser that may."""
+    """Return whether a run file has this key, or the source of a script or function names it."""
     if is_script(target):
         file = Path(target.partition(":")[0])
-        if file.suffix != ".py":
-            return True
-        sources, folder = read_sources(file, module), search_folder(file, module)
-        return names_option(sources, name) or any(
-            imports_parser(source, folder) for source in sources
-        )
+        folder = search_folder(file, module)
+        return file.suffix != ".py" or names_option(read_sources(file, module), name, folder)
     from lockstep.config.schema import config_fields  # loads pydantic
 
     # An option here means that the key before it has no value: parse_flags refuses that.

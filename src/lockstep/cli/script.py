@@ -94,6 +94,10 @@ def start_workers(main: Callable[..., object], workers: int | None) -> None:
         text = notebook.script_of(main)
         folder = Path(out or session_folder(ast.parse(text)) or "runs/notebook")
         return notebook.run_script(folder / "notebook.py", text, words)
+    if parameters_of(main):
+        flags, overrides = split_overrides(sys.argv[1:])
+        if not overrides:  # each worker does the same
+            arguments_of(main, getattr(main, "__name__", "main"), flags, Path(out))
     target = ["-m", module] if module else [str(file)]
     command = [sys.executable, "-m", "lockstep", "run", *words, *target, "--", *sys.argv[1:]]
     sys.stdout.flush()
@@ -103,7 +107,6 @@ def start_workers(main: Callable[..., object], workers: int | None) -> None:
 
 def call(function: Callable[..., object], words: list[str], folder: Path | None = None) -> None:
     """Call a user's function with flags as `arguments_of`; without parameters it reads sys.argv."""
-    from lockstep.config.resolve import parse_flags  # loads pydantic
     from lockstep.runtime.numerics import seed_unseeded_generators  # loads torch
 
     has_parameters = bool(parameters_of(function))
@@ -114,10 +117,18 @@ def call(function: Callable[..., object], words: list[str], folder: Path | None 
     if not has_parameters:
         function()
         return None
+    flags, overrides = split_overrides(words)
+    return call_with_flags(function, name, flags, folder, overrides)
+
+
+def split_overrides(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """Return (flags, the NAME=VALUE words of --override)."""
+    from lockstep.config.resolve import parse_flags  # loads pydantic
+
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--override", action="append", default=[])
-    given, words = parser.parse_known_args(words)
-    return call_with_flags(function, name, parse_flags(words), folder, given.override)
+    given, flags = parser.parse_known_args(words)
+    return parse_flags(flags), given.override
 
 
 def call_with_flags(
@@ -395,26 +406,33 @@ PARSERS = re.compile(
 
 
 def imports_parser(module: ast.Module, folder: Path) -> bool:
-    """Return whether a script, whose modules are in `folder`, imports from an installed package
-    what may define its options, by its name."""
-    for level, name in imports_of(module):
-        top = name.partition(".")[0]
-        is_own = level or any(folder.glob(f"{top}.py")) or (folder / top).is_dir()
-        is_known = is_own or top == "lockstep" or top in sys.stdlib_module_names
-        if not is_known and PARSERS.search(name):
-            return True
-    return False
+    """Return whether a script imports, from outside of its `folder`, what may define options, by
+    its name."""
+    known = {"lockstep", *sys.stdlib_module_names}
+    return any(
+        not (level or top.name in known or top.exists() or top.with_suffix(".py").exists())
+        for level, name in imports_of(module)
+        if PARSERS.search(name) and (top := folder / name.partition(".")[0])
+    )
 
 
-def names_option(sources: Iterable[ast.Module], option: str) -> bool:
+def names_option(sources: Iterable[ast.Module], option: str, folder: Path) -> bool:
     """Return whether a script may take --NAME: it has a variable, a parameter or a text of this
-    name, or it takes the keys of a recipe."""
+    name, takes the keys of a recipe, or imports a parser. folder: of its modules"""
     name = re.compile(rf"(^|--){re.escape(option[2:])}\b".replace(r"\-", "[-_]"))
     return any(
         imports_recipes(source)
-        or any(name.search(name_of(node) or text_of(node)) for node in ast.walk(source))
+        or imports_parser(source, folder)
+        or any(name.search(name_of(node) or text_of(node)) for node in named_nodes(source))
         for source in sources
     )
+
+
+def named_nodes(module: ast.Module) -> set[ast.AST]:
+    """Return the nodes of a script, without the arguments of lockstep.launch(main, workers=2)."""
+    nodes = {*ast.walk(module)}
+    calls = [node for node in nodes if isinstance(node, ast.Call)]
+    return nodes.difference(*(call.keywords for call in calls if name_of(call.func) == "launch"))
 
 
 def opens_session(module: ast.Module) -> bool:

@@ -313,11 +313,12 @@ def test_a_mistyped_word_names_the_nearest_one(
         ('"""Usage: loop.py [--num-workers N]"""', "--num-workers", True),
         ('"""Trains with --workers 2."""', "--worker", False),
         ("def main(workers): ...", "--worker", False),
+        ("lockstep.launch(main, workers=2)", "--workers", False),
         ("from lockstep import recipes", "--layout.shard", True),
     ],
 )
 def test_a_script_names_its_own_options(source: str, option: str, named: bool) -> None:
-    assert names_option([ast.parse(source)], option) == named
+    assert names_option([ast.parse(source)], option, Path()) == named
 
 
 @pytest.mark.parametrize(
@@ -338,6 +339,16 @@ def test_an_installed_package_may_define_the_options_of_a_script(
 ) -> None:
     Path("own.py").touch()
     assert imports_parser(ast.parse(source), Path()) == may_define
+
+
+def test_a_launched_function_refuses_an_argument_before_the_workers_start() -> None:
+    Path("own.py").write_text(
+        "import lockstep\ndef main(lr: float = 0.1): ...\nlockstep.launch(main, workers=2)\n"
+    )
+    words = [sys.executable, "own.py", "--lr", "1", "--workers", "2"]
+    refused = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert refused.returncode == 2
+    assert refused.stderr.startswith("UsageError: main takes no --workers\n")
 
 
 def test_words_behind_two_dashes_are_not_compared() -> None:
