@@ -50,7 +50,7 @@ class HostFacts:
     folder: str = ""
     file: str = ""  # that this host has written to the run folder
     is_claimed: bool = True  # this host has created the name that only one host can create
-    is_locked: bool = True  # this host has got the lock that only one host can hold
+    is_locked: bool = True  # this host holds the lock that only one host can hold
     free_bytes: int = UNLIMITED
     write_s: float = 0.0  # of 1 MiB
     memory_bytes: int = 1 << 60

@@ -1,4 +1,4 @@
-"""What checkpoints hold of a Trainer beside its model, its optimizer and its schedule."""
+"""The state of a Trainer in checkpoints, beside its model, its optimizer and its schedule."""
 
 from __future__ import annotations
 

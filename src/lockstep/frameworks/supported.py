@@ -1,4 +1,4 @@
-"""What the loop of a Session supports of a Trainer. The rest of what its user gives is refused."""
+"""The arguments and methods of a Trainer that the loop of a Session supports; others are refused."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def refuse_unsupported(trainer: Trainer, loop: type[Trainer], **words: object) -
 
 
 def unsupported_arguments(args: TrainingArguments) -> Iterator[str]:
-    kinds = type(args).mro()  # a subclass may have arguments of its own
+    kinds = type(args).mro()  # a subclass may add arguments
     kind = next(k for k in kinds if k.__module__.startswith(("transformers.", "trl.")))
     for field in fields(kind):
         value = getattr(args, field.name)

@@ -178,8 +178,7 @@ class Observer:
 
     def enter(self, step: int, k: int) -> None:
         """Start pdb in the loop that is about to get micro-batch `k`."""
-        is_there = k == self.replay.stops_at and self._is_observed(step)
-        if is_there and self.run.runtime.world.leader:
+        if k == self.replay.stops_at and self._is_observed(step) and self.run.runtime.world.leader:
             stop_in(frame_of_loop())
 
     def end_step(self, step: int) -> None:
@@ -226,17 +225,18 @@ def sample_of(loader: Loader, batch: Any, step: int, k: int, row: int) -> dict[s
     makes its micro-batches, the row itself."""
     dataset = loader.batches.dataset
     if makes_micro_batches(dataset):
-        numbers: list[Any] = [f"of row {row}"]
+        parts = [tensor[row] for tensor in tensors_in(batch) if tensor.dim() and len(tensor) > row]
+        numbers = [f"of row {row}"]
         if hasattr(dataset, "samples_in_row"):
             numbers = dataset.samples_in_row(step, k, row)
         elif hasattr(dataset, "samples"):
-            numbers = dataset.samples(step, k)[row : row + 1]
-        rows = [tensor[row] for tensor in tensors_in(batch) if tensor.dim() and len(tensor) > row]
-        return {"samples": numbers, "content": list(map(describe, rows))}
-    number = int(loader.order.ids(step, k)[row])
-    sample = dataset[number]
-    parts = sample if isinstance(sample, tuple | list) else [sample]
-    return {"samples": [number], "content": list(map(describe, parts))}
+            numbers = [dataset.samples(step, k)[row]]
+    else:
+        numbers = [int(loader.order.ids(step, k)[row])]
+        parts = dataset[numbers[0]]
+    if not isinstance(parts, tuple | list):
+        parts = [parts]
+    return {"samples": numbers, "content": list(map(describe, parts))}
 
 
 def describe(part: Any) -> Any:
