@@ -1,4 +1,4 @@
-"""The arguments and methods of a Trainer that the loop of a Session supports; others are refused."""
+"""Arguments and methods of a Trainer that the loop of a Session supports. Others are refused."""
 
 from __future__ import annotations
 

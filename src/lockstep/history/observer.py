@@ -157,8 +157,8 @@ class Observer:
 
     def _loader(self, step: int) -> Loader | None:
         """Return the loader that the loop iterates over in this step."""
-        loaders = (loader for loader, _ in self.run.declared.loaders)
-        return next((loader for loader in loaders if loader.newest_step == step), None)
+        loaders = self.run.declared.loaders
+        return next((loader for loader, _ in loaders if loader.newest_step == step), None)
 
     def _write_weights(self, when: str) -> None:
         recorder = Recorder(self.replica.module, keeps=bool(self.replay.dump))
