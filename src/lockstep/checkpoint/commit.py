@@ -269,7 +269,7 @@ def try_disk(folder: Path) -> None:
         attempt.seal()
         hidden = folder / hidden_name(0)
         os.rename(attempt.path, hidden)
-        attempt.path = hidden
+        os.rename(hidden, attempt.path)
 
 
 def write_file(

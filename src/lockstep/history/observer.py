@@ -226,7 +226,7 @@ def sample_of(loader: Loader, batch: Any, step: int, k: int, row: int) -> dict[s
     dataset = loader.batches.dataset
     if makes_micro_batches(dataset):
         parts = [tensor[row] for tensor in tensors_in(batch) if tensor.dim() and len(tensor) > row]
-        numbers = [f"of row {row}"]
+        numbers: Any = [f"of row {row}"]
         if hasattr(dataset, "samples_in_row"):
             numbers = dataset.samples_in_row(step, k, row)
         elif hasattr(dataset, "samples"):

@@ -29,8 +29,10 @@ def explain(
     largest = max(seen, key=lambda one: rank(one["norm"]))
     others = [float(one["norm"]) for one in seen if one is not largest]
     more = f", the others {spread(others)}" if others else ""
-    number = largest["micro_batch"]
-    yield f"largest gradient: micro-batch {number}, norm {float(largest['norm']):.4g}{more}"
+    yield (
+        f"largest gradient: micro-batch {largest['micro_batch']}, "
+        f"norm {float(largest['norm']):.4g}{more}"
+    )
     for one in seen:
         yield f"  micro-batch {one['micro_batch']}: adds {one['loss']:.6g}, norm {one['norm']:.4g}"
     rows = [(row, one) for one in seen for row in one["worst"]]
