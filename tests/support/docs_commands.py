@@ -103,7 +103,7 @@ def make_folder(folder: Path) -> None:
         ("micro_batches = 2", "micro_batches = 4"),
     ):
         recipe = recipe.replace(given, small)
-    (folder / "run.toml").write_text(recipe)
+    (folder / "run.toml").write_text(f"{recipe}\n[evaluate]\nat_end = 0\n")
     if not (folder / "hosts.toml").exists():
         (folder / "hosts.toml").write_text(
             f'[[host]]\nname = "{socket.gethostname()}"\naddress = "127.0.0.1"\nworkers = 2\n'
