@@ -15,7 +15,7 @@ SECONDS_OF_A_LOOK = 0.05
 
 class OtherAttributes:
     """Compares attributes that are neither plain values nor tensors: a set, a generator of random
-    random numbers, an object of a user's class.
+    numbers, an object of a user's class.
 
     held   objects that checkpoints hold
     state  objects in session.state, which may refer to others
