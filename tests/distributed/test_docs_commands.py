@@ -15,7 +15,7 @@ from support.launching import ROOT, run_lockstep
 from support.object_store import environment, s3_server
 
 # Beside test_house_price.py for accumulation.md, and test_lab.py for collectives.md.
-QUICK = {"learn/data-parallel.md", "learn/ranks.md", "learn/script.md"}
+QUICK = {"learn/data-parallel.md"}
 WITH_HOSTS = {"guides/several-hosts.md", "guides/two-machines.md"}  # tests/chaos/test_ssh.py
 PAGES = [
     pytest.param(page, marks=[] if page in QUICK else pytest.mark.long)

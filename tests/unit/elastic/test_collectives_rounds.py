@@ -367,7 +367,7 @@ def test_ranks_in_different_collectives_are_refused_by_name() -> None:
     gathers, votes, gathered = results[0]
     named = r"rank 0 in \S+\.compare_weights, line \d+; .*rank \d in \S+\.share_scores, line \d+"
     assert re.fullmatch(f"ranks are in different collectives: {named}", gathers), gathers
-    assert votes == "ranks vote on different steps: 7 to 8" and gathered == "[0, 1, 2]"
+    assert votes == "ranks vote on different steps: 8 to 9" and gathered == "[0, 1, 2]"
 
 
 def vote_without_rank_1(runtime: ElasticRuntime) -> str:
