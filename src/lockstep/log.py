@@ -69,7 +69,7 @@ def set_up_logging(*, rank: int = 0, file: Path | None = None) -> None:
 def logging_to_terminal(rank: int) -> Iterator[None]:
     """Context manager that logs as a worker of the command does, unless the program has set up
     logging."""
-    if log.hasHandlers():
+    if log.hasHandlers() or log.level != logging.NOTSET:
         yield
         return
     set_up_logging(rank=rank)

@@ -329,7 +329,7 @@ class Session:
         dataset      has __len__ and __getitem__; or it makes its micro-batches itself: it has
                      micro_batch(step, k) and `order`, as one of lockstep.UniformOrder, and
                      none of the arguments below is given. samples(step, k) returns the numbers
-                     of its samples, if they are not those of `order`
+                     of its samples, one for each row, if they are not those of `order`
         batch_size   samples of a step, over all workers; a multiple of micro_batches
         tokens       instead of batch_size: limit of a micro-batch's samples times the longest of
                      them. Its samples have similar lengths; give `count` to `backward`

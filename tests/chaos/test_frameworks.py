@@ -139,6 +139,8 @@ def test_a_trainer_on_a_session_has_the_bits_of_one_worker_when_another_is_kille
     assert digest_line(healed) == digest_line(one)
     weights = [(folder / "model.safetensors").read_bytes() for folder in (one, healed)]
     assert weights[0] == weights[1]
+    replayed = run_lockstep("replay", one, "--step", 12, timeout=400.0)  # which saves, too
+    assert "equal the record" in replayed.stdout, replayed.stderr
 
 
 @pytest.mark.long

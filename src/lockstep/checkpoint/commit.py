@@ -262,7 +262,7 @@ class Attempt(AbstractContextManager["Attempt"]):
 
 
 def try_disk(folder: Path) -> None:
-    """Try every disk operation of a save on a small scale, and leave nothing. OSError. CIFS refuses
+    """Write a small checkpoint without its commit, rename it, and remove it. OSError. CIFS refuses
     to write a locked marker and to rename the folder of an open one."""
     with Attempt(folder, 0) as attempt:
         attempt.put(FACTS, [b"{}"])

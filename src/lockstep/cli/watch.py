@@ -49,9 +49,11 @@ def main(args: argparse.Namespace, rest: list[str]) -> int:
     folder = Path(args.run)
     if sys.stdout.isatty() and may_start(folder):
         print(f"{folder} does not exist yet: waiting for its run to start (Ctrl-C ends)")
-        with suppress(KeyboardInterrupt):
+        try:
             while not is_run(folder):
                 time.sleep(args.every)
+        except KeyboardInterrupt:
+            return 0
     require_run(folder)
     watch(folder, args.every)
     return 0

@@ -14,6 +14,7 @@ from fractions import Fraction
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from transformers import (
     PreTrainedTokenizerBase,
     ProcessorMixin,
@@ -75,6 +76,8 @@ class SessionLoop(Trainer):
         self.create_optimizer_and_scheduler(total)
         self.state = TrainerState(max_steps=total, num_train_epochs=math.ceil(epochs))
         self.state.compute_steps(args, total)  # type: ignore[no-untyped-call]
+        if dist.is_initialized():
+            dist.destroy_process_group()  # accelerate's, of the one worker of a replay
         self.session = Session(
             str(args.output_dir),
             micro_batches=micro_batches,
@@ -232,9 +235,9 @@ class SessionLoop(Trainer):
         if self.control.should_evaluate:
             self._determine_best_metric(self.evaluate(), None)
             self.__saved.update_stopping()
-        assert self.session
         step, control = self.state.global_step, self.control
-        is_saved = step == self.state.max_steps or self.session.checkpointer.due(step)
+        saves = self.args.save_strategy == "steps" and step % self.state.save_steps == 0
+        is_saved = saves or step == self.state.max_steps
         if control.should_epoch_stop or (control.should_save and not is_saved):
             asked = "should_epoch_stop" if control.should_epoch_stop else "should_save"
             raise UsageError(

@@ -230,7 +230,7 @@ def sample_of(loader: Loader, batch: Any, step: int, k: int, row: int) -> dict[s
         if hasattr(dataset, "samples_in_row"):
             numbers = dataset.samples_in_row(step, k, row)
         elif hasattr(dataset, "samples"):
-            numbers = [dataset.samples(step, k)[row]]
+            numbers = dataset.samples(step, k)[row : row + 1]
     else:
         numbers = [int(loader.order.ids(step, k)[row])]
         parts = dataset[numbers[0]]

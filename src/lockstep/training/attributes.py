@@ -67,12 +67,13 @@ class Attributes:
         self.holders = {
             f"session state {name} {key}": holder
             for name, value in averages
-            for key, holder in getattr(value, "attribute_holders", dict)().items()
+            if hasattr(type(value), "attribute_holders")
+            for key, holder in value.attribute_holders().items()  # type: ignore[attr-defined]
         }
         self.excluded: set[str] = set()
-        # Few loops keep such values: their classes are imported with the first Session.
         from lockstep.unsaved.other_attributes import OtherAttributes
 
+        self._unnamed: set[str] = set()  # that the loop has changed, and no warning has named
         self._others = OtherAttributes([module, *optimizers], (state or {}).values())
         self.initial = {name: now.mark for name, now in self._snapshots().items()}
         self._before_loop: dict[str, AttributeValue] = {}
@@ -171,7 +172,7 @@ class Attributes:
     def unsaved_changes(self) -> Iterator[None]:
         """Context manager: exclude what is changed inside, such as the scores of an evaluation."""
         before = self._snapshots()
-        self._changed_others()
+        self._unnamed |= self._changed_others()
         yield
         self._exclude(changes(before, self._snapshots()) | self._changed_others())
 
@@ -222,7 +223,8 @@ class Attributes:
         if new := sorted(self.changed().keys() - self._announced):
             self._announced |= set(new)
             log.info("checkpoints hold attributes that change between steps: %s", join_names(new))
-        self._others.warn_of(self._changed_others())
+        self._others.warn_of((self._unnamed | self._changed_others()) - self.excluded)
+        self._unnamed = set()
 
     # -- the same on all workers -------------------------------------------------------------------
 

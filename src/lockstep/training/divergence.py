@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -188,7 +188,7 @@ class ReplicaComparison:
         self.record_every = RECORD_EVERY
         self.identical_at = -1
         self.logged: dict[str, list[float]] = {}
-        self._warned = False  # that it differs
+        self._warned: set[str] = set()  # the names whose numbers differ
         self.divergence = Divergence()
         self._unexplained = runtime.membership.divergence_records()
 
@@ -249,8 +249,7 @@ class ReplicaComparison:
             own["logged"] = self.logged
             answers = all_gather_json(self.runtime, own)
             self.logged = {}
-            if not self._warned:
-                self._warned = warn_of_logged([answer["logged"] for answer in answers])
+            self._warned |= warn_of_logged([row["logged"] for row in answers], self._warned)
             digests = [answer["digest"] for answer in answers]
             if attributes:
                 attributes.agree([answer["attributes"] for answer in answers])
@@ -389,15 +388,20 @@ class ReplicaComparison:
             self.runtime.member.remove_divergence_records(names)
 
 
-def warn_of_logged(answers: Sequence[Mapping[str, list[float]]]) -> bool:
-    """Warn of a number of session.log that differs between the workers; return whether one does.
+def warn_of_logged(
+    answers: Sequence[Mapping[str, list[float]]], warned: Collection[str]
+) -> set[str]:
+    """Warn of numbers of session.log that differ between the workers; return their names.
 
     answers  of all ranks: ReplicaComparison.logged
+    warned   names to leave out
     """
+    differing: set[str] = set()
     for name, (step, number) in answers[0].items():
         logged = [answer[name] for answer in answers if name in answer]
-        others = {str(other) for at, other in logged if at == step} - {str(number)}
-        if others:
+        others = {f"{other:.12g}" for at, other in logged if at == step} - {f"{number:.12g}"}
+        if others and name not in warned:
+            differing.add(name)
             log.warning(
                 "session.log recorded %s %.6g for step %d, and other workers have %s: it is rank "
                 "0's own. For a number of all workers take session.gather, "
@@ -407,8 +411,7 @@ def warn_of_logged(answers: Sequence[Mapping[str, list[float]]]) -> bool:
                 step,
                 join_names(sorted(others)),
             )
-            return True
-    return False
+    return differing
 
 
 def digests_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from lockstep.log import log
@@ -24,7 +25,9 @@ class OtherAttributes:
     def __init__(self, held: Iterable[Any], state: Iterable[Any]) -> None:
         self._held = held_ids(held)
         for value in state:
-            self._held |= {id(value), *(id(part) for _, part in attributes(value))}
+            self._held.add(id(value))
+            with suppress(Exception):  # a value of any class
+                self._held |= {id(part) for _, part in attributes(value)}
         self._marks: dict[str, int] = {}  # in the newest look
         self._named: set[str] = set()
 

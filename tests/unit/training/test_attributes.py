@@ -168,6 +168,8 @@ def test_an_object_that_the_loop_changes_is_named_and_one_of_the_forward_pass_is
     assert not caplog.text
     model.seen.add(1)
     model.rng.random()
+    with attributes.unsaved_changes():  # an evaluation before the save
+        pass
     attributes.announce()
     attributes.announce()
     [warning] = [record.message for record in caplog.records]
