@@ -22,7 +22,7 @@ PAGES = [
     for page in ["../README.md", *pages()]
     if page not in WITH_HOSTS and any(command.runs_here for command in commands_of(page))
 ]
-# Start of a command that needs other machines -> the test that stands for it.
+# Start of a command that needs other machines -> the test that runs instead.
 RENDER, PRODUCTION = "unit/render/test_rendered_files.py", "unit/models/test_production.py"
 SLURM, STORE = "chaos/test_slurm.py", "chaos/test_stored_hosts.py"
 ELSEWHERE = {

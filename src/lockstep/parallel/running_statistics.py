@@ -158,7 +158,7 @@ class RunningStatistics:
     def refuse_wrong_kinds(
         self, before: Mapping[str, Tensor], after: Mapping[str, Tensor], again: Mapping[str, Tensor]
     ) -> None:
-        """UsageError when a buffer changes otherwise than its kind says.
+        """UsageError when a buffer does not change as its kind does.
 
         before  the values before a pass; after: those after it
         again   the values after the same pass, which started from `after`
