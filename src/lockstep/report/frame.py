@@ -168,7 +168,8 @@ def checkpoint_line(data: RunData, now_s: float) -> Text:
 def newest_events(data: RunData, now_s: float) -> list[tuple[str, ...]]:
     """Return the rows of the newest generations and failures, the newest one first."""
     history = data.history
-    events = [(note.time_s, *note[2:]) for note in history.notes if note.event in FAILURES]
+    notes = [note for note in history.notes if note.event in FAILURES]
+    events = [(note.time_s, note.event, note.text) for note in notes]
     for formed in history.generations:
         workers = counted(len(formed.workers), "worker")
         text = f"{workers} after step {formed.step:,}: {formed.why}".removeprefix("0 workers ")

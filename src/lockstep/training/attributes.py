@@ -58,15 +58,15 @@ class Attributes:
         optimizers: Sequence[torch.optim.Optimizer],
         state: Mapping[str, object] | None = None,
     ) -> None:
-        averages = () if module is None else (state or {}).items()
+        named = () if module is None else (state or {}).items()
         self.module = module
-        self.averages = {name: value for name, value in averages if isinstance(value, nn.Module)}
+        self.averages = {name: value for name, value in named if isinstance(value, nn.Module)}
         self.optimizers = {
             f"optimizer {i}": o for i, o in enumerate(optimizers) if not overrides(o, "state_dict")
         }
         self.holders = {
             f"session state {name} {key}": holder
-            for name, value in averages
+            for name, value in named
             if hasattr(type(value), "attribute_holders")
             for key, holder in value.attribute_holders().items()  # type: ignore[attr-defined]
         }

@@ -104,12 +104,12 @@ class PreparedModel(nn.Module):
         self.module, self._replicas_in_loop = module, replicas_in_loop
         self._device = device
         self.precision = precision
-        self._bypassed = precision == "bf16"  # until the loop calls this model
+        self._may_be_bypassed = precision == "bf16"  # until the loop calls this model
         self._sizes, self._inputs = MeanSizes(), Sizes((), 0)
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         if replicas := self._replicas_in_loop():
-            self._bypassed = False
+            self._may_be_bypassed = False
             self._inputs = Sizes(
                 tuple(tuple(tensor.shape) for tensor in tensors_of((inputs, named))), 0
             )
@@ -119,8 +119,8 @@ class PreparedModel(nn.Module):
 
     def warn_if_bypassed(self) -> None:
         """Warn, once, that the loop has a loss without a call of this model."""
-        if self._bypassed:
-            self._bypassed = False
+        if self._may_be_bypassed:
+            self._may_be_bypassed = False
             log.warning(
                 'precision="bf16" has no effect: the loop calls model.module or a part of the '
                 "model; call the model that session.prepare returns"

@@ -186,8 +186,8 @@ class Rehearsal:
         return self.replica.digest().read() if self.comparison.is_due(step) else 0
 
     def _is_flipped(self, rows: Sequence[dict[str, Any]]) -> bool:
-        """Return whether weights differ that were equal when a joiner had received them: the vote
-        evicts the worker with the flipped bit, and the loop is not at fault."""
+        """Return whether workers hold different weights, although a join made them equal: a bit
+        has flipped. The vote of this step evicts that worker."""
         return not self.runtime.first_generation and self._differs("weights", rows)
 
     def _differs(self, key: str, rows: Sequence[dict[str, Any]]) -> bool:
