@@ -122,6 +122,61 @@ def test_a_checkpoint_without_the_marker_is_not_resumed_from(
     sys.modules.pop("whole_checkpoints")
 
 
+COUNTS = """
+import lockstep
+from transformers import EarlyStoppingCallback, TrainerCallback, TrainingArguments, Trainer
+from trainer import make_dataset, make_model
+from lockstep.frameworks.trainer import SessionLoop
+
+class Counts(TrainerCallback):
+    begun = steps = 0
+
+    def on_epoch_begin(self, *_, **__):
+        self.begun += 1
+
+    def on_step_end(self, *_, **__):
+        self.steps += 1
+
+    def on_train_end(self, args, state, control, **_):
+        print(f"counted {self.begun} {self.steps} {args.should_save}")
+
+class ExactTrainer(SessionLoop, Trainer):
+    pass
+
+def main(out: str, steps: int = 8, save_steps: int = 4) -> None:
+    args = TrainingArguments(
+        out, use_cpu=True, max_steps=steps, save_steps=save_steps, gradient_accumulation_steps=2,
+        per_device_train_batch_size=2, disable_tqdm=True, eval_strategy="epoch",
+        metric_for_best_model="loss", lr_scheduler_type="constant",
+    )
+    rows = make_dataset()[:12]
+    callbacks = [Counts(), EarlyStoppingCallback(9)]
+    ExactTrainer(
+        make_model(), args, train_dataset=rows, eval_dataset=rows[:4], callbacks=callbacks
+    ).train()
+
+lockstep.launch(main)
+"""
+
+
+def test_callbacks_count_on_as_undisturbed_and_one_worker_writes(tmp_path: Path) -> None:
+    script = tmp_path / "counts.py"
+    script.write_text(COUNTS)
+    environment = {"PYTHONPATH": str(EXAMPLES)}
+    digests = []
+    for name, steps in (("undisturbed", [8]), ("resumed", [5, 8])):
+        out = tmp_path / name
+        for total in steps:
+            words = ("run", script, "--workers", 2, "--out", out, "--steps", total)
+            result = run_lockstep(*words, timeout=400.0, env=one_thread(**environment))
+            assert result.returncode == 0, result.stderr
+        logs = [result.stdout, *(path.read_text() for path in (out / "logs").glob("*.log"))]
+        last = [log[log.rindex("counted") :].splitlines()[0] for log in logs]
+        assert sorted(last) == ["counted 3 8 False", "counted 3 8 True"]
+        digests.append(digest_line(out))
+    assert digests[0] == digests[1]
+
+
 def test_a_trainer_on_a_session_has_the_bits_of_one_worker_when_another_is_killed(
     tmp_path: Path,
 ) -> None:

@@ -11,7 +11,9 @@ from transformers import Trainer, TrainingArguments
 
 from lockstep import UsageError
 
-# Arguments that the loop honors, or that do not change its result; all others are refused.
+# Arguments that the loop honors, or that do not change its result, and values of others beside the
+# default. All else is refused: other optimizers update in the backward pass, or have other weights
+# between two steps; other schedules follow a metric.
 HONORED = """
     accelerator_config activation_checkpointing adam_beta1 adam_beta2 adam_epsilon
     average_tokens_across_devices bf16 dataloader_in_order dataloader_num_workers
@@ -22,19 +24,25 @@ HONORED = """
     gradient_accumulation_steps gradient_checkpointing greater_is_better hub_model_id
     hub_private_repo hub_token include_for_metrics label_names label_smoothing_factor learning_rate
     length_column_name log_level log_level_replica log_on_each_node logging_first_step
-    logging_steps logging_strategy lr_scheduler_kwargs lr_scheduler_type max_grad_norm max_steps
-    metric_for_best_model num_train_epochs optim optim_args output_dir per_device_eval_batch_size
-    per_device_train_batch_size prediction_loss_only project remove_unused_columns report_to
-    restore_callback_states_from_checkpoint run_name save_steps save_strategy save_total_limit seed
-    torch_compile torch_compile_backend use_cpu warmup_ratio warmup_steps weight_decay
+    logging_steps logging_strategy lr_scheduler_kwargs max_grad_norm max_steps
+    metric_for_best_model num_train_epochs optim_args output_dir per_device_eval_batch_size
+    per_device_train_batch_size prediction_loss_only project remove_unused_columns
+    restore_callback_states_from_checkpoint run_name save_steps save_total_limit seed
+    torch_compile use_cpu warmup_ratio warmup_steps weight_decay
     assistant_only_loss chat_template_path completion_only_loss dataset_kwargs dataset_num_proc
     dataset_text_field eos_token eval_packing loss_type max_length model_init_kwargs packing
     packing_strategy pad_to_multiple_of pad_token padding_free router_aux_loss_coef shuffle_dataset
     truncation_mode trust_remote_code
+    report_to=None save_strategy=no torch_compile_backend=inductor
+    optim=adamw_torch optim=adafactor optim=adagrad optim=rmsprop optim=sgd
+    lr_scheduler_type=cosine lr_scheduler_type=cosine_with_restarts lr_scheduler_type=polynomial
+    lr_scheduler_type=constant lr_scheduler_type=constant_with_warmup lr_scheduler_type=inverse_sqrt
+    lr_scheduler_type=cosine_with_min_lr lr_scheduler_type=cosine_warmup_with_min_lr
+    lr_scheduler_type=warmup_stable_decay
 """
 # Methods of a Trainer that the loop, `__init__` or the user calls; others must not be overridden.
 CALLED = """
-    _build_accelerator_args _determine_best_metric _get_collator_with_removed_columns
+    __init__ _build_accelerator_args _determine_best_metric _get_collator_with_removed_columns
     _get_learning_rate _get_num_items_in_batch _move_model_to_device _remove_unused_columns _save
     _set_signature_columns_if_needed _validate_args add_callback autocast_smart_context_manager
     call_model_init compute_loss compute_loss_context_manager create_accelerator_and_postprocess
@@ -52,21 +60,20 @@ FRAMEWORK_MODULES = (
 )
 # Events of which the loop does not notify.
 SILENT_EVENTS = ("on_substep_end", "on_save", "on_prediction_step", "on_push_begin")
-# Optimizers whose weights between two steps are others, or that update in the backward pass.
-WITH_OTHER_WEIGHTS = ("schedule_free", "lomo", "adalomo")
 
 
-def refuse_unsupported(trainer: Trainer, loop: type[Trainer], **words: object) -> None:
+def refuse_unsupported(trainer: Trainer, loop: type[Trainer], checkpoint: object) -> None:
     """UsageError for what the loop would leave out without an error.
 
-    loop   the class whose `train` is the loop
-    words  given to `train`
+    loop        the class whose `train` is the loop
+    checkpoint  that `train` was to resume from
     """
-    refused = [f"{name}={value!r}" for name, value in words.items() if value]
-    refused += unsupported_arguments(trainer.args)
-    refused += ignored_methods(trainer, loop)
-    refused += ignored_events(trainer)
-    refused += unsupported_parts(trainer)
+    refused = [
+        *(f"resume_from_checkpoint={given}" for given in [checkpoint] if given),
+        *unsupported_arguments(trainer.args),
+        *ignored_methods(trainer, loop),
+        *unsupported_parts(trainer),
+    ]
     if refused:
         raise UsageError(
             f"SessionLoop does not support {', '.join(refused)}",
@@ -76,36 +83,22 @@ def refuse_unsupported(trainer: Trainer, loop: type[Trainer], **words: object) -
 
 
 def unsupported_arguments(args: TrainingArguments) -> Iterator[str]:
-    kinds = type(args).mro()  # a subclass may add arguments
-    kind = next(k for k in kinds if k.__module__.startswith(("transformers.", "trl.")))
+    # A subclass may add arguments.
+    kind = next(k for k in type(args).mro() if module_of(k).startswith(("transformers.", "trl.")))
     for field in fields(kind):
-        value = getattr(args, field.name)
-        is_given = (value or None) != (field.default or None)
-        if is_given and field.name not in HONORED.split():
-            yield f"{field.name}={value!r}"
-    if args.save_strategy not in ("steps", "no"):
-        yield f"save_strategy={args.save_strategy}"
-    if args.report_to:
-        yield f"report_to={args.report_to}"
-    if args.torch_compile_backend not in (None, "inductor"):  # set by torch_compile=True
-        yield f"torch_compile_backend={args.torch_compile_backend}"
-    if args.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"):
-        yield f"lr_scheduler_type={args.lr_scheduler_type}"
-    if args.optim.startswith(WITH_OTHER_WEIGHTS):
-        yield f"optim={args.optim}"
+        value = getattr(args, field.name) or None
+        given = f"{field.name}={getattr(value, 'value', value)}"
+        if value != (field.default or None) and {field.name, given}.isdisjoint(HONORED.split()):
+            yield given
 
 
 def ignored_methods(trainer: Trainer, loop: type[Trainer]) -> Iterator[str]:
     """Yield the overridden methods that a Trainer calls and the loop does not."""
     for name in vars(Trainer):
         method = getattr(super(loop, trainer) if name in vars(loop) else trainer, name)
-        if not callable(method) or name in CALLED.split() or name.startswith("__"):
-            continue
-        if module_of(method) not in FRAMEWORK_MODULES:
+        is_called = name in CALLED.split() or not callable(method)
+        if not is_called and module_of(method) not in FRAMEWORK_MODULES:
             yield f"{type(trainer).__name__}.{name}"
-
-
-def ignored_events(trainer: Trainer) -> Iterator[str]:
     for callback in trainer.callback_handler.callbacks:
         for event in SILENT_EVENTS:
             if not module_of(getattr(callback, event)).startswith("transformers."):

@@ -9,7 +9,6 @@ logs and the callbacks are the Trainer's, or those of TRL's SFTTrainer (docs/fra
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
 
@@ -40,27 +39,20 @@ class SessionLoop(Trainer):
     """
 
     model: Any
+    eval_dataset: Any
     optimizer: Any
     lr_scheduler: Any
     __saved: SavedTrainer
-    session: Session | None = None  # while `train` runs
-    is_leader = True  # after it
+    session: Any = None  # while `train` runs
     logged_step = 0
 
-    def train(
-        self,
-        resume_from_checkpoint: Any = None,
-        trial: Any = None,
-        ignore_keys_for_eval: list[str] | None = None,
-    ) -> TrainOutput:
+    def train(self, resume_from_checkpoint: Any = None) -> TrainOutput:  # type: ignore[override]
         """Train from the newest checkpoint of the run to the last step."""
         args = self.args
-        refuse_unsupported(
-            self, SessionLoop, resume_from_checkpoint=resume_from_checkpoint, trial=trial
-        )
+        refuse_unsupported(self, SessionLoop, resume_from_checkpoint)
         micro_batches = args.gradient_accumulation_steps
         rows = micro_batches * args.per_device_train_batch_size
-        dataset, collate = self.__rows_of(self.train_dataset)
+        dataset: Any = self.train_dataset
         self.per_epoch = Fraction(len(dataset), rows)  # floats would miss the end of some epochs
         total = args.max_steps
         epochs = total / self.per_epoch
@@ -86,20 +78,20 @@ class SessionLoop(Trainer):
             seed=args.seed,
         )
         with self.session as session:
-            refuse_other_device(args, session.world.device)
-            self.__prepare(session)
+            self.__prepare()
             loader = session.loader(
                 dataset,
                 batch_size=rows,
-                collate_fn=collate,
+                collate_fn=self._get_collator_with_removed_columns(self.data_collator),
                 num_workers=args.dataloader_num_workers,
             )
-            for step in self.__steps(session, total):
+            for step in session.steps(total):
+                self.__begin(step)
                 for inputs in loader(step):
-                    self.__backward(session, inputs)
-                self.__update(session, step)
+                    self.__backward(inputs)
+                self.__update(step)
             self.__set_step(session.step)
-            self.is_leader = session.runtime.is_leader()
+            self.__notify("on_train_end")
             result = TrainOutput(session.step, session.loss, {})
         self.session = None
         self.is_in_train = False
@@ -109,48 +101,30 @@ class SessionLoop(Trainer):
         self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
         """Return the mean loss over `eval_dataset`; while `train` runs, computed in shares."""
-        if self.session is None:
+        given = self.eval_dataset if eval_dataset is None else eval_dataset
+        if self.session is None or isinstance(given, dict):  # of a dict it evaluates each, by name
             return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
-        if eval_dataset is None:
-            eval_dataset = self.eval_dataset
-        if isinstance(eval_dataset, str):
-            data_sets: Any = self.eval_dataset
-            eval_dataset = data_sets[eval_dataset]
-        if isinstance(eval_dataset, dict):
-            metrics: dict[str, float] = {}
-            for name, rows in eval_dataset.items():
-                metrics |= self.evaluate(rows, ignore_keys, f"{metric_key_prefix}_{name}")
-            return metrics
-        dataset, collate = self.__rows_of(eval_dataset)
-        session = self.session
-        loss = session.evaluate(
-            lambda inputs: self.__loss(session, self.model, inputs)[0],
-            dataset,
+        loss = self.session.evaluate(
+            lambda inputs: self.__loss(self.model, inputs)[0],
+            self.eval_dataset[given] if isinstance(given, str) else given,
             batch_size=self.args.per_device_eval_batch_size,
-            collate_fn=collate,
+            collate_fn=self._get_collator_with_removed_columns(self.data_collator),
         )
         metrics = {f"{metric_key_prefix}_loss": float(loss)}
         self.__log(metrics)
         self.__notify("on_evaluate", metrics)
         return metrics
 
-    def is_world_process_zero(self) -> bool:
-        return self.session.runtime.is_leader() if self.session else self.is_leader
-
-    def save_model(self, *words: Any, **named: Any) -> None:
-        """Save the model, on the leader."""
-        if self.is_world_process_zero():
-            super().save_model(*words, **named)
-
-    def __prepare(self, session: Session) -> None:
+    def __prepare(self) -> None:
         """Give the Session what it trains and saves."""
         args = self.args
-        self.model_wrapped, self.optimizer = session.prepare(
+        refuse_other_device(args, self.session.world.device)
+        self.model_wrapped, self.optimizer = self.session.prepare(
             self.model,
             self.optimizer,
             precision="bf16" if args.bf16 else "fp32",
             compile=args.torch_compile,
-            activation_checkpoint="full" if checkpoints_activations(args) else "none",
+            activation_checkpoint="full" if args.activation_checkpointing else "none",
         )
         # compute_loss decides by the class of the model, and this knows only torch's wrappers.
         unwrap = self.accelerator.unwrap_model
@@ -163,57 +137,44 @@ class SessionLoop(Trainer):
         vars(self.callback_handler).update(optimizer=self.optimizer, lr_scheduler=scheduler)
         self.__notify("on_train_begin")  # callbacks may make here what the checkpoints hold
         self.__saved = SavedTrainer(self)
-        session.state(
-            scheduler=scheduler,
-            trainer=self.__saved,
-            stopping=self.__saved.stopping,
-            **self.__saved.stateful_parts(),
+        self.session.state(
+            scheduler=scheduler, trainer=self.__saved, **self.__saved.stateful_parts()
         )
 
-    def __steps(self, session: Session, total: int) -> Iterator[int]:
-        """Yield the numbers of the steps; notify the callbacks of their beginnings and the end."""
-        is_first = True
-        for step in session.steps(total):
-            self.__set_step(step)
-            if is_first or step % self.per_epoch < 1:
-                is_first = False
-                self.__notify("on_epoch_begin")
-            self.__notify("on_step_begin")
-            self.model.train()
-            yield step
-            if self.control.should_training_stop and step + 1 < total:
-                session.stop()
-        self.__notify("on_train_end")
+    def __begin(self, step: int) -> None:
+        """Notify the callbacks of the beginning of a step, and of an epoch."""
+        self.__set_step(step)
+        if step % self.per_epoch < 1:
+            self.__notify("on_epoch_begin")
+        self.__notify("on_step_begin")
+        self.model.train()
 
-    def __backward(self, session: Session, inputs: dict[str, Any]) -> None:
+    def __backward(self, inputs: dict[str, Any]) -> None:
         """Run the passes of a micro-batch. A loss per token weighs all tokens of the step alike."""
-        loss, count = self.__loss(session, self.model_wrapped, inputs)
+        loss, count = self.__loss(self.model_wrapped, inputs)
         is_scaled = getattr(self, "loss_is_scaled_for_ga", None)  # None: the Trainer decides
         if count is not None and is_scaled is not False:
-            session.backward(loss * count, count=int(count))
+            self.session.backward(loss * count, count=int(count))
             return
         if is_scaled or (is_scaled is None and self.compute_loss_func):
             loss = loss * self.args.gradient_accumulation_steps  # the Trainer adds such losses
-        session.backward(loss)
+        self.session.backward(loss)
 
-    def __loss(
-        self, session: Session, model: Any, inputs: dict[str, Any]
-    ) -> tuple[torch.Tensor, Any]:
+    def __loss(self, model: Any, inputs: dict[str, Any]) -> Any:
         """Return the loss, and the number of labels; None where it is no mean over labels."""
-        count = self._get_num_items_in_batch([inputs], session.world.device)
-        named: dict[str, Any] = {}
+        count = self._get_num_items_in_batch([inputs], self.session.world.device)
+        words: Any = {}
         if count is not None:
-            named["num_items_in_batch"] = torch.as_tensor(count).clamp(min=1)
+            words["num_items_in_batch"] = torch.as_tensor(count).clamp(min=1)
         with self.compute_loss_context_manager():
-            loss: Any = self.compute_loss(model, inputs, **named)
-        return loss, count
+            return self.compute_loss(model, inputs, **words), count
 
-    def __update(self, session: Session, step: int) -> None:
+    def __update(self, step: int) -> None:
         """Update the weights, and report them."""
-        limit = self.args.max_grad_norm if self.args.max_grad_norm > 0 else math.inf
+        limit = self.args.max_grad_norm
         metrics = {
-            "loss": session.loss,
-            "grad_norm": float(session.clip_grad_norm_(limit)),
+            "loss": self.session.loss,
+            "grad_norm": float(self.session.clip_grad_norm_(limit if limit > 0 else math.inf)),
             "learning_rate": self._get_learning_rate(),
         }
         self.__notify("on_pre_optimizer_step")
@@ -226,36 +187,39 @@ class SessionLoop(Trainer):
         if (step + 1) % self.per_epoch < 1:
             self.__notify("on_epoch_end")
             self.__report(metrics)
+        if self.control.should_training_stop and step + 1 < self.state.max_steps:
+            self.session.stop()
 
     def __report(self, metrics: dict[str, float]) -> None:
         """Log and evaluate when the callbacks ask for it."""
-        if self.control.should_log and self.state.global_step > self.logged_step:
-            self.logged_step = self.state.global_step
+        state, control = self.state, self.control
+        if control.should_log and state.global_step > self.logged_step:
+            self.logged_step = state.global_step
             self.__log(metrics)
-        if self.control.should_evaluate:
+        if control.should_evaluate:
             self._determine_best_metric(self.evaluate(), None)
-            self.__saved.update_stopping()
-        step, control = self.state.global_step, self.control
-        saves = self.args.save_strategy == "steps" and step % self.state.save_steps == 0
-        is_saved = saves or step == self.state.max_steps
+        saves = self.args.save_strategy == "steps" and state.global_step % state.save_steps == 0
+        is_saved = saves or state.global_step == state.max_steps
         if control.should_epoch_stop or (control.should_save and not is_saved):
-            asked = "should_epoch_stop" if control.should_epoch_stop else "should_save"
             raise UsageError(
-                f"control.{asked} has no effect on a Session",
-                f"a callback of {type(self).__name__}, step {step}",
+                f"should_epoch_stop={control.should_epoch_stop}, should_save={control.should_save} "
+                "have no effect on a Session",
+                f"a callback of {type(self).__name__}, step {state.global_step}",
                 "save by save_steps, and end the training by should_training_stop",
             )
 
     def __set_step(self, step: int) -> None:
+        is_leader = self.session.runtime.is_leader()
+        number = 0 if is_leader else 1  # of the process, for save_model, should_log and callbacks
+        vars(self.args.distributed_state).update(process_index=number, local_process_index=number)
         vars(self.state).update(
             global_step=step,
             epoch=float(step / self.per_epoch),
-            is_world_process_zero=self.is_world_process_zero(),
-            is_local_process_zero=self.is_world_process_zero(),
+            is_world_process_zero=is_leader,
+            is_local_process_zero=is_leader,
         )
 
     def __log(self, metrics: dict[str, float]) -> None:
-        assert self.session
         self.session.log(self.session.step, **metrics)
         state = self.state
         self.__saved.logged.append(metrics | {"epoch": state.epoch, "step": state.global_step})
@@ -264,16 +228,6 @@ class SessionLoop(Trainer):
     def __notify(self, event: str, *words: Any) -> None:
         notify = getattr(self.callback_handler, event)
         self.control = notify(self.args, self.state, self.control, *words)
-
-    def __rows_of(self, dataset: Any) -> tuple[Any, Any]:
-        """Return the data set without the columns that the model does not take, and a collator."""
-        if hasattr(dataset, "column_names"):
-            return self._remove_unused_columns(dataset), self.data_collator
-        return dataset, self._get_collator_with_removed_columns(self.data_collator)
-
-
-def checkpoints_activations(args: TrainingArguments) -> bool:
-    return any(getattr(args, f"{name}_checkpointing", False) for name in ("gradient", "activation"))
 
 
 def refuse_other_device(args: TrainingArguments, device: torch.device) -> None:

@@ -162,6 +162,10 @@ class EarlyStopping(Score):
     def stops(self) -> bool:
         return self.worse >= self.patience
 
+    def why(self) -> str:
+        """Return why the loop ends after this step; "" if it continues."""
+        return f"no {self.name} better than {self.best} in {self.worse}" if self.stops else ""
+
     def update(self, score: float) -> bool:
         """Give the next score. Return whether the loop ends after this step."""
         self._accept(None)
@@ -223,11 +227,7 @@ class ScoredRun:
 
     def why(self) -> str:
         """Return why the run has stopped; "" if it continues."""
-        return "; ".join(
-            f"no {stopping.name} better than {stopping.best} in {stopping.worse}"
-            for stopping in self.stoppings
-            if stopping.stops
-        )
+        return "; ".join(filter(None, (stopping.why() for stopping in self.stoppings)))
 
     def follow_state(self) -> None:
         """Note the best steps that a checkpoint or another worker has given."""
