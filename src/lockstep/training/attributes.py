@@ -132,7 +132,7 @@ class Attributes:
         objects they are."""
         if self._watched is None:
             self._before_loop = self._snapshots()
-            self._changed_others()
+            self._changed_others(self._before_loop)
         watched = self._watched or {}
         self._objects = {name: holder.get(key) for name, (holder, key) in watched.items()}
 
@@ -140,7 +140,8 @@ class Attributes:
         """Exclude what the micro-batch loop has changed, except buffers that follow the
         micro-batches on all workers alike."""
         if self._watched is None:
-            changed = changes(self._before_loop, self._snapshots()) | self._changed_others()
+            now = self._snapshots()
+            changed = changes(self._before_loop, now) | self._changed_others(now)
             self._exclude(changed, followed)
             self._before_loop = {}
             self._watched = {
@@ -156,13 +157,15 @@ class Attributes:
         self._objects = {}
         self._exclude(replaced, followed)
 
-    def _changed_others(self) -> set[str]:
+    def _changed_others(self, snapshots: Mapping[str, AttributeValue]) -> set[str]:
         """Return the attributes that no checkpoint can hold and that have changed since the newest
         call."""
-        places = self._places().items()
-        values = {name: holder[key] for name, (holder, key) in places if name not in self.excluded}
         return self._others.look(
-            {name: value for name, value in values.items() if not is_encodable(value)}
+            {
+                name: now.value
+                for name, now in snapshots.items()
+                if now.mark is None and name not in self.excluded and not is_encodable(now.value)
+            }
         )
 
     def _exclude(self, names: set[str], followed: Collection[str] = ()) -> None:
@@ -172,9 +175,10 @@ class Attributes:
     def unsaved_changes(self) -> Iterator[None]:
         """Context manager: exclude what is changed inside, such as the scores of an evaluation."""
         before = self._snapshots()
-        self._unnamed |= self._changed_others()
+        self._unnamed |= self._changed_others(before)
         yield
-        self._exclude(changes(before, self._snapshots()) | self._changed_others())
+        now = self._snapshots()
+        self._exclude(changes(before, now) | self._changed_others(now))
 
     # -- the state ---------------------------------------------------------------------------------
 
@@ -223,7 +227,8 @@ class Attributes:
         if new := sorted(self.changed().keys() - self._announced):
             self._announced |= set(new)
             log.info("checkpoints hold attributes that change between steps: %s", join_names(new))
-        self._others.warn_of((self._unnamed | self._changed_others()) - self.excluded)
+        others = self._changed_others(self._snapshots())
+        self._others.warn_of((self._unnamed | others) - self.excluded)
         self._unnamed = set()
 
     # -- the same on all workers -------------------------------------------------------------------

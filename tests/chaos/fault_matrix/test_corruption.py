@@ -61,6 +61,20 @@ def test_row_37_bit_flipped_while_a_joiner_rehearses_is_no_fault_of_the_loop(
     assert training.wrote("a bit has flipped there")
 
 
+@long
+def test_row_37_bit_of_a_frozen_layer_flipped_while_a_joiner_rehearses(
+    start_training: StartTraining, tmp_path: Path
+) -> None:
+    script = f"{SUPPORT / 'frozen_flip_loop.py'}:train"
+    training = start_training(steps=100, words=("--min", "3"), script=script)
+    training.inject_fault(2, "kill", at="forward", step=50)
+    training.wait_until_joining(1)
+    training.inject_fault(1, "flip", at="forward")
+    assert training.end() == {"here": 0}, training.report()
+    assert training.wrote("a bit has flipped there")
+    assert_equal_to_one_worker(tmp_path, script)
+
+
 def assert_equal_to_one_worker(tmp_path: Path, script: str) -> None:
     """Assert that checkpoint 100 equals that of an undisturbed run on one worker."""
     run_lockstep(
