@@ -22,7 +22,7 @@ from lockstep.cli.start import RunRequest
 from lockstep.config.resolve import parse_flags, resolve
 from lockstep.config.schema import RunConfig
 from lockstep.errors import UsageError
-from lockstep.layout import REPLICA_AXES, Layout, LayoutLimits, layout_flags
+from lockstep.layout import REPLICA_AXES, Layout, LayoutLimits
 from lockstep.log import log
 from lockstep.planner.devices import GPUS, Cluster, parse_cluster
 from lockstep.planner.goodput import Failures, expected_goodput
@@ -207,10 +207,19 @@ def to_json(plan: Plan, work: Workload) -> dict[str, Any]:
         "timing": work.timing.source,
         "layouts": [entry(planned) for planned in plan.fitting],
         "refused": [{"layout": asdict(layout), "why": why} for layout, why in plan.refused],
+        "options": options_of(plan.fitting[0].layout, cluster),
         "advice": {
             key: {"value": value, "reason": reason} for key, (value, reason) in found.items()
         },
     }
+
+
+def options_of(layout: Layout, cluster: Cluster) -> str:
+    """Return the options of a start with `layout`: of a run file, a recipe or a script."""
+    sizes = {axis: getattr(layout, axis) for axis in REPLICA_AXES}
+    words = [f"--layout.{axis} {size}" for axis, size in sizes.items() if size > 1]
+    where = f" on each of {cluster.hosts} hosts" if cluster.hosts > 1 else ""
+    return " ".join([f"--workers {cluster.per_host}", *words]) + where
 
 
 def as_text(answer: dict[str, Any]) -> str:
@@ -237,7 +246,7 @@ def as_text(answer: dict[str, Any]) -> str:
         reasons = dict.fromkeys(entry["why"] for entry in refused)
         listed = "; ".join([*reasons][:SHOWN_REASONS])
         lines.append(f"not possible: {counted(len(refused), 'layout')} (--json): {listed}")
-    lines += ["", f"use {layout_flags(Layout(**layouts[0]['layout']))}"]
+    lines += ["", f"use {answer['options']}"]
     for key, found in answer["advice"].items():
         spelled = (
             f"--{key} {found['value']}" if "." in key else f"Session({key}={found['value']!r})"

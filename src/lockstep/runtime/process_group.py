@@ -114,8 +114,9 @@ def refuse_other_collectives(names: Sequence[str]) -> None:
     raise CollectiveMismatchError(
         f"ranks are in different collectives: {'; '.join(listed)}",
         "each message of a gather carries the name of its collective",
-        "every worker must call Lockstep's functions in the same order: save "
-        "and evaluate on all ranks, not under `if rank == 0`, with the same version of Lockstep. "
+        "every worker must call Lockstep's functions in the same order: save and evaluate on all "
+        "ranks, not under `if rank == 0`; end the loop by session.stop(), not by a break that one "
+        "worker decides; use the same version of Lockstep. "
         "If the loop does, report a bug of Lockstep, with events.jsonl and logs/",
     )
 

@@ -308,10 +308,10 @@ class ReplicaGroup:
         if self.in_step:
             raise UsageError(
                 f"the micro-batch loop of step {self.step + 1} ended early",
-                "by break, by zip with something shorter, "
-                "or by a second micro-batch loop inside it",
-                "take every micro-batch that loader(step) gives; "
-                "the first step of a start gives one more (docs/loop.md)",
+                "by break, by zip, or by a second micro-batch loop inside it",
+                "take every micro-batch that loader(step) gives; the first step of a start gives "
+                "one more (docs/loop.md). With two loaders: "
+                "`for k in session.micro_batches(step)`, and batch(step, k) of each loader",
             )
 
     def _stop(self, step: int) -> None:
