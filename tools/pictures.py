@@ -37,10 +37,10 @@ STYLE = """text{font:13px system-ui,sans-serif;fill:#333}.small{font-size:11px}\
 .axis{stroke:#bbb;stroke-width:1}.box{fill:#eef;stroke:#88a}.compute{fill:#9cf}.send{fill:#fb7}\
 .update{fill:#9d9}.wait{fill:#dc8}.held{fill:#9cf;stroke:#88a}
 .empty{fill:none;stroke:#bbb}
-@media(prefers-color-scheme:dark){text{fill:#ddd}.value{fill:#6bf}.grad{fill:#fa5}\
+@media(prefers-color-scheme:dark){text{fill:#eee}.value{fill:#6bf}.grad{fill:#fa5}\
 .box{fill:#334;stroke:#668}.axis,.empty{stroke:#555}
-.curve1{stroke:#6bf}.curve2{stroke:#fa5}.compute,.held{fill:#258}.send{fill:#951}\
-.update{fill:#363}.wait{fill:#752}}"""
+.curve1{stroke:#6bf}.curve2{stroke:#fa5}.compute,.held{fill:#26a}.send{fill:#951}\
+.update{fill:#373}.wait{fill:#762}}"""
 
 
 @dataclass
