@@ -207,7 +207,7 @@ def house_graph() -> str:
     picture = Picture(720, 250)
     nodes = {
         "w1": (60, 56), "w2": (60, 130), "b": (190, 204), "x 6": (190, 56), "x 2": (190, 130),
-        "+": (320, 130), "- 15": (440, 130), "square": (560, 130), "loss": (670, 130),
+        "+": (336, 130), "- 15": (456, 130), "square": (576, 130), "loss": (686, 130),
     }  # fmt: skip
     edges = [  # from, to, value, gradient of the loss by this value
         ("w1", "x 6", "0.773", "-115.836"), ("w2", "x 2", "0.321", "-38.612"),
@@ -219,7 +219,7 @@ def house_graph() -> str:
     for first, second, value, gradient in edges:
         (x1, y1), (x2, y2) = nodes[first], nodes[second]
         picture.line(x1 + 24, y1, x2 - 26, y2)
-        x, y, shift = (x1 + x2) / 2, (y1 + y2) / 2, 34 * (y2 != y1)
+        x, y, shift = (x1 + x2) / 2, (y1 + y2) / 2, 44 * (y2 != y1)
         y += 12 * (y2 < y1)
         picture.text(x + shift, y - 6, value, "value small m")
         picture.text(x + shift, y + 15, gradient, "grad small m")
