@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 import sys
 from collections.abc import Iterable, Mapping
 from html import escape
@@ -97,8 +98,9 @@ def code(text: str) -> str:
 
 
 def prose(text: str) -> str:
-    """Return text of the code as text of a Markdown table."""
-    return text.replace("*", "\\*").replace("|", "&#124;").replace("<", "&lt;")
+    """Return text of the code as text of a Markdown table, with options as code."""
+    text = text.replace("*", "\\*").replace("|", "&#124;").replace("<", "&lt;")
+    return re.sub(r"--[a-z][\w.-]*( [\d.]+)?", r"`\g<0>`", text)
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> list[str]:
@@ -144,10 +146,7 @@ def command_lines(name: str, parser: Parser) -> list[str]:
         " ".join(["lockstep", name, *words, "[OPTIONS]"]),
         "```",
     ]
-    rows = [
-        [code(word_of(action)), prose(action.help or ", ".join(map(str, action.choices or ())))]
-        for action in actions
-    ]
+    rows = [[code(word_of(action)), prose(action.help or "one of these")] for action in actions]
     lines += ["", *table(["word", "meaning"], rows)] if rows else []
     if name in RUN_COMMANDS:
         lines += ["", "Every [key of a run](config.md) is an option too: `--section.key VALUE`."]
