@@ -587,8 +587,9 @@ class Session:
         """Collective. Return function(batch) of the whole `dataset`, in its order, on all workers:
         for scores that are no mean over samples, such as F1, BLEU or AUC.
 
-            labels, predicted = session.gather(lambda batch: (batch[1], model(batch[0]).argmax(1)),
-            test)
+            labels, predicted = session.gather(
+                lambda batch: (batch[1], model(batch[0]).argmax(1)), test
+            )
 
         function returns a tensor, an array or a list with one row for each sample, or a tuple or
         dict of them. Tensors come back on the CPU. Shared and evaluated as by `evaluate`.

@@ -145,6 +145,7 @@ class Checkpointer(TrainedState):
         for a new run.
 
         When other workers train already, this worker joins them and receives their state.
+
         how           "auto", "never", "required", or a step: then newer checkpoints and the metrics
                       after that step are set aside
         fingerprints  must be equal on all workers; a worker that differs is refused
@@ -153,6 +154,7 @@ class Checkpointer(TrainedState):
         options       must be equal on all workers, but may change at a resume
         overridden    names of the values that the user changed on purpose since a checkpoint, given
                       its facts and step: what they change in the optimizers holds
+
         CheckpointError when it is required and missing, damaged, or of another run. With "auto" a
         damaged newest checkpoint is set aside and the one before is used.
         """

@@ -115,11 +115,11 @@ class InnerStep:
 class Learner:
     """A learner after `steps` steps.
 
-    states  of its optimizers; () once it is complete
-    loss    summed over its steps: of each the mean, or with counts the sum
-    count   of all samples or tokens; None: the losses are means
+    states   of its optimizers; () once it is complete
+    loss     summed over its steps: of each the mean, or with counts the sum
+    count    of all samples or tokens; None: the losses are means
     samples  numbers of samples that the losses are means over
-    state   of the objects in session.state
+    state    of the objects in session.state
     """
 
     weights: list[Tensor]

@@ -214,9 +214,9 @@ class ReplicaGroup:
     ) -> None:
         """Run the backward pass of a micro-batch; its loss becomes part of the vote.
 
-        count   number of samples or tokens that `loss` sums over: the step's gradient and loss are
-                divided by the total count of the step. For all micro-batches of a step, or for none
-        scaler  scales the gradient, not the recorded loss; only in replicas and shards
+        count    number of samples or tokens that `loss` sums over: the step's gradient and loss are
+                 divided by the total count of the step. For all micro-batches of a step, or none
+        scaler   scales the gradient, not the recorded loss; only in replicas and shards
         samples  numbers of samples that `loss` is the mean over. UsageError, on all ranks, if they
                  differ in a step
         """

@@ -103,6 +103,7 @@ class Best(Score):
         best.update(step, accuracy)     after optimizer.step()
 
     mode  "min": a lower score is better
+
     `step` is the number of committed steps then, and `score` the score; None before the first.
     """
 
@@ -138,6 +139,7 @@ class EarlyStopping(Score):
     mode       "min": a lower score is better
     min_delta  by how much it must be better than the best one
     name       of the score, in the message that ends the loop: "validation accuracy"
+
     A run that has stopped trains no step when it is started again, unless `patience` is higher.
     """
 
