@@ -9,11 +9,12 @@ import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
+from support.docs_commands import text_of
 
 from lockstep.cli.main import main
 
 DOCS = Path(__file__).parents[3] / "docs"
-PAGES = (DOCS / "collectives.md").read_text() + (DOCS / "ordered-sum.md").read_text()
+PAGES = "".join(map(text_of, ("collectives.md", "ordered-sum.md"))).replace("\\\n", "")
 BLOCKS = re.findall(r"```console\n\$ lockstep ([^\n]*)\n(.*?)```", PAGES, re.DOTALL)
 PICTURES = {
     "broadcast-tree": 'broadcast --ranks 8 --bytes "5 MB" --rate "1 MB/s" --algorithm tree',
