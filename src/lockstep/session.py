@@ -335,6 +335,7 @@ class Session:
                      them. Its samples have similar lengths; give `count` to `backward`
         lengths      with `tokens`: the number of tokens of each sample
         num_workers  processes of each training worker that prefetch
+
         A resumed run is refused when the number of samples or one of these sizes differs. Other
         content of the same length is not detected.
         """

@@ -101,9 +101,13 @@ def test_docstrings_are_plain_text_with_code() -> None:
     template = jinja2.Environment(loader=loader, autoescape=True).get_template(
         "docstring.html.jinja"
     )
-    text = 'Sum of *all* `a < b`.\n\nunits  names, "layers.*"; or *none*'
+    text = 'Sum of *all* `a < b`.\n\nunits  names, "layers.*"; or\n       *none*\n\n    step()  # 1'
     lines = template.render(docstring_sections=[SimpleNamespace(value=text)]).split("\n")
     assert [line.strip() for line in lines if line.strip()] == [
         "<p>Sum of *all* <code>a &lt; b</code>.</p>",
-        '<div class="columns">units  names, &#34;layers.*&#34;; or *none*</div>',
+        '<dl class="names">',
+        "<dt>units</dt>",
+        "<dd>names, &#34;layers.*&#34;; or       *none*</dd>",
+        "</dl>",
+        '<div class="columns">    step()  # 1</div>',
     ]
