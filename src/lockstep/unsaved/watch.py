@@ -42,7 +42,8 @@ LOOKS_AT_FIRST = 3  # before the first step, and at the end of the first two
 SECONDS_OF_A_LOOK = 0.05
 MAX_ATTRIBUTES = 3  # of one object that a warning lists one by one
 SHARE = 0.01  # of the time of the loop that looks may take, after those before the first checkpoint
-UPDATES = ("step", "update_parameters")  # methods after which an object has another state
+# Methods after which an object has another state, such as the average of torch_ema.
+UPDATES = ("step", "update", "update_parameters")
 
 
 @dataclass(frozen=True)
@@ -217,13 +218,11 @@ def compared_values(
 
 def updating_calls(loop: ast.AST) -> dict[str, int]:
     """Return {path: line} of the objects whose state a loop updates, though perhaps in a late step
-    only."""
-    calls = [node.func for node in ast.walk(loop) if isinstance(node, ast.Call)]
-    return {
-        ast.unparse(call.value): call.lineno
-        for call in calls
-        if isinstance(call, ast.Attribute) and call.attr in UPDATES
-    }
+    only. It carries nothing in one that it resets, such as a metric of each validation."""
+    methods = [node for node in ast.walk(loop) if isinstance(node, ast.Attribute)]
+    reset = [ast.unparse(m.value) for m in methods if m.attr == "reset"]
+    lines = {ast.unparse(m.value): m.lineno for m in methods if m.attr in UPDATES}
+    return {path: line for path, line in lines.items() if path not in reset}
 
 
 def has_state_dict(value: Any) -> bool:
