@@ -615,9 +615,10 @@ class Session:
             if self._run:
                 stack.enter_context(self._run.checkpointer.attributes.unsaved_changes())
                 stack.enter_context(self._run.record.evaluating())
-                self._run.watch.forget_collectives()
             stack.enter_context(in_eval_mode(declared.model, *declared.state.values()))
             yield Samples(dataset, where, batch_size, collate_fn, declared.seed, replica_size)
+        if self._run:
+            self._run.watch.expect_no_collectives()
         declared.seed_generators(self.step, AFTER_EVALUATION, self.world.device)
 
     def _replicas_in_loop(self) -> Callable[..., Any] | None:

@@ -169,7 +169,7 @@ class StepWatch:
         self._steps_to_hash = 1
         self._before: tuple[float, list[int], int | None] | None = None  # rate, versions, digest
         self._step_without_rate: int | None = None
-        self._collectives: int | None = None  # of the group, at the end of the micro-batch loop
+        self._collectives: int | None = None  # of the group, before those of the loop's own
 
     def begin(self) -> None:
         """Note the weights before a step."""
@@ -178,16 +178,16 @@ class StepWatch:
             self._before = highest_rate(self.optimizers), self._versions(), digest
 
     def end_micro_batches(self, step: int) -> None:
-        self._collectives = collectives_of(dist.group.WORLD)
+        self.expect_no_collectives()
         if ZERO_RATES in self._warned or highest_rate(self.optimizers):
             return
         if self._step_without_rate == step - 1:
             self._warn(ZERO_RATES, step, step + 1)
         self._step_without_rate = step
 
-    def forget_collectives(self) -> None:
-        """Expect other collectives than those of the micro-batch loop: an evaluation."""
-        self._collectives = None
+    def expect_no_collectives(self) -> None:
+        """Take further collectives for the loop's own: after its micro-batches or an evaluation."""
+        self._collectives = collectives_of(dist.group.WORLD)
 
     def end(self, step: int, workers: int) -> None:
         if workers > 1 and self._collectives not in (None, collectives_of(dist.group.WORLD)):
