@@ -325,6 +325,14 @@ def test_what_a_store_does_not_support_is_refused(
     assert what in error and "hunter2" not in error
 
 
+def test_the_page_about_clusters_puts_a_script_into_each_file(rendered: dict[str, str]) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "clusters.md").read_text()
+    recipe, script = re.findall(r"^sed -E 's:(.*):(.*):'", page, re.MULTILINE)[0]
+    for target, text in rendered.items():
+        changed, count = re.subn(recipe, script, text)
+        assert count == 1 and "lockstep launch train.py --" in changed, target
+
+
 def test_the_page_about_clusters_shows_the_file_for_slurm(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
