@@ -44,7 +44,8 @@ from lockstep.training.sample_order import make_order
 DRIVER = ROOT / "tests" / "support" / "loops" / "questions.py"
 CPU = torch.device("cpu")
 MICRO_BATCHES, BATCH, LR = 4, 32, 5e-2
-IN_PYTORCH = "How do I load the weights in plain PyTorch?"
+IN_PYTORCH = "How do I load the weights in plain PyTorch, or export them (ONNX, Hugging Face)?"
+IN_PYTEST = "How do I test my loop with pytest?"
 SLOW = "torch.compile"
 INTERRUPTED_IN = 6  # an update, after the checkpoint of step 4
 
@@ -57,7 +58,7 @@ def names_of(long: bool) -> dict[str, str]:
         f"{number:02d}-{block}": text
         for number, (title, blocks) in enumerate(answers().items())
         for block, text in enumerate(blocks)
-        if title != IN_PYTORCH and (long or SLOW not in title)
+        if title not in (IN_PYTORCH, IN_PYTEST) and (long or SLOW not in title)
     }
 
 
@@ -491,6 +492,13 @@ def test_plain_pytorch_loads_the_weights(runs: Path, monkeypatch: pytest.MonkeyP
     x = torch.randn(5, 4)
     assert torch.equal(names["model"](x), outputs_of(weights, x))
     assert "lockstep" not in code
+
+
+def test_a_test_of_the_loop_passes(tmp_path: Path) -> None:
+    (code,) = answers()[IN_PYTEST]
+    names: dict[str, Any] = {"train": Q.train, "json": json}
+    exec(code, names)
+    names["test_the_loss_falls"](tmp_path)
 
 
 def test_the_page_and_the_script_have_one_loop() -> None:

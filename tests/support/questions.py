@@ -20,7 +20,7 @@ LINES = (
     r"dataset = make",
     r"model = \w+\(",
     r"optimizer\w* = torch",
-    r"with lockstep\.Session",
+    r"with .*lockstep\.Session",
     r"model, .* = session\.prepare",
     r"loader = session\.loader",
     r"for step in",
