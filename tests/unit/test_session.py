@@ -681,6 +681,31 @@ def test_a_collective_after_an_evaluation_is_a_warning(
     assert "ran after the micro-batch loop of step 2" in caplog.text
 
 
+class Metric(nn.Module):
+    """Keeps its sum as one of torchmetrics does: in no state_dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = torch.zeros(())
+
+    def update(self, value: Tensor) -> None:
+        self.total = self.total + value
+
+
+def test_a_metric_in_the_state_is_updated_after_the_loop(tmp_path: Path) -> None:
+    metric = Metric()
+    with (
+        refused("session state 'metric' changed in the micro-batch loop of step 1"),
+        linear_session(tmp_path) as (session, prepared, _),
+    ):
+        session.state(metric=metric)
+        for step in session.steps(1):
+            for k in session.micro_batches(step):
+                loss = prepared(INPUTS[k : k + 1]).square().mean()
+                metric.update(loss.detach())
+                session.backward(loss)
+
+
 def test_a_forgotten_update_is_a_warning_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -112,6 +112,11 @@ class Attributes:
             for name, (holder, key) in self._places().items()
         }
 
+    def of_state(self, name: str) -> dict[str, str | None]:
+        """Return the marks of a module in `state`. A metric of torchmetrics has no other state."""
+        start = f"session state {name}."
+        return {path: now.mark for path, now in self._snapshots().items() if path.startswith(start)}
+
     def _weight_storages(self) -> set[int]:
         """Return the addresses of what checkpoints hold as weights: views of it are not state."""
         tensors = [

@@ -112,10 +112,12 @@ class LoopChanges:
     def _weights_and_state(self) -> dict[str, Any]:
         mark = digest_of_one if self.first_step else version_of
         values: dict[str, Any] = {name: mark(p) for name, p in self._weights.items()}
-        state = self.checkpointer.state if self.checkpointer else None
-        for name, value in (state or {}).items():
+        if not self.checkpointer or not self.checkpointer.state:
+            return values
+        for name, value in self.checkpointer.state.items():
             if self.first_step:
-                packed = pack(f"state.{name}", value.state_dict())
+                saved = value.state_dict() or self.checkpointer.attributes.of_state(name)
+                packed = pack(f"state.{name}", saved)
                 values[f"session state {name!r}"] = digest_of(packed.values())
             elif isinstance(value, PlainValue):
                 values[f"session state {name!r}"] = value.mark()
