@@ -3,6 +3,7 @@
     lockstep.Session         a distributed training loop in five lines
     lockstep.launch          start the workers of this script
     lockstep.ElasticRuntime  join the run, and form the next generation after a failure
+    lockstep.ElasticLimits   how long it waits for workers, and when one hangs
     lockstep.World           rank, size and device of this worker
     lockstep.ReplicaGroup    all copies of the model: every replica commits a step, or all retry it
     lockstep.Checkpointer    save, verify and resume
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from lockstep.data.indexed import index_dataset as index_dataset
     from lockstep.data.order import BucketOrder as BucketOrder
     from lockstep.data.order import UniformOrder as UniformOrder
+    from lockstep.elastic.protocol.decisions import ElasticLimits as ElasticLimits
     from lockstep.elastic.runtime import ElasticRuntime as ElasticRuntime
     from lockstep.elastic.world import World as World
     from lockstep.layout import Layout as Layout
@@ -78,6 +80,7 @@ _MODULES = {
     "BucketOrder": "lockstep.data.order",
     "Checkpointer": "lockstep.training.checkpointer",
     "EarlyStopping": "lockstep.training.scores",
+    "ElasticLimits": "lockstep.elastic.protocol.decisions",
     "ElasticRuntime": "lockstep.elastic.runtime",
     "Layout": "lockstep.layout",
     "Mixture": "lockstep.training.sample_order",

@@ -15,22 +15,37 @@ INCOMPLETE = "its replica is incomplete"
 
 @dataclass(frozen=True)
 class ElasticLimits:
-    heartbeat_s: float = 0.5  # interval between heartbeats
-    heartbeat_timeout_s: float = 2.5  # without a message for longer, a peer counts as lost
-    log_poll_s: float = 0.25  # interval between reads of the log while waiting for a generation
-    # How long a start waits for `expected_workers` once there are `min_workers`.
+    """How long the members of a run wait, and how many they are.
+
+    heartbeat_s           between two heartbeats
+    heartbeat_timeout_s   without a message for longer, a peer counts as lost
+    log_poll_s            between two reads of the log while waiting for a generation
+    rendezvous_timeout_s  how long a start waits for `expected_workers` once it has `min_workers`
+    takeover_s            how long new workers wait for members that neither answer nor update
+                          their liveness file
+    hang_timeout_s        without progress before the rank that blocks the others is identified
+    evaluate_timeout_s    the same for a rank that evaluates
+    on_hang               remove that rank ("evict"), end the run ("abort"), or only log ("warn")
+    expected_workers      that a start waits for
+    min_workers           below this number training waits
+    max_workers           at most this many train at once
+    replica_size          workers of a replica, adjacent in rank; incomplete replicas are removed
+    one_host              the workers of a replica share a host: it saves to a disk that other hosts
+                          do not see
+    """
+
+    heartbeat_s: float = 0.5
+    heartbeat_timeout_s: float = 2.5
+    log_poll_s: float = 0.25
     rendezvous_timeout_s: float = 30.0
-    # How long new workers wait for members that neither answer nor update their liveness file.
     takeover_s: float = 30.0
-    hang_timeout_s: float = 10.0  # time without progress before the blocking rank is identified
-    evaluate_timeout_s: float = 1800.0  # the same for a rank that evaluates
-    # Remove the culprits, end the run, or only log.
+    hang_timeout_s: float = 10.0
+    evaluate_timeout_s: float = 1800.0
     on_hang: Literal["evict", "abort", "warn"] = "evict"
-    expected_workers: int = 1  # that a start waits for
-    min_workers: int = 1  # training waits below this number
-    max_workers: int = 1_000_000  # at most this many train at once
-    replica_size: int = 1  # workers per replica, adjacent in rank; incomplete replicas are removed
-    # The workers of a replica share a host: it saves to a disk that other hosts do not see.
+    expected_workers: int = 1
+    min_workers: int = 1
+    max_workers: int = 1_000_000
+    replica_size: int = 1
     one_host: bool = False
 
 
