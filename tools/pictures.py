@@ -284,21 +284,21 @@ def accumulation_path() -> str:
 
 def ranks() -> str:
     """Draw two servers of two devices, each with the process that torchrun starts for it."""
-    picture = Picture(560, 232)
+    picture = Picture(560, 220)
     picture.text(12, 20, "two servers with two devices each: WORLD_SIZE 4, LOCAL_WORLD_SIZE 2")
     for server in range(2):
         left = 12 + 282 * server
-        picture.box(left, 34, 254, 150, "empty")
+        picture.box(left, 34, 254, 138, "empty")
         picture.text(left + 12, 54, f"server {server}")
         for local in range(2):
             x = left + 12 + 120 * local
-            picture.box(x, 66, 110, 104, "box")
+            picture.box(x, 66, 110, 92, "box")
             picture.text(x + 55, 86, f"device {local}", "small m")
             picture.text(x + 55, 116, f"RANK {2 * server + local}", "value m")
             picture.text(x + 55, 138, f"LOCAL_RANK {local}", "grad m")
-    picture.line(266, 120, 294, 120)
-    picture.text(12, 206, "MASTER_ADDR: the address of server 0, on every server", "small")
-    picture.text(12, 224, "MASTER_PORT: a free port of server 0, where the processes meet", "small")
+    picture.line(266, 112, 294, 112)
+    picture.text(12, 194, "MASTER_ADDR: the address of server 0, on every server", "small")
+    picture.text(12, 212, "MASTER_PORT: a free port of server 0, where the processes meet", "small")
     return picture.svg("The ranks of two servers with two devices each")
 
 
@@ -394,7 +394,7 @@ def compiled() -> str:
     """Draw four operations of two steps: one kernel each, or one for all after a compilation."""
     names = ("norm", "matmul", "add", "gelu")
     eager = [
-        Span(1.6 * n + 7.2 * step, 1.6 * n + 1 + 7.2 * step, "compute", name)
+        Span(1.6 * n + 7.2 * step, 1.6 * n + 1.2 + 7.2 * step, "compute", name)
         for step in range(2)
         for n, name in enumerate(names)
     ]
