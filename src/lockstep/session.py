@@ -187,6 +187,8 @@ class Session:
                 session_checks.refuse_different_folders(
                     all_gather_json(self.runtime, str(self.out))
                 )
+            else:
+                sharding.refuse_other_replicas(self.runtime.replica_size, self.layout)
             log.debug(make_deterministic(self.world.device))
             self._exit = stack.pop_all()
         self._open.append(self.out)
@@ -613,6 +615,7 @@ class Session:
         declared = self._declared
         with ExitStack() as stack:
             if self._run:
+                self._run.watch.check_collectives(self.step, self.world.size)
                 stack.enter_context(self._run.checkpointer.attributes.unsaved_changes())
                 stack.enter_context(self._run.record.evaluating())
             stack.enter_context(in_eval_mode(declared.model, *declared.state.values()))

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -25,7 +24,6 @@ from lockstep.errors import CheckpointError, DivergedError, UsageError
 from lockstep.record import metrics
 from lockstep.runtime.worker_env import WorkerEnv
 from lockstep.session import Session
-from lockstep.training import update_checks
 from lockstep.training.loader import keys_from, to_device
 from lockstep.training.session_checks import refuse_different_folders
 
@@ -663,22 +661,6 @@ def test_a_loop_over_epochs_counts_the_steps_of_the_run(tmp_path: Path) -> None:
         assert [epoch(2), epoch(4)] == [2, 4]
         with refused(r"session\.steps\(4\) again trains nothing"):
             epoch(4)
-
-
-def test_a_collective_after_an_evaluation_is_a_warning(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    started = [0]
-    monkeypatch.setattr(update_checks, "collectives_of", lambda group: started[0])
-    watch = update_checks.StepWatch(mock.Mock(on_nonfinite="ignore"), ())
-    for step in range(2):
-        watch.end_micro_batches(step)
-        started[0] += 3
-        watch.expect_no_collectives()  # as session.evaluate does at its end
-        assert not caplog.text
-        started[0] += step  # in the second step one of the loop's own
-        watch.end(step, workers=2)
-    assert "ran after the micro-batch loop of step 2" in caplog.text
 
 
 class Metric(nn.Module):

@@ -207,6 +207,7 @@ def to_json(plan: Plan, work: Workload) -> dict[str, Any]:
         "timing": work.timing.source,
         "layouts": [entry(planned) for planned in plan.fitting],
         "refused": [{"layout": asdict(layout), "why": why} for layout, why in plan.refused],
+        "hosts": cluster.hosts,
         "options": options_of(plan.fitting[0].layout, cluster),
         "advice": {
             key: {"value": value, "reason": reason} for key, (value, reason) in found.items()
@@ -218,8 +219,7 @@ def options_of(layout: Layout, cluster: Cluster) -> str:
     """Return the options of a start with `layout`: of a run file, a recipe or a script."""
     sizes = {axis: getattr(layout, axis) for axis in REPLICA_AXES}
     words = [f"--layout.{axis} {size}" for axis, size in sizes.items() if size > 1]
-    where = f" on each of {cluster.hosts} hosts" if cluster.hosts > 1 else ""
-    return " ".join([f"--workers {cluster.per_host}", *words]) + where
+    return " ".join([f"--workers {cluster.per_host}", *words])
 
 
 def as_text(answer: dict[str, Any]) -> str:
@@ -246,7 +246,8 @@ def as_text(answer: dict[str, Any]) -> str:
         reasons = dict.fromkeys(entry["why"] for entry in refused)
         listed = "; ".join([*reasons][:SHOWN_REASONS])
         lines.append(f"not possible: {counted(len(refused), 'layout')} (--json): {listed}")
-    lines += ["", f"use {answer['options']}"]
+    where = f" on each of {answer['hosts']} hosts" if answer["hosts"] > 1 else ""
+    lines += ["", f"use {answer['options']}{where}"]
     for key, found in answer["advice"].items():
         spelled = (
             f"--{key} {found['value']}" if "." in key else f"Session({key}={found['value']!r})"

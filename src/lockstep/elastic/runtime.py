@@ -58,10 +58,11 @@ class PeerLoss:
 class ElasticRuntime(WorkerState, AbstractContextManager["ElasticRuntime"]):
     """This process as a worker of the run: `with ElasticRuntime.join() as runtime:`.
 
-    membership  this worker's side of the membership protocol
-    group       the process group
-    updates     exchanges of updates that an abort of the group waits for
-    is_fixed    the workers of `evaluate` or `generate`, which train nothing
+    membership    this worker's side of the membership protocol
+    group         the process group
+    updates       exchanges of updates that an abort of the group waits for
+    is_fixed      the workers of `evaluate` or `generate`, which train nothing
+    replica_size  workers of a replica, which leave together
     """
 
     def __init__(
@@ -72,12 +73,14 @@ class ElasticRuntime(WorkerState, AbstractContextManager["ElasticRuntime"]):
         board: StatusBoard | None = None,
         membership: Membership | None = None,
         is_fixed: bool = False,
+        replica_size: int = 1,
     ) -> None:
         super().__init__(world, board or StatusBoard(None))
         self.membership = membership or StaticMembership(world.rank)
         self.group = group or GenerationGroup(world.device)
         self.updates = UpdateExchanges(self.group)
         self.is_fixed = is_fixed
+        self.replica_size = replica_size
         self._stop_signal: Callable[[], str] = str
 
     @classmethod
@@ -128,6 +131,7 @@ class ElasticRuntime(WorkerState, AbstractContextManager["ElasticRuntime"]):
             board=make_board(env),
             membership=membership,
             is_fixed=is_fixed,
+            replica_size=limits.replica_size,
         )
         if not is_fixed:
             runtime.track_compilation()

@@ -12,6 +12,8 @@ from lockstep import EarlyStopping
 from lockstep.frameworks.supported import module_of
 from lockstep.unsaved.watch import has_state_dict
 
+KEPT = ("best_metric", "best_global_step", "begun")  # of TrainerState
+
 
 class SavedTrainer(EarlyStopping):
     """The state of a Trainer beside its model and optimizer, for session.state. The Session ends
@@ -20,20 +22,17 @@ class SavedTrainer(EarlyStopping):
     def __init__(self, trainer: Trainer) -> None:
         super().__init__(patience=1)
         self.trainer = trainer
-        self.callbacks = callbacks_by_name(trainer.callback_handler.callbacks)
+        self.attribute_holders = callbacks_by_name(trainer.callback_handler.callbacks)
         self.logged: list[dict[str, Any]] = []  # equal on all workers
 
     def why(self) -> str:
-        for callback in self.callbacks.values():
-            if isinstance(callback, EarlyStoppingCallback):
+        best = self.trainer.state.best_metric
+        for callback in self.attribute_holders.values():
+            if best is not None and isinstance(callback, EarlyStoppingCallback):
                 worse = callback.early_stopping_patience_counter
                 if worse >= callback.early_stopping_patience:
-                    return f"no score better than {self.trainer.state.best_metric} in {worse}"
+                    return f"no score better than {best} in {worse}"
         return ""
-
-    def attribute_holders(self) -> dict[str, TrainerCallback]:
-        """Return the callbacks whose attributes that change are part of the checkpoints."""
-        return self.callbacks
 
     def stateful_parts(self) -> dict[str, Any]:
         """Return what callbacks hold that has a state_dict, such as an EMA, without what the
@@ -42,7 +41,7 @@ class SavedTrainer(EarlyStopping):
         held = {*map(id, (trainer.optimizer, trainer.lr_scheduler, *trainer.model.parameters()))}
         return {
             f"{name}_{key}": part
-            for name, callback in self.callbacks.items()
+            for name, callback in self.attribute_holders.items()
             for key, part in vars(callback).items()
             if has_state_dict(part)
             and id(part) not in held
@@ -50,12 +49,8 @@ class SavedTrainer(EarlyStopping):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        state = self.trainer.state
-        return {
-            "best_metric": state.best_metric,
-            "best_global_step": state.best_global_step,
-            "log_history": self.logged,
-        }
+        kept = {name: vars(self.trainer.state).get(name) for name in KEPT}
+        return kept | {"log_history": self.logged}
 
     def load_state_dict(self, saved: Any) -> None:
         vars(self.trainer.state).update(saved)

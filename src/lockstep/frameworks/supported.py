@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import fields
 
-from torch.optim.lr_scheduler import ReduceLROnPlateau
+import torch
 from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainingArguments
 
@@ -33,7 +33,7 @@ HONORED = """
     dataset_text_field eos_token eval_packing loss_type max_length model_init_kwargs packing
     packing_strategy pad_to_multiple_of pad_token padding_free router_aux_loss_coef shuffle_dataset
     truncation_mode trust_remote_code
-    report_to=None save_strategy=no torch_compile_backend=inductor
+    report_to=[] save_strategy=no torch_compile_backend=inductor
     optim=adamw_torch optim=adafactor optim=adagrad optim=rmsprop optim=sgd
     lr_scheduler_type=cosine lr_scheduler_type=cosine_with_restarts lr_scheduler_type=polynomial
     lr_scheduler_type=constant lr_scheduler_type=constant_with_warmup lr_scheduler_type=inverse_sqrt
@@ -53,13 +53,9 @@ CALLED = """
     push_to_hub remove_callback save_metrics save_model save_state
 """
 # Their modules, whose versions of the other methods do no more than the loop does.
-FRAMEWORK_MODULES = (
-    "transformers.trainer",
-    "transformers.trainer_seq2seq",
-    "trl.trainer.sft_trainer",
-)
+FRAMEWORK_MODULES = "transformers.trainer transformers.trainer_seq2seq trl.trainer.sft_trainer"
 # Events of which the loop does not notify.
-SILENT_EVENTS = ("on_substep_end", "on_save", "on_prediction_step", "on_push_begin")
+SILENT_EVENTS = "on_substep_end on_save on_prediction_step on_push_begin"
 
 
 def refuse_unsupported(trainer: Trainer, loop: type[Trainer], checkpoint: object) -> None:
@@ -69,7 +65,7 @@ def refuse_unsupported(trainer: Trainer, loop: type[Trainer], checkpoint: object
     checkpoint  that `train` was to resume from
     """
     refused = [
-        *(f"resume_from_checkpoint={given}" for given in [checkpoint] if given),
+        *[f"resume_from_checkpoint={checkpoint}"] * bool(checkpoint),
         *unsupported_arguments(trainer.args),
         *ignored_methods(trainer, loop),
         *unsupported_parts(trainer),
@@ -86,9 +82,10 @@ def unsupported_arguments(args: TrainingArguments) -> Iterator[str]:
     # A subclass may add arguments.
     kind = next(k for k in type(args).mro() if module_of(k).startswith(("transformers.", "trl.")))
     for field in fields(kind):
-        value = getattr(args, field.name) or None
+        value = getattr(args, field.name)
         given = f"{field.name}={getattr(value, 'value', value)}"
-        if value != (field.default or None) and {field.name, given}.isdisjoint(HONORED.split()):
+        is_given = (value or None) != (field.default or None)
+        if is_given and {field.name, given}.isdisjoint(HONORED.split()):
             yield given
 
 
@@ -97,10 +94,10 @@ def ignored_methods(trainer: Trainer, loop: type[Trainer]) -> Iterator[str]:
     for name in vars(Trainer):
         method = getattr(super(loop, trainer) if name in vars(loop) else trainer, name)
         is_called = name in CALLED.split() or not callable(method)
-        if not is_called and module_of(method) not in FRAMEWORK_MODULES:
+        if not is_called and module_of(method) not in FRAMEWORK_MODULES.split():
             yield f"{type(trainer).__name__}.{name}"
     for callback in trainer.callback_handler.callbacks:
-        for event in SILENT_EVENTS:
+        for event in SILENT_EVENTS.split():
             if not module_of(getattr(callback, event)).startswith("transformers."):
                 yield f"{type(callback).__name__}.{event}"
 
@@ -109,8 +106,6 @@ def unsupported_parts(trainer: Trainer) -> Iterator[str]:
     for name in ("compute_metrics", "preprocess_logits_for_metrics", "model_init"):
         if getattr(trainer, name) is not None:
             yield name
-    if isinstance(trainer.lr_scheduler, ReduceLROnPlateau):
-        yield "ReduceLROnPlateau"
     optimizer = trainer.optimizer or (trainer.optimizer_cls_and_kwargs or [None])[0]
     if hasattr(optimizer, "eval"):
         yield "an optimizer with train and eval"
@@ -118,6 +113,8 @@ def unsupported_parts(trainer: Trainer) -> Iterator[str]:
         yield "an IterableDataset"
     if hasattr(trainer.train_dataset, "set_epoch"):
         yield "a data set with set_epoch"
+    if trainer.args.use_cpu and torch.cuda.is_available():
+        yield "use_cpu=True on a machine with GPUs, unless CUDA_VISIBLE_DEVICES is empty"
     if trainer.accelerator.num_processes > 1:
         yield "workers of another launcher than lockstep run and lockstep launch"
 

@@ -14,13 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import (
-    PreTrainedTokenizerBase,
-    ProcessorMixin,
-    Trainer,
-    TrainerState,
-    TrainingArguments,
-)
+from transformers import PreTrainedTokenizerBase, ProcessorMixin, Trainer, TrainerState
 from transformers.trainer_utils import TrainOutput, align_special_tokens
 
 from lockstep import Session, UsageError
@@ -101,12 +95,12 @@ class SessionLoop(Trainer):
         self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
         """Return the mean loss over `eval_dataset`; while `train` runs, computed in shares."""
-        given = self.eval_dataset if eval_dataset is None else eval_dataset
-        if self.session is None or isinstance(given, dict):  # of a dict it evaluates each, by name
-            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        if self.session is None or isinstance(dataset, dict):  # of a dict it evaluates each
+            return super().evaluate(dataset, ignore_keys, metric_key_prefix)
         loss = self.session.evaluate(
             lambda inputs: self.__loss(self.model, inputs)[0],
-            self.eval_dataset[given] if isinstance(given, str) else given,
+            self.eval_dataset[dataset] if isinstance(dataset, str) else dataset,
             batch_size=self.args.per_device_eval_batch_size,
             collate_fn=self._get_collator_with_removed_columns(self.data_collator),
         )
@@ -118,7 +112,6 @@ class SessionLoop(Trainer):
     def __prepare(self) -> None:
         """Give the Session what it trains and saves."""
         args = self.args
-        refuse_other_device(args, self.session.world.device)
         self.model_wrapped, self.optimizer = self.session.prepare(
             self.model,
             self.optimizer,
@@ -128,14 +121,16 @@ class SessionLoop(Trainer):
         )
         # compute_loss decides by the class of the model, and this knows only torch's wrappers.
         unwrap = self.accelerator.unwrap_model
-        vars(self.accelerator).update(
-            unwrap_model=lambda model, *words, **named: unwrap(
-                self.model if model is self.model_wrapped else model, *words, **named
-            )
+        vars(self.accelerator)["unwrap_model"] = lambda model, *words, **named: unwrap(
+            self.model if model is self.model_wrapped else model, *words, **named
         )
         scheduler = self.lr_scheduler
         vars(self.callback_handler).update(optimizer=self.optimizer, lr_scheduler=scheduler)
-        self.__notify("on_train_begin")  # callbacks may make here what the checkpoints hold
+        self.__set_step(0)
+        # Callbacks may make here what checkpoints hold, or take the time. What the state of a
+        # checkpoint or of the others has replaces it.
+        for event in ("on_train_begin", "on_epoch_begin", "on_step_begin"):
+            self.__notify(event)
         self.__saved = SavedTrainer(self)
         self.session.state(
             scheduler=scheduler, trainer=self.__saved, **self.__saved.stateful_parts()
@@ -144,9 +139,13 @@ class SessionLoop(Trainer):
     def __begin(self, step: int) -> None:
         """Notify the callbacks of the beginning of a step, and of an epoch."""
         self.__set_step(step)
-        if step % self.per_epoch < 1:
-            self.__notify("on_epoch_begin")
-        self.__notify("on_step_begin")
+        if (
+            vars(self.state).get("begun", 0) != step
+        ):  # else by __prepare, or by the others of a join
+            vars(self.state).update(begun=step)
+            if step % self.per_epoch < 1:
+                self.__notify("on_epoch_begin")
+            self.__notify("on_step_begin")
         self.model.train()
 
     def __backward(self, inputs: dict[str, Any]) -> None:
@@ -192,14 +191,15 @@ class SessionLoop(Trainer):
 
     def __report(self, metrics: dict[str, float]) -> None:
         """Log and evaluate when the callbacks ask for it."""
-        state, control = self.state, self.control
-        if control.should_log and state.global_step > self.logged_step:
+        state = self.state
+        if self.control.should_log and state.global_step > self.logged_step:
             self.logged_step = state.global_step
             self.__log(metrics)
-        if control.should_evaluate:
+        if self.control.should_evaluate:
             self._determine_best_metric(self.evaluate(), None)
         saves = self.args.save_strategy == "steps" and state.global_step % state.save_steps == 0
         is_saved = saves or state.global_step == state.max_steps
+        control = self.control
         if control.should_epoch_stop or (control.should_save and not is_saved):
             raise UsageError(
                 f"should_epoch_stop={control.should_epoch_stop}, should_save={control.should_save} "
@@ -210,7 +210,7 @@ class SessionLoop(Trainer):
 
     def __set_step(self, step: int) -> None:
         is_leader = self.session.runtime.is_leader()
-        number = 0 if is_leader else 1  # of the process, for save_model, should_log and callbacks
+        number = int(not is_leader)  # of the process, for save_model, should_log and callbacks
         vars(self.args.distributed_state).update(process_index=number, local_process_index=number)
         vars(self.state).update(
             global_step=step,
@@ -228,12 +228,3 @@ class SessionLoop(Trainer):
     def __notify(self, event: str, *words: Any) -> None:
         notify = getattr(self.callback_handler, event)
         self.control = notify(self.args, self.state, self.control, *words)
-
-
-def refuse_other_device(args: TrainingArguments, device: torch.device) -> None:
-    if args.use_cpu and device.type != "cpu":
-        raise UsageError(
-            f"use_cpu=True, and this worker trains on {device}",
-            type(args).__name__,
-            "set LOCKSTEP_DEVICE=cpu, or leave use_cpu out",
-        )

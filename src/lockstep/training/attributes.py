@@ -47,7 +47,7 @@ class AttributeValue(NamedTuple):
 
 class Attributes:
     """The attributes of `module`, of optimizers whose state_dict is torch's, and of modules in
-    `state`. An object in `state` may name further objects: `attribute_holders()` returns them.
+    `state`. An object in `state` may name further objects in a dict `attribute_holders`.
 
     excluded  names that are not part of the state
     """
@@ -67,8 +67,8 @@ class Attributes:
         self.holders = {
             f"session state {name} {key}": holder
             for name, value in named
-            if hasattr(type(value), "attribute_holders")
-            for key, holder in value.attribute_holders().items()  # type: ignore[attr-defined]
+            if isinstance(holders := getattr(value, "attribute_holders", None), dict)
+            for key, holder in holders.items()
         }
         self.excluded: set[str] = set()
         from lockstep.unsaved.other_attributes import OtherAttributes

@@ -116,7 +116,9 @@ class LoopChanges:
             return values
         for name, value in self.checkpointer.state.items():
             if self.first_step:
-                saved = value.state_dict() or self.checkpointer.attributes.of_state(name)
+                saved = value.state_dict()
+                if isinstance(value, nn.Module) and not saved:
+                    saved = self.checkpointer.attributes.of_state(name)
                 packed = pack(f"state.{name}", saved)
                 values[f"session state {name!r}"] = digest_of(packed.values())
             elif isinstance(value, PlainValue):

@@ -182,8 +182,10 @@ class Rehearsal:
         return FirstMicroBatch(first, str(loss), gradient, self.slices)
 
     def _digest(self, step: int) -> int:
-        """Return the digest that the vote on `step` compares; 0: it compares none."""
-        return self.comparison.start_digests(step)[1].read()
+        """Return the digest of all weights; 0: the vote on `step` does not compare them."""
+        if not self.comparison.is_due(step):
+            return 0
+        return (self.replica.digest() + self.comparison.state.frozen_state.digest()).read()
 
     def _is_flipped(self, rows: Sequence[dict[str, Any]]) -> bool:
         """Return whether workers hold different weights, although a join made them equal: a bit

@@ -86,6 +86,15 @@ def refuse_incomplete_replicas(workers: int, layout: Layout) -> None:
         )
 
 
+def refuse_other_replicas(workers: int, layout: Layout) -> None:
+    if workers != (size := layout.workers_per_replica):
+        raise UsageError(
+            f"the runtime has replicas of {workers} workers, and those of the layout have {size}",
+            "Session(runtime=...)",
+            f"lockstep.ElasticRuntime.join(limits=lockstep.ElasticLimits(replica_size={size}))",
+        )
+
+
 def shard_session(  # 9 parameters: what Session and Session.prepare were given
     runtime: ElasticRuntime,
     model: nn.Module,

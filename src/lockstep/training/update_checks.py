@@ -189,9 +189,14 @@ class StepWatch:
         """Take further collectives for the loop's own: after its micro-batches or an evaluation."""
         self._collectives = collectives_of(dist.group.WORLD)
 
-    def end(self, step: int, workers: int) -> None:
+    def check_collectives(self, step: int, workers: int) -> None:
+        """Warn of collectives of the loop's own, at the end of a step or before an evaluation."""
         if workers > 1 and self._collectives not in (None, collectives_of(dist.group.WORLD)):
             self._warn(OWN_COLLECTIVE, step + 1, workers)
+        self._collectives = None
+
+    def end(self, step: int, workers: int) -> None:
+        self.check_collectives(step, workers)
         if self._has_compared or self._before is None:
             return
         rate, versions, digest = self._before

@@ -219,10 +219,19 @@ def compared_values(
 def updating_calls(loop: ast.AST) -> dict[str, int]:
     """Return {path: line} of the objects whose state a loop updates, though perhaps in a late step
     only. It carries nothing in one that it resets, such as a metric of each validation."""
-    methods = [node for node in ast.walk(loop) if isinstance(node, ast.Attribute)]
-    reset = [ast.unparse(m.value) for m in methods if m.attr == "reset"]
-    lines = {ast.unparse(m.value): m.lineno for m in methods if m.attr in UPDATES}
-    return {path: line for path, line in lines.items() if path not in reset}
+    functions = [node.func for node in ast.walk(loop) if isinstance(node, ast.Call)]
+    methods = [function for function in functions if isinstance(function, ast.Attribute)]
+    branches = [{*ast.walk(node)} for node in ast.walk(loop) if isinstance(node, ast.If)]
+
+    def is_reset(update: ast.Attribute) -> bool:
+        """Return whether the loop resets the object wherever it updates it."""
+        elsewhere = {node for branch in branches if update not in branch for node in branch}
+        path = ast.unparse(update.value)
+        resets = [method for method in methods if method.attr == "reset"]
+        return any(ast.unparse(r.value) == path and r not in elsewhere for r in resets)
+
+    updates = [method for method in methods if method.attr in UPDATES]
+    return {ast.unparse(u.value): u.lineno for u in updates if not is_reset(u)}
 
 
 def has_state_dict(value: Any) -> bool:

@@ -114,6 +114,20 @@ class ReduceAfter(Loop):
         super().update()
 
 
+@use("all_reduce of the gradients after session.gather")
+class ReduceAfterGather(ReduceAfter):
+    def update(self) -> None:
+        self.session.gather(lambda batch: batch[0], self.dataset, batch_size=12)
+        super().update()
+
+
+@use("all_reduce of the gradients before session.gather")
+class ReduceBeforeGather(ReduceAfter):
+    def update(self) -> None:
+        super().update()
+        self.session.gather(lambda batch: batch[0], self.dataset, batch_size=12)
+
+
 @use("all_reduce of the loss in the micro-batch loop")
 class ReduceLoss(ReduceInside):
     def loss(self, x: Tensor, y: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ pytest.importorskip("accelerate")
 from transformers import EarlyStoppingCallback  # noqa: E402
 from transformers.trainer_callback import ExportableState  # noqa: E402
 
-from lockstep.frameworks.trainer import SessionLoop, refuse_other_device  # noqa: E402
+from lockstep.frameworks.trainer import SessionLoop  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers
 
@@ -164,10 +164,14 @@ def test_a_wish_of_a_callback_that_the_loop_cannot_fulfil_is_refused(
         make(tmp_path, callbacks=[Control(name)], save_steps=2).train()
 
 
-def test_use_cpu_is_refused_where_the_session_has_a_gpu() -> None:
-    args = transformers.TrainingArguments("unused", use_cpu=True)
-    with pytest.raises(lockstep.UsageError, match="use_cpu=True, and this worker trains on cuda:0"):
-        refuse_other_device(args, torch.device("cuda", 0))
+def test_use_cpu_is_refused_where_the_session_has_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.delenv("LOCKSTEP_DEVICE", raising=False)
+    with pytest.raises(lockstep.UsageError, match="use_cpu=True on a machine with GPUs"):
+        trainer.train()
 
 
 def test_torch_compile_reaches_the_session(tmp_path: Path) -> None:

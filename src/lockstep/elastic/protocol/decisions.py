@@ -32,6 +32,9 @@ class ElasticLimits:
     replica_size          workers of a replica, adjacent in rank; incomplete replicas are removed
     one_host              the workers of a replica share a host: it saves to a disk that other hosts
                           do not see
+
+    `lockstep run` and `launch` set expected_workers, min_workers and max_workers; a worker that
+    joins under them gives the others.
     """
 
     heartbeat_s: float = 0.5
