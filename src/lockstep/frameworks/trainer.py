@@ -139,9 +139,8 @@ class SessionLoop(Trainer):
     def __begin(self, step: int) -> None:
         """Notify the callbacks of the beginning of a step, and of an epoch."""
         self.__set_step(step)
-        if (
-            vars(self.state).get("begun", 0) != step
-        ):  # else by __prepare, or by the others of a join
+        # __prepare has begun step 0, and the others have begun that in which this worker joins.
+        if vars(self.state).get("begun", 0) != step:
             vars(self.state).update(begun=step)
             if step % self.per_epoch < 1:
                 self.__notify("on_epoch_begin")
