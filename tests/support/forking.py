@@ -165,6 +165,16 @@ def start_template() -> Template:
     return template
 
 
+def refresh_templates() -> None:
+    """Start a template if this process has none, or if the one that it started has ended."""
+    ended = templates[0].process if templates else None
+    if ended and templates[0].owner == os.getpid() and ended.poll() is not None:
+        print(f"the template ended with {ended.returncode}: another one starts", file=sys.stderr)
+        templates.clear()
+    if not templates:
+        templates.append(start_template())
+
+
 def channel_ends() -> list[socket.socket]:
     ends = []
     for end in socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET):
@@ -192,8 +202,8 @@ class ForkedPopen(subprocess.Popen[Any]):
         *rest: Any,
     ) -> None:
         environ = dict(os.environ if env is None else env)
-        if forks and not templates and takes_long(args):
-            templates.append(start_template())
+        if forks and (templates or takes_long(args)):
+            refresh_templates()
         program = templates[0].program(args, environ) if templates else []
         if executable or preexec_fn or shell or not program:
             super()._execute_child(  # type: ignore[misc]

@@ -22,8 +22,7 @@ KINDS = [subprocess.Popen, ForkedPopen]
 def template() -> None:
     if not forking.forks:
         pytest.skip("LOCKSTEP_NO_FORKS=1")
-    if not forking.templates:
-        forking.templates.append(forking.start_template())
+    forking.refresh_templates()
 
 
 @pytest.mark.parametrize(
@@ -48,6 +47,15 @@ def test_it_is_a_child_in_its_own_folder_and_session_and_dies_of_a_signal(tmp_pa
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGTERM
+
+
+def test_a_template_that_ended_is_replaced() -> None:
+    ended = forking.templates[0].process
+    assert ended
+    ended.kill()
+    ended.wait()
+    assert run_lockstep("--version").returncode == 0
+    assert forking.templates[0].process is not ended
 
 
 def test_a_variable_that_the_interpreter_reads_starts_a_new_one() -> None:
