@@ -166,7 +166,7 @@ def start_template() -> Template:
 
 
 def refresh_templates() -> None:
-    """Start a template if this process has none, or if the one that it started has ended."""
+    """Start a template if this process has none, or if its own has ended."""
     ended = templates[0].process if templates else None
     if ended and templates[0].owner == os.getpid() and ended.poll() is not None:
         print(f"the template ended with {ended.returncode}: another one starts", file=sys.stderr)

@@ -139,7 +139,7 @@ class SessionLoop(Trainer):
     def __begin(self, step: int) -> None:
         """Notify the callbacks of the beginning of a step, and of an epoch."""
         self.__set_step(step)
-        # __prepare has begun step 0, and the others have begun that in which this worker joins.
+        # __prepare has notified of step 0; in a join the other workers have done so of the step.
         if vars(self.state).get("begun", 0) != step:
             vars(self.state).update(begun=step)
             if step % self.per_epoch < 1:

@@ -151,7 +151,7 @@ class Rehearsal:
         self.is_due = is_due
 
     def commit(self, step: int) -> None:
-        """Record what a committed step began with, in a step after a save."""
+        """Record the first micro-batch of a committed step, in a step after a save."""
         self.is_due = False
         own, self._own = self._own, None
         if own and self._file:
