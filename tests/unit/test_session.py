@@ -688,6 +688,23 @@ def test_a_metric_in_the_state_is_updated_after_the_loop(tmp_path: Path) -> None
                 session.backward(loss)
 
 
+def test_a_metric_that_a_later_loop_updates_is_a_warning_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    metric = Metric()
+    with linear_session(tmp_path) as (session, prepared, optimizer):
+        session.state(metric=metric)
+        for step in session.steps(4):
+            for k in session.micro_batches(step):
+                loss = prepared(INPUTS[k : k + 1]).square().mean()
+                session.backward(loss)
+                if step > 1:
+                    metric.update(loss.detach())
+            optimizer.step()
+    warning = "did not change in the first step: session state metric.total"
+    assert caplog.text.count(warning) == 1
+
+
 def test_a_forgotten_update_is_a_warning_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -160,6 +160,14 @@ class Attributes:
             name for name, (holder, key) in places if holder.get(key) is not self._objects[name]
         }
         self._objects = {}
+        lost = sorted(n for n in replaced - self.excluded if n.startswith("session state "))
+        if lost:
+            log.warning(
+                "the micro-batch loop changes what it did not change in the first step: %s. No "
+                "checkpoint holds it, and each worker has that of its own micro-batches: change it "
+                "after the loop, by a value that is equal on all workers",
+                join_names(lost),
+            )
         self._exclude(replaced, followed)
 
     def _changed_others(self, snapshots: Mapping[str, AttributeValue]) -> set[str]:
@@ -232,8 +240,8 @@ class Attributes:
         if new := sorted(self.changed().keys() - self._announced):
             self._announced |= set(new)
             log.info("checkpoints hold attributes that change between steps: %s", join_names(new))
-        others = self._changed_others(self._snapshots())
-        self._others.warn_of((self._unnamed | others) - self.excluded)
+        self._unnamed |= self._changed_others(self._snapshots())
+        self._others.warn_of(self._unnamed - self.excluded)
         self._unnamed = set()
 
     # -- the same on all workers -------------------------------------------------------------------
